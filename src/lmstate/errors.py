@@ -1,0 +1,29 @@
+"""Everything that lmstate raises about a state. Each message says what was asked, what stands in the way, what to do."""
+
+
+class StateError(ValueError):
+    """An operation on a state that cannot be done. The state is as it was before the call."""
+
+
+class CapacityError(StateError):
+    """The tokens do not fit: a fixed capacity, or the model's own limit, would be passed."""
+
+
+class PendingError(StateError):
+    """Tokens await a verdict (`commit` or `discard`), or a verdict was given where none was awaited."""
+
+
+class RewindError(StateError):
+    """A position that does not exist in the row."""
+
+
+class SnapshotError(StateError):
+    """A snapshot that is damaged, of another model, or does not fit the state."""
+
+
+class UnsupportedError(StateError):
+    """An operation that some layer of this model has no exact way to do."""
+
+
+class ModelError(ValueError):
+    """A checkpoint or config that lmstate cannot run: damaged, incomplete, or of an unsupported family."""
