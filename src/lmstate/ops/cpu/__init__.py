@@ -1,0 +1,1 @@
+"""Native bodies for the processor: C without libtorch, loaded by ctypes."""

@@ -1,0 +1,40 @@
+"""Gated linear units (Shazeer 2020): one half of the features, through an activation, gates the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lmstate.ops import dispatch
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+def activation(name: str) -> Callable[[Tensor], Tensor]:
+    """The function of that name; ValueError names those that there are."""
+    if name not in ACTIVATIONS:
+        raise ValueError(f"no activation is called {name!r}; there are {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def glu(x: Tensor, act: str) -> Tensor:
+    """act(gate) * up, where `x` `[..., 2K]` is gate | up; float32 `[..., K]`."""
+    library = dispatch.native(x)
+    if library is None or act not in library.GATES or x.dtype != torch.float32:
+        return glu_reference(x, act)
+    return library.glu(x, act)
+
+
+def glu_reference(x: Tensor, act: str) -> Tensor:
+    function = activation(act)
+    gate, up = x.float().chunk(2, dim=-1)
+    return function(gate) * up

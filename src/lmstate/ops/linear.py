@@ -1,0 +1,89 @@
+"""A product with a weight, and what surrounds it in a layer: the norm or the gate before, the residual after."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lmstate.ops import dispatch
+from lmstate.ops.glu import glu, glu_reference
+from lmstate.ops.norm import Norm, norm_reference
+from lmstate.ops.norm import norm as apply_norm
+from lmstate.ops.weight import FloatWeight, Weight
+
+FEW = 32
+"""Up to this many rows are multiplied by the native bodies, bit for bit alike however many they are."""
+
+
+def linear(
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None = None,
+    *,
+    norm: Norm | None = None,
+    gate: str | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """`x @ weight.T + bias + residual`, float32 `[..., N]`.
+
+    x: float32 `[..., K]`; with `gate` ("silu", "gelu_tanh", "gelu", "relu2", ...) it is `[..., 2K]` = gate | up and
+    act(gate) * up is multiplied. `norm` applies to x first; `residual` `[..., N]` is added last.
+
+    Up to 32 rows, quantised weights multiply activations rounded to int8 in groups of 32, and float weights float32
+    activations. More rows go through torch's matrix product, in float32 where the weight is float32, else in bfloat16.
+    """
+    library = dispatch.native(x, residual)
+    if library is not None and x.numel() <= FEW * x.shape[-1] and x.dtype == torch.float32:
+        return library.linear(x, weight, bias, norm, gate, residual)
+    if dispatch.exact(x, residual):
+        return linear_reference(x, weight, bias, norm=norm, gate=gate, residual=residual)
+    return linear_panels(x, weight, bias, norm=norm, gate=gate, residual=residual)
+
+
+def linear_reference(
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None = None,
+    *,
+    norm: Norm | None = None,
+    gate: str | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """The oracle: float32 arithmetic on the numbers that the weight stands for."""
+    if norm is not None:
+        x = norm_reference(x, norm)
+    if gate is not None:
+        x = glu_reference(x, gate)
+    y = F.linear(x.float(), weight.dequantize(), bias)
+    return y if residual is None else y + residual
+
+
+def linear_panels(
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None = None,
+    *,
+    norm: Norm | None = None,
+    gate: str | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """The body for many rows: panels of the matrix in the product's dtype, and torch's own product."""
+    if norm is not None:
+        x = apply_norm(x, norm)
+    if gate is not None:
+        x = glu(x, gate)
+    dtype = torch.float32 if weight.kind == "float32" else torch.bfloat16
+    y = F.linear(x.to(dtype), _panel(weight, dtype)).float()
+    if bias is not None:
+        y = y + bias
+    return y if residual is None else y + residual
+
+
+def _panel(weight: Weight, dtype: torch.dtype) -> Tensor:
+    if isinstance(weight, FloatWeight):
+        return weight.matrix.to(dtype)
+    library = dispatch.native()
+    if library is None or weight.device.type != "cpu":
+        return weight.dequantize(dtype)
+    return library.dequantize(weight, dtype)
