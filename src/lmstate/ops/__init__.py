@@ -1,9 +1,26 @@
 """Pure functions on tensors: what a layer computes. Each has a reference in torch and, where it pays, faster bodies."""
 
-from lmstate.ops.glu import glu
+from lmstate.ops.append import append
+from lmstate.ops.attend import attend
+from lmstate.ops.glu import ACTIVATIONS, activation, glu
 from lmstate.ops.linear import linear
 from lmstate.ops.norm import Norm, norm
 from lmstate.ops.rope import rope
 from lmstate.ops.weight import FloatWeight, Int4Weight, Int8Weight, Weight, quantize
 
-__all__ = ["FloatWeight", "Int4Weight", "Int8Weight", "Norm", "Weight", "glu", "linear", "norm", "quantize", "rope"]
+__all__ = [
+    "ACTIVATIONS",
+    "FloatWeight",
+    "Int4Weight",
+    "Int8Weight",
+    "Norm",
+    "Weight",
+    "activation",
+    "append",
+    "attend",
+    "glu",
+    "linear",
+    "norm",
+    "quantize",
+    "rope",
+]

@@ -1,0 +1,49 @@
+"""Storing new tokens' keys and values in their rows' rings."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lmstate.ops import dispatch
+
+
+def append(k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, starts: Tensor, counts: Tensor) -> None:
+    """Write new token i < counts[r] of row r into slot (starts[r] + i) % S of `k` and `v`; padding is not written.
+
+    k_new: float32 `[R, T, K, D]`, v_new: `[R, T, K, Dv]`. k: `[R, K, S, D]`, v: `[R, K, S, Dv]`, changed in place,
+    rounded to their dtype. starts, counts: int64 `[R]`, counts <= S.
+    """
+    library = dispatch.native(k_new, v_new, k, v)
+    if library is not None and library.can_append(k_new, v_new, k, v):
+        library.append(k_new, v_new, k, v, starts, counts)
+    else:
+        append_reference(k_new, v_new, k, v, starts, counts)
+
+
+def append_reference(k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, starts: Tensor, counts: Tensor) -> None:
+    if torch.compiler.is_compiling() or not starts.is_cpu:
+        for new, ring in ((k_new, k), (v_new, v)):
+            _append_on_device(new, ring, starts, counts)
+        return
+    size = k.shape[2]
+    for r, (start, count) in enumerate(zip(starts.tolist(), counts.tolist())):
+        if count > size:
+            raise ValueError(f"{count} new tokens do not fit a ring of {size} slots: store fewer at a time")
+        first = start % size
+        before = min(count, size - first)  # tokens up to the ring's end; the others go to its beginning
+        for new, ring in ((k_new, k), (v_new, v)):
+            tokens = new[r, :count].transpose(0, 1)  # [K, count, D]
+            ring[r, :, first : first + before] = tokens[:, :before]
+            ring[r, :, : count - before] = tokens[:, before:]
+
+
+def _append_on_device(new: Tensor, ring: Tensor, starts: Tensor, counts: Tensor) -> None:
+    """Without reading the counts on the host. Padding writes back what its slot holds: its own, or a later one."""
+    rows, width, _, _ = new.shape
+    offsets = torch.arange(width, device=new.device)
+    row = torch.arange(rows, device=new.device)[:, None].expand(rows, width)
+    slot = (starts[:, None] + offsets) % ring.shape[2]
+    real = (offsets < counts[:, None])[:, :, None, None]
+    stored = ring[row, :, slot]  # [R, T, K, D]
+    ring[row, :, slot] = torch.where(real, new.to(ring.dtype), stored)

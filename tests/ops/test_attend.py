@@ -1,0 +1,119 @@
+"""Attention: the reference against a plain loop over positions, the native bodies against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lmstate.ops.append import append_reference
+from lmstate.ops.attend import _attend_on_device, _Rule, attend_reference
+
+
+def filled(
+    rows: list[tuple[int, int]], size: int, kv: int, dim: int, dim_v: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+    """Rings for rows of (start, count), NaN where nothing was ever stored, and the same keys and values unrolled."""
+    k = torch.full((len(rows), kv, size, dim), torch.nan, dtype=dtype)
+    v = torch.full((len(rows), kv, size, dim_v), torch.nan, dtype=dtype)
+    all_k, all_v = [], []
+    for r, (start, count) in enumerate(rows):
+        end = start + count
+        keys, values = torch.randn(end, kv, dim).to(dtype), torch.randn(end, kv, dim_v).to(dtype)
+        for position in range(end):
+            k[r, :, position % size], v[r, :, position % size] = keys[position], values[position]
+        all_k.append(keys.float())
+        all_v.append(values.float())
+    return k, v, all_k, all_v
+
+
+def by_hand(
+    q: Tensor,
+    all_k: list[Tensor],
+    all_v: list[Tensor],
+    rows: list[tuple[int, int]],
+    scale: float,
+    window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention one query and one head at a time, in float64, with the definition of what a query sees spelled out."""
+    out = torch.zeros(*q.shape[:3], all_v[0].shape[-1], dtype=torch.float64)
+    group = q.shape[2] // all_k[0].shape[1]
+    for r, (start, count) in enumerate(rows):
+        for i in range(count):
+            own = start + i
+            seen = [
+                p
+                for p in range(own + 1)
+                if (window is None or p > own - window) and (chunk is None or p // chunk == own // chunk)
+            ]
+            for h in range(q.shape[2]):
+                keys, values = all_k[r][seen, h // group].double(), all_v[r][seen, h // group].double()
+                scores = keys @ q[r, i, h].double() * scale
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks[h : h + 1].double()])
+                weights = scores.softmax(0)[: len(seen)]
+                out[r, i, h] = weights @ values
+    return out.float()
+
+
+RULES = {
+    "plain": {},
+    "window": {"window": 7},
+    "chunk": {"chunk": 8},
+    "softcap": {"softcap": 3.0},
+    "sinks": {"sinks": True},
+    "all": {"window": 6, "softcap": 2.0, "sinks": True},
+}
+
+
+def rule_of(name: str, heads: int) -> dict:
+    rule = dict(RULES[name])
+    if "sinks" in rule:
+        rule["sinks"] = torch.randn(heads)
+    return rule
+
+
+@pytest.mark.parametrize("rows", [[(0, 9), (0, 9)], [(0, 5), (0, 9)], [(12, 1), (3, 4), (5, 0)], [(20, 9), (2, 9)]])
+@pytest.mark.parametrize("name", RULES)
+def test_reference_equals_a_loop_over_positions(rows: list[tuple[int, int]], name: str) -> None:
+    torch.manual_seed(0)
+    rule = rule_of(name, 6)
+    k, v, all_k, all_v = filled(rows, 16 if "window" in rule else 32, 2, 8, 16, torch.float32)
+    starts, counts = torch.tensor(rows).T
+    q = torch.randn(len(rows), int(counts.max()), 6, 8)
+    want = by_hand(q, all_k, all_v, rows, 0.3, **rule)
+    got = attend_reference(q, k, v, starts, counts, scale=0.3, **rule)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+    # Without reading starts and counts on the host, as on another device: unwritten slots must be finite there.
+    given = {key: rule.get(key) for key in ("window", "chunk", "softcap", "sinks")}
+    got = _attend_on_device(q, k.nan_to_num(), v.nan_to_num(), starts, counts, _Rule(0.3, **given))
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+
+
+def test_long_windowed_prompt_in_blocks_equals_a_loop_over_positions() -> None:
+    torch.manual_seed(0)
+    rows = [(5, 1030)]
+    k, v, all_k, all_v = filled(rows, 1100, 1, 8, 8, torch.float32)
+    q = torch.randn(1, 1030, 1, 8)
+    got = attend_reference(q, k, v, torch.tensor([5]), torch.tensor([1030]), scale=0.3, window=20)
+    torch.testing.assert_close(got, by_hand(q, all_k, all_v, rows, 0.3, window=20), atol=1e-5, rtol=1e-4)
+
+
+def test_reference_is_differentiable() -> None:
+    q = torch.randn(1, 4, 2, 8, dtype=torch.float32, requires_grad=True)
+    k, v = torch.randn(1, 1, 6, 8), torch.randn(1, 1, 6, 8)
+    attend_reference(q, k, v, torch.tensor([2]), torch.tensor([4]), scale=1.0).sum().backward()
+    assert q.grad is not None and q.grad.abs().sum() > 0
+
+
+def test_append_writes_a_wrapped_ring_and_skips_padding() -> None:
+    k, v = torch.zeros(2, 1, 4, 8), torch.zeros(2, 1, 4, 8)
+    new = torch.arange(1.0, 7.0).view(2, 3, 1, 1).expand(2, 3, 1, 8)
+    append_reference(new, new, k, v, torch.tensor([3, 1]), torch.tensor([3, 1]))
+    assert k[:, 0, :, 0].tolist() == [[2, 3, 0, 1], [0, 4, 0, 0]]
+    assert torch.equal(k, v)
