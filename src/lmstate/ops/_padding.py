@@ -1,0 +1,37 @@
+"""What every recurrent operation does about ragged rows: padding is blanked before it can be read.
+
+Masking the result of a product is not enough, for a NaN in the padding survives a multiplication by zero.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def padding(counts: Tensor, width: int) -> Tensor | None:
+    """Which tokens of a [R, T] step are padding, as bool [R, T]; None where it is cheap to see that there is none.
+
+    On the CPU the question is answered on the host, so that the usual step (every row full) costs no pass over its
+    inputs; elsewhere an answer would stall the device, and a mask is always built.
+    """
+    if counts.device.type == "cpu" and int(counts.min()) >= width:
+        return None
+    return torch.arange(width, device=counts.device) >= counts[:, None]
+
+
+def blank(x: Tensor, mask: Tensor | None) -> Tensor:
+    """`x` [R, T, ...] with the padded tokens zero, whatever they held."""
+    if mask is None:
+        return x
+    return x.masked_fill(mask.reshape(*mask.shape, *(1,) * (x.dim() - 2)), 0)
+
+
+def carry_dtype(carry: Tensor) -> torch.dtype:
+    """The dtype a recurrence computes in: that of its carry, never below float32."""
+    if carry.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"a recurrent carry was given as {carry.dtype}, in which its errors would add up over the stream: "
+            "keep carries in float32 (or float64 to check gradients)"
+        )
+    return carry.dtype
