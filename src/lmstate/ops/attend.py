@@ -3,6 +3,7 @@
 Nobody passes a mask: what a query may see follows from where its row starts. A row's keys and values lie in a ring,
 position p in slot p % S, so the positions from `low` up to `end` are one contiguous range of slots, or two after a
 wrap.
+"""
 
 from __future__ import annotations
 
