@@ -1,0 +1,69 @@
+"""The text of one row's answer as its tokens arrive, and which of the tokens that text stands for."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from .stopping import StopScanner
+
+if TYPE_CHECKING:
+    from ..models.tokenizer import TextStream
+
+Finish = Literal["eos", "stop", "length"]
+
+
+class Answer:
+    """Tokens in, text out. `text` is all that `take` and `finish` have returned so far."""
+
+    def __init__(self, stream: TextStream, stops: Sequence[str]) -> None:
+        self.tokens: list[int] = []
+        self.finished: Finish | None = None
+        self._stream = stream
+        self._scanner = StopScanner(stops)
+        self._ends: list[int] = []  # characters of text after each token
+        self._characters = 0
+        self._pieces: list[str] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    def take(self, token: int) -> str:
+        """One more token. Returns the text that is certain now: whole characters, none of a possible stop string."""
+        self.tokens.append(token)
+        piece = self._stream.push(token)
+        self._characters += len(piece)
+        self._ends.append(self._characters)
+        return self._scan(piece)
+
+    def finish(self, why: Finish) -> str:
+        """The answer ends here. Returns the text held back until now."""
+        self.finished = why
+        piece = self._scan(self._stream.flush())
+        if self._scanner.start is not None:
+            return piece
+        rest = self._scanner.flush()
+        self._pieces.append(rest)
+        return piece + rest
+
+    def kept(self) -> int:
+        """How many of `tokens` the state is to hold: all, or those wholly before the stop string.
+
+        Tokens at the edge without text of their own go too: they may be the first bytes of the stop string's character.
+        """
+        if self._scanner.start is None:
+            return len(self.tokens)
+        count = bisect_right(self._ends, self._scanner.start)
+        while count and self._ends[count - 1] == (self._ends[count - 2] if count > 1 else 0):
+            count -= 1
+        return count
+
+    def _scan(self, piece: str) -> str:
+        certain = self._scanner.push(piece) if piece else ""
+        if self._scanner.start is not None:
+            self.finished = "stop"
+        if certain:
+            self._pieces.append(certain)
+        return certain

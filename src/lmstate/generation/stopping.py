@@ -1,0 +1,82 @@
+"""Stop strings in a stream of text pieces, wherever the pieces are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def as_stops(stop: str | Sequence[str]) -> tuple[str, ...]:
+    """The `stop` argument of `generate` as a tuple; a bare string is one stop string."""
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    for text in stops:
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"stop has {text!r}; every stop string must be a text of at least one character")
+    return stops
+
+
+class StopScanner:
+    """Lets text through up to the first stop string, holding back only what may still turn into one.
+
+    It works character by character (Knuth-Morris-Pratt, one automaton a stop string), so how the text is cut into
+    pieces cannot matter. The first stop string to be complete wins; of several that end together, the longest.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops = tuple(stops)
+        self.start: int | None = None  # where the stop string begins, in characters since the beginning; None: not seen
+        self._fallbacks = [_fallback(text) for text in self.stops]
+        self._matched = [0] * len(self.stops)  # how much of each stop string the end of the text matches
+        self._held = ""  # the end of the text, not yet let through
+        self._scanned = 0  # characters since the beginning
+
+    def push(self, piece: str) -> str:
+        """Add text; returns what is now certain to come before any stop string."""
+        if not self.stops:
+            return piece
+        if self.start is not None:
+            return ""
+        text = self._held + piece
+        begin = self._scanned - len(self._held)  # the position of text[0]
+        for character in piece:
+            self._scanned += 1
+            found = self._advance(character)
+            if found:
+                self.start = self._scanned - found
+                self._held = ""
+                return text[: self.start - begin]
+        keep = max(self._matched)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """The text ends here: returns what was held back."""
+        held, self._held = self._held, ""
+        self._matched = [0] * len(self.stops)
+        return held
+
+    def _advance(self, character: str) -> int:
+        """One character for every automaton. Returns the length of the longest stop string that it completes, or 0."""
+        found = 0
+        for index, (stop, fallback) in enumerate(zip(self.stops, self._fallbacks)):
+            matched = self._matched[index]
+            while matched and stop[matched] != character:
+                matched = fallback[matched]
+            if stop[matched] == character:
+                matched += 1
+            self._matched[index] = matched
+            if matched == len(stop):
+                found = max(found, matched)
+        return found
+
+
+def _fallback(stop: str) -> list[int]:
+    """fallback[n]: the length of the longest proper prefix of `stop` that also ends stop[:n]."""
+    fallback = [0, 0]
+    matched = 0
+    for character in stop[1:]:
+        while matched and stop[matched] != character:
+            matched = fallback[matched]
+        if stop[matched] == character:
+            matched += 1
+        fallback.append(matched)
+    return fallback

@@ -1,0 +1,66 @@
+"""Stop strings: where the text is cut into pieces never matters."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmstate.generation.stopping import StopScanner, as_stops
+
+TEXTS = st.text(alphabet="abc", max_size=30)
+STOPS = st.lists(st.text(alphabet="abc", min_size=1, max_size=6), max_size=4)
+
+
+def oracle(text: str, stops: list[str]) -> str:
+    """Up to the stop string that is complete first; of those that end together, the longest."""
+    for end in range(len(text) + 1):
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            return text[: end - max(map(len, complete))]
+    return text
+
+
+@given(text=TEXTS, stops=STOPS, cuts=st.lists(st.integers(0, 30)))
+def test_any_cut_into_pieces_gives_the_text_before_the_stop_string(
+    text: str, stops: list[str], cuts: list[int]
+) -> None:
+    bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    scanner = StopScanner(stops)
+    out = ""
+    for begin, end in pairwise(bounds):
+        out += scanner.push(text[begin:end])
+        expected = oracle(text, stops)
+        assert expected.startswith(out)
+        # Never holds back more than what may still become a stop string.
+        held = text[len(out) : end]
+        assert scanner.start is not None or not held or any(stop.startswith(held) for stop in stops)
+    out += scanner.flush()
+    assert out == expected
+    assert (scanner.start is None) == (expected == text and not any(stop in text for stop in stops))
+    assert scanner.start is None or scanner.start == len(expected)
+
+
+def test_text_that_turns_out_not_to_be_a_stop_string_is_not_lost() -> None:
+    scanner = StopScanner(["###END"])
+    assert scanner.push("a ##") == "a "
+    assert scanner.push("#EN") == ""
+    assert scanner.push("#") == "###EN"
+    assert scanner.flush() == "#"
+
+
+def test_nothing_passes_after_the_stop_string() -> None:
+    scanner = StopScanner(["x"])
+    assert scanner.push("abxcd") == "ab"
+    assert scanner.push("efg") == "" == scanner.flush()
+
+
+def test_a_bare_string_is_one_stop_string() -> None:
+    assert as_stops("END") == ("END",)
+    assert as_stops(["a", "b"]) == ("a", "b")
+
+
+@pytest.mark.parametrize("stop", ["", ["a", ""], [3]])
+def test_empty_and_foreign_stop_strings_are_refused(stop: object) -> None:
+    with pytest.raises(ValueError, match="stop"):
+        as_stops(stop)  # type: ignore[arg-type]
