@@ -1,0 +1,110 @@
+"""A checkpoint directory as `save_pretrained` writes it: config.json, safetensors (one file or shards), tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+from torch import Tensor
+
+from lmstate.errors import ModelError
+from lmstate.models.weights.jsonfile import read_object
+from lmstate.models.weights.mapped import fingerprint
+from lmstate.models.weights.source import GroupedQuant, TokenizerFiles, dtype_name
+from lmstate.models.weights.tensorfile import TensorFile
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MOST_SHARDS = 4096
+FLOATS = ("float32", "float16", "bfloat16")
+
+
+class Checkpoint:
+    """A `Source` over a directory. Tensors are mapped, not read; shards are opened when first needed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not (path / "config.json").is_file():
+            raise ModelError(f"{path} has no config.json, so it is no checkpoint directory")
+        self.config = read_object(path / "config.json")
+        generation = path / "generation_config.json"
+        self.generation: dict[str, Any] = read_object(generation) if generation.is_file() else {}
+        self._shards = self._open_shards()
+        self._where = {name: shard for shard in self._shards for name in shard.entries}
+        if sum(len(shard.entries) for shard in self._shards) != len(self._where):
+            raise ModelError(
+                f"two safetensors files of {path} hold a tensor of the same name; the checkpoint is damaged"
+            )
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self._where)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._where[name].entries[name].shape
+
+    def stored(self, name: str) -> str:
+        return dtype_name(self._where[name].entries[name].dtype)
+
+    def read(self, name: str) -> Tensor | GroupedQuant:
+        if self.stored(name) not in FLOATS:
+            raise ModelError(
+                f"tensor {name!r} of {self.path} holds {self.stored(name)} numbers; lmstate reads checkpoints of "
+                f"{', '.join(FLOATS)}. A quantised checkpoint of this kind needs converting to one of those first"
+            )
+        return self._where[name].tensor(name)
+
+    def key(self) -> str:
+        return fingerprint([self.path / "config.json", *(shard.path for shard in self._shards)])
+
+    def tokenizer_files(self) -> TokenizerFiles | None:
+        return tokenizer_files(self.path)
+
+    def _open_shards(self) -> list[TensorFile]:
+        if (self.path / SINGLE).is_file():
+            return [TensorFile(self.path / SINGLE)]
+        if not (self.path / INDEX).is_file():
+            pickles = sorted(self.path.glob("*.bin")) + sorted(self.path.glob("*.pt*"))
+            if pickles:
+                raise ModelError(
+                    f"{self.path} has its weights as {pickles[0].name}, a pickle file, which can run code when loaded; "
+                    f"lmstate reads safetensors only. Save the model again with transformers' save_pretrained"
+                )
+            raise ModelError(f"{self.path} has neither {SINGLE} nor {INDEX}; the download is incomplete")
+        index = read_object(self.path / INDEX).get("weight_map")
+        if not isinstance(index, dict) or not index:
+            raise ModelError(f"{self.path / INDEX} has no weight_map; it is damaged")
+        names = sorted({self._inside(file) for file in index.values()})
+        if len(names) > MOST_SHARDS:
+            raise ModelError(f"{self.path / INDEX} names {len(names)} files; at most {MOST_SHARDS} are expected")
+        shards = {name: TensorFile(self.path / name) for name in names}
+        for name, file in index.items():
+            if name not in shards[file].entries:
+                raise ModelError(f"{self.path / INDEX} says that {file} holds {name[:80]!r}, and it does not")
+        return list(shards.values())
+
+    def _inside(self, file: Any) -> str:
+        """A shard's file name, refused if it could leave the directory. Links are followed: the Hub's cache has some."""
+        if (
+            not isinstance(file, str)
+            or not file.endswith(".safetensors")
+            or "\0" in file
+            or PurePosixPath(file).is_absolute()
+            or PureWindowsPath(file).anchor
+            or ".." in PureWindowsPath(file).parts
+        ):
+            raise ModelError(f"{self.path / INDEX} names {str(file)[:80]!r}, which is no safetensors file inside it")
+        return file
+
+
+def tokenizer_files(path: Path) -> TokenizerFiles | None:
+    """The tokenizer of a directory: tokenizer.json, and the settings and chat templates that lie beside it."""
+    if not (path / "tokenizer.json").is_file():
+        return None
+    settings: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (path / name).is_file():
+            settings.update(read_object(path / name))
+    if (path / "chat_template.json").is_file():
+        settings.update(read_object(path / "chat_template.json"))
+    if (path / "chat_template.jinja").is_file():
+        settings["chat_template"] = (path / "chat_template.jinja").read_text(encoding="utf-8")
+    return TokenizerFiles(path / "tokenizer.json", settings)

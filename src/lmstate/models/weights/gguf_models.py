@@ -1,0 +1,276 @@
+"""How each architecture of GGUF maps onto Hugging Face: config values, tensor names, and what the converter permuted.
+
+A new architecture is one entry of `ARCHITECTURES`. Metadata keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md;
+the conversions undone here are those of llama.cpp's convert_hf_to_gguf.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmstate.errors import ModelError
+from lmstate.models.weights.fields import Fields
+from lmstate.models.weights.gguf import GgufContents, TensorPlace
+
+MOST_LAYERS, MOST_WIDTH = 4096, 2**24
+
+OUTSIDE = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+ATTENTION = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+}
+MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+EXPERTS = {  # [experts, N, K] in GGUF, one matrix per expert under the Hugging Face names
+    "ffn_gate_exps": "mlp.experts.{expert}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{expert}.up_proj",
+    "ffn_down_exps": "mlp.experts.{expert}.down_proj",
+}
+STANDARD = {**ATTENTION, **MLP, **PRE_NORMS}
+# Tensors that hold rope frequencies: they become config values.
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+Extra = Callable[[Fields, str, dict[str, Any], dict[str, TensorPlace]], None]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One value of `general.architecture`.
+
+    `layer`: GGUF name inside a block -> Hugging Face name inside a layer, without `.weight`/`.bias`.
+    `paired`: the converter reordered rows of q and k from halves to neighbouring pairs, for ggml's rope.
+    `extra(metadata, prefix, config, tensors)` adds what only this architecture has to the config.
+    """
+
+    model_type: str
+    class_name: str
+    layer: dict[str, str] = field(default_factory=lambda: STANDARD)
+    paired: bool = False
+    extra: Extra | None = None
+
+
+@dataclass(frozen=True)
+class Located:
+    """Where a Hugging Face tensor lies in a GGUF file: a tensor, one expert of it, and how its rows were reordered."""
+
+    place: TensorPlace
+    expert: int | None = None
+    paired_heads: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.place.shape if self.expert is None else self.place.shape[1:]
+
+
+def _llama(metadata: Fields, prefix: str, config: dict[str, Any], tensors: dict[str, TensorPlace]) -> None:
+    config["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    config["mlp_bias"] = "blk.0.ffn_gate.bias" in tensors
+    if metadata.int(f"{prefix}.expert_count", default=0):
+        config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
+
+
+def _attention_bias(metadata: Fields, prefix: str, config: dict[str, Any], tensors: dict[str, TensorPlace]) -> None:
+    config["attention_bias"] = "blk.0.attn_q.bias" in tensors
+
+
+def _qwen3_moe(metadata: Fields, prefix: str, config: dict[str, Any], tensors: dict[str, TensorPlace]) -> None:
+    _attention_bias(metadata, prefix, config, tensors)
+    config["num_experts"] = metadata.int(f"{prefix}.expert_count", 1, 4096)
+    config["num_experts_per_tok"] = metadata.int(f"{prefix}.expert_used_count", 1, 4096)
+    config["moe_intermediate_size"] = metadata.int(f"{prefix}.expert_feed_forward_length", 1, MOST_WIDTH)
+    config |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+
+
+def _smollm3(metadata: Fields, prefix: str, config: dict[str, Any], tensors: dict[str, TensorPlace]) -> None:
+    # GGUF does not say which layers go without rope; llama.cpp fixes it at every fourth, as the released model has it.
+    _llama(metadata, prefix, config, tensors)
+    config["no_rope_layer_interval"] = 4
+    config["no_rope_layers"] = [int((layer + 1) % 4 != 0) for layer in range(config["num_hidden_layers"])]
+
+
+def _phi3(metadata: Fields, prefix: str, config: dict[str, Any], tensors: dict[str, TensorPlace]) -> None:
+    config["sliding_window"] = metadata.int(f"{prefix}.attention.sliding_window", 1, default=None)
+
+
+ARCHITECTURES = {
+    "llama": Architecture("llama", "LlamaForCausalLM", paired=True, extra=_llama),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", {**STANDARD, **HEAD_NORMS}, extra=_attention_bias),
+    "qwen3moe": Architecture(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        {**ATTENTION, **PRE_NORMS, **HEAD_NORMS, **EXPERTS, "ffn_gate_inp": "mlp.gate"},
+        extra=_qwen3_moe,
+    ),
+    "olmo2": Architecture(
+        "olmo2",
+        "Olmo2ForCausalLM",
+        {
+            **ATTENTION,
+            **MLP,
+            **HEAD_NORMS,
+            "post_attention_norm": "post_attention_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+        extra=_attention_bias,
+    ),
+    "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", paired=True, extra=_smollm3),
+    "phi3": Architecture(
+        "phi3",
+        "Phi3ForCausalLM",
+        {
+            **PRE_NORMS,
+            "attn_qkv": "self_attn.qkv_proj",
+            "attn_output": "self_attn.o_proj",
+            "ffn_up": "mlp.gate_up_proj",
+            "ffn_down": "mlp.down_proj",
+        },
+        extra=_phi3,
+    ),
+}
+
+
+def architecture(metadata: Fields) -> tuple[str, Architecture]:
+    """The prefix of the architecture's metadata keys, and its entry in the table."""
+    name = metadata.str("general.architecture")
+    if name not in ARCHITECTURES:
+        raise ModelError(
+            f"{metadata.where} is a model of architecture {name[:80]!r}, which lmstate cannot read from GGUF; "
+            f"it reads {', '.join(sorted(ARCHITECTURES))}"
+        )
+    return name, ARCHITECTURES[name]
+
+
+def config_of(contents: GgufContents, rope_factors: dict[str, list[float]], where: str) -> dict[str, Any]:
+    """The model's config.json, from metadata. `rope_factors`: the values of those `ROPE_TENSORS` that are there."""
+    metadata, tensors = Fields(contents.metadata, where), contents.tensors
+    prefix, arch = architecture(metadata)
+    if "token_embd.weight" not in tensors:
+        raise ModelError(f"{where} has no tensor 'token_embd.weight'; the file is incomplete")
+    embedding = tensors["token_embd.weight"].shape
+    hidden = metadata.int(f"{prefix}.embedding_length", 1, MOST_WIDTH)
+    if len(embedding) != 2 or embedding[1] != hidden:
+        raise ModelError(f"{where}: its embedding has the shape {embedding} and its metadata say a width of {hidden}")
+    layers = metadata.int(f"{prefix}.block_count", 1, MOST_LAYERS)
+    heads = _same_everywhere(metadata, f"{prefix}.attention.head_count", layers, None)
+    config: dict[str, Any] = {
+        "model_type": arch.model_type,
+        "architectures": [arch.class_name],
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "intermediate_size": _same_everywhere(metadata, f"{prefix}.feed_forward_length", layers, None),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _same_everywhere(metadata, f"{prefix}.attention.head_count_kv", layers, heads),
+        "head_dim": metadata.int(f"{prefix}.attention.key_length", 1, MOST_WIDTH, default=hidden // heads),
+        "hidden_act": "silu",
+        "rms_norm_eps": metadata.float(f"{prefix}.attention.layer_norm_rms_epsilon", 0.0, 1.0),
+        "max_position_embeddings": metadata.int(f"{prefix}.context_length", 1),
+        "vocab_size": embedding[0],
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "rope_theta": metadata.float(f"{prefix}.rope.freq_base", 1e-3, 1e18, default=10000.0),
+    }
+    rotated = metadata.int(f"{prefix}.rope.dimension_count", 1, MOST_WIDTH, default=config["head_dim"])
+    if rotated != config["head_dim"]:
+        config["partial_rotary_factor"] = rotated / config["head_dim"]
+    scaling = _rope_scaling(metadata, prefix, config, rope_factors)
+    if scaling is not None:
+        config["rope_scaling"] = scaling
+        if "original_max_position_embeddings" in scaling:
+            config["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
+    for key in ("bos", "eos"):
+        config[f"{key}_token_id"] = metadata.int(f"tokenizer.ggml.{key}_token_id", default=None)
+    if arch.extra is not None:
+        arch.extra(metadata, prefix, config, tensors)
+    return config
+
+
+def _same_everywhere(metadata: Fields, name: str, layers: int, default: int | None) -> int:
+    """A number that GGUF may give once or per layer; the architectures here need it to be the same in all."""
+    if isinstance(metadata.get(name), list):
+        values = metadata.ints(name, layers, 1, MOST_WIDTH)
+        if len(set(values)) != 1:
+            raise ModelError(f"{metadata.where} has {name!r} differ from layer to layer, which lmstate cannot run")
+        return values[0]
+    if default is None:
+        return metadata.int(name, 1, MOST_WIDTH)
+    return metadata.int(name, 1, MOST_WIDTH, default=default)
+
+
+def _rope_scaling(
+    metadata: Fields, prefix: str, config: dict[str, Any], factors: dict[str, list[float]]
+) -> dict[str, Any] | None:
+    key = f"{prefix}.rope.scaling"
+    longest = config["max_position_embeddings"]
+    original = metadata.int(f"{key}.original_context_length", 1, default=longest)
+    if "rope_factors_long.weight" in factors and "rope_factors_short.weight" in factors:
+        return {
+            "rope_type": "longrope",
+            "long_factor": factors["rope_factors_long.weight"],
+            "short_factor": factors["rope_factors_short.weight"],
+            "original_max_position_embeddings": original,
+            "attention_factor": metadata.float(f"{key}.attn_factor", 0.0, 1e6, default=1.0),
+        }
+    if "rope_freqs.weight" in factors:
+        # Llama 3's scaling, already worked out by the converter into one divisor per frequency. Longrope with the same
+        # divisors at every length and no attention factor is exactly that.
+        divisors = factors["rope_freqs.weight"]
+        return {
+            "rope_type": "longrope",
+            "long_factor": divisors,
+            "short_factor": divisors,
+            "original_max_position_embeddings": longest,
+            "factor": 1.0,
+            "attention_factor": 1.0,
+        }
+    kind = metadata.str(f"{key}.type", ("none", "linear", "yarn", "longrope"), default="none")
+    # "scale_linear" is how files of 2023 say it.
+    factor = metadata.float(
+        f"{key}.factor", 1e-3, 1e6, default=metadata.float(f"{prefix}.rope.scale_linear", 1e-3, 1e6, default=1.0)
+    )
+    if kind == "longrope":
+        raise ModelError(f"{metadata.where} uses longrope and lacks its tensors {', '.join(ROPE_TENSORS[1:])}")
+    if kind == "yarn":
+        scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        for name in ("beta_fast", "beta_slow"):
+            value = metadata.float(f"{key}.yarn_{name}", 0.0, 1e6, default=None)
+            if value is not None:
+                scaling[name] = value
+        return scaling
+    return {"rope_type": "linear", "factor": factor} if factor != 1.0 else None
+
+
+def locate(contents: GgufContents, config: dict[str, Any], where: str) -> dict[str, Located]:
+    """Every tensor under its Hugging Face name. One that the table does not know keeps its own name."""
+    _, arch = architecture(Fields(contents.metadata, where))
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]} if arch.paired else {}
+    found: dict[str, Located] = {}
+    for name, place in contents.tensors.items():
+        if name in ROPE_TENSORS:
+            continue
+        match = re.fullmatch(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)", name)
+        inside = arch.layer.get(match[2]) if match else None
+        if match is None or inside is None:
+            found[OUTSIDE.get(name, name)] = Located(place)
+            continue
+        full = f"model.layers.{int(match[1])}.{inside}.{match[3]}"
+        paired = heads.get(match[2])
+        if paired is not None and place.shape[0] % (2 * paired):
+            raise ModelError(f"{where}: tensor {name!r} has {place.shape[0]} rows, which {paired} heads cannot share")
+        if "{expert}" not in full:
+            found[full] = Located(place, paired_heads=paired)
+            continue
+        if len(place.shape) != 3 or place.shape[0] != config.get("num_experts"):
+            raise ModelError(f"{where}: tensor {name!r} has the shape {place.shape}, not one matrix per expert")
+        for expert in range(place.shape[0]):
+            found[full.format(expert=expert)] = Located(place, expert)
+    return found

@@ -1,0 +1,41 @@
+"""Reading JSON that somebody else wrote: bounded, and with errors that name the file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lmstate.errors import ModelError
+
+MOST_BYTES = 256 * 2**20  # the largest tokenizer.json in use is near 35 MB
+
+
+def parse_object(text: str | bytes, where: str) -> dict[str, Any]:
+    """The JSON object in `text`; a name given twice, another kind of value or broken JSON is a `ModelError`."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) != len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in values if names.count(name) > 1)
+            raise ModelError(f"{where} gives {twice[:80]!r} twice; the file is damaged")
+        return values
+
+    try:
+        value = json.loads(text, object_pairs_hook=unique)
+    except ModelError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{where} is not valid JSON ({error}); the file is damaged or incomplete") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{where} must hold a JSON object, and holds a {type(value).__name__}")
+    return value
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises `OSError` if it cannot be read, `ModelError` if it is not one."""
+    size = path.stat().st_size
+    if size > MOST_BYTES:
+        raise ModelError(f"{path} has {size} bytes; a JSON file of a checkpoint has at most {MOST_BYTES}")
+    return parse_object(path.read_bytes(), str(path))

@@ -1,0 +1,148 @@
+"""The cache of converted checkpoints: what took work to make, in one file that the next start only maps.
+
+A folder per checkpoint (its name is the source's key), in it for a GGUF `memory.json` and `tokenizer.json`, and for
+each storage asked for one `<kind>.safetensors`. Files appear whole (written beside, then renamed), so processes that
+start at the same time do not disturb one another; a file that does not read back is thrown away and made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lmstate.errors import ModelError
+from lmstate.models.weights.gguf_source import GgufSource
+from lmstate.models.weights.jsonfile import read_object
+from lmstate.models.weights.mapped import fingerprint
+from lmstate.models.weights.source import Source, TokenizerFiles, open_source
+from lmstate.models.weights.tensorfile import TensorFile
+from lmstate.ops.weight import Weight
+
+FORMAT = 1  # of everything in the cache; raise it when a file's meaning changes, and old ones are made again
+SETTLED_SPARE = 2**30  # leave this many bytes of the disk free
+
+
+class Packed:
+    """The matrices of one checkpoint in one storage, by the names that they were asked for with."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = _open(path)
+        self._shapes: dict[str, Any] = json.loads(self._file.metadata["weights"]) if self._file else {}
+        self._new: dict[str, Weight] = {}
+
+    def get(self, label: str) -> Weight | None:
+        """The matrix kept under a label, mapped from the file; None if there is none."""
+        if self._file is None or label not in self._shapes:
+            return None
+        kind, shape, parts = self._shapes[label]
+        return Weight.from_tensors(kind, tuple(shape), {part: self._file.tensor(f"{label}#{part}") for part in parts})
+
+    def put(self, label: str, weight: Weight) -> None:
+        self._new[label] = weight
+
+    def save(self) -> None:
+        """Write what was put. A full disk or a read-only folder is no error: the next start converts again."""
+        if not self._new:
+            return
+        weights = dict(self._new)
+        for label in self._shapes:
+            kept = self.get(label)
+            if kept is not None:
+                weights.setdefault(label, kept)
+        self._new = {}
+        tensors = {f"{label}#{part}": t for label, w in weights.items() for part, t in w.tensors().items()}
+        shapes = {label: [w.kind, list(w.shape), list(w.tensors())] for label, w in weights.items()}
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            needed = sum(tensor.nbytes for tensor in tensors.values())
+            if shutil.disk_usage(self._path.parent).free > needed + SETTLED_SPARE:
+                _save_tensors(self._path, tensors, {"format": str(FORMAT), "weights": json.dumps(shapes)})
+
+
+def open_cached(path: Path, cache: Path | None) -> Source:
+    """`open_source`, through the cache: a GGUF file that was opened before is not parsed again."""
+    if cache is None or path.suffix != ".gguf" or not path.is_file():
+        return open_source(path)
+    folder = cache / fingerprint([path])
+    memory, tokenizer = folder / "memory.json", folder / "tokenizer.json"
+    recalled = _recall(path, memory, tokenizer)
+    if recalled is not None:
+        return recalled
+    source = GgufSource.open(path)
+    files = source.tokenizer_files()
+    record: dict[str, Any] = {"format": FORMAT, "source": source.remember(), "settings": None}
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        if files is not None and isinstance(files.tokenizer_json, str):
+            with _whole(tokenizer) as beside:
+                beside.write_text(files.tokenizer_json, encoding="utf-8")
+            record |= {"settings": files.settings, "tokenizer_bytes": tokenizer.stat().st_size}
+        with _whole(memory) as beside:
+            beside.write_text(json.dumps(record), encoding="utf-8")
+    return source
+
+
+def _recall(path: Path, memory: Path, tokenizer: Path) -> GgufSource | None:
+    try:
+        record = read_object(memory)
+        if record.get("format") != FORMAT:
+            return None
+        files = None
+        if record["settings"] is not None:
+            if tokenizer.stat().st_size != record["tokenizer_bytes"]:
+                return None
+            files = TokenizerFiles(tokenizer, record["settings"])
+        return GgufSource.recall(path, record["source"], files)
+    except (OSError, ModelError, KeyError, TypeError, ValueError, AttributeError):
+        return None  # never written, cut short, or edited: opening the file itself puts it right
+
+
+def _open(path: Path) -> TensorFile | None:
+    """A packed file that reads back whole, or None. A damaged one is removed."""
+    try:
+        file = TensorFile(path)
+        shapes = json.loads(file.metadata["weights"])
+        sound = file.metadata.get("format") == str(FORMAT) and all(
+            f"{label}#{part}" in file.entries for label, (_, _, parts) in shapes.items() for part in parts
+        )
+    except OSError:
+        return None
+    except (ModelError, KeyError, TypeError, ValueError, AttributeError):
+        sound = False
+    if not sound:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return None
+    return file
+
+
+def _save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    from safetensors.torch import save_file
+
+    host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with _whole(path) as beside:
+        save_file(host, beside, metadata)
+
+
+@contextlib.contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """A name to write to; what was written takes the name `path` once it is on the disk, or never."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    beside = Path(name)
+    try:
+        yield beside
+        with beside.open("rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)

@@ -1,0 +1,247 @@
+"""The weights of a model as a family's `build` asks for them: by Hugging Face name, in the storage that was chosen."""
+
+from __future__ import annotations
+
+import fnmatch
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, overload
+
+import torch
+from torch import Tensor
+
+from lmstate.errors import ModelError
+from lmstate.models.weights.fields import Fields
+from lmstate.models.weights.packed import Packed
+from lmstate.models.weights.source import GroupedQuant, Source
+from lmstate.ops.weight import FLOAT_KINDS, FloatWeight, Int4Weight, Int8Weight, Weight, quantize
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+KINDS = ("auto", "int4", "int8", "bfloat16", "float32")
+# From fewest bits to most: matrices that are stacked into one take the widest storage among them.
+WIDTHS = ("int4", "int8", "bfloat16", "float16", "float32")
+
+
+class Weights:
+    """Hands out the parameters of one checkpoint, and knows which of them nobody asked for.
+
+    `kind`: the storage of the matrices. "auto" keeps the precision of a quantised file; float checkpoints become
+    bfloat16 where the processor multiplies it natively, float32 elsewhere. `dtype`: that of K/V storage and of the big
+    products, float32 for float32 weights and bfloat16 for all others unless given. `cache`: the folder where
+    conversions are kept, None for nowhere. `progress`: whether a long conversion may draw a bar on a terminal.
+
+    Matrices that need no conversion lie in the mapped checkpoint itself. Those that are stacked from several (q, k, v)
+    are copied together at each start, which is faster than reading a second copy of the model from a cache.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        kind: str = "auto",
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        cache: Path | None = None,
+        progress: bool = True,
+    ) -> None:
+        if kind not in KINDS:
+            raise ModelError(f"weights={kind!r} is no storage; choose one of {', '.join(KINDS)}")
+        if dtype not in (None, torch.float32, torch.bfloat16):
+            raise ModelError(f"dtype={dtype} is not supported; choose torch.float32 or torch.bfloat16")
+        self.source = source
+        self.device = torch.device(device)
+        self.config = Fields(source.config, f"config of {source.path}")
+        self.float_kind = "bfloat16" if _multiplies_bfloat16(self.device) else "float32"
+        self.kind = kind
+        if dtype is None:
+            quantised = any(source.stored(name) in ("int4", "int8") for name in source.names())
+            stays_float32 = kind == "float32" or (kind == "auto" and self.float_kind == "float32" and not quantised)
+            dtype = torch.float32 if stays_float32 else torch.bfloat16
+        self.dtype = dtype
+        self._packed = Packed(cache / source.key() / f"{kind}-{self.float_kind}.safetensors") if cache else None
+        self._made: dict[str, Weight] = {}
+        self._asked: set[str] = set()
+        self._bar = _Bar(progress, len(source.names()))
+
+    def has(self, name: str) -> bool:
+        return name in self.source.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor that is there; `ModelError` if it is not."""
+        if not self.has(name):
+            raise ModelError(f"{self.source.path} lacks the tensor {name!r}; the checkpoint is incomplete")
+        return self.source.shape(name)
+
+    @overload
+    def tensor(self, name: str, shape: tuple[int, ...] | None = None, optional: Literal[False] = False) -> Tensor: ...
+    @overload
+    def tensor(self, name: str, shape: tuple[int, ...] | None = None, *, optional: Literal[True]) -> Tensor | None: ...
+    def tensor(self, name: str, shape: tuple[int, ...] | None = None, optional: bool = False) -> Tensor | None:
+        """A small parameter (norm, bias, ...) as float32. None if it is optional and absent.
+
+        Raises `ModelError` if it is absent, or if `shape` is given and is not its shape.
+        """
+        if optional and not self.has(name):
+            return None
+        self._check(name, shape)
+        self._asked.add(name)
+        numbers = self.source.read(name)
+        whole = numbers.dequantize() if isinstance(numbers, GroupedQuant) else numbers
+        return whole.float().to(self.device)
+
+    def linear(self, *names: str, shape: tuple[int, int] | None = None) -> Weight:
+        """One matrix [N, K], or several stacked along the output axis (q, k, v), in the storage of `kind`.
+
+        Raises `ModelError` if one is absent, is no matrix, differs in K from the others, or if `shape` is given and is
+        not that of the stack. The same names give the same object again: tied weights stay one.
+        """
+        label = "+".join(names)
+        if label not in self._made:
+            shapes = [self.shape(name) for name in names]
+            if any(len(each) != 2 or each[1] != shapes[0][1] for each in shapes):
+                raise ModelError(f"{self.source.path}: cannot stack {', '.join(names)} of shapes {shapes} as matrices")
+            self._expect(label, (sum(rows for rows, _ in shapes), shapes[0][1]), shape)
+            parts = [_Part(name, None, self.source.stored(name)) for name in names]
+            self._made[label] = self._matrix(label, parts)
+        return self._made[label]
+
+    def stacked(self, name: str, index: int, shape: tuple[int, int] | None = None) -> Weight:
+        """Matrix `index` of a tensor [experts, N, K] that holds one per expert."""
+        label = f"{name}[{index}]"
+        if label not in self._made:
+            whole = self.shape(name)
+            if len(whole) != 3 or not 0 <= index < whole[0]:
+                raise ModelError(f"{self.source.path}: tensor {name!r} of shape {list(whole)} has no matrix {index}")
+            self._expect(label, whole[1:], shape)
+            self._made[label] = self._matrix(label, [_Part(name, index, self.source.stored(name))])
+        return self._made[label]
+
+    def check_all_used(self, ignore: Iterable[str] = ()) -> None:
+        """The end of a build: `ModelError` if a tensor was never asked for, unless a pattern (`*.inv_freq`) matches it.
+
+        Also keeps what was converted for the next start.
+        """
+        patterns = list(ignore)
+        unused = sorted(
+            name
+            for name in self.source.names() - self._asked
+            if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+        )
+        self._bar.close()
+        if unused:
+            shown = ", ".join(name[:80] for name in unused[:5]) + (", ..." if len(unused) > 5 else "")
+            raise ModelError(
+                f"{self.source.path} has {len(unused)} tensors that a {self.config.get('model_type')} model does not "
+                f"use ({shown}); running it without them would give wrong answers"
+            )
+        if self._packed is not None:
+            self._packed.save()
+
+    def _check(self, name: str, shape: tuple[int, ...] | None) -> None:
+        self._expect(name, self.shape(name), shape)
+
+    def _expect(self, label: str, found: tuple[int, ...], expected: tuple[int, ...] | None) -> None:
+        if expected is not None and found != tuple(expected):
+            raise ModelError(
+                f"{self.source.path}: {label} has the shape {list(found)}, and the config asks for {list(expected)}"
+            )
+
+    def _matrix(self, label: str, parts: list[_Part]) -> Weight:
+        self._asked.update(part.name for part in parts)
+        kept = self._packed.get(label) if self._packed else None
+        if kept is not None:
+            return self._settle(kept)
+        kind = self._storage(parts)
+        weight = self._convert(parts, kind)
+        # Plain floats are quick to take from the checkpoint; only what was taken apart or rounded is worth keeping.
+        costly = weight.kind in ("int4", "int8") or any(part.stored in ("int4", "int8") for part in parts)
+        if costly and self._packed is not None:
+            self._packed.put(label, weight)
+        if costly:
+            self._bar.advance(len(parts))
+        return self._settle(weight)
+
+    def _settle(self, weight: Weight) -> Weight:
+        return weight if self.device.type == "cpu" else weight.to(self.device)
+
+    def _storage(self, parts: list[_Part]) -> str:
+        """The storage that a stack is brought to."""
+        if self.kind != "auto":
+            return self.kind
+        own = (part.stored if part.stored in ("int4", "int8") else self.float_kind for part in parts)
+        return max(own, key=WIDTHS.index)
+
+    def _convert(self, parts: list[_Part], kind: str) -> Weight:
+        numbers = [self._read(part) for part in parts]
+        grouped = [part for part in numbers if isinstance(part, GroupedQuant)]
+        if len(grouped) == len(numbers) and all(part.kind == kind for part in grouped):
+            return _pack(grouped)
+        floats = [part.dequantize() if isinstance(part, GroupedQuant) else part for part in numbers]
+        if kind in FLOAT_KINDS:
+            dtype = FLOAT_KINDS[kind]
+            return FloatWeight(
+                floats[0].to(dtype) if len(floats) == 1 else torch.cat([part.to(dtype) for part in floats])
+            )
+        return quantize(floats[0] if len(floats) == 1 else torch.cat(floats), kind)
+
+    def _read(self, part: _Part) -> Tensor | GroupedQuant:
+        numbers = self.source.read(part.name)
+        if part.index is None:
+            return numbers
+        if isinstance(numbers, GroupedQuant):
+            raise ModelError(f"{self.source.path}: tensor {part.name!r} is a matrix and holds none per expert")
+        return numbers[part.index]
+
+
+class _Part:
+    """One matrix of a stack: a tensor, or one expert of it."""
+
+    def __init__(self, name: str, index: int | None, stored: str) -> None:
+        self.name, self.index, self.stored = name, index, stored
+
+
+def _pack(parts: list[GroupedQuant]) -> Weight:
+    q = torch.cat([part.q for part in parts])
+    scale = torch.cat([part.scale for part in parts])
+    minima = [part.minimum for part in parts if part.minimum is not None]
+    return Int4Weight.pack(q, scale, torch.cat(minima)) if minima else Int8Weight.pack(q, scale)
+
+
+def _multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether matrix products in bfloat16 are at least as fast as in float32 there."""
+    if device.type != "cpu":
+        return True
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    line = next((line for line in text.splitlines() if line.lower().startswith(("flags", "features"))), "")
+    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(line.split()))
+
+
+class _Bar:
+    """Shows on a terminal that tensors are being converted. It appears with the first one: a cached start shows none."""
+
+    def __init__(self, wanted: bool, total: int) -> None:
+        self._wanted = wanted and sys.stderr.isatty()
+        self._total = total
+        self._progress: Progress | None = None
+
+    def advance(self, tensors: int) -> None:
+        if not self._wanted:
+            return
+        if self._progress is None:
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self._progress = Progress(console=Console(stderr=True), transient=True)
+            self._progress.start()
+            self._progress.add_task("converting weights", total=self._total)
+        self._progress.advance(self._progress.task_ids[0], tensors)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
