@@ -1,0 +1,30 @@
+"""The families that lmstate runs: one small file each, and a line in this table."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from lmstate.errors import ModelError
+from lmstate.models.decoder import Model
+from lmstate.models.weights.weights import Weights
+
+# model_type of a config -> the module that builds it.
+FAMILIES = {
+    "llama": "llama",
+    "olmo2": "olmo2",
+    "phi3": "phi3",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3",
+    "smollm3": "smollm3",
+}
+
+
+def build(w: Weights) -> Model:
+    """The model of an open checkpoint. Raises `ModelError` for a family that is not in the table."""
+    family = w.config.str("model_type")
+    if family not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise ModelError(f"models of the family {family!r} are not supported; supported are {known}")
+    model: Model = import_module(f"lmstate.models.families.{FAMILIES[family]}").build(w)
+    return model

@@ -1,0 +1,259 @@
+"""The model: an embedding, a stack of blocks, a head. It holds no state and is never told a position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from lmstate import ops
+from lmstate.errors import StateError
+from lmstate.models.fingerprint import fingerprint
+from lmstate.models.mixers.mixer import Mixer
+from lmstate.models.mlp import FeedForward
+from lmstate.ops import Norm, Weight
+from lmstate.state import LayerState, Layout, State, Step
+
+if TYPE_CHECKING:
+    from lmstate.models.tokenizer import Tokenizer
+
+Logits = Literal["last", "all", "none"]
+Tokens = Tensor | Sequence[Sequence[int]]
+
+
+@dataclass(eq=False)
+class Block:
+    """A mixer and a feed-forward part, each with a norm before it, after it, or both, on the residual stream."""
+
+    mixer: Mixer
+    mlp: FeedForward | None
+    mixer_norm: Norm | None = None
+    mlp_norm: Norm | None = None
+    after_mixer: Norm | None = None
+    after_mlp: Norm | None = None
+    scale: float = 1.0  # of what each part adds to the stream
+    parallel: bool = False  # both parts read the same input
+
+    def __call__(self, x: Tensor, step: Step, memory: LayerState) -> Tensor:
+        """x float32 `[R, T, E]` -> `[R, T, E]`."""
+        plain = self.scale == 1.0
+        start = x
+        direct = x if plain and self.after_mixer is None else None
+        mixed = self.mixer(x, step, memory, self.mixer_norm, direct)
+        x = mixed if direct is not None else self._added(x, mixed, self.after_mixer)
+        if self.mlp is None:
+            return x
+        direct = x if plain and self.after_mlp is None else None
+        fed = self.mlp(start if self.parallel else x, self.mlp_norm, direct)
+        return fed if direct is not None else self._added(x, fed, self.after_mlp)
+
+    def _added(self, x: Tensor, part: Tensor, norm: Norm | None) -> Tensor:
+        part = part if norm is None else ops.norm(part, norm)
+        return x + part * self.scale if self.scale != 1.0 else x + part
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What does not depend on a layer."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    max_positions: int | None = None  # tokens that the model was made for; longer texts run, and are the caller's risk
+    embed_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+
+
+@dataclass(eq=False)
+class Model:
+    """A language model: `model(tokens, state)` -> logits. Made by `lmstate.load`."""
+
+    config: ModelConfig
+    embed: Weight  # [V, E]
+    blocks: list[Block]
+    norm: Norm
+    head: Weight  # [V, E]; the embedding itself where they are tied
+    head_bias: Tensor | None = None
+    dtype: torch.dtype = torch.float32  # of stored keys and values, and of large matrix products
+    name: str = ""
+    eos_ids: frozenset[int] = frozenset()
+    defaults: dict[str, Any] = field(default_factory=dict)  # sampling that the checkpoint's makers suggest
+    _tokenizer: Tokenizer | None = None
+    _fingerprint: str | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed.device
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise StateError(f"{self.name or 'this model'} has no tokenizer; give token ids, or add a tokenizer.json")
+        return self._tokenizer
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the config and of a sample of every weight: what a snapshot must agree with."""
+        if self._fingerprint is None:
+            parts = (self.embed, self.blocks, self.norm, self.head, self.head_bias)
+            self._fingerprint = fingerprint(self.config, parts)
+        return self._fingerprint
+
+    def new_state(
+        self, rows: int = 1, capacity: int | None = None, rewind: int = 16, kv: torch.dtype | None = None
+    ) -> State:
+        """An empty state of `rows` sequences.
+
+        `capacity`: tokens that a row may hold, reserved at once (None: grows). `rewind`: how many tokens back a rewind
+        recomputes nothing. `kv`: dtype of stored keys and values, by default the model's.
+        """
+        for name, value, least in (("rows", rows, 1), ("capacity", capacity, 1), ("rewind", rewind, 0)):
+            if value is not None and value < least:
+                raise StateError(f"new_state({name}={value}) was asked for; {name} is at least {least}")
+        return self._new_state(Layout(rows, self.device, kv or self.dtype, capacity, rewind))
+
+    def _new_state(self, layout: Layout) -> State:
+        layers = [block.mixer.new_state(layout) for block in self.blocks]
+        return State(layers, layout, fingerprint=lambda: self.fingerprint, regime=self._regime)
+
+    def _regime(self, horizon: int) -> int:
+        return max((rope.regime(horizon) for rope in self._ropes), default=0)
+
+    @property
+    def _ropes(self) -> list[Any]:
+        return [rope for block in self.blocks if (rope := getattr(block.mixer, "rope", None)) is not None]
+
+    # ---- forward
+
+    def __call__(
+        self, tokens: Tokens, state: State | None = None, logits: Logits | None = None, commit: bool = True
+    ) -> Tensor | None:
+        """Extend the state by `tokens`, and return float32 logits.
+
+        tokens: int64 `[rows, T]`, or one list of ids a row (ragged; an empty list is an idle row).
+        logits: `"last"` -> `[rows, V]` at each row's last token (an idle row repeats its last logits, NaN if it has
+        none yet); `"all"` -> `[rows, T, V]`, right-padded with zeros; `"none"` -> None. Default: `"last"`, or `"all"`
+        without a state.
+        commit=False leaves the tokens pending until `state.commit` or `state.discard`; until then do not write into
+        logits that were asked for as `"all"`.
+        Without a state: the plain forward over whole sequences. Raises `StateError` on bad tokens, `CapacityError`,
+        `PendingError`; no error changes the state.
+        """
+        if logits not in (None, "last", "all", "none"):
+            raise StateError(f'logits={logits!r} was asked for; there are "last", "all" and "none"')
+        ids = self._ids(tokens)
+        if state is None:
+            # Whole sequences are one step of a state that nobody keeps; in one part, so that gradients can follow.
+            width = max(map(len, ids), default=0)
+            layout = Layout(len(ids), self.device, self.dtype, max(width, 1), rewind=0, chunk=max(width, 1))
+            return self(tokens, self._new_state(layout), logits or "all", commit=False)
+        self._catch_up(state, ids, logits or "last")
+        step = state.plan(ids, tentative=not commit)
+        try:
+            out = self._forward(ids, step, state, logits or "last")
+            state.ran(out)
+            if commit:
+                state.commit()
+        except BaseException:
+            state.discard()
+            raise
+        return out.clone() if out is not None and out.ndim == 2 else out
+
+    def _catch_up(self, state: State, ids: list[list[int]], logits: Logits) -> None:
+        """Compute what the state's layers miss of its tokens, after a rewind far back say."""
+        counts = [len(row) for row in ids]
+        backlog = state.backlog(counts, logits=logits == "last")
+        if any(backlog):
+            step = state.plan_backlog(backlog, counts)
+            try:
+                idle = any(not count and late for count, late in zip(counts, backlog))
+                last = self._forward(backlog, step, state, "last" if idle else "none")
+                state.commit_backlog(last)
+            except BaseException:
+                state.discard()
+                raise
+
+    def _forward(self, ids: list[list[int]], step: Step, state: State, want: Logits) -> Tensor | None:
+        if want == "none":
+            for _ in self._parts(ids, step, state):
+                pass
+            return None
+        if want == "all":
+            pieces = [self._logits(hidden) for _, _, hidden in self._parts(ids, step, state)]
+            whole = torch.cat(pieces, dim=1) if pieces else torch.zeros(step.rows, 0, self.config.vocab_size)
+            if not step.uniform:
+                padding = torch.arange(step.width, device=self.device) >= step.counts_t[:, None]
+                whole = whole.masked_fill(padding[..., None], 0.0)
+            return whole
+        last: dict[int, Tensor] = {}  # row -> [E] hidden at its last token
+        for offset, part, hidden in self._parts(ids, step, state):
+            for row, count in enumerate(step.counts):
+                if 0 <= (index := count - 1 - offset) < part.width:
+                    last[row] = hidden[row, index]
+        known = state.last_logits()
+        if len(last) == step.rows:
+            return self._logits(torch.stack([last[row] for row in range(step.rows)]))
+        out = torch.full((step.rows, self.config.vocab_size), float("nan"), device=self.device)
+        for row, logits in enumerate(known):
+            if row not in last and logits is not None:
+                out[row] = logits
+        if last:
+            out[list(last)] = self._logits(torch.stack(list(last.values())))
+        return out
+
+    def _parts(self, ids: list[list[int]], step: Step, state: State) -> Iterator[tuple[int, Step, Tensor]]:
+        """Run the blocks over a step, part by part: (offset, part, hidden float32 `[R, t, E]`)."""
+        if not step.width:
+            return
+        for offset, part in step.parts():
+            width = part.width
+            rows = [row[offset : offset + width] for row in ids]
+            padded = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self.device)
+            x = self.embed.rows(padded)
+            if self.config.embed_scale != 1.0:
+                x = x * self.config.embed_scale
+            for block, memory in zip(self.blocks, state.layers):
+                x = block(x, part, memory)
+            yield offset, part, x
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states `[..., E]` -> float32 logits `[..., V]`."""
+        logits = ops.linear(hidden, self.head, self.head_bias, norm=self.norm)
+        if self.config.logit_scale != 1.0:
+            logits = logits * self.config.logit_scale
+        if (cap := self.config.logit_softcap) is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    def _ids(self, tokens: Tokens) -> list[list[int]]:
+        if isinstance(tokens, Tensor):
+            if tokens.ndim != 2 or tokens.is_floating_point():
+                raise StateError(f"tokens are {tokens.dtype} {list(tokens.shape)}; they must be int64 [rows, T]")
+            tokens = tokens.tolist()
+        ids = [list(row) for row in tokens]
+        if not ids:
+            raise StateError("no rows of tokens were given; a batch has at least one, idle rows are empty lists")
+        for index, row in enumerate(ids):
+            bad = [token for token in (min(row), max(row)) if not 0 <= token < self.config.vocab_size] if row else []
+            if bad:
+                last = self.config.vocab_size - 1
+                raise StateError(f"row {index} has the token id {bad[0]}; this model's ids are 0 to {last}")
+        return ids
+
+    # ---- generation
+
+    def generate(self, prompt: Any, state: State | None = None, **options: Any) -> Any:
+        """Continue a prompt; see `lmstate.generation.generate` for the options."""
+        from lmstate.generation import generate
+
+        return generate(self, prompt, state, **options)
+
+    def stream(self, prompt: Any, state: State | None = None, **options: Any) -> Iterator[Any]:
+        """The same as `generate`, piece by piece."""
+        from lmstate.generation import stream
+
+        return stream(self, prompt, state, **options)

@@ -1,0 +1,196 @@
+"""What families share: the parts of a block under their usual Hugging Face names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lmstate.errors import ModelError
+from lmstate.models.decoder import Block, Model, ModelConfig
+from lmstate.models.mixers.attention import Attention
+from lmstate.models.mlp import MLP, FeedForward
+from lmstate.models.rope import Rope
+from lmstate.models.weights.fields import Fields
+from lmstate.models.weights.weights import Weights
+from lmstate.ops import Norm
+
+MOST = 2**20  # of heads, layers, experts, widths: more is a damaged file
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes that nearly every config names alike."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    eps: float
+
+    @classmethod
+    def of(cls, config: Fields) -> Shape:
+        hidden = config.int("hidden_size", low=1, high=MOST)
+        heads = config.int("num_attention_heads", low=1, high=MOST)
+        kv_heads = config.int("num_key_value_heads", low=1, high=MOST, default=heads)
+        if heads % kv_heads:
+            raise ModelError(f"{heads} query heads cannot share {kv_heads} key/value heads evenly")
+        return cls(
+            hidden,
+            config.int("num_hidden_layers", low=1, high=4096),
+            heads,
+            kv_heads,
+            config.int("head_dim", low=1, high=MOST, default=None) or max(1, hidden // heads),
+            config.int("vocab_size", low=1, high=2**24),
+            config.float("rms_norm_eps", low=0.0, high=1.0, default=1e-6),
+        )
+
+
+def activation(config: Fields, name: str = "hidden_act", default: str = "silu") -> str:
+    """The name that `ops` gives to a config's activation."""
+    return ACTIVATIONS[config.str(name, allowed=tuple(ACTIVATIONS), default=default)]
+
+
+def norm(w: Weights, name: str, width: int, eps: float, *, plus_one: bool = False) -> Norm:
+    """An RMS norm's weight; `plus_one` where the checkpoint stores w - 1."""
+    weight = w.tensor(name, (width,))
+    return Norm(weight + 1.0 if plus_one else weight, eps)
+
+
+def attention(
+    w: Weights,
+    prefix: str,
+    shape: Shape,
+    rope: Rope | None,
+    *,
+    window: int | None = None,
+    q_norm: Norm | None = None,
+    k_norm: Norm | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Attention:
+    """Attention whose projections are `q_proj`, `k_proj`, `v_proj`, `o_proj` under `prefix`, with or without biases."""
+    width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    return Attention(
+        w.linear(
+            f"{prefix}.q_proj.weight", f"{prefix}.k_proj.weight", f"{prefix}.v_proj.weight",
+            shape=(width + 2 * kv_width, shape.hidden),
+        ),
+        w.linear(f"{prefix}.o_proj.weight", shape=(shape.hidden, width)),
+        shape.heads,
+        shape.kv_heads,
+        shape.head_dim,
+        shape.head_dim**-0.5 if scale is None else scale,
+        rope,
+        window,
+        softcap=softcap,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        qkv_bias=biases(w, *(f"{prefix}.{part}_proj.bias" for part in "qkv")),
+        out_bias=w.tensor(f"{prefix}.o_proj.bias", optional=True),
+    )  # fmt: skip
+
+
+def mlp(w: Weights, prefix: str, hidden: int, inner: int, act: str) -> MLP:
+    """A gated feed-forward block: `gate_proj`, `up_proj`, `down_proj` under `prefix`, with or without biases."""
+    return MLP(
+        w.linear(f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight", shape=(2 * inner, hidden)),
+        w.linear(f"{prefix}.down_proj.weight", shape=(hidden, inner)),
+        act,
+        up_bias=biases(w, f"{prefix}.gate_proj.bias", f"{prefix}.up_proj.bias"),
+        down_bias=w.tensor(f"{prefix}.down_proj.bias", optional=True),
+    )
+
+
+def biases(w: Weights, *names: str) -> Tensor | None:
+    """The biases of stacked projections in one vector; None if the checkpoint has none."""
+    found = [w.tensor(name) for name in names if w.has(name)]
+    if found and len(found) < len(names):
+        raise ModelError(f"only some of {', '.join(names)} are in the checkpoint; it is incomplete")
+    return torch.cat(found) if found else None
+
+
+def decoder(
+    w: Weights,
+    shape: Shape,
+    block: Callable[[int], Block],
+    *,
+    prefix: str = "model",
+    final_norm: Norm | None = None,
+    embed_scale: float = 1.0,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    ignore: tuple[str, ...] = (),
+) -> Model:
+    """A stack of `shape.layers` blocks between `embed_tokens` and `lm_head` (the embedding itself where they are tied).
+
+    `ignore`: patterns of tensors that the checkpoint holds and this model needs not (rotary tables, say).
+    """
+    config = w.config
+    embed = w.linear(f"{prefix}.embed_tokens.weight", shape=(shape.vocab, shape.hidden))
+    tied = config.bool("tie_word_embeddings", default=False) or not w.has("lm_head.weight")
+    blocks = [block(index) for index in range(shape.layers)]
+    model = Model(
+        ModelConfig(
+            config.str("model_type"),
+            shape.vocab,
+            shape.hidden,
+            config.int("max_position_embeddings", low=1, default=None),
+            embed_scale,
+            logit_scale,
+            logit_softcap,
+        ),
+        embed,
+        blocks,
+        final_norm or norm(w, f"{prefix}.norm.weight", shape.hidden, shape.eps),
+        embed if tied else w.linear("lm_head.weight", shape=(shape.vocab, shape.hidden)),
+        dtype=w.dtype,
+    )
+    w.check_all_used([*(["lm_head.weight"] if tied else []), "*.rotary_emb.inv_freq", *ignore])
+    return model
+
+
+def windows(config: Fields, layers: int) -> list[int | None]:
+    """Each layer's sliding window, from `layer_types` where the config has them and uses them."""
+    size = config.int("sliding_window", low=1, default=None)
+    if size is None or not config.bool("use_sliding_window", default=True):
+        return [None] * layers
+    kinds = config.strs("layer_types", layers, allowed=("sliding_attention", "full_attention"), default=None)
+    if kinds is None:
+        first = config.int("max_window_layers", default=0)
+        return [size if index >= first else None for index in range(layers)]
+    return [size if kind == "sliding_attention" else None for kind in kinds]
+
+
+def experts(w: Weights, prefix: str, count: int, hidden: int, inner: int, act: str) -> list[FeedForward]:
+    """Gated experts: one tensor for all under `gate_up_proj` and `down_proj`, or a block of their own each."""
+    if w.has(f"{prefix}.gate_up_proj"):
+        return [
+            MLP(
+                w.stacked(f"{prefix}.gate_up_proj", index, shape=(2 * inner, hidden)),
+                w.stacked(f"{prefix}.down_proj", index, shape=(hidden, inner)),
+                act,
+            )
+            for index in range(count)
+        ]
+    return [mlp(w, f"{prefix}.{index}", hidden, inner, act) for index in range(count)]
+
+
+def expert_count(config: Fields) -> int:
+    """Experts of each mixture, under whichever of its names the config has it; 0 if none."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    return next((config.int(name, low=0, high=MOST) for name in names if config.get(name) is not None), 0)

@@ -1,0 +1,40 @@
+"""A short name for a model's exact numbers, so that no state is put into another model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmstate.ops import Weight
+
+SAMPLE = 64  # elements hashed of each tensor
+
+
+def weights_in(thing: Any, path: str = "") -> Iterator[tuple[str, Tensor | Weight]]:
+    """Every weight in a tree of dataclasses, lists and tuples, with the path to it."""
+    if isinstance(thing, Tensor | Weight):
+        yield path, thing
+    elif is_dataclass(thing):
+        for part in fields(thing):
+            yield from weights_in(getattr(thing, part.name), f"{path}.{part.name}")
+    elif isinstance(thing, list | tuple):
+        for index, part in enumerate(thing):
+            yield from weights_in(part, f"{path}.{index}")
+
+
+def fingerprint(config: Any, parts: Any) -> str:
+    """sha256 over the config and, of every weight, its path, shape, storage and an even sample of its content."""
+    digest = hashlib.sha256(repr(config).encode())
+    for path, weight in weights_in(parts):
+        held = weight.tensors() if isinstance(weight, Weight) else {"": weight}
+        for name, tensor in held.items():
+            digest.update(f"{path}.{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
+            flat = tensor.detach().reshape(-1)
+            sample = flat[:: max(1, len(flat) // SAMPLE)].contiguous().cpu()
+            digest.update(sample.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,71 @@
+"""Grouped-query attention over the keys and values of its own layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lmstate import ops
+from lmstate.models.rope import Rope
+from lmstate.ops import Norm, Weight
+from lmstate.state import AttentionState, LayerState, Layout, Step
+
+
+@dataclass(eq=False)
+class Attention:
+    """Attention of H query heads over K key/value heads (Vaswani et al. 2017; Ainslie et al. 2023).
+
+    `qkv [H * D + 2 * K * D, E]` are the three projections in one matrix. `q_norm` and `k_norm` normalise each head, or
+    the whole projection if they are as wide as it is. `rope` None: the layer knows no positions.
+    """
+
+    qkv: Weight
+    out: Weight
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    rope: Rope | None = None
+    window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    qkv_bias: Tensor | None = None
+    out_bias: Tensor | None = None
+
+    @property
+    def kind(self) -> str:
+        return "attention" if self.window is None and self.chunk is None else "window"
+
+    def new_state(self, layout: Layout) -> LayerState:
+        return AttentionState(
+            layout, self.kv_heads, self.head_dim, window=self.window, chunk=self.chunk,
+            shift=self.rope.shift if self.rope is not None else None,
+        )  # fmt: skip
+
+    def __call__(
+        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        assert isinstance(memory, AttentionState)
+        qkv = ops.linear(x, self.qkv, self.qkv_bias, norm=norm)  # [R, T, (H + 2K) * D]
+        width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        q, k, v = qkv[..., :width], qkv[..., width : width + kv_width], qkv[..., width + kv_width :]
+        q, k = _normed(q, self.q_norm, self.head_dim), _normed(k, self.k_norm, self.head_dim)
+        v = v.unflatten(-1, (self.kv_heads, self.head_dim))  # [R, T, K, D]
+        if self.rope is not None:
+            cos, sin = self.rope.tables(step)
+            q, k = (ops.rope(part, cos, sin, self.rope.interleaved) for part in (q, k))
+        seen = memory.attend(q, k, v, step, scale=self.scale, softcap=self.softcap, sinks=self.sinks)
+        return ops.linear(seen.flatten(-2), self.out, self.out_bias, residual=residual)
+
+
+def _normed(x: Tensor, norm: Norm | None, head_dim: int) -> Tensor:
+    """Heads `[R, T, heads, D]` of `[R, T, heads * D]`, normalised each, or whole before they are parted."""
+    if norm is not None and norm.weight.shape[-1] != head_dim:
+        x = ops.norm(x, norm)
+        norm = None
+    heads = x.unflatten(-1, (-1, head_dim))
+    return heads if norm is None else ops.norm(heads, norm)

@@ -1,0 +1,35 @@
+"""What works on each token alone: the feed-forward block, plain or gated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from lmstate import ops
+from lmstate.ops import Norm, Weight
+
+
+class FeedForward(Protocol):
+    """`x [R, T, E] -> [R, T, E]`; `norm` is applied to x first, `residual` is added last."""
+
+    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor: ...
+
+
+@dataclass(eq=False)
+class MLP:
+    """`down(act(gate x) * up x)`, with gate and up in one matrix `[2 * F, E]`; `down(act(up x))` if not `gated`."""
+
+    up: Weight
+    down: Weight
+    act: str = "silu"
+    gated: bool = True
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
+        hidden = ops.linear(x, self.up, self.up_bias, norm=norm)
+        if self.gated:
+            return ops.linear(hidden, self.down, self.down_bias, gate=self.act, residual=residual)
+        return ops.linear(ops.activation(self.act)(hidden), self.down, self.down_bias, residual=residual)

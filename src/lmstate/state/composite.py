@@ -1,0 +1,73 @@
+"""Two kinds of memory in one layer: attention and a recurrence side by side, say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from lmstate.errors import SnapshotError
+from lmstate.state.layer import Install, LayerState
+from lmstate.state.step import Step
+
+
+class CompositeState(LayerState):
+    """Layer states that move together. Its mixer uses each of `members`; the state sees one layer."""
+
+    kind = "composite"
+
+    def __init__(self, members: Sequence[LayerState]):
+        self.members = tuple(members)
+        self.forgets = any(member.forgets for member in members)
+
+    def _both(self, change: Callable[[LayerState], Install | None]) -> Install | None:
+        installs = [install for member in self.members if (install := change(member)) is not None]
+
+        def install() -> None:
+            for each in installs:
+                each()
+
+        return install if installs else None
+
+    def reserve(self, step: Step) -> None:
+        for member in self.members:
+            member.reserve(step)
+
+    def commit(self, step: Step, accepted: tuple[int, ...]) -> Install | None:
+        return self._both(lambda member: member.commit(step, accepted))
+
+    def discard(self) -> None:
+        for member in self.members:
+            member.discard()
+
+    def reach(self, row: int, length: int) -> int:
+        return max(member.reach(row, length) for member in self.members)
+
+    def rewind(self, row: int, length: int, to: int) -> Install | None:
+        return self._both(lambda member: member.rewind(row, length, to))
+
+    def select(self, rows: Sequence[int | None]) -> Install | None:
+        return self._both(lambda member: member.select(rows))
+
+    def capture(self, row: int, length: int) -> dict[str, Tensor]:
+        return {
+            f"{i}.{name}": tensor
+            for i, member in enumerate(self.members)
+            for name, tensor in member.capture(row, length).items()
+        }
+
+    def restore(self, row: int, length: int, tensors: dict[str, Tensor]) -> Install | None:
+        split: list[dict[str, Tensor]] = [{} for _ in self.members]
+        for name, tensor in tensors.items():
+            index = name.partition(".")[0]
+            if index not in map(str, range(len(self.members))):
+                raise SnapshotError(f"the snapshot has a tensor {name!r} that no part of this layer holds")
+            split[int(index)][name[len(index) + 1 :]] = tensor
+        pairs = dict(zip(map(id, self.members), split))
+        return self._both(lambda member: member.restore(row, length, pairs[id(member)]))
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for member in self.members for tensor in member.tensors()]
+
+    def parts(self) -> list[LayerState]:
+        return [part for member in self.members for part in member.parts()]

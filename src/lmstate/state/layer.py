@@ -1,0 +1,86 @@
+"""What one layer remembers: the contract between a layer's state, its mixer and the state that owns it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lmstate.state.step import Step
+
+Install = Callable[[], None]
+"""The second half of a change. The first half, which returned it, did all that can fail and changed nothing."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a state was asked to be; every layer state is made from it."""
+
+    rows: int
+    device: torch.device
+    dtype: torch.dtype  # of stored keys and values
+    capacity: int | None = None  # tokens a row may hold; None: grows
+    rewind: int = 16  # how many tokens back a rewind recomputes nothing
+    chunk: int = 512  # tokens of a row that one forward takes
+
+
+class LayerState(ABC):
+    """One layer's memory of every row.
+
+    It holds no length: the committed length of a row comes with each call. Between `reserve` and `commit`/`discard` it
+    is pending, and what was committed stays whole. `commit`, `rewind`, `select` and `restore` come in two halves: the
+    call prepares (and may fail, having changed nothing), the returned `Install` makes it so and cannot fail. None means
+    that there is nothing to install. The state calls the second halves only once every layer has done the first.
+    """
+
+    kind: str  # how `State.memory` groups it
+    forgets: bool  # whether it drops what a rewind far back would need
+
+    @abstractmethod
+    def reserve(self, step: Step) -> None:
+        """Make room for `step`. Nothing committed is lost; `discard` brings back what was."""
+
+    @abstractmethod
+    def commit(self, step: Step, accepted: tuple[int, ...]) -> Install | None:
+        """Make the first `accepted[r]` tokens of the step real in each row; the rest never happened."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """The step that was reserved never happened. Cannot fail; harmless when nothing is reserved."""
+
+    @abstractmethod
+    def reach(self, row: int, length: int) -> int:
+        """The earliest position that `rewind` reaches in a row of this length."""
+
+    @abstractmethod
+    def rewind(self, row: int, length: int, to: int) -> Install | None:
+        """Take a row from `length` back to `to`, `reach <= to <= length`, exactly."""
+
+    @abstractmethod
+    def select(self, rows: Sequence[int | None]) -> Install | None:
+        """Make row i of the new batch a copy of row `rows[i]` of the old one; empty where that is None."""
+
+    @abstractmethod
+    def capture(self, row: int, length: int) -> dict[str, Tensor]:
+        """Copies of all that the row needs to go on from `length`, without a row axis."""
+
+    @abstractmethod
+    def restore(self, row: int, length: int, tensors: dict[str, Tensor]) -> Install | None:
+        """Put what `capture` gave at `length` in a row. Length 0 with no tensors empties it.
+
+        Raises `SnapshotError` if the tensors are not what this layer would have captured.
+        """
+
+    @abstractmethod
+    def tensors(self) -> list[Tensor]:
+        """Every tensor held now, for counting bytes."""
+
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def parts(self) -> list[LayerState]:
+        """The simple layer states in it: itself, unless it is a composite."""
+        return [self]

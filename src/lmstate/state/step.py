@@ -1,0 +1,96 @@
+"""The plan of one forward: for each row of the batch, where its new tokens start and how many there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+Built = TypeVar("Built")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a layer sees of the outside. Built once per forward and handed to every layer.
+
+    `starts` and `counts` are host integers, for eager code; `starts_t` and `counts_t` are the same on the device, for
+    kernels. Row r's new tokens have the positions `starts[r] .. starts[r] + counts[r] - 1`; what lies to the right of
+    them in a `[R, T]` tensor is padding. `horizons[r]` is the length that row r's rotary frequencies are made for (it
+    matters only to the ropes whose frequencies depend on the length of the text).
+    """
+
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+    device: torch.device
+    horizons: tuple[int, ...]
+    tentative: bool = False  # a verdict may accept a prefix of it
+    chunk: int = 512  # tokens of a row that one forward takes; a longer step runs as several
+    _memo: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def rows(self) -> int:
+        return len(self.counts)
+
+    @cached_property
+    def width(self) -> int:
+        """T: the new tokens of the row that has the most."""
+        return max(self.counts, default=0)
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """The length of each row once the whole step is committed."""
+        return tuple(start + count for start, count in zip(self.starts, self.counts))
+
+    @cached_property
+    def uniform(self) -> bool:
+        """Whether every row brings the same number of tokens, so that nothing is padding."""
+        return min(self.counts, default=0) == self.width
+
+    @cached_property
+    def starts_t(self) -> Tensor:
+        """int64 [R]"""
+        return torch.tensor(self.starts, dtype=torch.int64, device=self.device)
+
+    @cached_property
+    def counts_t(self) -> Tensor:
+        """int64 [R]"""
+        return torch.tensor(self.counts, dtype=torch.int64, device=self.device)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """int64 [R, T]; a padding token has the position that it would have."""
+        return self.starts_t[:, None] + torch.arange(self.width, device=self.device)
+
+    def memo(self, key: Hashable, build: Callable[[], Built]) -> Built:
+        """`build()`, done once in the step for each key: rope tables, masks, index tensors shared by the layers."""
+        try:
+            return self._memo[key]  # type: ignore[no-any-return]
+        except KeyError:
+            built = self._memo[key] = build()
+            return built
+
+    def parts(self) -> Iterator[tuple[int, Step]]:
+        """The step cut into steps of at most `chunk` tokens a row: (offset of the part's first token, part)."""
+        if self.width <= self.chunk:
+            yield 0, self
+            return
+        for offset in range(0, self.width, self.chunk):
+            starts = tuple(start + min(offset, count) for start, count in zip(self.starts, self.counts))
+            counts = tuple(min(max(count - offset, 0), self.chunk) for count in self.counts)
+            yield offset, Step(starts, counts, self.device, self.horizons, self.tentative, self.chunk)
+
+
+def as_counts(value: int | Sequence[int] | None, limits: Sequence[int]) -> tuple[int, ...] | None:
+    """A verdict as one number per row: None is all, a number holds for every row. None if it does not fit `limits`."""
+    if value is None:
+        return tuple(limits)
+    if isinstance(value, int):
+        return tuple(min(value, limit) for limit in limits) if 0 <= value <= max(limits, default=0) else None
+    counts = tuple(int(count) for count in value)
+    if len(counts) != len(limits) or any(not 0 <= count <= limit for count, limit in zip(counts, limits)):
+        return None
+    return counts
