@@ -10,6 +10,9 @@ restored, the logits are those of feeding it whole.
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from lmstate.errors import (
     CapacityError,
     ModelError,
@@ -19,9 +22,11 @@ from lmstate.errors import (
     StateError,
     UnsupportedError,
 )
-from lmstate.models.decoder import Model
-from lmstate.models.load import load
-from lmstate.state import Snapshot, State
+
+if TYPE_CHECKING:
+    from lmstate.models.decoder import Model
+    from lmstate.models.load import load
+    from lmstate.state import Snapshot, State
 
 __version__ = "0.1.0"
 
@@ -38,3 +43,22 @@ __all__ = [
     "UnsupportedError",
     "load",
 ]
+
+# Importing torch takes seconds: what needs it is imported when first asked for, so that `lmstate --help` need not wait.
+_LAZY = {
+    "Model": "lmstate.models.decoder",
+    "Snapshot": "lmstate.state",
+    "State": "lmstate.state",
+    "load": "lmstate.models.load",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'lmstate' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_LAZY[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -65,6 +65,9 @@ class FakeState:
     def rewind_cost(self, row: int, to: int) -> int:
         return max(0, to - len(self.computed[row]))
 
+    def memory(self) -> dict[str, int]:
+        return {"attention": 8 * sum(self.lengths)} if any(self.lengths) else {}
+
     def tokens(self, row: int) -> list[int]:
         return self.computed[row] + self.queued[row]
 

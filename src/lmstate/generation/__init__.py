@@ -1,6 +1,6 @@
 """Text from a model: sampling, stop strings and the one generation loop."""
 
-from .generate import Generation, Piece, Report
-from .sampling import Sampler
+from lmstate.generation.generate import Generation, Piece, Report, generate, stream
+from lmstate.generation.sampling import Sampler
 
-__all__ = ["Generation", "Piece", "Report", "Sampler"]
+__all__ = ["Generation", "Piece", "Report", "Sampler", "generate", "stream"]

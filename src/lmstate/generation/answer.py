@@ -6,10 +6,10 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from .stopping import StopScanner
+from lmstate.generation.stopping import StopScanner
 
 if TYPE_CHECKING:
-    from ..models.tokenizer import TextStream
+    from lmstate.models.tokenizer import TextStream
 
 Finish = Literal["eos", "stop", "length"]
 

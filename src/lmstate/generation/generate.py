@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..errors import CapacityError, PendingError
-from .answer import Answer, Finish
-from .prompts import Prompt, as_token_lists
-from .sampling import Picker, Sampler
-from .stopping import as_stops
+from lmstate.errors import CapacityError, PendingError
+from lmstate.generation.answer import Answer, Finish
+from lmstate.generation.prompts import Prompt, as_token_lists
+from lmstate.generation.sampling import Picker, Sampler
+from lmstate.generation.stopping import as_stops
 
 if TYPE_CHECKING:
-    from ..models.decoder import Model
-    from ..state import State
+    from lmstate.models.decoder import Model
+    from lmstate.state import State
 
 MAX_NEW_TOKENS = 256
 
@@ -137,6 +137,7 @@ class Generation:
         """One forward and one token for every active row."""
         begin = perf_counter()
         logits = self.model(feed, self.state)  # [R, V]
+        assert logits is not None
         self._last.clear()
         if len(active) < len(feed):
             logits = logits[active]

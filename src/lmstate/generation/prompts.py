@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from ..models.tokenizer import Tokenizer
-    from ..state import State
+    from lmstate.models.tokenizer import Tokenizer
+    from lmstate.state import State
 
 SinglePrompt: TypeAlias = "str | Sequence[int]"
 Prompt: TypeAlias = "SinglePrompt | Sequence[SinglePrompt]"

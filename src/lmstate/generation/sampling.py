@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import ModelError
+from lmstate.errors import ModelError
 
 # Top-p looks among this many best tokens first: sorting the whole vocabulary costs as much as a decode step.
 HEAD = 1024

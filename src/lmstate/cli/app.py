@@ -1,0 +1,87 @@
+"""The commands, and what an error becomes: one line on stderr and an exit code."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from lmstate.cli import chat, demo, doctor, generate, inspect, models
+
+DEBUG = "LMSTATE_DEBUG"  # set to anything: errors show their traceback
+
+
+class Commands(TyperGroup):
+    """A group whose commands end in an exit code, never in a traceback, for what can go wrong in a sound program."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+        except (ValueError, OSError, ImportError, MemoryError) as error:
+            if isinstance(error, OSError) and error.errno == errno.EPIPE:
+                _forget_stdout()  # the reader of our output has left: nothing is wrong
+                raise typer.Exit(0) from None
+            if os.environ.get(DEBUG):
+                raise
+            print(f"lmstate: {_one_line(error)}", file=sys.stderr)
+            raise typer.Exit(1) from None
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text or f"{type(error).__name__} (set {DEBUG}=1 for the traceback)"
+
+
+def _forget_stdout() -> None:
+    """Python flushes stdout as it exits; without this it would complain that nobody reads."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from lmstate import __version__
+
+        print(f"lmstate {__version__}")
+        raise typer.Exit
+
+
+app = typer.Typer(
+    cls=Commands,
+    name="lmstate",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Run language models whose inference state is one value.
+
+    MODEL is an alias (smollm2), a directory with config.json and safetensors, a .gguf file, or a Hugging Face Hub id.
+
+    \b
+    lmstate generate smollm2 "Name three rivers."
+    lmstate chat smollm2
+    lmstate inspect smollm2
+    """
+
+
+app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
+app.command("inspect")(inspect.inspect)
+app.command("models")(models.models)
+app.command("doctor")(doctor.doctor)
+app.command("demo")(demo.demo)

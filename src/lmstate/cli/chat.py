@@ -1,0 +1,114 @@
+"""`lmstate chat`: a conversation on one state."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lmstate.cli import options
+from lmstate.cli.output import describe, note, write_pieces
+
+if TYPE_CHECKING:
+    from lmstate.cli.conversation import Conversation
+
+PROMPT = "> "
+
+
+def chat(
+    model: options.ModelName = options.DEFAULT_MODEL,
+    system: options.System = None,
+    max_tokens: options.MaxTokens = 512,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.Penalty = 1.0,
+    seed: options.Seed = None,
+    weights: options.Weights = options.WeightKind.auto,
+    stats: Annotated[
+        bool, typer.Option("--stats/--no-stats", help="After each answer: tokens fed and reused, and the speed.")
+    ] = True,
+) -> None:
+    """Talk with a model. Its state goes on from turn to turn: each turn feeds only what is new.
+
+    Ctrl-C stops the answer and keeps the conversation; /help lists the commands; Ctrl-D leaves. Questions may be piped
+    in, one a line.
+
+    \b
+    lmstate chat smollm2
+    lmstate chat smollm2 --system "You answer in one sentence." -t 0.7
+    """
+    from lmstate.cli.conversation import Conversation
+    from lmstate.generation import Sampler
+
+    sampler = Sampler(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    loaded = options.load_model(model, weights)
+    if loaded.tokenizer.chat_template is None:
+        raise ValueError(f"{model} has no chat template; use `lmstate generate {model} --raw` to go on with a text")
+    if sys.stdin.isatty():
+        note(f"{model}: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves")
+    talk(Conversation(loaded, system, sampler=sampler, max_new_tokens=max_tokens), stats)
+
+
+def talk(conversation: Conversation, stats: bool) -> None:
+    """Read, answer, repeat, until the input ends or /exit. Errors of a turn are told, and the conversation goes on."""
+    from lmstate.cli.chat_commands import COMMANDS, Leave, run_command
+
+    while (line := read_line()) is not None:
+        if not line:
+            continue
+        try:
+            if line.startswith("/"):
+                print(run_command(line, COMMANDS, conversation))
+            else:
+                answer(conversation, line, stats)
+        except Leave:
+            return
+        except ValueError as error:
+            note(f"lmstate: {error}")
+
+
+def answer(conversation: Conversation, question: str, stats: bool) -> None:
+    """One turn: the answer to stdout as it comes, then what it took."""
+    try:
+        with closing(conversation.ask(question)) as pieces:
+            stopped = write_pieces(pieces)
+    except KeyboardInterrupt:  # the second one: the model was in the middle of a step, which then never happened
+        stopped = True
+    if stopped:
+        note("(stopped)")
+    if stats and conversation.report is not None:
+        note(describe(conversation.report))
+
+
+def read_line() -> str | None:
+    """The next line without spaces around it; None at the end. Ctrl-C begins a new line, twice in a row leaves."""
+    if not sys.stdin.isatty():
+        line = sys.stdin.readline()
+        return line.strip() if line else None
+    _edit_lines()
+    try:
+        return _prompted()
+    except KeyboardInterrupt:
+        note("(Ctrl-C again or Ctrl-D leaves)")
+    return _prompted()
+
+
+def _prompted() -> str | None:
+    try:
+        return input(PROMPT).strip()
+    except EOFError:
+        print()
+        return None
+    except KeyboardInterrupt:
+        print()
+        raise
+
+
+def _edit_lines() -> None:
+    """Arrow keys and history in `input`, where the platform has them."""
+    with suppress(ImportError):
+        import readline  # noqa: F401

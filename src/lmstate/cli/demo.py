@@ -1,0 +1,33 @@
+"""`lmstate demo`: a question, and a second one on the same state. `make demo` runs it."""
+
+from __future__ import annotations
+
+import typer
+
+from lmstate.cli import options
+from lmstate.cli.output import describe, note, write_pieces
+
+QUESTIONS = ("What is the capital of France?", "And which river flows through it?")
+
+
+def demo(model: options.ModelName = options.DEFAULT_MODEL, max_tokens: options.MaxTokens = 64) -> None:
+    """Ask the default model two questions; the second continues the state of the first.
+
+    \b
+    lmstate demo
+    lmstate demo path/to/model.gguf
+    """
+    from contextlib import closing
+
+    from lmstate.cli.conversation import Conversation
+
+    conversation = Conversation(options.load_model(model), max_new_tokens=max_tokens)
+    for question in QUESTIONS:
+        print(f"> {question}")
+        with closing(conversation.ask(question)) as pieces:
+            stopped = write_pieces(pieces)
+        if conversation.report is not None:
+            note(describe(conversation.report))
+        if stopped:
+            raise typer.Exit(130)
+    print(f"The state holds {conversation.state.lengths[0]} tokens: both questions and both answers.")

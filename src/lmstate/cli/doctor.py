@@ -1,0 +1,54 @@
+"""`lmstate doctor`: what runs here, and why: what a bug report should begin with."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+from lmstate.cli.output import table
+
+LIBRARIES = ("torch", "numpy", "safetensors", "tokenizers", "huggingface-hub", "gguf", "jinja2", "transformers")
+
+
+def doctor() -> None:
+    """Versions, the processor, and which bodies the operations run on. Paste it into a bug report.
+
+    \b
+    lmstate doctor
+    """
+    import torch
+
+    from lmstate import __version__
+    from lmstate.ops.dispatch import choice
+
+    chosen = choice()
+    rows = [
+        ("lmstate", __version__),
+        ("python", f"{platform.python_version()} on {platform.platform()}"),
+        *((name, _version(name)) for name in LIBRARIES),
+        ("processor", f"{_processor()}, {torch.get_num_threads()} of {os.cpu_count()} threads"),
+        ("instructions", torch.backends.cpu.get_cpu_capability()),
+        ("operations", f"{chosen.name}: {chosen.why}"),
+        ("gpu", torch.cuda.get_device_name() if torch.cuda.is_available() else "none that torch can use"),
+    ]
+    table("lmstate doctor", ("", ""), rows)
+
+
+def _version(name: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _processor() -> str:
+    """The processor's name, where the system tells."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

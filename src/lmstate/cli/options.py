@@ -1,0 +1,45 @@
+"""Arguments and options that several commands share, and what they make: a loaded model, a sampler."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from lmstate.models.decoder import Model
+
+DEFAULT_MODEL = "smollm2"
+
+
+class WeightKind(str, Enum):
+    """How the weights are stored in memory."""
+
+    auto = "auto"
+    int4 = "int4"
+    int8 = "int8"
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
+ModelName = Annotated[
+    str, typer.Argument(metavar="MODEL", help="Alias, directory, .gguf file or Hub id; `lmstate models` lists some.")
+]
+Weights = Annotated[WeightKind, typer.Option("--weights", help="How the weights are stored in memory.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", min=0, help="End after this many tokens.")]
+Temperature = Annotated[float, typer.Option("--temperature", "--temp", "-t", min=0.0, help="0: the most likely token.")]
+TopK = Annotated[int | None, typer.Option("--top-k", min=1, help="Only the K most likely tokens.")]
+TopP = Annotated[float | None, typer.Option("--top-p", help="The most likely tokens that hold this probability.")]
+MinP = Annotated[float | None, typer.Option("--min-p", help="Only tokens this probable, relative to the best.")]
+Penalty = Annotated[float, typer.Option("--repetition-penalty", help="Above 1: tokens already there are less likely.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="The same seed draws the same text.")]
+Stop = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="End before this text. Repeatable.")]
+System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="A system message that comes first.")]
+
+
+def load_model(name: str, weights: WeightKind = WeightKind.auto) -> Model:
+    """The model by its name; what takes long (download, conversion) reports its own progress."""
+    import lmstate
+
+    return lmstate.load(name, weights=weights.value)

@@ -1,0 +1,138 @@
+"""`lmstate chat`: the state goes on from turn to turn, and is always what the template of the conversation says."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from contextlib import closing
+
+import pytest
+from conftest import ChatTokenizer
+from fake_model import FakeModel
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from lmstate.cli.app import app
+from lmstate.cli.conversation import Conversation, turns
+
+
+def chat(runner: CliRunner, *lines: str, options: Sequence[str] = ()):  # type: ignore[no-untyped-def]
+    return runner.invoke(app, ["chat", "m", *options], input="".join(f"{line}\n" for line in lines))
+
+
+def test_the_second_turn_feeds_only_what_is_new(model: FakeModel, runner: CliRunner) -> None:
+    result = chat(runner, "one", "two")
+    assert result.exit_code == 0 and result.stdout == "You said one.\nYou said two.\n"
+    first = len(model.tokenizer.chat([{"role": "user", "content": "one"}], True))
+    new = len("[end]\n[user]two[end]\n[assistant]")
+    held = first + len("You said one.")
+    assert result.stderr.splitlines()[0].startswith(f"[{first} tokens fed · 0 reused · 13 generated")
+    assert result.stderr.splitlines()[1].startswith(f"[{new} tokens fed · {held} reused · 13 generated")
+    assert model.fed == first + new + 2 * 13
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    turns_=st.lists(
+        st.tuples(st.text("abé€ ", min_size=1, max_size=5), st.none() | st.integers(1, 12)), min_size=1, max_size=5
+    ),
+    trims=st.booleans(),
+    limit=st.integers(1, 20),
+)
+def test_each_turn_is_computed_from_the_rendered_conversation(
+    model: FakeModel, turns_: list[tuple[str, int | None]], trims: bool, limit: int
+) -> None:
+    """Whatever was cut short before, and also for a template that rewrites what was said."""
+
+    class Trimming(ChatTokenizer):
+        def chat(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool = False) -> list[int]:
+            short = [{**m, "content": m["content"].strip()[:3]} for m in messages[:-1]]
+            return super().chat([*short, messages[-1]], add_generation_prompt)
+
+    model.tokenizer = Trimming() if trims else ChatTokenizer()
+    conversation = Conversation(model, "S", max_new_tokens=limit)
+    for question, stop_after in turns_:
+        before = list(conversation.messages)
+        with closing(conversation.ask(question)) as pieces:
+            text = "".join(piece for piece, _ in zip(pieces, range(stop_after or 1000)))
+        rendered = model.tokenizer.chat([*before, {"role": "user", "content": question}], True)
+        held = conversation.state.tokens(0)
+        assert held[: len(rendered)] == rendered
+        assert conversation.messages[-1]["content"].startswith(text)
+        assert model.tokenizer.decode(held[len(rendered) :]).startswith(text)
+    assert len(list(turns(conversation.messages))) == len(turns_)
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(model: FakeModel, runner: CliRunner) -> None:
+    script = model.script
+
+    def interrupt(held: list[int]) -> int | None:
+        if model.calls == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return script(held)
+
+    model.script = interrupt
+    result = chat(runner, "one", "two")
+    assert result.exit_code == 0 and result.stdout == "You\nYou said two.\n"
+    assert "(stopped)" in result.stderr
+    fed = len("[end]\n[user]two[end]\n[assistant]") + 1  # the last token given out was queued
+    assert f"[{fed} tokens fed" in result.stderr
+
+
+def test_a_turn_that_fails_is_told_and_the_next_one_answers(model: FakeModel, runner: CliRunner) -> None:
+    script = model.script
+
+    def fail(held: list[int]) -> int | None:
+        if model.calls == 2:
+            raise ValueError("the state is full; /reset begins again")
+        return script(held)
+
+    model.script = fail
+    result = chat(runner, "one", "two")
+    assert result.stdout == "Y\nYou said two.\n" and "lmstate: the state is full" in result.stderr
+
+
+def test_a_question_without_any_answer_leaves_no_trace(model: FakeModel) -> None:
+    model.fail_at = 1
+    conversation = Conversation(model)
+    with pytest.raises(RuntimeError):
+        list(conversation.ask("one"))
+    assert conversation.messages == []
+    assert "".join(conversation.ask("two")) == "You said two."
+
+
+def test_commands_are_listed_run_and_refused(model: FakeModel, runner: CliRunner) -> None:
+    lines = [
+        "/help",
+        "one",
+        "/tokens",
+        "/memory",
+        "/reset",
+        "/tokens",
+        "/nonsense",
+        "/reset now",
+        "two",
+        "/exit",
+        "three",
+    ]
+    result = chat(runner, *lines)
+    assert result.exit_code == 0
+    for expected in ("/memory", "messages", "forgot ", "0 tokens held", "You said two."):
+        assert expected in result.stdout
+    assert "You said three." not in result.stdout
+    assert "no command /nonsense" in result.stderr and "/reset takes no argument" in result.stderr
+
+
+def test_a_model_without_a_template_is_refused(model: FakeModel, runner: CliRunner) -> None:
+    model.tokenizer.chat_template = None
+    result = chat(runner, "one")
+    assert result.exit_code == 1 and "no chat template" in result.stderr and "--raw" in result.stderr
+
+
+def test_the_demo_reuses_the_first_turn(model: FakeModel, runner: CliRunner) -> None:
+    result = runner.invoke(app, ["demo"])
+    assert result.exit_code == 0 and model.asked == [("smollm2", "auto")]
+    assert "You said What is the capital of France?." in result.stdout
+    assert " 0 reused" in result.stderr.splitlines()[0] and " 0 reused" not in result.stderr.splitlines()[1]
