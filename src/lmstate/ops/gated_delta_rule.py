@@ -136,9 +136,8 @@ def _segment(
     # The sum is float64: the decay between two late tokens is a small difference of large sums.
     log_decay = g.double().cumsum(3)  # [N, R, H, c] or [N, R, H, c, Dk]
     pairs = _decayed_products_by_channel if g.dim() == v.dim() else _decayed_products
-    products = pairs(kq, unit, log_decay).reshape(
-        chunks, rows * heads, 2, size, size
-    )  # k_i^T k_j and q_i^T k_j, j <= i
+    products = pairs(kq, unit, log_decay)  # k_i^T k_j and q_i^T k_j, j <= i
+    products = products.reshape(chunks, rows * heads, 2, size, size)
 
     beta = beta.reshape(chunks, -1, size, 1)
     identity = torch.eye(size, dtype=v.dtype, device=v.device).expand(chunks, rows * heads, size, size)
