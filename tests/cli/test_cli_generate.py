@@ -98,7 +98,8 @@ def test_ctrl_c_while_loading_is_130(runner: CliRunner, monkeypatch: pytest.Monk
 
 
 def test_help_and_version_need_no_torch_and_show_examples() -> None:
-    code = "import atexit, sys\nfrom lmstate.cli import main\natexit.register(lambda: print('torch' in sys.modules))\nmain()"
+    tell = "atexit.register(lambda: print('torch' in sys.modules))"
+    code = f"import atexit, sys; from lmstate.cli import main; {tell}; main()"
     for arguments, expected in ((["--help"], "lmstate chat smollm2"), (["--version"], "lmstate ")):
         done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
         assert expected in done.stdout
@@ -108,7 +109,7 @@ def test_help_and_version_need_no_torch_and_show_examples() -> None:
 @pytest.mark.parametrize("command", ["generate", "chat", "inspect", "models", "doctor", "demo"])
 def test_every_command_has_help_with_an_example(runner: CliRunner, command: str) -> None:
     result = runner.invoke(app, [command, "--help"])
-    assert result.exit_code == 0 and f"\n  lmstate {command}" in result.stdout
+    assert result.exit_code == 0 and f"Examples:\n    lmstate {command}" in result.stdout
 
 
 def test_a_reader_that_leaves_is_no_error(tmp_path) -> None:  # type: ignore[no-untyped-def]

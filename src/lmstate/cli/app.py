@@ -73,9 +73,10 @@ def root(
     MODEL is an alias (smollm2), a directory with config.json and safetensors, a .gguf file, or a Hugging Face Hub id.
 
     \b
-    lmstate generate smollm2 "Name three rivers."
-    lmstate chat smollm2
-    lmstate inspect smollm2
+    Examples:
+      lmstate generate smollm2 "Name three rivers."
+      lmstate chat smollm2
+      lmstate inspect smollm2
     """
 
 

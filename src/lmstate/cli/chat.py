@@ -38,8 +38,9 @@ def chat(
     in, one a line.
 
     \b
-    lmstate chat smollm2
-    lmstate chat smollm2 --system "You answer in one sentence." -t 0.7
+    Examples:
+      lmstate chat smollm2
+      lmstate chat smollm2 --system "You answer in one sentence." -t 0.7
     """
     from lmstate.cli.conversation import Conversation
     from lmstate.generation import Sampler

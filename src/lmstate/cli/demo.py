@@ -11,11 +11,14 @@ QUESTIONS = ("What is the capital of France?", "And which river flows through it
 
 
 def demo(model: options.ModelName = options.DEFAULT_MODEL, max_tokens: options.MaxTokens = 64) -> None:
-    """Ask the default model two questions; the second continues the state of the first.
+    """Ask two questions on one state.
+
+    The second continues the state of the first, and feeds only what is new.
 
     \b
-    lmstate demo
-    lmstate demo path/to/model.gguf
+    Examples:
+      lmstate demo
+      lmstate demo path/to/model.gguf
     """
     from contextlib import closing
 

@@ -12,10 +12,13 @@ LIBRARIES = ("torch", "numpy", "safetensors", "tokenizers", "huggingface-hub", "
 
 
 def doctor() -> None:
-    """Versions, the processor, and which bodies the operations run on. Paste it into a bug report.
+    """Show versions, the processor, and what runs on it.
+
+    Paste it into a bug report.
 
     \b
-    lmstate doctor
+    Examples:
+      lmstate doctor
     """
     import torch
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def generate(
     model: options.ModelName,
     prompt: Annotated[
-        str | None, typer.Argument(metavar="[PROMPT]", help="Text; from stdin if `-`, or if absent and piped in.")
+        str | None, typer.Argument(metavar="PROMPT", help="Text; from stdin if `-`, or if absent and piped in.")
     ] = None,
     max_tokens: options.MaxTokens = 256,
     temperature: options.Temperature = 0.0,
@@ -43,9 +43,10 @@ def generate(
     Only the answer goes to stdout. Of a prompt from stdin, one newline at the end is dropped.
 
     \b
-    lmstate generate smollm2 "Name three rivers."
-    lmstate generate smollm2 --raw "Once upon a time" -n 100 -t 0.8 --seed 1
-    git diff | lmstate generate smollm2 --system "Summarise this change." > summary.txt
+    Examples:
+      lmstate generate smollm2 "Name three rivers."
+      lmstate generate smollm2 --raw "Once upon a time" -n 100 -t 0.8 --seed 1
+      git diff | lmstate generate smollm2 --system "Summarise this change." > summary.txt
     """
     from lmstate.generation import Generation, Sampler
 

@@ -13,11 +13,12 @@ if TYPE_CHECKING:
 
 
 def inspect(model: options.ModelName, weights: options.Weights = options.WeightKind.auto) -> None:
-    """Family, layers by kind, parameters, bytes of weights and of state.
+    """Show what a model is made of, and what its state costs.
 
     \b
-    lmstate inspect smollm2
-    lmstate inspect path/to/model.gguf --weights int8
+    Examples:
+      lmstate inspect smollm2
+      lmstate inspect path/to/model.gguf --weights int8
     """
     loaded = options.load_model(model, weights)
     facts = [

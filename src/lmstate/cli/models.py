@@ -4,9 +4,10 @@ from __future__ import annotations
 
 
 def models() -> None:
-    """Aliases, supported families, and what the cache holds.
+    """List aliases, supported families and the cache.
 
     \b
-    lmstate models
+    Examples:
+      lmstate models
     """
     raise NotImplementedError
