@@ -1,0 +1,68 @@
+"""Small random models of every family, each made by its own `transformers` config class and loaded by lmstate.
+
+A family joins by a line in the module of its kind: a name, and a function that gives a config. Texts in the tests go up
+to 150 tokens, so windows and chunks in a config stay well below.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lmstate
+from lmstate.models.families import build
+from lmstate.models.weights.source import open_source
+from lmstate.models.weights.weights import Weights
+
+KINDS = ("llama_like", "windows", "latent", "delta", "ssm", "conv", "linear")
+VOCAB = 99
+
+Make = Callable[[], Any]
+CASES: dict[str, Make] = {}
+for kind in KINDS:
+    CASES.update(import_module(f"tests.zoo.{kind}").CASES)
+
+
+def randomise(model: torch.nn.Module, seed: int = 0) -> None:
+    """Weights large enough that every part of the model shows in its logits, and none the same as another."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if any(part in name for part in ("A_log", "dt_bias", "dt_proj.bias", "recurrent_param")):
+            parameter.data += 0.3 * noise  # their initial values are meant; keep their range
+        elif parameter.ndim == 1:
+            # Norm weights lie around what they were set to (1, or 0 where the model adds 1).
+            parameter.data += 0.2 * noise
+        else:
+            parameter.data = noise * 0.6 / parameter.shape[-1] ** 0.5
+
+
+@lru_cache(maxsize=4)
+def pair(case: str) -> tuple[Any, lmstate.Model]:
+    """The `transformers` model in float32 and the same weights in lmstate, through a saved directory."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(CASES[case](), dtype=torch.float32).eval()
+    randomise(theirs)
+    with tempfile.TemporaryDirectory() as folder:
+        theirs.save_pretrained(folder)
+        ours = build(Weights(open_source(Path(folder)), "float32"))
+    return theirs, ours
+
+
+@lru_cache(maxsize=128)
+def ours(case: str) -> lmstate.Model:
+    return pair(case)[1]
+
+
+def text(length: int, rows: int = 1, seed: int = 0) -> torch.Tensor:
+    """Random ids int64 [rows, length], none of them 0."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, VOCAB, (rows, length), generator=generator)

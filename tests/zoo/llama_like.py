@@ -1,0 +1,70 @@
+"""Full attention: the families that are Llama but for a few lines, and every rope scaling."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+
+def _config(name: str, **changes: Any) -> Any:
+    import transformers
+
+    sizes = {
+        "vocab_size": 99,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": None,
+    }
+    return getattr(transformers, name)(**{**sizes, **changes})
+
+
+def _scaled(kind: str, **changes: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **changes}}
+
+
+_FACTORS = {"short_factor": [1.0, 1.3, 1.7, 2.0], "long_factor": [2.0, 3.0, 5.0, 8.0]}
+_YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
+_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+CASES = {
+    "llama": partial(_config, "LlamaConfig"),
+    "llama-tied-mha": partial(
+        _config, "LlamaConfig", num_key_value_heads=6, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
+    ),
+    "llama-linear": partial(_config, "LlamaConfig", head_dim=16, **_scaled("linear", factor=3.0)),
+    "llama-dynamic": partial(_config, "LlamaConfig", max_position_embeddings=64, **_scaled("dynamic", factor=2.0)),
+    "llama-llama3": partial(_config, "LlamaConfig", **_scaled("llama3", **_LLAMA3)),
+    "llama-yarn": partial(_config, "LlamaConfig", head_dim=16, **_scaled("yarn", **_YARN)),
+    "llama-longrope": partial(
+        _config, "LlamaConfig", **_scaled("longrope", factor=8.0, original_max_position_embeddings=64, **_FACTORS)
+    ),
+    "qwen2": partial(_config, "Qwen2Config"),
+    "qwen2-tied-mqa": partial(_config, "Qwen2Config", num_key_value_heads=1, tie_word_embeddings=True),
+    "qwen3": partial(_config, "Qwen3Config", head_dim=16),
+    "qwen3-tied": partial(_config, "Qwen3Config", head_dim=8, num_key_value_heads=6, tie_word_embeddings=True),
+    "qwen3_moe": partial(
+        _config, "Qwen3MoeConfig", head_dim=16, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24
+    ),
+    "qwen3_moe-sparse": partial(
+        _config, "Qwen3MoeConfig", head_dim=8, num_experts=4, num_experts_per_tok=3, moe_intermediate_size=24,
+        norm_topk_prob=True, decoder_sparse_step=2, mlp_only_layers=[2],
+    ),
+    "olmo2": partial(_config, "Olmo2Config"),
+    "olmo2-mha": partial(_config, "Olmo2Config", num_key_value_heads=6, tie_word_embeddings=True),
+    "smollm3": partial(_config, "SmolLM3Config", num_hidden_layers=5),
+    "smollm3-pattern": partial(
+        _config, "SmolLM3Config", no_rope_layers=[0, 1, 0], tie_word_embeddings=False, num_key_value_heads=3
+    ),
+    "phi3": partial(_config, "Phi3Config"),
+    "phi3-longrope": partial(
+        _config, "Phi3Config", original_max_position_embeddings=64, num_key_value_heads=3,
+        rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, **_FACTORS,
+                         "original_max_position_embeddings": 64},
+    ),
+}  # fmt: skip
