@@ -2,6 +2,7 @@
 
 from lmstate.ops.append import append
 from lmstate.ops.attend import attend
+from lmstate.ops.dispatch import info
 from lmstate.ops.glu import ACTIVATIONS, activation, glu
 from lmstate.ops.linear import linear
 from lmstate.ops.norm import Norm, norm
@@ -19,6 +20,7 @@ __all__ = [
     "append",
     "attend",
     "glu",
+    "info",
     "linear",
     "norm",
     "quantize",

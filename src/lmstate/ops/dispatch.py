@@ -7,6 +7,7 @@ operation.
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -22,30 +23,65 @@ VARIABLE = "LMSTATE_OPS"
 
 @dataclass(frozen=True)
 class Choice:
-    """The body that runs on the processor, and why."""
+    """The bodies that run on the processor, and why."""
 
     name: str
     why: str
     library: Library | None
+    exact: bool = False
+    """The references were asked for: no product in less than float32 either."""
 
 
 @lru_cache(maxsize=1)
 def choice() -> Choice:
-    return Choice("reference", "no native library yet", None)
+    """Made once. ValueError for a name that there is not, NativeError for a variant that cannot run here."""
+    from lmstate.ops import cpu
+
+    asked = os.environ.get(VARIABLE, "").strip().lower()
+    if asked == "reference":
+        return Choice("reference", f"{VARIABLE}=reference", None, exact=True)
+    if asked:
+        if asked not in cpu.VARIANTS:
+            raise ValueError(f"{VARIABLE}={asked}: there are reference, {', '.join(cpu.VARIANTS)}")
+        return Choice(asked, f"{VARIABLE}={asked}", cpu.open_library(asked))
+    usable = cpu.usable()
+    if not usable:
+        why = "no native library was built: install the package where a C compiler with OpenMP is found"
+        warnings.warn(f"lmstate runs on its references in torch, which are slow: {why}", RuntimeWarning, stacklevel=2)
+        return Choice("reference", why, None)
+    return Choice(
+        usable[-1], "the fastest variant that was built and that this processor runs", cpu.open_library(usable[-1])
+    )
 
 
 def native(*tensors: Tensor | None) -> Library | None:
     """The native library where these tensors may go there: on the processor, with no gradient to follow, not traced."""
     if torch.compiler.is_compiling():
         return None
+    follow = torch.is_grad_enabled()
     for tensor in tensors:
-        if tensor is not None and (not tensor.is_cpu or (tensor.requires_grad and torch.is_grad_enabled())):
+        if tensor is not None and (not tensor.is_cpu or (follow and tensor.requires_grad)):
             return None
     return choice().library
 
 
 def exact(*tensors: Tensor | None) -> bool:
     """Whether a reference in float32 is wanted over a faster product: it was forced, or a gradient is to follow."""
-    if os.environ.get(VARIABLE) == "reference":
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return True
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return not torch.compiler.is_compiling() and choice().exact
+
+
+def info() -> list[dict[str, str]]:
+    """For each operation on the processor: its name, the body that runs, and why. For `lmstate doctor`."""
+    body, why = choice().name, choice().why
+    if choice().library is None:
+        return [{"op": op, "body": body, "why": why} for op in ("attend", "linear", "norm", "rope", "append", "glu")]
+    long = "torch's own product, in bfloat16 unless the weights are float32"
+    return [
+        {"op": "attend", "body": body, "why": f"up to 32 new tokens a row: {why}"},
+        {"op": "attend, longer", "body": "torch", "why": "scaled_dot_product_attention in the dtype of the keys"},
+        {"op": "linear", "body": body, "why": f"up to 32 rows: {why}"},
+        {"op": "linear, more rows", "body": f"{body} + torch", "why": f"panels dequantised natively, {long}"},
+        *({"op": op, "body": body, "why": why} for op in ("norm", "rope", "append", "glu")),
+    ]

@@ -10,10 +10,12 @@ from lmstate.ops import dispatch
 from lmstate.ops.glu import glu, glu_reference
 from lmstate.ops.norm import Norm, norm_reference
 from lmstate.ops.norm import norm as apply_norm
-from lmstate.ops.weight import FloatWeight, Weight
+from lmstate.ops.weight import Weight
 
 FEW = 32
 """Up to this many rows are multiplied by the native bodies, bit for bit alike however many they are."""
+PANEL = 32 << 20
+"""Numbers of a weight that are dequantised at a time."""
 
 
 def linear(
@@ -33,10 +35,14 @@ def linear(
     Up to 32 rows, quantised weights multiply activations rounded to int8 in groups of 32, and float weights float32
     activations. More rows go through torch's matrix product, in float32 where the weight is float32, else in bfloat16.
     """
-    library = dispatch.native(x, residual)
+    library = dispatch.native(x, weight.storage, residual)
     if library is not None and x.numel() <= FEW * x.shape[-1] and x.dtype == torch.float32:
-        return library.linear(x, weight, bias, norm, gate, residual)
-    if dispatch.exact(x, residual):
+        if norm is not None and (gate is not None or norm.kind != "rms" or norm.bias is not None):
+            x, norm = apply_norm(x, norm), None
+        if gate is not None and gate not in library.GATES:
+            x, gate = glu(x, gate), None
+        return library.linear(x, weight, bias, norm, library.GATES[gate] if gate else 0, residual)
+    if dispatch.exact(x, weight.storage, residual):
         return linear_reference(x, weight, bias, norm=norm, gate=gate, residual=residual)
     return linear_panels(x, weight, bias, norm=norm, gate=gate, residual=residual)
 
@@ -74,16 +80,10 @@ def linear_panels(
     if gate is not None:
         x = glu(x, gate)
     dtype = torch.float32 if weight.kind == "float32" else torch.bfloat16
-    y = F.linear(x.to(dtype), _panel(weight, dtype)).float()
+    x, n = x.to(dtype), weight.out_features
+    step = max(PANEL // max(weight.in_features, 1), 1)
+    panels = [F.linear(x, weight.dequantize(dtype, first, min(step, n - first))) for first in range(0, n, step)]
+    y = (panels[0] if len(panels) == 1 else torch.cat(panels, dim=-1)).float()
     if bias is not None:
         y = y + bias
     return y if residual is None else y + residual
-
-
-def _panel(weight: Weight, dtype: torch.dtype) -> Tensor:
-    if isinstance(weight, FloatWeight):
-        return weight.matrix.to(dtype)
-    library = dispatch.native()
-    if library is None or weight.device.type != "cpu":
-        return weight.dequantize(dtype)
-    return library.dequantize(weight, dtype)

@@ -20,6 +20,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lmstate.ops import dispatch
+
 GROUP = 32
 """Inputs that share a scale."""
 BLOCK = 16
@@ -33,10 +35,12 @@ class Weight(ABC):
     kind: str
     out_features: int
     in_features: int
+    storage: Tensor
+    """What holds the numbers, in the layout of the kind."""
 
     @abstractmethod
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The matrix `[N, K]` as floats of `dtype`."""
+    def dequantize(self, dtype: torch.dtype = torch.float32, first: int = 0, count: int | None = None) -> Tensor:
+        """The matrix `[N, K]` as floats of `dtype`, or the outputs first..first + count of it."""
 
     @abstractmethod
     def rows(self, ids: Tensor) -> Tensor:
@@ -57,11 +61,11 @@ class Weight(ABC):
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in self.tensors().values())
+        return self.storage.nbytes
 
     @property
     def device(self) -> torch.device:
-        return next(iter(self.tensors().values())).device
+        return self.storage.device
 
     @staticmethod
     def from_tensors(kind: str, shape: tuple[int, int], tensors: dict[str, Tensor]) -> Weight:
@@ -93,12 +97,18 @@ class FloatWeight(Weight):
             raise ValueError(
                 f"a float weight is a matrix of {', '.join(FLOAT_KINDS)}; this is {matrix.dtype} {tuple(matrix.shape)}"
             )
-        self.matrix = matrix.contiguous()
+        self.storage = matrix.contiguous()
         self.kind = kinds[matrix.dtype]
         self.out_features, self.in_features = matrix.shape
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        return self.matrix.to(dtype)
+    @property
+    def matrix(self) -> Tensor:
+        """The matrix itself, `[N, K]`."""
+        return self.storage
+
+    def dequantize(self, dtype: torch.dtype = torch.float32, first: int = 0, count: int | None = None) -> Tensor:
+        last = self.out_features if count is None else first + count
+        return self.storage[first:last].to(dtype)
 
     def rows(self, ids: Tensor) -> Tensor:
         return torch.nn.functional.embedding(ids, self.matrix).float()
@@ -126,13 +136,13 @@ class _GroupedWeight(Weight):
                 f"{self.kind} packing of a [{out_features}, {in_features}] matrix is uint8 {list(want)}; "
                 f"this is {packed.dtype} {list(packed.shape)}; pack it again"
             )
-        self.packed = packed.contiguous()
+        self.storage = packed.contiguous()
         self.out_features, self.in_features = out_features, in_features
 
     @cached_property
     def _parameters(self) -> Tensor:
-        """float16 `[blocks, groups, PARAMETERS, 16]`, a view of `packed`."""
-        return self.packed[:, :, self.QUANTS :].view(torch.float16).unflatten(2, (self.PARAMETERS, BLOCK))
+        """float16 `[blocks, groups, PARAMETERS, 16]`, a view of the storage."""
+        return self.storage[:, :, self.QUANTS :].view(torch.float16).unflatten(2, (self.PARAMETERS, BLOCK))
 
     @abstractmethod
     def _numbers(self, quants: Tensor) -> Tensor:
@@ -140,10 +150,13 @@ class _GroupedWeight(Weight):
 
     @cached_property
     def _quants(self) -> Tensor:
-        """uint8 `[blocks, groups, j, 16, 4]`, a view of `packed`."""
-        return self.packed[:, :, : self.QUANTS].unflatten(2, (-1, BLOCK, 4))
+        """uint8 `[blocks, groups, j, 16, 4]`, a view of the storage."""
+        return self.storage[:, :, : self.QUANTS].unflatten(2, (-1, BLOCK, 4))
 
     def rows(self, ids: Tensor) -> Tensor:
+        library = dispatch.native(self.storage, ids)
+        if library is not None:
+            return library.rows(self, ids)
         block, output = ids // BLOCK, ids % BLOCK
         numbers = self._numbers(self._quants[block, :, :, output])  # [..., groups, 32]
         parameters = self._parameters[block, :, :, output].float()  # [..., groups, PARAMETERS]
@@ -152,16 +165,21 @@ class _GroupedWeight(Weight):
             numbers += parameters[..., 1:]
         return numbers.flatten(-2)
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        numbers = self._numbers(self._quants.permute(0, 3, 1, 2, 4))  # [blocks, 16, groups, 32]
-        parameters = self._parameters.permute(0, 3, 1, 2).float()  # [blocks, 16, groups, PARAMETERS]
+    def dequantize(self, dtype: torch.dtype = torch.float32, first: int = 0, count: int | None = None) -> Tensor:
+        last = self.out_features if count is None else min(first + count, self.out_features)
+        library = dispatch.native(self.storage)
+        if library is not None and dtype in (torch.float32, torch.bfloat16):
+            return library.dequantize(self, dtype, first, last - first)
+        blocks = slice(first // BLOCK, -(-last // BLOCK))
+        numbers = self._numbers(self._quants[blocks].permute(0, 3, 1, 2, 4))  # [blocks, 16, groups, 32]
+        parameters = self._parameters[blocks].permute(0, 3, 1, 2).float()  # [blocks, 16, groups, PARAMETERS]
         numbers = numbers * parameters[..., :1]
         if self.PARAMETERS == 2:
             numbers += parameters[..., 1:]
-        return numbers.flatten(2).flatten(0, 1)[: self.out_features].to(dtype)
+        return numbers.flatten(2).flatten(0, 1)[first % BLOCK :][: last - first].to(dtype)
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"packed": self.packed}
+        return {"packed": self.storage}
 
 
 class Int4Weight(_GroupedWeight):
@@ -185,7 +203,7 @@ class Int4Weight(_GroupedWeight):
         return torch.stack([quants & 15, quants >> 4], dim=-2).flatten(-3).float()
 
     def to(self, device: torch.device | str) -> Int4Weight:
-        return Int4Weight(self.packed.to(device), *self.shape)
+        return Int4Weight(self.storage.to(device), *self.shape)
 
 
 class Int8Weight(_GroupedWeight):
@@ -208,7 +226,7 @@ class Int8Weight(_GroupedWeight):
         return quants.flatten(-2).float() - 128
 
     def to(self, device: torch.device | str) -> Int8Weight:
-        return Int8Weight(self.packed.to(device), *self.shape)
+        return Int8Weight(self.storage.to(device), *self.shape)
 
 
 def quantize(matrix: Tensor, kind: str) -> Weight:

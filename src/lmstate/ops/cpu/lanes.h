@@ -1,0 +1,87 @@
+/* Vectors of floats, once for each variant: the kernels are written over these and compiled for each processor.
+ *
+ * Every function here does the same operations in the same order whatever surrounds it, so that a row's result does not
+ * depend on what else is in the call. (The build therefore forbids -ffast-math and contraction.) */
+#ifndef LMSTATE_LANES_H
+#define LMSTATE_LANES_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+/* How keys, values and float weights are stored; lmstate.ops.cpu has the same numbers. */
+enum { F32 = 0, BF16 = 1, F16 = 2 };
+
+INLINE float from_bits(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }
+INLINE uint32_t to_bits(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
+INLINE float bf16_to_float(uint16_t h) { return from_bits((uint32_t)h << 16); }
+
+INLINE uint16_t float_to_bf16(float f) { /* round to nearest even; a NaN stays one */
+  uint32_t u = to_bits(f);
+  if ((u & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((u >> 16) | 64);
+  return (uint16_t)((u + 0x7fffu + ((u >> 16) & 1)) >> 16);
+}
+
+INLINE float f16_to_float_bits(uint16_t h) {
+  uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = h & 0x7fff;
+  if (rest >= 0x7c00) return from_bits(sign | 0x7f800000u | (rest & 0x3ff) << 13);
+  /* 2^112 moves the exponent's bias, and numbers below the smallest normal one come out right too. */
+  return from_bits(sign | to_bits(from_bits(rest << 13) * 5.192296858534828e33f));
+}
+
+INLINE uint16_t float_to_f16_bits(float f) { /* round to nearest even */
+  uint32_t u = to_bits(f), sign = (u >> 16) & 0x8000;
+  u &= 0x7fffffffu;
+  if (u > 0x7f800000u) return (uint16_t)(sign | 0x7e00);
+  if (u >= 0x477ff000u) return (uint16_t)(sign | 0x7c00);
+  if (u < 0x38800000u) { /* below the smallest normal: adding 0.5 leaves the multiple of 2^-24 in the low bits */
+    float g = from_bits(u) + 0.5f;
+    return (uint16_t)(sign | (to_bits(g) - 0x3f000000u));
+  }
+  return (uint16_t)(sign | ((u - 0x38000000u + 0xfffu + ((u >> 13) & 1)) >> 13));
+}
+
+#if defined(LMSTATE_AVX512)
+#include "lanes_avx512.h"
+#elif defined(LMSTATE_AVX2)
+#include "lanes_avx2.h"
+#else
+#include "lanes_portable.h"
+#endif
+
+/* VL numbers at element i of an array stored as `kind`; the first n of them, and zeros, where n < VL. */
+INLINE vf load(int kind, const void *base, int64_t i) {
+  if (kind == F32) return vf_load((const float *)base + i);
+  if (kind == BF16) return vf_load_bf16((const uint16_t *)base + i);
+  return vf_load_f16((const uint16_t *)base + i);
+}
+
+INLINE vf load_part(int kind, const void *base, int64_t i, int n) {
+  if (kind == F32) {
+    float buffer[VL] = {0};
+    memcpy(buffer, (const float *)base + i, (size_t)n * 4);
+    return vf_load(buffer);
+  }
+  uint16_t buffer[VL] = {0};
+  memcpy(buffer, (const uint16_t *)base + i, (size_t)n * 2);
+  return kind == BF16 ? vf_load_bf16(buffer) : vf_load_f16(buffer);
+}
+
+INLINE void store_part(float *p, vf x, int n) {
+  float buffer[VL];
+  vf_store(buffer, x);
+  memcpy(p, buffer, (size_t)n * 4);
+}
+
+INLINE vf vf_sigmoid(vf x) {
+  return vf_div(vf_set1(1), vf_add(vf_set1(1), vf_exp(vf_sub(vf_zero(), x))));
+}
+
+INLINE vf vf_tanh(vf x) { /* 1 - 2 / (exp(2x) + 1) */
+  vf e = vf_exp(vf_add(x, x));
+  return vf_sub(vf_set1(1), vf_div(vf_set1(2), vf_add(e, vf_set1(1))));
+}
+
+#endif

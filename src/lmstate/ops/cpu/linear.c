@@ -1,0 +1,227 @@
+/* y = prologue(x) w^T + bias + residual, for up to some tens of rows.
+ *
+ * A thread takes whole outputs, reads their weights once and multiplies them with every row, a tile of rows at a time.
+ * An output of a row is summed along the inputs in one order, whatever the tile, the rows beside it and the threads. */
+#include <stdlib.h>
+
+#include "prologue.h"
+
+typedef struct {
+  const float *x;           /* [rows, inputs], or [rows, 2 inputs] before a gate */
+  const void *weight;
+  const float *bias, *norm, *residual; /* or null; a norm or a gate, not both */
+  float *y;                 /* [rows, outputs] */
+  int64_t rows, outputs, inputs;
+  int64_t kind, gate, threads;
+  double eps;
+} linear_args;
+
+enum { INT8 = 3, INT4 = 4 };
+enum { BLOCK = 16, GROUP = 32, BYTES4 = 320, BYTES8 = 544 };
+
+/* Activations rounded to int8: x = scale * q in each group of 32, and the sum of the group's q. */
+typedef struct {
+  int8_t *q;      /* [rows, inputs] */
+  float *scale;   /* [rows, groups] */
+  int32_t *sum;   /* [rows, groups] */
+} rounded;
+
+static void round_row(const float *x, int8_t *q, float *scale, int32_t *sum, int64_t groups) {
+  for (int64_t g = 0; g < groups; g++, x += GROUP, q += GROUP) {
+    vf largest = vf_zero(), total = vf_zero();
+    for (int i = 0; i < GROUP; i += VL) {
+      vf v = vf_load(x + i);
+      largest = vf_max(largest, vf_abs(v));
+      total = vf_add(total, v);
+    }
+    float m = vf_largest(largest);
+    vf inverse = vf_set1(m > 0 ? 127.0f / m : 0.0f);
+    for (int i = 0; i < GROUP; i += VL) vf_round_to_int8(q + i, vf_mul(vf_load(x + i), inverse));
+    int32_t s = 0;
+    for (int i = 0; i < GROUP; i++) s += q[i];
+    sum[g] = s;
+    scale[g] = m / 127.0f + 0.0f * vf_sum(total); /* a NaN or an infinity must not vanish in the rounding */
+  }
+}
+
+/* The row that the product multiplies: x itself, or what the norm or the gate makes of it in `scratch`. */
+static const float *prologue(const linear_args *a, int64_t row, float *scratch) {
+  const int64_t n = a->inputs;
+  if (a->gate != NO_GATE) gate_row((int)a->gate, a->x + row * 2 * n, scratch, n);
+  else if (a->norm) rms_norm_row(a->x + row * n, a->norm, scratch, n, a->eps);
+  else return a->x + row * n;
+  return scratch;
+}
+
+INLINE void finish(const linear_args *a, float *tile, int64_t row, int64_t first, int64_t count) {
+  float *y = a->y + row * a->outputs + first;
+  for (int64_t n = 0; n < count; n++) {
+    float v = tile[n];
+    if (a->bias) v += a->bias[first + n];
+    if (a->residual) v += a->residual[row * a->outputs + first + n];
+    y[n] = v;
+  }
+}
+
+/* One block of 16 outputs for `rows` rows from `row` on. `rows` and `bits` are constants where this is called. */
+INLINE void grouped_tile(const linear_args *a, const rounded *x, const uint8_t *p, int64_t block, int64_t row, int rows,
+                         int bits) {
+  const int64_t groups = a->inputs / GROUP;
+  const int8_t *q = x->q + row * a->inputs;
+  const float *scale = x->scale + row * groups;
+  const int32_t *sum = x->sum + row * groups;
+  f16x acc[8];
+  for (int m = 0; m < rows; m++) acc[m] = lanes_zero();
+  for (int64_t g = 0; g < groups; g++) {
+    if (bits == 4) {
+      const group w = unpack4(p);
+      const f16x ws = lanes_load_f16(p + 256), minimum = lanes_load_f16(p + 288);
+      for (int m = 0; m < rows; m++) {
+        const int64_t at = m * groups + g;
+        f16x dot = group_dot(&w, q + m * a->inputs + g * GROUP, 0, 4);
+        acc[m] = lanes_fma1(lanes_mul(dot, ws), scale[at], acc[m]);
+        acc[m] = lanes_fma1(minimum, scale[at] * (float)sum[at], acc[m]);
+      }
+      p += BYTES4;
+    } else {
+      const group w = unpack8(p);
+      const f16x ws = lanes_load_f16(p + 512);
+      for (int m = 0; m < rows; m++) {
+        const int64_t at = m * groups + g;
+        f16x dot = group_dot(&w, q + m * a->inputs + g * GROUP, -128 * sum[at], 8);
+        acc[m] = lanes_fma1(lanes_mul(dot, ws), scale[at], acc[m]);
+      }
+      p += BYTES8;
+    }
+  }
+  const int64_t first = block * BLOCK, left = a->outputs - first;
+  for (int m = 0; m < rows; m++) {
+    float tile[BLOCK];
+    lanes_store(tile, acc[m]);
+    finish(a, tile, row + m, first, left < BLOCK ? left : BLOCK);
+  }
+}
+
+INLINE void grouped_block(const linear_args *a, const rounded *x, int64_t block, int bits) {
+  const uint8_t *p = (const uint8_t *)a->weight + block * (a->inputs / GROUP) * (bits == 4 ? BYTES4 : BYTES8);
+  int64_t row = 0;
+  for (; row + 8 <= a->rows; row += 8) grouped_tile(a, x, p, block, row, 8, bits);
+  switch (a->rows - row) {
+    case 1: grouped_tile(a, x, p, block, row, 1, bits); break;
+    case 2: grouped_tile(a, x, p, block, row, 2, bits); break;
+    case 3: grouped_tile(a, x, p, block, row, 3, bits); break;
+    case 4: grouped_tile(a, x, p, block, row, 4, bits); break;
+    case 5: grouped_tile(a, x, p, block, row, 5, bits); break;
+    case 6: grouped_tile(a, x, p, block, row, 6, bits); break;
+    case 7: grouped_tile(a, x, p, block, row, 7, bits); break;
+    default: break;
+  }
+}
+
+static void grouped_block4(const linear_args *a, const rounded *x, int64_t block) { grouped_block(a, x, block, 4); }
+static void grouped_block8(const linear_args *a, const rounded *x, int64_t block) { grouped_block(a, x, block, 8); }
+
+/* Four outputs from `first` on, for `rows` rows. The last outputs again where fewer than four are left. */
+INLINE void float_tile(const linear_args *a, const float *x, int64_t first, int64_t row, int rows, int kind) {
+  const int64_t k = a->inputs, last = a->outputs - 1;
+  int64_t at[4];
+  for (int n = 0; n < 4; n++) at[n] = (first + n < last ? first + n : last) * k;
+  vf acc[4][4];
+  for (int m = 0; m < rows; m++)
+    for (int n = 0; n < 4; n++) acc[m][n] = vf_zero();
+  const float *xr = x + row * k;
+  int64_t i = 0;
+  for (; i + VL <= k; i += VL) {
+    vf w[4];
+    for (int n = 0; n < 4; n++) w[n] = load(kind, a->weight, at[n] + i);
+    for (int m = 0; m < rows; m++) {
+      vf v = vf_load(xr + m * k + i);
+      for (int n = 0; n < 4; n++) acc[m][n] = vf_fma(v, w[n], acc[m][n]);
+    }
+  }
+  if (i < k) {
+    const int part = (int)(k - i);
+    for (int m = 0; m < rows; m++) {
+      vf v = load_part(F32, xr + m * k, i, part);
+      for (int n = 0; n < 4; n++) acc[m][n] = vf_fma(v, load_part(kind, a->weight, at[n] + i, part), acc[m][n]);
+    }
+  }
+  const int64_t left = a->outputs - first;
+  for (int m = 0; m < rows; m++) {
+    float tile[4];
+    vf_sum4(acc[m][0], acc[m][1], acc[m][2], acc[m][3], tile);
+    finish(a, tile, row + m, first, left < 4 ? left : 4);
+  }
+}
+
+INLINE void float_block(const linear_args *a, const float *x, int64_t first, int kind) {
+  int64_t row = 0;
+  for (; row + 4 <= a->rows; row += 4) float_tile(a, x, first, row, 4, kind);
+  switch (a->rows - row) {
+    case 1: float_tile(a, x, first, row, 1, kind); break;
+    case 2: float_tile(a, x, first, row, 2, kind); break;
+    case 3: float_tile(a, x, first, row, 3, kind); break;
+    default: break;
+  }
+}
+
+static void float_block_f32(const linear_args *a, const float *x, int64_t first) { float_block(a, x, first, F32); }
+static void float_block_bf16(const linear_args *a, const float *x, int64_t first) { float_block(a, x, first, BF16); }
+static void float_block_f16(const linear_args *a, const float *x, int64_t first) { float_block(a, x, first, F16); }
+
+static int grouped_linear(const linear_args *a) {
+  const int64_t k = a->inputs, groups = k / GROUP, blocks = (a->outputs + BLOCK - 1) / BLOCK;
+  const size_t each = (size_t)(k + groups * 8); /* bytes of a row: q, then scale and sum */
+  const size_t rows = (size_t)a->rows;
+  char *memory = malloc(rows * (each + (size_t)k * sizeof(float)));
+  if (!memory) return -1;
+  rounded x = {.scale = (float *)memory + rows * (size_t)k};
+  x.sum = (int32_t *)(x.scale + a->rows * groups);
+  x.q = (int8_t *)(x.sum + a->rows * groups);
+#pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
+  {
+#pragma omp for schedule(static)
+    for (int64_t m = 0; m < a->rows; m++) {
+      const float *row = prologue(a, m, (float *)memory + m * k);
+      round_row(row, x.q + m * k, x.scale + m * groups, x.sum + m * groups, groups);
+    }
+    if (a->kind == INT4) {
+#pragma omp for schedule(static) nowait
+      for (int64_t b = 0; b < blocks; b++) grouped_block4(a, &x, b);
+    } else {
+#pragma omp for schedule(static) nowait
+      for (int64_t b = 0; b < blocks; b++) grouped_block8(a, &x, b);
+    }
+  }
+  free(memory);
+  return 0;
+}
+
+static int float_linear(const linear_args *a) {
+  const int64_t k = a->inputs, blocks = (a->outputs + 3) / 4;
+  const int plain = a->gate == NO_GATE && !a->norm;
+  float *memory = plain ? 0 : malloc((size_t)(a->rows * k) * sizeof(float));
+  if (!plain && !memory) return -1;
+  const float *x = plain ? a->x : memory;
+#pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
+  {
+    if (!plain) {
+#pragma omp for schedule(static)
+      for (int64_t m = 0; m < a->rows; m++) prologue(a, m, memory + m * k);
+    }
+#pragma omp for schedule(static) nowait
+    for (int64_t b = 0; b < blocks; b++) {
+      if (a->kind == F32) float_block_f32(a, x, 4 * b);
+      else if (a->kind == BF16) float_block_bf16(a, x, 4 * b);
+      else float_block_f16(a, x, 4 * b);
+    }
+  }
+  free(memory);
+  return 0;
+}
+
+/* 0, or -1 where there was no memory. */
+int lmstate_linear(const linear_args *a) {
+  if (a->rows == 0 || a->outputs == 0) return 0;
+  return a->kind == INT4 || a->kind == INT8 ? grouped_linear(a) : float_linear(a);
+}

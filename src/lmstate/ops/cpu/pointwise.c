@@ -1,0 +1,92 @@
+/* What happens to activations between the products: norm, gate, rotation, and storing keys and values. */
+#include "prologue.h"
+
+typedef struct {
+  const float *x, *weight;
+  float *y;
+  int64_t rows, width, gate, threads;
+  double eps;
+} rows_args;
+
+void lmstate_rms_norm(const rows_args *a) {
+#pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1)
+  for (int64_t m = 0; m < a->rows; m++)
+    rms_norm_row(a->x + m * a->width, a->weight, a->y + m * a->width, a->width, a->eps);
+}
+
+/* width: of the result; x is twice as wide. */
+void lmstate_glu(const rows_args *a) {
+#pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1)
+  for (int64_t m = 0; m < a->rows; m++)
+    gate_row((int)a->gate, a->x + m * 2 * a->width, a->y + m * a->width, a->width);
+}
+
+typedef struct {
+  const float *x, *cos, *sin; /* [R, T, H, D] by its strides; [R, T, half], contiguous */
+  float *y;                   /* [R, T, H, D], contiguous */
+  int64_t rows, tokens, heads, dim, half, interleaved;
+  int64_t x_row, x_token, x_head, threads;
+} rope_args;
+
+static void rotate_head(const rope_args *a, const float *x, const float *cos, const float *sin, float *y) {
+  const int64_t half = a->half;
+  if (a->interleaved) {
+    for (int64_t i = 0; i < half; i++) {
+      const float u = x[2 * i], w = x[2 * i + 1];
+      y[2 * i] = u * cos[i] - w * sin[i];
+      y[2 * i + 1] = w * cos[i] + u * sin[i];
+    }
+  } else {
+    for (int64_t i = 0; i < half; i++) {
+      const float u = x[i], w = x[i + half];
+      y[i] = u * cos[i] - w * sin[i];
+      y[i + half] = w * cos[i] + u * sin[i];
+    }
+  }
+  if (2 * half < a->dim) memcpy(y + 2 * half, x + 2 * half, (size_t)(a->dim - 2 * half) * sizeof(float));
+}
+
+void lmstate_rope(const rope_args *a) {
+#pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1)
+  for (int64_t i = 0; i < a->rows * a->tokens; i++) {
+    const float *x = a->x + i / a->tokens * a->x_row + i % a->tokens * a->x_token;
+    for (int64_t h = 0; h < a->heads; h++)
+      rotate_head(a, x + h * a->x_head, a->cos + i * a->half, a->sin + i * a->half, a->y + (i * a->heads + h) * a->dim);
+  }
+}
+
+typedef struct {
+  const float *from[2];           /* k, v: [R, T, K, D] by their strides */
+  void *to[2];                    /* [R, K, S, D] by their strides */
+  const int64_t *starts, *counts; /* [R] */
+  int64_t rows, kv_heads, slots, kind, threads;
+  int64_t dim[2];
+  int64_t from_row[2], from_token[2], from_head[2];
+  int64_t to_row[2], to_head[2], to_slot[2];
+} append_args;
+
+static void convert(const float *x, void *y, int64_t n, int64_t kind) {
+  if (kind == F32) {
+    memcpy(y, x, (size_t)n * sizeof(float));
+  } else if (kind == BF16) {
+    for (int64_t i = 0; i < n; i++) ((uint16_t *)y)[i] = float_to_bf16(x[i]);
+  } else {
+    for (int64_t i = 0; i < n; i++) ((uint16_t *)y)[i] = float_to_f16_bits(x[i]);
+  }
+}
+
+void lmstate_append(const append_args *a) {
+  const int64_t size = a->kind == F32 ? 4 : 2;
+#pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1)
+  for (int64_t i = 0; i < a->rows * a->kv_heads; i++) {
+    const int64_t r = i / a->kv_heads, h = i % a->kv_heads;
+    for (int which = 0; which < 2; which++) {
+      const float *x = a->from[which] + r * a->from_row[which] + h * a->from_head[which];
+      char *y = (char *)a->to[which] + (r * a->to_row[which] + h * a->to_head[which]) * size;
+      for (int64_t t = 0; t < a->counts[r]; t++) {
+        const int64_t slot = (a->starts[r] + t) % a->slots;
+        convert(x + t * a->from_token[which], y + slot * a->to_slot[which] * size, a->dim[which], a->kind);
+      }
+    }
+  }
+}

@@ -1,0 +1,48 @@
+/* What happens to a row of activations before a product: a norm or a gate. */
+#ifndef LMSTATE_PROLOGUE_H
+#define LMSTATE_PROLOGUE_H
+
+#include "lanes.h"
+
+/* lmstate.ops.cpu has the same numbers. */
+enum { NO_GATE = 0, SILU = 1, GELU_TANH = 2, RELU = 3, RELU2 = 4 };
+
+INLINE vf activate(int gate, vf x) {
+  switch (gate) {
+    case SILU: return vf_mul(x, vf_sigmoid(x));
+    case GELU_TANH: {
+      vf inner = vf_mul(x, vf_fma(vf_mul(x, x), vf_set1(0.035677408136f), vf_set1(0.797884560803f)));
+      return vf_mul(vf_mul(x, vf_set1(0.5f)), vf_add(vf_tanh(inner), vf_set1(1)));
+    }
+    case RELU: return vf_max(vf_zero(), x);
+    default: { vf r = vf_max(vf_zero(), x); return vf_mul(r, r); }
+  }
+}
+
+/* y[i] = act(x[i]) * x[n + i] */
+static void gate_row(int gate, const float *x, float *y, int64_t n) {
+  int64_t i = 0;
+  for (; i + VL <= n; i += VL) vf_store(y + i, vf_mul(activate(gate, vf_load(x + i)), vf_load(x + n + i)));
+  if (i < n) {
+    int part = (int)(n - i);
+    store_part(y + i, vf_mul(activate(gate, load_part(F32, x, i, part)), load_part(F32, x, n + i, part)), part);
+  }
+}
+
+/* y[i] = x[i] / sqrt(mean of squares + eps) * weight[i] */
+static void rms_norm_row(const float *x, const float *weight, float *y, int64_t n, double eps) {
+  vf a = vf_zero(), b = vf_zero();
+  int64_t i = 0;
+  for (; i + 2 * VL <= n; i += 2 * VL) {
+    vf u = vf_load(x + i), w = vf_load(x + i + VL);
+    a = vf_fma(u, u, a), b = vf_fma(w, w, b);
+  }
+  float sum = vf_sum(vf_add(a, b));
+  for (; i < n; i++) sum += x[i] * x[i];
+  float scale = 1.0f / sqrtf(sum / (float)n + (float)eps);
+  vf s = vf_set1(scale);
+  for (i = 0; i + VL <= n; i += VL) vf_store(y + i, vf_mul(vf_mul(vf_load(x + i), s), vf_load(weight + i)));
+  for (; i < n; i++) y[i] = x[i] * scale * weight[i];
+}
+
+#endif
