@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 import lmstate
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "generation"))
-
-from fake_model import EOS, FakeModel, FakeTokenizer, ids
+from tests.generation.fake_model import EOS, FakeModel, FakeTokenizer, ids
 
 
 class ChatTokenizer(FakeTokenizer):

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from contextlib import closing
 
 import pytest
-from conftest import ChatTokenizer
-from fake_model import FakeModel
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from lmstate.cli.app import app
 from lmstate.cli.conversation import Conversation, turns
+from tests.cli.conftest import ChatTokenizer
+from tests.generation.fake_model import FakeModel
 
 
 def chat(runner: CliRunner, *lines: str, options: Sequence[str] = ()):  # type: ignore[no-untyped-def]

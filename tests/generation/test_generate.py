@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from fake_model import EOS, PIECES, FakeModel, FakeState, FakeTokenizer, ids, saying
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmstate.generation.generate import Generation, generate, stream
 from lmstate.generation.sampling import Sampler
+from tests.generation.fake_model import EOS, PIECES, FakeModel, FakeState, FakeTokenizer, ids, saying
 
 PROMPT = ids("Q:")
 TOKEN = st.integers(1, len(PIECES) - 1)
