@@ -138,8 +138,8 @@ class Model:
         logits: `"last"` -> `[rows, V]` at each row's last token (an idle row repeats its last logits, NaN if it has
         none yet); `"all"` -> `[rows, T, V]`, right-padded with zeros; `"none"` -> None. Default: `"last"`, or `"all"`
         without a state.
-        commit=False leaves the tokens pending until `state.commit` or `state.discard`; until then do not write into
-        logits that were asked for as `"all"`.
+        commit=False leaves the tokens pending until `state.commit` or `state.discard`; do not write into the logits
+        until then.
         Without a state: the plain forward over whole sequences. Raises `StateError` on bad tokens, `CapacityError`,
         `PendingError`; no error changes the state.
         """
@@ -161,7 +161,7 @@ class Model:
         except BaseException:
             state.discard()
             raise
-        return out.clone() if out is not None and out.ndim == 2 else out
+        return out
 
     def _catch_up(self, state: State, ids: list[list[int]], logits: Logits) -> None:
         """Compute what the state's layers miss of its tokens, after a rewind far back say."""

@@ -308,11 +308,8 @@ class State:
                     f"capacity={capacity}: rewind or drop tokens, or make a larger state"
                 )
 
-    def _horizon(self, length: int) -> int:
-        return self.layout.capacity or length
-
     def _horizons(self, counts: Sequence[int]) -> tuple[int, ...]:
-        return tuple(self._horizon(len(row.tokens) + count) for row, count in zip(self._rows, counts))
+        return tuple(len(row.tokens) + count for row, count in zip(self._rows, counts))
 
     def _reserve(self, ids: list[list[int]], tentative: bool, horizons: tuple[int, ...]) -> Step:
         counts = tuple(map(len, ids))
@@ -367,4 +364,4 @@ def _logits_at(logits: Tensor | None, row: int, accepted: int, count: int) -> Te
         return None
     if logits.ndim == 3:
         return logits[row, accepted - 1].clone()
-    return logits[row] if accepted == count else None
+    return logits[row].clone() if accepted == count else None

@@ -1,0 +1,156 @@
+"""A state beside a plain list of tokens a row: whatever is done to both, the state must answer as if fed the list.
+
+The oracle is recomputation: the model's plain forward over what a row should hold, without any state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lmstate
+from lmstate.models.decoder import Block
+
+BOUND = 1e-4
+PROBE = [7, 3]
+
+
+class Mirror:
+    def __init__(self, model: lmstate.Model, rows: int = 1, **options: Any) -> None:
+        self.model = model
+        self.state = model.new_state(rows, **options)
+        self.rows: list[list[int]] = [[] for _ in range(rows)]
+        self._known: dict[tuple[int, ...], Tensor] = {}
+
+    # ---- the same to both
+
+    def extend(self, ids: Sequence[Sequence[int]], logits: str = "last") -> None:
+        got = self.model([list(row) for row in ids], self.state, logits=logits)
+        for row, new in zip(self.rows, ids):
+            row += new
+        for index, (row, new) in enumerate(zip(self.rows, ids)):
+            if logits == "none":
+                assert got is None
+            elif logits == "last":
+                if row:
+                    close(got[index], self.expected(row)[-1])
+                else:
+                    assert got[index].isnan().all(), "a row without tokens has no logits"
+            elif new:
+                close(got[index, : len(new)], self.expected(row)[-len(new) :])
+
+    def draft(self, ids: Sequence[Sequence[int]], accept: Sequence[int]) -> None:
+        got = self.model([list(row) for row in ids], self.state, logits="all", commit=False)
+        assert self.state.pending == [len(row) for row in ids]
+        assert self.state.lengths == [len(row) for row in self.rows]
+        for index, (row, new) in enumerate(zip(self.rows, ids)):
+            if new:
+                close(got[index, : len(new)], self.expected(row + list(new))[-len(new) :])
+        self.state.commit(list(accept))
+        for row, new, n in zip(self.rows, ids, accept):
+            row += new[:n]
+
+    def rewind(self, row: int, to: int) -> None:
+        self.state.rewind(row, to)
+        del self.rows[row][to:]
+
+    def select(self, rows: Sequence[int | None]) -> None:
+        self.state.select(rows)
+        self.rows = [[] if row is None else list(self.rows[row]) for row in rows]
+
+    def restore(self, row: int, snapshot: lmstate.Snapshot, tokens: list[int]) -> None:
+        self.state.restore(row, snapshot)
+        self.rows[row] = list(tokens)
+
+    # ---- what must hold
+
+    def check(self) -> None:
+        """Lengths, tokens, bytes, and the logits of a probe on every row that is then forgotten again."""
+        state = self.state
+        assert state.lengths == [len(row) for row in self.rows]
+        assert [state.tokens(row) for row in range(state.rows)] == self.rows
+        assert state.pending == [0] * state.rows
+        assert sum(state.memory().values()) == bytes_held(state)
+        probed = self.model([PROBE] * state.rows, state, logits="all", commit=False)
+        state.discard()
+        for index, row in enumerate(self.rows):
+            close(probed[index], self.expected(row + PROBE)[-len(PROBE) :])
+
+    def expected(self, ids: Sequence[int]) -> Tensor:
+        """float32 [len(ids), V]: the plain forward over the whole row."""
+        key = tuple(ids)
+        if key not in self._known:
+            self._known[key] = self.model([list(ids)])[0]
+        return self._known[key]
+
+
+def close(got: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(got, expected, atol=BOUND, rtol=BOUND)
+
+
+def bytes_held(state: lmstate.State) -> int:
+    """Bytes of every tensor storage that hangs on a state, found by looking, not by asking."""
+    seen: set[int] = set()
+    storages: dict[int, int] = {}
+
+    def walk(thing: Any) -> None:
+        if id(thing) in seen or thing is None or callable(thing):
+            return
+        seen.add(id(thing))
+        if isinstance(thing, Tensor):
+            storage = thing.untyped_storage()
+            if storage.nbytes():
+                storages[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(thing, dict):
+            for part in thing.values():
+                walk(part)
+        elif isinstance(thing, list | tuple):
+            for part in thing:
+                walk(part)
+        elif type(thing).__module__.startswith("lmstate.state"):
+            walk(vars(thing))
+
+    walk(state)
+    return sum(storages.values())
+
+
+class Fault(Exception):
+    """Thrown by a test into the middle of something."""
+
+
+@contextmanager
+def failing_layer(model: lmstate.Model, index: int, *, after: bool) -> Iterator[None]:
+    """Layer `index` raises, before or after it has run."""
+    block = model.blocks[index]
+
+    class Failing(Block):
+        def __call__(self, *args: Any) -> Tensor:
+            if after:
+                block(*args)
+            raise Fault
+
+    model.blocks[index] = Failing(**{f.name: getattr(block, f.name) for f in dataclasses.fields(block)})
+    try:
+        yield
+    finally:
+        model.blocks[index] = block
+
+
+@contextmanager
+def failing_method(thing: Any, name: str) -> Iterator[None]:
+    """`thing.name` raises."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise Fault
+
+    whole: Callable[..., Any] = getattr(thing, name)
+    setattr(thing, name, fail)
+    try:
+        yield
+    finally:
+        setattr(thing, name, whole)
