@@ -1,7 +1,45 @@
-"""Families of this kind, see `tests.zoo`."""
+"""Gated delta rule in most layers, attention in the others."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-CASES: dict[str, Any] = {}
+
+def _config(name: str, **changes: Any) -> Any:
+    import transformers
+
+    sizes = {
+        "vocab_size": 99,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": None,
+    }
+    return getattr(transformers, name)(**{**sizes, **changes})
+
+
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+}
+_PATTERN = {"layer_types": ["full_attention", "linear_attention", "linear_attention"], "num_hidden_layers": 3}
+
+CASES = {
+    "qwen3_5": partial(_config, "Qwen3_5TextConfig", head_dim=16, **_DELTA),
+    "qwen3_5-tied": partial(
+        _config, "Qwen3_5TextConfig", head_dim=8, num_key_value_heads=6, tie_word_embeddings=True, linear_conv_kernel_dim=3,
+        linear_num_key_heads=3, linear_num_value_heads=3, linear_key_head_dim=8, linear_value_head_dim=16,
+        rope_parameters={"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5}, **_PATTERN,
+    ),
+    "qwen3_next-dense": partial(
+        _config, "Qwen3NextConfig", head_dim=16, num_experts=0, **{**_DELTA, "linear_num_value_heads": 6}
+    ),
+}  # fmt: skip

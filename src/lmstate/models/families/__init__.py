@@ -10,12 +10,16 @@ from lmstate.models.weights.weights import Weights
 
 # model_type of a config -> the module that builds it.
 FAMILIES = {
+    "bamba": "bamba",
     "llama": "llama",
+    "mamba2": "mamba2",
     "olmo2": "olmo2",
     "phi3": "phi3",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "qwen3_5_text": "qwen3_next",
     "qwen3_moe": "qwen3",
+    "qwen3_next": "qwen3_next",
     "smollm3": "smollm3",
 }
 

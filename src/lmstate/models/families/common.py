@@ -82,15 +82,20 @@ def attention(
     k_norm: Norm | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    gate: bool = False,
+    out: str = "o_proj",
 ) -> Attention:
-    """Attention whose projections are `q_proj`, `k_proj`, `v_proj`, `o_proj` under `prefix`, with or without biases."""
+    """Attention whose projections are `q_proj`, `k_proj`, `v_proj`, `o_proj` under `prefix`, with or without biases.
+
+    `gate`: `q_proj` gives each query head's gate too. `out`: another name for `o_proj`.
+    """
     width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     return Attention(
         w.linear(
             f"{prefix}.q_proj.weight", f"{prefix}.k_proj.weight", f"{prefix}.v_proj.weight",
-            shape=(width + 2 * kv_width, shape.hidden),
+            shape=(width * (2 if gate else 1) + 2 * kv_width, shape.hidden),
         ),
-        w.linear(f"{prefix}.o_proj.weight", shape=(shape.hidden, width)),
+        w.linear(f"{prefix}.{out}.weight", shape=(shape.hidden, width)),
         shape.heads,
         shape.kv_heads,
         shape.head_dim,
@@ -101,7 +106,8 @@ def attention(
         q_norm=q_norm,
         k_norm=k_norm,
         qkv_bias=biases(w, *(f"{prefix}.{part}_proj.bias" for part in "qkv")),
-        out_bias=w.tensor(f"{prefix}.o_proj.bias", optional=True),
+        out_bias=w.tensor(f"{prefix}.{out}.bias", optional=True),
+        gate=gate,
     )  # fmt: skip
 
 
@@ -130,6 +136,7 @@ def decoder(
     block: Callable[[int], Block],
     *,
     prefix: str = "model",
+    embed: str | None = None,
     final_norm: Norm | None = None,
     embed_scale: float = 1.0,
     logit_scale: float = 1.0,
@@ -138,10 +145,11 @@ def decoder(
 ) -> Model:
     """A stack of `shape.layers` blocks between `embed_tokens` and `lm_head` (the embedding itself where they are tied).
 
-    `ignore`: patterns of tensors that the checkpoint holds and this model needs not (rotary tables, say).
+    `embed`: the embedding's name where it is another. `ignore`: patterns of tensors that the checkpoint holds and this
+    model needs not (rotary tables, say).
     """
     config = w.config
-    embed = w.linear(f"{prefix}.embed_tokens.weight", shape=(shape.vocab, shape.hidden))
+    embedding = w.linear(f"{embed or prefix + '.embed_tokens'}.weight", shape=(shape.vocab, shape.hidden))
     tied = config.bool("tie_word_embeddings", default=False) or not w.has("lm_head.weight")
     blocks = [block(index) for index in range(shape.layers)]
     model = Model(
@@ -154,10 +162,10 @@ def decoder(
             logit_scale,
             logit_softcap,
         ),
-        embed,
+        embedding,
         blocks,
         final_norm or norm(w, f"{prefix}.norm.weight", shape.hidden, shape.eps),
-        embed if tied else w.linear("lm_head.weight", shape=(shape.vocab, shape.hidden)),
+        embedding if tied else w.linear("lm_head.weight", shape=(shape.vocab, shape.hidden)),
         dtype=w.dtype,
     )
     w.check_all_used([*(["lm_head.weight"] if tied else []), "*.rotary_emb.inv_freq", *ignore])

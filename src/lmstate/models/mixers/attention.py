@@ -17,7 +17,8 @@ class Attention:
     """Attention of H query heads over K key/value heads (Vaswani et al. 2017; Ainslie et al. 2023).
 
     `qkv [H * D + 2 * K * D, E]` are the three projections in one matrix. `q_norm` and `k_norm` normalise each head, or
-    the whole projection if they are as wide as it is. `rope` None: the layer knows no positions.
+    the whole projection if they are as wide as it is. `rope` None: the layer knows no positions. `gate`: each query
+    head's rows are followed by as many of a gate, whose sigmoid multiplies what the head has seen (Qwen3-Next).
     """
 
     qkv: Weight
@@ -35,6 +36,7 @@ class Attention:
     k_norm: Norm | None = None
     qkv_bias: Tensor | None = None
     out_bias: Tensor | None = None
+    gate: bool = False
 
     @property
     def kind(self) -> str:
@@ -50,16 +52,20 @@ class Attention:
         self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Tensor | None = None
     ) -> Tensor:
         assert isinstance(memory, AttentionState)
-        qkv = ops.linear(x, self.qkv, self.qkv_bias, norm=norm)  # [R, T, (H + 2K) * D]
-        width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        q, k, v = qkv[..., :width], qkv[..., width : width + kv_width], qkv[..., width + kv_width :]
+        qkv = ops.linear(x, self.qkv, self.qkv_bias, norm=norm)  # [R, T, (H + 2K) * D], or (2H + 2K) * D
+        kv_width = self.kv_heads * self.head_dim
+        q, k, v = qkv.split([qkv.shape[-1] - 2 * kv_width, kv_width, kv_width], dim=-1)
+        gate = None
+        if self.gate:
+            q, gate = (part.flatten(-2) for part in q.unflatten(-1, (self.heads, -1)).chunk(2, dim=-1))  # [R, T, H * D]
         q, k = _normed(q, self.q_norm, self.head_dim), _normed(k, self.k_norm, self.head_dim)
         v = v.unflatten(-1, (self.kv_heads, self.head_dim))  # [R, T, K, D]
         if self.rope is not None:
             cos, sin = self.rope.tables(step)
             q, k = (ops.rope(part, cos, sin, self.rope.interleaved) for part in (q, k))
         seen = memory.attend(q, k, v, step, scale=self.scale, softcap=self.softcap, sinks=self.sinks)
-        return ops.linear(seen.flatten(-2), self.out, self.out_bias, residual=residual)
+        mixed = seen.flatten(-2) if gate is None else seen.flatten(-2) * gate.sigmoid()
+        return ops.linear(mixed, self.out, self.out_bias, residual=residual)
 
 
 def _normed(x: Tensor, norm: Norm | None, head_dim: int) -> Tensor:

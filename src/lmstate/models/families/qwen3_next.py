@@ -1,0 +1,92 @@
+"""Qwen3-Next and Qwen3.5: gated delta rule in most layers, gated attention in every fourth; norms store w - 1.
+
+The two differ in how the checkpoint lays out the projections of the delta rule. Heads for multi-token prediction
+(`mtp.*`) are not run, and their weights are ignored.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lmstate.models.decoder import Block, Model
+from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, mlp, norm
+from lmstate.models.mixers.gated_delta import GatedDelta
+from lmstate.models.mixers.mixer import Mixer
+from lmstate.models.mlp import FeedForward
+from lmstate.models.rope import make_rope
+from lmstate.models.weights.weights import Weights
+from lmstate.ops.weight import FloatWeight
+
+KINDS = ("linear_attention", "full_attention")
+
+
+def build(w: Weights) -> Model:
+    config, shape = w.config, Shape.of(w.config)
+    rope = make_rope(config, shape.head_dim, fraction=0.25)
+    every = config.int("full_attention_interval", low=1, default=4)
+    kinds = config.strs("layer_types", shape.layers, KINDS, default=None) or [
+        KINDS[(index + 1) % every == 0] for index in range(shape.layers)
+    ]
+
+    def mixer(index: int, layer: str) -> Mixer:
+        if kinds[index] == "linear_attention":
+            return delta(w, f"{layer}.linear_attn", shape)
+        q_norm, k_norm = (
+            norm(w, f"{layer}.self_attn.{part}_norm.weight", shape.head_dim, shape.eps, plus_one=True) for part in "qk"
+        )
+        return attention(w, f"{layer}.self_attn", shape, rope, q_norm=q_norm, k_norm=k_norm, gate=True)
+
+    def block(index: int) -> Block:
+        layer = f"model.layers.{index}"
+        return Block(
+            mixer(index, layer),
+            feed_forward(w, index, f"{layer}.mlp", shape),
+            norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps, plus_one=True),
+            norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps, plus_one=True),
+        )
+
+    final = norm(w, "model.norm.weight", shape.hidden, shape.eps, plus_one=True)
+    return decoder(w, shape, block, final_norm=final, ignore=("mtp.*", "model.mtp.*"))
+
+
+def delta(w: Weights, prefix: str, shape: Shape) -> GatedDelta:
+    config = w.config
+    key_heads = config.int("linear_num_key_heads", low=1, high=MOST)
+    heads = config.int("linear_num_value_heads", low=1, high=MOST)
+    key_dim = config.int("linear_key_head_dim", low=1, high=MOST)
+    value_dim = config.int("linear_value_head_dim", low=1, high=MOST)
+    kernel = config.int("linear_conv_kernel_dim", low=1, high=256)
+    values = heads * value_dim
+    width = 2 * key_heads * key_dim + values
+    if by_head := w.has(f"{prefix}.in_proj_qkvz.weight"):
+        qkvz = w.linear(f"{prefix}.in_proj_qkvz.weight", shape=(width + values, shape.hidden))
+    else:
+        qkvz = w.linear(
+            f"{prefix}.in_proj_qkv.weight", f"{prefix}.in_proj_z.weight", shape=(width + values, shape.hidden)
+        )
+    return GatedDelta(
+        qkvz,
+        FloatWeight(_gates(w, prefix, key_heads, heads, shape.hidden)),
+        w.linear(f"{prefix}.out_proj.weight", shape=(shape.hidden, values)),
+        w.tensor(f"{prefix}.conv1d.weight", (width, 1, kernel))[:, 0],
+        -w.tensor(f"{prefix}.A_log", (heads,)).exp(),
+        w.tensor(f"{prefix}.dt_bias", (heads,)),
+        norm(w, f"{prefix}.norm.weight", value_dim, shape.eps),
+        key_heads,
+        key_dim,
+        value_dim,
+        by_head=by_head,
+    )
+
+
+def _gates(w: Weights, prefix: str, key_heads: int, heads: int, hidden: int) -> Tensor:
+    """Rows of beta, then of the decay, float32 `[2 * H, E]`."""
+    if not w.has(f"{prefix}.in_proj_ba.weight"):
+        return torch.cat([w.tensor(f"{prefix}.in_proj_{part}.weight", (heads, hidden)) for part in "ba"])
+    both = w.tensor(f"{prefix}.in_proj_ba.weight", (2 * heads, hidden))  # key head by key head: betas, decays
+    return both.unflatten(0, (key_heads, 2, -1)).transpose(0, 1).reshape(2 * heads, hidden)
+
+
+def feed_forward(w: Weights, index: int, prefix: str, shape: Shape) -> FeedForward:
+    return mlp(w, prefix, shape.hidden, w.config.int("intermediate_size", low=1, high=MOST), activation(w.config))

@@ -1,0 +1,132 @@
+"""Gated delta rule mixers: a short convolution over q, k, v, and a matrix that forgets and corrects itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lmstate import ops
+from lmstate.ops import Norm, Weight
+from lmstate.ops.causal_conv import causal_conv
+from lmstate.ops.gated_delta_rule import gated_delta_rule
+from lmstate.state import FoldState, LayerState, Layout, Step
+from lmstate.state.fold import Carry
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """A projection through a bottleneck of B features, `up(down x)`; `down` is stacked with its layer's others."""
+
+    up: Weight  # [N, B]
+    bias: Tensor | None = None
+
+    def __call__(self, low: Tensor) -> Tensor:
+        return ops.linear(low, self.up, self.bias)
+
+
+@dataclass(eq=False)
+class GatedDelta:
+    """Gated DeltaNet (Yang et al. 2024, 2412.06464), and Kimi Delta Attention (2510.26692), a decay a channel.
+
+    H value heads of V features read K <= H key heads of D features, each of them H / K times. `qkvz` gives q, k, v and
+    the output gate z, one after the other, or key head by key head if `by_head`. `gates` gives beta `[H]` and the decay
+    `[H]`, or `[H * D]` for a decay a channel; it stays float32, for its errors would last. Where the decay or z come
+    through a bottleneck (`decay_up`, `gate_up`), `qkvz` gives q, k, v and then the two bottlenecks instead of z.
+
+    The fold takes q, k, v before their convolution, beta and decay before their nonlinearities. z is not remembered.
+    """
+
+    qkvz: Weight
+    gates: Weight
+    out: Weight  # [E, H * V]
+    conv: Tensor  # [2 * K * D + H * V, C]
+    A: Tensor  # [H], negative
+    dt_bias: Tensor  # [H], or [H * D] for a decay a channel
+    norm: Norm  # of each head's V features
+    key_heads: int
+    key_dim: int
+    value_dim: int
+    gate_act: Literal["silu", "sigmoid"] = "silu"
+    beta_scale: float = 1.0  # 2: negative eigenvalues (2411.12537)
+    by_head: bool = False
+    decay_up: LowRank | None = None
+    gate_up: LowRank | None = None
+
+    @property
+    def kind(self) -> str:
+        return "fold"
+
+    @property
+    def heads(self) -> int:
+        """H"""
+        return len(self.A)
+
+    @property
+    def widths(self) -> list[int]:
+        """Of q, k, v."""
+        keys = self.key_heads * self.key_dim
+        return [keys, keys, self.heads * self.value_dim]
+
+    def new_state(self, layout: Layout) -> LayerState:
+        width, kernel = self.conv.shape
+        shapes = [(kernel - 1, width), (self.heads, self.key_dim, self.value_dim)]
+        return FoldState(
+            layout, self.fold, shapes, width + self.heads + len(self.dt_bias), names=["conv", "recurrent"]
+        )  # fmt: skip
+
+    def fold(self, inputs: Tensor, carry: Carry, counts: Tensor) -> tuple[Tensor, Carry]:
+        """q, k, v | beta | decay `[R, T, F]` -> `[R, T, H * V]`."""
+        tail, state = carry
+        width, heads = len(self.conv), self.heads
+        mixed, beta, decay = inputs.split([width, heads, len(self.dt_bias)], dim=-1)
+        mixed, tail = causal_conv(mixed, tail, self.conv, None, counts, "silu")
+        q, k, v = mixed.split(self.widths, dim=-1)
+        rate = F.softplus(decay + self.dt_bias)
+        if len(self.dt_bias) > heads:
+            g = self.A[:, None] * rate.unflatten(-1, (heads, -1))  # [R, T, H, D]
+        else:
+            g = self.A * rate  # [R, T, H]
+        y, state = gated_delta_rule(
+            q.unflatten(-1, (self.key_heads, -1)),
+            k.unflatten(-1, (self.key_heads, -1)),
+            v.unflatten(-1, (heads, -1)),
+            g,
+            beta.sigmoid() * self.beta_scale,
+            state,
+            counts,
+            scale=self.key_dim**-0.5,
+            normalize=True,
+        )
+        return y.flatten(-2), (tail, state)
+
+    def __call__(
+        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        assert isinstance(memory, FoldState)
+        if norm is not None:
+            x = ops.norm(x, norm)
+        qkv, z, gates = self._projected(x)
+        y = memory.advance(torch.cat([qkv, gates], dim=-1), step)
+        y = ops.norm(y.unflatten(-1, (self.heads, -1)), self.norm).flatten(-2)
+        y = y * (F.silu(z) if self.gate_act == "silu" else z.sigmoid())
+        return ops.linear(y, self.out, residual=residual)
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v `[R, T, 2 * K * D + H * V]`; z `[R, T, H * V]`; beta and decay."""
+        projected, gates = ops.linear(x, self.qkvz), ops.linear(x, self.gates)
+        width = len(self.conv)
+        if self.by_head:
+            sizes = [each // self.key_heads for each in (*self.widths, self.widths[-1])]
+            parts = projected.unflatten(-1, (self.key_heads, -1)).split(sizes, dim=-1)
+            q, k, v, z = (part.flatten(-2) for part in parts)
+            return torch.cat([q, k, v], dim=-1), z, gates
+        qkv, rest = projected[..., :width], projected[..., width:]
+        if self.decay_up is None or self.gate_up is None:
+            return qkv, rest, gates
+        low = self.decay_up.up.in_features
+        decay = self.decay_up(rest[..., :low])
+        return qkv, self.gate_up(rest[..., low:]), torch.cat([gates, decay], dim=-1)
