@@ -82,7 +82,7 @@ class Checkpoint:
         return list(shards.values())
 
     def _inside(self, file: Any) -> str:
-        """A shard's file name, refused if it could leave the directory. Links are followed: the Hub's cache has some."""
+        """A shard's file name, refused if it could leave the directory. Links are followed (the Hub's cache)."""
         if (
             not isinstance(file, str)
             or not file.endswith(".safetensors")

@@ -222,7 +222,7 @@ def _multiplies_bfloat16(device: torch.device) -> bool:
 
 
 class _Bar:
-    """Shows on a terminal that tensors are being converted. It appears with the first one: a cached start shows none."""
+    """Shows on a terminal that tensors are being converted; a start from the cache shows none."""
 
     def __init__(self, wanted: bool, total: int) -> None:
         self._wanted = wanted and sys.stderr.isatty()
