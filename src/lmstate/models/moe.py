@@ -2,50 +2,100 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lmstate import ops
 from lmstate.models.mlp import FeedForward
-from lmstate.ops import Norm
-
-Route = Callable[[Tensor], tuple[Tensor, Tensor]]
+from lmstate.ops import Norm, Weight
 
 
-@dataclass(eq=False)
-class SoftmaxRouter:
-    """The `top_k` experts of highest probability, weighted by it; the weights sum to 1 if `normalise`."""
+@dataclass(frozen=True, eq=False)
+class Router:
+    """Which `top_k` of N experts a token goes to, and with what weights.
 
-    weight: Tensor  # float32 [experts, E]
+    Every expert has a score in 0..1: the softmax over all of them, or the sigmoid of its own logit. The best `top_k` are
+    chosen and weighted by their scores, which `normalise` brings to a sum of 1 (after a softmax that is the same as a
+    softmax over the chosen alone) and `scale` multiplies.
+
+    `correction` is added to the scores for the choice and not for the weights; it keeps experts evenly used without a
+    loss (Wang et al. 2024). With `groups` > 1 the experts lie in that many equal groups, and only those of the
+    `kept_groups` best ones can be chosen: a group is as good as its best expert, or its two best added up (DeepSeek-V2
+    and V3).
+    """
+
+    weight: Weight  # [N, E]; keep it float32, a choice is not to be rounded
     top_k: int
-    normalise: bool
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    normalise: bool = False
+    scale: float = 1.0
+    bias: Tensor | None = None  # float32 [N], on the logits
+    correction: Tensor | None = None  # float32 [N]
+    groups: int = 1
+    kept_groups: int = 1
+    group_score: Literal["best", "two best"] = "best"
+    floor: float = 1e-20  # added to the sum that weights are divided by
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x float32 `[M, E]` -> (weights float32 `[M, top_k]`, expert numbers int64 `[M, top_k]`)."""
-        weights, chosen = torch.topk((x @ self.weight.T).softmax(-1), self.top_k, dim=-1)
-        return weights / weights.sum(-1, keepdim=True) if self.normalise else weights, chosen
+        logits = ops.linear(x, self.weight, self.bias)  # [M, N]
+        scores = logits.softmax(-1) if self.scoring == "softmax" else logits.sigmoid()
+        choice = scores if self.correction is None else scores + self.correction
+        if self.groups > 1:
+            choice = self._of_best_groups(choice)
+        chosen = choice.topk(self.top_k, dim=-1).indices
+        weights = scores.gather(-1, chosen)
+        if self.normalise:
+            weights = weights / (weights.sum(-1, keepdim=True) + self.floor)
+        return weights * self.scale if self.scale != 1.0 else weights, chosen
+
+    def _of_best_groups(self, choice: Tensor) -> Tensor:
+        """`choice` `[M, N]` with minus infinity for the experts of the groups that are left out."""
+        grouped = choice.unflatten(-1, (self.groups, -1))  # [M, groups, N / groups]
+        counted = 1 if self.group_score == "best" else 2
+        best = grouped.topk(counted, dim=-1).values.sum(-1).topk(self.kept_groups, dim=-1).indices
+        left_out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)
+        return grouped.masked_fill(left_out[..., None], float("-inf")).flatten(-2)
 
 
 @dataclass(eq=False)
 class MixtureOfExperts:
-    """Each token goes through the experts that `router` chose, weighted, and through `shared` where there is one."""
+    """Each token goes through the experts that `router` chose, and through `shared` where there is one.
 
-    router: Route
-    experts: list[FeedForward]
+    A weight multiplies what its expert gives, or what it is given if `weigh_input` (Llama 4). `shared_gate` `[1, E]`: the
+    sigmoid of its product with the token weighs the shared expert.
+    """
+
+    router: Router
+    experts: Sequence[FeedForward]
     shared: FeedForward | None = None
+    shared_gate: Weight | None = None
+    weigh_input: bool = False
 
     def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
         if norm is not None:
             x = ops.norm(x, norm)
-        tokens = x.flatten(0, -2)  # [M, E]
-        weights, chosen = self.router(tokens)
-        out = torch.zeros_like(tokens) if self.shared is None else self.shared(x).flatten(0, -2)
-        for index in chosen.unique().tolist():
-            token, place = (chosen == index).nonzero(as_tuple=True)
-            done = self.experts[index](tokens[token]) * weights[token, place, None]
-            out = out.index_add(0, token, done)
-        out = out.view_as(x)
+        out = self.mixed(x.flatten(0, -2), *self.router(x.flatten(0, -2))).view_as(x)
+        if self.shared is not None:
+            common = self.shared(x)
+            out = out + (common if self.shared_gate is None else common * ops.linear(x, self.shared_gate).sigmoid())
         return out if residual is None else out + residual
+
+    def mixed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """The routed experts: x `[M, E]`, weights and chosen `[M, top_k]` -> `[M, E]`.
+
+        Visits are sorted by expert, so that each expert runs once over all of its tokens. A token's visits are added in
+        the order of the experts, whatever other tokens there are.
+        """
+        order = chosen.flatten().argsort(stable=True)  # of the M * top_k visits
+        token = order // chosen.shape[1]
+        weight = weights.flatten()[order, None]
+        visitors = x[token] * weight if self.weigh_input else x[token]
+        counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
+        parts = visitors.split(counts)
+        done = torch.cat([expert(part) for expert, part in zip(self.experts, parts) if len(part)] or [visitors])
+        return torch.zeros_like(x).index_add(0, token, done if self.weigh_input else done * weight)

@@ -16,9 +16,10 @@ from lmstate.models.families.common import (
     windows,
 )
 from lmstate.models.mlp import FeedForward
-from lmstate.models.moe import MixtureOfExperts, SoftmaxRouter
+from lmstate.models.moe import MixtureOfExperts, Router
 from lmstate.models.rope import make_rope
 from lmstate.models.weights.weights import Weights
+from lmstate.ops import FloatWeight
 
 
 def build(w: Weights) -> Model:
@@ -32,10 +33,10 @@ def build(w: Weights) -> Model:
     def feed_forward(index: int, prefix: str) -> FeedForward:
         if not count or index in dense or (index + 1) % every:
             return mlp(w, prefix, shape.hidden, inner, act)
-        router = SoftmaxRouter(
-            w.tensor(f"{prefix}.gate.weight", (count, shape.hidden)),
+        router = Router(
+            FloatWeight(w.tensor(f"{prefix}.gate.weight", (count, shape.hidden))),
             config.int("num_experts_per_tok", low=1, high=count),
-            config.bool("norm_topk_prob", default=False),
+            normalise=config.bool("norm_topk_prob", default=False),
         )
         width = config.int("moe_intermediate_size", low=1, high=MOST)
         return MixtureOfExperts(router, experts(w, f"{prefix}.experts", count, shape.hidden, width, act))
