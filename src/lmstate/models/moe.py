@@ -18,9 +18,9 @@ from lmstate.ops import Norm, Weight
 class Router:
     """Which `top_k` of N experts a token goes to, and with what weights.
 
-    Every expert has a score in 0..1: the softmax over all of them, or the sigmoid of its own logit. The best `top_k` are
-    chosen and weighted by their scores, which `normalise` brings to a sum of 1 (after a softmax that is the same as a
-    softmax over the chosen alone) and `scale` multiplies.
+    Every expert has a score in 0..1: the softmax over all of them, or the sigmoid of its own logit. The best `top_k`
+    are chosen and weighted by their scores, which `normalise` brings to a sum of 1 (after a softmax that is the same as
+    a softmax over the chosen alone) and `scale` multiplies.
 
     `correction` is added to the scores for the choice and not for the weights; it keeps experts evenly used without a
     loss (Wang et al. 2024). With `groups` > 1 the experts lie in that many equal groups, and only those of the
@@ -66,8 +66,8 @@ class Router:
 class MixtureOfExperts:
     """Each token goes through the experts that `router` chose, and through `shared` where there is one.
 
-    A weight multiplies what its expert gives, or what it is given if `weigh_input` (Llama 4). `shared_gate` `[1, E]`: the
-    sigmoid of its product with the token weighs the shared expert.
+    A weight multiplies what its expert gives, or what it is given if `weigh_input` (Llama 4). `shared_gate` `[1, E]`:
+    the sigmoid of its product with the token weighs the shared expert.
     """
 
     router: Router
