@@ -13,9 +13,9 @@ def padding(counts: Tensor, width: int) -> Tensor | None:
     """Which tokens of a [R, T] step are padding, as bool [R, T]; None where it is cheap to see that there is none.
 
     On the CPU the question is answered on the host, so that the usual step (every row full) costs no pass over its
-    inputs; elsewhere an answer would stall the device, and a mask is always built.
+    inputs; elsewhere an answer would stall the device or break a traced graph, and a mask is always built.
     """
-    if counts.device.type == "cpu" and int(counts.min()) >= width:
+    if counts.is_cpu and not torch.compiler.is_compiling() and int(counts.min()) >= width:
         return None
     return torch.arange(width, device=counts.device) >= counts[:, None]
 

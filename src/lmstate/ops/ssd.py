@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from lmstate.ops._padding import blank, carry_dtype, padding
 
-RECURRENT_UP_TO = 4
+RECURRENT_UP_TO = 3
 """Steps of at most this many tokens run token by token. This and the sizes below are measured on H = 24, P = 64."""
 
 CHUNK = 64

@@ -1,0 +1,51 @@
+"""The elementwise linear recurrence h_t = a_t h_{t-1} + u_t, without a Python step a token.
+
+A stretch is split into n chunks of L tokens that advance side by side, a position at a time: once from zero to learn
+what each chunk adds and keeps, then, with the true state before every chunk known, once more. So every state comes out
+of the recurrence itself; decays are only ever multiplied together, which cannot overflow, and never divided by.
+"""
+
+from __future__ import annotations
+
+from math import isqrt
+
+import torch
+from torch import Tensor
+
+
+def split(width: int, limit: int) -> list[tuple[int, int, int]]:
+    """Pieces (first, last, L) of a step of `width` tokens for `scan`: at most `limit` tokens each, in chunks of L.
+
+    L is near the square root of the piece, where positions and chunks are equally many.
+    """
+    pieces, first = [], 0
+    while first < width:
+        piece = min(limit, width - first)
+        size = max(isqrt(piece), min(piece, 4))
+        last = first + piece - piece % size
+        pieces.append((first, last, size))
+        first = last
+    return pieces
+
+
+def scan(decay: Tensor, update: Tensor, carry: Tensor) -> tuple[list[Tensor], Tensor]:
+    """The states [R, n, ...] at each of the L positions of n consecutive chunks, and the last state of all.
+
+    decay, update [R, n, L, ...], carry [R, ...]; decays lie in [0, 1].
+    """
+    decays, updates = decay.unbind(2), update.unbind(2)
+    before = carry[:, None]
+    if decay.shape[1] > 1:
+        added, kept = updates[0], decays[0]
+        for a, u in zip(decays[1:], updates[1:]):
+            added = torch.addcmul(u, a, added)
+            kept = kept * a
+        entries = [carry]
+        for n in range(decay.shape[1] - 1):
+            entries.append(torch.addcmul(added[:, n], kept[:, n], entries[-1]))
+        before = torch.stack(entries, 1)
+    states = []
+    for a, u in zip(decays, updates):
+        before = torch.addcmul(u, a, before)
+        states.append(before)
+    return states, before[:, -1]
