@@ -12,7 +12,7 @@ from tests.generation.fake_model import EOS, FakeModel, FakeTokenizer, ids
 
 
 class ChatTokenizer(FakeTokenizer):
-    chat_template: str | None = "a template"
+    has_chat_template = True
 
     def chat(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool = False) -> list[int]:
         text = "".join(f"[{message['role']}]{message['content']}[end]\n" for message in messages)

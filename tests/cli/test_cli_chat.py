@@ -126,7 +126,7 @@ def test_commands_are_listed_run_and_refused(model: FakeModel, runner: CliRunner
 
 
 def test_a_model_without_a_template_is_refused(model: FakeModel, runner: CliRunner) -> None:
-    model.tokenizer.chat_template = None
+    model.tokenizer.has_chat_template = False
     result = chat(runner, "one")
     assert result.exit_code == 1 and "no chat template" in result.stderr and "--raw" in result.stderr
 

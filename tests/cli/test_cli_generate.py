@@ -26,7 +26,7 @@ def test_raw_goes_on_with_the_text(model: FakeModel, runner: CliRunner) -> None:
 
 
 def test_without_a_template_the_text_is_raw_and_chat_is_refused(model: FakeModel, runner: CliRunner) -> None:
-    model.tokenizer.chat_template = None
+    model.tokenizer.has_chat_template = False
     assert runner.invoke(app, ["generate", "m", "Hello:"]).stdout == " and so on\n"
     result = runner.invoke(app, ["generate", "m", "Hello:", "--system", "Be brief"])
     assert result.exit_code == 1 and "no chat template" in result.stderr

@@ -35,8 +35,10 @@ class FakeStream:
 
 
 class FakeTokenizer:
-    def encode(self, text: str, bos: bool = True) -> list[int]:
-        return [byte + 1 for byte in text.encode()]
+    begin: tuple[int, ...] = ()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [*(self.begin if add_special_tokens else ()), *(byte + 1 for byte in text.encode())]
 
     def decode(self, ids: Sequence[int]) -> str:
         return b"".join(PIECES[token] for token in ids).decode("utf-8", "replace")

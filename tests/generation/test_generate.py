@@ -148,6 +148,19 @@ def test_a_list_of_prompts_gives_a_list_of_texts() -> None:
     assert generate(model, "x") == generate(model, ids("x")) == "hello"
 
 
+def test_only_the_beginning_of_a_row_gets_the_begin_token() -> None:
+    model, state = FakeModel(), FakeState(2)
+    model.tokenizer.begin = (7,)
+    generate(model, ["a", ids("b")], state, max_new_tokens=0)
+    generate(model, ["c", "d"], state, max_new_tokens=0)
+    assert state.computed == [[7, *ids("ac")], ids("bd")]
+
+
+def test_a_character_that_the_prompt_begins_is_completed() -> None:
+    prompt = ids("a", b"\xe2\x82")
+    assert generate(FakeModel(saying(prompt, ids(b"\xac!"))), prompt) == "€!"
+
+
 def test_several_prompts_cannot_be_streamed_as_one() -> None:
     with pytest.raises(ValueError, match="one prompt"):
         stream(FakeModel(), ["a", "b"])

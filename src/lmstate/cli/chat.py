@@ -47,7 +47,7 @@ def chat(
 
     sampler = Sampler(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     loaded = options.load_model(model, weights)
-    if loaded.tokenizer.chat_template is None:
+    if not loaded.tokenizer.has_chat_template:
         raise ValueError(f"{model} has no chat template; use `lmstate generate {model} --raw` to go on with a text")
     if sys.stdin.isatty():
         note(f"{model}: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves")

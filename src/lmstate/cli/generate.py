@@ -75,7 +75,7 @@ def _prompt(given: str | None) -> str:
 def _encode(model: Model, text: str, chat: bool | None, system: str | None) -> list[int]:
     tokenizer = model.tokenizer
     if chat is None:
-        chat = tokenizer.chat_template is not None
+        chat = tokenizer.has_chat_template
         if not chat and system is not None:
             raise ValueError("--system was given, but the model has no chat template to put it in")
     if not chat:

@@ -11,13 +11,20 @@ from lmstate.generation.stopping import StopScanner
 if TYPE_CHECKING:
     from lmstate.models.tokenizer import TextStream
 
+CONTEXT = 4  # tokens of the prompt that the text of an answer can depend on: UTF-8 has at most 4 bytes in a character
 Finish = Literal["eos", "stop", "length"]
 
 
 class Answer:
-    """Tokens in, text out. `text` is all that `take` and `finish` have returned so far."""
+    """Tokens in, text out. `text` is all that `take` and `finish` have returned so far.
 
-    def __init__(self, stream: TextStream, stops: Sequence[str]) -> None:
+    `before` are the tokens that the answer follows: a token's text can depend on its left neighbours (some tokenizers
+    drop a space at the beginning of a text, and a character can span tokens).
+    """
+
+    def __init__(self, stream: TextStream, stops: Sequence[str], before: Sequence[int] = ()) -> None:
+        for token in before[-CONTEXT:]:
+            stream.push(token)
         self.tokens: list[int] = []
         self.finished: Finish | None = None
         self._stream = stream

@@ -19,7 +19,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from lmstate.errors import CapacityError, PendingError
-from lmstate.generation.answer import Answer, Finish
+from lmstate.generation.answer import CONTEXT, Answer, Finish
 from lmstate.generation.prompts import Prompt, as_token_lists
 from lmstate.generation.sampling import Picker, Sampler
 from lmstate.generation.stopping import as_stops
@@ -90,7 +90,10 @@ class Generation:
         queued = sum(self.state.rewind_cost(row, length) for row, length in enumerate(self.state.lengths))
         self._fed = queued + sum(map(len, self.prompts))
         self._reused = sum(self.state.lengths) - queued
-        self._answers = [Answer(model.tokenizer.stream(), stops) for _ in self.prompts]
+        self._answers = [
+            Answer(model.tokenizer.stream(), stops, before=[*self.state.tokens(row)[-CONTEXT:], *prompt])
+            for row, prompt in enumerate(self.prompts)
+        ]
         self._picker = Picker(sampler or Sampler(), len(self.prompts))
         self._last: dict[int, int] = {}  # the newest token of rows that go on: given out, not yet computed
         self._seconds = [0.0, 0.0]  # prefill, decode

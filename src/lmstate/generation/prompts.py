@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import Tensor
 
 if TYPE_CHECKING:
     from lmstate.models.tokenizer import Tokenizer
     from lmstate.state import State
 
-SinglePrompt: TypeAlias = "str | Sequence[int]"
+SinglePrompt: TypeAlias = "str | Sequence[int] | Tensor"
 Prompt: TypeAlias = "SinglePrompt | Sequence[SinglePrompt]"
 
 
@@ -17,17 +20,24 @@ def as_token_lists(tokenizer: Tokenizer, prompt: Prompt, state: State | None) ->
     """(one list of ids per row, whether `prompt` was a single one).
 
     A text or a list of ids is a single prompt; a list of texts or of lists is a batch. Text that continues a row of
-    `state` gets no beginning-of-sequence token.
+    `state` gets no begin token.
     """
-    single = isinstance(prompt, str) or all(isinstance(token, int) for token in prompt)
-    prompts = [prompt] if single else list(prompt)
+    given: Any = prompt.tolist() if isinstance(prompt, Tensor) else prompt
+    single = isinstance(given, str) or _are_ids(given)
     rows = []
-    for row, one in enumerate(prompts):
+    for row, one in enumerate([given] if single else given):
+        one = one.tolist() if isinstance(one, Tensor) else one
         if isinstance(one, str):
             fresh = state is None or row >= state.rows or not state.lengths[row]
-            rows.append(tokenizer.encode(one) if fresh else tokenizer.encode(one))
-        elif isinstance(one, Sequence) and all(isinstance(token, int) for token in one):
-            rows.append(list(one))
+            rows.append(tokenizer.encode(one, add_special_tokens=fresh))
+        elif _are_ids(one):
+            rows.append([int(token) for token in one])
         else:
-            raise ValueError(f"a prompt must be a text or a list of token ids; prompt {row} is {type(one).__name__}")
+            raise ValueError(
+                f"a prompt must be a text or a list of token ids; prompt {row} is {one!r:.80} ({type(one).__name__})"
+            )
     return rows, single
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, Sequence) and all(isinstance(token, Integral) for token in value)
