@@ -1,0 +1,114 @@
+"""latent_attend: softmax over everything a query sees, by blocks and over a ring, without expanding keys or values."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from lmstate.ops.latent_attend import latent_attend
+
+HEADS, LATENT, ROPE = 3, 8, 4
+SCALE = 0.3
+
+
+@pytest.fixture(params=["one block", "small blocks"])
+def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "small blocks":
+        module = sys.modules["lmstate.ops.latent_attend"]
+        monkeypatch.setattr(module, "STORED_BLOCK", 8)
+        monkeypatch.setattr(module, "SCORES", 8 * HEADS * 5)
+
+
+def draw(rows: int, length: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    """Per position: q_latent, q_rope, latent, rope_key."""
+    generator = torch.Generator().manual_seed(length)
+    shapes = ((HEADS, LATENT), (HEADS, ROPE), (LATENT,), (ROPE,))
+    return tuple(torch.randn(rows, length, *shape, generator=generator, dtype=dtype) for shape in shapes)
+
+
+def naive(stream: tuple[Tensor, ...], window: int | None = None) -> Tensor:
+    """Every position over all before it, scores written out: [R, length, H, Lat]."""
+    q_latent, q_rope, latent, rope_key = stream
+    scores = torch.einsum("rthc,rsc->rhts", q_latent, latent) + torch.einsum("rthd,rsd->rhts", q_rope, rope_key)
+    ages = torch.arange(latent.shape[1])[:, None] - torch.arange(latent.shape[1])
+    unseen = (ages < 0) | (ages >= (window or latent.shape[1]))
+    weights = (scores * SCALE).masked_fill(unseen, float("-inf")).softmax(-1)
+    return torch.einsum("rhts,rsc->rthc", weights, latent)
+
+
+def ring(stream: Tensor, end: int, size: int) -> Tensor:
+    """The last `size` positions before `end`, each in its slot; slots never written hold NaN."""
+    slots = torch.full((stream.shape[0], size, *stream.shape[2:]), float("nan"), dtype=stream.dtype)
+    for position in range(max(0, end - size), end):
+        slots[:, position % size] = stream[:, position]
+    return slots
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("window", [None, 1, 5, 20])
+@pytest.mark.parametrize("piece", [1, 3, 17, 50])
+def test_any_cut_over_a_ring_equals_scores_written_out(window: int | None, piece: int) -> None:
+    stream = draw(2, 50)
+    size = 64 if window is None else window - 1 + piece
+    outputs = []
+    for start in range(0, 50, piece):
+        end = min(start + piece, 50)
+        queries = (x[:, start:end] for x in stream[:2])
+        stored = (ring(x, end, size) for x in stream[2:])
+        places = torch.tensor([start] * 2), torch.tensor([end - start] * 2)
+        outputs.append(latent_attend(*queries, *stored, *places, scale=SCALE, window=window))
+    torch.testing.assert_close(torch.cat(outputs, 1), naive(stream, window), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("blocks")
+def test_ragged_rows_equal_each_row_alone_and_padding_is_invisible() -> None:
+    stream = draw(3, 30)
+    wanted = naive(stream)
+    starts, counts = [3, 0, 20], [7, 0, 2]
+    queries = tuple(torch.full((3, 7, *x.shape[2:]), float("nan")) for x in stream[:2])
+    for r, (start, count) in enumerate(zip(starts, counts)):
+        for padded, x in zip(queries, stream[:2]):
+            padded[r, :count] = x[r, start : start + count]
+    rings = tuple(torch.cat([ring(x[r : r + 1], starts[r] + counts[r], 32) for r in range(3)]) for x in stream[2:])
+    y = latent_attend(*queries, *rings, torch.tensor(starts), torch.tensor(counts), scale=SCALE)
+    for r, (start, count) in enumerate(zip(starts, counts)):
+        torch.testing.assert_close(y[r, :count], wanted[r, start : start + count], rtol=1e-5, atol=1e-5)
+        assert not y[r, count:].any()
+
+
+def test_absorbed_equals_attention_over_expanded_keys_and_values() -> None:
+    q_latent, q_rope, latent, rope_key = draw(1, 20, torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    up_key, up_value = (torch.randn(HEADS, 6, LATENT, generator=generator, dtype=torch.float64) for _ in range(2))
+    q_nope = q_latent[..., :6]
+    absorbed = torch.einsum("rthd,hdc->rthc", q_nope, up_key)
+    places = torch.tensor([0]), torch.tensor([20])
+    read = latent_attend(absorbed, q_rope, latent, rope_key, *places, scale=SCALE)
+    got = torch.einsum("rthc,hdc->rhtd", read, up_value)
+
+    keys = torch.einsum("rsc,hdc->rhsd", latent, up_key)
+    keys = torch.cat([keys, rope_key[:, None].expand(-1, HEADS, -1, -1)], -1)
+    queries = torch.cat([q_nope, q_rope], -1).transpose(1, 2)
+    values = torch.einsum("rsc,hdc->rhsd", latent, up_value)
+    wanted = torch.nn.functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=SCALE)
+    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_scores_far_apart_do_not_overflow() -> None:
+    stream = tuple(100 * x for x in draw(1, 20))
+    places = torch.tensor([0]), torch.tensor([20])
+    torch.testing.assert_close(latent_attend(*stream, *places, scale=SCALE), naive(stream), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("blocks")
+def test_gradients() -> None:
+    stream = tuple(x.requires_grad_() for x in draw(1, 12, torch.float64))
+    places = torch.tensor([0]), torch.tensor([12])
+
+    def run(*leaves: Tensor) -> Tensor:
+        return latent_attend(*leaves, *places, scale=SCALE, window=7)
+
+    assert torch.autograd.gradcheck(run, stream, fast_mode=True)
