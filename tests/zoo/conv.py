@@ -1,7 +1,35 @@
-"""Families of this kind, see `tests.zoo`."""
+"""Short convolutions in most layers, attention in the others."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-CASES: dict[str, Any] = {}
+
+def _config(name: str, **changes: Any) -> Any:
+    import transformers
+
+    sizes = {
+        "vocab_size": 99,
+        "hidden_size": 48,
+        "intermediate_size": 120,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": None,
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+    }
+    return getattr(transformers, name)(**{**sizes, **changes})
+
+
+CASES = {
+    "lfm2": partial(_config, "Lfm2Config", block_multiple_of=32),
+    "lfm2-biased": partial(
+        _config, "Lfm2Config", block_auto_adjust_ff_dim=False, conv_bias=True, conv_L_cache=5, num_key_value_heads=6,
+        layer_types=["full_attention", "conv", "conv", "full_attention"], tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
+    ),
+}  # fmt: skip

@@ -35,11 +35,17 @@ _PATTERN = {"layer_types": ["full_attention", "linear_attention", "linear_attent
 CASES = {
     "qwen3_5": partial(_config, "Qwen3_5TextConfig", head_dim=16, **_DELTA),
     "qwen3_5-tied": partial(
-        _config, "Qwen3_5TextConfig", head_dim=8, num_key_value_heads=6, tie_word_embeddings=True, linear_conv_kernel_dim=3,
-        linear_num_key_heads=3, linear_num_value_heads=3, linear_key_head_dim=8, linear_value_head_dim=16,
+        _config, "Qwen3_5TextConfig", head_dim=8, num_key_value_heads=6, tie_word_embeddings=True,
+        linear_conv_kernel_dim=3, linear_num_key_heads=3, linear_num_value_heads=3, linear_key_head_dim=8, linear_value_head_dim=16,
         rope_parameters={"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5}, **_PATTERN,
     ),
     "qwen3_next-dense": partial(
         _config, "Qwen3NextConfig", head_dim=16, num_experts=0, **{**_DELTA, "linear_num_value_heads": 6}
+    ),
+    "olmo_hybrid": partial(_config, "OlmoHybridConfig", rope_parameters=None, **_DELTA),
+    "olmo_hybrid-rope": partial(
+        _config, "OlmoHybridConfig", num_key_value_heads=None, linear_allow_neg_eigval=False, linear_a_log_min=1.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 5000.0}, tie_word_embeddings=True,
+        linear_conv_kernel_dim=3, **_PATTERN,
     ),
 }  # fmt: skip

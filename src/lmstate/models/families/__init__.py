@@ -11,9 +11,13 @@ from lmstate.models.weights.weights import Weights
 # model_type of a config -> the module that builds it.
 FAMILIES = {
     "bamba": "bamba",
+    "lfm2": "lfm2",
+    "falcon_h1": "falcon_h1",
+    "granitemoehybrid": "granitemoehybrid",
     "llama": "llama",
     "mamba2": "mamba2",
     "olmo2": "olmo2",
+    "olmo_hybrid": "olmo_hybrid",
     "phi3": "phi3",
     "qwen2": "qwen2",
     "qwen3": "qwen3",

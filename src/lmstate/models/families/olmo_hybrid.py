@@ -1,0 +1,100 @@
+"""OLMo Hybrid: gated delta rule whose matrix may reverse (beta up to 2), and OLMo 3's attention in every fourth layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lmstate.errors import ModelError
+from lmstate.models.decoder import Block, Model
+from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, mlp, norm
+from lmstate.models.mixers.gated_delta import GatedDelta
+from lmstate.models.rope import make_rope, rope_fields
+from lmstate.models.weights.weights import Weights
+from lmstate.ops import Norm
+from lmstate.ops.weight import FloatWeight
+
+KINDS = ("linear_attention", "full_attention")
+GATED_NORM_EPS = 1e-5  # not in the config: what the model was trained with
+
+
+def build(w: Weights) -> Model:
+    """Attention has its norms after each part, and over whole projections; the delta rule has them before."""
+    config, shape = w.config, Shape.of(w.config)
+    inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
+    kinds = config.strs("layer_types", shape.layers, KINDS, default=None) or [
+        KINDS[index % 4 == 3] for index in range(shape.layers)
+    ]
+    # The released models know no positions but through the recurrence; their config says so by a missing base.
+    rope = make_rope(config, shape.head_dim) if rope_fields(config).given("rope_theta") else None
+
+    def block(index: int) -> Block:
+        layer = f"model.layers.{index}"
+        feed_forward = mlp(w, f"{layer}.mlp", shape.hidden, inner, act)
+
+        def layer_norm(*names: str) -> Norm:
+            return norm(w, there(w, *(f"{layer}.{name}.weight" for name in names)), shape.hidden, shape.eps)
+
+        if kinds[index] == "linear_attention":
+            return Block(
+                delta(w, f"{layer}.linear_attn", shape),
+                feed_forward,
+                layer_norm("attention_layer_norm", "input_layernorm"),
+                layer_norm("feedforward_layer_norm", "post_attention_layernorm"),
+            )
+        q_norm = norm(w, f"{layer}.self_attn.q_norm.weight", shape.heads * shape.head_dim, shape.eps)
+        k_norm = norm(w, f"{layer}.self_attn.k_norm.weight", shape.kv_heads * shape.head_dim, shape.eps)
+        return Block(
+            attention(w, f"{layer}.self_attn", shape, rope, q_norm=q_norm, k_norm=k_norm),
+            feed_forward,
+            # transformers saves the first under the name that it gives to the delta rule's second norm.
+            after_mixer=layer_norm("post_attention_layernorm", "feedforward_layer_norm"),
+            after_mlp=layer_norm("post_feedforward_layernorm"),
+        )
+
+    return decoder(w, shape, block)
+
+
+def delta(w: Weights, prefix: str, shape: Shape) -> GatedDelta:
+    config = w.config
+    key_heads = config.int("linear_num_key_heads", low=1, high=MOST, default=shape.heads)
+    heads = config.int("linear_num_value_heads", low=1, high=MOST, default=shape.heads)
+    key_dim = config.int("linear_key_head_dim", low=1, high=MOST, default=int(0.75 * shape.hidden / key_heads))
+    value_dim = config.int("linear_value_head_dim", low=1, high=MOST, default=2 * key_dim)
+    keys, values = key_heads * key_dim, heads * value_dim
+    gates = [w.tensor(f"{prefix}.{part}_proj.weight", (heads, shape.hidden)) for part in "ba"]
+    return GatedDelta(
+        w.linear(*(f"{prefix}.{part}_proj.weight" for part in "qkvg"), shape=(2 * keys + 2 * values, shape.hidden)),
+        FloatWeight(torch.cat(gates)),
+        w.linear(f"{prefix}.o_proj.weight", shape=(shape.hidden, values)),
+        conv(w, prefix, 2 * keys + values, config.int("linear_conv_kernel_dim", low=1, high=256, default=4)),
+        -w.tensor(f"{prefix}.A_log", (heads,)).exp(),
+        w.tensor(f"{prefix}.dt_bias", (heads,)),
+        norm(w, f"{prefix}.o_norm.weight", value_dim, GATED_NORM_EPS),
+        key_heads,
+        key_dim,
+        value_dim,
+        beta_scale=2.0 if config.bool("linear_allow_neg_eigval", default=True) else 1.0,
+    )
+
+
+def conv(w: Weights, prefix: str, width: int, kernel: int) -> Tensor:
+    """The convolutions of q, k and v in one, `[F, C]`: stored so, or in three parts."""
+    if w.has(f"{prefix}.conv1d.weight"):
+        return w.tensor(f"{prefix}.conv1d.weight", (width, 1, kernel))[:, 0]
+    # Some files are cut in three equal parts and not between q, k and v, so only their sum is known.
+    parts = [w.tensor(f"{prefix}.{part}_conv1d.weight") for part in "qkv"]
+    if any(part.shape[1:] != (1, kernel) for part in parts) or sum(map(len, parts)) != width:
+        shapes = [list(part.shape) for part in parts]
+        raise ModelError(
+            f"{w.source.path}: convolutions in {prefix} are {shapes}; together they must be [{width}, 1, {kernel}]"
+        )
+    return torch.cat(parts)[:, 0]
+
+
+def there(w: Weights, *names: str) -> str:
+    """The first of the names that the checkpoint has."""
+    found = next((name for name in names if w.has(name)), None)
+    if found is None:
+        raise ModelError(f"{w.source.path} has no tensor {' or '.join(map(repr, names))}; the checkpoint is incomplete")
+    return found
