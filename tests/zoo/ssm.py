@@ -1,7 +1,77 @@
-"""Families of this kind, see `tests.zoo`."""
+"""State space models, alone and beside attention. Chunks of the peer's scan are set to lie inside the text."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-CASES: dict[str, Any] = {}
+
+def _config(name: str, **changes: Any) -> Any:
+    import transformers
+
+    sizes = {"vocab_size": 99, "hidden_size": 48, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+    if name != "NemotronHConfig":
+        sizes["num_hidden_layers"] = 3
+    return getattr(transformers, name)(**{**sizes, **changes})
+
+
+_ATTENTION = {
+    "intermediate_size": 80,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+# 12 heads of 8 features over a hidden size of 48 that expands twice.
+_MAMBA2 = {"mamba_n_heads": 12, "mamba_d_state": 10, "mamba_chunk_size": 32}
+_GRANITE = {
+    "embedding_multiplier": 2.5, "logits_scaling": 0.7, "residual_multiplier": 0.6, "attention_multiplier": 0.3
+}  # fmt: skip
+_FALCON_H1 = {
+    "embedding_multiplier": 1.7,
+    "lm_head_multiplier": 0.6,
+    "mlp_multipliers": [0.7, 1.4],
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.8,
+    "ssm_multipliers": [0.6, 1.5, 1.2, 0.7, 1.1],
+    "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.7,
+}
+
+CASES = {
+    "mamba2": partial(_config, "Mamba2Config", num_heads=12, head_dim=8, state_size=10, n_groups=1, chunk_size=32),
+    "mamba2-groups": partial(
+        _config, "Mamba2Config", num_heads=6, head_dim=16, state_size=6, n_groups=3, conv_kernel=3, chunk_size=16,
+        use_bias=True, use_conv_bias=False, tie_word_embeddings=True, time_step_limit=(0.3, 0.9),
+    ),
+    "bamba": partial(_config, "BambaConfig", **_ATTENTION, **_MAMBA2, attn_layer_indices=[1]),
+    "bamba-groups": partial(
+        _config, "BambaConfig", **{**_ATTENTION, "num_attention_heads": 3, "num_key_value_heads": 3}, **_MAMBA2,
+        attn_layer_indices=[0, 2], mamba_n_groups=3, mamba_proj_bias=True, mamba_conv_bias=False, attention_bias=True,
+        tie_word_embeddings=True, mamba_d_conv=3,
+    ),
+    "granitemoehybrid": partial(
+        _config, "GraniteMoeHybridConfig", **_ATTENTION, **_MAMBA2, shared_intermediate_size=56, num_local_experts=0,
+        layer_types=["mamba", "attention", "mamba"], **_GRANITE, tie_word_embeddings=True,
+    ),
+    "granitemoehybrid-moe": partial(
+        _config, "GraniteMoeHybridConfig", **_ATTENTION, **_MAMBA2, shared_intermediate_size=40, num_local_experts=5,
+        num_experts_per_tok=2, layer_types=["linear_attention", "full_attention", "linear_attention"], **_GRANITE,
+        position_embedding_type="rope", mamba_n_groups=2, mamba_proj_bias=True,
+    ),
+    "granitemoehybrid-attention": partial(
+        _config, "GraniteMoeHybridConfig", **_ATTENTION, shared_intermediate_size=56, num_local_experts=0,
+        layer_types=["full_attention"] * 3, **_GRANITE, mamba_n_heads=12, position_embedding_type="rope",
+    ),
+    "falcon_h1": partial(
+        _config, "FalconH1Config", **_ATTENTION, **_MAMBA2, mamba_d_ssm=72, key_multiplier=0.4, **_FALCON_H1,
+    ),
+    "falcon_h1-norm": partial(
+        _config, "FalconH1Config", **{**_ATTENTION, "num_key_value_heads": 3}, **_MAMBA2, mamba_d_ssm=None,
+        mamba_n_groups=2, mamba_rms_norm=True, mamba_norm_before_gate=False, mamba_proj_bias=True, attention_bias=True,
+        mlp_bias=True, projectors_bias=True, tie_word_embeddings=True, head_dim=12, **_FALCON_H1,
+    ),
+    "falcon_h1-gate-last": partial(
+        _config, "FalconH1Config", **_ATTENTION, **_MAMBA2, mamba_d_ssm=96, mamba_n_groups=3, mamba_rms_norm=True,
+        mamba_norm_before_gate=True,
+    ),
+}  # fmt: skip

@@ -1,0 +1,35 @@
+"""Bamba: Mamba-2 and, in a few layers, attention of which half of each head rotates."""
+
+from __future__ import annotations
+
+from lmstate.models.decoder import Block, Model
+from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, mlp, norm
+from lmstate.models.families.state_space import Mamba2Shape, gated_norm, mamba2
+from lmstate.models.mixers.mixer import Mixer
+from lmstate.models.rope import make_rope
+from lmstate.models.weights.weights import Weights
+
+
+def build(w: Weights) -> Model:
+    config, shape = w.config, Shape.of(w.config)
+    sizes = Mamba2Shape.of(config, shape)
+    inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
+    rope = make_rope(config, shape.head_dim, fraction=0.5)
+    attentive = config.ints("attn_layer_indices", default=()) or ()
+
+    def mixer(index: int, layer: str) -> Mixer:
+        if index in attentive:
+            return attention(w, f"{layer}.self_attn", shape, rope)
+        gated = gated_norm(w, f"{layer}.mamba.norm.weight", sizes)
+        return mamba2(w, f"{layer}.mamba", sizes, shape.hidden, norm=gated)
+
+    def block(index: int) -> Block:
+        layer = f"model.layers.{index}"
+        return Block(
+            mixer(index, layer),
+            mlp(w, f"{layer}.feed_forward", shape.hidden, inner, act),
+            norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps),
+            norm(w, f"{layer}.pre_ff_layernorm.weight", shape.hidden, shape.eps),
+        )
+
+    return decoder(w, shape, block, final_norm=norm(w, "model.final_layernorm.weight", shape.hidden, shape.eps))

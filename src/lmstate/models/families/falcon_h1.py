@@ -1,0 +1,97 @@
+"""Falcon-H1: attention and Mamba-2 side by side in every layer, with a multiplier at nearly every place (muP)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lmstate import ops
+from lmstate.models.decoder import Block, Model
+from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, mlp, norm
+from lmstate.models.families.state_space import Mamba2Shape, gated_norm, mamba2
+from lmstate.models.mixers.attention import Attention
+from lmstate.models.mixers.mamba2 import Mamba2
+from lmstate.models.mixers.parallel import Parallel
+from lmstate.models.mlp import MLP
+from lmstate.models.rope import make_rope
+from lmstate.models.weights.fields import Fields
+from lmstate.models.weights.weights import Weights
+from lmstate.ops import Norm
+
+
+@dataclass(eq=False)
+class ScaledMLP:
+    """`down(act(gate x * gate_scale) * up x) * down_scale`"""
+
+    mlp: MLP
+    gate_scale: Tensor  # float32 [2 * F]: of the gate's half, and ones
+    down_scale: float
+
+    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
+        hidden = ops.linear(x, self.mlp.up, self.mlp.up_bias, norm=norm) * self.gate_scale
+        out = ops.linear(hidden, self.mlp.down, self.mlp.down_bias, gate=self.mlp.act) * self.down_scale
+        return out if residual is None else out + residual
+
+
+def build(w: Weights) -> Model:
+    """Multipliers that a product or a norm does not undo are moved to where they cost nothing."""
+    config, shape = w.config, Shape.of(w.config)
+    sizes = Mamba2Shape.of(config, shape)
+    inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
+    rope = make_rope(config, shape.head_dim)
+    gate_scale, down_scale = config.floats("mlp_multipliers", 2, default=(1.0, 1.0))
+    into, out_of = _multiplier(config, "attention_in_multiplier"), _multiplier(config, "attention_out_multiplier")
+    # Scaling the input of attention scales queries and keys, so the scores twice, and values, so the output.
+    scale = shape.head_dim**-0.5 * into**2 * _multiplier(config, "key_multiplier")
+    features = _feature_scale(config, sizes).to(w.device)
+    gates = torch.cat([torch.full((inner,), gate_scale), torch.ones(inner)]).to(w.device)
+
+    def seen(layer: str) -> Attention:
+        plain = attention(w, f"{layer}.self_attn", shape, rope, scale=scale)
+        return replace(plain, qkv_bias=_divided(plain.qkv_bias, into), out_bias=_divided(plain.out_bias, into))
+
+    def space(layer: str) -> Mamba2:
+        gated = None
+        if config.bool("mamba_rms_norm", default=False):
+            gate_last = config.bool("mamba_norm_before_gate", default=True)
+            gated = gated_norm(w, f"{layer}.mamba.norm.weight", sizes, gate_last=gate_last)
+        plain = mamba2(w, f"{layer}.mamba", sizes, shape.hidden, norm=gated)
+        bias = None if plain.bias is None else plain.bias * features
+        return replace(plain, scale=features * _multiplier(config, "ssm_in_multiplier"), bias=bias)
+
+    def block(index: int) -> Block:
+        layer = f"model.layers.{index}"
+        return Block(
+            Parallel(seen(layer), space(layer), into * out_of, _multiplier(config, "ssm_out_multiplier")),
+            ScaledMLP(mlp(w, f"{layer}.feed_forward", shape.hidden, inner, act), gates, down_scale),
+            norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps),
+            norm(w, f"{layer}.pre_ff_layernorm.weight", shape.hidden, shape.eps),
+        )
+
+    return decoder(
+        w,
+        shape,
+        block,
+        final_norm=norm(w, "model.final_layernorm.weight", shape.hidden, shape.eps),
+        embed_scale=_multiplier(config, "embedding_multiplier"),
+        logit_scale=_multiplier(config, "lm_head_multiplier"),
+    )
+
+
+def _multiplier(config: Fields, name: str) -> float:
+    return config.float(name, low=1e-9, high=1e9, default=1.0)
+
+
+def _divided(bias: Tensor | None, by: float) -> Tensor | None:
+    return None if bias is None else bias / by
+
+
+def _feature_scale(config: Fields, sizes: Mamba2Shape) -> Tensor:
+    """The factor on each feature that a Mamba-2 projects: one on all of gate, x, B, C and dt each."""
+    groups = sizes.groups * sizes.state_size
+    factors = config.floats("ssm_multipliers", 5, default=(1.0,) * 5)
+    return torch.tensor(factors).repeat_interleave(
+        torch.tensor([sizes.inner, sizes.inner, groups, groups, sizes.heads])
+    )

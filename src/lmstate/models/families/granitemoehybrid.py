@@ -1,0 +1,73 @@
+"""Granite 4: Mamba-2 and attention without positions, with a shared feed-forward part and, in some sizes, experts."""
+
+from __future__ import annotations
+
+from lmstate.errors import ModelError
+from lmstate.models.decoder import Block, Model
+from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, norm
+from lmstate.models.families.state_space import Mamba2Shape, gated_norm, layer_kinds, mamba2
+from lmstate.models.mixers.mixer import Mixer
+from lmstate.models.mlp import MLP, FeedForward
+from lmstate.models.moe import MixtureOfExperts, Router
+from lmstate.models.rope import make_rope
+from lmstate.models.weights.weights import Weights
+from lmstate.ops import FloatWeight
+
+
+def build(w: Weights) -> Model:
+    """Every part's output is scaled before it is added; so are the embedding, the scores and the logits.
+
+    Sizes without a state space layer are the same family, with rotary positions.
+    """
+    config, shape = w.config, Shape.of(w.config)
+    kinds = layer_kinds(config, ("layer_types", "layers_block_type"), shape.layers) or ("mamba",) * shape.layers
+    sizes = Mamba2Shape.of(config, shape) if "mamba" in kinds else None
+    act = activation(config)
+    rope = make_rope(config, shape.head_dim) if config.get("position_embedding_type") == "rope" else None
+    scale = config.float("attention_multiplier", default=1.0)
+    experts = config.int("num_local_experts", high=MOST, default=0)
+    shared = config.int("shared_intermediate_size", low=1, high=MOST)
+    logits_scaling = config.float("logits_scaling", default=1.0)
+    if logits_scaling == 0.0:
+        raise ModelError(f"{config.where} has logits_scaling = 0, by which logits would be divided")
+
+    def mixer(index: int, layer: str) -> Mixer:
+        if kinds[index] == "attention" or sizes is None:
+            return attention(w, f"{layer}.self_attn", shape, rope, scale=scale)
+        gated = gated_norm(w, f"{layer}.mamba.norm.weight", sizes)
+        return mamba2(w, f"{layer}.mamba", sizes, shape.hidden, norm=gated)
+
+    def feed_forward(layer: str) -> FeedForward:
+        common = MLP(
+            w.linear(f"{layer}.shared_mlp.input_linear.weight", shape=(2 * shared, shape.hidden)),
+            w.linear(f"{layer}.shared_mlp.output_linear.weight", shape=(shape.hidden, shared)),
+            act,
+        )
+        if not experts:
+            return common
+        inner, moe = config.int("intermediate_size", low=1, high=MOST), f"{layer}.block_sparse_moe"
+        each = [
+            MLP(
+                w.stacked(f"{moe}.input_linear.weight", index, shape=(2 * inner, shape.hidden)),
+                w.stacked(f"{moe}.output_linear.weight", index, shape=(shape.hidden, inner)),
+                act,
+            )
+            for index in range(experts)
+        ]
+        top_k = config.int("num_experts_per_tok", low=1, high=experts)
+        router = w.tensor(f"{moe}.router.layer.weight", (experts, shape.hidden))
+        return MixtureOfExperts(Router(FloatWeight(router), top_k, normalise=True), each, common)
+
+    def block(index: int) -> Block:
+        layer = f"model.layers.{index}"
+        return Block(
+            mixer(index, layer),
+            feed_forward(layer),
+            norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps),
+            norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps),
+            scale=config.float("residual_multiplier", default=1.0),
+        )
+
+    return decoder(
+        w, shape, block, embed_scale=config.float("embedding_multiplier", default=1.0), logit_scale=1 / logits_scaling
+    )

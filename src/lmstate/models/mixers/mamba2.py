@@ -1,0 +1,110 @@
+"""Mamba-2: a short convolution and a state space whose decay, input and output depend on the token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lmstate import ops
+from lmstate.ops import Norm, Weight
+from lmstate.ops.causal_conv import causal_conv
+from lmstate.ops.ssd import ssd
+from lmstate.state import FoldState, LayerState, Layout, Step
+from lmstate.state.fold import Carry
+
+
+@dataclass(eq=False)
+class GatedNorm:
+    """An RMS norm of `y * silu(gate)`, over each of `groups` parts alone; `gate_last`: of y, and then comes the gate."""
+
+    norm: Norm
+    groups: int = 1
+    gate_last: bool = False
+
+    def __call__(self, y: Tensor, gate: Tensor) -> Tensor:
+        """y, gate float32 `[..., I]` -> `[..., I]`."""
+        gate = F.silu(gate)
+        return self._normed(y) * gate if self.gate_last else self._normed(y * gate)
+
+    def _normed(self, y: Tensor) -> Tensor:
+        if self.groups == 1:
+            return ops.norm(y, self.norm)
+        parts = y.unflatten(-1, (self.groups, -1))  # [..., G, I / G]
+        parts = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + self.norm.eps)
+        return parts.flatten(-2) * self.norm.weight
+
+
+@dataclass(eq=False)
+class Mamba2:
+    """The mixer of Dao and Gu 2024 (2405.21060), of H heads of P features, their states N wide, in G groups.
+
+    `project [I + (I + 2 * G * N) + H, E]` gives gate | x, B, C | dt, with I = H * P. The fold takes x, B, C and dt; the
+    gate and what comes after it need no memory. `scale` multiplies what was projected (before its bias).
+    """
+
+    project: Weight
+    out: Weight
+    conv: Tensor  # [I + 2 * G * N, C]
+    conv_bias: Tensor | None
+    A: Tensor  # [H], negative
+    D: Tensor  # [H]
+    dt_bias: Tensor  # [H]
+    groups: int
+    state_size: int
+    head_dim: int
+    norm: GatedNorm | None = None  # None: the gate alone
+    dt_limits: tuple[float, float] = (0.0, float("inf"))
+    bias: Tensor | None = None
+    out_bias: Tensor | None = None
+    scale: Tensor | None = None
+
+    @property
+    def kind(self) -> str:
+        return "fold"
+
+    @property
+    def inner(self) -> int:
+        """I"""
+        return len(self.A) * self.head_dim
+
+    def new_state(self, layout: Layout) -> LayerState:
+        width, kernel = self.conv.shape
+        shapes = [(kernel - 1, width), (len(self.A), self.head_dim, self.state_size)]
+        return FoldState(layout, self.fold, shapes, width + len(self.A), names=["conv", "ssm"])
+
+    def fold(self, inputs: Tensor, carry: Carry, counts: Tensor) -> tuple[Tensor, Carry]:
+        """x, B, C | dt `[R, T, (I + 2 * G * N) + H]` -> y `[R, T, I]`."""
+        tail, state = carry
+        width = len(self.conv)
+        mixed, tail = causal_conv(inputs[..., :width], tail, self.conv, self.conv_bias, counts, "silu")
+        x, B, C = mixed.split([self.inner, *[self.groups * self.state_size] * 2], dim=-1)
+        y, state = ssd(
+            x.unflatten(-1, (-1, self.head_dim)),  # [R, T, H, P]
+            inputs[..., width:],
+            self.A,
+            B.unflatten(-1, (self.groups, -1)),  # [R, T, G, N]
+            C.unflatten(-1, (self.groups, -1)),
+            self.D,
+            state,
+            counts,
+            dt_bias=self.dt_bias,
+            dt_limits=self.dt_limits,
+        )
+        return y.flatten(-2), (tail, state)
+
+    def __call__(
+        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        assert isinstance(memory, FoldState)
+        if self.scale is None:
+            projected = ops.linear(x, self.project, self.bias, norm=norm)
+        else:
+            projected = ops.linear(x, self.project, norm=norm) * self.scale
+            projected = projected if self.bias is None else projected + self.bias
+        gate = projected[..., : self.inner]
+        y = memory.advance(projected[..., self.inner :], step)
+        y = y * F.silu(gate) if self.norm is None else self.norm(y, gate)
+        return ops.linear(y, self.out, self.out_bias, residual=residual)
