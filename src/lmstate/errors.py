@@ -1,4 +1,4 @@
-"""Everything that lmstate raises about a state. Each message says what was asked, what stands in the way, what to do."""
+"""What lmstate raises. Each message says what was asked, what stands in the way, what to do."""
 
 
 class StateError(ValueError):

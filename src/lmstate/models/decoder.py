@@ -118,7 +118,8 @@ class Model:
 
     def _new_state(self, layout: Layout) -> State:
         layers = [block.mixer.new_state(layout) for block in self.blocks]
-        return State(layers, layout, fingerprint=lambda: self.fingerprint, regime=self._regime)
+        vocab = self.config.vocab_size
+        return State(layers, layout, vocab_size=vocab, fingerprint=lambda: self.fingerprint, regime=self._regime)
 
     def _regime(self, horizon: int) -> int:
         return max((rope.regime(horizon) for rope in self._ropes), default=0)

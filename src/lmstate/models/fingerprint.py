@@ -28,8 +28,12 @@ def weights_in(thing: Any, path: str = "") -> Iterator[tuple[str, Tensor | Weigh
 
 
 def fingerprint(config: Any, parts: Any) -> str:
-    """sha256 over the config and, of every weight, its path, shape, storage and an even sample of its content."""
-    digest = hashlib.sha256(repr(config).encode())
+    """The config's values, and a sha256 over every weight's path, shape, storage and an even sample of its content.
+
+    In words of the form name=value, so that two of them tell what differs.
+    """
+    words = [f"{part.name}={getattr(config, part.name)}" for part in fields(config)]
+    digest = hashlib.sha256()
     for path, weight in weights_in(parts):
         held = weight.tensors() if isinstance(weight, Weight) else {"": weight}
         for name, tensor in held.items():
@@ -37,4 +41,4 @@ def fingerprint(config: Any, parts: Any) -> str:
             flat = tensor.detach().reshape(-1)
             sample = flat[:: max(1, len(flat) // SAMPLE)].contiguous().cpu()
             digest.update(sample.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    return " ".join([*words, f"weights={digest.hexdigest()}"])

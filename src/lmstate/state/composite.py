@@ -21,11 +21,11 @@ class CompositeState(LayerState):
         self.forgets = any(member.forgets for member in members)
 
     def _both(self, change: Callable[[LayerState], Install | None]) -> Install | None:
-        installs = [install for member in self.members if (install := change(member)) is not None]
+        installs = [half for member in self.members if (half := change(member)) is not None]
 
         def install() -> None:
-            for each in installs:
-                each()
+            for half in installs:
+                half()
 
         return install if installs else None
 
@@ -65,6 +65,12 @@ class CompositeState(LayerState):
             split[int(index)][name[len(index) + 1 :]] = tensor
         pairs = dict(zip(map(id, self.members), split))
         return self._both(lambda member: member.restore(row, length, pairs[id(member)]))
+
+    def refuses_drop(self, row: int) -> str | None:
+        return next((why for member in self.members if (why := member.refuses_drop(row)) is not None), None)
+
+    def drop(self, row: int, length: int, start: int, stop: int) -> Install | None:
+        return self._both(lambda member: member.drop(row, length, start, stop))
 
     def tensors(self) -> list[Tensor]:
         return [tensor for member in self.members for tensor in member.tensors()]

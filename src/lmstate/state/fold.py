@@ -217,7 +217,8 @@ class FoldState(LayerState):
         assert self._next is not None
         again = tuple(n if n < count else 0 for n, count in zip(accepted, step.counts))
         partly = [n < count for n, count in zip(accepted, step.counts)]
-        redone, passed = self.carry, []
+        redone = self.carry
+        passed: list[Anchor] = []
         if any(again):
             inputs = torch.cat([piece for _, piece in self._inputs], dim=1)[:, : max(again)]
             short = Step(step.starts, again, step.device, step.horizons)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lmstate.errors import UnsupportedError
 from lmstate.state.step import Step
 
 Install = Callable[[], None]
@@ -73,6 +74,14 @@ class LayerState(ABC):
 
         Raises `SnapshotError` if the tensors are not what this layer would have captured.
         """
+
+    def refuses_drop(self, row: int) -> str | None:
+        """Why no span of the row can be dropped exactly; None if one can."""
+        return "what it remembers of the span cannot be told from the rest"
+
+    def drop(self, row: int, length: int, start: int, stop: int) -> Install | None:
+        """Forget the positions `start .. stop - 1` and move the later ones up. Only where `refuses_drop` is None."""
+        raise UnsupportedError(f"a {self.kind} layer cannot drop a span")
 
     @abstractmethod
     def tensors(self) -> list[Tensor]:

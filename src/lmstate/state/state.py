@@ -8,7 +8,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lmstate.errors import CapacityError, PendingError, RewindError, SnapshotError, StateError
+from lmstate.errors import (
+    CapacityError,
+    PendingError,
+    RewindError,
+    SnapshotError,
+    StateError,
+    UnsupportedError,
+)
 from lmstate.state.layer import Install, LayerState, Layout
 from lmstate.state.snapshot import Snapshot
 from lmstate.state.step import Step, as_counts
@@ -65,6 +72,7 @@ class State:
         layers: Sequence[LayerState],
         layout: Layout,
         *,
+        vocab_size: int | None = None,
         fingerprint: Callable[[], str] = str,
         regime: Callable[[int], int] | None = None,
     ):
@@ -75,6 +83,7 @@ class State:
         """
         self.layers = list(layers)
         self.layout = layout
+        self._vocab_size = vocab_size
         self._fingerprint = fingerprint
         self._regime = regime or (lambda length: 0)
         self._rows = [Row() for _ in range(layout.rows)]
@@ -131,9 +140,7 @@ class State:
         """
         self._refuse_pending("take more tokens")
         if len(counts) != self.rows:
-            raise StateError(
-                f"{len(counts)} rows of tokens were given to a state of {self.rows}; idle rows are empty lists"
-            )
+            raise StateError(f"{len(counts)} rows of tokens were given to a state of {self.rows}; idle rows are []")
         self._fits(counts)
         horizons = self._horizons(counts)
         for index, (row, count, horizon) in enumerate(zip(self._rows, counts, horizons)):
@@ -261,20 +268,52 @@ class State:
         logits = None if own.logits is None else own.logits.clone()
         return Snapshot(tuple(own.tokens), own.cached, own.regime, logits, layers, self._fingerprint())
 
+    def drop(self, row: int, start: int, stop: int) -> None:
+        """Forget the tokens `start .. stop - 1` of a row and close the gap: later keys turn to their new positions.
+
+        What later tokens read from the forgotten ones stays in their values, as everywhere where spans are dropped; the
+        last logits stay too. Raises `UnsupportedError` if a layer cannot do it exactly, `RewindError` for a bad span.
+        """
+        self._refuse_pending("drop a span", row)
+        own = self._row(row)
+        if not 0 <= start <= stop <= len(own.tokens):
+            raise RewindError(
+                f"drop of {start} to {stop} was asked for; row {row} has positions 0 to {len(own.tokens)}"
+            )
+        refusals = [
+            f"layer {index} ({layer.kind}): {why}"
+            for index, layer in enumerate(self.layers)
+            if (why := layer.refuses_drop(row)) is not None
+        ]
+        if refusals:
+            shown = "; ".join(refusals[:3]) + ("; ..." if len(refusals) > 3 else "")
+            raise UnsupportedError(f"a span of row {row} cannot be dropped: {shown}. Rewind, or feed the shorter text")
+        first, last = min(start, own.cached), min(stop, own.cached)
+        if first < last:
+            self._install([layer.drop(row, own.cached, first, last) for layer in self.layers])
+        own.cached -= last - first
+        del own.tokens[start:stop]
+        own.marks = [mark for mark in own.marks if mark.at <= start]
+
     def restore(self, row: int, snapshot: Snapshot) -> None:
         """Put a snapshot in a row, whose own content is lost. The snapshot is checked whole before anything moves."""
         self._refuse_pending("restore", row)
         own = self._row(row)
-        if snapshot.fingerprint != self._fingerprint():
-            raise SnapshotError(
-                "the snapshot is of another model; restore it in a state of the model that it came from"
-            )
+        if differences := _differences(snapshot.fingerprint, self._fingerprint()):
+            raise SnapshotError(f"the snapshot is of another model: {differences}; restore it where it came from")
         if len(snapshot.layers) != len(self.layers):
             raise SnapshotError(f"the snapshot has {len(snapshot.layers)} layers; this state has {len(self.layers)}")
         if self.layout.capacity is not None and snapshot.length > self.layout.capacity:
             raise CapacityError(
                 f"the snapshot has {snapshot.length} tokens; this state was made with capacity={self.layout.capacity}"
             )
+        width = self._vocab_size or 2**31
+        if snapshot.tokens and max(snapshot.tokens) >= width:
+            raise SnapshotError(
+                f"the snapshot has the token id {max(snapshot.tokens)}; this model's end at {width - 1}"
+            )
+        if snapshot.logits is not None and len(snapshot.logits) != (self._vocab_size or len(snapshot.logits)):
+            raise SnapshotError(f"the snapshot has {len(snapshot.logits)} logits; this model gives {width}")
         self._install([layer.restore(row, snapshot.cached, kept) for layer, kept in zip(self.layers, snapshot.layers)])
         logits = None if snapshot.logits is None else snapshot.logits.to(self.layout.device, torch.float32)
         own.tokens, own.cached, own.logits, own.marks = list(snapshot.tokens), snapshot.cached, logits, []
@@ -356,6 +395,16 @@ class State:
                 installs.append(layer.rewind(row, own.cached, base))
         self._install(installs)
         own.cached = base
+
+
+def _differences(theirs: str, ours: str) -> str:
+    """What two fingerprints disagree on, in words; empty if nothing."""
+    if theirs == ours:
+        return ""
+    there, here = (dict(word.partition("=")[::2] for word in text.split()) for text in (theirs, ours))
+    named = [name for name in here if there.get(name) != here[name]]
+    said = [f"{name} is {there.get(name, 'unknown')[:40]} there and {here[name][:40]} here" for name in named]
+    return ", ".join(said) or "its fingerprint cannot be read"
 
 
 def _logits_at(logits: Tensor | None, row: int, accepted: int, count: int) -> Tensor | None:

@@ -68,7 +68,7 @@ class Step:
     def memo(self, key: Hashable, build: Callable[[], Built]) -> Built:
         """`build()`, done once in the step for each key: rope tables, masks, index tensors shared by the layers."""
         try:
-            return self._memo[key]  # type: ignore[no-any-return]
+            return self._memo[key]
         except KeyError:
             built = self._memo[key] = build()
             return built

@@ -1,0 +1,121 @@
+"""Snapshots on disk: one safetensors file, written whole or not at all, and checked before it is believed."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lmstate.errors import SnapshotError
+
+if TYPE_CHECKING:
+    from lmstate.state.snapshot import Snapshot
+
+FORMAT = "lmstate-snapshot"
+VERSION = 1
+MOST_TOKENS = 2**31
+
+
+def save(snapshot: Snapshot, path: str | os.PathLike[str]) -> None:
+    """Write a snapshot. Raises `OSError` where the file cannot be written; an older file of that name is then whole.
+
+    Layout: metadata `format`, `version`, `fingerprint`, `cached`, `regime`, `layers`; tensors `tokens` int64
+    `[length]`, `logits` float32 `[V]` if known, and `layers.{index}.{name}` for what each layer captured.
+    """
+    from safetensors.torch import save_file
+
+    tensors = {"tokens": torch.tensor(snapshot.tokens, dtype=torch.int64)}
+    if snapshot.logits is not None:
+        tensors["logits"] = snapshot.logits
+    for index, layer in enumerate(snapshot.layers):
+        tensors.update({f"layers.{index}.{name}": tensor for name, tensor in layer.items()})
+    metadata = {
+        "format": FORMAT,
+        "version": str(VERSION),
+        "fingerprint": snapshot.fingerprint,
+        "cached": str(snapshot.cached),
+        "regime": str(snapshot.regime),
+        "layers": str(len(snapshot.layers)),
+    }
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    write_atomically(Path(path), lambda part: save_file(whole, part, metadata))
+
+
+def load(path: str | os.PathLike[str]) -> Snapshot:
+    """Read a snapshot that `save` wrote. Raises `SnapshotError` if it is damaged or none, `OSError` if unreadable.
+
+    Whether it fits a model is checked when it is restored.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    from lmstate.state.snapshot import Snapshot
+
+    path = Path(path)
+    with path.open("rb"):  # so that what is missing or forbidden is an OSError of its own kind
+        pass
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise SnapshotError(f"{path} is a safetensors file, but no lmstate snapshot")
+            if metadata.get("version") != str(VERSION):
+                raise SnapshotError(
+                    f"{path} has the snapshot version {metadata.get('version')!r}; this lmstate reads version {VERSION}"
+                )
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, UnicodeDecodeError, OverflowError) as error:
+        raise SnapshotError(f"{path} is damaged, or no snapshot: {error}") from error
+    tokens, logits = _tokens(path, tensors), tensors.pop("logits", None)
+    if logits is not None and (logits.dtype != torch.float32 or logits.ndim != 1):
+        raise SnapshotError(f"{path} has logits {logits.dtype} {list(logits.shape)}; they are one float32 vector")
+    cached = _number(path, metadata, "cached", len(tokens))
+    regime = _number(path, metadata, "regime", MOST_TOKENS)
+    layers: list[dict[str, Tensor]] = [{} for _ in range(_number(path, metadata, "layers", 100_000))]
+    for name, tensor in tensors.items():
+        start, _, rest = name.partition(".")
+        number, _, part = rest.partition(".")
+        if start != "layers" or not number.isdecimal() or int(number) >= len(layers) or not part:
+            raise SnapshotError(f"{path} holds a tensor {name[:80]!r} that belongs to no layer")
+        layers[int(number)][part] = tensor
+    return Snapshot(tokens, cached, regime, logits, tuple(layers), metadata.get("fingerprint", ""))
+
+
+def write_atomically(path: Path, write: Callable[[str], None]) -> None:
+    """Have `write(part)` fill a temporary file beside `path`, then put it in its place: the old file or the new one."""
+    handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    os.close(handle)
+    try:
+        write(part)
+        with open(part, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        Path(part).unlink(missing_ok=True)
+        raise
+    if os.name == "posix":  # the rename itself must reach the disk too
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _tokens(path: Path, tensors: dict[str, Tensor]) -> tuple[int, ...]:
+    tokens = tensors.pop("tokens", None)
+    if tokens is None or tokens.dtype != torch.int64 or tokens.ndim != 1:
+        raise SnapshotError(f"{path} has no token ids; a snapshot has them as one int64 vector")
+    if len(tokens) and int(tokens.min()) < 0:
+        raise SnapshotError(f"{path} has negative token ids")
+    return tuple(tokens.tolist())
+
+
+def _number(path: Path, metadata: dict[str, str], name: str, most: int) -> int:
+    text = metadata.get(name, "")
+    if not (text.isascii() and text.isdecimal() and len(text) < 12 and int(text) <= most):
+        raise SnapshotError(f"{path} says {name}={text[:40]!r}; it must be a number up to {most}")
+    return int(text)
