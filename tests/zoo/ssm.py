@@ -74,4 +74,22 @@ CASES = {
         _config, "FalconH1Config", **_ATTENTION, **_MAMBA2, mamba_d_ssm=96, mamba_n_groups=3, mamba_rms_norm=True,
         mamba_norm_before_gate=True,
     ),
+    "mamba": partial(_config, "MambaConfig", state_size=5),
+    "mamba-bias": partial(
+        _config, "MambaConfig", state_size=8, expand=3, conv_kernel=3, time_step_rank=7, use_bias=True,
+        use_conv_bias=False, tie_word_embeddings=False,
+    ),
+    "falcon_mamba": partial(_config, "FalconMambaConfig", state_size=5, mixer_rms_eps=1e-3),
+    "falcon_mamba-untied": partial(
+        _config, "FalconMambaConfig", state_size=4, expand=1, conv_kernel=5, time_step_rank=6, use_bias=True,
+        tie_word_embeddings=False,
+    ),
+    "jamba": partial(
+        _config, "JambaConfig", **_ATTENTION, mamba_d_state=5, attn_layer_period=3, attn_layer_offset=1, num_experts=4,
+    ),
+    "jamba-dense": partial(
+        _config, "JambaConfig", **{**_ATTENTION, "num_key_value_heads": 6}, mamba_d_state=4, mamba_expand=1,
+        mamba_d_conv=3, mamba_dt_rank=5, mamba_proj_bias=True, mamba_conv_bias=False, attn_layer_period=2,
+        attn_layer_offset=0, num_experts=1, tie_word_embeddings=True,
+    ),
 }  # fmt: skip

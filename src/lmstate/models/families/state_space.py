@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lmstate.errors import ModelError
 from lmstate.models.families.common import MOST, Shape
+from lmstate.models.mixers.mamba import Mamba
 from lmstate.models.mixers.mamba2 import GatedNorm, Mamba2
 from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.weights import Weights
@@ -41,8 +42,8 @@ class Mamba2Shape:
         heads = config.int("mamba_n_heads", low=1, high=MOST)
         head_dim = config.get("mamba_d_head", "auto")
         if head_dim == "auto":
-            expanded = int(config.float("mamba_expand", low=0.0, high=64.0, default=2.0) * shape.hidden)
-            head_dim = config.int("mamba_d_ssm", low=1, high=MOST, default=expanded) // heads
+            inner = expanded(config, "mamba_expand", shape.hidden)
+            head_dim = config.int("mamba_d_ssm", low=1, high=MOST, default=inner) // heads
         return cls(
             heads,
             Fields({"mamba_d_head": head_dim}, config.where).int("mamba_d_head", low=1, high=MOST),
@@ -61,6 +62,28 @@ class Mamba2Shape:
     def width(self) -> int:
         """Of what is convolved: x, B and C."""
         return self.inner + 2 * self.groups * self.state_size
+
+
+@dataclass(frozen=True)
+class MambaShape:
+    """Sizes of a Mamba mixer: I features, states N wide, time steps of rank Q, a kernel of C taps."""
+
+    inner: int
+    state_size: int
+    rank: int
+    kernel: int
+
+
+def dt_rank(config: Fields, name: str, hidden: int) -> int:
+    """The rank of Mamba's time steps, which may be "auto"."""
+    if config.get(name, "auto") == "auto":
+        return -(-hidden // 16)
+    return config.int(name, low=1, high=MOST)
+
+
+def expanded(config: Fields, name: str, hidden: int) -> int:
+    """The features inside a mixer: a multiple of the hidden size."""
+    return int(config.float(name, low=1 / 64, high=64.0, default=2.0) * hidden)
 
 
 def dt_limits(config: Fields, name: str = "time_step_limit") -> tuple[float, float]:
@@ -132,6 +155,28 @@ def mamba2(
         norm,
         sizes.dt_limits,
         w.tensor(f"{prefix}.in_proj.bias", (inner + width + H,), optional=True),
+        w.tensor(f"{prefix}.out_proj.bias", (hidden,), optional=True),
+    )
+
+
+def mamba(w: Weights, prefix: str, sizes: MambaShape, hidden: int, norms: tuple[Norm, ...] = ()) -> Mamba:
+    """A Mamba mixer whose parameters are `in_proj`, `conv1d`, `x_proj`, ... under `prefix`; `norms`: of dt, B and C."""
+    inner, size = sizes.inner, sizes.state_size
+    dt_norm, b_norm, c_norm = norms or (None, None, None)
+    return Mamba(
+        w.linear(f"{prefix}.in_proj.weight", shape=(2 * inner, hidden)),
+        w.linear(f"{prefix}.x_proj.weight", shape=(sizes.rank + 2 * size, inner)),
+        w.linear(f"{prefix}.dt_proj.weight", shape=(inner, sizes.rank)),
+        w.linear(f"{prefix}.out_proj.weight", shape=(hidden, inner)),
+        convolution(w, f"{prefix}.conv1d.weight", inner, sizes.kernel),
+        w.tensor(f"{prefix}.conv1d.bias", (inner,), optional=True),
+        w.tensor(f"{prefix}.dt_proj.bias", (inner,)),
+        -w.tensor(f"{prefix}.A_log", (inner, size)).exp(),
+        w.tensor(f"{prefix}.D", (inner,)),
+        dt_norm,
+        b_norm,
+        c_norm,
+        w.tensor(f"{prefix}.in_proj.bias", (2 * inner,), optional=True),
         w.tensor(f"{prefix}.out_proj.bias", (hidden,), optional=True),
     )
 

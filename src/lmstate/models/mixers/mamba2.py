@@ -18,7 +18,7 @@ from lmstate.state.fold import Carry
 
 @dataclass(eq=False)
 class GatedNorm:
-    """An RMS norm of `y * silu(gate)`, over each of `groups` parts alone; `gate_last`: of y, and then comes the gate."""
+    """An RMS norm of `y * silu(gate)`, over each of `groups` parts alone; `gate_last`: of y, then comes the gate."""
 
     norm: Norm
     groups: int = 1

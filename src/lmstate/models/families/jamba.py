@@ -1,0 +1,56 @@
+"""Jamba: Mamba and, once in a while, attention without positions; every few layers the feed-forward part is experts."""
+
+from __future__ import annotations
+
+from lmstate.models.decoder import Block, Model
+from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, experts, mlp, norm
+from lmstate.models.families.state_space import MambaShape, dt_rank, expanded, mamba, only_silu
+from lmstate.models.mixers.mixer import Mixer
+from lmstate.models.mlp import FeedForward
+from lmstate.models.moe import MixtureOfExperts, Router
+from lmstate.models.weights.weights import Weights
+from lmstate.ops import FloatWeight
+
+
+def build(w: Weights) -> Model:
+    config, shape = w.config, Shape.of(w.config)
+    only_silu(config)
+    sizes = MambaShape(
+        expanded(config, "mamba_expand", shape.hidden),
+        config.int("mamba_d_state", low=1, high=MOST, default=16),
+        dt_rank(config, "mamba_dt_rank", shape.hidden),
+        config.int("mamba_d_conv", low=1, high=MOST, default=4),
+    )
+    inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
+    attention_every = config.int("attn_layer_period", low=1, default=8), config.int("attn_layer_offset", default=4)
+    experts_every = config.int("expert_layer_period", low=1, default=2), config.int("expert_layer_offset", default=1)
+    count = config.int("num_experts", low=1, high=MOST, default=16)
+
+    def mixer(index: int, layer: str) -> Mixer:
+        if _due(index, *attention_every):
+            return attention(w, f"{layer}.self_attn", shape, None)
+        parts = (("dt", sizes.rank), ("b", sizes.state_size), ("c", sizes.state_size))
+        norms = tuple(norm(w, f"{layer}.mamba.{part}_layernorm.weight", width, shape.eps) for part, width in parts)
+        return mamba(w, f"{layer}.mamba", sizes, shape.hidden, norms)
+
+    def feed_forward(index: int, prefix: str) -> FeedForward:
+        if count == 1 or not _due(index, *experts_every):
+            return mlp(w, prefix, shape.hidden, inner, act)
+        router = FloatWeight(w.tensor(f"{prefix}.router.weight", (count, shape.hidden)))
+        each = experts(w, f"{prefix}.experts", count, shape.hidden, inner, act)
+        return MixtureOfExperts(Router(router, config.int("num_experts_per_tok", low=1, high=count)), each)
+
+    def block(index: int) -> Block:
+        layer = f"model.layers.{index}"
+        return Block(
+            mixer(index, layer),
+            feed_forward(index, f"{layer}.feed_forward"),
+            norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps),
+            norm(w, f"{layer}.pre_ff_layernorm.weight", shape.hidden, shape.eps),
+        )
+
+    return decoder(w, shape, block, final_norm=norm(w, "model.final_layernorm.weight", shape.hidden, shape.eps))
+
+
+def _due(index: int, period: int, offset: int) -> bool:
+    return index % period == offset

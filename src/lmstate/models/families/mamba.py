@@ -1,0 +1,35 @@
+"""Mamba (Gu and Dao 2023) and Falcon-Mamba, which normalises dt, B and C without weights."""
+
+from __future__ import annotations
+
+import torch
+
+from lmstate.models.decoder import Block, Model
+from lmstate.models.families.common import MOST, decoder, norm
+from lmstate.models.families.state_space import MambaShape, attention_free, dt_rank, expanded, mamba, only_silu
+from lmstate.models.weights.weights import Weights
+from lmstate.ops import Norm
+
+
+def build(w: Weights) -> Model:
+    config, shape = w.config, attention_free(w.config)
+    only_silu(config)
+    sizes = MambaShape(
+        expanded(config, "expand", shape.hidden),
+        config.int("state_size", low=1, high=MOST, default=16),
+        dt_rank(config, "time_step_rank", shape.hidden),
+        config.int("conv_kernel", low=1, high=MOST, default=4),
+    )
+    norms: tuple[Norm, ...] = ()
+    if config.str("model_type") == "falcon_mamba":
+        eps = config.float("mixer_rms_eps", low=0.0, high=1.0, default=1e-6)
+        widths = (sizes.rank, sizes.state_size, sizes.state_size)
+        norms = tuple(Norm(torch.ones(width, device=w.device), eps) for width in widths)
+
+    def block(index: int) -> Block:
+        layer = f"backbone.layers.{index}"
+        mixer = mamba(w, f"{layer}.mixer", sizes, shape.hidden, norms)
+        return Block(mixer, None, norm(w, f"{layer}.norm.weight", shape.hidden, shape.eps))
+
+    final = norm(w, "backbone.norm_f.weight", shape.hidden, shape.eps)
+    return decoder(w, shape, block, embed="backbone.embeddings", final_norm=final)
