@@ -1,4 +1,4 @@
-"""From a name to an open checkpoint: aliases, files, directories, the Hugging Face Hub, and the cache of all of them."""
+"""From a name to an open checkpoint: aliases, files, directories, the Hugging Face Hub; and the cache of them all."""
 
 from __future__ import annotations
 
@@ -227,6 +227,6 @@ def _fetch_from_hub(name: str) -> Path:
         ) from error
     except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, errors.OfflineModeIsEnabled, OSError) as error:
         raise ConnectionError(
-            f"the model {name!r} is not in the Hub's cache and the Hub cannot be reached ({type(error).__name__}); check "
-            f"the network, or give a directory that holds the model"
+            f"the model {name!r} is not in the Hub's cache and the Hub cannot be reached ({type(error).__name__}); "
+            f"check the network, or give a directory that holds the model"
         ) from error

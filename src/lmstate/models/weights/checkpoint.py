@@ -26,6 +26,9 @@ class Checkpoint:
         if not (path / "config.json").is_file():
             raise ModelError(f"{path} has no config.json, so it is no checkpoint directory")
         self.config = read_object(path / "config.json")
+        quantisation = self.config.get("quantization_config")
+        # Its blocks are bytes, which the family takes apart.
+        self._mxfp4 = isinstance(quantisation, dict) and quantisation.get("quant_method") == "mxfp4"
         generation = path / "generation_config.json"
         self.generation: dict[str, Any] = read_object(generation) if generation.is_file() else {}
         self._shards = self._open_shards()
@@ -45,7 +48,7 @@ class Checkpoint:
         return dtype_name(self._where[name].entries[name].dtype)
 
     def read(self, name: str) -> Tensor | GroupedQuant:
-        if self.stored(name) not in FLOATS:
+        if self.stored(name) not in FLOATS and not self._mxfp4:
             raise ModelError(
                 f"tensor {name!r} of {self.path} holds {self.stored(name)} numbers; lmstate reads checkpoints of "
                 f"{', '.join(FLOATS)}. A quantised checkpoint of this kind needs converting to one of those first"

@@ -27,7 +27,7 @@ from lmstate.models.weights.tensorfile import TensorFile
 from lmstate.ops.weight import Weight
 
 FORMAT = 1  # of everything in the cache; raise it when a file's meaning changes, and old ones are made again
-SETTLED_SPARE = 2**30  # leave this many bytes of the disk free
+SPARE_BYTES = 2**30  # leave this many bytes of the disk free
 
 
 class Packed:
@@ -44,7 +44,11 @@ class Packed:
         if self._file is None or label not in self._shapes:
             return None
         kind, shape, parts = self._shapes[label]
-        return Weight.from_tensors(kind, tuple(shape), {part: self._file.tensor(f"{label}#{part}") for part in parts})
+        tensors = {part: self._file.tensor(f"{label}#{part}") for part in parts}
+        try:
+            return Weight.from_tensors(kind, tuple(shape), tensors)
+        except (ValueError, KeyError, TypeError):
+            return None  # of another layout than this version packs: convert again
 
     def put(self, label: str, weight: Weight) -> None:
         self._new[label] = weight
@@ -64,7 +68,7 @@ class Packed:
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             needed = sum(tensor.nbytes for tensor in tensors.values())
-            if shutil.disk_usage(self._path.parent).free > needed + SETTLED_SPARE:
+            if shutil.disk_usage(self._path.parent).free > needed + SPARE_BYTES:
                 _save_tensors(self._path, tensors, {"format": str(FORMAT), "weights": json.dumps(shapes)})
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Literal, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 KINDS = ("auto", "int4", "int8", "bfloat16", "float32")
 # From fewest bits to most: matrices that are stacked into one take the widest storage among them.
 WIDTHS = ("int4", "int8", "bfloat16", "float16", "float32")
+Numbers: TypeAlias = Tensor | GroupedQuant
+Make: TypeAlias = Callable[..., Numbers]
 
 
 class Weights:
@@ -65,6 +68,12 @@ class Weights:
         self._asked: set[str] = set()
         self._bar = _Bar(progress, len(source.names()))
 
+    def over(self, source: Source) -> Weights:
+        """The same demands on another source, the text part of a checkpoint say. Before anything was asked for."""
+        other = copy.copy(self)
+        other.source, other.config = source, Fields(source.config, f"config of {source.path}")
+        return other
+
     def has(self, name: str) -> bool:
         return name in self.source.names()
 
@@ -103,7 +112,7 @@ class Weights:
             if any(len(each) != 2 or each[1] != shapes[0][1] for each in shapes):
                 raise ModelError(f"{self.source.path}: cannot stack {', '.join(names)} of shapes {shapes} as matrices")
             self._expect(label, (sum(rows for rows, _ in shapes), shapes[0][1]), shape)
-            parts = [_Part(name, None, self.source.stored(name)) for name in names]
+            parts = [_Part((name,), self.source.stored(name)) for name in names]
             self._made[label] = self._matrix(label, parts)
         return self._made[label]
 
@@ -115,7 +124,25 @@ class Weights:
             if len(whole) != 3 or not 0 <= index < whole[0]:
                 raise ModelError(f"{self.source.path}: tensor {name!r} of shape {list(whole)} has no matrix {index}")
             self._expect(label, whole[1:], shape)
-            self._made[label] = self._matrix(label, [_Part(name, index, self.source.stored(name))])
+            self._made[label] = self._matrix(label, [_Part((name,), self.source.stored(name), self._expert(index))])
+        return self._made[label]
+
+    def derived(self, label: str, *names: str, make: Make, shape: tuple[int, int], stored: str | None = None) -> Weight:
+        """A matrix that the checkpoint holds in another form: `make(*tensors)` gives it, from what `names` hold.
+
+        `label` names it among all matrices of the model. `stored`: the storage closest to what `make` gives, by default
+        that of the first tensor.
+        """
+        if label not in self._made:
+            for name in names:
+                self.shape(name)
+
+            def checked(*tensors: Numbers) -> Numbers:
+                made = make(*tensors)
+                self._expect(label, tuple(made.q.shape if isinstance(made, GroupedQuant) else made.shape), shape)
+                return made
+
+            self._made[label] = self._matrix(label, [_Part(names, stored or self.source.stored(names[0]), checked)])
         return self._made[label]
 
     def check_all_used(self, ignore: Iterable[str] = ()) -> None:
@@ -149,7 +176,7 @@ class Weights:
             )
 
     def _matrix(self, label: str, parts: list[_Part]) -> Weight:
-        self._asked.update(part.name for part in parts)
+        self._asked.update(name for part in parts for name in part.names)
         kept = self._packed.get(label) if self._packed else None
         if kept is not None:
             return self._settle(kept)
@@ -186,20 +213,23 @@ class Weights:
             )
         return quantize(floats[0] if len(floats) == 1 else torch.cat(floats), kind)
 
-    def _read(self, part: _Part) -> Tensor | GroupedQuant:
-        numbers = self.source.read(part.name)
-        if part.index is None:
-            return numbers
-        if isinstance(numbers, GroupedQuant):
-            raise ModelError(f"{self.source.path}: tensor {part.name!r} is a matrix and holds none per expert")
-        return numbers[part.index]
+    def _read(self, part: _Part) -> Numbers:
+        return part.make(*(self.source.read(name) for name in part.names))
+
+    def _expert(self, index: int) -> Make:
+        def take(numbers: Numbers) -> Numbers:
+            if isinstance(numbers, GroupedQuant):
+                raise ModelError(f"{self.source.path}: a quantised matrix was found where one per expert should be")
+            return numbers[index]
+
+        return take
 
 
 class _Part:
-    """One matrix of a stack: a tensor, or one expert of it."""
+    """One matrix of a stack: a tensor, one expert of it, or what is made of some."""
 
-    def __init__(self, name: str, index: int | None, stored: str) -> None:
-        self.name, self.index, self.stored = name, index, stored
+    def __init__(self, names: tuple[str, ...], stored: str, make: Make = lambda numbers: numbers) -> None:
+        self.names, self.stored, self.make = names, stored, make
 
 
 def _pack(parts: list[GroupedQuant]) -> Weight:

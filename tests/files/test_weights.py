@@ -1,0 +1,225 @@
+import json
+import os
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lmstate.errors import ModelError
+from lmstate.models.weights import gguf_source
+from lmstate.models.weights import weights as weights_module
+from lmstate.models.weights.packed import open_cached
+from lmstate.models.weights.weights import Weights
+from tests.files import ggufs
+
+LAYER = "model.layers.0."
+QKV = [f"{LAYER}self_attn.{part}_proj.weight" for part in "qkv"]
+
+
+def quantised(format_):
+    return lambda name, rows, columns: (ggufs.blocks(format_, rows, columns, seed=rows), format_)
+
+
+def build(weights):
+    """Asks for what a llama would ask for."""
+    made = {"embed": weights.linear("model.embed_tokens.weight"), "norm": weights.tensor("model.norm.weight", (64,))}
+    for layer in range(2):
+        at = f"model.layers.{layer}."
+        made[f"qkv{layer}"] = weights.linear(*(f"{at}self_attn.{part}_proj.weight" for part in "qkv"))
+        made[f"o{layer}"] = weights.linear(f"{at}self_attn.o_proj.weight", shape=(64, 128))
+        made[f"up{layer}"] = weights.linear(f"{at}mlp.gate_proj.weight", f"{at}mlp.up_proj.weight")
+        made[f"down{layer}"] = weights.linear(f"{at}mlp.down_proj.weight")
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            made[f"{name}{layer}"] = weights.tensor(f"{at}{name}.weight")
+    weights.check_all_used()
+    return made
+
+
+def same(one, other):
+    for name, value in one.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, other[name])
+        else:
+            assert value.kind == other[name].kind and torch.equal(value.dequantize(), other[name].dequantize())
+
+
+@pytest.mark.parametrize(("format_", "kind"), [("Q4_0", "int4"), ("Q4_1", "int4"), ("Q5_0", "int8"), ("Q8_0", "int8")])
+def test_auto_keeps_the_numbers_of_a_quantised_file_exactly(tmp_path, format_, kind):
+    path = ggufs.write(tmp_path / "a.gguf", tensors=ggufs.llama_tensors(quantised(format_)))
+    weight = Weights(open_cached(path, None)).linear("model.layers.0.mlp.down_proj.weight")
+    raw, _ = quantised(format_)("", 64, 96)
+    expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[format_])
+    assert weight.kind == kind
+    torch.testing.assert_close(weight.dequantize(), torch.from_numpy(expected), rtol=1e-6, atol=1e-6)
+
+
+def test_float32_of_a_quantised_file_is_what_the_gguf_package_makes_of_it(tmp_path):
+    path = ggufs.write(tmp_path / "a.gguf", tensors=ggufs.llama_tensors(quantised("Q4_1")))
+    weights = Weights(open_cached(path, None), "float32")
+    raw, _ = quantised("Q4_1")("", 96, 64)
+    expected = torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType.Q4_1))
+    stack = weights.linear(f"{LAYER}mlp.gate_proj.weight", f"{LAYER}mlp.up_proj.weight")
+    assert stack.kind == "float32" and weights.dtype == torch.float32
+    assert torch.equal(stack.dequantize(), torch.cat([expected, expected]))
+
+
+def test_a_stack_of_mixed_storage_takes_the_widest(tmp_path):
+    tensors = ggufs.llama_tensors(quantised("Q4_0")) | {"blk.0.attn_v.weight": quantised("Q8_0")("", 64, 64)}
+    weights = Weights(open_cached(ggufs.write(tmp_path / "a.gguf", tensors=tensors), None))
+    parts = torch.cat([weights.linear(name).dequantize() for name in QKV])
+    stack = weights.linear(*QKV)
+    assert stack.kind == "int8" and weights.linear(QKV[0]).kind == "int4"
+    assert (stack.dequantize() - parts).abs().max() <= parts.abs().max() / 127
+
+
+@pytest.mark.parametrize("kind", ["auto", "int4", "int8", "float32"])
+def test_second_start_gives_the_same_without_parsing_the_file(tmp_path, monkeypatch, kind):
+    path, cache = ggufs.write(tmp_path / "a.gguf", tensors=ggufs.llama_tensors(quantised("Q4_1"))), tmp_path / "cache"
+    first = open_cached(path, cache)
+    made = build(Weights(first, kind, cache=cache))
+
+    def refuse(*_):
+        raise AssertionError("converted again")
+
+    monkeypatch.setattr(gguf_source, "open_gguf", refuse)
+    monkeypatch.setattr(gguf_source, "take_apart", refuse)
+    second = open_cached(path, cache)
+    assert second.config == first.config and second.generation == first.generation
+    same(made, build(Weights(second, kind, cache=cache)))
+
+
+def test_a_changed_file_is_converted_again(tmp_path):
+    path, cache = ggufs.write(tmp_path / "a.gguf", tensors=ggufs.llama_tensors(quantised("Q4_1"))), tmp_path / "cache"
+    old = build(Weights(open_cached(path, cache), cache=cache))
+    ggufs.write(path, tensors=ggufs.llama_tensors(quantised("Q4_0")))
+    new = build(Weights(open_cached(path, cache), cache=cache))
+    assert not torch.equal(old["o0"].dequantize(), new["o0"].dequantize())
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "empty", "garbage"])
+@pytest.mark.parametrize("file", ["memory.json", "auto-*.safetensors"])
+def test_a_damaged_cache_is_made_again(tmp_path, damage, file):
+    path, cache = ggufs.write(tmp_path / "a.gguf", tensors=ggufs.llama_tensors(quantised("Q4_1"))), tmp_path / "cache"
+    made = build(Weights(open_cached(path, cache), cache=cache))
+    (target,) = cache.glob(f"*/{file}")
+    whole = target.read_bytes()
+    damaged = {
+        "cut": whole[: len(whole) // 2],
+        "flip": whole[:3] + bytes([whole[3] ^ 0xFF]) + whole[4:],
+        "empty": b"",
+        "garbage": b"\xff" * 100,
+    }
+    target.write_bytes(damaged[damage])
+    same(made, build(Weights(open_cached(path, cache), cache=cache)))
+    assert len(target.read_bytes()) == len(whole)
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path):
+    path = ggufs.write(tmp_path / "a.gguf", tensors=ggufs.llama_tensors(quantised("Q4_1")))
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    build(Weights(open_cached(path, tmp_path / "cache"), cache=tmp_path / "cache"))
+
+
+def test_nothing_is_left_beside_the_cache_files(tmp_path):
+    path, cache = ggufs.write(tmp_path / "a.gguf", tensors=ggufs.llama_tensors(quantised("Q4_1"))), tmp_path / "cache"
+    build(Weights(open_cached(path, cache), cache=cache))
+    names = sorted(os.listdir(next(cache.iterdir())))
+    assert len(names) == 2 and names[0].startswith("auto-") and names[1] == "memory.json"
+
+
+def float_directory(path, dtype=torch.float32):
+    renamed = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
+    tensors = {}
+    source = gguf_source.GgufSource.open(ggufs.write(path.with_suffix(".gguf")))
+    for name in source.names():
+        tensors[renamed.get(name, name)] = source.read(name).clone().to(dtype)
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return path
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("native", [True, False])
+def test_auto_of_floats_follows_the_processor(tmp_path, monkeypatch, dtype, native):
+    monkeypatch.setattr(weights_module, "_multiplies_bfloat16", lambda device: native)
+    weights = Weights(open_cached(float_directory(tmp_path / "m", dtype), None))
+    assert {value.kind for value in build(weights).values() if not isinstance(value, torch.Tensor)} == {
+        "bfloat16" if native else "float32"
+    }
+    assert weights.dtype == (torch.bfloat16 if native else torch.float32)
+
+
+def test_matrices_that_need_no_conversion_lie_in_the_file(tmp_path):
+    source = open_cached(float_directory(tmp_path / "m", torch.bfloat16), None)
+    weight = Weights(source, "bfloat16").linear(QKV[0])
+    assert weight.tensors()["matrix"].data_ptr() == source.read(QKV[0]).data_ptr()
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+def test_floats_are_quantised_once(tmp_path, monkeypatch, kind):
+    path, cache = float_directory(tmp_path / "m"), tmp_path / "cache"
+    plain = build(Weights(open_cached(path, cache), "float32"))
+    made = build(Weights(open_cached(path, cache), kind, cache=cache))
+    worst = (made["o0"].dequantize() - plain["o0"].dequantize()).abs().max()
+    assert made["o0"].kind == kind and worst < (0.4 if kind == "int4" else 0.03)
+
+    def refuse(*_):
+        raise AssertionError("quantised again")
+
+    monkeypatch.setattr(weights_module, "quantize", refuse)
+    same(made, build(Weights(open_cached(path, cache), kind, cache=cache)))
+
+
+def test_small_parameters_are_float32(tmp_path):
+    weights = Weights(open_cached(float_directory(tmp_path / "m", torch.bfloat16), None))
+    assert weights.tensor("model.norm.weight").dtype == torch.float32
+    assert weights.tensor("model.norm.bias", optional=True) is None
+
+
+def test_the_same_names_give_the_same_object(tmp_path):
+    weights = Weights(open_cached(float_directory(tmp_path / "m"), None))
+    assert weights.linear("model.embed_tokens.weight") is weights.linear("model.embed_tokens.weight")
+
+
+def test_experts_in_one_tensor_are_handed_out_one_by_one(tmp_path):
+    path = float_directory(tmp_path / "m")
+    stack = torch.randn(3, 8, 64)
+    save_file({"experts": stack}, path / "model.safetensors")
+    weights = Weights(open_cached(path, None), "float32")
+    assert torch.equal(weights.stacked("experts", 2).dequantize(), stack[2])
+    with pytest.raises(ModelError, match="no matrix 3"):
+        weights.stacked("experts", 3)
+
+
+def test_what_does_not_fit_is_refused_by_name(tmp_path):
+    weights = Weights(open_cached(float_directory(tmp_path / "m"), None))
+    with pytest.raises(ModelError, match="lacks the tensor 'lm_head.weight'"):
+        weights.linear("lm_head.weight")
+    with pytest.raises(ModelError, match=r"\[128, 64\].*\[128, 65\]"):
+        weights.linear(QKV[0], shape=(128, 65))
+    with pytest.raises(ModelError, match=r"model.norm.weight.*\[64\].*\[65\]"):
+        weights.tensor("model.norm.weight", (65,))
+    with pytest.raises(ModelError, match="cannot stack"):
+        weights.linear(QKV[0], f"{LAYER}self_attn.o_proj.weight")
+    with pytest.raises(ModelError, match="choose one of auto"):
+        Weights(weights.source, "int2")
+
+
+def test_tensors_that_nobody_asked_for_are_errors_unless_ignored(tmp_path):
+    weights = Weights(open_cached(float_directory(tmp_path / "m"), None), "float32")
+    for name in weights.source.names() - {"model.norm.weight"}:
+        weights.linear(name) if len(weights.shape(name)) == 2 else weights.tensor(name)
+    with pytest.raises(ModelError, match="1 tensors that a llama model does not use.*model.norm.weight"):
+        weights.check_all_used()
+    weights.check_all_used(ignore=["*.norm.weight"])
+
+
+def test_infinite_scales_are_refused(tmp_path):
+    raw = ggufs.blocks("Q4_0", 64, 96)
+    raw[3, 1] = 0x7C
+    tensors = ggufs.llama_tensors() | {"blk.0.ffn_down.weight": (raw, "Q4_0")}
+    weights = Weights(open_cached(ggufs.write(tmp_path / "a.gguf", tensors=tensors), None))
+    with pytest.raises(ModelError, match="infinities"):
+        weights.linear(f"{LAYER}mlp.down_proj.weight")
