@@ -32,4 +32,12 @@ CASES = {
         layer_types=["full_attention", "conv", "conv", "full_attention"], tie_word_embeddings=False,
         rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
     ),
+    "lfm2_moe": partial(
+        _config, "Lfm2MoeConfig", num_dense_layers=1, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24,
+        routed_scaling_factor=1.5,
+    ),
+    "lfm2_moe-plain": partial(
+        _config, "Lfm2MoeConfig", num_dense_layers=2, num_experts=4, num_experts_per_tok=3, moe_intermediate_size=24,
+        norm_topk_prob=False, use_expert_bias=False, conv_L_cache=4,
+    ),
 }  # fmt: skip

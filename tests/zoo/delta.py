@@ -30,17 +30,34 @@ _DELTA = {
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 8,
 }
+_EXPERTS = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
 _PATTERN = {"layer_types": ["full_attention", "linear_attention", "linear_attention"], "num_hidden_layers": 3}
 
 CASES = {
     "qwen3_5": partial(_config, "Qwen3_5TextConfig", head_dim=16, **_DELTA),
     "qwen3_5-tied": partial(
         _config, "Qwen3_5TextConfig", head_dim=8, num_key_value_heads=6, tie_word_embeddings=True,
-        linear_conv_kernel_dim=3, linear_num_key_heads=3, linear_num_value_heads=3, linear_key_head_dim=8, linear_value_head_dim=16,
+        linear_conv_kernel_dim=3,
+        linear_num_key_heads=3, linear_num_value_heads=3, linear_key_head_dim=8, linear_value_head_dim=16,
         rope_parameters={"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5}, **_PATTERN,
     ),
     "qwen3_next-dense": partial(
         _config, "Qwen3NextConfig", head_dim=16, num_experts=0, **{**_DELTA, "linear_num_value_heads": 6}
+    ),
+    "qwen3_next": partial(_config, "Qwen3NextConfig", head_dim=16, **_EXPERTS, **_DELTA),
+    "qwen3_next-sparse": partial(
+        _config, "Qwen3NextConfig", head_dim=8, norm_topk_prob=False, decoder_sparse_step=2, mlp_only_layers=[3],
+        **_EXPERTS, **_DELTA,
+    ),
+    "qwen3_5_moe": partial(_config, "Qwen3_5MoeTextConfig", head_dim=16, **_EXPERTS, **_DELTA),
+    "qwen3_5_moe-tied": partial(
+        _config, "Qwen3_5MoeTextConfig", head_dim=8, num_key_value_heads=1, tie_word_embeddings=True,
+        **{**_EXPERTS, "num_experts_per_tok": 1}, **_DELTA, **_PATTERN,
     ),
     "olmo_hybrid": partial(_config, "OlmoHybridConfig", rope_parameters=None, **_DELTA),
     "olmo_hybrid-rope": partial(

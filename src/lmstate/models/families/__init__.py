@@ -7,19 +7,29 @@ from importlib import import_module
 from lmstate.errors import ModelError
 from lmstate.models.decoder import Model
 from lmstate.models.weights.weights import Weights
+from lmstate.models.weights.wrapped import TextPart
 
 # model_type of a config -> the module that builds it.
 FAMILIES = {
     "bamba": "bamba",
-    "lfm2": "lfm2",
+    "cohere2": "cohere2",
     "falcon_h1": "falcon_h1",
     "falcon_mamba": "mamba",
+    "gemma2": "gemma",
+    "gemma3_text": "gemma",
+    "gpt_oss": "gpt_oss",
     "granitemoehybrid": "granitemoehybrid",
     "jamba": "jamba",
+    "lfm2": "lfm2",
+    "lfm2_moe": "lfm2",
     "llama": "llama",
+    "llama4_text": "llama4",
     "mamba": "mamba",
     "mamba2": "mamba2",
+    "mistral": "mistral",
+    "mixtral": "mistral",
     "olmo2": "olmo2",
+    "olmo3": "olmo2",
     "olmo_hybrid": "olmo_hybrid",
     "phi3": "phi3",
     "qwen2": "qwen2",
@@ -33,7 +43,13 @@ FAMILIES = {
 
 
 def build(w: Weights) -> Model:
-    """The model of an open checkpoint. Raises `ModelError` for a family that is not in the table."""
+    """The model of an open checkpoint; of a multimodal one, its text model.
+
+    Raises `ModelError` for a family that is not in the table.
+    """
+    text = w.config.fields("text_config")
+    if text is not None:
+        w = w.over(TextPart(w.source, text))
     family = w.config.str("model_type")
     if family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))

@@ -29,6 +29,9 @@ ACTIVATIONS = {
     "relu2": "relu2",
 }
 
+GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
+W1_W3_W2 = ("w1", "w3", "w2")  # the same three matrices
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -111,14 +114,17 @@ def attention(
     )  # fmt: skip
 
 
-def mlp(w: Weights, prefix: str, hidden: int, inner: int, act: str) -> MLP:
+def mlp(
+    w: Weights, prefix: str, hidden: int, inner: int, act: str, names: tuple[str, str, str] = GATE_UP_DOWN
+) -> MLP:  # fmt: skip
     """A gated feed-forward block: `gate_proj`, `up_proj`, `down_proj` under `prefix`, with or without biases."""
+    gate, up, down = (f"{prefix}.{name}" for name in names)
     return MLP(
-        w.linear(f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight", shape=(2 * inner, hidden)),
-        w.linear(f"{prefix}.down_proj.weight", shape=(hidden, inner)),
+        w.linear(f"{gate}.weight", f"{up}.weight", shape=(2 * inner, hidden)),
+        w.linear(f"{down}.weight", shape=(hidden, inner)),
         act,
-        up_bias=biases(w, f"{prefix}.gate_proj.bias", f"{prefix}.up_proj.bias"),
-        down_bias=w.tensor(f"{prefix}.down_proj.bias", optional=True),
+        up_bias=biases(w, f"{gate}.bias", f"{up}.bias"),
+        down_bias=w.tensor(f"{down}.bias", optional=True),
     )
 
 
@@ -128,6 +134,11 @@ def biases(w: Weights, *names: str) -> Tensor | None:
     if found and len(found) < len(names):
         raise ModelError(f"only some of {', '.join(names)} are in the checkpoint; it is incomplete")
     return torch.cat(found) if found else None
+
+
+def there(w: Weights, *names: str) -> str:
+    """The first of the names that the checkpoint has; the first of all if it has none of them."""
+    return next((name for name in names if w.has(name)), names[0])
 
 
 def decoder(
@@ -184,8 +195,13 @@ def windows(config: Fields, layers: int) -> list[int | None]:
     return [size if kind == "sliding_attention" else None for kind in kinds]
 
 
-def experts(w: Weights, prefix: str, count: int, hidden: int, inner: int, act: str) -> list[FeedForward]:
-    """Gated experts: one tensor for all under `gate_up_proj` and `down_proj`, or a block of their own each."""
+def experts(
+    w: Weights, prefix: str, count: int, hidden: int, inner: int, act: str, names: tuple[str, str, str] = GATE_UP_DOWN
+) -> list[FeedForward]:  # fmt: skip
+    """Gated experts: one tensor for all under `gate_up_proj` and `down_proj`, or a block of their own each.
+
+    `names`: of the matrices of an expert that is stored by itself.
+    """
     if w.has(f"{prefix}.gate_up_proj"):
         return [
             MLP(
@@ -195,7 +211,7 @@ def experts(w: Weights, prefix: str, count: int, hidden: int, inner: int, act: s
             )
             for index in range(count)
         ]
-    return [mlp(w, f"{prefix}.{index}", hidden, inner, act) for index in range(count)]
+    return [mlp(w, f"{prefix}.{index}", hidden, inner, act, names) for index in range(count)]
 
 
 def expert_count(config: Fields) -> int:

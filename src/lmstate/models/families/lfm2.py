@@ -1,4 +1,4 @@
-"""LFM2 (Liquid AI): gated short convolutions in most layers, attention in the others; dense."""
+"""LFM2 (Liquid AI): gated short convolutions in most layers, attention in the others; dense or with experts."""
 
 from __future__ import annotations
 
@@ -6,13 +6,26 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, Shape, attention, biases, decoder, norm
+from lmstate.models.families.common import (
+    MOST,
+    W1_W3_W2,
+    Shape,
+    attention,
+    biases,
+    decoder,
+    expert_count,
+    experts,
+    mlp,
+    norm,
+)
 from lmstate.models.mixers.mixer import Mixer
 from lmstate.models.mixers.short_conv import ShortConv
-from lmstate.models.mlp import MLP, FeedForward
+from lmstate.models.mlp import FeedForward
+from lmstate.models.moe import MixtureOfExperts, Router
 from lmstate.models.rope import make_rope
 from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.weights import Weights
+from lmstate.ops.weight import FloatWeight
 
 KINDS = ("conv", "full_attention")
 
@@ -22,6 +35,7 @@ def build(w: Weights) -> Model:
     shape = replace(Shape.of(config), eps=config.float("norm_eps", low=0.0, high=1.0, default=1e-5))
     rope = make_rope(config, shape.head_dim, theta=1e6)
     kinds, inner = _kinds(config, shape.layers), _inner(config)
+    dense = config.int("num_dense_layers", default=2) if expert_count(config) else shape.layers
 
     def mixer(index: int, layer: str) -> Mixer:
         if kinds[index] == "conv":
@@ -31,14 +45,16 @@ def build(w: Weights) -> Model:
         )
         return attention(w, f"{layer}.self_attn", shape, rope, q_norm=q_norm, k_norm=k_norm, out="out_proj")
 
-    def feed_forward(index: int, layer: str) -> FeedForward:
-        return mlp(w, f"{layer}.feed_forward", shape.hidden, inner)
+    def feed_forward(index: int, prefix: str) -> FeedForward:
+        if index < dense:
+            return mlp(w, prefix, shape.hidden, inner, "silu", W1_W3_W2)
+        return mixture(w, prefix, shape)
 
     def block(index: int) -> Block:
         layer = f"model.layers.{index}"
         return Block(
             mixer(index, layer),
-            feed_forward(index, layer),
+            feed_forward(index, f"{layer}.feed_forward"),
             norm(w, f"{layer}.operator_norm.weight", shape.hidden, shape.eps),
             norm(w, f"{layer}.ffn_norm.weight", shape.hidden, shape.eps),
         )
@@ -77,9 +93,18 @@ def short_conv(w: Weights, prefix: str, shape: Shape) -> ShortConv:
     )
 
 
-def mlp(w: Weights, prefix: str, hidden: int, inner: int) -> MLP:
-    """`w2(silu(w1 x) * w3 x)`"""
-    return MLP(
-        w.linear(f"{prefix}.w1.weight", f"{prefix}.w3.weight", shape=(2 * inner, hidden)),
-        w.linear(f"{prefix}.w2.weight", shape=(hidden, inner)),
+def mixture(w: Weights, prefix: str, shape: Shape) -> MixtureOfExperts:
+    config, count = w.config, expert_count(w.config)
+    router = Router(
+        FloatWeight(w.tensor(f"{prefix}.gate.weight", (count, shape.hidden))),
+        config.int("num_experts_per_tok", low=1, high=count),
+        "sigmoid",
+        config.bool("norm_topk_prob", default=True),
+        config.float("routed_scaling_factor", default=1.0),
+        correction=w.tensor(f"{prefix}.expert_bias", (count,))
+        if config.bool("use_expert_bias", default=True)
+        else None,
+        floor=1e-6,
     )
+    inner = config.int("moe_intermediate_size", low=1, high=MOST)
+    return MixtureOfExperts(router, experts(w, f"{prefix}.experts", count, shape.hidden, inner, "silu", W1_W3_W2))

@@ -1,13 +1,12 @@
-"""OLMo Hybrid: gated delta rule whose matrix may reverse (beta up to 2), and OLMo 3's attention in every fourth layer."""
+"""OLMo Hybrid: the gated delta rule with beta up to 2, and OLMo 3's attention in every fourth layer."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from lmstate.errors import ModelError
 from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, mlp, norm
+from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, mlp, norm, there
+from lmstate.models.families.delta_rule import short_conv
 from lmstate.models.mixers.gated_delta import GatedDelta
 from lmstate.models.rope import make_rope, rope_fields
 from lmstate.models.weights.weights import Weights
@@ -67,7 +66,7 @@ def delta(w: Weights, prefix: str, shape: Shape) -> GatedDelta:
         w.linear(*(f"{prefix}.{part}_proj.weight" for part in "qkvg"), shape=(2 * keys + 2 * values, shape.hidden)),
         FloatWeight(torch.cat(gates)),
         w.linear(f"{prefix}.o_proj.weight", shape=(shape.hidden, values)),
-        conv(w, prefix, 2 * keys + values, config.int("linear_conv_kernel_dim", low=1, high=256, default=4)),
+        short_conv(w, prefix, 2 * keys + values, config.int("linear_conv_kernel_dim", low=1, high=256, default=4)),
         -w.tensor(f"{prefix}.A_log", (heads,)).exp(),
         w.tensor(f"{prefix}.dt_bias", (heads,)),
         norm(w, f"{prefix}.o_norm.weight", value_dim, GATED_NORM_EPS),
@@ -76,25 +75,3 @@ def delta(w: Weights, prefix: str, shape: Shape) -> GatedDelta:
         value_dim,
         beta_scale=2.0 if config.bool("linear_allow_neg_eigval", default=True) else 1.0,
     )
-
-
-def conv(w: Weights, prefix: str, width: int, kernel: int) -> Tensor:
-    """The convolutions of q, k and v in one, `[F, C]`: stored so, or in three parts."""
-    if w.has(f"{prefix}.conv1d.weight"):
-        return w.tensor(f"{prefix}.conv1d.weight", (width, 1, kernel))[:, 0]
-    # Some files are cut in three equal parts and not between q, k and v, so only their sum is known.
-    parts = [w.tensor(f"{prefix}.{part}_conv1d.weight") for part in "qkv"]
-    if any(part.shape[1:] != (1, kernel) for part in parts) or sum(map(len, parts)) != width:
-        shapes = [list(part.shape) for part in parts]
-        raise ModelError(
-            f"{w.source.path}: convolutions in {prefix} are {shapes}; together they must be [{width}, 1, {kernel}]"
-        )
-    return torch.cat(parts)[:, 0]
-
-
-def there(w: Weights, *names: str) -> str:
-    """The first of the names that the checkpoint has."""
-    found = next((name for name in names if w.has(name)), None)
-    if found is None:
-        raise ModelError(f"{w.source.path} has no tensor {' or '.join(map(repr, names))}; the checkpoint is incomplete")
-    return found

@@ -10,10 +10,22 @@ import torch
 from torch import Tensor
 
 from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, mlp, norm
+from lmstate.models.families.common import (
+    MOST,
+    Shape,
+    activation,
+    attention,
+    decoder,
+    expert_count,
+    experts,
+    mlp,
+    norm,
+)
+from lmstate.models.families.delta_rule import short_conv
 from lmstate.models.mixers.gated_delta import GatedDelta
 from lmstate.models.mixers.mixer import Mixer
 from lmstate.models.mlp import FeedForward
+from lmstate.models.moe import MixtureOfExperts, Router
 from lmstate.models.rope import make_rope
 from lmstate.models.weights.weights import Weights
 from lmstate.ops.weight import FloatWeight
@@ -69,7 +81,7 @@ def delta(w: Weights, prefix: str, shape: Shape) -> GatedDelta:
         qkvz,
         FloatWeight(_gates(w, prefix, key_heads, heads, shape.hidden)),
         w.linear(f"{prefix}.out_proj.weight", shape=(shape.hidden, values)),
-        w.tensor(f"{prefix}.conv1d.weight", (width, 1, kernel))[:, 0],
+        short_conv(w, prefix, width, kernel),
         -w.tensor(f"{prefix}.A_log", (heads,)).exp(),
         w.tensor(f"{prefix}.dt_bias", (heads,)),
         norm(w, f"{prefix}.norm.weight", value_dim, shape.eps),
@@ -89,4 +101,22 @@ def _gates(w: Weights, prefix: str, key_heads: int, heads: int, hidden: int) -> 
 
 
 def feed_forward(w: Weights, index: int, prefix: str, shape: Shape) -> FeedForward:
-    return mlp(w, prefix, shape.hidden, w.config.int("intermediate_size", low=1, high=MOST), activation(w.config))
+    """Dense, or experts beside one that every token goes through, weighed by a gate of its own."""
+    config, hidden, act = w.config, shape.hidden, activation(w.config)
+    count = expert_count(config)
+    every = config.int("decoder_sparse_step", low=1, default=1)
+    if not count or index in config.ints("mlp_only_layers", default=()) or (index + 1) % every:
+        return mlp(w, prefix, hidden, config.int("intermediate_size", low=1, high=MOST), act)
+    router = Router(
+        FloatWeight(w.tensor(f"{prefix}.gate.weight", (count, hidden))),
+        config.int("num_experts_per_tok", low=1, high=count),
+        normalise=config.bool("norm_topk_prob", default=True),
+    )
+    inner = config.int("moe_intermediate_size", low=1, high=MOST)
+    common = config.int("shared_expert_intermediate_size", low=1, high=MOST)
+    return MixtureOfExperts(
+        router,
+        experts(w, f"{prefix}.experts", count, hidden, inner, act),
+        mlp(w, f"{prefix}.shared_expert", hidden, common, act),
+        FloatWeight(w.tensor(f"{prefix}.shared_expert_gate.weight", (1, hidden))),
+    )
