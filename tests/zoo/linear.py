@@ -1,7 +1,48 @@
-"""Families of this kind, see `tests.zoo`."""
+"""Linear recurrences of fixed or gated rate beside attention: RecurrentGemma, MiniMax."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-CASES: dict[str, Any] = {}
+
+def _config(name: str, **changes: Any) -> Any:
+    import transformers
+
+    sizes = {
+        "vocab_size": 99,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": None,
+    }
+    return getattr(transformers, name)(**{**sizes, **changes})
+
+
+_FACTORS = {
+    f"{part}_{which}_factor": 1.0 + 0.1 * i + 0.05 * j
+    for i, part in enumerate(("full_attn", "linear_attn", "mlp"))
+    for j, which in enumerate(("alpha", "beta"))
+}
+
+CASES = {
+    "recurrent_gemma": partial(_config, "RecurrentGemmaConfig", attention_window_size=20),
+    "recurrent_gemma-wide": partial(
+        _config, "RecurrentGemmaConfig", attention_window_size=7, lru_width=72, conv1d_width=3, num_key_value_heads=1,
+        block_types=["attention", "recurrent"], num_hidden_layers=3, logits_soft_cap=5.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 1.0},
+    ),
+    "minimax": partial(
+        _config, "MiniMaxConfig", num_local_experts=4, num_experts_per_tok=2, block_size=32, head_dim=16, **_FACTORS
+    ),
+    "minimax-pattern": partial(
+        _config, "MiniMaxConfig", num_local_experts=3, num_experts_per_tok=1, block_size=16, num_key_value_heads=6,
+        layer_types=["linear_attention", "linear_attention", "full_attention"], num_hidden_layers=3,
+        tie_word_embeddings=True,
+    ),
+}  # fmt: skip

@@ -26,8 +26,10 @@ FAMILIES = {
     "llama4_text": "llama4",
     "mamba": "mamba",
     "mamba2": "mamba2",
+    "minimax": "minimax",
     "mistral": "mistral",
     "mixtral": "mistral",
+    "nemotron_h": "nemotron_h",
     "olmo2": "olmo2",
     "olmo3": "olmo2",
     "olmo_hybrid": "olmo_hybrid",
@@ -38,6 +40,7 @@ FAMILIES = {
     "qwen3_5_text": "qwen3_next",
     "qwen3_moe": "qwen3",
     "qwen3_next": "qwen3_next",
+    "recurrent_gemma": "recurrent_gemma",
     "smollm3": "smollm3",
 }
 

@@ -1,0 +1,106 @@
+"""MiniMax-Text-01: lightning attention, attention in every other layer or less, and experts; norms inside the stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lmstate import ops
+from lmstate.models.decoder import Block, Model
+from lmstate.models.families.common import (
+    MOST,
+    W1_W3_W2,
+    Shape,
+    activation,
+    attention,
+    decoder,
+    expert_count,
+    experts,
+    norm,
+    there,
+)
+from lmstate.models.mixers.lightning import Lightning
+from lmstate.models.moe import MixtureOfExperts, Router
+from lmstate.models.rope import make_rope
+from lmstate.models.weights.weights import Weights
+from lmstate.ops.weight import FloatWeight
+from lmstate.state import LayerState, Step
+
+KINDS = ("full_attention", "linear_attention")
+GATED_NORM_EPS = 1e-6  # not in the config
+BUFFERS = ("*.self_attn.slope_rate", "*.self_attn.query_decay", "*.self_attn.key_decay", "*.self_attn.diagonal_decay")
+
+
+@dataclass(eq=False)
+class NormedBlock(Block):
+    """A block whose norms are applied to the stream itself: a part is added to its own normalised input, each weighed.
+
+    `weights`: of the input and of the part, for the mixer and for the feed-forward part.
+    """
+
+    weights: tuple[tuple[float, float], tuple[float, float]] = ((1.0, 1.0), (1.0, 1.0))
+
+    def __call__(self, x: Tensor, step: Step, memory: LayerState) -> Tensor:
+        assert self.mlp is not None and self.mixer_norm is not None and self.mlp_norm is not None
+        (keep, add), (keep_fed, add_fed) = self.weights
+        x = ops.norm(x, self.mixer_norm)
+        x = x * keep + self.mixer(x, step, memory) * add
+        x = ops.norm(x, self.mlp_norm)
+        return x * keep_fed + self.mlp(x) * add_fed
+
+
+def build(w: Weights) -> Model:
+    config, shape = w.config, Shape.of(w.config)
+    rope = make_rope(config, shape.head_dim, theta=1e6)
+    window = config.int("sliding_window", low=1, default=None)
+    kinds = config.strs("layer_types", shape.layers, KINDS, default=None) or [
+        KINDS[index % 2] for index in range(shape.layers)
+    ]
+
+    def weights(part: str) -> tuple[float, float]:
+        """Of the input and of what the part gives."""
+        return config.float(f"{part}_alpha_factor", default=1.0), config.float(f"{part}_beta_factor", default=1.0)
+
+    def block(index: int) -> Block:
+        layer = f"model.layers.{index}"
+        linear = kinds[index] == "linear_attention"
+        prefix = f"{layer}.self_attn"
+        return NormedBlock(
+            lightning(w, prefix, shape, index) if linear else attention(w, prefix, shape, rope, window=window),
+            mixture(w, layer, shape),
+            norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps),
+            norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps),
+            weights=(weights("linear_attn" if linear else "full_attn"), weights("mlp")),
+        )
+
+    return decoder(w, shape, block, ignore=BUFFERS)
+
+
+def lightning(w: Weights, prefix: str, shape: Shape, index: int) -> Lightning:
+    """Heads forget ever more slowly from the first to the last, and all of them more slowly in later layers."""
+    width = shape.heads * shape.head_dim
+    rates = 2.0 ** (-8.0 / shape.heads * torch.arange(1, shape.heads + 1))  # [H], as in ALiBi
+    return Lightning(
+        w.linear(f"{prefix}.qkv_proj.weight", f"{prefix}.output_gate.weight", shape=(4 * width, shape.hidden)),
+        w.linear(f"{prefix}.out_proj.weight", shape=(shape.hidden, width)),
+        (rates * (1 - index / (shape.layers - 1 + 1e-5) + 1e-5)).to(w.device),
+        norm(w, f"{prefix}.norm.weight", width, GATED_NORM_EPS),
+        shape.head_dim,
+        activation(w.config),
+    )
+
+
+def mixture(w: Weights, layer: str, shape: Shape) -> MixtureOfExperts:
+    config, count = w.config, expert_count(w.config)
+    gate = there(w, f"{layer}.block_sparse_moe.gate.weight", f"{layer}.mlp.gate.weight")
+    router = Router(
+        FloatWeight(w.tensor(gate, (count, shape.hidden))),
+        config.int("num_experts_per_tok", low=1, high=count),
+        normalise=True,
+    )
+    inner, prefix = config.int("intermediate_size", low=1, high=MOST), gate.removesuffix("gate.weight")
+    return MixtureOfExperts(
+        router, experts(w, f"{prefix}experts", count, shape.hidden, inner, activation(config), W1_W3_W2)
+    )  # fmt: skip
