@@ -36,6 +36,7 @@ _FALCON_H1 = {
     "ssm_in_multiplier": 1.2,
     "ssm_out_multiplier": 0.7,
 }
+_NEMOTRON_H = {"mamba_num_heads": 6, "mamba_head_dim": 8, "ssm_state_size": 10, "chunk_size": 32, "time_step_min": 0.6}
 
 CASES = {
     "mamba2": partial(_config, "Mamba2Config", num_heads=12, head_dim=8, state_size=10, n_groups=1, chunk_size=32),
@@ -91,5 +92,21 @@ CASES = {
         _config, "JambaConfig", **{**_ATTENTION, "num_key_value_heads": 6}, mamba_d_state=4, mamba_expand=1,
         mamba_d_conv=3, mamba_dt_rank=5, mamba_proj_bias=True, mamba_conv_bias=False, attn_layer_period=2,
         attn_layer_offset=0, num_experts=1, tie_word_embeddings=True,
+    ),
+    "nemotron_h": partial(
+        _config, "NemotronHConfig", **_ATTENTION, **_NEMOTRON_H, head_dim=12, n_groups=1,
+        layers_block_type=["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"],
+    ),
+    "nemotron_h-moe": partial(
+        _config, "NemotronHConfig", **_ATTENTION, **_NEMOTRON_H, head_dim=8, n_groups=2,
+        layers_block_type=["moe", "linear_attention", "full_attention", "moe", "moe"], n_routed_experts=6,
+        num_experts_per_tok=2, moe_intermediate_size=24, moe_shared_expert_intermediate_size=20, n_group=3,
+        topk_group=2, routed_scaling_factor=1.7, use_bias=True,
+    ),
+    "nemotron_h-latent": partial(
+        _config, "NemotronHConfig", **{**_ATTENTION, "num_key_value_heads": 6}, **_NEMOTRON_H, head_dim=8, n_groups=3,
+        layers_block_type=["linear_attention", "moe", "full_attention"], n_routed_experts=5, num_experts_per_tok=3,
+        moe_intermediate_size=24, moe_shared_expert_intermediate_size=20, moe_latent_size=16, norm_topk_prob=False,
+        mlp_bias=True, use_conv_bias=False,
     ),
 }  # fmt: skip

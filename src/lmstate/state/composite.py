@@ -41,7 +41,7 @@ class CompositeState(LayerState):
             member.discard()
 
     def reach(self, row: int, length: int) -> int:
-        return max(member.reach(row, length) for member in self.members)
+        return max((member.reach(row, length) for member in self.members), default=0)
 
     def rewind(self, row: int, length: int, to: int) -> Install | None:
         return self._both(lambda member: member.rewind(row, length, to))

@@ -1,0 +1,139 @@
+"""Nemotron-H and Nemotron 3: a pattern of blocks of one part: Mamba-2, attention, feed-forward or experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lmstate import ops
+from lmstate.errors import ModelError
+from lmstate.models.decoder import Block, Model
+from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, norm
+from lmstate.models.families.state_space import Mamba2Shape, gated_norm, layer_kinds, mamba2, only_silu
+from lmstate.models.mixers.nothing import Nothing
+from lmstate.models.mlp import MLP, FeedForward
+from lmstate.models.moe import MixtureOfExperts, Router
+from lmstate.models.weights.fields import Fields
+from lmstate.models.weights.weights import Weights
+from lmstate.ops import FloatWeight, Norm, Weight
+
+LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+
+
+@dataclass(eq=False)
+class LatentExperts:
+    """Experts of a width less than the model's: the token is brought down to it, what they give is brought up again."""
+
+    experts: MixtureOfExperts
+    down: Weight  # [latent, E]
+    up: Weight  # [E, latent]
+    down_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+
+    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
+        if norm is not None:
+            x = ops.norm(x, norm)
+        tokens = x.flatten(0, -2)  # [M, E]
+        latent = ops.linear(tokens, self.down, self.down_bias)
+        mixed = self.experts.mixed(latent, *self.experts.router(tokens))
+        assert self.experts.shared is not None
+        common = self.experts.shared(x, residual=residual)
+        return ops.linear(mixed.view(*x.shape[:-1], -1), self.up, self.up_bias, residual=common)
+
+
+def build(w: Weights) -> Model:
+    kinds = _pattern(w.config)
+    config = Fields(
+        {
+            **w.config,
+            "num_hidden_layers": len(kinds),
+            "head_dim": w.config.get("head_dim", w.config.get("attention_head_dim")),
+            "rms_norm_eps": w.config.float("layer_norm_epsilon", low=0.0, high=1.0, default=1e-5),
+        },
+        w.config.where,
+    )
+    shape, act = Shape.of(config), activation(config, "mlp_hidden_act", "relu2")
+    only_silu(config, "mamba_hidden_act")
+    sizes = Mamba2Shape(
+        config.int("mamba_num_heads", low=1, high=MOST),
+        config.int("mamba_head_dim", low=1, high=MOST),
+        config.int("ssm_state_size", low=1, high=MOST),
+        config.int("n_groups", low=1, high=MOST),
+        config.int("conv_kernel", low=1, high=MOST),
+        shape.eps,
+        (config.float("time_step_min", low=0.0, default=0.001), float("inf")),
+    )
+
+    def plain(prefix: str, width: int, inner: int) -> MLP:
+        return MLP(
+            w.linear(f"{prefix}.up_proj.weight", shape=(inner, width)),
+            w.linear(f"{prefix}.down_proj.weight", shape=(width, inner)),
+            act,
+            gated=False,
+            up_bias=w.tensor(f"{prefix}.up_proj.bias", (inner,), optional=True),
+            down_bias=w.tensor(f"{prefix}.down_proj.bias", (width,), optional=True),
+        )
+
+    def experts(prefix: str) -> FeedForward:
+        count = config.int("n_routed_experts", low=1, high=MOST)
+        latent = config.int("moe_latent_size", low=1, high=MOST, default=None)
+        inner = config.int("moe_intermediate_size", low=1, high=MOST)
+        common = config.int("moe_shared_expert_intermediate_size", low=1, high=MOST)
+        mixture = MixtureOfExperts(
+            Router(
+                FloatWeight(w.tensor(f"{prefix}.gate.weight", (count, shape.hidden))),
+                config.int("num_experts_per_tok", low=1, high=count),
+                scoring="sigmoid",
+                normalise=config.bool("norm_topk_prob", default=True),
+                scale=config.float("routed_scaling_factor", default=1.0),
+                correction=w.tensor(f"{prefix}.gate.e_score_correction_bias", (count,)),
+                groups=config.int("n_group", low=1, high=count, default=1),
+                kept_groups=config.int("topk_group", low=1, high=count, default=1),
+                group_score="two best",
+            ),
+            [plain(f"{prefix}.experts.{index}", latent or shape.hidden, inner) for index in range(count)],
+            plain(f"{prefix}.shared_experts", shape.hidden, common),
+        )
+        if latent is None:
+            return mixture
+        down, up = f"{prefix}.fc1_latent_proj", f"{prefix}.fc2_latent_proj"
+        return LatentExperts(
+            mixture,
+            w.linear(f"{down}.weight", shape=(latent, shape.hidden)),
+            w.linear(f"{up}.weight", shape=(shape.hidden, latent)),
+            w.tensor(f"{down}.bias", (latent,), optional=True),
+            w.tensor(f"{up}.bias", (shape.hidden,), optional=True),
+        )
+
+    def block(index: int) -> Block:
+        kind, layer = kinds[index], f"backbone.layers.{index}"
+        before = norm(w, f"{layer}.norm.weight", shape.hidden, shape.eps)
+        if kind == "mamba":
+            gated = gated_norm(w, f"{layer}.mixer.norm.weight", sizes)
+            return Block(mamba2(w, f"{layer}.mixer", sizes, shape.hidden, norm=gated), None, before)
+        if kind == "attention":
+            return Block(attention(w, f"{layer}.mixer", shape, None), None, before)
+        if kind == "moe":
+            return Block(Nothing(), experts(f"{layer}.mixer"), mlp_norm=before)
+        inner = config.int("intermediate_size", low=1, high=MOST)
+        return Block(Nothing(), plain(f"{layer}.mixer", shape.hidden, inner), mlp_norm=before)
+
+    final = norm(w, "backbone.norm_f.weight", shape.hidden, shape.eps)
+    # Multi-token prediction heads (`mtp.*`) draft tokens; the model is whole without them.
+    return decoder(w, shape, block, embed="backbone.embeddings", final_norm=final, ignore=("mtp.*", "backbone.mtp.*"))
+
+
+def _pattern(config: Fields) -> tuple[str, ...]:
+    """The kind of each block, from a list, or from the string of letters that published configs have."""
+    kinds = layer_kinds(config, ("layers_block_type", "layer_types"), None)
+    if kinds is None:
+        letters = config.str("hybrid_override_pattern")
+        kinds = tuple(LETTERS.get(letter, letter) for letter in letters)
+    unknown = set(kinds) - set(LETTERS.values())
+    if unknown or not 0 < len(kinds) <= 4096:
+        raise ModelError(
+            f"{config.where} asks for {len(kinds)} blocks, of kinds {', '.join(sorted(set(kinds)))[:80]}; "
+            f"a pattern has 1 to 4096 blocks, each one of {', '.join(LETTERS.values())}"
+        )
+    return kinds

@@ -1,0 +1,24 @@
+"""The mixer of a block that has a feed-forward part alone."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lmstate.ops import Norm
+from lmstate.state import CompositeState, LayerState, Layout, Step
+
+
+class Nothing:
+    """Mixes no tokens, adds nothing and remembers nothing."""
+
+    @property
+    def kind(self) -> str:
+        return "none"
+
+    def new_state(self, layout: Layout) -> LayerState:
+        return CompositeState([])
+
+    def __call__(
+        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        return x.new_zeros(()).expand_as(x) if residual is None else residual
