@@ -177,7 +177,10 @@ def test_damaged_files_are_read_or_refused(tmp_path, data):
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(max_size=30) | st.sampled_from(["{}", "[]", '{"weight_map": []}', '{"weight_map": {"a": {}}}']))
 def test_any_index_and_config_is_read_or_refused(tmp_path, text):
-    for name, other in (("config.json", "model.safetensors.index.json"), ("model.safetensors.index.json", "config.json")):
+    for name, other in (
+        ("config.json", "model.safetensors.index.json"),
+        ("model.safetensors.index.json", "config.json"),
+    ):
         (tmp_path / name).write_text(text, encoding="utf-8")
         (tmp_path / other).write_text("{}")
         with pytest.raises(ModelError):

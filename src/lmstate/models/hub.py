@@ -79,7 +79,7 @@ def resolve(name: str | os.PathLike[str]) -> Path:
     if text in ALIASES:
         return _fetch_alias(text, ALIASES[text])
     path = Path(text).expanduser()
-    if path.exists():
+    if text and path.exists():
         return path
     if _looks_like_hub_id(text):
         return _fetch_from_hub(text)

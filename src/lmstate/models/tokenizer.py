@@ -56,11 +56,12 @@ class Tokenizer:
         after removing such names.
         """
         try:
-            return list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
+            text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"the text has a lone surrogate at character {error.start}; it is not valid Unicode"
+                f"the text has half a surrogate pair at character {error.start}; it is no Unicode"
             ) from error
+        return list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ids. Those past the vocabulary (logits may be padded) have none; a negative one is an error."""

