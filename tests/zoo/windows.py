@@ -1,7 +1,66 @@
-"""Families of this kind, see `tests.zoo`."""
+"""Windows, softcaps, sinks and chunks; every window and chunk is well below the 150 tokens of the tests."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-CASES: dict[str, Any] = {}
+S, F = "sliding_attention", "full_attention"
+
+
+def _config(name: str, **changes: Any) -> Any:
+    import transformers
+
+    sizes = {
+        "vocab_size": 99,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": None,
+    }
+    return getattr(transformers, name)(**{**sizes, **changes})
+
+
+CASES = {
+    "mistral": partial(_config, "MistralConfig", head_dim=16, sliding_window=17),
+    "mistral-full-tied": partial(
+        _config, "MistralConfig", num_key_value_heads=6, sliding_window=None, tie_word_embeddings=True
+    ),
+    "mixtral": partial(_config, "MixtralConfig", num_local_experts=5, num_experts_per_tok=2, sliding_window=40),
+    "gemma2": partial(
+        _config, "Gemma2Config", head_dim=16, sliding_window=11, query_pre_attn_scalar=24,
+        attn_logit_softcapping=2.0, final_logit_softcapping=3.0,
+    ),
+    "gemma2-pattern": partial(
+        _config, "Gemma2Config", head_dim=8, num_key_value_heads=1, sliding_window=33, layer_types=[F, S, S],
+        attn_logit_softcapping=None, final_logit_softcapping=None, tie_word_embeddings=False,
+    ),
+    "gemma3": partial(_config, "Gemma3TextConfig", head_dim=16, sliding_window=16, num_hidden_layers=7),
+    "gemma3-pattern": partial(
+        _config, "Gemma3TextConfig", head_dim=8, num_key_value_heads=3, sliding_window=7, layer_types=[S, F, S],
+        query_pre_attn_scalar=12, final_logit_softcapping=4.0, tie_word_embeddings=False,
+        rope_parameters={
+            F: {"rope_type": "linear", "factor": 8.0, "rope_theta": 50000.0},
+            S: {"rope_type": "default", "rope_theta": 1000.0},
+        },
+    ),
+    "cohere2": partial(_config, "Cohere2Config", num_hidden_layers=5, sliding_window=20, logit_scale=0.5),
+    "cohere2-pattern": partial(
+        _config, "Cohere2Config", num_key_value_heads=6, layer_types=[F, S, F], sliding_window=9, logit_scale=2.0,
+        attention_bias=True, tie_word_embeddings=False,
+    ),
+    "olmo3": partial(_config, "Olmo3Config", num_hidden_layers=4, sliding_window=12),
+    "olmo3-yarn": partial(
+        _config, "Olmo3Config", num_key_value_heads=6, layer_types=[F, S, S], sliding_window=50,
+        tie_word_embeddings=True,
+        rope_parameters={
+            F: {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64},
+            S: {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+}  # fmt: skip

@@ -129,6 +129,19 @@ def make_rope(
     )
 
 
+def ropes_by_kind(
+    config: Fields, head_dim: int, *, theta: float, local_theta: float | None = None
+) -> tuple[Rope, Rope]:
+    """The ropes of full and of sliding layers. Configs of the old layout stretch those of full layers alone."""
+    full = make_rope(config, head_dim, theta=theta, kind="full_attention")
+    if (config.get("rope_parameters") or {}).get("sliding_attention"):
+        return full, make_rope(config, head_dim, theta=local_theta or theta, kind="sliding_attention")
+    base = config.float("rope_local_base_freq", low=1.0, default=local_theta)
+    base = base or rope_fields(config, "full_attention").float("rope_theta", low=1.0, default=theta)
+    plain = {**config, "rope_parameters": None, "rope_scaling": None, "rope_theta": base}
+    return full, make_rope(Fields(plain, config.where), head_dim)
+
+
 def _llama3(base: Tensor, rope: Fields) -> Tensor:
     """Slow frequencies divided by `factor`, fast ones kept, those between blended (Llama 3.1)."""
     factor = rope.float("factor", low=1e-6)

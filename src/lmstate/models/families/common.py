@@ -183,16 +183,22 @@ def decoder(
     return model
 
 
-def windows(config: Fields, layers: int) -> list[int | None]:
-    """Each layer's sliding window, from `layer_types` where the config has them and uses them."""
+def windows(config: Fields, layers: int, *, full_every: int | None = None) -> list[int | None]:
+    """Each layer's sliding window, from `layer_types` where the config has them and uses them.
+
+    `full_every`: where it has none, one layer in so many sees everything (a config may say another number).
+    """
     size = config.int("sliding_window", low=1, default=None)
     if size is None or not config.bool("use_sliding_window", default=True):
         return [None] * layers
     kinds = config.strs("layer_types", layers, allowed=("sliding_attention", "full_attention"), default=None)
-    if kinds is None:
-        first = config.int("max_window_layers", default=0)
-        return [size if index >= first else None for index in range(layers)]
-    return [size if kind == "sliding_attention" else None for kind in kinds]
+    if kinds is not None:
+        return [size if kind == "sliding_attention" else None for kind in kinds]
+    if full_every is not None:
+        every = config.int("sliding_window_pattern", low=1, default=full_every)
+        return [size if (index + 1) % every else None for index in range(layers)]
+    first = config.int("max_window_layers", default=0)
+    return [size if index >= first else None for index in range(layers)]
 
 
 def experts(
