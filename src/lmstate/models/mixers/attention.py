@@ -4,12 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from lmstate import ops
 from lmstate.models.rope import Rope
 from lmstate.ops import Norm, Weight
 from lmstate.state import AttentionState, LayerState, Layout, Step
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """Queries grow by `1 + strength * log(1 + n)` past n times `every` tokens, so that long texts do not flatten what
+    they see (2501.19399)."""
+
+    every: int
+    strength: float
+
+    def at(self, step: Step) -> Tensor:
+        """The factors of a step's queries, float32 `[R, T, 1, 1]`."""
+        return step.memo(self, lambda: self._factors(step.positions)[..., None, None])
+
+    def _factors(self, positions: Tensor) -> Tensor:
+        return 1.0 + self.strength * torch.log1p(((positions + 1) // self.every).float())
 
 
 @dataclass(eq=False)
@@ -37,6 +54,7 @@ class Attention:
     qkv_bias: Tensor | None = None
     out_bias: Tensor | None = None
     gate: bool = False
+    temperature: Temperature | None = None
 
     @property
     def kind(self) -> str:
@@ -51,8 +69,11 @@ class Attention:
     def __call__(
         self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Tensor | None = None
     ) -> Tensor:
+        return self.mix(ops.linear(x, self.qkv, self.qkv_bias, norm=norm), step, memory, residual)
+
+    def mix(self, qkv: Tensor, step: Step, memory: LayerState, residual: Tensor | None = None) -> Tensor:
+        """What comes after the projections, `[R, T, (H + 2K) * D]` or `[R, T, (2H + 2K) * D]` -> `[R, T, E]`."""
         assert isinstance(memory, AttentionState)
-        qkv = ops.linear(x, self.qkv, self.qkv_bias, norm=norm)  # [R, T, (H + 2K) * D], or (2H + 2K) * D
         kv_width = self.kv_heads * self.head_dim
         q, k, v = qkv.split([qkv.shape[-1] - 2 * kv_width, kv_width, kv_width], dim=-1)
         gate = None
@@ -63,6 +84,8 @@ class Attention:
         if self.rope is not None:
             cos, sin = self.rope.tables(step)
             q, k = (ops.rope(part, cos, sin, self.rope.interleaved) for part in (q, k))
+        if self.temperature is not None:
+            q = q * self.temperature.at(step)
         seen = memory.attend(q, k, v, step, scale=self.scale, softcap=self.softcap, sinks=self.sinks)
         mixed = seen.flatten(-2) if gate is None else seen.flatten(-2) * gate.sigmoid()
         return ops.linear(mixed, self.out, self.out_bias, residual=residual)
