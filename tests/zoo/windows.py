@@ -26,6 +26,16 @@ def _config(name: str, **changes: Any) -> Any:
     return getattr(transformers, name)(**{**sizes, **changes})
 
 
+def _gemma3_multimodal() -> Any:
+    import transformers
+
+    text = _config("Gemma3TextConfig", head_dim=8, sliding_window=10, layer_types=[S, F, S])
+    vision = transformers.SiglipVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    return transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+
+
 CASES = {
     "mistral": partial(_config, "MistralConfig", head_dim=16, sliding_window=17),
     "mistral-full-tied": partial(
@@ -62,5 +72,28 @@ CASES = {
             F: {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64},
             S: {"rope_type": "default", "rope_theta": 10000.0},
         },
+    ),
+    "gemma3-multimodal": _gemma3_multimodal,
+    "gpt_oss": partial(
+        _config, "GptOssConfig", head_dim=16, sliding_window=13, num_local_experts=4, num_experts_per_tok=2,
+        swiglu_limit=0.5,
+        rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "truncate": False,
+                         "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 64},
+    ),
+    "gpt_oss-pattern": partial(
+        _config, "GptOssConfig", head_dim=8, num_key_value_heads=6, sliding_window=1, num_local_experts=3,
+        num_experts_per_tok=3, layer_types=[F, S, F], swiglu_alpha=1.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
+    "llama4": partial(
+        _config, "Llama4TextConfig", head_dim=16, num_local_experts=4, num_experts_per_tok=1, intermediate_size_mlp=64,
+        attention_chunk_size=32, num_hidden_layers=4, floor_scale=20, attn_scale=0.8,
+    ),
+    "llama4-interleaved": partial(
+        _config, "Llama4TextConfig", head_dim=8, num_key_value_heads=3, num_local_experts=3, num_experts_per_tok=2,
+        intermediate_size_mlp=64, attention_chunk_size=7, interleave_moe_layer_step=2, no_rope_layers=[0, 1, 1],
+        use_qk_norm=False, attn_temperature_tuning=False, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+                         "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
     ),
 }  # fmt: skip

@@ -1,0 +1,84 @@
+"""Llama 4: a token attends inside its chunk where it knows positions, and to everything where it knows none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lmstate.models.decoder import Block, Model
+from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, expert_count, mlp, norm
+from lmstate.models.mixers.attention import Attention, Temperature
+from lmstate.models.mlp import MLP, FeedForward
+from lmstate.models.moe import MixtureOfExperts, Router
+from lmstate.models.rope import make_rope
+from lmstate.models.weights.weights import Weights
+from lmstate.ops import FloatWeight, Norm, Weight
+
+
+def build(w: Weights) -> Model:
+    config, shape = w.config, Shape.of(w.config)
+    inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
+    dense_inner = config.int("intermediate_size_mlp", low=1, high=MOST, default=inner)
+    count = expert_count(config)
+    step = config.int("interleave_moe_layer_step", low=1, default=1)
+    sparse = config.ints("moe_layers", default=None)
+    sparse = tuple(range(step - 1, shape.layers, step)) if sparse is None else sparse
+    every = config.int("no_rope_layer_interval", low=1, default=4)
+    rotates = config.ints("no_rope_layers", default=()) or tuple((i + 1) % every for i in range(shape.layers))
+    kinds = config.strs(
+        "layer_types", shape.layers, allowed=("chunked_attention", "full_attention"), default=None
+    ) or tuple("chunked_attention" if turns else "full_attention" for turns in rotates)
+    chunk = config.int("attention_chunk_size", low=1, default=None)
+    rope = make_rope(config, shape.head_dim, theta=500_000.0, interleaved=True)
+    # A plain norm of queries and keys comes after they rotate, which does not change lengths: before is the same.
+    plain = Norm(torch.ones(shape.head_dim, device=w.device), shape.eps)
+    head_norm = plain if config.bool("use_qk_norm", default=True) else None
+    temperature = None
+    if config.get("attn_temperature_tuning", True):  # a number in early files
+        temperature = Temperature(
+            config.int("floor_scale", low=1, default=8192), config.float("attn_scale", low=0.0, default=0.1)
+        )
+
+    def mixer(index: int, prefix: str) -> Attention:
+        if rotates[index]:
+            mixer = attention(w, prefix, shape, rope, q_norm=head_norm, k_norm=head_norm)
+        else:
+            mixer = replace(attention(w, prefix, shape, None), temperature=temperature)
+        return replace(mixer, chunk=chunk if kinds[index] == "chunked_attention" else None)
+
+    def expert(name: str, index: int, size: tuple[int, int]) -> Weight:
+        def turned(numbers: Tensor) -> Tensor:  # stored [experts, K, N]
+            return numbers[index].T
+
+        return w.derived(f"{name}[{index}]", name, make=turned, shape=size)
+
+    def feed_forward(index: int, prefix: str) -> FeedForward:
+        if index not in sparse:
+            return mlp(w, prefix, shape.hidden, dense_inner, act)
+        gate = FloatWeight(w.tensor(f"{prefix}.router.weight", (count, shape.hidden)))
+        return MixtureOfExperts(
+            Router(gate, config.int("num_experts_per_tok", low=1, high=count), "sigmoid"),
+            [
+                MLP(
+                    expert(f"{prefix}.experts.gate_up_proj", each, (2 * inner, shape.hidden)),
+                    expert(f"{prefix}.experts.down_proj", each, (shape.hidden, inner)),
+                    act,
+                )
+                for each in range(count)
+            ],
+            shared=mlp(w, f"{prefix}.shared_expert", shape.hidden, inner, act),
+            weigh_input=True,
+        )
+
+    def block(index: int) -> Block:
+        layer = f"model.layers.{index}"
+        return Block(
+            mixer(index, f"{layer}.self_attn"),
+            feed_forward(index, f"{layer}.feed_forward"),
+            norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps),
+            norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps),
+        )
+
+    return decoder(w, shape, block)
