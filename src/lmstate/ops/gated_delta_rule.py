@@ -19,6 +19,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lmstate.ops._padding import blank, carry_dtype, padding
 
@@ -33,6 +34,9 @@ SEGMENT = 8
 
 CHANNEL_BLOCK = 4
 """With a gate a channel: tokens whose mutual decays are written out, a channel each; farther ones factorise."""
+
+NEGLIGIBLE = -80.0
+"""Log decays below this count as zero: near exp(-90) float32 numbers are denormal, and slow to compute with."""
 
 
 def gated_delta_rule(
@@ -178,7 +182,7 @@ def _decay_between(log_decay: Tensor, dtype: torch.dtype) -> Tensor:
     """exp(log_decay[i] - log_decay[j]) for j <= i, zero elsewhere: [..., c, x] -> [..., c (i), c (j), x]."""
     between = (log_decay[..., :, None, :] - log_decay[..., None, :, :]).to(dtype)
     later = torch.ones(between.shape[-3:-1], dtype=torch.bool, device=between.device).triu(1)
-    return between.masked_fill(later[:, :, None], float("-inf")).exp()
+    return F.threshold(between.masked_fill_(later[:, :, None], float("-inf")), NEGLIGIBLE, float("-inf")).exp_()
 
 
 def _decayed_products(kq: Tensor, unit: Tensor, log_decay: Tensor) -> Tensor:

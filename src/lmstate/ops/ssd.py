@@ -30,6 +30,9 @@ CHUNK = 64
 SEGMENT = 4
 """Chunks whose scores are computed together: enough to batch, few enough for the cache."""
 
+NEGLIGIBLE = -80.0
+"""Log decays below this count as zero: near exp(-90) float32 numbers are denormal, and slow to compute with."""
+
 
 def ssd(
     x: Tensor,
@@ -144,4 +147,4 @@ def _decay_between(total: Tensor, dtype: torch.dtype) -> Tensor:
     """exp(total[i] - total[j]) for j <= i, zero elsewhere: [..., c] -> [..., c, c]."""
     between = (total[..., :, None] - total[..., None, :]).to(dtype)
     later = torch.ones(between.shape[-2:], dtype=torch.bool, device=between.device).triu(1)
-    return between.masked_fill_(later, float("-inf")).exp_()
+    return F.threshold(between.masked_fill_(later, float("-inf")), NEGLIGIBLE, float("-inf")).exp_()
