@@ -73,6 +73,12 @@ def test_what_goes_wrong_is_said_on_stderr_and_in_the_exit_code(
     assert message in result.stderr and result.stdout == "" and "Traceback" not in result.stderr
 
 
+def test_a_failing_forward_is_one_line(model: FakeModel, runner: CliRunner) -> None:
+    model.fail_at = 2
+    result = runner.invoke(app, ["generate", "m", "x"])
+    assert (result.exit_code, result.stdout, result.stderr) == (1, "Y\n", "lmstate: the forward failed\n")
+
+
 def test_ctrl_c_stops_the_answer_with_130(model: FakeModel, runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     script = model.script
 

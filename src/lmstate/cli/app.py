@@ -23,7 +23,9 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
-        except (ValueError, OSError, ImportError, MemoryError) as error:
+        except (ValueError, OSError, RuntimeError, ImportError, MemoryError) as error:
+            if isinstance(error, typer.Exit | typer.Abort):  # these are how typer itself ends a command
+                raise
             if isinstance(error, OSError) and error.errno == errno.EPIPE:
                 _forget_stdout()  # the reader of our output has left: nothing is wrong
                 raise typer.Exit(0) from None

@@ -23,19 +23,19 @@ def doctor() -> None:
     import torch
 
     from lmstate import __version__
-    from lmstate.ops.dispatch import choice
+    from lmstate.ops.dispatch import info
 
-    chosen = choice()
     rows = [
         ("lmstate", __version__),
         ("python", f"{platform.python_version()} on {platform.platform()}"),
         *((name, _version(name)) for name in LIBRARIES),
         ("processor", f"{_processor()}, {torch.get_num_threads()} of {os.cpu_count()} threads"),
         ("instructions", torch.backends.cpu.get_cpu_capability()),
-        ("operations", f"{chosen.name}: {chosen.why}"),
         ("gpu", torch.cuda.get_device_name() if torch.cuda.is_available() else "none that torch can use"),
     ]
     table("lmstate doctor", ("", ""), rows)
+    print()
+    table("Operations", ("operation", "runs on", "why"), [(op["op"], op["body"], op["why"]) for op in info()])
 
 
 def _version(name: str) -> str:
