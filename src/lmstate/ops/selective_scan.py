@@ -18,7 +18,7 @@ from lmstate.ops._scan import scan, split
 RECURRENT_UP_TO = 8
 """Steps of at most this many tokens run token by token; measured on F = 1536, N = 16."""
 
-PIECE = 64
+PIECE = 36
 """Tokens that `chunked` expands to [R, PIECE, N, F] at a time: three such tensors are its memory, whatever T is."""
 
 
