@@ -10,7 +10,7 @@ def _config(name: str, **changes: Any) -> Any:
     import transformers
 
     sizes = {"vocab_size": 99, "hidden_size": 48, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
-    if name != "NemotronHConfig":
+    if name != "NemotronHConfig":  # it counts the layers that it is given
         sizes["num_hidden_layers"] = 3
     return getattr(transformers, name)(**{**sizes, **changes})
 
@@ -37,6 +37,7 @@ _FALCON_H1 = {
     "ssm_out_multiplier": 0.7,
 }
 _NEMOTRON_H = {"mamba_num_heads": 6, "mamba_head_dim": 8, "ssm_state_size": 10, "chunk_size": 32, "time_step_min": 0.6}
+_ZAMBA2 = {"n_mamba_heads": 12, "mamba_d_state": 10, "chunk_size": 32, "adapter_rank": 4, "time_step_min": 0.6}
 
 CASES = {
     "mamba2": partial(_config, "Mamba2Config", num_heads=12, head_dim=8, state_size=10, n_groups=1, chunk_size=32),
@@ -108,5 +109,18 @@ CASES = {
         layers_block_type=["linear_attention", "moe", "full_attention"], n_routed_experts=5, num_experts_per_tok=3,
         moe_intermediate_size=24, moe_shared_expert_intermediate_size=20, moe_latent_size=16, norm_topk_prob=False,
         mlp_bias=True, use_conv_bias=False,
+    ),
+    "zamba2": partial(
+        _config, "Zamba2Config", **{**_ATTENTION, "num_attention_heads": 4, "num_key_value_heads": 2}, **_ZAMBA2,
+        num_hidden_layers=4, layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
+    ),
+    "zamba2-adapters": partial(
+        _config, "Zamba2Config", **{**_ATTENTION, "num_key_value_heads": 6}, **_ZAMBA2, num_hidden_layers=6,
+        layers_block_type=["hybrid", "hybrid", "linear_attention", "hybrid", "hybrid", "hybrid"], num_mem_blocks=2,
+        mamba_ngroups=3, use_shared_attention_adapter=True, use_mem_rope=True, add_bias_linear=True,
+    ),
+    "zamba2-untied": partial(  # the peer unties the shared blocks too
+        _config, "Zamba2Config", **_ATTENTION, **_ZAMBA2, num_hidden_layers=4, num_mem_blocks=2,
+        layers_block_type=["mamba", "hybrid", "hybrid", "hybrid"], tie_word_embeddings=False, use_mem_rope=True,
     ),
 }  # fmt: skip

@@ -42,6 +42,7 @@ FAMILIES = {
     "qwen3_next": "qwen3_next",
     "recurrent_gemma": "recurrent_gemma",
     "smollm3": "smollm3",
+    "zamba2": "zamba2",
 }
 
 

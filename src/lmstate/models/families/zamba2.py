@@ -1,0 +1,116 @@
+"""Zamba2: Mamba-2 blocks, some of which also read a transformer block that is shared among them."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from lmstate.errors import ModelError
+from lmstate.models.decoder import Block, Model
+from lmstate.models.families.common import MOST, Shape, activation, biases, decoder, norm
+from lmstate.models.families.state_space import Mamba2Shape, expanded, gated_norm, layer_kinds, mamba2
+from lmstate.models.mixers.attention import Attention
+from lmstate.models.mixers.mamba2 import Mamba2
+from lmstate.models.mixers.shared import EMBEDDING, Adapter, SharedHybrid, SharedTransformer
+from lmstate.models.mlp import MLP
+from lmstate.models.rope import make_rope
+from lmstate.models.weights.fields import Fields
+from lmstate.models.weights.weights import Weights
+from lmstate.state import LayerState, Step
+
+NORM_EPS = 1e-5  # of the gated norms, whatever the config says of the others
+
+
+def build(w: Weights) -> Model:
+    config = w.config
+    heads = config.int("num_attention_heads", low=1, high=MOST)
+    double = 2 * config.int("hidden_size", low=1, high=MOST)
+    shape = Shape.of(Fields({**config, "head_dim": double // heads}, config.where))
+    width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    kinds = layer_kinds(config, ("layers_block_type", "layer_types"), shape.layers)
+    hybrids = [index for index, kind in enumerate(kinds or ()) if kind == "hybrid"]
+    if kinds is None or not {"mamba", "hybrid"} >= set(kinds):
+        raise ModelError(f'{config.where} must give each layer\'s kind in "layers_block_type", "mamba" or "hybrid"')
+    blocks = config.int("num_mem_blocks", low=1, high=MOST, default=1)
+    inner = config.int("intermediate_size", low=1, high=MOST, default=2 * double)
+    act = activation(config, default="gelu")
+    rank = config.int("adapter_rank", low=1, high=MOST, default=128)
+    rope = make_rope(config, shape.head_dim) if config.bool("use_mem_rope", default=False) else None
+    sizes = _mamba2_shape(config, shape.hidden)
+
+    def transformer(use: int) -> SharedTransformer:
+        """The shared block of hybrid layer number `use`; files keep it in the first layer that uses the same one."""
+        prefix = f"model.layers.{hybrids[use]}.shared_transformer"
+        if not w.has(f"{prefix}.input_layernorm.weight"):
+            prefix = f"model.layers.{hybrids[use % blocks]}.shared_transformer"
+        seen, fed = f"{prefix}.self_attn", f"{prefix}.feed_forward"
+        attention_adapter = None
+        if config.bool("use_shared_attention_adapter", default=False):
+            lists = [f"{seen}.linear_{part}_adapter_list.{use}" for part in "qkv"]
+            attention_adapter = adapter(*lists, inputs=double, outputs=(width, kv_width, kv_width))
+        return SharedTransformer(
+            Attention(
+                w.linear(*(f"{seen}.{part}_proj.weight" for part in "qkv"), shape=(width + 2 * kv_width, double)),
+                w.linear(f"{seen}.o_proj.weight", shape=(shape.hidden, width)),
+                shape.heads,
+                shape.kv_heads,
+                shape.head_dim,
+                (shape.head_dim / 2) ** -0.5,
+                rope,
+            ),
+            norm(w, f"{prefix}.input_layernorm.weight", double, shape.eps),
+            MLP(
+                w.linear(f"{fed}.gate_up_proj.weight", shape=(2 * inner, shape.hidden)),
+                w.linear(f"{fed}.down_proj.weight", shape=(shape.hidden, inner)),
+                act,
+                up_bias=biases(w, f"{fed}.gate_up_proj.bias"),
+                down_bias=biases(w, f"{fed}.down_proj.bias"),
+            ),
+            norm(w, f"{prefix}.pre_ff_layernorm.weight", shape.hidden, shape.eps),
+            adapter(f"{fed}.gate_up_proj_adapter_list.{use}", inputs=shape.hidden, outputs=(2 * inner,)),
+            attention_adapter,
+        )
+
+    def adapter(*lists: str, inputs: int, outputs: tuple[int, ...]) -> Adapter:
+        down = w.linear(*(f"{each}.0.weight" for each in lists), shape=(len(lists) * rank, inputs))
+        ups = (w.linear(f"{each}.1.weight", shape=(size, rank)) for each, size in zip(lists, outputs))
+        return Adapter(down, tuple(ups))
+
+    def space(prefix: str) -> Mamba2:
+        gated = gated_norm(w, f"{prefix}.mamba.norm.weight", sizes)
+        return mamba2(w, f"{prefix}.mamba", sizes, shape.hidden, norm=gated)
+
+    def block(index: int) -> Block:
+        layer, make = f"model.layers.{index}", FirstBlock if index == 0 else Block
+        if kinds[index] == "mamba":
+            return make(space(layer), None, norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps))
+        link = w.linear(f"{layer}.linear.weight", shape=(shape.hidden, shape.hidden))
+        before = norm(w, f"{layer}.mamba_decoder.input_layernorm.weight", shape.hidden, shape.eps)
+        shared = transformer(hybrids.index(index))
+        return make(SharedHybrid(shared, link, space(f"{layer}.mamba_decoder"), before), None)
+
+    final = norm(w, "model.final_layernorm.weight", shape.hidden, shape.eps)
+    # A file that holds the block in each layer that uses it holds all of its adapters with each.
+    return decoder(w, shape, block, final_norm=final, ignore=("model.layers.*.shared_transformer.*adapter_list.*",))
+
+
+class FirstBlock(Block):
+    """A block that leaves its input, the embedding of the step's tokens, where hybrid layers find it."""
+
+    def __call__(self, x: Tensor, step: Step, memory: LayerState) -> Tensor:
+        step.memo(EMBEDDING, lambda: x)
+        return super().__call__(x, step, memory)
+
+
+def _mamba2_shape(config: Fields, hidden: int) -> Mamba2Shape:
+    heads = config.int("n_mamba_heads", low=1, high=MOST, default=8)
+    return Mamba2Shape(
+        heads,
+        max(1, expanded(config, "mamba_expand", hidden) // heads),
+        config.int("mamba_d_state", low=1, high=MOST, default=64),
+        config.int("mamba_ngroups", low=1, high=MOST, default=1),
+        config.int("mamba_d_conv", low=1, high=MOST, default=4),
+        NORM_EPS,
+        (config.float("time_step_min", low=0.0, default=0.001), math.inf),
+    )
