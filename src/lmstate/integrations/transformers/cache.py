@@ -1,0 +1,426 @@
+"""The inference state of a model of transformers, as a cache that transformers takes."""
+
+from __future__ import annotations
+
+import copy
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    Cache,
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicCache,
+    LinearAttentionCacheLayerMixin,
+    get_layer_types_and_kwargs,
+)
+
+from lmstate.errors import RewindError, StateError, UnsupportedError
+from lmstate.integrations.transformers import hooks
+from lmstate.integrations.transformers.history import Call, History
+from lmstate.integrations.transformers.layers import GrowingLayer, IndexedLayer, Kept, Tensors, WindowLayer
+from lmstate.integrations.transformers.recurrent import ConvLayer, FoldLayer, HybridLayer, HybridWindowLayer, is_fold
+from lmstate.integrations.transformers.snapshot import CacheSnapshot, fingerprint_of, load, save
+
+OURS: dict[str, type[Kept]] = {
+    "full_attention": GrowingLayer,
+    "sliding_attention": WindowLayer,
+    "chunked_attention": WindowLayer,
+    "indexed_attention": IndexedLayer,
+    "conv": ConvLayer,
+    "linear_attention": FoldLayer,
+    "hybrid": HybridLayer,
+    "hybrid_sliding": HybridWindowLayer,
+}
+EVERY = 256
+"""Tokens between two places to go back to, while single tokens come."""
+
+
+@dataclass
+class Anchor:
+    """The carries of every recurrent layer at one position."""
+
+    position: int
+    carries: dict[int, Tensors] = field(repr=False)
+
+
+class StateCache(DynamicCache):
+    """All that a model of transformers remembers, exact under every way of moving about in it.
+
+    `cache = StateCache(model)`, then `model(**inputs, past_key_values=cache)` or `model.generate(..., past_key_values=
+    cache)`. Keys and values lie in memory that doubles, so that no token copies those before it. Left padding, masks
+    and positions stay the caller's business, as with `DynamicCache`.
+
+    Going back (`rewind`, `crop`) is free for attention, and in sliding windows up to `rewind` tokens. A recurrent layer
+    cannot run backwards: its carry is kept at up to `anchors` earlier places (the turns of a chat, and every 256
+    tokens), and before every draft while `generate` drafts; from the last of them that lies early enough the tokens
+    are fed again through the model, those and no others, and counted in `recomputed`.
+
+    A subclass of `DynamicCache` because transformers' encoder-decoder cache and some models ask for one by that name.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        rewind: int = 16,
+        anchors: int = 4,
+        offloading: bool = False,
+        offload_only_non_sliding: bool = False,
+    ) -> None:
+        config = model.config.get_text_config(decoder=True)
+        layers = [_layer(kind, arguments, rewind) for kind, arguments in zip(*get_layer_types_and_kwargs(config))]
+        Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
+        self._model = weakref.ref(model)
+        self._encoder = bool(model.config.is_encoder_decoder)
+        self._folds = [i for i, layer in enumerate(layers) if isinstance(layer, FoldLayer)]
+        self._feeds = any(is_fold(layer) for layer in layers)  # going back feeds tokens again
+        self._attention = next((layer for layer in layers if isinstance(layer, CacheLayerMixin)), None)
+        self._forgets = any(isinstance(layer, FoldLayer | WindowLayer) for layer in layers)
+        self._recording = False
+        self.recomputed = 0
+        """Tokens that going back had to feed again, since the cache was made."""
+        self._anchors: deque[Anchor] = deque(maxlen=max(anchors, 0))
+        self._clear()
+        hooks.attach(model)
+
+    def _clear(self) -> None:
+        self._history = History()
+        self._anchors.clear()
+        self._draft: Anchor | None = None  # before the last call, while recording
+        self._call: Call | None = None  # the call that runs now
+        self._seen = 0  # tokens fed, for models without attention
+        self._last = 0  # tokens of the last call
+        self._lost = False  # a failed call left carries that belong nowhere
+
+    # ---- what transformers asks
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens held, left padding included."""
+        if layer_idx >= len(self.layers):
+            return 0
+        if self._lost:
+            return self._seen
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, CacheLayerMixin):
+            layer = self._attention
+        return self._seen if layer is None else layer.get_seq_length()
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Length and offset of the keys that `update` will give back for so many queries."""
+        if layer_idx >= len(self.layers):
+            return query_length, 0
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, CacheLayerMixin):
+            layer = self._attention
+        return (self._seen + query_length, 0) if layer is None else layer.get_mask_sizes(query_length)
+
+    @property
+    def is_linear(self) -> list[bool]:
+        return [
+            isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(layer, CacheLayerMixin)
+            for layer in self.layers
+        ]
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    def activate_past_recording(self) -> None:
+        """Expect `crop` after each call: keep what it takes to go back to before the call."""
+        self._recording = True
+        super().activate_past_recording()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens, exactly, for every kind of layer. 0: they are here to stay."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}): pass minus the number of tokens to remove, or use rewind(to=)")
+        if not all(isinstance(layer, Kept | DummyLayer) for layer in self.layers):
+            Cache.crop(self, tokens_to_remove)  # as far as transformers' own layers can
+            return
+        self.rewind(to=max(0, self.get_seq_length() + tokens_to_remove))
+        for layer in self.layers:
+            if isinstance(layer, WindowLayer):
+                layer.crop(0)
+            elif isinstance(layer, ConvLayer):
+                layer.settle()
+
+    def reset(self) -> None:
+        super().reset()
+        self._clear()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._select(torch.arange(self.rows).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._select(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
+
+    # ---- moving about
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch; 0 before the first call."""
+        rows = (layer.rows() for layer in self.layers if isinstance(layer, Kept))
+        return next((n for n in rows if n is not None), 0)
+
+    def rewind_cost(self, to: int) -> int:
+        """How many tokens `rewind(to=to)` would feed again. Raises what it would raise."""
+        length = self._checked(to)
+        start = self._start(length, to)
+        if start is None:
+            return 0
+        if to > start.position:
+            self._history.since(start.position, to)
+        return to - start.position
+
+    def rewind(self, *, to: int) -> int:
+        """Go back to the first `to` tokens, exactly; returns how many had to be fed again.
+
+        Raises `RewindError` for a length that is not held, `UnsupportedError` where tokens must be fed again that the
+        cache never saw by their ids. Neither changes anything.
+        """
+        length = self._checked(to)
+        start = self._start(length, to)
+        if start is None:
+            for layer in self._kept("rewind"):
+                layer.cut(length, to)
+            self._trim(to)
+            return 0
+        given = self._history.since(start.position, to) if to > start.position else None
+        self._go(length, start)
+        if given is not None:
+            self.feed(given)
+            self.recomputed += to - start.position
+        return to - start.position
+
+    def fork(self, n: int = 1) -> StateCache:
+        """A new cache with every row `n` times, in the order of `generate`'s `num_return_sequences`; this one stays."""
+        forked = copy.deepcopy(self)
+        if n != 1 and self.get_seq_length():
+            forked.batch_repeat_interleave(n)
+        return forked
+
+    def snapshot(self) -> CacheSnapshot:
+        """All of it as an immutable value."""
+        kept = self._kept("a snapshot")
+        if self._lost:
+            raise StateError("a call failed in the middle of this recurrent model: rewind or reset before a snapshot")
+        return CacheSnapshot(
+            length=self.get_seq_length(),
+            layers=tuple((layer.kind, layer.capture()) for layer in kept),
+            known=self._history.known if self._forgets else 0,
+            history=self._history.tensors(),
+            fingerprint=fingerprint_of(self.model),
+        )
+
+    def restore(self, snapshot: CacheSnapshot) -> None:
+        """Become what `snapshot` says. Raises `SnapshotError`, having changed nothing, if it is of another model."""
+        kept = self._kept("a restore")
+        snapshot.check(fingerprint_of(self.model), [layer.kind for layer in kept])
+        pairs = list(zip(kept, (tensors for _, tensors in snapshot.layers)))
+        for layer, tensors in pairs:
+            layer.check(snapshot.length, tensors)
+        device = self.model.device
+        for layer, tensors in pairs:
+            layer.put(snapshot.length, {name: tensor.to(device) for name, tensor in tensors.items()})
+        self._clear()
+        self._seen = snapshot.length
+        self._history = History.of(
+            snapshot.length, snapshot.known, {name: x.to(device) for name, x in snapshot.history.items()}
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it to one safetensors file, whole or not at all."""
+        save(self.snapshot(), path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: PreTrainedModel) -> StateCache:
+        """A cache from a file that `save` wrote for the same weights. Raises `SnapshotError` otherwise."""
+        cache = cls(model)
+        cache.restore(load(path))
+        return cache
+
+    def nbytes(self) -> int:
+        """Bytes of memory held by the layers, room to grow included."""
+        return sum(layer.nbytes() for layer in self.layers if isinstance(layer, Kept))
+
+    @property
+    def model(self) -> PreTrainedModel:
+        model = self._model()
+        if model is None:
+            raise StateError("the model of this cache is gone; a cache keeps no model alive")
+        return model
+
+    # ---- what the hooks tell (see hooks.py)
+
+    def feeds_apart(self, call: Call, outputs: dict[str, Any]) -> bool:
+        """Whether the part of a call whose logits nobody asked for should be fed before the rest."""
+        wanted = any(outputs.get(name) for name in ("output_hidden_states", "output_attentions", "labels"))
+        mask = call.given.get("attention_mask")
+        plain = mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)
+        return self._recording and self._feeds and plain and not wanted
+
+    def begin(self, call: Call) -> None:
+        """A call is about to run."""
+        if self._lost:
+            raise StateError("a call failed in the middle of this recurrent model: rewind or reset before the next one")
+        self._call = call
+        self._draft = None
+        if not self._folds or call.start == 0:
+            return
+        here = None
+        if self._recording:
+            here = self._draft = self._anchor(call.start)
+        newest = self._anchors[-1].position if self._anchors else 0
+        turn = not self._recording and max(call.stop - call.start, self._last) > 1
+        if newest < call.start and (turn or call.start - newest >= EVERY):
+            self._anchors.append(here or self._anchor(call.start))
+
+    def end(self, failed: bool) -> None:
+        """It has run, or broken off somewhere."""
+        call, self._call = self._call, None
+        if call is None:
+            return
+        if failed:
+            self._undo(call)
+            return
+        self._seen, self._last = call.stop, call.stop - call.start
+        if self._forgets and not self._encoder:
+            self._history.add(call)
+
+    def feed(self, given: dict[str, Any]) -> None:
+        """Run the model over some tokens, for what it leaves here."""
+        model = self.model
+        names = hooks.parameters(type(model))
+        wanted = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
+        recording, self._recording = self._recording, False
+        try:
+            with torch.no_grad():
+                model(**given, **wanted, **{hooks.cache_name(model): self}, use_cache=True)
+        finally:
+            self._recording = recording
+
+    # ---- inside
+
+    def _kept(self, what: str) -> list[Kept]:
+        """The layers that hold something, all of them ours."""
+        layers = [layer for layer in self.layers if not isinstance(layer, DummyLayer)]
+        foreign = sorted({type(layer).__name__ for layer in layers if not isinstance(layer, Kept)})
+        if foreign:
+            raise UnsupportedError(f"{what} is not possible for a model with layers of the kind {', '.join(foreign)}")
+        return layers
+
+    def _checked(self, to: int) -> int:
+        length = self.get_seq_length()
+        if self._call is not None:
+            raise StateError("the cache cannot be moved while its model runs")
+        if not 0 <= to <= length:
+            raise RewindError(f"rewind(to={to}): the cache holds {length} tokens; go to 0 up to that")
+        return length
+
+    def _start(self, length: int, to: int) -> Anchor | None:
+        """Where tokens have to be fed from to reach `to`; None if none have to be."""
+        kept = self._kept("going back")
+        if not self._lost and (to == length or all(layer.reach(length) <= to for layer in kept)):
+            return None
+        if self._encoder:
+            raise UnsupportedError("going back farther than the sliding window keeps needs the encoder's output again")
+        candidates = [*self._anchors, *([self._draft] if self._draft is not None else [])]
+        best = Anchor(0, {})
+        for anchor in candidates:
+            others = (layer for i, layer in enumerate(self.layers) if i not in anchor.carries)
+            reached = all(
+                isinstance(layer, DummyLayer) or layer.reach(length) <= anchor.position for layer in others
+            ) and all(self._window_reach(i, length) <= anchor.position for i in anchor.carries)
+            if reached and best.position < anchor.position <= to:
+                best = anchor
+        return best
+
+    def _window_reach(self, index: int, length: int) -> int:
+        layer = self.layers[index]
+        return WindowLayer.reach(layer, length) if isinstance(layer, HybridWindowLayer) else 0
+
+    def _go(self, length: int, anchor: Anchor) -> None:
+        """Back to an anchor, feeding nothing."""
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, DummyLayer):
+                continue
+            if anchor.position == 0:
+                layer.reset()
+                continue
+            layer.cut(length, anchor.position)
+            if index in anchor.carries:
+                layer.put_carry(anchor.carries[index])
+        self._lost = False
+        self._trim(anchor.position)
+
+    def _trim(self, to: int) -> None:
+        self._seen = to
+        self._history.cut(to)
+        while self._anchors and self._anchors[-1].position > to:
+            self._anchors.pop()
+        if self._draft is not None and self._draft.position > to:
+            self._draft = None
+
+    def _anchor(self, position: int) -> Anchor:
+        return Anchor(position, {i: self.layers[i].carry() for i in self._folds})
+
+    def _undo(self, call: Call) -> None:
+        """A call broke off: some layers have its tokens and some have not."""
+        for layer in self.layers:
+            if isinstance(layer, CacheLayerMixin) and isinstance(layer, Kept):
+                length = layer.get_seq_length()
+                if isinstance(layer, WindowLayer) and WindowLayer.reach(layer, length) > call.start:
+                    self._lost = True  # the call pushed out what comes before it
+                    self._anchors.clear()
+                elif length > call.start:
+                    layer.cut(length, call.start)
+        if self._draft is not None and self._draft.position == call.start:
+            for index, carry in self._draft.carries.items():
+                self.layers[index].put_carry(carry)
+        elif self._folds:
+            self._lost = True
+
+    def _select(self, rows: Tensor) -> None:
+        for layer in self.layers:
+            if isinstance(layer, Kept):
+                layer.select(rows)
+            else:
+                layer.reorder_cache(rows)
+        self._history.select(rows)
+        for anchor in {id(a): a for a in (*self._anchors, self._draft) if a is not None}.values():
+            anchor.carries = {
+                i: {name: held.index_select(0, rows.to(held.device)) for name, held in carry.items()}
+                for i, carry in anchor.carries.items()
+            }
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateCache:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        for name, value in self.__dict__.items():
+            twin.__dict__[name] = value if name == "_model" else copy.deepcopy(value, memo)
+        return twin
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        raise TypeError("a StateCache belongs to its model and cannot be pickled: use cache.save(path)")
+
+
+def _layer(kind: str, arguments: dict[str, Any], rewind: int) -> Any:
+    """A layer of ours, or transformers' own where we have none of the kind (it then keeps transformers' limits)."""
+    if kind not in OURS:
+        return DYNAMIC_LAYER_TYPE_MAPPING[kind](**arguments)
+    ours: Any = OURS[kind]
+    if issubclass(ours, WindowLayer):
+        arguments = {**arguments, "rewind": rewind}
+    return ours(**arguments)

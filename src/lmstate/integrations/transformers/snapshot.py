@@ -1,0 +1,143 @@
+"""A cache of transformers as an immutable value, and that value on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import weakref
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lmstate.errors import SnapshotError
+from lmstate.state.storage import write_atomically
+
+FORMAT = "lmstate-transformers-cache"
+VERSION = 1
+SAMPLE = 64  # elements of each weight that the fingerprint reads
+LOCAL = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "_attn_implementation")
+
+
+@dataclass(frozen=True)
+class CacheSnapshot:
+    """All rows of a cache at one length. `known`: ids of earlier tokens are not in `history`."""
+
+    length: int
+    layers: tuple[tuple[str, dict[str, Tensor]], ...] = field(repr=False)
+    known: int
+    history: dict[str, Tensor] = field(repr=False)
+    fingerprint: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        held = [tensor for _, layer in self.layers for tensor in layer.values()] + list(self.history.values())
+        return sum(tensor.nbytes for tensor in held)
+
+    def check(self, fingerprint: str, kinds: list[str]) -> None:
+        """Raise `SnapshotError` unless it belongs to a model of this fingerprint, with layers of these kinds."""
+        if self.fingerprint != fingerprint:
+            raise SnapshotError(
+                "the snapshot was made with another model, or with other weights of it; restore it there, or feed the "
+                "text to this model"
+            )
+        if [kind for kind, _ in self.layers] != kinds:
+            raise SnapshotError("the snapshot's layers are not those of this model's cache: the file was changed")
+
+
+_fingerprints: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+
+
+def fingerprint_of(model: PreTrainedModel) -> str:
+    """sha256 over the config and, of every weight, its name, shape, dtype and an even sample of its content.
+
+    Read once for each model: weights changed later go unseen.
+    """
+    if (known := _fingerprints.get(model)) is not None:
+        return known
+    config = {name: value for name, value in model.config.to_dict().items() if name not in LOCAL}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=repr).encode())
+    for name, weight in model.state_dict().items():
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype};".encode())
+        flat = weight.detach().reshape(-1)
+        sample = flat[:: max(1, len(flat) // SAMPLE)].contiguous().cpu()
+        digest.update(sample.view(torch.uint8).numpy().tobytes())
+    _fingerprints[model] = digest.hexdigest()
+    return _fingerprints[model]
+
+
+def save(snapshot: CacheSnapshot, path: str | os.PathLike[str]) -> None:
+    """Write it. Layout: metadata `format`, `version`, `fingerprint`, `length`, `known`, `kinds` (JSON); tensors
+    `layers.{index}.{name}` and `history.{name}`. Raises `OSError`; an older file of that name is then whole.
+    """
+    from safetensors.torch import save_file
+
+    tensors = {f"history.{name}": tensor for name, tensor in snapshot.history.items()}
+    for index, (_, layer) in enumerate(snapshot.layers):
+        tensors.update({f"layers.{index}.{name}": tensor for name, tensor in layer.items()})
+    metadata = {
+        "format": FORMAT,
+        "version": str(VERSION),
+        "fingerprint": snapshot.fingerprint,
+        "length": str(snapshot.length),
+        "known": str(snapshot.known),
+        "kinds": json.dumps([kind for kind, _ in snapshot.layers]),
+    }
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    write_atomically(Path(path), lambda part: save_file(whole, part, metadata))
+
+
+def load(path: str | os.PathLike[str]) -> CacheSnapshot:
+    """Read what `save` wrote. Raises `SnapshotError` if it is damaged or none, `OSError` if unreadable."""
+    from safetensors import SafetensorError, safe_open
+
+    path = Path(path)
+    with path.open("rb"):  # so that what is missing or forbidden is an OSError of its own kind
+        pass
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise SnapshotError(f"{path} is a safetensors file, but holds no StateCache")
+            if metadata.get("version") != str(VERSION):
+                raise SnapshotError(
+                    f"{path} has the version {metadata.get('version')!r}; this lmstate reads version {VERSION}"
+                )
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, UnicodeDecodeError, OverflowError) as error:
+        raise SnapshotError(f"{path} is damaged, or no StateCache: {error}") from error
+    kinds = _kinds(path, metadata)
+    length, known = (_number(path, metadata, name) for name in ("length", "known"))
+    layers: list[dict[str, Tensor]] = [{} for _ in kinds]
+    history: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        group, _, rest = name.partition(".")
+        number, _, part = rest.partition(".")
+        if group == "history" and rest in ("ids", "positions", "mask"):
+            history[rest] = tensor
+        elif group == "layers" and number.isdecimal() and int(number) < len(kinds) and part:
+            layers[int(number)][part] = tensor
+        else:
+            raise SnapshotError(f"{path} holds a tensor {name[:80]!r} that belongs nowhere")
+    return CacheSnapshot(length, tuple(zip(kinds, layers)), known, history, metadata.get("fingerprint", ""))
+
+
+def _kinds(path: Path, metadata: dict[str, str]) -> list[str]:
+    try:
+        kinds = json.loads(metadata.get("kinds", ""))
+    except json.JSONDecodeError as error:
+        raise SnapshotError(f"{path} does not say what its layers are") from error
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise SnapshotError(f"{path} does not say what its layers are")
+    return kinds
+
+
+def _number(path: Path, metadata: dict[str, str], name: str) -> int:
+    text = metadata.get(name, "")
+    if not (text.isascii() and text.isdecimal() and len(text) < 12):
+        raise SnapshotError(f"{path} says {name}={text[:40]!r}; it must be a number")
+    return int(text)
