@@ -13,7 +13,8 @@ def render(source, **variables):
 REAL = [
     # What templates in use are made of; each is also rendered by transformers.
     "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] | trim + eos_token }}\n{% endfor %}",
-    "{%- for m in messages -%}\n  {%- if loop.first %}A{% elif loop.last %}Z{% endif -%}\n  {{- m.content }}\n{%- endfor %}",
+    "{%- for m in messages -%}\n  {%- if loop.first %}A{% elif loop.last %}Z{% endif -%}\n"
+    "  {{- m.content }}\n{%- endfor %}",
     "{% for m in messages %}{% if loop.index0 == 1 %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
     "{{ messages | tojson }}{{ {'b': [1, 'é'], 'a': none} | tojson(indent=2) }}",
     "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + loop.length %}{% endfor %}{{ ns.n }}",
@@ -57,7 +58,8 @@ HOSTILE = {
     "format nested": "{{ '{:{}}'.format(3, 9999999999) }}",
     "doubled by plus": "{% set n = namespace(x='aa') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
     "doubled by tilde": "{% set n = namespace(x='aa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-    "doubled by join": "{% set n = namespace(x='aa') %}{% for i in range(60) %}{% set n.x = [n.x, n.x]|join %}{% endfor %}",
+    "doubled by join": "{% set n = namespace(x='aa') %}{% for i in range(60) %}"
+    "{% set n.x = [n.x, n.x]|join %}{% endfor %}",
     "doubled by replace": "{% set n = namespace(x='aa') %}{% for i in range(60) %}"
     "{% set n.x = n.x.replace('a', 'aa') %}{% endfor %}",
     "squared by replace": "{% set n = namespace(x='a' * 9999) %}{% for i in range(9) %}"
@@ -66,8 +68,10 @@ HOSTILE = {
     "{% set b %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = b %}{% endfor %}",
     "doubled by macro": "{% macro m(x) %}{{ x }}{{ x }}{% endmacro %}{% set n = namespace(x='aa') %}"
     "{% for i in range(60) %}{% set n.x = m(n.x) %}{% endfor %}",
-    "nested lists": "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
-    "nested dicts": "{% set n = namespace(x={}) %}{% for i in range(60) %}{% set n.x = dict(a=n.x, b=n.x) %}{% endfor %}",
+    "nested lists": "{% set n = namespace(x=[1]) %}{% for i in range(60) %}"
+    "{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
+    "nested dicts": "{% set n = namespace(x={}) %}{% for i in range(60) %}"
+    "{% set n.x = dict(a=n.x, b=n.x) %}{% endfor %}",
     "big numbers": "{% set n = namespace(x=9) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}",
     "endless macro": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     "endless loop": "{% for k in [1] recursive %}{{ loop([1]) }}{% endfor %}",

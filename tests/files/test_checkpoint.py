@@ -76,7 +76,7 @@ def test_an_index_that_lies_is_refused(tmp_path):
 def test_pickles_are_refused_with_the_reason(tmp_path):
     path = directory(tmp_path / "m", {})
     (path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
-    with pytest.raises(ModelError, match="pickle.*run code"):
+    with pytest.raises(ModelError, match=r"pickle.*run code"):
         open_source(path)
 
 

@@ -106,7 +106,7 @@ def test_a_hub_model_offline_says_so(cache, monkeypatch):
         raise huggingface_hub.errors.LocalEntryNotFoundError("no")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(ConnectionError, match="'some/model'.*cannot be reached"):
+    with pytest.raises(ConnectionError, match=r"'some/model'.*cannot be reached"):
         hub.resolve("some/model")
 
 

@@ -104,7 +104,7 @@ def test_a_lone_surrogate_is_refused(smollm2):
         smollm2.encode("a\ud800b")
 
 
-# -- GGUF metadata ------------------------------------------------------------------------------------------------------
+# -- GGUF metadata
 
 PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
 WORDS = ["▁", "a", "b", "c", "▁a", "ab", "▁ab", "abc", "▁abc", "▁▁", "<user>"]
@@ -120,7 +120,7 @@ def spm_metadata(**changes):
 
 
 def spelled(tokenizer, text):
-    return [(PIECES + WORDS)[token] for token in tokenizer.encode(text, add_special_tokens=False)]
+    return [[*PIECES, *WORDS][token] for token in tokenizer.encode(text, add_special_tokens=False)]
 
 
 def test_sentencepiece_merges_the_best_pair_first():
@@ -203,7 +203,7 @@ def test_merges_of_pieces_that_are_not_there_are_refused():
         Tokenizer(tokenizer_of(bpe_metadata("gpt-2", merges=["q zz"])))
 
 
-# -- directories --------------------------------------------------------------------------------------------------------
+# -- directories
 
 
 @pytest.fixture
@@ -239,7 +239,7 @@ def test_a_list_of_templates_has_a_default(directory):
 
 def test_a_model_without_a_template_says_so(directory):
     assert not opened(directory).has_chat_template
-    with pytest.raises(ModelError, match="no chat template.*plain prompt"):
+    with pytest.raises(ModelError, match=r"no chat template.*plain prompt"):
         opened(directory).chat([])
 
 
@@ -248,7 +248,7 @@ def test_a_model_without_a_template_says_so(directory):
 )
 def test_a_broken_tokenizer_file_is_refused(directory, text):
     (directory / "tokenizer.json").write_text(text, encoding="utf-8")
-    with pytest.raises(ModelError, match="tokenizer.json"):
+    with pytest.raises(ModelError, match=r"tokenizer.json"):
         opened(directory)
 
 

@@ -195,7 +195,7 @@ def test_experts_in_one_tensor_are_handed_out_one_by_one(tmp_path):
 
 def test_what_does_not_fit_is_refused_by_name(tmp_path):
     weights = Weights(open_cached(float_directory(tmp_path / "m"), None))
-    with pytest.raises(ModelError, match="lacks the tensor 'lm_head.weight'"):
+    with pytest.raises(ModelError, match=r"lacks the tensor 'lm_head.weight'"):
         weights.linear("lm_head.weight")
     with pytest.raises(ModelError, match=r"\[128, 64\].*\[128, 65\]"):
         weights.linear(QKV[0], shape=(128, 65))
@@ -211,7 +211,7 @@ def test_tensors_that_nobody_asked_for_are_errors_unless_ignored(tmp_path):
     weights = Weights(open_cached(float_directory(tmp_path / "m"), None), "float32")
     for name in weights.source.names() - {"model.norm.weight"}:
         weights.linear(name) if len(weights.shape(name)) == 2 else weights.tensor(name)
-    with pytest.raises(ModelError, match="1 tensors that a llama model does not use.*model.norm.weight"):
+    with pytest.raises(ModelError, match=r"1 tensors that a llama model does not use.*model.norm.weight"):
         weights.check_all_used()
     weights.check_all_used(ignore=["*.norm.weight"])
 
