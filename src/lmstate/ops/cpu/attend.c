@@ -67,28 +67,28 @@ INLINE void score(const float *const *q, int queries, const void *key, int64_t s
                   float (*scores)[SUB], int64_t at, int kind) {
   for (int64_t t = 0; t < count; t += 4) {
     int64_t rows[4];
-    for (int n = 0; n < 4; n++) rows[n] = (t + n < count ? t + n : count - 1) * stride;
+    UNROLL for (int n = 0; n < 4; n++) rows[n] = (t + n < count ? t + n : count - 1) * stride;
     vf acc[TILE][4];
-    for (int j = 0; j < queries; j++)
-      for (int n = 0; n < 4; n++) acc[j][n] = vf_zero();
+    UNROLL for (int j = 0; j < queries; j++)
+      UNROLL for (int n = 0; n < 4; n++) acc[j][n] = vf_zero();
     int64_t d = 0;
     for (; d + VL <= dim; d += VL) {
       vf k[4];
-      for (int n = 0; n < 4; n++) k[n] = load(kind, key, rows[n] + d);
-      for (int j = 0; j < queries; j++) {
+      UNROLL for (int n = 0; n < 4; n++) k[n] = load(kind, key, rows[n] + d);
+      UNROLL for (int j = 0; j < queries; j++) {
         vf x = vf_load(q[j] + d);
-        for (int n = 0; n < 4; n++) acc[j][n] = vf_fma(x, k[n], acc[j][n]);
+        UNROLL for (int n = 0; n < 4; n++) acc[j][n] = vf_fma(x, k[n], acc[j][n]);
       }
     }
     if (d < dim) {
       vf k[4];
-      for (int n = 0; n < 4; n++) k[n] = load_part(kind, key, rows[n] + d, (int)(dim - d));
-      for (int j = 0; j < queries; j++) {
+      UNROLL for (int n = 0; n < 4; n++) k[n] = load_part(kind, key, rows[n] + d, (int)(dim - d));
+      UNROLL for (int j = 0; j < queries; j++) {
         vf x = load_part(F32, q[j], d, (int)(dim - d));
-        for (int n = 0; n < 4; n++) acc[j][n] = vf_fma(x, k[n], acc[j][n]);
+        UNROLL for (int n = 0; n < 4; n++) acc[j][n] = vf_fma(x, k[n], acc[j][n]);
       }
     }
-    for (int j = 0; j < queries; j++) {
+    UNROLL for (int j = 0; j < queries; j++) {
       float four[4];
       vf_sum4(acc[j][0], acc[j][1], acc[j][2], acc[j][3], four);
       if (t + 4 <= count) memcpy(scores[j] + at + t, four, 16);
@@ -101,29 +101,29 @@ INLINE void score(const float *const *q, int queries, const void *key, int64_t s
 INLINE void add_values(const part *to, int queries, const void *value, int64_t stride, int64_t d, int vectors,
                        int64_t count, float (*weights)[SUB], int64_t at, int kind) {
   vf acc[TILE][2];
-  for (int j = 0; j < queries; j++)
-    for (int i = 0; i < vectors; i++) acc[j][i] = vf_load(to[j].values + d + i * VL);
+  UNROLL for (int j = 0; j < queries; j++)
+    UNROLL for (int i = 0; i < vectors; i++) acc[j][i] = vf_load(to[j].values + d + i * VL);
   for (int64_t t = 0; t < count; t++) {
     vf v[2];
-    for (int i = 0; i < vectors; i++) v[i] = load(kind, value, t * stride + d + i * VL);
-    for (int j = 0; j < queries; j++) {
+    UNROLL for (int i = 0; i < vectors; i++) v[i] = load(kind, value, t * stride + d + i * VL);
+    UNROLL for (int j = 0; j < queries; j++) {
       vf w = vf_set1(weights[j][at + t]);
-      for (int i = 0; i < vectors; i++) acc[j][i] = vf_fma(w, v[i], acc[j][i]);
+      UNROLL for (int i = 0; i < vectors; i++) acc[j][i] = vf_fma(w, v[i], acc[j][i]);
     }
   }
-  for (int j = 0; j < queries; j++)
-    for (int i = 0; i < vectors; i++) vf_store(to[j].values + d + i * VL, acc[j][i]);
+  UNROLL for (int j = 0; j < queries; j++)
+    UNROLL for (int i = 0; i < vectors; i++) vf_store(to[j].values + d + i * VL, acc[j][i]);
 }
 
 INLINE void add_values_part(const part *to, int queries, const void *value, int64_t stride, int64_t d, int rest,
                             int64_t count, float (*weights)[SUB], int64_t at, int kind) {
   vf acc[TILE];
-  for (int j = 0; j < queries; j++) acc[j] = load_part(F32, to[j].values, d, rest);
+  UNROLL for (int j = 0; j < queries; j++) acc[j] = load_part(F32, to[j].values, d, rest);
   for (int64_t t = 0; t < count; t++) {
     vf v = load_part(kind, value, t * stride + d, rest);
-    for (int j = 0; j < queries; j++) acc[j] = vf_fma(vf_set1(weights[j][at + t]), v, acc[j]);
+    UNROLL for (int j = 0; j < queries; j++) acc[j] = vf_fma(vf_set1(weights[j][at + t]), v, acc[j]);
   }
-  for (int j = 0; j < queries; j++) store_part(to[j].values + d, acc[j], rest);
+  UNROLL for (int j = 0; j < queries; j++) store_part(to[j].values + d, acc[j], rest);
 }
 
 /* scores -> weights, and what was summed before is scaled to the new largest score. */

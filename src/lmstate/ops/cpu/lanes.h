@@ -10,6 +10,8 @@
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
+/* Small loops over arrays of vectors must vanish, or the vectors live in memory. */
+#define UNROLL _Pragma("GCC unroll 8")
 
 /* How keys, values and float weights are stored; lmstate.ops.cpu has the same numbers. */
 enum { F32 = 0, BF16 = 1, F16 = 2 };

@@ -79,8 +79,8 @@ INLINE void lanes_store(float *p, f16x x) { _mm256_storeu_ps(p, x.lo); _mm256_st
 INLINE group unpack4(const uint8_t *p) {
   group g;
   const __m256i low = _mm256_set1_epi8(15);
-  for (int j = 0; j < 4; j++)
-    for (int half = 0; half < 2; half++) {
+  UNROLL for (int j = 0; j < 4; j++)
+    UNROLL for (int half = 0; half < 2; half++) {
       __m256i b = _mm256_loadu_si256((const __m256i *)(p + 64 * j + 32 * half));
       g.w[4 * j + half] = _mm256_and_si256(b, low);
       g.w[4 * j + 2 + half] = _mm256_and_si256(_mm256_srli_epi16(b, 4), low);
@@ -89,7 +89,7 @@ INLINE group unpack4(const uint8_t *p) {
 }
 INLINE group unpack8(const uint8_t *p) {
   group g;
-  for (int j = 0; j < 16; j++) g.w[j] = _mm256_loadu_si256((const __m256i *)(p + 32 * j));
+  UNROLL for (int j = 0; j < 16; j++) g.w[j] = _mm256_loadu_si256((const __m256i *)(p + 32 * j));
   return g;
 }
 /* initial + the 32 products of each output, exactly, as floats */
@@ -100,17 +100,17 @@ INLINE f16x group_dot(const group *g, const int8_t *q, int32_t initial, int bits
   __m256i sum[2];
   if (bits == 4) { /* eight pairs of 15 * 127 still fit 16 bits */
     __m256i pairs[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
-    for (int j = 0; j < 8; j++)
-      for (int half = 0; half < 2; half++)
+    UNROLL for (int j = 0; j < 8; j++)
+      UNROLL for (int half = 0; half < 2; half++)
         pairs[half] = _mm256_add_epi16(pairs[half], _mm256_maddubs_epi16(g->w[2 * j + half], _mm256_set1_epi32(x[j])));
-    for (int half = 0; half < 2; half++) sum[half] = _mm256_madd_epi16(pairs[half], ones);
+    UNROLL for (int half = 0; half < 2; half++) sum[half] = _mm256_madd_epi16(pairs[half], ones);
   } else { /* a pair of 255 * 127 does not: |w - 128| times the activation with its sign, and the 128 put back */
     int32_t total = 0;
     for (int i = 0; i < 32; i++) total += q[i];
     const __m256i offset = _mm256_set1_epi8((char)128);
     sum[0] = sum[1] = _mm256_set1_epi32(128 * total);
-    for (int j = 0; j < 8; j++)
-      for (int half = 0; half < 2; half++) {
+    UNROLL for (int j = 0; j < 8; j++)
+      UNROLL for (int half = 0; half < 2; half++) {
         __m256i w = _mm256_xor_si256(g->w[2 * j + half], offset);
         __m256i pair = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(_mm256_set1_epi32(x[j]), w));
         sum[half] = _mm256_add_epi32(sum[half], _mm256_madd_epi16(pair, ones));

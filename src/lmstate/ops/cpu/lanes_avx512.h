@@ -67,7 +67,7 @@ INLINE void lanes_store(float *p, f16x x) { _mm512_storeu_ps(p, x); }
 INLINE group unpack4(const uint8_t *p) {
   group g;
   const __m512i low = _mm512_set1_epi8(15);
-  for (int j = 0; j < 4; j++) {
+  UNROLL for (int j = 0; j < 4; j++) {
     __m512i b = _mm512_loadu_si512(p + 64 * j);
     g.w[2 * j] = _mm512_and_si512(b, low);
     g.w[2 * j + 1] = _mm512_and_si512(_mm512_srli_epi16(b, 4), low);
@@ -76,18 +76,18 @@ INLINE group unpack4(const uint8_t *p) {
 }
 INLINE group unpack8(const uint8_t *p) {
   group g;
-  for (int j = 0; j < 8; j++) g.w[j] = _mm512_loadu_si512(p + 64 * j);
+  UNROLL for (int j = 0; j < 8; j++) g.w[j] = _mm512_loadu_si512(p + 64 * j);
   return g;
 }
 /* initial + the 32 products of each output, exactly, as floats */
 INLINE f16x group_dot(const group *g, const int8_t *q, int32_t initial, int bits) {
   (void)bits;
-  int32_t x[8];
-  memcpy(x, q, 32);
   __m512i a = _mm512_set1_epi32(initial), b = _mm512_setzero_si512();
-  for (int j = 0; j < 8; j += 2) {
-    a = _mm512_dpbusd_epi32(a, g->w[j], _mm512_set1_epi32(x[j]));
-    b = _mm512_dpbusd_epi32(b, g->w[j + 1], _mm512_set1_epi32(x[j + 1]));
+  UNROLL for (int j = 0; j < 8; j += 2) {
+    int32_t even, odd;
+    memcpy(&even, q + 4 * j, 4), memcpy(&odd, q + 4 * j + 4, 4);
+    a = _mm512_dpbusd_epi32(a, g->w[j], _mm512_set1_epi32(even));
+    b = _mm512_dpbusd_epi32(b, g->w[j + 1], _mm512_set1_epi32(odd));
   }
   return _mm512_cvtepi32_ps(_mm512_add_epi32(a, b));
 }

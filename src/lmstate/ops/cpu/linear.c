@@ -19,15 +19,15 @@ typedef struct {
 enum { INT8 = 3, INT4 = 4 };
 enum { BLOCK = 16, GROUP = 32, BYTES4 = 320, BYTES8 = 544 };
 
-/* Activations rounded to int8: x = scale * q in each group of 32, and the sum of the group's q. */
+/* A group of 32 activations rounded to int8: x = scale * q. [groups][rows], so that a tile of rows is contiguous. */
 typedef struct {
-  int8_t *q;      /* [rows, inputs] */
-  float *scale;   /* [rows, groups] */
-  int32_t *sum;   /* [rows, groups] */
+  int8_t q[GROUP];
+  float scale, scaled_sum; /* scale * the sum of q: what the weights' minimum multiplies */
+  int32_t sum, unused;
 } rounded;
 
-static void round_row(const float *x, int8_t *q, float *scale, int32_t *sum, int64_t groups) {
-  for (int64_t g = 0; g < groups; g++, x += GROUP, q += GROUP) {
+static void round_row(const float *x, rounded *to, int64_t rows, int64_t groups) {
+  for (int64_t g = 0; g < groups; g++, x += GROUP, to += rows) {
     vf largest = vf_zero(), total = vf_zero();
     for (int i = 0; i < GROUP; i += VL) {
       vf v = vf_load(x + i);
@@ -36,11 +36,12 @@ static void round_row(const float *x, int8_t *q, float *scale, int32_t *sum, int
     }
     float m = vf_largest(largest);
     vf inverse = vf_set1(m > 0 ? 127.0f / m : 0.0f);
-    for (int i = 0; i < GROUP; i += VL) vf_round_to_int8(q + i, vf_mul(vf_load(x + i), inverse));
-    int32_t s = 0;
-    for (int i = 0; i < GROUP; i++) s += q[i];
-    sum[g] = s;
-    scale[g] = m / 127.0f + 0.0f * vf_sum(total); /* a NaN or an infinity must not vanish in the rounding */
+    for (int i = 0; i < GROUP; i += VL) vf_round_to_int8(to->q + i, vf_mul(vf_load(x + i), inverse));
+    int32_t sum = 0;
+    for (int i = 0; i < GROUP; i++) sum += to->q[i];
+    to->sum = sum;
+    to->scale = m / 127.0f + 0.0f * vf_sum(total); /* a NaN or an infinity must not vanish in the rounding */
+    to->scaled_sum = to->scale * (float)sum;
   }
 }
 
@@ -66,36 +67,31 @@ INLINE void finish(const linear_args *a, float *tile, int64_t row, int64_t first
 /* One block of 16 outputs for `rows` rows from `row` on. `rows` and `bits` are constants where this is called. */
 INLINE void grouped_tile(const linear_args *a, const rounded *x, const uint8_t *p, int64_t block, int64_t row, int rows,
                          int bits) {
-  const int64_t groups = a->inputs / GROUP;
-  const int8_t *q = x->q + row * a->inputs;
-  const float *scale = x->scale + row * groups;
-  const int32_t *sum = x->sum + row * groups;
   f16x acc[8];
-  for (int m = 0; m < rows; m++) acc[m] = lanes_zero();
-  for (int64_t g = 0; g < groups; g++) {
+  UNROLL for (int m = 0; m < rows; m++) acc[m] = lanes_zero();
+  x += row;
+  for (int64_t g = 0; g < a->inputs / GROUP; g++, x += a->rows) {
     if (bits == 4) {
       const group w = unpack4(p);
-      const f16x ws = lanes_load_f16(p + 256), minimum = lanes_load_f16(p + 288);
-      for (int m = 0; m < rows; m++) {
-        const int64_t at = m * groups + g;
-        f16x dot = group_dot(&w, q + m * a->inputs + g * GROUP, 0, 4);
-        acc[m] = lanes_fma1(lanes_mul(dot, ws), scale[at], acc[m]);
-        acc[m] = lanes_fma1(minimum, scale[at] * (float)sum[at], acc[m]);
+      const f16x scale = lanes_load_f16(p + 256), minimum = lanes_load_f16(p + 288);
+      UNROLL for (int m = 0; m < rows; m++) {
+        f16x dot = group_dot(&w, x[m].q, 0, 4);
+        acc[m] = lanes_fma1(lanes_mul(dot, scale), x[m].scale, acc[m]);
+        acc[m] = lanes_fma1(minimum, x[m].scaled_sum, acc[m]);
       }
       p += BYTES4;
     } else {
       const group w = unpack8(p);
-      const f16x ws = lanes_load_f16(p + 512);
-      for (int m = 0; m < rows; m++) {
-        const int64_t at = m * groups + g;
-        f16x dot = group_dot(&w, q + m * a->inputs + g * GROUP, -128 * sum[at], 8);
-        acc[m] = lanes_fma1(lanes_mul(dot, ws), scale[at], acc[m]);
+      const f16x scale = lanes_load_f16(p + 512);
+      UNROLL for (int m = 0; m < rows; m++) {
+        f16x dot = group_dot(&w, x[m].q, -128 * x[m].sum, 8);
+        acc[m] = lanes_fma1(lanes_mul(dot, scale), x[m].scale, acc[m]);
       }
       p += BYTES8;
     }
   }
   const int64_t first = block * BLOCK, left = a->outputs - first;
-  for (int m = 0; m < rows; m++) {
+  UNROLL for (int m = 0; m < rows; m++) {
     float tile[BLOCK];
     lanes_store(tile, acc[m]);
     finish(a, tile, row + m, first, left < BLOCK ? left : BLOCK);
@@ -125,29 +121,32 @@ static void grouped_block8(const linear_args *a, const rounded *x, int64_t block
 INLINE void float_tile(const linear_args *a, const float *x, int64_t first, int64_t row, int rows, int kind) {
   const int64_t k = a->inputs, last = a->outputs - 1;
   int64_t at[4];
-  for (int n = 0; n < 4; n++) at[n] = (first + n < last ? first + n : last) * k;
+  UNROLL for (int n = 0; n < 4; n++) at[n] = (first + n < last ? first + n : last) * k;
   vf acc[4][4];
-  for (int m = 0; m < rows; m++)
-    for (int n = 0; n < 4; n++) acc[m][n] = vf_zero();
+  UNROLL for (int m = 0; m < rows; m++)
+    UNROLL for (int n = 0; n < 4; n++) acc[m][n] = vf_zero();
   const float *xr = x + row * k;
   int64_t i = 0;
   for (; i + VL <= k; i += VL) {
     vf w[4];
-    for (int n = 0; n < 4; n++) w[n] = load(kind, a->weight, at[n] + i);
-    for (int m = 0; m < rows; m++) {
+    UNROLL for (int n = 0; n < 4; n++) w[n] = load(kind, a->weight, at[n] + i);
+    /* Rows are short runs for the processor's own prefetch: ask for the same place of the next four. */
+    UNROLL for (int n = 0; n < 4; n++)
+      __builtin_prefetch((const char *)a->weight + (at[n] + 4 * k + i) * (kind == F32 ? 4 : 2));
+    UNROLL for (int m = 0; m < rows; m++) {
       vf v = vf_load(xr + m * k + i);
-      for (int n = 0; n < 4; n++) acc[m][n] = vf_fma(v, w[n], acc[m][n]);
+      UNROLL for (int n = 0; n < 4; n++) acc[m][n] = vf_fma(v, w[n], acc[m][n]);
     }
   }
   if (i < k) {
     const int part = (int)(k - i);
-    for (int m = 0; m < rows; m++) {
+    UNROLL for (int m = 0; m < rows; m++) {
       vf v = load_part(F32, xr + m * k, i, part);
-      for (int n = 0; n < 4; n++) acc[m][n] = vf_fma(v, load_part(kind, a->weight, at[n] + i, part), acc[m][n]);
+      UNROLL for (int n = 0; n < 4; n++) acc[m][n] = vf_fma(v, load_part(kind, a->weight, at[n] + i, part), acc[m][n]);
     }
   }
   const int64_t left = a->outputs - first;
-  for (int m = 0; m < rows; m++) {
+  UNROLL for (int m = 0; m < rows; m++) {
     float tile[4];
     vf_sum4(acc[m][0], acc[m][1], acc[m][2], acc[m][3], tile);
     finish(a, tile, row + m, first, left < 4 ? left : 4);
@@ -171,29 +170,23 @@ static void float_block_f16(const linear_args *a, const float *x, int64_t first)
 
 static int grouped_linear(const linear_args *a) {
   const int64_t k = a->inputs, groups = k / GROUP, blocks = (a->outputs + BLOCK - 1) / BLOCK;
-  const size_t each = (size_t)(k + groups * 8); /* bytes of a row: q, then scale and sum */
   const size_t rows = (size_t)a->rows;
-  char *memory = malloc(rows * (each + (size_t)k * sizeof(float)));
-  if (!memory) return -1;
-  rounded x = {.scale = (float *)memory + rows * (size_t)k};
-  x.sum = (int32_t *)(x.scale + a->rows * groups);
-  x.q = (int8_t *)(x.sum + a->rows * groups);
+  rounded *x = malloc(rows * ((size_t)groups * sizeof(rounded) + (size_t)k * sizeof(float)));
+  if (!x) return -1;
+  float *scratch = (float *)(x + a->rows * groups);
 #pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
   {
 #pragma omp for schedule(static)
-    for (int64_t m = 0; m < a->rows; m++) {
-      const float *row = prologue(a, m, (float *)memory + m * k);
-      round_row(row, x.q + m * k, x.scale + m * groups, x.sum + m * groups, groups);
-    }
+    for (int64_t m = 0; m < a->rows; m++) round_row(prologue(a, m, scratch + m * k), x + m, a->rows, groups);
     if (a->kind == INT4) {
 #pragma omp for schedule(static) nowait
-      for (int64_t b = 0; b < blocks; b++) grouped_block4(a, &x, b);
+      for (int64_t b = 0; b < blocks; b++) grouped_block4(a, x, b);
     } else {
 #pragma omp for schedule(static) nowait
-      for (int64_t b = 0; b < blocks; b++) grouped_block8(a, &x, b);
+      for (int64_t b = 0; b < blocks; b++) grouped_block8(a, x, b);
     }
   }
-  free(memory);
+  free(x);
   return 0;
 }
 
