@@ -48,4 +48,5 @@ def scan(decay: Tensor, update: Tensor, carry: Tensor) -> tuple[list[Tensor], Te
     for a, u in zip(decays, updates):
         before = torch.addcmul(u, a, before)
         states.append(before)
-    return states, before[:, -1]
+    last = before[:, -1]
+    return states, last.clone() if before.shape[1] > 1 else last  # a view would keep the other chunks' states alive

@@ -1,4 +1,4 @@
-"""MiniMax-Text-01: lightning attention, attention in every other layer or less, and experts; norms inside the stream."""
+"""MiniMax-Text-01: lightning attention, attention in some layers, and experts; norms inside the stream."""
 
 from __future__ import annotations
 

@@ -43,7 +43,8 @@ class Lightning:
     def fold(self, inputs: Tensor, carry: Carry, counts: Tensor) -> tuple[Tensor, Carry]:
         """q, k, v of each head, before their activation `[R, T, 3 * H * D]` -> `[R, T, H * D]`."""
         qkv = ops.activation(self.act)(inputs).unflatten(-1, (len(self.slope), 3, self.head_dim))
-        y, state = lightning(*qkv.unbind(-2), self.slope, carry[0], counts)
+        q, k, v = qkv.unbind(-2)  # [R, T, H, D]
+        y, state = lightning(q, k, v, self.slope, carry[0], counts)
         return y.flatten(-2), (state,)
 
     def __call__(
