@@ -41,6 +41,9 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
             parameter.data += 0.2 * noise
         else:
             parameter.data = noise * 0.6 / parameter.shape[-1] ** 0.5
+    for name, buffer in model.named_buffers():
+        if name.endswith(("e_score_correction_bias", "expert_bias")):  # what moves the choice of experts
+            buffer += 0.3 * torch.randn(buffer.shape, generator=generator)
 
 
 @lru_cache(maxsize=4)

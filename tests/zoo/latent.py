@@ -1,7 +1,56 @@
-"""Families of this kind, see `tests.zoo`."""
+"""Latent attention: latents narrower and wider than the heads, with and without a query latent, every routing."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-CASES: dict[str, Any] = {}
+
+def _config(name: str, **changes: Any) -> Any:
+    import transformers
+
+    sizes = {
+        "vocab_size": 99,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "moe_intermediate_size": 24,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "max_position_embeddings": 512,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "kv_lora_rank": 20,
+        "q_lora_rank": 12,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 12,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": None,
+    }
+    return getattr(transformers, name)(**{**sizes, **changes})
+
+
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64,
+    "beta_fast": 32.0, "beta_slow": 1.0,
+}  # fmt: skip
+
+CASES = {
+    "deepseek_v2": partial(_config, "DeepseekV2Config", topk_method="group_limited_greedy", routed_scaling_factor=3.0),
+    "deepseek_v2-greedy": partial(
+        _config, "DeepseekV2Config", q_lora_rank=None, kv_lora_rank=64, first_k_dense_replace=0, n_shared_experts=1,
+        attention_bias=True, tie_word_embeddings=True,
+        rope_parameters={**_YARN, "mscale": 0.7, "mscale_all_dim": 0.9},
+    ),
+    "deepseek_v3": partial(_config, "DeepseekV3Config"),
+    "deepseek_v3-yarn": partial(
+        _config, "DeepseekV3Config", q_lora_rank=None, kv_lora_rank=10, qk_nope_head_dim=8, v_head_dim=16,
+        n_group=1, topk_group=1, norm_topk_prob=False, first_k_dense_replace=2, rope_interleave=False,
+        rope_parameters={**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+}  # fmt: skip

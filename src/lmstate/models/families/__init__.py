@@ -13,6 +13,8 @@ from lmstate.models.weights.wrapped import TextPart
 FAMILIES = {
     "bamba": "bamba",
     "cohere2": "cohere2",
+    "deepseek_v2": "deepseek",
+    "deepseek_v3": "deepseek",
     "falcon_h1": "falcon_h1",
     "falcon_mamba": "mamba",
     "gemma2": "gemma",

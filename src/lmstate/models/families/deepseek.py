@@ -1,0 +1,141 @@
+"""DeepSeek-V2 (2405.04434) and V3 (2412.19437): latent attention, and experts chosen inside the best groups."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from lmstate.errors import ModelError
+from lmstate.models.decoder import Block, Model
+from lmstate.models.families.common import (
+    MOST,
+    Shape,
+    activation,
+    biases,
+    decoder,
+    expert_count,
+    experts,
+    mlp,
+    norm,
+)
+from lmstate.models.mixers.latent_attention import LatentAttention
+from lmstate.models.mlp import FeedForward
+from lmstate.models.moe import MixtureOfExperts, Router
+from lmstate.models.rope import Rope, make_rope, rope_fields
+from lmstate.models.weights.fields import Fields
+from lmstate.models.weights.weights import Weights
+from lmstate.ops import FloatWeight
+
+LATENT_EPS = 1e-6  # of the norms inside the attention, whatever the config says of the others
+
+
+def build(w: Weights) -> Model:
+    config, shape = w.config, Shape.of(w.config)
+    inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
+    rope_dim = config.int("qk_rope_head_dim", low=2, high=MOST)
+    rope = make_rope(config, rope_dim, interleaved=config.bool("rope_interleave", default=True))
+    count = expert_count(config)
+    dense = config.int("first_k_dense_replace", default=0)
+    every = config.int("moe_layer_freq", low=1, default=1)
+
+    def feed_forward(index: int, prefix: str) -> FeedForward:
+        if not count or index < dense or index % every:
+            return mlp(w, prefix, shape.hidden, inner, act)
+        width = config.int("moe_intermediate_size", low=1, high=MOST)
+        shared = config.int("n_shared_experts", high=MOST, default=0)
+        return MixtureOfExperts(
+            _router(w, f"{prefix}.gate", count, shape.hidden),
+            experts(w, f"{prefix}.experts", count, shape.hidden, width, act),
+            mlp(w, f"{prefix}.shared_experts", shape.hidden, width * shared, act) if shared else None,
+        )
+
+    def block(index: int) -> Block:
+        layer = f"model.layers.{index}"
+        return Block(
+            latent_attention(w, f"{layer}.self_attn", shape, rope, rope_dim, _scale(config)),
+            feed_forward(index, f"{layer}.mlp"),
+            norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps),
+            norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps),
+        )
+
+    # Layers past the last one are heads for multi-token prediction.
+    drafts = config.int("num_nextn_predict_layers", high=64, default=0)
+    return decoder(
+        w, shape, block, ignore=tuple(f"model.layers.{shape.layers + extra}.*" for extra in range(drafts))
+    )  # fmt: skip
+
+
+def latent_attention(
+    w: Weights, prefix: str, shape: Shape, rope: Rope | None, rope_dim: int, scale: float
+) -> LatentAttention:
+    """Latent attention under DeepSeek's names: `q_proj`, or `q_a_proj` and `q_b_proj`; `kv_a_proj_with_mqa`, ..."""
+    config = w.config
+    latent = config.int("kv_lora_rank", low=1, high=MOST)
+    nope = config.int("qk_nope_head_dim", low=1, high=MOST)
+    value = config.int("v_head_dim", low=1, high=MOST)
+    query_latent = config.int("q_lora_rank", low=1, high=MOST, default=None)
+    query = shape.heads * (nope + rope_dim)
+    first = "q_proj" if query_latent is None else "q_a_proj"
+    width = query_latent or query
+    up = w.tensor(f"{prefix}.kv_b_proj.weight", (shape.heads * (nope + value), latent))
+    up = up.to(w.dtype).view(shape.heads, nope + value, latent)
+    # The plain query projection has no bias where that of the latent may have one.
+    down_bias = biases(w, f"{prefix}.kv_a_proj_with_mqa.bias")
+    if down_bias is not None:
+        query_bias = w.tensor(f"{prefix}.{first}.bias", (width,), optional=True)
+        down_bias = torch.cat([down_bias.new_zeros(width) if query_bias is None else query_bias, down_bias])
+    return LatentAttention(
+        w.linear(
+            f"{prefix}.{first}.weight", f"{prefix}.kv_a_proj_with_mqa.weight",
+            shape=(width + latent + rope_dim, shape.hidden),
+        ),
+        up[:, :nope].contiguous(),
+        up[:, nope:].mT.contiguous(),
+        w.linear(f"{prefix}.o_proj.weight", shape=(shape.hidden, shape.heads * value)),
+        norm(w, f"{prefix}.kv_a_layernorm.weight", latent, LATENT_EPS),
+        rope_dim,
+        scale,
+        rope,
+        None if query_latent is None else norm(w, f"{prefix}.q_a_layernorm.weight", query_latent, LATENT_EPS),
+        None if query_latent is None else w.linear(f"{prefix}.q_b_proj.weight", shape=(query, query_latent)),
+        down_bias,
+        w.tensor(f"{prefix}.o_proj.bias", optional=True),
+    )  # fmt: skip
+
+
+def _scale(config: Fields) -> float:
+    """Of the scores: by the width of a key, and sharper where yarn stretched the positions."""
+    width = config.int("qk_nope_head_dim", low=1, high=MOST) + config.int("qk_rope_head_dim", low=2, high=MOST)
+    rope = rope_fields(config)
+    over = rope.float("mscale_all_dim", default=0.0)
+    factor = rope.float("factor", low=1e-6, default=1.0)
+    if rope.str("rope_type") == "default" or not over or factor <= 1.0:
+        return width**-0.5
+    return width**-0.5 * (0.1 * over * math.log(factor) + 1.0) ** 2
+
+
+def _router(w: Weights, prefix: str, count: int, hidden: int) -> Router:
+    config = w.config
+    gate = FloatWeight(w.tensor(f"{prefix}.weight", (count, hidden)))
+    top_k = config.int("num_experts_per_tok", low=1, high=count)
+    scale = config.float("routed_scaling_factor", default=1.0)
+    groups = config.int("n_group", low=1, high=count, default=1)
+    kept = config.int("topk_group", low=1, high=groups, default=groups)
+    if count % groups or top_k > kept * (count // groups):
+        raise ModelError(f"{top_k} of {count} experts cannot be chosen from {kept} of {groups} groups")
+    if config.str("model_type") == "deepseek_v2":
+        method = config.str("topk_method", allowed=("greedy", "group_limited_greedy"), default="greedy")
+        grouped = method == "group_limited_greedy"
+        return Router(gate, top_k, scale=scale, groups=groups if grouped else 1, kept_groups=kept if grouped else 1)
+    return Router(
+        gate,
+        top_k,
+        "sigmoid",
+        normalise=config.bool("norm_topk_prob", default=True),
+        scale=scale,
+        correction=w.tensor(f"{prefix}.e_score_correction_bias", (count,)),
+        groups=groups,
+        kept_groups=kept,
+        group_score="two best",
+    )

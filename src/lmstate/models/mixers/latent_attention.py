@@ -1,0 +1,111 @@
+"""Multi-head latent attention (DeepSeek-V2, 2405.04434): keys and values are projections of one small stored latent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lmstate import ops
+from lmstate.models.rope import Rope
+from lmstate.ops import Norm, Weight
+from lmstate.state import LatentState, LayerState, Layout, Step
+
+EXPANDED = 1 << 25
+"""Numbers of expanded keys and values that exist at a time."""
+
+
+@dataclass(eq=False)
+class LatentAttention:
+    """Attention of H heads whose keys are `[key_up[h] @ c ; r]` and values `c @ value_up[h]`, of a stored c and r.
+
+    Few new tokens attend to the latents: `key_up` goes into the query and `value_up` into the output, and nothing is
+    expanded. Many new tokens cost less with keys and values expanded for the length of the call; which is cheaper is
+    counted, see `_expands`. `rope` None: the layer knows no positions, and r is a key like others.
+    """
+
+    down: Weight  # [Q + Lat + Dr, E]: query (or its latent), latent, rope key
+    key_up: Tensor  # [H, Dn, Lat] in the dtype of large products
+    value_up: Tensor  # [H, Lat, Dv]
+    out: Weight  # [E, H * Dv]
+    latent_norm: Norm
+    rope_dim: int
+    scale: float
+    rope: Rope | None = None
+    q_norm: Norm | None = None
+    q_up: Weight | None = None  # [H * (Dn + Dr), Q]; None: `down` gives the query itself
+    down_bias: Tensor | None = None
+    out_bias: Tensor | None = None
+
+    @property
+    def kind(self) -> str:
+        return "latent"
+
+    @property
+    def latent_dim(self) -> int:
+        return self.key_up.shape[2]
+
+    def new_state(self, layout: Layout) -> LayerState:
+        shift = self.rope.shift if self.rope is not None else None
+        return LatentState(layout, self.latent_dim, self.rope_dim, shift=shift)
+
+    def __call__(
+        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        assert isinstance(memory, LatentState)
+        heads, nope, latent_dim = self.key_up.shape
+        projected = ops.linear(x, self.down, self.down_bias, norm=norm)
+        query_width = projected.shape[-1] - latent_dim - self.rope_dim
+        q, latent, rope_key = projected.split([query_width, latent_dim, self.rope_dim], dim=-1)
+        if self.q_up is not None:
+            q = ops.linear(q if self.q_norm is None else ops.norm(q, self.q_norm), self.q_up)
+        q_nope, q_rope = q.unflatten(-1, (heads, -1)).split(
+            [nope, self.rope_dim], dim=-1
+        )  # [R, T, H, Dn], [R, T, H, Dr]
+        if self.rope is not None:
+            cos, sin = self.rope.tables(step)
+            q_rope = ops.rope(q_rope, cos, sin, self.rope.interleaved)
+            rope_key = ops.rope(rope_key[:, :, None], cos, sin, self.rope.interleaved)[:, :, 0]
+        memory.store(ops.norm(latent, self.latent_norm), rope_key, step)
+        attend = self._expanded if self._expands(step) else self._absorbed
+        return ops.linear(attend(q_nope, q_rope, memory, step), self.out, self.out_bias, residual=residual)
+
+    def _absorbed(self, q_nope: Tensor, q_rope: Tensor, memory: LatentState, step: Step) -> Tensor:
+        """Attention over the latents as they are stored -> `[R, T, H * Dv]`."""
+        q_latent = _by_head(q_nope, self.key_up)  # [R, T, H, Lat]
+        seen = memory.attend(q_latent, q_rope, step, scale=self.scale)
+        return _by_head(seen, self.value_up).flatten(-2)
+
+    def _expanded(self, q_nope: Tensor, q_rope: Tensor, memory: LatentState, step: Step) -> Tensor:
+        """The same over keys `[R, H, S, Dn + Dr]` and values, made for some heads at a time -> `[R, T, H * Dv]`."""
+        latent, rope_key = (part.to(self.key_up.dtype)[:, None] for part in memory.stored(step))  # [R, 1, S, ...]
+        query = torch.cat([q_nope, q_rope], dim=-1)
+        per_head = latent[..., 0].numel() * (query.shape[-1] + self.value_up.shape[2])
+        size = max(1, EXPANDED // max(per_head, 1))
+        seen = []
+        for first in range(0, query.shape[2], size):
+            some = slice(first, first + size)
+            nope = latent @ self.key_up[some].mT  # [R, h, S, Dn]
+            keys = torch.cat([nope, rope_key.expand(-1, nope.shape[1], -1, -1)], dim=-1)
+            values = latent @ self.value_up[some]  # [R, h, S, Dv]
+            seen.append(
+                ops.attend(query[:, :, some], keys, values, step.starts_t, step.counts_t, scale=self.scale)
+            )  # fmt: skip
+        return torch.cat(seen, dim=2).flatten(-2)
+
+    def _expands(self, step: Step) -> bool:
+        """Whether expanding takes fewer multiplications: of every stored token once, but fewer a query and token."""
+        _, nope, latent = self.key_up.shape
+        value, width, end = self.value_up.shape[2], step.width, max(step.ends, default=0)
+        projections = latent * (nope + value)
+        absorbed = width * (end * (2 * latent + self.rope_dim) + projections)
+        expanded = end * (width * (nope + self.rope_dim + value) + projections)
+        return expanded < absorbed
+
+
+def _by_head(x: Tensor, matrices: Tensor) -> Tensor:
+    """x float32 `[R, T, H, A]`, matrices `[H, A, B]` -> float32 `[R, T, H, B]`."""
+    rows, width, heads, _ = x.shape
+    product = x.to(matrices.dtype).flatten(0, 1).transpose(0, 1) @ matrices  # [H, R * T, B]
+    return product.transpose(0, 1).reshape(rows, width, heads, -1).float()

@@ -1,0 +1,42 @@
+"""The state of latent attention: what keys and values are made of, instead of them (DeepSeek-V2, 2405.04434)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from lmstate import ops
+from lmstate.ops.latent_attend import latent_attend
+from lmstate.state.layer import Layout
+from lmstate.state.slots import SlotState
+from lmstate.state.step import Step
+
+
+class LatentState(SlotState):
+    """Compressed latents `[R, S, Lat]` and the rope key that all heads share, `[R, S, Dr]`, in slots."""
+
+    kind = "latent"
+    what = "latents and rope keys"
+
+    def __init__(
+        self, layout: Layout, latent_dim: int, rope_dim: int, *, shift: Callable[[Tensor, int], Tensor] | None = None
+    ):
+        """`shift(keys [K, S, Dr], delta)` rotates rope keys as if each had stood `delta` positions farther on."""
+        self.shift = shift
+        super().__init__(layout, {"latent": (latent_dim,), "rope": (rope_dim,)}, span=None)
+
+    def store(self, latent: Tensor, rope_key: Tensor, step: Step) -> None:
+        """Store the new tokens' latents `[R, T, Lat]` and rotated rope keys `[R, T, Dr]`."""
+        held = (self.buffers["latent"][:, None], self.buffers["rope"][:, None])  # one "head" each
+        ops.append(latent[:, :, None], rope_key[:, :, None], *held, step.starts_t, step.counts_t)
+
+    def stored(self, step: Step) -> tuple[Tensor, Tensor]:
+        """Latents `[R, S', Lat]` and rope keys `[R, S', Dr]` of all positions up to the step's end, position p at p."""
+        end = max(step.ends, default=0)
+        return self.buffers["latent"][:, :end], self.buffers["rope"][:, :end]
+
+    def attend(self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float) -> Tensor:
+        """Attend to the latents themselves: q `[R, T, H, Lat]` and `[R, T, H, Dr]` -> float32 `[R, T, H, Lat]`."""
+        latent, rope_key = self.buffers["latent"], self.buffers["rope"]
+        return latent_attend(q_latent, q_rope, latent, rope_key, step.starts_t, step.counts_t, scale=scale)
