@@ -151,7 +151,7 @@ def test_spaces_survive_skipped_special_tokens():
 
 
 def bpe_metadata(pre, **changes):
-    alphabet = list("abcdefghijklmnopqrstuvwxyz0123456789ĠĊ!'.,") + ["ab", "12", "Ġa", "<|end|>", "<|bos|>"]
+    alphabet = [*"abcdefghijklmnopqrstuvwxyz0123456789ĠĊ!'.,", "ab", "12", "Ġa", "<|end|>", "<|bos|>"]
     metadata = {"model": "gpt2", "pre": pre, "tokens": alphabet, "merges": ["a b", "1 2", "Ġ a"]}
     metadata |= {"token_type": [1] * (len(alphabet) - 2) + [3, 3], "eos_token_id": 0}
     metadata |= {"bos_token_id": len(alphabet) - 1} | changes

@@ -121,6 +121,18 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path):
     build(Weights(open_cached(path, tmp_path / "cache"), cache=tmp_path / "cache"))
 
 
+def test_kept_matrices_begin_on_a_cache_line_and_other_readers_read_them(tmp_path):
+    from safetensors.torch import load_file
+
+    path, cache = ggufs.write(tmp_path / "a.gguf", tensors=ggufs.llama_tensors(quantised("Q4_1"))), tmp_path / "cache"
+    build(Weights(open_cached(path, cache), cache=cache))
+    again = build(Weights(open_cached(path, cache), cache=cache))
+    assert again["o0"].tensors()["packed"].data_ptr() % 64 == 0
+    (file,) = cache.glob("*/auto-*.safetensors")
+    kept = load_file(file)["model.layers.0.self_attn.o_proj.weight#packed"]
+    assert torch.equal(kept, again["o0"].tensors()["packed"])
+
+
 def test_nothing_is_left_beside_the_cache_files(tmp_path):
     path, cache = ggufs.write(tmp_path / "a.gguf", tensors=ggufs.llama_tensors(quantised("Q4_1"))), tmp_path / "cache"
     build(Weights(open_cached(path, cache), cache=cache))

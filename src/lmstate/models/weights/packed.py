@@ -11,11 +11,13 @@ import contextlib
 import json
 import os
 import shutil
+import struct
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lmstate.errors import ModelError
@@ -23,10 +25,12 @@ from lmstate.models.weights.gguf_source import GgufSource
 from lmstate.models.weights.jsonfile import read_object
 from lmstate.models.weights.mapped import fingerprint
 from lmstate.models.weights.source import Source, TokenizerFiles, open_source
-from lmstate.models.weights.tensorfile import TensorFile
+from lmstate.models.weights.tensorfile import DTYPES, TensorFile
 from lmstate.ops.weight import Weight
 
-FORMAT = 1  # of everything in the cache; raise it when a file's meaning changes, and old ones are made again
+FORMAT = 2  # of everything in the cache; raise it when a file's meaning changes, and old ones are made again
+LINE = 64  # bytes of a cache line
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SPARE_BYTES = 2**30  # leave this many bytes of the disk free
 
 
@@ -130,11 +134,20 @@ def _open(path: Path) -> TensorFile | None:
 
 
 def _save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    from safetensors.torch import save_file
-
-    host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    with _whole(path) as beside:
-        save_file(host, beside, metadata)
+    """A safetensors file whose data begin on a cache line, those with whole lines first: kernels read it as it lies."""
+    ordered = sorted(tensors.items(), key=lambda item: (-(item[1].nbytes & -item[1].nbytes), item[0]))
+    header: dict[str, Any] = {"__metadata__": metadata}
+    reached = 0
+    for name, tensor in ordered:
+        offsets = [reached, reached + tensor.nbytes]
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        reached = offsets[1]
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % LINE)
+    with _whole(path) as beside, beside.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for _, tensor in ordered:
+            file.write(memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))
 
 
 @contextlib.contextmanager
