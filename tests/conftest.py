@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--interleavings", type=int, default=200, help="random interleavings of each layer kind")

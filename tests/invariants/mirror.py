@@ -5,10 +5,9 @@ The oracle is recomputation: the model's plain forward over what a row should ho
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -69,13 +68,15 @@ class Mirror:
 
     # ---- what must hold
 
-    def check(self) -> None:
+    def check(self, probe: bool = True) -> None:
         """Lengths, tokens, bytes, and the logits of a probe on every row that is then forgotten again."""
         state = self.state
         assert state.lengths == [len(row) for row in self.rows]
         assert [state.tokens(row) for row in range(state.rows)] == self.rows
         assert state.pending == [0] * state.rows
         assert sum(state.memory().values()) == bytes_held(state)
+        if not probe:
+            return
         probed = self.model([PROBE] * state.rows, state, logits="all", commit=False)
         state.discard()
         for index, row in enumerate(self.rows):
@@ -128,13 +129,12 @@ def failing_layer(model: lmstate.Model, index: int, *, after: bool) -> Iterator[
     """Layer `index` raises, before or after it has run."""
     block = model.blocks[index]
 
-    class Failing(Block):
-        def __call__(self, *args: Any) -> Tensor:
-            if after:
-                block(*args)
-            raise Fault
+    def fail(*args: Any) -> Tensor:
+        if after:
+            block(*args)
+        raise Fault
 
-    model.blocks[index] = Failing(**{f.name: getattr(block, f.name) for f in dataclasses.fields(block)})
+    model.blocks[index] = cast(Block, fail)
     try:
         yield
     finally:

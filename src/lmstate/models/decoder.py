@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -14,6 +15,7 @@ from lmstate.errors import StateError
 from lmstate.models.fingerprint import fingerprint
 from lmstate.models.mixers.mixer import Mixer
 from lmstate.models.mlp import FeedForward
+from lmstate.models.rope import Rope
 from lmstate.ops import Norm, Weight
 from lmstate.state import LayerState, Layout, State, Step
 
@@ -122,11 +124,13 @@ class Model:
         return State(layers, layout, vocab_size=vocab, fingerprint=lambda: self.fingerprint, regime=self._regime)
 
     def _regime(self, horizon: int) -> int:
-        return max((rope.regime(horizon) for rope in self._ropes), default=0)
+        return max((rope.regime(horizon) for rope in self._stretching), default=0)
 
-    @property
-    def _ropes(self) -> list[Any]:
-        return [rope for block in self.blocks if (rope := getattr(block.mixer, "rope", None)) is not None]
+    @cached_property
+    def _stretching(self) -> list[Rope]:
+        """The ropes whose frequencies depend on the length of the text."""
+        ropes = [getattr(block.mixer, "rope", None) for block in self.blocks]
+        return [rope for rope in ropes if isinstance(rope, Rope) and rope.native is not None]
 
     # ---- forward
 

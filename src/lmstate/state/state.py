@@ -119,6 +119,7 @@ class State:
         if self._pending is not None and self._pending.logits is not None:
             logits[self._pending.logits.data_ptr()] = self._pending.logits.nbytes
         marks = {t.data_ptr(): t.nbytes for row in self._rows for mark in row.marks for t in mark.tensors()}
+        marks = {pointer: size for pointer, size in marks.items() if pointer not in logits}
         for name, sizes in (("logits", logits), ("marks", marks)):
             if sizes:
                 held[name] = sum(sizes.values())
@@ -243,13 +244,16 @@ class State:
         return to - base
 
     def mark(self, row: int) -> None:
-        """Keep a checkpoint of a row here, to rewind to at no cost. A row keeps the last 8."""
+        """Keep a checkpoint of a row here, to rewind to later. A row keeps the last 8.
+
+        Queued tokens are not part of it: a rewind to here computes them, as the next call would.
+        """
         self._refuse_pending("mark", row)
         own = self._row(row)
-        if own.cached < len(own.tokens) or any(mark.at == own.cached for mark in own.marks):
-            return  # nothing to keep yet: the layers are not there
         layers = {i: layer.capture(row, own.cached) for i, layer in enumerate(self.layers) if layer.forgets}
-        own.marks = [*own.marks, Mark(own.cached, layers, own.logits)][-MARKS:]
+        logits = own.logits if own.cached == len(own.tokens) else None
+        others = [mark for mark in own.marks if mark.at != own.cached]
+        own.marks = [*others, Mark(own.cached, layers, logits)][-MARKS:]
 
     def select(self, rows: Sequence[int | None]) -> None:
         """Make a new batch: row i is a copy of the old row `rows[i]`, or empty for None. Rows not named are dropped."""

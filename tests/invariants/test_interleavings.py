@@ -1,0 +1,165 @@
+"""Random interleavings of all that can be done to a state, on every layer kind, against recomputation from scratch.
+
+`pytest --interleavings N` runs N of them a kind instead of the 200 that belong to the suite.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+import lmstate
+from tests.invariants.mirror import Fault, Mirror, failing_layer, failing_method
+from tests.zoo import ours, text
+
+# One small model for each way to remember: the zoo's cases that mix kinds as published models do.
+KINDS = {
+    "attention": "llama",
+    "window": "mistral",
+    "stretched rope": "llama-longrope",
+    "latent": "deepseek_v3",
+    "gated delta": "qwen3_next",
+    "channel-gated delta": "kimi_linear",
+    "Mamba-2": "mamba2",
+    "Mamba-1": "mamba",
+    "parallel": "falcon_h1",
+    "convolution": "lfm2",
+    "RG-LRU": "recurrent_gemma",
+    "lightning": "minimax",
+}
+OPERATIONS = 30
+MOST = 100  # tokens of a row; it is rewound once it is longer
+
+ROWS = st.integers(0, 2)
+WIDTHS = st.lists(st.sampled_from([0, 0, 1, 1, 2, 3, 5, 9, 20]), min_size=3, max_size=3)
+OPERATION = st.one_of(
+    st.tuples(st.just("extend"), WIDTHS, st.sampled_from(["last", "all", "none"])),
+    st.tuples(st.just("draft"), WIDTHS, st.tuples(*[st.floats(0, 1)] * 3)),
+    st.tuples(st.just("discard"), WIDTHS),
+    st.tuples(st.just("near"), ROWS, st.floats(0, 1)),
+    st.tuples(st.just("far"), ROWS, st.floats(0, 1)),
+    st.tuples(st.just("aside"), ROWS, st.floats(0, 1), st.integers(1, 9)),
+    st.tuples(st.just("mark"), ROWS),
+    st.tuples(st.just("queue"), ROWS, st.integers(1, 4)),
+    st.tuples(st.just("select"), st.lists(st.one_of(st.none(), ROWS), min_size=3, max_size=3)),
+    st.tuples(st.just("snapshot"), ROWS),
+    st.tuples(st.just("restore"), ROWS, st.booleans()),
+    st.tuples(st.just("fail"), WIDTHS, st.floats(0, 1), st.booleans()),
+)
+
+
+class Run:
+    """Does each operation to a mirror, with ids that never repeat."""
+
+    def __init__(self, case: str, rewind: int):
+        self.mirror = Mirror(ours(case), rows=3, rewind=rewind)
+        self.rewind = rewind
+        self.kept: tuple[lmstate.Snapshot, list[int]] | None = None
+        self.fed = 0
+
+    def ids(self, width: int) -> list[int]:
+        self.fed += 1
+        return text(width, seed=self.fed)[0].tolist()
+
+    def extend(self, widths: list[int], logits: str) -> None:
+        self.mirror.extend([self.ids(width) for width in widths], logits)
+
+    def draft(self, widths: list[int], accepted: tuple[float, ...]) -> None:
+        counts = [round(part * width) for part, width in zip(accepted, widths)]
+        self.mirror.draft([self.ids(width) for width in widths], counts)
+
+    def discard(self, widths: list[int]) -> None:
+        self.mirror.model([self.ids(width) for width in widths], self.mirror.state, commit=False)
+        self.mirror.state.discard()
+
+    def near(self, row: int, part: float) -> None:
+        length = len(self.mirror.rows[row])
+        self.mirror.rewind(row, length - round(part * min(length, self.rewind)))
+
+    def far(self, row: int, part: float) -> None:
+        to = round(part * len(self.mirror.rows[row]))
+        cost = self.mirror.state.rewind_cost(row, to)
+        assert 0 <= cost <= to
+        self.mirror.rewind(row, to)
+
+    def aside(self, row: int, part: float, width: int) -> None:
+        """Rewind a row while the others have pending tokens, then accept some of those."""
+        mirror = self.mirror
+        new = [[] if index == row else self.ids(width) for index in range(3)]
+        mirror.model(new, mirror.state, commit=False, logits="all")
+        self.far(row, part)
+        n = width // 2
+        mirror.state.commit([0 if index == row else n for index in range(3)])
+        for own, ids in zip(mirror.rows, new):
+            own += ids[:n]
+
+    def mark(self, row: int) -> None:
+        self.mirror.state.mark(row)
+
+    def queue(self, row: int, width: int) -> None:
+        ids = self.ids(width)
+        self.mirror.state.queue(row, ids)
+        self.mirror.rows[row] += ids
+
+    def select(self, rows: list[int | None]) -> None:
+        self.mirror.select(rows)
+
+    def snapshot(self, row: int) -> None:
+        self.kept = (self.mirror.state.snapshot(row), list(self.mirror.rows[row]))
+
+    def restore(self, row: int, through_disk: bool) -> None:
+        if self.kept is None:
+            return
+        snapshot, tokens = self.kept
+        if through_disk:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "row.lmstate"
+                snapshot.save(path)
+                snapshot = lmstate.Snapshot.load(path)
+        self.mirror.restore(row, snapshot, tokens)
+
+    def fail(self, widths: list[int], where: float, after: bool) -> None:
+        mirror = self.mirror
+        ids = [self.ids(width + 1) for width in widths]
+        index = int(where * (len(mirror.model.blocks) - 1))
+        with failing_layer(mirror.model, index, after=after), pytest.raises(Fault):
+            mirror.model(ids, mirror.state)
+        layer = mirror.state.layers[index]
+        with failing_method(layer, "select"), pytest.raises(Fault):
+            mirror.state.select([2, 1, 0])
+        with failing_method(layer, "reserve"), pytest.raises(Fault):
+            mirror.model(ids, mirror.state)
+        if any(mirror.rows):
+            row = max(range(3), key=lambda r: len(mirror.rows[r]))
+            snapshot = mirror.state.snapshot(row)
+            with failing_method(layer, "restore"), pytest.raises(Fault):
+                mirror.state.restore(row, snapshot)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_interleaving_equals_recomputation(kind: str, request: pytest.FixtureRequest) -> None:
+    @settings(
+        max_examples=request.config.getoption("--interleavings"),
+        deadline=None,
+        derandomize=True,
+        phases=[Phase.generate],  # shrinking thirty operations on real models takes longer than reading them
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(
+        operations=st.lists(OPERATION, min_size=OPERATIONS, max_size=OPERATIONS),
+        rewind=st.sampled_from([0, 3, 16]),
+    )
+    def interleave(operations: list[tuple], rewind: int) -> None:
+        run = Run(KINDS[kind], rewind)
+        for turn, (name, *arguments) in enumerate(operations):
+            getattr(run, name)(*arguments)
+            for row, tokens in enumerate(run.mirror.rows):
+                if len(tokens) > MOST:
+                    run.far(row, 0.3)
+            run.mirror.check(probe=turn % 3 == 2)
+
+    interleave()
