@@ -147,7 +147,7 @@ def _save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     with _whole(path) as beside, beside.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for _, tensor in ordered:
-            file.write(memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))
+            file.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 @contextlib.contextmanager
