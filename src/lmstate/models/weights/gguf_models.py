@@ -6,10 +6,11 @@ the conversions undone here are those of llama.cpp's convert_hf_to_gguf.py.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from lmstate.errors import ModelError
 from lmstate.models.weights.fields import Fields
@@ -41,6 +42,9 @@ STANDARD = {**ATTENTION, **MLP, **PRE_NORMS}
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 Extra = Callable[[Fields, str, dict[str, Any], dict[str, TensorPlace]], None]
+Change = Literal["convolution", "vector", "decay", "decay vector"]
+"""What the converter made of a tensor: it took the middle axis out of a convolution's taps [F, 1, C], it gave a vector
+another shape, it stored -exp(A_log) for A_log, or both of these."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,9 @@ class Architecture:
 
     `layer`: GGUF name inside a block -> Hugging Face name inside a layer, without `.weight`/`.bias`.
     `paired`: the converter reordered rows of q and k from halves to neighbouring pairs, for ggml's rope.
+    `whole`: the same as `layer` for names whose endings differ, with them. `outside`: the tensors outside of blocks.
+    `layers`: what comes before a layer's number. `changed`: end of a Hugging Face name -> what the converter changed.
+    `hybrid`: not every layer has attention or a feed-forward part; their counts may be 0.
     `extra(metadata, prefix, config, tensors)` adds what only this architecture has to the config.
     """
 
@@ -57,19 +64,32 @@ class Architecture:
     layer: dict[str, str] = field(default_factory=lambda: STANDARD)
     paired: bool = False
     extra: Extra | None = None
+    whole: dict[str, str] = field(default_factory=dict)
+    outside: dict[str, str] = field(default_factory=lambda: OUTSIDE)
+    layers: str = "model.layers"
+    changed: dict[str, Change] = field(default_factory=dict)
+    hybrid: bool = False
 
 
 @dataclass(frozen=True)
 class Located:
-    """Where a Hugging Face tensor lies in a GGUF file: a tensor, one expert of it, and how its rows were reordered."""
+    """Where a Hugging Face tensor lies in a GGUF file: a tensor, one expert of it, and what was done to it."""
 
     place: TensorPlace
     expert: int | None = None
     paired_heads: int | None = None
+    change: Change | None = None
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        return self.place.shape if self.expert is None else self.place.shape[1:]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.place.shape if self.expert is None else self.place.shape[1:]
+        shape = self.stored_shape
+        if self.change == "convolution":
+            return (*shape[:-1], 1, shape[-1])
+        return (math.prod(shape),) if self.change in ("vector", "decay vector") else shape
 
 
 def _llama(metadata: Fields, prefix: str, config: dict[str, Any], tensors: dict[str, TensorPlace]) -> None:
@@ -162,16 +182,17 @@ def config_of(contents: GgufContents, rope_factors: dict[str, list[float]], wher
     if len(embedding) != 2 or embedding[1] != hidden:
         raise ModelError(f"{where}: its embedding has the shape {embedding} and its metadata say a width of {hidden}")
     layers = metadata.int(f"{prefix}.block_count", 1, MOST_LAYERS)
-    heads = _same_everywhere(metadata, f"{prefix}.attention.head_count", layers, None)
+    least = 0 if arch.hybrid else 1
+    heads = _same_everywhere(metadata, f"{prefix}.attention.head_count", layers, None, least)
     config: dict[str, Any] = {
         "model_type": arch.model_type,
         "architectures": [arch.class_name],
         "hidden_size": hidden,
         "num_hidden_layers": layers,
-        "intermediate_size": _same_everywhere(metadata, f"{prefix}.feed_forward_length", layers, None),
+        "intermediate_size": _same_everywhere(metadata, f"{prefix}.feed_forward_length", layers, None, least),
         "num_attention_heads": heads,
-        "num_key_value_heads": _same_everywhere(metadata, f"{prefix}.attention.head_count_kv", layers, heads),
-        "head_dim": metadata.int(f"{prefix}.attention.key_length", 1, MOST_WIDTH, default=hidden // heads),
+        "num_key_value_heads": _same_everywhere(metadata, f"{prefix}.attention.head_count_kv", layers, heads, least),
+        "head_dim": metadata.int(f"{prefix}.attention.key_length", 1, MOST_WIDTH, default=hidden // max(heads, 1)),
         "hidden_act": "silu",
         "rms_norm_eps": metadata.float(f"{prefix}.attention.layer_norm_rms_epsilon", 0.0, 1.0),
         "max_position_embeddings": metadata.int(f"{prefix}.context_length", 1),
@@ -194,16 +215,19 @@ def config_of(contents: GgufContents, rope_factors: dict[str, list[float]], wher
     return config
 
 
-def _same_everywhere(metadata: Fields, name: str, layers: int, default: int | None) -> int:
-    """A number that GGUF may give once or per layer; the architectures here need it to be the same in all."""
+def _same_everywhere(metadata: Fields, name: str, layers: int, default: int | None, least: int) -> int:
+    """A number that GGUF may give once or per layer; it must be the same in all layers that have any (if `least` is 0).
+
+    0 if none has.
+    """
     if isinstance(metadata.get(name), list):
-        values = metadata.ints(name, layers, 1, MOST_WIDTH)
-        if len(set(values)) != 1:
+        values = set(metadata.ints(name, layers, least, MOST_WIDTH)) - {0}
+        if len(values) > 1:
             raise ModelError(f"{metadata.where} has {name!r} differ from layer to layer, which lmstate cannot run")
-        return values[0]
+        return values.pop() if values else 0
     if default is None:
-        return metadata.int(name, 1, MOST_WIDTH)
-    return metadata.int(name, 1, MOST_WIDTH, default=default)
+        return metadata.int(name, least, MOST_WIDTH)
+    return metadata.int(name, least, MOST_WIDTH, default=default)
 
 
 def _rope_scaling(
@@ -257,20 +281,28 @@ def locate(contents: GgufContents, config: dict[str, Any], where: str) -> dict[s
     for name, place in contents.tensors.items():
         if name in ROPE_TENSORS:
             continue
-        match = re.fullmatch(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)", name)
-        inside = arch.layer.get(match[2]) if match else None
+        match = re.fullmatch(r"blk\.(\d{1,5})\.((\w+?)(?:\.(weight|bias))?)", name)
+        inside = _inside(arch, match[2], match[3], match[4]) if match else None
         if match is None or inside is None:
-            found[OUTSIDE.get(name, name)] = Located(place)
+            found[arch.outside.get(name, name)] = Located(place)
             continue
-        full = f"model.layers.{int(match[1])}.{inside}.{match[3]}"
-        paired = heads.get(match[2])
+        full = f"{arch.layers}.{int(match[1])}.{inside}"
+        change = next((change for end, change in arch.changed.items() if full.endswith(end)), None)
+        paired = heads.get(match[3])
         if paired is not None and place.shape[0] % (2 * paired):
             raise ModelError(f"{where}: tensor {name!r} has {place.shape[0]} rows, which {paired} heads cannot share")
         if "{expert}" not in full:
-            found[full] = Located(place, paired_heads=paired)
+            found[full] = Located(place, paired_heads=paired, change=change)
             continue
         if len(place.shape) != 3 or place.shape[0] != config.get("num_experts"):
             raise ModelError(f"{where}: tensor {name!r} has the shape {place.shape}, not one matrix per expert")
         for expert in range(place.shape[0]):
             found[full.format(expert=expert)] = Located(place, expert)
     return found
+
+
+def _inside(arch: Architecture, whole: str, stem: str, ending: str | None) -> str | None:
+    """The name inside a Hugging Face layer of a tensor inside a block; None if the table does not know it."""
+    if whole in arch.whole:
+        return arch.whole[whole]
+    return f"{arch.layer[stem]}.{ending}" if ending is not None and stem in arch.layer else None

@@ -56,7 +56,7 @@ class GgufSource:
 
     def read(self, name: str) -> Tensor | GroupedQuant:
         located = self._tensors[name]
-        place, shape = located.place, located.shape
+        place, shape = located.place, located.stored_shape
         offset = (
             place.start if located.expert is None else place.start + place.nbytes // place.shape[0] * located.expert
         )
@@ -70,10 +70,21 @@ class GgufSource:
             _check_finite(numbers, name, self.path)
             if isinstance(numbers, Tensor) or len(shape) != 2:
                 numbers = (numbers if isinstance(numbers, Tensor) else numbers.dequantize()).view(shape)
+        if located.change is not None:
+            return self._undone(numbers, located, name)
         if located.paired_heads is None:
             return numbers
         order = _halves_from_pairs(shape[0], located.paired_heads)
         return numbers.rows(order) if isinstance(numbers, GroupedQuant) else numbers[order]
+
+    def _undone(self, numbers: Tensor | GroupedQuant, located: Located, name: str) -> Tensor:
+        """A small tensor as it was before the converter changed it."""
+        whole = numbers.dequantize() if isinstance(numbers, GroupedQuant) else numbers
+        if located.change in ("decay", "decay vector"):
+            if not bool((whole < 0).all()):
+                raise ModelError(f"{self.path} is damaged: the rates of decay in {name!r} must be negative")
+            whole = whole.float().neg().log()
+        return whole.reshape(located.shape)
 
     def key(self) -> str:
         return fingerprint([self.path])
@@ -84,7 +95,7 @@ class GgufSource:
     def remember(self) -> dict[str, Any]:
         """What `recall` needs, as JSON values: everything but the tokenizer."""
         tensors = {
-            name: [at.place.start, list(at.place.shape), at.place.format, at.expert, at.paired_heads]
+            name: [at.place.start, list(at.place.shape), at.place.format, at.expert, at.paired_heads, at.change]
             for name, at in self._tensors.items()
         }
         return {"config": self.config, "generation": self.generation, "tensors": tensors}
@@ -92,8 +103,8 @@ class GgufSource:
     @classmethod
     def recall(cls, path: Path, memory: dict[str, Any], tokenizer: TokenizerFiles | None) -> GgufSource:
         tensors = {
-            name: Located(TensorPlace(tuple(shape), format_, start), expert, heads)
-            for name, (start, shape, format_, expert, heads) in memory["tensors"].items()
+            name: Located(TensorPlace(tuple(shape), format_, start), expert, heads, change)
+            for name, (start, shape, format_, expert, heads, change) in memory["tensors"].items()
         }
         return cls(path, memory["config"], memory["generation"], tensors, tokenizer)
 
