@@ -36,6 +36,19 @@ _EXPERTS = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 40,
 }
+_KIMI = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "linear_head_dim": 8,
+    "linear_num_heads": 3,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
 _PATTERN = {"layer_types": ["full_attention", "linear_attention", "linear_attention"], "num_hidden_layers": 3}
 
 CASES = {
@@ -64,5 +77,10 @@ CASES = {
         _config, "OlmoHybridConfig", num_key_value_heads=None, linear_allow_neg_eigval=False, linear_a_log_min=1.0,
         rope_parameters={"rope_type": "default", "rope_theta": 5000.0}, tie_word_embeddings=True,
         linear_conv_kernel_dim=3, **_PATTERN,
+    ),
+    "kimi_linear": partial(_config, "KimiLinearConfig", **{**_KIMI, "num_hidden_layers": 5}),
+    "kimi_linear-groups": partial(
+        _config, "KimiLinearConfig", q_lora_rank=20, n_group=3, topk_group=2, n_shared_experts=2, norm_topk_prob=False,
+        linear_conv_kernel_dim=3, mlp_layer_types=["sparse", "dense", "sparse"], **_KIMI, **_PATTERN,
     ),
 }  # fmt: skip

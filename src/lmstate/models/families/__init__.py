@@ -22,6 +22,7 @@ FAMILIES = {
     "gpt_oss": "gpt_oss",
     "granitemoehybrid": "granitemoehybrid",
     "jamba": "jamba",
+    "kimi_linear": "kimi_linear",
     "lfm2": "lfm2",
     "lfm2_moe": "lfm2",
     "llama": "llama",

@@ -1,0 +1,144 @@
+"""Kimi Linear (2510.26692): a delta rule with a decay a channel, latent attention without positions, and experts.
+
+Heads for multi-token prediction (`model.mtp.*`, or layers past the last) are not run, and their weights are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lmstate.errors import ModelError
+from lmstate.models.decoder import Block, Model
+from lmstate.models.families.common import (
+    MOST,
+    W1_W3_W2,
+    Shape,
+    activation,
+    decoder,
+    expert_count,
+    experts,
+    mlp,
+    norm,
+    there,
+)
+from lmstate.models.families.deepseek import latent_attention
+from lmstate.models.families.delta_rule import short_conv
+from lmstate.models.mixers.gated_delta import GatedDelta, LowRank
+from lmstate.models.mixers.mixer import Mixer
+from lmstate.models.mlp import FeedForward
+from lmstate.models.moe import MixtureOfExperts, Router
+from lmstate.models.weights.fields import Fields
+from lmstate.models.weights.weights import Weights
+from lmstate.ops.weight import FloatWeight
+
+KINDS = ("linear_attention", "full_attention")
+
+
+def build(w: Weights) -> Model:
+    config, shape = w.config, Shape.of(w.config)
+    # The published config keeps what is linear apart; transformers saves it flat.
+    published = config.fields("linear_attn_config")
+    linear = published or Fields(
+        {
+            "head_dim": config.get("linear_head_dim"),
+            "num_heads": config.get("linear_num_heads"),
+            "short_conv_kernel_size": config.get("linear_conv_kernel_dim"),
+        },
+        config.where,
+    )
+    kinds = config.strs("layer_types", shape.layers, KINDS, default=None) or _kinds(linear, shape.layers)
+    ffns = config.strs("mlp_layer_types", shape.layers, ("dense", "sparse"), default=None)
+    dense = config.int("first_k_dense_replace", default=1)
+    rope_dim = config.int("qk_rope_head_dim", low=1, high=MOST)
+    scale = (config.int("qk_nope_head_dim", low=1, high=MOST) + rope_dim) ** -0.5
+
+    def mixer(index: int, prefix: str) -> Mixer:
+        if kinds[index] == "linear_attention":
+            return delta(w, prefix, shape, linear)
+        return latent_attention(w, prefix, shape, None, rope_dim, scale)
+
+    def block(index: int) -> Block:
+        layer = f"model.layers.{index}"
+        is_dense = ffns[index] == "dense" if ffns else index < dense
+        return Block(
+            mixer(index, f"{layer}.self_attn"),
+            feed_forward(w, layer, shape, is_dense),
+            norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps),
+            norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps),
+        )
+
+    drafts = config.int("num_nextn_predict_layers", high=64, default=0)
+    ignore = tuple(f"model.layers.{shape.layers + extra}.*" for extra in range(drafts))
+    return decoder(w, shape, block, ignore=("model.mtp.*", *ignore))
+
+
+def _kinds(linear: Fields, layers: int) -> Sequence[str]:
+    """Each layer's kind, from lists of layers that count from 1; without them every fourth has attention."""
+    attends = linear.ints("full_attn_layers", low=1, high=layers, default=None)
+    recurs = linear.ints("kda_layers", low=1, high=layers, default=None)
+    if attends is None or recurs is None:
+        return [KINDS[index % 4 == 0 and index > 0] for index in range(layers)]
+    if sorted((*attends, *recurs)) != list(range(1, layers + 1)):
+        raise ModelError(f"{linear.where}: full_attn_layers and kda_layers must name each of {layers} layers once")
+    return [KINDS[index + 1 in attends] for index in range(layers)]
+
+
+def delta(w: Weights, prefix: str, shape: Shape, linear: Fields) -> GatedDelta:
+    heads = linear.int("num_heads", low=1, high=MOST, default=32)
+    dim = linear.int("head_dim", low=1, high=MOST, default=128)
+    kernel = linear.int("short_conv_kernel_size", low=1, high=256, default=4)
+    width = heads * dim
+    decay = there(w, f"{prefix}.A_log", f"{prefix}.forget_gate.A_log").removesuffix("A_log")
+    names = [
+        *(f"{prefix}.{part}_proj.weight" for part in "qkv"),
+        f"{decay}f_a_proj.weight",
+        f"{prefix}.g_a_proj.weight",
+    ]
+    return GatedDelta(
+        w.linear(*names, shape=(3 * width + 2 * dim, shape.hidden)),
+        FloatWeight(w.tensor(f"{prefix}.b_proj.weight", (heads, shape.hidden))),
+        w.linear(f"{prefix}.o_proj.weight", shape=(shape.hidden, width)),
+        short_conv(w, prefix, 3 * width, kernel),
+        -w.tensor(f"{decay}A_log").reshape(heads).exp(),
+        w.tensor(f"{decay}dt_bias", (width,)),
+        norm(w, f"{prefix}.o_norm.weight", dim, shape.eps),
+        heads,
+        dim,
+        dim,
+        gate_act="sigmoid",
+        decay_up=LowRank(FloatWeight(w.tensor(f"{decay}f_b_proj.weight", (width, dim)))),
+        gate_up=LowRank(
+            w.linear(f"{prefix}.g_b_proj.weight", shape=(width, dim)),
+            w.tensor(f"{prefix}.g_b_proj.bias", optional=True),
+        ),
+    )
+
+
+def feed_forward(w: Weights, layer: str, shape: Shape, dense: bool) -> FeedForward:
+    config, act, hidden = w.config, activation(w.config), shape.hidden
+    if dense:
+        gate = there(w, f"{layer}.mlp.gate_proj.weight", f"{layer}.block_sparse_moe.gate_proj.weight")
+        inner = config.int("intermediate_size", low=1, high=MOST)
+        return mlp(w, gate.removesuffix(".gate_proj.weight"), hidden, inner, act)
+    count = expert_count(config)
+    gate = there(w, f"{layer}.block_sparse_moe.gate.weight", f"{layer}.mlp.gate.weight")
+    prefix = gate.removesuffix(".gate.weight")
+    groups = config.int("num_expert_group", low=1, high=MOST, default=1)
+    router = Router(
+        FloatWeight(w.tensor(gate, (count, hidden))),
+        config.int("num_experts_per_token", low=1, high=count),
+        "sigmoid",
+        config.bool("moe_renormalize", default=True),
+        config.float("routed_scaling_factor", default=1.0),
+        correction=w.tensor(f"{prefix}.gate.e_score_correction_bias", (count,)),
+        groups=groups,
+        kept_groups=config.int("topk_group", low=1, high=groups, default=1),
+        group_score="two best",
+    )
+    inner = config.int("moe_intermediate_size", low=1, high=MOST)
+    common = inner * config.int("num_shared_experts", low=1, high=1024, default=1)
+    return MixtureOfExperts(
+        router,
+        experts(w, f"{prefix}.experts", count, hidden, inner, act, W1_W3_W2),
+        mlp(w, f"{prefix}.shared_experts", hidden, common, act),
+    )
