@@ -73,3 +73,9 @@ class AttentionState(SlotState):
             q, self.k, self.v, step.starts_t, step.counts_t,
             scale=scale, window=self.window, chunk=self.chunk, softcap=softcap, sinks=sinks,
         )  # fmt: skip
+
+    def refuses_drop(self, row: int) -> str | None:
+        return "its chunks begin at fixed positions" if self.chunk is not None else super().refuses_drop(row)
+
+    def moved(self, name: str, stored: Tensor, delta: int) -> Tensor:
+        return stored if name != "k" or self.shift is None else self.shift(stored, delta).to(stored)

@@ -36,6 +36,9 @@ class LatentState(SlotState):
         end = max(step.ends, default=0)
         return self.buffers["latent"][:, :end], self.buffers["rope"][:, :end]
 
+    def moved(self, name: str, stored: Tensor, delta: int) -> Tensor:
+        return stored if name != "rope" or self.shift is None else self.shift(stored[None], delta)[0].to(stored)
+
     def attend(self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float) -> Tensor:
         """Attend to the latents themselves: q `[R, T, H, Lat]` and `[R, T, H, Dr]` -> float32 `[R, T, H, Lat]`."""
         latent, rope_key = self.buffers["latent"], self.buffers["rope"]

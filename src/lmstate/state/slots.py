@@ -135,6 +135,24 @@ class SlotState(LayerState):
 
         return install
 
+    def refuses_drop(self, row: int) -> str | None:
+        return "its window has forgotten earlier tokens" if self.high[row] > self.slots else None
+
+    def drop(self, row: int, length: int, start: int, stop: int) -> Install | None:
+        # Nothing has wrapped, so that position p lies in slot p.
+        later = {name: buffer[row][..., stop:length, :] for name, buffer in self.buffers.items()}
+        moved = {name: self.moved(name, tensor, start - stop).clone() for name, tensor in later.items()}
+
+        def install() -> None:
+            for name, tensor in moved.items():
+                self.buffers[name][row][..., start : start + length - stop, :] = tensor
+
+        return install
+
+    def moved(self, name: str, stored: Tensor, delta: int) -> Tensor:
+        """What is stored under a name, `[..., n, D]`, as it would be if its tokens had stood `delta` positions on."""
+        return stored
+
     def tensors(self) -> list[Tensor]:
         held = list(self.buffers.values())
         if self._saved is not None and self._saved[0] is not self.buffers:

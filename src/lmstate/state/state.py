@@ -278,7 +278,7 @@ class State:
         What later tokens read from the forgotten ones stays in their values, as everywhere where spans are dropped; the
         last logits stay too. Raises `UnsupportedError` if a layer cannot do it exactly, `RewindError` for a bad span.
         """
-        self._refuse_pending("drop a span", row)
+        self._refuse_pending("drop a span")
         own = self._row(row)
         if not 0 <= start <= stop <= len(own.tokens):
             raise RewindError(

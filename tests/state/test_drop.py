@@ -1,0 +1,88 @@
+"""Dropping a span: the gap closes, keys turn to where they now stand, and what cannot do it says so first."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import lmstate
+from lmstate.state import AttentionState
+from tests.invariants.mirror import BOUND
+from tests.zoo import CASES, ours, text
+
+
+def attention_only(case: str) -> bool:
+    layers = ours(case).new_state().layers
+    return all(type(part) is AttentionState and part.span is None for layer in layers for part in layer.parts())
+
+
+FULL = [
+    case for case in CASES if case.startswith(("llama", "qwen2", "qwen3-", "qwen3_moe", "olmo2", "smollm3", "phi3"))
+]
+STRETCHED = ("dynamic", "longrope")
+
+
+@pytest.mark.parametrize("case", [case for case in FULL if not case.endswith(STRETCHED)])
+def test_kept_keys_equal_keys_that_were_rotated_there_in_the_first_place(case: str) -> None:
+    assert attention_only(case)
+    model, ids = ours(case), text(60)[0].tolist()
+    state, straight = model.new_state(2), model.new_state(2)
+    model([ids, ids[:9]], state)
+    model([ids, ids[:9]], straight)
+    state.drop(0, 5, 25)
+    assert state.tokens(0) == ids[:5] + ids[25:]
+    assert state.lengths == [40, 9]
+    for block, dropped, whole in zip(model.blocks, state.layers, straight.layers):
+        # The oracle: undo each stored key's own rotation, and rotate it at the position where it now stands.
+        rope, keys = block.mixer.rope, whole.k[0, :, :60].clone()
+        for position in range(25, 60) if rope is not None else ():
+            bare = rope.shift(keys[:, position : position + 1], -position)
+            keys[:, position : position + 1] = rope.shift(bare, position - 20)
+        kept = torch.cat([keys[:, :5], keys[:, 25:]], 1)
+        torch.testing.assert_close(dropped.k[0, :, :40], kept, atol=BOUND, rtol=BOUND)
+        torch.testing.assert_close(dropped.v[0, :, 5:40], whole.v[0, :, 25:60], atol=0, rtol=0)
+        torch.testing.assert_close(dropped.k[1], whole.k[1], atol=0, rtol=0)
+    model([[3], [4]], state)
+    assert state.lengths == [41, 10]
+
+
+def test_layers_that_never_saw_the_span_close_the_gap_exactly() -> None:
+    """The first layer's keys depend on their own token alone: a text without the span gives the same ones."""
+    model, ids = ours("llama"), text(40)[0].tolist()
+    state, short = model.new_state(), model.new_state()
+    model([ids], state)
+    model([ids[:4] + ids[30:]], short)
+    for start, stop in itertools.pairwise((10, 17, 24, 30)):
+        state.drop(0, 4, 4 + stop - start)
+    state.drop(0, 4, 10)
+    assert state.tokens(0) == short.tokens(0)
+    torch.testing.assert_close(state.layers[0].k[0, :, :14], short.layers[0].k[0, :, :14], atol=BOUND, rtol=BOUND)
+
+
+@pytest.mark.parametrize("case", ["qwen3_next", "mamba2", "falcon_h1", "recurrent_gemma", "lfm2", "minimax", "mamba"])
+def test_models_that_fold_refuse_before_anything_changes(case: str) -> None:
+    model, ids = ours(case), text(40)[0].tolist()
+    state, other = model.new_state(), model.new_state()
+    model([ids], state)
+    model([ids], other)
+    with pytest.raises(lmstate.UnsupportedError, match=r"layer \d+ \((fold|composite)\)"):
+        state.drop(0, 3, 9)
+    assert state.tokens(0) == ids
+    torch.testing.assert_close(model([[5]], state), model([[5]], other), atol=0, rtol=0)
+
+
+def test_bad_spans_are_refused() -> None:
+    model = ours("llama")
+    state = model.new_state()
+    model([[1, 2, 3]], state)
+    for start, stop in ((-1, 2), (2, 1), (0, 4)):
+        with pytest.raises(lmstate.RewindError):
+            state.drop(0, start, stop)
+    model([[4, 5]], state, commit=False)
+    with pytest.raises(lmstate.PendingError):
+        state.drop(0, 0, 1)
+    state.discard()
+    state.drop(0, 0, 3)
+    assert state.tokens(0) == []
