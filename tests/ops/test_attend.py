@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import lmstate.ops as ops
 from lmstate.ops.append import append_reference
 from lmstate.ops.attend import _attend_on_device, _Rule, attend_reference
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def filled(
@@ -117,3 +120,100 @@ def test_append_writes_a_wrapped_ring_and_skips_padding() -> None:
     append_reference(new, new, k, v, torch.tensor([3, 1]), torch.tensor([3, 1]))
     assert k[:, 0, :, 0].tolist() == [[2, 3, 0, 1], [0, 4, 0, 0]]
     assert torch.equal(k, v)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "kv", "dim", "dim_v"), [(4, 4, 8, 8), (6, 2, 64, 64), (5, 1, 24, 40), (7, 7, 128, 72), (8, 2, 256, 256)]
+)
+@pytest.mark.parametrize("name", RULES)
+def test_native_equals_a_loop_over_positions(
+    variant: str, dtype: torch.dtype, heads: int, kv: int, dim: int, dim_v: int, name: str
+) -> None:
+    torch.manual_seed(0)
+    rule = rule_of(name, heads)
+    rows = [(70, 3), (0, 5), (9, 0), (63, 1)]
+    k, v, all_k, all_v = filled(rows, 80 if "window" not in rule else 13, kv, dim, dim_v, dtype)
+    starts, counts = torch.tensor(rows).T
+    q = torch.randn(len(rows), 5, heads, dim)
+    got = ops.attend(q, k, v, starts, counts, scale=0.2, **rule)
+    torch.testing.assert_close(got, by_hand(q, all_k, all_v, rows, 0.2, **rule), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_native_equals_the_reference_over_many_parts(variant: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    rows = [(8190, 4), (9300, 1), (511, 2)]  # across the places where the positions are cut
+    starts, counts = torch.tensor(rows).T
+    k, v = torch.randn(3, 1, 9400, 32).to(dtype), torch.randn(3, 1, 9400, 32).to(dtype)
+    q = torch.randn(3, 4, 2, 32)
+    want = attend_reference(q, k.float(), v.float(), starts, counts, scale=0.5)
+    torch.testing.assert_close(ops.attend(q, k, v, starts, counts, scale=0.5), want, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rule", [{}, {"window": 300}, {"chunk": 200}])
+def test_a_query_has_the_same_bits_whatever_stands_beside_it(variant: str, rule: dict) -> None:
+    torch.manual_seed(0)
+    size = 340 if rule else 1000
+    rows = [(500, 32), (600, 7), (0, 20)]
+    k, v, *_ = filled(rows, size, 2, 24, 24, torch.bfloat16)
+    q = torch.randn(3, 32, 6, 24)
+    starts, counts = torch.tensor(rows).T
+    together = ops.attend(q, k, v, starts, counts, scale=0.2, **rule)
+    for r, (start, count) in enumerate(rows):
+        for i in (0, count // 2, count - 1):
+            alone = ops.attend(
+                q[r : r + 1, i : i + 1],
+                k[r : r + 1],
+                v[r : r + 1],
+                torch.tensor([start + i]),
+                torch.tensor([1]),
+                scale=0.2,
+                **rule,
+            )
+            assert torch.equal(alone[0, 0], together[r, i])
+        assert (together[r, count:] == 0).all()
+
+
+def test_neither_threads_nor_the_ring_s_size_change_a_bit(variant: str) -> None:
+    torch.manual_seed(0)
+    k, v = torch.randn(1, 1, 2000, 16), torch.randn(1, 1, 2000, 16)
+    q, starts, counts = torch.randn(1, 2, 3, 16), torch.tensor([1500]), torch.tensor([2])
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = ops.attend(q, k, v, starts, counts, scale=1.0)
+        torch.set_num_threads(3)
+        assert torch.equal(ops.attend(q, k, v, starts, counts, scale=1.0), one)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(ops.attend(q, k[:, :, :1600], v[:, :, :1600], starts, counts, scale=1.0), one)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_native_append_equals_the_reference(variant: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    starts, counts = torch.tensor([14, 0, 3]), torch.tensor([5, 2, 0])
+    both = torch.randn(3, 5, 6, 24)  # keys and values side by side, as one projection leaves them
+    both[0, 0, 0, :8] = torch.tensor([0.0, -0.0, 6e-8, 1e-5, 65520.0, -1e-9, torch.inf, torch.nan])
+    k_new, v_new = both[:, :, :3], both[:, :, 3:]
+    native = torch.zeros(3, 3, 16, 24, dtype=dtype), torch.zeros(3, 3, 16, 24, dtype=dtype)
+    plain = torch.zeros(3, 3, 16, 24, dtype=dtype), torch.zeros(3, 3, 16, 24, dtype=dtype)
+    ops.append(k_new, v_new, *native, starts, counts)
+    append_reference(k_new, v_new, *plain, starts, counts)
+    for a, b in zip(native, plain):
+        torch.testing.assert_close(a, b, atol=0, rtol=0, equal_nan=True)
+
+
+def test_errors_say_what_does_not_fit(variant: str) -> None:
+    q, ring = torch.randn(1, 2, 4, 8), torch.zeros(1, 2, 16, 8)
+    one = torch.tensor([1])
+    with pytest.raises(ValueError, match=r"row 0 starts at 20 with 1 new tokens"):
+        ops.attend(q, ring, ring, torch.tensor([20]), one, scale=1.0)
+    with pytest.raises(ValueError, match="do not fit rings"):
+        ops.attend(torch.randn(1, 2, 3, 8), ring, ring, one, one, scale=1.0)
+    with pytest.raises(ValueError, match=r"starts must be int64 \[1\]"):
+        ops.attend(q, ring, ring, one.int(), one, scale=1.0)
+    with pytest.raises(ValueError, match="do not fit a ring of 16 slots"):
+        new = torch.randn(1, 17, 2, 8)
+        ops.append(new, new, ring, ring, one, torch.tensor([17]))

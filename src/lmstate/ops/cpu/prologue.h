@@ -10,9 +10,9 @@ enum { NO_GATE = 0, SILU = 1, GELU_TANH = 2, RELU = 3, RELU2 = 4 };
 INLINE vf activate(int gate, vf x) {
   switch (gate) {
     case SILU: return vf_mul(x, vf_sigmoid(x));
-    case GELU_TANH: {
-      vf inner = vf_mul(x, vf_fma(vf_mul(x, x), vf_set1(0.035677408136f), vf_set1(0.797884560803f)));
-      return vf_mul(vf_mul(x, vf_set1(0.5f)), vf_add(vf_tanh(inner), vf_set1(1)));
+    case GELU_TANH: { /* x / 2 * (1 + tanh(u)) is x * sigmoid(2u), which does not cancel where u is negative */
+      vf twice = vf_mul(x, vf_fma(vf_mul(x, x), vf_set1(0.071354816273f), vf_set1(1.595769121606f)));
+      return vf_mul(x, vf_sigmoid(twice));
     }
     case RELU: return vf_max(vf_zero(), x);
     default: { vf r = vf_max(vf_zero(), x); return vf_mul(r, r); }

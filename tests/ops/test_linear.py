@@ -1,0 +1,128 @@
+"""Products: every native variant against float32 arithmetic, alone and with what surrounds them."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+import lmstate.ops as ops
+from lmstate.ops.linear import linear_panels, linear_reference
+
+KINDS = ("float32", "bfloat16", "float16", "int8", "int4")
+SHAPES = ((48, 64), (50, 96), (7, 32), (33, 50), (1, 160))
+
+
+def rounded_activations(x: Tensor, weight: ops.Weight) -> Tensor:
+    """What a quantised product multiplies: x rounded to int8 in groups of 32."""
+    if weight.kind not in ("int8", "int4"):
+        return x
+    groups = x.unflatten(-1, (-1, 32))
+    scale = groups.abs().amax(-1, keepdim=True) / 127
+    return ((groups / scale.clamp_min(1e-30)).round() * scale).flatten(-2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_native_equals_float_arithmetic_on_the_rounded_activations(
+    variant: str, kind: str, shape: tuple[int, int]
+) -> None:
+    torch.manual_seed(0)
+    weight = ops.quantize(torch.randn(shape) * 0.1, kind)
+    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 31, 32):
+        x = torch.randn(rows, shape[1])
+        want = rounded_activations(x, weight).double() @ weight.dequantize().double().T
+        torch.testing.assert_close(ops.linear(x, weight).double(), want, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bias_norm_gate_and_residual_equal_the_reference(variant: str, kind: str) -> None:
+    torch.manual_seed(0)
+    n, k = 40, 96
+    weight = ops.quantize(torch.randn(n, k) * 0.1, kind)
+    tolerance = 0.05 if kind in ("int4", "int8") else 2e-5
+    x, gated = torch.randn(2, 3, k), torch.randn(2, 3, 2 * k)
+    bias, residual = torch.randn(n), torch.randn(2, 3, n)
+    norms = [
+        ops.Norm(torch.rand(k), 1e-5),
+        ops.Norm(torch.rand(k), 1e-5, "layer", torch.randn(k)),
+        ops.Norm(torch.rand(k), 1e-5, "rms", torch.randn(k)),
+    ]
+    cases = [(x, {"bias": bias, "residual": residual, "norm": norm}) for norm in norms]
+    cases += [(gated, {"gate": act, "residual": residual}) for act in ops.ACTIVATIONS]
+    cases += [(gated, {"gate": "silu", "norm": ops.Norm(torch.rand(2 * k), 1e-5)})]
+    for given, arguments in cases:
+        want = linear_reference(given, weight, **arguments)
+        torch.testing.assert_close(ops.linear(given, weight, **arguments), want, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("k", [96, 50])
+def test_a_row_has_the_same_bits_whatever_stands_beside_it(variant: str, kind: str, k: int) -> None:
+    torch.manual_seed(0)
+    weight, norm = ops.quantize(torch.randn(35, k), kind), ops.Norm(torch.rand(k), 1e-5)
+    x, residual = torch.randn(32, k), torch.randn(32, 35)
+    alone = torch.cat([ops.linear(x[m : m + 1], weight, norm=norm, residual=residual[m : m + 1]) for m in range(32)])
+    for rows in range(2, 33):
+        assert torch.equal(ops.linear(x[:rows], weight, norm=norm, residual=residual[:rows]), alone[:rows])
+        assert torch.equal(ops.linear(x[-rows:], weight, norm=norm, residual=residual[-rows:]), alone[-rows:])
+
+
+def test_threads_do_not_change_a_bit(variant: str) -> None:
+    threads = torch.get_num_threads()
+    x = torch.randn(5, 256)
+    try:
+        for kind in KINDS:
+            weight = ops.quantize(torch.randn(200, 256), kind)
+            results = []
+            for n in (1, 2, 3):
+                torch.set_num_threads(n)
+                results.append(ops.linear(x, weight))
+            assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_does_not_vanish_in_the_rounding(variant: str, bad: float) -> None:
+    for kind in KINDS:
+        weight = ops.quantize(torch.rand(16, 64) + 0.1, kind)
+        x = torch.randn(2, 64)
+        x[0, 40] = bad
+        y = ops.linear(x, weight)
+        assert not y[0].isfinite().any() and y[1].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_rows_go_through_panels_and_stay_close(variant: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(sys.modules["lmstate.ops.linear"], "PANEL", 20 * 64)  # three panels of a 50-row matrix
+    weight = ops.quantize(torch.randn(50, 64) * 0.1, kind)
+    x, residual = torch.randn(40, 64), torch.randn(40, 50)
+    tolerance = 1e-5 if kind == "float32" else 0.03
+    want = linear_reference(x, weight, residual=residual)
+    torch.testing.assert_close(ops.linear(x, weight, residual=residual), want, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(linear_panels(x, weight, residual=residual), want, atol=tolerance, rtol=tolerance)
+
+
+def test_a_gradient_goes_through_the_reference(variant: str) -> None:
+    x = torch.randn(2, 64, requires_grad=True)
+    weight = ops.quantize(torch.randn(16, 64), "int4")
+    ops.linear(x, weight, norm=ops.Norm(torch.ones(64), 1e-5)).sum().backward()
+    assert x.grad is not None and x.grad.abs().sum() > 0
+
+
+def test_errors_say_what_does_not_fit(variant: str) -> None:
+    weight = ops.quantize(torch.randn(16, 64), "int4")
+    with pytest.raises(ValueError, match="last axis must be 64"):
+        ops.linear(torch.randn(2, 32), weight)
+    with pytest.raises(ValueError, match="last axis must be 128"):
+        ops.linear(torch.randn(2, 64), weight, gate="silu")
+    with pytest.raises(ValueError, match=r"bias must be contiguous float32 \[16\]"):
+        ops.linear(torch.randn(2, 64), weight, torch.randn(15))
+    with pytest.raises(ValueError, match="residual must be"):
+        ops.linear(torch.randn(2, 64), weight, residual=torch.randn(1, 16))
+    with pytest.raises(ValueError, match="no activation is called 'swish'"):
+        ops.linear(torch.randn(2, 128), weight, gate="swish")
