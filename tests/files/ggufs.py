@@ -23,17 +23,29 @@ def blocks(format_: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
     return raw.reshape(rows, -1)
 
 
-def write(path: Path, arch: str = "llama", metadata: dict[str, Any] | None = None, tensors: dict | None = None) -> Path:
-    """A GGUF file: `metadata` on top of the required keys, `tensors` name -> float array or (uint8 rows, format)."""
+def write(
+    path: Path,
+    arch: str = "llama",
+    metadata: dict[str, Any] | None = None,
+    tensors: dict | None = None,
+    sizes: dict[str, Any] | None = None,
+) -> Path:
+    """A GGUF file: `metadata` on top of the required keys, `tensors` name -> float array or (uint8 rows, format).
+
+    `sizes`: in place of those of `SIZES`; None leaves a key out.
+    """
+    wanted = {**SIZES, "eps": 1e-5, **(sizes or {})}
     writer = gguf.GGUFWriter(path, arch)
-    writer.add_block_count(SIZES["layers"])
-    writer.add_embedding_length(SIZES["hidden"])
-    writer.add_feed_forward_length(SIZES["inner"])
-    writer.add_head_count(SIZES["heads"])
-    writer.add_head_count_kv(SIZES["kv_heads"])
-    writer.add_key_length(SIZES["head_dim"])
+    writer.add_block_count(wanted["layers"])
+    writer.add_embedding_length(wanted["hidden"])
+    writer.add_feed_forward_length(wanted["inner"])
+    writer.add_head_count(wanted["heads"])
+    if wanted["kv_heads"] is not None:
+        writer.add_head_count_kv(wanted["kv_heads"])
+    if wanted["head_dim"] is not None:
+        writer.add_key_length(wanted["head_dim"])
     writer.add_context_length(256)
-    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_layer_norm_rms_eps(wanted["eps"])
     for name, value in (metadata or {}).items():
         if isinstance(value, bool):
             writer.add_bool(name, value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lmstate.errors import ModelError
 from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, norm
+from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, experts, mlp, norm
 from lmstate.models.families.state_space import Mamba2Shape, gated_norm, layer_kinds, mamba2
 from lmstate.models.mixers.mixer import Mixer
 from lmstate.models.mlp import MLP, FeedForward
@@ -25,7 +25,7 @@ def build(w: Weights) -> Model:
     act = activation(config)
     rope = make_rope(config, shape.head_dim) if config.get("position_embedding_type") == "rope" else None
     scale = config.float("attention_multiplier", default=1.0)
-    experts = config.int("num_local_experts", high=MOST, default=0)
+    count = config.int("num_local_experts", high=MOST, default=0)
     shared = config.int("shared_intermediate_size", low=1, high=MOST)
     logits_scaling = config.float("logits_scaling", default=1.0)
     if logits_scaling == 0.0:
@@ -38,25 +38,14 @@ def build(w: Weights) -> Model:
         return mamba2(w, f"{layer}.mamba", sizes, shape.hidden, norm=gated)
 
     def feed_forward(layer: str) -> FeedForward:
-        common = MLP(
-            w.linear(f"{layer}.shared_mlp.input_linear.weight", shape=(2 * shared, shape.hidden)),
-            w.linear(f"{layer}.shared_mlp.output_linear.weight", shape=(shape.hidden, shared)),
-            act,
-        )
-        if not experts:
+        common = shared_mlp(w, f"{layer}.shared_mlp", shape.hidden, shared, act)
+        if not count:
             return common
         inner, moe = config.int("intermediate_size", low=1, high=MOST), f"{layer}.block_sparse_moe"
-        each = [
-            MLP(
-                w.stacked(f"{moe}.input_linear.weight", index, shape=(2 * inner, shape.hidden)),
-                w.stacked(f"{moe}.output_linear.weight", index, shape=(shape.hidden, inner)),
-                act,
-            )
-            for index in range(experts)
-        ]
-        top_k = config.int("num_experts_per_tok", low=1, high=experts)
-        router = w.tensor(f"{moe}.router.layer.weight", (experts, shape.hidden))
-        return MixtureOfExperts(Router(FloatWeight(router), top_k, normalise=True), each, common)
+        top_k = config.int("num_experts_per_tok", low=1, high=count)
+        router = FloatWeight(w.tensor(f"{moe}.router.layer.weight", (count, shape.hidden)))
+        each = granite_experts(w, moe, count, shape.hidden, inner, act)
+        return MixtureOfExperts(Router(router, top_k, normalise=True), each, common)
 
     def block(index: int) -> Block:
         layer = f"model.layers.{index}"
@@ -71,3 +60,28 @@ def build(w: Weights) -> Model:
     return decoder(
         w, shape, block, embed_scale=config.float("embedding_multiplier", default=1.0), logit_scale=1 / logits_scaling
     )
+
+
+def shared_mlp(w: Weights, prefix: str, hidden: int, inner: int, act: str) -> MLP:
+    """A gated feed-forward part with gate and up in one matrix; GGUF has them apart."""
+    if w.has(f"{prefix}.gate_proj.weight"):
+        return mlp(w, prefix, hidden, inner, act)
+    return MLP(
+        w.linear(f"{prefix}.input_linear.weight", shape=(2 * inner, hidden)),
+        w.linear(f"{prefix}.output_linear.weight", shape=(hidden, inner)),
+        act,
+    )
+
+
+def granite_experts(w: Weights, prefix: str, count: int, hidden: int, inner: int, act: str) -> list[FeedForward]:
+    """Experts in one tensor each for their ways in and out; GGUF has them one by one."""
+    if w.has(f"{prefix}.experts.0.gate_proj.weight"):
+        return experts(w, f"{prefix}.experts", count, hidden, inner, act)
+    return [
+        MLP(
+            w.stacked(f"{prefix}.input_linear.weight", index, shape=(2 * inner, hidden)),
+            w.stacked(f"{prefix}.output_linear.weight", index, shape=(hidden, inner)),
+            act,
+        )
+        for index in range(count)
+    ]

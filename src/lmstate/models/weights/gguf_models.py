@@ -6,90 +6,27 @@ the conversions undone here are those of llama.cpp's convert_hf_to_gguf.py.
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from lmstate.errors import ModelError
 from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.gguf import GgufContents, TensorPlace
-
-MOST_LAYERS, MOST_WIDTH = 4096, 2**24
-
-OUTSIDE = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-ATTENTION = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-}
-MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
-PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-EXPERTS = {  # [experts, N, K] in GGUF, one matrix per expert under the Hugging Face names
-    "ffn_gate_exps": "mlp.experts.{expert}.gate_proj",
-    "ffn_up_exps": "mlp.experts.{expert}.up_proj",
-    "ffn_down_exps": "mlp.experts.{expert}.down_proj",
-}
-STANDARD = {**ATTENTION, **MLP, **PRE_NORMS}
-# Tensors that hold rope frequencies: they become config values.
-ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-
-Extra = Callable[[Fields, str, dict[str, Any], dict[str, TensorPlace]], None]
-Change = Literal["convolution", "vector", "decay", "decay vector"]
-"""What the converter made of a tensor: it took the middle axis out of a convolution's taps [F, 1, C], it gave a vector
-another shape, it stored -exp(A_log) for A_log, or both of these."""
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """One value of `general.architecture`.
-
-    `layer`: GGUF name inside a block -> Hugging Face name inside a layer, without `.weight`/`.bias`.
-    `paired`: the converter reordered rows of q and k from halves to neighbouring pairs, for ggml's rope.
-    `whole`: the same as `layer` for names whose endings differ, with them. `outside`: the tensors outside of blocks.
-    `layers`: what comes before a layer's number. `changed`: end of a Hugging Face name -> what the converter changed.
-    `hybrid`: not every layer has attention or a feed-forward part; their counts may be 0.
-    `extra(metadata, prefix, config, tensors)` adds what only this architecture has to the config.
-    """
-
-    model_type: str
-    class_name: str
-    layer: dict[str, str] = field(default_factory=lambda: STANDARD)
-    paired: bool = False
-    extra: Extra | None = None
-    whole: dict[str, str] = field(default_factory=dict)
-    outside: dict[str, str] = field(default_factory=lambda: OUTSIDE)
-    layers: str = "model.layers"
-    changed: dict[str, Change] = field(default_factory=dict)
-    hybrid: bool = False
-
-
-@dataclass(frozen=True)
-class Located:
-    """Where a Hugging Face tensor lies in a GGUF file: a tensor, one expert of it, and what was done to it."""
-
-    place: TensorPlace
-    expert: int | None = None
-    paired_heads: int | None = None
-    change: Change | None = None
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        return self.place.shape if self.expert is None else self.place.shape[1:]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        shape = self.stored_shape
-        if self.change == "convolution":
-            return (*shape[:-1], 1, shape[-1])
-        return (math.prod(shape),) if self.change in ("vector", "decay vector") else shape
+from lmstate.models.weights.gguf_architecture import (
+    ATTENTION,
+    EXPERTS,
+    HEAD_NORMS,
+    MLP,
+    MOST_LAYERS,
+    MOST_WIDTH,
+    PRE_NORMS,
+    ROPE_TENSORS,
+    STANDARD,
+    Architecture,
+    Located,
+)
+from lmstate.models.weights.gguf_attention import WINDOWS_AND_LATENTS
+from lmstate.models.weights.gguf_hybrids import HYBRIDS
 
 
 def _llama(metadata: Fields, prefix: str, config: dict[str, Any], tensors: dict[str, TensorPlace]) -> None:
@@ -157,6 +94,8 @@ ARCHITECTURES = {
         },
         extra=_phi3,
     ),
+    **HYBRIDS,
+    **WINDOWS_AND_LATENTS,
 }
 
 
@@ -284,10 +223,11 @@ def locate(contents: GgufContents, config: dict[str, Any], where: str) -> dict[s
         match = re.fullmatch(r"blk\.(\d{1,5})\.((\w+?)(?:\.(weight|bias))?)", name)
         inside = _inside(arch, match[2], match[3], match[4]) if match else None
         if match is None or inside is None:
-            found[arch.outside.get(name, name)] = Located(place)
+            outside = arch.outside.get(name, name)
+            found[outside] = Located(place, change=_change(arch, outside))
             continue
         full = f"{arch.layers}.{int(match[1])}.{inside}"
-        change = next((change for end, change in arch.changed.items() if full.endswith(end)), None)
+        change = _change(arch, full)
         paired = heads.get(match[3])
         if paired is not None and place.shape[0] % (2 * paired):
             raise ModelError(f"{where}: tensor {name!r} has {place.shape[0]} rows, which {paired} heads cannot share")
@@ -299,6 +239,10 @@ def locate(contents: GgufContents, config: dict[str, Any], where: str) -> dict[s
         for expert in range(place.shape[0]):
             found[full.format(expert=expert)] = Located(place, expert)
     return found
+
+
+def _change(arch: Architecture, name: str) -> Change | None:
+    return next((change for end, change in arch.changed.items() if name.endswith(end)), None)
 
 
 def _inside(arch: Architecture, whole: str, stem: str, ending: str | None) -> str | None:
