@@ -40,6 +40,8 @@ OURS: dict[str, type[Kept]] = {
     "hybrid": HybridLayer,
     "hybrid_sliding": HybridWindowLayer,
 }
+ONE_BY_ONE = frozenset({"falcon_mamba", "jamba", "mamba", "zamba"})
+"""Models whose forward, in transformers 5.23, starts several tokens from an empty carry even after others."""
 EVERY = 256
 """Tokens between two places to go back to, while single tokens come."""
 
@@ -86,6 +88,8 @@ class StateCache(DynamicCache):
         self._attention = next((layer for layer in layers if isinstance(layer, CacheLayerMixin)), None)
         self._forgets = any(isinstance(layer, FoldLayer | WindowLayer) for layer in layers)
         self._recording = False
+        self.one_by_one = config.model_type in ONE_BY_ONE and self._feeds
+        """Whether tokens that follow others are fed singly, since the model would get them wrong together."""
         self.recomputed = 0
         """Tokens that going back had to feed again, since the cache was made."""
         self._anchors: deque[Anchor] = deque(maxlen=max(anchors, 0))
@@ -100,6 +104,7 @@ class StateCache(DynamicCache):
         self._seen = 0  # tokens fed, for models without attention
         self._last = 0  # tokens of the last call
         self._lost = False  # a failed call left carries that belong nowhere
+        self._earlier: list[Tensor] = []  # logits of this call's tokens that were fed singly
 
     # ---- what transformers asks
 
@@ -276,6 +281,8 @@ class StateCache(DynamicCache):
         if self._lost:
             raise StateError("a call failed in the middle of this recurrent model: rewind or reset before the next one")
         self._call = call
+        if self._earlier:  # the last token of a call, whose place to go back to is before the first
+            return
         self._draft = None
         if not self._folds or call.start == 0:
             return
@@ -287,27 +294,41 @@ class StateCache(DynamicCache):
         if newest < call.start and (turn or call.start - newest >= EVERY):
             self._anchors.append(here or self._anchor(call.start))
 
-    def end(self, failed: bool) -> None:
-        """It has run, or broken off somewhere."""
+    def end(self, failed: bool) -> list[Tensor]:
+        """It has run, or broken off somewhere; the logits `[R, n, V]` of those tokens of it that were fed singly."""
         call, self._call = self._call, None
+        earlier, self._earlier = self._earlier, []
         if call is None:
-            return
+            return earlier
         if failed:
             self._undo(call)
-            return
+            return earlier
         self._seen, self._last = call.stop, call.stop - call.start
         if self._forgets and not self._encoder:
             self._history.add(call)
+        return earlier
 
-    def feed(self, given: dict[str, Any]) -> None:
-        """Run the model over some tokens, for what it leaves here."""
+    def feed_one_by_one(self, call: Call, kept: int) -> Call:
+        """Feed all tokens of a call but the last, keeping the logits of its last `kept`; returns the call for that one."""
+        draft = self._anchor(call.start) if self._recording else None
+        earlier = []
+        for position in range(call.start, call.stop - 1):
+            single = call.rest(position)
+            logits = self.feed(single.part(position + 1))
+            if position >= call.stop - kept:
+                earlier.append(logits)
+        self._draft, self._earlier = draft, earlier
+        return call.rest(call.stop - 1)
+
+    def feed(self, given: dict[str, Any]) -> Tensor:
+        """Run the model over some tokens, for what it leaves here; the logits `[R, 1, V]` after the last."""
         model = self.model
         names = hooks.parameters(type(model))
         wanted = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
         recording, self._recording = self._recording, False
         try:
             with torch.no_grad():
-                model(**given, **wanted, **{hooks.cache_name(model): self}, use_cache=True)
+                return model(**given, **wanted, **{hooks.cache_name(model): self}, use_cache=True).logits[:, -1:]
         finally:
             self._recording = recording
 

@@ -31,17 +31,24 @@ class Call:
 
     def part(self, stop: int) -> dict[str, Any]:
         """What feeds only the tokens start..stop of it."""
-        count, given = stop - self.start, dict(self.given)
+        return self._between(self.start, stop)
+
+    def rest(self, start: int) -> Call:
+        """The call for the tokens from `start` on, once those before are fed."""
+        return Call(start, self.stop, self._between(start, self.stop))
+
+    def _between(self, start: int, stop: int) -> dict[str, Any]:
+        first, last, given = start - self.start, stop - self.start, dict(self.given)
         for name, value in self.given.items():
             if name in (IDS, EMBEDS) or name in BY_TOKEN:
-                given[name] = value[:, :count]
+                given[name] = value[:, first:last]
             elif name == POSITIONS:
-                given[name] = value[..., :count]
+                given[name] = value[..., first:last]
             elif name == MASK:
                 if not isinstance(value, Tensor) or value.ndim != 2:
                     raise UnsupportedError(
-                        "these tokens were fed with an attention mask of four axes, and going back has to feed some of "
-                        "them again: pass a mask [rows, tokens]"
+                        "these tokens were fed with an attention mask of four axes, and some of them have to be fed on "
+                        "their own: pass a mask [rows, tokens]"
                     )
                 given[name] = value[:, : value.shape[1] - (self.stop - stop)]
         return given

@@ -10,6 +10,7 @@ from functools import lru_cache
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from lmstate.integrations.transformers.history import EMBEDS, IDS, OUTPUTS, Call
@@ -66,24 +67,15 @@ def before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     call = Call(cache.get_seq_length(), cache.get_seq_length() + fed.shape[1], inputs)
     outputs = {key: value for key, value in given.items() if key in OUTPUTS}
     kept = outputs.get("logits_to_keep")
-    if isinstance(kept, int) and 0 < kept < fed.shape[1] and cache.feeds_apart(call, outputs):
+    if cache.one_by_one and call.start and fed.shape[1] > 1:
+        call = cache.feed_one_by_one(call, fed.shape[1] if not isinstance(kept, int) or kept == 0 else kept)
+    elif isinstance(kept, int) and 0 < kept < fed.shape[1] and cache.feeds_apart(call, outputs):
         # A rejected draft would cost the prompt a second time; so the prompt, whose logits nobody wants, goes first.
         split = call.stop - kept
         cache.feed(call.part(split))
-        call = Call(split, call.stop, {**call.given, **_tail(call, kept)})
+        call = call.rest(split)
     cache.begin(call)
     return (), {**call.given, **outputs, name: cache}
-
-
-def _tail(call: Call, count: int) -> dict[str, Any]:
-    """What differs in a call for its last `count` tokens only."""
-    first = call.part(call.stop - count)
-    tail = {}
-    for key, value in first.items():
-        if key == "attention_mask" or value is call.given[key]:
-            continue
-        tail[key] = call.given[key][..., -count:] if key != EMBEDS else call.given[key][:, -count:]
-    return tail
 
 
 def after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -91,8 +83,12 @@ def after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outpu
     cache = cache_of(kwargs)
     if cache is None:
         return None
-    cache.end(failed=output is None)
-    if output is not None and cache_name(model) == PARAMS and not isinstance(output, tuple):
+    earlier = cache.end(failed=output is None)
+    if output is None or isinstance(output, tuple):
+        return None
+    if earlier:
+        output.logits = torch.cat([*earlier, output.logits], dim=1)
+    if cache_name(model) == PARAMS:
         output.past_key_values = cache  # under the name that the rest of transformers asks for
     return None
 
@@ -108,9 +104,25 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     if cache is None:
         return inherited(self, *args, **kwargs)
     if cache_name(self) == PARAMS:
-        kwargs[CACHE] = kwargs[PARAMS] = cache
+        # The drafting loop asks for the one name, what makes and checks arguments knows but the other.
+        kwargs.pop(PARAMS, None)
+        kwargs[CACHE] = cache
+        self._validate_model_kwargs = MethodType(_validate, self)
+        self._prepare_cache_for_generation = MethodType(_keep_cache, self)
     self._is_stateful = False
     try:
         return inherited(self, *args, **kwargs)
     finally:
         del self._is_stateful
+        self.__dict__.pop("_validate_model_kwargs", None)
+        self.__dict__.pop("_prepare_cache_for_generation", None)
+
+
+def _validate(self: Any, model_kwargs: dict[str, Any]) -> None:
+    known = {key: value for key, value in model_kwargs.items() if key != CACHE}
+    type(self)._validate_model_kwargs(self, known)
+
+
+def _keep_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    """In place of making a cache: there is one."""
+    model_kwargs[CACHE]._is_user_defined = True

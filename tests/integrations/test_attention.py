@@ -1,0 +1,103 @@
+"""The attention implementation "lmstate" gives what transformers' own gives, natively where it can."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from lmstate.integrations.transformers import StateCache, attention
+from lmstate.ops import dispatch
+from tests.integrations.models import DECODERS, call, decoder, text
+
+CUTS = (0, 30, 31, 32, 37, 50, 51, 60)
+RECURRENT = ("mamba", "mamba2", "falcon_mamba")
+
+
+@contextmanager
+def implementation(model: Any, name: str) -> Iterator[None]:
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def native_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    counts: list[int] = []
+    inner = attention.ops.attend
+
+    def counted(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        counts.append(q.shape[1])
+        return inner(q, *args, **kwargs)
+
+    monkeypatch.setattr(attention.ops, "attend", counted)
+    return counts
+
+
+@pytest.mark.parametrize("name", [name for name in DECODERS if name not in RECURRENT])
+@pytest.mark.parametrize("kind", (StateCache, "dynamic"))
+def test_logits_equal_those_of_transformers(name: str, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = decoder(name), text(60, rows=2)
+    make = StateCache if kind is StateCache else lambda model: DynamicCache(config=model.config)
+    cache = make(model)
+    expected = [call(model, ids[:, a:b], cache, a) for a, b in zip(CUTS, CUTS[1:])]
+    counts = native_calls(monkeypatch)
+    with implementation(model, "lmstate"):
+        cache = make(model)
+        pieces = [call(model, ids[:, a:b], cache, a) for a, b in zip(CUTS, CUTS[1:])]
+    torch.testing.assert_close(torch.cat(pieces, 1), torch.cat(expected, 1), atol=1e-4, rtol=1e-4)
+    if dispatch.choice().library is not None and model.config._attn_implementation == "sdpa":
+        short = {1} if getattr(cache, "one_by_one", False) else {1, 5}
+        assert short <= set(counts), "single tokens and short pieces are to run natively"
+
+
+@pytest.mark.parametrize("name", ("llama", "gemma3", "qwen3_next", "gpt_oss"))
+def test_left_padded_batches_give_the_same_text(name: str) -> None:
+    model, ids = decoder(name), text(20, rows=2)
+    ids[0, :7] = 0
+    settings: dict[str, Any] = {"attention_mask": (ids != 0).long(), "max_new_tokens": 8, "do_sample": False}
+    expected = model.generate(ids, **settings)
+    with implementation(model, "lmstate"):
+        assert torch.equal(model.generate(ids, **settings, past_key_values=StateCache(model)), expected)
+
+
+def test_a_gradient_is_followed() -> None:
+    model, ids = decoder("llama"), text(10)
+    model.zero_grad()
+    with implementation(model, "lmstate"):
+        model(ids).logits.square().sum().backward()
+    ours = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model(ids).logits.square().sum().backward()
+    for mine, parameter in zip(ours, model.parameters()):
+        torch.testing.assert_close(mine, parameter.grad)
+    model.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("rows", "sight"),
+    (
+        (["11110", "11111"], attention.Sight(0, None)),
+        (["01110", "01111"], attention.Sight(1, None)),
+        (["01110", "00111"], attention.Sight(1, 3)),
+        (["1110", "0111"], attention.Sight(0, 3)),
+        (["11110", "01111"], attention.Sight(0, 4)),
+        (["10110", "11111"], None),  # a gap
+        (["11111", "11111"], None),  # sees what comes
+        (["11110", "00011"], None),  # a chunk begins between them
+        (["00110", "01111"], None),  # sees farther than the one before
+    ),
+)
+def test_masks_are_read_as_what_they_say(rows: list[str], sight: attention.Sight | None) -> None:
+    seen = torch.tensor([[c == "1" for c in row] for row in rows])[None, None]
+    assert attention.sight_of(seen) == sight
+    assert attention.sight_of(torch.cat([seen, seen])) == sight
+    other = seen.clone()
+    other[..., 0] = ~other[..., 0]
+    assert attention.sight_of(torch.cat([seen, other])) is None

@@ -1,0 +1,96 @@
+"""Logits through a StateCache are those of transformers' own cache, however the text is cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from lmstate.integrations.transformers import StateCache
+from tests.integrations.models import DECODERS, call, decoder, text
+
+CUTS = (0, 30, 31, 32, 37, 50, 51, 60)  # a prompt past every window, single tokens, several at once
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_logits_equal_those_with_the_dynamic_cache(name: str) -> None:
+    model, ids = decoder(name), text(60, rows=2)
+    ours, theirs = StateCache(model), DynamicCache(config=model.config)
+    with torch.no_grad():
+        whole = model(ids).logits
+    for a, b in zip(CUTS, CUTS[1:]):
+        logits = call(model, ids[:, a:b], ours, a)
+        # Where transformers forgets the carry between such calls, the whole text is what both should give.
+        expected = whole[:, a:b] if ours.one_by_one else call(model, ids[:, a:b], theirs, a)
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+        assert ours.get_seq_length() == b
+    torch.testing.assert_close(logits, whole[:, CUTS[-2] :], atol=1e-4, rtol=1e-4)
+    assert len(ours) == len(theirs) == model.config.num_hidden_layers
+    assert ours.is_sliding == theirs.is_sliding
+    assert ours.get_max_length() == theirs.get_max_length()
+    if not any(theirs.is_linear):
+        for held, wanted in zip(ours, theirs):
+            for x, y in zip(held, wanted):
+                assert (x is None) == (y is None) and (x is None or torch.equal(x, y))
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_rewound_text_was_never_fed(name: str) -> None:
+    model, ids = decoder(name), text(60, rows=2)
+    cache = StateCache(model)
+    call(model, ids[:, :30], cache)
+    for at in range(30, 40):
+        call(model, ids[:, at : at + 1], cache)
+    call(model, text(8, rows=2, seed=5), cache)
+    expected = StateCache(model)
+    call(model, ids[:, :34], expected)
+    for to in (34, 12):
+        cost = cache.rewind_cost(to)
+        before = cache.recomputed
+        assert cache.rewind(to=to) == cost == cache.recomputed - before
+        assert cache.get_seq_length() == to
+    logits = call(model, ids[:, 12:34], cache)
+    torch.testing.assert_close(
+        logits[:, -1], call(model, ids[:, 33:34], _to(expected, 33))[:, -1], atol=1e-4, rtol=1e-4
+    )
+
+
+def _to(cache: StateCache, length: int) -> StateCache:
+    cache.rewind(to=length)
+    return cache
+
+
+@pytest.mark.parametrize("name", ("llama", "mistral", "deepseek_v3", "falcon_h1"))
+def test_bfloat16_gives_what_the_dynamic_cache_gives(name: str) -> None:
+    import copy
+
+    model, ids = copy.deepcopy(decoder(name)).to(torch.bfloat16), text(60, rows=2)
+    ours, theirs = StateCache(model), DynamicCache(config=model.config)
+    for a, b in zip(CUTS, CUTS[1:]):
+        assert torch.equal(call(model, ids[:, a:b], ours, a), call(model, ids[:, a:b], theirs, a))
+
+
+@pytest.mark.parametrize("name", ("llama", "gemma3"))
+def test_gradients_flow_through_what_is_cached(name: str) -> None:
+    model, ids = decoder(name), text(30)
+    grads = []
+    for cache in (StateCache(model), DynamicCache(config=model.config)):
+        model.zero_grad()
+        model(ids[:, :20], past_key_values=cache, use_cache=True)
+        model(ids[:, 20:], past_key_values=cache, use_cache=True).logits.square().sum().backward()
+        grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    model.zero_grad()
+    for ours, theirs in zip(*grads):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_inference_mode_and_no_grad_may_alternate() -> None:
+    model, ids = decoder("gemma3"), text(60)
+    cache = StateCache(model)
+    with torch.inference_mode():
+        model(ids[:, :30], past_key_values=cache, use_cache=True)
+    call(model, ids[:, 30:59], cache)
+    with torch.inference_mode():
+        logits = model(ids[:, 59:], past_key_values=cache, use_cache=True).logits
+    with torch.no_grad():
+        torch.testing.assert_close(logits[:, -1].clone(), model(ids).logits[:, -1], atol=1e-4, rtol=1e-4)
