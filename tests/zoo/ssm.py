@@ -64,6 +64,14 @@ CASES = {
         _config, "GraniteMoeHybridConfig", **_ATTENTION, shared_intermediate_size=56, num_local_experts=0,
         layer_types=["full_attention"] * 3, **_GRANITE, mamba_n_heads=12, position_embedding_type="rope",
     ),
+    "granite": partial(_config, "GraniteConfig", **_ATTENTION, **_GRANITE, mlp_bias=True, attention_bias=True),
+    "granitemoe": partial(
+        _config, "GraniteMoeConfig", **_ATTENTION, **_GRANITE, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "granitemoeshared": partial(
+        _config, "GraniteMoeSharedConfig", **_ATTENTION, **_GRANITE, num_local_experts=4, num_experts_per_tok=3,
+        shared_intermediate_size=32, tie_word_embeddings=True,
+    ),
     "falcon_h1": partial(
         _config, "FalconH1Config", **_ATTENTION, **_MAMBA2, mamba_d_ssm=72, key_multiplier=0.4, **_FALCON_H1,
     ),

@@ -1,4 +1,4 @@
-"""Granite 4: Mamba-2 and attention without positions, with a shared feed-forward part and, in some sizes, experts."""
+"""Granite 3 and 4: attention, and from 4 on Mamba-2, with a feed-forward part that is plain, experts, or both."""
 
 from __future__ import annotations
 
@@ -17,16 +17,20 @@ from lmstate.ops import FloatWeight
 def build(w: Weights) -> Model:
     """Every part's output is scaled before it is added; so are the embedding, the scores and the logits.
 
-    Sizes without a state space layer are the same family, with rotary positions.
+    Only hybrids may go without rotary positions.
     """
     config, shape = w.config, Shape.of(w.config)
-    kinds = layer_kinds(config, ("layer_types", "layers_block_type"), shape.layers) or ("mamba",) * shape.layers
+    hybrid = config.str("model_type") == "granitemoehybrid"
+    kinds = layer_kinds(config, ("layer_types", "layers_block_type"), shape.layers) if hybrid else None
+    kinds = kinds or ("mamba" if hybrid else "attention",) * shape.layers
     sizes = Mamba2Shape.of(config, shape) if "mamba" in kinds else None
     act = activation(config)
-    rope = make_rope(config, shape.head_dim) if config.get("position_embedding_type") == "rope" else None
+    rotary = not hybrid or config.get("position_embedding_type") == "rope"
+    rope = make_rope(config, shape.head_dim) if rotary else None
     scale = config.float("attention_multiplier", default=1.0)
     count = config.int("num_local_experts", high=MOST, default=0)
-    shared = config.int("shared_intermediate_size", low=1, high=MOST)
+    shared = config.int("shared_intermediate_size", high=MOST, default=0)
+    inner = config.int("intermediate_size", low=1, high=MOST)
     logits_scaling = config.float("logits_scaling", default=1.0)
     if logits_scaling == 0.0:
         raise ModelError(f"{config.where} has logits_scaling = 0, by which logits would be divided")
@@ -38,10 +42,12 @@ def build(w: Weights) -> Model:
         return mamba2(w, f"{layer}.mamba", sizes, shape.hidden, norm=gated)
 
     def feed_forward(layer: str) -> FeedForward:
-        common = shared_mlp(w, f"{layer}.shared_mlp", shape.hidden, shared, act)
-        if not count:
+        if not count and not shared:
+            return mlp(w, f"{layer}.mlp", shape.hidden, inner, act)
+        common = shared_mlp(w, f"{layer}.shared_mlp", shape.hidden, shared, act) if shared else None
+        if not count and common is not None:
             return common
-        inner, moe = config.int("intermediate_size", low=1, high=MOST), f"{layer}.block_sparse_moe"
+        moe = f"{layer}.block_sparse_moe"
         top_k = config.int("num_experts_per_tok", low=1, high=count)
         router = FloatWeight(w.tensor(f"{moe}.router.layer.weight", (count, shape.hidden)))
         each = granite_experts(w, moe, count, shape.hidden, inner, act)
