@@ -78,8 +78,12 @@ def latent_attention(
     query = shape.heads * (nope + rope_dim)
     first = "q_proj" if query_latent is None else "q_a_proj"
     width = query_latent or query
-    up = w.tensor(f"{prefix}.kv_b_proj.weight", (shape.heads * (nope + value), latent))
-    up = up.to(w.dtype).view(shape.heads, nope + value, latent)
+    if w.has(f"{prefix}.k_b_proj.weight"):  # already parted, and the keys' turned, as GGUF has it
+        key_up = w.tensor(f"{prefix}.k_b_proj.weight", (shape.heads, latent, nope)).mT
+        value_up = w.tensor(f"{prefix}.v_b_proj.weight", (shape.heads, value, latent))
+    else:
+        up = w.tensor(f"{prefix}.kv_b_proj.weight", (shape.heads * (nope + value), latent))
+        key_up, value_up = up.view(shape.heads, nope + value, latent).split([nope, value], dim=1)
     # The plain query projection has no bias where that of the latent may have one.
     down_bias = biases(w, f"{prefix}.kv_a_proj_with_mqa.bias")
     if down_bias is not None:
@@ -90,8 +94,8 @@ def latent_attention(
             f"{prefix}.{first}.weight", f"{prefix}.kv_a_proj_with_mqa.weight",
             shape=(width + latent + rope_dim, shape.hidden),
         ),
-        up[:, :nope].contiguous(),
-        up[:, nope:].mT.contiguous(),
+        key_up.to(w.dtype).contiguous(),
+        value_up.to(w.dtype).mT.contiguous(),
         w.linear(f"{prefix}.o_proj.weight", shape=(shape.hidden, shape.heads * value)),
         norm(w, f"{prefix}.kv_a_layernorm.weight", latent, LATENT_EPS),
         rope_dim,

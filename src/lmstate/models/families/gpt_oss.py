@@ -12,7 +12,7 @@ from lmstate.models.decoder import Block, Model
 from lmstate.models.families.common import MOST, Shape, attention, decoder, expert_count, norm, windows
 from lmstate.models.moe import MixtureOfExperts, Router
 from lmstate.models.rope import make_rope
-from lmstate.models.weights.mxfp4 import take_apart
+from lmstate.models.weights import mxfp4
 from lmstate.models.weights.source import GroupedQuant
 from lmstate.models.weights.weights import Weights
 from lmstate.ops import FloatWeight, Norm, Weight
@@ -44,28 +44,15 @@ def build(w: Weights) -> Model:
     alpha, limit = config.float("swiglu_alpha", default=1.702), config.float("swiglu_limit", low=0.0, default=7.0)
 
     def mixture(prefix: str) -> MixtureOfExperts:
-        gate_up_bias = w.tensor(f"{prefix}.experts.gate_up_proj_bias", (count, 2 * inner))
-        gate_up_bias = torch.cat([gate_up_bias[:, 0::2], gate_up_bias[:, 1::2]], dim=1)
-        down_bias = w.tensor(f"{prefix}.experts.down_proj_bias", (count, shape.hidden))
         gate = FloatWeight(w.tensor(f"{prefix}.router.weight", (count, shape.hidden)))
+        router_bias = w.tensor(f"{prefix}.router.bias", (count,))
+        router = Router(gate, config.int("num_experts_per_tok", low=1, high=count), normalise=True, bias=router_bias)
+        inside = f"{prefix}.experts"
+        gate_up_bias, down_bias = _biases(w, inside, count, inner, shape.hidden)
+        matrices = [_expert(w, inside, index, inner, shape.hidden) for index in range(count)]
         return MixtureOfExperts(
-            Router(
-                gate,
-                config.int("num_experts_per_tok", low=1, high=count),
-                normalise=True,
-                bias=w.tensor(f"{prefix}.router.bias", (count,)),
-            ),
-            [
-                ClampedExpert(
-                    _expert(w, f"{prefix}.experts.gate_up_proj", index, (2 * inner, shape.hidden), pairs=True),
-                    _expert(w, f"{prefix}.experts.down_proj", index, (shape.hidden, inner)),
-                    gate_up_bias[index],
-                    down_bias[index],
-                    alpha,
-                    limit,
-                )
-                for index in range(count)
-            ],
+            router,
+            [ClampedExpert(*pair, gate_up_bias[i], down_bias[i], alpha, limit) for i, pair in enumerate(matrices)],
         )
 
     def block(index: int) -> Block:
@@ -81,21 +68,43 @@ def build(w: Weights) -> Model:
     return decoder(w, shape, block)
 
 
-def _expert(w: Weights, name: str, index: int, shape: tuple[int, int], *, pairs: bool = False) -> Weight:
-    """One expert's matrix: from MXFP4 blocks `[experts, N, K / 32, 16]`, or from floats stored as `[experts, K, N]`.
+def _biases(w: Weights, prefix: str, count: int, inner: int, hidden: int) -> tuple[Tensor, Tensor]:
+    """Of gate and up, then of down: float32 `[experts, 2 * F]` and `[experts, E]`."""
+    down = w.tensor(f"{prefix}.down_proj_bias", (count, hidden))
+    if w.has(f"{prefix}.gate_proj_bias"):
+        parts = [w.tensor(f"{prefix}.{part}_proj_bias", (count, inner)) for part in ("gate", "up")]
+    else:
+        both = w.tensor(f"{prefix}.gate_up_proj_bias", (count, 2 * inner))
+        parts = [both[:, 0::2], both[:, 1::2]]
+    return torch.cat(parts, dim=1), down
 
-    `pairs`: rows of gate and up alternate in the file; they come out as all of the gate, then all of up.
+
+def _expert(w: Weights, prefix: str, index: int, inner: int, hidden: int) -> tuple[Weight, Weight]:
+    """One expert's gate over up `[2 * F, E]`, and its down `[E, F]`, from any of three forms.
+
+    Matrices of its own (GGUF); MXFP4 blocks `[experts, N, K / 32, 16]`; floats `[experts, K, N]`. In the last two, rows
+    of gate and up alternate.
     """
-    order = torch.cat([torch.arange(0, shape[0], 2), torch.arange(1, shape[0], 2)]) if pairs else slice(None)
+    gate_up, down = f"{prefix}.gate_up_proj", f"{prefix}.down_proj"
+    shape, shape_down = (2 * inner, hidden), (hidden, inner)
+    own = f"{prefix}.{index}"
+    if w.has(f"{own}.down_proj.weight"):
+        return (
+            w.linear(f"{own}.gate_proj.weight", f"{own}.up_proj.weight", shape=shape),
+            w.linear(f"{own}.down_proj.weight", shape=shape_down),
+        )
+    order = torch.cat([torch.arange(0, 2 * inner, 2), torch.arange(1, 2 * inner, 2)])
+    if w.has(f"{down}_blocks"):
 
-    def from_blocks(blocks: Tensor, scales: Tensor) -> GroupedQuant:
-        return take_apart(blocks[index][order], scales[index][order])
+        def made(name: str, size: tuple[int, int], rows: Tensor) -> Weight:
+            def make(blocks: Tensor, scales: Tensor) -> GroupedQuant:
+                return mxfp4.take_apart(blocks[index], scales[index]).rows(rows)
 
-    def from_floats(numbers: Tensor) -> Tensor:
-        return numbers[index].T[order]
+            names = (f"{name}_blocks", f"{name}_scales")
+            return w.derived(f"{name}[{index}]", *names, make=make, shape=size, stored="int8")
 
-    label = f"{name}[{index}]"
-    if w.has(f"{name}_blocks"):
-        names = (f"{name}_blocks", f"{name}_scales")
-        return w.derived(label, *names, make=from_blocks, shape=shape, stored="int8")
-    return w.derived(label, name, make=from_floats, shape=shape)
+        return made(gate_up, shape, order), made(down, shape_down, torch.arange(hidden))
+    return (
+        w.derived(f"{gate_up}[{index}]", gate_up, make=lambda numbers: numbers[index].T[order], shape=shape),
+        w.derived(f"{down}[{index}]", down, make=lambda numbers: numbers[index].T, shape=shape_down),
+    )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lmstate.models.weights import mxfp4
 from lmstate.models.weights.source import GROUP, GroupedQuant
 
 
@@ -84,6 +85,10 @@ def _q4_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     return q, _half(blocks, 0) * scales, -(_half(blocks, 2) * minima)
 
 
+def _mxfp4(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    return mxfp4.whole_numbers(_nibbles(blocks[:, 1:])), mxfp4.scale(blocks[:, :1]), None
+
+
 FORMATS = {
     "F32": BlockFormat(0, 1, 4, "float32"),
     "F16": BlockFormat(1, 1, 2, "float16"),
@@ -100,6 +105,7 @@ FORMATS = {
     "Q6_K": BlockFormat(14, 256, 210, "int8"),
     "IQ4_NL": BlockFormat(20, 32, 18, "int8"),
     "IQ4_XS": BlockFormat(23, 256, 136, "int8"),
+    "MXFP4": BlockFormat(39, 32, 17, "int8", _mxfp4),
 }
 
 

@@ -84,6 +84,8 @@ class GgufSource:
             if not bool((whole < 0).all()):
                 raise ModelError(f"{self.path} is damaged: the rates of decay in {name!r} must be negative")
             whole = whole.float().neg().log()
+        if located.change == "one more":
+            whole = whole.float() - 1.0
         return whole.reshape(located.shape)
 
     def key(self) -> str:
