@@ -1,7 +1,7 @@
 """Qwen3-Next and Qwen3.5: gated delta rule in most layers, gated attention in every fourth; norms store w - 1.
 
 The two differ in how the checkpoint lays out the projections of the delta rule. Heads for multi-token prediction
-(`mtp.*`) are not run, and their weights are ignored.
+(`mtp.*`, in GGUF blocks past the last layer) are not run, and their weights are ignored.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def build(w: Weights) -> Model:
         )
 
     final = norm(w, "model.norm.weight", shape.hidden, shape.eps, plus_one=True)
-    return decoder(w, shape, block, final_norm=final, ignore=("mtp.*", "model.mtp.*"))
+    drafts = range(shape.layers, shape.layers + config.int("num_nextn_predict_layers", high=64, default=0))
+    ignore = ["mtp.*", "model.mtp.*", *(f"{start}.{index}.*" for start in ("model.layers", "blk") for index in drafts)]
+    return decoder(w, shape, block, final_norm=final, ignore=tuple(ignore))
 
 
 def delta(w: Weights, prefix: str, shape: Shape) -> GatedDelta:
@@ -113,10 +115,11 @@ def feed_forward(w: Weights, index: int, prefix: str, shape: Shape) -> FeedForwa
         normalise=config.bool("norm_topk_prob", default=True),
     )
     inner = config.int("moe_intermediate_size", low=1, high=MOST)
+    gate = f"{prefix}.shared_expert_gate.weight"  # a vector in GGUF
     common = config.int("shared_expert_intermediate_size", low=1, high=MOST)
     return MixtureOfExperts(
         router,
         experts(w, f"{prefix}.experts", count, hidden, inner, act),
         mlp(w, f"{prefix}.shared_expert", hidden, common, act),
-        FloatWeight(w.tensor(f"{prefix}.shared_expert_gate.weight", (1, hidden))),
+        FloatWeight(w.tensor(gate, (1, hidden) if len(w.shape(gate)) == 2 else (hidden,)).view(1, hidden)),
     )

@@ -23,9 +23,11 @@ from lmstate.models.weights.gguf_architecture import (
     ROPE_TENSORS,
     STANDARD,
     Architecture,
+    Change,
     Located,
 )
 from lmstate.models.weights.gguf_attention import WINDOWS_AND_LATENTS
+from lmstate.models.weights.gguf_delta import DELTAS
 from lmstate.models.weights.gguf_hybrids import HYBRIDS
 
 
@@ -95,6 +97,7 @@ ARCHITECTURES = {
         extra=_phi3,
     ),
     **HYBRIDS,
+    **DELTAS,
     **WINDOWS_AND_LATENTS,
 }
 
@@ -220,7 +223,7 @@ def locate(contents: GgufContents, config: dict[str, Any], where: str) -> dict[s
     for name, place in contents.tensors.items():
         if name in ROPE_TENSORS:
             continue
-        match = re.fullmatch(r"blk\.(\d{1,5})\.((\w+?)(?:\.(weight|bias))?)", name)
+        match = re.fullmatch(r"blk\.(\d{1,5})\.(([\w.]+?)(?:\.(weight|bias))?)", name)
         inside = _inside(arch, match[2], match[3], match[4]) if match else None
         if match is None or inside is None:
             outside = arch.outside.get(name, name)
