@@ -78,6 +78,9 @@ class FakeState:
             raise CapacityError("full")
         self.queued[row] += ids
 
+    def mark(self, row: int) -> None:
+        assert 0 <= row < self.rows
+
     def rewind(self, row: int, to: int) -> None:
         tokens = self.tokens(row)
         assert 0 <= to <= len(tokens)

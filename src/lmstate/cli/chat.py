@@ -56,7 +56,7 @@ def chat(
 
 def talk(conversation: Conversation, stats: bool) -> None:
     """Read, answer, repeat, until the input ends or /exit. Errors of a turn are told, and the conversation goes on."""
-    from lmstate.cli.chat_commands import COMMANDS, Leave, run_command
+    from lmstate.cli.chat_commands import COMMANDS, Ask, Leave, run_command
 
     while (line := read_line()) is not None:
         if not line:
@@ -68,7 +68,9 @@ def talk(conversation: Conversation, stats: bool) -> None:
                 answer(conversation, line, stats)
         except Leave:
             return
-        except ValueError as error:
+        except Ask as edited:
+            answer(conversation, edited.question, stats)
+        except (ValueError, OSError) as error:
             note(f"lmstate: {error}")
 
 

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+from lmstate.cli.branches import load, save
 from lmstate.cli.conversation import Conversation
 from lmstate.cli.output import size
 
 
 class Leave(Exception):
     """The chat is over."""
+
+
+class Ask(Exception):
+    """A command ends in a question for the model."""
+
+    @property
+    def question(self) -> str:
+        return str(self.args[0])
 
 
 @dataclass(frozen=True)
@@ -64,12 +74,66 @@ def _memory(conversation: Conversation, argument: str) -> str:
     return f"{size(sum(memory.values()))} for {conversation.state.lengths[0]} tokens ({parts or 'nothing yet'})"
 
 
+def _undo(conversation: Conversation, argument: str) -> str:
+    if argument and not argument.isdecimal():
+        raise ValueError(f"/undo takes a number of turns, not {argument!r}")
+    turns = int(argument or 1)
+    cost = conversation.undo(turns)
+    return f"took back {turns} turn{'s' * (turns > 1)}; {_priced(cost)}"
+
+
+def _edit(conversation: Conversation, argument: str) -> str:
+    if not argument:
+        raise ValueError("/edit needs the question that takes the place of the last one")
+    conversation.undo(1)
+    raise Ask(argument)
+
+
+def _fork(conversation: Conversation, argument: str) -> str:
+    conversation.branches.fork(conversation, argument)
+    return f"on {argument} from here; /switch goes back"
+
+
+def _switch(conversation: Conversation, argument: str) -> str:
+    cost = conversation.branches.switch(conversation, argument)
+    return f"on {argument}, {conversation.state.lengths[0]} tokens; {_priced(cost)}"
+
+
+def _tree(conversation: Conversation, argument: str) -> str:
+    return conversation.branches.tree(conversation)
+
+
+def _save(conversation: Conversation, argument: str) -> str:
+    if not argument:
+        raise ValueError("/save needs a file name")
+    snapshot = save(conversation, Path(argument))
+    return f"saved {snapshot.length} tokens, {size(snapshot.nbytes)}, to {argument}"
+
+
+def _load(conversation: Conversation, argument: str) -> str:
+    if not argument:
+        raise ValueError("/load needs a file name")
+    snapshot = load(conversation, Path(argument))
+    return f"{snapshot.length} tokens from {argument}; {_priced(snapshot.length - snapshot.cached)}"
+
+
+def _priced(cost: int) -> str:
+    return f"{cost} token{'s' * (cost != 1)} to recompute" if cost else "nothing to recompute"
+
+
 COMMANDS: dict[str, Command] = {
     command.name: command
     for command in (
         Command("/help", "show this", _help),
         Command("/tokens", "how many tokens the state holds", _tokens),
         Command("/memory", "bytes that the state holds, by layer kind", _memory),
+        Command("/undo [N]", "take back the last N turns (1)", _undo),
+        Command("/edit TEXT", "ask TEXT in the place of the last question", _edit),
+        Command("/fork NAME", "begin a branch here and go on in it", _fork),
+        Command("/switch NAME", "go to another branch", _switch),
+        Command("/tree", "the branches, and the tokens that they share", _tree),
+        Command("/save FILE", "write this conversation with its state", _save),
+        Command("/load FILE", "go on from a saved conversation", _load),
         Command("/reset", "begin again", _reset),
         Command("/exit", "leave (so does Ctrl-D)", _exit),
     )

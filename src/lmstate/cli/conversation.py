@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, cast
 
+from lmstate.cli.branches import Branches, shared
 from lmstate.generation import Generation, Report, Sampler
 
 if TYPE_CHECKING:
@@ -39,11 +40,13 @@ class Conversation:
         """Forget everything but the system message."""
         self.messages: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
         self.state = self.model.new_state(rows=1)
+        self.branches = Branches()
 
     def ask(self, question: str) -> Generator[str]:
         """The answer, piece by piece. What was given out is kept, also if the iterator is closed or an error ends it;
         a question without any answer leaves no trace.
         """
+        self.state.mark(0)  # an /undo of this turn comes back here
         messages = [*self.messages, {"role": "user", "content": question}]
         ids = self.model.tokenizer.chat(messages, add_generation_prompt=True)
         generation = Generation(
@@ -59,14 +62,26 @@ class Conversation:
             if self.report.generated or self.report.finished[0] is not None:
                 self.messages = [*messages, {"role": "assistant", "content": generation.texts[0]}]
 
+    def undo(self, turns: int) -> int:
+        """Take back the last turns. Returns the tokens that the next answer must recompute because of it."""
+        first = len(self.messages) - 2 * turns
+        if turns < 1 or first < 0 or (first == 0 and self.system is not None):
+            held = sum(message["role"] == "user" for message in self.messages)
+            raise ValueError(f"{turns} turns cannot be taken back; there are {held}")
+        self.messages = self.messages[:first]
+        kept = self.model.tokenizer.chat(self.messages) if self.messages else []
+        to = shared(self.state.tokens(0), kept)
+        cost = self.state.rewind_cost(0, to)
+        self.state.rewind(0, to)
+        return cost
+
     def _align(self, ids: Sequence[int]) -> list[int]:
         """Rewind the state to the longest beginning that it shares with `ids`; returns what is to be fed after it."""
         held = self.state.tokens(0)
-        shared = next((n for n, (a, b) in enumerate(zip(held, ids)) if a != b), min(len(held), len(ids)))
-        shared = min(shared, len(ids) - 1)  # one token at least, to have logits from
-        if shared < len(held):
-            self.state.rewind(0, shared)
-        return list(ids[shared:])
+        same = min(shared(held, list(ids)), len(ids) - 1)  # one token at least is fed, to have logits from
+        if same < len(held):
+            self.state.rewind(0, same)
+        return list(ids[same:])
 
 
 def turns(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:

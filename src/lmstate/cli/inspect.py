@@ -7,13 +7,23 @@ from lmstate.cli.output import table
 
 
 def inspect(model: options.ModelName, weights: options.Weights = options.WeightKind.auto) -> None:
-    """Show what a model is made of, and what its state costs.
+    """Show what a model is made of, and what its state costs; or what a saved conversation holds.
 
     \b
     Examples:
       lmstate inspect smollm2
       lmstate inspect path/to/model.gguf --weights int8
+      lmstate inspect monday.lmstate
     """
+    if model.endswith(".lmstate"):
+        from lmstate.cli.snapshot_facts import layer_rows, snapshot_rows
+        from lmstate.state import Snapshot
+
+        snapshot = Snapshot.load(model)
+        table(model, ("", ""), snapshot_rows(snapshot))
+        print()
+        table("layers", ("layers", "tensors", "bytes"), layer_rows(snapshot))
+        return
     from lmstate.cli.model_facts import model_rows, state_rows
 
     loaded = options.load_model(model, weights)

@@ -17,7 +17,7 @@ class Snapshot:
     `cached` of the `length` tokens are in `layers`; the rest (after a rewind that went far back, say) is recomputed by
     the first call after a restore. `regime` is what the keys were rotated for, see `State`. `logits` (float32 `[V]`)
     are those after the last token, None if they are not known. `fingerprint` names the model: words of the form
-    name=value, of its config and of a sample of its weights.
+    name=value, of its config and of a sample of its weights. `notes` is text of the application that made it.
     """
 
     tokens: tuple[int, ...]
@@ -26,6 +26,7 @@ class Snapshot:
     logits: Tensor | None
     layers: tuple[dict[str, Tensor], ...]
     fingerprint: str
+    notes: str = ""
 
     @property
     def length(self) -> int:

@@ -24,7 +24,7 @@ MOST_TOKENS = 2**31
 def save(snapshot: Snapshot, path: str | os.PathLike[str]) -> None:
     """Write a snapshot. Raises `OSError` where the file cannot be written; an older file of that name is then whole.
 
-    Layout: metadata `format`, `version`, `fingerprint`, `cached`, `regime`, `layers`; tensors `tokens` int64
+    Layout: metadata `format`, `version`, `fingerprint`, `cached`, `regime`, `layers`, `notes`; tensors `tokens` int64
     `[length]`, `logits` float32 `[V]` if known, and `layers.{index}.{name}` for what each layer captured.
     """
     from safetensors.torch import save_file
@@ -41,6 +41,7 @@ def save(snapshot: Snapshot, path: str | os.PathLike[str]) -> None:
         "cached": str(snapshot.cached),
         "regime": str(snapshot.regime),
         "layers": str(len(snapshot.layers)),
+        "notes": snapshot.notes,
     }
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     write_atomically(Path(path), lambda part: save_file(whole, part, metadata))
@@ -82,7 +83,8 @@ def load(path: str | os.PathLike[str]) -> Snapshot:
         if start != "layers" or not number.isdecimal() or int(number) >= len(layers) or not part:
             raise SnapshotError(f"{path} holds a tensor {name[:80]!r} that belongs to no layer")
         layers[int(number)][part] = tensor
-    return Snapshot(tokens, cached, regime, logits, tuple(layers), metadata.get("fingerprint", ""))
+    fingerprint, notes = metadata.get("fingerprint", ""), metadata.get("notes", "")
+    return Snapshot(tokens, cached, regime, logits, tuple(layers), fingerprint, notes)
 
 
 def write_atomically(path: Path, write: Callable[[str], None]) -> None:

@@ -1,0 +1,154 @@
+"""Branches of a chat on real states: going back, elsewhere and to disk, the state is what the conversation says."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from typer.testing import CliRunner
+
+import lmstate
+from lmstate.cli.app import app
+from lmstate.cli.chat_commands import COMMANDS, Ask, run_command
+from lmstate.cli.conversation import Conversation
+from tests.invariants.mirror import close
+from tests.zoo import VOCAB, ours
+
+EOS = VOCAB - 1
+
+
+class Stream:
+    def push(self, token: int) -> str:
+        return Letters().decode([token])
+
+    def flush(self) -> str:
+        return ""
+
+
+class Letters:
+    """Printable ASCII and the newline, one id each."""
+
+    has_chat_template = True
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [1 if letter == "\n" else ord(letter) - 30 for letter in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join("\n" if i == 1 else chr(i + 30) if 2 <= i < 97 else "" for i in ids)
+
+    def stream(self) -> Stream:
+        return Stream()
+
+    def chat(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool = False) -> list[int]:
+        text = "".join(f"<{message['role'][0]}>{message['content']}</>" for message in messages)
+        return self.encode(text + "<a>" * add_generation_prompt)
+
+
+def talking(case: str) -> lmstate.Model:
+    """A model of the zoo that never ends an answer by itself."""
+    return dataclasses.replace(ours(case), _tokenizer=cast(Any, Letters()), eos_ids=frozenset())
+
+
+@pytest.fixture(params=["llama", "qwen3_next"])
+def conversation(request: pytest.FixtureRequest) -> Conversation:
+    return Conversation(talking(request.param), max_new_tokens=6)
+
+
+def ask(conversation: Conversation, question: str) -> str:
+    return "".join(conversation.ask(question))
+
+
+def command(conversation: Conversation, line: str) -> str:
+    return run_command(line, COMMANDS, conversation)
+
+
+def check(conversation: Conversation) -> None:
+    """The state's next logits are those of its own tokens, fed to a fresh model."""
+    tokens = conversation.state.tokens(0)
+    if tokens:
+        close(conversation.model([[]], conversation.state)[0], conversation.model([tokens])[0, -1])
+
+
+def test_undone_turns_cost_nothing_and_never_happened(conversation: Conversation) -> None:
+    first = ask(conversation, "one two three four five six seven eight nine ten")
+    held = conversation.state.tokens(0)
+    second = ask(conversation, "and then there were quite a few more words in the second one")
+    told = command(conversation, "/undo")
+    assert told.startswith("took back 1 turn; ")
+    closing = conversation.model.tokenizer.encode("</>")
+    assert conversation.state.tokens(0) == held + closing, "what the template says of the turns that are left"
+    cost = int(told.split("; ")[1].split()[0].replace("nothing", "0"))
+    assert cost <= 1 + len(closing), "the turn before it was marked where its last token was queued"
+    check(conversation)
+    assert ask(conversation, "and then there were quite a few more words in the second one") == second
+    command(conversation, "/undo 2")
+    assert conversation.messages == [] and conversation.state.tokens(0) == []
+    assert ask(conversation, "one two three four five six seven eight nine ten") == first
+    with pytest.raises(ValueError, match="2 turns cannot be taken back; there are 1"):
+        command(conversation, "/undo 2")
+
+
+def test_edited_question_takes_the_place_of_the_last(conversation: Conversation) -> None:
+    ask(conversation, "one")
+    plain = Conversation(conversation.model, max_new_tokens=6)
+    ask(plain, "one")
+    ask(conversation, "two")
+    with pytest.raises(Ask) as edited:
+        command(conversation, "/edit three")
+    assert ask(conversation, edited.value.question) == ask(plain, "three")
+    assert conversation.messages == plain.messages
+    check(conversation)
+
+
+def test_branches_go_on_apart(conversation: Conversation) -> None:
+    ask(conversation, "one")
+    command(conversation, "/fork side")
+    ask(conversation, "left")
+    left = conversation.state.tokens(0)
+    command(conversation, "/switch main")
+    ask(conversation, "right")
+    check(conversation)
+    assert conversation.messages[2]["content"] == "right"
+    tree = command(conversation, "/tree").splitlines()
+    assert tree[0].startswith("main: ") and tree[0].endswith("(here)")
+    assert tree[1].startswith("└─ side: ") and "shared with main" in tree[1]
+    told = command(conversation, "/switch side")
+    assert told.startswith(f"on side, {len(left)} tokens; ")
+    assert conversation.state.tokens(0) == left
+    assert conversation.messages[2]["content"] == "left"
+    check(conversation)
+    for line in ("/fork side", "/fork", "/switch side", "/switch nowhere"):
+        with pytest.raises(ValueError):
+            command(conversation, line)
+
+
+def test_saved_conversation_goes_on_in_another_process(conversation: Conversation, tmp_path: Path) -> None:
+    ask(conversation, "one")
+    path = tmp_path / "chat.lmstate"
+    assert "saved" in command(conversation, f"/save {path}")
+    later = Conversation(conversation.model, max_new_tokens=6)
+    command(later, f"/load {path}")
+    assert later.messages == conversation.messages
+    assert ask(later, "two") == ask(conversation, "two")
+    assert later.report is not None and later.report.fed < later.report.reused
+    check(later)
+    for notes in ("", "[]", '{"messages": [{"role": "root", "content": "x"}]}', '{"messages": [3]}'):
+        dataclasses.replace(conversation.state.snapshot(0), notes=notes).save(path)
+        with pytest.raises(ValueError, match="of no conversation"):
+            command(later, f"/load {path}")
+    with pytest.raises(FileNotFoundError):
+        command(later, f"/load {tmp_path / 'none'}")
+    check(later)
+
+
+def test_inspect_describes_a_snapshot(conversation: Conversation, tmp_path: Path) -> None:
+    ask(conversation, "one")
+    path = tmp_path / "chat.lmstate"
+    command(conversation, f"/save {path}")
+    result = CliRunner().invoke(app, ["inspect", str(path)])
+    assert result.exit_code == 0
+    assert f"{conversation.state.lengths[0]} (1 to recompute)" in result.stdout
+    assert conversation.model.config.family in result.stdout
