@@ -57,7 +57,7 @@ class Shape:
             config.int("num_hidden_layers", low=1, high=4096),
             heads,
             kv_heads,
-            config.int("head_dim", low=1, high=MOST, default=None) or max(1, hidden // heads),
+            config.int("head_dim", low=1, high=MOST, default=0) or max(1, hidden // heads),
             config.int("vocab_size", low=1, high=2**24),
             config.float("rms_norm_eps", low=0.0, high=1.0, default=1e-6),
         )

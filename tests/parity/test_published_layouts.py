@@ -1,0 +1,108 @@
+"""Checkpoints as they were published, where configs and names differ from what transformers writes today."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lmstate.models.families import build
+from lmstate.models.weights.source import open_source
+from lmstate.models.weights.weights import Weights
+from tests.zoo import pair, text
+
+Config = dict[str, Any]
+Tensors = dict[str, Tensor]
+Change = Callable[[Config, Tensors], None]
+
+
+def lfm2(config: Config, tensors: Tensors) -> None:
+    """LFM2-1.2B's first config: the layers of attention are listed, and some names are others."""
+    kinds = config.pop("layer_types")
+    config["full_attn_idxs"] = [index for index, kind in enumerate(kinds) if kind == "full_attention"]
+    config["block_ff_dim"] = config.pop("intermediate_size")
+    config["tie_embedding"] = config.pop("tie_word_embeddings")
+    config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
+
+
+def kimi_linear(config: Config, tensors: Tensors) -> None:
+    """Kimi-Linear-48B-A3B: what is linear lies in a config of its own, layers count from 1, dense parts are `mlp`."""
+    kinds = config.pop("layer_types")
+    config["linear_attn_config"] = {
+        "full_attn_layers": [index + 1 for index, kind in enumerate(kinds) if kind == "full_attention"],
+        "kda_layers": [index + 1 for index, kind in enumerate(kinds) if kind == "linear_attention"],
+        "head_dim": config.pop("linear_head_dim"),
+        "num_heads": config.pop("linear_num_heads"),
+        "short_conv_kernel_size": config.pop("linear_conv_kernel_dim"),
+    }
+    config["first_k_dense_replace"] = config.pop("mlp_layer_types").index("sparse")
+    for name in list(tensors):
+        if "layers.0.block_sparse_moe." in name:
+            tensors[name.replace("block_sparse_moe", "mlp")] = tensors.pop(name)
+
+
+def qwen3_next(config: Config, tensors: Tensors) -> None:
+    """Qwen3-Next-80B-A3B: a pattern in place of a list of layers, and heads for multi-token prediction."""
+    del config["layer_types"]
+    config["full_attention_interval"] = 4
+    config |= {key: config["rope_parameters"][key] for key in ("rope_theta", "partial_rotary_factor")}
+    del config["rope_parameters"]
+    config["rope_scaling"] = None
+    tensors["mtp.fc.weight"] = torch.ones(3, 3)
+    tensors["mtp.layers.0.mlp.gate.weight"] = torch.ones(3, 3)
+
+
+def olmo_hybrid(config: Config, tensors: Tensors) -> None:
+    """One convolution in place of three, and norms under the names that transformers has in memory."""
+    linear = [index for index, kind in enumerate(config["layer_types"]) if kind == "linear_attention"]
+    for layer in (f"model.layers.{index}" for index in range(config["num_hidden_layers"])):
+        if int(layer.rpartition(".")[2]) in linear:
+            parts = [tensors.pop(f"{layer}.linear_attn.{part}_conv1d.weight") for part in "qkv"]
+            tensors[f"{layer}.linear_attn.conv1d.weight"] = torch.cat(parts)
+            tensors[f"{layer}.input_layernorm.weight"] = tensors.pop(f"{layer}.attention_layer_norm.weight")
+        tensors[f"{layer}.post_attention_layernorm.weight"] = tensors.pop(f"{layer}.feedforward_layer_norm.weight")
+
+
+def minimax(config: Config, tensors: Tensors) -> None:
+    """Experts in one tensor, as transformers has them in memory."""
+    for layer in range(config["num_hidden_layers"]):
+        old, new = f"model.layers.{layer}.block_sparse_moe", f"model.layers.{layer}.mlp"
+        matrices: dict[str, list[Tensor]] = {name: [] for name in ("w1", "w2", "w3")}
+        for expert in range(config["num_local_experts"]):
+            for name, found in matrices.items():
+                found.append(tensors.pop(f"{old}.experts.{expert}.{name}.weight"))
+        gate, down, up = (torch.stack(found) for found in matrices.values())
+        tensors[f"{new}.experts.gate_up_proj"] = torch.cat([gate, up], dim=1)
+        tensors[f"{new}.experts.down_proj"] = down
+        tensors[f"{new}.gate.weight"] = tensors.pop(f"{old}.gate.weight")
+
+
+CHANGES = {
+    "lfm2": lfm2,
+    "kimi_linear": kimi_linear,
+    "qwen3_next": qwen3_next,
+    "olmo_hybrid": olmo_hybrid,
+    "minimax": minimax,
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_a_published_layout_gives_the_same_logits(case: str, tmp_path: Path) -> None:
+    theirs, ours = pair(case)
+    theirs.save_pretrained(tmp_path)
+    path, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+    config, tensors = json.loads(path.read_text()), load_file(weights)
+    before = (json.dumps(config), set(tensors))
+    CHANGES[case](config, tensors)
+    assert (json.dumps(config), set(tensors)) != before
+    path.write_text(json.dumps(config))
+    save_file(tensors, weights, metadata={"format": "pt"})
+    again = build(Weights(open_source(tmp_path), "float32"))
+    ids = text(40)
+    torch.testing.assert_close(again(ids), ours(ids), atol=0, rtol=0)
