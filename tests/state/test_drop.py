@@ -19,7 +19,7 @@ def attention_only(case: str) -> bool:
 
 
 FULL = [
-    case for case in CASES if case.startswith(("llama", "qwen2", "qwen3-", "qwen3_moe", "olmo2", "smollm3", "phi3"))
+    case for case in CASES if case.split("-")[0] in ("llama", "qwen2", "qwen3", "qwen3_moe", "olmo2", "smollm3", "phi3")
 ]
 STRETCHED = ("dynamic", "longrope")
 
