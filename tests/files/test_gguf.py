@@ -26,7 +26,7 @@ def test_table_of_formats_is_that_of_the_gguf_package():
 def test_taken_apart_equals_dequantised(format_):
     raw = ggufs.blocks(format_, 5, 512)
     numbers = take_apart(torch.from_numpy(raw), format_, 512)
-    assert isinstance(numbers, GroupedQuant) == (format_ in ("Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q8_0"))
+    assert isinstance(numbers, GroupedQuant) == (format_ in ("Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q8_0", "MXFP4"))
     floats = numbers.dequantize() if isinstance(numbers, GroupedQuant) else numbers
     assert torch.equal(floats, torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[format_])))
 

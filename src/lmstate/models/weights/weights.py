@@ -235,6 +235,8 @@ class _Part:
 def _pack(parts: list[GroupedQuant]) -> Weight:
     q = torch.cat([part.q for part in parts])
     scale = torch.cat([part.scale for part in parts])
+    if scale.numel() and not float(scale.abs().max()) <= torch.finfo(torch.float16).max:
+        raise ModelError("the checkpoint is damaged: numbers of a quantised matrix are scaled beyond float16")
     minima = [part.minimum for part in parts if part.minimum is not None]
     return Int4Weight.pack(q, scale, torch.cat(minima)) if minima else Int8Weight.pack(q, scale)
 
