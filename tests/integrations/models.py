@@ -57,6 +57,14 @@ MORE: dict[str, Callable[[], Any]] = {
         vocab_size_per_layer_input=99, hidden_size_per_layer_input=8, laurel_rank=4,
         activation_sparsity_pattern=[0.0] * 6,
     ),
+    "inkling": partial(
+        _config, "InklingTextConfig", local_layer_ids=[0, 2], sliding_window_size=12, head_dim=8, swa_head_dim=8,
+        swa_num_attention_heads=6, swa_num_key_value_heads=2, d_rel=8, rel_extent=32, moe_intermediate_size=16,
+        n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, logits_mup_width_multiplier=1.0,
+    ),
+    "deepseek_v32": partial(
+        _config, "DeepseekV32Config", **_LATENT, n_shared_experts=1, index_n_heads=2, index_head_dim=16, index_topk=128
+    ),
     "glm4": partial(_config, "Glm4Config", head_dim=8),
     "exaone4": partial(_config, "Exaone4Config", sliding_window=12, sliding_window_pattern=3),
 }  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -18,7 +20,7 @@ def test_logits_equal_those_with_the_dynamic_cache(name: str) -> None:
     ours, theirs = StateCache(model), DynamicCache(config=model.config)
     with torch.no_grad():
         whole = model(ids).logits
-    for a, b in zip(CUTS, CUTS[1:]):
+    for a, b in itertools.pairwise(CUTS):
         logits = call(model, ids[:, a:b], ours, a)
         # Where transformers forgets the carry between such calls, the whole text is what both should give.
         expected = whole[:, a:b] if ours.one_by_one else call(model, ids[:, a:b], theirs, a)
@@ -66,7 +68,7 @@ def test_bfloat16_gives_what_the_dynamic_cache_gives(name: str) -> None:
 
     model, ids = copy.deepcopy(decoder(name)).to(torch.bfloat16), text(60, rows=2)
     ours, theirs = StateCache(model), DynamicCache(config=model.config)
-    for a, b in zip(CUTS, CUTS[1:]):
+    for a, b in itertools.pairwise(CUTS):
         assert torch.equal(call(model, ids[:, a:b], ours, a), call(model, ids[:, a:b], theirs, a))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from pathlib import Path
 from typing import Any
@@ -211,7 +212,7 @@ def test_a_token_copies_none_of_those_before_it(name: str) -> None:
     for step in range(100):
         call(model, text(1, seed=step), cache)
         places.append(tuple(layer.keys.untyped_storage().data_ptr() for layer in cache.layers))
-    moves = sum(a != b for a, b in zip(places, places[1:]))
+    moves = sum(a != b for a, b in itertools.pairwise(places))
     assert moves <= 4
     assert cache.nbytes() <= 4 * sum(x.nbytes for keys, values, _ in _dynamic(model, 140) for x in (keys, values))
 

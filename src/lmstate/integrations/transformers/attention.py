@@ -47,7 +47,7 @@ def mask(*args: Any, **kwargs: Any) -> Tensor | None:
     if sight == Sight(0, None) and seen.shape[2] == 1 and kwargs.get("allow_is_causal_skip", True):
         return None
     if sight is not None:
-        seen.lmstate_sight = sight
+        seen.lmstate_sight = sight  # type: ignore[attr-defined]
     return seen
 
 

@@ -6,6 +6,7 @@ All is added to the one model, once, and does nothing for calls with another cac
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import lru_cache
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -28,13 +29,17 @@ def attach(model: nn.Module) -> None:
     model.register_forward_pre_hook(before, with_kwargs=True)
     model.register_forward_hook(after, with_kwargs=True, always_call=True)
     if getattr(model, "_is_stateful", False):
-        model.generate = MethodType(generate, model)
+        vars(model)["generate"] = MethodType(generate, model)
+
+
+def parameters(kind: type[nn.Module]) -> tuple[str, ...]:
+    """The names of what the forward of a class of models takes, in order."""
+    return _names(kind.forward)
 
 
 @lru_cache(maxsize=64)
-def parameters(kind: type[nn.Module]) -> tuple[str, ...]:
-    """The names of what the model's forward takes, in order."""
-    return tuple(inspect.signature(kind.forward).parameters)[1:]
+def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def cache_name(model: nn.Module) -> str:

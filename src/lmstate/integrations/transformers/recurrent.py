@@ -7,21 +7,14 @@ carry and takes them back, and `StateCache` feeds the model again from there.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import LinearAttentionLayer
 
 from lmstate.errors import SnapshotError
-from lmstate.integrations.transformers.layers import (
-    GrowingLayer,
-    Kept,
-    Tensors,
-    WindowLayer,
-    chosen,
-    repeated,
-    storage_bytes,
-    whole,
-)
+from lmstate.integrations.transformers.kept import Kept, Tensors, chosen, repeated, storage_bytes, whole
 
 
 class FoldLayer(LinearAttentionLayer, Kept):
@@ -31,6 +24,9 @@ class FoldLayer(LinearAttentionLayer, Kept):
     """
 
     kind = "fold"
+    conv_kernel_size: dict[int, Any]  # of a state that has none, None
+    dtype: Any
+    device: Any
     is_croppable = True
     is_compileable = False  # the cache around it counts tokens on the host
 
@@ -68,7 +64,7 @@ class FoldLayer(LinearAttentionLayer, Kept):
                     states[i] = held.index_select(0, rows.to(held.device))
 
     def rows(self) -> int | None:
-        return next((held.shape[0] for held in self._held().values()), None)
+        return next((held.shape[0] for held in self._states().values()), None)
 
     def capture(self) -> Tensors:
         return self.carry()
@@ -85,7 +81,7 @@ class FoldLayer(LinearAttentionLayer, Kept):
 
     def carry(self) -> Tensors:
         """Copies of the tensors `conv.{i}` and `carry.{i}`, as far as the model uses them."""
-        return {name: whole(held) for name, held in self._held().items()}
+        return {name: whole(held) for name, held in self._states().items()}
 
     def put_carry(self, tensors: Tensors) -> None:
         """Become what `carry` gave; copies are taken."""
@@ -101,16 +97,16 @@ class FoldLayer(LinearAttentionLayer, Kept):
                 self.dtype, self.device = conv.dtype, conv.device
 
     def nbytes(self) -> int:
-        return storage_bytes(list(self._held().values()))
+        return storage_bytes(list(self._states().values()))
 
-    def _held(self) -> Tensors:
+    def _states(self) -> Tensors:
         held = {f"conv.{i}": self.conv_states[i] for i in range(self.number_of_states)}
         held |= {f"carry.{i}": self.recurrent_states[i] for i in range(self.number_of_states)}
         return {name: tensor for name, tensor in held.items() if tensor is not None}
 
 
 class ConvLayer(FoldLayer):
-    """Convolution tails alone. While the past is recorded they keep earlier inputs, so going back recomputes nothing."""
+    """Convolution tails alone. While the past is recorded they keep earlier inputs: going back recomputes nothing."""
 
     kind = "conv"
     MOST = 256  # inputs kept while recording, if none is ever settled by `crop`
@@ -154,111 +150,6 @@ class ConvLayer(FoldLayer):
                 tail = held[..., -kernel:]
                 tensors[f"conv.{i}"] = whole(F.pad(tail, (kernel - tail.shape[-1], 0)))
         return tensors
-
-
-class HybridLayer(FoldLayer, GrowingLayer):
-    """Full attention and a recurrence side by side in one layer."""
-
-    kind = "hybrid"
-
-    def __init__(self, number_of_states: int = 1) -> None:
-        GrowingLayer.__init__(self)
-        FoldLayer.__init__(self, number_of_states=number_of_states)
-
-    def offload(self) -> None:
-        FoldLayer.offload(self)
-        GrowingLayer.offload(self)
-
-    def prefetch(self) -> None:
-        FoldLayer.prefetch(self)
-        GrowingLayer.prefetch(self)
-
-    def reset(self) -> None:
-        FoldLayer.reset(self)
-        GrowingLayer.reset(self)
-
-    def cut(self, length: int, to: int) -> None:
-        GrowingLayer.cut(self, length, to)
-
-    def select(self, rows: Tensor) -> None:
-        FoldLayer.select(self, rows)
-        GrowingLayer.select(self, rows)
-
-    def rows(self) -> int | None:
-        return GrowingLayer.rows(self) or FoldLayer.rows(self)
-
-    def capture(self) -> Tensors:
-        return {**self.carry(), **GrowingLayer.capture(self)}
-
-    def check(self, length: int, tensors: Tensors) -> None:
-        attention, carry = divided(tensors)
-        GrowingLayer.check(self, length, attention)
-        FoldLayer.check(self, length, carry)
-
-    def put(self, length: int, tensors: Tensors) -> None:
-        attention, carry = divided(tensors)
-        GrowingLayer.put(self, length, attention)
-        self.put_carry(carry)
-
-    def nbytes(self) -> int:
-        return GrowingLayer.nbytes(self) + FoldLayer.nbytes(self)
-
-
-class HybridWindowLayer(FoldLayer, WindowLayer):
-    """A sliding window and a recurrence side by side in one layer."""
-
-    kind = "hybrid-window"
-
-    def __init__(self, sliding_window: int, number_of_states: int = 1, rewind: int = 16) -> None:
-        WindowLayer.__init__(self, sliding_window, rewind)
-        FoldLayer.__init__(self, number_of_states=number_of_states)
-
-    def activate_past_recording(self) -> None:
-        """Nothing to do, for the recurrence cannot go back either: see `FoldLayer`."""
-
-    def offload(self) -> None:
-        FoldLayer.offload(self)
-        WindowLayer.offload(self)
-
-    def prefetch(self) -> None:
-        FoldLayer.prefetch(self)
-        WindowLayer.prefetch(self)
-
-    def reset(self) -> None:
-        FoldLayer.reset(self)
-        WindowLayer.reset(self)
-
-    def cut(self, length: int, to: int) -> None:
-        WindowLayer.cut(self, length, to)
-
-    def select(self, rows: Tensor) -> None:
-        FoldLayer.select(self, rows)
-        WindowLayer.select(self, rows)
-
-    def rows(self) -> int | None:
-        return WindowLayer.rows(self) or FoldLayer.rows(self)
-
-    def capture(self) -> Tensors:
-        return {**self.carry(), **WindowLayer.capture(self)}
-
-    def check(self, length: int, tensors: Tensors) -> None:
-        attention, carry = divided(tensors)
-        WindowLayer.check(self, length, attention)
-        FoldLayer.check(self, length, carry)
-
-    def put(self, length: int, tensors: Tensors) -> None:
-        attention, carry = divided(tensors)
-        WindowLayer.put(self, length, attention)
-        self.put_carry(carry)
-
-    def nbytes(self) -> int:
-        return WindowLayer.nbytes(self) + FoldLayer.nbytes(self)
-
-
-def divided(tensors: Tensors) -> tuple[Tensors, Tensors]:
-    """What `capture` gave of attention, and of the recurrence."""
-    attention = {name: tensor for name, tensor in tensors.items() if name in ("k", "v")}
-    return attention, {name: tensor for name, tensor in tensors.items() if name not in attention}
 
 
 def is_fold(layer: object) -> bool:

@@ -1,0 +1,91 @@
+"""What the cache asks of a layer beyond the interface of transformers, and what layers share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from lmstate.errors import SnapshotError
+
+Tensors = dict[str, Tensor]
+
+
+class Kept(ABC):
+    """What `StateCache` asks of a layer beyond the interface of transformers."""
+
+    kind: str  # names it in a file
+
+    @abstractmethod
+    def reach(self, length: int) -> int:
+        """The earliest position that `cut` reaches in a layer that holds `length` tokens."""
+
+    @abstractmethod
+    def cut(self, length: int, to: int) -> None:
+        """Take the layer from `length` tokens back to `to`, `reach <= to <= length`."""
+
+    @abstractmethod
+    def select(self, rows: Tensor) -> None:
+        """Make row i of the new batch a copy of row `rows[i]` (int64) of the old one."""
+
+    @abstractmethod
+    def rows(self) -> int | None:
+        """Rows of the batch; None before the first token."""
+
+    @abstractmethod
+    def capture(self) -> Tensors:
+        """Copies of all that the layer needs to go on; empty before the first token."""
+
+    @abstractmethod
+    def check(self, length: int, tensors: Tensors) -> None:
+        """Raise `SnapshotError` unless `capture` may have given these at `length` tokens. Changes nothing."""
+
+    @abstractmethod
+    def put(self, length: int, tensors: Tensors) -> None:
+        """Become what `capture` gave at `length` tokens, which `check` has passed."""
+
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of memory held, room included."""
+
+
+def last(x: Tensor, tokens: int) -> Tensor:
+    """A view of the last `tokens` of `[..., n, D]`, or of all if there are fewer."""
+    return x if tokens >= x.shape[-2] else x.narrow(-2, x.shape[-2] - tokens, tokens)
+
+
+def joined(held: Tensor, seen: int, new: Tensor) -> Tensor:
+    return torch.cat([last(held, seen), new], dim=-2) if seen else new
+
+
+def whole(x: Tensor) -> Tensor:
+    return x.detach().clone(memory_format=torch.contiguous_format)
+
+
+def repeated(rows: int | None, repeats: int) -> Tensor:
+    return torch.arange(rows or 0).repeat_interleave(repeats)
+
+
+def chosen(indices: Tensor) -> Tensor:
+    return indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+
+
+def check_pair(kind: str, tensors: Tensors, least: int, most: int) -> None:
+    """Raise `SnapshotError` unless these are keys and values of `least` to `most` tokens, or nothing at all."""
+    if not tensors:
+        return
+    if set(tensors) != {"k", "v"}:
+        raise SnapshotError(f"a {kind} layer needs the tensors k and v; the snapshot has {sorted(tensors)}")
+    k, v = tensors["k"], tensors["v"]
+    if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3] or not least <= k.shape[2] <= most:
+        raise SnapshotError(
+            f"the snapshot has keys {list(k.shape)} and values {list(v.shape)} for a {kind} layer; it needs "
+            f"[rows, heads, {least} to {most} tokens, width] of both"
+        )
+
+
+def storage_bytes(tensors: list[Tensor | None]) -> int:
+    """Bytes of the memory behind these tensors, each counted once."""
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
+    return sum(sizes.values())
