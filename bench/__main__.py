@@ -1,0 +1,57 @@
+"""`python -m bench`: our own numbers, quick. `python -m bench compare`: beside the peers that are installed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from bench.compare import CASES, QUICK, compare, markdown, plot
+
+KINDS = ("int4", "int8", "bfloat16", "float32")
+
+
+def has(python: str, module: str) -> bool:
+    found = subprocess.run([python, "-c", f"import {module}"], capture_output=True, check=False)
+    return found.returncode == 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("what", nargs="?", choices=("own", "compare"), default="own")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--case", action="append", help="only cases whose name has this in it; may be repeated")
+    parser.add_argument("--engine", action="append", help="only engines whose name begins with this; may be repeated")
+    parser.add_argument(
+        "--llama-python", default=sys.executable, help="a python that has llama-cpp-python (its own environment, say)"
+    )
+    parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder for the JSON and the chart")
+    options = parser.parse_args()
+
+    from lmstate.models.hub import resolve
+
+    path = str(resolve("smollm2"))
+    engines = {f"lmstate:{kind}": sys.executable for kind in KINDS}
+    if options.what == "compare":
+        if has(sys.executable, "transformers"):
+            engines |= {f"transformers:{kind}": sys.executable for kind in ("bfloat16", "float32")}
+        if has(options.llama_python, "llama_cpp"):
+            engines["llama.cpp"] = options.llama_python
+    if options.engine:
+        engines = {name: python for name, python in engines.items() if name.startswith(tuple(options.engine))}
+    cases = CASES if options.what == "compare" else QUICK
+    if options.case:
+        cases = tuple(case for case in CASES if any(part in case.name for part in options.case))
+    result = compare(engines, path, cases, options.rounds, options.threads)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / f"{options.what}.json").write_text(json.dumps(result, indent=1))
+    plot(result, options.out / f"{options.what}.png")
+    print(f"{result['machine']}; medians of {options.rounds} rounds, least and most in brackets\n")
+    print(markdown(result))
+
+
+if __name__ == "__main__":
+    main()

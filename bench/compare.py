@@ -1,0 +1,171 @@
+"""Side by side with peers on the same file: every engine in its own process, one round after another."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+WORKER = Path(__file__).with_name("worker.py")
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    case: str  # prefill or decode
+    at: int  # tokens of the prompt
+    tokens: int = 32
+    rows: int = 1
+
+    @property
+    def work(self) -> int:
+        """Tokens that one run processes."""
+        return self.at if self.case == "prefill" else self.tokens * self.rows
+
+
+CASES = (
+    Case("prefill 512", "prefill", 512),
+    Case("prefill 4,096", "prefill", 4096),
+    Case("decode near 128", "decode", 128),
+    Case("decode near 512", "decode", 512),
+    Case("decode near 3,500", "decode", 3500),
+    Case("decode, 8 ragged rows near 512", "decode", 512, tokens=16, rows=8),
+)
+QUICK = tuple(case for case in CASES if case.at <= 512)
+
+
+class Process:
+    """A worker that has its model loaded."""
+
+    def __init__(self, engine: str, python: str, path: str, threads: int) -> None:
+        self.engine = engine
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        self.process = subprocess.Popen(
+            [python, str(WORKER), engine, path],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
+        )  # fmt: skip
+        self.version = self._answer()["version"]
+
+    def time(self, case: Case) -> dict[str, float] | None:
+        """Seconds and peak bytes of one run; None if the engine cannot do the case."""
+        assert self.process.stdin is not None
+        asked = {"case": case.case, "at": case.at, "tokens": case.tokens, "rows": case.rows}
+        self.process.stdin.write(json.dumps(asked) + "\n")
+        self.process.stdin.flush()
+        answer = self._answer()
+        return None if "refused" in answer else answer
+
+    def _answer(self) -> dict:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.engine} ended with exit code {self.process.wait()}")
+        return json.loads(line)
+
+
+@contextmanager
+def process(engine: str, python: str, path: str, threads: int) -> Iterator[Process]:
+    worker = Process(engine, python, path, threads)
+    try:
+        yield worker
+    finally:
+        worker.process.kill()
+        worker.process.wait()
+
+
+def compare(
+    engines: dict[str, str], path: str, cases: tuple[Case, ...] = CASES, rounds: int = 5, threads: int = 2
+) -> dict:
+    """Time every case on every engine (name -> the python that has it), round by round, alternating.
+
+    Returns the machine, the versions, and for each case and engine the median and the extremes of tokens a second.
+    """
+    rows = []
+    with ExitStack() as stack:
+        workers = [stack.enter_context(process(name, python, path, threads)) for name, python in engines.items()]
+        for case in cases:
+            times: dict[str, list[float]] = {worker.engine: [] for worker in workers}
+            peaks: dict[str, float] = {}
+            for number in range(rounds + 1):
+                for worker in workers:
+                    answer = worker.time(case)
+                    if answer is not None and number:  # the first round warms up
+                        times[worker.engine].append(case.work / answer["seconds"])
+                        peaks[worker.engine] = answer["peak"]
+                print(f"\r{case.name}: round {number} of {rounds}", end="", file=sys.stderr, flush=True)
+            print(file=sys.stderr)
+            for engine, rates in times.items():
+                if rates:
+                    rows.append(
+                        {
+                            "case": case.name,
+                            "engine": engine,
+                            "median": statistics.median(rates),
+                            "least": min(rates),
+                            "most": max(rates),
+                            "peak": peaks[engine],
+                        }
+                    )
+        versions = {worker.engine: worker.version for worker in workers}
+    return {"machine": machine(threads), "versions": versions, "rounds": rounds, "rows": rows}
+
+
+def machine(threads: int) -> str:
+    """The processor and the threads used, in words."""
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text().splitlines()
+        name = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), name)
+        flags = next((line for line in lines if line.startswith("flags")), "").split()
+        name += "".join(f", {flag}" for flag in ("avx2", "avx512_vnni", "avx512_bf16", "amx_bf16") if flag in flags)
+    return f"{name}; {threads} threads"
+
+
+def markdown(result: dict) -> str:
+    """Tokens a second: a row a case, a column an engine, each the median of the rounds with the extremes."""
+    engines = list(result["versions"])
+    lines = [
+        "| tokens/s | " + " | ".join(f"{name} ({result['versions'][name]})" for name in engines) + " |",
+        "|---|" + "---|" * len(engines),
+    ]
+    for case in dict.fromkeys(row["case"] for row in result["rows"]):
+        cells = []
+        for engine in engines:
+            found = [row for row in result["rows"] if (row["case"], row["engine"]) == (case, engine)]
+            cells.append(f"{found[0]['median']:.0f} ({found[0]['least']:.0f}-{found[0]['most']:.0f})" if found else "")
+        lines.append(f"| {case} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def plot(result: dict, path: Path) -> None:
+    """Bars of tokens a second, a group a case, with the extremes as whiskers."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    engines = list(result["versions"])
+    cases = list(dict.fromkeys(row["case"] for row in result["rows"]))
+    figure, axes = pyplot.subplots(1, len(cases), figsize=(2.6 * len(cases), 3.6), constrained_layout=True)
+    for axis, case in zip([axes] if len(cases) == 1 else axes, cases):
+        for index, engine in enumerate(engines):
+            for row in result["rows"]:
+                if (row["case"], row["engine"]) == (case, engine):
+                    spread = [[row["median"] - row["least"]], [row["most"] - row["median"]]]
+                    axis.bar(index, row["median"], yerr=spread, color=f"C{index}", label=engine)
+        axis.set_title(case, fontsize=9)
+        axis.set_xticks([])
+        axis.spines[["top", "right"]].set_visible(False)
+    handles = {label: handle for axis in figure.axes for handle, label in zip(*axis.get_legend_handles_labels())}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, fontsize=8)
+    figure.suptitle(f"Tokens a second, SmolLM2-135M Q4_1; {result['machine']}", fontsize=9)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)

@@ -1,0 +1,171 @@
+"""One engine in a process of its own: it loads SmolLM2 once, then times what it is asked for, a line of JSON each.
+
+`python worker.py ENGINE GGUF` with ENGINE one of lmstate:int4, lmstate:int8, lmstate:bfloat16, lmstate:float32,
+transformers:bfloat16, transformers:float32, llama.cpp. Reads {"case": ..., "at": ..., "tokens": ..., "rows": ...} a
+line and answers {"seconds": ..., "peak": bytes}. It imports nothing of lmstate unless that is the engine, so that a peer
+may live in another environment.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any, Protocol
+
+LONGEST = 4352
+
+
+class Engine(Protocol):
+    version: str
+
+    def prefill(self, ids: list[int]) -> Callable[[], None]:
+        """What feeds `ids` to an empty state when called."""
+        ...
+
+    def decode(self, ids: list[int], tokens: int, rows: int) -> Callable[[], None]:
+        """What decodes `tokens` one by one after `ids` when called, again and again from the same place."""
+        ...
+
+
+class Ours:
+    def __init__(self, weights: str, path: str) -> None:
+        import lmstate
+
+        self.model = lmstate.load(path, weights="auto" if weights == "int4" else weights)
+        self.version = lmstate.__version__
+
+    def prefill(self, ids: list[int]) -> Callable[[], None]:
+        def run() -> None:
+            self.model([ids], self.model.new_state())
+
+        return run
+
+    def decode(self, ids: list[int], tokens: int, rows: int) -> Callable[[], None]:
+        # Ragged: every row is a little shorter than the one before.
+        prompts = [ids[row * 3 :] for row in range(rows)]
+        state = self.model.new_state(rows, rewind=tokens)
+        self.model(prompts, state)
+
+        def run() -> None:
+            step = [[7]] * rows
+            for _ in range(tokens):
+                logits = self.model(step, state)
+                step = logits.argmax(-1, keepdim=True).tolist()
+            for row, prompt in enumerate(prompts):
+                state.rewind(row, len(prompt))
+
+        return run
+
+
+class Transformers:
+    def __init__(self, dtype: str, path: str) -> None:
+        import os
+
+        import torch
+        import transformers
+
+        folder, name = os.path.split(path)
+        self.torch = torch
+        # The file's shapes with random numbers: what they are changes no speed, and reading them takes long.
+        config = transformers.AutoConfig.from_pretrained(folder, gguf_file=name)
+        self.model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+        self.cache = transformers.DynamicCache
+        self.version = transformers.__version__
+
+    def _run(self, ids: list[list[int]], cache: Any) -> Any:
+        with self.torch.inference_mode():
+            return self.model(self.torch.tensor(ids), past_key_values=cache, logits_to_keep=1).logits[:, -1]
+
+    def prefill(self, ids: list[int]) -> Callable[[], None]:
+        def run() -> None:
+            self._run([ids], self.cache())
+
+        return run
+
+    def decode(self, ids: list[int], tokens: int, rows: int) -> Callable[[], None]:
+        cache = self.cache()
+        self._run([ids] * rows, cache)
+
+        def run() -> None:
+            step = [[7]] * rows
+            for _ in range(tokens):
+                step = self._run(step, cache).argmax(-1, keepdim=True).tolist()
+            cache.crop(-tokens)
+
+        return run
+
+
+class LlamaCpp:
+    def __init__(self, path: str) -> None:
+        import llama_cpp
+        import numpy
+
+        self.model = llama_cpp.Llama(path, n_ctx=LONGEST, n_batch=512, n_threads=2, n_threads_batch=2, verbose=False)
+        self.version = llama_cpp.__version__
+        self.argmax = numpy.argmax
+
+    def prefill(self, ids: list[int]) -> Callable[[], None]:
+        def run() -> None:
+            self.model.reset()
+            self.model.eval(ids)
+
+        return run
+
+    def decode(self, ids: list[int], tokens: int, rows: int) -> Callable[[], None]:
+        if rows != 1:
+            raise ValueError("llama-cpp-python decodes one row at a time")
+        self.model.reset()
+        self.model.eval(ids)
+        scores = self.model._ctx.get_logits
+
+        def run() -> None:
+            self.model.n_tokens = len(ids)  # eval removes what lies after it
+            step = 7
+            for _ in range(tokens):
+                self.model.eval([step])
+                step = int(self.argmax(scores()[: self.model.n_vocab()]))
+
+        return run
+
+
+def open_engine(name: str, path: str) -> Engine:
+    kind, _, option = name.partition(":")
+    if kind == "lmstate":
+        return Ours(option, path)
+    if kind == "transformers":
+        return Transformers(option, path)
+    if kind == "llama.cpp":
+        return LlamaCpp(path)
+    raise ValueError(f"no engine is called {name}")
+
+
+def main() -> None:
+    engine = open_engine(sys.argv[1], sys.argv[2])
+    print(json.dumps({"version": engine.version}), flush=True)
+    ready: dict[str, Callable[[], None]] = {}
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if line not in ready:
+            ids = [3 + (7919 * i) % 40000 for i in range(asked["at"])]
+            ready.clear()
+            try:
+                if asked["case"] == "prefill":
+                    ready[line] = engine.prefill(ids)
+                else:
+                    ready[line] = engine.decode(ids, asked["tokens"], asked["rows"])
+                    ready[line]()  # warm
+            except ValueError as error:
+                print(json.dumps({"refused": str(error)}), flush=True)
+                continue
+        begin = perf_counter()
+        ready[line]()
+        seconds = perf_counter() - begin
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        print(json.dumps({"seconds": seconds, "peak": peak}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
