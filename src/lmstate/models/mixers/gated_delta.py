@@ -32,7 +32,7 @@ class LowRank:
 class GatedDelta:
     """Gated DeltaNet (Yang et al. 2024, 2412.06464), and Kimi Delta Attention (2510.26692), a decay a channel.
 
-    H value heads of V features read K <= H key heads of D features, each of them H / K times. `qkvz` gives q, k, v and
+    H value heads of Dv features read K <= H key heads of D features, each of them H / K times. `qkvz` gives q, k, v and
     the output gate z, one after the other, or key head by key head if `by_head`. `gates` gives beta `[H]` and the decay
     `[H]`, or `[H * D]` for a decay a channel; it stays float32, for its errors would last. Where the decay or z come
     through a bottleneck (`decay_up`, `gate_up`), `qkvz` gives q, k, v and then the two bottlenecks instead of z.
@@ -42,11 +42,11 @@ class GatedDelta:
 
     qkvz: Weight
     gates: Weight
-    out: Weight  # [E, H * V]
-    conv: Tensor  # [2 * K * D + H * V, C]
+    out: Weight  # [E, H * Dv]
+    conv: Tensor  # [2 * K * D + H * Dv, C]
     A: Tensor  # [H], negative
     dt_bias: Tensor  # [H], or [H * D] for a decay a channel
-    norm: Norm  # of each head's V features
+    norm: Norm  # of each head's Dv features
     key_heads: int
     key_dim: int
     value_dim: int
@@ -79,7 +79,7 @@ class GatedDelta:
         )  # fmt: skip
 
     def fold(self, inputs: Tensor, carry: Carry, counts: Tensor) -> tuple[Tensor, Carry]:
-        """q, k, v | beta | decay `[R, T, F]` -> `[R, T, H * V]`."""
+        """q, k, v | beta | decay `[R, T, F]` -> `[R, T, H * Dv]`."""
         tail, state = carry
         width, heads = len(self.conv), self.heads
         mixed, beta, decay = inputs.split([width, heads, len(self.dt_bias)], dim=-1)
@@ -116,7 +116,7 @@ class GatedDelta:
         return ops.linear(y, self.out, residual=residual)
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v `[R, T, 2 * K * D + H * V]`; z `[R, T, H * V]`; beta and decay."""
+        """q, k, v `[R, T, 2 * K * D + H * Dv]`; z `[R, T, H * Dv]`; beta and decay."""
         projected, gates = ops.linear(x, self.qkvz), ops.linear(x, self.gates)
         width = len(self.conv)
         if self.by_head:
