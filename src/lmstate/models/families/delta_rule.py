@@ -21,3 +21,9 @@ def short_conv(w: Weights, prefix: str, width: int, kernel: int) -> Tensor:
             f"{w.source.path}: the convolutions in {prefix} are {shapes}; together they must be [{width}, 1, {kernel}]"
         )
     return torch.cat(parts)[:, 0]
+
+
+def check_shared(w: Weights, heads: int, key_heads: int) -> None:
+    """`ModelError` unless every key head serves as many value heads as the others."""
+    if heads % key_heads:
+        raise ModelError(f"{w.source.path}: {heads} value heads cannot share {key_heads} key heads evenly")

@@ -6,7 +6,7 @@ import torch
 
 from lmstate.models.decoder import Block, Model
 from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, mlp, norm, there
-from lmstate.models.families.delta_rule import short_conv
+from lmstate.models.families.delta_rule import check_shared, short_conv
 from lmstate.models.mixers.gated_delta import GatedDelta
 from lmstate.models.rope import make_rope, rope_fields
 from lmstate.models.weights.weights import Weights
@@ -60,6 +60,7 @@ def delta(w: Weights, prefix: str, shape: Shape) -> GatedDelta:
     heads = config.int("linear_num_value_heads", low=1, high=MOST, default=shape.heads)
     key_dim = config.int("linear_key_head_dim", low=1, high=MOST, default=int(0.75 * shape.hidden / key_heads))
     value_dim = config.int("linear_value_head_dim", low=1, high=MOST, default=2 * key_dim)
+    check_shared(w, heads, key_heads)
     keys, values = key_heads * key_dim, heads * value_dim
     gates = [w.tensor(f"{prefix}.{part}_proj.weight", (heads, shape.hidden)) for part in "ba"]
     return GatedDelta(

@@ -21,7 +21,7 @@ from lmstate.models.families.common import (
     mlp,
     norm,
 )
-from lmstate.models.families.delta_rule import short_conv
+from lmstate.models.families.delta_rule import check_shared, short_conv
 from lmstate.models.mixers.gated_delta import GatedDelta
 from lmstate.models.mixers.mixer import Mixer
 from lmstate.models.mlp import FeedForward
@@ -71,6 +71,7 @@ def delta(w: Weights, prefix: str, shape: Shape) -> GatedDelta:
     key_dim = config.int("linear_key_head_dim", low=1, high=MOST)
     value_dim = config.int("linear_value_head_dim", low=1, high=MOST)
     kernel = config.int("linear_conv_kernel_dim", low=1, high=256)
+    check_shared(w, heads, key_heads)
     values = heads * value_dim
     width = 2 * key_heads * key_dim + values
     if by_head := w.has(f"{prefix}.in_proj_qkvz.weight"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from lmstate.errors import ModelError
 from lmstate.models.decoder import Block, Model
 from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, mlp, norm
 from lmstate.models.mixers.mixer import Mixer
@@ -47,7 +48,9 @@ def build(w: Weights) -> Model:
 def recurrent_block(w: Weights, prefix: str, shape: Shape, act: str) -> RecurrentBlock:
     width = w.config.int("lru_width", low=1, high=MOST, default=shape.hidden)
     kernel = w.config.int("conv1d_width", low=1, high=256, default=4)
-    size = width // shape.heads  # of a block
+    if width % shape.heads:
+        raise ModelError(f"{w.source.path}: lru_width {width} cannot be cut in {shape.heads} equal blocks")
+    size = width // shape.heads
     weights, biases = [], []
     for gate in ("input_gate", "recurrent_gate"):
         weights.append(w.tensor(f"{prefix}.rg_lru.{gate}_weight", (shape.heads, size, size)))
