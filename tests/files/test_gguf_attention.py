@@ -274,3 +274,21 @@ def test_deepseek_from_gguf(tmp_path: Path, version: int, parted: bool) -> None:
         }  # fmt: skip
     values = metadata(config, "deepseek2", **more)
     same(loaded(tmp_path, "deepseek2", values, converted(theirs, LLAMA_NORMS, special)), theirs)
+
+
+def test_mixtral_from_gguf(tmp_path: Path) -> None:
+    config = windows._config("MixtralConfig", head_dim=8, num_local_experts=5, num_experts_per_tok=2)
+    theirs = original(config)
+
+    def special(name: str, tensor: Tensor) -> Named | None:
+        for part, heads in (("q", config.num_attention_heads), ("k", config.num_key_value_heads)):
+            if name == f"self_attn.{part}_proj.weight":  # halves of a head to neighbouring pairs
+                turned = tensor.view(heads, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+                return iter([(f"attn_{part}.weight", turned)])
+        if name == "mlp.experts.gate_up_proj":
+            gate, up = tensor.chunk(2, dim=1)
+            return iter([("ffn_gate_exps.weight", gate), ("ffn_up_exps.weight", up)])
+        return iter([("ffn_down_exps.weight", tensor)]) if name == "mlp.experts.down_proj" else None
+
+    values = metadata(config, "llama", expert_count=5, expert_used_count=2, rope__freq_base=1e6)
+    same(loaded(tmp_path, "llama", values, converted(theirs, LLAMA_NORMS, special)), theirs)

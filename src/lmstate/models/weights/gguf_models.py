@@ -34,8 +34,9 @@ from lmstate.models.weights.gguf_hybrids import HYBRIDS
 def _llama(metadata: Fields, prefix: str, config: dict[str, Any], tensors: dict[str, TensorPlace]) -> None:
     config["attention_bias"] = "blk.0.attn_q.bias" in tensors
     config["mlp_bias"] = "blk.0.ffn_gate.bias" in tensors
-    if metadata.int(f"{prefix}.expert_count", default=0):
-        config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
+    if count := metadata.int(f"{prefix}.expert_count", 0, 4096, default=0):
+        config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_experts": count}
+        config["num_experts_per_tok"] = metadata.int(f"{prefix}.expert_used_count", 1, count)
 
 
 def _attention_bias(metadata: Fields, prefix: str, config: dict[str, Any], tensors: dict[str, TensorPlace]) -> None:
@@ -62,7 +63,9 @@ def _phi3(metadata: Fields, prefix: str, config: dict[str, Any], tensors: dict[s
 
 
 ARCHITECTURES = {
-    "llama": Architecture("llama", "LlamaForCausalLM", paired=True, extra=_llama),
+    "llama": Architecture(  # Mixtral too
+        "llama", "LlamaForCausalLM", {**STANDARD, **EXPERTS, "ffn_gate_inp": "mlp.gate"}, paired=True, extra=_llama
+    ),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", {**STANDARD, **HEAD_NORMS}, extra=_attention_bias),
     "qwen3moe": Architecture(
