@@ -227,7 +227,11 @@ class Model:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Hidden states `[..., E]` -> float32 logits `[..., V]`."""
-        logits = ops.linear(hidden, self.head, self.head_bias, norm=self.norm)
+        # By blocks of few rows, whose bodies sum and answer in float32: a large product of bfloat16 would round logits
+        # to 8 bits, and near ties with them.
+        rows = hidden.flatten(0, -2).split(ops.FEW)
+        blocks = [ops.linear(block, self.head, self.head_bias, norm=self.norm) for block in rows]
+        logits = torch.cat(blocks).unflatten(0, hidden.shape[:-1])
         if self.config.logit_scale != 1.0:
             logits = logits * self.config.logit_scale
         if (cap := self.config.logit_softcap) is not None:

@@ -4,13 +4,14 @@ from lmstate.ops.append import append
 from lmstate.ops.attend import attend
 from lmstate.ops.dispatch import info
 from lmstate.ops.glu import ACTIVATIONS, activation, glu
-from lmstate.ops.linear import linear
+from lmstate.ops.linear import FEW, linear
 from lmstate.ops.norm import Norm, norm
 from lmstate.ops.rope import rope
 from lmstate.ops.weight import FloatWeight, Int4Weight, Int8Weight, Weight, quantize
 
 __all__ = [
     "ACTIVATIONS",
+    "FEW",
     "FloatWeight",
     "Int4Weight",
     "Int8Weight",

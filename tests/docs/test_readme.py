@@ -1,0 +1,43 @@
+"""The README's Python runs as it is written, from top to bottom."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import lmstate
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S | re.M)
+    assert len(blocks) >= 4
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), names)
+    texts = names["texts"]
+    assert isinstance(texts, list) and len(texts) == 2 and all(texts)
+    assert (tmp_path / "row.lmstate").stat().st_size > 0
+
+
+def test_the_readme_names_every_family() -> None:
+    from lmstate.models.families import FAMILIES
+
+    table = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [family for family in FAMILIES if family not in table] == []
+
+
+def test_links_in_documents_lead_somewhere() -> None:
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_public_surface_is_there() -> None:
+    for name in lmstate.__all__:
+        assert getattr(lmstate, name) is not None
