@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lmstate.models.mlp import MLP
 from lmstate.models.moe import MixtureOfExperts, Router
-from lmstate.ops import FloatWeight
+from lmstate.ops import FloatWeight, dispatch
 
 WIDTH, EXPERTS = 12, 8
 
@@ -50,7 +50,8 @@ def test_grouped_equals_one_token_and_expert_at_a_time(name: str, weigh_input: b
 def test_a_token_does_not_see_the_others(name: str) -> None:
     x, block = tokens(9), MixtureOfExperts(ROUTERS[name], EACH)
     alone = torch.cat([block(token[None, None]) for token in x], dim=1)
-    assert torch.equal(block(x[None]), alone)
+    exact = dispatch.choice().library is not None  # what the native bodies promise, and torch's products do not
+    torch.testing.assert_close(block(x[None]), alone, atol=0 if exact else 1e-5, rtol=0 if exact else 1e-5)
 
 
 def test_normalised_softmax_is_a_softmax_over_the_chosen() -> None:
