@@ -24,6 +24,7 @@ from lmstate.errors import (
 )
 
 if TYPE_CHECKING:
+    from lmstate import kv
     from lmstate.models.decoder import Model
     from lmstate.models.load import load
     from lmstate.state import Snapshot, State
@@ -41,6 +42,7 @@ __all__ = [
     "State",
     "StateError",
     "UnsupportedError",
+    "kv",
     "load",
 ]
 
@@ -54,6 +56,8 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> object:
+    if name == "kv":
+        return import_module("lmstate.kv")
     if name not in _LAZY:
         raise AttributeError(f"module 'lmstate' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_LAZY[name]), name)

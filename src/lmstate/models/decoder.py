@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +18,7 @@ from lmstate.models.mlp import FeedForward
 from lmstate.models.rope import Rope
 from lmstate.ops import Norm, Weight
 from lmstate.state import LayerState, Layout, State, Step
+from lmstate.state.kv.per_layer import Policies, policy_of
 
 if TYPE_CHECKING:
     from lmstate.models.tokenizer import Tokenizer
@@ -106,20 +107,30 @@ class Model:
         return self._fingerprint
 
     def new_state(
-        self, rows: int = 1, capacity: int | None = None, rewind: int = 16, kv: torch.dtype | None = None
+        self,
+        rows: int = 1,
+        capacity: int | None = None,
+        rewind: int = 16,
+        kv: torch.dtype | Policies | None = None,
     ) -> State:
         """An empty state of `rows` sequences.
 
         `capacity`: tokens that a row may hold, reserved at once (None: grows). `rewind`: how many tokens back a rewind
-        recomputes nothing. `kv`: dtype of stored keys and values, by default the model's.
+        recomputes nothing. `kv`: how keys and values are stored and which are forgotten: a policy of `lmstate.kv`, one
+        for each layer (`kv.PerLayer`, or a function of the layer's number), or a dtype; by default all, in the model's.
         """
         for name, value, least in (("rows", rows, 1), ("capacity", capacity, 1), ("rewind", rewind, 0)):
             if value is not None and value < least:
                 raise StateError(f"new_state({name}={value}) was asked for; {name} is at least {least}")
-        return self._new_state(Layout(rows, self.device, kv or self.dtype, capacity, rewind))
+        if kv is None or isinstance(kv, torch.dtype):
+            return self._new_state(Layout(rows, self.device, kv or self.dtype, capacity, rewind))
+        return self._new_state(Layout(rows, self.device, self.dtype, capacity, rewind), kv)
 
-    def _new_state(self, layout: Layout) -> State:
-        layers = [block.mixer.new_state(layout) for block in self.blocks]
+    def _new_state(self, layout: Layout, kv: Policies | None = None) -> State:
+        layers = [
+            block.mixer.new_state(layout if kv is None else replace(layout, kv=policy_of(kv, layer)))
+            for layer, block in enumerate(self.blocks)
+        ]
         vocab = self.config.vocab_size
         return State(layers, layout, vocab_size=vocab, fingerprint=lambda: self.fingerprint, regime=self._regime)
 

@@ -1,8 +1,9 @@
 """The inference state: what the project exists for. It knows no model."""
 
-from lmstate.state.attention import AttentionState
+from lmstate.state.attention import AttentionState, KeyValueState
 from lmstate.state.composite import CompositeState
 from lmstate.state.fold import FoldState
+from lmstate.state.kv.factory import attention_state, latent_state
 from lmstate.state.latent import LatentState
 from lmstate.state.layer import LayerState, Layout
 from lmstate.state.snapshot import Snapshot
@@ -13,10 +14,13 @@ __all__ = [
     "AttentionState",
     "CompositeState",
     "FoldState",
+    "KeyValueState",
     "LatentState",
     "LayerState",
     "Layout",
     "Snapshot",
     "State",
     "Step",
+    "attention_state",
+    "latent_state",
 ]

@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from lmstate import ops
-from lmstate.state.layer import Layout
+from lmstate.state.layer import LayerState, Layout
 from lmstate.state.slots import SlotState
 from lmstate.state.step import Step
 
 
-class AttentionState(SlotState):
+class KeyValueState(LayerState):
+    """The memory of a layer that attends to keys and values, however it stores them and whatever it forgets."""
+
+    @abstractmethod
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        step: Step,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Store the new keys and values, then attend: q `[R, T, H, D]`, k `[R, T, K, D]`, v -> float32 `[R, T, H, Dv]`.
+
+        Keys come rotated. None for k and v attends to what is stored, for layers that share this one's memory.
+        """
+
+
+class AttentionState(SlotState, KeyValueState):
     """Keys `[R, K, S, D]` and values `[R, K, S, Dv]` in slots: position p of a row lies in slot `p % S`.
 
     Without a window S grows by doubling and nothing wraps. With one, the slots are a ring that holds the window,
@@ -42,7 +65,14 @@ class AttentionState(SlotState):
         # The positions in sight, and as many as a rewind brings in sight.
         span = min(reaches) - 1 + layout.rewind if reaches else None
         self.kind = "attention" if span is None else "window"
-        super().__init__(layout, {"k": (kv_heads, head_dim), "v": (kv_heads, value_dim or head_dim)}, span)
+        widths, dtypes = self.stored_as(kv_heads, {"k": head_dim, "v": value_dim or head_dim})
+        super().__init__(layout, widths, span, dtypes)
+
+    def stored_as(
+        self, kv_heads: int, dims: dict[str, int]
+    ) -> tuple[dict[str, tuple[int, ...]], dict[str, torch.dtype]]:
+        """The buffers that hold keys and values of these widths, without rows and slots, and the dtypes of some."""
+        return {name: (kv_heads, dim) for name, dim in dims.items()}, {}
 
     @property
     def k(self) -> Tensor:
@@ -63,16 +93,16 @@ class AttentionState(SlotState):
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Store the new keys and values, then attend: q `[R, T, H, D]`, k `[R, T, K, D]`, v -> float32 `[R, T, H, Dv]`.
-
-        Keys come rotated. None for k and v attends to what is stored, for layers that share this one's memory.
-        """
         if k is not None and v is not None:
             ops.append(k, v, self.k, self.v, step.starts_t, step.counts_t)
         return ops.attend(
             q, self.k, self.v, step.starts_t, step.counts_t,
             scale=scale, window=self.window, chunk=self.chunk, softcap=softcap, sinks=sinks,
         )  # fmt: skip
+
+    def lowest(self, position: int) -> int:
+        low = 0 if self.window is None else max(0, position - self.window + 1)
+        return low if self.chunk is None else max(low, position // self.chunk * self.chunk)
 
     def refuses_drop(self, row: int) -> str | None:
         return "its chunks begin at fixed positions" if self.chunk is not None else super().refuses_drop(row)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from lmstate.errors import SnapshotError
+from lmstate.state.attention import KeyValueState
 from lmstate.state.layer import Install, LayerState
 from lmstate.state.step import Step
 
@@ -65,6 +66,12 @@ class CompositeState(LayerState):
             split[int(index)][name[len(index) + 1 :]] = tensor
         pairs = dict(zip(map(id, self.members), split))
         return self._both(lambda member: member.restore(row, length, pairs[id(member)]))
+
+    def kept(self, row: int, length: int) -> list[list[int]]:
+        for part in self.parts():
+            if isinstance(part, KeyValueState):
+                return part.kept(row, length)
+        return super().kept(row, length)
 
     def refuses_drop(self, row: int) -> str | None:
         return next((why for member in self.members if (why := member.refuses_drop(row)) is not None), None)

@@ -5,12 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lmstate.errors import UnsupportedError
 from lmstate.state.step import Step
+
+if TYPE_CHECKING:
+    from lmstate.state.kv.storage import Policy
 
 Install = Callable[[], None]
 """The second half of a change. The first half, which returned it, did all that can fail and changed nothing."""
@@ -26,6 +30,7 @@ class Layout:
     capacity: int | None = None  # tokens a row may hold; None: grows
     rewind: int = 16  # how many tokens back a rewind recomputes nothing
     chunk: int = 512  # tokens of a row that one forward takes
+    kv: Policy | None = None  # how an attention layer stores and forgets; None: all of it, in `dtype`
 
 
 class LayerState(ABC):
@@ -74,6 +79,10 @@ class LayerState(ABC):
 
         Raises `SnapshotError` if the tensors are not what this layer would have captured.
         """
+
+    def kept(self, row: int, length: int) -> list[list[int]]:
+        """For each kv head, the positions whose keys and values the next token could see."""
+        raise UnsupportedError(f"a {self.kind} layer keeps no positions apart; ask an attention layer")
 
     def refuses_drop(self, row: int) -> str | None:
         """Why no span of the row can be dropped exactly; None if one can."""

@@ -29,11 +29,17 @@ class SlotState(LayerState):
 
     what: str  # is stored, for messages: "keys and values"
 
-    def __init__(self, layout: Layout, widths: Mapping[str, tuple[int, ...]], span: int | None):
+    def __init__(
+        self,
+        layout: Layout,
+        widths: Mapping[str, tuple[int, ...]],
+        span: int | None,
+        dtypes: Mapping[str, torch.dtype] | None = None,
+    ):
         """`widths`: the shape of each buffer without rows and slots, `(K, D)` say.
 
         `span`: the stored positions that some query may still need, those that a rewind brings in sight included; None
-        for all of them.
+        for all of them. `dtypes`: of the buffers that are not in the layout's.
         """
         self.layout = layout
         self.span = span
@@ -42,8 +48,9 @@ class SlotState(LayerState):
         if span is not None:
             slots = min(slots, span + 1)
         self.buffers: Buffers = {
-            name: torch.zeros(layout.rows, *heads, slots, width, dtype=layout.dtype, device=layout.device)
+            name: torch.zeros(layout.rows, *heads, slots, width, dtype=dtype, device=layout.device)
             for name, (*heads, width) in widths.items()
+            for dtype in [(dtypes or {}).get(name, layout.dtype)]
         }
         self.high = [0] * layout.rows
         self._saved: tuple[Buffers, list[int]] | None = None
@@ -135,6 +142,15 @@ class SlotState(LayerState):
 
         return install
 
+    def kept(self, row: int, length: int) -> list[list[int]]:
+        first = next(iter(self.buffers.values()))
+        low = self.lowest(length)
+        return [list(range(low, length)) for _ in range(first.shape[1] if first.ndim > 3 else 1)]
+
+    def lowest(self, position: int) -> int:
+        """The first position that a query at `position` sees."""
+        return 0
+
     def refuses_drop(self, row: int) -> str | None:
         return "its window has forgotten earlier tokens" if self.high[row] > self.slots else None
 
@@ -199,8 +215,9 @@ class SlotState(LayerState):
                 raise SnapshotError(
                     f"the snapshot's {name} is {list(tensor.shape)}; this layer holds [{expected}]"
                 )  # fmt: skip
-            if not tensor.dtype.is_floating_point:
-                raise SnapshotError(f"the snapshot's {name} is {tensor.dtype}; {self.what} are floating point")
+            if tensor.dtype != buffer.dtype and not (tensor.is_floating_point() and buffer.is_floating_point()):
+                kind = "floating point" if buffer.is_floating_point() else buffer.dtype
+                raise SnapshotError(f"the snapshot's {name} is {tensor.dtype}; {self.what} are {kind} here")
         counts = [tensors[name].shape[-2] for name in self.buffers]
         least = length if self.span is None else min(length, self.span - self.layout.rewind)
         if len(set(counts)) != 1 or not least <= counts[0] <= length:

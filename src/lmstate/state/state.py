@@ -109,6 +109,17 @@ class State:
         """The ids of a row's committed tokens."""
         return list(self._row(row).tokens)
 
+    def kept(self, row: int, layer: int) -> list[list[int]]:
+        """For each kv head of an attention layer, the positions of a row whose keys and values it still has in sight.
+
+        Tokens that wait to be computed (after a rewind far back, say) are not among them. Raises `UnsupportedError` for
+        a layer that keeps no positions apart.
+        """
+        own = self._row(row)
+        if not 0 <= layer < len(self.layers):
+            raise StateError(f"layer {layer} was asked for; the state has the layers 0 to {len(self.layers) - 1}")
+        return self.layers[layer].kept(row, own.cached)
+
     def memory(self) -> dict[str, int]:
         """Bytes held now, by layer kind; `logits` and `marks` beside them where there are any."""
         held: dict[str, int] = {}

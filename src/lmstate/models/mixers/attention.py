@@ -10,7 +10,7 @@ from torch import Tensor
 from lmstate import ops
 from lmstate.models.rope import Rope
 from lmstate.ops import Norm, Weight
-from lmstate.state import AttentionState, LayerState, Layout, Step
+from lmstate.state import KeyValueState, LayerState, Layout, Step, attention_state
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Attention:
         return "attention" if self.window is None and self.chunk is None else "window"
 
     def new_state(self, layout: Layout) -> LayerState:
-        return AttentionState(
+        return attention_state(
             layout, self.kv_heads, self.head_dim, window=self.window, chunk=self.chunk,
             shift=self.rope.shift if self.rope is not None else None,
         )  # fmt: skip
@@ -73,7 +73,7 @@ class Attention:
 
     def mix(self, qkv: Tensor, step: Step, memory: LayerState, residual: Tensor | None = None) -> Tensor:
         """What comes after the projections, `[R, T, (H + 2K) * D]` or `[R, T, (2H + 2K) * D]` -> `[R, T, E]`."""
-        assert isinstance(memory, AttentionState)
+        assert isinstance(memory, KeyValueState)
         kv_width = self.kv_heads * self.head_dim
         q, k, v = qkv.split([qkv.shape[-1] - 2 * kv_width, kv_width, kv_width], dim=-1)
         gate = None

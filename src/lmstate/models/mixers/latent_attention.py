@@ -10,7 +10,7 @@ from torch import Tensor
 from lmstate import ops
 from lmstate.models.rope import Rope
 from lmstate.ops import Norm, Weight
-from lmstate.state import LatentState, LayerState, Layout, Step
+from lmstate.state import LatentState, LayerState, Layout, Step, latent_state
 
 EXPANDED = 1 << 25
 """Numbers of expanded keys and values that exist at a time."""
@@ -48,7 +48,7 @@ class LatentAttention:
 
     def new_state(self, layout: Layout) -> LayerState:
         shift = self.rope.shift if self.rope is not None else None
-        return LatentState(layout, self.latent_dim, self.rope_dim, shift=shift)
+        return latent_state(layout, self.latent_dim, self.rope_dim, shift=shift)
 
     def __call__(
         self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Tensor | None = None

@@ -1,0 +1,70 @@
+"""The one place that makes the states of attention layers, after the policy in their layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import Tensor
+
+from lmstate.errors import UnsupportedError
+from lmstate.state.attention import AttentionState, KeyValueState
+from lmstate.state.kv.evicting import EvictingState
+from lmstate.state.kv.policy import Evicting
+from lmstate.state.kv.quantized import QuantizedAttentionState, QuantizedLatentState
+from lmstate.state.kv.storage import Dense, Quantized
+from lmstate.state.latent import LatentState
+from lmstate.state.layer import Layout
+
+Shift = Callable[[Tensor, int], Tensor]
+
+
+def attention_state(
+    layout: Layout,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int | None = None,
+    *,
+    window: int | None = None,
+    chunk: int | None = None,
+    shift: Shift | None = None,
+) -> KeyValueState:
+    """What a layer of K kv heads of `head_dim` remembers under `layout.kv`; the arguments are `AttentionState`'s.
+
+    A layer whose window is no longer than the budget of an evicting policy keeps its window, stored as the policy says.
+    """
+    policy = layout.kv
+    if isinstance(policy, Evicting):
+        sight = min((size for size in (window, chunk) if size is not None), default=None)
+        if sight is None or sight > policy.most:
+            return EvictingState(
+                layout, policy, kv_heads, head_dim, value_dim, window=window, chunk=chunk, shift=shift
+            )  # fmt: skip
+        policy = policy.storage
+    if isinstance(policy, Quantized):
+        return QuantizedAttentionState(
+            layout, policy, kv_heads, head_dim, value_dim, window=window, chunk=chunk, shift=shift
+        )  # fmt: skip
+    return AttentionState(
+        stored_as(layout, policy), kv_heads, head_dim, value_dim, window=window, chunk=chunk, shift=shift
+    )
+
+
+def latent_state(layout: Layout, latent_dim: int, rope_dim: int, *, shift: Shift | None = None) -> LatentState:
+    """What a layer of latent attention remembers under `layout.kv`. Latents serve all heads: none is evicted."""
+    policy = layout.kv
+    if isinstance(policy, Evicting):
+        raise UnsupportedError(
+            f"{type(policy).__name__} evicts keys and values a head; the latents of this model serve all heads: "
+            f"give new_state a storage (kv.Quantized(8), say), or kv.PerLayer for the other layers"
+        )
+    if isinstance(policy, Quantized):
+        return QuantizedLatentState(layout, policy, latent_dim, rope_dim, shift=shift)
+    return LatentState(stored_as(layout, policy), latent_dim, rope_dim, shift=shift)
+
+
+def stored_as(layout: Layout, policy: object) -> Layout:
+    """The layout in the dtype that a dense policy asks for."""
+    if isinstance(policy, Dense) and policy.dtype is not None:
+        return replace(layout, dtype=policy.dtype)
+    return layout

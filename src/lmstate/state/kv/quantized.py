@@ -1,0 +1,133 @@
+"""Attention states that keep every token in 8 or 4 bits a number: full, of a window, latent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lmstate import ops
+from lmstate.ops import kv_codes
+from lmstate.ops.attend_quantized import attend_quantized
+from lmstate.ops.latent_attend import latent_attend
+from lmstate.state.attention import AttentionState
+from lmstate.state.kv.storage import Quantized
+from lmstate.state.latent import LatentState
+from lmstate.state.layer import Layout
+from lmstate.state.slots import SlotState
+from lmstate.state.step import Step
+
+REFUSAL = "its keys are quantised as they were rotated, and never a second time"
+
+
+class QuantizedAttentionState(AttentionState):
+    """Codes and scales of turned keys and values in slots, or in a window's ring; see `Quantized`.
+
+    A token is stored before its step attends, so that it reads of itself what later ones will read.
+    """
+
+    what = "quantised keys and values"
+
+    def __init__(
+        self,
+        layout: Layout,
+        storage: Quantized,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        *,
+        window: int | None = None,
+        chunk: int | None = None,
+        shift: Callable[[Tensor, int], Tensor] | None = None,
+    ):
+        self.bits = storage.bits
+        super().__init__(layout, kv_heads, head_dim, value_dim, window=window, chunk=chunk, shift=shift)
+
+    def stored_as(
+        self, kv_heads: int, dims: dict[str, int]
+    ) -> tuple[dict[str, tuple[int, ...]], dict[str, torch.dtype]]:
+        return coded_buffers(dims, self.bits, kv_heads)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        step: Step,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        held = self.buffers
+        if k is not None and v is not None:
+            (k_codes, k_scales), (v_codes, v_scales) = (
+                kv_codes.encode(kv_codes.turned(new), self.bits) for new in (k, v)
+            )
+            ops.append(k_codes, v_codes, held["k"], held["v"], step.starts_t, step.counts_t)
+            ops.append(k_scales, v_scales, held["k.scale"], held["v.scale"], step.starts_t, step.counts_t)
+        seen = attend_quantized(
+            kv_codes.turned(q), (held["k"], held["k.scale"]), (held["v"], held["v.scale"]),
+            step.starts_t, step.counts_t, bits=self.bits, scale=scale, dtype=self.layout.dtype,
+            window=self.window, chunk=self.chunk, softcap=softcap, sinks=sinks,
+        )  # fmt: skip
+        return kv_codes.turned(seen)
+
+    def refuses_drop(self, row: int) -> str | None:
+        return REFUSAL
+
+
+class QuantizedLatentState(LatentState):
+    """Codes and scales of latents and rope keys. They are not turned: keys and values are projections of them."""
+
+    what = "quantised latents and rope keys"
+
+    def __init__(
+        self,
+        layout: Layout,
+        storage: Quantized,
+        latent_dim: int,
+        rope_dim: int,
+        *,
+        shift: Callable[[Tensor, int], Tensor] | None = None,
+    ):
+        self.bits, self.shift = storage.bits, shift
+        widths, dtypes = coded_buffers({"latent": latent_dim, "rope": rope_dim}, self.bits)
+        SlotState.__init__(self, layout, widths, None, dtypes)
+
+    def store(self, latent: Tensor, rope_key: Tensor, step: Step) -> None:
+        coded = [kv_codes.encode(new[:, :, None], self.bits) for new in (latent, rope_key)]  # one "head" each
+        for (one, other), end in zip(zip(*coded), ("", ".scale")):
+            latents, rope_keys = (self.buffers[name + end][:, None] for name in ("latent", "rope"))
+            ops.append(one, other, latents, rope_keys, step.starts_t, step.counts_t)
+
+    def stored(self, step: Step) -> tuple[Tensor, Tensor]:
+        end = max(step.ends, default=0)
+        latent, rope_key = (
+            kv_codes.decode(
+                self.buffers[name][:, :end], self.buffers[f"{name}.scale"][:, :end], self.bits, self.layout.dtype
+            )
+            for name in ("latent", "rope")
+        )
+        return latent, rope_key
+
+    def attend(self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float) -> Tensor:
+        latent, rope_key = self.stored(step)
+        return latent_attend(q_latent, q_rope, latent, rope_key, step.starts_t, step.counts_t, scale=scale)
+
+    def refuses_drop(self, row: int) -> str | None:
+        return REFUSAL
+
+
+def coded_buffers(
+    dims: dict[str, int], bits: int, *heads: int
+) -> tuple[dict[str, tuple[int, ...]], dict[str, torch.dtype]]:
+    """The buffers for vectors of these widths, codes under their name and scales beside them, and their dtypes."""
+    widths: dict[str, tuple[int, ...]] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    for name, dim in dims.items():
+        codes, scales = kv_codes.widths(dim, bits)
+        widths |= {name: (*heads, codes), f"{name}.scale": (*heads, scales)}
+        dtypes |= {name: kv_codes.code_dtype(bits), f"{name}.scale": torch.float16}
+    return widths, dtypes

@@ -1,0 +1,39 @@
+"""How keys and values are stored: as floats, or in a few bits each. These policies keep every token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lmstate.errors import StateError
+
+
+class Policy:
+    """What `new_state(kv=...)` takes for a layer: a `Storage` keeps every token, an `Evicting` policy forgets."""
+
+
+class Storage(Policy):
+    """How the slots of an attention layer are stored."""
+
+
+@dataclass(frozen=True)
+class Dense(Storage):
+    """As floats of `dtype`; by default those of the state."""
+
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Quantized(Storage):
+    """In 8 or 4 bits a number, with a scale for at most 64 numbers of a token, which is quantised once.
+
+    Keys and values are turned by an orthogonal matrix first (Hadamard; as in QuaRot, 2404.00456), so that no channel
+    stands out: queries are turned alike and outputs turned back. `lmstate.ops.kv_codes` says what is stored.
+    """
+
+    bits: int = 8
+
+    def __post_init__(self) -> None:
+        if self.bits not in (8, 4):
+            raise StateError(f"Quantized(bits={self.bits}) was asked for; there are 8 and 4")

@@ -1,0 +1,12 @@
+"""The policies that every property is tested with, small enough to evict all the time."""
+
+from __future__ import annotations
+
+from lmstate import kv
+
+BUDGETS: dict[str, kv.Budget] = {
+    "recent": kv.Recent(budget=12, sinks=2),
+    "h2o": kv.H2O(budget=14, recent=4, sinks=1),
+}
+# Windows longer than the budgets and shorter, sinks, softcaps, chunks, recurrences beside attention and in its layer.
+FAMILIES = ["llama", "mistral", "gemma2", "gpt_oss", "llama4", "qwen3_next", "falcon_h1", "zamba2"]

@@ -1,0 +1,234 @@
+"""What is kept is exact: every query sees what the policy had kept and its own step, and going back brings it all back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+import lmstate
+from lmstate import kv
+from lmstate.state.kv.evicting import EvictingState
+from tests.invariants.mirror import close
+from tests.kv.policies import BUDGETS, FAMILIES
+from tests.kv.watch import Watch, attention_of
+from tests.zoo import CASES, ours, text
+
+every_policy = pytest.mark.parametrize("policy", BUDGETS)
+families = [case for case in FAMILIES if case in CASES]
+
+
+def ids(length: int, seed: int = 0) -> list[int]:
+    return text(length, seed=seed)[0].tolist()
+
+
+@pytest.mark.parametrize("case", families)
+@every_policy
+def test_every_query_sees_what_was_kept_and_its_own_step(case: str, policy: str) -> None:
+    watch, budget = Watch(ours(case), BUDGETS[policy], rows=2), BUDGETS[policy].budget
+    for seed, widths in enumerate([(20, 3), (1, 9), (0, 1), (7, 0), (1, 1), (30, 18)]):
+        watch.feed([ids(width, 10 * seed + row) for row, width in enumerate(widths)])
+        for layer in watch.layers:
+            if isinstance(attention_of(watch.state.layers[layer]), EvictingState):
+                assert max(len(head) for row in range(2) for head in watch.state.kept(row, layer)) <= budget
+    watch.check()
+
+
+@every_policy
+@settings(max_examples=40, deadline=None, derandomize=True, phases=[Phase.generate],
+          suppress_health_check=list(HealthCheck))  # fmt: skip
+@given(data=st.data())
+def test_any_interleaving_sees_what_was_kept(policy: str, data: st.DataObject) -> None:
+    rewind = data.draw(st.sampled_from([0, 3, 16]))
+    watch = Watch(ours(data.draw(st.sampled_from(["llama", "mistral"]))), BUDGETS[policy], rows=3, rewind=rewind)
+    fed = 0
+    for _ in range(12):
+        what = data.draw(st.sampled_from(["feed", "feed", "draft", "discard", "rewind", "select", "snapshot"]))
+        widths = data.draw(st.lists(st.sampled_from([0, 1, 1, 2, 5, 17]), min_size=3, max_size=3))
+        fed += 3
+        new = [ids(width, fed + row) for row, width in enumerate(widths)]
+        row = data.draw(st.integers(0, 2))
+        if what == "feed":
+            watch.feed(new)
+        elif what == "draft":
+            watch.feed(new, [data.draw(st.integers(0, width)) for width in widths])
+        elif what == "discard":
+            watch.model(new, watch.state, commit=False)
+            watch.state.discard()
+        elif what == "rewind":
+            length = len(watch.rows[row])
+            watch.rewind(row, length - data.draw(st.integers(0, length - reach(watch, row))))
+        elif what == "select":
+            watch.select(data.draw(st.lists(st.one_of(st.none(), st.integers(0, 2)), min_size=3, max_size=3)))
+        else:
+            snapshot = watch.state.snapshot(row)
+            other = data.draw(st.integers(0, 2))
+            watch.state.restore(other, snapshot)
+            watch.rows[other], watch.seen[other] = list(watch.rows[row]), list(watch.seen[row])
+        watch.check()
+
+
+def reach(watch: Watch, row: int) -> int:
+    """The earliest position that costs nothing, and the later ones neither."""
+    length = len(watch.rows[row])
+    return max(layer.reach(row, length) for layer in watch.state.layers)
+
+
+@every_policy
+@pytest.mark.parametrize("steps", [[1] * 30, [9, 9, 9], [25, 1, 1, 3]])
+def test_rewound_inside_the_window_brings_back_every_bit(policy: str, steps: list[int]) -> None:
+    model = ours("llama")
+    state = model.new_state(kv=BUDGETS[policy], rewind=8)
+    model([ids(30)], state)
+    past = {30: state.snapshot()}
+    for seed, step in enumerate(steps):
+        model([ids(step, seed)], state)
+        past[state.lengths[0]] = state.snapshot()
+    length = state.lengths[0]
+    for to in (to for to in sorted(past, reverse=True) if length - 8 <= to):
+        assert state.rewind_cost(0, to) == 0
+        state.rewind(0, to)
+        for mine, then in zip(state.snapshot().layers, past[to].layers):
+            assert mine.keys() == then.keys()
+            for name in mine:
+                assert torch.equal(mine[name], then[name]), (to, name)
+
+
+@every_policy
+def test_rewound_into_a_step_equals_a_draft_accepted_up_to_there(policy: str) -> None:
+    model = ours("llama")
+    rewound, drafted = (model.new_state(kv=BUDGETS[policy], rewind=8) for _ in range(2))
+    for state in (rewound, drafted):
+        model([ids(30)], state)
+    model([ids(12, 1)], rewound)
+    rewound.rewind(0, 37)
+    model([ids(12, 1)], drafted, commit=False)
+    drafted.commit(7)
+    assert [rewound.kept(0, layer) for layer in range(2)] == [drafted.kept(0, layer) for layer in range(2)]
+    close(model([[5, 6]], rewound), model([[5, 6]], drafted))
+
+
+@every_policy
+def test_discarded_draft_evicts_nothing(policy: str) -> None:
+    model = ours("mistral")
+    state = model.new_state(2, kv=BUDGETS[policy])
+    model([ids(40), ids(13, 1)], state)
+    before, held = [state.snapshot(row) for row in range(2)], state.memory()
+    for width in (1, 20, 90):
+        model([ids(width, 2), ids(3, 3)], state, commit=False)
+        state.discard()
+    assert state.memory() == held
+    for row in range(2):
+        for mine, then in zip(state.snapshot(row).layers, before[row].layers):
+            assert all(torch.equal(mine[name], then[name]) for name in then)
+
+
+@every_policy
+def test_far_rewind_equals_feeding_again(policy: str) -> None:
+    model = ours("llama")
+    state, fresh = (model.new_state(kv=BUDGETS[policy], rewind=4) for _ in range(2))
+    for seed in range(8):
+        model([ids(11, seed)], state)
+    tokens = state.tokens(0)[:33]
+    assert state.rewind_cost(0, 33) == 33
+    state.rewind(0, 33)
+    close(model([[3]], state), (model([tokens], fresh), model([[3]], fresh))[1])
+    assert state.kept(0, 0) == fresh.kept(0, 0)
+
+
+@every_policy
+def test_rewind_to_a_mark_brings_back_what_was_kept_there(policy: str) -> None:
+    model = ours("qwen3_next")
+    state = model.new_state(kv=BUDGETS[policy], rewind=4)
+    model([ids(40)], state)
+    state.mark(0)
+    kept, expected = state.kept(0, 3), model([[5]], state)
+    model([ids(60, 1)], state)
+    state.rewind(0, 40)
+    assert state.kept(0, 3) == kept
+    close(model([[5]], state), expected)
+
+
+@every_policy
+def test_a_long_step_evicts_between_its_parts(policy: str) -> None:
+    model = ours("llama")
+    states = [model.new_state(2, kv=BUDGETS[policy]) for _ in range(2)]
+    rows = [ids(70), ids(35, 1)]
+    for state in states:
+        model([ids(5, 2), ids(9, 3)], state)
+    cut = states[0]
+    cut.layout = type(cut.layout)(**{**vars(cut.layout), "chunk": 16})
+    model(rows, cut)
+    for first in range(0, 70, 16):
+        model([row[first : first + 16] for row in rows], states[1])
+    for row in range(2):
+        assert cut.kept(row, 0) == states[1].kept(row, 0)
+    close(model([[5], [5]], cut), model([[5], [5]], states[1]))
+
+
+@pytest.mark.parametrize("steps", [[80], [1] * 80, [17, 1, 30, 32], [79, 1]])
+def test_survivors_of_recent_are_the_sinks_and_the_most_recent(steps: list[int]) -> None:
+    model = ours("llama")
+    state = model.new_state(kv=kv.Recent(budget=12, sinks=2))
+    for seed, step in enumerate(steps):
+        model([ids(step, seed)], state)
+    assert all(head == [0, 1, *range(70, 80)] for layer in range(2) for head in state.kept(0, layer))
+
+
+@every_policy
+@pytest.mark.parametrize("storage", [kv.Dense(), kv.Dense(torch.bfloat16), kv.Quantized(8), kv.Quantized(4)])
+def test_kept_slots_hold_what_was_stored_at_their_position(policy: str, storage: kv.Storage) -> None:
+    """Layer 0's keys and values depend on no other token, so that a state which keeps all knows them."""
+    model = ours("llama")
+    whole = model.new_state(kv=torch.float32)
+    state = model.new_state(kv=type(BUDGETS[policy])(**{**vars(BUDGETS[policy]), "storage": storage}))
+    for seed in range(9):
+        model([ids(7, seed)], state)
+    model([state.tokens(0)], whole)
+    layer, reference = attention_of(state.layers[0]), whole.snapshot().layers[0]
+    assert layer is not None
+    position = layer.arrays["position"][0]
+    alive = (layer.arrays["died"][0] == 2**31 - 1) & (position >= 0) & (position < 63)
+    bound = {"Dense": 0.01 if storage == kv.Dense(torch.bfloat16) else 1e-6, "Quantized": 0}[type(storage).__name__]
+    for name, stored in zip("kv", layer._read(layer.arrays)):
+        for head in range(position.shape[0]):
+            got = stored[0, head, alive[head]]
+            wanted = reference[name][head, position[head, alive[head]].long()]
+            step = 0.0 if not isinstance(storage, kv.Quantized) else {8: 1 / 127, 4: 1 / 7}[storage.bits]
+            # Half a code's step of a turned vector, which is at most as large as the vector is long.
+            limit = bound * wanted.abs().amax() + step * wanted.norm(dim=-1, keepdim=True) + 1e-5
+            assert ((got - wanted).norm(dim=-1, keepdim=True) <= limit * wanted.shape[-1] ** 0.5).all()
+
+
+def test_a_snapshot_of_another_policy_is_refused() -> None:
+    model = ours("llama")
+    states = [model.new_state(kv=one) for one in (None, BUDGETS["recent"], BUDGETS["h2o"], kv.Quantized(8))]
+    for state in states:
+        model([ids(20)], state)
+    for a in states:
+        for b in states:
+            if a is not b:
+                before = b.snapshot()
+                with pytest.raises(lmstate.SnapshotError):
+                    b.restore(0, a.snapshot())
+                assert b.snapshot().tokens == before.tokens
+
+
+@every_policy
+def test_dropped_span_closes_the_gap(policy: str) -> None:
+    model = ours("llama")
+    state = model.new_state(kv=BUDGETS[policy], rewind=4)
+    model([ids(30)], state)
+    kept = state.kept(0, 0)
+    state.drop(0, 3, 26)
+    assert state.lengths == [7]
+    assert state.kept(0, 0) == [[p if p < 3 else p - 23 for p in head if not 3 <= p < 26] for head in kept]
+    layer = attention_of(state.layers[0])
+    whole = model.new_state(kv=torch.float32)
+    model([ids(30)[:3] + ids(30)[26:]], whole)
+    keys = whole.snapshot().layers[0]["k"]
+    for head, position in enumerate(state.snapshot().layers[0]["position"]):
+        torch.testing.assert_close(state.snapshot().layers[0]["k"][head], keys[head, position.long()])
+    model([ids(20, 1)], state)
+    assert layer is not None and state.lengths == [27]
