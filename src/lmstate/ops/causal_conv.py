@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lmstate.ops import dispatch
 from lmstate.ops._padding import blank, padding
+from lmstate.ops.cpu.recurrent import all_float32, recurrent
 
 Activation = Literal["silu"]
 
@@ -44,15 +46,23 @@ def causal_conv(
     width, kernel = x.shape[1], weight.shape[1]
     if tail.shape[1] != kernel - 1:
         raise ValueError(f"a kernel of {kernel} needs a tail of {kernel - 1} inputs, but it has {tail.shape[1]}")
+    if activation not in (None, "silu"):
+        raise ValueError(f"causal_conv knows the activation 'silu' and None, not {activation!r}")
+    library = dispatch.native(x, tail, weight, bias)
+    if library is not None and all_float32(x, tail, weight, bias):
+        return recurrent(library).conv(x, tail, weight, bias, counts, activation == "silu")
     mask = padding(counts, width)
     joined = torch.cat([tail.to(x.dtype), blank(x, mask)], 1)  # [R, C-1+T, F]
     body = convolve_windows if width <= WINDOW_UP_TO else convolve_shifts
     y = body(joined, weight, bias)
     if activation == "silu":
         y = F.silu(y)
-    elif activation is not None:
-        raise ValueError(f"causal_conv knows the activation 'silu' and None, not {activation!r}")
     return y, last_inputs(joined, counts, kernel - 1, full=mask is None).to(tail.dtype)
+
+
+def taps_apart(weight: Tensor) -> Tensor:
+    """The same [F, C], laid out tap by tap: what the native body reads without a copy."""
+    return weight.t().contiguous().t()
 
 
 def last_inputs(joined: Tensor, counts: Tensor, length: int, full: bool) -> Tensor:

@@ -21,7 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lmstate.ops import dispatch
 from lmstate.ops._padding import blank, carry_dtype, padding
+from lmstate.ops.cpu.recurrent import all_float32
+from lmstate.ops.cpu.recurrent import recurrent as native_bodies
 
 RECURRENT_UP_TO = 3
 """Steps of at most this many tokens run token by token. This and the sizes below are measured on H = 16, D = 128."""
@@ -64,6 +67,11 @@ def gated_delta_rule(
     Returns the outputs [R, T, H, Dv] and the new carry, both in the carry's dtype.
     """
     dtype, width = carry_dtype(carry), q.shape[1]
+    library = dispatch.native(q, k, v, g, beta, carry)
+    if library is not None and all_float32(q, k, v, g, beta, carry):
+        bodies = native_bodies(library)
+        if width <= bodies.longest:
+            return bodies.delta(q, k, v, g, beta, carry, counts, scale, normalize)
     mask = padding(counts, width)
     q, k, v, g, beta = (blank(x.to(dtype), mask) for x in (q, k, v, g, beta))
     body = recurrent if width <= RECURRENT_UP_TO else chunked

@@ -12,7 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lmstate.ops import dispatch
 from lmstate.ops._padding import blank, carry_dtype, padding
+from lmstate.ops.cpu.recurrent import all_float32
+from lmstate.ops.cpu.recurrent import recurrent as native_bodies
 from lmstate.ops.ssd import RECURRENT_UP_TO, chunked, recurrent
 
 
@@ -28,6 +31,12 @@ def lightning(q: Tensor, k: Tensor, v: Tensor, slope: Tensor, carry: Tensor, cou
     Returns the outputs [R, T, H, Dv] and the new carry, both in the carry's dtype.
     """
     dtype = carry_dtype(carry)
+    library = dispatch.native(q, k, v, slope, carry)
+    if library is not None and all_float32(q, k, v, slope, carry):
+        bodies = native_bodies(library)
+        if q.shape[1] <= bodies.longest:
+            rates = (-slope).expand(v.shape[:3])  # [R, T, H]
+            return bodies.delta(q, k, v, rates, None, carry, counts, scale=1.0, normalize=False)
     mask = padding(counts, q.shape[1])
     q, k, v = (blank(x.to(dtype), mask) for x in (q, k, v))
     weight = blank(torch.ones(v.shape[:3], dtype=dtype, device=v.device), mask)  # [R, T, H]

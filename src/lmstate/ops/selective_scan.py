@@ -12,8 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lmstate.ops import dispatch
 from lmstate.ops._padding import blank, carry_dtype, padding
 from lmstate.ops._scan import scan, split
+from lmstate.ops.cpu.recurrent import all_float32
+from lmstate.ops.cpu.recurrent import recurrent as native_bodies
 
 RECURRENT_UP_TO = 8
 """Steps of at most this many tokens run token by token; measured on F = 1536, N = 16."""
@@ -37,6 +40,9 @@ def selective_scan(
     Returns y [R, T, F] and the new carry, both in the carry's dtype.
     """
     dtype, width = carry_dtype(carry), x.shape[1]
+    library = dispatch.native(x, dt, A, B, C, D, carry)
+    if library is not None and all_float32(x, dt, A, B, C, D, carry):
+        return native_bodies(library).scan(x, dt, A, B, C, D, carry, counts)
     mask = padding(counts, width)
     x, dt, B, C = (blank(each.to(dtype), mask) for each in (x, dt, B, C))  # dt = 0 makes padding the identity
     body = recurrent if width <= RECURRENT_UP_TO else chunked

@@ -19,7 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lmstate.ops import dispatch
 from lmstate.ops._padding import blank, carry_dtype, padding
+from lmstate.ops.cpu.recurrent import all_float32
+from lmstate.ops.cpu.recurrent import recurrent as native_bodies
 
 RECURRENT_UP_TO = 3
 """Steps of at most this many tokens run token by token. This and the sizes below are measured on H = 24, P = 64."""
@@ -60,6 +63,11 @@ def ssd(
     Returns y [R, T, H, P] and the new carry, both in the carry's dtype.
     """
     dtype, width = carry_dtype(carry), x.shape[1]
+    library = dispatch.native(x, dt, A, B, C, D, carry, dt_bias)
+    if library is not None and all_float32(x, dt, A, B, C, D, carry, dt_bias):
+        bodies = native_bodies(library)
+        if width <= bodies.longest:
+            return bodies.ssd(x, dt, A, B, C, D, carry, counts, dt_bias, dt_limits)
     mask = padding(counts, width)
     dt = dt.to(dtype) if dt_bias is None else dt.to(dtype) + dt_bias.to(dtype)
     dt = blank(F.softplus(dt).clamp(*dt_limits), mask)  # a weight of 0 and a decay of 1 make padding the identity
