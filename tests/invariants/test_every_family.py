@@ -49,7 +49,7 @@ def test_chunks_inside_one_call_equal_whole(case: str) -> None:
     got = model(rows, state, logits="all")
     for row, tokens in enumerate(rows):
         close(got[row, : len(tokens)], model([tokens])[0])
-    close(model([[5], [5]], state), torch.stack([model([tokens + [5]])[0, -1] for tokens in rows]))
+    close(model([[5], [5]], state), torch.stack([model([[*tokens, 5]])[0, -1] for tokens in rows]))
 
 
 @every_family

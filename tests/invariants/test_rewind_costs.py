@@ -1,0 +1,114 @@
+"""What going back costs, as `rewind_cost` says and as the next call really computes."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+from torch import Tensor
+
+import lmstate
+from lmstate.models.decoder import Block
+from lmstate.state import LayerState, Step
+from tests.invariants.mirror import Mirror
+from tests.zoo import ours, text
+
+FOLDS = ["qwen3_next", "mamba2", "mamba", "lfm2", "recurrent_gemma", "minimax", "falcon_h1", "kimi_linear"]
+WINDOWS = ["mistral", "gemma3"]
+FULL = ["llama", "deepseek_v3"]
+
+
+def computed(mirror: Mirror) -> int:
+    """Tokens of row 0 that the model runs for a call with one new token, less that one."""
+    counts: list[int] = []
+    block = mirror.model.blocks[0]
+
+    def count(x: Tensor, step: Step, memory: LayerState) -> Tensor:
+        counts.append(step.counts[0])
+        return block(x, step, memory)
+
+    mirror.model.blocks[0] = cast(Block, count)
+    try:
+        mirror.model([[5]], mirror.state)
+    finally:
+        mirror.model.blocks[0] = block
+    mirror.rows[0].append(5)
+    return sum(counts) - 1
+
+
+@pytest.mark.parametrize("case", FOLDS + WINDOWS)
+@pytest.mark.parametrize("rewind", [1, 5, 16])
+def test_any_of_the_last_positions_costs_nothing(case: str, rewind: int) -> None:
+    for prefill in (40, 41, 47, 48):
+        mirror = Mirror(ours(case), rewind=rewind)
+        mirror.extend([text(prefill)[0].tolist()])
+        for turn in range(2 * rewind + 3):
+            length = mirror.state.lengths[0]
+            for to in range(length - rewind, length + 1):
+                assert mirror.state.rewind_cost(0, to) == 0, f"{length} to {to}, turn {turn}"
+            mirror.extend([[7 + turn]])
+        mirror.rewind(0, mirror.state.lengths[0] - rewind)
+        assert computed(mirror) == 0
+
+
+@pytest.mark.parametrize("case", FOLDS)
+def test_farther_back_costs_what_is_said(case: str) -> None:
+    mirror = Mirror(ours(case), rewind=4)
+    mirror.extend([text(30)[0].tolist()])
+    mirror.state.mark(0)
+    mirror.extend([text(40, seed=1)[0].tolist()])
+    assert mirror.state.rewind_cost(0, 45) == 15, "from the mark at 30"
+    assert mirror.state.rewind_cost(0, 30) == 0
+    assert mirror.state.rewind_cost(0, 29) == 29, "from the start"
+    mirror.rewind(0, 45)
+    assert computed(mirror) == 15
+    mirror.check()
+    mirror.rewind(0, 30)
+    assert computed(mirror) == 0
+    mirror.check()
+    mirror.rewind(0, 29)
+    assert mirror.state.rewind_cost(0, 29) == 29, "the mark lay ahead and is gone"
+    assert computed(mirror) == 29
+    mirror.check()
+
+
+@pytest.mark.parametrize("case", FULL)
+def test_full_attention_goes_anywhere_at_no_cost(case: str) -> None:
+    mirror = Mirror(ours(case), rewind=0)
+    mirror.extend([text(60)[0].tolist()])
+    assert [mirror.state.rewind_cost(0, to) for to in (0, 1, 30, 60)] == [0, 0, 0, 0]
+    mirror.rewind(0, 30)
+    mirror.check()
+
+
+@pytest.mark.parametrize("case", FOLDS + WINDOWS + FULL)
+def test_memory_stays_flat_over_many_drafts(case: str) -> None:
+    """Rewind logs, rings and pending inputs are bounded: what a state of fixed length holds does not grow."""
+    mirror = Mirror(ours(case), rewind=8)
+    mirror.extend([text(40)[0].tolist()])
+    held = []
+    for turn in range(60):
+        draft = text(8, seed=turn)[0].tolist()
+        mirror.model([draft], mirror.state, commit=False)
+        mirror.state.commit([turn % 9])
+        mirror.rows[0] += draft[: turn % 9]
+        if len(mirror.rows[0]) > 90:
+            mirror.rewind(0, 60)
+        held.append(sum(mirror.state.memory().values()) - mirror.state.memory().get("logits", 0))
+    assert max(held[20:]) <= max(held[:20])
+    mirror.check()
+
+
+def test_positions_that_never_were_are_refused() -> None:
+    mirror = Mirror(ours("mamba2"))
+    mirror.extend([[3, 4, 5]])
+    for to in (-1, 4):
+        with pytest.raises(lmstate.RewindError, match="positions 0 to 3"):
+            mirror.state.rewind(0, to)
+    with pytest.raises(lmstate.StateError, match="row 1"):
+        mirror.state.rewind(1, 0)
+    mirror.model([[6]], mirror.state, commit=False)
+    with pytest.raises(lmstate.PendingError):
+        mirror.state.rewind(0, 1)
+    mirror.state.discard()
+    mirror.check()
