@@ -1,4 +1,4 @@
-"""What is kept is exact: every query sees what the policy had kept and its own step, and going back brings it all back."""
+"""Every query sees what the policy had kept and its own step, and going back brings back all that was evicted."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_query_sees_what_was_kept_and_its_own_step(case: str, policy: str)
 
 
 @every_policy
-@settings(max_examples=40, deadline=None, derandomize=True, phases=[Phase.generate],
+@settings(max_examples=10, deadline=None, derandomize=True, phases=[Phase.generate],
           suppress_health_check=list(HealthCheck))  # fmt: skip
 @given(data=st.data())
 def test_any_interleaving_sees_what_was_kept(policy: str, data: st.DataObject) -> None:
@@ -228,7 +228,9 @@ def test_dropped_span_closes_the_gap(policy: str) -> None:
     whole = model.new_state(kv=torch.float32)
     model([ids(30)[:3] + ids(30)[26:]], whole)
     keys = whole.snapshot().layers[0]["k"]
-    for head, position in enumerate(state.snapshot().layers[0]["position"]):
-        torch.testing.assert_close(state.snapshot().layers[0]["k"][head], keys[head, position.long()])
+    stored = state.snapshot().layers[0]
+    for head, position in enumerate(stored["position"]):
+        there = position >= 0
+        torch.testing.assert_close(stored["k"][head, there], keys[head, position[there].long()])
     model([ids(20, 1)], state)
     assert layer is not None and state.lengths == [27]

@@ -1,4 +1,4 @@
-"""The visibility oracle: what each query could see is written down, and full attention with exactly that mask must agree.
+"""The visibility oracle: what each query could see is written down, and full attention under that mask must agree.
 
 What a policy keeps is read from `State.kept` before each step; a new token sees that and the tokens of its own step.
 """

@@ -81,7 +81,7 @@ class Evicting(Policy):
 class Budget(Evicting):
     """Keeps, in every head, the `budget` slots that `rank` puts highest: the base of most policies.
 
-    The first `sinks` positions and the last `recent` ones are kept whatever their rank (Xiao et al. 2023, 2309.17453).
+    The first `sinks` positions and the `newest` ones are kept whatever their rank (Xiao et al. 2023, 2309.17453).
     """
 
     budget: int = 2048
@@ -89,11 +89,22 @@ class Budget(Evicting):
     sinks: int = 4
 
     def __post_init__(self) -> None:
-        if self.sinks < 0 or self.recent < 0 or self.budget < max(1, self.sinks + self.recent):
+        guarded = self.sinks + self.newest + max(self.batch, 0)
+        if min(self.sinks, self.recent, self.batch) < 0 or self.budget < max(1, guarded):
             raise StateError(
-                f"{type(self).__name__}(budget={self.budget}, recent={self.recent}, sinks={self.sinks}) was asked for; "
-                f"the budget holds the sinks and the recent tokens: make it at least {self.sinks + self.recent}"
+                f"{self} was asked for; the budget holds the sinks, the newest tokens and what is evicted at a time: "
+                f"make it at least {guarded}, and no number negative"
             )
+
+    @property
+    def newest(self) -> int:
+        """How many of the last positions are kept whatever their rank."""
+        return self.recent
+
+    @property
+    def batch(self) -> int:
+        """How many slots at least are evicted at a time: more than one where ranking costs much."""
+        return 0
 
     @property
     def most(self) -> int:
@@ -105,9 +116,20 @@ class Budget(Evicting):
 
     def evict(self, slots: Slots) -> Tensor:
         positions = slots.positions
-        guarded = (positions < self.sinks) | (positions >= slots.lengths - self.recent)
+        guarded = (positions < self.sinks) | (positions >= slots.lengths - self.newest)
         ranks = self.rank(slots).masked_fill(guarded, torch.inf).masked_fill(~slots.alive, torch.inf)
         excess = slots.alive.sum(-1, keepdim=True) - self.budget  # [R, K, 1]
-        lowest = ranks.topk(max(int(excess.max()), 0), largest=False).indices  # [R, K, n]
-        goes = torch.arange(lowest.shape[-1], device=excess.device) < excess
-        return torch.zeros_like(slots.alive).scatter_(-1, lowest, goes)
+        excess = torch.where(excess > 0, excess.clamp(min=self.batch), 0)
+        return lowest(ranks, positions, excess)
+
+
+def lowest(ranks: Tensor, positions: Tensor, counts: Tensor) -> Tensor:
+    """bool `[R, K, S]`: the `counts` `[R, K, 1]` slots of lowest rank, the oldest first among equals."""
+    most = int(counts.max())
+    if not most:
+        return torch.zeros_like(ranks, dtype=torch.bool)
+    limit = ranks.topk(most, largest=False).values.gather(-1, (counts - 1).clamp(min=0))  # [R, K, 1]
+    below, tied = ranks < limit, ranks == limit
+    oldest = torch.where(tied, positions, torch.iinfo(torch.int32).max).topk(most, largest=False).indices
+    first = torch.arange(most, device=ranks.device) < counts - below.sum(-1, keepdim=True)
+    return (below | (torch.zeros_like(tied).scatter_(-1, oldest, first) & tied)) & (counts > 0)

@@ -31,8 +31,9 @@ class LastQueries:
             self.ring = torch.zeros(self.rows, self.size, *queries.shape[1:], device=self.device)
         if not start:
             self.low[row] = 0
-        queries = queries[-self.size :] if len(queries) > self.size else queries
         end = start + len(queries)
+        start = max(start, end - self.size)
+        queries = queries[len(queries) - (end - start) :]
         self.ring[row, torch.arange(start, end, device=self.device) % self.size] = queries
         self.low[row] = max(self.low[row], end - self.size)
 
