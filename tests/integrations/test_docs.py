@@ -152,7 +152,8 @@ ROWS: dict[str, Callable[[str, Path], bool]] = {
 
 
 def cells() -> list[tuple[str, str, bool]]:
-    lines = [line.strip("|\n ").split("|") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    table = PAGE.read_text().split("## What each cache can do")[1].split("\n## ")[0]
+    lines = [line.strip("|\n ").split("|") for line in table.splitlines() if line.startswith("| ")]
     header, *rows = [[cell.strip() for cell in line] for line in lines]
     caches = header[-4:]
     return [(row[0], cache, said == "yes") for row in rows for cache, said in zip(caches, row[1:])]
