@@ -16,6 +16,7 @@ from lmstate.models.fingerprint import fingerprint
 from lmstate.models.mixers.mixer import Mixer
 from lmstate.models.mlp import FeedForward
 from lmstate.models.rope import Rope
+from lmstate.models.static import STATIC_CHUNK, check_static, device_logits
 from lmstate.ops import Norm, Weight
 from lmstate.state import LayerState, Layout, State, Step
 from lmstate.state.kv.per_layer import Policies, policy_of
@@ -112,19 +113,25 @@ class Model:
         capacity: int | None = None,
         rewind: int = 16,
         kv: torch.dtype | Policies | None = None,
+        static: bool = False,
     ) -> State:
         """An empty state of `rows` sequences.
 
         `capacity`: tokens that a row may hold, reserved at once (None: grows). `rewind`: how many tokens back a rewind
         recomputes nothing. `kv`: how keys and values are stored and which are forgotten: a policy of `lmstate.kv`, one
         for each layer (`kv.PerLayer`, or a function of the layer's number), or a dtype; by default all, in the model's.
+        `static`: everything is made at once and stays where it is, for `decode_step` in a compiled graph; it needs a
+        `capacity`, keeps its number of rows, and takes no policies.
         """
         for name, value, least in (("rows", rows, 1), ("capacity", capacity, 1), ("rewind", rewind, 0)):
             if value is not None and value < least:
                 raise StateError(f"new_state({name}={value}) was asked for; {name} is at least {least}")
-        if kv is None or isinstance(kv, torch.dtype):
-            return self._new_state(Layout(rows, self.device, kv or self.dtype, capacity, rewind))
-        return self._new_state(Layout(rows, self.device, self.dtype, capacity, rewind), kv)
+        if static:
+            check_static(self, capacity, kv)
+        dtype = kv if isinstance(kv, torch.dtype) else self.dtype
+        chunk = STATIC_CHUNK if static else Layout.chunk
+        layout = Layout(rows, self.device, dtype, capacity, rewind, chunk, static=static)
+        return self._new_state(layout, None if isinstance(kv, torch.dtype) else kv)
 
     def _new_state(self, layout: Layout, kv: Policies | None = None) -> State:
         layers = [
@@ -199,7 +206,7 @@ class Model:
                 pass
             return None
         if want == "all":
-            pieces = [self._logits(hidden) for _, _, hidden in self._parts(ids, step, state)]
+            pieces = [self.logits(hidden) for _, _, hidden in self._parts(ids, step, state)]
             whole = torch.cat(pieces, dim=1) if pieces else torch.zeros(step.rows, 0, self.config.vocab_size)
             if not step.uniform:
                 padding = torch.arange(step.width, device=self.device) >= step.counts_t[:, None]
@@ -212,13 +219,13 @@ class Model:
                     last[row] = hidden[row, index]
         known = state.last_logits()
         if len(last) == step.rows:
-            return self._logits(torch.stack([last[row] for row in range(step.rows)]))
+            return self.logits(torch.stack([last[row] for row in range(step.rows)]))
         out = torch.full((step.rows, self.config.vocab_size), float("nan"), device=self.device)
         for row, logits in enumerate(known):
             if row not in last and logits is not None:
                 out[row] = logits
         if last:
-            out[list(last)] = self._logits(torch.stack(list(last.values())))
+            out[list(last)] = self.logits(torch.stack(list(last.values())))
         return out
 
     def _parts(self, ids: list[list[int]], step: Step, state: State) -> Iterator[tuple[int, Step, Tensor]]:
@@ -229,14 +236,18 @@ class Model:
             width = part.width
             rows = [row[offset : offset + width] for row in ids]
             padded = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self.device)
-            x = self.embed.rows(padded)
-            if self.config.embed_scale != 1.0:
-                x = x * self.config.embed_scale
-            for block, memory in zip(self.blocks, state.layers):
-                x = block(x, part, memory)
-            yield offset, part, x
+            yield offset, part, self.hidden(padded, part, state.layers)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def hidden(self, tokens: Tensor, step: Step, layers: Sequence[LayerState]) -> Tensor:
+        """Run the blocks: tokens int64 `[R, T]` -> float32 `[R, T, E]`."""
+        x = self.embed.rows(tokens)
+        if self.config.embed_scale != 1.0:
+            x = x * self.config.embed_scale
+        for block, memory in zip(self.blocks, layers):
+            x = block(x, step, memory)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states `[..., E]` -> float32 logits `[..., V]`."""
         # By blocks of few rows, whose bodies sum and answer in float32: a large product of bfloat16 would round logits
         # to 8 bits, and near ties with them.
@@ -248,6 +259,30 @@ class Model:
         if (cap := self.config.logit_softcap) is not None:
             logits = torch.tanh(logits / cap) * cap
         return logits
+
+    def decode_step(
+        self, tokens: Tensor, state: State, counts: Tensor | None = None, logits: Literal["last", "all"] = "last"
+    ) -> Tensor:
+        """One step of a static state on tensors alone: what to give to `torch.compile`.
+
+            step = torch.compile(model.decode_step, fullgraph=True)
+            logits = step(tokens, state)
+            state.commit()
+
+        tokens: int64 `[R, T]`. counts: int64 `[R]`, how many of a row's tokens are real (the rest, any ids, is
+        padding); None: all. logits: `"last"` -> float32 `[R, V]` at each row's last token, NaN for an idle row;
+        `"all"` -> `[R, T, V]`, zero at padding. The tokens are pending until `state.commit` or `state.discard`.
+
+        The device cannot raise: a row without room is left alone and has NaN for logits, and `commit` raises its
+        `CapacityError`. Raises `PendingError`, `UnsupportedError` if the state is not static, `CapacityError` for a T
+        that never fits.
+        """
+        if tokens.shape[0] != state.rows:
+            raise StateError(f"{tokens.shape[0]} rows of tokens were given to a state of {state.rows}")
+        step, room = state.device_step(tokens.shape[1], counts)
+        out = device_logits(self, tokens, step, room, state.layers, logits)
+        state.left(tokens.clone(), None if counts is None else counts.clone(), out)
+        return out
 
     def _ids(self, tokens: Tokens) -> list[list[int]]:
         if isinstance(tokens, Tensor):

@@ -94,6 +94,8 @@ class MixtureOfExperts:
         Visits are sorted by expert, so that each expert runs once over all of its tokens. A token's visits are added in
         the order of the experts, whatever other tokens there are.
         """
+        if torch.compiler.is_compiling():
+            return self._of_all(x, weights, chosen)
         order = chosen.flatten().argsort(stable=True)  # of the M * top_k visits
         token = order // chosen.shape[1]
         weight = weights.flatten()[order, None]
@@ -102,3 +104,15 @@ class MixtureOfExperts:
         parts = visitors.split(counts)
         done = torch.cat([expert(part) for expert, part in zip(self.experts, parts) if len(part)] or [visitors])
         return torch.zeros_like(x).index_add(0, token, done if self.weigh_input else done * weight)
+
+    def _of_all(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """`mixed` for a traced graph, whose shapes cannot follow the router: every expert sees every token."""
+        blank = x.new_zeros(x.shape[0], len(self.experts))
+        share = blank.scatter(-1, chosen, weights)  # [M, N]
+        visits = blank.bool().scatter(-1, chosen, True)
+        out = torch.zeros_like(x)
+        for n, expert in enumerate(self.experts):
+            weight = share[:, n, None]
+            part = expert(x * weight) if self.weigh_input else expert(x) * weight
+            out = out + torch.where(visits[:, n, None], part, 0.0)
+        return out

@@ -41,10 +41,13 @@ def latent_attend(
                                     up to its own, the last `window` of them where that is given. S is at least what
                                     the queries of a row see together.
 
-    Returns float32 [R, T, H, Lat] (float64 for float64 queries), zero at padded queries. Reads starts and counts on
-    the host, and of a ring only what is seen.
+    Returns float32 [R, T, H, Lat] (float64 for float64 queries), zero at padded queries. Of a ring only what is seen is
+    read; where starts and counts are not on the host (another device, a traced graph), all of it.
     """
     dtype = torch.promote_types(q_latent.dtype, torch.float32)
+    if torch.compiler.is_compiling() or not starts.is_cpu:
+        q_latent, q_rope = q_latent.to(dtype) * scale, q_rope.to(dtype) * scale
+        return _attend_on_device(q_latent, q_rope, latent, rope_key, starts, counts, window)
     rows = []
     for r, (start, count) in enumerate(zip(starts.tolist(), counts.tolist())):
         queries = (q_latent[r].to(dtype) * scale, q_rope[r].to(dtype) * scale)
@@ -91,6 +94,32 @@ def _attend_block(
         read = read * shrink + (weights.flatten(0, 1) @ stored).view(count, heads, width)
         largest = highest
     return read / total
+
+
+def _attend_on_device(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    rope_key: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    window: int | None,
+) -> Tensor:
+    """Without reading starts and counts on the host: every slot is scored, under a mask. Queries come scaled."""
+    width, size = q_latent.shape[1], latent.shape[1]
+    offsets, slots = torch.arange(width, device=latent.device), torch.arange(size, device=latent.device)
+    newest = (starts + counts)[:, None] - 1  # [R, 1]
+    position = (newest - (newest - slots) % size)[:, None]  # [R, 1, S]: the newest position in each slot
+    own = (starts[:, None] + offsets)[:, :, None]  # [R, T, 1]
+    sees = (position >= 0) & (position <= own)
+    if window is not None:
+        sees = sees & (position > own - window)
+    real = (offsets < counts[:, None])[:, :, None]  # [R, T, 1]
+    latent, rope_key = latent[:, None].to(q_latent.dtype), rope_key[:, None].to(q_latent.dtype)  # [R, 1, S, ...]
+    scores = q_latent @ latent.mT + q_rope @ rope_key.mT  # [R, T, H, S]
+    # Padding sees everything, so that its softmax is not of nothing.
+    weights = scores.masked_fill(~(sees | ~real)[:, :, None], float("-inf")).softmax(-1)
+    return (weights @ latent).masked_fill(~real[..., None], 0)
 
 
 def _spans(low: int, end: int, size: int) -> Iterator[tuple[int, int]]:

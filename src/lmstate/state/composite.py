@@ -79,6 +79,21 @@ class CompositeState(LayerState):
     def drop(self, row: int, length: int, start: int, stop: int) -> Install | None:
         return self._both(lambda member: member.drop(row, length, start, stop))
 
+    def adopt(self, step: Step) -> None:
+        for member in self.members:
+            member.adopt(step)
+
+    def fixed(self) -> dict[str, Tensor]:
+        return {f"{i}.{name}": t for i, member in enumerate(self.members) for name, t in member.fixed().items()}
+
+    def rebind(self, tensors: dict[str, Tensor]) -> None:
+        for i, member in enumerate(self.members):
+            member.rebind({name: tensors[f"{i}.{name}"] for name in member.fixed()})
+
+    def accept(self) -> None:
+        for member in self.members:
+            member.accept()
+
     def tensors(self) -> list[Tensor]:
         return [tensor for member in self.members for tensor in member.tensors()]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lmstate.errors import SnapshotError
 from lmstate.state.layer import Install, LayerState, Layout
-from lmstate.state.step import Step
+from lmstate.state.step import DeviceStep, Step
 
 Carry = tuple[Tensor, ...]
 Fold = Callable[[Tensor, Carry, Tensor], tuple[Tensor, Carry]]
@@ -35,6 +35,8 @@ class FoldState(LayerState):
     again from the old carry. To go back, the carry at the last two multiples of `rewind` (the anchors) and the inputs
     since the older of them (the log, a ring) are kept: any of the last `rewind` positions, and usually more, is reached
     by folding again from an anchor.
+
+    Of a static layout, the second carry and the step's inputs have tensors of their own, that a `DeviceStep` fills.
     """
 
     kind = "fold"
@@ -64,6 +66,8 @@ class FoldState(LayerState):
             self.anchors = [Anchor([at] * rows, tuple(map(torch.zeros_like, self.carry))) for at in (0, None)]
         else:
             self.log, self.anchors = torch.zeros(rows, 0, inputs, device=device), []
+        self.second: Carry = tuple(map(torch.zeros_like, self.carry)) if layout.static else ()
+        self.taken = torch.zeros(rows, layout.chunk if layout.static else 0, inputs, device=device)
 
     # ---- the step
 
@@ -73,6 +77,11 @@ class FoldState(LayerState):
 
     def advance(self, inputs: Tensor, step: Step) -> Tensor:
         """Fold a step's inputs `[R, T, F]` -> `[R, T, G]`, from where the part before it ended."""
+        if isinstance(step, DeviceStep):
+            outputs, carry = self.fold(inputs, self.carry, step.counts_t)
+            self._fill(self.second, carry)
+            self.taken[:, : step.width].copy_(inputs)
+            return outputs
         assert self._step is not None, "advance without reserve"
         ends = self._step.ends
         logged = (n and end > last - 2 * self.period for n, end, last in zip(step.counts, step.ends, ends))
@@ -82,6 +91,30 @@ class FoldState(LayerState):
         outputs, self._next, passed = self._run(inputs, carry, step, ends)
         self._passed += passed
         return outputs
+
+    def adopt(self, step: Step) -> None:
+        self.reserve(step)
+        self._next = self.second
+        inputs = self.taken[:, : step.width]
+        self._inputs = [(step, inputs)]
+        cuts = _cuts(step, step.ends, self.period)
+        if all(stops == list(step.counts) for stops, _ in cuts):
+            self._passed = [Anchor(positions, self.second) for _, positions in cuts]
+        else:  # an anchor inside the step is not what the device has kept
+            self._passed = self._run(inputs, self.carry, step, step.ends)[2]
+
+    def fixed(self) -> dict[str, Tensor]:
+        parts = {name: (own, second) for name, own, second in zip(self.names, self.carry, self.second)}
+        named = {f"{name}.{i}": tensor for name, pair in parts.items() for i, tensor in enumerate(pair)}
+        return {**named, "taken": self.taken}
+
+    def rebind(self, tensors: dict[str, Tensor]) -> None:
+        self.carry = tuple(tensors[f"{name}.0"] for name in self.names)
+        self.second = tuple(tensors[f"{name}.1"] for name in self.names)
+        self.taken = tensors["taken"]
+
+    def accept(self) -> None:
+        self._fill(self.carry, self.second)
 
     def commit(self, step: Step, accepted: tuple[int, ...]) -> Install | None:
         if self._next is None:
@@ -93,7 +126,7 @@ class FoldState(LayerState):
         writes = self._log_writes(step, accepted) if self.period else []
 
         def install() -> None:
-            self.carry = carry
+            self._hold(carry)
             for anchor in passed:
                 self._keep(anchor, lengths)
             flat = self.log.flatten(0, 1)
@@ -152,7 +185,8 @@ class FoldState(LayerState):
         ]
 
         def install() -> None:
-            self.carry, self.log, self.anchors = carry, log, anchors
+            self._hold(carry)
+            self.log, self.anchors = log, anchors
 
         return install
 
@@ -187,8 +221,8 @@ class FoldState(LayerState):
     def tensors(self) -> list[Tensor]:
         held = [*self.carry, self.log, *(part for anchor in self.anchors for part in anchor.carry)]
         held += [part for anchor in self._passed for part in anchor.carry]
-        held += [*(self._next or ()), *(inputs for _, inputs in self._inputs)]
-        return list({id(tensor): tensor for tensor in held}.values())
+        held += [*(self._next or ()), *(inputs for _, inputs in self._inputs), *self.second, self.taken]
+        return list({tensor.data_ptr(): tensor for tensor in held}.values())  # inputs may be a part of `taken`
 
     # ---- the parts of it
 
@@ -264,6 +298,17 @@ class FoldState(LayerState):
                 slot.positions[row] = at
                 for own, part in zip(slot.carry, anchor.carry):
                     own[row] = part[row]
+
+    def _hold(self, carry: Carry) -> None:
+        if self.layout.static:
+            self._fill(self.carry, carry)
+        else:
+            self.carry = carry
+
+    @staticmethod
+    def _fill(own: Carry, parts: Carry) -> None:
+        for tensor, part in zip(own, parts):
+            tensor.copy_(part)
 
     def _put(self, row: int, carry: Carry) -> None:
         for held in (self.carry, self._next):

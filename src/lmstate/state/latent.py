@@ -10,7 +10,7 @@ from lmstate import ops
 from lmstate.ops.latent_attend import latent_attend
 from lmstate.state.layer import Layout
 from lmstate.state.slots import SlotState
-from lmstate.state.step import Step
+from lmstate.state.step import DeviceStep, Step
 
 
 class LatentState(SlotState):
@@ -31,9 +31,13 @@ class LatentState(SlotState):
         held = (self.buffers["latent"][:, None], self.buffers["rope"][:, None])  # one "head" each
         ops.append(latent[:, :, None], rope_key[:, :, None], *held, step.starts_t, step.counts_t)
 
+    def extent(self, step: Step) -> int:
+        """S': how many positions a step's attention passes over."""
+        return self.slots if isinstance(step, DeviceStep) else max(step.ends, default=0)
+
     def stored(self, step: Step) -> tuple[Tensor, Tensor]:
         """Latents `[R, S', Lat]` and rope keys `[R, S', Dr]` of all positions up to the step's end, position p at p."""
-        end = max(step.ends, default=0)
+        end = self.extent(step)
         return self.buffers["latent"][:, :end], self.buffers["rope"][:, :end]
 
     def moved(self, name: str, stored: Tensor, delta: int) -> Tensor:

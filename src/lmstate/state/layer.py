@@ -31,6 +31,7 @@ class Layout:
     rewind: int = 16  # how many tokens back a rewind recomputes nothing
     chunk: int = 512  # tokens of a row that one forward takes
     kv: Policy | None = None  # how an attention layer stores and forgets; None: all of it, in `dtype`
+    static: bool = False  # tensors that a step uses are made once, and changed only in place
 
 
 class LayerState(ABC):
@@ -91,6 +92,21 @@ class LayerState(ABC):
     def drop(self, row: int, length: int, start: int, stop: int) -> Install | None:
         """Forget the positions `start .. stop - 1` and move the later ones up. Only where `refuses_drop` is None."""
         raise UnsupportedError(f"a {self.kind} layer cannot drop a span")
+
+    def adopt(self, step: Step) -> None:
+        """A `DeviceStep` ran, and `step` says in host integers what it was: from here it is pending like any other."""
+        self.reserve(step)
+
+    def fixed(self) -> dict[str, Tensor]:
+        """The tensors that a `DeviceStep` reads and writes, by name. Of a static layout, always the same."""
+        return {}
+
+    def rebind(self, tensors: dict[str, Tensor]) -> None:
+        """Use these instead of `fixed()`: for a program that owns them."""
+        assert not tensors, f"a {self.kind} layer has no fixed tensors"
+
+    def accept(self) -> None:  # noqa: B027
+        """Make all of a `DeviceStep` real, on the device: for a program without a host."""
 
     @abstractmethod
     def tensors(self) -> list[Tensor]:

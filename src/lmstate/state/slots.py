@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lmstate.errors import SnapshotError
+from lmstate.errors import CapacityError, SnapshotError
 from lmstate.state.layer import Install, LayerState, Layout
 from lmstate.state.step import Step
 
@@ -24,7 +24,8 @@ class SlotState(LayerState):
     step. A row's slots hold the positions from `high[r] - S` on, where `high[r]` is the farthest that was ever written:
     writing position p overwrites `p - S`, also in a step that is discarded.
 
-    `buffers` is replaced as a whole and never changed, so that what a step may have to bring back is one reference.
+    `buffers` is replaced as a whole and never changed, so that what a step may have to bring back is one reference. Of
+    a static layout it is never replaced: there are slots for all from the start, and what was in them is copied back.
     """
 
     what: str  # is stored, for messages: "keys and values"
@@ -46,7 +47,7 @@ class SlotState(LayerState):
         self.forgets = span is not None
         slots = layout.capacity or 0
         if span is not None:
-            slots = min(slots, span + 1)
+            slots = min(slots, span + (layout.chunk if layout.static else 1))
         self.buffers: Buffers = {
             name: torch.zeros(layout.rows, *heads, slots, width, dtype=dtype, device=layout.device)
             for name, (*heads, width) in widths.items()
@@ -76,11 +77,20 @@ class SlotState(LayerState):
             count and end - max(self.slots, need) > max(0, start - self.span)
             for start, count, end in zip(step.starts, step.counts, step.ends)
         )
+        if need > self.slots and self.layout.static:
+            raise CapacityError(
+                f"{max(step.counts)} tokens were given with commit=False; a static state takes at most "
+                f"{self.layout.chunk} tokens a row in a step that may be discarded: give fewer at a time"
+            )
         self._save()
         if need > self.slots:
             self.buffers = self._resized(self._grown(need, self.span + max(fresh)))
         elif overwrites:
-            self.buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
+            copies = {name: buffer.clone() for name, buffer in self.buffers.items()}
+            if self.layout.static:
+                self._saved = (copies, list(self.high))
+            else:
+                self.buffers = copies
         self.high = [max(high, end) for high, end in zip(self.high, step.ends)]
 
     def commit(self, step: Step, accepted: tuple[int, ...]) -> Install | None:
@@ -90,7 +100,7 @@ class SlotState(LayerState):
         if self._saved is not None:
             buffers, high = self._saved
             if buffers is not self.buffers:  # the step wrote elsewhere: what it overwrote is whole in the old slots
-                self.buffers, self.high = buffers, high
+                self._hold(buffers, high)
             self._saved = None
 
     # ---- moving about
@@ -112,10 +122,7 @@ class SlotState(LayerState):
             buffer[empty] = 0
         high = [0 if row is None else self.high[row] for row in rows]
 
-        def install() -> None:
-            self.buffers, self.high = buffers, high
-
-        return install
+        return lambda: self._hold(buffers, high)
 
     def capture(self, row: int, length: int) -> dict[str, Tensor]:
         # From the earliest position that is whole in the slots and still needed by someone.
@@ -127,7 +134,7 @@ class SlotState(LayerState):
         stored = self._checked(length, tensors)
         count = next(iter(stored.values())).shape[-2]
         current = self.buffers
-        if count > self.slots:
+        if count > self.slots and not self.layout.static:
             current = self._resized(self._grown(count, None if self.span is None else count))
         forked = self._saved is not None and self._saved[0] is not self.buffers
 
@@ -137,7 +144,7 @@ class SlotState(LayerState):
                 saved = self._saved if forked else (current, self._saved[1])
                 _store(stored, saved[0], row, length, saved[1])
                 self._saved = saved
-            self.buffers = current
+            self._hold(current, self.high)
             _store(stored, self.buffers, row, length, self.high)
 
         return install
@@ -169,6 +176,12 @@ class SlotState(LayerState):
         """What is stored under a name, `[..., n, D]`, as it would be if its tokens had stood `delta` positions on."""
         return stored
 
+    def fixed(self) -> dict[str, Tensor]:
+        return dict(self.buffers)
+
+    def rebind(self, tensors: dict[str, Tensor]) -> None:
+        self.buffers = dict(tensors)
+
     def tensors(self) -> list[Tensor]:
         held = list(self.buffers.values())
         if self._saved is not None and self._saved[0] is not self.buffers:
@@ -195,6 +208,16 @@ class SlotState(LayerState):
                 else:
                     larger[name][row][..., positions % slots, :] = buffer[row][..., positions % old, :]
         return larger
+
+    def _hold(self, buffers: Buffers, high: list[int]) -> None:
+        """Have what is in `buffers`: in them, or, of a static layout, in the ones that there are."""
+        if self.layout.static:
+            for name, own in self.buffers.items():
+                if buffers[name] is not own:
+                    own.copy_(buffers[name])
+        else:
+            self.buffers = buffers
+        self.high = high
 
     def _save(self) -> None:
         self._saved = (self.buffers, list(self.high))

@@ -18,7 +18,7 @@ from lmstate.errors import (
 )
 from lmstate.state.layer import Install, LayerState, Layout
 from lmstate.state.snapshot import Snapshot
-from lmstate.state.step import Step, as_counts
+from lmstate.state.step import DeviceStep, Step, as_counts
 
 MARKS = 8  # checkpoints that a row keeps; the oldest goes first
 
@@ -30,6 +30,16 @@ class Pending:
     step: Step
     ids: list[list[int]]
     logits: Tensor | None = None  # [R, T, V] of every token, or [R, V] of the last ones
+    refused: StateError | None = None  # why no verdict but `discard` can be given
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a step that ran from device tensors leaves; nobody on the host has seen it yet."""
+
+    tokens: Tensor  # int64 [R, T]
+    counts: Tensor | None  # int64 [R]; None: T in every row
+    logits: Tensor  # as in Pending
 
 
 @dataclass(frozen=True)
@@ -88,6 +98,9 @@ class State:
         self._regime = regime or (lambda length: 0)
         self._rows = [Row() for _ in range(layout.rows)]
         self._pending: Pending | None = None
+        # Of a static state: where each row's next token goes, int64 [R], and a step that ran without the host.
+        self._positions = torch.zeros(layout.rows if layout.static else 0, dtype=torch.int64, device=layout.device)
+        self._left: Left | None = None
 
     # ---- what it holds
 
@@ -103,6 +116,7 @@ class State:
     @property
     def pending(self) -> list[int]:
         """Tokens of each row that await a verdict."""
+        self._adopt()
         return list(self._pending.step.counts) if self._pending else [0] * self.rows
 
     def tokens(self, row: int) -> list[int]:
@@ -121,8 +135,9 @@ class State:
         return self.layers[layer].kept(row, own.cached)
 
     def memory(self) -> dict[str, int]:
-        """Bytes held now, by layer kind; `logits` and `marks` beside them where there are any."""
-        held: dict[str, int] = {}
+        """Bytes held now, by layer kind; `logits`, `marks` and `positions` beside them where there are any."""
+        self._adopt()
+        held: dict[str, int] = {"positions": self._positions.nbytes} if self.layout.static else {}
         for layer in self.layers:
             for part in layer.parts():
                 held[part.kind] = held.get(part.kind, 0) + part.nbytes()
@@ -180,11 +195,37 @@ class State:
             if count and last is not None:
                 row.logits = last[index].clone()
         self._pending = None
+        self._publish()
 
     def ran(self, logits: Tensor | None) -> None:
         """The pending step's forward is done; its logits are `[R, T, V]`, or `[R, V]` of the last tokens."""
         assert self._pending is not None
         self._pending = Pending(self._pending.step, self._pending.ids, logits)
+
+    def device_step(self, width: int, counts: Tensor | None = None) -> tuple[DeviceStep, Tensor]:
+        """A step of `width` tokens a row, planned without a look at the host; and which rows take part, bool `[R]`.
+
+        `counts` int64 `[R]`: how many of them are real; None: all. A row that has no room for them, or whose layers
+        miss some of its tokens, takes no part: nothing of it is written, and `commit` says why. Only a static state has
+        such steps. `left` is what makes the tokens pending.
+        """
+        if not self.layout.static or self.layout.capacity is None:
+            raise UnsupportedError("a step from device tensors needs a state made with new_state(..., static=True)")
+        if self._left is not None or self._pending is not None:
+            raise PendingError("cannot take more tokens: there are pending ones; call commit or discard first")
+        if width > min(self.layout.chunk, self.layout.capacity):
+            raise CapacityError(
+                f"a step of {width} tokens was asked for; this state takes at most "
+                f"{min(self.layout.chunk, self.layout.capacity)} at a time: feed them in parts"
+            )
+        if counts is None:
+            counts = torch.full_like(self._positions, width)
+        room = self._positions + counts <= self.layout.capacity
+        return DeviceStep(self._positions, torch.where(room, counts, 0), width), room
+
+    def left(self, tokens: Tensor, counts: Tensor | None, logits: Tensor) -> None:
+        """A device step ran over `tokens` int64 `[R, T]`: they are pending."""
+        self._left = Left(tokens, counts, logits)
 
     def last_logits(self) -> list[Tensor | None]:
         """Of each row: float32 `[V]` after its last committed token, where known."""
@@ -197,9 +238,13 @@ class State:
 
         The rest never happened. Raises `PendingError` if nothing is pending or a count is more than is pending.
         """
+        self._adopt()
         pending = self._pending
         if pending is None:
             raise PendingError("commit was asked for, but nothing is pending; call the model with commit=False first")
+        if pending.refused is not None:
+            self.discard()
+            raise pending.refused
         step = pending.step
         accepted = as_counts(counts, step.counts)
         if accepted is None:
@@ -215,9 +260,11 @@ class State:
                 row.cached += n
                 row.logits = _logits_at(pending.logits, index, n, step.counts[index])
         self._pending = None
+        self._publish()
 
     def discard(self) -> None:
         """The pending tokens never happened. Harmless if nothing is pending."""
+        self._adopt()
         if self._pending is not None:
             self._pending = None
             for layer in self.layers:
@@ -233,6 +280,7 @@ class State:
             self._fits([len(ids) if i == row else 0 for i in range(self.rows)])
             own.tokens += list(ids)
             own.logits = None
+            self._publish()
 
     def rewind(self, row: int, to: int) -> None:
         """Take a row back to its first `to` tokens, exactly. `rewind_cost` tells what the next call recomputes.
@@ -247,6 +295,7 @@ class State:
         del own.tokens[to:]
         own.marks = [mark for mark in own.marks if mark.at <= to]
         own.logits = known
+        self._publish()
 
     def rewind_cost(self, row: int, to: int) -> int:
         """How many tokens the next call recomputes after `rewind(row, to)`: 0 inside the rewind window."""
@@ -272,8 +321,14 @@ class State:
         known = [Row() if row is None else self._row(row).fork() for row in rows]
         if not known:
             raise StateError("select was given no rows; a state has at least one")
+        if self.layout.static and len(known) != self.rows:
+            raise UnsupportedError(
+                f"select was given {len(known)} rows; a static state keeps the {self.rows} that it was made with: "
+                "name as many, None for empty ones, or make another state"
+            )
         self._install([layer.select(rows) for layer in self.layers])
         self._rows = known
+        self._publish()
 
     def snapshot(self, row: int = 0) -> Snapshot:
         """A copy of one row, of every layer, with its token ids and last logits."""
@@ -309,6 +364,7 @@ class State:
         own.cached -= last - first
         del own.tokens[start:stop]
         own.marks = [mark for mark in own.marks if mark.at <= start]
+        self._publish()
 
     def restore(self, row: int, snapshot: Snapshot) -> None:
         """Put a snapshot in a row, whose own content is lost. The snapshot is checked whole before anything moves."""
@@ -333,6 +389,7 @@ class State:
         logits = None if snapshot.logits is None else snapshot.logits.to(self.layout.device, torch.float32)
         own.tokens, own.cached, own.logits, own.marks = list(snapshot.tokens), snapshot.cached, logits, []
         own.regime = snapshot.regime
+        self._publish()
 
     # ---- the parts of it
 
@@ -379,6 +436,41 @@ class State:
         self._pending = Pending(step, ids)
         return step
 
+    def _adopt(self) -> None:
+        """If a device step has run, make it the pending step: the one place where the host waits for its tokens."""
+        if (left := self._left) is None:
+            return
+        self._left = None
+        tokens = left.tokens.tolist()
+        wanted = [len(ids) for ids in tokens] if left.counts is None else left.counts.tolist()
+        counts, refused = list(wanted), None
+        for index, (row, count) in enumerate(zip(self._rows, wanted)):
+            if (late := len(row.tokens) - row.cached) and count:
+                refused = StateError(
+                    f"{late} tokens of row {index} are still to be computed, and a device step cannot do it: run "
+                    "model([[]] * rows, state) first"
+                )
+            else:
+                try:
+                    self._fits([count if i == index else 0 for i in range(self.rows)])
+                    continue
+                except CapacityError as error:
+                    refused = error
+            counts[index] = 0
+        starts = tuple(row.cached for row in self._rows)
+        ends = tuple(start + count for start, count in zip(starts, counts))
+        step = Step(starts, tuple(counts), self.layout.device, ends, True, self.layout.chunk)
+        for layer in self.layers:
+            layer.adopt(step)
+        self._pending = Pending(step, [ids[:n] for ids, n in zip(tokens, counts)], left.logits, refused)
+
+    def _publish(self) -> None:
+        """Tell the device where the rows stand. A row that misses tokens stands where no step has room."""
+        if self.layout.static:
+            full = self.layout.capacity
+            at = [row.cached if row.cached == len(row.tokens) else full for row in self._rows]
+            self._positions.copy_(torch.tensor(at))
+
     def _install(self, installs: Sequence[Install | None]) -> None:
         for install in installs:
             if install is not None:
@@ -410,6 +502,7 @@ class State:
                 installs.append(layer.rewind(row, own.cached, base))
         self._install(installs)
         own.cached = base
+        self._publish()
 
 
 def _differences(theirs: str, ours: str) -> str:

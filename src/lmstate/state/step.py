@@ -84,6 +84,26 @@ class Step:
             yield offset, Step(starts, counts, self.device, self.horizons, self.tentative, self.chunk)
 
 
+class DeviceStep(Step):
+    """A step that only the device knows: no number of it is on the host, so that a traced graph serves all of them.
+
+    `starts_t` and `counts_t` int64 `[R]` are given, and the width T; what a `Step` tells of its rows in host integers
+    is not there. Its rope tables are those of short texts: who makes one sees to it that no row grows out of them.
+    """
+
+    def __init__(self, starts: Tensor, counts: Tensor, width: int):
+        super().__init__((), (), starts.device, (0,) * starts.shape[0])
+        # Where the base would find them once computed; a tracer cannot follow the lock of a cached property.
+        object.__setattr__(self, "width", width)
+        object.__setattr__(self, "starts_t", starts)
+        object.__setattr__(self, "counts_t", counts)
+        object.__setattr__(self, "positions", starts[:, None] + torch.arange(width, device=starts.device))
+
+    @property
+    def rows(self) -> int:
+        return self.starts_t.shape[0]
+
+
 def as_counts(value: int | Sequence[int] | None, limits: Sequence[int]) -> tuple[int, ...] | None:
     """A verdict as one number per row: None is all, a number holds for every row. None if it does not fit `limits`."""
     if value is None:

@@ -68,7 +68,7 @@ class LatentAttention:
             q_rope = ops.rope(q_rope, cos, sin, self.rope.interleaved)
             rope_key = ops.rope(rope_key[:, :, None], cos, sin, self.rope.interleaved)[:, :, 0]
         memory.store(ops.norm(latent, self.latent_norm), rope_key, step)
-        attend = self._expanded if self._expands(step) else self._absorbed
+        attend = self._expanded if self._expands(step.width, memory.extent(step)) else self._absorbed
         return ops.linear(attend(q_nope, q_rope, memory, step), self.out, self.out_bias, residual=residual)
 
     def _absorbed(self, q_nope: Tensor, q_rope: Tensor, memory: LatentState, step: Step) -> Tensor:
@@ -94,10 +94,10 @@ class LatentAttention:
             )  # fmt: skip
         return torch.cat(seen, dim=2).flatten(-2)
 
-    def _expands(self, step: Step) -> bool:
+    def _expands(self, width: int, end: int) -> bool:
         """Whether expanding takes fewer multiplications: of every stored token once, but fewer a query and token."""
         _, nope, latent = self.key_up.shape
-        value, width, end = self.value_up.shape[2], step.width, max(step.ends, default=0)
+        value = self.value_up.shape[2]
         projections = latent * (nope + value)
         absorbed = width * (end * (2 * latent + self.rope_dim) + projections)
         expanded = end * (width * (nope + self.rope_dim + value) + projections)

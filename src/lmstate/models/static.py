@@ -1,0 +1,58 @@
+"""Steps that a compiled graph can hold: on tensors alone, with addresses that never change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from lmstate.errors import StateError, UnsupportedError
+from lmstate.state import LayerState
+from lmstate.state.kv.per_layer import Policies
+from lmstate.state.step import Step
+
+if TYPE_CHECKING:
+    from lmstate.models.decoder import Model
+
+STATIC_CHUNK = 128
+"""Tokens of a row that one forward of a static state takes. Its rings hold as many beside their window."""
+
+
+def check_static(model: Model, capacity: int | None, kv: torch.dtype | Policies | None = None) -> None:
+    """Raise `StateError` or `UnsupportedError` if this model has no static state of this capacity and storage."""
+    if kv is not None and not isinstance(kv, torch.dtype):
+        raise UnsupportedError(
+            f"a static state was asked for with kv={kv}; it stores all keys and values as floats: give a dtype or "
+            "nothing, or make a state that is not static"
+        )
+    if capacity is None:
+        raise StateError("new_state(static=True) was asked for without a capacity; say how many tokens a row may hold")
+    for rope in model._stretching:
+        if rope.native is not None and capacity > rope.native:
+            raise UnsupportedError(
+                f"a static state of {capacity} tokens was asked for, but this model's rotary frequencies change at "
+                f"{rope.native} tokens, which one graph cannot follow: use capacity={rope.native} or less, or a "
+                "state that is not static"
+            )
+
+
+def device_logits(
+    model: Model,
+    tokens: Tensor,
+    step: Step,
+    room: Tensor,
+    layers: Sequence[LayerState],
+    logits: Literal["last", "all"],
+) -> Tensor:
+    """Run a `DeviceStep`: tokens int64 `[R, T]` -> float32 `[R, V]` or `[R, T, V]`; NaN for rows without room."""
+    hidden = model.hidden(tokens, step, layers)
+    counts = step.counts_t
+    if logits == "all":
+        out = model.logits(hidden)
+        real = torch.arange(tokens.shape[1], device=out.device) < counts[:, None]
+        return out.masked_fill(~real[..., None], 0.0).masked_fill(~room[:, None, None], float("nan"))
+    index = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, hidden.shape[-1])
+    out = model.logits(hidden.gather(1, index)[:, 0])
+    return out.masked_fill((counts == 0)[:, None], float("nan"))
