@@ -1,27 +1,25 @@
-"""SmolLM2-135M itself, where its GGUF file is at hand: LMSTATE_SMOLLM2 names it."""
+"""SmolLM2-135M itself."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from lmstate.integrations.transformers import StateCache
-
-PATH = Path(os.environ.get("LMSTATE_SMOLLM2", "absent"))
 
 
 def smollm2() -> tuple[Any, Any]:
     """Through our own reader: transformers' wants another package for it."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+    from lmstate.models.hub import resolve
     from lmstate.models.weights.source import open_source
     from lmstate.models.weights.weights import Weights
 
-    source = open_source(PATH)
+    path = resolve("smollm2")
+    source = open_source(path)
     weights = Weights(source, "float32")
     model = LlamaForCausalLM(LlamaConfig(**source.config)).eval()
     read = {
@@ -32,10 +30,9 @@ def smollm2() -> tuple[Any, Any]:
     assert not unexpected and set(missing) <= {"lm_head.weight"}
     model.tie_weights()
     model.generation_config.eos_token_id = None
-    return model, AutoTokenizer.from_pretrained(PATH.parent, gguf_file=PATH.name)
+    return model, AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 
 
-@pytest.mark.skipif(not PATH.is_file(), reason="LMSTATE_SMOLLM2 names no file")
 def test_smollm2_says_the_same_with_every_cache_and_attention(tmp_path: Path) -> None:
     model, tokenizer = smollm2()
     prompts = ["The capital of France is", "One, two, three, one, two, three, one, two,"]
