@@ -130,9 +130,10 @@ INLINE void float_tile(const linear_args *a, const float *x, int64_t first, int6
   for (; i + VL <= k; i += VL) {
     vf w[4];
     UNROLL for (int n = 0; n < 4; n++) w[n] = load(kind, a->weight, at[n] + i);
-    /* Rows are short runs for the processor's own prefetch: ask for the same place of the next four. */
+    /* Rows are short runs for the processor's own prefetch: ask for the same place of the next four. Into the second
+     * cache: the first has room for few requests at a time, and waiting for them halves what a core can read. */
     UNROLL for (int n = 0; n < 4; n++)
-      __builtin_prefetch((const char *)a->weight + (at[n] + 4 * k + i) * (kind == F32 ? 4 : 2));
+      __builtin_prefetch((const char *)a->weight + (at[n] + 4 * k + i) * (kind == F32 ? 4 : 2), 0, 1);
     UNROLL for (int m = 0; m < rows; m++) {
       vf v = vf_load(xr + m * k + i);
       UNROLL for (int n = 0; n < 4; n++) acc[m][n] = vf_fma(v, w[n], acc[m][n]);
