@@ -7,6 +7,7 @@ from lmstate.ops.glu import ACTIVATIONS, activation, glu
 from lmstate.ops.linear import FEW, linear
 from lmstate.ops.norm import Norm, norm
 from lmstate.ops.rope import rope
+from lmstate.ops.rotate_attend import Rotation, rotate_attend
 from lmstate.ops.weight import FloatWeight, Int4Weight, Int8Weight, Weight, quantize
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Int4Weight",
     "Int8Weight",
     "Norm",
+    "Rotation",
     "Weight",
     "activation",
     "append",
@@ -26,4 +28,5 @@ __all__ = [
     "norm",
     "quantize",
     "rope",
+    "rotate_attend",
 ]

@@ -34,6 +34,22 @@ class KeyValueState(LayerState):
         Keys come rotated. None for k and v attends to what is stored, for layers that share this one's memory.
         """
 
+    def rotate_attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: ops.Rotation,
+        step: Step,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """`attend`, with queries and keys that are still to be rotated."""
+        q, k = ops.rope(q, *rotation), ops.rope(k, *rotation)
+        return self.attend(q, k, v, step, scale=scale, softcap=softcap, sinks=sinks)
+
 
 class AttentionState(SlotState, KeyValueState):
     """Keys `[R, K, S, D]` and values `[R, K, S, Dv]` in slots: position p of a row lies in slot `p % S`.
@@ -97,6 +113,23 @@ class AttentionState(SlotState, KeyValueState):
             ops.append(k, v, self.k, self.v, step.starts_t, step.counts_t)
         return ops.attend(
             q, self.k, self.v, step.starts_t, step.counts_t,
+            scale=scale, window=self.window, chunk=self.chunk, softcap=softcap, sinks=sinks,
+        )  # fmt: skip
+
+    def rotate_attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: ops.Rotation,
+        step: Step,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        return ops.rotate_attend(
+            q, k, v, rotation, self.k, self.v, step.starts_t, step.counts_t,
             scale=scale, window=self.window, chunk=self.chunk, softcap=softcap, sinks=sinks,
         )  # fmt: skip
 

@@ -81,12 +81,15 @@ class Attention:
             q, gate = (part.flatten(-2) for part in q.unflatten(-1, (self.heads, -1)).chunk(2, dim=-1))  # [R, T, H * D]
         q, k = _normed(q, self.q_norm, self.head_dim), _normed(k, self.k_norm, self.head_dim)
         v = v.unflatten(-1, (self.kv_heads, self.head_dim))  # [R, T, K, D]
-        if self.rope is not None:
-            cos, sin = self.rope.tables(step)
-            q, k = (ops.rope(part, cos, sin, self.rope.interleaved) for part in (q, k))
         if self.temperature is not None:
-            q = q * self.temperature.at(step)
-        seen = memory.attend(q, k, v, step, scale=self.scale, softcap=self.softcap, sinks=self.sinks)
+            q = q * self.temperature.at(step)  # a number a token, which no rotation touches
+        if self.rope is None:
+            seen = memory.attend(q, k, v, step, scale=self.scale, softcap=self.softcap, sinks=self.sinks)
+        else:
+            rotation = ops.Rotation(*self.rope.tables(step), self.rope.interleaved)
+            seen = memory.rotate_attend(
+                q, k, v, rotation, step, scale=self.scale, softcap=self.softcap, sinks=self.sinks
+            )
         mixed = seen.flatten(-2) if gate is None else seen.flatten(-2) * gate.sigmoid()
         return ops.linear(mixed, self.out, self.out_bias, residual=residual)
 

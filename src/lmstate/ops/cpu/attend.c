@@ -6,21 +6,8 @@
  * depends on its own position alone: its result has the same bits beside other queries, rows and numbers of threads. */
 #include <stdlib.h>
 
+#include "attend.h"
 #include "lanes.h"
-
-typedef struct {
-  const float *q;               /* [R, T, H, D] by its strides */
-  const void *k, *v;            /* [R, K, S, D] and [R, K, S, DV] by their strides, of `kind` */
-  const int64_t *starts, *counts; /* [R] */
-  const float *sinks;           /* [H], or null */
-  float *out;                   /* [R, T, H, DV], contiguous */
-  int64_t rows, tokens, heads, kv_heads, slots, dim, dim_v;
-  int64_t q_row, q_token, q_head;
-  int64_t k_row, k_head, k_slot;
-  int64_t v_row, v_head, v_slot;
-  int64_t kind, window, chunk, threads; /* window, chunk: 0 where there is none */
-  double scale, softcap;        /* softcap: 0 where there is none */
-} attend_args;
 
 enum { SUB = 64 }; /* positions that are scored together */
 #if VL == 16
@@ -316,4 +303,12 @@ int64_t lmstate_attend(const attend_args *a) {
   free(parts);
   free(plans);
   return 0;
+}
+
+/* Rotate the new queries and keys, store keys and values, attend: what a layer does between its products. */
+int64_t lmstate_rotate_attend(const rotate_attend_args *a) {
+  lmstate_rope(&a->q);
+  lmstate_rope(&a->k);
+  lmstate_append(&a->store);
+  return lmstate_attend(&a->attend);
 }

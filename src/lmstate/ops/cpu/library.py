@@ -24,6 +24,7 @@ _ROWS = Struct("3P4qd")
 _ROPE = Struct("4P10q")
 _APPEND = Struct("6P19q")
 _ATTEND = Struct("7P20q2d")
+_ROTATE_ATTEND = Struct(_ROPE.format * 2 + _APPEND.format + _ATTEND.format)
 _DEQUANTIZE = Struct("3P6q")
 
 MAX_HEAD_DIM = 256
@@ -44,6 +45,7 @@ class Library:
         self._rope = _function(library, "lmstate_rope")
         self._append = _function(library, "lmstate_append")
         self._attend = _function(library, "lmstate_attend")
+        self._rotate_attend = _function(library, "lmstate_rotate_attend")
         self._dequantize = _function(library, "lmstate_dequantize")
 
     def linear(
@@ -105,80 +107,17 @@ class Library:
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         """`ops.rope`."""
-        rows, tokens, heads, dim = x.shape
-        half = cos.shape[-1]
-        if 2 * half > dim:
-            raise ValueError(f"a head of {dim} has no {2 * half} features to rotate")
         if x.stride(3) != 1:
             x = x.contiguous()
+        y = torch.empty(x.shape)
         cos, sin = cos.contiguous(), sin.contiguous()
-        shape = (rows, tokens, half)
-        c, s = _float_pointer(cos, "cos", shape), _float_pointer(sin, "sin", shape)
-        y = torch.empty(rows, tokens, heads, dim)
-        row, token, head, _ = x.stride()
-        arguments = _ROPE.pack(
-            x.data_ptr(),
-            c,
-            s,
-            y.data_ptr(),
-            rows,
-            tokens,
-            heads,
-            dim,
-            half,
-            interleaved,
-            row,
-            token,
-            head,
-            self._threads(y),
-        )  # fmt: skip
-        self._rope(arguments)
+        self._rope(_ROPE.pack(*_rope_fields(x, cos, sin, interleaved, y, self._threads(y))))
         return y
 
     def append(self, k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, starts: Tensor, counts: Tensor) -> None:
         """`ops.append`."""
-        rows, tokens, kv_heads, dim = k_new.shape
-        slots, dim_v = k.shape[2], v.shape[3]
-        if k.shape != (rows, kv_heads, slots, dim) or v.shape != (rows, kv_heads, slots, dim_v):
-            raise ValueError(f"new keys {list(k_new.shape)} do not fit rings k {list(k.shape)}, v {list(v.shape)}")
-        if v_new.shape != (rows, tokens, kv_heads, dim_v):
-            raise ValueError(
-                f"new values {list(v_new.shape)} do not fit new keys {list(k_new.shape)} and v {list(v.shape)}"
-            )
-        if tokens > slots and int(counts.max()) > slots:
-            raise ValueError(
-                f"{int(counts.max())} new tokens do not fit a ring of {slots} slots: store fewer at a time"
-            )
-        starts, counts = _integers(starts, "starts", rows), _integers(counts, "counts", rows)
-        fk, fv, tk, tv = k_new.stride(), v_new.stride(), k.stride(), v.stride()
-        arguments = _APPEND.pack(
-            k_new.data_ptr(),
-            v_new.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
-            starts.data_ptr(),
-            counts.data_ptr(),
-            rows,
-            kv_heads,
-            slots,
-            _KINDS[k.dtype],
-            self._threads(k_new),
-            dim,
-            dim_v,
-            fk[0],
-            fv[0],
-            fk[1],
-            fv[1],
-            fk[2],
-            fv[2],
-            tk[0],
-            tv[0],
-            tk[1],
-            tv[1],
-            tk[2],
-            tv[2],
-        )  # fmt: skip
-        self._append(arguments)
+        starts, counts = _integers(starts, "starts", len(k)), _integers(counts, "counts", len(k))
+        self._append(_APPEND.pack(*_append_fields(k_new, v_new, k, v, starts, counts, self._threads(k_new))))
 
     def can_append(self, k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether these dtypes and strides are among those of the body."""
@@ -215,29 +154,41 @@ class Library:
         sinks: Tensor | None,
     ) -> Tensor:
         """`ops.attend`."""
-        rows, tokens, heads, dim = q.shape
-        _, kv_heads, slots, dim_v = v.shape
-        if k.shape != (rows, kv_heads, slots, dim) or v.shape[0] != rows or heads % kv_heads:
-            raise ValueError(f"queries {list(q.shape)} do not fit rings k {list(k.shape)}, v {list(v.shape)}")
-        starts, counts = _integers(starts, "starts", rows), _integers(counts, "counts", rows)
-        out = torch.empty(rows, tokens, heads, dim_v)
-        s = 0 if sinks is None else _float_pointer(sinks, "sinks", (heads,))
-        sq, sk, sv = q.stride(), k.stride(), v.stride()
-        arguments = _ATTEND.pack(
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), starts.data_ptr(), counts.data_ptr(), s, out.data_ptr(),
-            rows, tokens, heads, kv_heads, slots, dim, dim_v,
-            sq[0], sq[1], sq[2], sk[0], sk[1], sk[2], sv[0], sv[1], sv[2],
-            _KINDS[k.dtype], window or 0, chunk or 0, torch.get_num_threads(), scale, softcap or 0.0,
-        )  # fmt: skip
-        status = self._attend(arguments)
-        if status < 0:
-            raise MemoryError(f"no memory for the parts of the attention of {rows} rows")
-        if status:
-            r = status - 1
-            raise ValueError(
-                f"row {r} starts at {int(starts[r])} with {int(counts[r])} new tokens: that does not fit queries "
-                f"{list(q.shape)} over a ring of {slots} slots (all that they see must lie in it at once)"
-            )
+        out = torch.empty(*q.shape[:3], v.shape[3])
+        starts, counts = _integers(starts, "starts", len(q)), _integers(counts, "counts", len(q))
+        fields = _attend_fields(q, k, v, starts, counts, scale, window, chunk, softcap, sinks, out)
+        _check_attended(self._attend(_ATTEND.pack(*fields)), q, k, starts, counts)
+        return out
+
+    def rotate_attend(
+        self,
+        q: Tensor,
+        k_new: Tensor,
+        v_new: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        interleaved: bool,
+        k: Tensor,
+        v: Tensor,
+        starts: Tensor,
+        counts: Tensor,
+        scale: float,
+        window: int | None,
+        chunk: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """`ops.rotate_attend`, in one call."""
+        turned_q, turned_k, out = torch.empty(q.shape), torch.empty(k_new.shape), torch.empty(*q.shape[:3], v.shape[3])
+        starts, counts = _integers(starts, "starts", len(q)), _integers(counts, "counts", len(q))
+        cos, sin = cos.contiguous(), sin.contiguous()
+        arguments = _ROTATE_ATTEND.pack(
+            *_rope_fields(q, cos, sin, interleaved, turned_q, self._threads(q)),
+            *_rope_fields(k_new, cos, sin, interleaved, turned_k, self._threads(k_new)),
+            *_append_fields(turned_k, v_new, k, v, starts, counts, self._threads(k_new)),
+            *_attend_fields(turned_q, k, v, starts, counts, scale, window, chunk, softcap, sinks, out),
+        )
+        _check_attended(self._rotate_attend(arguments), q, k, starts, counts)
         return out
 
     def dequantize(self, weight: Weight, dtype: torch.dtype, first: int, count: int) -> Tensor:
@@ -302,3 +253,75 @@ def _integers(x: Tensor, name: str, rows: int) -> Tensor:
             f"{name} must be int64 [{rows}] on the processor; this is {x.dtype} {list(x.shape)} on {x.device}"
         )
     return x.contiguous()
+
+
+def _rope_fields(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, y: Tensor, threads: int) -> tuple[int, ...]:
+    """x `[R, T, H, D]` of any strides but the last; y the same shape, contiguous."""
+    rows, tokens, heads, dim = x.shape
+    half = cos.shape[-1]
+    if 2 * half > dim:
+        raise ValueError(f"a head of {dim} has no {2 * half} features to rotate")
+    shape = (rows, tokens, half)
+    c, s = _float_pointer(cos, "cos", shape), _float_pointer(sin, "sin", shape)
+    row, token, head, _ = x.stride()
+    return x.data_ptr(), c, s, y.data_ptr(), rows, tokens, heads, dim, half, interleaved, row, token, head, threads
+
+
+def _append_fields(
+    k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, starts: Tensor, counts: Tensor, threads: int
+) -> tuple[int, ...]:
+    rows, tokens, kv_heads, dim = k_new.shape
+    slots, dim_v = k.shape[2], v.shape[3]
+    if k.shape != (rows, kv_heads, slots, dim) or v.shape != (rows, kv_heads, slots, dim_v):
+        raise ValueError(f"new keys {list(k_new.shape)} do not fit rings k {list(k.shape)}, v {list(v.shape)}")
+    if v_new.shape != (rows, tokens, kv_heads, dim_v):
+        raise ValueError(
+            f"new values {list(v_new.shape)} do not fit new keys {list(k_new.shape)} and v {list(v.shape)}"
+        )
+    if tokens > slots and int(counts.max()) > slots:
+        raise ValueError(f"{int(counts.max())} new tokens do not fit a ring of {slots} slots: store fewer at a time")
+    fk, fv, tk, tv = k_new.stride(), v_new.stride(), k.stride(), v.stride()
+    return (
+        k_new.data_ptr(), v_new.data_ptr(), k.data_ptr(), v.data_ptr(), starts.data_ptr(), counts.data_ptr(),
+        rows, kv_heads, slots, _KINDS[k.dtype], threads, dim, dim_v,
+        fk[0], fv[0], fk[1], fv[1], fk[2], fv[2], tk[0], tv[0], tk[1], tv[1], tk[2], tv[2],
+    )  # fmt: skip
+
+
+def _attend_fields(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    scale: float,
+    window: int | None,
+    chunk: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    out: Tensor,
+) -> tuple[float, ...]:
+    rows, tokens, heads, dim = q.shape
+    _, kv_heads, slots, dim_v = v.shape
+    if k.shape != (rows, kv_heads, slots, dim) or v.shape[0] != rows or heads % kv_heads:
+        raise ValueError(f"queries {list(q.shape)} do not fit rings k {list(k.shape)}, v {list(v.shape)}")
+    s = 0 if sinks is None else _float_pointer(sinks, "sinks", (heads,))
+    sq, sk, sv = q.stride(), k.stride(), v.stride()
+    return (
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), starts.data_ptr(), counts.data_ptr(), s, out.data_ptr(),
+        rows, tokens, heads, kv_heads, slots, dim, dim_v,
+        sq[0], sq[1], sq[2], sk[0], sk[1], sk[2], sv[0], sv[1], sv[2],
+        _KINDS[k.dtype], window or 0, chunk or 0, torch.get_num_threads(), scale, softcap or 0.0,
+    )  # fmt: skip
+
+
+def _check_attended(status: int, q: Tensor, k: Tensor, starts: Tensor, counts: Tensor) -> None:
+    """The C side's verdict as an error: no memory, or the row whose starts and counts make no sense."""
+    if status < 0:
+        raise MemoryError(f"no memory for the parts of the attention of {len(q)} rows")
+    if status:
+        r = status - 1
+        raise ValueError(
+            f"row {r} starts at {int(starts[r])} with {int(counts[r])} new tokens: that does not fit queries "
+            f"{list(q.shape)} over a ring of {k.shape[2]} slots (all that they see must lie in it at once)"
+        )

@@ -1,4 +1,5 @@
 /* What happens to activations between the products: norm, gate, rotation, and storing keys and values. */
+#include "attend.h"
 #include "prologue.h"
 
 typedef struct {
@@ -20,13 +21,6 @@ void lmstate_glu(const rows_args *a) {
   for (int64_t m = 0; m < a->rows; m++)
     gate_row((int)a->gate, a->x + m * 2 * a->width, a->y + m * a->width, a->width);
 }
-
-typedef struct {
-  const float *x, *cos, *sin; /* [R, T, H, D] by its strides; [R, T, half], contiguous */
-  float *y;                   /* [R, T, H, D], contiguous */
-  int64_t rows, tokens, heads, dim, half, interleaved;
-  int64_t x_row, x_token, x_head, threads;
-} rope_args;
 
 static void rotate_head(const rope_args *a, const float *x, const float *cos, const float *sin, float *y) {
   const int64_t half = a->half;
@@ -54,16 +48,6 @@ void lmstate_rope(const rope_args *a) {
       rotate_head(a, x + h * a->x_head, a->cos + i * a->half, a->sin + i * a->half, a->y + (i * a->heads + h) * a->dim);
   }
 }
-
-typedef struct {
-  const float *from[2];           /* k, v: [R, T, K, D] by their strides */
-  void *to[2];                    /* [R, K, S, D] by their strides */
-  const int64_t *starts, *counts; /* [R] */
-  int64_t rows, kv_heads, slots, kind, threads;
-  int64_t dim[2];
-  int64_t from_row[2], from_token[2], from_head[2];
-  int64_t to_row[2], to_head[2], to_slot[2];
-} append_args;
 
 static void convert(const float *x, void *y, int64_t n, int64_t kind) {
   if (kind == F32) {

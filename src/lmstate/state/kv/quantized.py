@@ -11,7 +11,7 @@ from lmstate import ops
 from lmstate.ops import kv_codes
 from lmstate.ops.attend_quantized import attend_quantized
 from lmstate.ops.latent_attend import latent_attend
-from lmstate.state.attention import AttentionState
+from lmstate.state.attention import AttentionState, KeyValueState
 from lmstate.state.kv.storage import Quantized
 from lmstate.state.latent import LatentState
 from lmstate.state.layer import Layout
@@ -48,6 +48,8 @@ class QuantizedAttentionState(AttentionState):
         self, kv_heads: int, dims: dict[str, int]
     ) -> tuple[dict[str, tuple[int, ...]], dict[str, torch.dtype]]:
         return coded_buffers(dims, self.bits, kv_heads)
+
+    rotate_attend = KeyValueState.rotate_attend  # codes are made of keys that are rotated already
 
     def attend(
         self,

@@ -1,0 +1,47 @@
+/* The arguments of what happens between a layer's projections and its output: rotation, storing, attention. */
+#ifndef LMSTATE_ATTEND_H
+#define LMSTATE_ATTEND_H
+#include <stdint.h>
+
+typedef struct {
+  const float *x, *cos, *sin; /* [R, T, H, D] by its strides; [R, T, half], contiguous */
+  float *y;                   /* [R, T, H, D], contiguous */
+  int64_t rows, tokens, heads, dim, half, interleaved;
+  int64_t x_row, x_token, x_head, threads;
+} rope_args;
+
+typedef struct {
+  const float *from[2];           /* k, v: [R, T, K, D] by their strides */
+  void *to[2];                    /* [R, K, S, D] by their strides */
+  const int64_t *starts, *counts; /* [R] */
+  int64_t rows, kv_heads, slots, kind, threads;
+  int64_t dim[2];
+  int64_t from_row[2], from_token[2], from_head[2];
+  int64_t to_row[2], to_head[2], to_slot[2];
+} append_args;
+
+typedef struct {
+  const float *q;               /* [R, T, H, D] by its strides */
+  const void *k, *v;            /* [R, K, S, D] and [R, K, S, DV] by their strides, of `kind` */
+  const int64_t *starts, *counts; /* [R] */
+  const float *sinks;           /* [H], or null */
+  float *out;                   /* [R, T, H, DV], contiguous */
+  int64_t rows, tokens, heads, kv_heads, slots, dim, dim_v;
+  int64_t q_row, q_token, q_head;
+  int64_t k_row, k_head, k_slot;
+  int64_t v_row, v_head, v_slot;
+  int64_t kind, window, chunk, threads; /* window, chunk: 0 where there is none */
+  double scale, softcap;        /* softcap: 0 where there is none */
+} attend_args;
+
+typedef struct {
+  rope_args q, k;
+  append_args store; /* of k as rotated */
+  attend_args attend; /* of q as rotated */
+} rotate_attend_args;
+
+void lmstate_rope(const rope_args *a);
+void lmstate_append(const append_args *a);
+int64_t lmstate_attend(const attend_args *a);
+
+#endif
