@@ -1,0 +1,132 @@
+"""A step compiles once for its rows and tokens, and never again, whatever is done to the state in between."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from lmstate import CapacityError
+from tests.compiled.static_mirror import CAPACITY, StaticMirror, Step
+from tests.invariants.mirror import close
+from tests.zoo import ours, text
+
+# Of each layer kind one: full, window, chunk, latent, folds, attention and a fold in one layer.
+KINDS = ("llama", "mistral", "llama4-interleaved", "deepseek_v2", "lfm2", "qwen3_5", "falcon_h1")
+every_kind = pytest.mark.parametrize("case", KINDS)
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def ids(length: int, seed: int = 0) -> list[int]:
+    return text(length, seed=seed)[0].tolist()
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def compiled(case: str, **options: object) -> Step:
+    """Without autograd's own compiler and code generation, which see only the graph: what is tested is its keeping."""
+    return torch.compile(ours(case).decode_step, fullgraph=True, **{"backend": "eager", **options})
+
+
+@every_kind
+def test_compiles_once_for_each_width_and_never_again(case: str) -> None:
+    own = StaticMirror(ours(case), compiled(case), rows=2)
+    own.extend([ids(3), ids(9, 1)])
+    own.feed([[5], [6]])
+    assert graphs() == 1
+    own.feed([ids(4, 2), ids(4, 3)], accept=[4, 1])
+    assert graphs() == 2
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        snapshot, kept = own.state.snapshot(0), list(own.rows[0])
+        for seed in range(44):  # over the windows of 17 and the chunks of 7, and past where their rings wrap
+            own.feed([ids(1 + 3 * (seed % 2), 10 + seed), ids(1 + 3 * (seed % 2), 60 + seed)])
+        own.rewind(0, len(own.rows[0]) - 5)
+        own.feed([[7], [8]])
+        own.rewind(1, 30)  # farther back than a window or a fold keeps: the layers must be fed again
+        own.extend([[], []])
+        own.feed([ids(4, 4), ids(4, 5)], accept=[0, 3])
+        own.select([1, 0])
+        own.feed([[7], [8]])
+        own.restore(1, snapshot, kept)
+        own.feed([ids(4, 6), ids(4, 7)])
+        own.select([None, 1])
+        own.feed([[7], [8]])
+        again = StaticMirror(own.model, own.step, rows=2)  # another state of the same size, empty
+        again.feed([ids(4), ids(4, 1)])
+        again.feed([[7], [8]])
+        own.check()
+        again.check()
+    assert graphs() == 2
+
+
+def test_a_ring_wraps_within_one_graph() -> None:
+    own = StaticMirror(ours("mistral"), compiled("mistral"), capacity=400)
+    own.feed([ids(1)])
+    slots = own.state.layers[0].fixed()["k"].shape[2]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        own.extend([ids(slots - 3, 1)])
+        for seed in range(40):
+            own.feed([ids(1, 100 + seed)])
+        own.check()
+    assert len(own.rows[0]) > slots + 17, "the ring wrapped, and its window lies wholly after the wrap"
+
+
+def test_ragged_counts_are_no_reason_to_compile_again() -> None:
+    own = StaticMirror(ours("lfm2"), compiled("lfm2"), rows=2)
+    own.ragged([ids(4), ids(2, 1)], width=4)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seed, (a, b) in enumerate([(0, 4), (1, 1), (4, 0), (3, 4)]):
+            own.ragged([ids(a, 2 * seed), ids(b, 2 * seed + 1)], width=4)
+        own.check()
+
+
+def test_slices_of_one_text_are_no_reason_to_compile_again_where_shapes_are_not_dynamic() -> None:
+    model, tokens = ours("llama"), text(60)
+    step, state = compiled("llama", dynamic=False), model.new_state(1, capacity=CAPACITY, static=True)
+    step(tokens[:, :4], state)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for start in range(0, 60, 4):
+            state.commit() if start else state.discard()
+            logits = step(tokens[:, start : start + 4], state)
+    close(logits, model(tokens)[:, -1])
+
+
+def test_a_full_row_needs_no_other_graph() -> None:
+    own = StaticMirror(ours("lfm2"), compiled("lfm2"), rows=2, capacity=12)
+    own.feed([[5], [6]])
+    own.extend([ids(11), []])
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert own.step(torch.tensor([[5], [6]]), own.state, logits="all").isnan().all(-1).tolist() == [[True], [False]]
+        with pytest.raises(CapacityError):
+            own.state.commit()
+        own.rewind(0, 8)
+        own.feed([[5], [6]])
+        own.check()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile's code generation needs a C++ compiler (g++)")
+def test_generated_code_gives_the_same_logits() -> None:
+    whole = ours("lfm2")
+    model = replace(whole, blocks=whole.blocks[1:3])  # a convolution and attention: the compiler takes its time
+    own = StaticMirror(model, torch.compile(model.decode_step, fullgraph=True))
+    own.extend([ids(9)])
+    own.feed([[5]])
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seed in range(20):
+            own.feed([ids(1, seed)])
+        own.rewind(0, 20)
+        own.feed([[5]])
+        own.check()
