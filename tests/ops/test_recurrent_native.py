@@ -15,7 +15,9 @@ from lmstate.ops import dispatch
 from lmstate.ops.causal_conv import causal_conv
 from lmstate.ops.cpu.recurrent import RUN, Recurrent
 from lmstate.ops.gated_delta_rule import gated_delta_rule
+from lmstate.ops.gated_norm import Gate, gated_norm, gated_norm_reference
 from lmstate.ops.lightning import lightning
+from lmstate.ops.norm import Norm
 from lmstate.ops.selective_scan import selective_scan
 from lmstate.ops.ssd import ssd
 
@@ -194,3 +196,20 @@ def test_shapes_that_do_not_fit_are_refused(variant: str) -> None:
         gated_delta_rule(q, q, v, gate, gate, carry, counts, scale=1.0)
     with pytest.raises(ValueError, match="counts must be"):
         gated_delta_rule(q, q, v, gate, gate, carry[..., :8], counts.int(), scale=1.0)
+
+
+@pytest.mark.parametrize("gate_last", [False, True])
+@pytest.mark.parametrize("act", ["silu", "sigmoid"])
+@pytest.mark.parametrize(("groups", "width", "shared"), [(1, 300, False), (4, 16, True), (3, 21, False), (5, 7, True)])
+def test_the_gated_norm_equals_its_reference(
+    variant: str, groups: int, width: int, shared: bool, act: Gate, gate_last: bool
+) -> None:
+    torch.manual_seed(0)
+    y, wide = torch.randn(2, 3, groups * width), torch.randn(2, 3, groups * width + 5)
+    gate = wide[..., 5:]
+    norm = Norm(torch.rand(width if shared else groups * width), 1e-5)
+    got = gated_norm(y, gate, norm, act=act, groups=groups, gate_last=gate_last)
+    wanted = gated_norm_reference(y, gate, norm, act=act, groups=groups, gate_last=gate_last)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    alone = gated_norm(y[1:, 2:], gate[1:, 2:], norm, act=act, groups=groups, gate_last=gate_last)
+    assert torch.equal(alone[0, 0], got[1, 2])

@@ -11,8 +11,9 @@ from torch.nn import functional as F
 
 from lmstate import ops
 from lmstate.ops import Norm, Weight
-from lmstate.ops.causal_conv import causal_conv
+from lmstate.ops.causal_conv import causal_conv, taps_apart
 from lmstate.ops.gated_delta_rule import gated_delta_rule
+from lmstate.ops.gated_norm import gated_norm
 from lmstate.state import FoldState, LayerState, Layout, Step
 from lmstate.state.fold import Carry
 
@@ -56,6 +57,9 @@ class GatedDelta:
     decay_up: LowRank | None = None
     gate_up: LowRank | None = None
 
+    def __post_init__(self) -> None:
+        self.conv = taps_apart(self.conv)
+
     @property
     def kind(self) -> str:
         return "fold"
@@ -63,7 +67,7 @@ class GatedDelta:
     @property
     def heads(self) -> int:
         """H"""
-        return len(self.A)
+        return self.A.shape[0]
 
     @property
     def widths(self) -> list[int]:
@@ -81,12 +85,12 @@ class GatedDelta:
     def fold(self, inputs: Tensor, carry: Carry, counts: Tensor) -> tuple[Tensor, Carry]:
         """q, k, v | beta | decay `[R, T, F]` -> `[R, T, H * Dv]`."""
         tail, state = carry
-        width, heads = len(self.conv), self.heads
-        mixed, beta, decay = inputs.split([width, heads, len(self.dt_bias)], dim=-1)
+        width, heads, decays = self.conv.shape[0], self.heads, self.dt_bias.shape[0]
+        mixed, beta, decay = inputs.split([width, heads, decays], dim=-1)
         mixed, tail = causal_conv(mixed, tail, self.conv, None, counts, "silu")
         q, k, v = mixed.split(self.widths, dim=-1)
         rate = F.softplus(decay + self.dt_bias)
-        if len(self.dt_bias) > heads:
+        if decays > heads:
             g = self.A[:, None] * rate.unflatten(-1, (heads, -1))  # [R, T, H, D]
         else:
             g = self.A * rate  # [R, T, H]
@@ -95,7 +99,7 @@ class GatedDelta:
             k.unflatten(-1, (self.key_heads, -1)),
             v.unflatten(-1, (heads, -1)),
             g,
-            beta.sigmoid() * self.beta_scale,
+            beta.sigmoid() if self.beta_scale == 1.0 else beta.sigmoid() * self.beta_scale,
             state,
             counts,
             scale=self.key_dim**-0.5,
@@ -111,8 +115,7 @@ class GatedDelta:
             x = ops.norm(x, norm)
         qkv, z, gates = self._projected(x)
         y = memory.advance(torch.cat([qkv, gates], dim=-1), step)
-        y = ops.norm(y.unflatten(-1, (self.heads, -1)), self.norm).flatten(-2)
-        y = y * (F.silu(z) if self.gate_act == "silu" else z.sigmoid())
+        y = gated_norm(y, z, self.norm, act=self.gate_act, groups=self.heads, gate_last=True)
         return ops.linear(y, self.out, residual=residual)
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

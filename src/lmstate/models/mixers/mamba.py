@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from lmstate import ops
 from lmstate.ops import Norm, Weight
-from lmstate.ops.causal_conv import causal_conv
+from lmstate.ops.causal_conv import causal_conv, taps_apart
 from lmstate.ops.selective_scan import selective_scan
 from lmstate.state import FoldState, LayerState, Layout, Step
 from lmstate.state.fold import Carry
@@ -38,6 +38,9 @@ class Mamba:
     c_norm: Norm | None = None
     bias: Tensor | None = None
     out_bias: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.conv = taps_apart(self.conv)
 
     @property
     def kind(self) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from lmstate import ops
 from lmstate.ops import Norm, Weight
-from lmstate.ops.causal_conv import causal_conv
+from lmstate.ops.causal_conv import causal_conv, taps_apart
+from lmstate.ops.gated_norm import gated_norm
 from lmstate.ops.ssd import ssd
 from lmstate.state import FoldState, LayerState, Layout, Step
 from lmstate.state.fold import Carry
@@ -26,15 +26,7 @@ class GatedNorm:
 
     def __call__(self, y: Tensor, gate: Tensor) -> Tensor:
         """y, gate float32 `[..., I]` -> `[..., I]`."""
-        gate = F.silu(gate)
-        return self._normed(y) * gate if self.gate_last else self._normed(y * gate)
-
-    def _normed(self, y: Tensor) -> Tensor:
-        if self.groups == 1:
-            return ops.norm(y, self.norm)
-        parts = y.unflatten(-1, (self.groups, -1))  # [..., G, I / G]
-        parts = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + self.norm.eps)
-        return parts.flatten(-2) * self.norm.weight
+        return gated_norm(y, gate, self.norm, groups=self.groups, gate_last=self.gate_last)
 
 
 @dataclass(eq=False)
@@ -61,6 +53,9 @@ class Mamba2:
     out_bias: Tensor | None = None
     scale: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        self.conv = taps_apart(self.conv)
+
     @property
     def kind(self) -> str:
         return "fold"
@@ -68,7 +63,7 @@ class Mamba2:
     @property
     def inner(self) -> int:
         """I"""
-        return len(self.A) * self.head_dim
+        return self.A.shape[0] * self.head_dim
 
     def new_state(self, layout: Layout) -> LayerState:
         width, kernel = self.conv.shape
@@ -78,7 +73,7 @@ class Mamba2:
     def fold(self, inputs: Tensor, carry: Carry, counts: Tensor) -> tuple[Tensor, Carry]:
         """x, B, C | dt `[R, T, (I + 2 * G * N) + H]` -> y `[R, T, I]`."""
         tail, state = carry
-        width = len(self.conv)
+        width = self.conv.shape[0]
         mixed, tail = causal_conv(inputs[..., :width], tail, self.conv, self.conv_bias, counts, "silu")
         x, B, C = mixed.split([self.inner, *[self.groups * self.state_size] * 2], dim=-1)
         y, state = ssd(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lmstate import ops
 from lmstate.ops import Norm, Weight
-from lmstate.ops.causal_conv import causal_conv
+from lmstate.ops.causal_conv import causal_conv, taps_apart
 from lmstate.ops.rg_lru import rg_lru
 from lmstate.state import FoldState, LayerState, Layout, Step
 from lmstate.state.fold import Carry
@@ -33,6 +33,9 @@ class RecurrentBlock:
     gates_bias: Tensor  # [N, 2 * F / N]
     recurrent_param: Tensor  # [F]
     act: str = "gelu_tanh"
+
+    def __post_init__(self) -> None:
+        self.conv = taps_apart(self.conv)
 
     @property
     def kind(self) -> str:

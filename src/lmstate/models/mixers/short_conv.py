@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lmstate import ops
 from lmstate.ops import Norm, Weight
-from lmstate.ops.causal_conv import causal_conv
+from lmstate.ops.causal_conv import causal_conv, taps_apart
 from lmstate.state import FoldState, LayerState, Layout, Step
 from lmstate.state.fold import Carry
 
@@ -26,6 +26,9 @@ class ShortConv:
     conv_bias: Tensor | None = None
     bias: Tensor | None = None
     out_bias: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.conv = taps_apart(self.conv)
 
     @property
     def kind(self) -> str:

@@ -21,6 +21,15 @@ INLINE void store_some(float *p, vf x, int64_t n) {
   else if (n > 0) store_part(p, x, (int)n);
 }
 
+/* Fetch n numbers that will be read, and n that will be written, into the second cache: single tokens are bound by
+ * memory, and their carries lie in short runs. */
+INLINE void ahead(const float *from, float *to, int64_t n) {
+  for (int64_t i = 0; i < n; i += 16) {
+    __builtin_prefetch(from + i, 0, 1);
+    __builtin_prefetch(to + i, 1, 1);
+  }
+}
+
 INLINE int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* Real tokens of a row. */

@@ -72,6 +72,7 @@ INLINE void sweep(float *block, const float *from, float *to, int64_t stride, in
   UNROLL for (int j = 0; j < VECTORS; j++) by_k[j] = by_q[j] = vf_zero();
   for (int64_t d = 0; d < dim; d++) {
     const vf a = vf_set1(flags & READ ? decay[flags & CHANNELS ? d : 0] : 0.0f);
+    if (flags & LOAD && flags & WHOLE) ahead(from + (d + 32) * stride, to + (d + 32) * stride, COLUMNS);
     UNROLL for (int j = 0; j < VECTORS; j++) {
       vf x;
       if (!(flags & LOAD)) x = vf_load(block + d * COLUMNS + j * VL);
@@ -96,7 +97,7 @@ INLINE void run_block(const delta_args *a, const scratch *s, int64_t r, int64_t 
                       int64_t columns, const float *from, float *to, int flags) {
   const int64_t dim = a->key_dim, stride = a->value_dim;
   vf answer[VECTORS], out[VECTORS], u[VECTORS];
-  sweep(s->block, from + c, 0, stride, columns, dim, 0, 0, s->decay, s->k, s->q, answer, out, flags | LOAD | READ);
+  sweep(s->block, from + c, to + c, stride, columns, dim, 0, 0, s->decay, s->k, s->q, answer, out, flags | LOAD | READ);
   for (int64_t i = 0; i < n; i++) {
     const float *v = a->v + r * a->v_row + (first + i) * a->v_token + h * a->v_head + c;
     float *y = a->y + ((r * a->tokens + first + i) * a->heads + h) * a->value_dim + c;

@@ -87,11 +87,13 @@ static void run_head(const ssd_args *a, int64_t r, int64_t h) {
       float *out = y + (first + t) * a->heads * a->head_dim;
       for (int64_t p = 0; p < a->head_dim; p++) out[p] = a->D ? a->D[h] * x[p] : 0.0f;
     }
-    for (int64_t p = 0; p < a->head_dim; p += TALL)
+    for (int64_t p = 0; p < a->head_dim; p += TALL) {
+      ahead(from + (p + 2 * TALL) * a->states, to + (p + 2 * TALL) * a->states, TALL * a->states);
       for (int64_t n = 0; n < a->states; n += WIDE * VL) {
         const int whole = p + TALL <= a->head_dim && n + WIDE * VL <= a->states;
         (whole ? whole_tile : part_tile)(a, r, h, first, count, p, n, weight, decay, from, to);
       }
+    }
   }
   if (!real) memcpy(to, from, (size_t)size * sizeof(float));
   for (int64_t t = real; t < a->tokens; t++) memset(y + t * a->heads * a->head_dim, 0, (size_t)a->head_dim * sizeof(float));
