@@ -192,7 +192,8 @@ def _function(library: ctypes.CDLL, name: str) -> Callable[[bytes], int]:
 
 def all_float32(*tensors: Tensor | None) -> bool:
     """Whether the bodies, which know no other dtype, can take these."""
-    for tensor in tensors:  # noqa: SIM110: `all` with a generator takes twice as long, and a step asks hundreds of times
+    # No `all` with a generator: it takes twice as long, and a step asks hundreds of times.
+    for tensor in tensors:  # noqa: SIM110
         if tensor is not None and tensor.dtype != torch.float32:
             return False
     return True
