@@ -22,6 +22,7 @@ from lmstate.state import LayerState, Layout, State, Step
 from lmstate.state.kv.per_layer import Policies, policy_of
 
 if TYPE_CHECKING:
+    from lmstate.generation.prompts import Prompt
     from lmstate.models.tokenizer import Tokenizer
 
 Logits = Literal["last", "all", "none"]
@@ -301,14 +302,42 @@ class Model:
 
     # ---- generation
 
-    def generate(self, prompt: Any, state: State | None = None, **options: Any) -> Any:
-        """Continue a prompt; see `lmstate.generation.generate` for the options."""
+    def generate(
+        self,
+        prompt: Prompt,
+        state: State | None = None,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        stop: str | Sequence[str] = (),
+        seed: int | None = None,
+    ) -> str | list[str]:
+        """The text that continues a prompt, or each of a list of prompts; see `lmstate.generation.generate`."""
         from lmstate.generation import generate
 
-        return generate(self, prompt, state, **options)
+        return generate(
+            self, prompt, state, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop, seed
+        )
 
-    def stream(self, prompt: Any, state: State | None = None, **options: Any) -> Iterator[Any]:
-        """The same as `generate`, piece by piece."""
+    def stream(
+        self,
+        prompt: Prompt,
+        state: State | None = None,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        stop: str | Sequence[str] = (),
+        seed: int | None = None,
+    ) -> Iterator[str]:
+        """The same for one prompt, piece by piece; see `lmstate.generation.stream`."""
         from lmstate.generation import stream
 
-        return stream(self, prompt, state, **options)
+        return stream(
+            self, prompt, state, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop, seed
+        )
