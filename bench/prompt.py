@@ -33,9 +33,8 @@ def main() -> None:
     held = sum(state.memory().values())
     print(f"{options.tokens:,} tokens, weights={options.weights}, {options.threads} threads")
     print(f"prefill {seconds:.1f} s, {seconds / options.tokens * 1e3:.2f} ms a token; then {step * 1e3:.1f} ms a token")
-    print(
-        f"state {held / 2**20:.0f} MiB; peak of the process {before / 2**10:.0f} MiB before, {peak / 2**10:.0f} MiB after"
-    )
+    sizes = [size / 2**10 for size in (held / 2**10, before, peak)]
+    print("state {:.0f} MiB; peak of the process {:.0f} MiB before, {:.0f} MiB after".format(*sizes))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 `python worker.py ENGINE GGUF` with ENGINE one of lmstate:int4, lmstate:int8, lmstate:bfloat16, lmstate:float32,
 transformers:bfloat16, transformers:float32, llama.cpp. Reads {"case": ..., "at": ..., "tokens": ..., "rows": ...} a
-line and answers {"seconds": ..., "peak": bytes}. It imports nothing of lmstate unless that is the engine, so that a peer
-may live in another environment.
+line and answers {"seconds": ..., "peak": bytes}. It imports nothing of lmstate unless that is the engine, so that a
+peer may live in another environment.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ class Router:
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x float32 `[M, E]` -> (weights float32 `[M, top_k]`, expert numbers int64 `[M, top_k]`)."""
         logits = ops.linear(x, self.weight, self.bias)  # [M, N]
-        # In float64 and back: torch rounds a vector's last elements otherwise than its first ones, and a token's experts
-        # and weights must not depend on where in a batch it stands.
+        # In float64 and back: torch rounds a vector's last elements otherwise than its first ones, and a token's
+        # experts and weights must not depend on where in a batch it stands.
         wide = logits.double()
         scores = (wide.softmax(-1) if self.scoring == "softmax" else wide.sigmoid()).float()
         choice = scores if self.correction is None else scores + self.correction

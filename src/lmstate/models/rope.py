@@ -175,8 +175,8 @@ def _yarn(base: Tensor, theta: float, rot: int, rope: Fields, config: Fields) ->
         """The pair of features that turns `rotations` times over the native length."""
         return rot * math.log(native / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = dimension(rope.float("beta_fast", default=None) or 32.0)
-    high = dimension(rope.float("beta_slow", default=None) or 1.0)
+    low = dimension(rope.float("beta_fast", low=0.0, default=0.0) or 32.0)
+    high = dimension(rope.float("beta_slow", low=0.0, default=0.0) or 1.0)
     if rope.bool("truncate", default=True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rot - 1)
