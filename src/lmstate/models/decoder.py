@@ -57,7 +57,7 @@ class Block:
 
     def _added(self, x: Tensor, part: Tensor, norm: Norm | None) -> Tensor:
         part = part if norm is None else ops.norm(part, norm)
-        return x + part * self.scale if self.scale != 1.0 else x + part
+        return torch.add(x, part, alpha=self.scale)
 
 
 @dataclass(frozen=True)

@@ -236,15 +236,13 @@ class FoldState(LayerState):
         for stops, positions in [*cuts, (list(step.counts), None)]:
             counts = [stop - begin for stop, begin in zip(stops, done)]
             if any(counts):
-                rows = [row[begin:stop] for row, begin, stop in zip(inputs, done, stops)]
-                padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-                folded, carry = self.fold(padded, carry, torch.tensor(counts, device=inputs.device))
-                pieces.append([row[:count] for row, count in zip(folded, counts)])
+                piece = _rows_between(inputs, done, stops)
+                folded, carry = self.fold(piece, carry, torch.tensor(counts, device=inputs.device))
+                pieces.append((folded, counts))
             if positions is not None:
                 passed.append(Anchor(positions, carry))
             done = stops
-        outputs = torch.nn.utils.rnn.pad_sequence([torch.cat(row) for row in zip(*pieces)], batch_first=True)
-        return outputs, carry, passed
+        return _rows_joined(pieces), carry, passed
 
     def _replay(self, step: Step, accepted: tuple[int, ...]) -> tuple[Carry, list[Anchor]]:
         """The carry after the accepted prefixes: rows accepted in part are folded again from the committed carry."""
@@ -331,3 +329,19 @@ def _cuts(step: Step, ends: Sequence[int], period: int) -> list[tuple[list[int],
             stops = [min(max(mark - start, 0), n) for mark, start, n in zip(marks, step.starts, step.counts)]
             cuts.append((stops, passes))
     return cuts
+
+
+def _rows_between(inputs: Tensor, begins: Sequence[int], stops: Sequence[int]) -> Tensor:
+    """Row r's tokens `begins[r] .. stops[r] - 1` of `[R, T, F]`, moved to the left: a view where all rows agree."""
+    if len(set(zip(begins, stops))) == 1:
+        return inputs[:, begins[0] : stops[0]]
+    rows = [row[begin:stop] for row, begin, stop in zip(inputs, begins, stops)]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+def _rows_joined(pieces: Sequence[tuple[Tensor, Sequence[int]]]) -> Tensor:
+    """Pieces `[R, t, G]` of each row one after the other, `counts[r]` tokens of each: the inverse of the above."""
+    if all(len(set(counts)) == 1 for _, counts in pieces):
+        return torch.cat([piece for piece, _ in pieces], dim=1)
+    cut = [[row[:count] for row, count in zip(piece, counts)] for piece, counts in pieces]
+    return torch.nn.utils.rnn.pad_sequence([torch.cat(row) for row in zip(*cut)], batch_first=True)
