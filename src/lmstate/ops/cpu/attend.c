@@ -38,11 +38,6 @@ static int64_t low_of(const attend_args *a, int64_t own) { /* the first position
 /* A part of a softmax: largest score, sum of exponentials, then their sum with the values (dim_v floats). */
 typedef struct { float *largest, *sum, *values; } part;
 
-typedef struct {
-  int64_t first_task, first_part; /* of a row; parts are [kv head][chunk][token, head of the group] */
-  int64_t chunk, chunks;          /* the first chunk that a query of the row sees, and how many */
-} row_plan;
-
 static part part_at(const attend_args *a, float *parts, int64_t index) {
   float *p = parts + index * (a->dim_v + 2);
   part r = {p, p + 1, p + 2};
@@ -256,52 +251,65 @@ static void combine(const attend_args *a, const row_plan *plan, float *parts, in
   for (int64_t d = 0; d < a->dim_v; d++) out[d] /= sum;
 }
 
-/* 0; -1 where there was no memory; 1 + r where row r's starts or counts make no sense. */
-int64_t lmstate_attend(const attend_args *a) {
-  if (a->rows == 0 || a->tokens == 0) return 0;
-  row_plan *plans = malloc((size_t)a->rows * sizeof(row_plan));
-  if (!plans) return -1;
-  int64_t tasks = 0, all_parts = 0;
+int64_t attend_begin(const attend_args *a, attend_plan *plan) {
+  plan->tasks = 0;
+  plan->parts = 0;
+  plan->rows = malloc((size_t)(a->rows + 1) * sizeof(row_plan));
+  if (!plan->rows) return -1;
+  int64_t parts = 0;
   for (int64_t r = 0; r < a->rows; r++) {
     const int64_t start = a->starts[r], count = a->counts[r];
     /* What the row's queries see must lie in the ring at once; a row without tokens sees nothing. */
     if (start < 0 || count < 0 || count > a->tokens || (count && start + count - low_of(a, start) > a->slots)) {
-      free(plans);
+      attend_end(plan);
       return 1 + r;
     }
-    plans[r].first_task = tasks, plans[r].first_part = all_parts;
-    plans[r].chunk = chunk_of(low_of(a, start));
-    plans[r].chunks = count ? chunk_of(start + count - 1) + 1 - plans[r].chunk : 0;
-    tasks += a->kv_heads * plans[r].chunks;
-    all_parts += a->heads * plans[r].chunks * count;
+    row_plan *row = &plan->rows[r];
+    row->first_task = plan->tasks, row->first_part = parts;
+    row->chunk = chunk_of(low_of(a, start));
+    row->chunks = count ? chunk_of(start + count - 1) + 1 - row->chunk : 0;
+    plan->tasks += a->kv_heads * row->chunks;
+    parts += a->heads * row->chunks * count;
   }
-  float *parts = malloc(((size_t)all_parts * (size_t)(a->dim_v + 2) + 1) * sizeof(float));
-  if (!parts) {
-    free(plans);
-    return -1;
-  }
-#pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
-  {
+  plan->parts = malloc(((size_t)parts * (size_t)(a->dim_v + 2) + 1) * sizeof(float));
+  if (plan->parts) return 0;
+  attend_end(plan);
+  return -1;
+}
+
+void attend_end(attend_plan *plan) {
+  free(plan->parts);
+  free(plan->rows);
+}
+
+void attend_run(const attend_args *a, const attend_plan *plan) {
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t task = 0; task < tasks; task++) {
-      int64_t low = 0, high = a->rows - 1; /* the last row whose first task is not beyond this one */
-      while (low < high) {
-        const int64_t middle = (low + high + 1) / 2;
-        if (plans[middle].first_task <= task) low = middle;
-        else high = middle - 1;
-      }
-      if (a->kind == F32) task_f32(a, &plans[low], parts, low, task);
-      else if (a->kind == BF16) task_bf16(a, &plans[low], parts, low, task);
-      else task_f16(a, &plans[low], parts, low, task);
+  for (int64_t task = 0; task < plan->tasks; task++) {
+    int64_t low = 0, high = a->rows - 1; /* the last row whose first task is not beyond this one */
+    while (low < high) {
+      const int64_t middle = (low + high + 1) / 2;
+      if (plan->rows[middle].first_task <= task) low = middle;
+      else high = middle - 1;
     }
-#pragma omp for schedule(static) nowait
-    for (int64_t i = 0; i < a->rows * a->tokens * a->heads; i++) {
-      const int64_t r = i / (a->tokens * a->heads), token = i / a->heads % a->tokens;
-      combine(a, &plans[r], parts, r, token, i % a->heads);
-    }
+    if (a->kind == F32) task_f32(a, &plan->rows[low], plan->parts, low, task);
+    else if (a->kind == BF16) task_bf16(a, &plan->rows[low], plan->parts, low, task);
+    else task_f16(a, &plan->rows[low], plan->parts, low, task);
   }
-  free(parts);
-  free(plans);
+#pragma omp for schedule(static)
+  for (int64_t i = 0; i < a->rows * a->tokens * a->heads; i++) {
+    const int64_t r = i / (a->tokens * a->heads), token = i / a->heads % a->tokens;
+    combine(a, &plan->rows[r], plan->parts, r, token, i % a->heads);
+  }
+}
+
+int64_t lmstate_attend(const attend_args *a) {
+  if (a->rows == 0 || a->tokens == 0) return 0;
+  attend_plan plan;
+  const int64_t status = attend_begin(a, &plan);
+  if (status) return status;
+#pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
+  attend_run(a, &plan);
+  attend_end(&plan);
   return 0;
 }
 

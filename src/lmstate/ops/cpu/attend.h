@@ -40,6 +40,23 @@ typedef struct {
   attend_args attend; /* of q as rotated */
 } rotate_attend_args;
 
+typedef struct {
+  int64_t first_task, first_part; /* of a row; parts are [kv head][chunk][token, head of the group] */
+  int64_t chunk, chunks;          /* the first chunk that a query of the row sees, and how many */
+} row_plan;
+
+typedef struct {
+  row_plan *rows; /* [R] */
+  float *parts;
+  int64_t tasks;
+} attend_plan;
+
+/* 0; -1 where there was no memory; 1 + r where row r's starts or counts make no sense: nothing is to be ended then. */
+int64_t attend_begin(const attend_args *a, attend_plan *plan);
+void attend_end(attend_plan *plan);
+/* Run by every thread of a parallel region that is open. When it returns, `out` is whole. */
+void attend_run(const attend_args *a, const attend_plan *plan);
+
 void lmstate_rope(const rope_args *a);
 void lmstate_append(const append_args *a);
 int64_t lmstate_attend(const attend_args *a);

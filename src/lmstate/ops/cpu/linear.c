@@ -2,21 +2,12 @@
  *
  * A thread takes whole outputs, reads their weights once and multiplies them with every row, a tile of rows at a time.
  * An output of a row is summed along the inputs in one order, whatever the tile, the rows beside it and the threads. */
+#include "linear.h"
+
 #include <stdlib.h>
 
 #include "prologue.h"
 
-typedef struct {
-  const float *x;           /* [rows, inputs], or [rows, 2 inputs] before a gate */
-  const void *weight;
-  const float *bias, *norm, *residual; /* or null; a norm or a gate, not both */
-  float *y;                 /* [rows, outputs] */
-  int64_t rows, outputs, inputs;
-  int64_t kind, gate, threads;
-  double eps;
-} linear_args;
-
-enum { INT8 = 3, INT4 = 4 };
 enum { BLOCK = 16, GROUP = 32, BYTES4 = 320, BYTES8 = 544 };
 
 /* A group of 32 activations rounded to int8: x = scale * q. [groups][rows], so that a tile of rows is contiguous. */
@@ -25,6 +16,8 @@ typedef struct {
   float scale, scaled_sum; /* scale * the sum of q: what the weights' minimum multiplies */
   int32_t sum, unused;
 } rounded;
+
+static int grouped(const linear_args *a) { return a->kind == INT4 || a->kind == INT8; }
 
 static void round_row(const float *x, rounded *to, int64_t rows, int64_t groups) {
   for (int64_t g = 0; g < groups; g++, x += GROUP, to += rows) {
@@ -169,53 +162,50 @@ static void float_block_f32(const linear_args *a, const float *x, int64_t first)
 static void float_block_bf16(const linear_args *a, const float *x, int64_t first) { float_block(a, x, first, BF16); }
 static void float_block_f16(const linear_args *a, const float *x, int64_t first) { float_block(a, x, first, F16); }
 
-static int grouped_linear(const linear_args *a) {
-  const int64_t k = a->inputs, groups = k / GROUP, blocks = (a->outputs + BLOCK - 1) / BLOCK;
-  const size_t rows = (size_t)a->rows;
-  rounded *x = malloc(rows * ((size_t)groups * sizeof(rounded) + (size_t)k * sizeof(float)));
-  if (!x) return -1;
-  float *scratch = (float *)(x + a->rows * groups);
-#pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
-  {
+size_t linear_memory(const linear_args *a) {
+  const size_t rows = (size_t)a->rows, k = (size_t)a->inputs;
+  const size_t activations = rows * k * sizeof(float);
+  return grouped(a) ? activations + rows * (k / GROUP) * sizeof(rounded) : activations;
+}
+
+void linear_run(const linear_args *a, void *memory) {
+  const int64_t k = a->inputs;
+  if (grouped(a)) {
+    const int64_t groups = k / GROUP, blocks = (a->outputs + BLOCK - 1) / BLOCK;
+    rounded *x = memory;
+    float *scratch = (float *)(x + a->rows * groups);
 #pragma omp for schedule(static)
     for (int64_t m = 0; m < a->rows; m++) round_row(prologue(a, m, scratch + m * k), x + m, a->rows, groups);
     if (a->kind == INT4) {
-#pragma omp for schedule(static) nowait
+#pragma omp for schedule(static)
       for (int64_t b = 0; b < blocks; b++) grouped_block4(a, x, b);
     } else {
-#pragma omp for schedule(static) nowait
+#pragma omp for schedule(static)
       for (int64_t b = 0; b < blocks; b++) grouped_block8(a, x, b);
     }
+    return;
   }
-  free(x);
-  return 0;
-}
-
-static int float_linear(const linear_args *a) {
-  const int64_t k = a->inputs, blocks = (a->outputs + 3) / 4;
-  const int plain = a->gate == NO_GATE && !a->norm;
-  float *memory = plain ? 0 : malloc((size_t)(a->rows * k) * sizeof(float));
-  if (!plain && !memory) return -1;
-  const float *x = plain ? a->x : memory;
-#pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
-  {
-    if (!plain) {
+  const float *x = a->x;
+  if (a->gate != NO_GATE || a->norm) {
 #pragma omp for schedule(static)
-      for (int64_t m = 0; m < a->rows; m++) prologue(a, m, memory + m * k);
-    }
-#pragma omp for schedule(static) nowait
-    for (int64_t b = 0; b < blocks; b++) {
-      if (a->kind == F32) float_block_f32(a, x, 4 * b);
-      else if (a->kind == BF16) float_block_bf16(a, x, 4 * b);
-      else float_block_f16(a, x, 4 * b);
-    }
+    for (int64_t m = 0; m < a->rows; m++) prologue(a, m, (float *)memory + m * k);
+    x = memory;
   }
-  free(memory);
-  return 0;
+#pragma omp for schedule(static)
+  for (int64_t b = 0; b < (a->outputs + 3) / 4; b++) {
+    if (a->kind == F32) float_block_f32(a, x, 4 * b);
+    else if (a->kind == BF16) float_block_bf16(a, x, 4 * b);
+    else float_block_f16(a, x, 4 * b);
+  }
 }
 
 /* 0, or -1 where there was no memory. */
-int lmstate_linear(const linear_args *a) {
+int64_t lmstate_linear(const linear_args *a) {
   if (a->rows == 0 || a->outputs == 0) return 0;
-  return a->kind == INT4 || a->kind == INT8 ? grouped_linear(a) : float_linear(a);
+  void *memory = malloc(linear_memory(a));
+  if (!memory) return -1;
+#pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
+  linear_run(a, memory);
+  free(memory);
+  return 0;
 }
