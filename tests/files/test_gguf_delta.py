@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from lmstate.errors import ModelError
 from lmstate.models.families import build
 from lmstate.models.weights.gguf_source import GgufSource
-from lmstate.models.weights.source import open_source
+from lmstate.models.weights.source import GroupedQuant, open_source
 from lmstate.models.weights.weights import Weights
 from tests.files import ggufs
 from tests.zoo import CASES, randomise, text
@@ -30,7 +30,11 @@ MODELS: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3next", "qwen3_next", {}),
     ("qwen3next", "qwen3_next-sparse", {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}),
     ("qwen35", "qwen3_5", {"linear_num_key_heads": 4}),
+    ("qwen35", "qwen3_5", {}),
+    ("qwen35", "qwen3_5", {"linear_num_value_heads": 6}),
     ("qwen35", "qwen3_5-tied", EVERY_FOURTH),
+    ("qwen35moe", "qwen3_5_moe", {}),
+    ("qwen35moe", "qwen3_5_moe-tied", {**EVERY_FOURTH, "linear_num_key_heads": 1}),
     ("lfm2", "lfm2", {}),
     ("lfm2", "lfm2-biased", {"conv_bias": False}),
     ("lfm2moe", "lfm2_moe", {"routed_scaling_factor": 1.0}),
@@ -54,10 +58,25 @@ def test_a_converted_model_gives_the_logits_of_the_original(
             assert torch.equal(again.read(name), open_source(path).read(name))
 
 
-def test_value_heads_in_another_order_are_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "model.gguf", "qwen35", original("qwen3_5", {}), tmp_path / "saved")
-    with pytest.raises(ModelError, match="stored in another order"):
+def test_value_heads_that_key_heads_cannot_share_are_refused(tmp_path: Path) -> None:
+    theirs = original("qwen3_5", {"linear_num_value_heads": 6, "linear_num_key_heads": 2})
+    path = write(tmp_path / "model.gguf", "qwen35", theirs, tmp_path / "saved", {"ssm.group_count": 4})
+    with pytest.raises(ModelError, match="over 4 key heads cannot share"):
         open_source(path)
+
+
+@pytest.mark.parametrize("width", [32, 16])
+def test_quantised_columns_of_tiled_heads_come_back_exactly(width: int, tmp_path: Path) -> None:
+    changes = {"linear_num_value_heads": 6, "linear_value_head_dim": width}
+    theirs = original("qwen3_5", changes)
+    path = write(tmp_path / "model.gguf", "qwen35", theirs, tmp_path / "saved", quantised="ssm_out")
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}["blk.0.ssm_out.weight"]
+    file = gguf.dequantize(stored.data, stored.tensor_type)
+    numbers = open_source(path).read("model.layers.0.linear_attn.out_proj.weight")
+    assert isinstance(numbers, GroupedQuant) == (width == 32)  # smaller heads break groups of 32 apart
+    whole = numbers.dequantize() if isinstance(numbers, GroupedQuant) else numbers
+    assert np.array_equal(tiled(whole.numpy(), 1, 2, 3, width), file)
+    assert not np.array_equal(whole.numpy(), file)
 
 
 def test_heads_for_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
@@ -83,8 +102,19 @@ def original(case: str, changes: dict[str, Any]) -> Any:
     return theirs
 
 
-def write(path: Path, arch: str, model: Any, folder: Path, drafts: int = 0) -> Path:
-    """`model` as a file of architecture `arch`; `folder`: an empty one, to save it to on the way."""
+def write(
+    path: Path,
+    arch: str,
+    model: Any,
+    folder: Path,
+    keys: dict[str, Any] | None = None,
+    drafts: int = 0,
+    quantised: str = "-",
+) -> Path:
+    """`model` as a file of architecture `arch`; `folder`: an empty one, to save it to on the way.
+
+    `keys`: metadata in place of the model's. `quantised`: part of the names of matrices that are written as Q8_0.
+    """
     model.save_pretrained(folder)
     config, layers = model.config, model.config.num_hidden_layers + drafts
     saved = {name: value.numpy() for name, value in load_file(folder / "model.safetensors").items()}
@@ -92,10 +122,12 @@ def write(path: Path, arch: str, model: Any, folder: Path, drafts: int = 0) -> P
     names = gguf.get_tensor_name_map(kind, layers)
     tensors = {}
     for name, value in stacked(saved, config):
-        for part, numbers in changed(config, name, value):
+        for part, numbers in changed(config, name, tiled_heads(arch, config, name, value)):
             found = names.get_name(part, (".weight", ".bias"))
             assert found is not None, part
             tensors[found] = np.ascontiguousarray(numbers)
+            if quantised in found:
+                tensors[found] = (gguf.quantize(tensors[found], gguf.GGMLQuantizationType.Q8_0), "Q8_0")
     for layer in range(layers - drafts, layers):
         tensors[f"blk.{layer}.nextn.eh_proj.weight"] = ggufs.floats(48, 96)
         tensors[f"blk.{layer}.attn_norm.weight"] = ggufs.floats(48)
@@ -108,7 +140,8 @@ def write(path: Path, arch: str, model: Any, folder: Path, drafts: int = 0) -> P
         "head_dim": config.head_dim if arch.startswith("qwen") else None,
         "eps": config.rms_norm_eps if arch.startswith("qwen") else config.norm_eps,
     }
-    return ggufs.write(path, arch, metadata(arch, config, drafts), tensors, sizes=sizes)
+    said = metadata(arch, config, drafts) | {f"{arch}.{key}": value for key, value in (keys or {}).items()}
+    return ggufs.write(path, arch, said, tensors, sizes=sizes)
 
 
 def metadata(arch: str, config: Any, drafts: int) -> dict[str, Any]:
@@ -150,6 +183,31 @@ def kv_heads(config: Any) -> Any:
     if "conv" not in config.layer_types:
         return config.num_key_value_heads
     return [0 if kind == "conv" else config.num_key_value_heads for kind in config.layer_types]
+
+
+def tiled_heads(arch: str, config: Any, name: str, value: np.ndarray) -> np.ndarray:
+    """Qwen3.5's value heads in the order in which ggml repeats key heads; Qwen3-Next's files keep theirs."""
+    if not arch.startswith("qwen35") or "linear_attn" not in name or name.endswith("linear_attn.norm.weight"):
+        return value
+    keys, width = config.linear_num_key_heads, config.linear_value_head_dim
+    per_key = config.linear_num_value_heads // keys
+    if name.endswith("out_proj.weight"):
+        return tiled(value, 1, keys, per_key, width)
+    if name.endswith(("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias")):
+        return tiled(value, 0, keys, per_key, 1)
+    if name.endswith("in_proj_z.weight"):
+        return tiled(value, 0, keys, per_key, width)
+    first = 2 * keys * config.linear_key_head_dim  # of in_proj_qkv and conv1d: queries and keys
+    return np.concatenate([value[:first], tiled(value[first:], 0, keys, per_key, width)])
+
+
+def tiled(value: np.ndarray, axis: int, keys: int, per_key: int, width: int) -> np.ndarray:
+    heads = [
+        np.take(value, range((key * per_key + head) * width, (key * per_key + head + 1) * width), axis)
+        for head in range(per_key)
+        for key in range(keys)
+    ]
+    return np.concatenate(heads, axis)
 
 
 def changed(config: Any, name: str, value: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:

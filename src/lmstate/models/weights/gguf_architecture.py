@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
 from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.gguf import TensorPlace
 
@@ -41,6 +44,32 @@ Change = Literal["convolution", "vector", "decay", "decay vector", "one more"]
 another shape, it stored -exp(A_log) for A_log, or both of these, or it added 1 to a norm's weight."""
 
 
+Spans = Literal["rows", "row each", "columns"]
+"""What of a tensor belongs to the value heads of a delta rule: its last rows, `linear_value_head_dim` a head or one, or
+its columns."""
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """Value heads that the converter dealt out over the key heads: `v0 of k0, v0 of k1, ..., v1 of k0, ...`.
+
+    ggml repeats keys as a whole; Hugging Face has the value heads of one key head side by side. `width`: how many rows
+    (or columns) a value head has; the `keys * per_key * width` last ones are in that order.
+    """
+
+    keys: int
+    per_key: int
+    width: int
+    columns: bool
+
+    def order(self, extent: int) -> Tensor:
+        """Where each of `extent` rows or columns in Hugging Face's order lies in the file, int64 `[extent]`."""
+        order = torch.arange(extent)
+        first = extent - self.keys * self.per_key * self.width
+        heads = order[first:].view(self.per_key, self.keys, self.width)
+        return torch.cat([order[:first], heads.transpose(0, 1).flatten()])
+
+
 @dataclass(frozen=True)
 class Architecture:
     """One value of `general.architecture`.
@@ -49,6 +78,7 @@ class Architecture:
     `paired`: the converter reordered rows of q and k from halves to neighbouring pairs, for ggml's rope.
     `whole`: the same as `layer` for names whose endings differ, with them. `outside`: the tensors outside of blocks.
     `layers`: what comes before a layer's number. `changed`: end of a Hugging Face name -> what the converter changed.
+    `tiled`: the same -> what of it is in the order of `Tiled`, in models with fewer key than value heads.
     `hybrid`: not every layer has attention or a feed-forward part; their counts may be 0.
     `extra(metadata, prefix, config, tensors)` adds what only this architecture has to the config.
     """
@@ -62,6 +92,7 @@ class Architecture:
     outside: dict[str, str] = field(default_factory=lambda: OUTSIDE)
     layers: str = "model.layers"
     changed: dict[str, Change] = field(default_factory=dict)
+    tiled: dict[str, Spans] = field(default_factory=dict)
     hybrid: bool = False
 
 
@@ -73,6 +104,7 @@ class Located:
     expert: int | None = None
     paired_heads: int | None = None
     change: Change | None = None
+    tiled: Tiled | None = None
 
     @property
     def stored_shape(self) -> tuple[int, ...]:

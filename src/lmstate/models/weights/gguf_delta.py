@@ -16,6 +16,7 @@ from lmstate.models.weights.gguf_architecture import (
     OUTSIDE,
     Architecture,
     Change,
+    Spans,
 )
 
 Config = dict[str, Any]
@@ -49,6 +50,16 @@ QWEN_CHANGES: dict[str, Change] = {
     "q_norm.weight": "one more",
     "k_norm.weight": "one more",
     "model.norm.weight": "one more",
+}
+QWEN3_5_TILED: dict[str, Spans] = {
+    "linear_attn.in_proj_qkv.weight": "rows",
+    "linear_attn.in_proj_z.weight": "rows",
+    "linear_attn.in_proj_b.weight": "row each",
+    "linear_attn.in_proj_a.weight": "row each",
+    "linear_attn.A_log": "row each",
+    "linear_attn.dt_bias": "row each",
+    "linear_attn.conv1d.weight": "rows",
+    "linear_attn.out_proj.weight": "columns",
 }
 
 LFM2 = {
@@ -94,11 +105,6 @@ def _qwen_config(metadata: Fields, prefix: str, config: Config, tensors: Tensors
 def _qwen3_5_config(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
     """Blocks past the last layer are heads for multi-token prediction."""
     _qwen_config(metadata, prefix, config, tensors)
-    if config["linear_num_key_heads"] != config["linear_num_value_heads"]:
-        raise ModelError(
-            f"{metadata.where}: its value heads are stored in another order than its key heads, which lmstate cannot "
-            "read; use the safetensors checkpoint of this model"
-        )
     drafts = metadata.int(f"{prefix}.nextn_predict_layers", 0, config["num_hidden_layers"] - 1, default=0)
     config["num_hidden_layers"] -= drafts
     config["num_nextn_predict_layers"] = drafts
@@ -130,7 +136,12 @@ DELTAS = {
         "qwen3_next", "Qwen3NextForCausalLM", QWEN, whole=QWEN_WHOLE, changed=QWEN_CHANGES, extra=_qwen_config
     ),
     "qwen35": Architecture(
-        "qwen3_5_text", "Qwen3_5ForCausalLM", QWEN, whole=QWEN_WHOLE, changed=QWEN_CHANGES, extra=_qwen3_5_config
+        "qwen3_5_text", "Qwen3_5ForCausalLM", QWEN, whole=QWEN_WHOLE, changed=QWEN_CHANGES, tiled=QWEN3_5_TILED,
+        extra=_qwen3_5_config,
+    ),
+    "qwen35moe": Architecture(
+        "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", QWEN, whole=QWEN_WHOLE, changed=QWEN_CHANGES, tiled=QWEN3_5_TILED,
+        extra=_qwen3_5_config,
     ),
     "lfm2": Architecture(
         "lfm2", "Lfm2ForCausalLM", LFM2, outside=LFM2_OUTSIDE, changed={"conv.conv.weight": "convolution"},

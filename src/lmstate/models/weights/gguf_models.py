@@ -25,6 +25,7 @@ from lmstate.models.weights.gguf_architecture import (
     Architecture,
     Change,
     Located,
+    Tiled,
 )
 from lmstate.models.weights.gguf_attention import WINDOWS_AND_LATENTS
 from lmstate.models.weights.gguf_delta import DELTAS
@@ -238,7 +239,8 @@ def locate(contents: GgufContents, config: dict[str, Any], where: str) -> dict[s
         if paired is not None and place.shape[0] % (2 * paired):
             raise ModelError(f"{where}: tensor {name!r} has {place.shape[0]} rows, which {paired} heads cannot share")
         if "{expert}" not in full:
-            found[full] = Located(place, paired_heads=paired, change=change)
+            tiled = _tiled(arch, full, config, place, where)
+            found[full] = Located(place, paired_heads=paired, change=change, tiled=tiled)
             continue
         if len(place.shape) != 3 or place.shape[0] != config.get("num_experts"):
             raise ModelError(f"{where}: tensor {name!r} has the shape {place.shape}, not one matrix per expert")
@@ -249,6 +251,21 @@ def locate(contents: GgufContents, config: dict[str, Any], where: str) -> dict[s
 
 def _change(arch: Architecture, name: str) -> Change | None:
     return next((change for end, change in arch.changed.items() if name.endswith(end)), None)
+
+
+def _tiled(arch: Architecture, name: str, config: dict[str, Any], place: TensorPlace, where: str) -> Tiled | None:
+    """How the value heads of a tensor are ordered in the file; None if they are as Hugging Face has them."""
+    spans = next((spans for end, spans in arch.tiled.items() if name.endswith(end)), None)
+    if spans is None or config["linear_num_key_heads"] == config["linear_num_value_heads"]:
+        return None
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    width = 1 if spans == "row each" else config["linear_value_head_dim"]
+    extent = place.shape[-1 if spans == "columns" else 0]
+    if values % keys or extent < values * width:
+        raise ModelError(
+            f"{where}: {values} value heads of {width} over {keys} key heads cannot share the {extent} of {name!r}"
+        )
+    return Tiled(keys, values // keys, width, spans == "columns")
 
 
 def _inside(arch: Architecture, whole: str, stem: str, ending: str | None) -> str | None:

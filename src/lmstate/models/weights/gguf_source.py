@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ from torch import Tensor
 from lmstate.errors import ModelError
 from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.gguf import GgufContents, TensorPlace, check_places, open_gguf
+from lmstate.models.weights.gguf_architecture import Located, Tiled
 from lmstate.models.weights.gguf_blocks import FORMATS, take_apart
-from lmstate.models.weights.gguf_models import ROPE_TENSORS, Located, config_of, locate
+from lmstate.models.weights.gguf_models import ROPE_TENSORS, config_of, locate
 from lmstate.models.weights.gguf_tokenizer import generation_of, tokenizer_of
 from lmstate.models.weights.mapped import MappedFile, fingerprint
-from lmstate.models.weights.source import GroupedQuant, TokenizerFiles
+from lmstate.models.weights.source import GROUP, GroupedQuant, TokenizerFiles
 
 
 class GgufSource:
@@ -71,11 +73,13 @@ class GgufSource:
             if isinstance(numbers, Tensor) or len(shape) != 2:
                 numbers = (numbers if isinstance(numbers, Tensor) else numbers.dequantize()).view(shape)
         if located.change is not None:
-            return self._undone(numbers, located, name)
-        if located.paired_heads is None:
-            return numbers
-        order = _halves_from_pairs(shape[0], located.paired_heads)
-        return numbers.rows(order) if isinstance(numbers, GroupedQuant) else numbers[order]
+            numbers = self._undone(numbers, located, name)
+        if located.paired_heads is not None:
+            return _rows(numbers, _halves_from_pairs(shape[0], located.paired_heads))
+        if located.tiled is not None:
+            order = located.tiled.order(shape[-1] if located.tiled.columns else shape[0])
+            return _columns(numbers, order) if located.tiled.columns else _rows(numbers, order)
+        return numbers
 
     def _undone(self, numbers: Tensor | GroupedQuant, located: Located, name: str) -> Tensor:
         """A small tensor as it was before the converter changed it."""
@@ -97,7 +101,10 @@ class GgufSource:
     def remember(self) -> dict[str, Any]:
         """What `recall` needs, as JSON values: everything but the tokenizer."""
         tensors = {
-            name: [at.place.start, list(at.place.shape), at.place.format, at.expert, at.paired_heads, at.change]
+            name: [
+                *(at.place.start, list(at.place.shape), at.place.format, at.expert, at.paired_heads, at.change),
+                at.tiled and astuple(at.tiled),
+            ]
             for name, at in self._tensors.items()
         }
         return {"config": self.config, "generation": self.generation, "tensors": tensors}
@@ -105,8 +112,8 @@ class GgufSource:
     @classmethod
     def recall(cls, path: Path, memory: dict[str, Any], tokenizer: TokenizerFiles | None) -> GgufSource:
         tensors = {
-            name: Located(TensorPlace(tuple(shape), format_, start), expert, heads, change)
-            for name, (start, shape, format_, expert, heads, change) in memory["tensors"].items()
+            name: Located(TensorPlace(tuple(shape), format_, start), expert, heads, change, tiled and Tiled(*tiled))
+            for name, (start, shape, format_, expert, heads, change, tiled) in memory["tensors"].items()
         }
         return cls(path, memory["config"], memory["generation"], tensors, tokenizer)
 
@@ -133,6 +140,21 @@ def _check_finite(numbers: Tensor | GroupedQuant, name: str, path: Path) -> None
     parts = [numbers] if isinstance(numbers, Tensor) else [numbers.scale, numbers.minimum]
     if not all(part is None or bool(part.isfinite().all()) for part in parts):
         raise ModelError(f"{path} is damaged: the scales of tensor {name!r} hold infinities or NaN")
+
+
+def _rows(numbers: Tensor | GroupedQuant, order: Tensor) -> Tensor | GroupedQuant:
+    return numbers.rows(order) if isinstance(numbers, GroupedQuant) else numbers[order]
+
+
+def _columns(numbers: Tensor | GroupedQuant, order: Tensor) -> Tensor | GroupedQuant:
+    """A matrix with its columns in another order; it stays quantised where whole groups keep together."""
+    if isinstance(numbers, GroupedQuant):
+        groups = order.view(-1, GROUP)
+        first = groups[:, :1]
+        if bool((first % GROUP == 0).all()) and torch.equal(groups, first + torch.arange(GROUP)):
+            return numbers.groups(first[:, 0] // GROUP)
+        numbers = numbers.dequantize()
+    return numbers[..., order]
 
 
 def _halves_from_pairs(rows: int, heads: int) -> Tensor:
