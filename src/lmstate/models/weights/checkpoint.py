@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from lmstate.errors import ModelError
+from lmstate.models.weights import fp8
+from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.jsonfile import read_object
 from lmstate.models.weights.mapped import fingerprint
 from lmstate.models.weights.source import GroupedQuant, TokenizerFiles, dtype_name
@@ -26,9 +28,10 @@ class Checkpoint:
         if not (path / "config.json").is_file():
             raise ModelError(f"{path} has no config.json, so it is no checkpoint directory")
         self.config = read_object(path / "config.json")
-        quantisation = self.config.get("quantization_config")
-        # Its blocks are bytes, which the family takes apart.
-        self._mxfp4 = isinstance(quantisation, dict) and quantisation.get("quant_method") == "mxfp4"
+        quantisation = Fields(self.config, f"config of {path}").fields("quantization_config", Fields({}))
+        method = None if quantisation is None else quantisation.get("quant_method")
+        self._mxfp4 = method == "mxfp4"  # its blocks are bytes, which the family takes apart
+        self._fp8_block = fp8.block_of(quantisation) if quantisation is not None and method == "fp8" else None
         generation = path / "generation_config.json"
         self.generation: dict[str, Any] = read_object(generation) if generation.is_file() else {}
         self._shards = self._open_shards()
@@ -38,22 +41,49 @@ class Checkpoint:
                 f"two safetensors files of {path} hold a tensor of the same name; the checkpoint is damaged"
             )
 
+        self._scales = {name + fp8.SCALE for name in self._where if self._is_fp8(name)}
+
     def names(self) -> frozenset[str]:
-        return frozenset(self._where)
+        return frozenset(self._where) - self._scales
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._where[name].entries[name].shape
 
     def stored(self, name: str) -> str:
-        return dtype_name(self._where[name].entries[name].dtype)
+        # 8-bit floats times their scales have the range of bfloat16.
+        return "bfloat16" if self._is_fp8(name) else self._dtype(name)
 
     def read(self, name: str) -> Tensor | GroupedQuant:
-        if self.stored(name) not in FLOATS and not self._mxfp4:
+        if self._is_fp8(name):
+            return self._dequantized(name)
+        if self._dtype(name) not in FLOATS and not self._mxfp4:
             raise ModelError(
-                f"tensor {name!r} of {self.path} holds {self.stored(name)} numbers; lmstate reads checkpoints of "
+                f"tensor {name!r} of {self.path} holds {self._dtype(name)} numbers; lmstate reads checkpoints of "
                 f"{', '.join(FLOATS)}. A quantised checkpoint of this kind needs converting to one of those first"
             )
         return self._where[name].tensor(name)
+
+    def _dtype(self, name: str) -> str:
+        return dtype_name(self._where[name].entries[name].dtype)
+
+    def _is_fp8(self, name: str) -> bool:
+        return self._fp8_block is not None and self._where[name].entries[name].dtype == fp8.DTYPE
+
+    def _dequantized(self, name: str) -> Tensor:
+        assert self._fp8_block is not None
+        scales, shape = name + fp8.SCALE, self.shape(name)
+        if scales not in self._where or self._dtype(scales) not in FLOATS:
+            raise ModelError(f"{self.path} lacks {scales!r}, the scales of 8-bit floats, or they are no floats")
+        expected = fp8.scales_shape(shape, self._fp8_block) if len(shape) >= 2 else None
+        if self.shape(scales) != expected:
+            raise ModelError(
+                f"{self.path}: {scales!r} has the shape {list(self.shape(scales))}, which cannot scale {name!r} of shape "
+                f"{list(shape)} in blocks of {list(self._fp8_block)}"
+            )
+        values = self._where[scales].tensor(scales)
+        if not bool(values.isfinite().all()):
+            raise ModelError(f"{self.path} is damaged: the scales of tensor {name!r} hold infinities or NaN")
+        return fp8.dequantize(self._where[name].tensor(name), values, self._fp8_block)
 
     def key(self) -> str:
         return fingerprint([self.path / "config.json", *(shard.path for shard in self._shards)])
