@@ -48,7 +48,7 @@ def eight_bits(matrix: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor,
 
 
 def write(folder: Path, theirs: Any, rows: int, columns: int) -> Tensors:
-    """Saves a model with its projections in 8 bits, gives it the rounded weights too, and returns what lies in the file."""
+    """Saves a model with its projections in 8 bits, rounds those of the model too, and returns the file's tensors."""
     theirs.save_pretrained(folder)
     config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     parameters = dict(theirs.named_parameters())

@@ -77,8 +77,8 @@ class Checkpoint:
         expected = fp8.scales_shape(shape, self._fp8_block) if len(shape) >= 2 else None
         if self.shape(scales) != expected:
             raise ModelError(
-                f"{self.path}: {scales!r} has the shape {list(self.shape(scales))}, which cannot scale {name!r} of shape "
-                f"{list(shape)} in blocks of {list(self._fp8_block)}"
+                f"{self.path}: {scales!r} has the shape {list(self.shape(scales))}, which cannot scale {name!r} "
+                f"of shape {list(shape)} in blocks of {list(self._fp8_block)}"
             )
         values = self._where[scales].tensor(scales)
         if not bool(values.isfinite().all()):

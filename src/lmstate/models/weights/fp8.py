@@ -1,4 +1,4 @@
-"""Matrices of 8-bit floats (E4M3) that share a scale in blocks, as DeepSeek-V3 (2412.19437, section 3.3) publishes them.
+"""Matrices of 8-bit floats (E4M3) with a scale for each block, as DeepSeek-V3 (2412.19437, section 3.3) is published.
 
 Beside a matrix `name` lies `name_scale_inv` with one number for each block; the weights are their product.
 """
