@@ -140,6 +140,10 @@ class IndexedLayer(GrowingLayer, DynamicIndexedLayer):
             length = self.keys.shape[-2]
             self.cut(length, max(0, length + tokens_to_remove))
 
+    def offload(self) -> None:
+        super().offload()
+        self._i.drop()
+
     def reset(self) -> None:
         super().reset()
         self.indexer_keys = self.indexer_position_ids = None
@@ -160,7 +164,8 @@ class IndexedLayer(GrowingLayer, DynamicIndexedLayer):
         if self.indexer_keys is not None:
             self.indexer_keys = self._i.select(self.indexer_keys, rows)
         if self.indexer_position_ids is not None:
-            self.indexer_position_ids = self.indexer_position_ids.index_select(1, rows)
+            positions = self.indexer_position_ids
+            self.indexer_position_ids = positions.index_select(1, rows.to(positions.device))
 
     def capture(self) -> Tensors:
         tensors = super().capture()

@@ -95,10 +95,11 @@ class WindowLayer(DynamicSlidingWindowLayer, Kept):
         self._v.drop()
 
     def offload(self) -> None:
-        super().offload()
-        self._k.drop()
-        self._v.drop()
-        self._held = None
+        self._move("cpu")
+
+    def prefetch(self) -> None:
+        if self.is_initialized and self.keys.device != self.device:
+            self._move(self.device)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.select(beam_idx)
@@ -165,6 +166,14 @@ class WindowLayer(DynamicSlidingWindowLayer, Kept):
     def _hold(self, k: Tensor, v: Tensor) -> None:
         self._held = (k, v)
         self.keys, self.values = self._shown = (last(k, self.past), last(v, self.past))
+
+    def _move(self, device: torch.device | str) -> None:
+        """All that is stored, what only a rewind needs too, to another device; the room stays behind."""
+        if self.is_initialized:
+            k, v = self._stored()
+            self._k.drop()
+            self._v.drop()
+            self._hold(k.to(device, non_blocking=True), v.to(device, non_blocking=True))
 
     def _grow(self, room: Room, held: Tensor, new: Tensor, full: int) -> Tensor:
         need = held.shape[-2] + new.shape[-2]
