@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +36,41 @@ def test_logits_equal_those_with_the_dynamic_cache(name: str) -> None:
         for held, wanted in zip(ours, theirs):
             for x, y in zip(held, wanted):
                 assert (x is None) == (y is None) and (x is None or torch.equal(x, y))
+
+
+QUESTIONS: dict[str, Callable[[Any, int], Any]] = {
+    "length": lambda cache, layer: cache.get_seq_length(layer),
+    "most": lambda cache, layer: cache.get_max_length(layer),
+    "offset": lambda cache, layer: cache.get_query_offset(layer),
+    "mask of one": lambda cache, layer: cache.get_mask_sizes(1, layer),
+    "mask of many": lambda cache, layer: cache.get_mask_sizes(7, layer),
+    "has carries": lambda cache, layer: cache.has_previous_state(layer),
+    "sliding": lambda cache, layer: cache.is_sliding[layer],
+    "dummy": lambda cache, layer: cache.is_dummy[layer],
+    "rows": lambda cache, layer: cache.batch_size,
+    "begun": lambda cache, layer: cache.is_initialized,
+    "compiles": lambda cache, layer: cache.is_compileable,
+    "goes back": lambda cache, layer: cache.is_croppable or None,
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_what_the_dynamic_cache_answers_ours_answers_too(name: str) -> None:
+    model, ids = decoder(name), text(40, rows=2)
+    ours, theirs = StateCache(model), DynamicCache(config=model.config)
+    answered = set()
+    for a, b in itertools.pairwise((0, 5, 6, 30, 31, 40)):
+        for cache in (ours, theirs):
+            call(model, ids[:, a:b], cache, a)
+        for (question, ask), layer in itertools.product(QUESTIONS.items(), range(len(theirs))):
+            try:
+                answer = ask(theirs, layer)
+            except (AttributeError, ValueError):  # of this layer it may not be asked
+                continue
+            if answer is not None:
+                answered.add(question)
+                assert ask(ours, layer) == answer, question
+    assert {"sliding", "begun", "compiles"} <= answered and ours.is_croppable
 
 
 @pytest.mark.parametrize("name", DECODERS)
