@@ -29,7 +29,10 @@ class MLP:
     down_bias: Tensor | None = None
 
     def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
-        hidden = ops.linear(x, self.up, self.up_bias, norm=norm)
         if self.gated:
-            return ops.linear(hidden, self.down, self.down_bias, gate=self.act, residual=residual)
+            return ops.feed_forward(
+                x, self.up, self.down, self.act,
+                norm=norm, up_bias=self.up_bias, down_bias=self.down_bias, residual=residual,
+            )  # fmt: skip
+        hidden = ops.linear(x, self.up, self.up_bias, norm=norm)
         return ops.linear(ops.activation(self.act)(hidden), self.down, self.down_bias, residual=residual)

@@ -42,16 +42,16 @@ class Rope:
             return self.frequencies
         return self.stretched(horizon)
 
-    def tables(self, step: Step) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of a step's positions, float32 `[R, T, rot / 2]` each."""
-        return step.memo(self, lambda: self._tables(step))
+    def rotation(self, step: Step) -> ops.Rotation:
+        """How a step's positions turn queries and keys."""
+        return step.memo(self, lambda: self._rotation(step))
 
-    def _tables(self, step: Step) -> tuple[Tensor, Tensor]:
+    def _rotation(self, step: Step) -> ops.Rotation:
         frequencies = self.frequencies
         if self.native is not None:
             frequencies = torch.stack([self.at(horizon) for horizon in step.horizons])[:, None]  # [R, 1, rot / 2]
         angles = step.positions[..., None].float() * frequencies
-        return angles.cos() * self.scale, angles.sin() * self.scale
+        return ops.Rotation(angles.cos() * self.scale, angles.sin() * self.scale, self.interleaved)
 
     def shift(self, keys: Tensor, delta: int) -> Tensor:
         """Rotate keys `[K, S, D]` as if each had stood `delta` positions farther on; float32."""

@@ -2,7 +2,9 @@
 
 from lmstate.ops.append import append
 from lmstate.ops.attend import attend
+from lmstate.ops.attention import Rings, fused_attention
 from lmstate.ops.dispatch import info
+from lmstate.ops.feed_forward import feed_forward
 from lmstate.ops.glu import ACTIVATIONS, activation, glu
 from lmstate.ops.linear import FEW, linear
 from lmstate.ops.norm import Norm, norm
@@ -17,11 +19,14 @@ __all__ = [
     "Int4Weight",
     "Int8Weight",
     "Norm",
+    "Rings",
     "Rotation",
     "Weight",
     "activation",
     "append",
     "attend",
+    "feed_forward",
+    "fused_attention",
     "glu",
     "info",
     "linear",

@@ -37,7 +37,7 @@ def linear(
     """
     library = dispatch.native(x, weight.storage, residual)
     if library is not None and x.numel() <= FEW * x.shape[-1] and x.dtype == torch.float32:
-        if norm is not None and (gate is not None or norm.kind != "rms" or norm.bias is not None):
+        if norm is not None and (gate is not None or not norm.simple):
             x, norm = apply_norm(x, norm), None
         if gate is not None and gate not in library.GATES:
             x, gate = glu(x, gate), None

@@ -20,11 +20,16 @@ class Norm:
     kind: Literal["rms", "layer"] = "rms"
     bias: Tensor | None = None
 
+    @property
+    def simple(self) -> bool:
+        """Whether the native bodies know it."""
+        return self.kind == "rms" and self.bias is None
+
 
 def norm(x: Tensor, norm: Norm) -> Tensor:
     """Normalise `x` `[..., E]` over its last axis; float32 `[..., E]`."""
     library = dispatch.native(x, norm.weight)
-    if library is None or norm.kind != "rms" or norm.bias is not None or x.dtype != torch.float32:
+    if library is None or not norm.simple or x.dtype != torch.float32:
         return norm_reference(x, norm)
     return library.rms_norm(x, norm.weight, norm.eps)
 

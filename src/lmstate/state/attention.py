@@ -17,6 +17,11 @@ from lmstate.state.step import Step
 class KeyValueState(LayerState):
     """The memory of a layer that attends to keys and values, however it stores them and whatever it forgets."""
 
+    @property
+    def rings(self) -> ops.Rings | None:
+        """The keys and values themselves, where they lie as `ops.fused_attention` stores and reads them."""
+        return None
+
     @abstractmethod
     def attend(
         self,
@@ -89,6 +94,10 @@ class AttentionState(SlotState, KeyValueState):
     ) -> tuple[dict[str, tuple[int, ...]], dict[str, torch.dtype]]:
         """The buffers that hold keys and values of these widths, without rows and slots, and the dtypes of some."""
         return {name: (kv_heads, dim) for name, dim in dims.items()}, {}
+
+    @property
+    def rings(self) -> ops.Rings | None:
+        return ops.Rings(self.buffers["k"], self.buffers["v"], self.window, self.chunk)
 
     @property
     def k(self) -> Tensor:

@@ -69,6 +69,14 @@ class Attention:
     def __call__(
         self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Tensor | None = None
     ) -> Tensor:
+        assert isinstance(memory, KeyValueState)
+        if (rings := memory.rings) is not None and self.temperature is None:
+            rotation = None if self.rope is None else self.rope.rotation(step)
+            y = ops.fused_attention(
+                x, self, rotation, rings, step.starts_t, step.counts_t, norm=norm, residual=residual
+            )
+            if y is not None:
+                return y
         return self.mix(ops.linear(x, self.qkv, self.qkv_bias, norm=norm), step, memory, residual)
 
     def mix(self, qkv: Tensor, step: Step, memory: LayerState, residual: Tensor | None = None) -> Tensor:
@@ -86,9 +94,8 @@ class Attention:
         if self.rope is None:
             seen = memory.attend(q, k, v, step, scale=self.scale, softcap=self.softcap, sinks=self.sinks)
         else:
-            rotation = ops.Rotation(*self.rope.tables(step), self.rope.interleaved)
             seen = memory.rotate_attend(
-                q, k, v, rotation, step, scale=self.scale, softcap=self.softcap, sinks=self.sinks
+                q, k, v, self.rope.rotation(step), step, scale=self.scale, softcap=self.softcap, sinks=self.sinks
             )
         mixed = seen.flatten(-2) if gate is None else seen.flatten(-2) * gate.sigmoid()
         return ops.linear(mixed, self.out, self.out_bias, residual=residual)

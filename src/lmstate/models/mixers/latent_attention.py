@@ -64,7 +64,7 @@ class LatentAttention:
             [nope, self.rope_dim], dim=-1
         )  # [R, T, H, Dn], [R, T, H, Dr]
         if self.rope is not None:
-            cos, sin = self.rope.tables(step)
+            cos, sin, _ = self.rope.rotation(step)
             q_rope = ops.rope(q_rope, cos, sin, self.rope.interleaved)
             rope_key = ops.rope(rope_key[:, :, None], cos, sin, self.rope.interleaved)[:, :, 0]
         memory.store(ops.norm(latent, self.latent_norm), rope_key, step)

@@ -3,6 +3,8 @@
 #define LMSTATE_ATTEND_H
 #include <stdint.h>
 
+enum { MAX_DIM = 256 }; /* of a head; lmstate.ops.cpu has the same number */
+
 typedef struct {
   const float *x, *cos, *sin; /* [R, T, H, D] by its strides; [R, T, half], contiguous */
   float *y;                   /* [R, T, H, D], contiguous */
@@ -56,6 +58,11 @@ int64_t attend_begin(const attend_args *a, attend_plan *plan);
 void attend_end(attend_plan *plan);
 /* Run by every thread of a parallel region that is open. When it returns, `out` is whole. */
 void attend_run(const attend_args *a, const attend_plan *plan);
+
+/* One head: `half` pairs of x are rotated into y, the rest is copied; x is written as `kind`. */
+void rotate_head(const float *x, const float *cos, const float *sin, float *y, int64_t dim, int64_t half,
+                 int64_t interleaved);
+void store_head(const float *x, void *y, int64_t n, int64_t kind);
 
 void lmstate_rope(const rope_args *a);
 void lmstate_append(const append_args *a);

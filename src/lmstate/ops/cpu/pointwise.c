@@ -22,9 +22,9 @@ void lmstate_glu(const rows_args *a) {
     gate_row((int)a->gate, a->x + m * 2 * a->width, a->y + m * a->width, a->width);
 }
 
-static void rotate_head(const rope_args *a, const float *x, const float *cos, const float *sin, float *y) {
-  const int64_t half = a->half;
-  if (a->interleaved) {
+void rotate_head(const float *x, const float *cos, const float *sin, float *y, int64_t dim, int64_t half,
+                 int64_t interleaved) {
+  if (interleaved) {
     for (int64_t i = 0; i < half; i++) {
       const float u = x[2 * i], w = x[2 * i + 1];
       y[2 * i] = u * cos[i] - w * sin[i];
@@ -37,7 +37,7 @@ static void rotate_head(const rope_args *a, const float *x, const float *cos, co
       y[i + half] = w * cos[i] + u * sin[i];
     }
   }
-  if (2 * half < a->dim) memcpy(y + 2 * half, x + 2 * half, (size_t)(a->dim - 2 * half) * sizeof(float));
+  if (2 * half < dim) memcpy(y + 2 * half, x + 2 * half, (size_t)(dim - 2 * half) * sizeof(float));
 }
 
 void lmstate_rope(const rope_args *a) {
@@ -45,11 +45,12 @@ void lmstate_rope(const rope_args *a) {
   for (int64_t i = 0; i < a->rows * a->tokens; i++) {
     const float *x = a->x + i / a->tokens * a->x_row + i % a->tokens * a->x_token;
     for (int64_t h = 0; h < a->heads; h++)
-      rotate_head(a, x + h * a->x_head, a->cos + i * a->half, a->sin + i * a->half, a->y + (i * a->heads + h) * a->dim);
+      rotate_head(x + h * a->x_head, a->cos + i * a->half, a->sin + i * a->half, a->y + (i * a->heads + h) * a->dim,
+                  a->dim, a->half, a->interleaved);
   }
 }
 
-static void convert(const float *x, void *y, int64_t n, int64_t kind) {
+void store_head(const float *x, void *y, int64_t n, int64_t kind) {
   if (kind == F32) {
     memcpy(y, x, (size_t)n * sizeof(float));
   } else if (kind == BF16) {
@@ -69,7 +70,7 @@ void lmstate_append(const append_args *a) {
       char *y = (char *)a->to[which] + (r * a->to_row[which] + h * a->to_head[which]) * size;
       for (int64_t t = 0; t < a->counts[r]; t++) {
         const int64_t slot = (a->starts[r] + t) % a->slots;
-        convert(x + t * a->from_token[which], y + slot * a->to_slot[which] * size, a->dim[which], a->kind);
+        store_head(x + t * a->from_token[which], y + slot * a->to_slot[which] * size, a->dim[which], a->kind);
       }
     }
   }

@@ -20,7 +20,7 @@ INLINE vf activate(int gate, vf x) {
 }
 
 /* y[i] = act(x[i]) * x[n + i] */
-static void gate_row(int gate, const float *x, float *y, int64_t n) {
+static inline void gate_row(int gate, const float *x, float *y, int64_t n) {
   int64_t i = 0;
   for (; i + VL <= n; i += VL) vf_store(y + i, vf_mul(activate(gate, vf_load(x + i)), vf_load(x + n + i)));
   if (i < n) {
@@ -30,7 +30,7 @@ static void gate_row(int gate, const float *x, float *y, int64_t n) {
 }
 
 /* y[i] = x[i] / sqrt(mean of squares + eps) * weight[i] */
-static void rms_norm_row(const float *x, const float *weight, float *y, int64_t n, double eps) {
+static inline void rms_norm_row(const float *x, const float *weight, float *y, int64_t n, double eps) {
   vf a = vf_zero(), b = vf_zero();
   int64_t i = 0;
   for (; i + 2 * VL <= n; i += 2 * VL) {

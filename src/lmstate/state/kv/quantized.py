@@ -49,6 +49,7 @@ class QuantizedAttentionState(AttentionState):
     ) -> tuple[dict[str, tuple[int, ...]], dict[str, torch.dtype]]:
         return coded_buffers(dims, self.bits, kv_heads)
 
+    rings = KeyValueState.rings  # what is stored are codes
     rotate_attend = KeyValueState.rotate_attend  # codes are made of keys that are rotated already
 
     def attend(

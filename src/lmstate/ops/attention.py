@@ -1,0 +1,68 @@
+"""A layer of attention as one operation, from the residual stream and back to it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lmstate.ops import dispatch
+from lmstate.ops.linear import FEW
+from lmstate.ops.norm import Norm
+from lmstate.ops.rotate_attend import Rotation
+from lmstate.ops.weight import Weight
+
+
+class Rings(NamedTuple):
+    """Keys `[R, K, S, D]` and values `[R, K, S, Dv]` as they are, position p in slot p % S, and what a query sees."""
+
+    k: Tensor
+    v: Tensor
+    window: int | None = None
+    chunk: int | None = None
+
+
+class AttentionParts(Protocol):
+    """What a layer of attention is made of; see `models.mixers.attention.Attention`."""
+
+    qkv: Weight
+    out: Weight
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None
+    q_norm: Norm | None
+    k_norm: Norm | None
+    qkv_bias: Tensor | None
+    out_bias: Tensor | None
+    gate: bool
+
+
+def fused_attention(
+    x: Tensor,
+    parts: AttentionParts,
+    rotation: Rotation | None,
+    rings: Rings,
+    starts: Tensor,
+    counts: Tensor,
+    *,
+    norm: Norm | None = None,
+    residual: Tensor | None = None,
+) -> Tensor | None:
+    """Norm, project, rotate, store, attend, project back and add: float32 `[R, T, E]`, bit for bit what the separate
+    operations give, but for the sigmoid of a gate. None where no one body does it all: a longer step, a gradient to
+    follow, another device, an unusual norm.
+
+    x and residual: float32 `[R, T, E]`. starts, counts: int64 `[R]`.
+    """
+    library = dispatch.native(x, rings.k, parts.qkv.storage, parts.out.storage, residual, parts.sinks)
+    if library is None or x.numel() > FEW * x.shape[-1] or x.dtype != torch.float32:
+        return None
+    if not all(each is None or each.simple for each in (norm, parts.q_norm, parts.k_norm)):
+        return None
+    if not library.can_fuse(rings.k, rings.v):
+        return None
+    return library.fused.attention(x, parts, rotation, rings, starts, counts, norm, residual)

@@ -1,0 +1,110 @@
+"""What the calls into a native library share: functions by name, and the checks that let C trust its pointers."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+WEIGHT_KINDS = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
+
+MAX_HEAD_DIM = 256
+
+
+def function(library: ctypes.CDLL, name: str) -> Callable[[bytes], int]:
+    function = library[name]
+    function.argtypes = [ctypes.c_char_p]
+    function.restype = ctypes.c_int64
+    return function
+
+
+def float_pointer(x: Tensor, name: str, shape: tuple[int, ...]) -> int:
+    if x.shape != shape or x.dtype != torch.float32 or not x.is_contiguous() or not x.is_cpu:
+        raise ValueError(
+            f"{name} must be contiguous float32 {list(shape)} on the processor; "
+            f"this is {x.dtype} {list(x.shape)} on {x.device}"
+        )
+    return x.data_ptr()
+
+
+def integers(x: Tensor, name: str, rows: int) -> Tensor:
+    if x.shape != (rows,) or x.dtype != torch.int64 or not x.is_cpu:
+        raise ValueError(
+            f"{name} must be int64 [{rows}] on the processor; this is {x.dtype} {list(x.shape)} on {x.device}"
+        )
+    return x.contiguous()
+
+
+def rope_fields(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, y: Tensor, threads: int) -> tuple[int, ...]:
+    """x `[R, T, H, D]` of any strides but the last; y the same shape, contiguous."""
+    rows, tokens, heads, dim = x.shape
+    half = cos.shape[-1]
+    if 2 * half > dim:
+        raise ValueError(f"a head of {dim} has no {2 * half} features to rotate")
+    shape = (rows, tokens, half)
+    c, s = float_pointer(cos, "cos", shape), float_pointer(sin, "sin", shape)
+    row, token, head, _ = x.stride()
+    return x.data_ptr(), c, s, y.data_ptr(), rows, tokens, heads, dim, half, interleaved, row, token, head, threads
+
+
+def append_fields(
+    k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, starts: Tensor, counts: Tensor, threads: int
+) -> tuple[int, ...]:
+    rows, tokens, kv_heads, dim = k_new.shape
+    slots, dim_v = k.shape[2], v.shape[3]
+    if k.shape != (rows, kv_heads, slots, dim) or v.shape != (rows, kv_heads, slots, dim_v):
+        raise ValueError(f"new keys {list(k_new.shape)} do not fit rings k {list(k.shape)}, v {list(v.shape)}")
+    if v_new.shape != (rows, tokens, kv_heads, dim_v):
+        raise ValueError(
+            f"new values {list(v_new.shape)} do not fit new keys {list(k_new.shape)} and v {list(v.shape)}"
+        )
+    if tokens > slots and int(counts.max()) > slots:
+        raise ValueError(f"{int(counts.max())} new tokens do not fit a ring of {slots} slots: store fewer at a time")
+    fk, fv, tk, tv = k_new.stride(), v_new.stride(), k.stride(), v.stride()
+    return (
+        k_new.data_ptr(), v_new.data_ptr(), k.data_ptr(), v.data_ptr(), starts.data_ptr(), counts.data_ptr(),
+        rows, kv_heads, slots, KINDS[k.dtype], threads, dim, dim_v,
+        fk[0], fv[0], fk[1], fv[1], fk[2], fv[2], tk[0], tv[0], tk[1], tv[1], tk[2], tv[2],
+    )  # fmt: skip
+
+
+def attend_fields(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    scale: float,
+    window: int | None,
+    chunk: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    out: Tensor,
+) -> tuple[float, ...]:
+    rows, tokens, heads, dim = q.shape
+    _, kv_heads, slots, dim_v = v.shape
+    if k.shape != (rows, kv_heads, slots, dim) or v.shape[0] != rows or heads % kv_heads:
+        raise ValueError(f"queries {list(q.shape)} do not fit rings k {list(k.shape)}, v {list(v.shape)}")
+    s = 0 if sinks is None else float_pointer(sinks, "sinks", (heads,))
+    sq, sk, sv = q.stride(), k.stride(), v.stride()
+    return (
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), starts.data_ptr(), counts.data_ptr(), s, out.data_ptr(),
+        rows, tokens, heads, kv_heads, slots, dim, dim_v,
+        sq[0], sq[1], sq[2], sk[0], sk[1], sk[2], sv[0], sv[1], sv[2],
+        KINDS[k.dtype], window or 0, chunk or 0, torch.get_num_threads(), scale, softcap or 0.0,
+    )  # fmt: skip
+
+
+def check_attended(status: int, q: Tensor, k: Tensor, starts: Tensor, counts: Tensor) -> None:
+    """The C side's verdict as an error: no memory, or the row whose starts and counts make no sense."""
+    if status < 0:
+        raise MemoryError(f"no memory for the parts of the attention of {len(q)} rows")
+    if status:
+        r = status - 1
+        raise ValueError(
+            f"row {r} starts at {int(starts[r])} with {int(counts[r])} new tokens: that does not fit queries "
+            f"{list(q.shape)} over a ring of {k.shape[2]} slots (all that they see must lie in it at once)"
+        )

@@ -1,0 +1,25 @@
+/* The arguments of a product with a weight. */
+#ifndef LMSTATE_LINEAR_H
+#define LMSTATE_LINEAR_H
+#include <stddef.h>
+#include <stdint.h>
+
+enum { INT8 = 3, INT4 = 4 }; /* beside the kinds of floats */
+
+typedef struct {
+  const float *x; /* [rows, inputs], or [rows, 2 inputs] before a gate */
+  const void *weight;
+  const float *bias, *norm, *residual; /* or null; a norm or a gate, not both */
+  float *y;                            /* [rows, outputs] */
+  int64_t rows, outputs, inputs;
+  int64_t kind, gate, threads;
+  double eps;
+} linear_args;
+
+/* Run by every thread of a parallel region that is open, with memory of `linear_memory` bytes that they share. When it
+ * returns, y is whole. */
+void linear_run(const linear_args *a, void *memory);
+size_t linear_memory(const linear_args *a);
+int64_t lmstate_linear(const linear_args *a);
+
+#endif

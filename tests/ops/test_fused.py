@@ -1,0 +1,142 @@
+"""The halves of a block that run as one body give what their operations give one after the other, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lmstate.ops as ops
+from lmstate.models.mixers.attention import Attention
+from lmstate.models.rope import Rope
+from lmstate.ops import Norm
+from lmstate.state import KeyValueState, Layout, Step
+
+EMBED = 96
+
+
+def norm_of(width: int) -> Norm:
+    return Norm(torch.rand(width) + 0.5, 1e-5)
+
+
+def attention(kind: str, heads: int, kv_heads: int, dim: int, **options: Any) -> Attention:
+    width = (heads * (2 if options.get("gate") else 1) + 2 * kv_heads) * dim
+    qkv, out = torch.randn(width, EMBED) / 8, torch.randn(EMBED, heads * dim) / 8
+    return Attention(ops.quantize(qkv, kind), ops.quantize(out, kind), heads, kv_heads, dim, dim**-0.5, **options)
+
+
+def rope(half: int, interleaved: bool = False) -> Rope:
+    return Rope(1.0 / 100 ** (torch.arange(half) / half), interleaved=interleaved)
+
+
+CASES = {
+    "plain": lambda: attention("int4", 4, 2, 32, rope=rope(16)),
+    "no positions": lambda: attention("float32", 4, 4, 24),
+    "interleaved, partly rotated": lambda: attention("int8", 4, 1, 32, rope=rope(8, interleaved=True)),
+    "norm of each head, window": lambda: attention(
+        "bfloat16", 4, 2, 32, rope=rope(16), q_norm=norm_of(32), k_norm=norm_of(32), window=5
+    ),
+    "norm of all heads": lambda: attention(
+        "bfloat16", 3, 3, 40, rope=rope(20), q_norm=norm_of(120), k_norm=norm_of(120)
+    ),
+    "biases, sinks, softcap": lambda: attention(
+        "int4",
+        4,
+        2,
+        32,
+        rope=rope(16),
+        sinks=torch.randn(4),
+        softcap=3.0,
+        qkv_bias=torch.randn(256),
+        out_bias=torch.randn(EMBED),
+    ),
+    "chunks": lambda: attention("float16", 6, 2, 64, rope=rope(32), chunk=4),
+}
+
+
+def step_of(starts: list[int], counts: list[int]) -> Step:
+    return Step(tuple(starts), tuple(counts), torch.device("cpu"), tuple(starts))
+
+
+def run(mixer: Attention, xs: list[tuple[list[int], Tensor]], fused: bool, dtype: torch.dtype) -> list[Tensor]:
+    """The outputs of steps `(counts, x)` on a fresh state."""
+    norm, rows = norm_fixed(), len(xs[0][0])
+    memory = mixer.new_state(Layout(rows, torch.device("cpu"), dtype))
+    assert isinstance(memory, KeyValueState)
+    starts, outs = [0] * rows, []
+    for counts, x in xs:
+        step = step_of(starts, counts)
+        memory.reserve(step)
+        if fused:
+            rings = memory.rings
+            assert rings is not None
+            rotation = None if mixer.rope is None else mixer.rope.rotation(step)
+            y = ops.fused_attention(x, mixer, rotation, rings, step.starts_t, step.counts_t, norm=norm, residual=x)
+            assert y is not None
+        else:
+            y = mixer.mix(ops.linear(x, mixer.qkv, mixer.qkv_bias, norm=norm), step, memory, x)
+        outs += [y[row, :count] for row, count in enumerate(counts)]
+        starts = [start + count for start, count in zip(starts, counts)]
+    return outs
+
+
+def norm_fixed() -> Norm:
+    return Norm(torch.linspace(0.5, 1.5, EMBED), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CASES)
+def test_attention_equals_its_operations(variant: str, name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    mixer = CASES[name]()
+    counts = [[3, 7], [1, 1], [0, 1], [8, 2], [1, 1]]  # ragged, with an idle row, past the window and the chunks
+    xs = [(each, torch.randn(2, max(each), EMBED)) for each in counts]
+    for got, want in zip(run(mixer, xs, True, dtype), run(mixer, xs, False, dtype)):
+        assert torch.equal(got, want)
+
+
+def test_gated_attention_equals_its_operations(variant: str) -> None:
+    torch.manual_seed(2)
+    mixer = attention("bfloat16", 4, 2, 40, rope=rope(20), gate=True, q_norm=norm_of(40), k_norm=norm_of(40))
+    xs = [(each, torch.randn(2, max(each), EMBED)) for each in ([5, 2], [1, 1], [1, 3])]
+    for got, want in zip(run(mixer, xs, True, torch.float32), run(mixer, xs, False, torch.float32)):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)  # torch's sigmoid rounds otherwise
+
+
+def test_a_row_is_the_same_whatever_is_beside_it(variant: str) -> None:
+    torch.manual_seed(3)
+    mixer = attention("int4", 4, 2, 32, rope=rope(16), gate=True)
+    x = torch.randn(3, 6, EMBED)
+    together = run(mixer, [([6, 6, 6], x)], True, torch.bfloat16)
+    for row in range(3):
+        (alone,) = run(mixer, [([6], x[row : row + 1])], True, torch.bfloat16)
+        pieces = run(mixer, [([1], x[row : row + 1, t : t + 1]) for t in range(6)], True, torch.bfloat16)
+        assert torch.equal(together[row], alone) and torch.equal(torch.cat(pieces), alone)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("act", ["silu", "gelu_tanh", "relu2"])
+def test_feed_forward_equals_its_operations(variant: str, kind: str, act: str) -> None:
+    torch.manual_seed(4)
+    up, down = ops.quantize(torch.randn(2 * 160, EMBED), kind), ops.quantize(torch.randn(80, 160), kind)
+    x, norm, residual = torch.randn(2, 3, EMBED), norm_fixed(), torch.randn(2, 3, 80)
+    biases = torch.randn(320), torch.randn(80)
+    got = ops.feed_forward(x, up, down, act, norm=norm, up_bias=biases[0], down_bias=biases[1], residual=residual)
+    hidden = ops.linear(x, up, biases[0], norm=norm)
+    assert torch.equal(got, ops.linear(hidden, down, biases[1], gate=act, residual=residual))
+
+
+def test_what_does_not_fit_is_refused(variant: str) -> None:
+    up, down = ops.quantize(torch.randn(64, 32), "int8"), ops.quantize(torch.randn(32, 64), "int8")
+    with pytest.raises(ValueError, match="do not fit each other"):
+        ops.feed_forward(torch.randn(1, 32), up, down, "silu")
+    mixer = attention("int4", 4, 2, 32, rope=rope(16))
+    rings = ops.Rings(torch.zeros(1, 2, 8, 32), torch.zeros(1, 2, 8, 32))
+    x, one = torch.randn(1, 1, EMBED), torch.tensor([1])
+    rotation = rope(16).rotation(step_of([8], [1]))
+    with pytest.raises(ValueError, match="ring of 8 slots"):
+        ops.fused_attention(x, mixer, rotation, rings, torch.tensor([8]), one)
+    with pytest.raises(ValueError, match="do not fit 1 rows"):
+        ops.fused_attention(x, mixer, None, rings._replace(k=torch.zeros(1, 3, 8, 32)), one * 0, one)
