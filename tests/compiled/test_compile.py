@@ -130,3 +130,30 @@ def test_generated_code_gives_the_same_logits() -> None:
         own.rewind(0, 20)
         own.feed([[5]])
         own.check()
+
+
+@every_kind
+def test_whatever_a_graph_changes_or_reads_of_model_and_state_has_a_fixed_address(case: str) -> None:
+    """What a CUDA graph asks for: only the tokens of a call may lie somewhere else."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._guards import TracingContext
+
+    seen = []
+
+    def look(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        context = TracingContext.get()
+        assert context.fw_metadata is not None
+        seen.append((len(inputs), set(context.fw_metadata.static_input_indices), context.fw_metadata))
+        return make_boxed_func(graph.forward)
+
+    step = torch.compile(ours(case).decode_step, fullgraph=True, backend=aot_autograd(fw_compiler=look))
+    with torch.no_grad():
+        own = StaticMirror(ours(case), step, rows=2)
+        own.feed([[5], [6]])
+        own.feed([[7], [8]])
+        own.check()
+    [(inputs, fixed, metadata)] = seen
+    changed = {index for index, info in enumerate(metadata.input_info) if info.mutates_data}
+    assert changed and changed <= fixed
+    assert inputs - len(fixed) == 1, "the tokens"

@@ -16,7 +16,7 @@ from lmstate.models.fingerprint import fingerprint
 from lmstate.models.mixers.mixer import Mixer
 from lmstate.models.mlp import FeedForward
 from lmstate.models.rope import Rope
-from lmstate.models.static import STATIC_CHUNK, check_static, device_logits
+from lmstate.models.static import STATIC_CHUNK, check_static, device_logits, hold_still
 from lmstate.ops import Norm, Weight
 from lmstate.state import LayerState, Layout, State, Step
 from lmstate.state.kv.per_layer import Policies, policy_of
@@ -132,7 +132,10 @@ class Model:
         dtype = kv if isinstance(kv, torch.dtype) else self.dtype
         chunk = STATIC_CHUNK if static else Layout.chunk
         layout = Layout(rows, self.device, dtype, capacity, rewind, chunk, static=static)
-        return self._new_state(layout, None if isinstance(kv, torch.dtype) else kv)
+        state = self._new_state(layout, None if isinstance(kv, torch.dtype) else kv)
+        if static:
+            hold_still(self, state)
+        return state
 
     def _new_state(self, layout: Layout, kv: Policies | None = None) -> State:
         layers = [
@@ -208,7 +211,8 @@ class Model:
             return None
         if want == "all":
             pieces = [self.logits(hidden) for _, _, hidden in self._parts(ids, step, state)]
-            whole = torch.cat(pieces, dim=1) if pieces else torch.zeros(step.rows, 0, self.config.vocab_size)
+            none = torch.zeros(step.rows, 0, self.config.vocab_size, device=self.device)
+            whole = torch.cat(pieces, dim=1) if pieces else none
             if not step.uniform:
                 padding = torch.arange(step.width, device=self.device) >= step.counts_t[:, None]
                 whole = whole.masked_fill(padding[..., None], 0.0)

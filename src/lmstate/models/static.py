@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor
 
 from lmstate.errors import StateError, UnsupportedError
-from lmstate.state import LayerState
+from lmstate.models.fingerprint import weights_in
+from lmstate.ops import Weight
+from lmstate.state import LayerState, State
 from lmstate.state.kv.per_layer import Policies
 from lmstate.state.step import Step
 
@@ -36,6 +39,18 @@ def check_static(model: Model, capacity: int | None, kv: torch.dtype | Policies 
                 f"{rope.native} tokens, which one graph cannot follow: use capacity={rope.native} or less, or a "
                 "state that is not static"
             )
+
+
+def hold_still(model: Model, state: State) -> None:
+    """Tell torch's compiler that neither the weights nor the state ever move.
+
+    Otherwise a CUDA graph copies them to a place of its own before every step, and refuses to change them in place. The
+    addresses are no guards: for another state of the same size the graph is recorded again, and not compiled again.
+    """
+    parts = (model.embed, model.blocks, model.norm, model.head, model.head_bias)
+    held = [part.tensors().values() if isinstance(part, Weight) else [part] for _, part in weights_in(parts)]
+    for tensor in itertools.chain(*held, state.fixed()):
+        torch._dynamo.mark_static_address(tensor, guard=False)
 
 
 def device_logits(

@@ -223,6 +223,10 @@ class State:
         room = self._positions + counts <= self.layout.capacity
         return DeviceStep(self._positions, torch.where(room, counts, 0), width), room
 
+    def fixed(self) -> list[Tensor]:
+        """Of a static state, all that a device step reads and changes: these tensors never move."""
+        return [self._positions, *(tensor for layer in self.layers for tensor in layer.fixed().values())]
+
     def left(self, tokens: Tensor, counts: Tensor | None, logits: Tensor) -> None:
         """A device step ran over `tokens` int64 `[R, T]`: they are pending."""
         self._left = Left(tokens, counts, logits)

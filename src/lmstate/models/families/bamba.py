@@ -14,7 +14,7 @@ def build(w: Weights) -> Model:
     config, shape = w.config, Shape.of(w.config)
     sizes = Mamba2Shape.of(config, shape)
     inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
-    rope = make_rope(config, shape.head_dim, fraction=0.5)
+    rope = make_rope(config, shape.head_dim, fraction=0.5).to(w.device)
     attentive = config.ints("attn_layer_indices", default=()) or ()
 
     def mixer(index: int, layer: str) -> Mixer:

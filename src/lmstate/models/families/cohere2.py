@@ -13,7 +13,10 @@ def build(w: Weights) -> Model:
     config, shape = w.config, Shape.of(w.config)
     inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
     eps = config.float("layer_norm_eps", low=0.0, high=1.0, default=1e-5)
-    rope, window = make_rope(config, shape.head_dim, interleaved=True), windows(config, shape.layers, full_every=4)
+    rope, window = (
+        make_rope(config, shape.head_dim, interleaved=True).to(w.device),
+        windows(config, shape.layers, full_every=4),
+    )
 
     def layer_norm(name: str) -> Norm:
         return Norm(w.tensor(name, (shape.hidden,)), eps, "layer")

@@ -34,7 +34,7 @@ def build(w: Weights) -> Model:
     config, shape = w.config, Shape.of(w.config)
     inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
     rope_dim = config.int("qk_rope_head_dim", low=2, high=MOST)
-    rope = make_rope(config, rope_dim, interleaved=config.bool("rope_interleave", default=True))
+    rope = make_rope(config, rope_dim, interleaved=config.bool("rope_interleave", default=True)).to(w.device)
     count = expert_count(config)
     dense = config.int("first_k_dense_replace", default=0)
     every = config.int("moe_layer_freq", low=1, default=1)

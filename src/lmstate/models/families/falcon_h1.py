@@ -40,7 +40,7 @@ def build(w: Weights) -> Model:
     config, shape = w.config, Shape.of(w.config)
     sizes = Mamba2Shape.of(config, shape)
     inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
-    rope = make_rope(config, shape.head_dim)
+    rope = make_rope(config, shape.head_dim).to(w.device)
     gate_scale, down_scale = config.floats("mlp_multipliers", 2, default=(1.0, 1.0))
     into, out_of = _multiplier(config, "attention_in_multiplier"), _multiplier(config, "attention_out_multiplier")
     # Scaling the input of attention scales queries and keys, so the scores twice, and values, so the output.

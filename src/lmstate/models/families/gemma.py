@@ -35,9 +35,11 @@ def build(w: Weights) -> Model:
     act = activation(config, "hidden_activation", "gelu_pytorch_tanh")
     window = windows(config, shape.layers, full_every=6 if third else 2)
     if third:
-        full, local = ropes_by_kind(config, shape.head_dim, theta=1_000_000.0, local_theta=10_000.0)
+        full, local = (
+            rope.to(w.device) for rope in ropes_by_kind(config, shape.head_dim, theta=1_000_000.0, local_theta=10_000.0)
+        )
     else:
-        full = local = make_rope(config, shape.head_dim)
+        full = local = make_rope(config, shape.head_dim).to(w.device)
     scale = config.float("query_pre_attn_scalar", low=1e-6, default=256.0) ** -0.5
     softcap = config.float("attn_logit_softcapping", low=1e-6, default=None) if not third else None
 

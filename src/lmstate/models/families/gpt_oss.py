@@ -39,7 +39,7 @@ def build(w: Weights) -> Model:
     config, shape = w.config, Shape.of(w.config)
     inner = config.int("intermediate_size", low=1, high=MOST)
     count = expert_count(config)
-    rope = make_rope(config, shape.head_dim, theta=150_000.0)
+    rope = make_rope(config, shape.head_dim, theta=150_000.0).to(w.device)
     window = windows(config, shape.layers, full_every=2)
     alpha, limit = config.float("swiglu_alpha", default=1.702), config.float("swiglu_limit", low=0.0, default=7.0)
 

@@ -26,7 +26,7 @@ def build(w: Weights) -> Model:
     sizes = Mamba2Shape.of(config, shape) if "mamba" in kinds else None
     act = activation(config)
     rotary = not hybrid or config.get("position_embedding_type") == "rope"
-    rope = make_rope(config, shape.head_dim) if rotary else None
+    rope = make_rope(config, shape.head_dim).to(w.device) if rotary else None
     scale = config.float("attention_multiplier", default=1.0)
     count = config.int("num_local_experts", high=MOST, default=0)
     shared = config.int("shared_intermediate_size", high=MOST, default=0)

@@ -33,7 +33,7 @@ KINDS = ("conv", "full_attention")
 def build(w: Weights) -> Model:
     config = w.config
     shape = replace(Shape.of(config), eps=config.float("norm_eps", low=0.0, high=1.0, default=1e-5))
-    rope = make_rope(config, shape.head_dim, theta=1e6)
+    rope = make_rope(config, shape.head_dim, theta=1e6).to(w.device)
     kinds, inner = _kinds(config, shape.layers), _inner(config)
     dense = config.int("num_dense_layers", default=2) if expert_count(config) else shape.layers
 

@@ -12,7 +12,7 @@ def build(w: Weights) -> Model:
     """Pre-norm blocks of rotary attention and a gated feed-forward part. Qwen2 differs by its biases alone."""
     config, shape = w.config, Shape.of(w.config)
     inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
-    rope = make_rope(config, shape.head_dim)
+    rope = make_rope(config, shape.head_dim).to(w.device)
 
     def block(index: int) -> Block:
         layer = f"model.layers.{index}"

@@ -31,7 +31,7 @@ def build(w: Weights) -> Model:
         "layer_types", shape.layers, allowed=("chunked_attention", "full_attention"), default=None
     ) or tuple("chunked_attention" if turns else "full_attention" for turns in rotates)
     chunk = config.int("attention_chunk_size", low=1, default=None)
-    rope = make_rope(config, shape.head_dim, theta=500_000.0, interleaved=True)
+    rope = make_rope(config, shape.head_dim, theta=500_000.0, interleaved=True).to(w.device)
     # A plain norm of queries and keys comes after they rotate, which does not change lengths: before is the same.
     plain = Norm(torch.ones(shape.head_dim, device=w.device), shape.eps)
     head_norm = plain if config.bool("use_qk_norm", default=True) else None

@@ -53,7 +53,7 @@ class NormedBlock(Block):
 
 def build(w: Weights) -> Model:
     config, shape = w.config, Shape.of(w.config)
-    rope = make_rope(config, shape.head_dim, theta=1e6)
+    rope = make_rope(config, shape.head_dim, theta=1e6).to(w.device)
     window = config.int("sliding_window", low=1, default=None)
     kinds = config.strs("layer_types", shape.layers, KINDS, default=None) or [
         KINDS[index % 2] for index in range(shape.layers)

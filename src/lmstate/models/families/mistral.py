@@ -26,7 +26,7 @@ from lmstate.ops import FloatWeight
 def build(w: Weights) -> Model:
     config, shape = w.config, Shape.of(w.config)
     inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
-    rope, window = make_rope(config, shape.head_dim), windows(config, shape.layers)
+    rope, window = make_rope(config, shape.head_dim).to(w.device), windows(config, shape.layers)
     count = expert_count(config)
 
     def feed_forward(layer: str) -> FeedForward:

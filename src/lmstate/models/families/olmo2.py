@@ -16,10 +16,10 @@ def build(w: Weights) -> Model:
     inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
     if config.str("model_type") == "olmo3":
         window = windows(config, shape.layers, full_every=4)
-        full, local = ropes_by_kind(config, shape.head_dim, theta=500_000.0)
+        full, local = (rope.to(w.device) for rope in ropes_by_kind(config, shape.head_dim, theta=500_000.0))
     else:
         window = [None] * shape.layers
-        full = local = make_rope(config, shape.head_dim)
+        full = local = make_rope(config, shape.head_dim).to(w.device)
 
     def block(index: int) -> Block:
         layer = f"model.layers.{index}"

@@ -25,7 +25,7 @@ def build(w: Weights) -> Model:
         KINDS[index % 4 == 3] for index in range(shape.layers)
     ]
     # The released models know no positions but through the recurrence; their config says so by a missing base.
-    rope = make_rope(config, shape.head_dim) if rope_fields(config).given("rope_theta") else None
+    rope = make_rope(config, shape.head_dim).to(w.device) if rope_fields(config).given("rope_theta") else None
 
     def block(index: int) -> Block:
         layer = f"model.layers.{index}"

@@ -14,7 +14,7 @@ def build(w: Weights) -> Model:
     config, shape = w.config, Shape.of(w.config)
     inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
     window = config.int("sliding_window", low=1, default=None)
-    rope = make_rope(config, shape.head_dim)
+    rope = make_rope(config, shape.head_dim).to(w.device)
     width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
 
     def block(index: int) -> Block:

@@ -11,7 +11,7 @@ from lmstate.models.weights.weights import Weights
 def build(w: Weights) -> Model:
     config, shape = w.config, Shape.of(w.config)
     inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
-    rope, window = make_rope(config, shape.head_dim), windows(config, shape.layers)
+    rope, window = make_rope(config, shape.head_dim).to(w.device), windows(config, shape.layers)
 
     def block(index: int) -> Block:
         layer = f"model.layers.{index}"

@@ -35,7 +35,7 @@ KINDS = ("linear_attention", "full_attention")
 
 def build(w: Weights) -> Model:
     config, shape = w.config, Shape.of(w.config)
-    rope = make_rope(config, shape.head_dim, fraction=0.25)
+    rope = make_rope(config, shape.head_dim, fraction=0.25).to(w.device)
     every = config.int("full_attention_interval", low=1, default=4)
     kinds = config.strs("layer_types", shape.layers, KINDS, default=None) or [
         KINDS[(index + 1) % every == 0] for index in range(shape.layers)

@@ -19,7 +19,7 @@ def build(w: Weights) -> Model:
     config, shape = w.config, Shape.of(w.config)
     inner = config.int("intermediate_size", low=2, high=MOST) // 2
     act = activation(config, "hidden_activation", "gelu_pytorch_tanh")
-    rope = make_rope(config, shape.head_dim, fraction=0.5)
+    rope = make_rope(config, shape.head_dim, fraction=0.5).to(w.device)
     window = config.int("attention_window_size", low=1, default=2048)
     pattern = config.strs("block_types", None, KINDS, default=None) or ("recurrent", "recurrent", "attention")
 

@@ -14,7 +14,7 @@ def build(w: Weights) -> Model:
     every = config.int("no_rope_layer_interval", low=1, default=4)
     rotates = config.ints("no_rope_layers", length=shape.layers, default=None)
     rotates = rotates or tuple(int((index + 1) % every != 0) for index in range(shape.layers))
-    rope, window = make_rope(config, shape.head_dim), windows(config, shape.layers)
+    rope, window = make_rope(config, shape.head_dim).to(w.device), windows(config, shape.layers)
 
     def block(index: int) -> Block:
         layer = f"model.layers.{index}"

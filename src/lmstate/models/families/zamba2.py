@@ -36,7 +36,7 @@ def build(w: Weights) -> Model:
     inner = config.int("intermediate_size", low=1, high=MOST, default=2 * double)
     act = activation(config, default="gelu")
     rank = config.int("adapter_rank", low=1, high=MOST, default=128)
-    rope = make_rope(config, shape.head_dim) if config.bool("use_mem_rope", default=False) else None
+    rope = make_rope(config, shape.head_dim).to(w.device) if config.bool("use_mem_rope", default=False) else None
     sizes = _mamba2_shape(config, shape.hidden)
 
     def transformer(use: int) -> SharedTransformer:

@@ -34,7 +34,7 @@ class LastQueries:
         end = start + len(queries)
         start = max(start, end - self.size)
         queries = queries[len(queries) - (end - start) :]
-        self.ring[row, torch.arange(start, end, device=self.device) % self.size] = queries
+        self.ring[row, torch.arange(start, end, device=self.device) % self.size] = queries.to(self.ring)
         self.low[row] = max(self.low[row], end - self.size)
 
     def clear(self, row: int, length: int) -> None:
