@@ -175,6 +175,23 @@ def test_a_query_has_the_same_bits_whatever_stands_beside_it(variant: str, rule:
         assert (together[r, count:] == 0).all()
 
 
+@pytest.mark.parametrize("rule", [{}, {"window": 50}, {"chunk": 128}])
+def test_a_long_prompt_has_the_bits_of_its_tokens_one_by_one(variant: str, rule: dict) -> None:
+    torch.manual_seed(0)
+    rows = [(300, 600), (0, 530), (20, 0)]  # more new tokens than one native call takes
+    starts, counts = torch.tensor(rows).T
+    k, v = torch.randn(3, 2, 960, 16), torch.randn(3, 2, 960, 16)
+    q = torch.randn(3, 600, 4, 16)
+    together = ops.attend(q, k, v, starts, counts, scale=0.4, **rule)
+    torch.testing.assert_close(
+        together, attend_reference(q, k, v, starts, counts, scale=0.4, **rule), atol=1e-5, rtol=1e-4
+    )
+    for i in (0, 31, 32, 511, 512, 529, 599):
+        one = (counts > i).long()
+        alone = ops.attend(q[:, i : i + 1], k, v, starts + i, one, scale=0.4, **rule)
+        assert torch.equal(alone[:, 0], together[:, i])
+
+
 def test_neither_threads_nor_the_ring_s_size_change_a_bit(variant: str) -> None:
     torch.manual_seed(0)
     k, v = torch.randn(1, 1, 2000, 16), torch.randn(1, 1, 2000, 16)

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from lmstate.ops import dispatch
 
-SHORT = 32
-"""Up to this many new tokens a row, the native body runs, bit for bit alike however many there are."""
+MOST = 512
+"""New tokens a row that one native call takes: its memory grows with them, their results do not depend on it."""
 BLOCK = 512
 """Queries that the reference handles at a time where each sees only a part of the row."""
 
@@ -44,8 +44,14 @@ def attend(
     written must be finite then.
     """
     library = dispatch.native(q, k, v, sinks)
-    if library is not None and q.shape[1] <= SHORT and library.can_attend(q, k, v):
-        return library.attend(q, k, v, starts, counts, scale, window, chunk, softcap, sinks)
+    if library is not None and library.can_attend(q, k, v):
+        if q.shape[1] <= MOST:
+            return library.attend(q, k, v, starts, counts, scale, window, chunk, softcap, sinks)
+        blocks = []
+        for first, block in zip(range(0, q.shape[1], MOST), q.split(MOST, dim=1)):
+            some = (counts - first).clamp(0, MOST)
+            blocks.append(library.attend(block, k, v, starts + first, some, scale, window, chunk, softcap, sinks))
+        return torch.cat(blocks, dim=1)
     return attend_reference(
         q, k, v, starts, counts, scale=scale, window=window, chunk=chunk, softcap=softcap, sinks=sinks
     )
@@ -64,7 +70,7 @@ def attend_reference(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Plain torch in the dtype of k and v; also the body for long prompts."""
+    """Plain torch in the dtype of k and v."""
     rule = _Rule(scale, window, chunk, softcap, sinks)
     if torch.compiler.is_compiling() or not starts.is_cpu:
         return _attend_on_device(q, k, v, starts, counts, rule)

@@ -79,8 +79,7 @@ def info() -> list[dict[str, str]]:
         return [{"op": op, "body": body, "why": why} for op in ("attend", "linear", "norm", "rope", "append", "glu")]
     long = "torch's own product, in bfloat16 unless the weights are float32"
     return [
-        {"op": "attend", "body": body, "why": f"up to 32 new tokens a row: {why}"},
-        {"op": "attend, longer", "body": "torch", "why": "scaled_dot_product_attention in the dtype of the keys"},
+        {"op": "attend", "body": body, "why": why},
         {"op": "linear", "body": body, "why": f"up to 32 rows: {why}"},
         {"op": "linear, more rows", "body": f"{body} + torch", "why": f"panels dequantised natively, {long}"},
         *({"op": op, "body": body, "why": why} for op in ("norm", "rope", "append", "glu")),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lmstate.ops import dispatch
 from lmstate.ops.append import append
-from lmstate.ops.attend import SHORT, attend
+from lmstate.ops.attend import MOST, attend
 from lmstate.ops.rope import rope
 
 
@@ -44,7 +44,7 @@ def rotate_attend(
     library = dispatch.native(q, k_new, v_new, k, v, sinks)
     if (
         library is not None
-        and q.shape[1] <= SHORT
+        and q.shape[1] <= MOST
         and library.can_attend(q, k, v)
         and library.can_append(k_new, v_new, k, v)
     ):

@@ -18,7 +18,7 @@ from transformers.masking_utils import sdpa_mask
 
 from lmstate import ops
 from lmstate.ops import dispatch
-from lmstate.ops.attend import SHORT
+from lmstate.ops.linear import FEW
 
 NAME = "lmstate"
 
@@ -41,7 +41,7 @@ def mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """The mask of sdpa (it takes what that takes), with a `Sight` where there is one; None for a single query that sees
     everything."""
     seen = sdpa_mask(*args, **kwargs)
-    if seen is None or not seen.is_cpu or seen.shape[2] > SHORT or torch.compiler.is_compiling():
+    if seen is None or not seen.is_cpu or seen.shape[2] > FEW or torch.compiler.is_compiling():
         return seen
     sight = sight_of(seen)
     if sight == Sight(0, None) and seen.shape[2] == 1 and kwargs.get("allow_is_causal_skip", True):
@@ -99,7 +99,7 @@ def attention(
         sight = Sight(0, None)
     native = (
         sight is not None
-        and tokens <= SHORT
+        and tokens <= FEW
         and dropout == 0.0
         and position_bias is None
         and kwargs.get("cache") is None

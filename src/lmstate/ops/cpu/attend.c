@@ -1,7 +1,7 @@
-/* Attention of new tokens over the stored ones, for up to some tens of new tokens a row.
+/* Attention of new tokens over the stored ones, for up to some hundreds of new tokens a row.
  *
- * The positions are cut at fixed places (`chunk_begin`). A task is one kv head of one row over one chunk, for all of the
- * row's new tokens and all query heads of that kv head, so that keys and values are read once for them; each task
+ * The positions are cut at fixed places (`chunk_begin`). A task is one kv head of one row over one chunk, for a run of
+ * the row's new tokens and all query heads of that kv head, so that keys and values are read once for them; each task
  * leaves its part of the softmax, and the parts are put together in the order of the chunks. Where a query's sum is cut
  * depends on its own position alone: its result has the same bits beside other queries, rows and numbers of threads. */
 #include <stdlib.h>
@@ -10,6 +10,7 @@
 #include "lanes.h"
 
 enum { SUB = 64 }; /* positions that are scored together */
+enum { RUN = 32 }; /* new tokens of a task */
 
 /* The processor's own prefetch stops at every page, and keys and values take turns: ask for the same place of the next
  * positions, into the second cache. */
@@ -193,26 +194,30 @@ INLINE void tile_of_queries(const attend_args *a, const char *key, const char *v
   }
 }
 
+/* `task` counts from the row's first: [kv head][chunk][run of new tokens]. */
 INLINE void task_of_kind(const attend_args *a, const row_plan *plan, float *parts, int64_t r, int64_t task, int kind) {
-  const int64_t group = a->heads / a->kv_heads, start = a->starts[r], n = a->counts[r] * group;
-  const int64_t kv = (task - plan->first_task) / plan->chunks, c = plan->chunk + (task - plan->first_task) % plan->chunks;
-  const int64_t first_part = plan->first_part + (task - plan->first_task) * n, size = kind == F32 ? 4 : 2;
+  const int64_t group = a->heads / a->kv_heads, start = a->starts[r], size = kind == F32 ? 4 : 2;
+  const int64_t run = task % plan->runs, kv = task / plan->runs / plan->chunks;
+  const int64_t c = plan->chunk + task / plan->runs % plan->chunks;
+  const int64_t first_token = run * RUN, last_token = first_token + RUN < a->counts[r] ? first_token + RUN : a->counts[r];
+  const int64_t first_part = plan->first_part + task / plan->runs * a->counts[r] * group;
   const char *key = (const char *)a->k + (r * a->k_row + kv * a->k_head) * size;
   const char *value = (const char *)a->v + (r * a->v_row + kv * a->v_head) * size;
-  for (int64_t j = 0; j < n; j++) {
+  for (int64_t j = first_token * group; j < last_token * group; j++) {
     part p = part_at(a, parts, first_part + j);
     *p.largest = -INFINITY, *p.sum = 0;
     memset(p.values, 0, (size_t)a->dim_v * sizeof(float));
   }
-  int64_t from = low_of(a, start), until = start + a->counts[r];
+  int64_t from = low_of(a, start + first_token), until = start + last_token;
   if (from < chunk_begin(c)) from = chunk_begin(c);
   if (until > chunk_begin(c + 1)) until = chunk_begin(c + 1);
   for (int64_t b = from / SUB * SUB; b < until; b += SUB)
-    for (int64_t j = 0; j < n; j += TILE) {
+    for (int64_t j = first_token * group; j < last_token * group; j += TILE) {
       const float *q[TILE];
       int64_t low[TILE], end[TILE];
       part to[TILE];
-      const int queries = n - j < TILE ? (int)(n - j) : TILE;
+      const int64_t left = last_token * group - j;
+      const int queries = left < TILE ? (int)left : TILE;
       for (int i = 0; i < queries; i++) {
         const int64_t token = (j + i) / group, head = kv * group + (j + i) % group;
         q[i] = a->q + r * a->q_row + token * a->q_token + head * a->q_head;
@@ -277,7 +282,8 @@ int64_t attend_begin(const attend_args *a, attend_plan *plan) {
     row->first_task = plan->tasks, row->first_part = parts;
     row->chunk = chunk_of(low_of(a, start));
     row->chunks = count ? chunk_of(start + count - 1) + 1 - row->chunk : 0;
-    plan->tasks += a->kv_heads * row->chunks;
+    row->runs = (count + RUN - 1) / RUN;
+    plan->tasks += a->kv_heads * row->chunks * row->runs;
     parts += a->heads * row->chunks * count;
   }
   plan->parts = malloc(((size_t)parts * (size_t)(a->dim_v + 2) + 1) * sizeof(float));
@@ -300,9 +306,10 @@ void attend_run(const attend_args *a, const attend_plan *plan) {
       if (plan->rows[middle].first_task <= task) low = middle;
       else high = middle - 1;
     }
-    if (a->kind == F32) task_f32(a, &plan->rows[low], plan->parts, low, task);
-    else if (a->kind == BF16) task_bf16(a, &plan->rows[low], plan->parts, low, task);
-    else task_f16(a, &plan->rows[low], plan->parts, low, task);
+    const row_plan *row = &plan->rows[low];
+    if (a->kind == F32) task_f32(a, row, plan->parts, low, task - row->first_task);
+    else if (a->kind == BF16) task_bf16(a, row, plan->parts, low, task - row->first_task);
+    else task_f16(a, row, plan->parts, low, task - row->first_task);
   }
 #pragma omp for schedule(static)
   for (int64_t i = 0; i < a->rows * a->tokens * a->heads; i++) {

@@ -45,6 +45,7 @@ typedef struct {
 typedef struct {
   int64_t first_task, first_part; /* of a row; parts are [kv head][chunk][token, head of the group] */
   int64_t chunk, chunks;          /* the first chunk that a query of the row sees, and how many */
+  int64_t runs;                   /* of new tokens */
 } row_plan;
 
 typedef struct {
