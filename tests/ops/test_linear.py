@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import lmstate.ops as ops
-from lmstate.ops.linear import linear_panels, linear_reference
+from lmstate.ops.linear import linear_reference
+from lmstate.ops.panels import linear_panels
 
 KINDS = ("float32", "bfloat16", "float16", "int8", "int4")
 SHAPES = ((48, 64), (50, 96), (7, 32), (33, 50), (1, 160))
@@ -98,7 +99,7 @@ def test_what_is_not_finite_does_not_vanish_in_the_rounding(variant: str, bad: f
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_rows_go_through_panels_and_stay_close(variant: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(sys.modules["lmstate.ops.linear"], "PANEL", 20 * 64)  # three panels of a 50-row matrix
+    monkeypatch.setattr(sys.modules["lmstate.ops.panels"], "PANEL", 20 * 64)  # three panels of a 50-row matrix
     weight = ops.quantize(torch.randn(50, 64) * 0.1, kind)
     x, residual = torch.randn(40, 64), torch.randn(40, 50)
     tolerance = 1e-5 if kind == "float32" else 0.03

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lmstate.ops import dispatch
 from lmstate.ops.linear import FEW, linear
 from lmstate.ops.norm import Norm
+from lmstate.ops.panels import linear_panels, panels, rounded
 from lmstate.ops.weight import Weight
 
 
@@ -35,5 +37,12 @@ def feed_forward(
         and (norm is None or norm.simple)
     ):
         return library.fused.feed_forward(x, up, down, library.GATES[act], norm, up_bias, down_bias, residual)
+    if library is not None and x.numel() > FEW * x.shape[-1] and up.kind != "float32" and up_bias is None:
+        # Many rows: the widest numbers of the block stay as the product rounded them.
+        x = rounded(x, torch.bfloat16, norm)
+        flat = x.reshape(-1, up.in_features)
+        products = [F.linear(flat, panel) for _, panel in panels(library, up)]
+        hidden = products[0] if len(products) == 1 else torch.cat(products, dim=1)
+        return linear_panels(hidden.view(*x.shape[:-1], -1), down, down_bias, gate=act, residual=residual)
     hidden = linear(x, up, up_bias, norm=norm)
     return linear(hidden, down, down_bias, gate=act, residual=residual)

@@ -10,12 +10,11 @@ from lmstate.ops import dispatch
 from lmstate.ops.glu import glu, glu_reference
 from lmstate.ops.norm import Norm, norm_reference
 from lmstate.ops.norm import norm as apply_norm
+from lmstate.ops.panels import linear_panels
 from lmstate.ops.weight import Weight
 
 FEW = 32
 """Up to this many rows are multiplied by the native bodies, bit for bit alike however many they are."""
-PANEL = 32 << 20
-"""Numbers of a weight that are dequantised at a time."""
 
 
 def linear(
@@ -62,28 +61,4 @@ def linear_reference(
     if gate is not None:
         x = glu_reference(x, gate)
     y = F.linear(x.float(), weight.dequantize(), bias)
-    return y if residual is None else y + residual
-
-
-def linear_panels(
-    x: Tensor,
-    weight: Weight,
-    bias: Tensor | None = None,
-    *,
-    norm: Norm | None = None,
-    gate: str | None = None,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """The body for many rows: panels of the matrix in the product's dtype, and torch's own product."""
-    if norm is not None:
-        x = apply_norm(x, norm)
-    if gate is not None:
-        x = glu(x, gate)
-    dtype = torch.float32 if weight.kind == "float32" else torch.bfloat16
-    x, n = x.to(dtype), weight.out_features
-    step = max(PANEL // max(weight.in_features, 1), 1)
-    panels = [F.linear(x, weight.dequantize(dtype, first, min(step, n - first))) for first in range(0, n, step)]
-    y = (panels[0] if len(panels) == 1 else torch.cat(panels, dim=-1)).float()
-    if bias is not None:
-        y = y + bias
     return y if residual is None else y + residual

@@ -169,7 +169,9 @@ class _GroupedWeight(Weight):
         last = self.out_features if count is None else min(first + count, self.out_features)
         library = dispatch.native(self.storage)
         if library is not None and dtype in (torch.float32, torch.bfloat16):
-            return library.dequantize(self, dtype, first, last - first)
+            panel = torch.empty(last - first, self.in_features, dtype=dtype)
+            library.dequantize(self, first, panel)
+            return panel
         blocks = slice(first // BLOCK, -(-last // BLOCK))
         numbers = self._numbers(self._quants[blocks].permute(0, 3, 1, 2, 4))  # [blocks, 16, groups, 32]
         parameters = self._parameters[blocks].permute(0, 3, 1, 2).float()  # [blocks, 16, groups, PARAMETERS]

@@ -29,12 +29,13 @@ from lmstate.ops.norm import Norm
 from lmstate.ops.weight import Weight
 
 _LINEAR = Struct("6P6qd")
-_ROWS = Struct("3P4qd")
+_ROWS = Struct("3P6qd")
 _ROPE = Struct("4P10q")
 _APPEND = Struct("6P19q")
 _ATTEND = Struct("7P20q2d")
 _ROTATE_ATTEND = Struct(_ROPE.format * 2 + _APPEND.format + _ATTEND.format)
 _DEQUANTIZE = Struct("3P6q")
+_FINISH = Struct("4P5q")
 
 # Below this many numbers a second thread costs more than it saves.
 _FEW = 16384
@@ -56,6 +57,7 @@ class Library:
         self._attend = function(library, "lmstate_attend")
         self._rotate_attend = function(library, "lmstate_rotate_attend")
         self._dequantize = function(library, "lmstate_dequantize")
+        self._finish = function(library, "lmstate_finish")
 
     def linear(
         self,
@@ -93,25 +95,27 @@ class Library:
             raise MemoryError(f"no memory for the activations of {rows} rows of {k}")
         return y
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """`ops.norm` of kind "rms"."""
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype = torch.float32) -> Tensor:
+        """`ops.norm` of kind "rms", rounded to float32 or bfloat16."""
         x = x.contiguous()
-        y = torch.empty(x.shape)
+        y = torch.empty(x.shape, dtype=dtype)
         width = x.shape[-1]
         w = float_pointer(weight, "the norm's weight", (width,))
         rows = x.numel() // width if width else 0
-        self._rms_norm(_ROWS.pack(x.data_ptr(), w, y.data_ptr(), rows, width, 0, self._threads(x), eps))
+        threads = self._threads(x)
+        self._rms_norm(_ROWS.pack(x.data_ptr(), w, y.data_ptr(), rows, width, 0, 0, KINDS[dtype], threads, eps))
         return y
 
-    def glu(self, x: Tensor, act: str) -> Tensor:
-        """`ops.glu`, for the activations of `GATES`."""
+    def glu(self, x: Tensor, act: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """`ops.glu`, for the activations of `GATES`, from float32 or bfloat16 and rounded to either."""
         x = x.contiguous()
         width = x.shape[-1] // 2
         if x.shape[-1] % 2:
             raise ValueError(f"a gate and what it gates are two halves of an even last axis; this is {list(x.shape)}")
-        y = torch.empty(*x.shape[:-1], width)
+        y = torch.empty(*x.shape[:-1], width, dtype=dtype)
         rows = y.numel() // width if width else 0
-        self._glu(_ROWS.pack(x.data_ptr(), 0, y.data_ptr(), rows, width, self.GATES[act], self._threads(x), 0.0))
+        kinds, threads = (KINDS[x.dtype], KINDS[dtype]), self._threads(x)
+        self._glu(_ROWS.pack(x.data_ptr(), 0, y.data_ptr(), rows, width, self.GATES[act], *kinds, threads, 0.0))
         return y
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -211,11 +215,26 @@ class Library:
         check_attended(self._rotate_attend(arguments), q, k, starts, counts)
         return out
 
-    def dequantize(self, weight: Weight, dtype: torch.dtype, first: int, count: int) -> Tensor:
-        """Outputs first..first + count of a quantised weight, float32 or bfloat16 `[count, K]`."""
-        y = torch.empty(count, weight.in_features, dtype=dtype)
-        self._expand(weight, None, y, first)
-        return y
+    def dequantize(self, weight: Weight, first: int, out: Tensor) -> None:
+        """Outputs first.. of a quantised weight into `out` `[count, K]`, float32 or bfloat16."""
+        count, k = out.shape
+        if k != weight.in_features or not 0 <= first <= weight.out_features - count or not out.is_contiguous():
+            raise ValueError(f"a panel {list(out.shape)} from output {first} on does not fit {weight}")
+        self._expand(weight, None, out, first)
+
+    def finish(self, x: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor, first: int) -> None:
+        """Write bfloat16 x `[M, n]` + bias + residual into the columns first.. of y float32 `[M, N]`."""
+        rows, count = x.shape
+        outputs = y.shape[1]
+        if x.dtype != torch.bfloat16 or not x.is_contiguous() or y.shape[0] != rows or first + count > outputs:
+            raise ValueError(f"{x.dtype} {list(x.shape)} at column {first} does not fit {list(y.shape)}")
+        b = 0 if bias is None else float_pointer(bias, "bias", (outputs,))
+        r = 0 if residual is None else float_pointer(residual, "residual", y.shape)
+        self._finish(
+            _FINISH.pack(
+                x.data_ptr(), b, r, float_pointer(y, "y", y.shape), rows, count, outputs, first, self._threads(y)
+            )
+        )
 
     def rows(self, weight: Weight, ids: Tensor) -> Tensor:
         """Outputs `ids` (int64, any shape) of a quantised weight, float32 `[..., K]`."""

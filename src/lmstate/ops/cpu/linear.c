@@ -41,7 +41,7 @@ static void round_row(const float *x, rounded *to, int64_t rows, int64_t groups)
 /* The row that the product multiplies: x itself, or what the norm or the gate makes of it in `scratch`. */
 static const float *prologue(const linear_args *a, int64_t row, float *scratch) {
   const int64_t n = a->inputs;
-  if (a->gate != NO_GATE) gate_row((int)a->gate, a->x + row * 2 * n, scratch, n);
+  if (a->gate != NO_GATE) gate_run((int)a->gate, a->x + row * 2 * n, a->x + row * 2 * n + n, scratch, n);
   else if (a->norm) rms_norm_row(a->x + row * n, a->norm, scratch, n, a->eps);
   else return a->x + row * n;
   return scratch;

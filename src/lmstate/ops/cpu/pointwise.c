@@ -3,23 +3,50 @@
 #include "prologue.h"
 
 typedef struct {
-  const float *x, *weight;
-  float *y;
-  int64_t rows, width, gate, threads;
+  const void *x; /* [rows, width], or [rows, 2 width] before a gate, of `x_kind` */
+  const float *weight;
+  void *y; /* [rows, width] of `y_kind` */
+  int64_t rows, width, gate, x_kind, y_kind, threads;
   double eps;
 } rows_args;
 
-void lmstate_rms_norm(const rows_args *a) {
-#pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1)
-  for (int64_t m = 0; m < a->rows; m++)
-    rms_norm_row(a->x + m * a->width, a->weight, a->y + m * a->width, a->width, a->eps);
+/* A row of floats of a kind, in place where it is one of float32, else through `scratch`. */
+static const float *row_in(const void *x, int64_t at, int64_t n, int64_t kind, float *scratch) {
+  if (kind == F32) return (const float *)x + at;
+  for (int64_t i = 0; i < n; i++) scratch[i] = bf16_to_float(((const uint16_t *)x)[at + i]);
+  return scratch;
 }
 
-/* width: of the result; x is twice as wide. */
+enum { PIECE = 512 }; /* numbers that a gate takes at a time */
+
+/* x is float32. */
+void lmstate_rms_norm(const rows_args *a) {
+#pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1)
+  for (int64_t m = 0; m < a->rows; m++) {
+    const float *x = (const float *)a->x + m * a->width;
+    if (a->y_kind == F32) rms_norm_row(x, a->weight, (float *)a->y + m * a->width, a->width, a->eps);
+    else {
+      uint16_t *y = (uint16_t *)a->y + m * a->width;
+      const float scale = rms_scale(x, a->width, a->eps);
+      for (int64_t i = 0; i < a->width; i++) y[i] = float_to_bf16(x[i] * scale * a->weight[i]);
+    }
+  }
+}
+
 void lmstate_glu(const rows_args *a) {
 #pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1)
   for (int64_t m = 0; m < a->rows; m++)
-    gate_row((int)a->gate, a->x + m * 2 * a->width, a->y + m * a->width, a->width);
+    for (int64_t i = 0; i < a->width; i += PIECE) {
+      float gates[PIECE], ups[PIECE], made[PIECE];
+      const int64_t n = a->width - i < PIECE ? a->width - i : PIECE, at = 2 * m * a->width + i;
+      const float *gate = row_in(a->x, at, n, a->x_kind, gates), *up = row_in(a->x, at + a->width, n, a->x_kind, ups);
+      if (a->y_kind == F32) {
+        gate_run((int)a->gate, gate, up, (float *)a->y + m * a->width + i, n);
+      } else {
+        gate_run((int)a->gate, gate, up, made, n);
+        store_head(made, (uint16_t *)a->y + m * a->width + i, n, BF16);
+      }
+    }
 }
 
 void rotate_head(const float *x, const float *cos, const float *sin, float *y, int64_t dim, int64_t half,

@@ -19,18 +19,18 @@ INLINE vf activate(int gate, vf x) {
   }
 }
 
-/* y[i] = act(x[i]) * x[n + i] */
-static inline void gate_row(int gate, const float *x, float *y, int64_t n) {
+/* y[i] = act(gate[i]) * up[i] */
+static inline void gate_run(int act, const float *gate, const float *up, float *y, int64_t n) {
   int64_t i = 0;
-  for (; i + VL <= n; i += VL) vf_store(y + i, vf_mul(activate(gate, vf_load(x + i)), vf_load(x + n + i)));
+  for (; i + VL <= n; i += VL) vf_store(y + i, vf_mul(activate(act, vf_load(gate + i)), vf_load(up + i)));
   if (i < n) {
     int part = (int)(n - i);
-    store_part(y + i, vf_mul(activate(gate, load_part(F32, x, i, part)), load_part(F32, x, n + i, part)), part);
+    store_part(y + i, vf_mul(activate(act, load_part(F32, gate, i, part)), load_part(F32, up, i, part)), part);
   }
 }
 
-/* y[i] = x[i] / sqrt(mean of squares + eps) * weight[i] */
-static inline void rms_norm_row(const float *x, const float *weight, float *y, int64_t n, double eps) {
+/* 1 / sqrt(mean of squares + eps) */
+static inline float rms_scale(const float *x, int64_t n, double eps) {
   vf a = vf_zero(), b = vf_zero();
   int64_t i = 0;
   for (; i + 2 * VL <= n; i += 2 * VL) {
@@ -39,10 +39,13 @@ static inline void rms_norm_row(const float *x, const float *weight, float *y, i
   }
   float sum = vf_sum(vf_add(a, b));
   for (; i < n; i++) sum += x[i] * x[i];
-  float scale = 1.0f / sqrtf(sum / (float)n + (float)eps);
-  vf s = vf_set1(scale);
-  for (i = 0; i + VL <= n; i += VL) vf_store(y + i, vf_mul(vf_mul(vf_load(x + i), s), vf_load(weight + i)));
-  for (; i < n; i++) y[i] = x[i] * scale * weight[i];
+  return 1.0f / sqrtf(sum / (float)n + (float)eps);
+}
+
+/* y[i] = x[i] * rms_scale * weight[i] */
+static inline void rms_norm_row(const float *x, const float *weight, float *y, int64_t n, double eps) {
+  const float scale = rms_scale(x, n, eps);
+  for (int64_t i = 0; i < n; i++) y[i] = x[i] * scale * weight[i];
 }
 
 #endif
