@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lmstate.cli.app import app
+from lmstate.generation.sampling import Picker, Sampler
 from tests.generation.fake_model import FakeModel
 
 
@@ -50,6 +51,48 @@ def test_options_reach_the_generation(model: FakeModel, runner: CliRunner) -> No
     assert result.stdout == "You said Hello.\n"
 
 
+SUGGESTED = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sampler"),
+    [
+        ([], Sampler(0.6, 20, 0.95, None, 1.1)),
+        (["-t", "0", "--repetition-penalty", "1"], Sampler(0.0, 20, 0.95)),
+        (["--top-k", "0", "--min-p", "0.2", "--seed", "5"], Sampler(0.6, None, 0.95, 0.2, 1.1, 5)),
+        (["--top-p", "1", "--top-k", "3", "-t", "2"], Sampler(2.0, 3, 1.0, None, 1.1)),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_what_is_not_asked_for_is_as_the_model_suggests(
+    model: FakeModel,
+    runner: CliRunner,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    arguments: list[str],
+    sampler: Sampler,
+) -> None:
+    taken: list[Sampler] = []
+    pick = Picker.__init__
+
+    def init(self: Picker, sampler: Sampler, rows: int) -> None:
+        taken.append(sampler)
+        pick(self, sampler, rows)
+
+    monkeypatch.setattr(Picker, "__init__", init)
+    for suggested, expected in ((SUGGESTED, sampler), ({}, None)):
+        model.defaults = suggested
+        taken.clear()
+        words = ["generate", "m", "Hello"] if command == "generate" else ["chat", "m"]
+        result = runner.invoke(app, [*words, *arguments], input="Hello\n")
+        assert result.exit_code == 0
+        if expected is not None:
+            assert taken == [expected]
+    asks_nothing = Sampler(seed=taken[0].seed)
+    assert arguments or taken == [asks_nothing]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -57,7 +100,7 @@ def test_options_reach_the_generation(model: FakeModel, runner: CliRunner) -> No
         (["generate", "m", "x", "--top-p", "7"], 1, "top_p is 7.0"),
         (["generate", "m", "x", "--stop", ""], 1, "stop"),
         (["generate", "m", "x", "--raw", "--system", "S"], 2, "--system"),
-        (["generate", "m", "x", "--top-k", "0"], 2, "top-k"),
+        (["generate", "m", "x", "--top-k", "-1"], 2, "top-k"),
         (["generate", "m", "x", "--max-tokens", "-1"], 2, "max-tokens"),
         (["generate", "m", "x", "--weights", "int3"], 2, "int3"),
         (["generate"], 2, "MODEL"),

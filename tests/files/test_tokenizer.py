@@ -180,6 +180,19 @@ def test_tokens_that_end_a_turn_are_found_by_their_text():
     assert generation_of(bpe_metadata("gpt-2"), 100)["eos_token_id"] == [0, 45]
 
 
+def test_suggested_sampling_is_read_from_a_gguf():
+    from lmstate.models.hub import generation_defaults
+
+    said = {"general.sampling.temp": 0.6, "general.sampling.top_k": 20, "general.sampling.penalty_repeat": 1.1}
+    metadata = Fields({**bpe_metadata("gpt-2"), **said}, "file")
+    defaults = generation_defaults(generation_of(metadata, 100), {})
+    assert defaults.items() >= {"do_sample": True, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}.items()
+    only = Fields({**bpe_metadata("gpt-2"), "general.sampling.penalty_repeat": 1.1}, "file")
+    assert "do_sample" not in generation_of(only, 100)
+    with pytest.raises(ModelError, match="top_p"):
+        generation_defaults(generation_of(Fields({**metadata, "general.sampling.top_p": "x"}, "file"), 100), {})
+
+
 @pytest.mark.parametrize(
     ("metadata", "says"),
     [

@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,6 +90,7 @@ class FakeState:
 
 class FakeModel:
     eos_ids = frozenset({EOS})
+    defaults: dict[str, Any] = {}  # noqa: RUF012 - replaced, never changed
 
     def __init__(self, script: Callable[[list[int]], int | None] = lambda tokens: None) -> None:
         self.tokenizer = FakeTokenizer()

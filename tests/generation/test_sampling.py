@@ -153,3 +153,30 @@ def test_logits_that_are_not_numbers_are_refused(temperature: float) -> None:
 def test_options_out_of_range_are_named(options: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         Sampler(**options)
+
+
+@pytest.mark.parametrize(
+    ("defaults", "sampler"),
+    [
+        ({}, Sampler()),
+        ({"temperature": 0.6, "top_p": 0.9, "eos_token_id": [1]}, Sampler()),
+        ({"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.1}, Sampler(repetition_penalty=1.1)),
+        ({"do_sample": True}, Sampler(1.0, 50)),
+        ({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}, Sampler(0.6, 20, 0.95)),
+        ({"do_sample": True, "top_k": 0, "min_p": 0.1}, Sampler(1.0, None, None, 0.1)),
+        ({"do_sample": True, "top_k": -1, "top_p": 1.0}, Sampler(1.0, None, 1.0)),
+        ({"do_sample": True, "temperature": 0.0}, Sampler(0.0, 50)),
+    ],
+    ids=str,
+)
+def test_what_a_checkpoint_suggests_is_read_as_transformers_reads_it(defaults: dict, sampler: Sampler) -> None:
+    assert Sampler.suggested(defaults) == sampler
+
+
+def test_what_is_left_unsaid_is_what_transformers_takes() -> None:
+    from transformers import GenerationConfig
+
+    unsaid, sampler = GenerationConfig._get_default_generation_params(), Sampler.suggested({"do_sample": True})
+    for name in ("temperature", "top_k", "repetition_penalty"):
+        assert unsaid[name] == getattr(sampler, name)
+    assert unsaid["do_sample"] is False and unsaid["top_p"] == 1.0 and sampler.top_p is None

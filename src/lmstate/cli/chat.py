@@ -21,11 +21,11 @@ def chat(
     model: options.ModelName = options.DEFAULT_MODEL,
     system: options.System = None,
     max_tokens: options.MaxTokens = 512,
-    temperature: options.Temperature = 0.0,
+    temperature: options.Temperature = None,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
     min_p: options.MinP = None,
-    repetition_penalty: options.Penalty = 1.0,
+    repetition_penalty: options.Penalty = None,
     seed: options.Seed = None,
     weights: options.Weights = options.WeightKind.auto,
     stats: Annotated[
@@ -43,15 +43,14 @@ def chat(
       lmstate chat smollm2 --system "You answer in one sentence." -t 0.7
     """
     from lmstate.cli.conversation import Conversation
-    from lmstate.generation import Sampler
 
-    sampler = Sampler(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    sampling = options.Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     loaded = options.load_model(model, weights)
     if not loaded.tokenizer.has_chat_template:
         raise ValueError(f"{model} has no chat template; use `lmstate generate {model} --raw` to go on with a text")
     if sys.stdin.isatty():
         note(f"{model}: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves")
-    talk(Conversation(loaded, system, sampler=sampler, max_new_tokens=max_tokens), stats)
+    talk(Conversation(loaded, system, sampler=sampling.of(loaded), max_new_tokens=max_tokens), stats)
 
 
 def talk(conversation: Conversation, stats: bool) -> None:

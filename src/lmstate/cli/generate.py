@@ -20,11 +20,11 @@ def generate(
         str | None, typer.Argument(metavar="PROMPT", help="Text; from stdin if `-`, or if absent and piped in.")
     ] = None,
     max_tokens: options.MaxTokens = 256,
-    temperature: options.Temperature = 0.0,
+    temperature: options.Temperature = None,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
     min_p: options.MinP = None,
-    repetition_penalty: options.Penalty = 1.0,
+    repetition_penalty: options.Penalty = None,
     seed: options.Seed = None,
     stop: options.Stop = None,
     system: options.System = None,
@@ -48,15 +48,15 @@ def generate(
       lmstate generate smollm2 --raw "Once upon a time" -n 100 -t 0.8 --seed 1
       git diff | lmstate generate smollm2 --system "Summarise this change." > summary.txt
     """
-    from lmstate.generation import Generation, Sampler
+    from lmstate.generation import Generation
 
     text = _prompt(prompt)
     if chat is False and system is not None:
         raise typer.BadParameter("--system needs the chat template; it does not go with --raw")
-    sampler = Sampler(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    sampling = options.Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     loaded = options.load_model(model, weights)
     ids = _encode(loaded, text, chat, system)
-    generation = Generation(loaded, [ids], sampler=sampler, max_new_tokens=max_tokens, stop=stop or ())
+    generation = Generation(loaded, [ids], sampler=sampling.of(loaded), max_new_tokens=max_tokens, stop=stop or ())
     stopped = write_pieces(piece.text for piece in generation)
     if sys.stderr.isatty() if stats is None else stats:
         note(describe(generation.report()))

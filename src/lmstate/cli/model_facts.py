@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import fields
 
 from torch import Tensor
 
 from lmstate.cli.output import size
+from lmstate.generation import Sampler
 from lmstate.models.decoder import Model
 from lmstate.models.fingerprint import weights_in
 from lmstate.ops import Weight
@@ -26,7 +28,17 @@ def model_rows(model: Model) -> list[tuple[str, str]]:
         ("made for", limit),
         ("weights", _weights(model)),
         ("computes in", str(model.dtype).removeprefix("torch.")),
+        ("suggested sampling", _sampling(model)),
     ]
+
+
+def _sampling(model: Model) -> str:
+    """What `lmstate generate` and `chat` follow where nothing else is asked for."""
+    sampler = Sampler.suggested(model.defaults)
+    plain = Sampler()
+    values = [(part.name, getattr(sampler, part.name)) for part in fields(sampler)]
+    told = [f"{name} {value}" for name, value in values if value != getattr(plain, name)]
+    return ", ".join(told) or "none: the most likely token"
 
 
 def _weights(model: Model) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
+    from lmstate.generation import Sampler
     from lmstate.models.decoder import Model
 
 DEFAULT_MODEL = "smollm2"
@@ -28,11 +30,19 @@ ModelName = Annotated[
 ]
 Weights = Annotated[WeightKind, typer.Option("--weights", help="How the weights are stored in memory.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", min=0, help="End after this many tokens.")]
-Temperature = Annotated[float, typer.Option("--temperature", "--temp", "-t", min=0.0, help="0: the most likely token.")]
-TopK = Annotated[int | None, typer.Option("--top-k", min=1, help="Only the K most likely tokens.")]
+Temperature = Annotated[
+    float | None,
+    typer.Option(
+        "--temperature", "--temp", "-t", min=0.0,
+        help="0: the most likely token. This and the four below: by default what the model's makers suggest, else 0.",
+    ),
+]  # fmt: skip
+TopK = Annotated[int | None, typer.Option("--top-k", min=0, help="Only the K most likely tokens; 0: all.")]
 TopP = Annotated[float | None, typer.Option("--top-p", help="The most likely tokens that hold this probability.")]
 MinP = Annotated[float | None, typer.Option("--min-p", help="Only tokens this probable, relative to the best.")]
-Penalty = Annotated[float, typer.Option("--repetition-penalty", help="Above 1: tokens already there are less likely.")]
+Penalty = Annotated[
+    float | None, typer.Option("--repetition-penalty", help="Above 1: tokens already there are less likely.")
+]
 Seed = Annotated[int | None, typer.Option("--seed", help="The same seed draws the same text.")]
 Stop = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="End before this text. Repeatable.")]
 System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="A system message that comes first.")]
@@ -43,3 +53,32 @@ def load_model(name: str, weights: WeightKind = WeightKind.auto) -> Model:
     import lmstate
 
     return lmstate.load(name, weights=weights.value)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What was asked for on the command line; None: what the model's makers suggest. A `top_k` of 0 is all tokens.
+
+    Raises ValueError for numbers out of range.
+    """
+
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    seed: int | None
+
+    def __post_init__(self) -> None:
+        self._over({})  # before a model is loaded for nothing
+
+    def of(self, model: Model) -> Sampler:
+        return self._over(model.defaults)
+
+    def _over(self, defaults: dict[str, Any]) -> Sampler:
+        from lmstate.generation import Sampler
+
+        asked = {name: value for name, value in asdict(self).items() if value is not None}
+        if self.top_k == 0:
+            asked["top_k"] = None
+        return replace(Sampler.suggested(defaults), **asked)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +56,25 @@ class Sampler:
         _check("min_p", self.min_p, self.min_p is None or 0.0 <= self.min_p <= 1.0, "between 0 and 1")
         penalty = self.repetition_penalty
         _check("repetition_penalty", penalty, 0.0 < penalty < math.inf, "above 0 (1.0 changes nothing)")
+
+    @classmethod
+    def suggested(cls, defaults: Mapping[str, Any]) -> Sampler:
+        """What the makers of a checkpoint suggest (`model.defaults`), read as transformers reads it.
+
+        Without `do_sample` that is greedy; with it, a temperature of 1 and the 50 most likely tokens unless they say
+        otherwise. A `top_k` of 0 or less, and a `top_p` of 0, are how some say "all".
+        """
+        penalty = defaults.get("repetition_penalty", 1.0)
+        if not defaults.get("do_sample", False):
+            return cls(repetition_penalty=penalty)
+        top_k = defaults.get("top_k", 50)
+        return cls(
+            temperature=defaults.get("temperature", 1.0),
+            top_k=top_k if top_k > 0 else None,
+            top_p=defaults.get("top_p") or None,
+            min_p=defaults.get("min_p"),
+            repetition_penalty=penalty,
+        )
 
     @property
     def greedy(self) -> bool:

@@ -119,7 +119,7 @@ def generation_defaults(generation: dict[str, Any], config: dict[str, Any]) -> d
         "bos_token_id": fields.int("bos_token_id", default=model.int("bos_token_id", default=None)),
         "do_sample": fields.bool("do_sample", default=None),
         "temperature": fields.float("temperature", 0.0, 1e4, default=None),
-        "top_k": fields.int("top_k", default=None),
+        "top_k": fields.int("top_k", low=-1, default=None),
         "top_p": fields.float("top_p", 0.0, 1.0, default=None),
         "min_p": fields.float("min_p", 0.0, 1.0, default=None),
         "repetition_penalty": fields.float("repetition_penalty", 1e-3, 1e3, default=None),

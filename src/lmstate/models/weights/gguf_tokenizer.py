@@ -19,6 +19,14 @@ LONGEST_PIECE = 256  # characters; a longer SentencePiece piece is never the res
 # Control tokens that end a turn or a text whatever the file calls its end-of-sequence token.
 ENDINGS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endofturn|>", "<|return|>"}
 ENDINGS |= {"<|endoftext|>", "<|end_of_text|>", "<EOT>"}
+# Settings of generation_config.json, and what llama.cpp calls them in a file's metadata.
+SAMPLING = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 TAIL = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -112,7 +120,7 @@ def tokenizer_of(metadata: Fields) -> TokenizerFiles | None:
 
 
 def generation_of(metadata: Fields, vocab_size: int) -> dict[str, Any]:
-    """What generation_config.json would say: the ids that begin and end a text."""
+    """What generation_config.json would say: the ids that begin and end a text, and the sampling that is suggested."""
     tokens = metadata.strs("tokenizer.ggml.tokens", default=())
     types = metadata.ints("tokenizer.ggml.token_type", default=())
     ends = {
@@ -124,7 +132,10 @@ def generation_of(metadata: Fields, vocab_size: int) -> dict[str, Any]:
     bos = metadata.int("tokenizer.ggml.bos_token_id", 0, vocab_size - 1, default=None)
     if bos is not None:
         defaults["bos_token_id"] = bos
-    return defaults
+    said = {ours: metadata.get(f"general.sampling.{theirs}") for ours, theirs in SAMPLING.items()}
+    given = {name: value for name, value in said.items() if value is not None}
+    draws = bool(given.keys() - {"repetition_penalty"})
+    return defaults | given | ({"do_sample": True} if draws else {})
 
 
 def _settings(metadata: Fields, tokens: tuple[str, ...]) -> dict[str, Any]:
