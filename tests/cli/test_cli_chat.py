@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, redirect_stdout
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from lmstate.cli.app import app
+from lmstate.cli.chat import talk
 from lmstate.cli.conversation import Conversation, turns
 from tests.cli.conftest import ChatTokenizer
 from tests.generation.fake_model import FakeModel
@@ -123,6 +125,67 @@ def test_commands_are_listed_run_and_refused(model: FakeModel, runner: CliRunner
         assert expected in result.stdout
     assert "You said three." not in result.stdout
     assert "no command /nonsense" in result.stderr and "/reset takes no argument" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("one\\\ntwo", ["one\ntwo"]),
+        ("one \\\n  two\\\n\nthree", ["one \n  two", "three"]),
+        ("one\\", ["one"]),  # and then the input ends
+        ('"""\none\n\n  two \\\n/undo\n"""\nthree', ["one\n\n  two \\\n/undo", "three"]),
+        ('"""one\ntwo"""\nthree', ["one\ntwo", "three"]),
+        ('"""one"""\n""" """\n""""""', ["one"]),
+        ('"""/undo"""', ["/undo"]),
+        ('"""one\ntwo', ["one\ntwo"]),
+        ('say """one"""', ['say """one"""']),
+        ("one\n/edit two\\\nthree", ["one", "two\nthree"]),
+    ],
+)
+def test_messages_may_have_several_lines(
+    model: FakeModel, runner: CliRunner, typed: str, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = "".join(f"You said {text}.\n" for text in said)
+    assert chat(runner, typed).stdout == expected
+    # And on a terminal, where lines come from `input`.
+    lines = iter(typed.split("\n"))
+    prompts = []
+
+    def line(prompt: str) -> str:
+        prompts.append(prompt)
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", line)
+    monkeypatch.setattr("lmstate.cli.reading.sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("lmstate.cli.reading._edit_lines", lambda: None)
+    conversation = Conversation(model)
+    with redirect_stdout(io.StringIO()) as out:
+        talk(conversation, stats=False)
+    assert out.getvalue().strip("\n") == expected.strip("\n")
+    assert prompts[0] == "> " and prompts.count("> ") == len(said) + 1 + typed.count('""" """') * 2
+
+
+def test_ctrl_c_forgets_a_message_that_was_begun(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = iter(['"""', "one", KeyboardInterrupt, "two", EOFError])
+
+    def line(prompt: str) -> str:
+        what = next(typed)
+        if isinstance(what, str):
+            return what
+        raise what
+
+    monkeypatch.setattr("builtins.input", line)
+    monkeypatch.setattr("lmstate.cli.reading.sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("lmstate.cli.reading._edit_lines", lambda: None)
+    conversation = Conversation(model)
+    talk(conversation, stats=False)
+    assert [question for question, _ in turns(conversation.messages)] == ["two"]
+    typed = iter([KeyboardInterrupt, KeyboardInterrupt])
+    with pytest.raises(KeyboardInterrupt):
+        talk(conversation, stats=False)
 
 
 def test_a_model_without_a_template_is_refused(model: FakeModel, runner: CliRunner) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import sys
-from contextlib import closing, suppress
+from contextlib import closing
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lmstate.cli import options
 from lmstate.cli.output import describe, note, write_pieces
+from lmstate.cli.reading import read
 
 if TYPE_CHECKING:
     from lmstate.cli.conversation import Conversation
-
-PROMPT = "> "
 
 
 def chat(
@@ -35,7 +34,7 @@ def chat(
     """Talk with a model. Its state goes on from turn to turn: each turn feeds only what is new.
 
     Ctrl-C stops the answer and keeps the conversation; /help lists the commands; Ctrl-D leaves. Questions may be piped
-    in, one a line.
+    in, one a line. A line that ends in a backslash goes on in the next; what stands between two \"\"\" is one message.
 
     \b
     Examples:
@@ -57,14 +56,14 @@ def talk(conversation: Conversation, stats: bool) -> None:
     """Read, answer, repeat, until the input ends or /exit. Errors of a turn are told, and the conversation goes on."""
     from lmstate.cli.chat_commands import COMMANDS, Ask, Leave, run_command
 
-    while (line := read_line()) is not None:
-        if not line:
+    while (typed := read()) is not None:
+        if not typed.text.strip():
             continue
         try:
-            if line.startswith("/"):
-                print(run_command(line, COMMANDS, conversation))
+            if typed.command:
+                print(run_command(typed.text, COMMANDS, conversation))
             else:
-                answer(conversation, line, stats)
+                answer(conversation, typed.text, stats)
         except Leave:
             return
         except Ask as edited:
@@ -84,33 +83,3 @@ def answer(conversation: Conversation, question: str, stats: bool) -> None:
         note("(stopped)")
     if stats and conversation.report is not None:
         note(describe(conversation.report))
-
-
-def read_line() -> str | None:
-    """The next line without spaces around it; None at the end. Ctrl-C begins a new line, twice in a row leaves."""
-    if not sys.stdin.isatty():
-        line = sys.stdin.readline()
-        return line.strip() if line else None
-    _edit_lines()
-    try:
-        return _prompted()
-    except KeyboardInterrupt:
-        note("(Ctrl-C again or Ctrl-D leaves)")
-    return _prompted()
-
-
-def _prompted() -> str | None:
-    try:
-        return input(PROMPT).strip()
-    except EOFError:
-        print()
-        return None
-    except KeyboardInterrupt:
-        print()
-        raise
-
-
-def _edit_lines() -> None:
-    """Arrow keys and history in `input`, where the platform has them."""
-    with suppress(ImportError):
-        import readline  # noqa: F401

@@ -50,7 +50,8 @@ def run_command(line: str, commands: Mapping[str, Command], conversation: Conver
 def _help(conversation: Conversation, argument: str) -> str:
     width = max(len(command.usage) for command in COMMANDS.values())
     lines = [f"{command.usage:{width}}  {command.summary}" for command in COMMANDS.values()]
-    return "\n".join([*lines, f"{'Ctrl-C':{width}}  stop the answer; what was said so far stays"])
+    lines += [f"{key:{width}}  {summary}" for key, summary in KEYS.items()]
+    return "\n".join(lines)
 
 
 def _exit(conversation: Conversation, argument: str) -> str:
@@ -121,6 +122,11 @@ def _priced(cost: int) -> str:
     return f"{cost} token{'s' * (cost != 1)} to recompute" if cost else "nothing to recompute"
 
 
+KEYS = {
+    "Ctrl-C": "stop the answer; what was said so far stays",
+    "\\": "at the end of a line: the message goes on in the next one",
+    '"""': "begins and ends a message of several lines",
+}
 COMMANDS: dict[str, Command] = {
     command.name: command
     for command in (
