@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from lmstate.ops import dispatch
-from lmstate.ops.linear import FEW
+from lmstate.ops.attend import MOST
+from lmstate.ops.linear import native_rows
 from lmstate.ops.norm import Norm
 from lmstate.ops.rotate_attend import Rotation
 from lmstate.ops.weight import Weight
@@ -59,7 +59,7 @@ def fused_attention(
     x and residual: float32 `[R, T, E]`. starts, counts: int64 `[R]`.
     """
     library = dispatch.native(x, rings.k, parts.qkv.storage, parts.out.storage, residual, parts.sinks)
-    if library is None or x.numel() > FEW * x.shape[-1] or x.dtype != torch.float32:
+    if library is None or x.shape[1] > MOST or not native_rows(library, x, parts.qkv, parts.out):
         return None
     if not all(each is None or each.simple for each in (norm, parts.q_norm, parts.k_norm)):
         return None

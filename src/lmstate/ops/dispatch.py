@@ -74,13 +74,14 @@ def exact(*tensors: Tensor | None) -> bool:
 
 def info() -> list[dict[str, str]]:
     """For each operation on the processor: its name, the body that runs, and why. For `lmstate doctor`."""
-    body, why = choice().name, choice().why
-    if choice().library is None:
+    body, why, library = choice().name, choice().why, choice().library
+    if library is None:
         return [{"op": op, "body": body, "why": why} for op in ("attend", "linear", "norm", "rope", "append", "glu")]
     long = "torch's own product, in bfloat16 unless the weights are float32"
     return [
         {"op": "attend", "body": body, "why": why},
         {"op": "linear", "body": body, "why": f"up to 32 rows: {why}"},
+        *([{"op": "linear, more rows of int4 and int8", "body": body, "why": why}] if library.any_rows else []),
         {"op": "linear, more rows", "body": f"{body} + torch", "why": f"panels dequantised natively, {long}"},
         *({"op": op, "body": body, "why": why} for op in ("norm", "rope", "append", "glu")),
     ]

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lmstate.ops import dispatch
-from lmstate.ops.linear import FEW, linear
+from lmstate.ops.linear import FEW, linear, native_rows
 from lmstate.ops.norm import Norm
 from lmstate.ops.panels import linear_panels, panels, rounded
 from lmstate.ops.weight import Weight
@@ -31,8 +31,7 @@ def feed_forward(
     library = dispatch.native(x, up.storage, down.storage, residual)
     if (
         library is not None
-        and x.numel() <= FEW * x.shape[-1]
-        and x.dtype == torch.float32
+        and native_rows(library, x, up, down)
         and act in library.GATES
         and (norm is None or norm.simple)
     ):

@@ -25,6 +25,8 @@ typedef struct {
   double norm_eps, q_eps, k_eps, scale, softcap;
 } attention_args;
 
+enum { ROWS = 512 }; /* that go through a feed-forward part together */
+
 typedef struct {
   const float *x, *norm; /* [rows, inputs]; [inputs] or null */
   const void *up;        /* [2 * hidden, inputs], gate | up */
@@ -91,9 +93,9 @@ int64_t lmstate_attention(const attention_args *a) {
   if (n == 0) return 0;
   const int64_t q_width = a->gated ? 2 * seen_width : seen_width, width = q_width + 2 * a->kv_heads * a->dim;
   linear_args qkv = {.x = a->x, .weight = a->qkv, .bias = a->qkv_bias, .norm = a->norm, .rows = n, .outputs = width,
-                     .inputs = a->inputs, .kind = a->qkv_kind, .eps = a->norm_eps};
+                     .inputs = a->inputs, .kind = a->qkv_kind, .threads = a->threads, .eps = a->norm_eps};
   linear_args out = {.weight = a->out, .bias = a->out_bias, .residual = a->residual, .y = a->y, .rows = n,
-                     .outputs = a->outputs, .inputs = seen_width, .kind = a->out_kind};
+                     .outputs = a->outputs, .inputs = seen_width, .kind = a->out_kind, .threads = a->threads};
   attend_args attend = {.k = a->k, .v = a->v, .starts = a->starts, .counts = a->counts, .sinks = a->sinks,
                         .rows = a->rows, .tokens = a->tokens, .heads = a->heads, .kv_heads = a->kv_heads,
                         .slots = a->slots, .dim = a->dim, .dim_v = a->dim, .q_row = a->tokens * width,
@@ -125,15 +127,16 @@ int64_t lmstate_attention(const attention_args *a) {
   return 0;
 }
 
-/* y = residual + down(act(gate x) * up x), x normed first. 0, or -1 where there was no memory. */
-int64_t lmstate_feed_forward(const feed_forward_args *a) {
-  if (a->rows == 0) return 0;
-  linear_args up = {.x = a->x, .weight = a->up, .bias = a->up_bias, .norm = a->norm, .rows = a->rows,
-                    .outputs = 2 * a->hidden, .inputs = a->inputs, .kind = a->up_kind, .eps = a->eps};
-  linear_args down = {.weight = a->down, .bias = a->down_bias, .residual = a->residual, .y = a->y, .rows = a->rows,
-                      .outputs = a->outputs, .inputs = a->hidden, .kind = a->down_kind, .gate = a->gate};
-  const size_t first = linear_memory(&up), second = linear_memory(&down), most = first > second ? first : second;
-  char *memory = malloc(most + (size_t)(a->rows * 2 * a->hidden) * sizeof(float));
+static int64_t feed_rows(const feed_forward_args *a, int64_t first, int64_t rows) {
+  linear_args up = {.x = a->x + first * a->inputs, .weight = a->up, .bias = a->up_bias, .norm = a->norm, .rows = rows,
+                    .outputs = 2 * a->hidden, .inputs = a->inputs, .kind = a->up_kind, .threads = a->threads,
+                    .eps = a->eps};
+  linear_args down = {.weight = a->down, .bias = a->down_bias, .y = a->y + first * a->outputs, .rows = rows,
+                      .outputs = a->outputs, .inputs = a->hidden, .kind = a->down_kind, .gate = a->gate,
+                      .threads = a->threads};
+  if (a->residual) down.residual = a->residual + first * a->outputs;
+  const size_t one = linear_memory(&up), other = linear_memory(&down), most = one > other ? one : other;
+  char *memory = malloc(most + (size_t)(rows * 2 * a->hidden) * sizeof(float));
   if (!memory) return -1;
   float *hidden = (float *)(memory + most);
   up.y = hidden, down.x = hidden;
@@ -143,5 +146,12 @@ int64_t lmstate_feed_forward(const feed_forward_args *a) {
     linear_run(&down, memory);
   }
   free(memory);
+  return 0;
+}
+
+/* y = residual + down(act(gate x) * up x), x normed first. 0, or -1 where there was no memory. */
+int64_t lmstate_feed_forward(const feed_forward_args *a) {
+  for (int64_t first = 0; first < a->rows; first += ROWS)
+    if (feed_rows(a, first, a->rows - first < ROWS ? a->rows - first : ROWS)) return -1;
   return 0;
 }

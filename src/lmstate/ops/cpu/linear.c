@@ -1,9 +1,10 @@
-/* y = prologue(x) w^T + bias + residual, for up to some tens of rows.
+/* y = prologue(x) w^T + bias + residual, for some rows, or, in few bits, for many.
  *
  * A thread takes whole outputs, reads their weights once and multiplies them with every row, a tile of rows at a time.
  * An output of a row is summed along the inputs in one order, whatever the tile, the rows beside it and the threads. */
 #include "linear.h"
 
+#include <omp.h>
 #include <stdlib.h>
 
 #include "prologue.h"
@@ -162,10 +163,13 @@ static void float_block_f32(const linear_args *a, const float *x, int64_t first)
 static void float_block_bf16(const linear_args *a, const float *x, int64_t first) { float_block(a, x, first, BF16); }
 static void float_block_f16(const linear_args *a, const float *x, int64_t first) { float_block(a, x, first, F16); }
 
+/* The most threads that share a parallel region, each of which makes rows in memory of its own. */
+static int64_t most_threads(const linear_args *a) { return a->threads > 1 ? a->threads : 1; }
+
 size_t linear_memory(const linear_args *a) {
-  const size_t rows = (size_t)a->rows, k = (size_t)a->inputs;
-  const size_t activations = rows * k * sizeof(float);
-  return grouped(a) ? activations + rows * (k / GROUP) * sizeof(rounded) : activations;
+  const size_t k = (size_t)a->inputs;
+  if (!grouped(a)) return (size_t)a->rows * k * sizeof(float);
+  return (size_t)a->rows * (k / GROUP) * sizeof(rounded) + (size_t)most_threads(a) * k * sizeof(float);
 }
 
 void linear_run(const linear_args *a, void *memory) {
@@ -173,9 +177,9 @@ void linear_run(const linear_args *a, void *memory) {
   if (grouped(a)) {
     const int64_t groups = k / GROUP, blocks = (a->outputs + BLOCK - 1) / BLOCK;
     rounded *x = memory;
-    float *scratch = (float *)(x + a->rows * groups);
+    float *scratch = (float *)(x + a->rows * groups) + omp_get_thread_num() * k;
 #pragma omp for schedule(static)
-    for (int64_t m = 0; m < a->rows; m++) round_row(prologue(a, m, scratch + m * k), x + m, a->rows, groups);
+    for (int64_t m = 0; m < a->rows; m++) round_row(prologue(a, m, scratch), x + m, a->rows, groups);
     if (a->kind == INT4) {
 #pragma omp for schedule(static)
       for (int64_t b = 0; b < blocks; b++) grouped_block4(a, x, b);

@@ -16,7 +16,7 @@ typedef struct {
   double eps;
 } linear_args;
 
-/* Run by every thread of a parallel region that is open, with memory of `linear_memory` bytes that they share. When it
+/* Run by every thread of a parallel region that is open, of at most `threads`, with memory of `linear_memory` bytes that they share. When it
  * returns, y is whole. */
 void linear_run(const linear_args *a, void *memory);
 size_t linear_memory(const linear_args *a);
