@@ -14,12 +14,15 @@ from torch import Tensor
 from lmstate.ops import dispatch
 from lmstate.ops.causal_conv import causal_conv
 from lmstate.ops.cpu.recurrent import RUN, Recurrent
+from lmstate.ops.cpu.recurrent_mixers import Mixers
+from lmstate.ops.delta_mixer import delta_mixer
 from lmstate.ops.gated_delta_rule import gated_delta_rule
 from lmstate.ops.gated_norm import Gate, gated_norm, gated_norm_reference
 from lmstate.ops.lightning import lightning
 from lmstate.ops.norm import Norm
 from lmstate.ops.selective_scan import selective_scan
 from lmstate.ops.ssd import ssd
+from lmstate.ops.ssd_mixer import ssd_mixer
 
 REFERENCE = dispatch.Choice("reference", "asked by the test", None, exact=True)
 
@@ -100,6 +103,45 @@ def scan(channels: int, states: int, skip: bool) -> Case:
     return Case(((channels,), (channels,), (states,), (states,)), ((channels, states),), run)
 
 
+def whole_delta(key_heads: int, heads: int, key_dim: int, value_dim: int, channels: bool) -> Case:
+    generator = torch.Generator().manual_seed(0)
+    keys, values, decays = key_heads * key_dim, heads * value_dim, heads * (key_dim if channels else 1)
+    conv = torch.randn(2 * keys + values, 4, generator=generator)
+    dt_bias, norm = torch.randn(decays, generator=generator), Norm(torch.rand(value_dim, generator=generator), 1e-5)
+    A = -torch.linspace(0.1, 3.0, heads)
+
+    def run(inputs: Inputs, carry: Carry, counts: Tensor) -> tuple[Tensor, Carry]:
+        tail, state = carry
+        return delta_mixer(
+            *inputs, (tail, state), counts, conv=conv, A=A, dt_bias=dt_bias, norm=norm, key_heads=key_heads,
+            key_dim=key_dim, gate_act="sigmoid" if channels else "silu", beta_scale=2.0 if channels else 1.0,
+        )  # fmt: skip
+
+    features = 2 * keys + values
+    return Case(
+        ((features + heads + decays,), (values,)), ((3, features), (heads, key_dim, value_dim)), run
+    )  # fmt: skip
+
+
+def whole_ssd(heads: int, head_dim: int, groups: int, states: int, extras: bool) -> Case:
+    generator = torch.Generator().manual_seed(0)
+    inner, features = heads * head_dim, heads * head_dim + 2 * groups * states
+    conv, some = torch.randn(features, 3, generator=generator), torch.randn(heads, generator=generator)
+    norm = Norm(torch.rand(inner, generator=generator), 1e-5)
+
+    def run(inputs: Inputs, carry: Carry, counts: Tensor) -> tuple[Tensor, Carry]:
+        tail, state = carry
+        y, new = ssd_mixer(
+            *inputs, (tail, state), counts, conv=conv, conv_bias=conv[:, 0].contiguous() if extras else None,
+            A=-torch.linspace(0.1, 3.0, heads), D=some if extras else None, dt_bias=some if extras else None,
+            head_dim=head_dim, groups=groups, dt_limits=(0.05, 1.5) if extras else (0.0, float("inf")),
+            norm=norm if extras else None, norm_groups=groups,
+        )  # fmt: skip
+        return (y if extras else y / states), new
+
+    return Case(((features + heads,), (inner,)), ((2, features), (heads, head_dim, states)), run)
+
+
 CASES = {
     "conv of 4": conv(1100, 4, bias=True, silu=True),
     "conv of 2": conv(9, 2, bias=False, silu=False),
@@ -114,6 +156,11 @@ CASES = {
     "ssd of odd sizes": state_space(6, 7, 3, 19, extras=False),
     "scan": scan(70, 16, skip=True),
     "scan of odd sizes": scan(13, 5, skip=False),
+    "a mixer of deltas": whole_delta(2, 4, 128, 128, channels=False),
+    "a mixer of deltas with a decay a channel": whole_delta(2, 2, 20, 64, channels=True),
+    "a mixer of deltas of odd sizes": whole_delta(3, 3, 13, 37, channels=False),
+    "a state space mixer": whole_ssd(8, 64, 2, 128, extras=True),
+    "a state space mixer of odd sizes": whole_ssd(6, 7, 3, 19, extras=False),
 }
 EACH = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 WIDTHS = (1, 2, 5, RUN, RUN + 1, 2 * RUN + 7)
@@ -169,15 +216,14 @@ def test_inputs_that_are_parts_of_one_projection_need_no_copy(variant: str, case
 
 def test_the_native_bodies_run(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
-    for name in ("conv", "delta", "ssd", "scan"):
-        body = getattr(Recurrent, name)
-        monkeypatch.setattr(
-            Recurrent, name, lambda *a, body=body, name=name, **b: (called.append(name), body(*a, **b))[1]
-        )
+    bodies = ((Recurrent, "conv"), (Recurrent, "delta"), (Recurrent, "ssd"), (Recurrent, "scan"))
+    for kind, name in (*bodies, (Mixers, "delta"), (Mixers, "ssd")):
+        body, told = getattr(kind, name), f"{kind.__name__}.{name}"
+        monkeypatch.setattr(kind, name, lambda *a, body=body, told=told, **b: (called.append(told), body(*a, **b))[1])
     for case in CASES.values():
         inputs, carry = case.draw(2, 3)
         case.run(inputs, carry, properties.full(inputs))
-    assert len(called) == len(CASES) and set(called) == {"conv", "delta", "ssd", "scan"}
+    assert len(called) == len(CASES) and len(set(called)) == 6
 
 
 def test_gradients_go_through_the_references(variant: str) -> None:

@@ -1,7 +1,9 @@
 """The state of a recurrent layer: the carry of a fold, and what it takes to go back.
 
-A fold is `(inputs [R, T, F], carry, counts [R]) -> (outputs [R, T, G], carry)`: it is given what the layer projected
-and nothing that it derived from that, so that a log of inputs replays exactly. It writes into none of its arguments.
+A fold is `(inputs [R, T, F], carry, counts [R], beside) -> (outputs [R, T, G], carry)`: it is given what the layer
+projected and nothing that it derived from that, so that a log of inputs replays exactly. `beside [R, T, B]` is what the
+outputs need and the carry does not (a gate, say); where only the carry is wanted, it is None. A fold writes into none
+of its arguments.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from lmstate.state.layer import Install, LayerState, Layout
 from lmstate.state.step import DeviceStep, Step
 
 Carry = tuple[Tensor, ...]
-Fold = Callable[[Tensor, Carry, Tensor], tuple[Tensor, Carry]]
+Fold = Callable[[Tensor, Carry, Tensor, Tensor | None], tuple[Tensor, Carry]]
 
 
 @dataclass
@@ -75,10 +77,10 @@ class FoldState(LayerState):
         self.discard()
         self._step = step
 
-    def advance(self, inputs: Tensor, step: Step) -> Tensor:
+    def advance(self, inputs: Tensor, step: Step, beside: Tensor | None = None) -> Tensor:
         """Fold a step's inputs `[R, T, F]` -> `[R, T, G]`, from where the part before it ended."""
         if isinstance(step, DeviceStep):
-            outputs, carry = self.fold(inputs, self.carry, step.counts_t)
+            outputs, carry = self.fold(inputs, self.carry, step.counts_t, beside)
             self._fill(self.second, carry)
             self.taken[:, : step.width].copy_(inputs)
             return outputs
@@ -88,7 +90,7 @@ class FoldState(LayerState):
         if step.tentative or any(logged):
             self._inputs.append((step, inputs))
         carry = self.carry if self._next is None else self._next
-        outputs, self._next, passed = self._run(inputs, carry, step, ends)
+        outputs, self._next, passed = self._run(inputs, carry, step, ends, beside)
         self._passed += passed
         return outputs
 
@@ -156,7 +158,8 @@ class FoldState(LayerState):
         if to > base:
             slots = torch.arange(base, to, device=self.log.device) % self.log.shape[1]
             counts = torch.tensor([to - base], device=self.log.device)
-            _, carry = self.fold(self.log[row : row + 1, slots], carry, counts)
+            _, carry = self.fold(self.log[row : row + 1, slots], carry, counts, None)
+        self._unshare()
 
         def install() -> None:
             self._put(row, carry)
@@ -206,6 +209,7 @@ class FoldState(LayerState):
                     f"this layer holds {list(own.shape[1:])}"
                 )
         carry: Carry = tuple(tensors[name][None].to(own) for name, own in zip(self.names, self.carry))
+        self._unshare()
 
         def install() -> None:
             self._put(row, carry)
@@ -226,18 +230,21 @@ class FoldState(LayerState):
 
     # ---- the parts of it
 
-    def _run(self, inputs: Tensor, carry: Carry, step: Step, ends: Sequence[int]) -> tuple[Tensor, Carry, list[Anchor]]:
+    def _run(
+        self, inputs: Tensor, carry: Carry, step: Step, ends: Sequence[int], beside: Tensor | None = None
+    ) -> tuple[Tensor, Carry, list[Anchor]]:
         """Fold a step, stopping for the carry at the last two multiples of `period` before each row's end."""
         cuts = step.memo(("cuts", self.period, tuple(ends)), lambda: _cuts(step, ends, self.period))
         if not cuts:
-            outputs, carry = self.fold(inputs, carry, step.counts_t)
+            outputs, carry = self.fold(inputs, carry, step.counts_t, beside)
             return outputs, carry, []
         done, pieces, passed = [0] * step.rows, [], []
         for stops, positions in [*cuts, (list(step.counts), None)]:
             counts = [stop - begin for stop, begin in zip(stops, done)]
             if any(counts):
                 piece = _rows_between(inputs, done, stops)
-                folded, carry = self.fold(piece, carry, torch.tensor(counts, device=inputs.device))
+                gate = None if beside is None else _rows_between(beside, done, stops)
+                folded, carry = self.fold(piece, carry, torch.tensor(counts, device=inputs.device), gate)
                 pieces.append((folded, counts))
             if positions is not None:
                 passed.append(Anchor(positions, carry))
@@ -289,13 +296,24 @@ class FoldState(LayerState):
         return index[0], index[1]
 
     def _keep(self, anchor: Anchor, lengths: Sequence[int]) -> None:
-        """Copy an anchor's rows into the slot that its position falls in, for rows that reached it."""
-        for row, at in enumerate(anchor.positions):
-            if at is not None and at <= lengths[row]:
-                slot = self.anchors[at // self.period % 2]
-                slot.positions[row] = at
+        """Put an anchor's rows into the slot that its position falls in, for rows that reached it."""
+        reached = [at if at is not None and at <= length else None for at, length in zip(anchor.positions, lengths)]
+        for index, slot in enumerate(self.anchors):
+            rows = [row for row, at in enumerate(reached) if at is not None and at // self.period % 2 == index]
+            for row in rows:
+                slot.positions[row] = reached[row]
+            if len(rows) == len(reached) and not self.layout.static:
+                slot.carry = anchor.carry  # folds never write into it, so that it may be the layer's own
+                continue
+            for row in rows:
                 for own, part in zip(slot.carry, anchor.carry):
                     own[row] = part[row]
+
+    def _unshare(self) -> None:
+        """Give anchors that hold the layer's own carry a copy: `_put` is about to write into it."""
+        for anchor in self.anchors:
+            if anchor.carry[0] is self.carry[0]:
+                anchor.carry = tuple(part.clone() for part in self.carry)
 
     def _hold(self, carry: Carry) -> None:
         if self.layout.static:

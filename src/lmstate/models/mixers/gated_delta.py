@@ -7,13 +7,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lmstate import ops
 from lmstate.ops import Norm, Weight
-from lmstate.ops.causal_conv import causal_conv, taps_apart
-from lmstate.ops.gated_delta_rule import gated_delta_rule
-from lmstate.ops.gated_norm import gated_norm
+from lmstate.ops.causal_conv import taps_apart
+from lmstate.ops.delta_mixer import delta_mixer
 from lmstate.state import FoldState, LayerState, Layout, Step
 from lmstate.state.fold import Carry
 
@@ -82,30 +80,23 @@ class GatedDelta:
             layout, self.fold, shapes, width + self.heads + len(self.dt_bias), names=["conv", "recurrent"]
         )  # fmt: skip
 
-    def fold(self, inputs: Tensor, carry: Carry, counts: Tensor) -> tuple[Tensor, Carry]:
-        """q, k, v | beta | decay `[R, T, F]` -> `[R, T, H * Dv]`."""
+    def fold(self, inputs: Tensor, carry: Carry, counts: Tensor, beside: Tensor | None) -> tuple[Tensor, Carry]:
+        """q, k, v | beta | decay `[R, T, F]`, beside them z -> `[R, T, H * Dv]`."""
         tail, state = carry
-        width, heads, decays = self.conv.shape[0], self.heads, self.dt_bias.shape[0]
-        mixed, beta, decay = inputs.split([width, heads, decays], dim=-1)
-        mixed, tail = causal_conv(mixed, tail, self.conv, None, counts, "silu")
-        q, k, v = mixed.split(self.widths, dim=-1)
-        rate = F.softplus(decay + self.dt_bias)
-        if decays > heads:
-            g = self.A[:, None] * rate.unflatten(-1, (heads, -1))  # [R, T, H, D]
-        else:
-            g = self.A * rate  # [R, T, H]
-        y, state = gated_delta_rule(
-            q.unflatten(-1, (self.key_heads, -1)),
-            k.unflatten(-1, (self.key_heads, -1)),
-            v.unflatten(-1, (heads, -1)),
-            g,
-            beta.sigmoid() if self.beta_scale == 1.0 else beta.sigmoid() * self.beta_scale,
-            state,
+        return delta_mixer(
+            inputs,
+            beside,
+            (tail, state),
             counts,
-            scale=self.key_dim**-0.5,
-            normalize=True,
+            conv=self.conv,
+            A=self.A,
+            dt_bias=self.dt_bias,
+            norm=self.norm,
+            key_heads=self.key_heads,
+            key_dim=self.key_dim,
+            gate_act=self.gate_act,
+            beta_scale=self.beta_scale,
         )
-        return y.flatten(-2), (tail, state)
 
     def __call__(
         self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Tensor | None = None
@@ -114,8 +105,7 @@ class GatedDelta:
         if norm is not None:
             x = ops.norm(x, norm)
         qkv, z, gates = self._projected(x)
-        y = memory.advance(torch.cat([qkv, gates], dim=-1), step)
-        y = gated_norm(y, z, self.norm, act=self.gate_act, groups=self.heads, gate_last=True)
+        y = memory.advance(torch.cat([qkv, gates], dim=-1), step, beside=z)
         return ops.linear(y, self.out, residual=residual)
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

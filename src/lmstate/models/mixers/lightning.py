@@ -40,7 +40,7 @@ class Lightning:
         shape = (len(self.slope), self.head_dim, self.head_dim)
         return FoldState(layout, self.fold, [shape], 3 * self.width, names=["recurrent"])
 
-    def fold(self, inputs: Tensor, carry: Carry, counts: Tensor) -> tuple[Tensor, Carry]:
+    def fold(self, inputs: Tensor, carry: Carry, counts: Tensor, beside: Tensor | None) -> tuple[Tensor, Carry]:
         """q, k, v of each head, before their activation `[R, T, 3 * H * D]` -> `[R, T, H * D]`."""
         qkv = ops.activation(self.act)(inputs).unflatten(-1, (len(self.slope), 3, self.head_dim))
         q, k, v = qkv.unbind(-2)  # [R, T, H, D]

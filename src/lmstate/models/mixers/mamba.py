@@ -50,7 +50,7 @@ class Mamba:
         inner, kernel = self.conv.shape
         return FoldState(layout, self.fold, [(kernel - 1, inner), tuple(self.A.shape)], inner, names=["conv", "ssm"])
 
-    def fold(self, inputs: Tensor, carry: Carry, counts: Tensor) -> tuple[Tensor, Carry]:
+    def fold(self, inputs: Tensor, carry: Carry, counts: Tensor, beside: Tensor | None) -> tuple[Tensor, Carry]:
         """x `[R, T, I]` -> y `[R, T, I]`."""
         tail, state = carry
         x, tail = causal_conv(inputs, tail, self.conv, self.conv_bias, counts, "silu")

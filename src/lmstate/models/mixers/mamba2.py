@@ -5,28 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from lmstate import ops
 from lmstate.ops import Norm, Weight
-from lmstate.ops.causal_conv import causal_conv, taps_apart
-from lmstate.ops.gated_norm import gated_norm
-from lmstate.ops.ssd import ssd
+from lmstate.ops.causal_conv import taps_apart
+from lmstate.ops.ssd_mixer import ssd_mixer
 from lmstate.state import FoldState, LayerState, Layout, Step
 from lmstate.state.fold import Carry
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class GatedNorm:
     """An RMS norm of `y * silu(gate)`, over each of `groups` parts alone; `gate_last`: of y, then comes the gate."""
 
     norm: Norm
     groups: int = 1
     gate_last: bool = False
-
-    def __call__(self, y: Tensor, gate: Tensor) -> Tensor:
-        """y, gate float32 `[..., I]` -> `[..., I]`."""
-        return gated_norm(y, gate, self.norm, groups=self.groups, gate_last=self.gate_last)
 
 
 @dataclass(eq=False)
@@ -70,25 +64,27 @@ class Mamba2:
         shapes = [(kernel - 1, width), (len(self.A), self.head_dim, self.state_size)]
         return FoldState(layout, self.fold, shapes, width + len(self.A), names=["conv", "ssm"])
 
-    def fold(self, inputs: Tensor, carry: Carry, counts: Tensor) -> tuple[Tensor, Carry]:
-        """x, B, C | dt `[R, T, (I + 2 * G * N) + H]` -> y `[R, T, I]`."""
+    def fold(self, inputs: Tensor, carry: Carry, counts: Tensor, beside: Tensor | None) -> tuple[Tensor, Carry]:
+        """x, B, C | dt `[R, T, (I + 2 * G * N) + H]`, beside them the gate -> `[R, T, I]`."""
         tail, state = carry
-        width = self.conv.shape[0]
-        mixed, tail = causal_conv(inputs[..., :width], tail, self.conv, self.conv_bias, counts, "silu")
-        x, B, C = mixed.split([self.inner, *[self.groups * self.state_size] * 2], dim=-1)
-        y, state = ssd(
-            x.unflatten(-1, (-1, self.head_dim)),  # [R, T, H, P]
-            inputs[..., width:],
-            self.A,
-            B.unflatten(-1, (self.groups, -1)),  # [R, T, G, N]
-            C.unflatten(-1, (self.groups, -1)),
-            self.D,
-            state,
+        gated = self.norm
+        return ssd_mixer(
+            inputs,
+            beside,
+            (tail, state),
             counts,
+            conv=self.conv,
+            conv_bias=self.conv_bias,
+            A=self.A,
+            D=self.D,
             dt_bias=self.dt_bias,
+            head_dim=self.head_dim,
+            groups=self.groups,
             dt_limits=self.dt_limits,
+            norm=None if gated is None else gated.norm,
+            norm_groups=1 if gated is None else gated.groups,
+            gate_last=gated is not None and gated.gate_last,
         )
-        return y.flatten(-2), (tail, state)
 
     def __call__(
         self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Tensor | None = None
@@ -99,7 +95,5 @@ class Mamba2:
         else:
             projected = ops.linear(x, self.project, norm=norm) * self.scale
             projected = projected if self.bias is None else projected + self.bias
-        gate = projected[..., : self.inner]
-        y = memory.advance(projected[..., self.inner :], step)
-        y = y * F.silu(gate) if self.norm is None else self.norm(y, gate)
+        y = memory.advance(projected[..., self.inner :], step, beside=projected[..., : self.inner])
         return ops.linear(y, self.out, self.out_bias, residual=residual)

@@ -46,7 +46,7 @@ class RecurrentBlock:
         shapes = [(kernel - 1, width), (width,), ()]
         return FoldState(layout, self.fold, shapes, width, names=["conv", "recurrent", "seen"])
 
-    def fold(self, inputs: Tensor, carry: Carry, counts: Tensor) -> tuple[Tensor, Carry]:
+    def fold(self, inputs: Tensor, carry: Carry, counts: Tensor, beside: Tensor | None) -> tuple[Tensor, Carry]:
         """x `[R, T, F]` -> the states of the recurrence `[R, T, F]`."""
         tail, h, seen = carry
         x, tail = causal_conv(inputs, tail, self.conv, self.conv_bias, counts)

@@ -38,7 +38,7 @@ class ShortConv:
         width, kernel = self.conv.shape
         return FoldState(layout, self.fold, [(kernel - 1, width)], width, names=["conv"])
 
-    def fold(self, inputs: Tensor, carry: Carry, counts: Tensor) -> tuple[Tensor, Carry]:
+    def fold(self, inputs: Tensor, carry: Carry, counts: Tensor, beside: Tensor | None) -> tuple[Tensor, Carry]:
         """b * x `[R, T, E]` -> its convolution `[R, T, E]`."""
         y, tail = causal_conv(inputs, carry[0], self.conv, self.conv_bias, counts)
         return y, (tail,)

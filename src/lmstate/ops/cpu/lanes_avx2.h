@@ -8,6 +8,7 @@ INLINE vf vf_zero(void) { return _mm256_setzero_ps(); }
 INLINE vf vf_set1(float x) { return _mm256_set1_ps(x); }
 INLINE vf vf_load(const float *p) { return _mm256_loadu_ps(p); }
 INLINE void vf_store(float *p, vf x) { _mm256_storeu_ps(p, x); }
+INLINE void vf_stream(float *p, vf x) { _mm256_stream_ps(p, x); } /* past the caches; p is aligned */
 INLINE vf vf_load_bf16(const uint16_t *p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
 }

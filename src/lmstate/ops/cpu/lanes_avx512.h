@@ -8,6 +8,7 @@ INLINE vf vf_zero(void) { return _mm512_setzero_ps(); }
 INLINE vf vf_set1(float x) { return _mm512_set1_ps(x); }
 INLINE vf vf_load(const float *p) { return _mm512_loadu_ps(p); }
 INLINE void vf_store(float *p, vf x) { _mm512_storeu_ps(p, x); }
+INLINE void vf_stream(float *p, vf x) { _mm512_stream_ps(p, x); } /* past the caches; p is aligned */
 INLINE vf vf_load_bf16(const uint16_t *p) {
   __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
   return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));

@@ -7,6 +7,7 @@ INLINE vf vf_set1(float x) { vf r = {x, x, x, x}; return r; }
 INLINE vf vf_zero(void) { return vf_set1(0); }
 INLINE vf vf_load(const float *p) { vf r; memcpy(&r, p, 16); return r; }
 INLINE void vf_store(float *p, vf x) { memcpy(p, &x, 16); }
+INLINE void vf_stream(float *p, vf x) { vf_store(p, x); }
 INLINE vf vf_load_bf16(const uint16_t *p) {
   vf r = {bf16_to_float(p[0]), bf16_to_float(p[1]), bf16_to_float(p[2]), bf16_to_float(p[3])};
   return r;

@@ -20,10 +20,10 @@ from lmstate.ops.cpu.library import Library
 from lmstate.ops.norm import Norm
 
 _CONV = Struct("7P9q")
-_DELTA = Struct("9P25qd")
+_DELTA = Struct("9P25qd2PdP")
 _SSD = Struct("11P20q2d")
 _SCAN = Struct("10P14q")
-_GATED_NORM = Struct("4P10qd")
+_GATED_NORM = Struct("5P10qd")
 
 RUN = 32
 """Tokens that the bodies take at a time."""
@@ -40,11 +40,11 @@ class Recurrent:
 
     def __init__(self, library: ctypes.CDLL, longest: int) -> None:
         self.longest = longest
-        self._conv = _function(library, "lmstate_conv")
-        self._delta = _function(library, "lmstate_delta")
-        self._ssd = _function(library, "lmstate_ssd")
-        self._scan = _function(library, "lmstate_scan")
-        self._gated_norm = _function(library, "lmstate_gated_norm")
+        self._conv = function(library, "lmstate_conv")
+        self._delta = function(library, "lmstate_delta")
+        self._ssd = function(library, "lmstate_ssd")
+        self._scan = function(library, "lmstate_scan")
+        self._gated_norm = function(library, "lmstate_gated_norm")
 
     def conv(
         self, x: Tensor, tail: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor, silu: bool
@@ -53,13 +53,13 @@ class Recurrent:
         rows, tokens, width = x.shape
         kernel = weight.shape[1]
         x, tail, taps = _dense(x), tail.contiguous(), weight.t().contiguous()
-        _expect(tail, "the tail", (rows, kernel - 1, width))
-        _expect(taps, "the taps", (kernel, width))
+        expect(tail, "the tail", (rows, kernel - 1, width))
+        expect(taps, "the taps", (kernel, width))
         y, new = _empty(rows, tokens, width), _empty(*tail.shape)
         arguments = _CONV.pack(
-            x.data_ptr(), tail.data_ptr(), taps.data_ptr(), _optional(bias, "the bias", width),
-            _counts(counts, rows).data_ptr(), y.data_ptr(), new.data_ptr(),
-            rows, tokens, width, kernel, silu, _threads(kernel * y.numel()), *x.stride()[:2], tail.stride(0),
+            x.data_ptr(), tail.data_ptr(), taps.data_ptr(), optional(bias, "the bias", width),
+            counted(counts, rows).data_ptr(), y.data_ptr(), new.data_ptr(),
+            rows, tokens, width, kernel, silu, threads_for(kernel * y.numel()), *x.stride()[:2], tail.stride(0),
         )  # fmt: skip
         self._conv(arguments)
         return y, new
@@ -84,17 +84,18 @@ class Recurrent:
         g = _dense(g) if by_channel else g
         if q.shape != k.shape or v.shape[:2] != (rows, tokens) or heads % key_heads:
             raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit together")
-        _expect(g, "the log decay", (rows, tokens, heads, key_dim) if by_channel else (rows, tokens, heads))
-        _expect(carry, "the carry", (rows, heads, key_dim, value_dim))
+        expect(g, "the log decay", (rows, tokens, heads, key_dim) if by_channel else (rows, tokens, heads))
+        expect(carry, "the carry", (rows, heads, key_dim, value_dim))
         if beta is not None:
-            _expect(beta, "beta", (rows, tokens, heads))
+            expect(beta, "beta", (rows, tokens, heads))
         y, new = _empty(rows, tokens, heads, value_dim), _empty(*carry.shape)
         arguments = _DELTA.pack(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), 0 if beta is None else beta.data_ptr(),
-            carry.data_ptr(), _counts(counts, rows).data_ptr(), y.data_ptr(), new.data_ptr(),
-            rows, tokens, key_heads, heads, key_dim, value_dim, by_channel, normalize, _threads(tokens * new.numel()),
+            carry.data_ptr(), counted(counts, rows).data_ptr(), y.data_ptr(), new.data_ptr(),
+            rows, tokens, key_heads, heads, key_dim, value_dim, by_channel, normalize,
+            threads_for(tokens * new.numel()),
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3],
-            *((0, 0, 0) if beta is None else beta.stride()), carry.stride(0), scale,
+            *((0, 0, 0) if beta is None else beta.stride()), carry.stride(0), scale, 0, 0, 1.0, 0,
         )  # fmt: skip
         if self._delta(arguments):
             raise MemoryError(f"no memory for the delta rule's runs of heads of {key_dim}")
@@ -119,15 +120,15 @@ class Recurrent:
         x, B, C, A, carry = _dense(x), _dense(B), _dense(C), A.contiguous(), carry.contiguous()
         if B.shape != C.shape or B.shape[:2] != (rows, tokens) or heads % groups:
             raise ValueError(f"x {list(x.shape)}, B {list(B.shape)} and C {list(C.shape)} do not fit together")
-        _expect(dt, "dt", (rows, tokens, heads))
-        _expect(A, "A", (heads,))
-        _expect(carry, "the carry", (rows, heads, head_dim, states))
+        expect(dt, "dt", (rows, tokens, heads))
+        expect(A, "A", (heads,))
+        expect(carry, "the carry", (rows, heads, head_dim, states))
         y, new = _empty(rows, tokens, heads, head_dim), _empty(*carry.shape)
         arguments = _SSD.pack(
-            x.data_ptr(), dt.data_ptr(), A.data_ptr(), B.data_ptr(), C.data_ptr(), _optional(D, "D", heads),
-            _optional(dt_bias, "dt's bias", heads), carry.data_ptr(), _counts(counts, rows).data_ptr(),
+            x.data_ptr(), dt.data_ptr(), A.data_ptr(), B.data_ptr(), C.data_ptr(), optional(D, "D", heads),
+            optional(dt_bias, "dt's bias", heads), carry.data_ptr(), counted(counts, rows).data_ptr(),
             y.data_ptr(), new.data_ptr(),
-            rows, tokens, heads, head_dim, groups, states, _threads(tokens * new.numel()),
+            rows, tokens, heads, head_dim, groups, states, threads_for(tokens * new.numel()),
             *x.stride()[:3], *dt.stride(), *B.stride()[:3], *C.stride()[:3], carry.stride(0), *dt_limits,
         )  # fmt: skip
         self._ssd(arguments)
@@ -140,16 +141,16 @@ class Recurrent:
         rows, tokens, channels = x.shape
         states = B.shape[2]
         x, dt, B, C, A, carry = _dense(x), _dense(dt), _dense(B), _dense(C), A.contiguous(), carry.contiguous()
-        _expect(dt, "dt", (rows, tokens, channels))
-        _expect(B, "B", (rows, tokens, states))
-        _expect(C, "C", (rows, tokens, states))
-        _expect(A, "A", (channels, states))
-        _expect(carry, "the carry", (rows, channels, states))
+        expect(dt, "dt", (rows, tokens, channels))
+        expect(B, "B", (rows, tokens, states))
+        expect(C, "C", (rows, tokens, states))
+        expect(A, "A", (channels, states))
+        expect(carry, "the carry", (rows, channels, states))
         y, new = _empty(rows, tokens, channels), _empty(*carry.shape)
         arguments = _SCAN.pack(
-            x.data_ptr(), dt.data_ptr(), A.data_ptr(), B.data_ptr(), C.data_ptr(), _optional(D, "D", channels),
-            carry.data_ptr(), _counts(counts, rows).data_ptr(), y.data_ptr(), new.data_ptr(),
-            rows, tokens, channels, states, _threads(8 * tokens * new.numel()),
+            x.data_ptr(), dt.data_ptr(), A.data_ptr(), B.data_ptr(), C.data_ptr(), optional(D, "D", channels),
+            carry.data_ptr(), counted(counts, rows).data_ptr(), y.data_ptr(), new.data_ptr(),
+            rows, tokens, channels, states, threads_for(8 * tokens * new.numel()),
             *x.stride()[:2], *dt.stride()[:2], *B.stride()[:2], *C.stride()[:2], carry.stride(0),
         )  # fmt: skip
         self._scan(arguments)
@@ -161,11 +162,11 @@ class Recurrent:
         y, gate, weights = y.contiguous(), _dense(gate), norm.weight.shape[0]
         if width % groups or weights not in (width, width // groups):
             raise ValueError(f"{groups} groups of {width} features cannot have {weights} weights")
-        _expect(gate, "the gate", (rows, tokens, width))
+        expect(gate, "the gate", (rows, tokens, width))
         out = _empty(rows, tokens, width)
         arguments = _GATED_NORM.pack(
-            y.data_ptr(), gate.data_ptr(), _optional(norm.weight, "the norm's weight", weights), out.data_ptr(),
-            rows, tokens, groups, width // groups, weights, silu, gate_last, _threads(4 * out.numel()),
+            y.data_ptr(), gate.data_ptr(), optional(norm.weight, "the norm's weight", weights), out.data_ptr(), 0,
+            rows, tokens, groups, width // groups, weights, silu, gate_last, threads_for(4 * out.numel()),
             *gate.stride()[:2], norm.eps,
         )  # fmt: skip
         self._gated_norm(arguments)
@@ -184,7 +185,7 @@ def _opened(variant: str) -> Recurrent:
     return Recurrent(ctypes.CDLL(str(cpu.path_of(variant))), RUN if variant == "portable" else sys.maxsize)
 
 
-def _function(library: ctypes.CDLL, name: str) -> Callable[[bytes], int]:
+def function(library: ctypes.CDLL, name: str) -> Callable[[bytes], int]:
     found = library[name]
     found.argtypes, found.restype = [ctypes.c_char_p], ctypes.c_int64
     return found
@@ -199,7 +200,7 @@ def all_float32(*tensors: Tensor | None) -> bool:
     return True
 
 
-def _threads(work: int) -> int:
+def threads_for(work: int) -> int:
     return torch.get_num_threads() if work > _FEW else 1
 
 
@@ -211,21 +212,21 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _expect(x: Tensor, name: str, shape: Sequence[int]) -> None:
+def expect(x: Tensor, name: str, shape: Sequence[int]) -> None:
     if x.shape != tuple(shape):
         raise ValueError(f"{name} must be {list(shape)}; this is {list(x.shape)}")
 
 
-def _optional(x: Tensor | None, name: str, width: int) -> int:
+def optional(x: Tensor | None, name: str, width: int) -> int:
     if x is None:
         return 0
-    _expect(x, name, (width,))
+    expect(x, name, (width,))
     if x.stride(0) != 1 and width > 1:
         raise ValueError(f"{name} must be contiguous; its stride is {x.stride(0)}")
     return x.data_ptr()
 
 
-def _counts(counts: Tensor, rows: int) -> Tensor:
+def counted(counts: Tensor, rows: int) -> Tensor:
     if counts.shape != (rows,) or counts.dtype != torch.int64 or not counts.is_cpu or not counts.is_contiguous():
         raise ValueError(
             f"counts must be contiguous int64 [{rows}] on the processor, not {counts.dtype} {counts.shape}"

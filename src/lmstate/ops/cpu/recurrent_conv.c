@@ -1,17 +1,6 @@
 /* The short depthwise causal convolution: y[t] = act(bias + sum over c of taps[c] x[t - (C - 1) + c]). */
 #include "recurrent.h"
 
-typedef struct {
-  const float *x;        /* [R, T, F] by its strides */
-  const float *tail;     /* [R, C - 1, F] by its row stride: the inputs before them */
-  const float *taps;     /* [C, F] */
-  const float *bias;     /* [F] or null */
-  const int64_t *counts; /* [R] */
-  float *y, *next;       /* [R, T, F] and the new tail, contiguous */
-  int64_t rows, tokens, width, kernel, silu, threads;
-  int64_t x_row, x_token, tail_row;
-} conv_args;
-
 enum { FEATURES = 512 }; /* that a thread takes at a time: their taps and inputs stay in the first cache */
 
 /* Input number i of a row, counted from the start of its tail. */
@@ -60,11 +49,16 @@ static void convolve(const conv_args *a, int64_t row, int64_t first, int64_t las
     memcpy(a->next + (row * before + i) * a->width + first, input(a, row, count + i) + first, bytes);
 }
 
-void lmstate_conv(const conv_args *a) {
+void conv_run(const conv_args *a) {
   const int64_t blocks = (a->width + FEATURES - 1) / FEATURES;
-#pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1)
+#pragma omp for schedule(static)
   for (int64_t i = 0; i < a->rows * blocks; i++) {
     const int64_t first = i % blocks * FEATURES;
     convolve(a, i / blocks, first, at_most(first + FEATURES, a->width));
   }
+}
+
+void lmstate_conv(const conv_args *a) {
+#pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
+  conv_run(a);
 }

@@ -7,20 +7,6 @@
  * and reads for token t + 1; so a single token reads the old carry once and writes the new one once. */
 #include "recurrent.h"
 
-typedef struct {
-  const float *q, *k;     /* [R, T, Hk, Dk] by their strides, their last axis dense as in all of these */
-  const float *v;         /* [R, T, H, Dv] */
-  const float *g;         /* [R, T, H] or [R, T, H, Dk], log decay */
-  const float *beta;      /* [R, T, H], or null: nothing is corrected */
-  const float *carry;     /* [R, H, Dk, Dv] by its row stride */
-  const int64_t *counts;  /* [R] */
-  float *y, *next;        /* [R, T, H, Dv] and the new carry, contiguous */
-  int64_t rows, tokens, key_heads, heads, key_dim, value_dim, by_channel, normalize, threads;
-  int64_t q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head;
-  int64_t g_row, g_token, g_head, beta_row, beta_token, beta_head, carry_row;
-  double scale;
-} delta_args;
-
 enum { VECTORS = VL == 16 ? 2 : 4, COLUMNS = VECTORS * VL };
 
 /* One thread's memory: of RUN tokens k, q (scaled), decays, k^T q and beta; and a block of columns. */
@@ -53,10 +39,15 @@ static void prepare(const delta_args *a, const scratch *s, int64_t r, int64_t h,
     scaled(a->q + r * a->q_row + t * a->q_token + key_head * a->q_head, q, dim, (float)a->scale, a->normalize);
     s->hits[i] = dot(q, k, dim);
     s->beta[i] = a->beta ? a->beta[r * a->beta_row + t * a->beta_token + h * a->beta_head] : 1.0f;
+    if (a->A) s->beta[i] = (float)a->beta_scale / (1.0f + expf(-s->beta[i]));
     const float *g = a->g + r * a->g_row + t * a->g_token + h * a->g_head;
-    if (!a->by_channel) s->decay[i * dim] = expf(g[0]);
+    if (!a->by_channel) s->decay[i * dim] = expf(a->A ? a->A[h] * softplus(g[0] + a->bias[h]) : g[0]);
     else
-      for (int64_t d = 0; d < dim; d += VL) store_some(s->decay + i * dim + d, vf_exp(load_some(g + d, dim - d)), dim - d);
+      for (int64_t d = 0; d < dim; d += VL) {
+        vf x = load_some(g + d, dim - d);
+        if (a->A) x = vf_mul(vf_set1(a->A[h]), vf_softplus(vf_add(x, load_some(a->bias + h * dim + d, dim - d))));
+        store_some(s->decay + i * dim + d, vf_exp(x), dim - d);
+      }
   }
 }
 
@@ -136,6 +127,60 @@ static void run_plain(const delta_args *a, const scratch *s, int64_t r, int64_t 
   run_columns(a, s, r, h, first, n, from, to, 0);
 }
 
+/* A single token of `wide` whole vectors of columns at a time: two passes over the carry, the second from the cache, and
+ * no block between them. The arithmetic is that of the sweeps. */
+INLINE void one_token(const delta_args *a, const scratch *s, int64_t r, int64_t h, int64_t wide, const float *from,
+                      float *to, int flags) {
+  const int64_t dim = a->key_dim, stride = a->value_dim;
+  const int past = bypasses(to, stride, a->heads * dim * stride);
+  const float *v = a->v + r * a->v_row + h * a->v_head;
+  float *y = a->y + (r * a->tokens * a->heads + h) * a->value_dim;
+  for (int64_t c = 0; c < stride; c += wide * VL) {
+    vf by_k[8], by_q[8], u[8];
+    UNROLL for (int j = 0; j < wide; j++) by_k[j] = by_q[j] = vf_zero();
+    for (int64_t d = 0; d < dim; d++) {
+      const vf keep = vf_set1(s->decay[flags & CHANNELS ? d : 0]), k = vf_set1(s->k[d]), q = vf_set1(s->q[d]);
+      UNROLL for (int j = 0; j < wide; j++) {
+        __builtin_prefetch(from + (d + 12) * stride + c + j * VL, 0, 2);
+        const vf x = vf_mul(keep, vf_load(from + d * stride + c + j * VL));
+        if (flags & CORRECT) by_k[j] = vf_fma(k, x, by_k[j]);
+        by_q[j] = vf_fma(q, x, by_q[j]);
+      }
+    }
+    UNROLL for (int j = 0; j < wide; j++) {
+      u[j] = vf_load(v + c + j * VL);
+      if (flags & CORRECT) u[j] = vf_mul(vf_set1(s->beta[0]), vf_sub(u[j], by_k[j]));
+      vf_store(y + c + j * VL, vf_fma(vf_set1(s->hits[0]), u[j], by_q[j]));
+    }
+    for (int64_t d = 0; d < dim; d++) {
+      const vf keep = vf_set1(s->decay[flags & CHANNELS ? d : 0]), k = vf_set1(s->k[d]);
+      UNROLL for (int j = 0; j < wide; j++) {
+        const int64_t at = d * stride + c + j * VL;
+        const vf x = vf_fma(k, u[j], vf_mul(keep, vf_load(from + at)));
+        if (past) vf_stream(to + at, x);
+        else vf_store(to + at, x);
+      }
+    }
+  }
+}
+
+enum { WIDEST = VL == 16 ? 8 : 4 }; /* vectors of columns whose sums fit the registers */
+
+/* Whether it did it. */
+static int run_one(const delta_args *a, const scratch *s, int64_t r, int64_t h, const float *from, float *to) {
+  const int by_channel = a->by_channel != 0, correct = a->beta != 0;
+  if (a->value_dim % (WIDEST * VL) == 0) {
+    if (!correct) one_token(a, s, r, h, WIDEST, from, to, 0);
+    else if (by_channel) one_token(a, s, r, h, WIDEST, from, to, CORRECT | CHANNELS);
+    else one_token(a, s, r, h, WIDEST, from, to, CORRECT);
+  } else if (a->value_dim % (4 * VL) == 0) {
+    if (!correct) one_token(a, s, r, h, 4, from, to, 0);
+    else if (by_channel) one_token(a, s, r, h, 4, from, to, CORRECT | CHANNELS);
+    else one_token(a, s, r, h, 4, from, to, CORRECT);
+  } else return 0;
+  return 1;
+}
+
 static void run_head(const delta_args *a, const scratch *s, int64_t r, int64_t h) {
   const int64_t count = real_tokens(a->counts, r, a->tokens), size = a->key_dim * a->value_dim;
   const float *from = a->carry + r * a->carry_row + h * size;
@@ -143,6 +188,7 @@ static void run_head(const delta_args *a, const scratch *s, int64_t r, int64_t h
   for (int64_t first = 0; first < count; first += RUN, from = to) {
     const int64_t n = at_most(RUN, count - first);
     prepare(a, s, r, h, first, n);
+    if (count == 1 && run_one(a, s, r, h, from, to)) break;
     if (!a->beta) run_plain(a, s, r, h, first, n, from, to);
     else if (a->by_channel) run_channels(a, s, r, h, first, n, from, to);
     else run_scalar(a, s, r, h, first, n, from, to);
@@ -150,19 +196,24 @@ static void run_head(const delta_args *a, const scratch *s, int64_t r, int64_t h
   if (!count) memcpy(to, from, (size_t)size * sizeof(float));
   for (int64_t t = count; t < a->tokens; t++)
     memset(a->y + ((r * a->tokens + t) * a->heads + h) * a->value_dim, 0, (size_t)a->value_dim * sizeof(float));
+  if (a->norm)
+    for (int64_t t = 0; t < count; t++) gated_norm_group(a->norm, r * a->tokens + t, h);
+}
+
+size_t delta_memory(const delta_args *a) { return (size_t)a->threads * scratch_size(a); }
+
+void delta_run(const delta_args *a, float *memory) {
+  const scratch s = scratch_of(a, memory + (size_t)omp_get_thread_num() * scratch_size(a));
+#pragma omp for schedule(static)
+  for (int64_t i = 0; i < a->rows * a->heads; i++) run_head(a, &s, i / a->heads, i % a->heads);
 }
 
 /* 0, or -1 where there was no memory. */
-int lmstate_delta(const delta_args *a) {
-  const size_t size = scratch_size(a);
-  float *memory = malloc((size_t)a->threads * size * sizeof(float));
+int64_t lmstate_delta(const delta_args *a) {
+  float *memory = malloc(delta_memory(a) * sizeof(float));
   if (!memory) return -1;
 #pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
-  {
-    const scratch s = scratch_of(a, memory + (size_t)omp_get_thread_num() * size);
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < a->rows * a->heads; i++) run_head(a, &s, i / a->heads, i % a->heads);
-  }
+  delta_run(a, memory);
   free(memory);
   return 0;
 }

@@ -3,27 +3,12 @@
  * A tile of the state lies in registers while the tokens of a run pass it. */
 #include "recurrent.h"
 
-typedef struct {
-  const float *x;         /* [R, T, H, P] by its strides, its last axis dense as in all of these */
-  const float *dt;        /* [R, T, H], before its bias, softplus and limits */
-  const float *A;         /* [H] */
-  const float *B, *C;     /* [R, T, G, N] */
-  const float *D, *bias;  /* [H] or null */
-  const float *carry;     /* [R, H, P, N] by its row stride */
-  const int64_t *counts;  /* [R] */
-  float *y, *next;        /* [R, T, H, P] and the new carry, contiguous */
-  int64_t rows, tokens, heads, head_dim, groups, states, threads;
-  int64_t x_row, x_token, x_head, dt_row, dt_token, dt_head, B_row, B_token, B_group, C_row, C_token, C_group;
-  int64_t carry_row;
-  double low, high; /* limits of dt */
-} ssd_args;
-
-enum { TALL = 4, WIDE = VL == 16 ? 4 : 2 };
+enum { TALL = 4, WIDE = VL == 16 ? 4 : 2, AHEAD = 4 };
 
 /* The tile of features p.. and states n.. of a head over `count` tokens from `first` on. y has the other tiles' part.
- * `whole`, a constant where this is called: no feature or state of the tile is missing. */
+ * `whole`, a constant where this is called: no feature or state of the tile is missing. `past` the caches: `bypasses`. */
 INLINE void tile(const ssd_args *a, int64_t r, int64_t h, int64_t first, int64_t count, int64_t p, int64_t n,
-                 const float *weight, const float *decay, const float *from, float *to, int whole) {
+                 const float *weight, const float *decay, const float *from, float *to, int whole, int past) {
   const int64_t group = h / (a->heads / a->groups), tall = a->head_dim - p, wide = a->states - n;
   const float *x = a->x + r * a->x_row + first * a->x_token + h * a->x_head + p;
   const float *B = a->B + r * a->B_row + first * a->B_token + group * a->B_group + n;
@@ -56,25 +41,29 @@ INLINE void tile(const ssd_args *a, int64_t r, int64_t h, int64_t first, int64_t
   }
   UNROLL for (int i = 0; i < TALL; i++)
     UNROLL for (int j = 0; j < WIDE; j++) {
-      if (whole) vf_store(to + at + i * a->states + j * VL, S[i][j]);
+      if (past) vf_stream(to + at + i * a->states + j * VL, S[i][j]);
+      else if (whole) vf_store(to + at + i * a->states + j * VL, S[i][j]);
       else store_some(to + at + i * a->states + j * VL, S[i][j], i < tall ? wide - j * VL : 0);
     }
 }
 
-static void whole_tile(const ssd_args *a, int64_t r, int64_t h, int64_t first, int64_t count, int64_t p, int64_t n,
-                       const float *weight, const float *decay, const float *from, float *to) {
-  tile(a, r, h, first, count, p, n, weight, decay, from, to, 1);
-}
-static void part_tile(const ssd_args *a, int64_t r, int64_t h, int64_t first, int64_t count, int64_t p, int64_t n,
-                      const float *weight, const float *decay, const float *from, float *to) {
-  tile(a, r, h, first, count, p, n, weight, decay, from, to, 0);
-}
+typedef void tile_of(const ssd_args *a, int64_t r, int64_t h, int64_t first, int64_t count, int64_t p, int64_t n,
+                     const float *weight, const float *decay, const float *from, float *to);
+#define TILE(name, whole, past)                                                                                     \
+  static void name(const ssd_args *a, int64_t r, int64_t h, int64_t first, int64_t count, int64_t p, int64_t n,       \
+                   const float *weight, const float *decay, const float *from, float *to) {                           \
+    tile(a, r, h, first, count, p, n, weight, decay, from, to, whole, past);                                          \
+  }
+TILE(whole_tile, 1, 0)
+TILE(past_tile, 1, 1)
+TILE(part_tile, 0, 0)
 
 static void run_head(const ssd_args *a, int64_t r, int64_t h) {
   const int64_t real = real_tokens(a->counts, r, a->tokens), size = a->head_dim * a->states;
   const float *from = a->carry + r * a->carry_row + h * size;
   float *to = a->next + (r * a->heads + h) * size;
   float *y = a->y + (r * a->tokens * a->heads + h) * a->head_dim;
+  const int past = real <= RUN && bypasses(to, a->states, a->heads * size);
   for (int64_t first = 0; first < real; first += RUN, from = to) {
     const int64_t count = at_most(RUN, real - first);
     float weight[RUN], decay[RUN];
@@ -88,10 +77,11 @@ static void run_head(const ssd_args *a, int64_t r, int64_t h) {
       for (int64_t p = 0; p < a->head_dim; p++) out[p] = a->D ? a->D[h] * x[p] : 0.0f;
     }
     for (int64_t p = 0; p < a->head_dim; p += TALL) {
-      ahead(from + (p + 2 * TALL) * a->states, to + (p + 2 * TALL) * a->states, TALL * a->states);
+      ahead(from + (p + AHEAD * TALL) * a->states, past ? 0 : to + (p + AHEAD * TALL) * a->states, TALL * a->states);
       for (int64_t n = 0; n < a->states; n += WIDE * VL) {
         const int whole = p + TALL <= a->head_dim && n + WIDE * VL <= a->states;
-        (whole ? whole_tile : part_tile)(a, r, h, first, count, p, n, weight, decay, from, to);
+        tile_of *const run = !whole ? part_tile : past ? past_tile : whole_tile;
+        run(a, r, h, first, count, p, n, weight, decay, from, to);
       }
     }
   }
@@ -99,7 +89,12 @@ static void run_head(const ssd_args *a, int64_t r, int64_t h) {
   for (int64_t t = real; t < a->tokens; t++) memset(y + t * a->heads * a->head_dim, 0, (size_t)a->head_dim * sizeof(float));
 }
 
-void lmstate_ssd(const ssd_args *a) {
-#pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1)
+void ssd_run(const ssd_args *a) {
+#pragma omp for schedule(static)
   for (int64_t i = 0; i < a->rows * a->heads; i++) run_head(a, i / a->heads, i % a->heads);
+}
+
+void lmstate_ssd(const ssd_args *a) {
+#pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
+  ssd_run(a);
 }

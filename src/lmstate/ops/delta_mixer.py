@@ -1,0 +1,76 @@
+"""All of a gated delta rule mixer between its projections: convolution, gates, recurrence, gated norm.
+
+One call where there is a native body: a single token then costs little more than a pass over its carry.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from lmstate.ops import dispatch
+from lmstate.ops.causal_conv import causal_conv
+from lmstate.ops.cpu.recurrent import all_float32, recurrent
+from lmstate.ops.cpu.recurrent_mixers import Carry, mixers
+from lmstate.ops.gated_delta_rule import gated_delta_rule
+from lmstate.ops.gated_norm import Gate, gated_norm
+from lmstate.ops.norm import Norm
+
+
+def delta_mixer(
+    inputs: Tensor,
+    z: Tensor | None,
+    carry: Carry,
+    counts: Tensor,
+    *,
+    conv: Tensor,
+    A: Tensor,
+    dt_bias: Tensor,
+    norm: Norm,
+    key_heads: int,
+    key_dim: int,
+    gate_act: Gate = "silu",
+    beta_scale: float = 1.0,
+) -> tuple[Tensor, Carry]:
+    """norm(gated_delta_rule(silu(conv(q, k, v)), A softplus(decay + dt_bias), sigmoid(beta) beta_scale)) gate_act(z).
+
+    inputs   [R, T, F]   q, k, v before their convolution `[2 * Hk * Dk + H * Dv]` | beta `[H]` | decay, as projected
+    z        [R, T, H * Dv]: the gate of the outputs, as projected; None: the outputs are not wanted, and are neither
+             normalised nor gated
+    carry    (the convolution's tail [R, C-1, 2 * Hk * Dk + H * Dv], the state [R, H, Dk, Dv]), not written
+    counts   [R] int64: tokens of a row from its count on are padding
+    conv     [2 * Hk * Dk + H * Dv, C]
+    A        [H], negative
+    dt_bias  [H], or [H * Dk]: then the decay is one a channel, as wide as this
+    norm     of each head's Dv features
+
+    Returns `[R, T, H * Dv]` and the new carry. q and k are normalised, and q is scaled by Dk^-0.5.
+    """
+    library = dispatch.native(inputs, z, *carry, conv, A, dt_bias, norm.weight)
+    known = all_float32(inputs, z, *carry, conv, A, dt_bias, norm.weight)
+    if library is not None and known and inputs.shape[1] <= recurrent(library).longest:
+        return mixers(library).delta(
+            inputs, z, carry, counts, conv, A, dt_bias, norm, key_heads, key_dim, gate_act == "silu", beta_scale
+        )
+    tail, state = carry
+    (width, _), heads, decays = conv.shape, len(A), len(dt_bias)
+    mixed, beta, decay = inputs.split([width, heads, decays], dim=-1)
+    mixed, tail = causal_conv(mixed, tail, conv, None, counts, "silu")
+    keys = key_heads * key_dim
+    q, k, v = mixed.split([keys, keys, width - 2 * keys], dim=-1)
+    rate = F.softplus(decay + dt_bias)
+    y, state = gated_delta_rule(
+        q.unflatten(-1, (key_heads, -1)),
+        k.unflatten(-1, (key_heads, -1)),
+        v.unflatten(-1, (heads, -1)),
+        A[:, None] * rate.unflatten(-1, (heads, -1)) if decays > heads else A * rate,  # [R, T, H, Dk] or [R, T, H]
+        beta.sigmoid() * beta_scale,
+        state,
+        counts,
+        scale=key_dim**-0.5,
+        normalize=True,
+    )
+    y = y.flatten(-2)
+    if z is not None:
+        y = gated_norm(y, z, norm, act=gate_act, groups=heads, gate_last=True)
+    return y, (tail, state)
