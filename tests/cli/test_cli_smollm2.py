@@ -12,14 +12,13 @@ from typer.testing import CliRunner
 import lmstate
 from lmstate.cli.app import app
 from lmstate.cli.options import DEFAULT_MODEL
+from tests import real_model
 
 
 @pytest.fixture(scope="module")
 def smollm2() -> lmstate.Model:
-    try:
-        return lmstate.load(DEFAULT_MODEL)
-    except OSError as error:
-        pytest.skip(f"{DEFAULT_MODEL} is not in the cache and cannot be fetched: {error}")
+    real_model.smollm2()
+    return lmstate.load(DEFAULT_MODEL)
 
 
 @pytest.fixture

@@ -6,11 +6,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmstate.errors import ModelError
-from lmstate.models.hub import open_checkpoint, resolve
+from lmstate.models.hub import open_checkpoint
 from lmstate.models.tokenizer import Tokenizer
 from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.gguf_tokenizer import SPLITTINGS, generation_of, tokenizer_of
 from lmstate.models.weights.source import TokenizerFiles, open_source
+from tests import real_model
 from tests.files.texts import HARD_TEXTS
 
 CHAT = [
@@ -22,11 +23,7 @@ CHAT = [
 
 @pytest.fixture(scope="module")
 def smollm2():
-    try:
-        resolve("smollm2")
-    except ConnectionError as error:
-        pytest.skip(str(error))
-    return open_checkpoint("smollm2")[1]
+    return open_checkpoint(str(real_model.smollm2()))[1]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +31,7 @@ def theirs(smollm2):
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
-    path = resolve("smollm2")
+    path = real_model.smollm2()
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     # For this vocabulary transformers' GGUF route leaves out that digits are split one by one, as the model's own
     # tokenizer.json says (and llama.cpp does): it then joins the bytes of non-ASCII digits.

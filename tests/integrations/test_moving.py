@@ -167,7 +167,7 @@ def test_files_of_other_models_and_damaged_ones_are_refused(tmp_path: Path) -> N
         with pytest.raises(SnapshotError):
             StateCache.load(tmp_path / "damaged", model)
     save_file({"x": torch.ones(1)}, tmp_path / "other")
-    with pytest.raises(SnapshotError, match="no StateCache"):
+    with pytest.raises(SnapshotError, match="no file of a StateCache"):
         StateCache.load(tmp_path / "other", model)
     tensors = load_file(path)
     metadata = _metadata(path)
@@ -175,8 +175,26 @@ def test_files_of_other_models_and_damaged_ones_are_refused(tmp_path: Path) -> N
         save_file(tensors, tmp_path / "changed", {**metadata, **change})
         with pytest.raises(SnapshotError):
             StateCache.load(tmp_path / "changed", model)
+    carry = next(name for name in tensors if ".carry." in name)
+    ids = tensors["history.ids"]
+    for change in (
+        {"history.ids": ids[:, 1:]},
+        {"history.ids": ids.float()},
+        {"history.ids": ids[:1]},
+        {"history.mask": torch.ones(2, 41)},
+        {"history.other": ids.clone()},
+        {carry: tensors[carry][:1]},
+        {carry: torch.tensor(1.0)},
+        {f"layers.{'9' * 5000}.k": ids.clone()},
+    ):
+        save_file({**tensors, **{name: x.contiguous() for name, x in change.items()}}, tmp_path / "changed", metadata)
+        with pytest.raises(SnapshotError):
+            StateCache.load(tmp_path / "changed", model)
     for name in tensors:
         if name.endswith(".k"):
+            save_file({**tensors, name: tensors[name].int()}, tmp_path / "changed", metadata)
+            with pytest.raises(SnapshotError, match="keys"):
+                StateCache.load(tmp_path / "changed", model)
             save_file({**tensors, name: tensors[name][:, :, :-1].contiguous()}, tmp_path / "changed", metadata)
             with pytest.raises(SnapshotError, match="keys"):
                 StateCache.load(tmp_path / "changed", model)

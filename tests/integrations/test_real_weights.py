@@ -8,17 +8,17 @@ from typing import Any
 import torch
 
 from lmstate.integrations.transformers import StateCache
+from tests import real_model
 
 
 def smollm2() -> tuple[Any, Any]:
     """Through our own reader: transformers' wants another package for it."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    from lmstate.models.hub import resolve
     from lmstate.models.weights.source import open_source
     from lmstate.models.weights.weights import Weights
 
-    path = resolve("smollm2")
+    path = real_model.smollm2()
     source = open_source(path)
     weights = Weights(source, "float32")
     model = LlamaForCausalLM(LlamaConfig(**source.config)).eval()

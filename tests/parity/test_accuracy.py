@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import lmstate
+from tests import real_model
 
 ROOT = Path(__file__).parents[2]
 # The licence and the project's own words: several thousand tokens of English that lie in the repository.
@@ -23,13 +24,13 @@ DECODE = 24  # tokens a step: few enough for the bodies of decode
 @lru_cache(maxsize=1)
 def tokens() -> tuple[int, ...]:
     text = "\n".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
-    return tuple(lmstate.load("smollm2").tokenizer.encode(text)[:4096])
+    return tuple(lmstate.load(real_model.smollm2()).tokenizer.encode(text)[:4096])
 
 
 @lru_cache(maxsize=8)
 def perplexity(weights: str, step: int) -> float:
     """exp of the mean negative log-likelihood of each token after those before it, fed `step` tokens at a time."""
-    model, ids = lmstate.load("smollm2", weights=weights), tokens()
+    model, ids = lmstate.load(real_model.smollm2(), weights=weights), tokens()
     state, lost = model.new_state(), 0.0
     for start in range(0, len(ids), step):
         piece = list(ids[start : start + step])

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import lmstate
-from lmstate.models.hub import resolve
+from tests import real_model
 
 TEXT = (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")
 
 
 @lru_cache(maxsize=1)
 def ours() -> lmstate.Model:
-    return lmstate.load("smollm2", weights="float32")
+    return lmstate.load(real_model.smollm2(), weights="float32")
 
 
 @lru_cache(maxsize=1)
@@ -27,7 +27,7 @@ def theirs() -> Any:
     from gguf.quants import dequantize
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    reader = gguf.GGUFReader(str(resolve("smollm2")))
+    reader = gguf.GGUFReader(str(real_model.smollm2()))
     config = LlamaConfig(
         vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
         num_key_value_heads=3, max_position_embeddings=8192, rms_norm_eps=1e-5, tie_word_embeddings=True,

@@ -52,39 +52,64 @@ def load(path: str | os.PathLike[str]) -> Snapshot:
 
     Whether it fits a model is checked when it is restored.
     """
-    from safetensors import SafetensorError, safe_open
-
     from lmstate.state.snapshot import Snapshot
 
     path = Path(path)
+    metadata, tensors = read_tensors(path, FORMAT, VERSION, "lmstate snapshot")
+    tokens, logits = _tokens(path, tensors), tensors.pop("logits", None)
+    if logits is not None and (logits.dtype != torch.float32 or logits.ndim != 1):
+        raise SnapshotError(f"{path} has logits {logits.dtype} {list(logits.shape)}; they are one float32 vector")
+    cached = whole_number(path, metadata, "cached", len(tokens))
+    regime = whole_number(path, metadata, "regime", MOST_TOKENS)
+    layers = by_layer(path, tensors, whole_number(path, metadata, "layers", 100_000))
+    fingerprint, notes = metadata.get("fingerprint", ""), metadata.get("notes", "")
+    return Snapshot(tokens, cached, regime, logits, layers, fingerprint, notes)
+
+
+# ---- what any file of layers has in common
+
+
+def read_tensors(path: Path, format_: str, version: int, what: str) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Metadata and tensors of a safetensors file that names this format and version.
+
+    Raises `SnapshotError` if it is damaged or no `what`, `OSError` if unreadable.
+    """
+    from safetensors import SafetensorError, safe_open
+
     with path.open("rb"):  # so that what is missing or forbidden is an OSError of its own kind
         pass
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT:
-                raise SnapshotError(f"{path} is a safetensors file, but no lmstate snapshot")
-            if metadata.get("version") != str(VERSION):
+            if metadata.get("format") != format_:
+                raise SnapshotError(f"{path} is a safetensors file, but no {what}")
+            if metadata.get("version") != str(version):
                 raise SnapshotError(
-                    f"{path} has the snapshot version {metadata.get('version')!r}; this lmstate reads version {VERSION}"
+                    f"{path} is a {what} of version {metadata.get('version')!r}; this lmstate reads version {version}"
                 )
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return metadata, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, UnicodeDecodeError, OverflowError) as error:
-        raise SnapshotError(f"{path} is damaged, or no snapshot: {error}") from error
-    tokens, logits = _tokens(path, tensors), tensors.pop("logits", None)
-    if logits is not None and (logits.dtype != torch.float32 or logits.ndim != 1):
-        raise SnapshotError(f"{path} has logits {logits.dtype} {list(logits.shape)}; they are one float32 vector")
-    cached = _number(path, metadata, "cached", len(tokens))
-    regime = _number(path, metadata, "regime", MOST_TOKENS)
-    layers: list[dict[str, Tensor]] = [{} for _ in range(_number(path, metadata, "layers", 100_000))]
+        raise SnapshotError(f"{path} is damaged, or no {what}: {error}") from error
+
+
+def by_layer(path: Path, tensors: dict[str, Tensor], count: int) -> tuple[dict[str, Tensor], ...]:
+    """The tensors `layers.{index}.{name}` of each of `count` layers; a tensor that is none of them is an error."""
+    layers: tuple[dict[str, Tensor], ...] = tuple({} for _ in range(count))
     for name, tensor in tensors.items():
         start, _, rest = name.partition(".")
         number, _, part = rest.partition(".")
-        if start != "layers" or not number.isdecimal() or int(number) >= len(layers) or not part:
+        counted = number.isascii() and number.isdecimal() and len(number) < 12
+        if start != "layers" or not counted or int(number) >= count or not part:
             raise SnapshotError(f"{path} holds a tensor {name[:80]!r} that belongs to no layer")
         layers[int(number)][part] = tensor
-    fingerprint, notes = metadata.get("fingerprint", ""), metadata.get("notes", "")
-    return Snapshot(tokens, cached, regime, logits, tuple(layers), fingerprint, notes)
+    return layers
+
+
+def whole_number(path: Path, metadata: dict[str, str], name: str, most: int) -> int:
+    text = metadata.get(name, "")
+    if not (text.isascii() and text.isdecimal() and len(text) < 12 and int(text) <= most):
+        raise SnapshotError(f"{path} says {name}={text[:40]!r}; it must be a number up to {most}")
+    return int(text)
 
 
 def write_atomically(path: Path, write: Callable[[str], None]) -> None:
@@ -114,10 +139,3 @@ def _tokens(path: Path, tensors: dict[str, Tensor]) -> tuple[int, ...]:
     if len(tokens) and int(tokens.min()) < 0:
         raise SnapshotError(f"{path} has negative token ids")
     return tuple(tokens.tolist())
-
-
-def _number(path: Path, metadata: dict[str, str], name: str, most: int) -> int:
-    text = metadata.get(name, "")
-    if not (text.isascii() and text.isdecimal() and len(text) < 12 and int(text) <= most):
-        raise SnapshotError(f"{path} says {name}={text[:40]!r}; it must be a number up to {most}")
-    return int(text)

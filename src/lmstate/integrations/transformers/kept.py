@@ -78,7 +78,8 @@ def check_pair(kind: str, tensors: Tensors, least: int, most: int) -> None:
     if set(tensors) != {"k", "v"}:
         raise SnapshotError(f"a {kind} layer needs the tensors k and v; the snapshot has {sorted(tensors)}")
     k, v = tensors["k"], tensors["v"]
-    if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3] or not least <= k.shape[2] <= most:
+    floats = k.is_floating_point() and k.dtype == v.dtype
+    if not floats or k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3] or not least <= k.shape[2] <= most:
         raise SnapshotError(
             f"the snapshot has keys {list(k.shape)} and values {list(v.shape)} for a {kind} layer; it needs "
             f"[rows, heads, {least} to {most} tokens, width] of both"

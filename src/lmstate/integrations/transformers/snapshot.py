@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lmstate.errors import SnapshotError
-from lmstate.state.storage import write_atomically
+from lmstate.state.storage import MOST_TOKENS, by_layer, read_tensors, whole_number, write_atomically
 
 FORMAT = "lmstate-transformers-cache"
 VERSION = 1
@@ -93,37 +93,35 @@ def save(snapshot: CacheSnapshot, path: str | os.PathLike[str]) -> None:
 
 def load(path: str | os.PathLike[str]) -> CacheSnapshot:
     """Read what `save` wrote. Raises `SnapshotError` if it is damaged or none, `OSError` if unreadable."""
-    from safetensors import SafetensorError, safe_open
-
     path = Path(path)
-    with path.open("rb"):  # so that what is missing or forbidden is an OSError of its own kind
-        pass
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT:
-                raise SnapshotError(f"{path} is a safetensors file, but holds no StateCache")
-            if metadata.get("version") != str(VERSION):
-                raise SnapshotError(
-                    f"{path} has the version {metadata.get('version')!r}; this lmstate reads version {VERSION}"
-                )
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, UnicodeDecodeError, OverflowError) as error:
-        raise SnapshotError(f"{path} is damaged, or no StateCache: {error}") from error
+    metadata, tensors = read_tensors(path, FORMAT, VERSION, "file of a StateCache")
     kinds = _kinds(path, metadata)
-    length, known = (_number(path, metadata, name) for name in ("length", "known"))
-    layers: list[dict[str, Tensor]] = [{} for _ in kinds]
-    history: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        group, _, rest = name.partition(".")
-        number, _, part = rest.partition(".")
-        if group == "history" and rest in ("ids", "positions", "mask"):
-            history[rest] = tensor
-        elif group == "layers" and number.isdecimal() and int(number) < len(kinds) and part:
-            layers[int(number)][part] = tensor
-        else:
-            raise SnapshotError(f"{path} holds a tensor {name[:80]!r} that belongs nowhere")
+    length, known = (whole_number(path, metadata, name, MOST_TOKENS) for name in ("length", "known"))
+    named = {name: f"history.{name}" for name in ("ids", "positions", "mask")}
+    history = {name: tensors.pop(stored) for name, stored in named.items() if stored in tensors}
+    layers = by_layer(path, tensors, len(kinds))
+    _check_history(path, history, length, known)
+    rows = {_rows(name, tensor) for layer in layers for name, tensor in layer.items()}
+    rows |= {len(history["ids"])} if "ids" in history else set()
+    if len(rows) > 1 or 0 in rows:
+        raise SnapshotError(f"{path} holds tensors of {sorted(rows)} rows; those of one cache all have as many")
     return CacheSnapshot(length, tuple(zip(kinds, layers)), known, history, metadata.get("fingerprint", ""))
+
+
+def _rows(name: str, tensor: Tensor) -> int:
+    axis = 1 if name == "indexer_position_ids" else 0
+    return tensor.shape[axis] if tensor.ndim > axis else 0
+
+
+def _check_history(path: Path, history: dict[str, Tensor], length: int, known: int) -> None:
+    """Raise `SnapshotError` unless these are ids and positions of `length` tokens, and a mask of at most as many."""
+    ids, positions, mask = (history.get(name) for name in ("ids", "positions", "mask"))
+    whole = [x for x in (ids, positions) if x is not None]
+    sound = all(x.dtype in (torch.int64, torch.int32) and x.ndim > 1 and x.shape[-1] == length for x in whole)
+    sound = sound and (ids is None or ids.ndim == 2)
+    if not sound or (mask is not None and (mask.ndim != 2 or mask.shape[1] > length)) or known > length:
+        shapes = {name: f"{x.dtype} {list(x.shape)}" for name, x in history.items()}
+        raise SnapshotError(f"{path} holds a history {shapes}, {known} of it unknown, that {length} tokens cannot have")
 
 
 def _kinds(path: Path, metadata: dict[str, str]) -> list[str]:
@@ -134,10 +132,3 @@ def _kinds(path: Path, metadata: dict[str, str]) -> list[str]:
     if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
         raise SnapshotError(f"{path} does not say what its layers are")
     return kinds
-
-
-def _number(path: Path, metadata: dict[str, str], name: str) -> int:
-    text = metadata.get(name, "")
-    if not (text.isascii() and text.isdecimal() and len(text) < 12):
-        raise SnapshotError(f"{path} says {name}={text[:40]!r}; it must be a number")
-    return int(text)
