@@ -8,7 +8,7 @@ from torch import Tensor
 
 import lmstate.ops as ops
 from lmstate.ops.append import append_reference
-from lmstate.ops.attend import _attend_on_device, _Rule, attend_reference
+from lmstate.ops.attend import Rule, _attend_on_device, attend_reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -94,7 +94,7 @@ def test_reference_equals_a_loop_over_positions(rows: list[tuple[int, int]], nam
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
     # Without reading starts and counts on the host, as on another device: unwritten slots must be finite there.
     given = {key: rule.get(key) for key in ("window", "chunk", "softcap", "sinks")}
-    got = _attend_on_device(q, k.nan_to_num(), v.nan_to_num(), starts, counts, _Rule(0.3, **given))
+    got = _attend_on_device(q, k.nan_to_num(), v.nan_to_num(), starts, counts, Rule(0.3, **given))
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
 
 

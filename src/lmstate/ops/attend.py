@@ -71,7 +71,7 @@ def attend_reference(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Plain torch in the dtype of k and v."""
-    rule = _Rule(scale, window, chunk, softcap, sinks)
+    rule = Rule(scale, window, chunk, softcap, sinks)
     if torch.compiler.is_compiling() or not starts.is_cpu:
         return _attend_on_device(q, k, v, starts, counts, rule)
     rows, size = q.shape[0], k.shape[2]
@@ -79,18 +79,18 @@ def attend_reference(
     if len(set(spans)) == 1 and sum(spans[0]) <= size:  # all rows alike and none wrapped: one batch
         start, count = spans[0]
         low = rule.low(start)
-        y = _attend_span(q[:, :count], k[:, :, low : start + count], v[:, :, low : start + count], start, low, rule)
+        y = attend_span(q[:, :count], k[:, :, low : start + count], v[:, :, low : start + count], start, low, rule)
         return F.pad(y, (0, 0, 0, 0, 0, q.shape[1] - count))
     out = []
     for r, (start, count) in enumerate(spans):
         low = rule.low(start)
-        keys, values = (_unroll(ring[r : r + 1], low, start + count) for ring in (k, v))
-        y = _attend_span(q[r : r + 1, :count], keys, values, start, low, rule)
+        keys, values = (unroll(ring[r : r + 1], low, start + count) for ring in (k, v))
+        y = attend_span(q[r : r + 1, :count], keys, values, start, low, rule)
         out.append(F.pad(y, (0, 0, 0, 0, 0, q.shape[1] - count)))
     return torch.cat(out) if rows else q.new_zeros(0, q.shape[1], q.shape[2], v.shape[3])
 
 
-class _Rule:
+class Rule:
     """What a query sees and how it scores it: the arguments of `attend` that do not change from row to row."""
 
     def __init__(
@@ -139,7 +139,7 @@ class _Rule:
         return weights.to(v.dtype) @ v
 
 
-def _attend_span(q: Tensor, k: Tensor, v: Tensor, start: int, low: int, rule: _Rule) -> Tensor:
+def attend_span(q: Tensor, k: Tensor, v: Tensor, start: int, low: int, rule: Rule) -> Tensor:
     """q `[R, T, H, D]` at positions start.., k and v `[R, K, L, D]` at positions low.. -> `[R, T, H, Dv]` float32."""
     count, end = q.shape[1], start + q.shape[1]
     if count == 0:
@@ -161,7 +161,7 @@ def _attend_span(q: Tensor, k: Tensor, v: Tensor, start: int, low: int, rule: _R
     return torch.cat(blocks, dim=2).transpose(1, 2).float()
 
 
-def _unroll(ring: Tensor, low: int, end: int) -> Tensor:
+def unroll(ring: Tensor, low: int, end: int) -> Tensor:
     """The positions low..end of a ring `[1, K, S, D]` in order: a view, or a copy where they wrap."""
     size = ring.shape[2]
     if low == end:
@@ -172,7 +172,7 @@ def _unroll(ring: Tensor, low: int, end: int) -> Tensor:
     return torch.cat([ring[:, :, first:], ring[:, :, :last]], dim=2)
 
 
-def _attend_on_device(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, counts: Tensor, rule: _Rule) -> Tensor:
+def _attend_on_device(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, counts: Tensor, rule: Rule) -> Tensor:
     """The same without reading starts and counts on the host: every slot takes part, under a mask `[R, 1, T, S]`."""
     slots = torch.arange(k.shape[2], device=q.device)
     newest = (starts + counts)[:, None] - 1  # [R, 1]

@@ -15,7 +15,7 @@ enum { RUN = 32 }; /* new tokens of a task */
 /* The processor's own prefetch stops at every page, and keys and values take turns: ask for the same place of the next
  * positions, into the second cache. */
 INLINE void ask_ahead(int kind, const void *base, int64_t stride, int64_t at) {
-  __builtin_prefetch((const char *)base + (at + SUB * stride) * (kind == F32 ? 4 : 2), 0, 1);
+  __builtin_prefetch((const char *)base + (at + SUB * stride) * size_of(kind), 0, 1);
 }
 #if VL == 16
 enum { TILE = 4 }; /* queries that share a key in registers */
@@ -51,31 +51,41 @@ static part part_at(const attend_args *a, float *parts, int64_t index) {
   return r;
 }
 
+/* What one kv head of a row has stored: where it lies, and how it is to be read. */
+typedef struct {
+  const char *key, *value;            /* slot 0 */
+  const uint16_t *k_scale, *v_scale;  /* of codes, float16: see codes_args */
+  int64_t slots, k_slot, v_slot;      /* from slot to slot, in elements; in bytes where they are codes */
+} source;
+
 /* scores[j][t] = q_j . k_t for `count` keys from `key` on. */
 INLINE void score(const float *const *q, int queries, const void *key, int64_t stride, int64_t dim, int64_t count,
                   float (*scores)[SUB], int64_t at, int kind) {
+  const int fields = fields_of(kind);
+  const int64_t part = dim / fields;
   for (int64_t t = 0; t < count; t += 4) {
     int64_t rows[4];
     UNROLL for (int n = 0; n < 4; n++) rows[n] = (t + n < count ? t + n : count - 1) * stride;
-    vf acc[TILE][4];
+    vf acc[TILE][4], k[4][4];
     UNROLL for (int j = 0; j < queries; j++)
       UNROLL for (int n = 0; n < 4; n++) acc[j][n] = vf_zero();
     int64_t d = 0;
-    for (; d + VL <= dim; d += VL) {
-      vf k[4];
-      UNROLL for (int n = 0; n < 4; n++) k[n] = load(kind, key, rows[n] + d), ask_ahead(kind, key, stride, rows[n] + d);
-      UNROLL for (int j = 0; j < queries; j++) {
-        vf x = vf_load(q[j] + d);
-        UNROLL for (int n = 0; n < 4; n++) acc[j][n] = vf_fma(x, k[n], acc[j][n]);
-      }
+    for (; d + VL <= part; d += VL) {
+      UNROLL for (int n = 0; n < 4; n++) load_fields(kind, key, rows[n] + d, k[n]), ask_ahead(kind, key, stride, rows[n] + d);
+      UNROLL for (int f = 0; f < fields; f++)
+        UNROLL for (int j = 0; j < queries; j++) {
+          vf x = vf_load(q[j] + f * part + d);
+          UNROLL for (int n = 0; n < 4; n++) acc[j][n] = vf_fma(x, k[n][f], acc[j][n]);
+        }
     }
-    if (d < dim) {
-      vf k[4];
-      UNROLL for (int n = 0; n < 4; n++) k[n] = load_part(kind, key, rows[n] + d, (int)(dim - d));
-      UNROLL for (int j = 0; j < queries; j++) {
-        vf x = load_part(F32, q[j], d, (int)(dim - d));
-        UNROLL for (int n = 0; n < 4; n++) acc[j][n] = vf_fma(x, k[n], acc[j][n]);
-      }
+    if (d < part) {
+      const int rest = (int)(part - d);
+      UNROLL for (int n = 0; n < 4; n++) load_fields_part(kind, key, rows[n] + d, rest, k[n]);
+      UNROLL for (int f = 0; f < fields; f++)
+        UNROLL for (int j = 0; j < queries; j++) {
+          vf x = load_part(F32, q[j], f * part + d, rest);
+          UNROLL for (int n = 0; n < 4; n++) acc[j][n] = vf_fma(x, k[n][f], acc[j][n]);
+        }
     }
     UNROLL for (int j = 0; j < queries; j++) {
       float four[4];
@@ -86,36 +96,54 @@ INLINE void score(const float *const *q, int queries, const void *key, int64_t s
   }
 }
 
-/* values_j[d..] += sum over t of weights[j][t] * v_t[d..], for `vectors` vectors of d. */
-INLINE void add_values(const part *to, int queries, const void *value, int64_t stride, int64_t d, int vectors,
-                       int64_t count, float (*weights)[SUB], int64_t at, int kind) {
-  vf acc[TILE][2];
+/* values_j[d..] += sum over t of weights[j][t] * v_t[d..], for `vectors` vectors of d in every field. */
+INLINE void add_vectors(const part *to, int queries, const void *value, int64_t stride, int64_t part, int64_t d,
+                        int vectors, int64_t count, float (*weights)[SUB], int64_t at, int kind) {
+  const int fields = fields_of(kind);
+  vf acc[TILE][2][4];
   UNROLL for (int j = 0; j < queries; j++)
-    UNROLL for (int i = 0; i < vectors; i++) acc[j][i] = vf_load(to[j].values + d + i * VL);
+    UNROLL for (int i = 0; i < vectors; i++)
+      UNROLL for (int f = 0; f < fields; f++) acc[j][i][f] = vf_load(to[j].values + f * part + d + i * VL);
   for (int64_t t = 0; t < count; t++) {
-    vf v[2];
+    vf v[2][4];
     UNROLL for (int i = 0; i < vectors; i++) {
-      v[i] = load(kind, value, t * stride + d + i * VL);
+      load_fields(kind, value, t * stride + d + i * VL, v[i]);
       ask_ahead(kind, value, stride, t * stride + d + i * VL);
     }
     UNROLL for (int j = 0; j < queries; j++) {
       vf w = vf_set1(weights[j][at + t]);
-      UNROLL for (int i = 0; i < vectors; i++) acc[j][i] = vf_fma(w, v[i], acc[j][i]);
+      UNROLL for (int i = 0; i < vectors; i++)
+        UNROLL for (int f = 0; f < fields; f++) acc[j][i][f] = vf_fma(w, v[i][f], acc[j][i][f]);
     }
   }
   UNROLL for (int j = 0; j < queries; j++)
-    UNROLL for (int i = 0; i < vectors; i++) vf_store(to[j].values + d + i * VL, acc[j][i]);
+    UNROLL for (int i = 0; i < vectors; i++)
+      UNROLL for (int f = 0; f < fields; f++) vf_store(to[j].values + f * part + d + i * VL, acc[j][i][f]);
 }
 
-INLINE void add_values_part(const part *to, int queries, const void *value, int64_t stride, int64_t d, int rest,
-                            int64_t count, float (*weights)[SUB], int64_t at, int kind) {
-  vf acc[TILE];
-  UNROLL for (int j = 0; j < queries; j++) acc[j] = load_part(F32, to[j].values, d, rest);
+INLINE void add_part(const part *to, int queries, const void *value, int64_t stride, int64_t part, int64_t d,
+                     int64_t count, float (*weights)[SUB], int64_t at, int kind) {
+  const int fields = fields_of(kind), rest = (int)(part - d);
+  vf acc[TILE][4], v[4];
+  UNROLL for (int j = 0; j < queries; j++)
+    UNROLL for (int f = 0; f < fields; f++) acc[j][f] = load_part(F32, to[j].values, f * part + d, rest);
   for (int64_t t = 0; t < count; t++) {
-    vf v = load_part(kind, value, t * stride + d, rest);
-    UNROLL for (int j = 0; j < queries; j++) acc[j] = vf_fma(vf_set1(weights[j][at + t]), v, acc[j]);
+    load_fields_part(kind, value, t * stride + d, rest, v);
+    UNROLL for (int j = 0; j < queries; j++)
+      UNROLL for (int f = 0; f < fields; f++) acc[j][f] = vf_fma(vf_set1(weights[j][at + t]), v[f], acc[j][f]);
   }
-  UNROLL for (int j = 0; j < queries; j++) store_part(to[j].values + d, acc[j], rest);
+  UNROLL for (int j = 0; j < queries; j++)
+    UNROLL for (int f = 0; f < fields; f++) store_part(to[j].values + f * part + d, acc[j][f], rest);
+}
+
+INLINE void add_values(const part *to, int queries, const void *value, int64_t stride, int64_t dim, int64_t count,
+                       float (*weights)[SUB], int64_t at, int kind) {
+  const int64_t part = dim / fields_of(kind);
+  int64_t d = 0;
+  if (fields_of(kind) < 4) /* registers for two vectors of each */
+    for (; d + 2 * VL <= part; d += 2 * VL) add_vectors(to, queries, value, stride, part, d, 2, count, weights, at, kind);
+  for (; d + VL <= part; d += VL) add_vectors(to, queries, value, stride, part, d, 1, count, weights, at, kind);
+  if (d < part) add_part(to, queries, value, stride, part, d, count, weights, at, kind);
 }
 
 /* scores -> weights, and what was summed before is scaled to the new largest score. */
@@ -153,9 +181,33 @@ INLINE void weigh(const attend_args *a, float *scores, const part *to, int64_t l
   *to->sum += vf_sum(sum);
 }
 
+/* The float16 numbers `which` of `each` of the slots of both runs -> one float a position of the tile. */
+INLINE void spread(const uint16_t *scales, int each, int which, const int64_t *from, const int64_t *at,
+                   const int64_t *count, float *out) {
+  float wide[2 * SUB + VL];
+  memset(out, 0, SUB * sizeof(float));
+  for (int run = 0; run < 2; run++) {
+    floats_of_f16(scales + each * from[run], wide, each * count[run]);
+    for (int64_t t = 0; t < count[run]; t++) out[at[run] + t] = wide[each * t + which];
+  }
+}
+
+/* Weights of values -> weights of their codes; what the lowest values add to every number goes into `to`. */
+INLINE void scale_weights(const attend_args *a, const float *scale, const float *low, float *weights, const part *to) {
+  vf sum = vf_zero();
+  for (int64_t t = 0; t < SUB; t += VL) {
+    const vf w = vf_load(weights + t);
+    if (low) sum = vf_fma(w, vf_load(low + t), sum);
+    vf_store(weights + t, vf_mul(w, vf_load(scale + t)));
+  }
+  if (!low) return;
+  const float every = vf_sum(sum);
+  for (int64_t d = 0; d < a->dim_v; d++) to->values[d] += every;
+}
+
 /* Up to TILE queries over positions b..b + SUB of one kv head. `queries` and `kind` are constants where this is called. */
-INLINE void tile_of_queries(const attend_args *a, const char *key, const char *value, const float *const *q,
-                            const int64_t *low, const int64_t *end, const part *to, int queries, int64_t b, int kind) {
+INLINE void tile_of_queries(const attend_args *a, const source *s, const float *const *q, const int64_t *low,
+                            const int64_t *end, const part *to, int queries, int64_t b, int kind) {
   int64_t first = b + SUB, last = b;
   for (int j = 0; j < queries; j++) {
     if (low[j] < first) first = low[j];
@@ -164,85 +216,131 @@ INLINE void tile_of_queries(const attend_args *a, const char *key, const char *v
   if (first < b) first = b;
   if (last > b + SUB) last = b + SUB;
   if (first >= last) return;
-  const int64_t size = kind == F32 ? 4 : 2;
+  const int64_t size = size_of(kind);
   /* The positions first..last lie in one run of slots, or two where the ring ends between them. */
-  const int64_t slot = first % a->slots, room = a->slots - slot;
+  const int64_t slot = first % s->slots, room = s->slots - slot;
   const int64_t count[2] = {last - first < room ? last - first : room, last - first < room ? 0 : last - first - room};
   const int64_t at[2] = {first - b, first - b + count[0]}, from[2] = {slot, 0};
-  float scores[TILE][SUB];
+  const int in_blocks = kind == CODES4 || kind == CODES2;
+  float scores[TILE][SUB], scaled[TILE][MAX_DIM + VL], constant[TILE], k_scale[SUB], v_scale[SUB], v_low[SUB];
+  const float *own[TILE];
+  UNROLL for (int j = 0; j < queries; j++) own[j] = q[j];
+  if (in_blocks) { /* one scale and one lowest value a channel */
+    float scale[2 * MAX_DIM + VL];
+    floats_of_f16(s->k_scale + (slot - slot % SUB) * block_scales(a->dim), scale, 2 * a->dim);
+    for (int j = 0; j < queries; j++) {
+      vf sum = vf_zero();
+      for (int64_t d = 0; d < a->dim; d += VL) { /* what is beyond dim is not read, or times 0 */
+        const vf x = a->dim - d < VL ? load_part(F32, q[j], d, (int)(a->dim - d)) : vf_load(q[j] + d);
+        vf_store(scaled[j] + d, vf_mul(x, vf_load(scale + d)));
+        const vf low = a->dim - d < VL ? load_part(F32, scale + a->dim, d, (int)(a->dim - d)) : vf_load(scale + a->dim + d);
+        sum = vf_fma(x, low, sum);
+      }
+      constant[j] = vf_sum(sum), own[j] = scaled[j];
+    }
+  }
+  if (kind == CODES8) spread(s->k_scale, 1, 0, from, at, count, k_scale);
+  if (kind >= CODES8) spread(s->v_scale, in_blocks ? 2 : 1, 0, from, at, count, v_scale);
+  if (in_blocks) spread(s->v_scale, 2, 1, from, at, count, v_low);
   memset(scores, 0, sizeof scores);
-  for (int run = 0; run < 2; run++)
-    if (count[run])
-      score(q, queries, key + from[run] * a->k_slot * size, a->k_slot, a->dim, count[run], scores, at[run], kind);
+  for (int run = 0; run < 2; run++) {
+    if (!count[run]) continue;
+    score(own, queries, s->key + from[run] * s->k_slot * size, s->k_slot, a->dim, count[run], scores, at[run], kind);
+  }
   for (int j = 0; j < queries; j++) {
     const int64_t seen = low[j] > b ? (low[j] < b + SUB ? low[j] - b : SUB) : 0;
     const int64_t until = end[j] < b + SUB ? (end[j] > b ? end[j] - b : 0) : SUB;
+    if (in_blocks)
+      for (int64_t t = 0; t < SUB; t++) scores[j][t] += constant[j];
+    if (kind == CODES8)
+      for (int64_t t = 0; t < SUB; t++) scores[j][t] *= k_scale[t];
     weigh(a, scores[j], &to[j], seen, until);
+    if (kind >= CODES8) scale_weights(a, v_scale, in_blocks ? v_low : NULL, scores[j], &to[j]);
   }
   for (int run = 0; run < 2; run++) {
     if (!count[run]) continue;
-    const char *base = value + from[run] * a->v_slot * size;
-    int64_t d = 0;
-    for (; d + 2 * VL <= a->dim_v; d += 2 * VL)
-      add_values(to, queries, base, a->v_slot, d, 2, count[run], scores, at[run], kind);
-    if (d + VL <= a->dim_v) {
-      add_values(to, queries, base, a->v_slot, d, 1, count[run], scores, at[run], kind);
-      d += VL;
-    }
-    if (d < a->dim_v)
-      add_values_part(to, queries, base, a->v_slot, d, (int)(a->dim_v - d), count[run], scores, at[run], kind);
+    add_values(to, queries, s->value + from[run] * s->v_slot * size, s->v_slot, a->dim_v, count[run], scores, at[run], kind);
   }
 }
 
+typedef void tile_of_kind(const attend_args *a, const source *s, const float *const *q, const int64_t *low,
+                          const int64_t *end, const part *to, int queries, int64_t b);
+
+#if VL == 16
+#define MIDDLE_TILES(kind) \
+    case 2: tile_of_queries(a, s, q, low, end, to, 2, b, kind); break; \
+    case 3: tile_of_queries(a, s, q, low, end, to, 3, b, kind); break;
+#else
+#define MIDDLE_TILES(kind)
+#endif
+#define TILE_OF(name, kind) \
+  static void name(const attend_args *a, const source *s, const float *const *q, const int64_t *low, \
+                   const int64_t *end, const part *to, int queries, int64_t b) { \
+    switch (queries) { \
+      case 1: tile_of_queries(a, s, q, low, end, to, 1, b, kind); break; \
+      MIDDLE_TILES(kind) \
+      default: tile_of_queries(a, s, q, low, end, to, TILE, b, kind); break; \
+    } \
+  }
+TILE_OF(tile_f32, F32)
+TILE_OF(tile_bf16, BF16)
+TILE_OF(tile_f16, F16)
+TILE_OF(tile_int8, CODES8)
+TILE_OF(tile_int4, CODES4)
+TILE_OF(tile_int2, CODES2)
+
 /* `task` counts from the row's first: [kv head][chunk][run of new tokens]. */
-INLINE void task_of_kind(const attend_args *a, const row_plan *plan, float *parts, int64_t r, int64_t task, int kind) {
-  const int64_t group = a->heads / a->kv_heads, start = a->starts[r], size = kind == F32 ? 4 : 2;
+static void run_task(const attend_args *a, const attend_plan *all, int64_t r, int64_t task) {
+  const row_plan *plan = &all->rows[r];
+  const codes_args *codes = all->codes;
+  const int64_t group = a->heads / a->kv_heads, start = a->starts[r], size = size_of(a->kind);
   const int64_t run = task % plan->runs, kv = task / plan->runs / plan->chunks;
   const int64_t c = plan->chunk + task / plan->runs % plan->chunks;
   const int64_t first_token = run * RUN, last_token = first_token + RUN < a->counts[r] ? first_token + RUN : a->counts[r];
-  const int64_t first_part = plan->first_part + task / plan->runs * a->counts[r] * group;
-  const char *key = (const char *)a->k + (r * a->k_row + kv * a->k_head) * size;
-  const char *value = (const char *)a->v + (r * a->v_row + kv * a->v_head) * size;
-  for (int64_t j = first_token * group; j < last_token * group; j++) {
-    part p = part_at(a, parts, first_part + j);
+  const int64_t first_part = plan->first_part + task / plan->runs * a->counts[r] * group, n = last_token * group;
+  const source floats = {
+    (const char *)a->k + (r * a->k_row + kv * a->k_head) * size, (const char *)a->v + (r * a->v_row + kv * a->v_head) * size,
+    NULL, NULL, codes ? codes->tail : a->slots, a->k_slot, a->v_slot,
+  };
+  tile_of_kind *tile = a->kind == F32 ? tile_f32 : a->kind == BF16 ? tile_bf16 : tile_f16, *coded_tile = NULL;
+  source coded = {0};
+  if (codes) {
+    const int64_t head = r * a->kv_heads + kv, slot = head * a->slots;
+    coded_tile = codes->bits == 8 ? tile_int8 : codes->bits == 4 ? tile_int4 : tile_int2;
+    coded.slots = a->slots, coded.k_slot = a->dim * codes->bits / 8, coded.v_slot = a->dim_v * codes->bits / 8;
+    coded.key = (const char *)codes->k + slot * coded.k_slot, coded.value = (const char *)codes->v + slot * coded.v_slot;
+    coded.k_scale = codes->k_scale + slot * (codes->bits == 8 ? 1 : block_scales(a->dim));
+    coded.v_scale = codes->v_scale + slot * (codes->bits == 8 ? 1 : 2);
+  }
+  for (int64_t j = first_token * group; j < n; j++) {
+    part p = part_at(a, all->parts, first_part + j);
     *p.largest = -INFINITY, *p.sum = 0;
     memset(p.values, 0, (size_t)a->dim_v * sizeof(float));
   }
   int64_t from = low_of(a, start + first_token), until = start + last_token;
   if (from < chunk_begin(c)) from = chunk_begin(c);
   if (until > chunk_begin(c + 1)) until = chunk_begin(c + 1);
-  for (int64_t b = from / SUB * SUB; b < until; b += SUB)
-    for (int64_t j = first_token * group; j < last_token * group; j += TILE) {
+  for (int64_t b = from / SUB * SUB; b < until; b += SUB) {
+    /* The queries before this one stand too near to the block to see codes of it. */
+    int64_t far = n;
+    if (codes) far = codes->lag ? (b + SUB - 1 + codes->lag - start) * group : 0;
+    int queries;
+    for (int64_t j = first_token * group; j < n; j += queries) {
       const float *q[TILE];
       int64_t low[TILE], end[TILE];
       part to[TILE];
-      const int64_t left = last_token * group - j;
-      const int queries = left < TILE ? (int)left : TILE;
+      const int64_t stop = j < far && far < n ? far : n;
+      queries = stop - j < TILE ? (int)(stop - j) : TILE;
       for (int i = 0; i < queries; i++) {
         const int64_t token = (j + i) / group, head = kv * group + (j + i) % group;
         q[i] = a->q + r * a->q_row + token * a->q_token + head * a->q_head;
         low[i] = low_of(a, start + token), end[i] = start + token + 1;
-        to[i] = part_at(a, parts, first_part + j + i);
+        to[i] = part_at(a, all->parts, first_part + j + i);
       }
-      switch (queries) {
-        case 1: tile_of_queries(a, key, value, q, low, end, to, 1, b, kind); break;
-#if VL == 16
-        case 2: tile_of_queries(a, key, value, q, low, end, to, 2, b, kind); break;
-        case 3: tile_of_queries(a, key, value, q, low, end, to, 3, b, kind); break;
-#endif
-        default: tile_of_queries(a, key, value, q, low, end, to, TILE, b, kind); break;
-      }
+      if (j < far) tile(a, &floats, q, low, end, to, queries, b);
+      else coded_tile(a, &coded, q, low, end, to, queries, b);
     }
-}
-
-static void task_f32(const attend_args *a, const row_plan *p, float *parts, int64_t r, int64_t task) {
-  task_of_kind(a, p, parts, r, task, F32);
-}
-static void task_bf16(const attend_args *a, const row_plan *p, float *parts, int64_t r, int64_t task) {
-  task_of_kind(a, p, parts, r, task, BF16);
-}
-static void task_f16(const attend_args *a, const row_plan *p, float *parts, int64_t r, int64_t task) {
-  task_of_kind(a, p, parts, r, task, F16);
+  }
 }
 
 /* The parts of one query, in the order of the chunks; one that saw nothing has the sum 0 and adds nothing. */
@@ -268,6 +366,7 @@ static void combine(const attend_args *a, const row_plan *plan, float *parts, in
 int64_t attend_begin(const attend_args *a, attend_plan *plan) {
   plan->tasks = 0;
   plan->parts = 0;
+  plan->codes = NULL;
   plan->rows = malloc((size_t)(a->rows + 1) * sizeof(row_plan));
   if (!plan->rows) return -1;
   int64_t parts = 0;
@@ -307,9 +406,7 @@ void attend_run(const attend_args *a, const attend_plan *plan) {
       else high = middle - 1;
     }
     const row_plan *row = &plan->rows[low];
-    if (a->kind == F32) task_f32(a, row, plan->parts, low, task - row->first_task);
-    else if (a->kind == BF16) task_bf16(a, row, plan->parts, low, task - row->first_task);
-    else task_f16(a, row, plan->parts, low, task - row->first_task);
+    run_task(a, plan, low, task - row->first_task);
   }
 #pragma omp for schedule(static)
   for (int64_t i = 0; i < a->rows * a->tokens * a->heads; i++) {

@@ -36,6 +36,23 @@ typedef struct {
   double scale, softcap;        /* softcap: 0 where there is none */
 } attend_args;
 
+/* Keys and values in few bits, beside the attend_args of their layer, whose slots are those of the codes.
+ *
+ * 8 bits: codes -127..127, one scale a vector. 4 and 2 bits: keys in blocks of CODE_BLOCK positions, with a scale and a
+ * lowest value for each channel of a block; values with a scale and a lowest value a vector; number i of a vector of D
+ * is the field i / (D * bits / 8) of byte i % (D * bits / 8). The newest positions are also floats, in the ring of
+ * `tail` slots that attend_args names: a query sees codes of the blocks that end `lag` positions before it or earlier
+ * (its own position counted), and floats of the others. */
+typedef struct {
+  uint8_t *k, *v;              /* [R, K, S, D * bits / 8], contiguous */
+  uint16_t *k_scale, *v_scale; /* float16 [R, K, S, n]; those of a block of keys lie across its slots, scales then lows */
+  int64_t bits, lag, tail;     /* lag, tail: 0 where every position is codes */
+} codes_args;
+
+enum { CODE_BLOCK = 64 };
+/* n of keys in blocks */
+static inline int64_t block_scales(int64_t dim) { return (2 * dim + CODE_BLOCK - 1) / CODE_BLOCK; }
+
 typedef struct {
   rope_args q, k;
   append_args store; /* of k as rotated */
@@ -52,6 +69,7 @@ typedef struct {
   row_plan *rows; /* [R] */
   float *parts;
   int64_t tasks;
+  const codes_args *codes; /* or null */
 } attend_plan;
 
 /* 0; -1 where there was no memory; 1 + r where row r's starts or counts make no sense: nothing is to be ended then. */

@@ -13,8 +13,11 @@
 /* Small loops over arrays of vectors must vanish, or the vectors live in memory. */
 #define UNROLL _Pragma("GCC unroll 8")
 
-/* How keys, values and float weights are stored; lmstate.ops.cpu has the same numbers. */
-enum { F32 = 0, BF16 = 1, F16 = 2 };
+/* How keys, values and float weights are stored; lmstate.ops.cpu has the same numbers. Then codes of keys and values,
+ * of which a byte holds several: a vector of bytes is a vector of each of its fields, the lowest bits first. */
+enum { F32 = 0, BF16 = 1, F16 = 2, CODES8 = 3, CODES4 = 4, CODES2 = 5 };
+INLINE int size_of(int kind) { return kind == F32 ? 4 : kind <= F16 ? 2 : 1; }
+INLINE int fields_of(int kind) { return kind == CODES4 ? 2 : kind == CODES2 ? 4 : 1; }
 
 INLINE float from_bits(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }
 INLINE uint32_t to_bits(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
@@ -57,7 +60,8 @@ INLINE uint16_t float_to_f16_bits(float f) { /* round to nearest even */
 INLINE vf load(int kind, const void *base, int64_t i) {
   if (kind == F32) return vf_load((const float *)base + i);
   if (kind == BF16) return vf_load_bf16((const uint16_t *)base + i);
-  return vf_load_f16((const uint16_t *)base + i);
+  if (kind == F16) return vf_load_f16((const uint16_t *)base + i);
+  return vf_load_int8((const int8_t *)base + i);
 }
 
 INLINE vf load_part(int kind, const void *base, int64_t i, int n) {
@@ -67,8 +71,30 @@ INLINE vf load_part(int kind, const void *base, int64_t i, int n) {
     return vf_load(buffer);
   }
   uint16_t buffer[VL] = {0};
-  memcpy(buffer, (const uint16_t *)base + i, (size_t)n * 2);
-  return kind == BF16 ? vf_load_bf16(buffer) : vf_load_f16(buffer);
+  memcpy(buffer, (const char *)base + i * (kind > F16 ? 1 : 2), (size_t)n * (kind > F16 ? 1 : 2));
+  return load(kind, buffer, 0);
+}
+
+INLINE void load_fields(int kind, const void *base, int64_t i, vf *fields) {
+  if (kind == CODES4) vf_load_fields4((const uint8_t *)base + i, fields);
+  else if (kind == CODES2) vf_load_fields2((const uint8_t *)base + i, fields);
+  else fields[0] = load(kind, base, i);
+}
+
+INLINE void load_fields_part(int kind, const void *base, int64_t i, int n, vf *fields) {
+  if (kind <= CODES8) {
+    fields[0] = load_part(kind, base, i, n);
+    return;
+  }
+  uint8_t buffer[VL] = {0};
+  memcpy(buffer, (const uint8_t *)base + i, (size_t)n);
+  load_fields(kind, buffer, 0, fields);
+}
+
+INLINE void floats_of_f16(const uint16_t *x, float *y, int64_t n) { /* y has room for VL more */
+  int64_t i = 0;
+  for (; i + VL <= n; i += VL) vf_store(y + i, vf_load_f16(x + i));
+  if (i < n) vf_store(y + i, load_part(F16, x, i, (int)(n - i)));
 }
 
 INLINE void store_part(float *p, vf x, int n) {

@@ -16,6 +16,18 @@ INLINE vf vf_load_f16(const uint16_t *p) {
   vf r = {f16_to_float_bits(p[0]), f16_to_float_bits(p[1]), f16_to_float_bits(p[2]), f16_to_float_bits(p[3])};
   return r;
 }
+INLINE vf vf_load_int8(const int8_t *p) {
+  vf r = {p[0], p[1], p[2], p[3]};
+  return r;
+}
+/* The low and the high half of each byte; its four quarters. */
+INLINE void vf_load_fields4(const uint8_t *p, vf *fields) {
+  for (int i = 0; i < VL; i++) fields[0][i] = (float)(p[i] & 15), fields[1][i] = (float)(p[i] >> 4);
+}
+INLINE void vf_load_fields2(const uint8_t *p, vf *fields) {
+  for (int f = 0; f < 4; f++)
+    for (int i = 0; i < VL; i++) fields[f][i] = (float)(p[i] >> 2 * f & 3);
+}
 INLINE vf vf_add(vf a, vf b) { return a + b; }
 INLINE vf vf_sub(vf a, vf b) { return a - b; }
 INLINE vf vf_mul(vf a, vf b) { return a * b; }

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lmstate.errors import UnsupportedError
 from lmstate.state.attention import AttentionState, KeyValueState
+from lmstate.state.kv.blocks import BlockState
 from lmstate.state.kv.evicting import EvictingState
 from lmstate.state.kv.policy import Evicting
 from lmstate.state.kv.quantized import QuantizedAttentionState, QuantizedLatentState
@@ -41,10 +42,10 @@ def attention_state(
                 layout, policy, kv_heads, head_dim, value_dim, window=window, chunk=chunk, shift=shift
             )  # fmt: skip
         policy = policy.storage
+    if isinstance(policy, Quantized) and policy.bits == 8:
+        return QuantizedAttentionState(layout, kv_heads, head_dim, value_dim, window=window, chunk=chunk)
     if isinstance(policy, Quantized):
-        return QuantizedAttentionState(
-            layout, policy, kv_heads, head_dim, value_dim, window=window, chunk=chunk, shift=shift
-        )  # fmt: skip
+        return BlockState(layout, policy, kv_heads, head_dim, value_dim, window=window, chunk=chunk)
     return AttentionState(
         stored_as(layout, policy), kv_heads, head_dim, value_dim, window=window, chunk=chunk, shift=shift
     )

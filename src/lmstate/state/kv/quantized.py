@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lmstate import ops
 from lmstate.ops import kv_codes
-from lmstate.ops.attend_quantized import attend_quantized
+from lmstate.ops.attend_quantized import WHOLE, Held, attend_quantized
 from lmstate.ops.latent_attend import latent_attend
 from lmstate.state.attention import AttentionState, KeyValueState
 from lmstate.state.kv.storage import Quantized
@@ -22,35 +22,19 @@ REFUSAL = "its keys are quantised as they were rotated, and never a second time"
 
 
 class QuantizedAttentionState(AttentionState):
-    """Codes and scales of turned keys and values in slots, or in a window's ring; see `Quantized`.
+    """8 bits: codes and scales of turned keys and values in slots, or in a window's ring; see `Quantized`.
 
     A token is stored before its step attends, so that it reads of itself what later ones will read.
     """
 
     what = "quantised keys and values"
 
-    def __init__(
-        self,
-        layout: Layout,
-        storage: Quantized,
-        kv_heads: int,
-        head_dim: int,
-        value_dim: int | None = None,
-        *,
-        window: int | None = None,
-        chunk: int | None = None,
-        shift: Callable[[Tensor, int], Tensor] | None = None,
-    ):
-        self.bits = storage.bits
-        super().__init__(layout, kv_heads, head_dim, value_dim, window=window, chunk=chunk, shift=shift)
-
     def stored_as(
         self, kv_heads: int, dims: dict[str, int]
     ) -> tuple[dict[str, tuple[int, ...]], dict[str, torch.dtype]]:
-        return coded_buffers(dims, self.bits, kv_heads)
+        return coded_buffers(dims, 8, kv_heads, most=WHOLE)
 
     rings = KeyValueState.rings  # what is stored are codes
-    rotate_attend = KeyValueState.rotate_attend  # codes are made of keys that are rotated already
 
     def attend(
         self,
@@ -63,19 +47,36 @@ class QuantizedAttentionState(AttentionState):
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        held = self.buffers
-        if k is not None and v is not None:
-            (k_codes, k_scales), (v_codes, v_scales) = (
-                kv_codes.encode(kv_codes.turned(new), self.bits) for new in (k, v)
-            )
-            ops.append(k_codes, v_codes, held["k"], held["v"], step.starts_t, step.counts_t)
-            ops.append(k_scales, v_scales, held["k.scale"], held["v.scale"], step.starts_t, step.counts_t)
-        seen = attend_quantized(
-            kv_codes.turned(q), (held["k"], held["k.scale"]), (held["v"], held["v.scale"]),
-            step.starts_t, step.counts_t, bits=self.bits, scale=scale, dtype=self.layout.dtype,
-            window=self.window, chunk=self.chunk, softcap=softcap, sinks=sinks,
+        return self._attend(q, None if k is None or v is None else (k, v), None, step, scale, softcap, sinks)
+
+    def rotate_attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: ops.Rotation,
+        step: Step,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        return self._attend(q, (k, v), rotation, step, scale, softcap, sinks)
+
+    def _attend(
+        self,
+        q: Tensor,
+        new: tuple[Tensor, Tensor] | None,
+        rotation: ops.Rotation | None,
+        step: Step,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        return attend_quantized(
+            q, new, rotation, held(self.buffers), None, step.starts_t, step.counts_t, bits=8, scale=scale,
+            dtype=self.layout.dtype, window=self.window, chunk=self.chunk, softcap=softcap, sinks=sinks,
         )  # fmt: skip
-        return kv_codes.turned(seen)
 
     def refuses_drop(self, row: int) -> str | None:
         return REFUSAL
@@ -123,14 +124,18 @@ class QuantizedLatentState(LatentState):
         return REFUSAL
 
 
+def held(buffers: dict[str, Tensor]) -> Held:
+    return Held(buffers["k"], buffers["v"], buffers["k.scale"], buffers["v.scale"])
+
+
 def coded_buffers(
-    dims: dict[str, int], bits: int, *heads: int
+    dims: dict[str, int], bits: int, *heads: int, most: int = kv_codes.GROUP
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, torch.dtype]]:
     """The buffers for vectors of these widths, codes under their name and scales beside them, and their dtypes."""
     widths: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, torch.dtype] = {}
     for name, dim in dims.items():
-        codes, scales = kv_codes.widths(dim, bits)
+        codes, scales = kv_codes.widths(dim, bits, most)
         widths |= {name: (*heads, codes), f"{name}.scale": (*heads, scales)}
         dtypes |= {name: kv_codes.code_dtype(bits), f"{name}.scale": torch.float16}
     return widths, dtypes

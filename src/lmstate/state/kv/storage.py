@@ -26,14 +26,17 @@ class Dense(Storage):
 
 @dataclass(frozen=True)
 class Quantized(Storage):
-    """In 8 or 4 bits a number, with a scale for at most 64 numbers of a token, which is quantised once.
+    """In 8, 4 or 2 bits a number; each token is quantised once.
 
-    Keys and values are turned by an orthogonal matrix first (Hadamard; as in QuaRot, 2404.00456), so that no channel
-    stands out: queries are turned alike and outputs turned back. `lmstate.ops.kv_codes` says what is stored.
+    8 bits: keys and values are turned by an orthogonal matrix first (Hadamard; as in QuaRot, 2404.00456), so that no
+    channel stands out, with a scale a token and head. 4 and 2 bits: so are values, with a lowest value too; keys have a
+    scale and a lowest value for each channel of 64 positions (KIVI, 2402.02750), and until these are complete, the
+    newest tokens are kept as floats. A policy that evicts, and latents, have scales for at most 64 numbers of a token
+    at any width. `lmstate.ops.kv_codes` says what is stored.
     """
 
     bits: int = 8
 
     def __post_init__(self) -> None:
-        if self.bits not in (8, 4):
-            raise StateError(f"Quantized(bits={self.bits}) was asked for; there are 8 and 4")
+        if self.bits not in (8, 4, 2):
+            raise StateError(f"Quantized(bits={self.bits}) was asked for; there are 8, 4 and 2")

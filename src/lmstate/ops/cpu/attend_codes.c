@@ -1,0 +1,136 @@
+/* Keys and values in few bits: turning and storing new ones, and attention over what is stored, without a wide copy. */
+#include "attend.h"
+#include "lanes.h"
+
+typedef struct {
+  rope_args q, k;      /* where `rotates`; the others' sources then are what these write */
+  const float *from[2]; /* k, v: [R, T, K, D] by their strides */
+  int64_t from_row[2], from_token[2], from_head[2];
+  int64_t rotates, store_threads;
+  codes_args codes;
+  attend_args attend; /* q: written to where values are turned, unless it is null: then nothing attends */
+} coded_args;
+
+/* x times a Hadamard matrix of the largest power of two that divides n, in blocks; its own inverse. */
+static void turn(float *x, int64_t n) {
+  const int64_t size = n & -n;
+  for (int64_t half = 1; half < size; half *= 2)
+    for (int64_t i = 0; i < n; i += 2 * half)
+      for (int64_t j = i; j < i + half; j++) {
+        const float u = x[j], w = x[j + half];
+        x[j] = u + w, x[j + half] = u - w;
+      }
+  const float scale = 1.0f / sqrtf((float)size);
+  for (int64_t i = 0; i < n; i++) x[i] *= scale;
+}
+
+static void turn_heads(float *x, int64_t heads, int64_t dim, int64_t threads) {
+#pragma omp parallel for schedule(static) num_threads((int)threads) if (threads > 1)
+  for (int64_t i = 0; i < heads; i++) turn(x + i * dim, dim);
+}
+
+static void encode_int8(const float *x, int64_t n, uint8_t *codes, uint16_t *scale) {
+  float largest = 0;
+  for (int64_t i = 0; i < n; i++) largest = fmaxf(largest, fabsf(x[i]));
+  *scale = float_to_f16_bits(fminf(largest / 127.0f, 65504.0f));
+  const float step = f16_to_float_bits(*scale), divisor = step == 0 ? 1 : step;
+  for (int64_t i = 0; i < n; i++) codes[i] = (uint8_t)(int8_t)fmaxf(-127, fminf(127, nearbyintf(x[i] / divisor)));
+}
+
+/* A scale and a lowest value for numbers between `low` and `high`; what they are once rounded comes back. */
+static void range_of(float *low, float *high, int64_t bits, uint16_t *scale_bits, uint16_t *low_bits) {
+  *low_bits = float_to_f16_bits(fmaxf(-65504.0f, fminf(65504.0f, *low)));
+  *low = f16_to_float_bits(*low_bits);
+  *scale_bits = float_to_f16_bits(fmaxf(0, fminf(65504.0f, (*high - *low) / (float)((1 << bits) - 1))));
+  *high = f16_to_float_bits(*scale_bits);
+  if (*high == 0) *high = 1;
+}
+
+INLINE uint8_t code_of(float x, float low, float step, int64_t bits) {
+  return (uint8_t)fmaxf(0, fminf((float)((1 << bits) - 1), nearbyintf((x - low) / step)));
+}
+
+static void load_head(const void *x, float *y, int64_t n, int64_t kind) {
+  for (int64_t i = 0; i < n; i++)
+    y[i] = kind == F32 ? ((const float *)x)[i]
+                       : kind == BF16 ? bf16_to_float(((const uint16_t *)x)[i]) : f16_to_float_bits(((const uint16_t *)x)[i]);
+}
+
+/* The block of positions from `first` on, whole in the ring of floats, as codes. */
+static void encode_block(const coded_args *c, int64_t r, int64_t h, int64_t first) {
+  const attend_args *a = &c->attend;
+  const int64_t bits = c->codes.bits, size = a->kind == F32 ? 4 : 2, dim = a->dim, dim_v = a->dim_v;
+  const int64_t slot = (r * a->kv_heads + h) * a->slots + first % a->slots, bytes = dim * bits / 8, bytes_v = dim_v * bits / 8;
+  const char *k = (const char *)a->k + (r * a->k_row + h * a->k_head) * size;
+  const char *v = (const char *)a->v + (r * a->v_row + h * a->v_head) * size;
+  uint16_t *k_scale = c->codes.k_scale + slot * block_scales(dim), *v_scale = c->codes.v_scale + 2 * slot;
+  float x[CODE_BLOCK][MAX_DIM], low[MAX_DIM], high[MAX_DIM];
+  for (int64_t t = 0; t < CODE_BLOCK; t++) {
+    load_head(k + (first + t) % c->codes.tail * a->k_slot * size, x[t], dim, a->kind);
+    for (int64_t d = 0; d < dim; d++) {
+      low[d] = t ? fminf(low[d], x[t][d]) : x[t][d];
+      high[d] = t ? fmaxf(high[d], x[t][d]) : x[t][d];
+    }
+  }
+  for (int64_t d = 0; d < dim; d++) range_of(&low[d], &high[d], bits, &k_scale[d], &k_scale[dim + d]);
+  memset(c->codes.k + slot * bytes, 0, (size_t)(CODE_BLOCK * bytes));
+  memset(c->codes.v + slot * bytes_v, 0, (size_t)(CODE_BLOCK * bytes_v));
+  for (int64_t t = 0; t < CODE_BLOCK; t++) {
+    uint8_t *codes = c->codes.k + (slot + t) * bytes;
+    for (int64_t d = 0; d < dim; d++)
+      codes[d % bytes] |= (uint8_t)(code_of(x[t][d], low[d], high[d], bits) << d / bytes * bits);
+    float value[MAX_DIM], least = INFINITY, most = -INFINITY;
+    load_head(v + (first + t) % c->codes.tail * a->v_slot * size, value, dim_v, a->kind);
+    for (int64_t d = 0; d < dim_v; d++) least = fminf(least, value[d]), most = fmaxf(most, value[d]);
+    range_of(&least, &most, bits, &v_scale[2 * t], &v_scale[2 * t + 1]);
+    codes = c->codes.v + (slot + t) * bytes_v;
+    for (int64_t d = 0; d < dim_v; d++)
+      codes[d % bytes_v] |= (uint8_t)(code_of(value[d], least, most, bits) << d / bytes_v * bits);
+  }
+}
+
+/* One new token of one kv head. */
+static void store(const coded_args *c, int64_t r, int64_t h, int64_t t) {
+  const attend_args *a = &c->attend;
+  const int64_t position = a->starts[r] + t, size = a->kind == F32 ? 4 : 2;
+  float k[MAX_DIM], v[MAX_DIM];
+  memcpy(k, c->from[0] + r * c->from_row[0] + t * c->from_token[0] + h * c->from_head[0], (size_t)a->dim * 4);
+  memcpy(v, c->from[1] + r * c->from_row[1] + t * c->from_token[1] + h * c->from_head[1], (size_t)a->dim_v * 4);
+  turn(v, a->dim_v);
+  if (!c->codes.lag) {
+    const int64_t slot = (r * a->kv_heads + h) * a->slots + position % a->slots;
+    turn(k, a->dim);
+    encode_int8(k, a->dim, c->codes.k + slot * a->dim, c->codes.k_scale + slot);
+    encode_int8(v, a->dim_v, c->codes.v + slot * a->dim_v, c->codes.v_scale + slot);
+    return;
+  }
+  const int64_t slot = position % c->codes.tail;
+  store_head(k, (char *)a->k + (r * a->k_row + h * a->k_head + slot * a->k_slot) * size, a->dim, a->kind);
+  store_head(v, (char *)a->v + (r * a->v_row + h * a->v_head + slot * a->v_slot) * size, a->dim_v, a->kind);
+  if ((position + 1) % CODE_BLOCK == 0) encode_block(c, r, h, position + 1 - CODE_BLOCK);
+}
+
+/* Rotate, store, attend, as far as is asked; the codes of a call are in every later one. What attend_begin returns. */
+int64_t lmstate_attend_codes(const coded_args *c) {
+  const attend_args *a = &c->attend;
+  if (c->rotates) {
+    lmstate_rope(&c->q);
+    lmstate_rope(&c->k);
+  }
+  if (c->from[0]) {
+#pragma omp parallel for schedule(static) num_threads((int)c->store_threads) if (c->store_threads > 1)
+    for (int64_t i = 0; i < a->rows * a->kv_heads; i++)
+      for (int64_t t = 0; t < a->counts[i / a->kv_heads]; t++) store(c, i / a->kv_heads, i % a->kv_heads, t);
+  }
+  if (!a->q || a->rows == 0 || a->tokens == 0) return 0;
+  if (!c->codes.lag) turn_heads((float *)a->q, a->rows * a->tokens * a->heads, a->dim, c->store_threads);
+  attend_plan plan;
+  const int64_t status = attend_begin(a, &plan);
+  if (status) return status;
+  plan.codes = &c->codes;
+#pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
+  attend_run(a, &plan);
+  attend_end(&plan);
+  turn_heads(a->out, a->rows * a->tokens * a->heads, a->dim_v, c->store_threads);
+  return 0;
+}

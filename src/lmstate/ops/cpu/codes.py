@@ -1,0 +1,135 @@
+"""The call into a native library's attention over keys and values in few bits, checked as in `library`."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from struct import Struct
+
+import torch
+from torch import Tensor
+
+from lmstate.ops import cpu, kv_codes
+from lmstate.ops.attend_quantized import Held, Tail
+from lmstate.ops.cpu.arguments import (
+    KINDS,
+    MAX_HEAD_DIM,
+    check_attended,
+    float_pointer,
+    function,
+    integers,
+    rope_fields,
+)
+from lmstate.ops.rotate_attend import Rotation
+
+_ARGUMENTS = Struct("4P10q" * 2 + "2P6q" + "2q" + "4P3q" + "7P20q2d")
+_NO_ROTATION = (0,) * 28
+_NOTHING_NEW = (0,) * 8
+
+# Below this many new numbers a second thread costs more than it saves.
+_FEW = 16384
+
+
+class Codes:
+    """Bodies of one variant."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._attend = function(library, "lmstate_attend_codes")
+
+    def can(self, q: Tensor, held: Held, tail: Tail | None, bits: int) -> bool:
+        """Whether these dtypes and head dims are among those of the body."""
+        dim, dim_v = q.shape[-1], held.v.shape[-1] * 8 // bits
+        return (
+            q.dtype == torch.float32
+            and max(dim, dim_v) <= MAX_HEAD_DIM
+            and dim % 8 == dim_v % 8 == 0
+            and (tail is None or (tail.k.dtype in KINDS and tail.k.dtype == tail.v.dtype))
+        )
+
+    def attend(
+        self,
+        q: Tensor,
+        new: tuple[Tensor, Tensor] | None,
+        rotation: Rotation | None,
+        held: Held,
+        tail: Tail | None,
+        starts: Tensor,
+        counts: Tensor,
+        bits: int,
+        scale: float,
+        window: int | None,
+        chunk: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+        *,
+        stores_only: bool = False,
+    ) -> Tensor | None:
+        """`attend_quantized`, or only what it stores: float32 `[R, T, H, Dv]`, or None."""
+        rows, tokens, heads, dim = q.shape
+        kv_heads, slots = held.k.shape[1:3]
+        dim_v = held.v.shape[3] * 8 // bits
+        _check(held, tail, (rows, kv_heads), dim, dim_v, bits)
+        starts, counts = integers(starts, "starts", rows), integers(counts, "counts", rows)
+        threads = torch.get_num_threads() if q.numel() > _FEW else 1
+        rotates: tuple[int, ...] = _NO_ROTATION
+        source: tuple[int, ...] = _NOTHING_NEW
+        if new is not None:
+            k, v = (x if x.stride(3) == 1 else x.contiguous() for x in new)
+            if k.shape != (rows, tokens, kv_heads, dim) or v.shape != (rows, tokens, kv_heads, dim_v):
+                raise ValueError(f"new keys {list(k.shape)} and values {list(v.shape)} do not fit {list(held.k.shape)}")
+            if rotation is not None:
+                cos, sin = rotation.cos.contiguous(), rotation.sin.contiguous()
+                turned_q, turned_k = torch.empty(q.shape), torch.empty(k.shape)
+                rotates = (
+                    *rope_fields(q, cos, sin, rotation.interleaved, turned_q, threads),
+                    *rope_fields(k, cos, sin, rotation.interleaved, turned_k, threads),
+                )
+                q, k = turned_q, turned_k
+            source = (k.data_ptr(), v.data_ptr(), *(n for pair in zip(k.stride()[:3], v.stride()[:3]) for n in pair))
+        if q.stride(3) != 1 or (tail is None and rotates is _NO_ROTATION):
+            q = q.clone(memory_format=torch.contiguous_format)  # where there is no tail, it is turned in place
+        out = None if stores_only else torch.empty(rows, tokens, heads, dim_v)
+        sink = 0 if sinks is None else float_pointer(sinks, "sinks", (heads,))
+        floats = (0, 0, *(0,) * 6, 0) if tail is None else (
+            tail.k.data_ptr(), tail.v.data_ptr(), *tail.k.stride()[:3], *tail.v.stride()[:3], KINDS[tail.k.dtype]
+        )  # fmt: skip
+        arguments = _ARGUMENTS.pack(
+            *rotates, *source, rotates is not _NO_ROTATION, threads,
+            held.k.data_ptr(), held.v.data_ptr(), held.k_scale.data_ptr(), held.v_scale.data_ptr(),
+            bits, *((0, 0) if tail is None else (tail.lag, tail.k.shape[2])),
+            0 if out is None else q.data_ptr(), *floats[:2], starts.data_ptr(), counts.data_ptr(), sink,
+            0 if out is None else out.data_ptr(),
+            rows, tokens, heads, kv_heads, slots, dim, dim_v, *q.stride()[:3], *floats[2:],
+            window or 0, chunk or 0, torch.get_num_threads(), scale, softcap or 0.0,
+        )  # fmt: skip
+        check_attended(self._attend(arguments), q, held.k, starts, counts)
+        return out
+
+
+@lru_cache
+def codes(variant: str) -> Codes:
+    """The bodies of the same variant as a `Library`."""
+    return Codes(ctypes.CDLL(str(cpu.path_of(variant))))
+
+
+def _check(held: Held, tail: Tail | None, rows: tuple[int, int], dim: int, dim_v: int, bits: int) -> None:
+    slots = held.k.shape[2]
+    scales = (1, 1) if tail is None else (kv_codes.block_scales(dim), 2)
+    expected = {
+        "k": (held.k, dim * bits // 8, kv_codes.code_dtype(bits)),
+        "v": (held.v, dim_v * bits // 8, kv_codes.code_dtype(bits)),
+        "k_scale": (held.k_scale, scales[0], torch.float16),
+        "v_scale": (held.v_scale, scales[1], torch.float16),
+    }
+    for name, (tensor, width, dtype) in expected.items():
+        if tensor.shape != (*rows, slots, width) or tensor.dtype != dtype or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous {dtype} {[*rows, slots, width]}; "
+                f"this is {tensor.dtype} {list(tensor.shape)}"
+            )
+    if tail is not None:
+        if slots % kv_codes.BLOCK:
+            raise ValueError(f"blocks of {kv_codes.BLOCK} positions cannot lie in {slots} slots")
+        for ring, width in ((tail.k, dim), (tail.v, dim_v)):
+            if (*ring.shape[:2], ring.shape[3]) != (*rows, width) or ring.stride(3) != 1:
+                raise ValueError(f"the tail is {list(ring.shape)}; keys of {dim} and values of {dim_v} do not fit it")

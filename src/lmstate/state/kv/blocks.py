@@ -1,0 +1,179 @@
+"""Attention states that keep every token in 4 or 2 bits a number, and the newest ones as floats too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lmstate import ops
+from lmstate.ops import kv_codes
+from lmstate.ops.attend_quantized import WHOLE, Tail, attend_quantized
+from lmstate.ops.kv_codes import BLOCK
+from lmstate.state.attention import KeyValueState
+from lmstate.state.composite import CompositeState
+from lmstate.state.kv.quantized import REFUSAL, held
+from lmstate.state.kv.storage import Quantized
+from lmstate.state.layer import Install, Layout
+from lmstate.state.slots import SlotState
+from lmstate.state.step import Step
+
+LAG = 1
+"""A block is read as codes from its end on."""
+SHORT = 32
+"""Steps of up to so many tokens find room in the ring of floats without its growing."""
+
+
+class BlockState(CompositeState, KeyValueState):
+    """Codes of the blocks of positions that are whole, in slots or in a window's ring, and a ring of floats.
+
+    A block is quantised, once, from the floats, when its last token is stored. A query reads codes or floats of a block
+    by its own position (`ops.attend_quantized`), so that no cut of the stream shows; the ring goes back far enough for
+    that from any position inside the rewind window. What is in a block's slots before it is whole is never read.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        storage: Quantized,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        *,
+        window: int | None = None,
+        chunk: int | None = None,
+    ):
+        self.layout, self.bits, self.window, self.chunk = layout, storage.bits, window, chunk
+        dims = {"k": head_dim, "v": value_dim or head_dim}
+        self.codes, self.tail = Codes(layout, self.bits, kv_heads, dims, window, chunk), Floats(layout, kv_heads, dims)
+        super().__init__((self.codes, self.tail))
+        self.kind = "attention" if window is None and chunk is None else "window"
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        step: Step,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        return self._attend(q, None if k is None or v is None else (k, v), None, step, scale, softcap, sinks)
+
+    def rotate_attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: ops.Rotation,
+        step: Step,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        return self._attend(q, (k, v), rotation, step, scale, softcap, sinks)
+
+    def _attend(
+        self,
+        q: Tensor,
+        new: tuple[Tensor, Tensor] | None,
+        rotation: ops.Rotation | None,
+        step: Step,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        tail = Tail(self.tail.buffers["k"], self.tail.buffers["v"], LAG)
+        return attend_quantized(
+            q, new, rotation, held(self.codes.buffers), tail, step.starts_t, step.counts_t, bits=self.bits, scale=scale,
+            dtype=self.layout.dtype, window=self.window, chunk=self.chunk, softcap=softcap, sinks=sinks,
+        )  # fmt: skip
+
+    def capture(self, row: int, length: int) -> dict[str, Tensor]:
+        captured = super().capture(row, length)
+        for name in self.codes.buffers:  # the last block is not whole: what its slots hold is of no time
+            coded = captured[f"0.{name}"]
+            coded[..., coded.shape[-2] - min(length % BLOCK, coded.shape[-2]) :, :] = 0
+        return captured
+
+    def kept(self, row: int, length: int) -> list[list[int]]:
+        low = 0 if self.window is None else max(0, length - self.window + 1)
+        low = low if self.chunk is None else max(low, length // self.chunk * self.chunk)
+        return [list(range(low, length)) for _ in range(self.codes.buffers["k"].shape[1])]
+
+    def refuses_drop(self, row: int) -> str | None:
+        return REFUSAL
+
+    def parts(self) -> list[KeyValueState]:  # type: ignore[override]  # narrower, as the list is only read
+        return [self]
+
+
+class Codes(SlotState):
+    """Codes and scales in a number of slots that blocks fill: a block's slots follow each other."""
+
+    kind, what = "attention", "blocks of quantised keys and values"
+
+    def __init__(
+        self, layout: Layout, bits: int, kv_heads: int, dims: dict[str, int], window: int | None, chunk: int | None
+    ):
+        sight = min((size for size in (window, chunk) if size is not None), default=None)
+        # Of the first block in sight all slots, since its scales lie across them.
+        span = None if sight is None else _filled(sight - 1 + BLOCK - 1 + layout.rewind + 1) - 1
+        widths: dict[str, tuple[int, ...]] = {}
+        dtypes: dict[str, torch.dtype] = {}
+        for name, dim in dims.items():
+            codes, scales = kv_codes.widths(dim, bits, WHOLE)
+            scales = kv_codes.block_scales(dim) if name == "k" else scales
+            widths |= {name: (kv_heads, codes), f"{name}.scale": (kv_heads, scales)}
+            dtypes |= {name: kv_codes.code_dtype(bits), f"{name}.scale": torch.float16}
+        capacity = None if layout.capacity is None else _filled(layout.capacity)
+        super().__init__(replace(layout, capacity=capacity), widths, span, dtypes)
+
+    def _grown(self, need: int, most: int | None) -> int:
+        return _filled(super()._grown(need, most))
+
+
+class Floats(SlotState):
+    """The newest keys and values: what queries read as floats, from any position that a rewind reaches."""
+
+    kind, what = "attention", "the newest keys and values"
+
+    def __init__(self, layout: Layout, kv_heads: int, dims: dict[str, int]):
+        # Room for a short step, or for a rewind over as many tokens.
+        span = LAG - 1 + BLOCK - 1 + max(layout.rewind, SHORT)
+        super().__init__(replace(layout, capacity=None), {name: (kv_heads, dim) for name, dim in dims.items()}, span)
+
+    def commit(self, step: Step, accepted: tuple[int, ...]) -> Install | None:
+        assert self.span is not None
+        release, least = super().commit(step, accepted), self.span + 1
+        if self.slots <= least + SHORT:
+            return release
+        # A long step needed room for all its tokens: it is given back.
+        high = [start + n if count else high for start, n, count, high in
+                zip(step.starts, accepted, step.counts, self.high)]  # fmt: skip
+        smaller = self._shrunk(least, high)
+
+        def install() -> None:
+            if release is not None:
+                release()
+            self._hold(smaller, high)
+
+        return install
+
+    def _shrunk(self, slots: int, high: list[int]) -> dict[str, Tensor]:
+        """Copies with fewer slots, of the positions before `high`."""
+        smaller = {name: b.new_zeros(*b.shape[:-2], slots, b.shape[-1]) for name, b in self.buffers.items()}
+        for row, end in enumerate(high):
+            positions = torch.arange(max(0, end - slots, self.high[row] - self.slots), end, device=self.layout.device)
+            for name, buffer in self.buffers.items():
+                smaller[name][row][..., positions % slots, :] = buffer[row][..., positions % self.slots, :]
+        return smaller
+
+
+def _filled(slots: int) -> int:
+    """As many, or more, that blocks fill."""
+    return -(-slots // BLOCK) * BLOCK
