@@ -59,7 +59,7 @@ static void load_head(const void *x, float *y, int64_t n, int64_t kind) {
 /* The block of positions from `first` on, whole in the ring of floats, as codes. */
 static void encode_block(const coded_args *c, int64_t r, int64_t h, int64_t first) {
   const attend_args *a = &c->attend;
-  const int64_t bits = c->codes.bits, size = a->kind == F32 ? 4 : 2, dim = a->dim, dim_v = a->dim_v;
+  const int64_t bits = c->codes.bits, size = size_of((int)a->kind), dim = a->dim, dim_v = a->dim_v;
   const int64_t slot = (r * a->kv_heads + h) * a->slots + first % a->slots, bytes = dim * bits / 8, bytes_v = dim_v * bits / 8;
   const char *k = (const char *)a->k + (r * a->k_row + h * a->k_head) * size;
   const char *v = (const char *)a->v + (r * a->v_row + h * a->v_head) * size;
@@ -92,7 +92,7 @@ static void encode_block(const coded_args *c, int64_t r, int64_t h, int64_t firs
 /* One new token of one kv head. */
 static void store(const coded_args *c, int64_t r, int64_t h, int64_t t) {
   const attend_args *a = &c->attend;
-  const int64_t position = a->starts[r] + t, size = a->kind == F32 ? 4 : 2;
+  const int64_t position = a->starts[r] + t, size = size_of((int)a->kind);
   float k[MAX_DIM], v[MAX_DIM];
   memcpy(k, c->from[0] + r * c->from_row[0] + t * c->from_token[0] + h * c->from_head[0], (size_t)a->dim * 4);
   memcpy(v, c->from[1] + r * c->from_row[1] + t * c->from_token[1] + h * c->from_head[1], (size_t)a->dim_v * 4);
