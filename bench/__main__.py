@@ -1,4 +1,7 @@
-"""`python -m bench`: our own numbers, quick. `python -m bench compare`: beside the peers that are installed."""
+"""`python -m bench`: our own numbers, quick. `python -m bench compare`: beside the peers that are installed.
+
+With transformers installed, `compare` also times the hybrids of `bench.hybrids` beside it, on random weights.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from bench import hybrids
 from bench.compare import CASES, QUICK, compare, markdown, plot
 
 KINDS = ("int4", "int8", "bfloat16", "float32")
@@ -35,8 +39,10 @@ def main() -> None:
 
     path = str(resolve("smollm2"))
     engines = {f"lmstate:{kind}": sys.executable for kind in KINDS}
+    shapes: list[str] = []
     if options.what == "compare":
         if has(sys.executable, "transformers"):
+            shapes = [name for name in hybrids.SHAPES if any(part in name for part in options.case or [""])]
             engines |= {f"transformers:{kind}": sys.executable for kind in ("bfloat16", "float32")}
         if has(options.llama_python, "llama_cpp"):
             engines["llama.cpp"] = options.llama_python
@@ -47,10 +53,17 @@ def main() -> None:
         cases = tuple(case for case in CASES if any(part in case.name for part in options.case))
     result = compare(engines, path, cases, options.rounds, options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"{options.what}.json").write_text(json.dumps(result, indent=1))
-    plot(result, options.out / f"{options.what}.png")
     print(f"{result['machine']}; medians of {options.rounds} rounds, least and most in brackets\n")
-    print(markdown(result))
+    if cases:
+        plot(result, options.out / f"{options.what}.png")
+        print(markdown(result))
+    if shapes:
+        import torch
+
+        torch.set_num_threads(options.threads)
+        result["hybrids"] = hybrids.run(shapes)
+        print("\n" + hybrids.markdown(result["hybrids"]))
+    (options.out / f"{options.what}.json").write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

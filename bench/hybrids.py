@@ -241,6 +241,18 @@ def run(names: list[str] | None = None, prefills: bool = True) -> list[dict[str,
     return rows
 
 
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """A row a measurement: milliseconds of both sides, and the median ratio with its range and its goal."""
+    lines = ["| random weights | what | lmstate, ms | other, ms | ratio | goal |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        ratio = f"{row['ratio']:.2f} ({row['low']:.2f}-{row['high']:.2f})"
+        goal = f"{'at most' if 'over' in row['what'] else 'at least'} {row['bar']}"
+        lines.append(
+            f"| {row['model']} | {row['what']} | {row['ours'] * 1e3:.1f} | {row['peer'] * 1e3:.1f} | {ratio} | {goal} |"
+        )
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", choices=[[], *SHAPES])

@@ -72,16 +72,22 @@ def exact(*tensors: Tensor | None) -> bool:
     return not torch.compiler.is_compiling() and choice().exact
 
 
+_ALIKE = ("norm", "rope", "append", "glu", "causal_conv", "gated_norm", "selective_scan")
+_RECURRENT = ("delta_mixer", "ssd_mixer", "gated_delta_rule", "ssd", "lightning")
+
+
 def info() -> list[dict[str, str]]:
     """For each operation on the processor: its name, the body that runs, and why. For `lmstate doctor`."""
     body, why, library = choice().name, choice().why, choice().library
     if library is None:
-        return [{"op": op, "body": body, "why": why} for op in ("attend", "linear", "norm", "rope", "append", "glu")]
+        return [{"op": op, "body": body, "why": why} for op in ("attend", "linear", *_ALIKE, *_RECURRENT)]
+    short = "up to 32 new tokens: " if body == "portable" else ""
     long = "torch's own product, in bfloat16 unless the weights are float32"
     return [
         {"op": "attend", "body": body, "why": why},
         {"op": "linear", "body": body, "why": f"up to 32 rows: {why}"},
         *([{"op": "linear, more rows of int4 and int8", "body": body, "why": why}] if library.any_rows else []),
         {"op": "linear, more rows", "body": f"{body} + torch", "why": f"panels dequantised natively, {long}"},
-        *({"op": op, "body": body, "why": why} for op in ("norm", "rope", "append", "glu")),
+        *({"op": op, "body": body, "why": why} for op in _ALIKE),
+        *({"op": op, "body": body, "why": short + why} for op in _RECURRENT),
     ]
