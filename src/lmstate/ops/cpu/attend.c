@@ -71,7 +71,9 @@ INLINE void score(const float *const *q, int queries, const void *key, int64_t s
       UNROLL for (int n = 0; n < 4; n++) acc[j][n] = vf_zero();
     int64_t d = 0;
     for (; d + VL <= part; d += VL) {
-      UNROLL for (int n = 0; n < 4; n++) load_fields(kind, key, rows[n] + d, k[n]), ask_ahead(kind, key, stride, rows[n] + d);
+      UNROLL for (int n = 0; n < 4; n++) load_fields(kind, key, rows[n] + d, k[n]);
+      if (d * size_of(kind) % 64 == 0)
+        UNROLL for (int n = 0; n < 4; n++) ask_ahead(kind, key, stride, rows[n] + d);
       UNROLL for (int f = 0; f < fields; f++)
         UNROLL for (int j = 0; j < queries; j++) {
           vf x = vf_load(q[j] + f * part + d);
@@ -100,15 +102,15 @@ INLINE void score(const float *const *q, int queries, const void *key, int64_t s
 INLINE void add_vectors(const part *to, int queries, const void *value, int64_t stride, int64_t part, int64_t d,
                         int vectors, int64_t count, float (*weights)[SUB], int64_t at, int kind) {
   const int fields = fields_of(kind);
-  vf acc[TILE][2][4];
+  vf acc[TILE][4][4];
   UNROLL for (int j = 0; j < queries; j++)
     UNROLL for (int i = 0; i < vectors; i++)
       UNROLL for (int f = 0; f < fields; f++) acc[j][i][f] = vf_load(to[j].values + f * part + d + i * VL);
   for (int64_t t = 0; t < count; t++) {
-    vf v[2][4];
+    vf v[4][4];
     UNROLL for (int i = 0; i < vectors; i++) {
       load_fields(kind, value, t * stride + d + i * VL, v[i]);
-      ask_ahead(kind, value, stride, t * stride + d + i * VL);
+      if (i * VL * size_of(kind) % 64 == 0) ask_ahead(kind, value, stride, t * stride + d + i * VL);
     }
     UNROLL for (int j = 0; j < queries; j++) {
       vf w = vf_set1(weights[j][at + t]);
@@ -140,7 +142,9 @@ INLINE void add_values(const part *to, int queries, const void *value, int64_t s
                        float (*weights)[SUB], int64_t at, int kind) {
   const int64_t part = dim / fields_of(kind);
   int64_t d = 0;
-  if (fields_of(kind) < 4) /* registers for two vectors of each */
+  if (fields_of(kind) == 1) /* there are registers for four vectors */
+    for (; d + 4 * VL <= part; d += 4 * VL) add_vectors(to, queries, value, stride, part, d, 4, count, weights, at, kind);
+  if (fields_of(kind) < 4)
     for (; d + 2 * VL <= part; d += 2 * VL) add_vectors(to, queries, value, stride, part, d, 2, count, weights, at, kind);
   for (; d + VL <= part; d += VL) add_vectors(to, queries, value, stride, part, d, 1, count, weights, at, kind);
   if (d < part) add_part(to, queries, value, stride, part, d, count, weights, at, kind);
