@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from lmstate.errors import ModelError
 from lmstate.models.mlp import MLP
 from lmstate.models.moe import MixtureOfExperts, Router
 from lmstate.ops import FloatWeight, dispatch
@@ -76,3 +79,12 @@ def test_only_experts_of_the_kept_groups_are_chosen() -> None:
     assert max(len(set(row)) for row in groups.tolist()) == 2
     _, free = Router(GATE, 3, "sigmoid")(x)
     assert max(len(set(row)) for row in (free // 2).tolist()) == 3, "groups would have made no difference"
+
+
+@pytest.mark.parametrize(
+    ("top_k", "groups", "kept", "score"),
+    [(3, 3, 1, "best"), (3, 4, 1, "best"), (2, 4, 5, "best"), (2, 8, 4, "two best"), (9, 1, 1, "best")],
+)
+def test_groups_that_cannot_be_are_refused(top_k: int, groups: int, kept: int, score: Any) -> None:
+    with pytest.raises(ModelError, match="8 experts cannot"):
+        Router(GATE, top_k, groups=groups, kept_groups=kept, group_score=score)

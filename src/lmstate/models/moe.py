@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lmstate import ops
+from lmstate.errors import ModelError
 from lmstate.models.mlp import FeedForward
 from lmstate.ops import Norm, Weight
 
@@ -39,6 +40,16 @@ class Router:
     kept_groups: int = 1
     group_score: Literal["best", "two best"] = "best"
     floor: float = 1e-20  # added to the sum that weights are divided by
+
+    def __post_init__(self) -> None:
+        experts, least = self.weight.out_features, 2 if self.groups > 1 and self.group_score == "two best" else 1
+        size = experts // self.groups
+        if experts % self.groups or size < least or self.kept_groups > self.groups:
+            raise ModelError(f"{experts} experts cannot lie in {self.groups} groups of which {self.kept_groups} count")
+        if self.top_k > self.kept_groups * size:
+            raise ModelError(
+                f"{self.top_k} of {experts} experts cannot be chosen from {self.kept_groups} of {self.groups} groups"
+            )
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x float32 `[M, E]` -> (weights float32 `[M, top_k]`, expert numbers int64 `[M, top_k]`)."""

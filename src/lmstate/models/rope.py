@@ -107,7 +107,10 @@ def make_rope(
     if name == "llama3":
         return Rope(_llama3(base, rope), interleaved=interleaved)
     if name == "yarn":
-        frequencies, scale = _yarn(base, theta, rot, rope, config)
+        try:
+            frequencies, scale = _yarn(base, theta, rot, rope, config)
+        except ArithmeticError as error:
+            raise ModelError(f"{rope.where}: no yarn comes out of theta {theta} and these factors: {error}") from error
         return Rope(frequencies, scale, interleaved)
     if name == "proportional":
         whole = 1.0 / theta ** (torch.arange(0, rot, 2, dtype=torch.float32) / head_dim)

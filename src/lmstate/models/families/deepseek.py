@@ -6,7 +6,6 @@ import math
 
 import torch
 
-from lmstate.errors import ModelError
 from lmstate.models.decoder import Block, Model
 from lmstate.models.families.common import (
     MOST,
@@ -126,8 +125,6 @@ def _router(w: Weights, prefix: str, count: int, hidden: int) -> Router:
     scale = config.float("routed_scaling_factor", default=1.0)
     groups = config.int("n_group", low=1, high=count, default=1)
     kept = config.int("topk_group", low=1, high=groups, default=groups)
-    if count % groups or top_k > kept * (count // groups):
-        raise ModelError(f"{top_k} of {count} experts cannot be chosen from {kept} of {groups} groups")
     if config.str("model_type") == "deepseek_v2":
         method = config.str("topk_method", allowed=("greedy", "group_limited_greedy"), default="greedy")
         grouped = method == "group_limited_greedy"
