@@ -19,8 +19,11 @@ from tests.files import ggufs
 Tensors = dict[str, np.ndarray]
 
 
-def write(path: Path, arch: str, model: Any, folder: Path) -> Path:
-    """`model` as a file of architecture `arch`; `folder`: an empty one, to save it to on the way."""
+def write(path: Path, arch: str, model: Any, folder: Path, **other: Any) -> Path:
+    """`model` as a file of architecture `arch`; `folder`: an empty one, to save it to on the way.
+
+    `other`: keys of `ggufs.SIZES` that the file is to give other values than the model has.
+    """
     model.save_pretrained(folder)
     config = model.config
     saved = {name: tensor.numpy() for name, tensor in load_file(folder / "model.safetensors").items()}
@@ -33,7 +36,7 @@ def write(path: Path, arch: str, model: Any, folder: Path) -> Path:
             found = part if part.startswith("blk.") else names.get_name(part, (".weight", ".bias"))
             assert found is not None, part
             tensors[found] = np.ascontiguousarray(numbers)
-    return ggufs.write(path, arch, METADATA[arch](config), tensors, sizes=sizes(config))
+    return ggufs.write(path, arch, METADATA[arch](config), tensors, sizes={**sizes(config), **other})
 
 
 def sizes(config: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import lmstate
+from lmstate.errors import ModelError
 from lmstate.models.families import build
 from lmstate.models.weights.source import open_source
 from lmstate.models.weights.weights import Weights
@@ -166,6 +167,14 @@ GPT_OSS_NORMS = {"post_attention_layernorm": "post_attention_norm"}
 def test_gpt_oss_from_gguf(tmp_path: Path) -> None:
     theirs, values = gpt_oss()
     same(loaded(tmp_path, "gpt-oss", values, converted(theirs, GPT_OSS_NORMS, gpt_oss_special)), theirs)
+
+
+def test_biases_that_do_not_fit_their_matrices_are_refused(tmp_path: Path) -> None:
+    theirs, values = gpt_oss()
+    tensors = converted(theirs, GPT_OSS_NORMS, gpt_oss_special)
+    for name, wrong in (("blk.0.attn_q.bias", "blk.0.attn_v.bias"), ("blk.0.attn_output.bias", "blk.0.attn_k.bias")):
+        with pytest.raises(ModelError, match="has the shape"):
+            loaded(tmp_path, "gpt-oss", values, {**tensors, name: tensors[wrong]})
 
 
 def with_blocks(theirs: Any) -> dict[str, Tensor]:

@@ -67,6 +67,21 @@ def test_a_decay_that_grows_is_refused(tmp_path: Path) -> None:
         build(Weights(open_source(path), "float32"))
 
 
+def test_more_heads_than_features_are_refused(tmp_path: Path) -> None:
+    theirs = hybrid_ggufs.randomised(CASES["granitemoehybrid"]())
+    path = hybrid_ggufs.write(tmp_path / "model.gguf", "granitehybrid", theirs, tmp_path / "saved", heads=64)
+    with pytest.raises(ModelError, match="64 heads cannot share"):
+        open_source(path)
+
+
+def test_paired_rows_of_no_heads_are_refused(tmp_path: Path) -> None:
+    theirs = hybrid_ggufs.randomised(CASES["granitemoehybrid"]())
+    none = [0] * theirs.config.num_hidden_layers
+    path = hybrid_ggufs.write(tmp_path / "model.gguf", "granitehybrid", theirs, tmp_path / "saved", kv_heads=none)
+    with pytest.raises(ModelError, match="0 heads cannot share"):
+        open_source(path)
+
+
 def test_attention_in_no_regular_pattern_is_refused(tmp_path: Path) -> None:
     tensors = {"token_embd.weight": ggufs.floats(64, 64)}
     tensors |= {f"blk.{layer}.attn_q.weight": ggufs.floats(64, 64) for layer in (0, 1, 3)}

@@ -22,7 +22,7 @@ KINDS = {
     "window": "mistral",
     "stretched rope": "llama-longrope",
     "latent": "deepseek_v3",
-    "gated delta": "qwen3_next",
+    "gated delta": "qwen3_next-dense",  # without experts: two nearly as good may change places with a rounding
     "channel-gated delta": "kimi_linear",
     "Mamba-2": "mamba2",
     "Mamba-1": "mamba",

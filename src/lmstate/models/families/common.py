@@ -109,7 +109,7 @@ def attention(
         q_norm=q_norm,
         k_norm=k_norm,
         qkv_bias=biases(w, *(f"{prefix}.{part}_proj.bias" for part in "qkv")),
-        out_bias=w.tensor(f"{prefix}.{out}.bias", optional=True),
+        out_bias=biases(w, f"{prefix}.{out}.bias"),
         gate=gate,
     )  # fmt: skip
 
@@ -124,13 +124,18 @@ def mlp(
         w.linear(f"{down}.weight", shape=(hidden, inner)),
         act,
         up_bias=biases(w, f"{gate}.bias", f"{up}.bias"),
-        down_bias=w.tensor(f"{down}.bias", optional=True),
+        down_bias=biases(w, f"{down}.bias"),
     )
 
 
 def biases(w: Weights, *names: str) -> Tensor | None:
-    """The biases of stacked projections in one vector; None if the checkpoint has none."""
-    found = [w.tensor(name) for name in names if w.has(name)]
+    """The biases of stacked projections in one vector, as long as those are high; None if the checkpoint has none."""
+
+    def rows(name: str) -> tuple[int, ...] | None:
+        matrix = f"{name.removesuffix('bias')}weight"
+        return w.shape(matrix)[:1] if w.has(matrix) else None
+
+    found = [w.tensor(name, rows(name)) for name in names if w.has(name)]
     if found and len(found) < len(names):
         raise ModelError(f"only some of {', '.join(names)} are in the checkpoint; it is incomplete")
     return torch.cat(found) if found else None

@@ -103,7 +103,7 @@ def latent_attention(
         None if query_latent is None else norm(w, f"{prefix}.q_a_layernorm.weight", query_latent, LATENT_EPS),
         None if query_latent is None else w.linear(f"{prefix}.q_b_proj.weight", shape=(query, query_latent)),
         down_bias,
-        w.tensor(f"{prefix}.o_proj.bias", optional=True),
+        biases(w, f"{prefix}.o_proj.bias"),
     )  # fmt: skip
 
 

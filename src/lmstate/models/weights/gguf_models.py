@@ -156,6 +156,8 @@ def config_of(contents: GgufContents, rope_factors: dict[str, list[float]], wher
             config["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
     for key in ("bos", "eos"):
         config[f"{key}_token_id"] = metadata.int(f"tokenizer.ggml.{key}_token_id", default=None)
+    if not config["head_dim"]:
+        raise ModelError(f"{where}: {heads} heads cannot share a width of {hidden}")
     if arch.extra is not None:
         arch.extra(metadata, prefix, config, tensors)
     return config
@@ -236,7 +238,7 @@ def locate(contents: GgufContents, config: dict[str, Any], where: str) -> dict[s
         full = f"{arch.layers}.{int(match[1])}.{inside}"
         change = _change(arch, full)
         paired = heads.get(match[3])
-        if paired is not None and place.shape[0] % (2 * paired):
+        if paired is not None and (not paired or place.shape[0] % (2 * paired)):
             raise ModelError(f"{where}: tensor {name!r} has {place.shape[0]} rows, which {paired} heads cannot share")
         if "{expert}" not in full:
             tiled = _tiled(arch, full, config, place, where)
