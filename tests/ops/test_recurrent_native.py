@@ -20,6 +20,7 @@ from lmstate.ops.gated_delta_rule import gated_delta_rule
 from lmstate.ops.gated_norm import Gate, gated_norm, gated_norm_reference
 from lmstate.ops.lightning import lightning
 from lmstate.ops.norm import Norm
+from lmstate.ops.rg_lru import rg_lru
 from lmstate.ops.selective_scan import selective_scan
 from lmstate.ops.ssd import ssd
 from lmstate.ops.ssd_mixer import ssd_mixer
@@ -38,7 +39,8 @@ class Case:
     def draw(self, rows: int, width: int) -> tuple[Inputs, Carry]:
         generator = torch.Generator().manual_seed(width)
         inputs = tuple(torch.randn(rows, width, *shape, generator=generator) for shape in self.inputs)
-        return inputs, tuple(torch.randn(rows, *shape, generator=generator) for shape in self.carry)
+        carry = (torch.randn(rows, *shape, generator=generator) for shape in self.carry)
+        return inputs, tuple(part if part.dim() > 1 else part.abs() for part in carry)  # a number a row is no sign
 
 
 def conv(width: int, kernel: int, bias: bool, silu: bool) -> Case:
@@ -91,16 +93,30 @@ def state_space(heads: int, head_dim: int, groups: int, states: int, extras: boo
     return Case(shapes, ((heads, head_dim, states),), run)
 
 
-def scan(channels: int, states: int, skip: bool) -> Case:
+def scan(channels: int, states: int, skip: bool, raw: bool = False) -> Case:
     A = -torch.linspace(0.1, 5.0, channels * states).view(channels, states)
 
     def run(inputs: Inputs, carry: Carry, counts: Tensor) -> tuple[Tensor, Carry]:
-        x, dt, B, C = inputs
+        x, dt, B, C = inputs[:4]
         D = torch.linspace(-1.0, 1.0, channels) if skip else None
-        y, new = selective_scan(x, dt.abs(), A, B, C, D, carry[0], counts)
+        if raw:
+            y, new = selective_scan(x, 8 * dt, A, B, C, D, carry[0], counts, softplus=True, gate=inputs[4])
+        else:
+            y, new = selective_scan(x, dt.abs(), A, B, C, D, carry[0], counts)
         return y, (new,)
 
-    return Case(((channels,), (channels,), (states,), (states,)), ((channels, states),), run)
+    gate = ((channels,),) if raw else ()
+    return Case(((channels,), (channels,), (states,), (states,), *gate), ((channels, states),), run)
+
+
+def lru(width: int) -> Case:
+    param = torch.linspace(-4.0, 4.0, width)
+
+    def run(inputs: Inputs, carry: Carry, counts: Tensor) -> tuple[Tensor, Carry]:
+        h, seen = carry
+        return rg_lru(*inputs, param, (h, seen), counts)
+
+    return Case(((width,), (width,), (width,)), ((width,), ()), run)
 
 
 def whole_delta(key_heads: int, heads: int, key_dim: int, value_dim: int, channels: bool) -> Case:
@@ -156,6 +172,8 @@ CASES = {
     "ssd of odd sizes": state_space(6, 7, 3, 19, extras=False),
     "scan": scan(70, 16, skip=True),
     "scan of odd sizes": scan(13, 5, skip=False),
+    "scan of raw steps, gated": scan(70, 16, skip=True, raw=True),
+    "rg_lru": lru(530),
     "a mixer of deltas": whole_delta(2, 4, 128, 128, channels=False),
     "a mixer of deltas with a decay a channel": whole_delta(2, 2, 20, 64, channels=True),
     "a mixer of deltas of odd sizes": whole_delta(3, 3, 13, 37, channels=False),
@@ -217,13 +235,13 @@ def test_inputs_that_are_parts_of_one_projection_need_no_copy(variant: str, case
 def test_the_native_bodies_run(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
     bodies = ((Recurrent, "conv"), (Recurrent, "delta"), (Recurrent, "ssd"), (Recurrent, "scan"))
-    for kind, name in (*bodies, (Mixers, "delta"), (Mixers, "ssd")):
+    for kind, name in (*bodies, (Recurrent, "lru"), (Mixers, "delta"), (Mixers, "ssd")):
         body, told = getattr(kind, name), f"{kind.__name__}.{name}"
         monkeypatch.setattr(kind, name, lambda *a, body=body, told=told, **b: (called.append(told), body(*a, **b))[1])
     for case in CASES.values():
         inputs, carry = case.draw(2, 3)
         case.run(inputs, carry, properties.full(inputs))
-    assert len(called) == len(CASES) and len(set(called)) == 6
+    assert len(called) == len(CASES) and len(set(called)) == 7
 
 
 def test_gradients_go_through_the_references(variant: str) -> None:

@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lmstate.ops import dispatch
 from lmstate.ops._padding import blank, carry_dtype, padding
 from lmstate.ops._scan import scan, split
+from lmstate.ops.cpu.recurrent import all_float32
+from lmstate.ops.cpu.recurrent import recurrent as native_bodies
 
 RECURRENT_UP_TO = 16
 """Steps of at most this many tokens run token by token; measured on F = 2560."""
@@ -43,6 +46,9 @@ def rg_lru(
     Returns the states h [R, T, F], which are the outputs, and the new carry, in the carry's dtype.
     """
     h, seen = carry
+    library = dispatch.native(x, input_gate, recurrence_gate, recurrent_param, h, seen)
+    if library is not None and all_float32(x, input_gate, recurrence_gate, recurrent_param, h, seen):
+        return native_bodies(library).lru(x, input_gate, recurrence_gate, recurrent_param, carry, counts)
     dtype, width = carry_dtype(h), x.shape[1]
     mask = padding(counts, width)
     x, input_gate, recurrence_gate = (blank(each.to(dtype), mask) for each in (x, input_gate, recurrence_gate))

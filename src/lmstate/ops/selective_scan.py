@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lmstate.ops import dispatch
 from lmstate.ops._padding import blank, carry_dtype, padding
@@ -26,27 +27,41 @@ PIECE = 36
 
 
 def selective_scan(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, carry: Tensor, counts: Tensor
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    carry: Tensor,
+    counts: Tensor,
+    *,
+    softplus: bool = False,
+    gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The Mamba-1 recurrence over T tokens of each row.
 
-    x, dt   [R, T, F]   dt >= 0: its bias and softplus applied
+    x, dt   [R, T, F]   dt >= 0, its bias and softplus applied; or, with `softplus`, before that is
     A       [F, N]      negative: -exp(A_log)
     B, C    [R, T, N]
     D       [F] or None: the skip connection
     carry   [R, F, N]   float32 (or float64: then everything is computed in float64); not written
     counts  [R] int64   tokens of a row from its count on are padding: they leave its carry alone
 
+    gate    [R, T, F] or None: y is multiplied by silu(gate)
+
     Returns y [R, T, F] and the new carry, both in the carry's dtype.
     """
     dtype, width = carry_dtype(carry), x.shape[1]
-    library = dispatch.native(x, dt, A, B, C, D, carry)
-    if library is not None and all_float32(x, dt, A, B, C, D, carry):
-        return native_bodies(library).scan(x, dt, A, B, C, D, carry, counts)
+    library = dispatch.native(x, dt, A, B, C, D, carry, gate)
+    if library is not None and all_float32(x, dt, A, B, C, D, carry, gate):
+        return native_bodies(library).scan(x, dt, A, B, C, D, carry, counts, softplus, gate)
+    dt = F.softplus(dt) if softplus else dt
     mask = padding(counts, width)
     x, dt, B, C = (blank(each.to(dtype), mask) for each in (x, dt, B, C))  # dt = 0 makes padding the identity
     body = recurrent if width <= RECURRENT_UP_TO else chunked
-    return body(x, dt, A.to(dtype), B, C, None if D is None else D.to(dtype), carry)
+    y, carry = body(x, dt, A.to(dtype), B, C, None if D is None else D.to(dtype), carry)
+    return (y if gate is None else y * F.silu(gate)), carry
 
 
 def recurrent(

@@ -11,6 +11,7 @@ from lmstate.models.mixers.mixer import Mixer
 from lmstate.models.mixers.rg_lru import RecurrentBlock
 from lmstate.models.rope import make_rope
 from lmstate.models.weights.weights import Weights
+from lmstate.ops import quantize
 
 KINDS = ("recurrent", "attention")
 
@@ -62,7 +63,8 @@ def recurrent_block(w: Weights, prefix: str, shape: Shape, act: str) -> Recurren
         w.tensor(f"{prefix}.linear_out.bias", (shape.hidden,)),
         w.tensor(f"{prefix}.conv_1d.weight", (width, 1, kernel))[:, 0],
         w.tensor(f"{prefix}.conv_1d.bias", (width,)),
-        torch.cat(weights, dim=-1),
+        # As products take them, and in float32: an error in a decay lasts.
+        [quantize(block.mT.contiguous(), "float32") for block in torch.cat(weights, dim=-1)],
         torch.cat(biases, dim=-1),
         w.tensor(f"{prefix}.rg_lru.recurrent_param", (width,)),
         act,

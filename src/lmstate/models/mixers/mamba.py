@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from lmstate import ops
 from lmstate.ops import Norm, Weight
@@ -51,14 +50,14 @@ class Mamba:
         return FoldState(layout, self.fold, [(kernel - 1, inner), tuple(self.A.shape)], inner, names=["conv", "ssm"])
 
     def fold(self, inputs: Tensor, carry: Carry, counts: Tensor, beside: Tensor | None) -> tuple[Tensor, Carry]:
-        """x `[R, T, I]` -> y `[R, T, I]`."""
+        """x `[R, T, I]`, beside it the gate -> y `[R, T, I]`."""
         tail, state = carry
         x, tail = causal_conv(inputs, tail, self.conv, self.conv_bias, counts, "silu")
         size = self.A.shape[1]
         dt, B, C = ops.linear(x, self.select).split([self.dt_project.in_features, size, size], dim=-1)
         B, C = (part if norm is None else ops.norm(part, norm) for part, norm in ((B, self.b_norm), (C, self.c_norm)))
-        dt = F.softplus(ops.linear(dt, self.dt_project, self.dt_bias, norm=self.dt_norm))  # [R, T, I]
-        y, state = selective_scan(x, dt, self.A, B, C, self.D, state, counts)
+        dt = ops.linear(dt, self.dt_project, self.dt_bias, norm=self.dt_norm)  # [R, T, I]
+        y, state = selective_scan(x, dt, self.A, B, C, self.D, state, counts, softplus=True, gate=beside)
         return y, (tail, state)
 
     def __call__(
@@ -66,5 +65,5 @@ class Mamba:
     ) -> Tensor:
         assert isinstance(memory, FoldState)
         x, gate = ops.linear(x, self.project, self.bias, norm=norm).chunk(2, dim=-1)
-        y = memory.advance(x, step)
-        return ops.linear(y * F.silu(gate), self.out, self.out_bias, residual=residual)
+        y = memory.advance(x, step, beside=gate)
+        return ops.linear(y, self.out, self.out_bias, residual=residual)

@@ -19,8 +19,8 @@ from lmstate.state.fold import Carry
 class RecurrentBlock:
     """`out(rg_lru(conv(x)) * act(y))`, where `project [2 * F, E]` gives x and y (De et al. 2024, 2402.19427).
 
-    The input and recurrence gates read the convolution's output block by block: `gates [N, F / N, 2 * F / N]`, an input
-    axis before an output axis that holds both. The fold takes x; y needs no memory.
+    The input and recurrence gates read the convolution's output block by block: N `gates [2 * F / N, F / N]`, which
+    give both. The fold takes x; y needs no memory.
     """
 
     project: Weight
@@ -29,7 +29,7 @@ class RecurrentBlock:
     out_bias: Tensor
     conv: Tensor  # [F, C]
     conv_bias: Tensor
-    gates: Tensor
+    gates: list[Weight]
     gates_bias: Tensor  # [N, 2 * F / N]
     recurrent_param: Tensor  # [F]
     act: str = "gelu_tanh"
@@ -50,8 +50,9 @@ class RecurrentBlock:
         """x `[R, T, F]` -> the states of the recurrence `[R, T, F]`."""
         tail, h, seen = carry
         x, tail = causal_conv(inputs, tail, self.conv, self.conv_bias, counts)
-        blocks = x.unflatten(-1, (len(self.gates), 1, -1))  # [R, T, N, 1, F / N]
-        both = (blocks @ self.gates).squeeze(-2) + self.gates_bias  # [R, T, N, 2 * F / N]
+        blocks = x.chunk(len(self.gates), dim=-1)
+        products = [ops.linear(*each) for each in zip(blocks, self.gates, self.gates_bias)]
+        both = torch.stack(products, dim=-2)  # [R, T, N, 2 * F / N]
         of_input, of_recurrence = (gate.flatten(-2) for gate in both.chunk(2, dim=-1))
         y, (h, seen) = rg_lru(x, of_input, of_recurrence, self.recurrent_param, (h, seen), counts)
         return y, (tail, h, seen)

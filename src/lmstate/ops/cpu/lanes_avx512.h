@@ -37,6 +37,7 @@ INLINE vf vf_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
 INLINE vf vf_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
 INLINE vf vf_div(vf a, vf b) { return _mm512_div_ps(a, b); }
 INLINE vf vf_max(vf a, vf b) { return _mm512_max_ps(a, b); }
+INLINE vf vf_sqrt(vf a) { return _mm512_sqrt_ps(a); }
 INLINE vf vf_abs(vf a) { return _mm512_abs_ps(a); }
 INLINE vf vf_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE float vf_sum(vf a) { return _mm512_reduce_add_ps(a); }

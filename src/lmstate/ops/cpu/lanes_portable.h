@@ -34,6 +34,7 @@ INLINE vf vf_mul(vf a, vf b) { return a * b; }
 INLINE vf vf_div(vf a, vf b) { return a / b; }
 INLINE vf vf_select(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
 INLINE vf vf_max(vf a, vf b) { return vf_select(a > b, a, b); }
+INLINE vf vf_sqrt(vf a) { vf r; UNROLL for (int i = 0; i < VL; i++) r[i] = sqrtf(a[i]); return r; }
 INLINE vf vf_abs(vf a) { vi m = {0x7fffffff, 0x7fffffff, 0x7fffffff, 0x7fffffff}; return (vf)((vi)a & m); }
 INLINE vf vf_fma(vf a, vf b, vf c) { return a * b + c; } /* rounded twice: a true one is a call where there is no unit */
 INLINE float vf_sum(vf a) { return (a[0] + a[1]) + (a[2] + a[3]); }

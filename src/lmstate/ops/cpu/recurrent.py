@@ -22,7 +22,8 @@ from lmstate.ops.norm import Norm
 _CONV = Struct("7P9q")
 _DELTA = Struct("9P25qd2PdP")
 _SSD = Struct("11P20q2d")
-_SCAN = Struct("10P14q")
+_SCAN = Struct("11P17q")
+_LRU = Struct("10P10q")
 _GATED_NORM = Struct("5P10qd")
 
 RUN = 32
@@ -44,6 +45,7 @@ class Recurrent:
         self._delta = function(library, "lmstate_delta")
         self._ssd = function(library, "lmstate_ssd")
         self._scan = function(library, "lmstate_scan")
+        self._lru = function(library, "lmstate_lru")
         self._gated_norm = function(library, "lmstate_gated_norm")
 
     def conv(
@@ -135,26 +137,67 @@ class Recurrent:
         return y, new
 
     def scan(
-        self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, carry: Tensor, counts: Tensor
+        self,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None,
+        carry: Tensor,
+        counts: Tensor,
+        softplus: bool,
+        gate: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """`selective_scan`."""
         rows, tokens, channels = x.shape
         states = B.shape[2]
         x, dt, B, C, A, carry = _dense(x), _dense(dt), _dense(B), _dense(C), A.contiguous(), carry.contiguous()
         expect(dt, "dt", (rows, tokens, channels))
+        gate = None if gate is None else _dense(gate)
+        if gate is not None:
+            expect(gate, "the gate", (rows, tokens, channels))
         expect(B, "B", (rows, tokens, states))
         expect(C, "C", (rows, tokens, states))
         expect(A, "A", (channels, states))
         expect(carry, "the carry", (rows, channels, states))
         y, new = _empty(rows, tokens, channels), _empty(*carry.shape)
         arguments = _SCAN.pack(
-            x.data_ptr(), dt.data_ptr(), A.data_ptr(), B.data_ptr(), C.data_ptr(), optional(D, "D", channels),
+            x.data_ptr(), dt.data_ptr(), 0 if gate is None else gate.data_ptr(), A.data_ptr(), B.data_ptr(),
+            C.data_ptr(), optional(D, "D", channels),
             carry.data_ptr(), counted(counts, rows).data_ptr(), y.data_ptr(), new.data_ptr(),
-            rows, tokens, channels, states, threads_for(8 * tokens * new.numel()),
-            *x.stride()[:2], *dt.stride()[:2], *B.stride()[:2], *C.stride()[:2], carry.stride(0),
+            rows, tokens, channels, states, softplus, threads_for(8 * tokens * new.numel()),
+            *x.stride()[:2], *((0, 0) if gate is None else gate.stride()[:2]),
+            *dt.stride()[:2], *B.stride()[:2], *C.stride()[:2], carry.stride(0),
         )  # fmt: skip
         self._scan(arguments)
         return y, new
+
+    def lru(
+        self,
+        x: Tensor,
+        input_gate: Tensor,
+        recurrence_gate: Tensor,
+        recurrent_param: Tensor,
+        carry: tuple[Tensor, Tensor],
+        counts: Tensor,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """`rg_lru`."""
+        rows, tokens, width = x.shape
+        h, seen = (part.contiguous() for part in carry)
+        inputs = [_dense(part) for part in (x, input_gate, recurrence_gate)]
+        for part, name in zip(inputs[1:], ("the input gate", "the recurrence gate")):
+            expect(part, name, (rows, tokens, width))
+        expect(h, "h", (rows, width))
+        expect(seen, "seen", (rows,))
+        y, new, new_seen = _empty(rows, tokens, width), _empty(rows, width), _empty(rows)
+        arguments = _LRU.pack(
+            *(part.data_ptr() for part in inputs), optional(recurrent_param, "the parameter", width), h.data_ptr(),
+            seen.data_ptr(), counted(counts, rows).data_ptr(), y.data_ptr(), new.data_ptr(), new_seen.data_ptr(),
+            rows, tokens, width, threads_for(16 * y.numel()), *(step for part in inputs for step in part.stride()[:2]),
+        )  # fmt: skip
+        self._lru(arguments)
+        return y, (new, new_seen)
 
     def gated_norm(self, y: Tensor, gate: Tensor, norm: Norm, silu: bool, groups: int, gate_last: bool) -> Tensor:
         """`gated_norm`."""
