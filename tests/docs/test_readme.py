@@ -27,8 +27,15 @@ def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_readme_names_every_family() -> None:
     from lmstate.models.families import FAMILIES
 
-    table = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert [family for family in FAMILIES if family not in table] == []
+    named = set(re.findall(r"\w+", (ROOT / "README.md").read_text(encoding="utf-8")))
+    assert [family for family in FAMILIES if family not in named] == []
+
+
+def test_the_page_of_files_names_every_architecture_of_gguf() -> None:
+    from lmstate.models.weights.gguf_models import ARCHITECTURES
+
+    named = set(re.findall(r"[\w-]+", (ROOT / "docs" / "models.md").read_text(encoding="utf-8")))
+    assert [arch for arch in ARCHITECTURES if arch not in named] == []
 
 
 def test_links_in_documents_lead_somewhere() -> None:

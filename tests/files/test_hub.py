@@ -92,7 +92,7 @@ def test_paths_are_themselves(tmp_path, cache):
     assert hub.resolve(file) == file and hub.resolve(str(tmp_path)) == tmp_path
 
 
-@pytest.mark.parametrize("name", ["nowhere", "no/such/path", "../up", "a b/c", "", "/gone/model.gguf"])
+@pytest.mark.parametrize("name", ["nowhere", "no/such/path", "../up", "a b/c", "", "/gone/model.gguf", "no/model.gguf"])
 def test_a_name_that_is_nothing_lists_what_could_be(cache, name):
     with pytest.raises(FileNotFoundError, match="tiny"):
         hub.resolve(name)

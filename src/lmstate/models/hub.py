@@ -81,7 +81,7 @@ def resolve(name: str | os.PathLike[str]) -> Path:
     path = Path(text).expanduser()
     if text and path.exists():
         return path
-    if _looks_like_hub_id(text):
+    if path.suffix != ".gguf" and _looks_like_hub_id(text):
         return _fetch_from_hub(text)
     raise FileNotFoundError(
         f"no model called {text!r}: it is no alias ({', '.join(ALIASES)}), no file or directory, and no Hub id of the "
