@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lmstate import kv
-from lmstate.ops.attend_slots import attend_slots
+from lmstate.ops.attend_slots import attend_slots, attend_slots_reference
 from lmstate.state import Layout, Step, attention_state
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
@@ -111,3 +111,24 @@ def test_attention_over_slots_gives_gradients_and_columns() -> None:
     for row, count in enumerate(counts.tolist()):
         split = [columns[row, :, : count - 2].sum(1), *columns[row, :, count - 2 : count].unbind(1)]
         torch.testing.assert_close(seen[row], torch.stack(split, dim=-1).detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rule", [{}, {"window": 9, "softcap": 2.0}, {"chunk": 16}])
+def test_native_attention_over_slots_equals_the_reference(dtype: torch.dtype, rule: dict[str, float]) -> None:
+    generator = torch.Generator().manual_seed(7)
+    for width, slots, dim, last in ((1, 70, 64, None), (7, 129, 24, 3), (32, 200, 80, 32)):
+        q = torch.randn(2, width, HEADS, dim, generator=generator)
+        k, v = (torch.randn(2, KV_HEADS, slots, dim, generator=generator).to(dtype) for _ in "kv")
+        order = [torch.randperm(2 * slots, generator=generator)[:slots] for _ in range(2 * KV_HEADS)]
+        positions = torch.stack(order).view(2, KV_HEADS, slots)
+        positions[:, :, ::5] = -1
+        positions[1, 0] = -1  # a head that sees nothing but its sink
+        starts, counts = torch.tensor([slots, slots // 2]), torch.tensor([width, width // 2])
+        sinks = torch.randn(HEADS, generator=generator)
+        options = {"scale": 0.3, "last": last, "sinks": sinks, **rule}
+        got, seen = attend_slots(q, k, v, positions, starts, counts, **options)
+        wanted, columns = attend_slots_reference(q, k, v, positions, starts, counts, **options)
+        torch.testing.assert_close(got, wanted, atol=2e-5, rtol=2e-5)
+        if last is not None:
+            torch.testing.assert_close(seen, columns, atol=2e-5, rtol=2e-5)

@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lmstate.ops import dispatch
+
+SHORT = 32
+"""Up to this many new tokens a row, the native body runs."""
 BLOCK = 128
 """Queries that are scored at a time."""
 
@@ -34,6 +38,34 @@ def attend_slots(
     `[R, K, S, last + 1]`: first the sum over the queries before the last ones, then each of the last `last` of the row
     by itself (zeros where a row has fewer). Reads starts and counts on the host.
     """
+    library = dispatch.native(q, k, v, sinks)
+    if library is not None and q.shape[1] <= SHORT:
+        from lmstate.ops.cpu.slots import slots
+
+        if (body := slots(library.variant)).can(q, k, v):
+            return body.attend(q, k, v, positions, starts, counts, scale, window, chunk, softcap, sinks, last)
+    return attend_slots_reference(
+        q, k, v, positions, starts, counts, scale=scale, window=window, chunk=chunk, softcap=softcap, sinks=sinks,
+        last=last,
+    )  # fmt: skip
+
+
+def attend_slots_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    last: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Plain torch in float32; also the body for long steps."""
     rows, width, heads, _ = q.shape
     kv_heads, slots = k.shape[1], k.shape[2]
     out = q.new_zeros(rows, width, heads, v.shape[-1], dtype=torch.float32)

@@ -318,12 +318,13 @@ class EvictingState(KeyValueState):
         if any(self.floor) or step.starts != (0,) * step.rows:
             overwritten = arrays["position"].gather(-1, slots) >= 0
             self._lose(torch.where(overwritten, arrays["died"].gather(-1, slots), 0))
+        heads = torch.arange(slots.shape[0] * slots.shape[1], device=slots.device).view(*slots.shape[:2], 1)
+        where = slots + heads * self.slots  # [R, K, T]: a slot's number among those of all rows and heads
         for name, stored in self.codec.encode(k, v).items():
-            stored = stored.transpose(1, 2)  # [R, K, T, width]
-            arrays[name].scatter_(2, slots[..., None].expand_as(stored), stored)
+            arrays[name].view(-1, stored.shape[-1])[where] = stored.transpose(1, 2)  # [R, K, T, width]
         position = step.memo("slot positions", lambda: _positions(step))
-        arrays["position"].scatter_(2, slots, position[:, None].expand_as(slots))
-        arrays["died"].scatter_(2, slots, torch.full_like(slots, NEVER, dtype=torch.int32))
+        arrays["position"].view(-1)[where] = position[:, None]
+        arrays["died"].view(-1)[where] = NEVER
         return Taken(step, slots)
 
     def _lose(self, died: Tensor) -> None:
