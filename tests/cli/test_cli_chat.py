@@ -197,5 +197,5 @@ def test_a_model_without_a_template_is_refused(model: FakeModel, runner: CliRunn
 def test_the_demo_reuses_the_first_turn(model: FakeModel, runner: CliRunner) -> None:
     result = runner.invoke(app, ["demo"])
     assert result.exit_code == 0 and model.asked == [("smollm2", "auto")]
-    assert "You said Which city is the capital of France?." in result.stdout
+    assert "You said Name the capital of France.." in result.stdout
     assert " 0 reused" in result.stderr.splitlines()[0] and " 0 reused" not in result.stderr.splitlines()[1]

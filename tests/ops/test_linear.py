@@ -17,10 +17,10 @@ SHAPES = ((48, 64), (50, 96), (7, 32), (33, 50), (1, 160))
 
 
 def rounded_activations(x: Tensor, weight: ops.Weight) -> Tensor:
-    """What a quantised product multiplies: x rounded to int8 in groups of 32."""
+    """What a quantised product multiplies: x rounded to int8 in groups of 16."""
     if weight.kind not in ("int8", "int4"):
         return x
-    groups = x.unflatten(-1, (-1, 32))
+    groups = x.unflatten(-1, (-1, 16))
     scale = groups.abs().amax(-1, keepdim=True) / 127
     return ((groups / scale.clamp_min(1e-30)).round() * scale).flatten(-2)
 

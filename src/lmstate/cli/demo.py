@@ -7,7 +7,7 @@ import typer
 from lmstate.cli import options
 from lmstate.cli.output import describe, note, write_pieces
 
-QUESTIONS = ("Which city is the capital of France?", "Which river flows through it?")
+QUESTIONS = ("Name the capital of France.", "Which river flows through it?")
 
 
 def demo(model: options.ModelName = options.DEFAULT_MODEL, max_tokens: options.MaxTokens = 64) -> None:

@@ -258,7 +258,7 @@ class Model:
         # to 8 bits, and near ties with them.
         rows = hidden.flatten(0, -2).split(ops.FEW)
         blocks = [ops.linear(block, self.head, self.head_bias, norm=self.norm) for block in rows]
-        logits = torch.cat(blocks).unflatten(0, hidden.shape[:-1])
+        logits = (blocks[0] if len(blocks) == 1 else torch.cat(blocks)).unflatten(0, hidden.shape[:-1])
         if self.config.logit_scale != 1.0:
             logits = logits * self.config.logit_scale
         if (cap := self.config.logit_softcap) is not None:

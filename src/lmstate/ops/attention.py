@@ -7,8 +7,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from lmstate.ops import dispatch
-from lmstate.ops.attend import MOST
-from lmstate.ops.linear import native_rows
+from lmstate.ops.linear import few_rows
 from lmstate.ops.norm import Norm
 from lmstate.ops.rotate_attend import Rotation
 from lmstate.ops.weight import Weight
@@ -59,7 +58,7 @@ def fused_attention(
     x and residual: float32 `[R, T, E]`. starts, counts: int64 `[R]`.
     """
     library = dispatch.native(x, rings.k, parts.qkv.storage, parts.out.storage, residual, parts.sinks)
-    if library is None or x.shape[1] > MOST or not native_rows(library, x, parts.qkv, parts.out):
+    if library is None or not few_rows(x):
         return None
     if not all(each is None or each.simple for each in (norm, parts.q_norm, parts.k_norm)):
         return None

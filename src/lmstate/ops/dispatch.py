@@ -86,7 +86,6 @@ def info() -> list[dict[str, str]]:
     return [
         {"op": "attend", "body": body, "why": why},
         {"op": "linear", "body": body, "why": f"up to 32 rows: {why}"},
-        *([{"op": "linear, more rows of int4 and int8", "body": body, "why": why}] if library.any_rows else []),
         {"op": "linear, more rows", "body": f"{body} + torch", "why": f"panels dequantised natively, {long}"},
         *({"op": op, "body": body, "why": why} for op in _ALIKE),
         *({"op": op, "body": body, "why": short + why} for op in _RECURRENT),

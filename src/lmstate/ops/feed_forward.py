@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lmstate.ops import dispatch
-from lmstate.ops.linear import FEW, linear, native_rows
+from lmstate.ops.linear import few_rows, linear
 from lmstate.ops.norm import Norm
 from lmstate.ops.panels import linear_panels, panels, rounded
 from lmstate.ops.weight import Weight
@@ -29,14 +29,9 @@ def feed_forward(
     x: float32 `[..., K]`; up: `[2F, K]`; down: `[N, F]`. Bit for bit the same as two `linear`.
     """
     library = dispatch.native(x, up.storage, down.storage, residual)
-    if (
-        library is not None
-        and native_rows(library, x, up, down)
-        and act in library.GATES
-        and (norm is None or norm.simple)
-    ):
+    if library is not None and few_rows(x) and act in library.GATES and (norm is None or norm.simple):
         return library.fused.feed_forward(x, up, down, library.GATES[act], norm, up_bias, down_bias, residual)
-    if library is not None and x.numel() > FEW * x.shape[-1] and up.kind != "float32" and up_bias is None:
+    if library is not None and not few_rows(x) and up.kind != "float32" and up_bias is None:
         # Many rows: the widest numbers of the block stay as the product rounded them.
         x = rounded(x, torch.bfloat16, norm)
         flat = x.reshape(-1, up.in_features)

@@ -25,8 +25,6 @@ typedef struct {
   double norm_eps, q_eps, k_eps, scale, softcap;
 } attention_args;
 
-enum { ROWS = 512 }; /* that go through a feed-forward part together */
-
 typedef struct {
   const float *x, *norm; /* [rows, inputs]; [inputs] or null */
   const void *up;        /* [2 * hidden, inputs], gate | up */
@@ -127,16 +125,17 @@ int64_t lmstate_attention(const attention_args *a) {
   return 0;
 }
 
-static int64_t feed_rows(const feed_forward_args *a, int64_t first, int64_t rows) {
-  linear_args up = {.x = a->x + first * a->inputs, .weight = a->up, .bias = a->up_bias, .norm = a->norm, .rows = rows,
+/* y = residual + down(act(gate x) * up x), x normed first. 0, or -1 where there was no memory. */
+int64_t lmstate_feed_forward(const feed_forward_args *a) {
+  if (a->rows == 0) return 0;
+  linear_args up = {.x = a->x, .weight = a->up, .bias = a->up_bias, .norm = a->norm, .rows = a->rows,
                     .outputs = 2 * a->hidden, .inputs = a->inputs, .kind = a->up_kind, .threads = a->threads,
                     .eps = a->eps};
-  linear_args down = {.weight = a->down, .bias = a->down_bias, .y = a->y + first * a->outputs, .rows = rows,
+  linear_args down = {.weight = a->down, .bias = a->down_bias, .residual = a->residual, .y = a->y, .rows = a->rows,
                       .outputs = a->outputs, .inputs = a->hidden, .kind = a->down_kind, .gate = a->gate,
                       .threads = a->threads};
-  if (a->residual) down.residual = a->residual + first * a->outputs;
-  const size_t one = linear_memory(&up), other = linear_memory(&down), most = one > other ? one : other;
-  char *memory = malloc(most + (size_t)(rows * 2 * a->hidden) * sizeof(float));
+  const size_t first = linear_memory(&up), second = linear_memory(&down), most = first > second ? first : second;
+  char *memory = malloc(most + (size_t)(a->rows * 2 * a->hidden) * sizeof(float));
   if (!memory) return -1;
   float *hidden = (float *)(memory + most);
   up.y = hidden, down.x = hidden;
@@ -146,12 +145,5 @@ static int64_t feed_rows(const feed_forward_args *a, int64_t first, int64_t rows
     linear_run(&down, memory);
   }
   free(memory);
-  return 0;
-}
-
-/* y = residual + down(act(gate x) * up x), x normed first. 0, or -1 where there was no memory. */
-int64_t lmstate_feed_forward(const feed_forward_args *a) {
-  for (int64_t first = 0; first < a->rows; first += ROWS)
-    if (feed_rows(a, first, a->rows - first < ROWS ? a->rows - first : ROWS)) return -1;
   return 0;
 }

@@ -92,7 +92,10 @@ INLINE f16x lanes_fma1(f16x a, float b, f16x c) {
   f16x r = {_mm256_fmadd_ps(a.lo, s, c.lo), _mm256_fmadd_ps(a.hi, s, c.hi)};
   return r;
 }
-INLINE f16x lanes_mul(f16x a, f16x b) { f16x r = {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; return r; }
+INLINE f16x lanes_fma(f16x a, f16x b, f16x c) {
+  f16x r = {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+  return r;
+}
 INLINE void lanes_store(float *p, f16x x) { _mm256_storeu_ps(p, x.lo); _mm256_storeu_ps(p + 8, x.hi); }
 
 INLINE group unpack4(const uint8_t *p) {
@@ -111,27 +114,27 @@ INLINE group unpack8(const uint8_t *p) {
   UNROLL for (int j = 0; j < 16; j++) g.w[j] = _mm256_loadu_si256((const __m256i *)(p + 32 * j));
   return g;
 }
-/* initial + the 32 products of each output, exactly, as floats */
-INLINE f16x group_dot(const group *g, const int8_t *q, int32_t initial, int bits) {
-  int32_t x[8];
-  memcpy(x, q, 32);
-  const __m256i ones = _mm256_set1_epi16(1);
+/* initial + the products of PART inputs of each output, exactly, as floats */
+INLINE f16x part_dot(const group *g, int part, const int8_t *q, int32_t initial, int bits) {
+  int32_t x[PART / 4];
+  memcpy(x, q, PART);
+  const __m256i *w = g->w + PART / 2 * part, ones = _mm256_set1_epi16(1);
   __m256i sum[2];
-  if (bits == 4) { /* eight pairs of 15 * 127 still fit 16 bits */
+  if (bits == 4) { /* pairs of 15 * 127 still fit 16 bits, eight of them */
     __m256i pairs[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
-    UNROLL for (int j = 0; j < 8; j++)
+    UNROLL for (int j = 0; j < PART / 4; j++)
       UNROLL for (int half = 0; half < 2; half++)
-        pairs[half] = _mm256_add_epi16(pairs[half], _mm256_maddubs_epi16(g->w[2 * j + half], _mm256_set1_epi32(x[j])));
+        pairs[half] = _mm256_add_epi16(pairs[half], _mm256_maddubs_epi16(w[2 * j + half], _mm256_set1_epi32(x[j])));
     UNROLL for (int half = 0; half < 2; half++) sum[half] = _mm256_madd_epi16(pairs[half], ones);
   } else { /* a pair of 255 * 127 does not: |w - 128| times the activation with its sign, and the 128 put back */
     int32_t total = 0;
-    for (int i = 0; i < 32; i++) total += q[i];
+    for (int i = 0; i < PART; i++) total += q[i];
     const __m256i offset = _mm256_set1_epi8((char)128);
     sum[0] = sum[1] = _mm256_set1_epi32(128 * total);
-    UNROLL for (int j = 0; j < 8; j++)
+    UNROLL for (int j = 0; j < PART / 4; j++)
       UNROLL for (int half = 0; half < 2; half++) {
-        __m256i w = _mm256_xor_si256(g->w[2 * j + half], offset);
-        __m256i pair = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(_mm256_set1_epi32(x[j]), w));
+        __m256i moved = _mm256_xor_si256(w[2 * j + half], offset);
+        __m256i pair = _mm256_maddubs_epi16(_mm256_abs_epi8(moved), _mm256_sign_epi8(_mm256_set1_epi32(x[j]), moved));
         sum[half] = _mm256_add_epi32(sum[half], _mm256_madd_epi16(pair, ones));
       }
   }

@@ -81,7 +81,7 @@ typedef struct { __m512i w[8]; } group; /* 8 x 4 inputs of 16 outputs, unsigned 
 INLINE f16x lanes_zero(void) { return _mm512_setzero_ps(); }
 INLINE f16x lanes_load_f16(const uint8_t *p) { return vf_load_f16((const uint16_t *)p); }
 INLINE f16x lanes_fma1(f16x a, float b, f16x c) { return _mm512_fmadd_ps(a, _mm512_set1_ps(b), c); }
-INLINE f16x lanes_mul(f16x a, f16x b) { return _mm512_mul_ps(a, b); }
+INLINE f16x lanes_fma(f16x a, f16x b, f16x c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE void lanes_store(float *p, f16x x) { _mm512_storeu_ps(p, x); }
 
 INLINE group unpack4(const uint8_t *p) {
@@ -99,15 +99,14 @@ INLINE group unpack8(const uint8_t *p) {
   UNROLL for (int j = 0; j < 8; j++) g.w[j] = _mm512_loadu_si512(p + 64 * j);
   return g;
 }
-/* initial + the 32 products of each output, exactly, as floats */
-INLINE f16x group_dot(const group *g, const int8_t *q, int32_t initial, int bits) {
+/* initial + the products of PART inputs of each output, exactly, as floats */
+INLINE f16x part_dot(const group *g, int part, const int8_t *q, int32_t initial, int bits) {
   (void)bits;
-  __m512i a = _mm512_set1_epi32(initial), b = _mm512_setzero_si512();
-  UNROLL for (int j = 0; j < 8; j += 2) {
-    int32_t even, odd;
-    memcpy(&even, q + 4 * j, 4), memcpy(&odd, q + 4 * j + 4, 4);
-    a = _mm512_dpbusd_epi32(a, g->w[j], _mm512_set1_epi32(even));
-    b = _mm512_dpbusd_epi32(b, g->w[j + 1], _mm512_set1_epi32(odd));
+  __m512i sum = _mm512_set1_epi32(initial);
+  UNROLL for (int j = 0; j < PART / 4; j++) {
+    int32_t x;
+    memcpy(&x, q + 4 * j, 4);
+    sum = _mm512_dpbusd_epi32(sum, g->w[PART / 4 * part + j], _mm512_set1_epi32(x));
   }
-  return _mm512_cvtepi32_ps(_mm512_add_epi32(a, b));
+  return _mm512_cvtepi32_ps(sum);
 }

@@ -74,9 +74,9 @@ INLINE f16x lanes_fma1(f16x a, float b, f16x c) {
   for (int i = 0; i < 16; i++) c.v[i] += a.v[i] * b;
   return c;
 }
-INLINE f16x lanes_mul(f16x a, f16x b) {
-  for (int i = 0; i < 16; i++) a.v[i] *= b.v[i];
-  return a;
+INLINE f16x lanes_fma(f16x a, f16x b, f16x c) {
+  for (int i = 0; i < 16; i++) c.v[i] += a.v[i] * b.v[i];
+  return c;
 }
 INLINE void lanes_store(float *p, f16x x) { memcpy(p, x.v, 64); }
 
@@ -94,14 +94,14 @@ INLINE group unpack8(const uint8_t *p) {
   memcpy(g.w, p, 512);
   return g;
 }
-/* initial + the 32 products of each output, exactly, as floats */
-INLINE f16x group_dot(const group *g, const int8_t *q, int32_t initial, int bits) {
+/* initial + the products of PART inputs of each output, exactly, as floats */
+INLINE f16x part_dot(const group *g, int part, const int8_t *q, int32_t initial, int bits) {
   (void)bits;
   f16x r;
   for (int n = 0; n < 16; n++) {
     int32_t sum = initial;
-    for (int j = 0; j < 8; j++)
-      for (int b = 0; b < 4; b++) sum += (int32_t)g->w[64 * j + 4 * n + b] * q[4 * j + b];
+    for (int j = 0; j < PART / 4; j++)
+      for (int b = 0; b < 4; b++) sum += (int32_t)g->w[64 * (PART / 4 * part + j) + 4 * n + b] * q[4 * j + b];
     r.v[n] = (float)sum;
   }
   return r;

@@ -1,4 +1,4 @@
-/* y = prologue(x) w^T + bias + residual, for some rows, or, in few bits, for many.
+/* y = prologue(x) w^T + bias + residual, for up to some tens of rows.
  *
  * A thread takes whole outputs, reads their weights once and multiplies them with every row, a tile of rows at a time.
  * An output of a row is summed along the inputs in one order, whatever the tile, the rows beside it and the threads. */
@@ -11,32 +11,49 @@
 
 enum { BLOCK = 16, GROUP = 32, BYTES4 = 320, BYTES8 = 544 };
 
-/* A group of 32 activations rounded to int8: x = scale * q. [groups][rows], so that a tile of rows is contiguous. */
+/* A group of 32 activations rounded to int8: x = scale * q, a scale for each part of them. [groups][rows], so that a
+ * tile of rows is contiguous. */
+enum { PARTS = GROUP / PART };
 typedef struct {
   int8_t q[GROUP];
-  float scale, scaled_sum; /* scale * the sum of q: what the weights' minimum multiplies */
-  int32_t sum, unused;
+  float scale[PARTS];
+  float scaled_sum; /* of scale * q over the group: what the weights' minimum multiplies */
+  int32_t sum[PARTS];
 } rounded;
 
 static int grouped(const linear_args *a) { return a->kind == INT4 || a->kind == INT8; }
 
 static void round_row(const float *x, rounded *to, int64_t rows, int64_t groups) {
-  for (int64_t g = 0; g < groups; g++, x += GROUP, to += rows) {
-    vf largest = vf_zero(), total = vf_zero();
-    for (int i = 0; i < GROUP; i += VL) {
-      vf v = vf_load(x + i);
-      largest = vf_max(largest, vf_abs(v));
-      total = vf_add(total, v);
+  for (int64_t g = 0; g < groups; g++, to += rows) {
+    to->scaled_sum = 0;
+    for (int part = 0; part < PARTS; part++, x += PART) {
+      int8_t *q = to->q + part * PART;
+      vf largest = vf_zero(), total = vf_zero();
+      for (int i = 0; i < PART; i += VL) {
+        vf v = vf_load(x + i);
+        largest = vf_max(largest, vf_abs(v));
+        total = vf_add(total, v);
+      }
+      float m = vf_largest(largest);
+      vf inverse = vf_set1(m > 0 ? 127.0f / m : 0.0f);
+      for (int i = 0; i < PART; i += VL) vf_round_to_int8(q + i, vf_mul(vf_load(x + i), inverse));
+      int32_t sum = 0;
+      for (int i = 0; i < PART; i++) sum += q[i];
+      to->sum[part] = sum;
+      to->scale[part] = m / 127.0f + 0.0f * vf_sum(total); /* a NaN or an infinity must not vanish in the rounding */
+      to->scaled_sum += to->scale[part] * (float)sum;
     }
-    float m = vf_largest(largest);
-    vf inverse = vf_set1(m > 0 ? 127.0f / m : 0.0f);
-    for (int i = 0; i < GROUP; i += VL) vf_round_to_int8(to->q + i, vf_mul(vf_load(x + i), inverse));
-    int32_t sum = 0;
-    for (int i = 0; i < GROUP; i++) sum += to->q[i];
-    to->sum = sum;
-    to->scale = m / 127.0f + 0.0f * vf_sum(total); /* a NaN or an infinity must not vanish in the rounding */
-    to->scaled_sum = to->scale * (float)sum;
   }
+}
+
+/* The products of a group: for each output, the sum over the parts of their scale times their integers' products. */
+INLINE f16x scaled_dot(const group *w, const rounded *x, int bits) {
+  f16x dot = lanes_zero();
+  UNROLL for (int part = 0; part < PARTS; part++) {
+    const int32_t initial = bits == 4 ? 0 : -128 * x->sum[part];
+    dot = lanes_fma1(part_dot(w, part, x->q + part * PART, initial, bits), x->scale[part], dot);
+  }
+  return dot;
 }
 
 /* The row that the product multiplies: x itself, or what the norm or the gate makes of it in `scratch`. */
@@ -69,18 +86,14 @@ INLINE void grouped_tile(const linear_args *a, const rounded *x, const uint8_t *
       const group w = unpack4(p);
       const f16x scale = lanes_load_f16(p + 256), minimum = lanes_load_f16(p + 288);
       UNROLL for (int m = 0; m < rows; m++) {
-        f16x dot = group_dot(&w, x[m].q, 0, 4);
-        acc[m] = lanes_fma1(lanes_mul(dot, scale), x[m].scale, acc[m]);
+        acc[m] = lanes_fma(scaled_dot(&w, x + m, 4), scale, acc[m]);
         acc[m] = lanes_fma1(minimum, x[m].scaled_sum, acc[m]);
       }
       p += BYTES4;
     } else {
       const group w = unpack8(p);
       const f16x scale = lanes_load_f16(p + 512);
-      UNROLL for (int m = 0; m < rows; m++) {
-        f16x dot = group_dot(&w, x[m].q, -128 * x[m].sum, 8);
-        acc[m] = lanes_fma1(lanes_mul(dot, scale), x[m].scale, acc[m]);
-      }
+      UNROLL for (int m = 0; m < rows; m++) acc[m] = lanes_fma(scaled_dot(&w, x + m, 8), scale, acc[m]);
       p += BYTES8;
     }
   }
