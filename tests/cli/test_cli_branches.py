@@ -151,7 +151,6 @@ def test_saved_conversation_goes_on_in_another_process(conversation: Conversatio
 
 def test_inspect_describes_a_snapshot(conversation: Conversation, tmp_path: Path) -> None:
     ask(conversation, "one")
-    held = len(conversation.state.tokens(0))
     path = tmp_path / "chat.lmstate"
     command(conversation, f"/save {path}")
     result = CliRunner().invoke(app, ["inspect", str(path)])
