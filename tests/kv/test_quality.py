@@ -47,6 +47,7 @@ def test_perplexity_stays_within_the_bar(bits: int, most: float) -> None:
     assert math.exp(lost - least) - 1 < most
 
 
-def test_eight_bits_predict_as_bfloat16_does_and_four_nearly() -> None:
-    assert apart(kv.Quantized(8)) < 1.25 * apart(kv.Dense(torch.bfloat16))
-    assert apart(kv.Quantized(4)) < 0.02
+@pytest.mark.parametrize(("bits", "most"), [(8, 0.003), (4, 0.02)])
+def test_predictions_stay_within_the_bar(bits: int, most: float) -> None:
+    """The bars of perplexity once more, in nats: 0.3 % is 0.003 of them."""
+    assert apart(kv.Quantized(bits)) < most
