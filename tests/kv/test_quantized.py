@@ -12,7 +12,7 @@ from torch import Tensor
 
 import lmstate
 from lmstate import kv, ops
-from lmstate.ops import dispatch, kv_codes
+from lmstate.ops import Scoring, Sight, dispatch, kv_codes
 from lmstate.ops.attend_quantized import WHOLE, Held, Tail, attend_quantized
 from lmstate.ops.kv_codes import BLOCK
 from lmstate.state import Layout, attention_state
@@ -213,10 +213,10 @@ def test_attention_reads_what_the_codes_stand_for(bits: int, window: int | None,
     for turn, counts in enumerate([(40, 7, 0), (1, 33, 20), (38, 2, 32), (1, 0, 1), (40, 32, 40), (32, 30, 9)] * 2):
         q, k, v = stored.new(counts)
         starts = torch.tensor(stored.lengths)
-        rule = {"softcap": 3.0, "sinks": sinks} if turn % 2 else {}
+        scoring = Scoring(dim**-0.5, 3.0, sinks) if turn % 2 else Scoring(dim**-0.5)
         out = attend_quantized(
-            q, (k, v), None, stored.held, stored.tail, starts, torch.tensor(counts), bits=bits, scale=dim**-0.5,
-            window=window, **rule,
+            q, (k, v), None, stored.held, stored.tail, starts, torch.tensor(counts), scoring, Sight(window),
+            bits=bits,
         )  # fmt: skip
         for r, count in enumerate(counts):
             k_row, v_row = (torch.cat([old, x[r, :count].transpose(0, 1)], 1) for old, x in zip(whole[r], (k, v)))
@@ -225,8 +225,8 @@ def test_attention_reads_what_the_codes_stand_for(bits: int, window: int | None,
                 at = stored.lengths[r] + i
                 keys, values = (x[None, :, : at + 1] for x in stored.visible(k_row, v_row, at))
                 alone = ops.attend(
-                    q[r : r + 1, i : i + 1], keys, values, torch.tensor([at]), torch.tensor([1]), scale=dim**-0.5,
-                    window=window, **rule,
+                    q[r : r + 1, i : i + 1], keys, values, torch.tensor([at]), torch.tensor([1]), scoring,
+                    Sight(window),
                 )  # fmt: skip
                 differences.append((out[r, i] - alone[0, 0]).abs().flatten())
             stored.lengths[r] += count
@@ -247,13 +247,13 @@ def test_a_row_has_the_same_bits_however_its_tokens_come(bits: int) -> None:
         q, k, v = together.new((n, 0, max(n - 3, 0)))
         starts = torch.tensor(together.lengths)
         got = attend_quantized(
-            q, (k, v), None, together.held, together.tail, starts, torch.tensor([n, 0, max(n - 3, 0)]), bits=bits,
-            scale=0.125,
+            q, (k, v), None, together.held, together.tail, starts, torch.tensor([n, 0, max(n - 3, 0)]),
+            Scoring(0.125), bits=bits,
         )  # fmt: skip
         for i in range(n):
             one = attend_quantized(
                 q[:, i : i + 1], (k[:, i : i + 1], v[:, i : i + 1]), None, alone.held, alone.tail,
-                torch.tensor([together.lengths[0] + i, 0, 0]), torch.tensor([1, 0, 0]), bits=bits, scale=0.125,
+                torch.tensor([together.lengths[0] + i, 0, 0]), torch.tensor([1, 0, 0]), Scoring(0.125), bits=bits,
             )  # fmt: skip
             assert torch.equal(one[0, 0], got[0, i])
         together.lengths = [together.lengths[0] + n, 0, together.lengths[2] + max(n - 3, 0)]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lmstate import kv
+from lmstate.ops import EVERYTHING, Scoring, Sight
 from lmstate.ops.attend_slots import attend_slots, attend_slots_reference
 from lmstate.state import Layout, Step, attention_state
 
@@ -80,7 +81,7 @@ def test_kept_equals_brute_force(policy: kv.Budget, steps: list[int]) -> None:
         k, v = (torch.randn(1, count, KV_HEADS, DIM, generator=generator) for _ in "kv")
         step = Step((start,), (count,), layout.device, (start + count,))
         state.reserve(step)
-        state.attend(q, k, v, step, scale=DIM**-0.5)
+        state.attend(q, (k, v), step, Scoring(DIM**-0.5))
         install = state.commit(step, (count,))
         assert install is not None
         install()
@@ -96,7 +97,7 @@ def test_attention_over_slots_gives_gradients_and_columns() -> None:
     positions = torch.stack([torch.randperm(40, generator=generator)[:30] for _ in range(4)]).view(2, KV_HEADS, 30)
     positions[:, :, :3] = -1
     starts, counts = torch.tensor([20, 31]), torch.tensor([5, 3])
-    out, seen = attend_slots(q, k, v, positions, starts, counts, scale=0.3, last=2)
+    out, seen = attend_slots(q, k, v, positions, starts, counts, Scoring(0.3), last=2)
     own = (starts[:, None] + torch.arange(5))[:, None, :, None]
     mask = ((positions[:, :, None] <= own) & (positions[:, :, None] >= 0)).repeat_interleave(3, dim=1)
     keys, values = (x.repeat_interleave(3, dim=1) for x in (k, v))
@@ -114,8 +115,10 @@ def test_attention_over_slots_gives_gradients_and_columns() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rule", [{}, {"window": 9, "softcap": 2.0}, {"chunk": 16}])
-def test_native_attention_over_slots_equals_the_reference(dtype: torch.dtype, rule: dict[str, float]) -> None:
+@pytest.mark.parametrize(("softcap", "sight"), [(None, EVERYTHING), (2.0, Sight(window=9)), (None, Sight(chunk=16))])
+def test_native_attention_over_slots_equals_the_reference(
+    dtype: torch.dtype, softcap: float | None, sight: Sight
+) -> None:
     generator = torch.Generator().manual_seed(7)
     for width, slots, dim, last in ((1, 70, 64, None), (7, 129, 24, 3), (32, 200, 80, 32)):
         q = torch.randn(2, width, HEADS, dim, generator=generator)
@@ -126,9 +129,9 @@ def test_native_attention_over_slots_equals_the_reference(dtype: torch.dtype, ru
         positions[1, 0] = -1  # a head that sees nothing but its sink
         starts, counts = torch.tensor([slots, slots // 2]), torch.tensor([width, width // 2])
         sinks = torch.randn(HEADS, generator=generator)
-        options = {"scale": 0.3, "last": last, "sinks": sinks, **rule}
-        got, seen = attend_slots(q, k, v, positions, starts, counts, **options)
-        wanted, columns = attend_slots_reference(q, k, v, positions, starts, counts, **options)
+        scoring = Scoring(0.3, softcap, sinks)
+        got, seen = attend_slots(q, k, v, positions, starts, counts, scoring, sight, last)
+        wanted, columns = attend_slots_reference(q, k, v, positions, starts, counts, scoring, sight, last)
         torch.testing.assert_close(got, wanted, atol=2e-5, rtol=2e-5)
         if last is not None:
             torch.testing.assert_close(seen, columns, atol=2e-5, rtol=2e-5)

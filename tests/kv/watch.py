@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import lmstate
+from lmstate.ops import EVERYTHING, Rotation, Scoring, Sight, rope
 from lmstate.state import CompositeState, KeyValueState, LayerState, Step
 from tests.invariants.mirror import PROBE, bytes_held, close
 
@@ -83,7 +84,7 @@ class Watch:
                 for head, positions in enumerate(one[layer]):
                     mask[head, own, sorted(positions)] = True
             found = attention_of(state.layers[layer])
-            masked = Masked(mask, getattr(found, "window", None), getattr(found, "chunk", None))
+            masked = Masked(mask, getattr(found, "sight", EVERYTHING))
             outer = state.layers[layer]
             if isinstance(outer, CompositeState):
                 outer.members = tuple(masked if member is found else member for member in outer.members)
@@ -101,17 +102,27 @@ class Masked(KeyValueState):
 
     kind, forgets = "masked", False
 
-    def __init__(self, mask: Tensor, window: int | None, chunk: int | None) -> None:
+    def __init__(self, mask: Tensor, sight: Sight) -> None:
         own, stored = torch.arange(mask.shape[1])[:, None], torch.arange(mask.shape[1])
-        if window is not None:
-            mask = mask & (stored > own - window)
-        if chunk is not None:
-            mask = mask & (stored // chunk == own // chunk)
+        if sight.window is not None:
+            mask = mask & (stored > own - sight.window)
+        if sight.chunk is not None:
+            mask = mask & (stored // sight.chunk == own // sight.chunk)
         self.mask = mask
 
-    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, step: Step, *, scale: float,
-               softcap: float | None = None, sinks: Tensor | None = None) -> Tensor:  # fmt: skip
-        assert k is not None and v is not None and len(q) == 1
+    def attend(
+        self,
+        q: Tensor,
+        new: tuple[Tensor, Tensor] | None,
+        step: Step,
+        scoring: Scoring,
+        rotation: Rotation | None = None,
+    ) -> Tensor:
+        scale, softcap, sinks = scoring
+        assert new is not None and len(q) == 1
+        k, v = new
+        if rotation is not None:
+            q, k = rope(q, *rotation), rope(k, *rotation)
         group = q.shape[2] // k.shape[2]
         keys, values = (x.repeat_interleave(group, dim=2)[0].transpose(0, 1).double() for x in (k, v))  # [H, n, D]
         scores = q[0].transpose(0, 1).double() @ keys.mT * scale

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 import lmstate.ops as ops
+from lmstate.ops import Scoring, Sight
 from lmstate.ops.append import append_reference
-from lmstate.ops.attend import Rule, _attend_on_device, attend_reference
+from lmstate.ops.attend import _attend_on_device, attend_reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -64,6 +65,16 @@ def by_hand(
     return out.float()
 
 
+def told(
+    scale: float,
+    window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Scoring, Sight]:
+    return Scoring(scale, softcap, sinks), Sight(window, chunk)
+
+
 RULES = {
     "plain": {},
     "window": {"window": 7},
@@ -90,11 +101,10 @@ def test_reference_equals_a_loop_over_positions(rows: list[tuple[int, int]], nam
     starts, counts = torch.tensor(rows).T
     q = torch.randn(len(rows), int(counts.max()), 6, 8)
     want = by_hand(q, all_k, all_v, rows, 0.3, **rule)
-    got = attend_reference(q, k, v, starts, counts, scale=0.3, **rule)
+    got = attend_reference(q, k, v, starts, counts, *told(0.3, **rule))
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
     # Without reading starts and counts on the host, as on another device: unwritten slots must be finite there.
-    given = {key: rule.get(key) for key in ("window", "chunk", "softcap", "sinks")}
-    got = _attend_on_device(q, k.nan_to_num(), v.nan_to_num(), starts, counts, Rule(0.3, **given))
+    got = _attend_on_device(q, k.nan_to_num(), v.nan_to_num(), starts, counts, *told(0.3, **rule))
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
 
 
@@ -103,14 +113,14 @@ def test_long_windowed_prompt_in_blocks_equals_a_loop_over_positions() -> None:
     rows = [(5, 1030)]
     k, v, all_k, all_v = filled(rows, 1100, 1, 8, 8, torch.float32)
     q = torch.randn(1, 1030, 1, 8)
-    got = attend_reference(q, k, v, torch.tensor([5]), torch.tensor([1030]), scale=0.3, window=20)
+    got = attend_reference(q, k, v, torch.tensor([5]), torch.tensor([1030]), Scoring(0.3), Sight(window=20))
     torch.testing.assert_close(got, by_hand(q, all_k, all_v, rows, 0.3, window=20), atol=1e-5, rtol=1e-4)
 
 
 def test_reference_is_differentiable() -> None:
     q = torch.randn(1, 4, 2, 8, dtype=torch.float32, requires_grad=True)
     k, v = torch.randn(1, 1, 6, 8), torch.randn(1, 1, 6, 8)
-    attend_reference(q, k, v, torch.tensor([2]), torch.tensor([4]), scale=1.0).sum().backward()
+    attend_reference(q, k, v, torch.tensor([2]), torch.tensor([4]), Scoring(1.0)).sum().backward()
     assert q.grad is not None and q.grad.abs().sum() > 0
 
 
@@ -136,7 +146,7 @@ def test_native_equals_a_loop_over_positions(
     k, v, all_k, all_v = filled(rows, 80 if "window" not in rule else 13, kv, dim, dim_v, dtype)
     starts, counts = torch.tensor(rows).T
     q = torch.randn(len(rows), 5, heads, dim)
-    got = ops.attend(q, k, v, starts, counts, scale=0.2, **rule)
+    got = ops.attend(q, k, v, starts, counts, *told(0.2, **rule))
     torch.testing.assert_close(got, by_hand(q, all_k, all_v, rows, 0.2, **rule), atol=2e-5, rtol=2e-5)
 
 
@@ -147,8 +157,8 @@ def test_native_equals_the_reference_over_many_parts(variant: str, dtype: torch.
     starts, counts = torch.tensor(rows).T
     k, v = torch.randn(3, 1, 9400, 32).to(dtype), torch.randn(3, 1, 9400, 32).to(dtype)
     q = torch.randn(3, 4, 2, 32)
-    want = attend_reference(q, k.float(), v.float(), starts, counts, scale=0.5)
-    torch.testing.assert_close(ops.attend(q, k, v, starts, counts, scale=0.5), want, atol=1e-5, rtol=1e-4)
+    want = attend_reference(q, k.float(), v.float(), starts, counts, Scoring(0.5))
+    torch.testing.assert_close(ops.attend(q, k, v, starts, counts, Scoring(0.5)), want, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("rule", [{}, {"window": 300}, {"chunk": 200}])
@@ -159,7 +169,7 @@ def test_a_query_has_the_same_bits_whatever_stands_beside_it(variant: str, rule:
     k, v, *_ = filled(rows, size, 2, 24, 24, torch.bfloat16)
     q = torch.randn(3, 32, 6, 24)
     starts, counts = torch.tensor(rows).T
-    together = ops.attend(q, k, v, starts, counts, scale=0.2, **rule)
+    together = ops.attend(q, k, v, starts, counts, *told(0.2, **rule))
     for r, (start, count) in enumerate(rows):
         for i in (0, count // 2, count - 1):
             alone = ops.attend(
@@ -168,8 +178,7 @@ def test_a_query_has_the_same_bits_whatever_stands_beside_it(variant: str, rule:
                 v[r : r + 1],
                 torch.tensor([start + i]),
                 torch.tensor([1]),
-                scale=0.2,
-                **rule,
+                *told(0.2, **rule),
             )
             assert torch.equal(alone[0, 0], together[r, i])
         assert (together[r, count:] == 0).all()
@@ -182,13 +191,13 @@ def test_a_long_prompt_has_the_bits_of_its_tokens_one_by_one(variant: str, rule:
     starts, counts = torch.tensor(rows).T
     k, v = torch.randn(3, 2, 960, 16), torch.randn(3, 2, 960, 16)
     q = torch.randn(3, 600, 4, 16)
-    together = ops.attend(q, k, v, starts, counts, scale=0.4, **rule)
+    together = ops.attend(q, k, v, starts, counts, *told(0.4, **rule))
     torch.testing.assert_close(
-        together, attend_reference(q, k, v, starts, counts, scale=0.4, **rule), atol=1e-5, rtol=1e-4
+        together, attend_reference(q, k, v, starts, counts, *told(0.4, **rule)), atol=1e-5, rtol=1e-4
     )
     for i in (0, 31, 32, 511, 512, 529, 599):
         one = (counts > i).long()
-        alone = ops.attend(q[:, i : i + 1], k, v, starts + i, one, scale=0.4, **rule)
+        alone = ops.attend(q[:, i : i + 1], k, v, starts + i, one, *told(0.4, **rule))
         assert torch.equal(alone[:, 0], together[:, i])
 
 
@@ -199,12 +208,12 @@ def test_neither_threads_nor_the_ring_s_size_change_a_bit(variant: str) -> None:
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        one = ops.attend(q, k, v, starts, counts, scale=1.0)
+        one = ops.attend(q, k, v, starts, counts, Scoring(1.0))
         torch.set_num_threads(3)
-        assert torch.equal(ops.attend(q, k, v, starts, counts, scale=1.0), one)
+        assert torch.equal(ops.attend(q, k, v, starts, counts, Scoring(1.0)), one)
     finally:
         torch.set_num_threads(threads)
-    assert torch.equal(ops.attend(q, k[:, :, :1600], v[:, :, :1600], starts, counts, scale=1.0), one)
+    assert torch.equal(ops.attend(q, k[:, :, :1600], v[:, :, :1600], starts, counts, Scoring(1.0)), one)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -226,11 +235,11 @@ def test_errors_say_what_does_not_fit(variant: str) -> None:
     q, ring = torch.randn(1, 2, 4, 8), torch.zeros(1, 2, 16, 8)
     one = torch.tensor([1])
     with pytest.raises(ValueError, match=r"row 0 starts at 20 with 1 new tokens"):
-        ops.attend(q, ring, ring, torch.tensor([20]), one, scale=1.0)
+        ops.attend(q, ring, ring, torch.tensor([20]), one, Scoring(1.0))
     with pytest.raises(ValueError, match="do not fit rings"):
-        ops.attend(torch.randn(1, 2, 3, 8), ring, ring, one, one, scale=1.0)
+        ops.attend(torch.randn(1, 2, 3, 8), ring, ring, one, one, Scoring(1.0))
     with pytest.raises(ValueError, match=r"starts must be int64 \[1\]"):
-        ops.attend(q, ring, ring, one.int(), one, scale=1.0)
+        ops.attend(q, ring, ring, one.int(), one, Scoring(1.0))
     with pytest.raises(ValueError, match="do not fit a ring of 16 slots"):
         new = torch.randn(1, 17, 2, 8)
         ops.append(new, new, ring, ring, one, torch.tensor([17]))

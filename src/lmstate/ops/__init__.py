@@ -10,10 +10,12 @@ from lmstate.ops.linear import FEW, linear
 from lmstate.ops.norm import Norm, norm
 from lmstate.ops.rope import rope
 from lmstate.ops.rotate_attend import Rotation, rotate_attend
+from lmstate.ops.scoring import EVERYTHING, Scoring, Sight
 from lmstate.ops.weight import FloatWeight, Int4Weight, Int8Weight, Weight, quantize
 
 __all__ = [
     "ACTIVATIONS",
+    "EVERYTHING",
     "FEW",
     "FloatWeight",
     "Int4Weight",
@@ -21,6 +23,8 @@ __all__ = [
     "Norm",
     "Rings",
     "Rotation",
+    "Scoring",
+    "Sight",
     "Weight",
     "activation",
     "append",

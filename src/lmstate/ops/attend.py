@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lmstate.ops import dispatch
+from lmstate.ops.scoring import EVERYTHING, Scoring, Sight
 
 MOST = 512
 """New tokens a row that one native call takes: its memory grows with them, their results do not depend on it."""
@@ -25,36 +26,28 @@ def attend(
     v: Tensor,
     starts: Tensor,
     counts: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    chunk: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    scoring: Scoring,
+    sight: Sight = EVERYTHING,
 ) -> Tensor:
     """Attend from new tokens to the stored ones; float32 `[R, T, H, Dv]`, zero where a query is padding.
 
     q: float32 `[R, T, H, D]`. k: `[R, K, S, D]`, v: `[R, K, S, Dv]`, rings that already hold the new tokens; H is a
     multiple of K. starts, counts: int64 `[R]`: query i < counts[r] of row r stands at position starts[r] + i and sees
-    the positions up to its own, of the last `window`, of its own `chunk` of positions (Llama 4), where those are given.
-    scores = q k^T * scale, through softcap * tanh(scores / softcap) (Gemma 2); `sinks`: float32 `[H]`, a logit a head
-    that takes part in the softmax and has no value (GPT-OSS).
+    of the positions up to its own those in `sight`.
 
     Where starts and counts are not on the host (another device, a traced graph), all S slots are read: those never
     written must be finite then.
     """
-    library = dispatch.native(q, k, v, sinks)
+    library = dispatch.native(q, k, v, scoring.sinks)
     if library is not None and library.can_attend(q, k, v):
         if q.shape[1] <= MOST:
-            return library.attend(q, k, v, starts, counts, scale, window, chunk, softcap, sinks)
+            return library.attend(q, k, v, starts, counts, scoring, sight)
         blocks = []
         for first, block in zip(range(0, q.shape[1], MOST), q.split(MOST, dim=1)):
             some = (counts - first).clamp(0, MOST)
-            blocks.append(library.attend(block, k, v, starts + first, some, scale, window, chunk, softcap, sinks))
+            blocks.append(library.attend(block, k, v, starts + first, some, scoring, sight))
         return torch.cat(blocks, dim=1)
-    return attend_reference(
-        q, k, v, starts, counts, scale=scale, window=window, chunk=chunk, softcap=softcap, sinks=sinks
-    )
+    return attend_reference(q, k, v, starts, counts, scoring, sight)
 
 
 def attend_reference(
@@ -63,101 +56,49 @@ def attend_reference(
     v: Tensor,
     starts: Tensor,
     counts: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    chunk: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    scoring: Scoring,
+    sight: Sight = EVERYTHING,
 ) -> Tensor:
     """Plain torch in the dtype of k and v."""
-    rule = Rule(scale, window, chunk, softcap, sinks)
     if torch.compiler.is_compiling() or not starts.is_cpu:
-        return _attend_on_device(q, k, v, starts, counts, rule)
+        return _attend_on_device(q, k, v, starts, counts, scoring, sight)
     rows, size = q.shape[0], k.shape[2]
     spans = list(zip(starts.tolist(), counts.tolist()))
     if len(set(spans)) == 1 and sum(spans[0]) <= size:  # all rows alike and none wrapped: one batch
         start, count = spans[0]
-        low = rule.low(start)
-        y = attend_span(q[:, :count], k[:, :, low : start + count], v[:, :, low : start + count], start, low, rule)
+        low = sight.low(start)
+        y = attend_span(
+            q[:, :count], k[:, :, low : start + count], v[:, :, low : start + count], start, low, scoring, sight
+        )
         return F.pad(y, (0, 0, 0, 0, 0, q.shape[1] - count))
     out = []
     for r, (start, count) in enumerate(spans):
-        low = rule.low(start)
+        low = sight.low(start)
         keys, values = (unroll(ring[r : r + 1], low, start + count) for ring in (k, v))
-        y = attend_span(q[r : r + 1, :count], keys, values, start, low, rule)
+        y = attend_span(q[r : r + 1, :count], keys, values, start, low, scoring, sight)
         out.append(F.pad(y, (0, 0, 0, 0, 0, q.shape[1] - count)))
     return torch.cat(out) if rows else q.new_zeros(0, q.shape[1], q.shape[2], v.shape[3])
 
 
-class Rule:
-    """What a query sees and how it scores it: the arguments of `attend` that do not change from row to row."""
-
-    def __init__(
-        self, scale: float, window: int | None, chunk: int | None, softcap: float | None, sinks: Tensor | None
-    ) -> None:
-        self.scale, self.window, self.chunk, self.softcap, self.sinks = scale, window, chunk, softcap, sinks
-
-    def low(self, position: int) -> int:
-        """The first position that a query at `position` sees."""
-        low = 0
-        if self.window is not None:
-            low = max(low, position - self.window + 1)
-        if self.chunk is not None:
-            low = max(low, position // self.chunk * self.chunk)
-        return low
-
-    def sees(self, own: Tensor, stored: Tensor) -> Tensor:
-        """own: positions `[..., T, 1]`; stored: positions `[..., 1, S]`, negative where empty -> bool `[..., T, S]`."""
-        mask = (stored >= 0) & (stored <= own)
-        if self.window is not None:
-            mask = mask & (stored > own - self.window)
-        if self.chunk is not None:
-            mask = mask & (stored // self.chunk == own // self.chunk)
-        return mask
-
-    def softmax(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """q `[R, H, T, D]`, k `[R, K, S, D]`, v `[R, K, S, Dv]`, mask bool (None: causal, T = S) -> `[R, H, T, Dv]`."""
-        gqa = q.shape[1] != k.shape[1]
-        if self.softcap is None and self.sinks is None:
-            return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=gqa
-            )
-        if mask is None:
-            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-        if gqa:
-            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-        scores = (q @ k.transpose(2, 3)).float() * self.scale  # [R, H, T, S]
-        if self.softcap is not None:
-            scores = self.softcap * torch.tanh(scores / self.softcap)
-        scores = scores.masked_fill(~mask, -torch.inf)
-        if self.sinks is not None:
-            sinks = self.sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-            weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
-        else:
-            weights = scores.softmax(-1)
-        return weights.to(v.dtype) @ v
-
-
-def attend_span(q: Tensor, k: Tensor, v: Tensor, start: int, low: int, rule: Rule) -> Tensor:
+def attend_span(q: Tensor, k: Tensor, v: Tensor, start: int, low: int, scoring: Scoring, sight: Sight) -> Tensor:
     """q `[R, T, H, D]` at positions start.., k and v `[R, K, L, D]` at positions low.. -> `[R, T, H, Dv]` float32."""
     count, end = q.shape[1], start + q.shape[1]
     if count == 0:
         return q.new_zeros(*q.shape[:3], v.shape[3])
     q = q.transpose(1, 2).to(k.dtype)  # [R, H, T, D]
-    plain = rule.softcap is None and rule.sinks is None
-    if start == low and rule.low(end - 1) == low and plain:
-        return rule.softmax(q, k, v, None).transpose(1, 2).float()
+    plain = scoring.softcap is None and scoring.sinks is None
+    if start == low and sight.low(end - 1) == low and plain:
+        return scoring.softmax(q, k, v, None).transpose(1, 2).float()
     blocks = []
     # In blocks of queries: a window's cost then grows with the window and not with the length, and so do the scores.
-    step = count if plain and rule.low(end - 1) == low else BLOCK
+    step = count if plain and sight.low(end - 1) == low else BLOCK
     for first in range(0, count, step):
         last = min(first + step, count)
-        a, b = rule.low(start + first), start + last  # the positions that this block sees
+        a, b = sight.low(start + first), start + last  # the positions that this block sees
         own = torch.arange(start + first, start + last, device=q.device)[:, None]
-        mask = rule.sees(own, torch.arange(a, b, device=q.device))
+        mask = sight.sees(own, torch.arange(a, b, device=q.device))
         keys, values = k[:, :, a - low : b - low], v[:, :, a - low : b - low]
-        blocks.append(rule.softmax(q[:, :, first:last], keys, values, mask))
+        blocks.append(scoring.softmax(q[:, :, first:last], keys, values, mask))
     return torch.cat(blocks, dim=2).transpose(1, 2).float()
 
 
@@ -172,14 +113,16 @@ def unroll(ring: Tensor, low: int, end: int) -> Tensor:
     return torch.cat([ring[:, :, first:], ring[:, :, :last]], dim=2)
 
 
-def _attend_on_device(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, counts: Tensor, rule: Rule) -> Tensor:
+def _attend_on_device(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, counts: Tensor, scoring: Scoring, sight: Sight
+) -> Tensor:
     """The same without reading starts and counts on the host: every slot takes part, under a mask `[R, 1, T, S]`."""
     slots = torch.arange(k.shape[2], device=q.device)
     newest = (starts + counts)[:, None] - 1  # [R, 1]
     stored = newest - (newest - slots) % k.shape[2]  # [R, S]: the newest position that lies in each slot
     own = starts[:, None] + torch.arange(q.shape[1], device=q.device)  # [R, T]
-    mask = rule.sees(own[:, None, :, None], stored[:, None, None])
+    mask = sight.sees(own[:, None, :, None], stored[:, None, None])
     real = (torch.arange(q.shape[1], device=q.device) < counts[:, None])[:, :, None, None]  # [R, T, 1, 1]
     mask = mask | ~real.transpose(1, 2)  # padding sees everything, so that its softmax is not of nothing
-    y = rule.softmax(q.transpose(1, 2).to(k.dtype), k, v, mask)
+    y = scoring.softmax(q.transpose(1, 2).to(k.dtype), k, v, mask)
     return y.transpose(1, 2).float().masked_fill(~real, 0)

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from lmstate.ops import dispatch, kv_codes
 from lmstate.ops.append import append_reference
-from lmstate.ops.attend import MOST, Rule, attend_reference, attend_span, unroll
+from lmstate.ops.attend import MOST, attend_reference, attend_span, unroll
 from lmstate.ops.kv_codes import BLOCK
 from lmstate.ops.rope import rope
 from lmstate.ops.rotate_attend import Rotation
+from lmstate.ops.scoring import EVERYTHING, Scoring, Sight
 
 if TYPE_CHECKING:
     from lmstate.ops.cpu.codes import Codes
@@ -62,14 +63,11 @@ def attend_quantized(
     tail: Tail | None,
     starts: Tensor,
     counts: Tensor,
+    scoring: Scoring,
+    sight: Sight = EVERYTHING,
     *,
     bits: int,
-    scale: float,
     dtype: torch.dtype = torch.float32,
-    window: int | None = None,
-    chunk: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
 ) -> Tensor:
     """Store new keys and values `[R, T, K, D]`, and attend: q float32 `[R, T, H, D]` -> float32 `[R, T, H, Dv]`.
 
@@ -77,10 +75,9 @@ def attend_quantized(
     `reads` positions before it. The reference expands what it reads in `dtype`. Reads starts
     and counts on the host.
     """
-    body = _native(q, new, held, tail, bits, sinks)
-    rule = (scale, window, chunk, softcap, sinks)
+    body = _native(q, new, held, tail, bits, scoring.sinks)
     if body is not None and q.shape[1] <= MOST:
-        out = body.attend(q, new, rotation, held, tail, starts, counts, bits, *rule)
+        out = body.attend(q, new, rotation, held, tail, starts, counts, bits, scoring, sight)
         assert out is not None
         return out
     if rotation is not None:
@@ -88,7 +85,7 @@ def attend_quantized(
         new = None if new is None else (rope(new[0], *rotation), new[1])
     if new is not None:
         if body is not None:
-            body.attend(q, new, None, held, tail, starts, counts, bits, *rule, stores_only=True)
+            body.attend(q, new, None, held, tail, starts, counts, bits, scoring, sight, stores_only=True)
         elif tail is None:
             _store_vectors(new, held, starts, counts, bits)
         else:
@@ -99,12 +96,9 @@ def attend_quantized(
             kv_codes.decode(codes[:, :, :end], scales[:, :, :end], bits, dtype)
             for codes, scales in ((held.k, held.k_scale), (held.v, held.v_scale))
         )
-        seen = attend_reference(
-            kv_codes.turned(q), k, v, starts, counts, scale=scale, window=window, chunk=chunk, softcap=softcap,
-            sinks=sinks,
-        )  # fmt: skip
+        seen = attend_reference(kv_codes.turned(q), k, v, starts, counts, scoring, sight)
     else:
-        seen = _attend_blocks(q, held, tail, starts, counts, bits, dtype, Rule(*rule))
+        seen = _attend_blocks(q, held, tail, starts, counts, bits, dtype, scoring, sight)
     return kv_codes.turned(seen)
 
 
@@ -153,14 +147,15 @@ def _attend_blocks(
     counts: Tensor,
     bits: int,
     dtype: torch.dtype,
-    rule: Rule,
+    scoring: Scoring,
+    sight: Sight,
 ) -> Tensor:
     """One stretch of queries after another that see the same blocks as codes; values stay turned."""
     rows, tokens, heads, _ = q.shape
     dim_v = held.v.shape[3] * 8 // bits
     out = []
     for r, (start, count) in enumerate(zip(starts.tolist(), counts.tolist())):
-        first, low = _coded_until(start, tail.lag), rule.low(start) // BLOCK * BLOCK
+        first, low = _coded_until(start, tail.lag), sight.low(start) // BLOCK * BLOCK
         coded = _coded_until(start + count - 1, tail.lag)
         floats = [unroll(ring[r : r + 1], first, start + count) for ring in (tail.k, tail.v)]  # [1, K, end - first, D]
         k, k_scale, v, v_scale = (
@@ -171,12 +166,12 @@ def _attend_blocks(
         while position < start + count:
             split = _coded_until(position, tail.lag)
             stop = min(start + count, split + BLOCK + tail.lag - 1)
-            a, b = rule.low(position), max(rule.low(position), split)
+            a, b = sight.low(position), max(sight.low(position), split)
             k, v = (
                 torch.cat([old[:, :, a - low : b - low], new[:, :, b - first : stop - first].to(dtype)], dim=2)
                 for old, new in zip((keys, values), floats)
             )
-            pieces.append(attend_span(q[r : r + 1, position - start : stop - start], k, v, position, a, rule))
+            pieces.append(attend_span(q[r : r + 1, position - start : stop - start], k, v, position, a, scoring, sight))
             position = stop
         out.append(torch.cat([*pieces, q.new_zeros(1, tokens - count, heads, dim_v)], dim=1))
     return torch.cat(out) if rows else q.new_zeros(0, tokens, heads, dim_v)

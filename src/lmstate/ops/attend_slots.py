@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lmstate.ops import dispatch
+from lmstate.ops.scoring import EVERYTHING, Scoring, Sight
 
 SHORT = 32
 """Up to this many new tokens a row, the native body runs."""
@@ -20,34 +21,27 @@ def attend_slots(
     positions: Tensor,
     starts: Tensor,
     counts: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    chunk: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    scoring: Scoring,
+    sight: Sight = EVERYTHING,
     last: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend from new tokens to the slots of their row and kv head -> float32 `[R, T, H, Dv]`, zero where padding.
 
     q: float32 `[R, T, H, D]`; k: `[R, K, S, D]`, v: `[R, K, S, Dv]`, which already hold the new tokens; positions:
     `[R, K, S]`, negative where a slot is empty. starts, counts: int64 `[R]`: query i < counts[r] stands at starts[r] +
-    i and sees the slots of positions up to its own; the other arguments are those of `ops.attend`.
+    i and sees the slots of positions up to its own, of those in `sight`.
 
     `last`: also return the attention that each slot received, averaged over the query heads of its group, float32
     `[R, K, S, last + 1]`: first the sum over the queries before the last ones, then each of the last `last` of the row
     by itself (zeros where a row has fewer). Reads starts and counts on the host.
     """
-    library = dispatch.native(q, k, v, sinks)
+    library = dispatch.native(q, k, v, scoring.sinks)
     if library is not None and q.shape[1] <= SHORT:
         from lmstate.ops.cpu.slots import slots
 
         if (body := slots(library.variant)).can(q, k, v):
-            return body.attend(q, k, v, positions, starts, counts, scale, window, chunk, softcap, sinks, last)
-    return attend_slots_reference(
-        q, k, v, positions, starts, counts, scale=scale, window=window, chunk=chunk, softcap=softcap, sinks=sinks,
-        last=last,
-    )  # fmt: skip
+            return body.attend(q, k, v, positions, starts, counts, scoring, sight, last)
+    return attend_slots_reference(q, k, v, positions, starts, counts, scoring, sight, last)
 
 
 def attend_slots_reference(
@@ -57,12 +51,8 @@ def attend_slots_reference(
     positions: Tensor,
     starts: Tensor,
     counts: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    chunk: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    scoring: Scoring,
+    sight: Sight = EVERYTHING,
     last: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Plain torch in float32; also the body for long steps."""
@@ -77,7 +67,7 @@ def attend_slots_reference(
         for first in range(0, count, BLOCK):
             block = q[r, first : min(first + BLOCK, count)].float()  # [t, H, D]
             own = torch.arange(start + first, start + first + len(block), device=q.device)[:, None]  # [t, 1]
-            probs = _weights(block, keys, where, own, scale, window, chunk, softcap, sinks)  # [K, G, t, S]
+            probs = _weights(block, keys, where, own, scoring, sight)  # [K, G, t, S]
             read = probs.flatten(1, 2) @ values  # [K, G * t, Dv]
             pieces.append(read.unflatten(1, probs.shape[1:3]).permute(2, 0, 1, 3).flatten(1, 2))  # [t, H, Dv]
             if seen is not None and last is not None:
@@ -86,33 +76,14 @@ def attend_slots_reference(
     return (torch.stack(outs) if rows else out), seen
 
 
-def _weights(
-    q: Tensor,
-    k: Tensor,
-    where: Tensor,
-    own: Tensor,
-    scale: float,
-    window: int | None,
-    chunk: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _weights(q: Tensor, k: Tensor, where: Tensor, own: Tensor, scoring: Scoring, sight: Sight) -> Tensor:
     """q `[t, H, D]` at positions own `[t, 1]`, k `[K, S, D]` at `where` -> softmax float32 `[K, G, t, S]`."""
     count, heads, _ = q.shape
-    grouped = q.view(count, len(k), heads // len(k), -1).permute(1, 2, 0, 3)  # [K, G, t, D]
-    scores = (grouped.flatten(1, 2) @ k.mT).unflatten(1, grouped.shape[1:3]) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    sees = (where >= 0) & (where <= own)
-    if window is not None:
-        sees = sees & (where > own - window)
-    if chunk is not None:
-        sees = sees & (where // chunk == own // chunk)
-    scores = scores.masked_fill(~sees, -torch.inf)
-    if sinks is None:
-        return scores.softmax(-1)
-    extra = sinks.view(len(k), -1, 1, 1).expand(*scores.shape[:3], 1)
-    return torch.cat([scores, extra], dim=-1).softmax(-1)[..., :-1]
+    group = heads // len(k)
+    grouped = q.view(count, len(k), group, -1).permute(1, 2, 0, 3).flatten(1, 2)  # [K, G * t, D]
+    products = (grouped @ k.mT).view(1, heads, count, -1)
+    mask = sight.sees(own, where).expand(-1, group, -1, -1).flatten(0, 1)  # [H, t, S]
+    return scoring.weights(products, mask).view(len(k), group, count, -1)
 
 
 def _add_columns(seen: Tensor, columns: Tensor, offset: int) -> None:

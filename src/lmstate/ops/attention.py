@@ -10,6 +10,7 @@ from lmstate.ops import dispatch
 from lmstate.ops.linear import few_rows
 from lmstate.ops.norm import Norm
 from lmstate.ops.rotate_attend import Rotation
+from lmstate.ops.scoring import EVERYTHING, Sight
 from lmstate.ops.weight import Weight
 
 
@@ -18,8 +19,7 @@ class Rings(NamedTuple):
 
     k: Tensor
     v: Tensor
-    window: int | None = None
-    chunk: int | None = None
+    sight: Sight = EVERYTHING
 
 
 class AttentionParts(Protocol):

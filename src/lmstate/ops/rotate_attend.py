@@ -10,6 +10,7 @@ from lmstate.ops import dispatch
 from lmstate.ops.append import append
 from lmstate.ops.attend import MOST, attend
 from lmstate.ops.rope import rope
+from lmstate.ops.scoring import EVERYTHING, Scoring, Sight
 
 
 class Rotation(NamedTuple):
@@ -29,28 +30,22 @@ def rotate_attend(
     v: Tensor,
     starts: Tensor,
     counts: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    chunk: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    scoring: Scoring,
+    sight: Sight = EVERYTHING,
 ) -> Tensor:
     """Rotate q `[R, T, H, D]` and k_new `[R, T, K, D]`, store k_new and v_new in the rings k and v, attend.
 
     The same as `rope`, `append` and `attend` one after the other; float32 `[R, T, H, Dv]`.
     """
     cos, sin, interleaved = rotation
-    library = dispatch.native(q, k_new, v_new, k, v, sinks)
+    library = dispatch.native(q, k_new, v_new, k, v, scoring.sinks)
     if (
         library is not None
         and q.shape[1] <= MOST
         and library.can_attend(q, k, v)
         and library.can_append(k_new, v_new, k, v)
     ):
-        return library.rotate_attend(
-            q, k_new, v_new, cos, sin, interleaved, k, v, starts, counts, scale, window, chunk, softcap, sinks
-        )
+        return library.rotate_attend(q, k_new, v_new, cos, sin, interleaved, k, v, starts, counts, scoring, sight)
     append(rope(k_new, cos, sin, interleaved), v_new, k, v, starts, counts)
     turned = rope(q, cos, sin, interleaved)
-    return attend(turned, k, v, starts, counts, scale=scale, window=window, chunk=chunk, softcap=softcap, sinks=sinks)
+    return attend(turned, k, v, starts, counts, scoring, sight)

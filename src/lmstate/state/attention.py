@@ -26,34 +26,17 @@ class KeyValueState(LayerState):
     def attend(
         self,
         q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
+        new: tuple[Tensor, Tensor] | None,
         step: Step,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        scoring: ops.Scoring,
+        rotation: ops.Rotation | None = None,
     ) -> Tensor:
-        """Store the new keys and values, then attend: q `[R, T, H, D]`, k `[R, T, K, D]`, v -> float32 `[R, T, H, Dv]`.
+        """Store new keys `[R, T, K, D]` and values `[R, T, K, Dv]`, then attend: q `[R, T, H, D]` -> float32
+        `[R, T, H, Dv]`.
 
-        Keys come rotated. None for k and v attends to what is stored, for layers that share this one's memory.
+        `rotation` turns queries and new keys first. No new ones: attends to what is stored, for layers that share this
+        one's memory.
         """
-
-    def rotate_attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rotation: ops.Rotation,
-        step: Step,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """`attend`, with queries and keys that are still to be rotated."""
-        q, k = ops.rope(q, *rotation), ops.rope(k, *rotation)
-        return self.attend(q, k, v, step, scale=scale, softcap=softcap, sinks=sinks)
 
 
 class AttentionState(SlotState, KeyValueState):
@@ -72,19 +55,17 @@ class AttentionState(SlotState, KeyValueState):
         head_dim: int,
         value_dim: int | None = None,
         *,
-        window: int | None = None,
-        chunk: int | None = None,
+        sight: ops.Sight = ops.EVERYTHING,
         shift: Callable[[Tensor, int], Tensor] | None = None,
     ):
-        """`window`: a query sees that many positions, its own included. `chunk`: it sees its own chunk of that size.
+        """`sight`: what a query sees, and so what is remembered.
 
         `shift(keys [K, S, D], delta)` rotates keys as if each had stood `delta` positions farther on (None: keys have
         no position); `State.drop` closes a gap with it.
         """
-        self.window, self.chunk, self.shift = window, chunk, shift
-        reaches = [size for size in (window, chunk) if size is not None]
+        self.sight, self.shift = sight, shift
         # The positions in sight, and as many as a rewind brings in sight.
-        span = min(reaches) - 1 + layout.rewind if reaches else None
+        span = None if sight.reach is None else sight.reach - 1 + layout.rewind
         self.kind = "attention" if span is None else "window"
         widths, dtypes = self.stored_as(kv_heads, {"k": head_dim, "v": value_dim or head_dim})
         super().__init__(layout, widths, span, dtypes)
@@ -97,7 +78,7 @@ class AttentionState(SlotState, KeyValueState):
 
     @property
     def rings(self) -> ops.Rings | None:
-        return ops.Rings(self.buffers["k"], self.buffers["v"], self.window, self.chunk)
+        return ops.Rings(self.buffers["k"], self.buffers["v"], self.sight)
 
     @property
     def k(self) -> Tensor:
@@ -110,44 +91,25 @@ class AttentionState(SlotState, KeyValueState):
     def attend(
         self,
         q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
+        new: tuple[Tensor, Tensor] | None,
         step: Step,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        scoring: ops.Scoring,
+        rotation: ops.Rotation | None = None,
     ) -> Tensor:
-        if k is not None and v is not None:
-            ops.append(k, v, self.k, self.v, step.starts_t, step.counts_t)
-        return ops.attend(
-            q, self.k, self.v, step.starts_t, step.counts_t,
-            scale=scale, window=self.window, chunk=self.chunk, softcap=softcap, sinks=sinks,
-        )  # fmt: skip
-
-    def rotate_attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rotation: ops.Rotation,
-        step: Step,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        return ops.rotate_attend(
-            q, k, v, rotation, self.k, self.v, step.starts_t, step.counts_t,
-            scale=scale, window=self.window, chunk=self.chunk, softcap=softcap, sinks=sinks,
-        )  # fmt: skip
+        memory = self.k, self.v, step.starts_t, step.counts_t
+        if new is not None and rotation is not None:
+            return ops.rotate_attend(q, *new, rotation, *memory, scoring, self.sight)
+        if rotation is not None:
+            q = ops.rope(q, *rotation)
+        if new is not None:
+            ops.append(*new, *memory)
+        return ops.attend(q, *memory, scoring, self.sight)
 
     def lowest(self, position: int) -> int:
-        low = 0 if self.window is None else max(0, position - self.window + 1)
-        return low if self.chunk is None else max(low, position // self.chunk * self.chunk)
+        return self.sight.low(position)
 
     def refuses_drop(self, row: int) -> str | None:
-        return "its chunks begin at fixed positions" if self.chunk is not None else super().refuses_drop(row)
+        return "its chunks begin at fixed positions" if self.sight.chunk is not None else super().refuses_drop(row)
 
     def moved(self, name: str, stored: Tensor, delta: int) -> Tensor:
         return stored if name != "k" or self.shift is None else self.shift(stored, delta).to(stored)

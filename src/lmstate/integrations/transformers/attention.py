@@ -113,7 +113,7 @@ def attention(
         counts = torch.full((rows,), tokens)
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         sinks = None if sinks is None else sinks.detach().float().reshape(-1)
-        y = ops.attend(q, k, v, starts, counts, scale=scale, window=sight.window, softcap=softcap, sinks=sinks)
+        y = ops.attend(q, k, v, starts, counts, ops.Scoring(scale, softcap, sinks), ops.Sight(sight.window))
         return y.to(query.dtype), None
     if softcap is not None or sinks is not None:
         return _scored(module, query, key, value, attention_mask, dropout, scaling, causal, softcap, sinks), None

@@ -62,7 +62,7 @@ class Attention:
 
     def new_state(self, layout: Layout) -> LayerState:
         return attention_state(
-            layout, self.kv_heads, self.head_dim, window=self.window, chunk=self.chunk,
+            layout, self.kv_heads, self.head_dim, sight=ops.Sight(self.window, self.chunk),
             shift=self.rope.shift if self.rope is not None else None,
         )  # fmt: skip
 
@@ -91,12 +91,9 @@ class Attention:
         v = v.unflatten(-1, (self.kv_heads, self.head_dim))  # [R, T, K, D]
         if self.temperature is not None:
             q = q * self.temperature.at(step)  # a number a token, which no rotation touches
-        if self.rope is None:
-            seen = memory.attend(q, k, v, step, scale=self.scale, softcap=self.softcap, sinks=self.sinks)
-        else:
-            seen = memory.rotate_attend(
-                q, k, v, self.rope.rotation(step), step, scale=self.scale, softcap=self.softcap, sinks=self.sinks
-            )
+        scoring = ops.Scoring(self.scale, self.softcap, self.sinks)
+        rotation = None if self.rope is None else self.rope.rotation(step)
+        seen = memory.attend(q, (k, v), step, scoring, rotation)
         mixed = seen.flatten(-2) if gate is None else seen.flatten(-2) * gate.sigmoid()
         return ops.linear(mixed, self.out, self.out_bias, residual=residual)
 

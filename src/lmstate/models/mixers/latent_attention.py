@@ -90,7 +90,7 @@ class LatentAttention:
             keys = torch.cat([nope, rope_key.expand(-1, nope.shape[1], -1, -1)], dim=-1)
             values = latent @ self.value_up[some]  # [R, h, S, Dv]
             seen.append(
-                ops.attend(query[:, :, some], keys, values, step.starts_t, step.counts_t, scale=self.scale)
+                ops.attend(query[:, :, some], keys, values, step.starts_t, step.counts_t, ops.Scoring(self.scale))
             )  # fmt: skip
         return torch.cat(seen, dim=2).flatten(-2)
 

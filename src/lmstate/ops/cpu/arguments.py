@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lmstate.ops.scoring import Scoring, Sight
+
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 WEIGHT_KINDS = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
 
@@ -77,25 +79,32 @@ def attend_fields(
     v: Tensor,
     starts: Tensor,
     counts: Tensor,
-    scale: float,
-    window: int | None,
-    chunk: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    scoring: Scoring,
+    sight: Sight,
     out: Tensor,
 ) -> tuple[float, ...]:
     rows, tokens, heads, dim = q.shape
     _, kv_heads, slots, dim_v = v.shape
     if k.shape != (rows, kv_heads, slots, dim) or v.shape[0] != rows or heads % kv_heads:
         raise ValueError(f"queries {list(q.shape)} do not fit rings k {list(k.shape)}, v {list(v.shape)}")
-    s = 0 if sinks is None else float_pointer(sinks, "sinks", (heads,))
+    sinks = sinks_pointer(scoring, heads)
     sq, sk, sv = q.stride(), k.stride(), v.stride()
     return (
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), starts.data_ptr(), counts.data_ptr(), s, out.data_ptr(),
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), starts.data_ptr(), counts.data_ptr(), sinks, out.data_ptr(),
         rows, tokens, heads, kv_heads, slots, dim, dim_v,
         sq[0], sq[1], sq[2], sk[0], sk[1], sk[2], sv[0], sv[1], sv[2],
-        KINDS[k.dtype], window or 0, chunk or 0, torch.get_num_threads(), scale, softcap or 0.0,
+        KINDS[k.dtype], *rule_fields(scoring, sight),
     )  # fmt: skip
+
+
+def sinks_pointer(scoring: Scoring, heads: int) -> int:
+    return 0 if scoring.sinks is None else float_pointer(scoring.sinks, "sinks", (heads,))
+
+
+def rule_fields(scoring: Scoring, sight: Sight) -> tuple[int, int, int, float, float]:
+    """The end of the arguments of every attention; it runs on torch's threads."""
+    threads = torch.get_num_threads()
+    return sight.window or 0, sight.chunk or 0, threads, scoring.scale, scoring.softcap or 0.0
 
 
 def check_attended(status: int, q: Tensor, k: Tensor, starts: Tensor, counts: Tensor) -> None:

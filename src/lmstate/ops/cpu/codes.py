@@ -15,12 +15,14 @@ from lmstate.ops.cpu.arguments import (
     KINDS,
     MAX_HEAD_DIM,
     check_attended,
-    float_pointer,
     function,
     integers,
     rope_fields,
+    rule_fields,
+    sinks_pointer,
 )
 from lmstate.ops.rotate_attend import Rotation
+from lmstate.ops.scoring import Scoring, Sight
 
 _ARGUMENTS = Struct("4P10q" * 2 + "2P6q" + "2q" + "4P3q" + "7P20q2d")
 _NO_ROTATION = (0,) * 28
@@ -56,11 +58,8 @@ class Codes:
         starts: Tensor,
         counts: Tensor,
         bits: int,
-        scale: float,
-        window: int | None,
-        chunk: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        scoring: Scoring,
+        sight: Sight,
         *,
         stores_only: bool = False,
     ) -> Tensor | None:
@@ -89,7 +88,7 @@ class Codes:
         if q.stride(3) != 1 or (tail is None and rotates is _NO_ROTATION):
             q = q.clone(memory_format=torch.contiguous_format)  # where there is no tail, it is turned in place
         out = None if stores_only else torch.empty(rows, tokens, heads, dim_v)
-        sink = 0 if sinks is None else float_pointer(sinks, "sinks", (heads,))
+        sinks = sinks_pointer(scoring, heads)
         floats = (0, 0, *(0,) * 6, 0) if tail is None else (
             tail.k.data_ptr(), tail.v.data_ptr(), *tail.k.stride()[:3], *tail.v.stride()[:3], KINDS[tail.k.dtype]
         )  # fmt: skip
@@ -97,10 +96,10 @@ class Codes:
             *rotates, *source, rotates is not _NO_ROTATION, threads,
             held.k.data_ptr(), held.v.data_ptr(), held.k_scale.data_ptr(), held.v_scale.data_ptr(),
             bits, *((0, 0) if tail is None else (tail.lag, tail.k.shape[2])),
-            0 if out is None else q.data_ptr(), *floats[:2], starts.data_ptr(), counts.data_ptr(), sink,
+            0 if out is None else q.data_ptr(), *floats[:2], starts.data_ptr(), counts.data_ptr(), sinks,
             0 if out is None else out.data_ptr(),
             rows, tokens, heads, kv_heads, slots, dim, dim_v, *q.stride()[:3], *floats[2:],
-            window or 0, chunk or 0, torch.get_num_threads(), scale, softcap or 0.0,
+            *rule_fields(scoring, sight),
         )  # fmt: skip
         check_attended(self._attend(arguments), q, held.k, starts, counts)
         return out

@@ -44,7 +44,7 @@ class Fused:
         heads, kv_heads, dim = parts.heads, parts.kv_heads, parts.head_dim
         qkv, out, k, v = parts.qkv, parts.out, rings.k, rings.v
         width = (heads * (2 if parts.gate else 1) + 2 * kv_heads) * dim
-        slots = k.shape[2]
+        slots, (window, chunk) = k.shape[2], rings.sight
         if qkv.shape != (width, inputs) or out.in_features != heads * dim:
             raise ValueError(f"projections {qkv} and {out} do not fit x {list(x.shape)}, {heads} heads of {dim}")
         if not k.shape == v.shape == (rows, kv_heads, slots, dim):
@@ -70,7 +70,7 @@ class Fused:
             _optional(residual, "residual", y.shape), y.data_ptr(),
             rows, tokens, inputs, out.out_features, heads, kv_heads, dim, half, interleaved, parts.gate,
             q_width, k_width, slots, *k.stride()[:3], *v.stride()[:3],
-            KINDS[k.dtype], WEIGHT_KINDS[qkv.kind], WEIGHT_KINDS[out.kind], rings.window or 0, rings.chunk or 0,
+            KINDS[k.dtype], WEIGHT_KINDS[qkv.kind], WEIGHT_KINDS[out.kind], window or 0, chunk or 0,
             torch.get_num_threads(), n_eps, q_eps, k_eps, parts.scale, parts.softcap or 0.0,
         )  # fmt: skip
         check_attended(self._attention(arguments), x, k, starts, counts)

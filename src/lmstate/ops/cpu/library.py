@@ -26,6 +26,7 @@ from lmstate.ops.cpu.arguments import (
 )
 from lmstate.ops.cpu.fused import Fused
 from lmstate.ops.norm import Norm
+from lmstate.ops.scoring import Scoring, Sight
 from lmstate.ops.weight import Weight
 
 _LINEAR = Struct("6P6qd")
@@ -171,16 +172,13 @@ class Library:
         v: Tensor,
         starts: Tensor,
         counts: Tensor,
-        scale: float,
-        window: int | None,
-        chunk: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        scoring: Scoring,
+        sight: Sight,
     ) -> Tensor:
         """`ops.attend`."""
         out = torch.empty(*q.shape[:3], v.shape[3])
         starts, counts = integers(starts, "starts", len(q)), integers(counts, "counts", len(q))
-        fields = attend_fields(q, k, v, starts, counts, scale, window, chunk, softcap, sinks, out)
+        fields = attend_fields(q, k, v, starts, counts, scoring, sight, out)
         check_attended(self._attend(_ATTEND.pack(*fields)), q, k, starts, counts)
         return out
 
@@ -196,11 +194,8 @@ class Library:
         v: Tensor,
         starts: Tensor,
         counts: Tensor,
-        scale: float,
-        window: int | None,
-        chunk: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        scoring: Scoring,
+        sight: Sight,
     ) -> Tensor:
         """`ops.rotate_attend`, in one call."""
         turned_q, turned_k, out = torch.empty(q.shape), torch.empty(k_new.shape), torch.empty(*q.shape[:3], v.shape[3])
@@ -210,7 +205,7 @@ class Library:
             *rope_fields(q, cos, sin, interleaved, turned_q, self._threads(q)),
             *rope_fields(k_new, cos, sin, interleaved, turned_k, self._threads(k_new)),
             *append_fields(turned_k, v_new, k, v, starts, counts, self._threads(k_new)),
-            *attend_fields(turned_q, k, v, starts, counts, scale, window, chunk, softcap, sinks, out),
+            *attend_fields(turned_q, k, v, starts, counts, scoring, sight, out),
         )
         check_attended(self._rotate_attend(arguments), q, k, starts, counts)
         return out

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lmstate.ops import cpu
-from lmstate.ops.cpu.arguments import KINDS, MAX_HEAD_DIM, float_pointer, function, integers
+from lmstate.ops.cpu.arguments import KINDS, MAX_HEAD_DIM, function, integers, rule_fields, sinks_pointer
+from lmstate.ops.scoring import Scoring, Sight
 
 _ARGUMENTS = Struct("9P15q2d")
 
@@ -42,11 +43,8 @@ class Slots:
         positions: Tensor,
         starts: Tensor,
         counts: Tensor,
-        scale: float,
-        window: int | None,
-        chunk: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        scoring: Scoring,
+        sight: Sight,
         last: int | None,
     ) -> tuple[Tensor, Tensor | None]:
         """`attend_slots`."""
@@ -60,10 +58,10 @@ class Slots:
         seen = None if last is None else torch.zeros(rows, kv_heads, slots, last + 1)
         arguments = _ARGUMENTS.pack(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), positions.data_ptr(), starts.data_ptr(), counts.data_ptr(),
-            0 if sinks is None else float_pointer(sinks, "sinks", (heads,)), out.data_ptr(),
+            sinks_pointer(scoring, heads), out.data_ptr(),
             0 if seen is None else seen.data_ptr(),
             rows, tokens, heads, kv_heads, slots, dim, dim_v, last or 0, *q.stride()[:3],
-            KINDS[k.dtype], window or 0, chunk or 0, torch.get_num_threads(), scale, softcap or 0.0,
+            KINDS[k.dtype], *rule_fields(scoring, sight),
         )  # fmt: skip
         if self._attend(arguments):
             raise MemoryError(f"no memory for the scores of {slots} slots")

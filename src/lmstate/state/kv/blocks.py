@@ -41,56 +41,26 @@ class BlockState(CompositeState, KeyValueState):
         head_dim: int,
         value_dim: int | None = None,
         *,
-        window: int | None = None,
-        chunk: int | None = None,
+        sight: ops.Sight = ops.EVERYTHING,
     ):
-        self.layout, self.bits, self.window, self.chunk = layout, storage.bits, window, chunk
+        self.layout, self.bits, self.sight = layout, storage.bits, sight
         dims = {"k": head_dim, "v": value_dim or head_dim}
-        self.codes, self.tail = Codes(layout, self.bits, kv_heads, dims, window, chunk), Floats(layout, kv_heads, dims)
+        self.codes, self.tail = Codes(layout, self.bits, kv_heads, dims, sight), Floats(layout, kv_heads, dims)
         super().__init__((self.codes, self.tail))
-        self.kind = "attention" if window is None and chunk is None else "window"
+        self.kind = "attention" if sight.reach is None else "window"
 
     def attend(
         self,
         q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        step: Step,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        return self._attend(q, None if k is None or v is None else (k, v), None, step, scale, softcap, sinks)
-
-    def rotate_attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rotation: ops.Rotation,
-        step: Step,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        return self._attend(q, (k, v), rotation, step, scale, softcap, sinks)
-
-    def _attend(
-        self,
-        q: Tensor,
         new: tuple[Tensor, Tensor] | None,
-        rotation: ops.Rotation | None,
         step: Step,
-        scale: float,
-        softcap: float | None,
-        sinks: Tensor | None,
+        scoring: ops.Scoring,
+        rotation: ops.Rotation | None = None,
     ) -> Tensor:
         tail = Tail(self.tail.buffers["k"], self.tail.buffers["v"], LAG)
         return attend_quantized(
-            q, new, rotation, held(self.codes.buffers), tail, step.starts_t, step.counts_t, bits=self.bits, scale=scale,
-            dtype=self.layout.dtype, window=self.window, chunk=self.chunk, softcap=softcap, sinks=sinks,
+            q, new, rotation, held(self.codes.buffers), tail, step.starts_t, step.counts_t, scoring, self.sight,
+            bits=self.bits, dtype=self.layout.dtype,
         )  # fmt: skip
 
     def capture(self, row: int, length: int) -> dict[str, Tensor]:
@@ -101,9 +71,7 @@ class BlockState(CompositeState, KeyValueState):
         return captured
 
     def kept(self, row: int, length: int) -> list[list[int]]:
-        low = 0 if self.window is None else max(0, length - self.window + 1)
-        low = low if self.chunk is None else max(low, length // self.chunk * self.chunk)
-        return [list(range(low, length)) for _ in range(self.codes.buffers["k"].shape[1])]
+        return [list(range(self.sight.low(length), length)) for _ in range(self.codes.buffers["k"].shape[1])]
 
     def refuses_drop(self, row: int) -> str | None:
         return REFUSAL
@@ -117,12 +85,9 @@ class Codes(SlotState):
 
     kind, what = "attention", "blocks of quantised keys and values"
 
-    def __init__(
-        self, layout: Layout, bits: int, kv_heads: int, dims: dict[str, int], window: int | None, chunk: int | None
-    ):
-        sight = min((size for size in (window, chunk) if size is not None), default=None)
+    def __init__(self, layout: Layout, bits: int, kv_heads: int, dims: dict[str, int], sight: ops.Sight):
         # Of the first block in sight all slots, since its scales lie across them.
-        span = None if sight is None else _filled(sight - 1 + BLOCK - 1 + layout.rewind + 1) - 1
+        span = None if sight.reach is None else _filled(sight.reach - 1 + BLOCK - 1 + layout.rewind + 1) - 1
         widths: dict[str, tuple[int, ...]] = {}
         dtypes: dict[str, torch.dtype] = {}
         for name, dim in dims.items():

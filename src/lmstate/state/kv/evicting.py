@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lmstate import ops
 from lmstate.ops.attend_slots import attend_slots
 from lmstate.state.attention import KeyValueState
 from lmstate.state.kv.arrays import NEVER, Arrays, alive_at, check, padded, taken_from
@@ -20,22 +20,6 @@ from lmstate.state.layer import Install, Layout
 from lmstate.state.step import Step
 
 ROOM = 16  # slots to spare when the arrays are made anew
-
-
-class Sight(NamedTuple):
-    """What a query sees by its position: the last `window`, its own `chunk`."""
-
-    window: int | None
-    chunk: int | None
-
-    def lost(self, positions: Tensor, lengths: Tensor) -> Tensor:
-        """Whether the positions are out of sight of a query that stands at `lengths`, and so of all later ones."""
-        lost = torch.zeros_like(positions, dtype=torch.bool)
-        if self.window is not None:
-            lost = lost | (positions <= lengths - self.window)
-        if self.chunk is not None:
-            lost = lost | (positions // self.chunk < lengths // self.chunk)
-        return lost
 
 
 @dataclass
@@ -71,13 +55,12 @@ class EvictingState(KeyValueState):
         head_dim: int,
         value_dim: int | None = None,
         *,
-        window: int | None = None,
-        chunk: int | None = None,
+        sight: ops.Sight = ops.EVERYTHING,
         shift: Callable[[Tensor, int], Tensor] | None = None,
     ):
         self.layout, self.policy, self.shift = layout, policy, shift
-        self.sight = Sight(window, chunk)
-        self.kind = "attention" if window is None and chunk is None else "window"
+        self.sight = sight
+        self.kind = "attention" if sight.reach is None else "window"
         self.codec = Codec(policy.storage, {"k": head_dim, "v": value_dim or head_dim}, layout.dtype)
         self.history = layout.rewind + 1 if policy.observes else 0  # lengths whose scores are kept, one in n % history
         self.arrays: Arrays = {
@@ -118,28 +101,31 @@ class EvictingState(KeyValueState):
     def attend(
         self,
         q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
+        new: tuple[Tensor, Tensor] | None,
         step: Step,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        scoring: ops.Scoring,
+        rotation: ops.Rotation | None = None,
     ) -> Tensor:
-        self.scale = scale
-        stores = k is not None and v is not None
-        if k is not None and v is not None:
+        self.scale = scoring.scale
+        if rotation is not None:
+            q = ops.rope(q, *rotation)
+            new = None if new is None else (ops.rope(new[0], *rotation), new[1])
+        if new is not None:
             if self._taken and not step.tentative:
                 self._settle(self._taken[-1].step.counts)()
                 self._make_room(step.width)
-            self._taken.append(self._store(k, v, step))
+            self._taken.append(self._store(*new, step))
         visible = torch.where(self.arrays["died"] == NEVER, self.arrays["position"], -1)
-        last = (step.width if step.tentative else min(step.width, self.history)) if stores and self.history else None
+        last = (
+            (step.width if step.tentative else min(step.width, self.history))
+            if new is not None and self.history
+            else None
+        )
         seen, columns = attend_slots(
-            self.codec.turn(q), *self.codec.decode(self.arrays), visible, step.starts_t, step.counts_t, scale=scale,
-            window=self.sight.window, chunk=self.sight.chunk, softcap=softcap, sinks=sinks, last=last,
+            self.codec.turn(q), *self.codec.decode(self.arrays), visible, step.starts_t, step.counts_t, scoring,
+            self.sight, last,
         )  # fmt: skip
-        if stores:
+        if new is not None:
             self._note(q, columns, step)
         return self.codec.turn(seen)
 
@@ -251,7 +237,7 @@ class EvictingState(KeyValueState):
     def refuses_drop(self, row: int) -> str | None:
         if self.codec.bits is not None:
             return "its keys are quantised as they were rotated, and never a second time"
-        return None if self.sight == (None, None) else "its window has forgotten earlier tokens"
+        return None if self.sight.reach is None else "its window has forgotten earlier tokens"
 
     def drop(self, row: int, length: int, start: int, stop: int) -> Install | None:
         one = {name: array[row].clone() for name, array in self.arrays.items()}
@@ -409,7 +395,7 @@ class EvictingState(KeyValueState):
         at = torch.tensor(lengths, device=self.layout.device)[:, None, None]
         alive, position, died = alive_at(arrays, at), arrays["position"], arrays["died"]
         gone = torch.zeros_like(alive)
-        if self.sight != (None, None):
+        if self.sight.reach is not None:
             gone = alive & self.sight.lost(position, at)
             alive = alive & ~gone
         if alive.numel() and int(alive.sum(-1).max()) > self.policy.most:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from lmstate.errors import UnsupportedError
+from lmstate.ops import EVERYTHING, Sight
 from lmstate.state.attention import AttentionState, KeyValueState
 from lmstate.state.kv.blocks import BlockState
 from lmstate.state.kv.evicting import EvictingState
@@ -26,8 +27,7 @@ def attention_state(
     head_dim: int,
     value_dim: int | None = None,
     *,
-    window: int | None = None,
-    chunk: int | None = None,
+    sight: Sight = EVERYTHING,
     shift: Shift | None = None,
 ) -> KeyValueState:
     """What a layer of K kv heads of `head_dim` remembers under `layout.kv`; the arguments are `AttentionState`'s.
@@ -36,19 +36,14 @@ def attention_state(
     """
     policy = layout.kv
     if isinstance(policy, Evicting):
-        sight = min((size for size in (window, chunk) if size is not None), default=None)
-        if sight is None or sight > policy.most:
-            return EvictingState(
-                layout, policy, kv_heads, head_dim, value_dim, window=window, chunk=chunk, shift=shift
-            )  # fmt: skip
+        if sight.reach is None or sight.reach > policy.most:
+            return EvictingState(layout, policy, kv_heads, head_dim, value_dim, sight=sight, shift=shift)
         policy = policy.storage
     if isinstance(policy, Quantized) and policy.bits == 8:
-        return QuantizedAttentionState(layout, kv_heads, head_dim, value_dim, window=window, chunk=chunk)
+        return QuantizedAttentionState(layout, kv_heads, head_dim, value_dim, sight=sight)
     if isinstance(policy, Quantized):
-        return BlockState(layout, policy, kv_heads, head_dim, value_dim, window=window, chunk=chunk)
-    return AttentionState(
-        stored_as(layout, policy), kv_heads, head_dim, value_dim, window=window, chunk=chunk, shift=shift
-    )
+        return BlockState(layout, policy, kv_heads, head_dim, value_dim, sight=sight)
+    return AttentionState(stored_as(layout, policy), kv_heads, head_dim, value_dim, sight=sight, shift=shift)
 
 
 def latent_state(layout: Layout, latent_dim: int, rope_dim: int, *, shift: Shift | None = None) -> LatentState:

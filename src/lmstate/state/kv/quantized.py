@@ -39,43 +39,14 @@ class QuantizedAttentionState(AttentionState):
     def attend(
         self,
         q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        step: Step,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        return self._attend(q, None if k is None or v is None else (k, v), None, step, scale, softcap, sinks)
-
-    def rotate_attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rotation: ops.Rotation,
-        step: Step,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        return self._attend(q, (k, v), rotation, step, scale, softcap, sinks)
-
-    def _attend(
-        self,
-        q: Tensor,
         new: tuple[Tensor, Tensor] | None,
-        rotation: ops.Rotation | None,
         step: Step,
-        scale: float,
-        softcap: float | None,
-        sinks: Tensor | None,
+        scoring: ops.Scoring,
+        rotation: ops.Rotation | None = None,
     ) -> Tensor:
         return attend_quantized(
-            q, new, rotation, held(self.buffers), None, step.starts_t, step.counts_t, bits=8, scale=scale,
-            dtype=self.layout.dtype, window=self.window, chunk=self.chunk, softcap=softcap, sinks=sinks,
+            q, new, rotation, held(self.buffers), None, step.starts_t, step.counts_t, scoring, self.sight,
+            bits=8, dtype=self.layout.dtype,
         )  # fmt: skip
 
     def refuses_drop(self, row: int) -> str | None:
