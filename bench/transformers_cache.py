@@ -1,7 +1,8 @@
-"""Decoding through transformers with its own cache, with ours, and with our attention: one token at a given length.
+"""Decoding through transformers with its own cache, with ours, with our attention and with our products besides: one
+token at a given length.
 
 `python -m bench.transformers_cache`. The shape is SmolLM2-135M's, the weights are random: neither changes the work. The
-caches are filled with random keys up to the length. All three take turns token by token, so that whatever else the
+caches are filled with random keys up to the length. All four take turns token by token, so that whatever else the
 machine does meets them alike; a ratio is the median over all of them of the one's time over the other's next to it.
 """
 
@@ -31,9 +32,11 @@ class Row:
     length: int
     dynamic_ms: float
     state_ms: float
-    native_ms: float
+    attention_ms: float
+    products_ms: float
     state_ratio: float
-    native_ratio: float
+    attention_ratio: float
+    products_ratio: float
     dynamic_mb: float
     state_mb: float
     state_peak_mb: float
@@ -74,12 +77,13 @@ def fill(cache: Any, length: int, dtype: torch.dtype) -> Any:
 def measure(model: Any, length: int, steps: int, rounds: int) -> Row:
     from transformers import DynamicCache
 
-    from lmstate.integrations.transformers import StateCache
+    from lmstate.integrations.transformers import StateCache, use_native_linear, use_torch_linear
 
     caches = {
         "dynamic": fill(DynamicCache(config=model.config), length, model.dtype),
         "state": fill(StateCache(model), length, model.dtype),
-        "native": fill(StateCache(model), length, model.dtype),
+        "attention": fill(StateCache(model), length, model.dtype),
+        "products": fill(StateCache(model), length, model.dtype),
     }
     times: dict[str, list[float]] = {name: [] for name in caches}
     token = torch.ones(1, 1, dtype=torch.long)
@@ -89,7 +93,8 @@ def measure(model: Any, length: int, steps: int, rounds: int) -> Row:
             for step in range(steps):
                 turn = (round_ + step) % len(order)
                 for name in order[turn:] + order[:turn]:
-                    model.set_attn_implementation("lmstate" if name == "native" else "sdpa")
+                    model.set_attn_implementation("lmstate" if name in ("attention", "products") else "sdpa")
+                    (use_native_linear if name == "products" else use_torch_linear)(model)
                     begun = time.perf_counter()
                     model(token, past_key_values=caches[name], use_cache=True)
                     if round_:  # the first round warms up, and grows what has to grow
@@ -103,7 +108,8 @@ def measure(model: Any, length: int, steps: int, rounds: int) -> Row:
         length=length,
         **{f"{name}_ms": round(statistics.median(taken), 2) for name, taken in times.items()},
         state_ratio=round(ratio(times["dynamic"], times["state"]), 3),
-        native_ratio=round(ratio(times["dynamic"], times["native"]), 3),
+        attention_ratio=round(ratio(times["dynamic"], times["attention"]), 3),
+        products_ratio=round(ratio(times["dynamic"], times["products"]), 3),
         dynamic_mb=round(length * token_bytes / 2**20, 2),
         state_mb=round(state.nbytes() / 2**20, 2),
         # Layers grow one after the other: beside what is held there is, for a moment, one layer's old memory.
@@ -117,13 +123,14 @@ def ratio(base: list[float], other: list[float]) -> float:
 
 def markdown(rows: list[Row]) -> str:
     lines = [
-        "| dtype | tokens held | DynamicCache, ms | StateCache, ms | with our attention, ms | StateCache | both | "
-        "memory: Dynamic, State, State at growth (MB) |",
-        "|---|---|---|---|---|---|---|---|",
+        "| dtype | tokens held | DynamicCache, ms | StateCache, ms | with our attention, ms | and our products, ms | "
+        "StateCache | with attention | with both | memory: Dynamic, State, State at growth (MB) |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {r.dtype} | {r.length} | {r.dynamic_ms} | {r.state_ms} | {r.native_ms} | {r.state_ratio}x | "
-        f"{r.native_ratio}x | {r.dynamic_mb}, {r.state_mb}, {r.state_peak_mb} |"
+        f"| {r.dtype} | {r.length} | {r.dynamic_ms} | {r.state_ms} | {r.attention_ms} | {r.products_ms} | "
+        f"{r.state_ratio}x | {r.attention_ratio}x | {r.products_ratio}x | "
+        f"{r.dynamic_mb}, {r.state_mb}, {r.state_peak_mb} |"
         for r in rows
     ]
     return "\n".join(lines)

@@ -9,8 +9,9 @@ check(installed())
 
 from lmstate.integrations.transformers.attention import register  # noqa: E402
 from lmstate.integrations.transformers.cache import StateCache  # noqa: E402
+from lmstate.integrations.transformers.linear import use_native_linear, use_torch_linear  # noqa: E402
 from lmstate.integrations.transformers.snapshot import CacheSnapshot  # noqa: E402
 
 register()
 
-__all__ = ["CacheSnapshot", "StateCache"]
+__all__ = ["CacheSnapshot", "StateCache", "use_native_linear", "use_torch_linear"]
