@@ -103,3 +103,27 @@ def test_masks_are_read_as_what_they_say(rows: list[str], sight: attention.Sight
     other = seen.clone()
     other[..., 0] = ~other[..., 0]
     assert attention.sight_of(torch.cat([seen, other])) is None
+
+
+class Logits(torch.nn.Module):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model(ids, use_cache=False).logits
+
+
+def test_what_watches_operations_sees_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model, ids, counts, flops = decoder("llama"), text(1), native_calls(monkeypatch), []
+    for name in ("sdpa", "lmstate"):
+        with implementation(model, name), torch.no_grad():
+            with FlopCounterMode(display=False) as counter:
+                model(ids, use_cache=False)
+            flops.append(counter.get_total_flops())
+            traced = torch.jit.trace(Logits(model), (ids,), check_trace=False)
+            torch.testing.assert_close(traced(ids + 1), model(ids + 1).logits, atol=1e-4, rtol=1e-4)
+    assert flops[0] == flops[1] > 0
+    assert len(counts) == (len(model.model.layers) if dispatch.choice().library is not None else 0)

@@ -65,6 +65,17 @@ def native(*tensors: Tensor | None) -> Library | None:
     return choice().library
 
 
+def watched() -> bool:
+    """Whether torch traces, transforms or intercepts operations (`jit.trace`, `func.vmap`, forward derivatives,
+    dispatch modes) and would miss a native one. Asked where others' models come in; there is no public way to ask."""
+    return (
+        torch._C._is_tracing()
+        or torch._C._functorch.maybe_current_level() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
 def exact(*tensors: Tensor | None) -> bool:
     """Whether a reference in float32 is wanted over a faster product: it was forced, or a gradient is to follow."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):

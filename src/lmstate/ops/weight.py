@@ -27,6 +27,7 @@ GROUP = 32
 BLOCK = 16
 """Outputs that are stored together."""
 FLOAT_KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_NAMES = {dtype: kind for kind, dtype in FLOAT_KINDS.items()}
 
 
 class Weight(ABC):
@@ -92,13 +93,12 @@ class FloatWeight(Weight):
     """A matrix kept as floats: float32, bfloat16 or float16 `[N, K]`, contiguous."""
 
     def __init__(self, matrix: Tensor) -> None:
-        kinds = {dtype: kind for kind, dtype in FLOAT_KINDS.items()}
-        if matrix.dim() != 2 or matrix.dtype not in kinds:
+        if matrix.dim() != 2 or matrix.dtype not in _NAMES:
             raise ValueError(
                 f"a float weight is a matrix of {', '.join(FLOAT_KINDS)}; this is {matrix.dtype} {tuple(matrix.shape)}"
             )
         self.storage = matrix.contiguous()
-        self.kind = kinds[matrix.dtype]
+        self.kind = _NAMES[matrix.dtype]
         self.out_features, self.in_features = matrix.shape
 
     @property

@@ -8,6 +8,7 @@ which travels with the mask. A left-padded batch, a bidirectional prefix, a posi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -104,13 +105,12 @@ def attention(
         and position_bias is None
         and kwargs.get("cache") is None
         and dispatch.native(query, key, value, sinks) is not None
+        and not dispatch.watched()
     )
     if native and sight is not None:
         q = query.transpose(1, 2).float()  # [R, T, H, D]
-        k, v = key[:, :, sight.low :], value[:, :, sight.low :]
-        rows = query.shape[0]
-        starts = torch.full((rows,), stored - sight.low - tokens)
-        counts = torch.full((rows,), tokens)
+        k, v = (key[:, :, sight.low :], value[:, :, sight.low :]) if sight.low else (key, value)
+        starts, counts = _places(query.shape[0], stored - sight.low - tokens, tokens)
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         sinks = None if sinks is None else sinks.detach().float().reshape(-1)
         y = ops.attend(q, k, v, starts, counts, ops.Scoring(scale, softcap, sinks), ops.Sight(sight.window))
@@ -129,6 +129,12 @@ def attention(
         position_bias=position_bias,
         **kwargs,
     )
+
+
+@lru_cache(maxsize=8)
+def _places(rows: int, start: int, count: int) -> tuple[Tensor, Tensor]:
+    """Where each row starts and how many tokens come, int64 `[R]`: the same in all layers of a step."""
+    return torch.full((rows,), start, device="cpu"), torch.full((rows,), count, device="cpu")
 
 
 def _scored(

@@ -55,26 +55,15 @@ def _swap(model: nn.Module, before: type[nn.Module], after: type[nn.Module]) -> 
 
 def _applies(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether these are plain tensors that fit, few enough, and are to be multiplied here and now."""
-    if type(x) is not Tensor or type(weight) is not nn.Parameter:
-        return False
-    inputs = weight.shape[1]
+    inputs, dtype = weight.shape[1], x.dtype
     return (
-        x.dtype == weight.dtype
-        and 0 < x.numel() <= MOST.get(x.dtype, 0) * inputs
+        0 < x.numel() <= MOST.get(dtype, 0) * inputs
         and x.shape[-1] == inputs
+        and weight.dtype == dtype
+        and type(x) is Tensor
+        and type(weight) is nn.Parameter
+        and (bias is None or (type(bias) is nn.Parameter and bias.dtype == dtype))
         and weight.is_contiguous()
-        and (bias is None or (type(bias) is nn.Parameter and bias.dtype == x.dtype))
         and not torch.is_autocast_enabled("cpu")
-        and not _watched()
-    )
-
-
-def _watched() -> bool:
-    """Whether torch traces, transforms or intercepts operations (`jit.trace`, `func.vmap`, forward derivatives,
-    dispatch modes): it would not see a native one. There is no public way to ask."""
-    return (
-        torch._C._is_tracing()
-        or torch._C._functorch.maybe_current_level() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch.autograd.forward_ad._current_level >= 0
+        and not dispatch.watched()
     )
