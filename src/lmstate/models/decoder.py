@@ -211,7 +211,7 @@ class Model:
             return None
         if want == "all":
             pieces = [self.logits(hidden) for _, _, hidden in self._parts(ids, step, state)]
-            none = torch.zeros(step.rows, 0, self.config.vocab_size, device=self.device)
+            none = torch.zeros(step.rows, 0, self.config.vocab_size, dtype=torch.float32, device=self.device)
             whole = torch.cat(pieces, dim=1) if pieces else none
             if not step.uniform:
                 padding = torch.arange(step.width, device=self.device) >= step.counts_t[:, None]
@@ -225,7 +225,7 @@ class Model:
         known = state.last_logits()
         if len(last) == step.rows:
             return self.logits(torch.stack([last[row] for row in range(step.rows)]))
-        out = torch.full((step.rows, self.config.vocab_size), float("nan"), device=self.device)
+        out = torch.full((step.rows, self.config.vocab_size), float("nan"), dtype=torch.float32, device=self.device)
         for row, logits in enumerate(known):
             if row not in last and logits is not None:
                 out[row] = logits

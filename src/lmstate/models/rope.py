@@ -114,7 +114,7 @@ def make_rope(
         return Rope(frequencies, scale, interleaved)
     if name == "proportional":
         whole = 1.0 / theta ** (torch.arange(0, rot, 2, dtype=torch.float32) / head_dim)
-        still = torch.zeros((head_dim - rot) // 2)
+        still = torch.zeros((head_dim - rot) // 2, dtype=torch.float32)
         return Rope(torch.cat([whole, still]) / rope.float("factor", low=1e-6, default=1.0), interleaved=interleaved)
     most = config.int("max_position_embeddings", low=1)
     if name == "dynamic":
@@ -190,7 +190,9 @@ def _yarn(base: Tensor, theta: float, rot: int, rope: Fields, config: Fields) ->
 def _longrope(base: Tensor, rope: Fields, most: int, rot: int, interleaved: bool) -> Rope:
     """One factor a dimension, a set for short texts and a set for long ones (Ding et al. 2024)."""
     native = rope.int("original_max_position_embeddings", low=2, default=None) or most
-    short, long = (torch.tensor(rope.floats(name, rot // 2)) for name in ("short_factor", "long_factor"))
+    short, long = (
+        torch.tensor(rope.floats(name, rot // 2), dtype=torch.float32) for name in ("short_factor", "long_factor")
+    )
     factor = rope.float("factor", low=1e-6, default=None) or most / native
     scale = rope.float("attention_factor", default=None)
     if scale is None:

@@ -107,7 +107,7 @@ def turned(x: Tensor) -> Tensor:
 @lru_cache(maxsize=64)
 def hadamard(size: int, device: torch.device) -> Tensor:
     """float32 `[size, size]`, symmetric and orthogonal; `size` is a power of two (Sylvester's construction)."""
-    matrix = torch.ones(1, 1, device=device)
+    matrix = torch.ones(1, 1, dtype=torch.float32, device=device)
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return matrix / size**0.5

@@ -47,7 +47,7 @@ def linear_panels(
         y = y if bias is None else y + bias
         return y if residual is None else y + residual
     flat = x.reshape(-1, weight.in_features)
-    y = torch.empty(len(flat), weight.out_features)
+    y = torch.empty(len(flat), weight.out_features, dtype=torch.float32)
     stream = None if residual is None else residual.reshape(y.shape).contiguous()
     for first, panel in panels(library, weight):
         library.finish(F.linear(flat, panel), bias, stream, y, first)

@@ -57,19 +57,19 @@ class FoldState(LayerState):
         self.layout, self.fold = layout, fold
         self.names = tuple(names or (f"carry.{i}" for i in range(len(shapes))))
         rows, device = layout.rows, layout.device
-        self.carry: Carry = tuple(torch.zeros(rows, *shape, device=device) for shape in shapes)
+        self.carry: Carry = tuple(torch.zeros(rows, *shape, dtype=torch.float32, device=device) for shape in shapes)
         self._next: Carry | None = None
         self._inputs: list[tuple[Step, Tensor]] = []
         self._passed: list[Anchor] = []
         self._step: Step | None = None
         self.period = layout.rewind
         if self.period:
-            self.log = torch.zeros(rows, 2 * self.period, inputs, device=device)
+            self.log = torch.zeros(rows, 2 * self.period, inputs, dtype=torch.float32, device=device)
             self.anchors = [Anchor([at] * rows, tuple(map(torch.zeros_like, self.carry))) for at in (0, None)]
         else:
-            self.log, self.anchors = torch.zeros(rows, 0, inputs, device=device), []
+            self.log, self.anchors = torch.zeros(rows, 0, inputs, dtype=torch.float32, device=device), []
         self.second: Carry = tuple(map(torch.zeros_like, self.carry)) if layout.static else ()
-        self.taken = torch.zeros(rows, layout.chunk if layout.static else 0, inputs, device=device)
+        self.taken = torch.zeros(rows, layout.chunk if layout.static else 0, inputs, dtype=torch.float32, device=device)
 
     # ---- the step
 

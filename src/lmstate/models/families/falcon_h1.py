@@ -46,7 +46,7 @@ def build(w: Weights) -> Model:
     # Scaling the input of attention scales queries and keys, so the scores twice, and values, so the output.
     scale = shape.head_dim**-0.5 * into**2 * _multiplier(config, "key_multiplier")
     features = _feature_scale(config, sizes).to(w.device)
-    gates = torch.cat([torch.full((inner,), gate_scale), torch.ones(inner)]).to(w.device)
+    gates = torch.tensor([gate_scale, 1.0], dtype=torch.float32, device=w.device).repeat_interleave(inner)
 
     def seen(layer: str) -> Attention:
         plain = attention(w, f"{layer}.self_attn", shape, rope, scale=scale)
@@ -92,6 +92,6 @@ def _feature_scale(config: Fields, sizes: Mamba2Shape) -> Tensor:
     """The factor on each feature that a Mamba-2 projects: one on all of gate, x, B, C and dt each."""
     groups = sizes.groups * sizes.state_size
     factors = config.floats("ssm_multipliers", 5, default=(1.0,) * 5)
-    return torch.tensor(factors).repeat_interleave(
+    return torch.tensor(factors, dtype=torch.float32).repeat_interleave(
         torch.tensor([sizes.inner, sizes.inner, groups, groups, sizes.heads])
     )

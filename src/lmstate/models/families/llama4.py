@@ -33,7 +33,7 @@ def build(w: Weights) -> Model:
     chunk = config.int("attention_chunk_size", low=1, default=None)
     rope = make_rope(config, shape.head_dim, theta=500_000.0, interleaved=True).to(w.device)
     # A plain norm of queries and keys comes after they rotate, which does not change lengths: before is the same.
-    plain = Norm(torch.ones(shape.head_dim, device=w.device), shape.eps)
+    plain = Norm(torch.ones(shape.head_dim, dtype=torch.float32, device=w.device), shape.eps)
     head_norm = plain if config.bool("use_qk_norm", default=True) else None
     temperature = None
     if config.get("attn_temperature_tuning", True):  # a number in early files

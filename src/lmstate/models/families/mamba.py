@@ -24,7 +24,7 @@ def build(w: Weights) -> Model:
     if config.str("model_type") == "falcon_mamba":
         eps = config.float("mixer_rms_eps", low=0.0, high=1.0, default=1e-6)
         widths = (sizes.rank, sizes.state_size, sizes.state_size)
-        norms = tuple(Norm(torch.ones(width, device=w.device), eps) for width in widths)
+        norms = tuple(Norm(torch.ones(width, dtype=torch.float32, device=w.device), eps) for width in widths)
 
     def block(index: int) -> Block:
         layer = f"backbone.layers.{index}"

@@ -81,7 +81,7 @@ def build(w: Weights) -> Model:
 def lightning(w: Weights, prefix: str, shape: Shape, index: int) -> Lightning:
     """Heads forget ever more slowly from the first to the last, and all of them more slowly in later layers."""
     width = shape.heads * shape.head_dim
-    rates = 2.0 ** (-8.0 / shape.heads * torch.arange(1, shape.heads + 1))  # [H], as in ALiBi
+    rates = 2.0 ** (-8.0 / shape.heads * torch.arange(1, shape.heads + 1, dtype=torch.float32))  # [H], as in ALiBi
     return Lightning(
         w.linear(f"{prefix}.qkv_proj.weight", f"{prefix}.output_gate.weight", shape=(4 * width, shape.hidden)),
         w.linear(f"{prefix}.out_proj.weight", shape=(shape.hidden, width)),

@@ -78,7 +78,7 @@ class Codes:
                 raise ValueError(f"new keys {list(k.shape)} and values {list(v.shape)} do not fit {list(held.k.shape)}")
             if rotation is not None:
                 cos, sin = rotation.cos.contiguous(), rotation.sin.contiguous()
-                turned_q, turned_k = torch.empty(q.shape), torch.empty(k.shape)
+                turned_q, turned_k = (torch.empty(x.shape, dtype=torch.float32) for x in (q, k))
                 rotates = (
                     *rope_fields(q, cos, sin, rotation.interleaved, turned_q, threads),
                     *rope_fields(k, cos, sin, rotation.interleaved, turned_k, threads),
@@ -87,7 +87,7 @@ class Codes:
             source = (k.data_ptr(), v.data_ptr(), *(n for pair in zip(k.stride()[:3], v.stride()[:3]) for n in pair))
         if q.stride(3) != 1 or (tail is None and rotates is _NO_ROTATION):
             q = q.clone(memory_format=torch.contiguous_format)  # where there is no tail, it is turned in place
-        out = None if stores_only else torch.empty(rows, tokens, heads, dim_v)
+        out = None if stores_only else torch.empty(rows, tokens, heads, dim_v, dtype=torch.float32)
         sinks = sinks_pointer(scoring, heads)
         floats = (0, 0, *(0,) * 6, 0) if tail is None else (
             tail.k.data_ptr(), tail.v.data_ptr(), *tail.k.stride()[:3], *tail.v.stride()[:3], KINDS[tail.k.dtype]

@@ -50,7 +50,7 @@ class Fused:
         if not k.shape == v.shape == (rows, kv_heads, slots, dim):
             raise ValueError(f"rings k {list(k.shape)}, v {list(v.shape)} do not fit {rows} rows, {kv_heads} heads")
         x, starts, counts = x.contiguous(), integers(starts, "starts", rows), integers(counts, "counts", rows)
-        y = torch.empty(rows, tokens, out.out_features)
+        y = torch.empty(rows, tokens, out.out_features, dtype=torch.float32)
         n, half, interleaved = 0, 0, False
         n_eps, cos, sin = 0.0, 0, 0
         if rotation is not None:
@@ -92,7 +92,7 @@ class Fused:
         if x.shape[-1] != inputs or up.out_features != 2 * hidden:
             raise ValueError(f"{up} and {down} do not fit each other and x {list(x.shape)}")
         x = x.contiguous()
-        y = torch.empty(*x.shape[:-1], outputs)
+        y = torch.empty(*x.shape[:-1], outputs, dtype=torch.float32)
         n, eps = (0, 0.0) if norm is None else (float_pointer(norm.weight, "the norm's weight", (inputs,)), norm.eps)
         rows = x.numel() // inputs
         arguments = _FEED_FORWARD.pack(

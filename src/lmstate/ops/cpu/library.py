@@ -76,7 +76,7 @@ class Library:
         if shape[-1] != width:
             raise ValueError(f"x {list(shape)} does not fit {weight}: its last axis must be {width} long")
         x = x.contiguous()
-        y = torch.empty(*shape[:-1], n)
+        y = torch.empty(*shape[:-1], n, dtype=torch.float32)
         b = w = r = 0
         eps = 0.0
         if bias is not None:
@@ -123,7 +123,7 @@ class Library:
         """`ops.rope`."""
         if x.stride(3) != 1:
             x = x.contiguous()
-        y = torch.empty(x.shape)
+        y = torch.empty(x.shape, dtype=torch.float32)
         cos, sin = cos.contiguous(), sin.contiguous()
         self._rope(_ROPE.pack(*rope_fields(x, cos, sin, interleaved, y, self._threads(y))))
         return y
@@ -176,7 +176,7 @@ class Library:
         sight: Sight,
     ) -> Tensor:
         """`ops.attend`."""
-        out = torch.empty(*q.shape[:3], v.shape[3])
+        out = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float32)
         starts, counts = integers(starts, "starts", len(q)), integers(counts, "counts", len(q))
         fields = attend_fields(q, k, v, starts, counts, scoring, sight, out)
         check_attended(self._attend(_ATTEND.pack(*fields)), q, k, starts, counts)
@@ -198,7 +198,8 @@ class Library:
         sight: Sight,
     ) -> Tensor:
         """`ops.rotate_attend`, in one call."""
-        turned_q, turned_k, out = torch.empty(q.shape), torch.empty(k_new.shape), torch.empty(*q.shape[:3], v.shape[3])
+        shapes = (q.shape, k_new.shape, (*q.shape[:3], v.shape[3]))
+        turned_q, turned_k, out = (torch.empty(shape, dtype=torch.float32) for shape in shapes)
         starts, counts = integers(starts, "starts", len(q)), integers(counts, "counts", len(q))
         cos, sin = cos.contiguous(), sin.contiguous()
         arguments = _ROTATE_ATTEND.pack(
@@ -240,7 +241,7 @@ class Library:
             raise IndexError(
                 f"ids must lie in 0..{weight.out_features - 1}; these reach {int(ids.min())}..{int(ids.max())}"
             )
-        y = torch.empty(*ids.shape, weight.in_features)
+        y = torch.empty(*ids.shape, weight.in_features, dtype=torch.float32)
         self._expand(weight, ids, y, 0)
         return y
 

@@ -57,7 +57,7 @@ class Mixers:
             )
         inputs, z, taps = _dense(inputs), None if z is None else _dense(z), conv.t().contiguous()
         expect(inputs, "the inputs", (rows, tokens, width + heads + decays))
-        y = torch.empty(rows, tokens, values)
+        y = torch.empty(rows, tokens, values, dtype=torch.float32)
         tail, state, new_tail, new_state = _carries(carry, (rows, kernel - 1, width), (rows, heads, key_dim, value_dim))
         arguments = _DELTA.pack(
             inputs.data_ptr(), _gate(z, y), tail.data_ptr(), state.data_ptr(), counted(counts, rows).data_ptr(),
@@ -104,7 +104,7 @@ class Mixers:
             raise ValueError(f"{norm_groups} groups of {inner} features cannot have {weights} weights")
         inputs, gate, taps = _dense(inputs), None if gate is None else _dense(gate), conv.t().contiguous()
         expect(inputs, "the inputs", (rows, tokens, width + heads))
-        y = torch.empty(rows, tokens, inner)
+        y = torch.empty(rows, tokens, inner, dtype=torch.float32)
         tail, state, new_tail, new_state = _carries(carry, (rows, kernel - 1, width), (rows, heads, head_dim, states))
         arguments = _SSD.pack(
             inputs.data_ptr(), _gate(gate, y), tail.data_ptr(), state.data_ptr(), counted(counts, rows).data_ptr(),
@@ -151,4 +151,4 @@ def _carries(carry: Carry, tail_shape: tuple[int, ...], state_shape: tuple[int, 
     tail, state = (part.contiguous() for part in carry)
     expect(tail, "the tail", tail_shape)
     expect(state, "the carry", state_shape)
-    return tail, state, torch.empty(tail_shape), torch.empty(state_shape)
+    return tail, state, *(torch.empty(shape, dtype=torch.float32) for shape in (tail_shape, state_shape))

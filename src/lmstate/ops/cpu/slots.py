@@ -54,8 +54,8 @@ class Slots:
             raise ValueError(f"queries {list(q.shape)} do not fit slots k {list(k.shape)}, v {list(v.shape)}")
         positions = positions.to(torch.int32).contiguous()
         starts, counts = integers(starts, "starts", rows), integers(counts, "counts", rows)
-        out = torch.empty(rows, tokens, heads, dim_v)
-        seen = None if last is None else torch.zeros(rows, kv_heads, slots, last + 1)
+        out = torch.empty(rows, tokens, heads, dim_v, dtype=torch.float32)
+        seen = None if last is None else torch.zeros(rows, kv_heads, slots, last + 1, dtype=torch.float32)
         arguments = _ARGUMENTS.pack(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), positions.data_ptr(), starts.data_ptr(), counts.data_ptr(),
             sinks_pointer(scoring, heads), out.data_ptr(),

@@ -68,7 +68,9 @@ class EvictingState(KeyValueState):
             for name, (width, dtype) in self.codec.parts.items()
         }
         if self.history:
-            self.arrays["scores"] = torch.zeros(layout.rows, kv_heads, 0, self.history, device=layout.device)
+            self.arrays["scores"] = torch.zeros(
+                layout.rows, kv_heads, 0, self.history, dtype=torch.float32, device=layout.device
+            )
         for name in ("position", "died"):
             self.arrays[name] = torch.zeros(layout.rows, kv_heads, 0, dtype=torch.int32, device=layout.device)
         self.queries = LastQueries(policy.asks, layout) if policy.asks else None

@@ -28,7 +28,7 @@ class LastQueries:
     def put(self, row: int, start: int, queries: Tensor) -> None:
         """Queries `[n, H, D]` of the positions start, start + 1, ... of a row."""
         if self.ring is None:
-            self.ring = torch.zeros(self.rows, self.size, *queries.shape[1:], device=self.device)
+            self.ring = torch.zeros(self.rows, self.size, *queries.shape[1:], dtype=torch.float32, device=self.device)
         if not start:
             self.low[row] = 0
         end = start + len(queries)
@@ -44,7 +44,7 @@ class LastQueries:
     def held(self, row: int, length: int) -> Tensor:
         """The queries before `length`, at most `count` of them, float32 `[n, H, D]`, the newest last."""
         if self.ring is None:
-            return torch.zeros(0, 0, 0, device=self.device)
+            return torch.zeros(0, 0, 0, dtype=torch.float32, device=self.device)
         first = max(self.low[row], length - self.count, 0)
         return self.ring[row, torch.arange(first, length, device=self.device) % self.size]
 
