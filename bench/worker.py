@@ -44,16 +44,20 @@ class Ours:
         return run
 
     def decode(self, ids: list[int], tokens: int, rows: int) -> Callable[[], None]:
+        from lmstate.generation.sampling import Picker, Sampler
+
         # Ragged: every row is a little shorter than the one before.
         prompts = [ids[row * 3 :] for row in range(rows)]
         state = self.model.new_state(rows, rewind=tokens)
         self.model(prompts, state)
 
+        picker = Picker(Sampler(), rows)
+
         def run() -> None:
             step = [[7]] * rows
             for _ in range(tokens):
                 logits = self.model(step, state)
-                step = logits.argmax(-1, keepdim=True).tolist()
+                step = [[token] for token in picker.pick(logits, range(rows))]
             for row, prompt in enumerate(prompts):
                 state.rewind(row, len(prompt))
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmstate import ops
 from lmstate.errors import ModelError
 
 # Top-p looks among this many best tokens first: sorting the whole vocabulary costs as much as a decode step.
@@ -121,7 +122,7 @@ class Picker:
         if self.sampler.repetition_penalty != 1.0:
             logits = self.sampler.penalised(logits, self._seen(logits, rows))
         if self.sampler.greedy:
-            best, ids = logits.max(-1)
+            best, ids = ops.best(logits)
             _check_numbers(best)
             picked: list[int] = ids.tolist()
         else:

@@ -3,6 +3,7 @@
 from lmstate.ops.append import append
 from lmstate.ops.attend import attend
 from lmstate.ops.attention import Rings, fused_attention
+from lmstate.ops.best import best
 from lmstate.ops.dispatch import info
 from lmstate.ops.feed_forward import feed_forward
 from lmstate.ops.glu import ACTIVATIONS, activation, glu
@@ -29,6 +30,7 @@ __all__ = [
     "activation",
     "append",
     "attend",
+    "best",
     "feed_forward",
     "fused_attention",
     "glu",

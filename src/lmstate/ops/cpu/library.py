@@ -35,6 +35,7 @@ _ROPE = Struct("4P10q")
 _APPEND = Struct("6P19q")
 _ATTEND = Struct("7P20q2d")
 _ROTATE_ATTEND = Struct(_ROPE.format * 2 + _APPEND.format + _ATTEND.format)
+_BEST = Struct("3P3q")
 _DEQUANTIZE = Struct("3P6q")
 _FINISH = Struct("4P5q")
 
@@ -57,6 +58,7 @@ class Library:
         self._append = function(library, "lmstate_append")
         self._attend = function(library, "lmstate_attend")
         self._rotate_attend = function(library, "lmstate_rotate_attend")
+        self._best = function(library, "lmstate_best")
         self._dequantize = function(library, "lmstate_dequantize")
         self._finish = function(library, "lmstate_finish")
 
@@ -118,6 +120,17 @@ class Library:
         kinds, threads = (KINDS[x.dtype], KINDS[dtype]), self._threads(x)
         self._glu(_ROWS.pack(x.data_ptr(), 0, y.data_ptr(), rows, width, self.GATES[act], *kinds, threads, 0.0))
         return y
+
+    def best(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`ops.best`."""
+        x = x.contiguous()
+        rows, width = x.shape
+        if width == 0:
+            raise ValueError("a row without numbers has no largest one")
+        largest, where = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
+        pointers = float_pointer(x, "x", x.shape), largest.data_ptr(), where.data_ptr()
+        self._best(_BEST.pack(*pointers, rows, width, self._threads(x)))
+        return largest, where
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         """`ops.rope`."""

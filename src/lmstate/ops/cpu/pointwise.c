@@ -102,3 +102,38 @@ void lmstate_append(const append_args *a) {
     }
   }
 }
+
+typedef struct {
+  const float *x; /* [rows, width] */
+  float *largest; /* [rows] */
+  int64_t *where; /* [rows] */
+  int64_t rows, width, threads;
+} best_args;
+
+static void best_of_row(const float *x, int64_t width, float *largest, int64_t *where) {
+  float best = -INFINITY;
+  int64_t piece = 0;
+  for (int64_t first = 0; first < width; first += PIECE) {
+    const int64_t n = width - first < PIECE ? width - first : PIECE;
+    vf most = vf_set1(-INFINITY);
+    int64_t i = first;
+    for (; i + VL <= first + n; i += VL) most = vf_max(most, vf_load(x + i));
+    float m = vf_largest(most);
+    for (; i < first + n; i++) m = fmaxf(m, x[i]);
+    int strange = 0;
+    for (i = first; i < first + n; i++) strange |= x[i] != x[i];
+    if (strange) { /* no number is larger than what is none */
+      for (i = first; x[i] == x[i]; i++) {}
+      *largest = x[i], *where = i;
+      return;
+    }
+    if (m > best) best = m, piece = first;
+  }
+  while (x[piece] != best) piece++;
+  *largest = best, *where = piece;
+}
+
+void lmstate_best(const best_args *a) {
+#pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1)
+  for (int64_t m = 0; m < a->rows; m++) best_of_row(a->x + m * a->width, a->width, a->largest + m, a->where + m);
+}

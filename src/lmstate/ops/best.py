@@ -1,0 +1,20 @@
+"""The largest number of a row and where it stands: what greedy decoding asks of logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lmstate.ops import dispatch
+
+
+def best(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x: float32 `[R, V]` -> the largest number of each row, float32 `[R]`, and its first place, int64 `[R]`.
+
+    As in `torch.max`, what is no number counts as larger than all.
+    """
+    library = dispatch.native(x)
+    if library is None or x.dtype != torch.float32:
+        largest, where = x.max(-1)
+        return largest, where
+    return library.best(x)
