@@ -10,6 +10,7 @@ from torch import Tensor
 
 import lmstate.ops as ops
 from lmstate.ops.linear import linear_reference
+from lmstate.ops.norm import norm_reference
 from lmstate.ops.panels import linear_panels
 
 KINDS = ("float32", "bfloat16", "float16", "int8", "int4")
@@ -45,7 +46,7 @@ def test_bias_norm_gate_and_residual_equal_the_reference(variant: str, kind: str
     weight = ops.quantize(torch.randn(n, k) * 0.1, kind)
     tolerance = 0.05 if kind in ("int4", "int8") else 2e-5
     x, gated = torch.randn(2, 3, k), torch.randn(2, 3, 2 * k)
-    bias, residual = torch.randn(n), torch.randn(2, 3, n)
+    bias, residual = torch.randn(n), ops.Residual(torch.randn(2, 3, n), scale=0.3)
     norms = [
         ops.Norm(torch.rand(k), 1e-5),
         ops.Norm(torch.rand(k), 1e-5, "layer", torch.randn(k)),
@@ -60,15 +61,34 @@ def test_bias_norm_gate_and_residual_equal_the_reference(variant: str, kind: str
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layer", [False, True])
+def test_a_norm_and_a_factor_before_the_residual_are_what_they_are_apart(variant: str, kind: str, layer: bool) -> None:
+    torch.manual_seed(0)
+    weight, x, stream = ops.quantize(torch.randn(40, 96) * 0.1, kind), torch.randn(2, 3, 96), torch.randn(2, 3, 40)
+    after = ops.Norm(torch.rand(40) + 0.5, 1e-5, "layer" if layer else "rms", torch.randn(40) if layer else None)
+    bias, before = torch.randn(40), ops.Norm(torch.rand(96), 1e-5)
+    for norm, scale in ((None, 0.3), (after, 1.0), (after, 0.3)):
+        got = ops.linear(x, weight, bias, norm=before, residual=ops.Residual(stream, norm, scale))
+        apart = ops.linear(x, weight, bias, norm=before)
+        assert torch.equal(got, stream + (apart if norm is None else ops.norm(apart, norm)) * scale)
+        want = stream + (apart if norm is None else norm_reference(apart, norm)) * scale
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("k", [96, 50])
 def test_a_row_has_the_same_bits_whatever_stands_beside_it(variant: str, kind: str, k: int) -> None:
     torch.manual_seed(0)
     weight, norm = ops.quantize(torch.randn(35, k), kind), ops.Norm(torch.rand(k), 1e-5)
-    x, residual = torch.randn(32, k), torch.randn(32, 35)
-    alone = torch.cat([ops.linear(x[m : m + 1], weight, norm=norm, residual=residual[m : m + 1]) for m in range(32)])
+    x, residual, after = torch.randn(32, k), torch.randn(32, 35), ops.Norm(torch.rand(35), 1e-5)
+
+    def onto(some: slice) -> ops.Residual:
+        return ops.Residual(residual[some], after, 0.3)
+
+    alone = torch.cat([ops.linear(x[m : m + 1], weight, norm=norm, residual=onto(slice(m, m + 1))) for m in range(32)])
     for rows in range(2, 33):
-        assert torch.equal(ops.linear(x[:rows], weight, norm=norm, residual=residual[:rows]), alone[:rows])
-        assert torch.equal(ops.linear(x[-rows:], weight, norm=norm, residual=residual[-rows:]), alone[-rows:])
+        assert torch.equal(ops.linear(x[:rows], weight, norm=norm, residual=onto(slice(rows))), alone[:rows])
+        assert torch.equal(ops.linear(x[-rows:], weight, norm=norm, residual=onto(slice(-rows, None))), alone[-rows:])
 
 
 def test_threads_do_not_change_a_bit(variant: str) -> None:
@@ -97,11 +117,14 @@ def test_what_is_not_finite_does_not_vanish_in_the_rounding(variant: str, bad: f
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_many_rows_go_through_panels_and_stay_close(variant: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+def test_many_rows_go_through_panels_and_stay_close(
+    variant: str, kind: str, scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(sys.modules["lmstate.ops.panels"], "PANEL", 20 * 64)  # three panels of a 50-row matrix
     weight = ops.quantize(torch.randn(50, 64) * 0.1, kind)
-    x, residual = torch.randn(40, 64), torch.randn(40, 50)
+    x, residual = torch.randn(40, 64), ops.Residual(torch.randn(40, 50), scale=scale)
     tolerance = 1e-5 if kind == "float32" else 0.03
     want = linear_reference(x, weight, residual=residual)
     torch.testing.assert_close(ops.linear(x, weight, residual=residual), want, atol=tolerance, rtol=tolerance)
@@ -124,6 +147,6 @@ def test_errors_say_what_does_not_fit(variant: str) -> None:
     with pytest.raises(ValueError, match=r"bias must be contiguous float32 \[16\]"):
         ops.linear(torch.randn(2, 64), weight, torch.randn(15))
     with pytest.raises(ValueError, match="residual must be"):
-        ops.linear(torch.randn(2, 64), weight, residual=torch.randn(1, 16))
+        ops.linear(torch.randn(2, 64), weight, residual=ops.Residual(torch.randn(1, 16)))
     with pytest.raises(ValueError, match="no activation is called 'swish'"):
         ops.linear(torch.randn(2, 128), weight, gate="swish")

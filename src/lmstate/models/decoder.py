@@ -17,7 +17,7 @@ from lmstate.models.mixers.mixer import Mixer
 from lmstate.models.mlp import FeedForward
 from lmstate.models.rope import Rope
 from lmstate.models.static import STATIC_CHUNK, check_static, device_logits, hold_still
-from lmstate.ops import Norm, Weight
+from lmstate.ops import Norm, Residual, Weight
 from lmstate.state import LayerState, Layout, State, Step
 from lmstate.state.kv.per_layer import Policies, policy_of
 
@@ -44,20 +44,10 @@ class Block:
 
     def __call__(self, x: Tensor, step: Step, memory: LayerState) -> Tensor:
         """x float32 `[R, T, E]` -> `[R, T, E]`."""
-        plain = self.scale == 1.0
-        start = x
-        direct = x if plain and self.after_mixer is None else None
-        mixed = self.mixer(x, step, memory, self.mixer_norm, direct)
-        x = mixed if direct is not None else self._added(x, mixed, self.after_mixer)
+        mixed = self.mixer(x, step, memory, self.mixer_norm, Residual(x, self.after_mixer, self.scale))
         if self.mlp is None:
-            return x
-        direct = x if plain and self.after_mlp is None else None
-        fed = self.mlp(start if self.parallel else x, self.mlp_norm, direct)
-        return fed if direct is not None else self._added(x, fed, self.after_mlp)
-
-    def _added(self, x: Tensor, part: Tensor, norm: Norm | None) -> Tensor:
-        part = part if norm is None else ops.norm(part, norm)
-        return torch.add(x, part, alpha=self.scale)
+            return mixed
+        return self.mlp(x if self.parallel else mixed, self.mlp_norm, Residual(mixed, self.after_mlp, self.scale))
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from typing import Protocol
 from torch import Tensor
 
 from lmstate import ops
-from lmstate.ops import Norm, Weight
+from lmstate.ops import Norm, Residual, Weight
 
 
 class FeedForward(Protocol):
     """`x [R, T, E] -> [R, T, E]`; `norm` is applied to x first, `residual` is added last."""
 
-    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor: ...
+    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Residual | None = None) -> Tensor: ...
 
 
 @dataclass(eq=False)
@@ -28,7 +28,7 @@ class MLP:
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
-    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Residual | None = None) -> Tensor:
         if self.gated:
             return ops.feed_forward(
                 x, self.up, self.down, self.act,

@@ -12,7 +12,7 @@ from torch import Tensor
 from lmstate import ops
 from lmstate.errors import ModelError
 from lmstate.models.mlp import FeedForward
-from lmstate.ops import Norm, Weight
+from lmstate.ops import Norm, Residual, Weight
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,14 +90,14 @@ class MixtureOfExperts:
     shared_gate: Weight | None = None
     weigh_input: bool = False
 
-    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Residual | None = None) -> Tensor:
         if norm is not None:
             x = ops.norm(x, norm)
         out = self.mixed(x.flatten(0, -2), *self.router(x.flatten(0, -2))).view_as(x)
         if self.shared is not None:
             common = self.shared(x)
             out = out + (common if self.shared_gate is None else common * ops.linear(x, self.shared_gate).sigmoid())
-        return out if residual is None else out + residual
+        return out if residual is None else residual.added(out)
 
     def mixed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """The routed experts: x `[M, E]`, weights and chosen `[M, top_k]` -> `[M, E]`.

@@ -9,6 +9,7 @@ from lmstate.ops.feed_forward import feed_forward
 from lmstate.ops.glu import ACTIVATIONS, activation, glu
 from lmstate.ops.linear import FEW, linear
 from lmstate.ops.norm import Norm, norm
+from lmstate.ops.residual import Residual
 from lmstate.ops.rope import rope
 from lmstate.ops.rotate_attend import Rotation, rotate_attend
 from lmstate.ops.scoring import EVERYTHING, Scoring, Sight
@@ -22,6 +23,7 @@ __all__ = [
     "Int4Weight",
     "Int8Weight",
     "Norm",
+    "Residual",
     "Rings",
     "Rotation",
     "Scoring",

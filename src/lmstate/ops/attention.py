@@ -9,6 +9,7 @@ from torch import Tensor
 from lmstate.ops import dispatch
 from lmstate.ops.linear import few_rows
 from lmstate.ops.norm import Norm
+from lmstate.ops.residual import Residual
 from lmstate.ops.rotate_attend import Rotation
 from lmstate.ops.scoring import EVERYTHING, Sight
 from lmstate.ops.weight import Weight
@@ -49,18 +50,19 @@ def fused_attention(
     counts: Tensor,
     *,
     norm: Norm | None = None,
-    residual: Tensor | None = None,
+    residual: Residual | None = None,
 ) -> Tensor | None:
     """Norm, project, rotate, store, attend, project back and add: float32 `[R, T, E]`, bit for bit what the separate
     operations give, but for the sigmoid of a gate. None where no one body does it all: a longer step, a gradient to
     follow, another device, an unusual norm.
 
-    x and residual: float32 `[R, T, E]`. starts, counts: int64 `[R]`.
+    x: float32 `[R, T, E]`. starts, counts: int64 `[R]`.
     """
-    library = dispatch.native(x, rings.k, parts.qkv.storage, parts.out.storage, residual, parts.sinks)
+    stream = None if residual is None else residual.stream
+    library = dispatch.native(x, rings.k, parts.qkv.storage, parts.out.storage, stream, parts.sinks)
     if library is None or not few_rows(x):
         return None
-    if not all(each is None or each.simple for each in (norm, parts.q_norm, parts.k_norm)):
+    if not all(each is None or each.simple for each in (norm, parts.q_norm, parts.k_norm, residual)):
         return None
     if not library.can_fuse(rings.k, rings.v):
         return None

@@ -10,6 +10,7 @@ from lmstate.ops import dispatch
 from lmstate.ops.linear import few_rows, linear
 from lmstate.ops.norm import Norm
 from lmstate.ops.panels import linear_panels, panels, rounded
+from lmstate.ops.residual import Residual
 from lmstate.ops.weight import Weight
 
 
@@ -22,14 +23,15 @@ def feed_forward(
     norm: Norm | None = None,
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
-    residual: Tensor | None = None,
+    residual: Residual | None = None,
 ) -> Tensor:
-    """`down(act(gate) * up) + residual` with gate | up = `up(norm(x))`; float32 `[..., N]`.
+    """`down(act(gate) * up)`, added to `residual`, with gate | up = `up(norm(x))`; float32 `[..., N]`.
 
     x: float32 `[..., K]`; up: `[2F, K]`; down: `[N, F]`. Bit for bit the same as two `linear`.
     """
-    library = dispatch.native(x, up.storage, down.storage, residual)
-    if library is not None and few_rows(x) and act in library.GATES and (norm is None or norm.simple):
+    library = dispatch.native(x, up.storage, down.storage, None if residual is None else residual.stream)
+    simple = (norm is None or norm.simple) and (residual is None or residual.simple)
+    if library is not None and few_rows(x) and act in library.GATES and simple:
         return library.fused.feed_forward(x, up, down, library.GATES[act], norm, up_bias, down_bias, residual)
     if library is not None and not few_rows(x) and up.kind != "float32" and up_bias is None:
         # Many rows: the widest numbers of the block stay as the product rounded them.

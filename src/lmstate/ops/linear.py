@@ -11,6 +11,7 @@ from lmstate.ops.glu import glu, glu_reference
 from lmstate.ops.norm import Norm, norm_reference
 from lmstate.ops.norm import norm as apply_norm
 from lmstate.ops.panels import linear_panels
+from lmstate.ops.residual import Residual
 from lmstate.ops.weight import Weight
 
 FEW = 32
@@ -26,24 +27,27 @@ def linear(
     *,
     norm: Norm | None = None,
     gate: str | None = None,
-    residual: Tensor | None = None,
+    residual: Residual | None = None,
 ) -> Tensor:
-    """`x @ weight.T + bias + residual`, float32 `[..., N]`.
+    """`x @ weight.T + bias`, added to `residual`, float32 `[..., N]`.
 
     x: float32 `[..., K]`; with `gate` ("silu", "gelu_tanh", "gelu", "relu2", ...) it is `[..., 2K]` = gate | up and
-    act(gate) * up is multiplied. `norm` applies to x first; `residual` `[..., N]` is added last.
+    act(gate) * up is multiplied. `norm` applies to x first; `residual`: the stream that the product is added to, last.
 
     Up to 32 rows, quantised weights multiply activations rounded to int8 in groups of 16, and float weights float32
     activations. More rows go through torch's matrix product, in float32 where the weight is float32, else in bfloat16.
     """
-    library = dispatch.native(x, weight.storage, residual)
+    stream = None if residual is None else residual.stream
+    library = dispatch.native(x, weight.storage, stream)
     if library is not None and few_rows(x):
+        if residual is not None and not residual.simple:
+            return residual.added(linear(x, weight, bias, norm=norm, gate=gate))
         if norm is not None and (gate is not None or not norm.simple):
             x, norm = apply_norm(x, norm), None
         if gate is not None and gate not in library.GATES:
             x, gate = glu(x, gate), None
         return library.linear(x, weight, bias, norm, library.GATES[gate] if gate else 0, residual)
-    if dispatch.exact(x, weight.storage, residual):
+    if dispatch.exact(x, weight.storage, stream):
         return linear_reference(x, weight, bias, norm=norm, gate=gate, residual=residual)
     return linear_panels(x, weight, bias, norm=norm, gate=gate, residual=residual)
 
@@ -60,7 +64,7 @@ def linear_reference(
     *,
     norm: Norm | None = None,
     gate: str | None = None,
-    residual: Tensor | None = None,
+    residual: Residual | None = None,
 ) -> Tensor:
     """The oracle: float32 arithmetic on the numbers that the weight stands for."""
     if norm is not None:
@@ -68,4 +72,4 @@ def linear_reference(
     if gate is not None:
         x = glu_reference(x, gate)
     y = F.linear(x.float(), weight.dequantize(), bias)
-    return y if residual is None else y + residual
+    return y if residual is None else residual.added(y)

@@ -18,6 +18,7 @@ from lmstate.ops import dispatch
 from lmstate.ops.glu import glu
 from lmstate.ops.norm import Norm
 from lmstate.ops.norm import norm as apply_norm
+from lmstate.ops.residual import Residual
 from lmstate.ops.weight import FloatWeight, Weight
 
 if TYPE_CHECKING:
@@ -36,22 +37,24 @@ def linear_panels(
     *,
     norm: Norm | None = None,
     gate: str | None = None,
-    residual: Tensor | None = None,
+    residual: Residual | None = None,
 ) -> Tensor:
     """`ops.linear` of many rows, in float32 where the weight is float32, else in bfloat16. x may come in bfloat16."""
     dtype = torch.float32 if weight.kind == "float32" else torch.bfloat16
-    library = dispatch.native(x, weight.storage, residual)
+    library = dispatch.native(x, weight.storage, None if residual is None else residual.stream)
     x = rounded(x, dtype, norm, gate)
     if library is None or dtype == torch.float32:
         y = F.linear(x, weight.dequantize(dtype)).float()
         y = y if bias is None else y + bias
-        return y if residual is None else y + residual
+        return y if residual is None else residual.added(y)
     flat = x.reshape(-1, weight.in_features)
-    y = torch.empty(len(flat), weight.out_features, dtype=torch.float32)
-    stream = None if residual is None else residual.reshape(y.shape).contiguous()
+    y = torch.empty(len(flat), weight.out_features)
+    direct = residual is not None and residual.norm is None and residual.scale == 1.0
+    stream = residual.stream.reshape(y.shape).contiguous() if residual is not None and direct else None
     for first, panel in panels(library, weight):
         library.finish(F.linear(flat, panel), bias, stream, y, first)
-    return y.view(*x.shape[:-1], -1)
+    y = y.view(*x.shape[:-1], -1)
+    return y if residual is None or direct else residual.added(y)
 
 
 def rounded(x: Tensor, dtype: torch.dtype, norm: Norm | None = None, gate: str | None = None) -> Tensor:

@@ -79,27 +79,45 @@ class FoldState(LayerState):
 
     def advance(self, inputs: Tensor, step: Step, beside: Tensor | None = None) -> Tensor:
         """Fold a step's inputs `[R, T, F]` -> `[R, T, G]`, from where the part before it ended."""
-        if isinstance(step, DeviceStep):
-            outputs, carry = self.fold(inputs, self.carry, step.counts_t, beside)
-            self._fill(self.second, carry)
-            self.taken[:, : step.width].copy_(inputs)
+        carry = self.at_once(step)
+        if carry is not None:
+            outputs, carry = self.fold(inputs, carry, step.counts_t, beside)
+            self.took(step, inputs, carry)
             return outputs
-        assert self._step is not None, "advance without reserve"
-        ends = self._step.ends
-        logged = (n and end > last - 2 * self.period for n, end, last in zip(step.counts, step.ends, ends))
-        if step.tentative or any(logged):
-            self._inputs.append((step, inputs))
+        ends = self._log(step, inputs)
         carry = self.carry if self._next is None else self._next
         outputs, self._next, passed = self._run(inputs, carry, step, ends, beside)
         self._passed += passed
         return outputs
+
+    def at_once(self, step: Step) -> Carry | None:
+        """The carry that all of a step's inputs are folded from at once; None where an anchor lies between them.
+
+        Whoever folds them (and has made them in the same call, say) then says so with `took`.
+        """
+        if isinstance(step, DeviceStep):
+            return self.carry
+        assert self._step is not None, "a step without reserve"
+        if any(stops != list(step.counts) for stops, _ in self._stops(step, self._step.ends)):
+            return None
+        return self.carry if self._next is None else self._next
+
+    def took(self, step: Step, inputs: Tensor, carry: Carry) -> None:
+        """A step's inputs `[R, T, F]` were folded from `at_once`, and gave this carry."""
+        if isinstance(step, DeviceStep):
+            self._fill(self.second, carry)
+            self.taken[:, : step.width].copy_(inputs)
+            return
+        ends = self._log(step, inputs)
+        self._passed += [Anchor(positions, carry) for _, positions in self._stops(step, ends)]
+        self._next = carry
 
     def adopt(self, step: Step) -> None:
         self.reserve(step)
         self._next = self.second
         inputs = self.taken[:, : step.width]
         self._inputs = [(step, inputs)]
-        cuts = _cuts(step, step.ends, self.period)
+        cuts = self._stops(step, step.ends)
         if all(stops == list(step.counts) for stops, _ in cuts):
             self._passed = [Anchor(positions, self.second) for _, positions in cuts]
         else:  # an anchor inside the step is not what the device has kept
@@ -234,7 +252,7 @@ class FoldState(LayerState):
         self, inputs: Tensor, carry: Carry, step: Step, ends: Sequence[int], beside: Tensor | None = None
     ) -> tuple[Tensor, Carry, list[Anchor]]:
         """Fold a step, stopping for the carry at the last two multiples of `period` before each row's end."""
-        cuts = step.memo(("cuts", self.period, tuple(ends)), lambda: _cuts(step, ends, self.period))
+        cuts = self._stops(step, ends)
         if not cuts:
             outputs, carry = self.fold(inputs, carry, step.counts_t, beside)
             return outputs, carry, []
@@ -250,6 +268,19 @@ class FoldState(LayerState):
                 passed.append(Anchor(positions, carry))
             done = stops
         return _rows_joined(pieces), carry, passed
+
+    def _stops(self, step: Step, ends: Sequence[int]) -> list[tuple[list[int], list[int | None]]]:
+        return step.memo(("cuts", self.period, tuple(ends)), lambda: _cuts(step, ends, self.period))
+
+    def _log(self, step: Step, inputs: Tensor) -> Sequence[int]:
+        """Keep a part's inputs if they may be folded again. Returns where the rows of the whole step end."""
+        assert self._step is not None, "a step without reserve"
+        ends = self._step.ends
+        if step.tentative or any(
+            n and end > last - 2 * self.period for n, end, last in zip(step.counts, step.ends, ends)
+        ):
+            self._inputs.append((step, inputs))
+        return ends
 
     def _replay(self, step: Step, accepted: tuple[int, ...]) -> tuple[Carry, list[Anchor]]:
         """The carry after the accepted prefixes: rows accepted in part are folded again from the committed carry."""

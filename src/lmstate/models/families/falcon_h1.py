@@ -18,7 +18,7 @@ from lmstate.models.mlp import MLP
 from lmstate.models.rope import make_rope
 from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.weights import Weights
-from lmstate.ops import Norm
+from lmstate.ops import Norm, Residual
 
 
 @dataclass(eq=False)
@@ -29,10 +29,10 @@ class ScaledMLP:
     gate_scale: Tensor  # float32 [2 * F]: of the gate's half, and ones
     down_scale: float
 
-    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Residual | None = None) -> Tensor:
         hidden = ops.linear(x, self.mlp.up, self.mlp.up_bias, norm=norm) * self.gate_scale
         out = ops.linear(hidden, self.mlp.down, self.mlp.down_bias, gate=self.mlp.act) * self.down_scale
-        return out if residual is None else out + residual
+        return out if residual is None else residual.added(out)
 
 
 def build(w: Weights) -> Model:

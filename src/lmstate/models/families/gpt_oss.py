@@ -15,7 +15,7 @@ from lmstate.models.rope import make_rope
 from lmstate.models.weights import mxfp4
 from lmstate.models.weights.source import GroupedQuant
 from lmstate.models.weights.weights import Weights
-from lmstate.ops import FloatWeight, Norm, Weight
+from lmstate.ops import FloatWeight, Norm, Residual, Weight
 
 
 @dataclass(eq=False)
@@ -29,7 +29,7 @@ class ClampedExpert:
     alpha: float
     limit: float
 
-    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Residual | None = None) -> Tensor:
         gate, up = ops.linear(x, self.gate_up, self.gate_up_bias, norm=norm).chunk(2, dim=-1)
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         return ops.linear((up + 1) * gate * (self.alpha * gate).sigmoid(), self.down, self.down_bias, residual=residual)

@@ -16,7 +16,7 @@ from lmstate.models.mlp import MLP, FeedForward
 from lmstate.models.moe import MixtureOfExperts, Router
 from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.weights import Weights
-from lmstate.ops import FloatWeight, Norm, Weight
+from lmstate.ops import FloatWeight, Norm, Residual, Weight
 
 LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 
@@ -31,15 +31,17 @@ class LatentExperts:
     down_bias: Tensor | None = None
     up_bias: Tensor | None = None
 
-    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Residual | None = None) -> Tensor:
         if norm is not None:
             x = ops.norm(x, norm)
         tokens = x.flatten(0, -2)  # [M, E]
         latent = ops.linear(tokens, self.down, self.down_bias)
         mixed = self.experts.mixed(latent, *self.experts.router(tokens))
         assert self.experts.shared is not None
-        common = self.experts.shared(x, residual=residual)
-        return ops.linear(mixed.view(*x.shape[:-1], -1), self.up, self.up_bias, residual=common)
+        out = ops.linear(
+            mixed.view(*x.shape[:-1], -1), self.up, self.up_bias, residual=Residual(self.experts.shared(x))
+        )
+        return out if residual is None else residual.added(out)
 
 
 def build(w: Weights) -> Model:

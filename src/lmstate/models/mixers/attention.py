@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lmstate import ops
 from lmstate.models.rope import Rope
-from lmstate.ops import Norm, Weight
+from lmstate.ops import Norm, Residual, Weight
 from lmstate.state import KeyValueState, LayerState, Layout, Step, attention_state
 
 
@@ -67,7 +67,7 @@ class Attention:
         )  # fmt: skip
 
     def __call__(
-        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Tensor | None = None
+        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
     ) -> Tensor:
         assert isinstance(memory, KeyValueState)
         if (rings := memory.rings) is not None and self.temperature is None:
@@ -79,7 +79,7 @@ class Attention:
                 return y
         return self.mix(ops.linear(x, self.qkv, self.qkv_bias, norm=norm), step, memory, residual)
 
-    def mix(self, qkv: Tensor, step: Step, memory: LayerState, residual: Tensor | None = None) -> Tensor:
+    def mix(self, qkv: Tensor, step: Step, memory: LayerState, residual: Residual | None = None) -> Tensor:
         """What comes after the projections, `[R, T, (H + 2K) * D]` or `[R, T, (2H + 2K) * D]` -> `[R, T, E]`."""
         assert isinstance(memory, KeyValueState)
         kv_width = self.kv_heads * self.head_dim

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from lmstate import ops
-from lmstate.ops import Norm, Weight
+from lmstate.ops import Norm, Residual, Weight
 from lmstate.ops.causal_conv import taps_apart
 from lmstate.ops.delta_mixer import delta_mixer
+from lmstate.ops.recurrent_layer import delta_layer
 from lmstate.state import FoldState, LayerState, Layout, Step
 from lmstate.state.fold import Carry
 
@@ -99,9 +100,15 @@ class GatedDelta:
         )
 
     def __call__(
-        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Tensor | None = None
+        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
     ) -> Tensor:
         assert isinstance(memory, FoldState)
+        if self.decay_up is None and not self.by_head and (carry := memory.at_once(step)) is not None:
+            tail, state = carry
+            folded = delta_layer(x, self, (tail, state), step.counts_t, norm=norm, residual=residual)
+            if folded is not None:
+                memory.took(step, folded.inputs, folded.carry)
+                return folded.y
         if norm is not None:
             x = ops.norm(x, norm)
         qkv, z, gates = self._projected(x)

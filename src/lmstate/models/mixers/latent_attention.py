@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lmstate import ops
 from lmstate.models.rope import Rope
-from lmstate.ops import Norm, Weight
+from lmstate.ops import Norm, Residual, Weight
 from lmstate.state import LatentState, LayerState, Layout, Step, latent_state
 
 EXPANDED = 1 << 25
@@ -51,7 +51,7 @@ class LatentAttention:
         return latent_state(layout, self.latent_dim, self.rope_dim, shift=shift)
 
     def __call__(
-        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Tensor | None = None
+        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
     ) -> Tensor:
         assert isinstance(memory, LatentState)
         heads, nope, latent_dim = self.key_up.shape

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lmstate import ops
-from lmstate.ops import Norm, Weight
+from lmstate.ops import Norm, Residual, Weight
 from lmstate.ops.causal_conv import causal_conv, taps_apart
 from lmstate.ops.selective_scan import selective_scan
 from lmstate.state import FoldState, LayerState, Layout, Step
@@ -61,7 +61,7 @@ class Mamba:
         return y, (tail, state)
 
     def __call__(
-        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Tensor | None = None
+        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
     ) -> Tensor:
         assert isinstance(memory, FoldState)
         x, gate = ops.linear(x, self.project, self.bias, norm=norm).chunk(2, dim=-1)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lmstate import ops
-from lmstate.ops import Norm, Weight
+from lmstate.ops import Norm, Residual, Weight
 from lmstate.ops.causal_conv import taps_apart
+from lmstate.ops.recurrent_layer import ssd_layer
 from lmstate.ops.ssd_mixer import ssd_mixer
 from lmstate.state import FoldState, LayerState, Layout, Step
 from lmstate.state.fold import Carry
@@ -87,9 +88,15 @@ class Mamba2:
         )
 
     def __call__(
-        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Tensor | None = None
+        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
     ) -> Tensor:
         assert isinstance(memory, FoldState)
+        if self.scale is None and (carry := memory.at_once(step)) is not None:
+            tail, state = carry
+            folded = ssd_layer(x, self, (tail, state), step.counts_t, norm=norm, residual=residual)
+            if folded is not None:
+                memory.took(step, folded.inputs, folded.carry)
+                return folded.y
         if self.scale is None:
             projected = ops.linear(x, self.project, self.bias, norm=norm)
         else:

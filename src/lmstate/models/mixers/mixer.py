@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from lmstate.ops import Norm
+from lmstate.ops import Norm, Residual
 from lmstate.state import LayerState, Layout, Step
 
 
@@ -22,7 +22,7 @@ class Mixer(Protocol):
         ...
 
     def __call__(
-        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Tensor | None = None
+        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
     ) -> Tensor: ...
 
     def new_state(self, layout: Layout) -> LayerState: ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lmstate.ops import Norm
+from lmstate.ops import Norm, Residual
 from lmstate.state import CompositeState, LayerState, Layout, Step
 
 
@@ -19,6 +19,6 @@ class Nothing:
         return CompositeState([])
 
     def __call__(
-        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Tensor | None = None
+        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
     ) -> Tensor:
-        return x.new_zeros(()).expand_as(x) if residual is None else residual
+        return x.new_zeros(()).expand_as(x) if residual is None else residual.stream

@@ -10,7 +10,7 @@ from lmstate import ops
 from lmstate.models.mixers.attention import Attention
 from lmstate.models.mixers.mixer import Mixer
 from lmstate.models.rope import Rope
-from lmstate.ops import Norm
+from lmstate.ops import Norm, Residual
 from lmstate.state import CompositeState, LayerState, Layout, Step
 
 
@@ -35,11 +35,11 @@ class Parallel:
         return CompositeState([self.attention.new_state(layout), self.other.new_state(layout)])
 
     def __call__(
-        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Tensor | None = None
+        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
     ) -> Tensor:
         assert isinstance(memory, CompositeState)
         of_attention, of_other = memory.members
         x = x if norm is None else ops.norm(x, norm)
         seen = self.attention(x, step, of_attention) * self.attention_scale
         out = seen.add(self.other(x, step, of_other), alpha=self.other_scale)
-        return out if residual is None else out + residual
+        return out if residual is None else residual.added(out)

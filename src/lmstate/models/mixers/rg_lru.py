@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lmstate import ops
-from lmstate.ops import Norm, Weight
+from lmstate.ops import Norm, Residual, Weight
 from lmstate.ops.causal_conv import causal_conv, taps_apart
 from lmstate.ops.rg_lru import rg_lru
 from lmstate.state import FoldState, LayerState, Layout, Step
@@ -58,7 +58,7 @@ class RecurrentBlock:
         return y, (tail, h, seen)
 
     def __call__(
-        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Tensor | None = None
+        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
     ) -> Tensor:
         assert isinstance(memory, FoldState)
         x, beside = ops.linear(x, self.project, self.bias, norm=norm).chunk(2, dim=-1)

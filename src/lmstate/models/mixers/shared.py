@@ -12,7 +12,7 @@ from lmstate.models.mixers.attention import Attention
 from lmstate.models.mixers.mamba2 import Mamba2
 from lmstate.models.mlp import MLP
 from lmstate.models.rope import Rope
-from lmstate.ops import Norm, Weight
+from lmstate.ops import Norm, Residual, Weight
 from lmstate.state import CompositeState, LayerState, Layout, Step
 
 EMBEDDING = "embedding"
@@ -83,9 +83,9 @@ class SharedHybrid:
         return CompositeState([self.transformer.attention.new_state(layout), self.mamba.new_state(layout)])
 
     def __call__(
-        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Tensor | None = None
+        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
     ) -> Tensor:
         assert isinstance(memory, CompositeState) and norm is None, "the stream itself goes into the transformer"
         of_attention, of_mamba = memory.members
-        joined = ops.linear(self.transformer(x, step, of_attention), self.link, residual=x)
+        joined = ops.linear(self.transformer(x, step, of_attention), self.link, residual=Residual(x))
         return self.mamba(joined, step, of_mamba, self.mamba_norm, residual)

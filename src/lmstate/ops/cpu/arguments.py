@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lmstate.ops.residual import Residual
 from lmstate.ops.scoring import Scoring, Sight
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -30,6 +31,23 @@ def float_pointer(x: Tensor, name: str, shape: tuple[int, ...]) -> int:
             f"this is {x.dtype} {list(x.shape)} on {x.device}"
         )
     return x.data_ptr()
+
+
+def optional_pointer(x: Tensor | None, name: str, shape: tuple[int, ...]) -> int:
+    return 0 if x is None else float_pointer(x, name, shape)
+
+
+def joining(residual: Residual | None, width: int) -> tuple[int, float, float]:
+    """Beside the stream: the weight and the epsilon of the norm before it, and the factor; 0 where there is none."""
+    if residual is None:
+        return 0, 0.0, 0.0
+    _, after, scale = residual
+    scale = 0.0 if scale == 1.0 else scale
+    return (
+        (0, 0.0, scale)
+        if after is None
+        else (float_pointer(after.weight, "the norm's weight", (width,)), after.eps, scale)
+    )
 
 
 def integers(x: Tensor, name: str, rows: int) -> Tensor:

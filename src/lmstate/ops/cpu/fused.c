@@ -16,13 +16,13 @@ typedef struct {
   const int64_t *starts, *counts;
   const float *sinks;
   const void *out; /* [inputs, H * D] */
-  const float *out_bias, *residual;
+  const float *out_bias, *residual, *after; /* the last two as in linear_args */
   float *y; /* [N, outputs] */
   int64_t rows, tokens, inputs, outputs, heads, kv_heads, dim, half, interleaved, gated;
   int64_t q_norm_width, k_norm_width;
   int64_t slots, k_row, k_head, k_slot, v_row, v_head, v_slot;
   int64_t kind, qkv_kind, out_kind, window, chunk, threads;
-  double norm_eps, q_eps, k_eps, scale, softcap;
+  double norm_eps, q_eps, k_eps, scale, softcap, after_eps, residual_scale;
 } attention_args;
 
 typedef struct {
@@ -30,10 +30,10 @@ typedef struct {
   const void *up;        /* [2 * hidden, inputs], gate | up */
   const float *up_bias;
   const void *down; /* [outputs, hidden] */
-  const float *down_bias, *residual;
+  const float *down_bias, *residual, *after; /* the last two as in linear_args */
   float *y; /* [rows, outputs] */
   int64_t rows, inputs, hidden, outputs, up_kind, down_kind, gate, threads;
-  double eps;
+  double eps, after_eps, residual_scale;
 } feed_forward_args;
 
 /* Norm and rotate the heads of the projections in place, and store those of keys and values. */
@@ -85,15 +85,16 @@ static void gate_heads(const attention_args *a, const float *qkv, int64_t width,
   }
 }
 
-/* y = residual + out(attend(qkv(norm x))). Status as of lmstate_attend. */
+/* y = residual + scale * after(out(attend(qkv(norm x)))). Status as of lmstate_attend. */
 int64_t lmstate_attention(const attention_args *a) {
   const int64_t n = a->rows * a->tokens, seen_width = a->heads * a->dim;
   if (n == 0) return 0;
   const int64_t q_width = a->gated ? 2 * seen_width : seen_width, width = q_width + 2 * a->kv_heads * a->dim;
   linear_args qkv = {.x = a->x, .weight = a->qkv, .bias = a->qkv_bias, .norm = a->norm, .rows = n, .outputs = width,
                      .inputs = a->inputs, .kind = a->qkv_kind, .threads = a->threads, .eps = a->norm_eps};
-  linear_args out = {.weight = a->out, .bias = a->out_bias, .residual = a->residual, .y = a->y, .rows = n,
-                     .outputs = a->outputs, .inputs = seen_width, .kind = a->out_kind, .threads = a->threads};
+  linear_args out = {.weight = a->out, .bias = a->out_bias, .residual = a->residual, .after = a->after, .y = a->y,
+                     .rows = n, .outputs = a->outputs, .inputs = seen_width, .kind = a->out_kind,
+                     .threads = a->threads, .after_eps = a->after_eps, .scale = a->residual_scale};
   attend_args attend = {.k = a->k, .v = a->v, .starts = a->starts, .counts = a->counts, .sinks = a->sinks,
                         .rows = a->rows, .tokens = a->tokens, .heads = a->heads, .kv_heads = a->kv_heads,
                         .slots = a->slots, .dim = a->dim, .dim_v = a->dim, .q_row = a->tokens * width,
@@ -125,15 +126,15 @@ int64_t lmstate_attention(const attention_args *a) {
   return 0;
 }
 
-/* y = residual + down(act(gate x) * up x), x normed first. 0, or -1 where there was no memory. */
+/* y = residual + scale * after(down(act(gate x) * up x)), x normed first. 0, or -1 where there was no memory. */
 int64_t lmstate_feed_forward(const feed_forward_args *a) {
   if (a->rows == 0) return 0;
   linear_args up = {.x = a->x, .weight = a->up, .bias = a->up_bias, .norm = a->norm, .rows = a->rows,
                     .outputs = 2 * a->hidden, .inputs = a->inputs, .kind = a->up_kind, .threads = a->threads,
                     .eps = a->eps};
-  linear_args down = {.weight = a->down, .bias = a->down_bias, .residual = a->residual, .y = a->y, .rows = a->rows,
-                      .outputs = a->outputs, .inputs = a->hidden, .kind = a->down_kind, .gate = a->gate,
-                      .threads = a->threads};
+  linear_args down = {.weight = a->down, .bias = a->down_bias, .residual = a->residual, .after = a->after, .y = a->y,
+                      .rows = a->rows, .outputs = a->outputs, .inputs = a->hidden, .kind = a->down_kind,
+                      .gate = a->gate, .threads = a->threads, .after_eps = a->after_eps, .scale = a->residual_scale};
   const size_t first = linear_memory(&up), second = linear_memory(&down), most = first > second ? first : second;
   char *memory = malloc(most + (size_t)(a->rows * 2 * a->hidden) * sizeof(float));
   if (!memory) return -1;

@@ -9,16 +9,26 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lmstate.ops.cpu.arguments import KINDS, WEIGHT_KINDS, check_attended, float_pointer, function, integers
+from lmstate.ops.cpu.arguments import (
+    KINDS,
+    WEIGHT_KINDS,
+    check_attended,
+    float_pointer,
+    function,
+    integers,
+    joining,
+    optional_pointer,
+)
 from lmstate.ops.norm import Norm
+from lmstate.ops.residual import Residual
 from lmstate.ops.weight import Weight
 
 if TYPE_CHECKING:
     from lmstate.ops.attention import AttentionParts, Rings
     from lmstate.ops.rotate_attend import Rotation
 
-_ATTENTION = Struct("17P25q5d")
-_FEED_FORWARD = Struct("8P8qd")
+_ATTENTION = Struct("18P25q7d")
+_FEED_FORWARD = Struct("9P8q3d")
 
 
 class Fused:
@@ -37,7 +47,7 @@ class Fused:
         starts: Tensor,
         counts: Tensor,
         norm: Norm | None,
-        residual: Tensor | None,
+        residual: Residual | None,
     ) -> Tensor:
         """`ops.fused_attention`; q and k norms are rms, of each head or of all."""
         rows, tokens, inputs = x.shape
@@ -62,16 +72,19 @@ class Fused:
             n, n_eps = float_pointer(norm.weight, "the norm's weight", (inputs,)), norm.eps
         q_norm, q_width, q_eps = _head_norm(parts.q_norm, dim, heads)
         k_norm, k_width, k_eps = _head_norm(parts.k_norm, dim, kv_heads)
+        stream = 0 if residual is None else float_pointer(residual.stream, "the residual", y.shape)
+        after, after_eps, factor = joining(residual, out.out_features)
         arguments = _ATTENTION.pack(
-            x.data_ptr(), n, qkv.storage.data_ptr(), _optional(parts.qkv_bias, "the bias of qkv", (width,)),
+            x.data_ptr(), n, qkv.storage.data_ptr(), optional_pointer(parts.qkv_bias, "the bias of qkv", (width,)),
             q_norm, k_norm, cos, sin, k.data_ptr(), v.data_ptr(), starts.data_ptr(), counts.data_ptr(),
-            _optional(parts.sinks, "sinks", (heads,)), out.storage.data_ptr(),
-            _optional(parts.out_bias, "the bias of out", (out.out_features,)),
-            _optional(residual, "residual", y.shape), y.data_ptr(),
+            optional_pointer(parts.sinks, "sinks", (heads,)), out.storage.data_ptr(),
+            optional_pointer(parts.out_bias, "the bias of out", (out.out_features,)),
+            stream, after, y.data_ptr(),
             rows, tokens, inputs, out.out_features, heads, kv_heads, dim, half, interleaved, parts.gate,
             q_width, k_width, slots, *k.stride()[:3], *v.stride()[:3],
             KINDS[k.dtype], WEIGHT_KINDS[qkv.kind], WEIGHT_KINDS[out.kind], window or 0, chunk or 0,
             torch.get_num_threads(), n_eps, q_eps, k_eps, parts.scale, parts.softcap or 0.0,
+            after_eps, factor,
         )  # fmt: skip
         check_attended(self._attention(arguments), x, k, starts, counts)
         return y
@@ -85,7 +98,7 @@ class Fused:
         norm: Norm | None,
         up_bias: Tensor | None,
         down_bias: Tensor | None,
-        residual: Tensor | None,
+        residual: Residual | None,
     ) -> Tensor:
         """`ops.feed_forward` with a gate of `Library.GATES` and, at most, an rms norm."""
         inputs, hidden, outputs = up.in_features, down.in_features, down.out_features
@@ -95,20 +108,18 @@ class Fused:
         y = torch.empty(*x.shape[:-1], outputs, dtype=torch.float32)
         n, eps = (0, 0.0) if norm is None else (float_pointer(norm.weight, "the norm's weight", (inputs,)), norm.eps)
         rows = x.numel() // inputs
+        stream = 0 if residual is None else float_pointer(residual.stream, "the residual", y.shape)
+        after, after_eps, factor = joining(residual, outputs)
         arguments = _FEED_FORWARD.pack(
-            x.data_ptr(), n, up.storage.data_ptr(), _optional(up_bias, "the bias of up", (2 * hidden,)),
-            down.storage.data_ptr(), _optional(down_bias, "the bias of down", (outputs,)),
-            _optional(residual, "residual", y.shape), y.data_ptr(),
+            x.data_ptr(), n, up.storage.data_ptr(), optional_pointer(up_bias, "the bias of up", (2 * hidden,)),
+            down.storage.data_ptr(), optional_pointer(down_bias, "the bias of down", (outputs,)),
+            stream, after, y.data_ptr(),
             rows, inputs, hidden, outputs, WEIGHT_KINDS[up.kind], WEIGHT_KINDS[down.kind], gate,
-            torch.get_num_threads(), eps,
+            torch.get_num_threads(), eps, after_eps, factor,
         )  # fmt: skip
         if self._feed_forward(arguments):
             raise MemoryError(f"no memory for the activations of {rows} rows of {hidden}")
         return y
-
-
-def _optional(x: Tensor | None, name: str, shape: tuple[int, ...]) -> int:
-    return 0 if x is None else float_pointer(x, name, shape)
 
 
 def _head_norm(norm: Norm | None, dim: int, heads: int) -> tuple[int, int, float]:

@@ -22,14 +22,16 @@ from lmstate.ops.cpu.arguments import (
     float_pointer,
     function,
     integers,
+    joining,
     rope_fields,
 )
 from lmstate.ops.cpu.fused import Fused
 from lmstate.ops.norm import Norm
+from lmstate.ops.residual import Residual
 from lmstate.ops.scoring import Scoring, Sight
 from lmstate.ops.weight import Weight
 
-_LINEAR = Struct("6P6qd")
+_LINEAR = Struct("7P6q3d")
 _ROWS = Struct("3P6qd")
 _ROPE = Struct("4P10q")
 _APPEND = Struct("6P19q")
@@ -69,9 +71,9 @@ class Library:
         bias: Tensor | None,
         norm: Norm | None,
         gate: int,
-        residual: Tensor | None,
+        residual: Residual | None,
     ) -> Tensor:
-        """`ops.linear` with a norm (rms, without bias) or a gate (a number of `GATES`; 0: none), not both."""
+        """`ops.linear` with norms (rms, without bias) or a gate (a number of `GATES`; 0: none), not both before it."""
         n, k = weight.out_features, weight.in_features
         shape = x.shape
         width = 2 * k if gate else k
@@ -86,13 +88,14 @@ class Library:
         if norm is not None:
             w, eps = float_pointer(norm.weight, "the norm's weight", (k,)), norm.eps
         if residual is not None:
-            residual = residual.contiguous()
-            r = float_pointer(residual, "residual", y.shape)
+            stream = residual.stream.contiguous()
+            r = float_pointer(stream, "residual", y.shape)
+        after, after_eps, scale = joining(residual, n)
         rows = x.numel() // width
         threads = torch.get_num_threads() if n * k > _FEW else 1
         arguments = _LINEAR.pack(
-            x.data_ptr(), weight.storage.data_ptr(), b, w, r, y.data_ptr(),
-            rows, n, k, WEIGHT_KINDS[weight.kind], gate, threads, eps,
+            x.data_ptr(), weight.storage.data_ptr(), b, w, r, after, y.data_ptr(),
+            rows, n, k, WEIGHT_KINDS[weight.kind], gate, threads, eps, after_eps, scale,
         )  # fmt: skip
         if self._linear(arguments):
             raise MemoryError(f"no memory for the activations of {rows} rows of {k}")

@@ -1,4 +1,4 @@
-/* y = prologue(x) w^T + bias + residual, for up to some tens of rows.
+/* y = residual + scale * norm(prologue(x) w^T + bias), for up to some tens of rows.
  *
  * A thread takes whole outputs, reads their weights once and multiplies them with every row, a tile of rows at a time.
  * An output of a row is summed along the inputs in one order, whatever the tile, the rows beside it and the threads. */
@@ -70,8 +70,24 @@ INLINE void finish(const linear_args *a, float *tile, int64_t row, int64_t first
   for (int64_t n = 0; n < count; n++) {
     float v = tile[n];
     if (a->bias) v += a->bias[first + n];
-    if (a->residual) v += a->residual[row * a->outputs + first + n];
+    if (!a->after) {
+      if (a->scale != 0) v *= (float)a->scale;
+      if (a->residual) v += a->residual[row * a->outputs + first + n];
+    }
     y[n] = v;
+  }
+}
+
+/* The norm of whole rows, and what `finish` left for after it. */
+static void finish_rows(const linear_args *a) {
+#pragma omp for schedule(static)
+  for (int64_t m = 0; m < a->rows; m++) {
+    float *y = a->y + m * a->outputs;
+    rms_norm_row(y, a->after, y, a->outputs, a->after_eps);
+    if (a->scale != 0)
+      for (int64_t n = 0; n < a->outputs; n++) y[n] *= (float)a->scale;
+    if (a->residual)
+      for (int64_t n = 0; n < a->outputs; n++) y[n] += a->residual[m * a->outputs + n];
   }
 }
 
@@ -185,7 +201,7 @@ size_t linear_memory(const linear_args *a) {
   return (size_t)a->rows * (k / GROUP) * sizeof(rounded) + (size_t)most_threads(a) * k * sizeof(float);
 }
 
-void linear_run(const linear_args *a, void *memory) {
+static void products(const linear_args *a, void *memory) {
   const int64_t k = a->inputs;
   if (grouped(a)) {
     const int64_t groups = k / GROUP, blocks = (a->outputs + BLOCK - 1) / BLOCK;
@@ -214,6 +230,11 @@ void linear_run(const linear_args *a, void *memory) {
     else if (a->kind == BF16) float_block_bf16(a, x, 4 * b);
     else float_block_f16(a, x, 4 * b);
   }
+}
+
+void linear_run(const linear_args *a, void *memory) {
+  products(a, memory);
+  if (a->after) finish_rows(a);
 }
 
 /* 0, or -1 where there was no memory. */

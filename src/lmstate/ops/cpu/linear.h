@@ -9,11 +9,12 @@ enum { INT8 = 3, INT4 = 4 }; /* beside the kinds of floats */
 typedef struct {
   const float *x; /* [rows, inputs], or [rows, 2 inputs] before a gate */
   const void *weight;
-  const float *bias, *norm, *residual; /* or null; a norm or a gate, not both */
+  const float *bias, *norm;     /* or null; a norm or a gate, not both */
+  const float *residual, *after; /* or null: what y is added to, [rows, outputs], and the norm of y before, [outputs] */
   float *y;                            /* [rows, outputs] */
   int64_t rows, outputs, inputs;
   int64_t kind, gate, threads;
-  double eps;
+  double eps, after_eps, scale;  /* scale: of what is added to the residual; 0 where there is none */
 } linear_args;
 
 /* Run by every thread of a parallel region that is open, of at most `threads`, with memory of `linear_memory` bytes that they share. When it

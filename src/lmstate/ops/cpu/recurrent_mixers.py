@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from functools import lru_cache
 from struct import Struct
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +18,24 @@ from lmstate.ops.cpu.library import Library
 from lmstate.ops.cpu.recurrent import counted, expect, function, optional, threads_for
 from lmstate.ops.norm import Norm
 
-_DELTA = Struct("12P14q2d")
-_SSD = Struct("14P15q3d")
+DELTA = Struct("12P14q2d")
+SSD = Struct("14P15q3d")
 
 Carry = tuple[Tensor, Tensor]
+
+
+class Given(NamedTuple):
+    """What stands at the ends of a mixer: nothing where C makes it."""
+
+    inputs: int = 0
+    gate: int = 0
+    y: int = 0
+    strides: tuple[int, ...] = (0, 0, 0, 0)  # of rows and tokens: of the inputs, of the gate
+    threads: int = 1
+
+
+Fields = tuple[Carry, tuple[Tensor, ...], tuple[float, ...]]
+"""The new carry, tensors that must live through the call, and the arguments."""
 
 
 class Mixers:
@@ -47,29 +62,19 @@ class Mixers:
     ) -> tuple[Tensor, Carry]:
         """`delta_mixer`."""
         rows, tokens = inputs.shape[:2]
-        width, kernel = conv.shape
-        heads, decays = A.shape[0], dt_bias.shape[0]
-        values = width - 2 * key_heads * key_dim
-        value_dim = values // heads
-        if heads % key_heads or values % heads or decays not in (heads, heads * key_dim):
-            raise ValueError(
-                f"{heads} heads over {key_heads} of {key_dim} do not fit a convolution of {width} features"
-            )
-        inputs, z, taps = _dense(inputs), None if z is None else _dense(z), conv.t().contiguous()
-        expect(inputs, "the inputs", (rows, tokens, width + heads + decays))
-        y = torch.empty(rows, tokens, values, dtype=torch.float32)
-        tail, state, new_tail, new_state = _carries(carry, (rows, kernel - 1, width), (rows, heads, key_dim, value_dim))
-        arguments = _DELTA.pack(
-            inputs.data_ptr(), _gate(z, y), tail.data_ptr(), state.data_ptr(), counted(counts, rows).data_ptr(),
-            taps.data_ptr(), optional(A, "A", heads), optional(dt_bias, "the bias of dt", decays),
-            optional(norm.weight, "the norm's weight", value_dim), y.data_ptr(), new_tail.data_ptr(),
-            new_state.data_ptr(),
-            rows, tokens, key_heads, heads, key_dim, value_dim, kernel, decays > heads, silu,
-            threads_for(tokens * state.numel()), *inputs.stride()[:2], *_steps(z), beta_scale, norm.eps,
+        inputs, z = _dense(inputs), None if z is None else _dense(z)
+        expect(inputs, "the inputs", (rows, tokens, conv.shape[0] + A.shape[0] + dt_bias.shape[0]))
+        y = torch.empty(rows, tokens, conv.shape[0] - 2 * key_heads * key_dim)
+        given = Given(
+            inputs.data_ptr(), _gate(z, y), y.data_ptr(), (*inputs.stride()[:2], *_steps(z)),
+            threads_for(tokens * carry[1].numel()),
         )  # fmt: skip
-        if self._delta(arguments):
-            raise MemoryError(f"no memory for {tokens} tokens of {width} features in {rows} rows")
-        return y, (new_tail, new_state)
+        new, _held, fields = delta_fields(
+            rows, tokens, given, carry, counts, conv, A, dt_bias, norm, key_heads, key_dim, silu, beta_scale
+        )
+        if self._delta(DELTA.pack(*fields)):
+            raise MemoryError(f"no memory for {tokens} tokens of {conv.shape[0]} features in {rows} rows")
+        return y, new
 
     def ssd(
         self,
@@ -91,34 +96,20 @@ class Mixers:
     ) -> tuple[Tensor, Carry]:
         """`ssd_mixer`."""
         rows, tokens = inputs.shape[:2]
-        width, kernel = conv.shape
-        heads = A.shape[0]
-        inner = heads * head_dim
-        states = (width - inner) // (2 * groups)
-        weights = 0 if norm is None else norm.weight.shape[0]
-        if width != inner + 2 * groups * states or heads % groups:
-            raise ValueError(
-                f"{heads} heads of {head_dim} in {groups} groups do not fit a convolution of {width} features"
-            )
-        if norm is not None and (inner % norm_groups or weights not in (inner, inner // norm_groups)):
-            raise ValueError(f"{norm_groups} groups of {inner} features cannot have {weights} weights")
-        inputs, gate, taps = _dense(inputs), None if gate is None else _dense(gate), conv.t().contiguous()
-        expect(inputs, "the inputs", (rows, tokens, width + heads))
-        y = torch.empty(rows, tokens, inner, dtype=torch.float32)
-        tail, state, new_tail, new_state = _carries(carry, (rows, kernel - 1, width), (rows, heads, head_dim, states))
-        arguments = _SSD.pack(
-            inputs.data_ptr(), _gate(gate, y), tail.data_ptr(), state.data_ptr(), counted(counts, rows).data_ptr(),
-            taps.data_ptr(), optional(conv_bias, "the convolution's bias", width), optional(A, "A", heads),
-            optional(D, "D", heads), optional(dt_bias, "the bias of dt", heads),
-            0 if norm is None else optional(norm.weight, "the norm's weight", weights), y.data_ptr(),
-            new_tail.data_ptr(), new_state.data_ptr(),
-            rows, tokens, heads, head_dim, groups, states, kernel, norm_groups, weights, gate_last,
-            threads_for(tokens * state.numel()), *inputs.stride()[:2], *_steps(gate), *dt_limits,
-            0.0 if norm is None else norm.eps,
+        inputs, gate = _dense(inputs), None if gate is None else _dense(gate)
+        expect(inputs, "the inputs", (rows, tokens, conv.shape[0] + A.shape[0]))
+        y = torch.empty(rows, tokens, A.shape[0] * head_dim)
+        given = Given(
+            inputs.data_ptr(), _gate(gate, y), y.data_ptr(), (*inputs.stride()[:2], *_steps(gate)),
+            threads_for(tokens * carry[1].numel()),
         )  # fmt: skip
-        if self._ssd(arguments):
-            raise MemoryError(f"no memory for {tokens} tokens of {width} features in {rows} rows")
-        return y, (new_tail, new_state)
+        new, _held, fields = ssd_fields(
+            rows, tokens, given, carry, counts, conv, conv_bias, A, D, dt_bias, head_dim, groups, dt_limits, norm,
+            norm_groups, gate_last,
+        )  # fmt: skip
+        if self._ssd(SSD.pack(*fields)):
+            raise MemoryError(f"no memory for {tokens} tokens of {conv.shape[0]} features in {rows} rows")
+        return y, new
 
 
 def mixers(library: Library) -> Mixers:
@@ -129,6 +120,82 @@ def mixers(library: Library) -> Mixers:
 @lru_cache
 def _opened(variant: str) -> Mixers:
     return Mixers(ctypes.CDLL(str(cpu.path_of(variant))))
+
+
+def delta_fields(
+    rows: int,
+    tokens: int,
+    given: Given,
+    carry: Carry,
+    counts: Tensor,
+    conv: Tensor,
+    A: Tensor,
+    dt_bias: Tensor,
+    norm: Norm,
+    key_heads: int,
+    key_dim: int,
+    silu: bool,
+    beta_scale: float,
+) -> Fields:
+    """The arguments of `delta_mixer`."""
+    width, kernel = conv.shape
+    heads, decays = A.shape[0], dt_bias.shape[0]
+    values = width - 2 * key_heads * key_dim
+    value_dim = values // heads
+    if heads % key_heads or values % heads or decays not in (heads, heads * key_dim):
+        raise ValueError(f"{heads} heads over {key_heads} of {key_dim} do not fit a convolution of {width} features")
+    taps = conv.t().contiguous()
+    tail, state, new_tail, new_state = _carries(carry, (rows, kernel - 1, width), (rows, heads, key_dim, value_dim))
+    fields = (
+        given.inputs, given.gate, tail.data_ptr(), state.data_ptr(), counted(counts, rows).data_ptr(),
+        taps.data_ptr(), optional(A, "A", heads), optional(dt_bias, "the bias of dt", decays),
+        optional(norm.weight, "the norm's weight", value_dim), given.y, new_tail.data_ptr(), new_state.data_ptr(),
+        rows, tokens, key_heads, heads, key_dim, value_dim, kernel, decays > heads, silu, given.threads,
+        *given.strides, beta_scale, norm.eps,
+    )  # fmt: skip
+    return (new_tail, new_state), (tail, state, taps), fields
+
+
+def ssd_fields(
+    rows: int,
+    tokens: int,
+    given: Given,
+    carry: Carry,
+    counts: Tensor,
+    conv: Tensor,
+    conv_bias: Tensor | None,
+    A: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    head_dim: int,
+    groups: int,
+    dt_limits: tuple[float, float],
+    norm: Norm | None,
+    norm_groups: int,
+    gate_last: bool,
+) -> Fields:
+    """The arguments of `ssd_mixer`."""
+    width, kernel = conv.shape
+    heads = A.shape[0]
+    inner = heads * head_dim
+    states = (width - inner) // (2 * groups)
+    weights = 0 if norm is None else norm.weight.shape[0]
+    if width != inner + 2 * groups * states or heads % groups:
+        raise ValueError(f"{heads} heads of {head_dim} in {groups} groups do not fit a convolution of {width} features")
+    if norm is not None and (inner % norm_groups or weights not in (inner, inner // norm_groups)):
+        raise ValueError(f"{norm_groups} groups of {inner} features cannot have {weights} weights")
+    taps = conv.t().contiguous()
+    tail, state, new_tail, new_state = _carries(carry, (rows, kernel - 1, width), (rows, heads, head_dim, states))
+    fields = (
+        given.inputs, given.gate, tail.data_ptr(), state.data_ptr(), counted(counts, rows).data_ptr(),
+        taps.data_ptr(), optional(conv_bias, "the convolution's bias", width), optional(A, "A", heads),
+        optional(D, "D", heads), optional(dt_bias, "the bias of dt", heads),
+        0 if norm is None else optional(norm.weight, "the norm's weight", weights), given.y, new_tail.data_ptr(),
+        new_state.data_ptr(),
+        rows, tokens, heads, head_dim, groups, states, kernel, norm_groups, weights, gate_last, given.threads,
+        *given.strides, *dt_limits, 0.0 if norm is None else norm.eps,
+    )  # fmt: skip
+    return (new_tail, new_state), (tail, state, taps), fields
 
 
 def _dense(x: Tensor) -> Tensor:
