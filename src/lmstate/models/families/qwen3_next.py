@@ -27,6 +27,7 @@ from lmstate.models.mixers.mixer import Mixer
 from lmstate.models.mlp import FeedForward
 from lmstate.models.moe import MixtureOfExperts, Router
 from lmstate.models.rope import make_rope
+from lmstate.models.weights.source import GroupedQuant
 from lmstate.models.weights.weights import Weights
 from lmstate.ops.weight import FloatWeight
 
@@ -74,8 +75,13 @@ def delta(w: Weights, prefix: str, shape: Shape) -> GatedDelta:
     check_shared(w, heads, key_heads)
     values = heads * value_dim
     width = 2 * key_heads * key_dim + values
-    if by_head := w.has(f"{prefix}.in_proj_qkvz.weight"):
-        qkvz = w.linear(f"{prefix}.in_proj_qkvz.weight", shape=(width + values, shape.hidden))
+    if w.has(together := f"{prefix}.in_proj_qkvz.weight"):
+        order = _parted(key_heads, (key_dim, key_dim, values // key_heads, values // key_heads))
+        qkvz = w.derived(
+            f"{together}, parted", together,
+            make=lambda x: x.rows(order) if isinstance(x, GroupedQuant) else x[order],
+            shape=(width + values, shape.hidden),
+        )  # fmt: skip
     else:
         qkvz = w.linear(
             f"{prefix}.in_proj_qkv.weight", f"{prefix}.in_proj_z.weight", shape=(width + values, shape.hidden)
@@ -91,8 +97,13 @@ def delta(w: Weights, prefix: str, shape: Shape) -> GatedDelta:
         key_heads,
         key_dim,
         value_dim,
-        by_head=by_head,
     )
+
+
+def _parted(key_heads: int, sizes: tuple[int, ...]) -> Tensor:
+    """The order of rows in which q of all key heads comes first, then k, v and z; stored is key head by key head."""
+    rows = torch.arange(key_heads * sum(sizes)).view(key_heads, -1)
+    return torch.cat([part.flatten() for part in rows.split(sizes, dim=1)])
 
 
 def _gates(w: Weights, prefix: str, key_heads: int, heads: int, hidden: int) -> Tensor:

@@ -33,9 +33,9 @@ class GatedDelta:
     """Gated DeltaNet (Yang et al. 2024, 2412.06464), and Kimi Delta Attention (2510.26692), a decay a channel.
 
     H value heads of Dv features read K <= H key heads of D features, each of them H / K times. `qkvz` gives q, k, v and
-    the output gate z, one after the other, or key head by key head if `by_head`. `gates` gives beta `[H]` and the decay
-    `[H]`, or `[H * D]` for a decay a channel; it stays float32, for its errors would last. Where the decay or z come
-    through a bottleneck (`decay_up`, `gate_up`), `qkvz` gives q, k, v and then the two bottlenecks instead of z.
+    the output gate z, one after the other. `gates` gives beta `[H]` and the decay `[H]`, or `[H * D]` for a decay a
+    channel; it stays float32, for its errors would last. Where the decay or z come through a bottleneck (`decay_up`,
+    `gate_up`), `qkvz` gives q, k, v and then the two bottlenecks instead of z.
 
     The fold takes q, k, v before their convolution, beta and decay before their nonlinearities. z is not remembered.
     """
@@ -52,7 +52,6 @@ class GatedDelta:
     value_dim: int
     gate_act: Literal["silu", "sigmoid"] = "silu"
     beta_scale: float = 1.0  # 2: negative eigenvalues (2411.12537)
-    by_head: bool = False
     decay_up: LowRank | None = None
     gate_up: LowRank | None = None
 
@@ -67,12 +66,6 @@ class GatedDelta:
     def heads(self) -> int:
         """H"""
         return self.A.shape[0]
-
-    @property
-    def widths(self) -> list[int]:
-        """Of q, k, v."""
-        keys = self.key_heads * self.key_dim
-        return [keys, keys, self.heads * self.value_dim]
 
     def new_state(self, layout: Layout) -> LayerState:
         width, kernel = self.conv.shape
@@ -103,7 +96,7 @@ class GatedDelta:
         self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
     ) -> Tensor:
         assert isinstance(memory, FoldState)
-        if self.decay_up is None and not self.by_head and (carry := memory.at_once(step)) is not None:
+        if self.decay_up is None and (carry := memory.at_once(step)) is not None:
             tail, state = carry
             folded = delta_layer(x, self, (tail, state), step.counts_t, norm=norm, residual=residual)
             if folded is not None:
@@ -119,11 +112,6 @@ class GatedDelta:
         """q, k, v `[R, T, 2 * K * D + H * Dv]`; z `[R, T, H * Dv]`; beta and decay."""
         projected, gates = ops.linear(x, self.qkvz), ops.linear(x, self.gates)
         width = len(self.conv)
-        if self.by_head:
-            sizes = [each // self.key_heads for each in (*self.widths, self.widths[-1])]
-            parts = projected.unflatten(-1, (self.key_heads, -1)).split(sizes, dim=-1)
-            q, k, v, z = (part.flatten(-2) for part in parts)
-            return torch.cat([q, k, v], dim=-1), z, gates
         qkv, rest = projected[..., :width], projected[..., width:]
         if self.decay_up is None or self.gate_up is None:
             return qkv, rest, gates
