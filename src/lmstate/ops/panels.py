@@ -48,7 +48,7 @@ def linear_panels(
         y = y if bias is None else y + bias
         return y if residual is None else residual.added(y)
     flat = x.reshape(-1, weight.in_features)
-    y = torch.empty(len(flat), weight.out_features)
+    y = torch.empty(len(flat), weight.out_features, dtype=torch.float32)
     direct = residual is not None and residual.norm is None and residual.scale == 1.0
     stream = residual.stream.reshape(y.shape).contiguous() if residual is not None and direct else None
     for first, panel in panels(library, weight):

@@ -43,8 +43,8 @@ class Layers:
         rows, tokens = x.shape[:2]
         width, values = parts.conv.shape[0], parts.out.in_features
         gates = parts.A.shape[0] + parts.dt_bias.shape[0]
-        x, inputs = x.contiguous(), torch.empty(rows, tokens, width + gates)
-        y = torch.empty(rows, tokens, parts.out.out_features)
+        x, inputs = x.contiguous(), torch.empty(rows, tokens, width + gates, dtype=torch.float32)
+        y = torch.empty(rows, tokens, parts.out.out_features, dtype=torch.float32)
         if parts.qkvz.out_features != width + values or parts.gates.shape != (gates, x.shape[-1]):
             raise ValueError(f"{parts.qkvz} and {parts.gates} do not fit {width} features before {values} values")
         new, _held, mixer = delta_fields(
@@ -67,8 +67,8 @@ class Layers:
         """`ssd_layer`."""
         rows, tokens = x.shape[:2]
         inner, width, heads = parts.out.in_features, parts.conv.shape[0], parts.A.shape[0]
-        x, projected = x.contiguous(), torch.empty(rows, tokens, inner + width + heads)
-        y = torch.empty(rows, tokens, parts.out.out_features)
+        x, projected = x.contiguous(), torch.empty(rows, tokens, inner + width + heads, dtype=torch.float32)
+        y = torch.empty(rows, tokens, parts.out.out_features, dtype=torch.float32)
         if parts.project.out_features != projected.shape[-1] or inner != heads * parts.head_dim:
             raise ValueError(f"{parts.project} and {parts.out} do not fit {heads} heads of {parts.head_dim}")
         gated = (None, 1, False) if (own := parts.norm) is None else (own.norm, own.groups, own.gate_last)

@@ -64,7 +64,7 @@ class Mixers:
         rows, tokens = inputs.shape[:2]
         inputs, z = _dense(inputs), None if z is None else _dense(z)
         expect(inputs, "the inputs", (rows, tokens, conv.shape[0] + A.shape[0] + dt_bias.shape[0]))
-        y = torch.empty(rows, tokens, conv.shape[0] - 2 * key_heads * key_dim)
+        y = torch.empty(rows, tokens, conv.shape[0] - 2 * key_heads * key_dim, dtype=torch.float32)
         given = Given(
             inputs.data_ptr(), _gate(z, y), y.data_ptr(), (*inputs.stride()[:2], *_steps(z)),
             threads_for(tokens * carry[1].numel()),
@@ -98,7 +98,7 @@ class Mixers:
         rows, tokens = inputs.shape[:2]
         inputs, gate = _dense(inputs), None if gate is None else _dense(gate)
         expect(inputs, "the inputs", (rows, tokens, conv.shape[0] + A.shape[0]))
-        y = torch.empty(rows, tokens, A.shape[0] * head_dim)
+        y = torch.empty(rows, tokens, A.shape[0] * head_dim, dtype=torch.float32)
         given = Given(
             inputs.data_ptr(), _gate(gate, y), y.data_ptr(), (*inputs.stride()[:2], *_steps(gate)),
             threads_for(tokens * carry[1].numel()),
