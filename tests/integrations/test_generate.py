@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import set_seed
+from transformers import DynamicCache, set_seed
 
 from lmstate.integrations.transformers import StateCache
 from tests.integrations.models import DECODERS, call, decoder, repetitive, text
@@ -91,6 +91,24 @@ def test_a_chat_goes_on_from_its_cache(name: str) -> None:
     settings = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(second)}
     out = model.generate(second, past_key_values=cache, **settings)
     assert torch.equal(out, model.generate(second, **settings))
+
+
+@pytest.mark.parametrize("name", ("llama", "gemma3", "qwen3_next", "falcon_h1", "lfm2"))
+def test_the_same_prompt_again_is_new_text_unless_the_cache_is_rewound(name: str) -> None:
+    model, ids = decoder(name), text(25)
+    settings: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    ours, theirs = StateCache(model), DynamicCache(config=model.config)
+    first, again = (
+        [model.generate(ids, past_key_values=cache, **settings) for cache in (ours, theirs)] for _ in range(2)
+    )
+    assert torch.equal(*first) and torch.equal(*again)
+    ours.rewind(to=20)
+    for seed in (1, 2):  # two prompts that share their beginning
+        other = torch.cat([ids[:, :20], text(9, seed=seed)], dim=1)
+        settings["attention_mask"] = torch.ones_like(other)
+        out = model.generate(other, past_key_values=ours, **settings)
+        assert torch.equal(out, model.generate(other, **settings))
+        ours.rewind(to=20)
 
 
 @pytest.mark.parametrize("name", ("llama", "gemma3", "qwen3_next", "lfm2"))

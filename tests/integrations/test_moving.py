@@ -140,6 +140,44 @@ def test_moves_that_cannot_be_are_refused_and_change_nothing() -> None:
     goes_on_as(model, blind, text(40, 2)[:, :35])
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_calls_that_do_not_belong_to_the_cache_are_refused_and_change_nothing(name: str) -> None:
+    model, cache = fed(name)
+    for rows in (1, 3):
+        with pytest.raises(StateError, match=f"{rows} rows .* holds 2"):
+            call(model, text(1, rows), cache)
+    other = copy.deepcopy(model)
+    with pytest.raises(StateError, match="another model"):
+        call(other, text(1, 2), cache)
+    call(other, text(3, 2), StateCache(other))
+    goes_on_as(model, cache, text(40, 2))
+
+
+def test_a_part_of_a_model_is_told_from_the_model() -> None:
+    mamba, cache = fed("mamba2")
+    with pytest.raises(StateError, match="a part"), torch.no_grad():
+        mamba.backbone(text(3, 2), cache_params=cache, use_cache=True)
+    for name in ("llama", "qwen3_next"):
+        model, cache = fed(name)
+        with torch.no_grad():
+            model.model(text(3, 2, seed=1), past_key_values=cache, use_cache=True)
+        goes_on_as(model, cache.fork(), torch.cat([text(40, 2), text(3, 2, seed=1)], dim=1))
+        call(model, text(3, 2, seed=2), cache)
+    with pytest.raises(UnsupportedError, match="a part of the model"):
+        cache.rewind(to=42)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_cache_filled_with_gradients_followed_forks_too(name: str) -> None:
+    model, cache = decoder(name), StateCache(decoder(name))
+    model(text(20, 2), past_key_values=cache, use_cache=True)
+    forked = cache.fork(2)
+    with torch.no_grad():
+        goes_on_as(model, forked, text(20, 2).repeat_interleave(2, 0))
+        goes_on_as(model, copy.deepcopy(cache), text(20, 2))
+        goes_on_as(model, cache, text(20, 2))
+
+
 def test_a_cache_keeps_no_model_alive() -> None:
     model = copy.deepcopy(decoder("qwen3_next"))
     cache = StateCache(model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,12 +21,13 @@ from transformers.cache_utils import (
 
 from lmstate.errors import StateError
 from lmstate.integrations.transformers import hooks
-from lmstate.integrations.transformers.history import History
+from lmstate.integrations.transformers.history import Call, History
 from lmstate.integrations.transformers.hybrid import HybridLayer, HybridWindowLayer
 from lmstate.integrations.transformers.kept import Kept
 from lmstate.integrations.transformers.layers import GrowingLayer, IndexedLayer
 from lmstate.integrations.transformers.recurrent import ConvLayer, FoldLayer
 from lmstate.integrations.transformers.rollback import Rollback
+from lmstate.integrations.transformers.room import Room
 from lmstate.integrations.transformers.snapshot import CacheSnapshot, fingerprint_of, load, save
 from lmstate.integrations.transformers.window import WindowLayer
 
@@ -94,6 +95,16 @@ class StateCache(Rollback):
     def is_compileable(self) -> bool:
         return False
 
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
+        """Store a convolution's inputs; the other arguments are the layer's business."""
+        self._expect_call()
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
+        """Store a carry; the other arguments are the layer's business."""
+        self._expect_call()
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+
     def activate_past_recording(self) -> None:
         """Expect `crop` after each call: keep what it takes to go back to before the call."""
         self._recording = True
@@ -127,12 +138,6 @@ class StateCache(Rollback):
         self._select(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
 
     # ---- moving about
-
-    @property
-    def rows(self) -> int:
-        """Rows of the batch; 0 before the first call."""
-        rows = (layer.rows() for layer in self.layers if isinstance(layer, Kept))
-        return next((n for n in rows if n is not None), 0)
 
     def fork(self, n: int = 1) -> StateCache:
         """A new cache with every row `n` times, in the order of `generate`'s `num_return_sequences`; this one stays."""
@@ -203,12 +208,25 @@ class StateCache(Rollback):
     def __deepcopy__(self, memo: dict[int, Any]) -> StateCache:
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
+        memo.update({id(held): held.clone() for held in _computed([self.layers, self._history])})
         for name, value in self.__dict__.items():
             twin.__dict__[name] = value if name == "_model" else copy.deepcopy(value, memo)
         return twin
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         raise TypeError("a StateCache belongs to its model and cannot be pickled: use cache.save(path)")
+
+
+def _computed(value: object) -> Iterator[Tensor]:
+    """The tensors in here that a gradient follows, which torch refuses to copy deeply."""
+    if isinstance(value, Tensor):
+        if not value.is_leaf:
+            yield value
+    elif isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _computed(part)
+    elif isinstance(value, Kept | CacheLayerMixin | LinearAttentionCacheLayerMixin | Room | History | Call):
+        yield from _computed(vars(value))
 
 
 def _layer(kind: str, arguments: dict[str, Any], rewind: int) -> Any:

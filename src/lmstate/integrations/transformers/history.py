@@ -70,6 +70,8 @@ class History:
         ids, positions, mask = (call.given.get(name) for name in (IDS, POSITIONS, MASK))
         if isinstance(mask, Tensor) and mask.ndim == 2:
             self.mask = mask
+        if call.start != self.length:  # a part of the model was fed in between
+            self.known = call.start
         extra = set(call.given) - {IDS, POSITIONS, MASK}
         if ids is None or any(isinstance(call.given[name], Tensor) for name in extra):
             self.known = call.stop
@@ -83,11 +85,11 @@ class History:
         """What feeds the tokens start..stop again. Raises `UnsupportedError` if that was not kept."""
         if self.call is not None and self.call.start == start and stop <= self.call.stop:
             return self.call.part(stop)
-        if start < self.known or self.ids is None:
+        if start < self.known or stop > self.length or self.ids is None:
             raise UnsupportedError(
-                f"going back to token {stop} has to feed the tokens {start} to {stop} again, and those before "
-                f"{self.known} are not known by their ids (they came as embeddings, or with other inputs); keep a "
-                "snapshot of the places to return to"
+                f"going back to token {stop} has to feed the tokens {start} to {stop} again, and by their ids only "
+                f"those from {self.known} to {self.length} are known (the others came as embeddings, with other "
+                "inputs, or through a part of the model); keep a snapshot of the places to return to"
             )
         given: dict[str, Any] = {IDS: self.ids[:, start:stop]}
         if self.positions is not None:

@@ -68,6 +68,7 @@ def before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     fed = given.get(IDS) if given.get(IDS) is not None else given.get(EMBEDS)
     if fed is None:  # an encoder-decoder model, whose cache needs no calls
         return (), {**given, name: cache}
+    cache.admit(model, fed.shape[0])
     inputs = {key: value for key, value in given.items() if key not in OUTPUTS and value is not None}
     call = Call(cache.get_seq_length(), cache.get_seq_length() + fed.shape[1], inputs)
     outputs = {key: value for key, value in given.items() if key in OUTPUTS}

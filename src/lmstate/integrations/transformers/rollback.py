@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DummyLayer, DynamicCache
 
@@ -118,6 +118,19 @@ class Rollback(DynamicCache):
 
     # ---- what the hooks tell (see hooks.py)
 
+    def admit(self, model: nn.Module, rows: int) -> None:
+        """Raise `StateError` unless a call of this model with so many rows may go on from here."""
+        if model is not self.model:
+            raise StateError(
+                "this cache was made for another model (a copy is another one); make one with StateCache(model), and "
+                "take the text over with cache.save and StateCache.load if the weights are the same"
+            )
+        if self.rows not in (0, rows):
+            raise StateError(
+                f"a call with {rows} rows was given a cache that holds {self.rows}; take a cache of its own, or "
+                "batch_repeat_interleave, batch_select_indices or fork this one"
+            )
+
     def feeds_apart(self, call: Call, outputs: dict[str, Any]) -> bool:
         """Whether the part of a call whose logits nobody asked for should be fed before the rest."""
         wanted = any(outputs.get(name) for name in ("output_hidden_states", "output_attentions", "labels"))
@@ -181,7 +194,20 @@ class Rollback(DynamicCache):
         finally:
             self._recording = recording
 
+    @property
+    def rows(self) -> int:
+        """Rows of the batch; 0 before the first call."""
+        rows = (layer.rows() for layer in self.layers if isinstance(layer, Kept))
+        return next((n for n in rows if n is not None), 0)
+
     # ---- inside
+
+    def _expect_call(self) -> None:
+        if self._call is None and self._attention is None:
+            raise StateError(
+                "a part of this recurrent model was called: nobody told the cache how many tokens come; call the model "
+                "that the cache was made for"
+            )
 
     def _kept(self, what: str) -> list[Kept]:
         """The layers that hold something, all of them ours."""
