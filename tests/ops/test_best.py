@@ -27,3 +27,13 @@ def test_any_strides_and_no_rows(variant: str) -> None:
     x = torch.randn(300, 3)
     assert torch.equal(ops.best(x.T)[1], x.argmax(0))
     assert ops.best(torch.empty(0, 5))[1].tolist() == []
+
+
+def test_another_default_dtype_changes_nothing(variant: str) -> None:
+    x = torch.randn(2, 300)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        largest, where = ops.best(x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(largest, x.amax(1)) and torch.equal(where, x.argmax(1))

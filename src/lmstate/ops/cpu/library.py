@@ -130,7 +130,7 @@ class Library:
         rows, width = x.shape
         if width == 0:
             raise ValueError("a row without numbers has no largest one")
-        largest, where = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
+        largest, where = torch.empty(rows, dtype=torch.float32), torch.empty(rows, dtype=torch.int64)
         pointers = float_pointer(x, "x", x.shape), largest.data_ptr(), where.data_ptr()
         self._best(_BEST.pack(*pointers, rows, width, self._threads(x)))
         return largest, where
