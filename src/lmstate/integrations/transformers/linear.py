@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lmstate.ops import dispatch
+from lmstate.ops.cpu import Library
 from lmstate.ops.linear import FEW
 from lmstate.ops.weight import FloatWeight
 
@@ -29,8 +30,7 @@ class NativeLinear(nn.Linear):
         library = dispatch.native(input, weight, bias)  # None in a graph too
         if library is None or weight is None or not _applies(input, weight, bias):
             return super().forward(input)
-        b = None if bias is None else bias.float()
-        return library.linear(input.float(), FloatWeight(weight), b, None, 0, None).to(input.dtype)
+        return product(library, input, weight, bias)
 
 
 def use_native_linear(model: nn.Module) -> int:
@@ -51,6 +51,12 @@ def _swap(model: nn.Module, before: type[nn.Module], after: type[nn.Module]) -> 
     for module in model.modules():
         if type(module) is before:
             module.__class__ = after
+
+
+def product(library: Library, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x `[..., K]` by a contiguous weight `[N, K]` of its type, by a native body: `[..., N]` of that type."""
+    b = None if bias is None else bias.float()
+    return library.linear(x.float(), FloatWeight(weight), b, None, 0, None).to(x.dtype)
 
 
 def _applies(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
