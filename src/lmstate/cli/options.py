@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 DEFAULT_MODEL = "smollm2"
 
 
-class WeightKind(str, Enum):
+class WeightKind(StrEnum):
     """How the weights are stored in memory."""
 
     auto = "auto"
