@@ -113,7 +113,7 @@ def bytes_held(state: lmstate.State) -> int:
         elif isinstance(thing, list | tuple):
             for part in thing:
                 walk(part)
-        elif type(thing).__module__.startswith("lmstate.state"):
+        elif type(thing).__module__.startswith(("lmstate.state", "lmstate.ops")):
             walk(vars(thing))
 
     walk(state)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from lmstate import kv
-from lmstate.ops import EVERYTHING, Scoring, Sight
-from lmstate.ops.attend_slots import attend_slots, attend_slots_reference
+from lmstate.ops import Scoring
+from lmstate.ops.attend_slots import Columns, attend_observed, attend_slots
+from lmstate.ops.settle import Lowest, SlotLists, settle, settle_reference, unsettle
 from lmstate.state import Layout, Step, attention_state
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
@@ -97,7 +98,8 @@ def test_attention_over_slots_gives_gradients_and_columns() -> None:
     positions = torch.stack([torch.randperm(40, generator=generator)[:30] for _ in range(4)]).view(2, KV_HEADS, 30)
     positions[:, :, :3] = -1
     starts, counts = torch.tensor([20, 31]), torch.tensor([5, 3])
-    out, seen = attend_slots(q, k, v, positions, starts, counts, Scoring(0.3), last=2)
+    given = Columns(torch.zeros(2, KV_HEADS, 2, 30), starts + counts)
+    out = attend_slots(q, k, v, positions, starts, counts, Scoring(0.3), columns=given)
     own = (starts[:, None] + torch.arange(5))[:, None, :, None]
     mask = ((positions[:, :, None] <= own) & (positions[:, :, None] >= 0)).repeat_interleave(3, dim=1)
     keys, values = (x.repeat_interleave(3, dim=1) for x in (k, v))
@@ -110,28 +112,86 @@ def test_attention_over_slots_gives_gradients_and_columns() -> None:
         torch.testing.assert_close(mine, theirs)
     columns = weights.unflatten(1, (KV_HEADS, -1)).mean(2)  # [R, K, T, S]
     for row, count in enumerate(counts.tolist()):
-        split = [columns[row, :, : count - 2].sum(1), *columns[row, :, count - 2 : count].unbind(1)]
-        torch.testing.assert_close(seen[row], torch.stack(split, dim=-1).detach())
+        split = torch.stack([columns[row, :, : count - 1].sum(1), columns[row, :, count - 1]], dim=1)
+        torch.testing.assert_close(given.sums[row], split.detach())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("softcap", "sight"), [(None, EVERYTHING), (2.0, Sight(window=9)), (None, Sight(chunk=16))])
-def test_native_attention_over_slots_equals_the_reference(
-    dtype: torch.dtype, softcap: float | None, sight: Sight
-) -> None:
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_observed_attention_equals_the_reference(dtype: torch.dtype, softcap: float | None) -> None:
     generator = torch.Generator().manual_seed(7)
-    for width, slots, dim, last in ((1, 70, 64, None), (7, 129, 24, 3), (32, 200, 80, 32)):
+    for width, slots, dim, planes in ((1, 70, 64, 1), (7, 129, 24, 3), (130, 400, 80, 17), (9, 40, 64, 9)):
         q = torch.randn(2, width, HEADS, dim, generator=generator)
         k, v = (torch.randn(2, KV_HEADS, slots, dim, generator=generator).to(dtype) for _ in "kv")
-        order = [torch.randperm(2 * slots, generator=generator)[:slots] for _ in range(2 * KV_HEADS)]
-        positions = torch.stack(order).view(2, KV_HEADS, slots)
-        positions[:, :, ::5] = -1
-        positions[1, 0] = -1  # a head that sees nothing but its sink
-        starts, counts = torch.tensor([slots, slots // 2]), torch.tensor([width, width // 2])
-        sinks = torch.randn(HEADS, generator=generator)
-        scoring = Scoring(0.3, softcap, sinks)
-        got, seen = attend_slots(q, k, v, positions, starts, counts, scoring, sight, last)
-        wanted, columns = attend_slots_reference(q, k, v, positions, starts, counts, scoring, sight, last)
-        torch.testing.assert_close(got, wanted, atol=2e-5, rtol=2e-5)
-        if last is not None:
-            torch.testing.assert_close(seen, columns, atol=2e-5, rtol=2e-5)
+        starts, counts = torch.tensor([slots - width, 0]), torch.tensor([width, width // 2])
+        scoring = Scoring(0.3, softcap, torch.randn(HEADS, generator=generator))
+        got, wanted = (Columns(torch.zeros(2, KV_HEADS, planes, slots), starts + counts) for _ in range(2))
+        where = torch.arange(slots).expand(2, KV_HEADS, slots)
+        seen = attend_observed(q, k, v, starts, counts, scoring, got)
+        torch.testing.assert_close(
+            seen, attend_slots(q, k, v, where, starts, counts, scoring, columns=wanted), atol=2e-5, rtol=2e-5
+        )
+        torch.testing.assert_close(got.sums, wanted.sums, atol=2e-5, rtol=2e-5)
+        assert got.sums.sum() > 1
+        if width < 32:  # the same bits beside other rows, and token by token
+            alone = attend_observed(
+                q[:1], k[:1], v[:1], starts[:1], counts[:1], scoring, Columns(*(x[:1] for x in got))
+            )
+            assert torch.equal(alone[0], seen[0])
+
+
+@pytest.mark.parametrize("by_scores", [False, True])
+def test_settled_slots_equal_the_references(by_scores: bool) -> None:
+    """Random steps through the native body and the plain one: the same lists, graves and scores; and undone."""
+    generator = torch.Generator().manual_seed(11)
+    rows, heads, slots, graves, history = 2, 3, 40, 24, 5
+
+    def lists() -> SlotLists:
+        kept = {"k": torch.zeros(rows, heads, slots, 6), "position": torch.zeros(rows, heads, slots, dtype=torch.int32)}
+        buried = {name: x[:, :, :graves].clone() for name, x in kept.items()}
+        numbers = {name: torch.zeros(rows, heads, graves, dtype=torch.int32) for name in ("died", "slot")}
+        if by_scores:
+            kept["scores"] = torch.zeros(rows, heads, history, slots)
+        none = torch.zeros(rows, heads, dtype=torch.int64)
+        return SlotLists(kept, {**buried, **numbers}, none, none.clone())
+
+    mine, plain = lists(), lists()
+    lengths, past = [0] * rows, {}
+    for turn in range(40):
+        counts = torch.randint(1, 5, (rows,), generator=generator)
+        accepted = (counts - torch.tensor([0, turn % 2])).clamp(min=0)
+        columns = torch.rand(rows, heads, 4, slots, generator=generator) if by_scores else None
+        live = mine.live[:, 0] + accepted
+        evicted: Tensor | Lowest = Lowest((live - 20).clamp(min=0), 2, 4, by_scores)
+        if turn % 3 == 0:
+            evicted = torch.rand(rows, heads, slots, generator=generator) < 0
+            evicted[0, :, 5:7] = live[0] > 20
+        new = torch.randn(rows, heads, 5, 6, generator=generator)
+        for one in (mine, plain):
+            for r in range(rows):
+                for h in range(heads):
+                    first = int(one.live[r, h])
+                    one.kept["k"][r, h, first : first + 5] = new[r, h, : slots - first]
+        starts = torch.tensor(lengths)
+        settle(mine, starts, counts, accepted, columns=columns, evicted=evicted)
+        settle_reference(plain, starts, counts, accepted, columns=columns, evicted=evicted)
+        lengths = [start + n for start, n in zip(lengths, accepted.tolist())]
+        assert torch.equal(mine.live, plain.live) and torch.equal(mine.dug, plain.dug)
+        n = int(mine.live.max())
+        for name, array in mine.kept.items():
+            if name != "scores":
+                filled = torch.arange(slots) < mine.live[..., None]
+                assert torch.equal(array[filled], plain.kept[name][filled])
+        for name, array in mine.buried.items():
+            assert torch.equal(array, plain.buried[name])
+        if by_scores:
+            for r, length in enumerate(lengths):
+                got, wanted = (x.kept["scores"][r, :, length % history, :n] for x in (mine, plain))
+                torch.testing.assert_close(got, wanted)
+        past[lengths[0]] = mine.kept["k"][0, :, :n].clone(), mine.kept["position"][0, :, :n].clone()
+    before = max(length for length in past if length <= lengths[0] - 3)
+    dug = mine.dug.clone()
+    unsettle(mine, before)
+    assert (mine.dug[0] < dug[0]).all()
+    for got, then in zip((mine.kept["k"], mine.kept["position"]), past[before]):
+        assert torch.equal(got[0, :, : int(mine.live[0, 0])], then[:, : int(mine.live[0, 0])])

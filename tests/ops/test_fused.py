@@ -70,7 +70,7 @@ def run(mixer: Attention, xs: list[tuple[list[int], Tensor]], fused: bool, dtype
         step = step_of(starts, counts)
         memory.reserve(step)
         if fused:
-            rings = memory.rings
+            rings = memory.rings(step)
             assert rings is not None
             rotation = None if mixer.rope is None else mixer.rope.rotation(step)
             y = ops.fused_attention(

@@ -1,6 +1,8 @@
-"""Attention over slots in any order, each with a position of its own: what is left of a row after some were evicted."""
+"""Attention that tells what each slot received, and attention over slots in any order, each with its own position."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,10 +10,42 @@ from torch import Tensor
 from lmstate.ops import dispatch
 from lmstate.ops.scoring import EVERYTHING, Scoring, Sight
 
-SHORT = 32
-"""Up to this many new tokens a row, the native body runs."""
+OBSERVED = 64
+"""New tokens a row that one native call observes: the weights of them all are kept until the sums are known."""
 BLOCK = 128
-"""Queries that are scored at a time."""
+"""Queries that the reference scores at a time."""
+
+
+class Columns(NamedTuple):
+    """Where the attention that slots receive is added up, averaged over the query heads of a group.
+
+    sums: float32 `[R, K, n, S]`: in the last plane what the token before position ends[r] gave, in those before it what
+    the tokens before that one gave; the first plane also has what all earlier ones gave.
+    """
+
+    sums: Tensor
+    ends: Tensor  # int64 [R]
+
+
+def attend_observed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    scoring: Scoring,
+    columns: Columns,
+) -> Tensor:
+    """`ops.attend` over rings that have not wrapped; adds what each slot receives to `columns`."""
+    library = dispatch.native(q, k, v, scoring.sinks)
+    if library is None or not library.can_attend(q, k, v):
+        slots = torch.arange(k.shape[2], device=k.device).expand(k.shape[:3])
+        return attend_slots(q, k, v, slots, starts, counts, scoring, columns=columns)
+    out = [
+        library.attend(block, k, v, starts + first, (counts - first).clamp(0, OBSERVED), scoring, EVERYTHING, columns)
+        for first, block in zip(range(0, max(q.shape[1], 1), OBSERVED), q.split(OBSERVED, dim=1))
+    ]
+    return out[0] if len(out) == 1 else torch.cat(out, dim=1)
 
 
 def attend_slots(
@@ -23,43 +57,18 @@ def attend_slots(
     counts: Tensor,
     scoring: Scoring,
     sight: Sight = EVERYTHING,
-    last: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    columns: Columns | None = None,
+) -> Tensor:
     """Attend from new tokens to the slots of their row and kv head -> float32 `[R, T, H, Dv]`, zero where padding.
 
     q: float32 `[R, T, H, D]`; k: `[R, K, S, D]`, v: `[R, K, S, Dv]`, which already hold the new tokens; positions:
     `[R, K, S]`, negative where a slot is empty. starts, counts: int64 `[R]`: query i < counts[r] stands at starts[r] +
-    i and sees the slots of positions up to its own, of those in `sight`.
+    i and sees the slots of positions up to its own, of those in `sight`. Adds to `columns` what each slot receives.
 
-    `last`: also return the attention that each slot received, averaged over the query heads of its group, float32
-    `[R, K, S, last + 1]`: first the sum over the queries before the last ones, then each of the last `last` of the row
-    by itself (zeros where a row has fewer). Reads starts and counts on the host.
+    Plain torch in float32; reads starts and counts on the host.
     """
-    library = dispatch.native(q, k, v, scoring.sinks)
-    if library is not None and q.shape[1] <= SHORT:
-        from lmstate.ops.cpu.slots import slots
-
-        if (body := slots(library.variant)).can(q, k, v):
-            return body.attend(q, k, v, positions, starts, counts, scoring, sight, last)
-    return attend_slots_reference(q, k, v, positions, starts, counts, scoring, sight, last)
-
-
-def attend_slots_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    positions: Tensor,
-    starts: Tensor,
-    counts: Tensor,
-    scoring: Scoring,
-    sight: Sight = EVERYTHING,
-    last: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Plain torch in float32; also the body for long steps."""
     rows, width, heads, _ = q.shape
-    kv_heads, slots = k.shape[1], k.shape[2]
-    out = q.new_zeros(rows, width, heads, v.shape[-1], dtype=torch.float32)
-    seen = None if last is None else q.new_zeros(rows, kv_heads, slots, last + 1, dtype=torch.float32)
+    padding = q.new_zeros(rows, width, heads, v.shape[-1], dtype=torch.float32)
     outs = []
     for r, (start, count) in enumerate(zip(starts.tolist(), counts.tolist())):
         keys, values, where = k[r].float(), v[r].float(), positions[r, :, None, None]  # where: [K, 1, 1, S]
@@ -70,10 +79,12 @@ def attend_slots_reference(
             probs = _weights(block, keys, where, own, scoring, sight)  # [K, G, t, S]
             read = probs.flatten(1, 2) @ values  # [K, G * t, Dv]
             pieces.append(read.unflatten(1, probs.shape[1:3]).permute(2, 0, 1, 3).flatten(1, 2))  # [t, H, Dv]
-            if seen is not None and last is not None:
-                _add_columns(seen[r], probs.detach().mean(1), first - (count - last))
-        outs.append(torch.cat([*pieces, out[r, count:]]))
-    return (torch.stack(outs) if rows else out), seen
+            if columns is not None:
+                sums = columns.sums[r]  # [K, n, S]
+                plane = (own[:, 0] + sums.shape[1] - columns.ends[r]).clamp(min=0)
+                sums.index_add_(1, plane, probs.detach().mean(1))
+        outs.append(torch.cat([*pieces, padding[r, count:]]))
+    return torch.stack(outs) if rows else padding
 
 
 def _weights(q: Tensor, k: Tensor, where: Tensor, own: Tensor, scoring: Scoring, sight: Sight) -> Tensor:
@@ -84,12 +95,3 @@ def _weights(q: Tensor, k: Tensor, where: Tensor, own: Tensor, scoring: Scoring,
     products = (grouped @ k.mT).view(1, heads, count, -1)
     mask = sight.sees(own, where).expand(-1, group, -1, -1).flatten(0, 1)  # [H, t, S]
     return scoring.weights(products, mask).view(len(k), group, count, -1)
-
-
-def _add_columns(seen: Tensor, columns: Tensor, offset: int) -> None:
-    """Add queries' attention `[K, t, S]` to seen `[K, S, last + 1]`; the first is number `offset` of the last."""
-    early = min(max(-offset, 0), columns.shape[1])
-    seen[..., 0] += columns[:, :early].sum(1)
-    late = columns[:, early:].mT  # [K, S, n]
-    begin = 1 + max(offset, 0)
-    seen[..., begin : begin + late.shape[-1]] = late

@@ -17,9 +17,8 @@ from lmstate.state.step import Step
 class KeyValueState(LayerState):
     """The memory of a layer that attends to keys and values, however it stores them and whatever it forgets."""
 
-    @property
-    def rings(self) -> ops.Rings | None:
-        """The keys and values themselves, where they lie as `ops.fused_attention` stores and reads them."""
+    def rings(self, step: Step) -> ops.Rings | None:
+        """The keys and values themselves, where a step may store and read them as `ops.fused_attention` does."""
         return None
 
     @abstractmethod
@@ -76,8 +75,7 @@ class AttentionState(SlotState, KeyValueState):
         """The buffers that hold keys and values of these widths, without rows and slots, and the dtypes of some."""
         return {name: (kv_heads, dim) for name, dim in dims.items()}, {}
 
-    @property
-    def rings(self) -> ops.Rings | None:
+    def rings(self, step: Step) -> ops.Rings | None:
         return ops.Rings(self.buffers["k"], self.buffers["v"], self.sight)
 
     @property

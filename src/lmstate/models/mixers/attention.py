@@ -70,7 +70,7 @@ class Attention:
         self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
     ) -> Tensor:
         assert isinstance(memory, KeyValueState)
-        if (rings := memory.rings) is not None and self.temperature is None:
+        if (rings := memory.rings(step)) is not None and self.temperature is None:
             rotation = None if self.rope is None else self.rope.rotation(step)
             y = ops.fused_attention(
                 x, self, rotation, rings, step.starts_t, step.counts_t, norm=norm, residual=residual

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lmstate.ops.residual import Residual
 from lmstate.ops.scoring import Scoring, Sight
+
+if TYPE_CHECKING:
+    from lmstate.ops.attend_slots import Columns
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 WEIGHT_KINDS = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
@@ -100,6 +104,7 @@ def attend_fields(
     scoring: Scoring,
     sight: Sight,
     out: Tensor,
+    columns: Columns | None = None,
 ) -> tuple[float, ...]:
     rows, tokens, heads, dim = q.shape
     _, kv_heads, slots, dim_v = v.shape
@@ -109,10 +114,20 @@ def attend_fields(
     sq, sk, sv = q.stride(), k.stride(), v.stride()
     return (
         q.data_ptr(), k.data_ptr(), v.data_ptr(), starts.data_ptr(), counts.data_ptr(), sinks, out.data_ptr(),
+        *column_pointers(columns, k.shape[:3]),
         rows, tokens, heads, kv_heads, slots, dim, dim_v,
         sq[0], sq[1], sq[2], sk[0], sk[1], sk[2], sv[0], sv[1], sv[2],
-        KINDS[k.dtype], *rule_fields(scoring, sight),
+        0 if columns is None else columns.sums.shape[2], KINDS[k.dtype], *rule_fields(scoring, sight),
     )  # fmt: skip
+
+
+def column_pointers(columns: Columns | None, slots: tuple[int, ...]) -> tuple[int, int]:
+    """Of the sums over slots `[R, K, S]`, and of the ends."""
+    if columns is None:
+        return 0, 0
+    rows, kv_heads, count = slots
+    sums = float_pointer(columns.sums, "columns", (rows, kv_heads, columns.sums.shape[2], count))
+    return sums, integers(columns.ends, "ends", rows).data_ptr()
 
 
 def sinks_pointer(scoring: Scoring, heads: int) -> int:

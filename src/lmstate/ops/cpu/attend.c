@@ -32,7 +32,7 @@ static int64_t low_of(const attend_args *a, int64_t own) { /* the first position
 
 static part part_at(const attend_args *a, float *parts, int64_t index) {
   float *p = parts + index * (a->dim_v + 2);
-  part r = {p, p + 1, p + 2};
+  part r = {p, p + 1, p + 2, NULL, NULL};
   return r;
 }
 
@@ -152,6 +152,10 @@ INLINE void tile_of_queries(const attend_args *a, const source *s, const float *
     if (kind == CODES8)
       for (int64_t t = 0; t < SUB; t++) scores[j][t] *= k_scale[t];
     weigh(a, scores[j], &to[j], seen, until);
+    if (to[j].weights) {
+      memcpy(to[j].weights + b, scores[j], SUB * sizeof(float));
+      to[j].peaks[b / SUB] = *to[j].largest;
+    }
     if (kind >= CODES8) scale_weights(a, v_scale, in_blocks ? v_low : NULL, scores[j], &to[j]);
   }
   for (int run = 0; run < 2; run++) {
@@ -233,6 +237,10 @@ static void run_task(const attend_args *a, const attend_plan *all, int64_t r, in
         q[i] = a->q + r * a->q_row + token * a->q_token + head * a->q_head;
         low[i] = low_of(a, start + token), end[i] = start + token + 1;
         to[i] = part_at(a, all->parts, first_part + j + i);
+        if (a->columns) {
+          const int64_t query = (r * a->tokens + token) * a->heads + head;
+          to[i].weights = all->weights + query * all->padded, to[i].peaks = all->peaks + query * (all->padded / SUB);
+        }
       }
       if (j < far) tile(a, &floats, q, low, end, to, queries, b);
       else coded_tile(a, &coded, q, low, end, to, queries, b);
@@ -241,7 +249,9 @@ static void run_task(const attend_args *a, const attend_plan *all, int64_t r, in
 }
 
 /* The parts of one query, in the order of the chunks; one that saw nothing has the sum 0 and adds nothing. */
-static void combine(const attend_args *a, const row_plan *plan, float *parts, int64_t r, int64_t token, int64_t head) {
+static void combine(const attend_args *a, const attend_plan *all, int64_t r, int64_t token, int64_t head) {
+  const row_plan *plan = &all->rows[r];
+  float *parts = all->parts;
   float *out = a->out + ((r * a->tokens + token) * a->heads + head) * a->dim_v;
   memset(out, 0, (size_t)a->dim_v * sizeof(float));
   if (token >= a->counts[r]) return;
@@ -258,11 +268,37 @@ static void combine(const attend_args *a, const row_plan *plan, float *parts, in
     for (int64_t d = 0; d < a->dim_v; d++) out[d] += keep * p.values[d];
   }
   for (int64_t d = 0; d < a->dim_v; d++) out[d] /= sum;
+  if (!a->columns) return;
+  float *total = all->totals + 2 * ((r * a->tokens + token) * a->heads + head);
+  total[0] = largest, total[1] = sum;
+}
+
+/* Add to the columns of one kv head what its slots received, averaged over the group: in the order of the queries. No
+ * ring wraps here, so that position p lies in slot p. */
+static void add_columns(const attend_args *a, const attend_plan *all, int64_t r, int64_t kv) {
+  const int64_t group = a->heads / a->kv_heads;
+  const int64_t end = a->ends ? a->ends[r] : a->starts[r] + a->counts[r];
+  for (int64_t token = 0; token < a->counts[r]; token++) {
+    const int64_t own = a->starts[r] + token, plane = own + a->planes - end;
+    float *column = a->columns + ((r * a->kv_heads + kv) * a->planes + (plane < 0 ? 0 : plane)) * a->slots;
+    for (int64_t h = kv * group; h < (kv + 1) * group; h++) {
+      const int64_t query = (r * a->tokens + token) * a->heads + h;
+      const float *weights = all->weights + query * all->padded, *total = all->totals + 2 * query;
+      for (int64_t b = low_of(a, own) / SUB * SUB; b <= own; b += SUB) {
+        const float keep = expf(all->peaks[query * (all->padded / SUB) + b / SUB] - total[0]) / (total[1] * (float)group);
+        const int64_t n = a->slots - b < SUB ? a->slots - b : SUB;
+        int64_t t = 0;
+        for (; t + VL <= n; t += VL)
+          vf_store(column + b + t, vf_fma(vf_set1(keep), vf_load(weights + b + t), vf_load(column + b + t)));
+        for (; t < n; t++) column[b + t] += keep * weights[b + t];
+      }
+    }
+  }
 }
 
 int64_t attend_begin(const attend_args *a, attend_plan *plan) {
   plan->tasks = 0;
-  plan->parts = 0;
+  plan->parts = plan->weights = NULL;
   plan->codes = NULL;
   plan->rows = malloc((size_t)(a->rows + 1) * sizeof(row_plan));
   if (!plan->rows) return -1;
@@ -270,7 +306,8 @@ int64_t attend_begin(const attend_args *a, attend_plan *plan) {
   for (int64_t r = 0; r < a->rows; r++) {
     const int64_t start = a->starts[r], count = a->counts[r];
     /* What the row's queries see must lie in the ring at once; a row without tokens sees nothing. */
-    if (start < 0 || count < 0 || count > a->tokens || (count && start + count - low_of(a, start) > a->slots)) {
+    const int64_t first = a->columns ? 0 : low_of(a, start); /* a ring that wraps has no columns */
+    if (start < 0 || count < 0 || count > a->tokens || (count && start + count - first > a->slots)) {
       attend_end(plan);
       return 1 + r;
     }
@@ -283,12 +320,20 @@ int64_t attend_begin(const attend_args *a, attend_plan *plan) {
     parts += a->heads * row->chunks * count;
   }
   plan->parts = malloc(((size_t)parts * (size_t)(a->dim_v + 2) + 1) * sizeof(float));
-  if (plan->parts) return 0;
+  if (a->columns) {
+    const size_t queries = (size_t)(a->rows * a->tokens * a->heads);
+    plan->padded = (a->slots + SUB - 1) / SUB * SUB;
+    plan->weights = malloc((queries * (size_t)(plan->padded + plan->padded / SUB + 2) + 1) * sizeof(float));
+    plan->peaks = plan->weights + queries * (size_t)plan->padded;
+    plan->totals = plan->peaks + queries * (size_t)(plan->padded / SUB);
+  }
+  if (plan->parts && (plan->weights || !a->columns)) return 0;
   attend_end(plan);
   return -1;
 }
 
 void attend_end(attend_plan *plan) {
+  free(plan->weights);
   free(plan->parts);
   free(plan->rows);
 }
@@ -308,8 +353,11 @@ void attend_run(const attend_args *a, const attend_plan *plan) {
 #pragma omp for schedule(static)
   for (int64_t i = 0; i < a->rows * a->tokens * a->heads; i++) {
     const int64_t r = i / (a->tokens * a->heads), token = i / a->heads % a->tokens;
-    combine(a, &plan->rows[r], plan->parts, r, token, i % a->heads);
+    combine(a, plan, r, token, i % a->heads);
   }
+  if (!a->columns) return;
+#pragma omp for schedule(static)
+  for (int64_t i = 0; i < a->rows * a->kv_heads; i++) add_columns(a, plan, i / a->kv_heads, i % a->kv_heads);
 }
 
 int64_t lmstate_attend(const attend_args *a) {

@@ -28,10 +28,13 @@ typedef struct {
   const int64_t *starts, *counts; /* [R] */
   const float *sinks;           /* [H], or null */
   float *out;                   /* [R, T, H, DV], contiguous */
+  float *columns;               /* [R, K, planes, S], where the attention that slots receive is added; or null */
+  const int64_t *ends;          /* [R]: the last plane is of the token before ends[r]; null: of the last of the call */
   int64_t rows, tokens, heads, kv_heads, slots, dim, dim_v;
   int64_t q_row, q_token, q_head;
   int64_t k_row, k_head, k_slot;
   int64_t v_row, v_head, v_slot;
+  int64_t planes;               /* of the last tokens, one each; what comes before goes into the first */
   int64_t kind, window, chunk, threads; /* window, chunk: 0 where there is none */
   double scale, softcap;        /* softcap: 0 where there is none */
 } attend_args;
@@ -68,7 +71,8 @@ typedef struct {
 typedef struct {
   row_plan *rows; /* [R] */
   float *parts;
-  int64_t tasks;
+  float *weights, *peaks, *totals; /* [R, T, H, padded] (see `part`), [R, T, H, padded / SUB], [R, T, H, 2], for columns */
+  int64_t tasks, padded;
   const codes_args *codes; /* or null */
 } attend_plan;
 

@@ -17,8 +17,9 @@ enum { TILE = 4 }; /* queries that share a key in registers */
 enum { TILE = 2 };
 #endif
 
-/* A part of a softmax: largest score, sum of exponentials, then their sum with the values (dim_v floats). */
-typedef struct { float *largest, *sum, *values; } part;
+/* A part of a softmax: largest score, sum of exponentials, then their sum with the values (dim_v floats). Where they are
+ * asked for, also the exponentials of each tile of SUB positions, and the largest score that these are relative to. */
+typedef struct { float *largest, *sum, *values, *weights, *peaks; } part;
 
 /* scores[j][t] = q_j . k_t for `count` keys from `key` on. */
 INLINE void score(const float *const *q, int queries, const void *key, int64_t stride, int64_t dim, int64_t count,

@@ -24,7 +24,7 @@ from lmstate.ops.cpu.arguments import (
 from lmstate.ops.rotate_attend import Rotation
 from lmstate.ops.scoring import Scoring, Sight
 
-_ARGUMENTS = Struct("4P10q" * 2 + "2P6q" + "2q" + "4P3q" + "7P20q2d")
+_ARGUMENTS = Struct("4P10q" * 2 + "2P6q" + "2q" + "4P3q" + "9P21q2d")
 _NO_ROTATION = (0,) * 28
 _NOTHING_NEW = (0,) * 8
 
@@ -97,8 +97,8 @@ class Codes:
             held.k.data_ptr(), held.v.data_ptr(), held.k_scale.data_ptr(), held.v_scale.data_ptr(),
             bits, *((0, 0) if tail is None else (tail.lag, tail.k.shape[2])),
             0 if out is None else q.data_ptr(), *floats[:2], starts.data_ptr(), counts.data_ptr(), sinks,
-            0 if out is None else out.data_ptr(),
-            rows, tokens, heads, kv_heads, slots, dim, dim_v, *q.stride()[:3], *floats[2:],
+            0 if out is None else out.data_ptr(), 0, 0,
+            rows, tokens, heads, kv_heads, slots, dim, dim_v, *q.stride()[:3], *floats[2:8], 0, floats[8],
             *rule_fields(scoring, sight),
         )  # fmt: skip
         check_attended(self._attend(arguments), q, held.k, starts, counts)

@@ -18,10 +18,12 @@ typedef struct {
   const void *out; /* [inputs, H * D] */
   const float *out_bias, *residual, *after; /* the last two as in linear_args */
   float *y; /* [N, outputs] */
+  float *columns; /* [R, K, planes, S], zeros, as in attend_args; or null */
+  float *queries; /* [N, H, D], filled with the queries as they attend; or null */
   int64_t rows, tokens, inputs, outputs, heads, kv_heads, dim, half, interleaved, gated;
   int64_t q_norm_width, k_norm_width;
   int64_t slots, k_row, k_head, k_slot, v_row, v_head, v_slot;
-  int64_t kind, qkv_kind, out_kind, window, chunk, threads;
+  int64_t planes, kind, qkv_kind, out_kind, window, chunk, threads;
   double norm_eps, q_eps, k_eps, scale, softcap, after_eps, residual_scale;
 } attention_args;
 
@@ -62,6 +64,7 @@ static void place(const attention_args *a, float *qkv) {
       rotate_head(x, a->cos + token * a->half, a->sin + token * a->half, turned, a->dim, a->half, a->interleaved);
       memcpy(x, turned, (size_t)a->dim * sizeof(float));
     }
+    if (kv < 0 && a->queries) memcpy(a->queries + (token * a->heads + h) * a->dim, x, (size_t)a->dim * sizeof(float));
     if (kv < 0 || t >= a->counts[r]) continue;
     const int64_t slot = (a->starts[r] + t) % a->slots;
     store_head(x, (char *)a->k + (r * a->k_row + kv * a->k_head + slot * a->k_slot) * size, a->dim, a->kind);
@@ -101,6 +104,7 @@ int64_t lmstate_attention(const attention_args *a) {
                         .q_token = width, .q_head = a->gated ? 2 * a->dim : a->dim, .k_row = a->k_row,
                         .k_head = a->k_head, .k_slot = a->k_slot, .v_row = a->v_row, .v_head = a->v_head,
                         .v_slot = a->v_slot, .kind = a->kind, .window = a->window, .chunk = a->chunk,
+                        .columns = a->columns, .planes = a->planes,
                         .scale = a->scale, .softcap = a->softcap};
   attend_plan plan;
   const int64_t status = attend_begin(&attend, &plan);

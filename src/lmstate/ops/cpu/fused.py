@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lmstate.ops.attention import AttentionParts, Rings
     from lmstate.ops.rotate_attend import Rotation
 
-_ATTENTION = Struct("18P25q7d")
+_ATTENTION = Struct("20P26q7d")
 _FEED_FORWARD = Struct("9P8q3d")
 
 
@@ -54,12 +54,14 @@ class Fused:
         heads, kv_heads, dim = parts.heads, parts.kv_heads, parts.head_dim
         qkv, out, k, v = parts.qkv, parts.out, rings.k, rings.v
         width = (heads * (2 if parts.gate else 1) + 2 * kv_heads) * dim
-        slots, (window, chunk) = k.shape[2], rings.sight
+        slots, (window, chunk), columns = k.shape[2], rings.sight, rings.columns
+        planes = 0 if columns is None else columns.shape[2]
         if qkv.shape != (width, inputs) or out.in_features != heads * dim:
             raise ValueError(f"projections {qkv} and {out} do not fit x {list(x.shape)}, {heads} heads of {dim}")
         if not k.shape == v.shape == (rows, kv_heads, slots, dim):
             raise ValueError(f"rings k {list(k.shape)}, v {list(v.shape)} do not fit {rows} rows, {kv_heads} heads")
-        x, starts, counts = x.contiguous(), integers(starts, "starts", rows), integers(counts, "counts", rows)
+        starts = integers(rings.starts if rings.starts is not None else starts, "starts", rows)
+        x, counts = x.contiguous(), integers(counts, "counts", rows)
         y = torch.empty(rows, tokens, out.out_features, dtype=torch.float32)
         n, half, interleaved = 0, 0, False
         n_eps, cos, sin = 0.0, 0, 0
@@ -80,9 +82,11 @@ class Fused:
             optional_pointer(parts.sinks, "sinks", (heads,)), out.storage.data_ptr(),
             optional_pointer(parts.out_bias, "the bias of out", (out.out_features,)),
             stream, after, y.data_ptr(),
+            optional_pointer(columns, "columns", (rows, kv_heads, planes, slots)),
+            optional_pointer(rings.queries, "queries", (rows, tokens, heads, dim)),
             rows, tokens, inputs, out.out_features, heads, kv_heads, dim, half, interleaved, parts.gate,
             q_width, k_width, slots, *k.stride()[:3], *v.stride()[:3],
-            KINDS[k.dtype], WEIGHT_KINDS[qkv.kind], WEIGHT_KINDS[out.kind], window or 0, chunk or 0,
+            planes, KINDS[k.dtype], WEIGHT_KINDS[qkv.kind], WEIGHT_KINDS[out.kind], window or 0, chunk or 0,
             torch.get_num_threads(), n_eps, q_eps, k_eps, parts.scale, parts.softcap or 0.0,
             after_eps, factor,
         )  # fmt: skip

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from struct import Struct
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,11 +31,14 @@ from lmstate.ops.residual import Residual
 from lmstate.ops.scoring import Scoring, Sight
 from lmstate.ops.weight import Weight
 
+if TYPE_CHECKING:
+    from lmstate.ops.attend_slots import Columns
+
 _LINEAR = Struct("7P6q3d")
 _ROWS = Struct("3P6qd")
 _ROPE = Struct("4P10q")
 _APPEND = Struct("6P19q")
-_ATTEND = Struct("7P20q2d")
+_ATTEND = Struct("9P21q2d")
 _ROTATE_ATTEND = Struct(_ROPE.format * 2 + _APPEND.format + _ATTEND.format)
 _BEST = Struct("3P3q")
 _DEQUANTIZE = Struct("3P6q")
@@ -190,11 +193,12 @@ class Library:
         counts: Tensor,
         scoring: Scoring,
         sight: Sight,
+        columns: Columns | None = None,
     ) -> Tensor:
-        """`ops.attend`."""
+        """`ops.attend`, or `ops.attend_observed`."""
         out = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float32)
         starts, counts = integers(starts, "starts", len(q)), integers(counts, "counts", len(q))
-        fields = attend_fields(q, k, v, starts, counts, scoring, sight, out)
+        fields = attend_fields(q, k, v, starts, counts, scoring, sight, out, columns)
         check_attended(self._attend(_ATTEND.pack(*fields)), q, k, starts, counts)
         return out
 

@@ -3,46 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lmstate import ops
-from lmstate.ops.attend_slots import attend_slots
+from lmstate.ops.attend_slots import Columns, attend_observed, attend_slots
+from lmstate.ops.settle import Lowest, Queries, scores_after, settle
 from lmstate.state.attention import KeyValueState
-from lmstate.state.kv.arrays import NEVER, Arrays, alive_at, check, padded, taken_from
 from lmstate.state.kv.codec import Codec
-from lmstate.state.kv.policy import Evicting, Slots
+from lmstate.state.kv.kept import Arrays, Kept
+from lmstate.state.kv.policy import Budget, Evicting, Slots
 from lmstate.state.kv.queries import LastQueries
 from lmstate.state.layer import Install, Layout
 from lmstate.state.step import Step
 
 ROOM = 16  # slots to spare when the arrays are made anew
+FEW = 32  # slots of a head that are looked for one after another
 
 
 @dataclass
-class Taken:
-    """A part of the pending step that was stored, and what its queries saw."""
+class Part:
+    """A step, or a part of one, whose tokens lie behind the filled slots, and what its queries saw."""
 
     step: Step
-    slots: Tensor  # int64 [R, K, T]: where its tokens lie
-    scores: Tensor | None = None  # float32 [R, K, S, n]: the slots' scores after each of the row's last n tokens
-    queries: list[Tensor] = field(default_factory=list)  # of each row, float32 [n, H, D]: the last ones of its tokens
-
-    def pad(self, slots: int) -> None:
-        if self.scores is not None:
-            self.scores = F.pad(self.scores, (0, 0, 0, slots - self.scores.shape[2]))
+    starts: Tensor  # int64 [R]: how many slots were filled before, of the fullest head
+    columns: Tensor | None = None  # float32 [R, K, n, S]: see `ops.attend_slots.Columns`
+    queries: Tensor | None = None  # float32 [R, T, H, D]
 
 
 class EvictingState(KeyValueState):
-    """Slots `[R, K, S]` in no order, each with the position it holds and the length of the row at which it was evicted.
+    """Slots of keys and values in lists that are filled from the front, in no order; see `Kept`.
 
-    A slot is alive at length L if `position < L < died`, give or take the equality: so a rewind makes alive again what
-    was evicted since, and a slot is free for new tokens only once no rewind inside the window can want it. New tokens
-    go to free slots, and nothing is evicted before the commit, so that a discarded step leaves no trace. A certain step
-    of several parts evicts between them, in copies.
+    A step's tokens lie behind the filled slots, where a discard leaves them. The commit counts them as filled, and has
+    what the policy evicts moved to the graves, from where a rewind inside the window brings it back. So attention reads
+    a list as it reads a ring that has not wrapped, whose positions are the numbers of slots. A certain step of several
+    parts evicts between them, in copies.
     """
 
     forgets = True
@@ -58,47 +55,45 @@ class EvictingState(KeyValueState):
         sight: ops.Sight = ops.EVERYTHING,
         shift: Callable[[Tensor, int], Tensor] | None = None,
     ):
-        self.layout, self.policy, self.shift = layout, policy, shift
-        self.sight = sight
+        self.layout, self.policy, self.shift, self.sight = layout, policy, shift, sight
         self.kind = "attention" if sight.reach is None else "window"
         self.codec = Codec(policy.storage, {"k": head_dim, "v": value_dim or head_dim}, layout.dtype)
         self.history = layout.rewind + 1 if policy.observes else 0  # lengths whose scores are kept, one in n % history
-        self.arrays: Arrays = {
-            name: torch.zeros(layout.rows, kv_heads, 0, width, dtype=dtype, device=layout.device)
-            for name, (width, dtype) in self.codec.parts.items()
-        }
-        if self.history:
-            self.arrays["scores"] = torch.zeros(
-                layout.rows, kv_heads, 0, self.history, dtype=torch.float32, device=layout.device
-            )
-        for name in ("position", "died"):
-            self.arrays[name] = torch.zeros(layout.rows, kv_heads, 0, dtype=torch.int32, device=layout.device)
+        self.held = Kept.empty(layout.rows, kv_heads, self.codec.parts, self.history, layout.device)
         self.queries = LastQueries(policy.asks, layout) if policy.asks else None
-        self.floor = [0] * layout.rows  # the earliest length that a rewind reaches
         self.scale = 1.0
-        self._step: Step | None = None
-        self._taken: list[Taken] = []
-        self._saved: tuple[Arrays, LastQueries | None, list[int]] | None = None
+        self._part: Part | None = None
+        self._tentative = False
+        self._saved: tuple[Kept, LastQueries | None] | None = None
 
     @property
     def slots(self) -> int:
         """S."""
-        return self.arrays["position"].shape[2]
+        return self.held.slots
+
+    @property
+    def arrays(self) -> Arrays:
+        return self.held.lists.kept
 
     # ---- the step
 
     def reserve(self, step: Step) -> None:
         self.discard()
-        position = self.arrays["position"]
-        # What a discarded step left behind; nothing committed is there.
-        position.masked_fill_(position >= step.starts_t[:, None, None], -1)
-        before = (self.arrays, self.queries, list(self.floor))
-        self._step = step
+        self._tentative = step.tentative
+        before = (self.held, self.queries)
         if not step.tentative and step.width > step.chunk:  # settles its parts one by one
-            self.arrays = {name: array.clone() for name, array in self.arrays.items()}
+            self.held = self.held.clone()
             self.queries = None if self.queries is None else self.queries.clone()
         self._make_room(step.width if step.tentative else min(step.width, step.chunk))
-        self._saved = before if self.arrays is not before[0] else None
+        self._saved = before if self.held is not before[0] else None
+
+    def rings(self, step: Step) -> ops.Rings | None:
+        part = self._enter(step)
+        if self.codec.bits is not None or not self._as_rings(step) or not self.held.even:
+            return None
+        if self.queries is not None and part.queries is None:  # nobody knows yet how many heads they have
+            return None
+        return ops.Rings(self.arrays["k"], self.arrays["v"], ops.EVERYTHING, part.starts, part.columns, part.queries)
 
     def attend(
         self,
@@ -108,318 +103,309 @@ class EvictingState(KeyValueState):
         scoring: ops.Scoring,
         rotation: ops.Rotation | None = None,
     ) -> Tensor:
-        self.scale = scoring.scale
+        part, self.scale = self._enter(step), scoring.scale
         if rotation is not None:
             q = ops.rope(q, *rotation)
             new = None if new is None else (ops.rope(new[0], *rotation), new[1])
         if new is not None:
-            if self._taken and not step.tentative:
-                self._settle(self._taken[-1].step.counts)()
-                self._make_room(step.width)
-            self._taken.append(self._store(*new, step))
-        visible = torch.where(self.arrays["died"] == NEVER, self.arrays["position"], -1)
-        last = (
-            (step.width if step.tentative else min(step.width, self.history))
-            if new is not None and self.history
-            else None
-        )
-        seen, columns = attend_slots(
-            self.codec.turn(q), *self.codec.decode(self.arrays), visible, step.starts_t, step.counts_t, scoring,
-            self.sight, last,
-        )  # fmt: skip
-        if new is not None:
-            self._note(q, columns, step)
+            self._store(new, step)
+            if self.queries is not None:
+                part.queries = q.detach().float().contiguous()
+        ends = part.starts + step.counts_t
+        columns = None if new is None or part.columns is None else Columns(part.columns, ends)
+        turned, (k, v) = self.codec.turn(q), self.codec.decode(self.arrays)
+        if self.held.even and self._as_rings(step):
+            if columns is None:
+                seen = ops.attend(turned, k, v, part.starts, step.counts_t, scoring)
+            else:
+                seen = attend_observed(turned, k, v, part.starts, step.counts_t, scoring, columns)
+        else:
+            where, filled = self._with_new(step.starts, step.counts)
+            columns = None if columns is None else columns._replace(ends=step.starts_t + step.counts_t)
+            positions = torch.where(filled, where, -1)
+            seen = attend_slots(turned, k, v, positions, step.starts_t, step.counts_t, scoring, self.sight, columns)
         return self.codec.turn(seen)
 
     def commit(self, step: Step, accepted: tuple[int, ...]) -> Install | None:
-        if not self._taken:
+        if self._part is None:
             return self.discard
         # The parts of a certain step are settled but for the last, and such a step is accepted whole.
-        settle = self._settle(accepted if step.tentative else self._taken[-1].step.counts)
+        install_last = self._settle(accepted if step.tentative else self._part.step.counts)
 
         def install() -> None:
-            settle()
-            self._step, self._saved = None, None
+            install_last()
+            self._saved = None
 
         return install
 
     def discard(self) -> None:
         if self._saved is not None:
-            self.arrays, self.queries, self.floor = self._saved
-        self._step, self._saved, self._taken = None, None, []
+            self.held, self.queries = self._saved
+        self._part, self._saved = None, None
 
     # ---- moving about
 
     def reach(self, row: int, length: int) -> int:
-        return min(self.floor[row], length)
+        return min(self.held.floor[row], length)
 
     def rewind(self, row: int, length: int, to: int) -> Install | None:
         if to == length:
             return None
-        one = {name: array[row : row + 1] for name, array in self.arrays.items()}
-        position, died = one["position"], one["died"]
-        position = torch.where(position >= to, -1, position)
-        died = torch.where(died > to, NEVER, died)
-        scores = one["scores"][..., to % self.history] if self.history else None
+        held, one = self.held, self.held.selected([row])
+        one.went_back(to)
+        scores = one.lists.kept["scores"][:, :, to % self.history] if self.history else None
         # As if the row's last commit had ended here: a step that went farther evicted later.
-        died = self._evicted({**one, "position": position, "died": died}, scores, [to], [row])
+        gone = self._evicted(one.lists.kept, one.filled(), scores, [to], [row], self.queries)
+        if gone is not None:
+            count = int(gone.sum(-1).max())
+            if self.layout.rewind and (wanted := one.burials[0].total + count) > held.graves:
+                held, one = held.reburied(wanted), one.reburied(wanted)
+            one.evict(gone, to, count)
 
         def install() -> None:
-            self.arrays["position"][row], self.arrays["died"][row] = position[0], died[0]
-            self._keep_arrays()
+            held.assign(row, one)
+            held.count()
+            self._hold(held)
 
         return install
 
     def select(self, rows: Sequence[int | None]) -> Install | None:
-        source = torch.tensor([0 if row is None else row for row in rows], device=self.layout.device)
-        arrays = {name: array[source] for name, array in self.arrays.items()}
-        for row in (i for i, old in enumerate(rows) if old is None):
-            arrays["position"][row] = -1
+        held = self.held.selected(rows)
         queries = None if self.queries is None else self.queries.select(rows)
-        floor = [0 if row is None else self.floor[row] for row in rows]
 
         def install() -> None:
-            self.arrays, self.queries, self.floor = arrays, queries, floor
+            self.held, self.queries = held, queries
 
         return install
 
     def capture(self, row: int, length: int) -> dict[str, Tensor]:
-        one = {name: array[row] for name, array in self.arrays.items()}
-        alive = alive_at(one, torch.tensor(length, device=self.layout.device))
-        count = int(alive.sum(-1).max()) if alive.numel() else 0
-        order = torch.where(alive, one["position"], NEVER).argsort(dim=-1)[:, :count]  # [K, n], by position
-        kept = taken_from(one, order)
-        absent = ~alive.gather(-1, order)
-        kept["position"].masked_fill_(absent, -1)
-        del kept["died"]
-        if self.history:
-            kept["scores"] = kept["scores"][..., length % self.history].clone()
-        if self.queries is not None:
-            kept["queries"] = self.queries.held(row, length)
-        for name in self.codec.parts:
-            kept[name].masked_fill_(absent[..., None], 0)
-        return kept
+        captured = self.held.captured(row, length)
+        return captured if self.queries is None else {**captured, "queries": self.queries.held(row, length)}
 
     def restore(self, row: int, length: int, tensors: dict[str, Tensor]) -> Install | None:
-        stored = check(self.arrays, self.queries is not None, length, tensors) if tensors or length else {}
-        count = stored["position"].shape[-1] if stored else 0
-        arrays = self.arrays if count <= self.slots else padded(self.arrays, count - self.slots)
-        fresh = {name: array.new_zeros(array.shape[1:]) for name, array in arrays.items()}
-        fresh["position"].fill_(-1)
-        fresh["died"].fill_(NEVER)
-        for name, tensor in stored.items():
-            if name == "scores":
-                fresh[name][:, :count] = tensor[..., None].to(fresh[name])
-            elif name != "queries":
-                fresh[name][:, :count] = tensor.to(fresh[name])
+        stored, queries = {}, None
+        if tensors or length:
+            queries = None if self.queries is None else self.queries.check(length, tensors)
+            own = tensors if queries is None else {name: x for name, x in tensors.items() if name != "queries"}
+            stored = self.held.restorable(length, own)
+        most = stored["position"].shape[-1] if stored else 0
+        held = self.held if most <= self.held.slots else self.held.resized(most)
 
         def install() -> None:
-            for name, array in fresh.items():
-                arrays[name][row] = array
-            if arrays is not self.arrays:
-                for taken in self._taken:
-                    taken.pad(arrays["position"].shape[2])
-                self.arrays = arrays
-            self._keep_arrays()
-            self.floor[row] = length
+            held.empty_row(row)
+            if most:
+                held.put(row, stored, stored["position"] >= 0)
+            held.floor[row] = length
+            held.count()
+            self._hold(held)
             if self.queries is not None:
-                self.queries.clear(row, length)
-                if "queries" in stored and len(stored["queries"]):
-                    self.queries.low[row] = length - len(stored["queries"])
-                    self.queries.put(row, length - len(stored["queries"]), stored["queries"])
+                self.queries.clear(row, length, queries)
 
         return install
 
     def kept(self, row: int, length: int) -> list[list[int]]:
-        one = {name: self.arrays[name][row] for name in ("position", "died")}
-        at = torch.tensor(length, device=self.layout.device)
-        alive = alive_at(one, at) & ~self.sight.lost(one["position"], at)
-        return [sorted(head[there].tolist()) for head, there in zip(one["position"], alive)]
+        positions, live = self.arrays["position"][row], self.held.lists.live[row].tolist()
+        low = self.sight.low(length)
+        return [sorted(p for p in head[:n].tolist() if p >= low) for head, n in zip(positions, live)]
 
     def refuses_drop(self, row: int) -> str | None:
         if self.codec.bits is not None:
             return "its keys are quantised as they were rotated, and never a second time"
-        return None if self.sight.reach is None else "its window has forgotten earlier tokens"
+        return None if self.sight == ops.EVERYTHING else "its window has forgotten earlier tokens"
 
     def drop(self, row: int, length: int, start: int, stop: int) -> Install | None:
-        one = {name: array[row].clone() for name, array in self.arrays.items()}
-        alive = alive_at(one, torch.tensor(length, device=self.layout.device))
-        position = one["position"]
-        later = alive & (position >= stop)
-        position = torch.where(later, position - (stop - start), position)
-        one["position"] = position.masked_fill(~alive | ~(later | (position < start)), -1)
+        one = self.held.selected([row])
+        arrays, alive = one.lists.kept, one.filled()
+        position = arrays["position"]
+        later, left = position >= stop, alive & ((position < start) | (position >= stop))
+        arrays["position"] = torch.where(later, position - (stop - start), position)
         if self.shift is not None:
-            turned = self.shift(one["k"], start - stop).to(one["k"])
-            one["k"] = torch.where(later[..., None], turned, one["k"])
+            turned = self.shift(arrays["k"][0], start - stop).to(arrays["k"])
+            arrays["k"] = torch.where(later[..., None], turned, arrays["k"])
         if self.history:
-            one["scores"] = one["scores"][..., length % self.history, None].expand_as(one["scores"])
+            scores = arrays["scores"]
+            arrays["scores"] = scores[:, :, length % self.history, None].expand_as(scores)
 
         def install() -> None:
-            for name, array in one.items():
-                self.arrays[name][row] = array
-            self.floor[row] = length - (stop - start)
+            self.held.empty_row(row)
+            self.held.put(row, arrays, left)
+            self.held.floor[row] = length - (stop - start)
+            self.held.count()
             if self.queries is not None:
                 self.queries.close(row, length, start, stop, self.shift or (lambda x, delta: x))
 
         return install
 
     def tensors(self) -> list[Tensor]:
-        held = [*self.arrays.values(), *(self._saved[0].values() if self._saved else ())]
-        for queries in (self.queries, self._saved[1] if self._saved else None):
-            held += queries.tensors() if queries is not None else []
-        for taken in self._taken:
-            held += [taken.slots, *([] if taken.scores is None else [taken.scores]), *taken.queries]
-        return list({id(tensor): tensor for tensor in held}.values())
+        held, queries = (self.held, self.queries) if self._saved is None else self._saved
+        tensors = [*self.held.tensors(), *held.tensors()]
+        for one in (self.queries, queries):
+            tensors += one.tensors() if one is not None else []
+        if self._part is not None:
+            tensors += [x for x in (self._part.columns, self._part.queries) if x is not None]
+        return list({tensor.data_ptr() if tensor.numel() else id(tensor): tensor for tensor in tensors}.values())
 
     # ---- the parts of it
 
-    def _free(self, step: Step) -> Tensor:
-        """bool `[R, K, S]`: slots that hold nothing, or what no rewind inside the window brings back."""
-        # A certain step of several parts will not be accepted in part: what counts is where it ends.
-        settles = not step.tentative and step.width > step.chunk
-        horizons = step.memo(
-            ("horizons", self.layout.rewind),
-            lambda: torch.tensor(step.ends if settles else step.starts, device=step.device) - self.layout.rewind,
-        )
-        return (self.arrays["position"] < 0) | (self.arrays["died"] <= horizons[:, None, None])
+    def _hold(self, held: Kept) -> None:
+        """A row changed while others are pending: a discard may no longer go back to the arrays before the step."""
+        self.held, self._saved = held, None
+
+    def _as_rings(self, step: Step) -> bool:
+        """Whether a step sees all that is filled: what is out of a token's sight is evicted before it comes."""
+        return self.sight == ops.EVERYTHING or step.width == 1
 
     def _make_room(self, width: int) -> None:
-        """Have `width` free slots in every head, and not many more; the arrays are replaced, never written."""
-        assert self._step is not None, "attend without reserve"
-        free = self._free(self._step)
-        used = self.slots - int(free.sum(-1).min()) if free.numel() else 0
-        need = used + width
-        size = max(need, min(2 * need, self.policy.most + self.layout.rewind + width + ROOM))
-        if need > self.slots or self.slots > size + size // 8 + 2 * ROOM:
-            order = free.to(torch.uint8).argsort(dim=-1, stable=True)[..., :size]
-            lost = torch.where(free & (self.arrays["position"] >= 0), self.arrays["died"], 0)
-            self._lose(lost)
-            arrays = taken_from(self.arrays, order)
-            arrays["position"].masked_fill_(free.gather(-1, order), -1)
-            self.arrays = padded(arrays, size - order.shape[-1])
+        """Have `width` slots behind the filled ones, and not many more; the arrays are replaced, never written."""
+        need = max(self.held.most) + width
+        size = max(need, min(2 * need, self.policy.most + width + ROOM))
+        if need > self.held.slots or self.held.slots > size + size // 8 + 2 * ROOM:
+            self.held = self.held.resized(size)
 
-    def _store(self, k: Tensor, v: Tensor, step: Step) -> Taken:
-        """Put a part's keys and values `[R, T, K, D]` into free slots."""
-        assert self._step is not None
-        slots = self._free(self._step).to(torch.uint8).topk(step.width, dim=-1).indices  # [R, K, T]
-        arrays = self.arrays
-        if any(self.floor) or step.starts != (0,) * step.rows:
-            overwritten = arrays["position"].gather(-1, slots) >= 0
-            self._lose(torch.where(overwritten, arrays["died"].gather(-1, slots), 0))
-        heads = torch.arange(slots.shape[0] * slots.shape[1], device=slots.device).view(*slots.shape[:2], 1)
-        where = slots + heads * self.slots  # [R, K, T]: a slot's number among those of all rows and heads
-        for name, stored in self.codec.encode(k, v).items():
-            arrays[name].view(-1, stored.shape[-1])[where] = stored.transpose(1, 2)  # [R, K, T, width]
-        position = step.memo("slot positions", lambda: _positions(step))
-        arrays["position"].view(-1)[where] = position[:, None]
-        arrays["died"].view(-1)[where] = NEVER
-        return Taken(step, slots)
-
-    def _lose(self, died: Tensor) -> None:
-        """Slots that were evicted at these lengths `[R, K, n]` are overwritten: no row can go back before them."""
-        if died.numel():
-            last = died.flatten(1).amax(1).tolist()
-            self.floor = [max(floor, length) for floor, length in zip(self.floor, last)]
-
-    def _note(self, q: Tensor, columns: Tensor | None, step: Step) -> None:
-        """Keep of a part's attention what the commit will need of it."""
-        taken = self._taken[-1]
-        if columns is not None:
-            earlier = self._taken[-2].scores if len(self._taken) > 1 else None
-            if earlier is not None:
-                before = earlier[..., -1]
-            else:
-                index = (step.starts_t % self.history).view(-1, 1, 1, 1).expand(*columns.shape[:3], 1)
-                before = self.arrays["scores"].gather(-1, index)[..., 0]
-                before = before.masked_fill(step.starts_t.view(-1, 1, 1) == 0, 0)
-            before = before.scatter(2, taken.slots, 0)
-            taken.scores = (before + columns[..., 0])[..., None] + columns[..., 1:].cumsum(-1)
-        if self.queries is not None:
-            most = step.width if step.tentative else self.queries.size
-            taken.queries = [row[max(0, n - most) : n].clone() for row, n in zip(q.detach().float(), step.counts)]
-
-    def _settle(self, accepted: Sequence[int]) -> Install:
-        """Make the first accepted tokens of the parts taken real, and evict: prepared, and done by what comes back."""
-        starts = self._taken[0].step.starts
-        lengths = [start + n for start, n in zip(starts, accepted)]
-        parts, offsets = [], [0] * len(starts)
-        for taken in self._taken:
-            counts = [min(max(n - o, 0), c) for n, o, c in zip(accepted, offsets, taken.step.counts)]
-            offsets = [o + c for o, c in zip(offsets, taken.step.counts)]
-            parts.append((taken, counts))
-        queries = self.queries
-        if queries is not None:
-            queries = queries.clone()
-            for taken, counts in parts:
-                for row, (start, count, n) in enumerate(zip(taken.step.starts, taken.step.counts, counts)):
-                    if n:
-                        skipped = count - len(taken.queries[row])
-                        queries.put(row, start + skipped, taken.queries[row][: n - skipped])
-        writes: list[tuple[int, int, Tensor]] = []  # row, length, the scores [K, S] there
-        for taken, counts in parts if self.history else []:
-            assert taken.scores is not None
-            for row, n in enumerate(counts):
-                first = taken.step.counts[row] - taken.scores.shape[-1]  # the token that the first column comes after
-                for token in range(max(first, n - self.history, 0), n):
-                    length = taken.step.starts[row] + token + 1
-                    writes.append((row, length, taken.scores[row, ..., token - first]))
-        scores = None
+    def _enter(self, step: Step) -> Part:
+        """Have a part of the step before it done with, and room for this one."""
+        part = self._part
+        if part is not None and part.step is step:
+            return part
+        if part is not None:
+            self._settle(part.step.counts)()
+            self._make_room(step.width)
+        most = tuple(self.held.most)
+        part = self._part = Part(step, _numbers(step, most))
         if self.history:
-            latest = {row: column for row, _, column in writes}
-            known = self.arrays["scores"]
-            scores = torch.stack([
-                latest[row] if row in latest else known[row, ..., length % self.history]
-                for row, length in enumerate(lengths)
-            ])  # fmt: skip
-        moved = torch.tensor([n > 0 for n in accepted], device=self.layout.device)[:, None, None]
-        died = self._evicted(self.arrays, scores, lengths, range(len(starts)), queries)
-        died = torch.where(moved, died, self.arrays["died"])
+            planes = step.width if self._tentative else min(step.width, self.history)
+            shape = (*self.held.lists.live.shape, planes, self.held.slots)
+            part.columns = torch.zeros(shape, dtype=torch.float32, device=self.layout.device)
+        if self.queries is not None and self.queries.ring is not None:
+            part.queries = self.queries.ring.new_empty(step.rows, step.width, *self.queries.ring.shape[2:])
+        return part
+
+    def _store(self, new: tuple[Tensor, Tensor], step: Step) -> None:
+        """Put keys and values `[R, T, K, D]` behind the filled slots."""
+        live, arrays = self.held.lists.live, self.arrays
+        coded = self.codec.encode(*new)
+        if self.held.even and self.codec.bits is None:
+            assert self._part is not None
+            ops.append(coded["k"], coded["v"], arrays["k"], arrays["v"], self._part.starts, step.counts_t)
+            return
+        for r, count in enumerate(step.counts):
+            for h, first in enumerate(live[r].tolist()):
+                for name, stored in coded.items():
+                    arrays[name][r, h, first : first + count] = stored[r, :count, h].to(arrays[name])
+
+    def _with_new(self, starts: Sequence[int], counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Positions int32 `[R, K, S]` with the first `counts` new tokens, and which slots are filled with them."""
+        first, more = (torch.tensor(n, device=self.layout.device)[:, None, None] for n in (starts, counts))
+        behind = torch.arange(self.held.slots, device=self.layout.device) - self.held.lists.live[..., None]
+        positions = torch.where(behind >= 0, first + behind, self.arrays["position"])
+        return positions.int(), behind < more
+
+    def _settle(self, accepted: tuple[int, ...]) -> Install:
+        """Make the first accepted tokens of the part real, and evict: prepared, and done by what comes back."""
+        part, held, rewind = self._part, self.held, self.layout.rewind
+        assert part is not None
+        step = part.step
+        evicted, gone = self._judged(part, accepted)
+        wanted = max(row.total + n for row, n in zip(held.burials, gone)) if rewind else 0
+        if wanted > held.graves or held.graves > 2 * wanted + 4 * ROOM:
+            held = held.reburied(wanted + ROOM if wanted else 0)
+        queries = None
+        if self.queries is not None:
+            assert part.queries is not None
+            queries = Queries(part.queries, self.queries.made(part.queries))
+        numbers = step.counts_t if accepted == step.counts else _numbers(step, accepted)
 
         def install() -> None:
-            self.arrays["died"], self.queries, self._taken = died, queries, []
-            for row, length, column in writes:
-                self.arrays["scores"][row, ..., length % self.history] = column
-            if self.history or queries is not None:
-                oldest = [length - self.layout.rewind if n else 0 for length, n in zip(lengths, accepted)]
-                self.floor = [max(floor, length) for floor, length in zip(self.floor, oldest)]
+            settle(
+                held.lists, step.starts_t, step.counts_t, numbers,
+                columns=part.columns, evicted=evicted, queries=queries,
+            )  # fmt: skip
+            for row, (start, n, lost) in enumerate(zip(step.starts, accepted, gone)):
+                if n:
+                    held.settled(row, n, lost, start + n, rewind, exact=self.history > 0 or self.queries is not None)
+                    if self.queries is not None:
+                        self.queries.wrote(row, start, start + n)
+            if isinstance(evicted, Tensor) and not self._even_after():
+                held.count()
+            self.held, self._part = held, None
 
         return install
+
+    def _even_after(self) -> bool:
+        """Whether heads stay alike in number, whatever the policy evicts."""
+        return self.held.even and self.sight == ops.EVERYTHING and self.policy.excess(0) is not None
+
+    def _judged(self, part: Part, accepted: tuple[int, ...]) -> tuple[Tensor | Lowest | None, tuple[int, ...]]:
+        """What the commit evicts, and how many slots of each row's heads, or of the head that loses most."""
+        step, policy = part.step, self.policy
+        if self._even_after():
+            key = ("evicted", id(policy), accepted, tuple(self.held.most))
+            over, lowest = step.memo(key, lambda: self._excess(step, accepted))
+            if lowest is not None or not any(over):
+                return lowest, over
+        lengths = [start + n for start, n in zip(step.starts, accepted)]
+        positions, filled = self._with_new(step.starts, accepted)
+        scores = None
+        if part.columns is not None:
+            scores = torch.zeros(positions.shape, dtype=torch.float32, device=positions.device)
+            live = self.held.lists.live.tolist()
+            for r, (start, count, n) in enumerate(zip(step.starts, step.counts, accepted)):
+                for h in range(scores.shape[1]) if n else ():
+                    before = self.arrays["scores"][r, h, start % self.history]
+                    *_, (_, last) = scores_after(before, part.columns[r, h], live[r][h], count, n)
+                    scores[r, h, : len(last)] = last
+        queries = self.queries
+        if queries is not None and part.queries is not None:
+            queries = queries.clone()
+            for row, n in enumerate(accepted):
+                if n:
+                    queries.put(row, step.starts[row], part.queries[row, :n])
+        moved = torch.tensor([n > 0 for n in accepted], device=positions.device)[:, None, None]
+        arrays = {**self.arrays, "position": positions}
+        gone = self._evicted(arrays, filled, scores, lengths, range(step.rows), queries)
+        if gone is None:
+            return None, (0,) * step.rows
+        gone = gone & moved
+        return gone, tuple(gone.sum(-1).amax(-1).tolist())
+
+    def _excess(self, step: Step, accepted: tuple[int, ...]) -> tuple[tuple[int, ...], Lowest | None]:
+        """How many slots of each row's heads go, all alike; and which ones, where nobody need be asked."""
+        policy = self.policy
+        over = tuple(policy.excess(most + n) or 0 if n else 0 for most, n in zip(self.held.most, accepted))
+        if isinstance(policy, Budget) and policy.plain and 0 < max(over) <= FEW:
+            return over, Lowest(_numbers(step, over), policy.sinks, policy.newest, policy.observes)
+        return over, None
 
     def _evicted(
         self,
         arrays: Arrays,
+        alive: Tensor,
         scores: Tensor | None,
         lengths: Sequence[int],
         rows: Sequence[int],
-        queries: LastQueries | None = None,
-    ) -> Tensor:
-        """`died` once the policy has had its say on these rows at these lengths."""
+        queries: LastQueries | None,
+    ) -> Tensor | None:
+        """bool `[R, K, S]`: what goes of the slots that are `alive`, once the policy has had its say; None: nothing."""
         at = torch.tensor(lengths, device=self.layout.device)[:, None, None]
-        alive, position, died = alive_at(arrays, at), arrays["position"], arrays["died"]
-        gone = torch.zeros_like(alive)
-        if self.sight.reach is not None:
+        position, gone = arrays["position"], None
+        if self.sight != ops.EVERYTHING:
             gone = alive & self.sight.lost(position, at)
             alive = alive & ~gone
-        if alive.numel() and int(alive.sum(-1).max()) > self.policy.most:
-            queries = queries or self.queries
-            asked = queries.before(rows, lengths) if queries is not None else (died.new_zeros(0), died.new_zeros(0))
-            slots = Slots(
-                position, alive, at, torch.zeros_like(position, dtype=torch.float32) if scores is None else scores,
-                *asked, self.scale, lambda: self._read(arrays), self.shift or (lambda x, delta: x),
-            )  # fmt: skip
-            gone = gone | (self.policy.evict(slots) & alive)
-        return torch.where(gone, at.to(died.dtype), died)
+        if not alive.numel() or int(alive.sum(-1).max()) <= self.policy.most:
+            return gone
+        asked = queries.before(rows, lengths) if queries is not None else (at.new_zeros(0), at.new_zeros(0))
+        slots = Slots(
+            position, alive, at, torch.zeros_like(position, dtype=torch.float32) if scores is None else scores,
+            *asked, self.scale, lambda: self._read(arrays), self.shift or (lambda x, delta: x),
+        )  # fmt: skip
+        evicted = self.policy.evict(slots) & alive
+        return evicted if gone is None else gone | evicted
 
     def _read(self, arrays: Arrays) -> tuple[Tensor, Tensor]:
         k, v = self.codec.decode(arrays)
         return self.codec.turn(k.float()), self.codec.turn(v.float())
 
-    def _keep_arrays(self) -> None:
-        """A row changed while others are pending: a discard may no longer go back to the arrays before the step."""
-        self._saved = None
 
-
-def _positions(step: Step) -> Tensor:
-    """int32 `[R, T]`, -1 at padding."""
-    real = torch.arange(step.width, device=step.device) < step.counts_t[:, None]
-    return torch.where(real, step.positions, -1).to(torch.int32)
+def _numbers(step: Step, values: tuple[int, ...]) -> Tensor:
+    """int64 `[R]`, made once in a step for all layers that have the same."""
+    return step.memo(("numbers", values), lambda: torch.tensor(values, dtype=torch.int64, device=step.device))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from lmstate.state.kv.policy import Budget, Slots
+from lmstate.state.kv.policy import Budget
 
 
 @dataclass(frozen=True)
@@ -22,6 +20,3 @@ class H2O(Budget):
     sinks: int = 4
 
     observes = True
-
-    def rank(self, slots: Slots) -> Tensor:
-        return slots.scores

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lmstate.errors import StateError
+from lmstate.ops.settle import lowest
 from lmstate.state.kv.storage import Dense, Policy, Storage
 
 
@@ -76,6 +77,10 @@ class Evicting(Policy):
     def evict(self, slots: Slots) -> Tensor:
         """bool `[R, K, S]`: the slots that go. Called where some head holds more than `most`."""
 
+    def excess(self, held: int) -> int | None:
+        """How many `evict` takes of a head that holds so many slots, where that is all it takes to know; else None."""
+        return None
+
 
 @dataclass(frozen=True)
 class Budget(Evicting):
@@ -110,9 +115,19 @@ class Budget(Evicting):
     def most(self) -> int:
         return self.budget
 
-    @abstractmethod
     def rank(self, slots: Slots) -> Tensor:
-        """float32 `[R, K, S]`: the lowest go first."""
+        """float32 `[R, K, S]`: the lowest go first. By default those of least attention, if observed, or the oldest."""
+        return slots.scores if self.observes else slots.positions.float()
+
+    @property
+    def plain(self) -> bool:
+        """Whether ranks are the default ones, which need not be asked for."""
+        return type(self).rank is Budget.rank and type(self).evict is Budget.evict
+
+    def excess(self, held: int) -> int | None:
+        if type(self).evict is not Budget.evict:
+            return None
+        return max(held - self.budget, self.batch) if held > self.budget else 0
 
     def evict(self, slots: Slots) -> Tensor:
         positions = slots.positions
@@ -121,15 +136,3 @@ class Budget(Evicting):
         excess = slots.alive.sum(-1, keepdim=True) - self.budget  # [R, K, 1]
         excess = torch.where(excess > 0, excess.clamp(min=self.batch), 0)
         return lowest(ranks, positions, excess)
-
-
-def lowest(ranks: Tensor, positions: Tensor, counts: Tensor) -> Tensor:
-    """bool `[R, K, S]`: the `counts` `[R, K, 1]` slots of lowest rank, the oldest first among equals."""
-    most = int(counts.max())
-    if not most:
-        return torch.zeros_like(ranks, dtype=torch.bool)
-    limit = ranks.topk(most, largest=False).values.gather(-1, (counts - 1).clamp(min=0))  # [R, K, 1]
-    below, tied = ranks < limit, ranks == limit
-    oldest = torch.where(tied, positions, torch.iinfo(torch.int32).max).topk(most, largest=False).indices
-    first = torch.arange(most, device=ranks.device) < counts - below.sum(-1, keepdim=True)
-    return (below | (torch.zeros_like(tied).scatter_(-1, oldest, first) & tied)) & (counts > 0)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from lmstate.errors import SnapshotError
 from lmstate.state.layer import Layout
 
 
@@ -27,19 +28,37 @@ class LastQueries:
 
     def put(self, row: int, start: int, queries: Tensor) -> None:
         """Queries `[n, H, D]` of the positions start, start + 1, ... of a row."""
-        if self.ring is None:
-            self.ring = torch.zeros(self.rows, self.size, *queries.shape[1:], dtype=torch.float32, device=self.device)
-        if not start:
-            self.low[row] = 0
-        end = start + len(queries)
+        ring, end = self.made(queries[None]), start + len(queries)
+        self.wrote(row, start, end)
         start = max(start, end - self.size)
-        queries = queries[len(queries) - (end - start) :]
-        self.ring[row, torch.arange(start, end, device=self.device) % self.size] = queries.to(self.ring)
-        self.low[row] = max(self.low[row], end - self.size)
+        where = torch.arange(start, end, device=self.device) % self.size
+        ring[row, where] = queries[len(queries) - len(where) :].to(ring)
 
-    def clear(self, row: int, length: int) -> None:
-        """The row has `length` tokens now, of which nothing is held."""
+    def made(self, queries: Tensor) -> Tensor:
+        """The ring, for queries `[R, n, H, D]`."""
+        if self.ring is None:
+            self.ring = torch.zeros(self.rows, self.size, *queries.shape[2:], dtype=torch.float32, device=self.device)
+        return self.ring
+
+    def wrote(self, row: int, start: int, end: int) -> None:
+        """Those of the positions start .. end - 1 were put in the ring, the last ones of them."""
+        self.low[row] = max(self.low[row] if start else 0, end - self.size)
+
+    def check(self, length: int, tensors: dict[str, Tensor]) -> Tensor:
+        """The queries of a snapshot. Raises `SnapshotError` where a row of `length` would not have captured them."""
+        queries = tensors.get("queries")
+        if queries is None:
+            raise SnapshotError(f"this layer needs the tensor queries; the snapshot has {sorted(tensors)}")
+        if queries.ndim != 3 or len(queries) > length or not queries.is_floating_point():
+            raise SnapshotError(f"the snapshot's queries are {queries.dtype} {list(queries.shape)} of {length} tokens")
+        return queries
+
+    def clear(self, row: int, length: int, queries: Tensor | None) -> None:
+        """The row has `length` tokens now, of which only these queries `[n, H, D]` are held, those of the last ones."""
         self.low[row] = length
+        if queries is not None and len(queries):
+            self.low[row] = length - len(queries)
+            self.put(row, self.low[row], queries)
 
     def held(self, row: int, length: int) -> Tensor:
         """The queries before `length`, at most `count` of them, float32 `[n, H, D]`, the newest last."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from lmstate.state.kv.policy import Budget, Slots
+from lmstate.state.kv.policy import Budget
 
 
 @dataclass(frozen=True)
@@ -15,6 +13,3 @@ class Recent(Budget):
 
     Keys keep the rotation of the position that they had in the text.
     """
-
-    def rank(self, slots: Slots) -> Tensor:
-        return slots.positions.float()

@@ -17,7 +17,8 @@ class SnapKV(Budget):
 
     Scores are sums over the queries of their attention to what is kept, the largest of `pool` neighbours in the text,
     averaged over the query heads of a group. The paper scores a prompt once; here the same rule is asked again whenever
-    the budget is passed, for `window` slots at a time: between two evictions a head holds `budget - window` or more.
+    the budget is passed, for a quarter of it at a time (or `window` slots, where that is more): between two evictions
+    a head holds the rest of the budget or more.
     """
 
     budget: int = 2048
@@ -30,7 +31,7 @@ class SnapKV(Budget):
 
     @property
     def batch(self) -> int:
-        return self.window
+        return max(self.window, self.budget // 4)
 
     @property
     def asks(self) -> int:
@@ -42,9 +43,8 @@ class SnapKV(Budget):
         scores = grouped.flatten(2, 3) @ slots.keys.mT * slots.scale  # [R, K, G * W, S]
         own = slots.lengths - count + torch.arange(count, device=scores.device)  # [R, 1, W]
         sees = slots.alive[:, :, None] & (slots.positions[:, :, None] <= own[..., None])  # [R, K, W, S]
-        weights = scores.unflatten(2, (-1, count)).masked_fill(~sees[:, :, None], -torch.inf).softmax(-1)
-        weights = weights.nan_to_num(0).masked_fill(~slots.asked[:, None, None, :, None], 0)
-        return neighbours(weights.mean(2).sum(2), slots, self.pool)
+        weights = scores.unflatten(2, (-1, count)).masked_fill_(~sees[:, :, None], -torch.inf).softmax(-1).mean(2)
+        return neighbours(weights.masked_fill_(~slots.asked[:, None, :, None], 0).sum(2), slots, self.pool)
 
 
 def neighbours(scores: Tensor, slots: Slots, width: int) -> Tensor:

@@ -1,0 +1,105 @@
+/* The end of a step for slots in no order: the accepted tokens become real, and what is evicted moves to where a rewind
+ * finds it. Slots of a row's kv head are filled from the front: the last one fills the hole that an evicted one leaves. */
+#include <stdint.h>
+#include <string.h>
+
+#include "lanes.h"
+
+typedef struct {
+  char *kept, *buried; /* [R, K, S, bytes] and [R, K, G, bytes] */
+  int64_t bytes;
+} slot_array;
+
+enum { ARRAYS = 8 };
+
+typedef struct {
+  slot_array arrays[ARRAYS]; /* what a slot has, but for its scores */
+  int32_t *positions;        /* [R, K, S], which is one of them */
+  float *scores;             /* [R, K, history, S]: after length L in L % history, as slots lay at that length; or null */
+  int32_t *died, *slot;      /* [R, K, G]: at which length the buried ones were evicted, and from where */
+  int64_t *live, *dug;       /* [R, K]: filled slots; slots that are or were buried */
+  int64_t rows, kv_heads, slots, graves, count, history;
+  const int64_t *starts, *counts, *accepted; /* [R] */
+  const float *columns;     /* [R, K, planes, wide]: see attend_args; with scores */
+  const uint8_t *gone;      /* [R, K, S]: which ones are evicted, or null: */
+  const int64_t *evicts;    /* [R]: how many, those of lowest score or position; or null */
+  const float *queries;     /* [R, T, E], the step's */
+  float *ring;              /* [R, Q, E]: that of position p in p % Q; or null */
+  int64_t planes, wide;
+  int64_t sinks, newest, by_scores; /* positions below `sinks`, and of the `newest` tokens, are not among the lowest */
+  int64_t tokens, query_width, ring_size;
+} settle_args;
+
+/* The scores after each accepted token. Where a slot was not filled before the step, they begin at 0. */
+static void add_scores(const settle_args *a, int64_t r, int64_t head) {
+  const int64_t start = a->starts[r], count = a->counts[r], end = a->live[head] + count, filled = a->live[head];
+  float *all = a->scores + head * a->history * a->slots;
+  const float *before = all + start % a->history * a->slots;
+  int64_t plane = a->planes > count ? a->planes - count : 0, known = filled;
+  for (; plane + count - a->planes < a->accepted[r]; plane++) {
+    const float *column = a->columns + (head * a->planes + plane) * a->wide;
+    float *after = all + (start + plane + count - a->planes + 1) % a->history * a->slots;
+    for (int64_t s = 0; s < known; s++) after[s] = before[s] + column[s];
+    for (int64_t s = known; s < end; s++) after[s] = column[s];
+    before = after, known = end;
+  }
+}
+
+static void evict(const settle_args *a, int64_t head, int64_t slot, int64_t length) {
+  const int64_t last = --a->live[head], grave = a->graves ? a->dug[head]++ % a->graves : 0;
+  for (const slot_array *x = a->arrays; x < a->arrays + a->count; x++) {
+    char *kept = x->kept + head * a->slots * x->bytes;
+    if (a->graves) memcpy(x->buried + (head * a->graves + grave) * x->bytes, kept + slot * x->bytes, (size_t)x->bytes);
+    if (slot != last) memcpy(kept + slot * x->bytes, kept + last * x->bytes, (size_t)x->bytes);
+  }
+  if (a->graves) a->died[head * a->graves + grave] = (int32_t)length, a->slot[head * a->graves + grave] = (int32_t)slot;
+  if (!a->scores) return;
+  float *scores = a->scores + (head * a->history + length % a->history) * a->slots;
+  scores[slot] = scores[last];
+}
+
+/* The slot of lowest score or position, of equals the oldest; scores are not negative, and so in the order of their bits. */
+static int64_t lowest(const settle_args *a, int64_t head, int64_t length) {
+  const int64_t n = a->live[head];
+  const int32_t *positions = a->positions + head * a->slots, sinks = (int32_t)a->sinks, late = (int32_t)(length - a->newest);
+  const int32_t *ranks = positions;
+  if (a->by_scores) ranks = (const int32_t *)(a->scores + (head * a->history + length % a->history) * a->slots);
+  int32_t least = INT32_MAX, oldest = INT32_MAX; /* what is guarded counts as that: written so that the loops are vectors */
+  for (int64_t s = 0; s < n; s++) {
+    const int32_t p = positions[s], guarded = (p < sinks) | (p >= late), each = (ranks[s] | -guarded) & INT32_MAX;
+    least = each < least ? each : least;
+  }
+  for (int64_t s = 0; s < n; s++) {
+    const int32_t p = positions[s], guarded = (p < sinks) | (p >= late) | (ranks[s] != least), each = (p | -guarded) & INT32_MAX;
+    oldest = each < oldest ? each : oldest;
+  }
+  int64_t slot = 0;
+  while (slot < n && positions[slot] != oldest) slot++;
+  return slot;
+}
+
+void lmstate_settle(const settle_args *a) {
+  for (int64_t r = 0; r < a->rows; r++) {
+    const int64_t start = a->starts[r], n = a->accepted[r], length = start + n;
+    if (!n) continue;
+    for (int64_t head = r * a->kv_heads; head < (r + 1) * a->kv_heads; head++) {
+      int32_t *positions = a->positions + head * a->slots;
+      if (a->scores) add_scores(a, r, head);
+      for (int64_t t = 0; t < n; t++) positions[a->live[head] + t] = (int32_t)(start + t);
+      a->live[head] += n;
+      if (a->gone) {
+        const uint8_t *gone = a->gone + head * a->slots;
+        for (int64_t s = a->live[head] - 1; s >= 0; s--)
+          if (gone[s]) evict(a, head, s, length);
+      }
+      for (int64_t i = 0; a->evicts && i < a->evicts[r]; i++) {
+        const int64_t slot = lowest(a, head, length);
+        if (slot < a->live[head]) evict(a, head, slot, length);
+      }
+    }
+    if (!a->ring) continue;
+    for (int64_t t = n > a->ring_size ? n - a->ring_size : 0; t < n; t++)
+      memcpy(a->ring + (r * a->ring_size + (start + t) % a->ring_size) * a->query_width,
+             a->queries + (r * a->tokens + t) * a->query_width, (size_t)a->query_width * sizeof(float));
+  }
+}
