@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.zoo import latent, ours, text
 
 from lmstate.models.mixers import latent_attention
 from lmstate.models.mixers.latent_attention import LatentAttention
+from tests.zoo import latent, ours, text
 
 
 @pytest.mark.parametrize("case", latent.CASES)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fold_properties as properties
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from lmstate.ops.causal_conv import causal_conv, convolve_shifts, convolve_windows
+from tests.ops import fold_properties as properties
 
 FEATURES = 6
 

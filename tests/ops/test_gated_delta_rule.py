@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import fold_properties as properties
 import pytest
 import torch
 from torch import Tensor
 
 from lmstate.ops.gated_delta_rule import RECURRENT_UP_TO, chunked, gated_delta_rule, recurrent
+from tests.ops import fold_properties as properties
 
 HEADS, DK, DV = 4, 8, 6
 SCALE = DK**-0.5

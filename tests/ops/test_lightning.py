@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fold_properties as properties
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +9,7 @@ from torch.nn import functional as F
 
 from lmstate.ops.lightning import lightning
 from lmstate.ops.ssd import chunked, recurrent
+from tests.ops import fold_properties as properties
 
 HEADS, D, DV = 3, 6, 5
 SLOPE = torch.tensor([0.001, 0.3, 4.0])

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import fold_properties as properties
 import pytest
 import torch
-from fold_properties import Carry, Inputs
 from torch import Tensor
 
 from lmstate.ops import dispatch
@@ -24,6 +22,8 @@ from lmstate.ops.rg_lru import rg_lru
 from lmstate.ops.selective_scan import selective_scan
 from lmstate.ops.ssd import ssd
 from lmstate.ops.ssd_mixer import ssd_mixer
+from tests.ops import fold_properties as properties
+from tests.ops.fold_properties import Carry, Inputs
 
 REFERENCE = dispatch.Choice("reference", "asked by the test", None, exact=True)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import fold_properties as properties
 import pytest
 import torch
 from torch import Tensor
 
 from lmstate.ops.rg_lru import PIECE, RECURRENT_UP_TO, chunked, recurrent, rg_lru
+from tests.ops import fold_properties as properties
 
 FEATURES = 8
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import fold_properties as properties
 import pytest
 import torch
 from torch import Tensor
 
 from lmstate.ops.selective_scan import PIECE, RECURRENT_UP_TO, chunked, recurrent, selective_scan
+from tests.ops import fold_properties as properties
 
 FEATURES, N = 5, 4
 

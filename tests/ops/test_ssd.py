@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fold_properties as properties
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from lmstate.ops.ssd import RECURRENT_UP_TO, chunked, recurrent, ssd
+from tests.ops import fold_properties as properties
 
 HEADS, P, N = 4, 6, 8
 LIMITS = (0.02, 4.0)
