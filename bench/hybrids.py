@@ -88,11 +88,24 @@ def gemma3() -> Any:
     )  # fmt: skip
 
 
+def deepseek_v2() -> Any:
+    """The attention of DeepSeek-V2-Lite as it is, in fewer and narrower layers of fewer experts."""
+    from transformers import DeepseekV2Config
+
+    return DeepseekV2Config(
+        vocab_size=102400, hidden_size=1024, num_hidden_layers=12, num_attention_heads=16, num_key_value_heads=16,
+        kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, head_dim=64,
+        intermediate_size=4096, moe_intermediate_size=704, n_routed_experts=16, num_experts_per_tok=6,
+        n_shared_experts=2, first_k_dense_replace=1, norm_topk_prob=False, max_position_embeddings=32768,
+    )  # fmt: skip
+
+
 SHAPES: dict[str, Callable[[], Any]] = {
     "qwen3.5-0.8b": qwen3_5,
     "granite-4.0-h-350m": granite4_h,
     "mamba2-130m": mamba2,
     "gemma-3-270m": gemma3,
+    "deepseek-v2-small": deepseek_v2,
 }
 
 
@@ -207,7 +220,7 @@ def decode(side: Ours | Peer, steps: int = STEPS) -> Callable[[], None]:
 def measure(name: str, prefills: bool) -> Iterator[Result]:
     with checkpoint(name) as folder:
         ours, peer = Ours(folder), Peer(folder)
-        prompt = text(4000 if name.startswith("gemma") else PROMPT)
+        prompt = text(4000 if name.startswith(("gemma", "deepseek")) else PROMPT)
         ours.prefill(prompt), peer.prefill(prompt)
         times = alternate(decode(ours), decode(peer), ROUNDS)
         yield result(name, f"decode at {len(prompt)}", times, STEPS, 4.0)
@@ -220,7 +233,7 @@ def measure(name: str, prefills: bool) -> Iterator[Result]:
             long.lengthen(16000)
             times = alternate(decode(long), decode(short), ROUNDS)
             yield result(name, "decode at 16000 over 1000", times, STEPS, 1.5)
-        if prefills and not name.startswith("gemma"):
+        if prefills and len(prompt) == PROMPT:
             times = alternate(lambda: ours.prefill(prompt), lambda: peer.prefill(prompt), PREFILLS)
             yield result(name, f"prefill of {PROMPT}", times, 1, 1.3)
 

@@ -18,6 +18,8 @@ CASES = (
     "granitemoehybrid",
     "lfm2",
     "recurrent_gemma",
+    "deepseek_v2",
+    "deepseek_v3",
 )
 
 

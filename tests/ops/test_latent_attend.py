@@ -8,10 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmstate.ops.latent_attend import latent_attend
+from lmstate.ops import cpu, dispatch
+from lmstate.ops.latent_attend import by_head, latent_attend, latent_attend_reference
 
 HEADS, LATENT, ROPE = 3, 8, 4
 SCALE = 0.3
+
+
+@pytest.fixture(params=["reference", *cpu.usable()], autouse=True)
+def body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = request.param
+    library = None if name == "reference" else cpu.open_library(name)
+    monkeypatch.setattr(dispatch, "choice", lambda: dispatch.Choice(name, "asked by the test", library))
+    return name
 
 
 @pytest.fixture(params=["one block", "small blocks"])
@@ -112,3 +121,79 @@ def test_gradients() -> None:
         return latent_attend(*leaves, *places, scale=SCALE, window=7)
 
     assert torch.autograd.gradcheck(run, stream, fast_mode=True)
+
+
+WIDE = ((16, 512, 64), (5, 96, 0), (12, 41, 7))
+
+
+def draw_wide(rows: int, tokens: int, stored: int, sizes: tuple[int, int, int], dtype: torch.dtype) -> list[Tensor]:
+    """q_latent, q_rope, latent, rope_key, the stored ones with a NaN in every slot past `stored`."""
+    heads, dim, rope = sizes
+    generator = torch.Generator().manual_seed(dim)
+    queries = [torch.randn(rows, tokens, heads, width, generator=generator) for width in (dim, rope)]
+    slots = [torch.full((rows, stored + 9, width), float("nan")) for width in (dim, rope)]
+    for each in slots:
+        each[:, :stored] = torch.randn(rows, stored, each.shape[2], generator=generator)
+    return [*queries, *(each.to(dtype) for each in slots)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sizes", WIDE)
+def test_wide_latents_of_every_dtype_agree_with_float64(
+    body: str, sizes: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    stream = draw_wide(2, 3, 700, sizes, dtype)
+    starts, counts = torch.tensor([697, 500]), torch.tensor([3, 2])
+    got = latent_attend(*stream, starts, counts, scale=0.05)
+    want = latent_attend_reference(*(each.double() for each in stream), starts, counts, scale=0.05)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    assert got.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", WIDE)
+def test_a_row_has_the_same_bits_whatever_is_beside_it(
+    body: str, sizes: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    if body == "reference":
+        pytest.skip("torch's products, which the reference uses, round by the number of rows")
+    stream, starts = draw_wide(3, 8, 700, sizes, dtype), torch.tensor([692, 250, 3])
+    together = latent_attend(*stream, starts, torch.tensor([8, 8, 5]), scale=0.05)
+    threads = torch.get_num_threads()
+    for row, count in enumerate((8, 8, 5)):
+        own = [each[row : row + 1] for each in stream]
+        for t in range(count):
+            torch.set_num_threads(1 + t % 2)
+            some = slice(t, t + 1)
+            alone = latent_attend(
+                own[0][:, some], own[1][:, some], *own[2:], starts[row : row + 1] + t, torch.tensor([1]), scale=0.05
+            )
+            assert torch.equal(alone[0, 0], together[row, t])
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(16, 128, 512), (3, 7, 50), (2, 5, 64)])
+def test_a_matrix_for_each_head(body: str, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    matrices = (torch.randn(shape) / shape[1] ** 0.5).to(dtype)
+    x = torch.randn(2, 5, shape[0], shape[1] + 3)[..., 3:]  # a part of a projection
+    got = by_head(x, matrices)
+    want = torch.einsum("rtha,hab->rthb", x.double(), matrices.double())
+    tolerance = 1e-5 if body != "reference" or dtype == torch.float32 else 0.05
+    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+    if body != "reference":
+        assert torch.equal(torch.cat([by_head(x[:, t : t + 1], matrices) for t in range(5)], dim=1), got)
+
+
+def test_what_does_not_fit_is_refused(body: str) -> None:
+    if body == "reference":
+        pytest.skip("the reference checks nothing")
+    q_latent, q_rope, latent, rope_key = draw(1, 4)
+    one = torch.tensor([1])
+    with pytest.raises(ValueError, match="do not fit latents"):
+        latent_attend(q_latent, q_rope[..., :2], latent, rope_key, one, one, scale=SCALE)
+    with pytest.raises(ValueError, match="ring of 4 slots"):
+        latent_attend(q_latent, q_rope, latent, rope_key, 3 * one, 2 * one, scale=SCALE)
+    with pytest.raises(ValueError, match="do not fit x"):
+        by_head(q_latent, torch.randn(HEADS, LATENT + 1, 4))

@@ -83,7 +83,18 @@ def exact(*tensors: Tensor | None) -> bool:
     return not torch.compiler.is_compiling() and choice().exact
 
 
-_ALIKE = ("norm", "rope", "append", "glu", "best", "causal_conv", "gated_norm", "selective_scan", "rg_lru")
+_ALIKE = (
+    "latent_attend",
+    "norm",
+    "rope",
+    "append",
+    "glu",
+    "best",
+    "causal_conv",
+    "gated_norm",
+    "selective_scan",
+    "rg_lru",
+)
 _RECURRENT = ("delta_mixer", "ssd_mixer", "gated_delta_rule", "ssd", "lightning")
 
 

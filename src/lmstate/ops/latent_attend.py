@@ -13,8 +13,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from lmstate.ops import dispatch
+from lmstate.ops.cpu.latent import latent as native_body
+from lmstate.ops.linear import FEW
+
 STORED_BLOCK = 1024
 """Stored tokens that are scored at a time."""
+
+MOST = 32
+"""New tokens a row that one native call takes: it leaves a sum of latents for every head and piece of the row."""
 
 SCORES = 1 << 21
 """Scores that exist at a time: a block of queries is as long as this allows."""
@@ -44,6 +51,25 @@ def latent_attend(
     Returns float32 [R, T, H, Lat] (float64 for float64 queries), zero at padded queries. Of a ring only what is seen is
     read; where starts and counts are not on the host (another device, a traced graph), all of it.
     """
+    library = dispatch.native(q_latent, q_rope, latent, rope_key)
+    if library is not None and q_latent.shape[1] <= MOST:
+        body = native_body(library.variant)
+        if body.can_attend(q_latent, q_rope, latent, rope_key):
+            return body.attend(q_latent, q_rope, latent, rope_key, starts, counts, scale, window)
+    return latent_attend_reference(q_latent, q_rope, latent, rope_key, starts, counts, scale=scale, window=window)
+
+
+def latent_attend_reference(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    rope_key: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
     dtype = torch.promote_types(q_latent.dtype, torch.float32)
     if torch.compiler.is_compiling() or not starts.is_cpu:
         q_latent, q_rope = q_latent.to(dtype) * scale, q_rope.to(dtype) * scale
@@ -60,6 +86,19 @@ def latent_attend(
         blocks.append(queries[0].new_zeros(q_latent.shape[1] - count, *q_latent.shape[2:]))
         rows.append(torch.cat(blocks))
     return torch.stack(rows)
+
+
+def by_head(x: Tensor, matrices: Tensor) -> Tensor:
+    """A matrix for each head: x float32 `[R, T, H, A]`, matrices `[H, A, B]` -> float32 `[R, T, H, B]`.
+
+    Up to 32 rows are multiplied as they are; more are rounded to the matrices' dtype.
+    """
+    rows, width, heads, _ = x.shape
+    library = dispatch.native(x, matrices)
+    if library is not None and rows * width <= FEW and x.dtype == torch.float32 and matrices.is_contiguous():
+        return native_body(library.variant).by_head(x, matrices)
+    product = x.to(matrices.dtype).flatten(0, 1).transpose(0, 1) @ matrices  # [H, R * T, B]
+    return product.transpose(0, 1).reshape(rows, width, heads, -1).float()
 
 
 def _attend_block(

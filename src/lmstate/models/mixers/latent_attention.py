@@ -10,6 +10,7 @@ from torch import Tensor
 from lmstate import ops
 from lmstate.models.rope import Rope
 from lmstate.ops import Norm, Residual, Weight
+from lmstate.ops.latent_attend import by_head
 from lmstate.state import LatentState, LayerState, Layout, Step, latent_state
 
 EXPANDED = 1 << 25
@@ -73,9 +74,9 @@ class LatentAttention:
 
     def _absorbed(self, q_nope: Tensor, q_rope: Tensor, memory: LatentState, step: Step) -> Tensor:
         """Attention over the latents as they are stored -> `[R, T, H * Dv]`."""
-        q_latent = _by_head(q_nope, self.key_up)  # [R, T, H, Lat]
+        q_latent = by_head(q_nope, self.key_up)  # [R, T, H, Lat]
         seen = memory.attend(q_latent, q_rope, step, scale=self.scale)
-        return _by_head(seen, self.value_up).flatten(-2)
+        return by_head(seen, self.value_up).flatten(-2)
 
     def _expanded(self, q_nope: Tensor, q_rope: Tensor, memory: LatentState, step: Step) -> Tensor:
         """The same over keys `[R, H, S, Dn + Dr]` and values, made for some heads at a time -> `[R, T, H * Dv]`."""
@@ -95,17 +96,15 @@ class LatentAttention:
         return torch.cat(seen, dim=2).flatten(-2)
 
     def _expands(self, width: int, end: int) -> bool:
-        """Whether expanding takes fewer multiplications: of every stored token once, but fewer a query and token."""
+        """Whether expanding takes fewer multiplications: of every stored token once, but fewer a query and token.
+
+        A few new tokens never expand: what they give must not depend on how long other rows are.
+        """
+        if width <= ops.FEW:
+            return False
         _, nope, latent = self.key_up.shape
         value = self.value_up.shape[2]
         projections = latent * (nope + value)
         absorbed = width * (end * (2 * latent + self.rope_dim) + projections)
         expanded = end * (width * (nope + self.rope_dim + value) + projections)
         return expanded < absorbed
-
-
-def _by_head(x: Tensor, matrices: Tensor) -> Tensor:
-    """x float32 `[R, T, H, A]`, matrices `[H, A, B]` -> float32 `[R, T, H, B]`."""
-    rows, width, heads, _ = x.shape
-    product = x.to(matrices.dtype).flatten(0, 1).transpose(0, 1) @ matrices  # [H, R * T, B]
-    return product.transpose(0, 1).reshape(rows, width, heads, -1).float()

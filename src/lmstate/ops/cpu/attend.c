@@ -41,6 +41,8 @@ typedef struct {
   const char *key, *value;            /* slot 0 */
   const uint16_t *k_scale, *v_scale;  /* of codes, float16: see codes_args */
   int64_t slots, k_slot, v_slot;      /* from slot to slot, in elements; in bytes where they are codes */
+  const char *beside;                 /* slot 0 of the second part of the keys, or null */
+  int64_t beside_slot, beside_dim;
 } source;
 
 /* scores -> weights, and what was summed before is scaled to the new largest score. */
@@ -102,6 +104,31 @@ INLINE void scale_weights(const attend_args *a, const float *scale, const float 
   for (int64_t d = 0; d < a->dim_v; d++) to->values[d] += every;
 }
 
+/* What the second part of the keys adds to the scores. Not inlined: where there is none, it shall not cost registers. */
+INLINE void beside_of_kind(const source *s, const float *const *q, int queries, const char *key, int64_t count,
+                           float (*scores)[SUB], int64_t at, int kind) {
+  float more[TILE][SUB];
+  score(q, queries, key, s->beside_slot, s->beside_dim, count, more, 0, kind);
+  for (int j = 0; j < queries; j++)
+    for (int64_t t = 0; t < count; t++) scores[j][at + t] += more[j][t];
+}
+
+static __attribute__((noinline)) void add_beside(const attend_args *a, const source *s, const float *const *q, int queries,
+                                                 int64_t from, int64_t count, float (*scores)[SUB], int64_t at) {
+  const char *key = s->beside + from * s->beside_slot * size_of((int)a->kind);
+  const float *rest[TILE];
+  for (int j = 0; j < queries; j++) rest[j] = q[j] + a->dim;
+  for (int j = 0; j < queries; j += queries == TILE ? TILE : 1)
+    switch (a->kind + (queries == TILE ? 3 : 0)) {
+      case F32: beside_of_kind(s, rest + j, 1, key, count, scores + j, at, F32); break;
+      case BF16: beside_of_kind(s, rest + j, 1, key, count, scores + j, at, BF16); break;
+      case F16: beside_of_kind(s, rest + j, 1, key, count, scores + j, at, F16); break;
+      case 3 + F32: beside_of_kind(s, rest, TILE, key, count, scores, at, F32); break;
+      case 3 + BF16: beside_of_kind(s, rest, TILE, key, count, scores, at, BF16); break;
+      default: beside_of_kind(s, rest, TILE, key, count, scores, at, F16); break;
+    }
+}
+
 /* Up to TILE queries over positions b..b + SUB of one kv head. `queries` and `kind` are constants where this is called. */
 INLINE void tile_of_queries(const attend_args *a, const source *s, const float *const *q, const int64_t *low,
                             const int64_t *end, const part *to, int queries, int64_t b, int kind) {
@@ -143,6 +170,7 @@ INLINE void tile_of_queries(const attend_args *a, const source *s, const float *
   for (int run = 0; run < 2; run++) {
     if (!count[run]) continue;
     score(own, queries, s->key + from[run] * s->k_slot * size, s->k_slot, a->dim, count[run], scores, at[run], kind);
+    if (kind <= F16 && s->beside) add_beside(a, s, own, queries, from[run], count[run], scores, at[run]);
   }
   for (int j = 0; j < queries; j++) {
     const int64_t seen = low[j] > b ? (low[j] < b + SUB ? low[j] - b : SUB) : 0;
@@ -194,6 +222,7 @@ TILE_OF(tile_int2, CODES2)
 static void run_task(const attend_args *a, const attend_plan *all, int64_t r, int64_t task) {
   const row_plan *plan = &all->rows[r];
   const codes_args *codes = all->codes;
+  const beside_args *beside = all->beside;
   const int64_t group = a->heads / a->kv_heads, start = a->starts[r], size = size_of(a->kind);
   const int64_t run = task % plan->runs, kv = task / plan->runs / plan->chunks;
   const int64_t c = plan->chunk + task / plan->runs % plan->chunks;
@@ -202,6 +231,7 @@ static void run_task(const attend_args *a, const attend_plan *all, int64_t r, in
   const source floats = {
     (const char *)a->k + (r * a->k_row + kv * a->k_head) * size, (const char *)a->v + (r * a->v_row + kv * a->v_head) * size,
     NULL, NULL, codes ? codes->tail : a->slots, a->k_slot, a->v_slot,
+    beside ? (const char *)beside->k + r * beside->row * size : NULL, beside ? beside->slot : 0, beside ? beside->dim : 0,
   };
   tile_of_kind *tile = a->kind == F32 ? tile_f32 : a->kind == BF16 ? tile_bf16 : tile_f16, *coded_tile = NULL;
   source coded = {0};
@@ -299,7 +329,7 @@ static void add_columns(const attend_args *a, const attend_plan *all, int64_t r,
 int64_t attend_begin(const attend_args *a, attend_plan *plan) {
   plan->tasks = 0;
   plan->parts = plan->weights = NULL;
-  plan->codes = NULL;
+  plan->codes = NULL, plan->beside = NULL;
   plan->rows = malloc((size_t)(a->rows + 1) * sizeof(row_plan));
   if (!plan->rows) return -1;
   int64_t parts = 0;

@@ -52,6 +52,12 @@ typedef struct {
   int64_t bits, lag, tail;     /* lag, tail: 0 where every position is codes */
 } codes_args;
 
+/* A second part of every key, in slots of its own, that all kv heads share: queries are [dim | dim of this]. */
+typedef struct {
+  const void *k;           /* [R, S, dim] by its strides, of the keys' kind */
+  int64_t dim, row, slot;
+} beside_args;
+
 enum { CODE_BLOCK = 64 };
 /* n of keys in blocks */
 static inline int64_t block_scales(int64_t dim) { return (2 * dim + CODE_BLOCK - 1) / CODE_BLOCK; }
@@ -73,7 +79,8 @@ typedef struct {
   float *parts;
   float *weights, *peaks, *totals; /* [R, T, H, padded] (see `part`), [R, T, H, padded / SUB], [R, T, H, 2], for columns */
   int64_t tasks, padded;
-  const codes_args *codes; /* or null */
+  const codes_args *codes;   /* or null */
+  const beside_args *beside; /* or null */
 } attend_plan;
 
 /* 0; -1 where there was no memory; 1 + r where row r's starts or counts make no sense: nothing is to be ended then. */
