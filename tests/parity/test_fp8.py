@@ -1,4 +1,4 @@
-"""Checkpoints of 8-bit floats with block scales: the logits of transformers on the numbers that they stand for."""
+"""Checkpoints of 8-bit floats with scales: the logits of transformers on the numbers that they stand for."""
 
 from __future__ import annotations
 
@@ -105,6 +105,67 @@ def test_they_load_in_every_storage(kind: str, tmp_path: Path) -> None:
     assert torch.nn.functional.cosine_similarity(theirs.flatten(), ours_logits.flatten(), dim=0) > 0.99
 
 
+def rescale(scales: Tensor, shape: torch.Size, form: str) -> Tensor:
+    """The scale of a matrix written out in another form: one number, or as many as it has outputs."""
+    assert scales.shape == (1, 1)
+    return {
+        "a scalar": scales.reshape(()),
+        "one number": scales.reshape(1),
+        "an output": scales.expand(shape[0], 1),
+        "an output, flat": scales.flatten().expand(shape[0]),
+    }[form].contiguous()
+
+
+@pytest.mark.parametrize("method", ["fp8", "compressed-tensors", "fbgemm_fp8", "modelopt"])
+@pytest.mark.parametrize("form", ["a scalar", "one number", "an output", "an output, flat"])
+def test_scales_of_a_matrix_and_of_its_outputs_give_the_logits_of_their_numbers(
+    form: str, method: str, tmp_path: Path
+) -> None:
+    theirs = original("deepseek_v3", {})
+    tensors = write(tmp_path, theirs, 2**20, 2**20)  # one block a matrix
+    suffix = "_scale_inv" if method == "fp8" else "_scale"
+    for name in [name for name in tensors if name.endswith("_scale_inv")]:
+        matrix = name.removesuffix("_scale_inv")
+        tensors[matrix + suffix] = rescale(tensors.pop(name), tensors[matrix].shape, form)
+        beside = "activation_scale" if method == "fp8" else "input_scale"
+        tensors[matrix.removesuffix("weight") + beside] = torch.tensor(0.5)  # of activations, which are not rounded
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, "activation_scheme": "static"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    ours = build(Weights(open_source(tmp_path), "float32"))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(text(40)), theirs(text(40)).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_every_output_has_its_own_scale(tmp_path: Path) -> None:
+    theirs = original("llama", {})
+    tensors = write(tmp_path, theirs, 1, 2**20)  # a block is a row
+    assert len(tensors[f"{NAME}_scale_inv"].unique()) > 1
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    scaled = {name.replace("_scale_inv", "_scale"): tensor for name, tensor in tensors.items()}
+    save_file(scaled, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    ours = build(Weights(open_source(tmp_path), "float32"))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(text(40)), theirs(text(40)).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_blocks_of_compressed_tensors(tmp_path: Path) -> None:
+    theirs = original("llama", {})
+    tensors = write(tmp_path, theirs, 32, 16)
+    config = json.loads((tmp_path / "config.json").read_text())
+    group = {"weights": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [32, 16]}}
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    scaled = {name.replace("_scale_inv", "_scale"): tensor for name, tensor in tensors.items()}
+    save_file(scaled, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    ours = build(Weights(open_source(tmp_path), "float32"))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(text(40)), theirs(text(40)).logits, atol=1e-4, rtol=1e-4)
+
+
 def scale(tensors: Tensors, config: dict[str, Any], change: Callable[[Tensor], Tensor]) -> None:
     tensors[f"{NAME}_scale_inv"] = change(tensors[f"{NAME}_scale_inv"]).contiguous()
 
@@ -121,11 +182,13 @@ DAMAGES: dict[str, tuple[str, Callable[[Tensors, dict[str, Any]], Any]]] = {
     "an infinite scale": ("infinities", partial(scale, change=lambda scales: scales / 0)),
     "whole numbers for scales": ("no floats", partial(scale, change=lambda scales: scales.int())),
     "a vector in 8 bits": ("cannot scale", vector),
-    "no blocks": ("blocks only", lambda tensors, config: config.update(weight_block_size=None)),
+    "scales of blocks without their size": (
+        "cannot scale",
+        lambda tensors, config: config.update(weight_block_size=None),
+    ),
     "blocks of nothing": ("weight_block_size", lambda tensors, config: config.update(weight_block_size=[0, 128])),
     "three sizes": ("weight_block_size", lambda tensors, config: config.update(weight_block_size=[1, 1, 1])),
     "huge blocks": ("cannot scale", lambda tensors, config: config.update(weight_block_size=[2**31 - 1, 2**31 - 1])),
-    "static": ("activation_scheme", lambda tensors, config: config.update(activation_scheme="static")),
     "another method": ("holds float8", lambda tensors, config: config.update(quant_method="other")),
 }
 

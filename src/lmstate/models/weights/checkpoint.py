@@ -31,7 +31,8 @@ class Checkpoint:
         quantisation = Fields(self.config, f"config of {path}").fields("quantization_config", Fields({}))
         method = None if quantisation is None else quantisation.get("quant_method")
         self._mxfp4 = method == "mxfp4"  # its blocks are bytes, which the family takes apart
-        self._fp8_block = fp8.block_of(quantisation) if quantisation is not None and method == "fp8" else None
+        self._fp8 = method in fp8.METHODS
+        self._fp8_block = fp8.block_of(quantisation) if quantisation is not None and self._fp8 else None
         generation = path / "generation_config.json"
         self.generation: dict[str, Any] = read_object(generation) if generation.is_file() else {}
         self._shards = self._open_shards()
@@ -41,10 +42,12 @@ class Checkpoint:
                 f"two safetensors files of {path} hold a tensor of the same name; the checkpoint is damaged"
             )
 
-        self._scales = {name + fp8.SCALE for name in self._where if self._is_fp8(name)}
+        self._scales = {name: fp8.scales_of(name, self._where) for name in self._where if self._is_fp8(name)}
+        beside = {each for name in self._scales for each in fp8.of_activations(name)}
+        self._names = frozenset(self._where) - beside - set(self._scales.values())
 
     def names(self) -> frozenset[str]:
-        return frozenset(self._where) - self._scales
+        return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._where[name].entries[name].shape
@@ -67,23 +70,24 @@ class Checkpoint:
         return dtype_name(self._where[name].entries[name].dtype)
 
     def _is_fp8(self, name: str) -> bool:
-        return self._fp8_block is not None and self._where[name].entries[name].dtype == fp8.DTYPE
+        return self._fp8 and self._where[name].entries[name].dtype == fp8.DTYPE
 
     def _dequantized(self, name: str) -> Tensor:
-        assert self._fp8_block is not None
-        scales, shape = name + fp8.SCALE, self.shape(name)
-        if scales not in self._where or self._dtype(scales) not in FLOATS:
-            raise ModelError(f"{self.path} lacks {scales!r}, the scales of 8-bit floats, or they are no floats")
-        expected = fp8.scales_shape(shape, self._fp8_block) if len(shape) >= 2 else None
-        if self.shape(scales) != expected:
+        scales, shape, block = self._scales[name], self.shape(name), self._fp8_block
+        if scales is None or self._dtype(scales) not in FLOATS:
+            raise ModelError(
+                f"{self.path} lacks the scales of the 8-bit floats of {name!r} (in {name}{fp8.SCALES[0]}, say), or "
+                "they are no floats"
+            )
+        if not fp8.scales_fit(self.shape(scales), shape, block):
             raise ModelError(
                 f"{self.path}: {scales!r} has the shape {list(self.shape(scales))}, which cannot scale {name!r} "
-                f"of shape {list(shape)} in blocks of {list(self._fp8_block)}"
+                f"of shape {list(shape)}{'' if block is None else f' in blocks of {list(block)}'}"
             )
         values = self._where[scales].tensor(scales)
         if not bool(values.isfinite().all()):
             raise ModelError(f"{self.path} is damaged: the scales of tensor {name!r} hold infinities or NaN")
-        return fp8.dequantize(self._where[name].tensor(name), values, self._fp8_block)
+        return fp8.dequantize(self._where[name].tensor(name), values, block)
 
     def key(self) -> str:
         return fingerprint([self.path / "config.json", *(shard.path for shard in self._shards)])
