@@ -7,6 +7,7 @@ architecture), the install goes on without it and the package runs on its refere
 from __future__ import annotations
 
 import platform
+import runpy
 import sys
 from pathlib import Path
 
@@ -16,8 +17,9 @@ from setuptools.command.build_ext import build_ext
 FOLDER = "src/lmstate/ops/cpu"
 SOURCES = sorted(str(path) for path in Path(FOLDER).glob("*.c"))
 HEADERS = sorted(str(path) for path in Path(FOLDER).glob("*.h"))
+DIGEST = runpy.run_path(f"{FOLDER}/sources.py")["digest"](Path(FOLDER))
 # No -ffast-math, no contraction: a row's result must not depend on what stands beside it.
-FLAGS = ["-O3", "-g0", "-std=c11", "-fopenmp", "-ffp-contract=off", "-fno-math-errno"]
+FLAGS = ["-O3", "-g0", "-std=c11", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", f"-DLMSTATE_SOURCES={DIGEST}u"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni"]
 

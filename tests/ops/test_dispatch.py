@@ -48,6 +48,14 @@ def test_a_variant_that_was_not_built_says_so(monkeypatch: pytest.MonkeyPatch, t
     assert cpu.usable() == ()
 
 
+def test_a_library_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(cpu.built(variant) for variant in cpu.usable())
+    monkeypatch.setattr(cpu, "_digest", lambda: 1)
+    assert cpu.usable() == ()
+    with pytest.raises(cpu.NativeError, match="other sources"):
+        cpu.open_library("portable")
+
+
 def test_without_a_native_library_one_line_says_that_the_references_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LMSTATE_OPS", raising=False)
     monkeypatch.setattr(cpu, "usable", lambda: ())

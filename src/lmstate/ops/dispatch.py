@@ -46,7 +46,10 @@ def choice() -> Choice:
         return Choice(asked, f"{VARIABLE}={asked}", cpu.open_library(asked))
     usable = cpu.usable()
     if not usable:
-        why = "no native library was built: install the package where a C compiler with OpenMP is found"
+        why = (
+            "no native library was built from these sources: install the package (again) where a C compiler with "
+            "OpenMP is found"
+        )
         warnings.warn(f"lmstate runs on its references in torch, which are slow: {why}", RuntimeWarning, stacklevel=2)
         return Choice("reference", why, None)
     return Choice(

@@ -1,3 +1,8 @@
+#include <stdint.h>
+
+/* What lmstate.ops.cpu.sources.digest said when this was built. */
+uint64_t lmstate_sources(void) { return LMSTATE_SOURCES; }
+
 /* What the processor can run: 0 the portable variant only, 1 AVX2 too, 2 AVX-512 too. */
 int lmstate_processor(void) {
 #if defined(__x86_64__) || defined(__i386__)
