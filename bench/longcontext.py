@@ -3,8 +3,13 @@
 On the documentation that ships with Python, fed 256 tokens at a time: the perplexity of SmolLM2 over it, and how many
 of eight facts, sown evenly into it, the model still tells when asked at the end (a fact's number counts if every token
 of it has the largest logit). Beside them `transformers`' `QuantizedCache` on the same weights, if `optimum-quanto` is
-installed. Prints a table; with `--json PATH` and `--plot PATH` also writes it, and a picture of perplexity against the
-bytes of the state.
+installed. Prints a table in Markdown, a row when it is measured; `--only WORD ...` measures those whose names have a
+word in them.
+
+`--json PATH` keeps the rows there: those that it has already, of as many tokens, are not measured again, so that a run
+that was stopped goes on. `--plot PATH` draws all of them, perplexity against bytes a token.
+
+`--speed` times decode steps instead, after long prompts: see `bench.longcontext_speed`.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -22,11 +28,13 @@ import torch
 from torch import Tensor
 
 import lmstate
+from bench import longcontext_speed
 from lmstate import kv
 from lmstate.models.hub import resolve
 
 TOPICS = ("types", "specialnames", "exceptions", "assert", "import", "function", "class")
 STEP = 256
+AFTER = 32
 CITIES = ("Paris", "Tokyo", "Cairo", "Lima", "Oslo", "Delhi", "Rome", "Quito")
 
 Forward = Callable[[list[int]], Tensor]
@@ -38,8 +46,9 @@ class Result:
     name: str
     perplexity: float
     facts: int | None  # of those in CITIES; None where it was not asked
-    state_bytes: int  # of the attention layers, after the last token
+    state_bytes: int  # of the attention layers, AFTER single tokens later: what a step of many needed is given back
     seconds: float  # of one core and more: all threads together
+    tokens: int
 
 
 def text() -> str:
@@ -57,6 +66,7 @@ def policies(budgets: list[int]) -> dict[str, kv.Policy]:
             "recent": kv.Recent(budget=budget),
             "h2o": kv.H2O(budget=budget, recent=budget // 4),
             "h2o, quantized 8": kv.H2O(budget=budget, recent=budget // 4, storage=kv.Quantized(8)),
+            "h2o, quantized 4": kv.H2O(budget=budget, recent=budget // 4, storage=kv.Quantized(4)),
             "snapkv": kv.SnapKV(budget=budget),
             "expected": kv.ExpectedAttention(budget=budget),
         }
@@ -70,6 +80,8 @@ def perplexity(forward: Forward, ids: list[int]) -> float:
         logits = forward(ids[first : first + STEP])
         following = torch.tensor(ids[first + 1 : first + STEP + 1])[:, None]
         loss -= float(logits[: len(following)].float().log_softmax(-1).gather(1, following).sum())
+        print(f"\r{first + STEP} of {len(ids)} tokens ", end="", file=sys.stderr, flush=True)
+    print("\r", end="", file=sys.stderr)
     return math.exp(loss / (len(ids) - 1))
 
 
@@ -95,6 +107,8 @@ def measure(model: lmstate.Model, name: str, policy: kv.Policy, ids: list[int]) 
         return logits[0]
 
     loss = perplexity(forward, ids)
+    for token in ids[:AFTER]:
+        forward([token])
     held = state.memory()["attention"]
     stream, questions = sown(model, ids)
     state = model.new_state(kv=policy)
@@ -106,7 +120,7 @@ def measure(model: lmstate.Model, name: str, policy: kv.Policy, ids: list[int]) 
         state.discard()
         assert logits is not None
         told += logits[0, len(question) - 1 : -1].argmax(-1).tolist() == answer
-    return Result(name, loss, told, held, process_time() - begin)
+    return Result(name, loss, told, held, process_time() - begin, len(ids))
 
 
 def measure_peer(bits: int, ids: list[int]) -> Result:
@@ -130,55 +144,95 @@ def measure_peer(bits: int, ids: list[int]) -> Result:
             for inner in (getattr(quantized, name) for name in names):
                 held += inner._data.nbytes if type(inner).__name__ == "PackedTensor" else inner.nbytes
         held += layer.keys.nbytes + layer.values.nbytes
-    return Result(f"transformers, quanto {bits}", loss, None, held, process_time() - begin)
+    return Result(f"transformers, quanto {bits}", loss, None, held, process_time() - begin, len(ids))
 
 
 def plot(results: list[Result], path: str) -> None:
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    for result in results:
-        axes.scatter(result.state_bytes / 1e6, result.perplexity)
-        axes.annotate(result.name, (result.state_bytes / 1e6, result.perplexity), fontsize=7)
-    axes.set(xlabel="MB of keys and values", ylabel="perplexity", xscale="log")
+    figure, axes = pyplot.subplots(figsize=(9, 6))
+    kinds = sorted({result.name.partition(",")[0] for result in results})
+    for kind in kinds:
+        some = [result for result in results if result.name.partition(",")[0] == kind]
+        sizes = [result.state_bytes / result.tokens for result in some]
+        axes.scatter(sizes, [result.perplexity for result in some], label=kind)
+        for size, result in zip(sizes, some):
+            axes.annotate(result.name, (size, result.perplexity), fontsize=6, xytext=(3, 3), textcoords="offset points")
+    axes.set(xlabel="bytes of keys and values a token of the text", ylabel="perplexity", xscale="log")
+    axes.legend(fontsize=7)
     figure.savefig(path, dpi=150, bbox_inches="tight")
 
 
+HEADER = "| policy | perplexity | against float32 | facts told | bytes a token | smaller than bfloat16 | CPU seconds |"
+
+
+def line(result: Result, others: list[Result]) -> str:
+    """A row of the table; what it is compared with must be among the others."""
+    exact = next((each.perplexity for each in others if each.name == "float32"), None)
+    dense = next((each.state_bytes for each in others if each.name == "bfloat16"), None)
+    apart = "-" if exact is None else f"{100 * (result.perplexity / exact - 1):+.2f} %"
+    smaller = "-" if dense is None else f"{dense / result.state_bytes:.2f}x"
+    facts = "-" if result.facts is None else f"{result.facts}/{len(CITIES)}"
+    return (
+        f"| {result.name} | {result.perplexity:.3f} | {apart} | {facts} | {result.state_bytes / result.tokens:,.0f} "
+        f"| {smaller} | {result.seconds:.0f} |"
+    )
+
+
+def known(path: str | None, tokens: int) -> list[Result]:
+    if path is None or not Path(path).exists():
+        return []
+    rows = [Result(**row) for row in json.loads(Path(path).read_text())]
+    return [row for row in rows if row.tokens == tokens]
+
+
+def quality(options: argparse.Namespace) -> None:
+    model = lmstate.load(options.model)
+    ids = model.tokenizer.encode(text())[: options.tokens]
+    results = known(options.json, len(ids))
+    runs: dict[str, Callable[[], Result]] = {
+        name: lambda name=name, policy=policy: measure(model, name, policy, ids)  # type: ignore[misc]
+        for name, policy in policies(options.budgets).items()
+    }
+    peer = all(find_spec(name) for name in ("optimum", "accelerate"))  # what it quantises and reads a GGUF with
+    for bits in (4, 2) if peer else ():
+        runs[f"transformers, quanto {bits}"] = lambda bits=bits: measure_peer(bits, ids)  # type: ignore[misc]
+    if options.only:
+        runs = {name: run for name, run in runs.items() if any(word in name for word in options.only)}
+    print(f"{len(ids)} tokens, {options.threads} threads\n\n{HEADER}\n|---|---|---|---|---|---|---|", flush=True)
+    for name, run in runs.items():
+        result = next((row for row in results if row.name == name), None)
+        if result is None:
+            results.append(result := run())
+            if options.json:
+                Path(options.json).write_text(json.dumps([asdict(row) for row in results], indent=1) + "\n")
+        print(line(result, results), flush=True)
+    if not peer:
+        print(
+            "\nNo row of transformers' QuantizedCache: it needs optimum-quanto, and accelerate to read these weights."
+        )
+    if options.plot:
+        plot(results, options.plot)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.longcontext", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.longcontext", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--tokens", type=int, default=4000)
     parser.add_argument("--budgets", type=int, nargs="*", default=[512, 1024])
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json")
-    parser.add_argument("--plot")
+    parser.add_argument("--only", nargs="*", metavar="WORD")
+    parser.add_argument("--json", metavar="PATH")
+    parser.add_argument("--plot", metavar="PATH")
+    parser.add_argument("--speed", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    model = lmstate.load(options.model)
-    ids = model.tokenizer.encode(text())[: options.tokens]
-    results: list[Result] = []
-    print(
-        f"{len(ids)} tokens\n{'policy':36} perplexity   against float32   facts     MB  smaller than bfloat16  seconds"
-    )
-    runs = [(lambda n=name, p=policy: measure(model, n, p, ids)) for name, policy in policies(options.budgets).items()]
-    peer = all(find_spec(name) for name in ("optimum", "accelerate"))  # what it quantises and reads a GGUF with
-    runs += [(lambda b=bits: measure_peer(b, ids)) for bits in (4, 2)] if peer else []
-    print(f"{len(ids)} tokens; smaller: than bfloat16")
-    print(f"{'policy':36} perplexity  facts     MB   smaller  seconds")
-    for run in runs:
-        results.append(result := run())
-        facts = "-" if result.facts is None else f"{result.facts}/{len(CITIES)}"
-        print(
-            f"{result.name:36} {result.perplexity:10.3f} {facts:>6} {result.state_bytes / 1e6:6.1f} "
-            f"{results[0].state_bytes / result.state_bytes:8.2f}x {result.seconds:8.1f}",
-            flush=True,
-        )
-    if not peer:
-        print("transformers' QuantizedCache did not run: it needs optimum-quanto, and accelerate to read these weights")
-    if options.json:
-        Path(options.json).write_text(json.dumps([asdict(result) for result in results], indent=1))
-    if options.plot:
-        plot(results, options.plot)
+    if options.speed:
+        longcontext_speed.run(lmstate.load(options.model), options.only)
+    else:
+        quality(options)
 
 
 if __name__ == "__main__":
