@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lmstate import kv
-from lmstate.ops import Scoring
+from lmstate.ops import Scoring, kv_codes
+from lmstate.ops.attend_quantized import WHOLE, Held, attend_quantized
 from lmstate.ops.attend_slots import Columns, attend_observed, attend_slots
 from lmstate.ops.settle import Lowest, SlotLists, settle, settle_reference, unsettle
 from lmstate.state import Layout, Step, attention_state
@@ -138,6 +139,41 @@ def test_observed_attention_equals_the_reference(dtype: torch.dtype, softcap: fl
                 q[:1], k[:1], v[:1], starts[:1], counts[:1], scoring, Columns(*(x[:1] for x in got))
             )
             assert torch.equal(alone[0], seen[0])
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize(("width", "dim"), [(1, 64), (9, 40), (100, 128)])
+def test_observed_codes_equal_what_they_stand_for(bits: int, width: int, dim: int) -> None:
+    """Codes with scales of their own are stored and read as `kv_codes` says, and tell what each slot received."""
+    generator = torch.Generator().manual_seed(bits)
+    slots, before = 190, 70
+    codes, scales = kv_codes.widths(dim, bits, WHOLE)
+    held = Held(
+        *(torch.zeros(2, KV_HEADS, slots, codes, dtype=kv_codes.code_dtype(bits)) for _ in "kv"),
+        *(torch.zeros(2, KV_HEADS, slots, scales, dtype=torch.float16) for _ in "kv"),
+    )
+    starts, counts = torch.tensor([0, 0]), torch.tensor([before, before - 5])
+    scoring = Scoring(0.2, None, torch.randn(HEADS, generator=generator))
+    stored = []
+    for tokens in (before, width):
+        q = torch.randn(2, tokens, HEADS, dim, generator=generator)
+        new = tuple(torch.randn(2, tokens, KV_HEADS, dim, generator=generator) for _ in "kv")
+        stored.append(new)
+        sums = Columns(torch.zeros(2, KV_HEADS, 3, slots), starts + counts)
+        seen = attend_quantized(q, new, None, held, None, starts, counts, scoring, bits=bits, columns=sums)
+        starts, counts = counts, torch.tensor([width, width // 2])
+    k, v = (kv_codes.decode(x, scale, bits) for x, scale in ((held.k, held.k_scale), (held.v, held.v_scale)))
+    for ring, old, new in zip((k, v), *stored):
+        both = torch.cat([old[0], new[0]]).transpose(0, 1)  # [K, n, D]
+        wanted = kv_codes.decode(*kv_codes.encode(kv_codes.turned(both), bits, WHOLE), bits)
+        apart = (ring[0, :, : before + width] - wanted).abs()
+        assert (apart > 1e-5).float().mean() < 1e-3 and apart.mean() < 1e-3  # a number on the edge of two codes
+    starts, counts = torch.tensor([before, before - 5]), torch.tensor([width, width // 2])
+    wanted_sums = Columns(torch.zeros(2, KV_HEADS, 3, slots), starts + counts)
+    where = torch.arange(slots).expand(2, KV_HEADS, slots)
+    wanted = attend_slots(kv_codes.turned(q), k, v, where, starts, counts, scoring, columns=wanted_sums)
+    torch.testing.assert_close(seen, kv_codes.turned(wanted), atol=2e-5, rtol=2e-4)
+    torch.testing.assert_close(sums.sums, wanted_sums.sums, atol=2e-5, rtol=2e-4)
 
 
 @pytest.mark.parametrize("by_scores", [False, True])

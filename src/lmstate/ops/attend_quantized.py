@@ -1,7 +1,8 @@
 """Attention over keys and values that are stored in few bits, ring or not: rotating, storing, attending.
 
 8 bits: every position is codes, one scale a vector; keys and values are turned by a Hadamard matrix first, so that no
-channel stands out (QuaRot, 2404.00456). 4 and 2 bits: keys have a scale for each channel of a block of positions
+channel stands out (QuaRot, 2404.00456). 4 and 2 bits: the same where tokens do not stay together (slots that a policy
+evicts from), with a lowest value too; else keys have a scale for each channel of a block of positions
 (KIVI, 2402.02750), and are codes only once their block is whole; the newest positions are also floats, in a ring. A
 query at position p sees as codes the blocks that end at `p - lag` or before, as floats the others: by its position
 alone, however the tokens came.
@@ -17,6 +18,7 @@ from torch import Tensor
 from lmstate.ops import dispatch, kv_codes
 from lmstate.ops.append import append_reference
 from lmstate.ops.attend import MOST, attend_reference, attend_span, unroll
+from lmstate.ops.attend_slots import OBSERVED, Columns, attend_slots
 from lmstate.ops.kv_codes import BLOCK
 from lmstate.ops.rope import rope
 from lmstate.ops.rotate_attend import Rotation
@@ -32,8 +34,8 @@ WHOLE = 256
 class Held(NamedTuple):
     """Codes `[R, K, S, bytes]` and float16 scales `[R, K, S, n]`, position p in slot p % S.
 
-    8 bits: those of `kv_codes.encode(..., WHOLE)`. Else keys are those of `kv_codes.encode_blocks`, and S is a multiple
-    of `BLOCK`.
+    8 bits, or without a tail: those of `kv_codes.encode(..., WHOLE)`, of turned vectors. Else keys are those of
+    `kv_codes.encode_blocks`, and S is a multiple of `BLOCK`.
     """
 
     k: Tensor
@@ -68,16 +70,19 @@ def attend_quantized(
     *,
     bits: int,
     dtype: torch.dtype = torch.float32,
+    columns: Columns | None = None,
 ) -> Tensor:
     """Store new keys and values `[R, T, K, D]`, and attend: q float32 `[R, T, H, D]` -> float32 `[R, T, H, Dv]`.
 
     `rotation` turns q and the new keys first. The other arguments are those of `ops.attend`. A tail holds the step and
-    `reads` positions before it. The reference expands what it reads in `dtype`. Reads starts
-    and counts on the host.
+    `reads` positions before it; without one every vector has scales of its own. The reference expands what it reads in
+    `dtype`. Adds what each slot receives to `columns`, of a ring that has not wrapped. Reads starts and counts on the
+    host.
     """
     body = _native(q, new, held, tail, bits, scoring.sinks)
-    if body is not None and q.shape[1] <= MOST:
-        out = body.attend(q, new, rotation, held, tail, starts, counts, bits, scoring, sight)
+    most = MOST if columns is None else OBSERVED
+    if body is not None and q.shape[1] <= most:
+        out = body.attend(q, new, rotation, held, tail, starts, counts, bits, scoring, sight, columns)
         assert out is not None
         return out
     if rotation is not None:
@@ -90,13 +95,26 @@ def attend_quantized(
             _store_vectors(new, held, starts, counts, bits)
         else:
             _store_blocks(new, held, tail, starts, counts, bits)
+    if body is not None and columns is not None:
+        blocks = []
+        for first, block in zip(range(0, q.shape[1], most), q.split(most, dim=1)):
+            some = (counts - first).clamp(0, most)
+            out = body.attend(block, None, None, held, tail, starts + first, some, bits, scoring, sight, columns)
+            assert out is not None
+            blocks.append(out)
+        return torch.cat(blocks, dim=1)
     if tail is None:
         end = min(held.k.shape[2], int((starts + counts).max()))  # position p < end lies in slot p, or the ring is full
         k, v = (
             kv_codes.decode(codes[:, :, :end], scales[:, :, :end], bits, dtype)
             for codes, scales in ((held.k, held.k_scale), (held.v, held.v_scale))
         )
-        seen = attend_reference(kv_codes.turned(q), k, v, starts, counts, scoring, sight)
+        if columns is None:
+            seen = attend_reference(kv_codes.turned(q), k, v, starts, counts, scoring, sight)
+        else:
+            slots, observed = torch.arange(end, device=k.device), columns._replace(sums=columns.sums[..., :end])
+            where = slots.expand(k.shape[:3])
+            seen = attend_slots(kv_codes.turned(q), k, v, where, starts, counts, scoring, sight, observed)
     else:
         seen = _attend_blocks(q, held, tail, starts, counts, bits, dtype, scoring, sight)
     return kv_codes.turned(seen)

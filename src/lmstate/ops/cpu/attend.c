@@ -43,6 +43,7 @@ typedef struct {
   int64_t slots, k_slot, v_slot;      /* from slot to slot, in elements; in bytes where they are codes */
   const char *beside;                 /* slot 0 of the second part of the keys, or null */
   int64_t beside_slot, beside_dim;
+  int by_vector;                      /* keys of few bits have a scale and a low each, and not the channels of a block */
 } source;
 
 /* scores -> weights, and what was summed before is scaled to the new largest score. */
@@ -145,8 +146,8 @@ INLINE void tile_of_queries(const attend_args *a, const source *s, const float *
   const int64_t slot = first % s->slots, room = s->slots - slot;
   const int64_t count[2] = {last - first < room ? last - first : room, last - first < room ? 0 : last - first - room};
   const int64_t at[2] = {first - b, first - b + count[0]}, from[2] = {slot, 0};
-  const int in_blocks = kind == CODES4 || kind == CODES2;
-  float scores[TILE][SUB], scaled[TILE][MAX_DIM + VL], constant[TILE], k_scale[SUB], v_scale[SUB], v_low[SUB];
+  const int few_bits = kind == CODES4 || kind == CODES2, in_blocks = few_bits && !s->by_vector;
+  float scores[TILE][SUB], scaled[TILE][MAX_DIM + VL], constant[TILE], k_scale[SUB], k_low[SUB], v_scale[SUB], v_low[SUB];
   const float *own[TILE];
   UNROLL for (int j = 0; j < queries; j++) own[j] = q[j];
   if (in_blocks) { /* one scale and one lowest value a channel */
@@ -163,9 +164,19 @@ INLINE void tile_of_queries(const attend_args *a, const source *s, const float *
       constant[j] = vf_sum(sum), own[j] = scaled[j];
     }
   }
+  if (few_bits && s->by_vector) {
+    spread(s->k_scale, 2, 0, from, at, count, k_scale);
+    spread(s->k_scale, 2, 1, from, at, count, k_low);
+    for (int j = 0; j < queries; j++) {
+      vf sum = vf_zero();
+      for (int64_t d = 0; d < a->dim; d += VL)
+        sum = vf_add(sum, a->dim - d < VL ? load_part(F32, q[j], d, (int)(a->dim - d)) : vf_load(q[j] + d));
+      constant[j] = vf_sum(sum);
+    }
+  }
   if (kind == CODES8) spread(s->k_scale, 1, 0, from, at, count, k_scale);
-  if (kind >= CODES8) spread(s->v_scale, in_blocks ? 2 : 1, 0, from, at, count, v_scale);
-  if (in_blocks) spread(s->v_scale, 2, 1, from, at, count, v_low);
+  if (kind >= CODES8) spread(s->v_scale, few_bits ? 2 : 1, 0, from, at, count, v_scale);
+  if (few_bits) spread(s->v_scale, 2, 1, from, at, count, v_low);
   memset(scores, 0, sizeof scores);
   for (int run = 0; run < 2; run++) {
     if (!count[run]) continue;
@@ -179,12 +190,14 @@ INLINE void tile_of_queries(const attend_args *a, const source *s, const float *
       for (int64_t t = 0; t < SUB; t++) scores[j][t] += constant[j];
     if (kind == CODES8)
       for (int64_t t = 0; t < SUB; t++) scores[j][t] *= k_scale[t];
+    if (few_bits && s->by_vector)
+      for (int64_t t = 0; t < SUB; t++) scores[j][t] = scores[j][t] * k_scale[t] + constant[j] * k_low[t];
     weigh(a, scores[j], &to[j], seen, until);
     if (to[j].weights) {
       memcpy(to[j].weights + b, scores[j], SUB * sizeof(float));
       to[j].peaks[b / SUB] = *to[j].largest;
     }
-    if (kind >= CODES8) scale_weights(a, v_scale, in_blocks ? v_low : NULL, scores[j], &to[j]);
+    if (kind >= CODES8) scale_weights(a, v_scale, few_bits ? v_low : NULL, scores[j], &to[j]);
   }
   for (int run = 0; run < 2; run++) {
     if (!count[run]) continue;
@@ -231,7 +244,7 @@ static void run_task(const attend_args *a, const attend_plan *all, int64_t r, in
   const source floats = {
     (const char *)a->k + (r * a->k_row + kv * a->k_head) * size, (const char *)a->v + (r * a->v_row + kv * a->v_head) * size,
     NULL, NULL, codes ? codes->tail : a->slots, a->k_slot, a->v_slot,
-    beside ? (const char *)beside->k + r * beside->row * size : NULL, beside ? beside->slot : 0, beside ? beside->dim : 0,
+    beside ? (const char *)beside->k + r * beside->row * size : NULL, beside ? beside->slot : 0, beside ? beside->dim : 0, 0,
   };
   tile_of_kind *tile = a->kind == F32 ? tile_f32 : a->kind == BF16 ? tile_bf16 : tile_f16, *coded_tile = NULL;
   source coded = {0};
@@ -240,7 +253,8 @@ static void run_task(const attend_args *a, const attend_plan *all, int64_t r, in
     coded_tile = codes->bits == 8 ? tile_int8 : codes->bits == 4 ? tile_int4 : tile_int2;
     coded.slots = a->slots, coded.k_slot = a->dim * codes->bits / 8, coded.v_slot = a->dim_v * codes->bits / 8;
     coded.key = (const char *)codes->k + slot * coded.k_slot, coded.value = (const char *)codes->v + slot * coded.v_slot;
-    coded.k_scale = codes->k_scale + slot * (codes->bits == 8 ? 1 : block_scales(a->dim));
+    coded.by_vector = !codes->lag;
+    coded.k_scale = codes->k_scale + slot * (codes->bits == 8 ? 1 : codes->lag ? block_scales(a->dim) : 2);
     coded.v_scale = codes->v_scale + slot * (codes->bits == 8 ? 1 : 2);
   }
   for (int64_t j = first_token * group; j < n; j++) {

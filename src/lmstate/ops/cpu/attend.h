@@ -41,7 +41,7 @@ typedef struct {
 
 /* Keys and values in few bits, beside the attend_args of their layer, whose slots are those of the codes.
  *
- * 8 bits: codes -127..127, one scale a vector. 4 and 2 bits: keys in blocks of CODE_BLOCK positions, with a scale and a
+ * 8 bits: codes -127..127, one scale a vector. 4 and 2 bits: without a lag, a scale and a lowest value a vector; else keys in blocks of CODE_BLOCK positions, with a scale and a
  * lowest value for each channel of a block; values with a scale and a lowest value a vector; number i of a vector of D
  * is the field i / (D * bits / 8) of byte i % (D * bits / 8). The newest positions are also floats, in the ring of
  * `tail` slots that attend_args names: a query sees codes of the blocks that end `lag` positions before it or earlier

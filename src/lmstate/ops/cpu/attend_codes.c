@@ -56,6 +56,15 @@ static void load_head(const void *x, float *y, int64_t n, int64_t kind) {
                        : kind == BF16 ? bf16_to_float(((const uint16_t *)x)[i]) : f16_to_float_bits(((const uint16_t *)x)[i]);
 }
 
+static void encode_vector(const float *x, int64_t n, int64_t bits, uint8_t *codes, uint16_t *scale) {
+  const int64_t bytes = n * bits / 8;
+  float low = INFINITY, high = -INFINITY;
+  for (int64_t d = 0; d < n; d++) low = fminf(low, x[d]), high = fmaxf(high, x[d]);
+  range_of(&low, &high, bits, &scale[0], &scale[1]);
+  memset(codes, 0, (size_t)bytes);
+  for (int64_t d = 0; d < n; d++) codes[d % bytes] |= (uint8_t)(code_of(x[d], low, high, bits) << d / bytes * bits);
+}
+
 /* The block of positions from `first` on, whole in the ring of floats, as codes. */
 static void encode_block(const coded_args *c, int64_t r, int64_t h, int64_t first) {
   const attend_args *a = &c->attend;
@@ -74,18 +83,13 @@ static void encode_block(const coded_args *c, int64_t r, int64_t h, int64_t firs
   }
   for (int64_t d = 0; d < dim; d++) range_of(&low[d], &high[d], bits, &k_scale[d], &k_scale[dim + d]);
   memset(c->codes.k + slot * bytes, 0, (size_t)(CODE_BLOCK * bytes));
-  memset(c->codes.v + slot * bytes_v, 0, (size_t)(CODE_BLOCK * bytes_v));
   for (int64_t t = 0; t < CODE_BLOCK; t++) {
     uint8_t *codes = c->codes.k + (slot + t) * bytes;
     for (int64_t d = 0; d < dim; d++)
       codes[d % bytes] |= (uint8_t)(code_of(x[t][d], low[d], high[d], bits) << d / bytes * bits);
-    float value[MAX_DIM], least = INFINITY, most = -INFINITY;
+    float value[MAX_DIM];
     load_head(v + (first + t) % c->codes.tail * a->v_slot * size, value, dim_v, a->kind);
-    for (int64_t d = 0; d < dim_v; d++) least = fminf(least, value[d]), most = fmaxf(most, value[d]);
-    range_of(&least, &most, bits, &v_scale[2 * t], &v_scale[2 * t + 1]);
-    codes = c->codes.v + (slot + t) * bytes_v;
-    for (int64_t d = 0; d < dim_v; d++)
-      codes[d % bytes_v] |= (uint8_t)(code_of(value[d], least, most, bits) << d / bytes_v * bits);
+    encode_vector(value, dim_v, bits, c->codes.v + (slot + t) * bytes_v, &v_scale[2 * t]);
   }
 }
 
@@ -100,6 +104,11 @@ static void store(const coded_args *c, int64_t r, int64_t h, int64_t t) {
   if (!c->codes.lag) {
     const int64_t slot = (r * a->kv_heads + h) * a->slots + position % a->slots;
     turn(k, a->dim);
+    if (c->codes.bits != 8) {
+      encode_vector(k, a->dim, c->codes.bits, c->codes.k + slot * a->dim * c->codes.bits / 8, c->codes.k_scale + 2 * slot);
+      encode_vector(v, a->dim_v, c->codes.bits, c->codes.v + slot * a->dim_v * c->codes.bits / 8, c->codes.v_scale + 2 * slot);
+      return;
+    }
     encode_int8(k, a->dim, c->codes.k + slot * a->dim, c->codes.k_scale + slot);
     encode_int8(v, a->dim_v, c->codes.v + slot * a->dim_v, c->codes.v_scale + slot);
     return;

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from lmstate.ops import cpu, kv_codes
 from lmstate.ops.attend_quantized import Held, Tail
+from lmstate.ops.attend_slots import Columns
 from lmstate.ops.cpu.arguments import (
     KINDS,
     MAX_HEAD_DIM,
     check_attended,
+    column_pointers,
     function,
     integers,
     rope_fields,
@@ -60,6 +62,7 @@ class Codes:
         bits: int,
         scoring: Scoring,
         sight: Sight,
+        columns: Columns | None = None,
         *,
         stores_only: bool = False,
     ) -> Tensor | None:
@@ -97,8 +100,9 @@ class Codes:
             held.k.data_ptr(), held.v.data_ptr(), held.k_scale.data_ptr(), held.v_scale.data_ptr(),
             bits, *((0, 0) if tail is None else (tail.lag, tail.k.shape[2])),
             0 if out is None else q.data_ptr(), *floats[:2], starts.data_ptr(), counts.data_ptr(), sinks,
-            0 if out is None else out.data_ptr(), 0, 0,
-            rows, tokens, heads, kv_heads, slots, dim, dim_v, *q.stride()[:3], *floats[2:8], 0, floats[8],
+            0 if out is None else out.data_ptr(), *column_pointers(columns, held.k.shape[:3]),
+            rows, tokens, heads, kv_heads, slots, dim, dim_v, *q.stride()[:3], *floats[2:8],
+            0 if columns is None else columns.sums.shape[2], floats[8],
             *rule_fields(scoring, sight),
         )  # fmt: skip
         check_attended(self._attend(arguments), q, held.k, starts, counts)
@@ -113,7 +117,7 @@ def codes(variant: str) -> Codes:
 
 def _check(held: Held, tail: Tail | None, rows: tuple[int, int], dim: int, dim_v: int, bits: int) -> None:
     slots = held.k.shape[2]
-    scales = (1, 1) if tail is None else (kv_codes.block_scales(dim), 2)
+    scales = (1, 1) if bits == 8 else (2 if tail is None else kv_codes.block_scales(dim), 2)
     expected = {
         "k": (held.k, dim * bits // 8, kv_codes.code_dtype(bits)),
         "v": (held.v, dim_v * bits // 8, kv_codes.code_dtype(bits)),

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lmstate.ops import kv_codes
+from lmstate.ops.attend_quantized import WHOLE
 from lmstate.state.kv.storage import Dense, Quantized, Storage
 
 
@@ -22,7 +23,7 @@ class Codec:
             if self.bits is None:
                 self.parts[name] = (dim, dtype)
             else:
-                codes, scales = kv_codes.widths(dim, self.bits)
+                codes, scales = kv_codes.widths(dim, self.bits, WHOLE)
                 self.parts[name] = (codes, kv_codes.code_dtype(self.bits))
                 self.parts[f"{name}.scale"] = (scales, torch.float16)
 
@@ -32,7 +33,7 @@ class Codec:
             return {name: x.to(self.parts[name][1]) for name, x in (("k", k), ("v", v))}
         coded: dict[str, Tensor] = {}
         for name, x in (("k", k), ("v", v)):
-            coded[name], coded[f"{name}.scale"] = kv_codes.encode(kv_codes.turned(x), self.bits)
+            coded[name], coded[f"{name}.scale"] = kv_codes.encode(kv_codes.turned(x), self.bits, WHOLE)
         return coded
 
     def decode(self, held: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

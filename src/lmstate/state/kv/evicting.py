@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from lmstate import ops
+from lmstate.ops.attend_quantized import attend_quantized
 from lmstate.ops.attend_slots import Columns, attend_observed, attend_slots
 from lmstate.ops.settle import Lowest, Queries, scores_after, settle
 from lmstate.state.attention import KeyValueState
 from lmstate.state.kv.codec import Codec
 from lmstate.state.kv.kept import Arrays, Kept
 from lmstate.state.kv.policy import Budget, Evicting, Slots
+from lmstate.state.kv.quantized import held
 from lmstate.state.kv.queries import LastQueries
 from lmstate.state.layer import Install, Layout
 from lmstate.state.step import Step
@@ -104,17 +106,22 @@ class EvictingState(KeyValueState):
         rotation: ops.Rotation | None = None,
     ) -> Tensor:
         part, self.scale = self._enter(step), scoring.scale
+        even = self.held.even and self._as_rings(step)
+        ends = part.starts + step.counts_t
+        columns = None if new is None or part.columns is None else Columns(part.columns, ends)
+        if self.codec.bits is not None and even and self.queries is None:
+            return self._attend_codes(q, new, rotation, part, scoring, columns)
         if rotation is not None:
             q = ops.rope(q, *rotation)
             new = None if new is None else (ops.rope(new[0], *rotation), new[1])
+        if new is not None and self.queries is not None:
+            part.queries = q.detach().float().contiguous()
+        if self.codec.bits is not None and even:
+            return self._attend_codes(q, new, None, part, scoring, columns)
         if new is not None:
             self._store(new, step)
-            if self.queries is not None:
-                part.queries = q.detach().float().contiguous()
-        ends = part.starts + step.counts_t
-        columns = None if new is None or part.columns is None else Columns(part.columns, ends)
         turned, (k, v) = self.codec.turn(q), self.codec.decode(self.arrays)
-        if self.held.even and self._as_rings(step):
+        if even:
             if columns is None:
                 seen = ops.attend(turned, k, v, part.starts, step.counts_t, scoring)
             else:
@@ -292,6 +299,21 @@ class EvictingState(KeyValueState):
             for h, first in enumerate(live[r].tolist()):
                 for name, stored in coded.items():
                     arrays[name][r, h, first : first + count] = stored[r, :count, h].to(arrays[name])
+
+    def _attend_codes(
+        self,
+        q: Tensor,
+        new: tuple[Tensor, Tensor] | None,
+        rotation: ops.Rotation | None,
+        part: Part,
+        scoring: ops.Scoring,
+        columns: Columns | None,
+    ) -> Tensor:
+        bits, arrays = self.codec.bits, self.arrays
+        assert bits is not None
+        return attend_quantized(
+            q, new, rotation, held(arrays), None, part.starts, part.step.counts_t, scoring, bits=bits, columns=columns
+        )
 
     def _with_new(self, starts: Sequence[int], counts: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Positions int32 `[R, K, S]` with the first `counts` new tokens, and which slots are filled with them."""

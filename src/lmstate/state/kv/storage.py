@@ -31,8 +31,8 @@ class Quantized(Storage):
     8 bits: keys and values are turned by an orthogonal matrix first (Hadamard; as in QuaRot, 2404.00456), so that no
     channel stands out, with a scale a token and head. 4 and 2 bits: so are values, with a lowest value too; keys have a
     scale and a lowest value for each channel of 64 positions (KIVI, 2402.02750), and until these are complete, the
-    newest tokens are kept as floats. A policy that evicts, and latents, have scales for at most 64 numbers of a token
-    at any width. `lmstate.ops.kv_codes` says what is stored.
+    newest tokens are kept as floats. Under a policy that evicts, keys are stored as values are at any width; latents
+    have scales for at most 64 numbers of a token. `lmstate.ops.kv_codes` says what is stored.
     """
 
     bits: int = 8
