@@ -16,7 +16,10 @@ from tests.invariants.mirror import close
 from tests.zoo import ours, text
 
 # Of each layer kind one: full, window, chunk, latent, folds, attention and a fold in one layer.
-KINDS = ("llama", "mistral", "llama4-interleaved", "deepseek_v2", "lfm2", "qwen3_5", "falcon_h1")
+KINDS = (
+    "llama", "mistral", "llama4-interleaved", "deepseek_v2", "lfm2", "qwen3_5", "mamba", "mamba2", "minimax",
+    "recurrent_gemma", "falcon_h1",
+)  # fmt: skip
 every_kind = pytest.mark.parametrize("case", KINDS)
 
 

@@ -30,8 +30,8 @@ def feed(program: torch.nn.Module, tokens: Tensor, width: int) -> Tensor:
     return logits
 
 
-# Full attention, windows alone, windows and full, convolutions and full.
-@pytest.mark.parametrize("case", ["llama", "mistral", "gemma3-pattern", "lfm2"])
+# Full attention, windows alone, windows and full; convolutions, the delta rule and the RG-LRU between attention.
+@pytest.mark.parametrize("case", ["llama", "mistral", "gemma3-pattern", "lfm2", "qwen3_5", "recurrent_gemma"])
 def test_exported_steps_equal_the_model_token_by_token(case: str, tmp_path: Path) -> None:
     model, tokens = ours(case), text(150, rows=2)
     whole = model(tokens)

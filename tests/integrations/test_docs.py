@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -132,6 +133,20 @@ def fewer_bits(cache: str) -> bool:
     return made.layers[0].keys.numel() == 0 and made.get_seq_length() == 10
 
 
+def compiles(cache: str) -> bool:
+    """Steps of one token, after the two at which the compiler learns that lengths change."""
+    torch._dynamo.reset()
+    model = copy.deepcopy(decoder("llama"))
+    made = MAKE[cache](model)
+    step = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        model(text(5), past_key_values=made, use_cache=True)
+        for i in range(20):
+            with torch._dynamo.config.patch(error_on_recompile=i > 1):
+                step(text(1, seed=i), past_key_values=made, use_cache=True)
+    return True
+
+
 ROWS: dict[str, Callable[[str, Path], bool]] = {
     "no length to declare": lambda cache, _: declares_no_length(cache),
     "a token copies none before it": lambda cache, _: copies_none(cache),
@@ -146,7 +161,8 @@ ROWS: dict[str, Callable[[str, Path], bool]] = {
     "knows the length of a model without attention": lambda cache, _: knows_length(cache),
     "repeats the rows of a recurrent model": lambda cache, _: repeats_rows(cache),
     "is saved and loaded, checked": saves,
-    "compiles": lambda cache, _: MAKE[cache](decoder("llama")).is_compileable,
+    "`generate` compiles its steps by itself": lambda cache, _: MAKE[cache](decoder("llama")).is_compileable,
+    "compiles in one graph": lambda cache, _: compiles(cache),
     "fewer bits a key": lambda cache, _: fewer_bits(cache),
 }
 

@@ -122,8 +122,9 @@ def test_gradients_flow_through_what_is_cached(name: str) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-def test_inference_mode_and_no_grad_may_alternate() -> None:
-    model, ids = decoder("gemma3"), text(60)
+@pytest.mark.parametrize("name", ("gemma3", "qwen3_next", "falcon_h1", "lfm2"))
+def test_inference_mode_and_no_grad_may_alternate(name: str) -> None:
+    model, ids = decoder(name), text(60)
     cache = StateCache(model)
     with torch.inference_mode():
         model(ids[:, :30], past_key_values=cache, use_cache=True)
@@ -132,3 +133,25 @@ def test_inference_mode_and_no_grad_may_alternate() -> None:
         logits = model(ids[:, 59:], past_key_values=cache, use_cache=True).logits
     with torch.no_grad():
         torch.testing.assert_close(logits[:, -1].clone(), model(ids).logits[:, -1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ("llama", "gemma3", "qwen3_next", "mamba2"))
+def test_a_compiled_model_goes_on_from_its_cache(name: str) -> None:
+    """Storing stays outside of the graphs, whose shapes change while they are used."""
+    import copy
+
+    model, ids = copy.deepcopy(decoder(name)), text(40)
+    torch._dynamo.reset()
+    step, cache = torch.compile(model, backend="aot_eager"), StateCache(model)
+    given = {"cache_params" if "mamba" in name else "past_key_values": cache}
+    with torch.inference_mode():
+        model(ids[:, :20], **given, use_cache=True)
+    with torch.no_grad():
+        whole = model(ids).logits
+        for at in range(20, 30):
+            last = step(ids[:, at : at + 1], **given, use_cache=True).logits
+        torch.testing.assert_close(last, whole[:, 29:30], atol=1e-4, rtol=1e-4)
+        cache.rewind(to=22)
+        last = step(ids[:, 22:], **given, use_cache=True).logits
+    torch.testing.assert_close(last, whole[:, 22:], atol=1e-4, rtol=1e-4)
+    torch._dynamo.reset()

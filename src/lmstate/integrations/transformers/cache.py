@@ -95,11 +95,17 @@ class StateCache(Rollback):
     def is_compileable(self) -> bool:
         return False
 
+    # A graph breaks where something is stored: memory that grows, and is written while views of it are read, is not for
+    # torch's compiler.
+    update = torch.compiler.disable(Rollback.update)
+
+    @torch.compiler.disable
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
         """Store a convolution's inputs; the other arguments are the layer's business."""
         self._expect_call()
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
+    @torch.compiler.disable
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
         """Store a carry; the other arguments are the layer's business."""
         self._expect_call()

@@ -56,6 +56,7 @@ def cache_of(given: dict[str, Any]) -> StateCache | None:
     return None
 
 
+@torch.compiler.disable
 def before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Tell the cache what it is about to be fed; it may feed a first part on its own and shorten the rest."""
     given = dict(zip(parameters(type(model)), args)) | kwargs
@@ -84,6 +85,7 @@ def before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     return (), {**call.given, **outputs, name: cache}
 
 
+@torch.compiler.disable
 def after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Tell the cache that the call is over. `output` is None if it failed."""
     cache = cache_of(kwargs)

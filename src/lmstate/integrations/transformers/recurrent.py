@@ -15,6 +15,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from lmstate.errors import SnapshotError
 from lmstate.integrations.transformers.kept import Kept, Tensors, chosen, repeated, storage_bytes, whole
+from lmstate.integrations.transformers.room import frozen
 
 
 class FoldLayer(LinearAttentionLayer, Kept):
@@ -32,6 +33,13 @@ class FoldLayer(LinearAttentionLayer, Kept):
 
     def activate_past_recording(self) -> None:
         """Nothing to do: see the class."""
+
+    def thaw(self) -> None:
+        """Copy what was made in inference mode, where that is over: transformers writes into it."""
+        for states in (self.conv_states, self.recurrent_states):
+            for i, held in states.items():
+                if held is not None and frozen(held):
+                    states[i] = held.clone()
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:

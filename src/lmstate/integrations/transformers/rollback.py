@@ -143,6 +143,8 @@ class Rollback(DynamicCache):
         if self._lost:
             raise StateError("a call failed in the middle of this recurrent model: rewind or reset before the next one")
         self._call = call
+        for index in self._folds:
+            self.layers[index].thaw()
         if self._earlier:  # the last token of a call, whose place to go back to is before the first
             return
         self._draft = None
