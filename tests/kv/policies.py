@@ -10,5 +10,16 @@ BUDGETS: dict[str, kv.Budget] = {
     "snapkv": kv.SnapKV(budget=14, window=4, sinks=1, pool=3),
     "expected": kv.ExpectedAttention(budget=14, recent=2, sinks=1, window=6, future=20),
 }
-# Windows longer than the budgets and shorter, sinks, softcaps, chunks, recurrences beside attention and in its layer.
-FAMILIES = ["llama", "mistral", "gemma2", "gpt_oss", "llama4", "qwen3_next", "falcon_h1", "zamba2"]
+# Windows longer than the budgets and shorter, sinks, softcaps, chunks, latents, recurrences beside attention and in it.
+FAMILIES = [
+    "llama",
+    "mistral",
+    "gemma2",
+    "gpt_oss",
+    "llama4",
+    "qwen3_next",
+    "falcon_h1",
+    "zamba2",
+    "deepseek_v3",
+    "kimi_linear",
+]

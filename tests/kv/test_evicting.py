@@ -41,7 +41,9 @@ def test_every_query_sees_what_was_kept_and_its_own_step(case: str, policy: str)
 @given(data=st.data())
 def test_any_interleaving_sees_what_was_kept(policy: str, data: st.DataObject) -> None:
     rewind = data.draw(st.sampled_from([0, 3, 16]))
-    watch = Watch(ours(data.draw(st.sampled_from(["llama", "mistral"]))), BUDGETS[policy], rows=3, rewind=rewind)
+    watch = Watch(
+        ours(data.draw(st.sampled_from(["llama", "mistral", "deepseek_v3"]))), BUDGETS[policy], rows=3, rewind=rewind
+    )
     fed = 0
     for _ in range(12):
         what = data.draw(st.sampled_from(["feed", "feed", "draft", "discard", "rewind", "select", "snapshot"]))

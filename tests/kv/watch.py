@@ -13,7 +13,7 @@ from torch import Tensor
 
 import lmstate
 from lmstate.ops import EVERYTHING, Rotation, Scoring, Sight, rope
-from lmstate.state import CompositeState, KeyValueState, LayerState, Step
+from lmstate.state import CompositeState, KeyValueState, LatentState, LayerState, Step
 from tests.invariants.mirror import PROBE, bytes_held, close
 
 Seen = list[list[set[int]]]  # [layer][kv head]: the positions that one token saw
@@ -83,6 +83,9 @@ class Watch:
             for own, one in enumerate(seen):
                 for head, positions in enumerate(one[layer]):
                     mask[head, own, sorted(positions)] = True
+            if isinstance(state.layers[layer], LatentState):
+                state.layers[layer] = MaskedLatent(mask, EVERYTHING)
+                continue
             found = attention_of(state.layers[layer])
             masked = Masked(mask, getattr(found, "sight", EVERYTHING))
             outer = state.layers[layer]
@@ -150,3 +153,17 @@ class Masked(KeyValueState):
     def restore(self, row: int, length: int, tensors: dict[str, Tensor]) -> None: ...
     def tensors(self) -> list[Tensor]:
         return []
+
+
+class MaskedLatent(Masked, LatentState):
+    """The same over latents and rope keys, which all heads share."""
+
+    observed = True
+
+    def store(self, latent: Tensor, rope_key: Tensor, step: Step) -> None:
+        self.latent, self.rope_key = latent, rope_key
+
+    def attend_latents(self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float) -> Tensor:
+        keys = torch.cat([self.latent, self.rope_key], dim=-1)[:, :, None]
+        q = torch.cat([q_latent, q_rope], dim=-1)
+        return self.attend(q, (keys, self.latent[:, :, None]), step, Scoring(scale))

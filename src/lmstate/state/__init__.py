@@ -3,6 +3,7 @@
 from lmstate.state.attention import AttentionState, KeyValueState
 from lmstate.state.composite import CompositeState
 from lmstate.state.fold import FoldState
+from lmstate.state.kv.evicting_latent import EvictingLatentState
 from lmstate.state.kv.factory import attention_state, latent_state
 from lmstate.state.latent import LatentState
 from lmstate.state.layer import LayerState, Layout
@@ -13,6 +14,7 @@ from lmstate.state.step import Step
 __all__ = [
     "AttentionState",
     "CompositeState",
+    "EvictingLatentState",
     "FoldState",
     "KeyValueState",
     "LatentState",

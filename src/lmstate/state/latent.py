@@ -18,6 +18,8 @@ class LatentState(SlotState):
 
     kind = "latent"
     what = "latents and rope keys"
+    observed = False
+    """Whether it wants to know what is attended to: then nothing is expanded, and all goes through `attend`."""
 
     def __init__(
         self, layout: Layout, latent_dim: int, rope_dim: int, *, shift: Callable[[Tensor, int], Tensor] | None = None
@@ -31,6 +33,10 @@ class LatentState(SlotState):
         held = (self.buffers["latent"][:, None], self.buffers["rope"][:, None])  # one "head" each
         ops.append(latent[:, :, None], rope_key[:, :, None], *held, step.starts_t, step.counts_t)
 
+    def starts(self, step: Step) -> Tensor:
+        """int64 [R]: where the step's first tokens lie in what is stored."""
+        return step.starts_t
+
     def extent(self, step: Step) -> int:
         """S': how many positions a step's attention passes over."""
         return self.slots if isinstance(step, DeviceStep) else max(step.ends, default=0)
@@ -43,7 +49,7 @@ class LatentState(SlotState):
     def moved(self, name: str, stored: Tensor, delta: int) -> Tensor:
         return stored if name != "rope" or self.shift is None else self.shift(stored[None], delta)[0].to(stored)
 
-    def attend(self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float) -> Tensor:
+    def attend_latents(self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float) -> Tensor:
         """Attend to the latents themselves: q `[R, T, H, Lat]` and `[R, T, H, Dr]` -> float32 `[R, T, H, Lat]`."""
         latent, rope_key = self.buffers["latent"], self.buffers["rope"]
         return latent_attend(q_latent, q_rope, latent, rope_key, step.starts_t, step.counts_t, scale=scale)

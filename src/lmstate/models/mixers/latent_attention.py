@@ -11,7 +11,7 @@ from lmstate import ops
 from lmstate.models.rope import Rope
 from lmstate.ops import Norm, Residual, Weight
 from lmstate.ops.latent_attend import by_head
-from lmstate.state import LatentState, LayerState, Layout, Step, latent_state
+from lmstate.state import EvictingLatentState, LatentState, LayerState, Layout, Step, latent_state
 
 EXPANDED = 1 << 25
 """Numbers of expanded keys and values that exist at a time."""
@@ -54,7 +54,7 @@ class LatentAttention:
     def __call__(
         self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
     ) -> Tensor:
-        assert isinstance(memory, LatentState)
+        assert isinstance(memory, LatentState | EvictingLatentState)
         heads, nope, latent_dim = self.key_up.shape
         projected = ops.linear(x, self.down, self.down_bias, norm=norm)
         query_width = projected.shape[-1] - latent_dim - self.rope_dim
@@ -69,16 +69,22 @@ class LatentAttention:
             q_rope = ops.rope(q_rope, cos, sin, self.rope.interleaved)
             rope_key = ops.rope(rope_key[:, :, None], cos, sin, self.rope.interleaved)[:, :, 0]
         memory.store(ops.norm(latent, self.latent_norm), rope_key, step)
-        attend = self._expanded if self._expands(step.width, memory.extent(step)) else self._absorbed
+        attend = (
+            self._expanded if not memory.observed and self._expands(step.width, memory.extent(step)) else self._absorbed
+        )
         return ops.linear(attend(q_nope, q_rope, memory, step), self.out, self.out_bias, residual=residual)
 
-    def _absorbed(self, q_nope: Tensor, q_rope: Tensor, memory: LatentState, step: Step) -> Tensor:
+    def _absorbed(
+        self, q_nope: Tensor, q_rope: Tensor, memory: LatentState | EvictingLatentState, step: Step
+    ) -> Tensor:
         """Attention over the latents as they are stored -> `[R, T, H * Dv]`."""
         q_latent = by_head(q_nope, self.key_up)  # [R, T, H, Lat]
-        seen = memory.attend(q_latent, q_rope, step, scale=self.scale)
+        seen = memory.attend_latents(q_latent, q_rope, step, scale=self.scale)
         return by_head(seen, self.value_up).flatten(-2)
 
-    def _expanded(self, q_nope: Tensor, q_rope: Tensor, memory: LatentState, step: Step) -> Tensor:
+    def _expanded(
+        self, q_nope: Tensor, q_rope: Tensor, memory: LatentState | EvictingLatentState, step: Step
+    ) -> Tensor:
         """The same over keys `[R, H, S, Dn + Dr]` and values, made for some heads at a time -> `[R, T, H * Dv]`."""
         latent, rope_key = (part.to(self.key_up.dtype)[:, None] for part in memory.stored(step))  # [R, 1, S, ...]
         query = torch.cat([q_nope, q_rope], dim=-1)
@@ -91,7 +97,7 @@ class LatentAttention:
             keys = torch.cat([nope, rope_key.expand(-1, nope.shape[1], -1, -1)], dim=-1)
             values = latent @ self.value_up[some]  # [R, h, S, Dv]
             seen.append(
-                ops.attend(query[:, :, some], keys, values, step.starts_t, step.counts_t, ops.Scoring(self.scale))
+                ops.attend(query[:, :, some], keys, values, memory.starts(step), step.counts_t, ops.Scoring(self.scale))
             )  # fmt: skip
         return torch.cat(seen, dim=2).flatten(-2)
 

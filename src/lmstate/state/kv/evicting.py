@@ -45,6 +45,7 @@ class EvictingState(KeyValueState):
     """
 
     forgets = True
+    rotated = "k"  # the part that is turned where positions move
 
     def __init__(
         self,
@@ -226,9 +227,9 @@ class EvictingState(KeyValueState):
         position = arrays["position"]
         later, left = position >= stop, alive & ((position < start) | (position >= stop))
         arrays["position"] = torch.where(later, position - (stop - start), position)
-        if self.shift is not None:
-            turned = self.shift(arrays["k"][0], start - stop).to(arrays["k"])
-            arrays["k"] = torch.where(later[..., None], turned, arrays["k"])
+        stored = arrays[self.rotated]
+        turned = stored[0] if self.shift is None else self.shift(stored[0], start - stop).to(stored)
+        arrays[self.rotated] = torch.where(later[..., None], turned, stored)
         if self.history:
             scores = arrays["scores"]
             arrays["scores"] = scores[:, :, length % self.history, None].expand_as(scores)
@@ -239,7 +240,7 @@ class EvictingState(KeyValueState):
             self.held.floor[row] = length - (stop - start)
             self.held.count()
             if self.queries is not None:
-                self.queries.close(row, length, start, stop, self.shift or (lambda x, delta: x))
+                self.queries.close(row, length, start, stop, self._turn)
 
         return install
 
@@ -418,10 +419,13 @@ class EvictingState(KeyValueState):
         asked = queries.before(rows, lengths) if queries is not None else (at.new_zeros(0), at.new_zeros(0))
         slots = Slots(
             position, alive, at, torch.zeros_like(position, dtype=torch.float32) if scores is None else scores,
-            *asked, self.scale, lambda: self._read(arrays), self.shift or (lambda x, delta: x),
+            *asked, self.scale, lambda: self._read(arrays), self._turn,
         )  # fmt: skip
         evicted = self.policy.evict(slots) & alive
         return evicted if gone is None else gone | evicted
+
+    def _turn(self, x: Tensor, delta: int) -> Tensor:
+        return x if self.shift is None else self.shift(x, delta)
 
     def _read(self, arrays: Arrays) -> tuple[Tensor, Tensor]:
         k, v = self.codec.decode(arrays)

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from lmstate.errors import UnsupportedError
 from lmstate.ops import EVERYTHING, Sight
 from lmstate.state.attention import AttentionState, KeyValueState
 from lmstate.state.kv.blocks import BlockState
 from lmstate.state.kv.evicting import EvictingState
+from lmstate.state.kv.evicting_latent import EvictingLatentState
 from lmstate.state.kv.policy import Evicting
 from lmstate.state.kv.quantized import QuantizedAttentionState, QuantizedLatentState
 from lmstate.state.kv.storage import Dense, Quantized
@@ -46,14 +46,13 @@ def attention_state(
     return AttentionState(stored_as(layout, policy), kv_heads, head_dim, value_dim, sight=sight, shift=shift)
 
 
-def latent_state(layout: Layout, latent_dim: int, rope_dim: int, *, shift: Shift | None = None) -> LatentState:
-    """What a layer of latent attention remembers under `layout.kv`. Latents serve all heads: none is evicted."""
+def latent_state(
+    layout: Layout, latent_dim: int, rope_dim: int, *, shift: Shift | None = None
+) -> LatentState | EvictingLatentState:
+    """What a layer of latent attention remembers under `layout.kv`."""
     policy = layout.kv
     if isinstance(policy, Evicting):
-        raise UnsupportedError(
-            f"{type(policy).__name__} evicts keys and values a head; the latents of this model serve all heads: "
-            f"give new_state a storage (kv.Quantized(8), say), or kv.PerLayer for the other layers"
-        )
+        return EvictingLatentState(layout, policy, latent_dim, rope_dim, shift=shift)
     if isinstance(policy, Quantized):
         return QuantizedLatentState(layout, policy, latent_dim, rope_dim, shift=shift)
     return LatentState(stored_as(layout, policy), latent_dim, rope_dim, shift=shift)

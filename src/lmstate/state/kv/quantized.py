@@ -87,7 +87,7 @@ class QuantizedLatentState(LatentState):
         )
         return latent, rope_key
 
-    def attend(self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float) -> Tensor:
+    def attend_latents(self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float) -> Tensor:
         latent, rope_key = self.stored(step)
         return latent_attend(q_latent, q_rope, latent, rope_key, step.starts_t, step.counts_t, scale=scale)
 
