@@ -131,6 +131,20 @@ def test_many_rows_go_through_panels_and_stay_close(
     torch.testing.assert_close(linear_panels(x, weight, residual=residual), want, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [3, 40])
+def test_a_product_cut_beside_something_is_the_product(
+    variant: str, kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(sys.modules["lmstate.ops.panels"], "PANEL", 20 * 64)  # a cut inside a panel, and whole panels
+    weight, x, beside = ops.quantize(torch.randn(70, 64), kind), torch.randn(1, rows, 64), torch.randn(1, rows, 5)
+    whole = ops.linear(x, weight)
+    first, rest = ops.linear_beside(x, weight, 33, beside)
+    assert torch.equal(first[..., 33:], beside) and first.shape[-1] == 38
+    torch.testing.assert_close(torch.cat([first[..., :33], rest], dim=-1), whole, atol=1e-3, rtol=0.01)
+
+
 def test_a_gradient_goes_through_the_reference(variant: str) -> None:
     x = torch.randn(2, 64, requires_grad=True)
     weight = ops.quantize(torch.randn(16, 64), "int4")

@@ -7,7 +7,7 @@ from lmstate.ops.best import best
 from lmstate.ops.dispatch import info
 from lmstate.ops.feed_forward import feed_forward
 from lmstate.ops.glu import ACTIVATIONS, activation, glu
-from lmstate.ops.linear import FEW, linear
+from lmstate.ops.linear import FEW, linear, linear_beside
 from lmstate.ops.norm import Norm, norm
 from lmstate.ops.residual import Residual
 from lmstate.ops.rope import rope
@@ -38,6 +38,7 @@ __all__ = [
     "glu",
     "info",
     "linear",
+    "linear_beside",
     "norm",
     "quantize",
     "rope",

@@ -10,7 +10,7 @@ from lmstate.ops import dispatch
 from lmstate.ops.glu import glu, glu_reference
 from lmstate.ops.norm import Norm, norm_reference
 from lmstate.ops.norm import norm as apply_norm
-from lmstate.ops.panels import linear_panels
+from lmstate.ops.panels import linear_panels, panels_beside
 from lmstate.ops.residual import Residual
 from lmstate.ops.weight import Weight
 
@@ -50,6 +50,18 @@ def linear(
     if dispatch.exact(x, weight.storage, stream):
         return linear_reference(x, weight, bias, norm=norm, gate=gate, residual=residual)
     return linear_panels(x, weight, bias, norm=norm, gate=gate, residual=residual)
+
+
+def linear_beside(x: Tensor, weight: Weight, width: int, beside: Tensor) -> tuple[Tensor, Tensor]:
+    """`linear`, cut after `width` outputs: the first part with `beside` `[..., G]` behind it, and the rest.
+
+    The products of many rows are written where they are to lie, which a concatenation would copy.
+    """
+    library = dispatch.native(x, weight.storage, beside)
+    if library is None or few_rows(x) or weight.kind == "float32":
+        y = linear(x, weight)
+        return torch.cat([y[..., :width], beside], dim=-1), y[..., width:]
+    return panels_beside(library, x, weight, width, beside)
 
 
 def few_rows(x: Tensor) -> bool:

@@ -57,6 +57,20 @@ def linear_panels(
     return y if residual is None or direct else residual.added(y)
 
 
+def panels_beside(library: Library, x: Tensor, weight: Weight, width: int, beside: Tensor) -> tuple[Tensor, Tensor]:
+    """`ops.linear_beside` of many rows and a weight that is not float32, in bfloat16."""
+    flat = rounded(x, torch.bfloat16).reshape(-1, weight.in_features)
+    first = torch.empty(len(flat), width + beside.shape[-1], dtype=torch.float32)
+    rest = torch.empty(len(flat), weight.out_features - width, dtype=torch.float32)
+    first[:, width:] = beside.reshape(len(flat), -1)
+    for at, panel in panels(library, weight):
+        cut = min(max(width - at, 0), len(panel))
+        for to, column, piece in ((first, at, panel[:cut]), (rest, max(at - width, 0), panel[cut:])):
+            if len(piece):
+                library.finish(F.linear(flat, piece), None, None, to, column)
+    return first.view(*x.shape[:-1], -1), rest.view(*x.shape[:-1], -1)
+
+
 def rounded(x: Tensor, dtype: torch.dtype, norm: Norm | None = None, gate: str | None = None) -> Tensor:
     """x after its norm and its gate, in the dtype of a product."""
     library = dispatch.native(x)

@@ -104,17 +104,14 @@ class GatedDelta:
                 return folded.y
         if norm is not None:
             x = ops.norm(x, norm)
-        qkv, z, gates = self._projected(x)
-        y = memory.advance(torch.cat([qkv, gates], dim=-1), step, beside=z)
-        return ops.linear(y, self.out, residual=residual)
+        inputs, z = self._projected(x)
+        return ops.linear(memory.advance(inputs, step, beside=z), self.out, residual=residual)
 
-    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v `[R, T, 2 * K * D + H * Dv]`; z `[R, T, H * Dv]`; beta and decay."""
-        projected, gates = ops.linear(x, self.qkvz), ops.linear(x, self.gates)
-        width = len(self.conv)
-        qkv, rest = projected[..., :width], projected[..., width:]
+    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """q, k, v | beta | decay `[R, T, F]`; z `[R, T, H * Dv]`."""
+        gates, width = ops.linear(x, self.gates), len(self.conv)
         if self.decay_up is None or self.gate_up is None:
-            return qkv, rest, gates
+            return ops.linear_beside(x, self.qkvz, width, gates)
+        qkv, rest = ops.linear(x, self.qkvz).tensor_split([width], dim=-1)
         low = self.decay_up.up.in_features
-        decay = self.decay_up(rest[..., :low])
-        return qkv, self.gate_up(rest[..., low:]), torch.cat([gates, decay], dim=-1)
+        return torch.cat([qkv, gates, self.decay_up(rest[..., :low])], dim=-1), self.gate_up(rest[..., low:])
