@@ -16,8 +16,8 @@ from lmstate.ops.weight import Weight
 
 FEW = 32
 """Up to this many rows are multiplied by the native bodies, bit for bit alike however many they are. More go through
-torch's product even where bytes would multiply faster (by 1.3 on AVX-512): activations rounded to bytes move logits ten
-times as far as bfloat16 does, and a prompt is where a text takes its course."""
+torch's product even where bytes would multiply faster (AVX-512): activations rounded to bytes move logits much
+farther than bfloat16 does, and a prompt is where a text takes its course."""
 
 
 def linear(
