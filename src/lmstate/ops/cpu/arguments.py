@@ -47,11 +47,9 @@ def joining(residual: Residual | None, width: int) -> tuple[int, float, float]:
         return 0, 0.0, 0.0
     _, after, scale = residual
     scale = 0.0 if scale == 1.0 else scale
-    return (
-        (0, 0.0, scale)
-        if after is None
-        else (float_pointer(after.weight, "the norm's weight", (width,)), after.eps, scale)
-    )
+    if after is None:
+        return 0, 0.0, scale
+    return float_pointer(after.weight, "the norm's weight", (width,)), after.eps, scale
 
 
 def integers(x: Tensor, name: str, rows: int) -> Tensor:
@@ -127,6 +125,8 @@ def column_pointers(columns: Columns | None, slots: tuple[int, ...]) -> tuple[in
         return 0, 0
     rows, kv_heads, count = slots
     sums = float_pointer(columns.sums, "columns", (rows, kv_heads, columns.sums.shape[2], count))
+    if not columns.ends.is_contiguous():  # a copy would not live through the call
+        raise ValueError("the ends of columns must be contiguous")
     return sums, integers(columns.ends, "ends", rows).data_ptr()
 
 

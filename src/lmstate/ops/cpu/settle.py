@@ -39,6 +39,9 @@ class Settle:
     ) -> None:
         """`settle`."""
         rows, heads, slots = lists.kept["position"].shape
+        starts, counts, accepted = (
+            integers(x, "starts, counts and accepted", rows) for x in (starts, counts, accepted)
+        )
         gone = evicts = planes = wide = sinks = newest = by_scores = 0
         if columns is not None:
             planes, wide = columns.shape[2:]
@@ -47,7 +50,8 @@ class Settle:
                 raise ValueError(f"evicted is {evicted.dtype} {list(evicted.shape)}; slots are {[rows, heads, slots]}")
             gone = evicted.data_ptr()
         elif evicted is not None:
-            evicts = integers(evicted.counts, "counts", rows).data_ptr()
+            lost = integers(evicted.counts, "counts of the evicted", rows)  # named, so that it lives through the call
+            evicts = lost.data_ptr()
             sinks, newest, by_scores = evicted.sinks, evicted.newest, int(evicted.by_scores)
         asked: tuple[int, ...] = (0, 0)
         widths: tuple[int, ...] = (0, 0, 0)
@@ -60,7 +64,7 @@ class Settle:
             )
             widths = (tokens, width[0] * width[1], size)
         step = _STEP.pack(
-            *(integers(x, "starts, counts and accepted", rows).data_ptr() for x in (starts, counts, accepted)),
+            starts.data_ptr(), counts.data_ptr(), accepted.data_ptr(),
             0 if columns is None else float_pointer(columns, "columns", (rows, heads, planes, wide)),
             gone, evicts, *asked, planes, wide, sinks, newest, by_scores, *widths,
         )  # fmt: skip

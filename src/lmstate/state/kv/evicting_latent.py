@@ -57,7 +57,7 @@ class EvictingLatentState(EvictingState):
         return latent, rope_key
 
     def attend_latents(self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float) -> Tensor:
-        """`LatentState.attend`."""
+        """`LatentState.attend_latents`."""
         part, self.scale = self._enter(step), scale
         latent, rope_key = self.stored(step)
         if not self.observed:
