@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lmstate import kv
-from lmstate.ops import Scoring, kv_codes
+from lmstate.ops import Scoring, dispatch, kv_codes
 from lmstate.ops.attend_quantized import WHOLE, Held, attend_quantized
 from lmstate.ops.attend_slots import Columns, attend_observed, attend_slots
 from lmstate.ops.settle import Lowest, SlotLists, settle, settle_reference, unsettle
@@ -231,3 +231,17 @@ def test_settled_slots_equal_the_references(by_scores: bool) -> None:
     assert (mine.dug[0] < dug[0]).all()
     for got, then in zip((mine.kept["k"], mine.kept["position"]), past[before]):
         assert torch.equal(got[0, :, : int(mine.live[0, 0])], then[:, : int(mine.live[0, 0])])
+
+
+def test_sums_that_end_before_the_queries_are_refused() -> None:
+    if dispatch.choice().library is None:
+        pytest.skip("the reference checks nothing")
+    q, ring = torch.randn(2, 2, HEADS, DIM), torch.zeros(2, KV_HEADS, 16, DIM)
+    starts, counts, sums = torch.tensor([5, 5]), torch.tensor([2, 2]), torch.zeros(2, KV_HEADS, 2, 16)
+    with pytest.raises(ValueError, match="row 1 starts at 5"):
+        attend_observed(q, ring, ring, starts, counts, Scoring(1.0), Columns(sums, torch.tensor([7, 6])))
+    with pytest.raises(ValueError, match="must be contiguous"):
+        attend_observed(
+            q, ring, ring, starts, counts, Scoring(1.0), Columns(sums, torch.tensor([[7, 0], [7, 0]])[:, 0])
+        )
+    assert not sums.any()

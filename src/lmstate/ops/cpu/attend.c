@@ -351,7 +351,8 @@ int64_t attend_begin(const attend_args *a, attend_plan *plan) {
     const int64_t start = a->starts[r], count = a->counts[r];
     /* What the row's queries see must lie in the ring at once; a row without tokens sees nothing. */
     const int64_t first = a->columns ? 0 : low_of(a, start); /* a ring that wraps has no columns */
-    if (start < 0 || count < 0 || count > a->tokens || (count && start + count - first > a->slots)) {
+    const int beyond = a->ends && a->ends[r] < start + count; /* their sums would lie behind the last plane */
+    if (start < 0 || count < 0 || count > a->tokens || (count && (beyond || start + count - first > a->slots))) {
       attend_end(plan);
       return 1 + r;
     }
