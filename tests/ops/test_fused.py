@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 import lmstate.ops as ops
+from lmstate.models.block import Block, run_blocks
 from lmstate.models.mixers.attention import Attention
+from lmstate.models.mlp import MLP
 from lmstate.models.rope import Rope
 from lmstate.ops import Norm
-from lmstate.state import KeyValueState, Layout, Step
+from lmstate.state import KeyValueState, LayerState, Layout, Step
 
 EMBED = 96
 
@@ -70,13 +72,9 @@ def run(mixer: Attention, xs: list[tuple[list[int], Tensor]], fused: bool, dtype
         step = step_of(starts, counts)
         memory.reserve(step)
         if fused:
-            rings = memory.rings(step)
-            assert rings is not None
-            rotation = None if mixer.rope is None else mixer.rope.rotation(step)
-            y = ops.fused_attention(
-                x, mixer, rotation, rings, step.starts_t, step.counts_t, norm=norm, residual=onto(x)
-            )
-            assert y is not None
+            alone = ops.Run(x, step.starts_t, step.counts_t)
+            assert mixer.joins(alone, ops.AttentionHalf(mixer, norm, *onto(x)[1:]), step, memory)
+            y = alone.stream()
         else:
             y = mixer.mix(ops.linear(x, mixer.qkv, mixer.qkv_bias, norm=norm), step, memory, onto(x))
         outs += [y[row, :count] for row, count in enumerate(counts)]
@@ -134,15 +132,83 @@ def test_feed_forward_equals_its_operations(variant: str, kind: str, act: str) -
     assert torch.equal(got, ops.linear(hidden, down, biases[1], gate=act, residual=residual))
 
 
+class Apart(Block):
+    """Runs at once what the others let wait."""
+
+    def join(self, run: ops.Run, step: Step, memory: LayerState) -> None:
+        run.put(self(run.stream(), step, memory))
+
+
+def stack(kind: type[Block]) -> list[Block]:
+    """Blocks of all sorts: both halves, norms after them, side by side, a half that no body knows, none."""
+    torch.manual_seed(5)
+
+    def mlp(act: str = "silu") -> MLP:
+        return MLP(
+            ops.quantize(torch.randn(320, EMBED) / 8, "int8"), ops.quantize(torch.randn(EMBED, 160) / 8, "int8"), act
+        )
+
+    mixers = [
+        CASES[name]() for name in ("plain", "biases, sinks, softcap", "chunks", "no positions", "norm of all heads")
+    ]
+    return [
+        kind(mixers[0], mlp(), norm_fixed(), norm_fixed()),
+        kind(mixers[1], mlp(), norm_fixed(), norm_fixed(), norm_of(EMBED), norm_of(EMBED), 0.5),
+        kind(mixers[2], mlp("relu2"), norm_fixed(), norm_fixed(), parallel=True),
+        kind(mixers[3], mlp("gelu"), norm_fixed(), norm_fixed(), parallel=True),
+        kind(mixers[4], mlp("gelu"), norm_fixed(), norm_fixed()),
+        kind(mixers[0], None, norm_fixed()),
+    ]
+
+
+def test_a_run_of_blocks_equals_one_after_the_other(variant: str) -> None:
+    outs = []
+    for kind in (Block, Apart):
+        blocks, layout = stack(kind), Layout(2, torch.device("cpu"), torch.float32)
+        memories, starts, out = [block.mixer.new_state(layout) for block in blocks], [0, 0], []
+        torch.manual_seed(6)
+        for counts in ([3, 7], [1, 1], [0, 1], [2, 1]):
+            step = step_of(starts, counts)
+            for memory in memories:
+                memory.reserve(step)
+            x = torch.randn(2, step.width, EMBED)
+            y = run_blocks(blocks, x, step, memories)
+            out += [y[row, :count] for row, count in enumerate(counts)]
+            starts = list(step.ends)
+        outs.append(torch.cat(out))
+    assert torch.equal(*outs)
+
+
+def test_a_weight_that_was_replaced_is_read(variant: str) -> None:
+    x, norm = torch.randn(1, 1, EMBED), norm_fixed()
+    up, down = ops.FloatWeight(torch.randn(320, EMBED)), ops.FloatWeight(torch.randn(EMBED, 160))
+    half = ops.FeedForwardHalf(up, down, "silu", norm)
+
+    def fed() -> Tensor:
+        run = ops.Run(x)
+        assert run.feeds(half)
+        return run.stream()
+
+    before = fed()
+    down.storage = -down.storage
+    torch.testing.assert_close(fed() - x, x - before)
+    norm.weight.requires_grad_()
+    assert not ops.Run(x).feeds(half)  # a gradient is to follow
+    with torch.no_grad():
+        assert ops.Run(x).feeds(half)
+
+
 def test_what_does_not_fit_is_refused(variant: str) -> None:
     up, down = ops.quantize(torch.randn(64, 32), "int8"), ops.quantize(torch.randn(32, 64), "int8")
     with pytest.raises(ValueError, match="do not fit each other"):
         ops.feed_forward(torch.randn(1, 32), up, down, "silu")
-    mixer = attention("int4", 4, 2, 32, rope=rope(16))
+    half = ops.AttentionHalf(attention("int4", 4, 2, 32, rope=rope(16)))
     rings = ops.Rings(torch.zeros(1, 2, 8, 32), torch.zeros(1, 2, 8, 32))
     x, one = torch.randn(1, 1, EMBED), torch.tensor([1])
     rotation = rope(16).rotation(step_of([8], [1]))
     with pytest.raises(ValueError, match="ring of 8 slots"):
-        ops.fused_attention(x, mixer, rotation, rings, torch.tensor([8]), one)
+        waiting = ops.Run(x, torch.tensor([8]), one)
+        waiting.attends(half, rings, rotation)
+        waiting.stream()
     with pytest.raises(ValueError, match="do not fit 1 rows"):
-        ops.fused_attention(x, mixer, None, rings._replace(k=torch.zeros(1, 3, 8, 32)), one * 0, one)
+        ops.Run(x, one * 0, one).attends(half, ops.Rings(torch.zeros(1, 3, 8, 32), rings.v), rotation)

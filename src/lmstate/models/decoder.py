@@ -12,12 +12,11 @@ from torch import Tensor
 
 from lmstate import ops
 from lmstate.errors import StateError
+from lmstate.models.block import Block, run_blocks
 from lmstate.models.fingerprint import fingerprint
-from lmstate.models.mixers.mixer import Mixer
-from lmstate.models.mlp import FeedForward
 from lmstate.models.rope import Rope
 from lmstate.models.static import STATIC_CHUNK, check_static, device_logits, hold_still
-from lmstate.ops import Norm, Residual, Weight
+from lmstate.ops import Norm, Weight
 from lmstate.state import LayerState, Layout, State, Step
 from lmstate.state.kv.per_layer import Policies, policy_of
 
@@ -27,27 +26,6 @@ if TYPE_CHECKING:
 
 Logits = Literal["last", "all", "none"]
 Tokens = Tensor | Sequence[Sequence[int]]
-
-
-@dataclass(eq=False)
-class Block:
-    """A mixer and a feed-forward part, each with a norm before it, after it, or both, on the residual stream."""
-
-    mixer: Mixer
-    mlp: FeedForward | None
-    mixer_norm: Norm | None = None
-    mlp_norm: Norm | None = None
-    after_mixer: Norm | None = None
-    after_mlp: Norm | None = None
-    scale: float = 1.0  # of what each part adds to the stream
-    parallel: bool = False  # both parts read the same input
-
-    def __call__(self, x: Tensor, step: Step, memory: LayerState) -> Tensor:
-        """x float32 `[R, T, E]` -> `[R, T, E]`."""
-        mixed = self.mixer(x, step, memory, self.mixer_norm, Residual(x, self.after_mixer, self.scale))
-        if self.mlp is None:
-            return mixed
-        return self.mlp(x if self.parallel else mixed, self.mlp_norm, Residual(mixed, self.after_mlp, self.scale))
 
 
 @dataclass(frozen=True)
@@ -238,9 +216,7 @@ class Model:
         x = self.embed.rows(tokens)
         if self.config.embed_scale != 1.0:
             x = x * self.config.embed_scale
-        for block, memory in zip(self.blocks, layers):
-            x = block(x, step, memory)
-        return x
+        return run_blocks(self.blocks, x, step, layers)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states `[..., E]` -> float32 logits `[..., V]`."""

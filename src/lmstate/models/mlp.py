@@ -17,7 +17,7 @@ class FeedForward(Protocol):
     def __call__(self, x: Tensor, norm: Norm | None = None, residual: Residual | None = None) -> Tensor: ...
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class MLP:
     """`down(act(gate x) * up x)`, with gate and up in one matrix `[2 * F, E]`; `down(act(up x))` if not `gated`."""
 

@@ -2,7 +2,6 @@
 
 from lmstate.ops.append import append
 from lmstate.ops.attend import attend
-from lmstate.ops.attention import Rings, fused_attention
 from lmstate.ops.best import best
 from lmstate.ops.dispatch import info
 from lmstate.ops.feed_forward import feed_forward
@@ -12,6 +11,7 @@ from lmstate.ops.norm import Norm, norm
 from lmstate.ops.residual import Residual
 from lmstate.ops.rope import rope
 from lmstate.ops.rotate_attend import Rotation, rotate_attend
+from lmstate.ops.run import AttentionHalf, FeedForwardHalf, Rings, Run
 from lmstate.ops.scoring import EVERYTHING, Scoring, Sight
 from lmstate.ops.weight import FloatWeight, Int4Weight, Int8Weight, Weight, quantize
 
@@ -19,6 +19,8 @@ __all__ = [
     "ACTIVATIONS",
     "EVERYTHING",
     "FEW",
+    "AttentionHalf",
+    "FeedForwardHalf",
     "FloatWeight",
     "Int4Weight",
     "Int8Weight",
@@ -26,6 +28,7 @@ __all__ = [
     "Residual",
     "Rings",
     "Rotation",
+    "Run",
     "Scoring",
     "Sight",
     "Weight",
@@ -34,7 +37,6 @@ __all__ = [
     "attend",
     "best",
     "feed_forward",
-    "fused_attention",
     "glu",
     "info",
     "linear",

@@ -11,6 +11,7 @@ from lmstate.ops.linear import few_rows, linear
 from lmstate.ops.norm import Norm
 from lmstate.ops.panels import linear_panels, panels, rounded
 from lmstate.ops.residual import Residual
+from lmstate.ops.run import FeedForwardHalf, fused_feed_forward
 from lmstate.ops.weight import Weight
 
 
@@ -29,10 +30,11 @@ def feed_forward(
 
     x: float32 `[..., K]`; up: `[2F, K]`; down: `[N, F]`. Bit for bit the same as two `linear`.
     """
-    library = dispatch.native(x, up.storage, down.storage, None if residual is None else residual.stream)
-    simple = (norm is None or norm.simple) and (residual is None or residual.simple)
-    if library is not None and few_rows(x) and act in library.GATES and simple:
-        return library.fused.feed_forward(x, up, down, library.GATES[act], norm, up_bias, down_bias, residual)
+    stream, after, scale = residual or (None, None, 1.0)
+    half = FeedForwardHalf(up, down, act, norm, after, scale, up_bias, down_bias)
+    if few_rows(x) and (y := fused_feed_forward(x, half, stream)) is not None:
+        return y
+    library = dispatch.native(x, up.storage, down.storage, stream)
     if library is not None and not few_rows(x) and up.kind != "float32" and up_bias is None:
         # Many rows: the widest numbers of the block stay as the product rounded them.
         x = rounded(x, torch.bfloat16, norm)

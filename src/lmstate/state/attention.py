@@ -18,7 +18,7 @@ class KeyValueState(LayerState):
     """The memory of a layer that attends to keys and values, however it stores them and whatever it forgets."""
 
     def rings(self, step: Step) -> ops.Rings | None:
-        """The keys and values themselves, where a step may store and read them as `ops.fused_attention` does."""
+        """The keys and values themselves, where a step may store and read them as `ops.Run` does."""
         return None
 
     @abstractmethod
@@ -76,7 +76,9 @@ class AttentionState(SlotState, KeyValueState):
         return {name: (kv_heads, dim) for name, dim in dims.items()}, {}
 
     def rings(self, step: Step) -> ops.Rings | None:
-        return ops.Rings(self.buffers["k"], self.buffers["v"], self.sight)
+        if self._rings is None:
+            self._rings = ops.Rings(self.buffers["k"], self.buffers["v"], self.sight)
+        return self._rings
 
     @property
     def k(self) -> Tensor:

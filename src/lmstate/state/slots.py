@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lmstate.errors import CapacityError, SnapshotError
+from lmstate.ops import Rings
 from lmstate.state.layer import Install, LayerState, Layout
 from lmstate.state.step import Step
 
@@ -29,6 +30,7 @@ class SlotState(LayerState):
     """
 
     what: str  # is stored, for messages: "keys and values"
+    _rings: Rings | None = None  # the buffers as attention reads them, once it was asked for
 
     def __init__(
         self,
@@ -48,13 +50,21 @@ class SlotState(LayerState):
         slots = layout.capacity or 0
         if span is not None:
             slots = min(slots, span + (layout.chunk if layout.static else 1))
-        self.buffers: Buffers = {
+        self.buffers = {
             name: torch.zeros(layout.rows, *heads, slots, width, dtype=dtype, device=layout.device)
             for name, (*heads, width) in widths.items()
             for dtype in [(dtypes or {}).get(name, layout.dtype)]
         }
         self.high = [0] * layout.rows
         self._saved: tuple[Buffers, list[int]] | None = None
+
+    @property
+    def buffers(self) -> Buffers:
+        return self._buffers
+
+    @buffers.setter
+    def buffers(self, buffers: Buffers) -> None:
+        self._buffers, self._rings = buffers, None
 
     @property
     def slots(self) -> int:

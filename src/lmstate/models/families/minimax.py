@@ -33,7 +33,7 @@ GATED_NORM_EPS = 1e-6  # not in the config
 BUFFERS = ("*.self_attn.slope_rate", "*.self_attn.query_decay", "*.self_attn.key_decay", "*.self_attn.diagonal_decay")
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class NormedBlock(Block):
     """A block whose norms are applied to the stream itself: a part is added to its own normalised input, each weighed.
 
@@ -49,6 +49,9 @@ class NormedBlock(Block):
         x = x * keep + self.mixer(x, step, memory) * add
         x = ops.norm(x, self.mlp_norm)
         return x * keep_fed + self.mlp(x) * add_fed
+
+    def join(self, run: ops.Run, step: Step, memory: LayerState) -> None:
+        run.put(self(run.stream(), step, memory))
 
 
 def build(w: Weights) -> Model:

@@ -6,6 +6,7 @@ import math
 
 from torch import Tensor
 
+from lmstate import ops
 from lmstate.errors import ModelError
 from lmstate.models.decoder import Block, Model
 from lmstate.models.families.common import MOST, Shape, activation, biases, decoder, norm
@@ -101,6 +102,10 @@ class FirstBlock(Block):
     def __call__(self, x: Tensor, step: Step, memory: LayerState) -> Tensor:
         step.memo(EMBEDDING, lambda: x)
         return super().__call__(x, step, memory)
+
+    def join(self, run: ops.Run, step: Step, memory: LayerState) -> None:
+        step.memo(EMBEDDING, run.stream)
+        super().join(run, step, memory)
 
 
 def _mamba2_shape(config: Fields, hidden: int) -> Mamba2Shape:

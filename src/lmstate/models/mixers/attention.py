@@ -29,7 +29,7 @@ class Temperature:
         return 1.0 + self.strength * torch.log1p(((positions + 1) // self.every).float())
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Attention:
     """Attention of H query heads over K key/value heads (Vaswani et al. 2017; Ainslie et al. 2023).
 
@@ -69,15 +69,18 @@ class Attention:
     def __call__(
         self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
     ) -> Tensor:
-        assert isinstance(memory, KeyValueState)
-        if (rings := memory.rings(step)) is not None and self.temperature is None:
-            rotation = None if self.rope is None else self.rope.rotation(step)
-            y = ops.fused_attention(
-                x, self, rotation, rings, step.starts_t, step.counts_t, norm=norm, residual=residual
-            )
-            if y is not None:
-                return y
+        run, (stream, after, scale) = ops.Run(x, step.starts_t, step.counts_t), residual or (None, None, 1.0)
+        run.add_to(stream, x)
+        if self.joins(run, ops.AttentionHalf(self, norm, after, scale), step, memory):
+            return run.stream()
         return self.mix(ops.linear(x, self.qkv, self.qkv_bias, norm=norm), step, memory, residual)
+
+    def joins(self, run: ops.Run, half: ops.AttentionHalf, step: Step, memory: LayerState) -> bool:
+        """Have a half of this attention wait in a run; False where it cannot."""
+        assert isinstance(memory, KeyValueState)
+        if not run.native or self.temperature is not None or (rings := memory.rings(step)) is None:
+            return False
+        return run.attends(half, rings, None if self.rope is None else self.rope.rotation(step))
 
     def mix(self, qkv: Tensor, step: Step, memory: LayerState, residual: Residual | None = None) -> Tensor:
         """What comes after the projections, `[R, T, (H + 2K) * D]` or `[R, T, (2H + 2K) * D]` -> `[R, T, E]`."""

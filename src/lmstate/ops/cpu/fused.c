@@ -1,5 +1,6 @@
-/* The halves of a block of a decoder, each in one parallel region: what a step of few tokens costs beyond reading
- * weights and keys is calls and regions, and a block of separate operations has a dozen of them. */
+/* A run of layers of a decoder in one parallel region: what a step of few tokens costs beyond reading weights and keys is
+ * calls and regions, and a block of separate operations has a dozen of them. A block has two halves, attention and a
+ * feed-forward part; a run is any number of halves, each of which reads the stream that the one before it gives. */
 #include <stdlib.h>
 
 #include "attend.h"
@@ -7,42 +8,65 @@
 #include "prologue.h"
 
 typedef struct {
-  const float *x, *norm; /* [N, inputs], N = rows * tokens; [inputs] or null */
+  /* What does not change from step to step. */
+  const float *norm;     /* [inputs], or null */
   const void *qkv;       /* [(H or, gated, 2H) * D + 2 * K * D, inputs] */
   const float *qkv_bias;
   const float *q_norm, *k_norm; /* of each head, or of all that a token has; or null */
-  const float *cos, *sin;       /* [R, T, half] */
-  void *k, *v;                  /* rings, as in attend_args */
-  const int64_t *starts, *counts;
   const float *sinks;
-  const void *out; /* [inputs, H * D] */
-  const float *out_bias, *residual, *after; /* the last two as in linear_args */
-  float *y; /* [N, outputs] */
-  float *columns; /* [R, K, planes, S], zeros, as in attend_args; or null */
-  float *queries; /* [N, H, D], filled with the queries as they attend; or null */
-  int64_t rows, tokens, inputs, outputs, heads, kv_heads, dim, half, interleaved, gated;
-  int64_t q_norm_width, k_norm_width;
-  int64_t slots, k_row, k_head, k_slot, v_row, v_head, v_slot;
-  int64_t planes, kind, qkv_kind, out_kind, window, chunk, threads;
+  const void *out; /* [outputs, H * D] */
+  const float *out_bias, *after; /* the last as in linear_args */
+  int64_t inputs, outputs, heads, kv_heads, dim, gated, q_norm_width, k_norm_width, qkv_kind, out_kind;
   double norm_eps, q_eps, k_eps, scale, softcap, after_eps, residual_scale;
+  /* The rings. */
+  void *k, *v;           /* as in attend_args */
+  const int64_t *starts; /* [R], where they are not the step's; or null */
+  float *columns;        /* [R, K, planes, S], zeros, as in attend_args; or null */
+  float *queries;        /* [N, H, D], filled with the queries as they attend; or null */
+  int64_t slots, k_row, k_head, k_slot, v_row, v_head, v_slot, planes, kind, window, chunk;
+  /* The rotation. */
+  const float *cos, *sin; /* [R, T, half] */
+  int64_t half, interleaved;
 } attention_args;
 
 typedef struct {
-  const float *x, *norm; /* [rows, inputs]; [inputs] or null */
-  const void *up;        /* [2 * hidden, inputs], gate | up */
+  const float *norm; /* [inputs], or null */
+  const void *up;    /* [2 * hidden, inputs], gate | up */
   const float *up_bias;
   const void *down; /* [outputs, hidden] */
-  const float *down_bias, *residual, *after; /* the last two as in linear_args */
-  float *y; /* [rows, outputs] */
-  int64_t rows, inputs, hidden, outputs, up_kind, down_kind, gate, threads;
+  const float *down_bias, *after; /* the last as in linear_args */
+  int64_t inputs, hidden, outputs, up_kind, down_kind, gate;
+  int64_t parallel; /* reads what the half before it read, and is added to what that gave */
   double eps, after_eps, residual_scale;
 } feed_forward_args;
 
+enum { ATTENTION, FEED_FORWARD };
+typedef struct {
+  int64_t kind;
+  union {
+    attention_args attention;
+    feed_forward_args feed_forward;
+  };
+} half_args;
+
+typedef struct {
+  const float *x;        /* [N, inputs of the first half], N = rows * tokens */
+  const float *residual; /* what the first half is added to, or null; the others are added to what they read */
+  float *y;              /* [N, outputs of the last half] */
+  const int64_t *starts, *counts; /* [R] */
+  int64_t rows, tokens, count, threads;
+  half_args halves[];
+} run_args;
+
+static int64_t qkv_width(const attention_args *a) {
+  return ((a->gated ? 2 : 1) * a->heads + 2 * a->kv_heads) * a->dim;
+}
+
 /* Norm and rotate the heads of the projections in place, and store those of keys and values. */
-static void place(const attention_args *a, float *qkv) {
+static void place(const run_args *run, const attention_args *a, const int64_t *starts, float *qkv) {
   const int64_t each = a->gated ? 2 * a->dim : a->dim; /* from one query head to the next */
-  const int64_t keys = a->heads * each, values = keys + a->kv_heads * a->dim, width = values + a->kv_heads * a->dim;
-  const int64_t n = a->rows * a->tokens, all = a->heads + a->kv_heads, size = a->kind == F32 ? 4 : 2;
+  const int64_t keys = a->heads * each, values = keys + a->kv_heads * a->dim, width = qkv_width(a);
+  const int64_t n = run->rows * run->tokens, all = a->heads + a->kv_heads, size = a->kind == F32 ? 4 : 2;
   const int whole_q = a->q_norm && a->q_norm_width != a->dim, whole_k = a->k_norm && a->k_norm_width != a->dim;
   if (whole_q || whole_k) {
 #pragma omp for schedule(static)
@@ -54,7 +78,7 @@ static void place(const attention_args *a, float *qkv) {
   }
 #pragma omp for schedule(static)
   for (int64_t i = 0; i < n * all; i++) {
-    const int64_t token = i / all, r = token / a->tokens, t = token % a->tokens;
+    const int64_t token = i / all, r = token / run->tokens, t = token % run->tokens;
     const int64_t h = i % all, kv = h - a->heads;
     float *x = qkv + token * width + (kv < 0 ? h * each : keys + kv * a->dim);
     if (kv < 0 ? a->q_norm && !whole_q : a->k_norm && !whole_k)
@@ -65,8 +89,8 @@ static void place(const attention_args *a, float *qkv) {
       memcpy(x, turned, (size_t)a->dim * sizeof(float));
     }
     if (kv < 0 && a->queries) memcpy(a->queries + (token * a->heads + h) * a->dim, x, (size_t)a->dim * sizeof(float));
-    if (kv < 0 || t >= a->counts[r]) continue;
-    const int64_t slot = (a->starts[r] + t) % a->slots;
+    if (kv < 0 || t >= run->counts[r]) continue;
+    const int64_t slot = (starts[r] + t) % a->slots;
     store_head(x, (char *)a->k + (r * a->k_row + kv * a->k_head + slot * a->k_slot) * size, a->dim, a->kind);
     store_head(qkv + token * width + values + kv * a->dim,
                (char *)a->v + (r * a->v_row + kv * a->v_head + slot * a->v_slot) * size, a->dim, a->kind);
@@ -74,9 +98,10 @@ static void place(const attention_args *a, float *qkv) {
 }
 
 /* seen[token, head] *= sigmoid(the gate beside the head's query) */
-static void gate_heads(const attention_args *a, const float *qkv, int64_t width, float *seen) {
+static void gate_heads(const attention_args *a, int64_t n, const float *qkv, float *seen) {
+  const int64_t width = qkv_width(a);
 #pragma omp for schedule(static)
-  for (int64_t i = 0; i < a->rows * a->tokens * a->heads; i++) {
+  for (int64_t i = 0; i < n * a->heads; i++) {
     const float *gate = qkv + i / a->heads * width + (i % a->heads * 2 + 1) * a->dim;
     float *x = seen + i * a->dim;
     int64_t d = 0;
@@ -88,67 +113,108 @@ static void gate_heads(const attention_args *a, const float *qkv, int64_t width,
   }
 }
 
-/* y = residual + scale * after(out(attend(qkv(norm x)))). Status as of lmstate_attend. */
-int64_t lmstate_attention(const attention_args *a) {
-  const int64_t n = a->rows * a->tokens, seen_width = a->heads * a->dim;
-  if (n == 0) return 0;
-  const int64_t q_width = a->gated ? 2 * seen_width : seen_width, width = q_width + 2 * a->kv_heads * a->dim;
-  linear_args qkv = {.x = a->x, .weight = a->qkv, .bias = a->qkv_bias, .norm = a->norm, .rows = n, .outputs = width,
-                     .inputs = a->inputs, .kind = a->qkv_kind, .threads = a->threads, .eps = a->norm_eps};
-  linear_args out = {.weight = a->out, .bias = a->out_bias, .residual = a->residual, .after = a->after, .y = a->y,
-                     .rows = n, .outputs = a->outputs, .inputs = seen_width, .kind = a->out_kind,
-                     .threads = a->threads, .after_eps = a->after_eps, .scale = a->residual_scale};
-  attend_args attend = {.k = a->k, .v = a->v, .starts = a->starts, .counts = a->counts, .sinks = a->sinks,
-                        .rows = a->rows, .tokens = a->tokens, .heads = a->heads, .kv_heads = a->kv_heads,
-                        .slots = a->slots, .dim = a->dim, .dim_v = a->dim, .q_row = a->tokens * width,
-                        .q_token = width, .q_head = a->gated ? 2 * a->dim : a->dim, .k_row = a->k_row,
-                        .k_head = a->k_head, .k_slot = a->k_slot, .v_row = a->v_row, .v_head = a->v_head,
-                        .v_slot = a->v_slot, .kind = a->kind, .window = a->window, .chunk = a->chunk,
-                        .columns = a->columns, .planes = a->planes,
-                        .scale = a->scale, .softcap = a->softcap};
+/* What the halves share: memory for the products, what is between them, and the plan of an attention. */
+typedef struct {
+  char *products;
+  float *between;
   attend_plan plan;
-  const int64_t status = attend_begin(&attend, &plan);
-  if (status) return status;
-  const size_t first = linear_memory(&qkv), second = linear_memory(&out), most = first > second ? first : second;
-  char *memory = malloc(most + (size_t)(n * (width + seen_width)) * sizeof(float));
-  if (!memory) {
-    attend_end(&plan);
-    return -1;
+  int64_t status; /* of the first attend_begin that failed */
+} shared;
+
+/* The products of a half. What lies between them, `between` floats a token, is where the first writes. */
+static void products_of(const run_args *run, const half_args *half, linear_args *into, linear_args *out, int64_t *between) {
+  const linear_args common = {.rows = run->rows * run->tokens, .threads = run->threads};
+  *into = *out = common;
+  if (half->kind == ATTENTION) {
+    const attention_args *a = &half->attention;
+    into->weight = a->qkv, into->bias = a->qkv_bias, into->norm = a->norm, into->eps = a->norm_eps;
+    into->kind = a->qkv_kind, into->inputs = a->inputs, into->outputs = qkv_width(a);
+    out->weight = a->out, out->bias = a->out_bias, out->after = a->after, out->after_eps = a->after_eps;
+    out->kind = a->out_kind, out->inputs = a->heads * a->dim, out->outputs = a->outputs, out->scale = a->residual_scale;
+    *between = into->outputs + out->inputs;
+  } else {
+    const feed_forward_args *a = &half->feed_forward;
+    into->weight = a->up, into->bias = a->up_bias, into->norm = a->norm, into->eps = a->eps;
+    into->kind = a->up_kind, into->inputs = a->inputs, into->outputs = 2 * a->hidden;
+    out->weight = a->down, out->bias = a->down_bias, out->after = a->after, out->after_eps = a->after_eps;
+    out->kind = a->down_kind, out->inputs = a->hidden, out->outputs = a->outputs, out->scale = a->residual_scale;
+    out->gate = a->gate, *between = into->outputs;
   }
-  float *projected = (float *)(memory + most), *seen = projected + n * width;
-  qkv.y = projected, attend.q = projected, attend.out = seen, out.x = seen;
-#pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
-  {
-    linear_run(&qkv, memory);
-    place(a, projected);
-    attend_run(&attend, &plan);
-    if (a->gated) gate_heads(a, projected, width, seen);
-    linear_run(&out, memory);
-  }
-  attend_end(&plan);
-  free(memory);
-  return 0;
 }
 
-/* y = residual + scale * after(down(act(gate x) * up x)), x normed first. 0, or -1 where there was no memory. */
-int64_t lmstate_feed_forward(const feed_forward_args *a) {
-  if (a->rows == 0) return 0;
-  linear_args up = {.x = a->x, .weight = a->up, .bias = a->up_bias, .norm = a->norm, .rows = a->rows,
-                    .outputs = 2 * a->hidden, .inputs = a->inputs, .kind = a->up_kind, .threads = a->threads,
-                    .eps = a->eps};
-  linear_args down = {.weight = a->down, .bias = a->down_bias, .residual = a->residual, .after = a->after, .y = a->y,
-                      .rows = a->rows, .outputs = a->outputs, .inputs = a->hidden, .kind = a->down_kind,
-                      .gate = a->gate, .threads = a->threads, .after_eps = a->after_eps, .scale = a->residual_scale};
-  const size_t first = linear_memory(&up), second = linear_memory(&down), most = first > second ? first : second;
-  char *memory = malloc(most + (size_t)(a->rows * 2 * a->hidden) * sizeof(float));
+/* One half, run by every thread: y = residual + scale * after(out(...(in(norm x)))). */
+static void run_half(const run_args *run, const half_args *half, shared *common, const float *x, const float *residual,
+                     float *y) {
+  linear_args into, out;
+  int64_t between;
+  products_of(run, half, &into, &out, &between);
+  into.x = x, into.y = common->between, out.x = common->between, out.residual = residual, out.y = y;
+  if (half->kind == FEED_FORWARD) {
+    linear_run(&into, common->products);
+    linear_run(&out, common->products);
+    return;
+  }
+  const attention_args *a = &half->attention;
+  const int64_t *starts = a->starts ? a->starts : run->starts;
+  float *seen = common->between + into.rows * into.outputs;
+  const attend_args attend = {
+    .q = common->between, .k = a->k, .v = a->v, .starts = starts, .counts = run->counts, .sinks = a->sinks, .out = seen,
+    .columns = a->columns, .rows = run->rows, .tokens = run->tokens, .heads = a->heads, .kv_heads = a->kv_heads,
+    .slots = a->slots, .dim = a->dim, .dim_v = a->dim, .q_row = run->tokens * into.outputs, .q_token = into.outputs,
+    .q_head = a->gated ? 2 * a->dim : a->dim, .k_row = a->k_row, .k_head = a->k_head, .k_slot = a->k_slot,
+    .v_row = a->v_row, .v_head = a->v_head, .v_slot = a->v_slot, .planes = a->planes, .kind = a->kind,
+    .window = a->window, .chunk = a->chunk, .threads = run->threads, .scale = a->scale, .softcap = a->softcap,
+  };
+#pragma omp single nowait
+  common->status = attend_begin(&attend, &common->plan);
+  linear_run(&into, common->products);
+  if (common->status) return; /* every thread has seen it: a product ends when all have done their part */
+  place(run, a, starts, common->between);
+  attend_run(&attend, &common->plan);
+#pragma omp single nowait
+  attend_end(&common->plan);
+  if (a->gated) gate_heads(a, into.rows, common->between, seen);
+  out.x = seen;
+  linear_run(&out, common->products);
+}
+
+/* 0, or the status of lmstate_attend of the half that failed, times the number of halves, plus the half's. */
+int64_t lmstate_run(const run_args *run) {
+  const int64_t n = run->rows * run->tokens;
+  if (n == 0) return 0;
+  size_t products = 0;
+  int64_t between = 0, width = 0;
+  for (int64_t i = 0; i < run->count; i++) {
+    linear_args into, out;
+    int64_t each;
+    products_of(run, &run->halves[i], &into, &out, &each);
+    const size_t first = linear_memory(&into), second = linear_memory(&out), most = first > second ? first : second;
+    if (most > products) products = most;
+    if (each > between) between = each;
+    if (out.outputs > width) width = out.outputs;
+  }
+  /* A half reads one stream or two, and writes a third. */
+  char *memory = malloc(products + (size_t)(n * (between + 3 * width)) * sizeof(float));
   if (!memory) return -1;
-  float *hidden = (float *)(memory + most);
-  up.y = hidden, down.x = hidden;
-#pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
+  shared common = {.products = memory, .between = (float *)(memory + products)};
+  float *streams = common.between + n * between;
+  int64_t failed = 0;
+#pragma omp parallel num_threads((int)run->threads) if (run->threads > 1)
   {
-    linear_run(&up, memory);
-    linear_run(&down, memory);
+    const float *before = NULL, *x = run->x, *residual = run->residual;
+    for (int64_t i = 0; i < run->count; i++) {
+      const half_args *half = &run->halves[i];
+      float *y = i + 1 < run->count ? streams + i % 3 * n * width : run->y;
+      const int parallel = half->kind == FEED_FORWARD && half->feed_forward.parallel;
+      run_half(run, half, &common, parallel ? before : x, residual, y);
+      if (common.status) {
+#pragma omp single nowait
+        failed = i;
+        break;
+      }
+      before = x, x = residual = y;
+    }
   }
   free(memory);
-  return 0;
+  return common.status < 0 ? -1 : common.status ? common.status * run->count + failed : 0;
 }

@@ -1,4 +1,4 @@
-"""The calls into the halves of a block that run as one body, checked as in `library`: C may trust what it is given."""
+"""The call that runs halves of blocks as one body, checked as in `library`: C may trust what it is given."""
 
 from __future__ import annotations
 
@@ -16,114 +16,127 @@ from lmstate.ops.cpu.arguments import (
     float_pointer,
     function,
     integers,
-    joining,
     optional_pointer,
 )
 from lmstate.ops.norm import Norm
-from lmstate.ops.residual import Residual
-from lmstate.ops.weight import Weight
 
 if TYPE_CHECKING:
-    from lmstate.ops.attention import AttentionParts, Rings
     from lmstate.ops.rotate_attend import Rotation
+    from lmstate.ops.run import AttentionHalf, AttentionParts, FeedForwardHalf, Rings, Waiting
 
-_ATTENTION = Struct("20P26q7d")
-_FEED_FORWARD = Struct("9P8q3d")
+_ATTENTION = Struct("q9P10q7d")
+_RINGS = Struct("5P11q")
+_ROTATION = Struct("2P2q")
+_FEED_FORWARD = Struct("q6P7q3d")
+_RUN = Struct("5P4q")
+_HALF = _ATTENTION.size + _RINGS.size + _ROTATION.size
 
 
 class Fused:
-    """The bodies of one variant. Tensors are float32 on the processor; every call returns new ones, contiguous."""
+    """The body of one variant, and its arguments. Tensors are float32 on the processor."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._attention = function(library, "lmstate_attention")
-        self._feed_forward = function(library, "lmstate_feed_forward")
+        self._run = function(library, "lmstate_run")
 
-    def attention(
-        self,
-        x: Tensor,
-        parts: AttentionParts,
-        rotation: Rotation | None,
-        rings: Rings,
-        starts: Tensor,
-        counts: Tensor,
-        norm: Norm | None,
-        residual: Residual | None,
-    ) -> Tensor:
-        """`ops.fused_attention`; q and k norms are rms, of each head or of all."""
-        rows, tokens, inputs = x.shape
-        heads, kv_heads, dim = parts.heads, parts.kv_heads, parts.head_dim
-        qkv, out, k, v = parts.qkv, parts.out, rings.k, rings.v
-        width = (heads * (2 if parts.gate else 1) + 2 * kv_heads) * dim
-        slots, (window, chunk), columns = k.shape[2], rings.sight, rings.columns
-        planes = 0 if columns is None else columns.shape[2]
-        if qkv.shape != (width, inputs) or out.in_features != heads * dim:
-            raise ValueError(f"projections {qkv} and {out} do not fit x {list(x.shape)}, {heads} heads of {dim}")
-        if not k.shape == v.shape == (rows, kv_heads, slots, dim):
-            raise ValueError(f"rings k {list(k.shape)}, v {list(v.shape)} do not fit {rows} rows, {kv_heads} heads")
-        starts = integers(rings.starts if rings.starts is not None else starts, "starts", rows)
-        x, counts = x.contiguous(), integers(counts, "counts", rows)
-        y = torch.empty(rows, tokens, out.out_features, dtype=torch.float32)
-        n, half, interleaved = 0, 0, False
-        n_eps, cos, sin = 0.0, 0, 0
-        if rotation is not None:
-            half, interleaved = rotation.cos.shape[-1], rotation.interleaved
-            if 2 * half > dim:
-                raise ValueError(f"a head of {dim} has no {2 * half} features to rotate")
-            cos, sin = (float_pointer(table, "cos and sin", (rows, tokens, half)) for table in rotation[:2])
-        if norm is not None:
-            n, n_eps = float_pointer(norm.weight, "the norm's weight", (inputs,)), norm.eps
+    def attention(self, half: AttentionHalf) -> bytes:
+        """The start of the arguments of attention, before those of its rings and of its rotation."""
+        parts, norm = half.parts, half.norm
+        heads, kv_heads, dim, qkv, out = parts.heads, parts.kv_heads, parts.head_dim, parts.qkv, parts.out
+        width, inputs, outputs = qkv.out_features, qkv.in_features, out.out_features
+        if width != (heads * (2 if parts.gate else 1) + 2 * kv_heads) * dim or out.in_features != heads * dim:
+            raise ValueError(f"projections {qkv} and {out} do not fit {heads} heads of {dim}")
         q_norm, q_width, q_eps = _head_norm(parts.q_norm, dim, heads)
         k_norm, k_width, k_eps = _head_norm(parts.k_norm, dim, kv_heads)
-        stream = 0 if residual is None else float_pointer(residual.stream, "the residual", y.shape)
-        after, after_eps, factor = joining(residual, out.out_features)
-        arguments = _ATTENTION.pack(
-            x.data_ptr(), n, qkv.storage.data_ptr(), optional_pointer(parts.qkv_bias, "the bias of qkv", (width,)),
-            q_norm, k_norm, cos, sin, k.data_ptr(), v.data_ptr(), starts.data_ptr(), counts.data_ptr(),
+        return _ATTENTION.pack(
+            0, *_norm(norm, inputs)[:1], qkv.storage.data_ptr(),
+            optional_pointer(parts.qkv_bias, "the bias of qkv", (width,)), q_norm, k_norm,
             optional_pointer(parts.sinks, "sinks", (heads,)), out.storage.data_ptr(),
-            optional_pointer(parts.out_bias, "the bias of out", (out.out_features,)),
-            stream, after, y.data_ptr(),
-            optional_pointer(columns, "columns", (rows, kv_heads, planes, slots)),
-            optional_pointer(rings.queries, "queries", (rows, tokens, heads, dim)),
-            rows, tokens, inputs, out.out_features, heads, kv_heads, dim, half, interleaved, parts.gate,
-            q_width, k_width, slots, *k.stride()[:3], *v.stride()[:3],
-            planes, KINDS[k.dtype], WEIGHT_KINDS[qkv.kind], WEIGHT_KINDS[out.kind], window or 0, chunk or 0,
-            torch.get_num_threads(), n_eps, q_eps, k_eps, parts.scale, parts.softcap or 0.0,
-            after_eps, factor,
+            optional_pointer(parts.out_bias, "the bias of out", (outputs,)), _norm(half.after, outputs)[0],
+            inputs, outputs, heads, kv_heads, dim, parts.gate, q_width, k_width, WEIGHT_KINDS[qkv.kind],
+            WEIGHT_KINDS[out.kind], _norm(norm, inputs)[1], q_eps, k_eps, parts.scale, parts.softcap or 0.0,
+            _norm(half.after, outputs)[1], _factor(half.scale),
         )  # fmt: skip
-        check_attended(self._attention(arguments), x, k, starts, counts)
+
+    def rings(self, rings: Rings) -> bytes:
+        """The arguments that keys and values are; pointers to what `rings` holds."""
+        k, v, (window, chunk), columns = rings.k, rings.v, rings.sight, rings.columns
+        rows, kv_heads, slots, _ = k.shape
+        planes = 0 if columns is None else columns.shape[2]
+        starts = 0 if rings.starts is None else integers(rings.starts, "starts", rows).data_ptr()
+        queries = 0 if rings.queries is None else float_pointer(rings.queries, "queries", tuple(rings.queries.shape))
+        return _RINGS.pack(
+            k.data_ptr(), v.data_ptr(), starts,
+            optional_pointer(columns, "columns", (rows, kv_heads, planes, slots)), queries,
+            slots, *k.stride()[:3], *v.stride()[:3], planes, KINDS[k.dtype], window or 0, chunk or 0,
+        )  # fmt: skip
+
+    def rotation(self, rotation: Rotation | None, rows: int, tokens: int) -> bytes:
+        """The end of the arguments of attention."""
+        if rotation is None:
+            return _ROTATION.pack(0, 0, 0, 0)
+        half = rotation.cos.shape[-1]
+        cos, sin = (float_pointer(table, "cos and sin", (rows, tokens, half)) for table in rotation[:2])
+        return _ROTATION.pack(cos, sin, half, rotation.interleaved)
+
+    def check(self, parts: AttentionParts, rings: Rings, rotation: Rotation | None, rows: int, tokens: int) -> None:
+        """ValueError where these do not go together."""
+        heads, dim, k = (rows, parts.kv_heads), parts.head_dim, rings.k
+        if not (*heads, k.shape[2], dim) == k.shape == rings.v.shape:
+            raise ValueError(
+                f"rings {list(k.shape)}, {list(rings.v.shape)} do not fit {heads[0]} rows, {heads[1]} heads"
+            )
+        if rotation is not None and 2 * rotation.cos.shape[-1] > dim:
+            raise ValueError(f"a head of {dim} has no {2 * rotation.cos.shape[-1]} features to rotate")
+        if rings.queries is not None and rings.queries.shape != (rows, tokens, parts.heads, dim):
+            raise ValueError(f"{list(rings.queries.shape)} has no room for {tokens} queries of {parts.heads} heads")
+
+    def feed_forward(self, half: FeedForwardHalf, gate: int) -> bytes:
+        """The arguments of a feed-forward part with a gate of `Library.GATES`."""
+        up, down = half.up, half.down
+        inputs, hidden, outputs = up.in_features, down.in_features, down.out_features
+        if up.out_features != 2 * hidden:
+            raise ValueError(f"{up} and {down} do not fit each other")
+        norm, eps = _norm(half.norm, inputs)
+        after, after_eps = _norm(half.after, outputs)
+        return _FEED_FORWARD.pack(
+            1, norm, up.storage.data_ptr(), optional_pointer(half.up_bias, "the bias of up", (2 * hidden,)),
+            down.storage.data_ptr(), optional_pointer(half.down_bias, "the bias of down", (outputs,)), after,
+            inputs, hidden, outputs, WEIGHT_KINDS[up.kind], WEIGHT_KINDS[down.kind], gate, half.parallel,
+            eps, after_eps, _factor(half.scale),
+        ).ljust(_HALF, b"\0")  # fmt: skip
+
+    def run(
+        self, x: Tensor, residual: Tensor | None, starts: Tensor | None, counts: Tensor | None, halves: list[Waiting]
+    ) -> Tensor:
+        """x `[R, T, E]` through the halves, in one parallel region."""
+        rows, tokens, _ = x.shape
+        stream = x.contiguous()
+        y = torch.empty(rows, tokens, halves[-1].half.ends[1].out_features, dtype=torch.float32)
+        beside = stream if residual is x else residual
+        added = optional_pointer(beside, "the residual", (rows, tokens, halves[0].half.ends[1].out_features))
+        if starts is not None and counts is not None:
+            starts, counts = integers(starts, "starts", rows), integers(counts, "counts", rows)
+        arguments = _RUN.pack(
+            stream.data_ptr(), added, y.data_ptr(), 0 if starts is None else starts.data_ptr(),
+            0 if counts is None else counts.data_ptr(), rows, tokens, len(halves), torch.get_num_threads(),
+        )  # fmt: skip
+        status = self._run(b"".join([arguments, *[half.arguments for half in halves]]))
+        if status:
+            each, failed = divmod(status, len(halves)) if status > 0 else (status, 0)
+            rings = halves[failed].rings
+            if each < 0 or rings is None or starts is None or counts is None:
+                raise MemoryError(f"no memory for the activations of {rows} rows of {tokens} tokens")
+            check_attended(each, x, rings.k, starts if rings.starts is None else rings.starts, counts)
         return y
 
-    def feed_forward(
-        self,
-        x: Tensor,
-        up: Weight,
-        down: Weight,
-        gate: int,
-        norm: Norm | None,
-        up_bias: Tensor | None,
-        down_bias: Tensor | None,
-        residual: Residual | None,
-    ) -> Tensor:
-        """`ops.feed_forward` with a gate of `Library.GATES` and, at most, an rms norm."""
-        inputs, hidden, outputs = up.in_features, down.in_features, down.out_features
-        if x.shape[-1] != inputs or up.out_features != 2 * hidden:
-            raise ValueError(f"{up} and {down} do not fit each other and x {list(x.shape)}")
-        x = x.contiguous()
-        y = torch.empty(*x.shape[:-1], outputs, dtype=torch.float32)
-        n, eps = (0, 0.0) if norm is None else (float_pointer(norm.weight, "the norm's weight", (inputs,)), norm.eps)
-        rows = x.numel() // inputs
-        stream = 0 if residual is None else float_pointer(residual.stream, "the residual", y.shape)
-        after, after_eps, factor = joining(residual, outputs)
-        arguments = _FEED_FORWARD.pack(
-            x.data_ptr(), n, up.storage.data_ptr(), optional_pointer(up_bias, "the bias of up", (2 * hidden,)),
-            down.storage.data_ptr(), optional_pointer(down_bias, "the bias of down", (outputs,)),
-            stream, after, y.data_ptr(),
-            rows, inputs, hidden, outputs, WEIGHT_KINDS[up.kind], WEIGHT_KINDS[down.kind], gate,
-            torch.get_num_threads(), eps, after_eps, factor,
-        )  # fmt: skip
-        if self._feed_forward(arguments):
-            raise MemoryError(f"no memory for the activations of {rows} rows of {hidden}")
-        return y
+
+def _norm(norm: Norm | None, width: int) -> tuple[int, float]:
+    """Pointer and epsilon of a norm, 0 where there is none."""
+    return (0, 0.0) if norm is None else (float_pointer(norm.weight, "the norm's weight", (width,)), norm.eps)
+
+
+def _factor(scale: float) -> float:
+    return 0.0 if scale == 1.0 else scale  # 0: none
 
 
 def _head_norm(norm: Norm | None, dim: int, heads: int) -> tuple[int, int, float]:
