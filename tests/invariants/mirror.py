@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 import lmstate
-from lmstate.models.decoder import Block
+from lmstate.models.block import Block
+from lmstate.ops import Run
+from lmstate.state import LayerState, Step
 
 BOUND = 1e-4
 PROBE = [7, 3]
@@ -129,12 +132,13 @@ def failing_layer(model: lmstate.Model, index: int, *, after: bool) -> Iterator[
     """Layer `index` raises, before or after it has run."""
     block = model.blocks[index]
 
-    def fail(*args: Any) -> Tensor:
+    def fail(run: Run, step: Step, memory: LayerState) -> None:
         if after:
-            block(*args)
+            block.join(run, step, memory)
+            run.stream()
         raise Fault
 
-    model.blocks[index] = cast(Block, fail)
+    model.blocks[index] = cast(Block, SimpleNamespace(join=fail))
     try:
         yield
     finally:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from torch import Tensor
 
 import lmstate
-from lmstate.models.decoder import Block
+from lmstate.models.block import Block
+from lmstate.ops import Run
 from lmstate.state import LayerState, Step
 from tests.invariants.mirror import Mirror
 from tests.zoo import ours, text
@@ -23,11 +24,11 @@ def computed(mirror: Mirror) -> int:
     counts: list[int] = []
     block = mirror.model.blocks[0]
 
-    def count(x: Tensor, step: Step, memory: LayerState) -> Tensor:
+    def count(run: Run, step: Step, memory: LayerState) -> None:
         counts.append(step.counts[0])
-        return block(x, step, memory)
+        block.join(run, step, memory)
 
-    mirror.model.blocks[0] = cast(Block, count)
+    mirror.model.blocks[0] = cast(Block, SimpleNamespace(join=count))
     try:
         mirror.model([[5]], mirror.state)
     finally:
