@@ -22,20 +22,24 @@ def append(k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, starts: Tensor, c
 
 
 def append_reference(k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, starts: Tensor, counts: Tensor) -> None:
+    for new, ring in ((k_new, k), (v_new, v)):
+        append_one(new, ring, starts, counts)
+
+
+def append_one(new: Tensor, ring: Tensor, starts: Tensor, counts: Tensor) -> None:
+    """new `[R, T, K, D]` into `[R, K, S, D]`: keys, or values, as `append` stores them."""
     if torch.compiler.is_compiling() or not starts.is_cpu:
-        for new, ring in ((k_new, k), (v_new, v)):
-            _append_on_device(new, ring, starts, counts)
+        _append_on_device(new, ring, starts, counts)
         return
-    size = k.shape[2]
+    size = ring.shape[2]
     for r, (start, count) in enumerate(zip(starts.tolist(), counts.tolist())):
         if count > size:
             raise ValueError(f"{count} new tokens do not fit a ring of {size} slots: store fewer at a time")
         first = start % size
         before = min(count, size - first)  # tokens up to the ring's end; the others go to its beginning
-        for new, ring in ((k_new, k), (v_new, v)):
-            tokens = new[r, :count].transpose(0, 1)  # [K, count, D]
-            ring[r, :, first : first + before] = tokens[:, :before]
-            ring[r, :, : count - before] = tokens[:, before:]
+        tokens = new[r, :count].transpose(0, 1)  # [K, count, D]
+        ring[r, :, first : first + before] = tokens[:, :before]
+        ring[r, :, : count - before] = tokens[:, before:]
 
 
 def _append_on_device(new: Tensor, ring: Tensor, starts: Tensor, counts: Tensor) -> None:

@@ -1,11 +1,10 @@
 """Attention over keys and values that are stored in few bits, ring or not: rotating, storing, attending.
 
-8 bits: every position is codes, one scale a vector; keys and values are turned by a Hadamard matrix first, so that no
-channel stands out (QuaRot, 2404.00456). 4 and 2 bits: the same where tokens do not stay together (slots that a policy
-evicts from), with a lowest value too; else keys have a scale for each channel of a block of positions
-(KIVI, 2402.02750), and are codes only once their block is whole; the newest positions are also floats, in a ring. A
-query at position p sees as codes the blocks that end at `p - lag` or before, as floats the others: by its position
-alone, however the tokens came.
+Values are codes as soon as they are stored, one scale a vector, turned by a Hadamard matrix first, so that no channel
+stands out (QuaRot, 2404.00456). So are keys of 8 bits, and of any width where tokens do not stay together (slots that a
+policy evicts from). Else keys of 4 and 2 bits have a scale for each channel of a block of positions (KIVI, 2402.02750),
+and are codes once their block is whole; the newest are also floats, in a ring. A query sees floats of the keys in its
+own block of positions, codes of those before it: by its position alone, however the tokens came.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lmstate.ops import dispatch, kv_codes
-from lmstate.ops.append import append_reference
+from lmstate.ops.append import append_one
 from lmstate.ops.attend import MOST, attend_reference, attend_span, unroll
 from lmstate.ops.attend_slots import OBSERVED, Columns, attend_slots
 from lmstate.ops.kv_codes import BLOCK
@@ -34,8 +33,8 @@ WHOLE = 256
 class Held(NamedTuple):
     """Codes `[R, K, S, bytes]` and float16 scales `[R, K, S, n]`, position p in slot p % S.
 
-    8 bits, or without a tail: those of `kv_codes.encode(..., WHOLE)`, of turned vectors. Else keys are those of
-    `kv_codes.encode_blocks`, and S is a multiple of `BLOCK`.
+    Those of `kv_codes.encode(..., WHOLE)`, of turned vectors; beside a tail keys are those of
+    `kv_codes.encode_blocks`, not turned, and S is a multiple of `BLOCK`.
     """
 
     k: Tensor
@@ -44,25 +43,12 @@ class Held(NamedTuple):
     v_scale: Tensor
 
 
-class Tail(NamedTuple):
-    """The newest positions as floats: rings `[R, K, S', D]` and `[R, K, S', Dv]` of the same dtype, values turned."""
-
-    k: Tensor
-    v: Tensor
-    lag: int
-
-    @property
-    def reads(self) -> int:
-        """How many positions before its own a query may see as floats."""
-        return self.lag - 1 + BLOCK - 1
-
-
 def attend_quantized(
     q: Tensor,
     new: tuple[Tensor, Tensor] | None,
     rotation: Rotation | None,
     held: Held,
-    tail: Tail | None,
+    tail: Tensor | None,
     starts: Tensor,
     counts: Tensor,
     scoring: Scoring,
@@ -74,10 +60,10 @@ def attend_quantized(
 ) -> Tensor:
     """Store new keys and values `[R, T, K, D]`, and attend: q float32 `[R, T, H, D]` -> float32 `[R, T, H, Dv]`.
 
-    `rotation` turns q and the new keys first. The other arguments are those of `ops.attend`. A tail holds the step and
-    `reads` positions before it; without one every vector has scales of its own. The reference expands what it reads in
-    `dtype`. Adds what each slot receives to `columns`, of a ring that has not wrapped. Reads starts and counts on the
-    host.
+    `rotation` turns q and the new keys first. The other arguments are those of `ops.attend`. `tail`: keys as floats,
+    a ring `[R, K, S', D]` that holds the step and `BLOCK - 1` positions before it; without one every vector has its own
+    scale. The reference expands what it reads in `dtype`. Adds what each slot receives to `columns`, of a ring that has
+    not wrapped. Reads starts and counts on the host.
     """
     body = _native(q, new, held, tail, bits, scoring.sinks)
     most = MOST if columns is None else OBSERVED
@@ -121,7 +107,7 @@ def attend_quantized(
 
 
 def _native(
-    q: Tensor, new: tuple[Tensor, Tensor] | None, held: Held, tail: Tail | None, bits: int, sinks: Tensor | None
+    q: Tensor, new: tuple[Tensor, Tensor] | None, held: Held, tail: Tensor | None, bits: int, sinks: Tensor | None
 ) -> Codes | None:
     library = dispatch.native(q, *(new or ()), held.k, sinks)
     if library is None:
@@ -133,34 +119,33 @@ def _native(
 
 
 def _store_vectors(new: tuple[Tensor, Tensor], held: Held, starts: Tensor, counts: Tensor, bits: int) -> None:
-    coded = [kv_codes.encode(kv_codes.turned(x), bits, WHOLE) for x in new]
-    append_reference(coded[0][0], coded[1][0], held.k, held.v, starts, counts)
-    append_reference(coded[0][1], coded[1][1], held.k_scale, held.v_scale, starts, counts)
+    _store_turned(new[0], held.k, held.k_scale, starts, counts, bits)
+    _store_turned(new[1], held.v, held.v_scale, starts, counts, bits)
+
+
+def _store_turned(new: Tensor, codes: Tensor, scales: Tensor, starts: Tensor, counts: Tensor, bits: int) -> None:
+    for coded, ring in zip(kv_codes.encode(kv_codes.turned(new), bits, WHOLE), (codes, scales)):
+        append_one(coded, ring, starts, counts)
 
 
 def _store_blocks(
-    new: tuple[Tensor, Tensor], held: Held, tail: Tail, starts: Tensor, counts: Tensor, bits: int
+    new: tuple[Tensor, Tensor], held: Held, tail: Tensor, starts: Tensor, counts: Tensor, bits: int
 ) -> None:
-    """The new tokens into the ring, and each block that they make whole into codes."""
-    append_reference(new[0], kv_codes.turned(new[1]), tail.k, tail.v, starts, counts)
+    """New keys into the ring, and each block of them that is whole then into codes."""
+    append_one(new[0], tail, starts, counts)
+    _store_turned(new[1], held.v, held.v_scale, starts, counts, bits)
     for r, (start, count) in enumerate(zip(starts.tolist(), counts.tolist())):
         first, whole = start // BLOCK * BLOCK, (start + count) // BLOCK * BLOCK
         if whole > first:
-            k, v = (unroll(ring[r : r + 1], first, whole)[0] for ring in (tail.k, tail.v))
-            where = torch.arange(first, whole, device=k.device) % held.k.shape[2]
+            where = torch.arange(first, whole, device=tail.device) % held.k.shape[2]
+            k = unroll(tail[r : r + 1], first, whole)[0]
             held.k[r, :, where], held.k_scale[r, :, where] = kv_codes.encode_blocks(k, bits)
-            held.v[r, :, where], held.v_scale[r, :, where] = kv_codes.encode(v, bits, WHOLE)
-
-
-def _coded_until(position: int, lag: int) -> int:
-    """The positions before this one are in blocks that a query at `position` sees as codes."""
-    return max(0, position + 1 - lag) // BLOCK * BLOCK
 
 
 def _attend_blocks(
     q: Tensor,
     held: Held,
-    tail: Tail,
+    tail: Tensor,
     starts: Tensor,
     counts: Tensor,
     bits: int,
@@ -168,27 +153,24 @@ def _attend_blocks(
     scoring: Scoring,
     sight: Sight,
 ) -> Tensor:
-    """One stretch of queries after another that see the same blocks as codes; values stay turned."""
+    """The queries of one block of positions after another; values stay turned."""
     rows, tokens, heads, _ = q.shape
     dim_v = held.v.shape[3] * 8 // bits
     out = []
     for r, (start, count) in enumerate(zip(starts.tolist(), counts.tolist())):
-        first, low = _coded_until(start, tail.lag), sight.low(start) // BLOCK * BLOCK
-        coded = _coded_until(start + count - 1, tail.lag)
-        floats = [unroll(ring[r : r + 1], first, start + count) for ring in (tail.k, tail.v)]  # [1, K, end - first, D]
-        k, k_scale, v, v_scale = (
-            unroll(x[r : r + 1], low, max(low, coded)) for x in (held.k, held.k_scale, held.v, held.v_scale)
-        )  # [1, K, coded - low, ...]
+        first, end, low = start // BLOCK * BLOCK, start + count, sight.low(start) // BLOCK * BLOCK
+        coded = max(low, (end - 1) // BLOCK * BLOCK)
+        floats = unroll(tail[r : r + 1], first, end).to(dtype)  # [1, K, end - first, D]
+        k, k_scale = (unroll(x[r : r + 1], low, coded) for x in (held.k, held.k_scale))  # [1, K, coded - low, ...]
+        v, v_scale = (unroll(x[r : r + 1], low, end) for x in (held.v, held.v_scale))  # [1, K, end - low, ...]
         keys, values = kv_codes.decode_blocks(k, k_scale, bits, dtype), kv_codes.decode(v, v_scale, bits, dtype)
         pieces, position = [], start
-        while position < start + count:
-            split = _coded_until(position, tail.lag)
-            stop = min(start + count, split + BLOCK + tail.lag - 1)
-            a, b = sight.low(position), max(sight.low(position), split)
-            k, v = (
-                torch.cat([old[:, :, a - low : b - low], new[:, :, b - first : stop - first].to(dtype)], dim=2)
-                for old, new in zip((keys, values), floats)
-            )
+        while position < end:
+            block = position // BLOCK * BLOCK
+            stop, a = min(end, block + BLOCK), sight.low(position)
+            b = max(a, block)
+            k = torch.cat([keys[:, :, a - low : b - low], floats[:, :, b - first : stop - first]], dim=2)
+            v = values[:, :, a - low : stop - low]
             pieces.append(attend_span(q[r : r + 1, position - start : stop - start], k, v, position, a, scoring, sight))
             position = stop
         out.append(torch.cat([*pieces, q.new_zeros(1, tokens - count, heads, dim_v)], dim=1))

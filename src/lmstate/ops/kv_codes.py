@@ -1,11 +1,12 @@
-"""Keys and values in a few bits a number: what codes, scales and lows stand for.
+"""Keys and values in a few bits a number: what codes, scales and middles stand for.
 
-Of a vector: 8 bits: `x = scale * code`, codes int8. 4 and 2 bits: `x = scale * code + low`, 2 or 4 codes in a byte:
-number i of the n of a vector is field `i // (n * bits / 8)` of byte `i % (n * bits / 8)`, the lowest bits first. Long
-vectors are cut into groups with a scale each. Scales and lows are float16, those of a vector side by side: all its
-scales, then all its lows.
+Of a vector, turned so that no number of it stands out: `x = scale * code`, one scale, or one for each group of a long
+vector, float16. Codes of 8 bits are int8; of 4 and 2 bits they are -7.5, -6.5 .. 7.5 and -1.5 .. 1.5, stored as what
+they are more than the least, 2 or 4 in a byte: number i of the n of a vector is field `i // (n * bits / 8)` of byte
+`i % (n * bits / 8)`, the lowest bits first.
 
-Of a block of `BLOCK` positions: the same with a scale and a low for each channel, which lie across the block's slots.
+Of a block of `BLOCK` positions: `x = scale * code + middle`, a scale and a middle for each channel. They lie across the
+block's slots, all scales, then all middles.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def group_of(dim: int, bits: int, most: int = GROUP) -> int:
 
 def widths(dim: int, bits: int, most: int = GROUP) -> tuple[int, int]:
     """What a vector of `dim` numbers takes: bytes of codes, and numbers of float16."""
-    return dim * bits // 8, dim // group_of(dim, bits, most) * (1 if bits == 8 else 2)
+    return dim * bits // 8, dim // group_of(dim, bits, most)
 
 
 def code_dtype(bits: int) -> torch.dtype:
@@ -41,47 +42,42 @@ def code_dtype(bits: int) -> torch.dtype:
 
 
 def encode(x: Tensor, bits: int, most: int = GROUP) -> tuple[Tensor, Tensor]:
-    """x `[..., D]` -> codes `[..., D * bits / 8]` and float16 scales `[..., n]`."""
+    """Turned x `[..., D]` -> codes `[..., D * bits / 8]` and float16 scales `[..., n]`."""
     groups = x.detach().float().unflatten(-1, (-1, group_of(x.shape[-1], bits, most)))  # [..., n, group]
-    if bits == 8:
-        scale = (groups.abs().amax(-1) / 127).clamp(max=LARGEST).half()
-        codes = (groups / _divisor(scale)).round_().clamp_(-127, 127).to(torch.int8)
-        return codes.flatten(-2), scale
-    codes, scale, low = _codes(groups, bits)
-    return packed(codes, bits).flatten(-2), torch.cat([scale, low], dim=-1)
+    scale = _scale(groups, -1, bits)
+    return _codes(groups, scale, bits).flatten(-2), scale.squeeze(-1)
 
 
 def decode(codes: Tensor, scales: Tensor, bits: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """What `encode` gave -> `[..., D]`."""
-    if bits == 8:
-        groups = codes.unflatten(-1, (scales.shape[-1], -1)).to(torch.float32)
-        return (groups * scales[..., None].float()).flatten(-2).to(dtype)
-    scale, low = scales.float().unsqueeze(-1).chunk(2, dim=-2)  # [..., n, 1]
-    groups = unpacked(codes.unflatten(-1, (scale.shape[-2], -1)), bits).to(torch.float32)
-    return torch.addcmul(low, groups, scale).flatten(-2).to(dtype)
+    groups = _numbers(codes.unflatten(-1, (scales.shape[-1], -1)), bits)
+    return (groups * scales[..., None].float()).flatten(-2).to(dtype)
 
 
 def block_scales(dim: int) -> int:
-    """Numbers of float16 that a slot holds of its block's scales and lows."""
+    """Numbers of float16 that a slot holds of its block's scales and middles."""
     return -(-2 * dim // BLOCK)
 
 
 def encode_blocks(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """x `[..., n * BLOCK, D]` -> codes `[..., n * BLOCK, D * bits / 8]`, scales `[..., n * BLOCK, block_scales(D)]`."""
-    channels = x.detach().float().unflatten(-2, (-1, BLOCK)).mT  # [..., n, D, BLOCK]
-    codes, scale, low = _codes(channels, bits)
-    both = torch.cat([scale, low], dim=-1)  # [..., n, 2 D]
+    blocks = x.detach().float().unflatten(-2, (-1, BLOCK))  # [..., n, BLOCK, D]
+    low, high = blocks.aminmax(dim=-2)
+    middle = ((low + high) * 0.5).clamp(-LARGEST, LARGEST).half().unsqueeze(-2)  # [..., n, 1, D]
+    blocks = blocks - middle.float()
+    scale = _scale(blocks, -2, bits)
+    both = torch.cat([scale, middle], dim=-1).squeeze(-2)  # [..., n, 2 D]
     room = BLOCK * block_scales(x.shape[-1])
     spread = F.pad(both, (0, room - both.shape[-1])).unflatten(-1, (BLOCK, -1))
-    return packed(codes.mT, bits).flatten(-3, -2), spread.flatten(-3, -2)
+    return _codes(blocks, scale, bits).flatten(-3, -2), spread.flatten(-3, -2)
 
 
 def decode_blocks(codes: Tensor, scales: Tensor, bits: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """What `encode_blocks` gave -> `[..., n * BLOCK, D]`."""
-    numbers = unpacked(codes, bits).unflatten(-2, (-1, BLOCK)).to(torch.float32)  # [..., n, BLOCK, D]
+    numbers = _numbers(codes, bits).unflatten(-2, (-1, BLOCK))  # [..., n, BLOCK, D]
     both = scales.unflatten(-2, (-1, BLOCK)).flatten(-2)[..., : 2 * numbers.shape[-1]].float()
-    scale, low = both.unsqueeze(-2).chunk(2, dim=-1)  # [..., n, 1, D]
-    return torch.addcmul(low, numbers, scale).flatten(-3, -2).to(dtype)
+    scale, middle = both.unsqueeze(-2).chunk(2, dim=-1)  # [..., n, 1, D]
+    return torch.addcmul(middle, numbers, scale).flatten(-3, -2).to(dtype)
 
 
 def packed(numbers: Tensor, bits: int) -> Tensor:
@@ -113,17 +109,28 @@ def hadamard(size: int, device: torch.device) -> Tensor:
     return matrix / size**0.5
 
 
-def _codes(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """float32 `[..., n]` that share a scale -> their codes uint8, scales and lows float16 `[...]`."""
-    most = (1 << bits) - 1
-    low, high = groups.aminmax(dim=-1)
-    low = low.clamp(-LARGEST, LARGEST).half()
-    scale = ((high - low.float()) / most).clamp(0, LARGEST).half()
-    codes = ((groups - low.float()[..., None]) / _divisor(scale)).round_().clamp_(0, most).to(torch.uint8)
-    return codes, scale, low
+def _most(bits: int) -> float:
+    """The largest code."""
+    return 127 if bits == 8 else ((1 << bits) - 1) / 2
 
 
-def _divisor(scale: Tensor) -> Tensor:
-    """Scales to divide by, `[..., 1]`: a group of equal numbers has the scale 0, and its codes do not matter."""
-    scale = scale.float()[..., None]
-    return torch.where(scale == 0, torch.ones_like(scale), scale)
+def _scale(x: Tensor, dim: int, bits: int) -> Tensor:
+    """For numbers that share one along `dim`, which stays: float16."""
+    scale = x.abs().amax(dim, keepdim=True) / _most(bits)
+    if bits == 2:  # four codes stand for normally distributed numbers best if they lie a standard deviation apart
+        scale = torch.minimum(scale, x.square().mean(dim, keepdim=True).sqrt())
+    return scale.clamp(max=LARGEST).half()
+
+
+def _codes(x: Tensor, scale: Tensor, bits: int) -> Tensor:
+    """float32 x `[..., D]` over float16 scales, as they are stored."""
+    most = _most(bits)
+    x = x / torch.where(scale == 0, 1.0, scale.float())  # what all is 0 has the scale 0, and its codes do not matter
+    if bits == 8:
+        return x.round_().clamp_(-most, most).to(torch.int8)
+    return packed((x + most).round_().clamp_(0, 2 * most).to(torch.uint8), bits)
+
+
+def _numbers(codes: Tensor, bits: int) -> Tensor:
+    """Stored codes -> what they are, float32 `[..., D]`."""
+    return codes.float() if bits == 8 else unpacked(codes, bits).float() - _most(bits)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lmstate.state.snapshot import Snapshot
 
 FORMAT = "lmstate-snapshot"
-VERSION = 1
+VERSION = 2
 MOST_TOKENS = 2**31
 
 

@@ -36,15 +36,35 @@ static part part_at(const attend_args *a, float *parts, int64_t index) {
   return r;
 }
 
-/* What one kv head of a row has stored: where it lies, and how it is to be read. */
+/* Where the positions of a tile lie in a ring: in one run of slots, or two where the ring ends between them. */
+typedef struct { int64_t from[2], at[2], count[2]; } runs;
+
+typedef struct source source;
+/* scores[j][at..] = q_j . keys; to_j += weights[j][at..] times values. `block`: the slot of the tile's first position. */
+typedef void score_kind(const attend_args *a, const source *s, const float *const *q, int queries, const runs *r,
+                        int64_t block, float (*scores)[SUB]);
+typedef void value_kind(const attend_args *a, const source *s, const part *to, int queries, const runs *r,
+                        float (*weights)[SUB]);
+
+/* The keys, or the values, that one kv head of a row has stored: where they lie. */
 typedef struct {
-  const char *key, *value;            /* slot 0 */
-  const uint16_t *k_scale, *v_scale;  /* of codes, float16: see codes_args */
-  int64_t slots, k_slot, v_slot;      /* from slot to slot, in elements; in bytes where they are codes */
-  const char *beside;                 /* slot 0 of the second part of the keys, or null */
+  const char *data;      /* slot 0 */
+  const uint16_t *scale; /* of codes, float16: see codes_args */
+  int64_t slots, slot;   /* from slot to slot, in elements; in bytes where they are codes */
+} stored;
+
+struct source {
+  stored k, v;
+  score_kind *score; /* of the kind that keys are */
+  value_kind *add;   /* of the kind that values are */
+  const char *beside; /* slot 0 of the second part of the keys, or null */
   int64_t beside_slot, beside_dim;
-  int by_vector;                      /* keys of few bits have a scale and a low each, and not the channels of a block */
-} source;
+};
+
+INLINE runs runs_of(const stored *x, int64_t first, int64_t last, int64_t b) {
+  const int64_t slot = first % x->slots, room = x->slots - slot, n = last - first < room ? last - first : room;
+  return (runs){{slot, 0}, {first - b, first - b + n}, {n, last - first - n}};
+}
 
 /* scores -> weights, and what was summed before is scaled to the new largest score. */
 INLINE void weigh(const attend_args *a, float *scores, const part *to, int64_t low, int64_t end) {
@@ -81,28 +101,12 @@ INLINE void weigh(const attend_args *a, float *scores, const part *to, int64_t l
   *to->sum += vf_sum(sum);
 }
 
-/* The float16 numbers `which` of `each` of the slots of both runs -> one float a position of the tile. */
-INLINE void spread(const uint16_t *scales, int each, int which, const int64_t *from, const int64_t *at,
-                   const int64_t *count, float *out) {
-  float wide[2 * SUB + VL];
-  memset(out, 0, SUB * sizeof(float));
-  for (int run = 0; run < 2; run++) {
-    floats_of_f16(scales + each * from[run], wide, each * count[run]);
-    for (int64_t t = 0; t < count[run]; t++) out[at[run] + t] = wide[each * t + which];
-  }
-}
-
-/* Weights of values -> weights of their codes; what the lowest values add to every number goes into `to`. */
-INLINE void scale_weights(const attend_args *a, const float *scale, const float *low, float *weights, const part *to) {
-  vf sum = vf_zero();
-  for (int64_t t = 0; t < SUB; t += VL) {
-    const vf w = vf_load(weights + t);
-    if (low) sum = vf_fma(w, vf_load(low + t), sum);
-    vf_store(weights + t, vf_mul(w, vf_load(scale + t)));
-  }
-  if (!low) return;
-  const float every = vf_sum(sum);
-  for (int64_t d = 0; d < a->dim_v; d++) to->values[d] += every;
+/* x[t] *= the scale of the vector at position t of the tile. */
+INLINE void times_scales(const stored *x, const runs *r, float (*of)[SUB], int queries) {
+  float scale[SUB + VL] = {0};
+  for (int run = 0; run < 2; run++) floats_of_f16(x->scale + r->from[run], scale + r->at[run], r->count[run]);
+  for (int j = 0; j < queries; j++)
+    for (int64_t t = 0; t < SUB; t += VL) vf_store(of[j] + t, vf_mul(vf_load(of[j] + t), vf_load(scale + t)));
 }
 
 /* What the second part of the keys adds to the scores. Not inlined: where there is none, it shall not cost registers. */
@@ -130,9 +134,89 @@ static __attribute__((noinline)) void add_beside(const attend_args *a, const sou
     }
 }
 
-/* Up to TILE queries over positions b..b + SUB of one kv head. `queries` and `kind` are constants where this is called. */
-INLINE void tile_of_queries(const attend_args *a, const source *s, const float *const *q, const int64_t *low,
-                            const int64_t *end, const part *to, int queries, int64_t b, int kind) {
+/* Queries against keys in blocks: q . (scale * code + middle) = (q * scale) . code + q . middle, channel by channel. */
+INLINE void score_block(const attend_args *a, const source *s, const float *const *q, int queries, const runs *r,
+                        int64_t block, float (*scores)[SUB], int kind) {
+  const int64_t dim = a->dim;
+  float scale[2 * MAX_DIM + VL], scaled[TILE][MAX_DIM + VL], constant[TILE];
+  const float *own[TILE], *middle = scale + dim;
+  floats_of_f16(s->k.scale + block * block_scales(dim), scale, 2 * dim);
+  for (int j = 0; j < queries; j++) {
+    vf sum = vf_zero();
+    for (int64_t d = 0; d < dim; d += VL) { /* what is beyond dim is not read, or times 0 */
+      const int n = dim - d < VL ? (int)(dim - d) : VL;
+      const vf x = n < VL ? load_part(F32, q[j], d, n) : vf_load(q[j] + d);
+      vf_store(scaled[j] + d, vf_mul(x, vf_load(scale + d)));
+      sum = vf_fma(x, n < VL ? load_part(F32, middle, d, n) : vf_load(middle + d), sum);
+    }
+    constant[j] = vf_sum(sum), own[j] = scaled[j];
+  }
+  score(own, queries, s->k.data + r->from[0] * s->k.slot, s->k.slot, dim, r->count[0], scores, r->at[0], kind);
+  for (int j = 0; j < queries; j++)
+    for (int64_t t = 0; t < SUB; t++) scores[j][t] += constant[j];
+}
+
+INLINE void score_vectors(const attend_args *a, const source *s, const float *const *q, int queries, const runs *r,
+                          float (*scores)[SUB], int kind) {
+  const float *own[TILE]; /* so that the compiler knows that nothing changes them */
+  UNROLL for (int j = 0; j < queries; j++) own[j] = q[j];
+  for (int run = 0; run < 2; run++) {
+    if (!r->count[run]) continue;
+    score(own, queries, s->k.data + r->from[run] * s->k.slot * size_of(kind), s->k.slot, a->dim, r->count[run], scores,
+          r->at[run], kind);
+    if (kind <= F16 && s->beside) add_beside(a, s, own, queries, r->from[run], r->count[run], scores, r->at[run]);
+  }
+  if (kind >= CODES8) times_scales(&s->k, r, scores, queries);
+}
+
+INLINE void add_all(const attend_args *a, const source *s, const part *to, int queries, const runs *r,
+                    float (*weights)[SUB], int kind) {
+  if (kind >= CODES8) times_scales(&s->v, r, weights, queries);
+  for (int run = 0; run < 2; run++)
+    if (r->count[run])
+      add_values(to, queries, s->v.data + r->from[run] * s->v.slot * size_of(kind), s->v.slot, a->dim_v, r->count[run],
+                 weights, r->at[run], kind);
+}
+
+/* `call` with constants for the number of queries: those that a processor has registers for. */
+#if VL == 16
+#define FOR_QUERIES(call) switch (queries) { \
+    case 1: { enum { N = 1 }; call; break; } \
+    case 2: { enum { N = 2 }; call; break; } \
+    case 3: { enum { N = 3 }; call; break; } \
+    default: { enum { N = TILE }; call; } }
+#else
+#define FOR_QUERIES(call) switch (queries) { \
+    case 1: { enum { N = 1 }; call; break; } \
+    default: { enum { N = TILE }; call; } }
+#endif
+#define KIND(name, kind) \
+  static void score_##name(const attend_args *a, const source *s, const float *const *q, int queries, const runs *r, \
+                           int64_t block, float (*scores)[SUB]) { \
+    (void)block; \
+    FOR_QUERIES(score_vectors(a, s, q, N, r, scores, kind)) \
+  } \
+  static void add_##name(const attend_args *a, const source *s, const part *to, int queries, const runs *r, \
+                         float (*weights)[SUB]) { \
+    FOR_QUERIES(add_all(a, s, to, N, r, weights, kind)) \
+  }
+KIND(f32, F32)
+KIND(bf16, BF16)
+KIND(f16, F16)
+KIND(int8, CODES8)
+KIND(int4, CODES4)
+KIND(int2, CODES2)
+#define BLOCKS(name, kind) \
+  static void score_blocks_##name(const attend_args *a, const source *s, const float *const *q, int queries, \
+                                  const runs *r, int64_t block, float (*scores)[SUB]) { \
+    FOR_QUERIES(score_block(a, s, q, N, r, block, scores, kind)) \
+  }
+BLOCKS(int4, CODES4)
+BLOCKS(int2, CODES2)
+
+/* Up to TILE queries over positions b..b + SUB of one kv head. */
+static void tile(const attend_args *a, const source *s, const float *const *q, const int64_t *low, const int64_t *end,
+                 const part *to, int queries, int64_t b) {
   int64_t first = b + SUB, last = b;
   for (int j = 0; j < queries; j++) {
     if (low[j] < first) first = low[j];
@@ -141,121 +225,61 @@ INLINE void tile_of_queries(const attend_args *a, const source *s, const float *
   if (first < b) first = b;
   if (last > b + SUB) last = b + SUB;
   if (first >= last) return;
-  const int64_t size = size_of(kind);
-  /* The positions first..last lie in one run of slots, or two where the ring ends between them. */
-  const int64_t slot = first % s->slots, room = s->slots - slot;
-  const int64_t count[2] = {last - first < room ? last - first : room, last - first < room ? 0 : last - first - room};
-  const int64_t at[2] = {first - b, first - b + count[0]}, from[2] = {slot, 0};
-  const int few_bits = kind == CODES4 || kind == CODES2, in_blocks = few_bits && !s->by_vector;
-  float scores[TILE][SUB], scaled[TILE][MAX_DIM + VL], constant[TILE], k_scale[SUB], k_low[SUB], v_scale[SUB], v_low[SUB];
-  const float *own[TILE];
-  UNROLL for (int j = 0; j < queries; j++) own[j] = q[j];
-  if (in_blocks) { /* one scale and one lowest value a channel */
-    float scale[2 * MAX_DIM + VL];
-    floats_of_f16(s->k_scale + (slot - slot % SUB) * block_scales(a->dim), scale, 2 * a->dim);
-    for (int j = 0; j < queries; j++) {
-      vf sum = vf_zero();
-      for (int64_t d = 0; d < a->dim; d += VL) { /* what is beyond dim is not read, or times 0 */
-        const vf x = a->dim - d < VL ? load_part(F32, q[j], d, (int)(a->dim - d)) : vf_load(q[j] + d);
-        vf_store(scaled[j] + d, vf_mul(x, vf_load(scale + d)));
-        const vf low = a->dim - d < VL ? load_part(F32, scale + a->dim, d, (int)(a->dim - d)) : vf_load(scale + a->dim + d);
-        sum = vf_fma(x, low, sum);
-      }
-      constant[j] = vf_sum(sum), own[j] = scaled[j];
-    }
-  }
-  if (few_bits && s->by_vector) {
-    spread(s->k_scale, 2, 0, from, at, count, k_scale);
-    spread(s->k_scale, 2, 1, from, at, count, k_low);
-    for (int j = 0; j < queries; j++) {
-      vf sum = vf_zero();
-      for (int64_t d = 0; d < a->dim; d += VL)
-        sum = vf_add(sum, a->dim - d < VL ? load_part(F32, q[j], d, (int)(a->dim - d)) : vf_load(q[j] + d));
-      constant[j] = vf_sum(sum);
-    }
-  }
-  if (kind == CODES8) spread(s->k_scale, 1, 0, from, at, count, k_scale);
-  if (kind >= CODES8) spread(s->v_scale, few_bits ? 2 : 1, 0, from, at, count, v_scale);
-  if (few_bits) spread(s->v_scale, 2, 1, from, at, count, v_low);
-  memset(scores, 0, sizeof scores);
-  for (int run = 0; run < 2; run++) {
-    if (!count[run]) continue;
-    score(own, queries, s->key + from[run] * s->k_slot * size, s->k_slot, a->dim, count[run], scores, at[run], kind);
-    if (kind <= F16 && s->beside) add_beside(a, s, own, queries, from[run], count[run], scores, at[run]);
-  }
+  const runs keys = runs_of(&s->k, first, last, b), values = runs_of(&s->v, first, last, b);
+  float scores[TILE][SUB] = {0};
+  s->score(a, s, q, queries, &keys, b % s->k.slots, scores);
   for (int j = 0; j < queries; j++) {
     const int64_t seen = low[j] > b ? (low[j] < b + SUB ? low[j] - b : SUB) : 0;
     const int64_t until = end[j] < b + SUB ? (end[j] > b ? end[j] - b : 0) : SUB;
-    if (in_blocks)
-      for (int64_t t = 0; t < SUB; t++) scores[j][t] += constant[j];
-    if (kind == CODES8)
-      for (int64_t t = 0; t < SUB; t++) scores[j][t] *= k_scale[t];
-    if (few_bits && s->by_vector)
-      for (int64_t t = 0; t < SUB; t++) scores[j][t] = scores[j][t] * k_scale[t] + constant[j] * k_low[t];
     weigh(a, scores[j], &to[j], seen, until);
     if (to[j].weights) {
       memcpy(to[j].weights + b, scores[j], SUB * sizeof(float));
       to[j].peaks[b / SUB] = *to[j].largest;
     }
-    if (kind >= CODES8) scale_weights(a, v_scale, few_bits ? v_low : NULL, scores[j], &to[j]);
   }
-  for (int run = 0; run < 2; run++) {
-    if (!count[run]) continue;
-    add_values(to, queries, s->value + from[run] * s->v_slot * size, s->v_slot, a->dim_v, count[run], scores, at[run], kind);
-  }
+  s->add(a, s, to, queries, &values, scores);
 }
 
-typedef void tile_of_kind(const attend_args *a, const source *s, const float *const *q, const int64_t *low,
-                          const int64_t *end, const part *to, int queries, int64_t b);
-
-#if VL == 16
-#define MIDDLE_TILES(kind) \
-    case 2: tile_of_queries(a, s, q, low, end, to, 2, b, kind); break; \
-    case 3: tile_of_queries(a, s, q, low, end, to, 3, b, kind); break;
-#else
-#define MIDDLE_TILES(kind)
-#endif
-#define TILE_OF(name, kind) \
-  static void name(const attend_args *a, const source *s, const float *const *q, const int64_t *low, \
-                   const int64_t *end, const part *to, int queries, int64_t b) { \
-    switch (queries) { \
-      case 1: tile_of_queries(a, s, q, low, end, to, 1, b, kind); break; \
-      MIDDLE_TILES(kind) \
-      default: tile_of_queries(a, s, q, low, end, to, TILE, b, kind); break; \
-    } \
+/* What a kv head has stored as floats, and as codes; where keys are in blocks, the newest keys are floats and all values
+ * codes. */
+static source floats_of(const attend_args *a, const attend_plan *all, int64_t r, int64_t kv) {
+  static score_kind *const scores[] = {score_f32, score_bf16, score_f16};
+  static value_kind *const adds[] = {add_f32, add_bf16, add_f16};
+  const int64_t size = size_of((int)a->kind), slots = all->codes ? all->codes->tail : a->slots;
+  source s = {.k = {(const char *)a->k + (r * a->k_row + kv * a->k_head) * size, NULL, slots, a->k_slot},
+              .v = {(const char *)a->v + (r * a->v_row + kv * a->v_head) * size, NULL, slots, a->v_slot},
+              .score = scores[a->kind], .add = adds[a->kind]};
+  if (all->beside) {
+    s.beside = (const char *)all->beside->k + r * all->beside->row * size;
+    s.beside_slot = all->beside->slot, s.beside_dim = all->beside->dim;
   }
-TILE_OF(tile_f32, F32)
-TILE_OF(tile_bf16, BF16)
-TILE_OF(tile_f16, F16)
-TILE_OF(tile_int8, CODES8)
-TILE_OF(tile_int4, CODES4)
-TILE_OF(tile_int2, CODES2)
+  return s;
+}
+
+static source codes_of(const attend_args *a, const codes_args *c, int64_t r, int64_t kv) {
+  const int64_t first = (r * a->kv_heads + kv) * a->slots, k = a->dim * c->bits / 8, v = a->dim_v * c->bits / 8;
+  const int64_t scales = c->tail ? block_scales(a->dim) : 1;
+  source s = {.k = {(const char *)c->k + first * k, c->k_scale + first * scales, a->slots, k},
+              .v = {(const char *)c->v + first * v, c->v_scale + first, a->slots, v}};
+  s.add = c->bits == 8 ? add_int8 : c->bits == 4 ? add_int4 : add_int2;
+  if (c->tail) s.score = c->bits == 4 ? score_blocks_int4 : score_blocks_int2;
+  else s.score = c->bits == 8 ? score_int8 : c->bits == 4 ? score_int4 : score_int2;
+  return s;
+}
 
 /* `task` counts from the row's first: [kv head][chunk][run of new tokens]. */
 static void run_task(const attend_args *a, const attend_plan *all, int64_t r, int64_t task) {
   const row_plan *plan = &all->rows[r];
-  const codes_args *codes = all->codes;
-  const beside_args *beside = all->beside;
-  const int64_t group = a->heads / a->kv_heads, start = a->starts[r], size = size_of(a->kind);
+  const int64_t group = a->heads / a->kv_heads, start = a->starts[r];
   const int64_t run = task % plan->runs, kv = task / plan->runs / plan->chunks;
   const int64_t c = plan->chunk + task / plan->runs % plan->chunks;
   const int64_t first_token = run * RUN, last_token = first_token + RUN < a->counts[r] ? first_token + RUN : a->counts[r];
   const int64_t first_part = plan->first_part + task / plan->runs * a->counts[r] * group, n = last_token * group;
-  const source floats = {
-    (const char *)a->k + (r * a->k_row + kv * a->k_head) * size, (const char *)a->v + (r * a->v_row + kv * a->v_head) * size,
-    NULL, NULL, codes ? codes->tail : a->slots, a->k_slot, a->v_slot,
-    beside ? (const char *)beside->k + r * beside->row * size : NULL, beside ? beside->slot : 0, beside ? beside->dim : 0, 0,
-  };
-  tile_of_kind *tile = a->kind == F32 ? tile_f32 : a->kind == BF16 ? tile_bf16 : tile_f16, *coded_tile = NULL;
-  source coded = {0};
-  if (codes) {
-    const int64_t head = r * a->kv_heads + kv, slot = head * a->slots;
-    coded_tile = codes->bits == 8 ? tile_int8 : codes->bits == 4 ? tile_int4 : tile_int2;
-    coded.slots = a->slots, coded.k_slot = a->dim * codes->bits / 8, coded.v_slot = a->dim_v * codes->bits / 8;
-    coded.key = (const char *)codes->k + slot * coded.k_slot, coded.value = (const char *)codes->v + slot * coded.v_slot;
-    coded.by_vector = !codes->lag;
-    coded.k_scale = codes->k_scale + slot * (codes->bits == 8 ? 1 : codes->lag ? block_scales(a->dim) : 2);
-    coded.v_scale = codes->v_scale + slot * (codes->bits == 8 ? 1 : 2);
+  source floats = {0}, coded = {0};
+  if (!all->codes || all->codes->tail) floats = floats_of(a, all, r, kv);
+  if (all->codes) {
+    coded = codes_of(a, all->codes, r, kv);
+    floats.v = coded.v, floats.add = coded.add;
   }
   for (int64_t j = first_token * group; j < n; j++) {
     part p = part_at(a, all->parts, first_part + j);
@@ -266,9 +290,8 @@ static void run_task(const attend_args *a, const attend_plan *all, int64_t r, in
   if (from < chunk_begin(c)) from = chunk_begin(c);
   if (until > chunk_begin(c + 1)) until = chunk_begin(c + 1);
   for (int64_t b = from / SUB * SUB; b < until; b += SUB) {
-    /* The queries before this one stand too near to the block to see codes of it. */
-    int64_t far = n;
-    if (codes) far = codes->lag ? (b + SUB - 1 + codes->lag - start) * group : 0;
+    /* The queries before this one stand in this block or before it: they see keys of it as floats. */
+    const int64_t far = !all->codes ? n : all->codes->tail ? (b + SUB - start) * group : 0;
     int queries;
     for (int64_t j = first_token * group; j < n; j += queries) {
       const float *q[TILE];
@@ -286,8 +309,7 @@ static void run_task(const attend_args *a, const attend_plan *all, int64_t r, in
           to[i].weights = all->weights + query * all->padded, to[i].peaks = all->peaks + query * (all->padded / SUB);
         }
       }
-      if (j < far) tile(a, &floats, q, low, end, to, queries, b);
-      else coded_tile(a, &coded, q, low, end, to, queries, b);
+      tile(a, j < far ? &floats : &coded, q, low, end, to, queries, b);
     }
   }
 }

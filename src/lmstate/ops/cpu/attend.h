@@ -41,15 +41,15 @@ typedef struct {
 
 /* Keys and values in few bits, beside the attend_args of their layer, whose slots are those of the codes.
  *
- * 8 bits: codes -127..127, one scale a vector. 4 and 2 bits: without a lag, a scale and a lowest value a vector; else keys in blocks of CODE_BLOCK positions, with a scale and a
- * lowest value for each channel of a block; values with a scale and a lowest value a vector; number i of a vector of D
- * is the field i / (D * bits / 8) of byte i % (D * bits / 8). The newest positions are also floats, in the ring of
- * `tail` slots that attend_args names: a query sees codes of the blocks that end `lag` positions before it or earlier
- * (its own position counted), and floats of the others. */
+ * Vectors are turned by a Hadamard matrix and have a scale each: codes -127..127 of 8 bits, or of 4 and 2 bits 0..2n that
+ * stand for -n..n; number i of a vector of D is the field i / (D * bits / 8) of byte i % (D * bits / 8). With a tail keys
+ * are not turned, and in blocks of CODE_BLOCK positions, with a scale and a middle for each channel of a block; the
+ * newest ones are also floats, in the ring of `tail` slots that attend_args names: a query sees floats of its own block
+ * of positions, codes of those before it. */
 typedef struct {
   uint8_t *k, *v;              /* [R, K, S, D * bits / 8], contiguous */
-  uint16_t *k_scale, *v_scale; /* float16 [R, K, S, n]; those of a block of keys lie across its slots, scales then lows */
-  int64_t bits, lag, tail;     /* lag, tail: 0 where every position is codes */
+  uint16_t *k_scale, *v_scale; /* float16 [R, K, S, n]; those of a block of keys lie across its slots, scales, middles */
+  int64_t bits, tail;          /* tail: 0 where every key is codes of its own */
 } codes_args;
 
 /* A second part of every key, in slots of its own, that all kv heads share: queries are [dim | dim of this]. */

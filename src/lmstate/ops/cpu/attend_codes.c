@@ -29,51 +29,49 @@ static void turn_heads(float *x, int64_t heads, int64_t dim, int64_t threads) {
   for (int64_t i = 0; i < heads; i++) turn(x + i * dim, dim);
 }
 
-static void encode_int8(const float *x, int64_t n, uint8_t *codes, uint16_t *scale) {
-  float largest = 0;
-  for (int64_t i = 0; i < n; i++) largest = fmaxf(largest, fabsf(x[i]));
-  *scale = float_to_f16_bits(fminf(largest / 127.0f, 65504.0f));
-  const float step = f16_to_float_bits(*scale), divisor = step == 0 ? 1 : step;
-  for (int64_t i = 0; i < n; i++) codes[i] = (uint8_t)(int8_t)fmaxf(-127, fminf(127, nearbyintf(x[i] / divisor)));
-}
-
-/* A scale and a lowest value for numbers between `low` and `high`; what they are once rounded comes back. */
-static void range_of(float *low, float *high, int64_t bits, uint16_t *scale_bits, uint16_t *low_bits) {
-  *low_bits = float_to_f16_bits(fmaxf(-65504.0f, fminf(65504.0f, *low)));
-  *low = f16_to_float_bits(*low_bits);
-  *scale_bits = float_to_f16_bits(fmaxf(0, fminf(65504.0f, (*high - *low) / (float)((1 << bits) - 1))));
-  *high = f16_to_float_bits(*scale_bits);
-  if (*high == 0) *high = 1;
-}
-
-INLINE uint8_t code_of(float x, float low, float step, int64_t bits) {
-  return (uint8_t)fmaxf(0, fminf((float)((1 << bits) - 1), nearbyintf((x - low) / step)));
-}
-
 static void load_head(const void *x, float *y, int64_t n, int64_t kind) {
   for (int64_t i = 0; i < n; i++)
     y[i] = kind == F32 ? ((const float *)x)[i]
                        : kind == BF16 ? bf16_to_float(((const uint16_t *)x)[i]) : f16_to_float_bits(((const uint16_t *)x)[i]);
 }
 
+/* The largest code, counted from the middle of all. */
+INLINE float most_of(int64_t bits) { return bits == 8 ? 127.0f : (float)((1 << bits) - 1) * 0.5f; }
+
+/* The scale of n numbers as it is stored, and what to divide by: where it is 0 the codes do not matter. */
+INLINE float step_of(float largest, float squares, int64_t n, int64_t bits, uint16_t *scale) {
+  float step = largest / most_of(bits);
+  if (bits == 2) step = fminf(step, sqrtf(squares / (float)n));
+  *scale = float_to_f16_bits(fminf(65504.0f, step));
+  step = f16_to_float_bits(*scale);
+  return step == 0 ? 1 : step;
+}
+
+INLINE uint8_t code_of(float x, float step, float most) {
+  return (uint8_t)fmaxf(0, fminf(2 * most, nearbyintf(x / step + most)));
+}
+
 static void encode_vector(const float *x, int64_t n, int64_t bits, uint8_t *codes, uint16_t *scale) {
   const int64_t bytes = n * bits / 8;
-  float low = INFINITY, high = -INFINITY;
-  for (int64_t d = 0; d < n; d++) low = fminf(low, x[d]), high = fmaxf(high, x[d]);
-  range_of(&low, &high, bits, &scale[0], &scale[1]);
+  float largest = 0, squares = 0;
+  for (int64_t d = 0; d < n; d++) largest = fmaxf(largest, fabsf(x[d])), squares += x[d] * x[d];
+  const float most = most_of(bits), step = step_of(largest, squares, n, bits, scale);
+  if (bits == 8) {
+    for (int64_t d = 0; d < n; d++) codes[d] = (uint8_t)(int8_t)fmaxf(-most, fminf(most, nearbyintf(x[d] / step)));
+    return;
+  }
   memset(codes, 0, (size_t)bytes);
-  for (int64_t d = 0; d < n; d++) codes[d % bytes] |= (uint8_t)(code_of(x[d], low, high, bits) << d / bytes * bits);
+  for (int64_t d = 0; d < n; d++) codes[d % bytes] |= (uint8_t)(code_of(x[d], step, most) << d / bytes * bits);
 }
 
 /* The block of positions from `first` on, whole in the ring of floats, as codes. */
 static void encode_block(const coded_args *c, int64_t r, int64_t h, int64_t first) {
   const attend_args *a = &c->attend;
-  const int64_t bits = c->codes.bits, size = size_of((int)a->kind), dim = a->dim, dim_v = a->dim_v;
-  const int64_t slot = (r * a->kv_heads + h) * a->slots + first % a->slots, bytes = dim * bits / 8, bytes_v = dim_v * bits / 8;
+  const int64_t bits = c->codes.bits, size = size_of((int)a->kind), dim = a->dim, bytes = dim * bits / 8;
+  const int64_t slot = (r * a->kv_heads + h) * a->slots + first % a->slots;
   const char *k = (const char *)a->k + (r * a->k_row + h * a->k_head) * size;
-  const char *v = (const char *)a->v + (r * a->v_row + h * a->v_head) * size;
-  uint16_t *k_scale = c->codes.k_scale + slot * block_scales(dim), *v_scale = c->codes.v_scale + 2 * slot;
-  float x[CODE_BLOCK][MAX_DIM], low[MAX_DIM], high[MAX_DIM];
+  uint16_t *scale = c->codes.k_scale + slot * block_scales(dim), *middle = scale + dim;
+  float x[CODE_BLOCK][MAX_DIM], low[MAX_DIM], high[MAX_DIM], step[MAX_DIM];
   for (int64_t t = 0; t < CODE_BLOCK; t++) {
     load_head(k + (first + t) % c->codes.tail * a->k_slot * size, x[t], dim, a->kind);
     for (int64_t d = 0; d < dim; d++) {
@@ -81,41 +79,40 @@ static void encode_block(const coded_args *c, int64_t r, int64_t h, int64_t firs
       high[d] = t ? fmaxf(high[d], x[t][d]) : x[t][d];
     }
   }
-  for (int64_t d = 0; d < dim; d++) range_of(&low[d], &high[d], bits, &k_scale[d], &k_scale[dim + d]);
+  const float most = most_of(bits);
+  for (int64_t d = 0; d < dim; d++) {
+    middle[d] = float_to_f16_bits(fmaxf(-65504.0f, fminf(65504.0f, (low[d] + high[d]) * 0.5f)));
+    const float zero = f16_to_float_bits(middle[d]);
+    float largest = 0, squares = 0;
+    for (int64_t t = 0; t < CODE_BLOCK; t++) {
+      x[t][d] -= zero;
+      largest = fmaxf(largest, fabsf(x[t][d])), squares += x[t][d] * x[t][d];
+    }
+    step[d] = step_of(largest, squares, CODE_BLOCK, bits, &scale[d]);
+  }
   memset(c->codes.k + slot * bytes, 0, (size_t)(CODE_BLOCK * bytes));
   for (int64_t t = 0; t < CODE_BLOCK; t++) {
     uint8_t *codes = c->codes.k + (slot + t) * bytes;
-    for (int64_t d = 0; d < dim; d++)
-      codes[d % bytes] |= (uint8_t)(code_of(x[t][d], low[d], high[d], bits) << d / bytes * bits);
-    float value[MAX_DIM];
-    load_head(v + (first + t) % c->codes.tail * a->v_slot * size, value, dim_v, a->kind);
-    encode_vector(value, dim_v, bits, c->codes.v + (slot + t) * bytes_v, &v_scale[2 * t]);
+    for (int64_t d = 0; d < dim; d++) codes[d % bytes] |= (uint8_t)(code_of(x[t][d], step[d], most) << d / bytes * bits);
   }
 }
 
 /* One new token of one kv head. */
 static void store(const coded_args *c, int64_t r, int64_t h, int64_t t) {
   const attend_args *a = &c->attend;
-  const int64_t position = a->starts[r] + t, size = size_of((int)a->kind);
+  const int64_t position = a->starts[r] + t, size = size_of((int)a->kind), bits = c->codes.bits;
+  const int64_t slot = (r * a->kv_heads + h) * a->slots + position % a->slots;
   float k[MAX_DIM], v[MAX_DIM];
   memcpy(k, c->from[0] + r * c->from_row[0] + t * c->from_token[0] + h * c->from_head[0], (size_t)a->dim * 4);
   memcpy(v, c->from[1] + r * c->from_row[1] + t * c->from_token[1] + h * c->from_head[1], (size_t)a->dim_v * 4);
   turn(v, a->dim_v);
-  if (!c->codes.lag) {
-    const int64_t slot = (r * a->kv_heads + h) * a->slots + position % a->slots;
+  encode_vector(v, a->dim_v, bits, c->codes.v + slot * a->dim_v * bits / 8, c->codes.v_scale + slot);
+  if (!c->codes.tail) {
     turn(k, a->dim);
-    if (c->codes.bits != 8) {
-      encode_vector(k, a->dim, c->codes.bits, c->codes.k + slot * a->dim * c->codes.bits / 8, c->codes.k_scale + 2 * slot);
-      encode_vector(v, a->dim_v, c->codes.bits, c->codes.v + slot * a->dim_v * c->codes.bits / 8, c->codes.v_scale + 2 * slot);
-      return;
-    }
-    encode_int8(k, a->dim, c->codes.k + slot * a->dim, c->codes.k_scale + slot);
-    encode_int8(v, a->dim_v, c->codes.v + slot * a->dim_v, c->codes.v_scale + slot);
+    encode_vector(k, a->dim, bits, c->codes.k + slot * a->dim * bits / 8, c->codes.k_scale + slot);
     return;
   }
-  const int64_t slot = position % c->codes.tail;
-  store_head(k, (char *)a->k + (r * a->k_row + h * a->k_head + slot * a->k_slot) * size, a->dim, a->kind);
-  store_head(v, (char *)a->v + (r * a->v_row + h * a->v_head + slot * a->v_slot) * size, a->dim_v, a->kind);
+  store_head(k, (char *)a->k + (r * a->k_row + h * a->k_head + position % c->codes.tail * a->k_slot) * size, a->dim, a->kind);
   if ((position + 1) % CODE_BLOCK == 0) encode_block(c, r, h, position + 1 - CODE_BLOCK);
 }
 
@@ -132,7 +129,7 @@ int64_t lmstate_attend_codes(const coded_args *c) {
       for (int64_t t = 0; t < a->counts[i / a->kv_heads]; t++) store(c, i / a->kv_heads, i % a->kv_heads, t);
   }
   if (!a->q || a->rows == 0 || a->tokens == 0) return 0;
-  if (!c->codes.lag) turn_heads((float *)a->q, a->rows * a->tokens * a->heads, a->dim, c->store_threads);
+  if (!c->codes.tail) turn_heads((float *)a->q, a->rows * a->tokens * a->heads, a->dim, c->store_threads);
   attend_plan plan;
   const int64_t status = attend_begin(a, &plan);
   if (status) return status;

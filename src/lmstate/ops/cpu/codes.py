@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lmstate.ops import cpu, kv_codes
-from lmstate.ops.attend_quantized import Held, Tail
+from lmstate.ops.attend_quantized import Held
 from lmstate.ops.attend_slots import Columns
 from lmstate.ops.cpu.arguments import (
     KINDS,
@@ -26,7 +26,7 @@ from lmstate.ops.cpu.arguments import (
 from lmstate.ops.rotate_attend import Rotation
 from lmstate.ops.scoring import Scoring, Sight
 
-_ARGUMENTS = Struct("4P10q" * 2 + "2P6q" + "2q" + "4P3q" + "9P21q2d")
+_ARGUMENTS = Struct("4P10q" * 2 + "2P6q" + "2q" + "4P2q" + "9P21q2d")
 _NO_ROTATION = (0,) * 28
 _NOTHING_NEW = (0,) * 8
 
@@ -40,14 +40,14 @@ class Codes:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._attend = function(library, "lmstate_attend_codes")
 
-    def can(self, q: Tensor, held: Held, tail: Tail | None, bits: int) -> bool:
+    def can(self, q: Tensor, held: Held, tail: Tensor | None, bits: int) -> bool:
         """Whether these dtypes and head dims are among those of the body."""
         dim, dim_v = q.shape[-1], held.v.shape[-1] * 8 // bits
         return (
             q.dtype == torch.float32
             and max(dim, dim_v) <= MAX_HEAD_DIM
             and dim % 8 == dim_v % 8 == 0
-            and (tail is None or (tail.k.dtype in KINDS and tail.k.dtype == tail.v.dtype))
+            and (tail is None or tail.dtype in KINDS)
         )
 
     def attend(
@@ -56,7 +56,7 @@ class Codes:
         new: tuple[Tensor, Tensor] | None,
         rotation: Rotation | None,
         held: Held,
-        tail: Tail | None,
+        tail: Tensor | None,
         starts: Tensor,
         counts: Tensor,
         bits: int,
@@ -92,17 +92,17 @@ class Codes:
             q = q.clone(memory_format=torch.contiguous_format)  # where there is no tail, it is turned in place
         out = None if stores_only else torch.empty(rows, tokens, heads, dim_v, dtype=torch.float32)
         sinks = sinks_pointer(scoring, heads)
-        floats = (0, 0, *(0,) * 6, 0) if tail is None else (
-            tail.k.data_ptr(), tail.v.data_ptr(), *tail.k.stride()[:3], *tail.v.stride()[:3], KINDS[tail.k.dtype]
+        ring, strides, kind = (0, (0, 0, 0), 0) if tail is None else (
+            tail.data_ptr(), tail.stride()[:3], KINDS[tail.dtype]
         )  # fmt: skip
         arguments = _ARGUMENTS.pack(
             *rotates, *source, rotates is not _NO_ROTATION, threads,
             held.k.data_ptr(), held.v.data_ptr(), held.k_scale.data_ptr(), held.v_scale.data_ptr(),
-            bits, *((0, 0) if tail is None else (tail.lag, tail.k.shape[2])),
-            0 if out is None else q.data_ptr(), *floats[:2], starts.data_ptr(), counts.data_ptr(), sinks,
+            bits, 0 if tail is None else tail.shape[2],
+            0 if out is None else q.data_ptr(), ring, 0, starts.data_ptr(), counts.data_ptr(), sinks,
             0 if out is None else out.data_ptr(), *column_pointers(columns, held.k.shape[:3]),
-            rows, tokens, heads, kv_heads, slots, dim, dim_v, *q.stride()[:3], *floats[2:8],
-            0 if columns is None else columns.sums.shape[2], floats[8],
+            rows, tokens, heads, kv_heads, slots, dim, dim_v, *q.stride()[:3], *strides, 0, 0, 0,
+            0 if columns is None else columns.sums.shape[2], kind,
             *rule_fields(scoring, sight),
         )  # fmt: skip
         check_attended(self._attend(arguments), q, held.k, starts, counts)
@@ -115,14 +115,14 @@ def codes(variant: str) -> Codes:
     return Codes(ctypes.CDLL(str(cpu.path_of(variant))))
 
 
-def _check(held: Held, tail: Tail | None, rows: tuple[int, int], dim: int, dim_v: int, bits: int) -> None:
+def _check(held: Held, tail: Tensor | None, rows: tuple[int, int], dim: int, dim_v: int, bits: int) -> None:
     slots = held.k.shape[2]
-    scales = (1, 1) if bits == 8 else (2 if tail is None else kv_codes.block_scales(dim), 2)
+    k_scales = 1 if tail is None else kv_codes.block_scales(dim)
     expected = {
         "k": (held.k, dim * bits // 8, kv_codes.code_dtype(bits)),
         "v": (held.v, dim_v * bits // 8, kv_codes.code_dtype(bits)),
-        "k_scale": (held.k_scale, scales[0], torch.float16),
-        "v_scale": (held.v_scale, scales[1], torch.float16),
+        "k_scale": (held.k_scale, k_scales, torch.float16),
+        "v_scale": (held.v_scale, 1, torch.float16),
     }
     for name, (tensor, width, dtype) in expected.items():
         if tensor.shape != (*rows, slots, width) or tensor.dtype != dtype or not tensor.is_contiguous():
@@ -133,6 +133,5 @@ def _check(held: Held, tail: Tail | None, rows: tuple[int, int], dim: int, dim_v
     if tail is not None:
         if slots % kv_codes.BLOCK:
             raise ValueError(f"blocks of {kv_codes.BLOCK} positions cannot lie in {slots} slots")
-        for ring, width in ((tail.k, dim), (tail.v, dim_v)):
-            if (*ring.shape[:2], ring.shape[3]) != (*rows, width) or ring.stride(3) != 1:
-                raise ValueError(f"the tail is {list(ring.shape)}; keys of {dim} and values of {dim_v} do not fit it")
+        if (*tail.shape[:2], tail.shape[3]) != (*rows, dim) or tail.stride(3) != 1:
+            raise ValueError(f"the tail is {list(tail.shape)}; keys of {dim} do not fit it")

@@ -14,7 +14,8 @@
 #define UNROLL _Pragma("GCC unroll 8")
 
 /* How keys, values and float weights are stored; lmstate.ops.cpu has the same numbers. Then codes of keys and values,
- * of which a byte holds several: a vector of bytes is a vector of each of its fields, the lowest bits first. */
+ * of which a byte holds several: a vector of bytes is a vector of each of its fields, the lowest bits first, 0..n that
+ * stand for -n/2..n/2. */
 enum { F32 = 0, BF16 = 1, F16 = 2, CODES8 = 3, CODES4 = 4, CODES2 = 5 };
 INLINE int size_of(int kind) { return kind == F32 ? 4 : kind <= F16 ? 2 : 1; }
 INLINE int fields_of(int kind) { return kind == CODES4 ? 2 : kind == CODES2 ? 4 : 1; }

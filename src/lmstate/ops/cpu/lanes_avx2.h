@@ -17,18 +17,21 @@ INLINE vf vf_load_int8(const int8_t *p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
 }
 /* The low and the high half of each byte; its four quarters. */
+INLINE vf from_middle(__m256i codes, float middle) {
+  return _mm256_sub_ps(_mm256_cvtepi32_ps(codes), _mm256_set1_ps(middle));
+}
 INLINE void vf_load_fields4(const uint8_t *p, vf *fields) {
   __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
-  fields[0] = _mm256_cvtepi32_ps(_mm256_and_si256(bytes, _mm256_set1_epi32(15)));
-  fields[1] = _mm256_cvtepi32_ps(_mm256_srli_epi32(bytes, 4));
+  fields[0] = from_middle(_mm256_and_si256(bytes, _mm256_set1_epi32(15)), 7.5f);
+  fields[1] = from_middle(_mm256_srli_epi32(bytes, 4), 7.5f);
 }
 INLINE void vf_load_fields2(const uint8_t *p, vf *fields) {
   const __m256i three = _mm256_set1_epi32(3);
   __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
-  fields[0] = _mm256_cvtepi32_ps(_mm256_and_si256(bytes, three));
-  fields[1] = _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(bytes, 2), three));
-  fields[2] = _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(bytes, 4), three));
-  fields[3] = _mm256_cvtepi32_ps(_mm256_srli_epi32(bytes, 6));
+  fields[0] = from_middle(_mm256_and_si256(bytes, three), 1.5f);
+  fields[1] = from_middle(_mm256_and_si256(_mm256_srli_epi32(bytes, 2), three), 1.5f);
+  fields[2] = from_middle(_mm256_and_si256(_mm256_srli_epi32(bytes, 4), three), 1.5f);
+  fields[3] = from_middle(_mm256_srli_epi32(bytes, 6), 1.5f);
 }
 INLINE vf vf_add(vf a, vf b) { return _mm256_add_ps(a, b); }
 INLINE vf vf_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }

@@ -17,15 +17,18 @@ INLINE vf vf_load_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_s
 INLINE vf vf_load_int8(const int8_t *p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
 }
-/* The low and the high half of each byte; its four quarters. A permutation looks at four bits of an index. */
+/* The low and the high half of each byte, from the middle of what they can be; its four quarters. A permutation looks at
+ * four bits of an index. */
 INLINE void vf_load_fields4(const uint8_t *p, vf *fields) {
-  const vf values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const vf values = _mm512_setr_ps(-7.5f, -6.5f, -5.5f, -4.5f, -3.5f, -2.5f, -1.5f, -0.5f,
+                                   0.5f, 1.5f, 2.5f, 3.5f, 4.5f, 5.5f, 6.5f, 7.5f);
   __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
   fields[0] = _mm512_permutexvar_ps(bytes, values);
   fields[1] = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), values);
 }
 INLINE void vf_load_fields2(const uint8_t *p, vf *fields) {
-  const vf values = _mm512_setr_ps(0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3);
+  const vf values = _mm512_setr_ps(-1.5f, -0.5f, 0.5f, 1.5f, -1.5f, -0.5f, 0.5f, 1.5f,
+                                   -1.5f, -0.5f, 0.5f, 1.5f, -1.5f, -0.5f, 0.5f, 1.5f);
   __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
   fields[0] = _mm512_permutexvar_ps(bytes, values);
   fields[1] = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 2), values);

@@ -22,11 +22,11 @@ INLINE vf vf_load_int8(const int8_t *p) {
 }
 /* The low and the high half of each byte; its four quarters. */
 INLINE void vf_load_fields4(const uint8_t *p, vf *fields) {
-  for (int i = 0; i < VL; i++) fields[0][i] = (float)(p[i] & 15), fields[1][i] = (float)(p[i] >> 4);
+  for (int i = 0; i < VL; i++) fields[0][i] = (float)(p[i] & 15) - 7.5f, fields[1][i] = (float)(p[i] >> 4) - 7.5f;
 }
 INLINE void vf_load_fields2(const uint8_t *p, vf *fields) {
   for (int f = 0; f < 4; f++)
-    for (int i = 0; i < VL; i++) fields[f][i] = (float)(p[i] >> 2 * f & 3);
+    for (int i = 0; i < VL; i++) fields[f][i] = (float)(p[i] >> 2 * f & 3) - 1.5f;
 }
 INLINE vf vf_add(vf a, vf b) { return a + b; }
 INLINE vf vf_sub(vf a, vf b) { return a - b; }

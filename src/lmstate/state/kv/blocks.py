@@ -1,4 +1,4 @@
-"""Attention states that keep every token in 4 or 2 bits a number, and the newest ones as floats too."""
+"""Attention states that keep every token in 4 or 2 bits a number, and the newest keys as floats too."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from torch import Tensor
 
 from lmstate import ops
 from lmstate.ops import kv_codes
-from lmstate.ops.attend_quantized import WHOLE, Tail, attend_quantized
+from lmstate.ops.attend_quantized import WHOLE, attend_quantized
 from lmstate.ops.kv_codes import BLOCK
 from lmstate.state.attention import KeyValueState
 from lmstate.state.composite import CompositeState
-from lmstate.state.kv.quantized import REFUSAL, held
+from lmstate.state.kv.quantized import REFUSAL, coded_buffers, held
 from lmstate.state.kv.storage import Quantized
 from lmstate.state.layer import Install, Layout
 from lmstate.state.slots import SlotState
 from lmstate.state.step import Step
 
-LAG = 1
-"""A block is read as codes from its end on."""
 SHORT = 32
-"""Steps of up to so many tokens find room in the ring of floats without its growing."""
+"""What steps of up to so many tokens more than one need in the ring of floats is kept."""
 
 
 class BlockState(CompositeState, KeyValueState):
-    """Codes of the blocks of positions that are whole, in slots or in a window's ring, and a ring of floats.
+    """Codes of values, and of keys in blocks of positions that are whole, in slots or in a window's ring; and a ring of
+    keys as floats.
 
-    A block is quantised, once, from the floats, when its last token is stored. A query reads codes or floats of a block
-    by its own position (`ops.attend_quantized`), so that no cut of the stream shows; the ring goes back far enough for
-    that from any position inside the rewind window. What is in a block's slots before it is whole is never read.
+    A block of keys is quantised, once, from the floats, when its last token is stored. A query reads codes or floats of
+    a block by its own position (`ops.attend_quantized`), so that no cut of the stream shows; the ring goes back far
+    enough for that from any position inside the rewind window. A block's codes of keys are never read before it is
+    whole.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class BlockState(CompositeState, KeyValueState):
     ):
         self.layout, self.bits, self.sight = layout, storage.bits, sight
         dims = {"k": head_dim, "v": value_dim or head_dim}
-        self.codes, self.tail = Codes(layout, self.bits, kv_heads, dims, sight), Floats(layout, kv_heads, dims)
+        self.codes, self.tail = Codes(layout, self.bits, kv_heads, dims, sight), Floats(layout, kv_heads, head_dim)
         super().__init__((self.codes, self.tail))
         self.kind = "attention" if sight.reach is None else "window"
 
@@ -57,15 +57,14 @@ class BlockState(CompositeState, KeyValueState):
         scoring: ops.Scoring,
         rotation: ops.Rotation | None = None,
     ) -> Tensor:
-        tail = Tail(self.tail.buffers["k"], self.tail.buffers["v"], LAG)
         return attend_quantized(
-            q, new, rotation, held(self.codes.buffers), tail, step.starts_t, step.counts_t, scoring, self.sight,
-            bits=self.bits, dtype=self.layout.dtype,
+            q, new, rotation, held(self.codes.buffers), self.tail.buffers["k"], step.starts_t, step.counts_t, scoring,
+            self.sight, bits=self.bits, dtype=self.layout.dtype,
         )  # fmt: skip
 
     def capture(self, row: int, length: int) -> dict[str, Tensor]:
         captured = super().capture(row, length)
-        for name in self.codes.buffers:  # the last block is not whole: what its slots hold is of no time
+        for name in ("k", "k.scale"):  # the last block is not whole: what its slots hold is of no time
             coded = captured[f"0.{name}"]
             coded[..., coded.shape[-2] - min(length % BLOCK, coded.shape[-2]) :, :] = 0
         return captured
@@ -88,13 +87,8 @@ class Codes(SlotState):
     def __init__(self, layout: Layout, bits: int, kv_heads: int, dims: dict[str, int], sight: ops.Sight):
         # Of the first block in sight all slots, since its scales lie across them.
         span = None if sight.reach is None else _filled(sight.reach - 1 + BLOCK - 1 + layout.rewind + 1) - 1
-        widths: dict[str, tuple[int, ...]] = {}
-        dtypes: dict[str, torch.dtype] = {}
-        for name, dim in dims.items():
-            codes, scales = kv_codes.widths(dim, bits, WHOLE)
-            scales = kv_codes.block_scales(dim) if name == "k" else scales
-            widths |= {name: (kv_heads, codes), f"{name}.scale": (kv_heads, scales)}
-            dtypes |= {name: kv_codes.code_dtype(bits), f"{name}.scale": torch.float16}
+        widths, dtypes = coded_buffers(dims, bits, kv_heads, most=WHOLE)
+        widths["k.scale"] = (kv_heads, kv_codes.block_scales(dims["k"]))
         capacity = None if layout.capacity is None else _filled(layout.capacity)
         super().__init__(replace(layout, capacity=capacity), widths, span, dtypes)
 
@@ -103,14 +97,12 @@ class Codes(SlotState):
 
 
 class Floats(SlotState):
-    """The newest keys and values: what queries read as floats, from any position that a rewind reaches."""
+    """The newest keys: what queries read as floats, from any position that a rewind reaches."""
 
-    kind, what = "attention", "the newest keys and values"
+    kind, what = "attention", "the newest keys"
 
-    def __init__(self, layout: Layout, kv_heads: int, dims: dict[str, int]):
-        # Room for a short step, or for a rewind over as many tokens.
-        span = LAG - 1 + BLOCK - 1 + max(layout.rewind, SHORT)
-        super().__init__(replace(layout, capacity=None), {name: (kv_heads, dim) for name, dim in dims.items()}, span)
+    def __init__(self, layout: Layout, kv_heads: int, dim: int):
+        super().__init__(replace(layout, capacity=None), {"k": (kv_heads, dim)}, BLOCK - 1 + layout.rewind)
 
     def commit(self, step: Step, accepted: tuple[int, ...]) -> Install | None:
         assert self.span is not None
@@ -134,8 +126,7 @@ class Floats(SlotState):
         smaller = {name: b.new_zeros(*b.shape[:-2], slots, b.shape[-1]) for name, b in self.buffers.items()}
         for row, end in enumerate(high):
             positions = torch.arange(max(0, end - slots, self.high[row] - self.slots), end, device=self.layout.device)
-            for name, buffer in self.buffers.items():
-                smaller[name][row][..., positions % slots, :] = buffer[row][..., positions % self.slots, :]
+            smaller["k"][row][..., positions % slots, :] = self.buffers["k"][row][..., positions % self.slots, :]
         return smaller
 
 

@@ -54,7 +54,7 @@ class QuantizedAttentionState(AttentionState):
 
 
 class QuantizedLatentState(LatentState):
-    """Codes and scales of latents and rope keys. They are not turned: keys and values are projections of them."""
+    """Codes and scales of latents and rope keys, turned."""
 
     what = "quantised latents and rope keys"
 
@@ -72,12 +72,16 @@ class QuantizedLatentState(LatentState):
         SlotState.__init__(self, layout, widths, None, dtypes)
 
     def store(self, latent: Tensor, rope_key: Tensor, step: Step) -> None:
-        coded = [kv_codes.encode(new[:, :, None], self.bits) for new in (latent, rope_key)]  # one "head" each
+        coded = [kv_codes.encode(kv_codes.turned(new[:, :, None]), self.bits) for new in (latent, rope_key)]
         for (one, other), end in zip(zip(*coded), ("", ".scale")):
             latents, rope_keys = (self.buffers[name + end][:, None] for name in ("latent", "rope"))
             ops.append(one, other, latents, rope_keys, step.starts_t, step.counts_t)
 
     def stored(self, step: Step) -> tuple[Tensor, Tensor]:
+        latent, rope_key = (kv_codes.turned(x).to(self.layout.dtype) for x in self._turned(step))
+        return latent, rope_key
+
+    def _turned(self, step: Step) -> tuple[Tensor, Tensor]:
         end = max(step.ends, default=0)
         latent, rope_key = (
             kv_codes.decode(
@@ -88,8 +92,9 @@ class QuantizedLatentState(LatentState):
         return latent, rope_key
 
     def attend_latents(self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float) -> Tensor:
-        latent, rope_key = self.stored(step)
-        return latent_attend(q_latent, q_rope, latent, rope_key, step.starts_t, step.counts_t, scale=scale)
+        q_latent, q_rope = kv_codes.turned(q_latent), kv_codes.turned(q_rope)
+        seen = latent_attend(q_latent, q_rope, *self._turned(step), step.starts_t, step.counts_t, scale=scale)
+        return kv_codes.turned(seen)
 
     def refuses_drop(self, row: int) -> str | None:
         return REFUSAL

@@ -28,11 +28,11 @@ class Dense(Storage):
 class Quantized(Storage):
     """In 8, 4 or 2 bits a number; each token is quantised once.
 
-    8 bits: keys and values are turned by an orthogonal matrix first (Hadamard; as in QuaRot, 2404.00456), so that no
-    channel stands out, with a scale a token and head. 4 and 2 bits: so are values, with a lowest value too; keys have a
-    scale and a lowest value for each channel of 64 positions (KIVI, 2402.02750), and until these are complete, the
-    newest tokens are kept as floats. Under a policy that evicts, keys are stored as values are at any width; latents
-    have scales for at most 64 numbers of a token. `lmstate.ops.kv_codes` says what is stored.
+    Keys and values are turned by an orthogonal matrix first (Hadamard; as in QuaRot, 2404.00456), so that no channel
+    stands out, with a scale a token and head. But keys of 4 and 2 bits have a scale and a middle for each channel of 64
+    positions (KIVI, 2402.02750), and until these are complete, the newest keys are kept as floats; under a policy that
+    evicts, keys are stored as values are. Latents have scales for at most 64 numbers of a token. `lmstate.ops.kv_codes`
+    says what is stored.
     """
 
     bits: int = 8
