@@ -12,7 +12,7 @@ from lmstate import kv
 from lmstate.ops import Scoring, dispatch, kv_codes
 from lmstate.ops.attend_quantized import WHOLE, Held, attend_quantized
 from lmstate.ops.attend_slots import Columns, attend_observed, attend_slots
-from lmstate.ops.settle import Lowest, SlotLists, settle, settle_reference, unsettle
+from lmstate.ops.settle import Change, Lowest, SlotLists, settle, settle_reference, unsettle
 from lmstate.state import Layout, Step, attention_state
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
@@ -209,8 +209,8 @@ def test_settled_slots_equal_the_references(by_scores: bool) -> None:
                     first = int(one.live[r, h])
                     one.kept["k"][r, h, first : first + 5] = new[r, h, : slots - first]
         starts = torch.tensor(lengths)
-        settle(mine, starts, counts, accepted, columns=columns, evicted=evicted)
-        settle_reference(plain, starts, counts, accepted, columns=columns, evicted=evicted)
+        settle([Change(mine, columns, evicted)], starts, counts, accepted)
+        settle_reference(Change(plain, columns, evicted), starts, counts, accepted)
         lengths = [start + n for start, n in zip(lengths, accepted.tolist())]
         assert torch.equal(mine.live, plain.live) and torch.equal(mine.dug, plain.dug)
         n = int(mine.live.max())

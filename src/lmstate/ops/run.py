@@ -32,8 +32,9 @@ class Rings:
     """Keys `[R, K, S, D]` and values `[R, K, S, Dv]` as they are, position p in slot p % S, and what a query sees.
 
     A layer that has evicted some counts what it kept instead of positions: `starts` int64 `[R]` says how many. It may
-    ask for two things to be filled in: `columns` float32 `[R, K, n, S]`, zeros, with the attention that slots receive
-    (see `ops.attend_slots.Columns`), and `queries` float32 `[R, T, H, D]` with the queries as they attend.
+    ask for two things to be filled in: `columns` float32 `[R, K, n, S]` with the attention that slots receive (see
+    `ops.attend_slots.Columns`; what lies behind the filled ones stays as it is), and `queries` float32 `[R, T, H, D]`
+    with the queries as they attend.
     """
 
     k: Tensor

@@ -6,14 +6,18 @@ that attention reads a list as it reads a ring that has not wrapped: what order 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lmstate.ops import dispatch
+
+if TYPE_CHECKING:
+    from lmstate.ops.cpu.settle import Described
 
 NONE = 2**31 - 1
 
@@ -36,7 +40,7 @@ class SlotLists:
     dug: Tensor  # int64 [R, K]
 
     @cached_property
-    def described(self) -> bytes:
+    def described(self) -> Described:
         """Where everything is, for a native body: the tensors are changed in place, and never others."""
         from lmstate.ops.cpu.settle import described
 
@@ -59,42 +63,55 @@ class Queries(NamedTuple):
     ring: Tensor
 
 
-def settle(
-    lists: SlotLists,
-    starts: Tensor,
-    counts: Tensor,
-    accepted: Tensor,
-    *,
-    columns: Tensor | None = None,
-    evicted: Tensor | Lowest | None = None,
-    queries: Queries | None = None,
-) -> None:
+class Change(NamedTuple):
+    """What a step leaves of one layer.
+
+    columns: float32 `[R, K, n, S']`, what each of a row's last n tokens gave to the slots, and in the first what all
+    before it gave. evicted: which slots, bool `[R, K, S]`, the new ones counted.
+    """
+
+    lists: SlotLists
+    columns: Tensor | None = None
+    evicted: Tensor | Lowest | None = None
+    queries: Queries | None = None
+
+
+def settle(changes: Sequence[Change], starts: Tensor, counts: Tensor, accepted: Tensor) -> None:
     """Make the first accepted[r] of the counts[r] tokens real that lie behind row r's filled slots, then evict.
 
-    starts, counts, accepted: int64 `[R]`; a row that accepts none stays as it is. columns: float32 `[R, K, n, S']`,
-    what each of a row's last n tokens gave to the slots, and in the first what all before it gave. evicted: which
-    slots, bool `[R, K, S]`, the new ones counted. All that it changes is changed in place; it cannot fail.
+    Of any number of layers at once. starts, counts, accepted: int64 `[R]`; a row that accepts none stays as it is. All
+    that it changes is changed in place; it cannot fail.
     """
-    library = dispatch.native(starts, lists.live)
+    library = dispatch.native(starts, *(change.lists.live for change in changes))
     if library is not None:
         from lmstate.ops.cpu.settle import settle as native
 
-        native(library.variant)(lists, starts, counts, accepted, columns, evicted, queries)
+        native(library.variant)(changes, starts, counts, accepted)
     else:
-        settle_reference(lists, starts, counts, accepted, columns=columns, evicted=evicted, queries=queries)
+        for change in changes:
+            settle_reference(change, starts, counts, accepted)
 
 
-def settle_reference(
-    lists: SlotLists,
-    starts: Tensor,
-    counts: Tensor,
-    accepted: Tensor,
-    *,
-    columns: Tensor | None = None,
-    evicted: Tensor | Lowest | None = None,
-    queries: Queries | None = None,
-) -> None:
+class Settling:
+    """The end of a step for all layers that share it: each adds its change, and the first to install has all done."""
+
+    def __init__(self, starts: Tensor, counts: Tensor, accepted: Tensor) -> None:
+        self._spans = starts, counts, accepted
+        self._waiting: dict[object, Change] = {}
+
+    def add(self, layer: object, change: Change) -> None:
+        """A layer that prepares twice, because another one failed meanwhile, is settled once."""
+        self._waiting[layer] = change
+
+    def run(self) -> None:
+        if self._waiting:
+            changes, self._waiting = list(self._waiting.values()), {}
+            settle(changes, *self._spans)
+
+
+def settle_reference(change: Change, starts: Tensor, counts: Tensor, accepted: Tensor) -> None:
     """Plain torch, a row and head after another."""
+    lists, columns, evicted, queries = change
     kept, heads = lists.kept, range(lists.live.shape[1])
     spans = zip(starts.tolist(), counts.tolist(), accepted.tolist())
     for r, (start, count, n) in enumerate(spans):

@@ -340,10 +340,13 @@ static void combine(const attend_args *a, const attend_plan *all, int64_t r, int
 }
 
 /* Add to the columns of one kv head what its slots received, averaged over the group: in the order of the queries. No
- * ring wraps here, so that position p lies in slot p. */
+ * ring wraps here, so that position p lies in slot p. Columns that are of this call alone begin as zeros where anything
+ * of them is read: behind its filled slots nothing is, nor before the planes of its tokens. */
 static void add_columns(const attend_args *a, const attend_plan *all, int64_t r, int64_t kv) {
   const int64_t group = a->heads / a->kv_heads;
   const int64_t end = a->ends ? a->ends[r] : a->starts[r] + a->counts[r];
+  for (int64_t plane = a->planes > a->counts[r] ? a->planes - a->counts[r] : 0; !a->ends && plane < a->planes; plane++)
+    memset(a->columns + ((r * a->kv_heads + kv) * a->planes + plane) * a->slots, 0, (size_t)end * sizeof(float));
   for (int64_t token = 0; token < a->counts[r]; token++) {
     const int64_t own = a->starts[r] + token, plane = own + a->planes - end;
     float *column = a->columns + ((r * a->kv_heads + kv) * a->planes + (plane < 0 ? 0 : plane)) * a->slots;

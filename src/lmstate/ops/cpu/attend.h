@@ -29,7 +29,8 @@ typedef struct {
   const float *sinks;           /* [H], or null */
   float *out;                   /* [R, T, H, DV], contiguous */
   float *columns;               /* [R, K, planes, S], where the attention that slots receive is added; or null */
-  const int64_t *ends;          /* [R]: the last plane is of the token before ends[r]; null: of the last of the call */
+  const int64_t *ends;          /* [R]: the last plane is of the token before ends[r]; null: of the last of the call,
+                                 * and the columns are of this call alone: need not be zeros before */
   int64_t rows, tokens, heads, kv_heads, slots, dim, dim_v;
   int64_t q_row, q_token, q_head;
   int64_t k_row, k_head, k_slot;

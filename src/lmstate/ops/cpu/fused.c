@@ -21,7 +21,7 @@ typedef struct {
   /* The rings. */
   void *k, *v;           /* as in attend_args */
   const int64_t *starts; /* [R], where they are not the step's; or null */
-  float *columns;        /* [R, K, planes, S], zeros, as in attend_args; or null */
+  float *columns;        /* [R, K, planes, S], of this call alone, as in attend_args; or null */
   float *queries;        /* [N, H, D], filled with the queries as they attend; or null */
   int64_t slots, k_row, k_head, k_slot, v_row, v_head, v_slot, planes, kind, window, chunk;
   /* The rotation. */

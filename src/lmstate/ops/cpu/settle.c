@@ -18,7 +18,7 @@ typedef struct {
   float *scores;             /* [R, K, history, S]: after length L in L % history, as slots lay at that length; or null */
   int32_t *died, *slot;      /* [R, K, G]: at which length the buried ones were evicted, and from where */
   int64_t *live, *dug;       /* [R, K]: filled slots; slots that are or were buried */
-  int64_t rows, kv_heads, slots, graves, count, history;
+  int64_t kv_heads, slots, graves, count, history;
   const int64_t *starts, *counts, *accepted; /* [R] */
   const float *columns;     /* [R, K, planes, wide]: see attend_args; with scores */
   const uint8_t *gone;      /* [R, K, S]: which ones are evicted, or null: */
@@ -29,6 +29,11 @@ typedef struct {
   int64_t sinks, newest, by_scores; /* positions below `sinks`, and of the `newest` tokens, are not among the lowest */
   int64_t tokens, query_width, ring_size;
 } settle_args;
+
+typedef struct {
+  int64_t layers, rows, threads;
+  settle_args each[]; /* of all layers that a step settles */
+} settlement;
 
 /* The scores after each accepted token. Where a slot was not filled before the step, they begin at 0. */
 static void add_scores(const settle_args *a, int64_t r, int64_t head) {
@@ -78,28 +83,31 @@ static int64_t lowest(const settle_args *a, int64_t head, int64_t length) {
   return slot;
 }
 
-void lmstate_settle(const settle_args *a) {
-  for (int64_t r = 0; r < a->rows; r++) {
-    const int64_t start = a->starts[r], n = a->accepted[r], length = start + n;
-    if (!n) continue;
-    for (int64_t head = r * a->kv_heads; head < (r + 1) * a->kv_heads; head++) {
-      int32_t *positions = a->positions + head * a->slots;
-      if (a->scores) add_scores(a, r, head);
-      for (int64_t t = 0; t < n; t++) positions[a->live[head] + t] = (int32_t)(start + t);
-      a->live[head] += n;
-      if (a->gone) {
-        const uint8_t *gone = a->gone + head * a->slots;
-        for (int64_t s = a->live[head] - 1; s >= 0; s--)
-          if (gone[s]) evict(a, head, s, length);
-      }
-      for (int64_t i = 0; a->evicts && i < a->evicts[r]; i++) {
-        const int64_t slot = lowest(a, head, length);
-        if (slot < a->live[head]) evict(a, head, slot, length);
-      }
+static void settle_row(const settle_args *a, int64_t r) {
+  const int64_t start = a->starts[r], n = a->accepted[r], length = start + n;
+  if (!n) return;
+  for (int64_t head = r * a->kv_heads; head < (r + 1) * a->kv_heads; head++) {
+    int32_t *positions = a->positions + head * a->slots;
+    if (a->scores) add_scores(a, r, head);
+    for (int64_t t = 0; t < n; t++) positions[a->live[head] + t] = (int32_t)(start + t);
+    a->live[head] += n;
+    if (a->gone) {
+      const uint8_t *gone = a->gone + head * a->slots;
+      for (int64_t s = a->live[head] - 1; s >= 0; s--)
+        if (gone[s]) evict(a, head, s, length);
     }
-    if (!a->ring) continue;
-    for (int64_t t = n > a->ring_size ? n - a->ring_size : 0; t < n; t++)
-      memcpy(a->ring + (r * a->ring_size + (start + t) % a->ring_size) * a->query_width,
-             a->queries + (r * a->tokens + t) * a->query_width, (size_t)a->query_width * sizeof(float));
+    for (int64_t i = 0; a->evicts && i < a->evicts[r]; i++) {
+      const int64_t slot = lowest(a, head, length);
+      if (slot < a->live[head]) evict(a, head, slot, length);
+    }
   }
+  if (!a->ring) return;
+  for (int64_t t = n > a->ring_size ? n - a->ring_size : 0; t < n; t++)
+    memcpy(a->ring + (r * a->ring_size + (start + t) % a->ring_size) * a->query_width,
+           a->queries + (r * a->tokens + t) * a->query_width, (size_t)a->query_width * sizeof(float));
+}
+
+void lmstate_settle(const settlement *s) {
+#pragma omp parallel for schedule(static) num_threads((int)s->threads) if (s->threads > 1 && s->layers * s->rows > 1)
+  for (int64_t i = 0; i < s->layers * s->rows; i++) settle_row(&s->each[i / s->rows], i % s->rows);
 }

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import lru_cache
 from struct import Struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,11 +15,21 @@ from lmstate.ops import cpu
 from lmstate.ops.cpu.arguments import float_pointer, function, integers
 
 if TYPE_CHECKING:
-    from lmstate.ops.settle import Lowest, Queries, SlotLists
+    from lmstate.ops.settle import Change, SlotLists
 
 ARRAYS = 8
-_LISTS = Struct("2Pq" * ARRAYS + "6P6q")
+_HEADER = Struct("3q")
+_LISTS = Struct("2Pq" * ARRAYS + "6P5q")
 _STEP = Struct("8P8q")
+
+
+class Described(NamedTuple):
+    """Lists of slots as C reads them; what does not change from step to step."""
+
+    fields: bytes
+    rows: int
+    heads: int
+    slots: int
 
 
 class Settle:
@@ -27,52 +38,48 @@ class Settle:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._settle = function(library, "lmstate_settle")
 
-    def __call__(
-        self,
-        lists: SlotLists,
-        starts: Tensor,
-        counts: Tensor,
-        accepted: Tensor,
-        columns: Tensor | None,
-        evicted: Tensor | Lowest | None,
-        queries: Queries | None,
-    ) -> None:
+    def __call__(self, changes: Sequence[Change], starts: Tensor, counts: Tensor, accepted: Tensor) -> None:
         """`settle`."""
-        rows, heads, slots = lists.kept["position"].shape
-        starts, counts, accepted = (
-            integers(x, "starts, counts and accepted", rows) for x in (starts, counts, accepted)
-        )
-        gone = evicts = planes = wide = sinks = newest = by_scores = 0
+        rows = len(starts)
+        spans = tuple(integers(x, "starts, counts and accepted", rows) for x in (starts, counts, accepted))
+        pointers = tuple(x.data_ptr() for x in spans)
+        packed = [_HEADER.pack(len(changes), rows, torch.get_num_threads())]
+        alive: list[Tensor] = []  # what only the packed pointers know of
+        for change in changes:
+            described = change.lists.described
+            if described.rows != rows:
+                raise ValueError(f"lists of {described.rows} rows were given with the starts of {rows}")
+            packed += [described.fields, self._step(change, pointers, described, alive)]
+        self._settle(b"".join(packed))
+
+    def _step(
+        self, change: Change, spans: tuple[int, ...], described: Described, alive: list[Tensor]
+    ) -> bytes:
+        """The second part of a layer's arguments."""
+        _, columns, evicted, queries = change
+        _, rows, heads, slots = described
+        gone = evicts = seen = planes = wide = sinks = newest = by_scores = new = ring = tokens = width = size = 0
         if columns is not None:
             planes, wide = columns.shape[2:]
+            seen = float_pointer(columns, "columns", (rows, heads, planes, wide))
         if isinstance(evicted, Tensor):
             if evicted.shape != (rows, heads, slots) or evicted.dtype != torch.bool or not evicted.is_contiguous():
                 raise ValueError(f"evicted is {evicted.dtype} {list(evicted.shape)}; slots are {[rows, heads, slots]}")
             gone = evicted.data_ptr()
         elif evicted is not None:
-            lost = integers(evicted.counts, "counts of the evicted", rows)  # named, so that it lives through the call
-            evicts = lost.data_ptr()
-            sinks, newest, by_scores = evicted.sinks, evicted.newest, int(evicted.by_scores)
-        asked: tuple[int, ...] = (0, 0)
-        widths: tuple[int, ...] = (0, 0, 0)
+            lost = integers(evicted.counts, "counts of the evicted", rows)
+            alive.append(lost)
+            evicts, sinks, newest, by_scores = lost.data_ptr(), evicted.sinks, evicted.newest, int(evicted.by_scores)
         if queries is not None:
-            new, ring = queries
-            (_, tokens, *width), size = new.shape, ring.shape[1]
-            asked = (
-                float_pointer(new, "queries", (rows, tokens, *width)),
-                float_pointer(ring, "ring", (rows, size, *width)),
-            )
-            widths = (tokens, width[0] * width[1], size)
-        step = _STEP.pack(
-            starts.data_ptr(), counts.data_ptr(), accepted.data_ptr(),
-            0 if columns is None else float_pointer(columns, "columns", (rows, heads, planes, wide)),
-            gone, evicts, *asked, planes, wide, sinks, newest, by_scores, *widths,
-        )  # fmt: skip
-        self._settle(lists.described + step)
+            (_, tokens, *each), size = queries.new.shape, queries.ring.shape[1]
+            new = float_pointer(queries.new, "queries", (rows, tokens, *each))
+            ring, width = float_pointer(queries.ring, "ring", (rows, size, *each)), each[0] * each[1]
+        return _STEP.pack(
+            *spans, seen, gone, evicts, new, ring, planes, wide, sinks, newest, by_scores, tokens, width, size
+        )
 
 
-def described(lists: SlotLists) -> bytes:
-    """The first part of the arguments: what does not change from step to step."""
+def described(lists: SlotLists) -> Described:
     kept, buried = lists.kept, lists.buried
     rows, heads, slots = kept["position"].shape
     graves = buried["position"].shape[2]
@@ -88,12 +95,13 @@ def described(lists: SlotLists) -> bytes:
     count, scores = len(fields) // 3, kept.get("scores")
     if count > ARRAYS:
         raise ValueError(f"slots of {count} tensors were given; there is room for {ARRAYS}")
-    return _LISTS.pack(
+    packed = _LISTS.pack(
         *fields, *(0,) * (3 * (ARRAYS - count)), kept["position"].data_ptr(),
         0 if scores is None else scores.data_ptr(), buried["died"].data_ptr(), buried["slot"].data_ptr(),
-        lists.live.data_ptr(), lists.dug.data_ptr(), rows, heads, slots, graves, count,
+        lists.live.data_ptr(), lists.dug.data_ptr(), heads, slots, graves, count,
         0 if scores is None else scores.shape[2],
     )  # fmt: skip
+    return Described(packed, rows, heads, slots)
 
 
 @lru_cache

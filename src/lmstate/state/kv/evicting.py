@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,10 +12,10 @@ from torch import Tensor
 from lmstate import ops
 from lmstate.ops.attend_quantized import attend_quantized
 from lmstate.ops.attend_slots import Columns, attend_observed, attend_slots
-from lmstate.ops.settle import Lowest, Queries, scores_after, settle
+from lmstate.ops.settle import Change, Lowest, Queries, Settling, scores_after
 from lmstate.state.attention import KeyValueState
 from lmstate.state.kv.codec import Codec
-from lmstate.state.kv.kept import Arrays, Kept
+from lmstate.state.kv.kept import Arrays, Kept, Ledger
 from lmstate.state.kv.policy import Budget, Evicting, Slots
 from lmstate.state.kv.quantized import held
 from lmstate.state.kv.queries import LastQueries
@@ -33,6 +34,14 @@ class Part:
     starts: Tensor  # int64 [R]: how many slots were filled before, of the fullest head
     columns: Tensor | None = None  # float32 [R, K, n, S]: see `ops.attend_slots.Columns`
     queries: Tensor | None = None  # float32 [R, T, H, D]
+
+
+class Verdict(NamedTuple):
+    """What a commit evicts, how many graves that takes, and what the host knows then."""
+
+    evicted: Tensor | Lowest | None
+    graves: int
+    after: Ledger
 
 
 class EvictingState(KeyValueState):
@@ -92,7 +101,7 @@ class EvictingState(KeyValueState):
 
     def rings(self, step: Step) -> ops.Rings | None:
         part = self._enter(step)
-        if self.codec.bits is not None or not self._as_rings(step) or not self.held.even:
+        if self.codec.bits is not None or not self._as_rings(step) or not self.held.ledger.even:
             return None
         if self.queries is not None and part.queries is None:  # nobody knows yet how many heads they have
             return None
@@ -107,9 +116,11 @@ class EvictingState(KeyValueState):
         rotation: ops.Rotation | None = None,
     ) -> Tensor:
         part, self.scale = self._enter(step), scoring.scale
-        even = self.held.even and self._as_rings(step)
+        even = self.held.ledger.even and self._as_rings(step)
         ends = part.starts + step.counts_t
         columns = None if new is None or part.columns is None else Columns(part.columns, ends)
+        if columns is not None:
+            columns.sums.zero_()
         if self.codec.bits is not None and even and self.queries is None:
             return self._attend_codes(q, new, rotation, part, scoring, columns)
         if rotation is not None:
@@ -154,7 +165,7 @@ class EvictingState(KeyValueState):
     # ---- moving about
 
     def reach(self, row: int, length: int) -> int:
-        return min(self.held.floor[row], length)
+        return min(self.held.ledger.rows[row].floor, length)
 
     def rewind(self, row: int, length: int, to: int) -> Install | None:
         if to == length:
@@ -166,7 +177,7 @@ class EvictingState(KeyValueState):
         gone = self._evicted(one.lists.kept, one.filled(), scores, [to], [row], self.queries)
         if gone is not None:
             count = int(gone.sum(-1).max())
-            if self.layout.rewind and (wanted := one.burials[0].total + count) > held.graves:
+            if self.layout.rewind and (wanted := one.ledger.rows[0].buried + count) > held.graves:
                 held, one = held.reburied(wanted), one.reburied(wanted)
             one.evict(gone, to, count)
 
@@ -203,7 +214,7 @@ class EvictingState(KeyValueState):
             held.empty_row(row)
             if most:
                 held.put(row, stored, stored["position"] >= 0)
-            held.floor[row] = length
+            held.reaches(row, length)
             held.count()
             self._hold(held)
             if self.queries is not None:
@@ -237,7 +248,7 @@ class EvictingState(KeyValueState):
         def install() -> None:
             self.held.empty_row(row)
             self.held.put(row, arrays, left)
-            self.held.floor[row] = length - (stop - start)
+            self.held.reaches(row, length - (stop - start))
             self.held.count()
             if self.queries is not None:
                 self.queries.close(row, length, start, stop, self._turn)
@@ -278,12 +289,11 @@ class EvictingState(KeyValueState):
         if part is not None:
             self._settle(part.step.counts)()
             self._make_room(step.width)
-        most = tuple(self.held.most)
-        part = self._part = Part(step, _numbers(step, most))
+        part = self._part = Part(step, _numbers(step, self.held.most))
         if self.history:
             planes = step.width if self._tentative else min(step.width, self.history)
             shape = (*self.held.lists.live.shape, planes, self.held.slots)
-            part.columns = torch.zeros(shape, dtype=torch.float32, device=self.layout.device)
+            part.columns = torch.empty(shape, dtype=torch.float32, device=self.layout.device)
         if self.queries is not None and self.queries.ring is not None:
             part.queries = self.queries.ring.new_empty(step.rows, step.width, *self.queries.ring.shape[2:])
         return part
@@ -292,7 +302,7 @@ class EvictingState(KeyValueState):
         """Put keys and values `[R, T, K, D]` behind the filled slots."""
         live, arrays = self.held.lists.live, self.arrays
         coded = self.codec.encode(*new)
-        if self.held.even and self.codec.bits is None:
+        if self.held.ledger.even and self.codec.bits is None:
             assert self._part is not None
             ops.append(coded["k"], coded["v"], arrays["k"], arrays["v"], self._part.starts, step.counts_t)
             return
@@ -325,47 +335,43 @@ class EvictingState(KeyValueState):
 
     def _settle(self, accepted: tuple[int, ...]) -> Install:
         """Make the first accepted tokens of the part real, and evict: prepared, and done by what comes back."""
-        part, held, rewind = self._part, self.held, self.layout.rewind
+        part, held = self._part, self.held
         assert part is not None
         step = part.step
-        evicted, gone = self._judged(part, accepted)
-        wanted = max(row.total + n for row, n in zip(held.burials, gone)) if rewind else 0
+        evicted, wanted, after = self._judged(part, accepted)
         if wanted > held.graves or held.graves > 2 * wanted + 4 * ROOM:
             held = held.reburied(wanted + ROOM if wanted else 0)
         queries = None
         if self.queries is not None:
             assert part.queries is not None
             queries = Queries(part.queries, self.queries.made(part.queries))
-        numbers = step.counts_t if accepted == step.counts else _numbers(step, accepted)
+        settling = step.memo(("settling", accepted), lambda: _settling(step, accepted))
+        settling.add(self, Change(held.lists, part.columns, evicted, queries))
 
         def install() -> None:
-            settle(
-                held.lists, step.starts_t, step.counts_t, numbers,
-                columns=part.columns, evicted=evicted, queries=queries,
-            )  # fmt: skip
-            for row, (start, n, lost) in enumerate(zip(step.starts, accepted, gone)):
-                if n:
-                    held.settled(row, n, lost, start + n, rewind, exact=self.history > 0 or self.queries is not None)
-                    if self.queries is not None:
-                        self.queries.wrote(row, start, start + n)
+            settling.run()
+            held.ledger = after
             if isinstance(evicted, Tensor) and not self._even_after():
                 held.count()
+            if self.queries is not None:
+                for row, (start, n) in enumerate(zip(step.starts, accepted)):
+                    if n:
+                        self.queries.wrote(row, start, start + n)
             self.held, self._part = held, None
 
         return install
 
     def _even_after(self) -> bool:
         """Whether heads stay alike in number, whatever the policy evicts."""
-        return self.held.even and self.sight == ops.EVERYTHING and self.policy.excess(0) is not None
+        return self.held.ledger.even and self.sight == ops.EVERYTHING and self.policy.excess(0) is not None
 
-    def _judged(self, part: Part, accepted: tuple[int, ...]) -> tuple[Tensor | Lowest | None, tuple[int, ...]]:
-        """What the commit evicts, and how many slots of each row's heads, or of the head that loses most."""
+    def _judged(self, part: Part, accepted: tuple[int, ...]) -> Verdict:
+        """What the commit evicts: of all layers that fare alike the same, where the policy need not be asked."""
         step, policy = part.step, self.policy
         if self._even_after():
-            key = ("evicted", id(policy), accepted, tuple(self.held.most))
-            over, lowest = step.memo(key, lambda: self._excess(step, accepted))
-            if lowest is not None or not any(over):
-                return lowest, over
+            key = ("verdict", id(policy), accepted, self.held.ledger)
+            if (verdict := step.memo(key, lambda: self._foreseen(step, accepted))) is not None:
+                return verdict
         lengths = [start + n for start, n in zip(step.starts, accepted)]
         positions, filled = self._with_new(step.starts, accepted)
         scores = None
@@ -387,17 +393,33 @@ class EvictingState(KeyValueState):
         arrays = {**self.arrays, "position": positions}
         gone = self._evicted(arrays, filled, scores, lengths, range(step.rows), queries)
         if gone is None:
-            return None, (0,) * step.rows
+            return self._verdict(step, accepted, None, (0,) * step.rows)
         gone = gone & moved
-        return gone, tuple(gone.sum(-1).amax(-1).tolist())
+        return self._verdict(step, accepted, gone, tuple(gone.sum(-1).amax(-1).tolist()))
 
-    def _excess(self, step: Step, accepted: tuple[int, ...]) -> tuple[tuple[int, ...], Lowest | None]:
-        """How many slots of each row's heads go, all alike; and which ones, where nobody need be asked."""
+    def _foreseen(self, step: Step, accepted: tuple[int, ...]) -> Verdict | None:
+        """The verdict where as many slots of all heads of a row go, and it is clear which; else None."""
         policy = self.policy
-        over = tuple(policy.excess(most + n) or 0 if n else 0 for most, n in zip(self.held.most, accepted))
-        if isinstance(policy, Budget) and policy.plain and 0 < max(over) <= FEW:
-            return over, Lowest(_numbers(step, over), policy.sinks, policy.newest, policy.observes)
-        return over, None
+        lost = tuple(policy.excess(most + n) or 0 if n else 0 for most, n in zip(self.held.most, accepted))
+        if not any(lost):
+            return self._verdict(step, accepted, None, lost)
+        if not isinstance(policy, Budget) or not policy.plain or max(lost) > FEW:
+            return None
+        lowest = Lowest(_numbers(step, lost), policy.sinks, policy.newest, policy.observes)
+        return self._verdict(step, accepted, lowest, lost)
+
+    def _verdict(
+        self, step: Step, accepted: tuple[int, ...], evicted: Tensor | Lowest | None, lost: tuple[int, ...]
+    ) -> Verdict:
+        """`lost`: how many slots of each row's heads go, or of the head that loses most."""
+        ledger, rewind = self.held.ledger, self.layout.rewind
+        exact = self.history > 0 or self.queries is not None
+        after = tuple(
+            row.settled(n, gone, start + n, rewind, exact=exact) if n else row
+            for row, start, n, gone in zip(ledger.rows, step.starts, accepted, lost)
+        )
+        wanted = max(row.buried + gone for row, gone in zip(ledger.rows, lost)) if rewind else 0
+        return Verdict(evicted, wanted, Ledger(after, ledger.even))
 
     def _evicted(
         self,
@@ -435,3 +457,7 @@ class EvictingState(KeyValueState):
 def _numbers(step: Step, values: tuple[int, ...]) -> Tensor:
     """int64 `[R]`, made once in a step for all layers that have the same."""
     return step.memo(("numbers", values), lambda: torch.tensor(values, dtype=torch.int64, device=step.device))
+
+
+def _settling(step: Step, accepted: tuple[int, ...]) -> Settling:
+    return Settling(step.starts_t, step.counts_t, _numbers(step, accepted))

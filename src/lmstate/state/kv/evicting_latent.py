@@ -68,6 +68,7 @@ class EvictingLatentState(EvictingState):
         keys = torch.cat([latent, rope_key], dim=-1)[:, None]  # [R, 1, S', Lat + Dr]
         columns = None
         if part.columns is not None:
+            part.columns.zero_()
             columns = Columns(part.columns[..., : keys.shape[2]], part.starts + step.counts_t)
         where = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
         values, scoring = latent[:, None], ops.Scoring(scale)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 
 import torch
@@ -16,38 +16,52 @@ from lmstate.ops.settle import NONE, SlotLists, evict, unsettle
 Arrays = dict[str, Tensor]
 
 
-class Burials:
-    """When a row evicted, and how many slots of the head that lost most: as far back as a rewind may want them."""
+@dataclass(frozen=True)
+class Account:
+    """What the host knows of a row's lists, so that it need not ask."""
 
-    def __init__(self, known: Iterable[tuple[int, int]] = ()) -> None:
-        self.known = deque(known)
-        self.total = sum(count for _, count in self.known)
+    most: int = 0  # the filled slots of its fullest head
+    floor: int = 0  # a rewind to here or later finds all that was evicted since
+    burials: tuple[tuple[int, int], ...] = ()
+    """When it evicted, and how many slots of the head that lost most: as far back as a rewind may want them."""
 
-    def add(self, length: int, count: int) -> None:
-        self.known.append((length, count))
-        self.total += count
+    @property
+    def buried(self) -> int:
+        return sum(count for _, count in self.burials)
 
-    def forget(self, horizon: int) -> int:
-        """No rewind goes back before `horizon` any more; the last length of what is forgotten, or 0."""
-        last = 0
-        while self.known and self.known[0][0] <= horizon:
-            last, count = self.known.popleft()
-            self.total -= count
-        return last
+    def settled(self, added: int, lost: int, length: int, rewind: int, *, exact: bool) -> Account:
+        """The row added slots and lost some. `exact`: something else of it reaches no farther back than a rewind."""
+        horizon = length - rewind
+        burials = (*self.burials, (length, lost)) if lost else self.burials
+        floor = max([self.floor, horizon if exact else 0, *(at for at, _ in burials if at <= horizon)])
+        return Account(self.most + added - lost, floor, tuple(one for one in burials if one[0] > horizon))
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The accounts of every row. Never changed: layers that fare alike share one, and what a step makes of it."""
+
+    rows: tuple[Account, ...]
+    even: bool = True  # whether every head of a row has as many slots as its fullest one
+
+    def __hash__(self) -> int:  # asked of every layer in every step
+        return hash(self.most)
+
+    @cached_property
+    def most(self) -> tuple[int, ...]:
+        """Of each row."""
+        return tuple(row.most for row in self.rows)
+
+    def set(self, row: int, account: Account) -> Ledger:
+        return Ledger((*self.rows[:row], account, *self.rows[row + 1 :]), self.even)
 
 
 @dataclass
 class Kept:
-    """`lists` says what lies where (`ops.settle.SlotLists`); beside it what the host knows, so that it need not ask.
-
-    A rewind to `floor[row]` or later finds all that was evicted since.
-    """
+    """`lists` says what lies where (`ops.settle.SlotLists`), and `ledger` what the host knows of it."""
 
     lists: SlotLists
-    most: list[int]  # of each row: the filled slots of its fullest head
-    even: bool  # whether every head of a row has as many
-    burials: list[Burials]  # of each row
-    floor: list[int]
+    ledger: Ledger
 
     @classmethod
     def empty(
@@ -63,7 +77,12 @@ class Kept:
         if history:
             arrays["scores"] = torch.zeros(rows, heads, history, 0, dtype=torch.float32, device=device)
         lists = SlotLists(arrays, buried, none, none.clone())
-        return cls(lists, [0] * rows, True, [Burials() for _ in range(rows)], [0] * rows)
+        return cls(lists, Ledger((Account(),) * rows))
+
+    @property
+    def most(self) -> tuple[int, ...]:
+        """Of each row: the filled slots of its fullest head."""
+        return self.ledger.most
 
     @property
     def slots(self) -> int:
@@ -78,7 +97,7 @@ class Kept:
     def clone(self) -> Kept:
         kept, buried, live, dug = self.lists.kept, self.lists.buried, self.lists.live, self.lists.dug
         lists = SlotLists(_each(kept, Tensor.clone), _each(buried, Tensor.clone), live.clone(), dug.clone())
-        return Kept(lists, list(self.most), self.even, [Burials(row.known) for row in self.burials], list(self.floor))
+        return Kept(lists, self.ledger)
 
     def selected(self, rows: Sequence[int | None]) -> Kept:
         source = torch.tensor([0 if row is None else row for row in rows], device=self.lists.live.device)
@@ -86,32 +105,27 @@ class Kept:
         lists = SlotLists(
             _each(kept, lambda x: x[source]), _each(buried, lambda x: x[source]), live[source], dug[source]
         )
-        chosen = Kept(lists, [], self.even, [], [])
+        accounts = tuple(Account() if row is None else self.ledger.rows[row] for row in rows)
+        chosen = Kept(lists, Ledger(accounts, self.ledger.even))
         for i, row in enumerate(rows):
-            chosen.most.append(0 if row is None else self.most[row])
-            chosen.burials.append(Burials(() if row is None else self.burials[row].known))
-            chosen.floor.append(0 if row is None else self.floor[row])
             if row is None:
                 chosen.empty_row(i)
         return chosen
 
     def empty_row(self, row: int) -> None:
         self.lists.live[row], self.lists.dug[row], self.lists.buried["died"][row] = 0, 0, 0
-        self.most[row], self.burials[row], self.floor[row] = 0, Burials(), 0
+        self.ledger = self.ledger.set(row, Account())
 
     def count(self) -> None:
         """Ask how many slots the heads have filled, where what was evicted does not say."""
         live = self.lists.live.tolist()
-        self.most = [max(row, default=0) for row in live]
-        self.even = all(min(row, default=0) == most for row, most in zip(live, self.most))
+        most = [max(row, default=0) for row in live]
+        even = all(min(row, default=0) == n for row, n in zip(live, most))
+        self.ledger = Ledger(tuple(replace(row, most=n) for row, n in zip(self.ledger.rows, most)), even)
 
-    def settled(self, row: int, added: int, lost: int, length: int, rewind: int, *, exact: bool) -> None:
-        """A row added slots and lost some. `exact`: something else of it reaches no farther back than a rewind."""
-        self.most[row] += added - lost
-        if lost:
-            self.burials[row].add(length, lost)
-        horizon = length - rewind
-        self.floor[row] = max(self.floor[row], self.burials[row].forget(horizon), horizon if exact else 0)
+    def reaches(self, row: int, floor: int) -> None:
+        """No rewind of the row goes back before `floor`."""
+        self.ledger = self.ledger.set(row, replace(self.ledger.rows[row], floor=floor))
 
     # ---- room
 
@@ -143,22 +157,24 @@ class Kept:
     def went_back(self, to: int) -> None:
         """Take every row back to length `to`, which its graves reach."""
         unsettle(self.lists, to)
-        self.burials = [Burials((length, count) for length, count in row.known if length <= to) for row in self.burials]
+        rows = (replace(row, burials=tuple(one for one in row.burials if one[0] <= to)) for row in self.ledger.rows)
+        self.ledger = replace(self.ledger, rows=tuple(rows))
         self.count()
 
     def evict(self, gone: Tensor, length: int, count: int) -> None:
         """Evict slots, bool `[R, K, S]`, up to `count` of a head, at a length of every row."""
         for r, h in product(*map(range, gone.shape[:2])):
             evict(self.lists, r, h, gone[r, h], length)
-        for row in self.burials if count else ():
-            row.add(length, count)
+        if count:
+            rows = (replace(row, burials=(*row.burials, (length, count))) for row in self.ledger.rows)
+            self.ledger = replace(self.ledger, rows=tuple(rows))
         self.count()
 
     def assign(self, row: int, other: Kept) -> None:
         """Make a row what the only row of `other` is, whose slots and graves are as many."""
         for mine, theirs in zip(self.tensors(), other.tensors()):
             mine[row] = theirs[0]
-        self.most[row], self.burials[row], self.floor[row] = other.most[0], other.burials[0], other.floor[0]
+        self.ledger = self.ledger.set(row, other.ledger.rows[0])
 
     def captured(self, row: int, length: int) -> Arrays:
         """Copies of a row's slots, by position, without a row axis; -1 and zeros where a head has fewer than others."""
