@@ -178,7 +178,8 @@ def test_observed_codes_equal_what_they_stand_for(bits: int, width: int, dim: in
 
 @pytest.mark.parametrize("by_scores", [False, True])
 def test_settled_slots_equal_the_references(by_scores: bool) -> None:
-    """Random steps through the native body and the plain one: the same lists, graves and scores; and undone."""
+    """Random steps of two layers at once through the native body and the plain one: the same lists, graves and scores;
+    and undone."""
     generator = torch.Generator().manual_seed(11)
     rows, heads, slots, graves, history = 2, 3, 40, 24, 5
 
@@ -191,25 +192,26 @@ def test_settled_slots_equal_the_references(by_scores: bool) -> None:
         none = torch.zeros(rows, heads, dtype=torch.int64)
         return SlotLists(kept, {**buried, **numbers}, none, none.clone())
 
-    mine, plain = lists(), lists()
+    mine, beside, plain = lists(), lists(), lists()
     lengths, past = [0] * rows, {}
     for turn in range(40):
         counts = torch.randint(1, 5, (rows,), generator=generator)
         accepted = (counts - torch.tensor([0, turn % 2])).clamp(min=0)
         columns = torch.rand(rows, heads, 4, slots, generator=generator) if by_scores else None
         live = mine.live[:, 0] + accepted
-        evicted: Tensor | Lowest = Lowest((live - 20).clamp(min=0), 2, 4, by_scores)
+        evicted: Tensor | Lowest = Lowest(20, turn % 2, 2, 4, by_scores)
         if turn % 3 == 0:
             evicted = torch.rand(rows, heads, slots, generator=generator) < 0
             evicted[0, :, 5:7] = live[0] > 20
         new = torch.randn(rows, heads, 5, 6, generator=generator)
-        for one in (mine, plain):
+        for one in (mine, beside, plain):
             for r in range(rows):
                 for h in range(heads):
                     first = int(one.live[r, h])
                     one.kept["k"][r, h, first : first + 5] = new[r, h, : slots - first]
         starts = torch.tensor(lengths)
-        settle([Change(mine, columns, evicted)], starts, counts, accepted)
+        settle([Change(one, columns, evicted) for one in (beside, mine)], starts, counts, accepted)
+        assert all(torch.equal(mine.kept[name], array) for name, array in beside.kept.items())
         settle_reference(Change(plain, columns, evicted), starts, counts, accepted)
         lengths = [start + n for start, n in zip(lengths, accepted.tolist())]
         assert torch.equal(mine.live, plain.live) and torch.equal(mine.dug, plain.dug)

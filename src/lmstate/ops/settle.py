@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import is_
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from lmstate.ops import dispatch
 
 if TYPE_CHECKING:
-    from lmstate.ops.cpu.settle import Described
+    from lmstate.ops.cpu.settle import Packed
 
 NONE = 2**31 - 1
 
@@ -39,41 +40,46 @@ class SlotLists:
     live: Tensor  # int64 [R, K]
     dug: Tensor  # int64 [R, K]
 
-    @cached_property
-    def described(self) -> Described:
-        """Where everything is, for a native body: the tensors are changed in place, and never others."""
-        from lmstate.ops.cpu.settle import described
-
-        return described(self)
-
 
 class Lowest(NamedTuple):
-    """The `counts[r]` slots of every head that have the lowest scores, or positions; the oldest first among equals."""
+    """The slots of lowest score, or position, of every head that has more than `budget`; the oldest among equals."""
 
-    counts: Tensor  # int64 [R]
-    sinks: int  # the positions below are not among them
-    newest: int  # nor are the last ones
+    budget: int
+    batch: int  # as many go at least
+    sinks: int  # the positions below do not
+    newest: int  # nor do the last ones
     by_scores: bool
 
-
-class Queries(NamedTuple):
-    """A step's queries float32 `[R, T, H, D]`, and a ring `[R, Q, H, D]`: position p's in p % Q."""
-
-    new: Tensor
-    ring: Tensor
+    def excess(self, held: int) -> int:
+        """How many go of a head that has so many."""
+        return max(held - self.budget, self.batch) if held > self.budget else 0
 
 
-class Change(NamedTuple):
-    """What a step leaves of one layer.
+@dataclass(frozen=True, eq=False)
+class Change:
+    """What a step does to one layer. The same from step to step where nothing but numbers in tensors changes.
 
     columns: float32 `[R, K, n, S']`, what each of a row's last n tokens gave to the slots, and in the first what all
-    before it gave. evicted: which slots, bool `[R, K, S]`, the new ones counted.
+    before it gave. evicted: which slots, bool `[R, K, S]`, the new ones counted. queries: the step's, float32
+    `[R, T, H, D]`, for a ring `[R, Q, H, D]`: position p's in p % Q.
     """
 
     lists: SlotLists
     columns: Tensor | None = None
     evicted: Tensor | Lowest | None = None
-    queries: Queries | None = None
+    queries: Tensor | None = None
+    ring: Tensor | None = None
+
+    def like(self, *parts: SlotLists | Tensor | Lowest | None) -> bool:
+        """Whether it is made of these."""
+        return all(map(is_, parts, (self.lists, self.columns, self.evicted, self.queries, self.ring)))
+
+    @cached_property
+    def packed(self) -> Packed:
+        """For a native body."""
+        from lmstate.ops.cpu.settle import packed
+
+        return packed(self)
 
 
 def settle(changes: Sequence[Change], starts: Tensor, counts: Tensor, accepted: Tensor) -> None:
@@ -82,7 +88,7 @@ def settle(changes: Sequence[Change], starts: Tensor, counts: Tensor, accepted: 
     Of any number of layers at once. starts, counts, accepted: int64 `[R]`; a row that accepts none stays as it is. All
     that it changes is changed in place; it cannot fail.
     """
-    library = dispatch.native(starts, *(change.lists.live for change in changes))
+    library = dispatch.native(starts, counts, accepted)
     if library is not None:
         from lmstate.ops.cpu.settle import settle as native
 
@@ -111,7 +117,7 @@ class Settling:
 
 def settle_reference(change: Change, starts: Tensor, counts: Tensor, accepted: Tensor) -> None:
     """Plain torch, a row and head after another."""
-    lists, columns, evicted, queries = change
+    lists, columns, evicted = change.lists, change.columns, change.evicted
     kept, heads = lists.kept, range(lists.live.shape[1])
     spans = zip(starts.tolist(), counts.tolist(), accepted.tolist())
     for r, (start, count, n) in enumerate(spans):
@@ -127,7 +133,7 @@ def settle_reference(change: Change, starts: Tensor, counts: Tensor, accepted: T
             kept["position"][r, h, live : live + n] = new.int()
             lists.live[r, h] = live + n
             if isinstance(evicted, Lowest):
-                for left in range(live + n, live + n - int(evicted.counts[r]), -1):
+                for left in range(live + n, live + n - evicted.excess(live + n), -1):
                     position = kept["position"][r, h, :left]
                     ranks = kept["scores"][r, h, length % kept["scores"].shape[2]] if evicted.by_scores else position
                     guarded = (position < evicted.sinks) | (position >= length - evicted.newest)
@@ -135,9 +141,9 @@ def settle_reference(change: Change, starts: Tensor, counts: Tensor, accepted: T
                     evict(lists, r, h, lowest(ranks, position, torch.ones_like(position[:1])), length)
             elif evicted is not None:
                 evict(lists, r, h, evicted[r, h], length)
-        if queries is not None:
-            size = queries.ring.shape[1]
-            queries.ring[r, new[-size:] % size] = queries.new[r, :n][-size:].to(queries.ring)
+        if change.queries is not None and change.ring is not None:
+            size = change.ring.shape[1]
+            change.ring[r, new[-size:] % size] = change.queries[r, :n][-size:].to(change.ring)
 
 
 def scores_after(before: Tensor, columns: Tensor, live: int, count: int, n: int) -> list[tuple[int, Tensor]]:

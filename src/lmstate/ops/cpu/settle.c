@@ -18,30 +18,30 @@ typedef struct {
   float *scores;             /* [R, K, history, S]: after length L in L % history, as slots lay at that length; or null */
   int32_t *died, *slot;      /* [R, K, G]: at which length the buried ones were evicted, and from where */
   int64_t *live, *dug;       /* [R, K]: filled slots; slots that are or were buried */
+  const float *columns;      /* [R, K, planes, wide]: see attend_args; with scores */
+  const uint8_t *gone;       /* [R, K, S]: which ones are evicted, or null */
+  const float *queries;      /* [R, T, E], the step's */
+  float *ring;               /* [R, Q, E]: that of position p in p % Q; or null */
   int64_t kv_heads, slots, graves, count, history;
-  const int64_t *starts, *counts, *accepted; /* [R] */
-  const float *columns;     /* [R, K, planes, wide]: see attend_args; with scores */
-  const uint8_t *gone;      /* [R, K, S]: which ones are evicted, or null: */
-  const int64_t *evicts;    /* [R]: how many, those of lowest score or position; or null */
-  const float *queries;     /* [R, T, E], the step's */
-  float *ring;              /* [R, Q, E]: that of position p in p % Q; or null */
   int64_t planes, wide;
-  int64_t sinks, newest, by_scores; /* positions below `sinks`, and of the `newest` tokens, are not among the lowest */
+  int64_t lowest, budget, batch; /* lowest: of what is more than the budget, `batch` at least, those of lowest score or */
+  int64_t sinks, newest, by_scores; /* position go; positions below `sinks`, and of the `newest` tokens, do not */
   int64_t tokens, query_width, ring_size;
-} settle_args;
+} change;
 
 typedef struct {
+  const int64_t *starts, *counts, *accepted; /* [R] */
   int64_t layers, rows, threads;
-  settle_args each[]; /* of all layers that a step settles */
-} settlement;
+  change each[]; /* of all layers that a step settles */
+} settle_args;
 
 /* The scores after each accepted token. Where a slot was not filled before the step, they begin at 0. */
-static void add_scores(const settle_args *a, int64_t r, int64_t head) {
-  const int64_t start = a->starts[r], count = a->counts[r], end = a->live[head] + count, filled = a->live[head];
+static void add_scores(const change *a, int64_t head, int64_t start, int64_t count, int64_t accepted) {
+  const int64_t end = a->live[head] + count, filled = a->live[head];
   float *all = a->scores + head * a->history * a->slots;
   const float *before = all + start % a->history * a->slots;
   int64_t plane = a->planes > count ? a->planes - count : 0, known = filled;
-  for (; plane + count - a->planes < a->accepted[r]; plane++) {
+  for (; plane + count - a->planes < accepted; plane++) {
     const float *column = a->columns + (head * a->planes + plane) * a->wide;
     float *after = all + (start + plane + count - a->planes + 1) % a->history * a->slots;
     for (int64_t s = 0; s < known; s++) after[s] = before[s] + column[s];
@@ -50,7 +50,7 @@ static void add_scores(const settle_args *a, int64_t r, int64_t head) {
   }
 }
 
-static void evict(const settle_args *a, int64_t head, int64_t slot, int64_t length) {
+static void evict(const change *a, int64_t head, int64_t slot, int64_t length) {
   const int64_t last = --a->live[head], grave = a->graves ? a->dug[head]++ % a->graves : 0;
   for (const slot_array *x = a->arrays; x < a->arrays + a->count; x++) {
     char *kept = x->kept + head * a->slots * x->bytes;
@@ -64,7 +64,7 @@ static void evict(const settle_args *a, int64_t head, int64_t slot, int64_t leng
 }
 
 /* The slot of lowest score or position, of equals the oldest; scores are not negative, and so in the order of their bits. */
-static int64_t lowest(const settle_args *a, int64_t head, int64_t length) {
+static int64_t lowest(const change *a, int64_t head, int64_t length) {
   const int64_t n = a->live[head];
   const int32_t *positions = a->positions + head * a->slots, sinks = (int32_t)a->sinks, late = (int32_t)(length - a->newest);
   const int32_t *ranks = positions;
@@ -83,12 +83,12 @@ static int64_t lowest(const settle_args *a, int64_t head, int64_t length) {
   return slot;
 }
 
-static void settle_row(const settle_args *a, int64_t r) {
-  const int64_t start = a->starts[r], n = a->accepted[r], length = start + n;
+static void settle_row(const change *a, int64_t r, int64_t start, int64_t count, int64_t n) {
+  const int64_t length = start + n;
   if (!n) return;
   for (int64_t head = r * a->kv_heads; head < (r + 1) * a->kv_heads; head++) {
     int32_t *positions = a->positions + head * a->slots;
-    if (a->scores) add_scores(a, r, head);
+    if (a->scores) add_scores(a, head, start, count, n);
     for (int64_t t = 0; t < n; t++) positions[a->live[head] + t] = (int32_t)(start + t);
     a->live[head] += n;
     if (a->gone) {
@@ -96,7 +96,9 @@ static void settle_row(const settle_args *a, int64_t r) {
       for (int64_t s = a->live[head] - 1; s >= 0; s--)
         if (gone[s]) evict(a, head, s, length);
     }
-    for (int64_t i = 0; a->evicts && i < a->evicts[r]; i++) {
+    if (!a->lowest || a->live[head] <= a->budget) continue;
+    const int64_t over = a->live[head] - a->budget, goes = over > a->batch ? over : a->batch;
+    for (int64_t i = 0; i < goes; i++) {
       const int64_t slot = lowest(a, head, length);
       if (slot < a->live[head]) evict(a, head, slot, length);
     }
@@ -107,7 +109,10 @@ static void settle_row(const settle_args *a, int64_t r) {
            a->queries + (r * a->tokens + t) * a->query_width, (size_t)a->query_width * sizeof(float));
 }
 
-void lmstate_settle(const settlement *s) {
-#pragma omp parallel for schedule(static) num_threads((int)s->threads) if (s->threads > 1 && s->layers * s->rows > 1)
-  for (int64_t i = 0; i < s->layers * s->rows; i++) settle_row(&s->each[i / s->rows], i % s->rows);
+void lmstate_settle(const settle_args *a) {
+#pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1 && a->layers * a->rows > 1)
+  for (int64_t i = 0; i < a->layers * a->rows; i++) {
+    const int64_t r = i % a->rows;
+    settle_row(&a->each[i / a->rows], r, a->starts[r], a->counts[r], a->accepted[r]);
+  }
 }

@@ -15,21 +15,18 @@ from lmstate.ops import cpu
 from lmstate.ops.cpu.arguments import float_pointer, function, integers
 
 if TYPE_CHECKING:
-    from lmstate.ops.settle import Change, SlotLists
+    from lmstate.ops.settle import Change
 
 ARRAYS = 8
-_HEADER = Struct("3q")
-_LISTS = Struct("2Pq" * ARRAYS + "6P5q")
-_STEP = Struct("8P8q")
+_HEADER = Struct("3P3q")
+_CHANGE = Struct("2Pq" * ARRAYS + "10P16q")
 
 
-class Described(NamedTuple):
-    """Lists of slots as C reads them; what does not change from step to step."""
+class Packed(NamedTuple):
+    """The arguments of one layer."""
 
     fields: bytes
     rows: int
-    heads: int
-    slots: int
 
 
 class Settle:
@@ -42,45 +39,16 @@ class Settle:
         """`settle`."""
         rows = len(starts)
         spans = tuple(integers(x, "starts, counts and accepted", rows) for x in (starts, counts, accepted))
-        pointers = tuple(x.data_ptr() for x in spans)
-        packed = [_HEADER.pack(len(changes), rows, torch.get_num_threads())]
-        alive: list[Tensor] = []  # what only the packed pointers know of
-        for change in changes:
-            described = change.lists.described
-            if described.rows != rows:
-                raise ValueError(f"lists of {described.rows} rows were given with the starts of {rows}")
-            packed += [described.fields, self._step(change, pointers, described, alive)]
-        self._settle(b"".join(packed))
-
-    def _step(
-        self, change: Change, spans: tuple[int, ...], described: Described, alive: list[Tensor]
-    ) -> bytes:
-        """The second part of a layer's arguments."""
-        _, columns, evicted, queries = change
-        _, rows, heads, slots = described
-        gone = evicts = seen = planes = wide = sinks = newest = by_scores = new = ring = tokens = width = size = 0
-        if columns is not None:
-            planes, wide = columns.shape[2:]
-            seen = float_pointer(columns, "columns", (rows, heads, planes, wide))
-        if isinstance(evicted, Tensor):
-            if evicted.shape != (rows, heads, slots) or evicted.dtype != torch.bool or not evicted.is_contiguous():
-                raise ValueError(f"evicted is {evicted.dtype} {list(evicted.shape)}; slots are {[rows, heads, slots]}")
-            gone = evicted.data_ptr()
-        elif evicted is not None:
-            lost = integers(evicted.counts, "counts of the evicted", rows)
-            alive.append(lost)
-            evicts, sinks, newest, by_scores = lost.data_ptr(), evicted.sinks, evicted.newest, int(evicted.by_scores)
-        if queries is not None:
-            (_, tokens, *each), size = queries.new.shape, queries.ring.shape[1]
-            new = float_pointer(queries.new, "queries", (rows, tokens, *each))
-            ring, width = float_pointer(queries.ring, "ring", (rows, size, *each)), each[0] * each[1]
-        return _STEP.pack(
-            *spans, seen, gone, evicts, new, ring, planes, wide, sinks, newest, by_scores, tokens, width, size
-        )
+        packed = [change.packed for change in changes]
+        if any(each.rows != rows for each in packed):
+            raise ValueError(f"lists of other numbers of rows were given with the starts of {rows}")
+        header = _HEADER.pack(*(x.data_ptr() for x in spans), len(changes), rows, torch.get_num_threads())
+        self._settle(b"".join([header, *(each.fields for each in packed)]))
 
 
-def described(lists: SlotLists) -> Described:
-    kept, buried = lists.kept, lists.buried
+def packed(change: Change) -> Packed:
+    """Checked once: a change is not given other tensors, nor these other memory."""
+    kept, buried, live, dug = change.lists.kept, change.lists.buried, change.lists.live, change.lists.dug
     rows, heads, slots = kept["position"].shape
     graves = buried["position"].shape[2]
     fields: list[int] = []
@@ -95,13 +63,30 @@ def described(lists: SlotLists) -> Described:
     count, scores = len(fields) // 3, kept.get("scores")
     if count > ARRAYS:
         raise ValueError(f"slots of {count} tensors were given; there is room for {ARRAYS}")
-    packed = _LISTS.pack(
+    seen = gone = queries = ring = planes = wide = tokens = width = size = 0
+    lowest: tuple[int, ...] = (0, 0, 0, 0, 0)
+    if change.columns is not None:
+        planes, wide = change.columns.shape[2:]
+        seen = float_pointer(change.columns, "columns", (rows, heads, planes, wide))
+    if isinstance(change.evicted, Tensor):
+        evicted = change.evicted
+        if evicted.shape != (rows, heads, slots) or evicted.dtype != torch.bool or not evicted.is_contiguous():
+            raise ValueError(f"evicted is {evicted.dtype} {list(evicted.shape)}; slots are {[rows, heads, slots]}")
+        gone = evicted.data_ptr()
+    elif change.evicted is not None:
+        lowest = change.evicted
+    if change.queries is not None and change.ring is not None:
+        (_, tokens, *each), size = change.queries.shape, change.ring.shape[1]
+        queries = float_pointer(change.queries, "queries", (rows, tokens, *each))
+        ring, width = float_pointer(change.ring, "ring", (rows, size, *each)), each[0] * each[1]
+    packed = _CHANGE.pack(
         *fields, *(0,) * (3 * (ARRAYS - count)), kept["position"].data_ptr(),
         0 if scores is None else scores.data_ptr(), buried["died"].data_ptr(), buried["slot"].data_ptr(),
-        lists.live.data_ptr(), lists.dug.data_ptr(), heads, slots, graves, count,
-        0 if scores is None else scores.shape[2],
+        live.data_ptr(), dug.data_ptr(), seen, gone, queries, ring,
+        heads, slots, graves, count, 0 if scores is None else scores.shape[2],
+        planes, wide, change.evicted is lowest, *lowest, tokens, width, size,
     )  # fmt: skip
-    return Described(packed, rows, heads, slots)
+    return Packed(packed, rows)
 
 
 @lru_cache

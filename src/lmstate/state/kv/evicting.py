@@ -12,7 +12,7 @@ from torch import Tensor
 from lmstate import ops
 from lmstate.ops.attend_quantized import attend_quantized
 from lmstate.ops.attend_slots import Columns, attend_observed, attend_slots
-from lmstate.ops.settle import Change, Lowest, Queries, Settling, scores_after
+from lmstate.ops.settle import Change, Lowest, Settling, scores_after
 from lmstate.state.attention import KeyValueState
 from lmstate.state.kv.codec import Codec
 from lmstate.state.kv.kept import Arrays, Kept, Ledger
@@ -68,6 +68,7 @@ class EvictingState(KeyValueState):
         shift: Callable[[Tensor, int], Tensor] | None = None,
     ):
         self.layout, self.policy, self.shift, self.sight = layout, policy, shift, sight
+        self.lowest = policy.lowest if isinstance(policy, Budget) and policy.plain else None
         self.kind = "attention" if sight.reach is None else "window"
         self.codec = Codec(policy.storage, {"k": head_dim, "v": value_dim or head_dim}, layout.dtype)
         self.history = layout.rewind + 1 if policy.observes else 0  # lengths whose scores are kept, one in n % history
@@ -257,7 +258,7 @@ class EvictingState(KeyValueState):
 
     def tensors(self) -> list[Tensor]:
         held, queries = (self.held, self.queries) if self._saved is None else self._saved
-        tensors = [*self.held.tensors(), *held.tensors()]
+        tensors = [*self.held.tensors(), *held.tensors(), *self.held.spare(), *held.spare()]
         for one in (self.queries, queries):
             tensors += one.tensors() if one is not None else []
         if self._part is not None:
@@ -290,6 +291,9 @@ class EvictingState(KeyValueState):
             self._settle(part.step.counts)()
             self._make_room(step.width)
         part = self._part = Part(step, _numbers(step, self.held.most))
+        if (spare := self.held.change) is not None and step.width == 1:
+            part.columns, part.queries = spare.columns, spare.queries
+            return part
         if self.history:
             planes = step.width if self._tentative else min(step.width, self.history)
             shape = (*self.held.lists.live.shape, planes, self.held.slots)
@@ -341,12 +345,15 @@ class EvictingState(KeyValueState):
         evicted, wanted, after = self._judged(part, accepted)
         if wanted > held.graves or held.graves > 2 * wanted + 4 * ROOM:
             held = held.reburied(wanted + ROOM if wanted else 0)
-        queries = None
+        ring = None
         if self.queries is not None:
             assert part.queries is not None
-            queries = Queries(part.queries, self.queries.made(part.queries))
+            ring = self.queries.made(part.queries)
+        change = held.change
+        if change is None or not change.like(held.lists, part.columns, evicted, part.queries, ring):
+            change = Change(held.lists, part.columns, evicted, part.queries, ring)
         settling = step.memo(("settling", accepted), lambda: _settling(step, accepted))
-        settling.add(self, Change(held.lists, part.columns, evicted, queries))
+        settling.add(self, change)
 
         def install() -> None:
             settling.run()
@@ -357,6 +364,7 @@ class EvictingState(KeyValueState):
                 for row, (start, n) in enumerate(zip(step.starts, accepted)):
                     if n:
                         self.queries.wrote(row, start, start + n)
+            held.change = change if step.width == 1 and not isinstance(evicted, Tensor) else None
             self.held, self._part = held, None
 
         return install
@@ -403,10 +411,7 @@ class EvictingState(KeyValueState):
         lost = tuple(policy.excess(most + n) or 0 if n else 0 for most, n in zip(self.held.most, accepted))
         if not any(lost):
             return self._verdict(step, accepted, None, lost)
-        if not isinstance(policy, Budget) or not policy.plain or max(lost) > FEW:
-            return None
-        lowest = Lowest(_numbers(step, lost), policy.sinks, policy.newest, policy.observes)
-        return self._verdict(step, accepted, lowest, lost)
+        return None if self.lowest is None or max(lost) > FEW else self._verdict(step, accepted, self.lowest, lost)
 
     def _verdict(
         self, step: Step, accepted: tuple[int, ...], evicted: Tensor | Lowest | None, lost: tuple[int, ...]

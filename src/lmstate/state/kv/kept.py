@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lmstate.errors import SnapshotError
-from lmstate.ops.settle import NONE, SlotLists, evict, unsettle
+from lmstate.ops.settle import NONE, Change, SlotLists, evict, unsettle
 
 Arrays = dict[str, Tensor]
 
@@ -62,6 +62,8 @@ class Kept:
 
     lists: SlotLists
     ledger: Ledger
+    change: Change | None = field(default=None, init=False)
+    """What the last step did to the lists, if a next one of a token may do the same: its buffers serve again."""
 
     @classmethod
     def empty(
@@ -202,6 +204,10 @@ class Kept:
 
     def tensors(self) -> list[Tensor]:
         return [*self.lists.kept.values(), *self.lists.buried.values(), self.lists.live, self.lists.dug]
+
+    def spare(self) -> list[Tensor]:
+        """What a next step may use."""
+        return [] if self.change is None else [x for x in (self.change.columns, self.change.queries) if x is not None]
 
 
 def check(kept: Arrays, length: int, tensors: Arrays) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lmstate.errors import StateError
-from lmstate.ops.settle import lowest
+from lmstate.ops.settle import Lowest, lowest
 from lmstate.state.kv.storage import Dense, Policy, Storage
 
 
@@ -127,7 +127,12 @@ class Budget(Evicting):
     def excess(self, held: int) -> int | None:
         if type(self).evict is not Budget.evict:
             return None
-        return max(held - self.budget, self.batch) if held > self.budget else 0
+        return self.lowest.excess(held)
+
+    @property
+    def lowest(self) -> Lowest:
+        """What goes where ranks are the default ones."""
+        return Lowest(self.budget, self.batch, self.sinks, self.newest, self.observes)
 
     def evict(self, slots: Slots) -> Tensor:
         positions = slots.positions
