@@ -40,6 +40,16 @@ class SlotLists:
     live: Tensor  # int64 [R, K]
     dug: Tensor  # int64 [R, K]
 
+    @cached_property
+    def slots(self) -> int:
+        """S."""
+        return self.kept["position"].shape[2]
+
+    @cached_property
+    def graves(self) -> int:
+        """G."""
+        return self.buried["position"].shape[2]
+
 
 class Lowest(NamedTuple):
     """The slots of lowest score, or position, of every head that has more than `budget`; the oldest among equals."""

@@ -69,6 +69,8 @@ class EvictingState(KeyValueState):
     ):
         self.layout, self.policy, self.shift, self.sight = layout, policy, shift, sight
         self.lowest = policy.lowest if isinstance(policy, Budget) and policy.plain else None
+        self._sees_all = sight == ops.EVERYTHING
+        self._foreseeable = self._sees_all and policy.excess(0) is not None  # heads that are alike in number stay so
         self.kind = "attention" if sight.reach is None else "window"
         self.codec = Codec(policy.storage, {"k": head_dim, "v": value_dim or head_dim}, layout.dtype)
         self.history = layout.rewind + 1 if policy.observes else 0  # lengths whose scores are kept, one in n % history
@@ -102,11 +104,13 @@ class EvictingState(KeyValueState):
 
     def rings(self, step: Step) -> ops.Rings | None:
         part = self._enter(step)
-        if self.codec.bits is not None or not self._as_rings(step) or not self.held.ledger.even:
+        held = self.held
+        if self.codec.bits is not None or not self._as_rings(step) or not held.ledger.even:
             return None
         if self.queries is not None and part.queries is None:  # nobody knows yet how many heads they have
             return None
-        return ops.Rings(self.arrays["k"], self.arrays["v"], ops.EVERYTHING, part.starts, part.columns, part.queries)
+        kept = held.lists.kept
+        return ops.Rings(kept["k"], kept["v"], ops.EVERYTHING, part.starts, part.columns, part.queries)
 
     def attend(
         self,
@@ -151,6 +155,8 @@ class EvictingState(KeyValueState):
             return self.discard
         # The parts of a certain step are settled but for the last, and such a step is accepted whole.
         install_last = self._settle(accepted if step.tentative else self._part.step.counts)
+        if self._saved is None:
+            return install_last
 
         def install() -> None:
             install_last()
@@ -273,7 +279,7 @@ class EvictingState(KeyValueState):
 
     def _as_rings(self, step: Step) -> bool:
         """Whether a step sees all that is filled: what is out of a token's sight is evicted before it comes."""
-        return self.sight == ops.EVERYTHING or step.width == 1
+        return self._sees_all or step.width == 1
 
     def _make_room(self, width: int) -> None:
         """Have `width` slots behind the filled ones, and not many more; the arrays are replaced, never written."""
@@ -358,7 +364,7 @@ class EvictingState(KeyValueState):
         def install() -> None:
             settling.run()
             held.ledger = after
-            if isinstance(evicted, Tensor) and not self._even_after():
+            if isinstance(evicted, Tensor) and not (after.even and self._foreseeable):
                 held.count()
             if self.queries is not None:
                 for row, (start, n) in enumerate(zip(step.starts, accepted)):
@@ -369,14 +375,10 @@ class EvictingState(KeyValueState):
 
         return install
 
-    def _even_after(self) -> bool:
-        """Whether heads stay alike in number, whatever the policy evicts."""
-        return self.held.ledger.even and self.sight == ops.EVERYTHING and self.policy.excess(0) is not None
-
     def _judged(self, part: Part, accepted: tuple[int, ...]) -> Verdict:
         """What the commit evicts: of all layers that fare alike the same, where the policy need not be asked."""
         step, policy = part.step, self.policy
-        if self._even_after():
+        if self._foreseeable and self.held.ledger.even:
             key = ("verdict", id(policy), accepted, self.held.ledger)
             if (verdict := step.memo(key, lambda: self._foreseen(step, accepted))) is not None:
                 return verdict
@@ -424,7 +426,9 @@ class EvictingState(KeyValueState):
             for row, start, n, gone in zip(ledger.rows, step.starts, accepted, lost)
         )
         wanted = max(row.buried + gone for row, gone in zip(ledger.rows, lost)) if rewind else 0
-        return Verdict(evicted, wanted, Ledger(after, ledger.even))
+        # One for all that have come to the same: what they ask the step for next time, they ask for with this.
+        same = step.memo(("ledger", after, ledger.even), lambda: Ledger(after, ledger.even))
+        return Verdict(evicted, wanted, same)
 
     def _evicted(
         self,

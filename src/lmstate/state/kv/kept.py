@@ -37,15 +37,12 @@ class Account:
         return Account(self.most + added - lost, floor, tuple(one for one in burials if one[0] > horizon))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Ledger:
     """The accounts of every row. Never changed: layers that fare alike share one, and what a step makes of it."""
 
     rows: tuple[Account, ...]
     even: bool = True  # whether every head of a row has as many slots as its fullest one
-
-    def __hash__(self) -> int:  # asked of every layer in every step
-        return hash(self.most)
 
     @cached_property
     def most(self) -> tuple[int, ...]:
@@ -89,12 +86,12 @@ class Kept:
     @property
     def slots(self) -> int:
         """S."""
-        return self.lists.kept["position"].shape[2]
+        return self.lists.slots
 
     @property
     def graves(self) -> int:
         """G."""
-        return self.lists.buried["position"].shape[2]
+        return self.lists.graves
 
     def clone(self) -> Kept:
         kept, buried, live, dug = self.lists.kept, self.lists.buried, self.lists.live, self.lists.dug
