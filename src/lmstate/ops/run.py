@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 class Rings:
     """Keys `[R, K, S, D]` and values `[R, K, S, Dv]` as they are, position p in slot p % S, and what a query sees.
 
-    A layer that has evicted some counts what it kept instead of positions: `starts` int64 `[R]` says how many. It may
-    ask for two things to be filled in: `columns` float32 `[R, K, n, S]` with the attention that slots receive (see
-    `ops.attend_slots.Columns`; what lies behind the filled ones stays as it is), and `queries` float32 `[R, T, H, D]`
-    with the queries as they attend.
+    A layer that has evicted some counts what it kept instead of positions: `starts` int64 `[R]` says how many (these
+    alone may be replaced). It may ask for two things to be filled in: `columns` float32 `[R, K, n, S]` with the
+    attention that slots receive (see `ops.attend_slots.Columns`; what lies behind the filled ones stays as it is), and
+    `queries` float32 `[R, T, H, D]` with the queries as they attend.
     """
 
     k: Tensor
@@ -177,6 +177,7 @@ class Run:
     def __init__(self, x: Tensor, starts: Tensor | None = None, counts: Tensor | None = None):
         self._starts, self._counts = starts, counts
         self._turns: dict[int, tuple[Rotation | None, bytes]] = {}
+        self._places: dict[int, tuple[Tensor | None, bytes]] = {}
         self.put(x)
 
     def put(self, x: Tensor) -> None:
@@ -212,8 +213,10 @@ class Run:
             return False
         if (turned := self._turns.get(id(rotation))) is None:
             turned = self._turns[id(rotation)] = rotation, fused.rotation(rotation, rows, tokens)
+        if (placed := self._places.get(id(rings.starts))) is None:
+            placed = self._places[id(rings.starts)] = rings.starts, fused.starts(rings.starts, rows)
         fused.check(half.parts, rings, rotation, rows, tokens)
-        self._wait(half, constant + rings.packed + turned[1], rings)
+        self._wait(half, b"".join([constant, placed[1], rings.packed, turned[1]]), rings)
         return True
 
     def feeds(self, half: FeedForwardHalf) -> bool:

@@ -18,9 +18,9 @@ typedef struct {
   const float *out_bias, *after; /* the last as in linear_args */
   int64_t inputs, outputs, heads, kv_heads, dim, gated, q_norm_width, k_norm_width, qkv_kind, out_kind;
   double norm_eps, q_eps, k_eps, scale, softcap, after_eps, residual_scale;
+  const int64_t *starts; /* [R], where they are not the step's; or null */
   /* The rings. */
   void *k, *v;           /* as in attend_args */
-  const int64_t *starts; /* [R], where they are not the step's; or null */
   float *columns;        /* [R, K, planes, S], of this call alone, as in attend_args; or null */
   float *queries;        /* [N, H, D], filled with the queries as they attend; or null */
   int64_t slots, k_row, k_head, k_slot, v_row, v_head, v_slot, planes, kind, window, chunk;

@@ -25,11 +25,12 @@ if TYPE_CHECKING:
     from lmstate.ops.run import AttentionHalf, AttentionParts, FeedForwardHalf, Rings, Waiting
 
 _ATTENTION = Struct("q9P10q7d")
-_RINGS = Struct("5P11q")
+_STARTS = Struct("P")
+_RINGS = Struct("4P11q")
 _ROTATION = Struct("2P2q")
 _FEED_FORWARD = Struct("q6P7q3d")
 _RUN = Struct("5P4q")
-_HALF = _ATTENTION.size + _RINGS.size + _ROTATION.size
+_HALF = _ATTENTION.size + _STARTS.size + _RINGS.size + _ROTATION.size
 
 
 class Fused:
@@ -39,7 +40,7 @@ class Fused:
         self._run = function(library, "lmstate_run")
 
     def attention(self, half: AttentionHalf) -> bytes:
-        """The start of the arguments of attention, before those of its rings and of its rotation."""
+        """The start of the arguments of attention, before those of its starts, its rings and its rotation."""
         parts, norm = half.parts, half.norm
         heads, kv_heads, dim, qkv, out = parts.heads, parts.kv_heads, parts.head_dim, parts.qkv, parts.out
         width, inputs, outputs = qkv.out_features, qkv.in_features, out.out_features
@@ -57,15 +58,18 @@ class Fused:
             _norm(half.after, outputs)[1], _factor(half.scale),
         )  # fmt: skip
 
+    def starts(self, starts: Tensor | None, rows: int) -> bytes:
+        """The arguments of attention that say where a layer's tokens start, if not where the step's do."""
+        return _STARTS.pack(0 if starts is None else integers(starts, "starts", rows).data_ptr())
+
     def rings(self, rings: Rings) -> bytes:
-        """The arguments that keys and values are; pointers to what `rings` holds."""
+        """The arguments that keys and values are; pointers to what `rings` holds, but for its starts."""
         k, v, (window, chunk), columns = rings.k, rings.v, rings.sight, rings.columns
         rows, kv_heads, slots, _ = k.shape
         planes = 0 if columns is None else columns.shape[2]
-        starts = 0 if rings.starts is None else integers(rings.starts, "starts", rows).data_ptr()
         queries = 0 if rings.queries is None else float_pointer(rings.queries, "queries", tuple(rings.queries.shape))
         return _RINGS.pack(
-            k.data_ptr(), v.data_ptr(), starts,
+            k.data_ptr(), v.data_ptr(),
             optional_pointer(columns, "columns", (rows, kv_heads, planes, slots)), queries,
             slots, *k.stride()[:3], *v.stride()[:3], planes, KINDS[k.dtype], window or 0, chunk or 0,
         )  # fmt: skip

@@ -109,8 +109,11 @@ class EvictingState(KeyValueState):
             return None
         if self.queries is not None and part.queries is None:  # nobody knows yet how many heads they have
             return None
-        kept = held.lists.kept
-        return ops.Rings(kept["k"], kept["v"], ops.EVERYTHING, part.starts, part.columns, part.queries)
+        rings, kept = held.rings, held.lists.kept
+        if rings is None or rings.columns is not part.columns or rings.queries is not part.queries:
+            rings = held.rings = ops.Rings(kept["k"], kept["v"], columns=part.columns, queries=part.queries)
+        rings.starts = part.starts
+        return rings
 
     def attend(
         self,
@@ -166,8 +169,10 @@ class EvictingState(KeyValueState):
 
     def discard(self) -> None:
         if self._saved is not None:
+            self._leave()
             self.held, self.queries = self._saved
-        self._part, self._saved = None, None
+        self._leave()
+        self._saved = None
 
     # ---- moving about
 
@@ -308,6 +313,15 @@ class EvictingState(KeyValueState):
             part.queries = self.queries.ring.new_empty(step.rows, step.width, *self.queries.ring.shape[2:])
         return part
 
+    def _leave(self) -> None:
+        """Be done with the part; what it reads with serves again if its buffers do."""
+        held, self._part = self.held, None
+        rings, change = held.rings, held.change
+        if rings is not None:
+            rings.starts = None
+            if change is None or rings.columns is not change.columns or rings.queries is not change.queries:
+                held.rings = None
+
     def _store(self, new: tuple[Tensor, Tensor], step: Step) -> None:
         """Put keys and values `[R, T, K, D]` behind the filled slots."""
         live, arrays = self.held.lists.live, self.arrays
@@ -371,7 +385,8 @@ class EvictingState(KeyValueState):
                     if n:
                         self.queries.wrote(row, start, start + n)
             held.change = change if step.width == 1 and not isinstance(evicted, Tensor) else None
-            self.held, self._part = held, None
+            self.held = held
+            self._leave()
 
         return install
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lmstate.errors import SnapshotError
+from lmstate.ops import Rings
 from lmstate.ops.settle import NONE, Change, SlotLists, evict, unsettle
 
 Arrays = dict[str, Tensor]
@@ -61,6 +62,7 @@ class Kept:
     ledger: Ledger
     change: Change | None = field(default=None, init=False)
     """What the last step did to the lists, if a next one of a token may do the same: its buffers serve again."""
+    rings: Rings | None = field(default=None, init=False)  # with those buffers
 
     @classmethod
     def empty(
