@@ -138,7 +138,7 @@ def failing_layer(model: lmstate.Model, index: int, *, after: bool) -> Iterator[
             run.stream()
         raise Fault
 
-    model.blocks[index] = cast(Block, SimpleNamespace(join=fail))
+    model.blocks[index] = cast(Block, SimpleNamespace(join=fail, mixer=block.mixer))
     try:
         yield
     finally:

@@ -28,7 +28,7 @@ def computed(mirror: Mirror) -> int:
         counts.append(step.counts[0])
         block.join(run, step, memory)
 
-    mirror.model.blocks[0] = cast(Block, SimpleNamespace(join=count))
+    mirror.model.blocks[0] = cast(Block, SimpleNamespace(join=count, mixer=block.mixer))
     try:
         mirror.model([[5]], mirror.state)
     finally:
@@ -113,3 +113,13 @@ def test_positions_that_never_were_are_refused() -> None:
         mirror.state.rewind(0, 1)
     mirror.state.discard()
     mirror.check()
+
+
+@pytest.mark.parametrize("case", WINDOWS)
+def test_a_ring_that_grows_does_not_bring_back_what_it_lost(case: str) -> None:
+    mirror = Mirror(ours(case), rows=2, rewind=0)
+    for width in (1, 9, 9, 9, 9):
+        mirror.extend([text(width, seed=width)[0].tolist(), []])
+    mirror.draft([[], text(40, seed=1)[0].tolist()], [0, 2])  # needs more slots, while row 0 is idle
+    mirror.rewind(0, 2)
+    mirror.check(probe=True)

@@ -94,7 +94,8 @@ class SlotState(LayerState):
             )
         self._save()
         if need > self.slots:
-            self.buffers = self._resized(self._grown(need, self.span + max(fresh)))
+            slots = self._grown(need, self.span + max(fresh))
+            self.buffers, self.high = self._resized(slots), self._high_in(slots, self.high)
         elif overwrites:
             copies = {name: buffer.clone() for name, buffer in self.buffers.items()}
             if self.layout.static:
@@ -143,18 +144,19 @@ class SlotState(LayerState):
     def restore(self, row: int, length: int, tensors: dict[str, Tensor]) -> Install | None:
         stored = self._checked(length, tensors)
         count = next(iter(stored.values())).shape[-2]
-        current = self.buffers
-        if count > self.slots and not self.layout.static:
-            current = self._resized(self._grown(count, None if self.span is None else count))
+        current, slots = self.buffers, self.slots
+        if count > slots and not self.layout.static:
+            slots = self._grown(count, None if self.span is None else count)
+            current = self._resized(slots)
         forked = self._saved is not None and self._saved[0] is not self.buffers
 
         def install() -> None:
             if self._saved is not None:
                 # Other rows are pending: what a discard brings back must hold this row as well.
-                saved = self._saved if forked else (current, self._saved[1])
+                saved = self._saved if forked else (current, self._high_in(slots, self._saved[1]))
                 _store(stored, saved[0], row, length, saved[1])
                 self._saved = saved
-            self._hold(current, self.high)
+            self._hold(current, self._high_in(slots, self.high))
             _store(stored, self.buffers, row, length, self.high)
 
         return install
@@ -218,6 +220,10 @@ class SlotState(LayerState):
                 else:
                     larger[name][row][..., positions % slots, :] = buffer[row][..., positions % old, :]
         return larger
+
+    def _high_in(self, slots: int, high: list[int]) -> list[int]:
+        """`high` for so many slots, with what is lost in those that there are lost in them too."""
+        return [end if end <= self.slots else end - self.slots + slots for end in high]
 
     def _hold(self, buffers: Buffers, high: list[int]) -> None:
         """Have what is in `buffers`: in them, or, of a static layout, in the ones that there are."""
