@@ -202,7 +202,7 @@ class Run:
     def attends(self, half: AttentionHalf, rings: Rings, rotation: Rotation | None) -> bool:
         """Have attention wait; False where no native body does it."""
         library = self._library
-        if library is None or (constant := half.ready(library)) is None:
+        if library is None or self._counts is None or (constant := half.ready(library)) is None:
             return False
         fused, (rows, tokens, _) = library.fused, self._x.shape
         if rings.packed is None:
