@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import lmstate.ops as ops
+from lmstate import kv
 from lmstate.models.block import Block, run_blocks
 from lmstate.models.mixers.attention import Attention
 from lmstate.models.mlp import MLP
@@ -62,21 +63,30 @@ def step_of(starts: list[int], counts: list[int]) -> Step:
     return Step(tuple(starts), tuple(counts), torch.device("cpu"), tuple(starts))
 
 
-def run(mixer: Attention, xs: list[tuple[list[int], Tensor]], fused: bool, dtype: torch.dtype) -> list[Tensor]:
+def run(
+    mixer: Attention,
+    xs: list[tuple[list[int], Tensor]],
+    fused: bool,
+    dtype: torch.dtype,
+    policy: kv.Policy | None = None,
+) -> list[Tensor]:
     """The outputs of steps `(counts, x)` on a fresh state."""
     norm, rows = norm_fixed(), len(xs[0][0])
-    memory = mixer.new_state(Layout(rows, torch.device("cpu"), dtype))
+    memory = mixer.new_state(Layout(rows, torch.device("cpu"), dtype, kv=policy))
     assert isinstance(memory, KeyValueState)
     starts, outs = [0] * rows, []
     for counts, x in xs:
         step = step_of(starts, counts)
         memory.reserve(step)
-        if fused:
+        # The first step of a policy that keeps queries tells it how many heads they have.
+        if fused and not (outs == [] and isinstance(policy, kv.SnapKV)):
             alone = ops.Run(x, step.starts_t, step.counts_t)
             assert mixer.joins(alone, ops.AttentionHalf(mixer, norm, *onto(x)[1:]), step, memory)
             y = alone.stream()
         else:
             y = mixer.mix(ops.linear(x, mixer.qkv, mixer.qkv_bias, norm=norm), step, memory, onto(x))
+        if (install := memory.commit(step, tuple(counts))) is not None:
+            install()
         outs += [y[row, :count] for row, count in enumerate(counts)]
         starts = [start + count for start, count in zip(starts, counts)]
     return outs
@@ -98,6 +108,29 @@ def test_attention_equals_its_operations(variant: str, name: str, dtype: torch.d
     counts = [[3, 7], [1, 1], [0, 1], [8, 2], [1, 1]]  # ragged, with an idle row, past the window and the chunks
     xs = [(each, torch.randn(2, max(each), EMBED)) for each in counts]
     for got, want in zip(run(mixer, xs, True, dtype), run(mixer, xs, False, dtype)):
+        assert torch.equal(got, want)
+
+
+POLICIES = {
+    "8 bits": kv.Quantized(8),
+    "4 bits": kv.Quantized(4),
+    "2 bits": kv.Quantized(2),
+    "8 bits, h2o": kv.H2O(budget=20, recent=4, sinks=1, storage=kv.Quantized(8)),
+    "4 bits, recent": kv.Recent(budget=20, sinks=2, storage=kv.Quantized(4)),
+    "2 bits, snapkv": kv.SnapKV(budget=20, window=4, sinks=1, storage=kv.Quantized(2)),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", CASES)
+def test_attention_over_codes_equals_its_operations(variant: str, name: str, policy: str) -> None:
+    torch.manual_seed(1)
+    mixer = CASES[name]()
+    counts = [[16, 2], [16, 1], [1, 1], [15, 16], [13, 0], [6, 1], [1, 1], [0, 1], [3, 16], [1, 1]]
+    xs = [(each, torch.randn(2, max(each), EMBED)) for each in counts]
+    dtype = torch.bfloat16 if "4" in policy else torch.float32
+    whole = [run(mixer, xs, fused, dtype, POLICIES[policy]) for fused in (True, False)]
+    for got, want in zip(*whole):
         assert torch.equal(got, want)
 
 

@@ -11,7 +11,7 @@ from lmstate.ops.norm import Norm, norm
 from lmstate.ops.residual import Residual
 from lmstate.ops.rope import rope
 from lmstate.ops.rotate_attend import Rotation, rotate_attend
-from lmstate.ops.run import AttentionHalf, FeedForwardHalf, Rings, Run
+from lmstate.ops.run import AttentionHalf, Coded, FeedForwardHalf, Rings, Run
 from lmstate.ops.scoring import EVERYTHING, Scoring, Sight
 from lmstate.ops.weight import FloatWeight, Int4Weight, Int8Weight, Weight, quantize
 
@@ -20,6 +20,7 @@ __all__ = [
     "EVERYTHING",
     "FEW",
     "AttentionHalf",
+    "Coded",
     "FeedForwardHalf",
     "FloatWeight",
     "Int4Weight",

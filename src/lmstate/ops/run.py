@@ -27,6 +27,15 @@ if TYPE_CHECKING:
     from lmstate.ops.cpu import Library
 
 
+class Coded(NamedTuple):
+    """What keys and values in few bits have beside their codes; see `ops.attend_quantized.attend_quantized`."""
+
+    bits: int
+    k_scale: Tensor
+    v_scale: Tensor
+    tail: Tensor | None = None
+
+
 @dataclass(eq=False)
 class Rings:
     """Keys `[R, K, S, D]` and values `[R, K, S, Dv]` as they are, position p in slot p % S, and what a query sees.
@@ -43,7 +52,14 @@ class Rings:
     starts: Tensor | None = None
     columns: Tensor | None = None
     queries: Tensor | None = None
+    coded: Coded | None = None
+    """Where k and v are codes."""
     packed: bytes | None = field(default=None, init=False, repr=False)
+
+    @property
+    def dim(self) -> int:
+        """D."""
+        return self.k.shape[3] if self.coded is None else self.k.shape[3] * 8 // self.coded.bits
 
 
 class AttentionParts(Protocol):
@@ -206,7 +222,7 @@ class Run:
             return False
         fused, (rows, tokens, _) = library.fused, self._x.shape
         if rings.packed is None:
-            if not library.can_fuse(rings.k, rings.v) or not rings.k.is_cpu:
+            if not fused.knows(rings):
                 return False
             rings.packed = fused.rings(rings)
         if rings.k.requires_grad and torch.is_grad_enabled():

@@ -76,9 +76,12 @@ class AttentionState(SlotState, KeyValueState):
         return {name: (kv_heads, dim) for name, dim in dims.items()}, {}
 
     def rings(self, step: Step) -> ops.Rings | None:
-        if self._rings is None:
-            self._rings = ops.Rings(self.buffers["k"], self.buffers["v"], self.sight)
-        return self._rings
+        if not self.as_rings:
+            self.as_rings.append(self.made_rings())
+        return self.as_rings[0]
+
+    def made_rings(self) -> ops.Rings:
+        return ops.Rings(self.buffers["k"], self.buffers["v"], self.sight)
 
     @property
     def k(self) -> Tensor:

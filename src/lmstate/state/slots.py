@@ -30,7 +30,6 @@ class SlotState(LayerState):
     """
 
     what: str  # is stored, for messages: "keys and values"
-    _rings: Rings | None = None  # the buffers as attention reads them, once it was asked for
 
     def __init__(
         self,
@@ -46,6 +45,8 @@ class SlotState(LayerState):
         """
         self.layout = layout
         self.span = span
+        self.as_rings: list[Rings] = []
+        """The buffers as attention reads them, once it was asked for. Buffers that are read together share the list."""
         self.forgets = span is not None
         slots = layout.capacity or 0
         if span is not None:
@@ -64,7 +65,8 @@ class SlotState(LayerState):
 
     @buffers.setter
     def buffers(self, buffers: Buffers) -> None:
-        self._buffers, self._rings = buffers, None
+        self._buffers = buffers
+        self.as_rings.clear()
 
     @property
     def slots(self) -> int:

@@ -95,6 +95,12 @@ void rotate_head(const float *x, const float *cos, const float *sin, float *y, i
                  int64_t interleaved);
 void store_head(const float *x, void *y, int64_t n, int64_t kind);
 
+/* Codes. x times a Hadamard matrix of the largest power of two that divides n, in blocks; its own inverse. */
+void turn_head(float *x, int64_t n);
+/* New token t of a kv head; k and v are changed. Then, where there is a tail, the blocks of keys that are whole now. */
+void store_codes(const attend_args *a, const codes_args *c, int64_t r, int64_t h, int64_t t, float *k, float *v);
+void close_blocks(const attend_args *a, const codes_args *c, int64_t r, int64_t h);
+
 void lmstate_rope(const rope_args *a);
 void lmstate_append(const append_args *a);
 int64_t lmstate_attend(const attend_args *a);

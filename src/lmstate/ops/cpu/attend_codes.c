@@ -11,8 +11,7 @@ typedef struct {
   attend_args attend; /* q: written to where values are turned, unless it is null: then nothing attends */
 } coded_args;
 
-/* x times a Hadamard matrix of the largest power of two that divides n, in blocks; its own inverse. */
-static void turn(float *x, int64_t n) {
+void turn_head(float *x, int64_t n) {
   const int64_t size = n & -n;
   for (int64_t half = 1; half < size; half *= 2)
     for (int64_t i = 0; i < n; i += 2 * half)
@@ -26,7 +25,7 @@ static void turn(float *x, int64_t n) {
 
 static void turn_heads(float *x, int64_t heads, int64_t dim, int64_t threads) {
 #pragma omp parallel for schedule(static) num_threads((int)threads) if (threads > 1)
-  for (int64_t i = 0; i < heads; i++) turn(x + i * dim, dim);
+  for (int64_t i = 0; i < heads; i++) turn_head(x + i * dim, dim);
 }
 
 static void load_head(const void *x, float *y, int64_t n, int64_t kind) {
@@ -65,15 +64,14 @@ static void encode_vector(const float *x, int64_t n, int64_t bits, uint8_t *code
 }
 
 /* The block of positions from `first` on, whole in the ring of floats, as codes. */
-static void encode_block(const coded_args *c, int64_t r, int64_t h, int64_t first) {
-  const attend_args *a = &c->attend;
-  const int64_t bits = c->codes.bits, size = size_of((int)a->kind), dim = a->dim, bytes = dim * bits / 8;
+static void encode_block(const attend_args *a, const codes_args *c, int64_t r, int64_t h, int64_t first) {
+  const int64_t bits = c->bits, size = size_of((int)a->kind), dim = a->dim, bytes = dim * bits / 8;
   const int64_t slot = (r * a->kv_heads + h) * a->slots + first % a->slots;
   const char *k = (const char *)a->k + (r * a->k_row + h * a->k_head) * size;
-  uint16_t *scale = c->codes.k_scale + slot * block_scales(dim), *middle = scale + dim;
+  uint16_t *scale = c->k_scale + slot * block_scales(dim), *middle = scale + dim;
   float x[CODE_BLOCK][MAX_DIM], low[MAX_DIM], high[MAX_DIM], step[MAX_DIM];
   for (int64_t t = 0; t < CODE_BLOCK; t++) {
-    load_head(k + (first + t) % c->codes.tail * a->k_slot * size, x[t], dim, a->kind);
+    load_head(k + (first + t) % c->tail * a->k_slot * size, x[t], dim, a->kind);
     for (int64_t d = 0; d < dim; d++) {
       low[d] = t ? fminf(low[d], x[t][d]) : x[t][d];
       high[d] = t ? fmaxf(high[d], x[t][d]) : x[t][d];
@@ -90,30 +88,45 @@ static void encode_block(const coded_args *c, int64_t r, int64_t h, int64_t firs
     }
     step[d] = step_of(largest, squares, CODE_BLOCK, bits, &scale[d]);
   }
-  memset(c->codes.k + slot * bytes, 0, (size_t)(CODE_BLOCK * bytes));
+  memset(c->k + slot * bytes, 0, (size_t)(CODE_BLOCK * bytes));
   for (int64_t t = 0; t < CODE_BLOCK; t++) {
-    uint8_t *codes = c->codes.k + (slot + t) * bytes;
+    uint8_t *codes = c->k + (slot + t) * bytes;
     for (int64_t d = 0; d < dim; d++) codes[d % bytes] |= (uint8_t)(code_of(x[t][d], step[d], most) << d / bytes * bits);
   }
 }
 
-/* One new token of one kv head. */
-static void store(const coded_args *c, int64_t r, int64_t h, int64_t t) {
-  const attend_args *a = &c->attend;
-  const int64_t position = a->starts[r] + t, size = size_of((int)a->kind), bits = c->codes.bits;
+void store_codes(const attend_args *a, const codes_args *c, int64_t r, int64_t h, int64_t t, float *k, float *v) {
+  const int64_t position = a->starts[r] + t, bits = c->bits;
   const int64_t slot = (r * a->kv_heads + h) * a->slots + position % a->slots;
-  float k[MAX_DIM], v[MAX_DIM];
-  memcpy(k, c->from[0] + r * c->from_row[0] + t * c->from_token[0] + h * c->from_head[0], (size_t)a->dim * 4);
-  memcpy(v, c->from[1] + r * c->from_row[1] + t * c->from_token[1] + h * c->from_head[1], (size_t)a->dim_v * 4);
-  turn(v, a->dim_v);
-  encode_vector(v, a->dim_v, bits, c->codes.v + slot * a->dim_v * bits / 8, c->codes.v_scale + slot);
-  if (!c->codes.tail) {
-    turn(k, a->dim);
-    encode_vector(k, a->dim, bits, c->codes.k + slot * a->dim * bits / 8, c->codes.k_scale + slot);
+  turn_head(v, a->dim_v);
+  encode_vector(v, a->dim_v, bits, c->v + slot * a->dim_v * bits / 8, c->v_scale + slot);
+  if (c->tail) {
+    const int64_t at = r * a->k_row + h * a->k_head + position % c->tail * a->k_slot;
+    store_head(k, (char *)a->k + at * size_of((int)a->kind), a->dim, a->kind);
     return;
   }
-  store_head(k, (char *)a->k + (r * a->k_row + h * a->k_head + position % c->codes.tail * a->k_slot) * size, a->dim, a->kind);
-  if ((position + 1) % CODE_BLOCK == 0) encode_block(c, r, h, position + 1 - CODE_BLOCK);
+  turn_head(k, a->dim);
+  encode_vector(k, a->dim, bits, c->k + slot * a->dim * bits / 8, c->k_scale + slot);
+}
+
+void close_blocks(const attend_args *a, const codes_args *c, int64_t r, int64_t h) {
+  const int64_t end = a->starts[r] + a->counts[r];
+  for (int64_t first = a->starts[r] / CODE_BLOCK * CODE_BLOCK; first + CODE_BLOCK <= end; first += CODE_BLOCK)
+    encode_block(a, c, r, h, first);
+}
+
+/* The new tokens of one kv head. */
+static void store(const coded_args *c, int64_t r, int64_t h) {
+  const attend_args *a = &c->attend;
+  const float *from[2] = {c->from[0] + r * c->from_row[0] + h * c->from_head[0],
+                          c->from[1] + r * c->from_row[1] + h * c->from_head[1]};
+  for (int64_t t = 0; t < a->counts[r]; t++) {
+    float k[MAX_DIM], v[MAX_DIM];
+    memcpy(k, from[0] + t * c->from_token[0], (size_t)a->dim * 4);
+    memcpy(v, from[1] + t * c->from_token[1], (size_t)a->dim_v * 4);
+    store_codes(a, &c->codes, r, h, t, k, v);
+  }
+  if (c->codes.tail) close_blocks(a, &c->codes, r, h);
 }
 
 /* Rotate, store, attend, as far as is asked; the codes of a call are in every later one. What attend_begin returns. */
@@ -125,8 +138,7 @@ int64_t lmstate_attend_codes(const coded_args *c) {
   }
   if (c->from[0]) {
 #pragma omp parallel for schedule(static) num_threads((int)c->store_threads) if (c->store_threads > 1)
-    for (int64_t i = 0; i < a->rows * a->kv_heads; i++)
-      for (int64_t t = 0; t < a->counts[i / a->kv_heads]; t++) store(c, i / a->kv_heads, i % a->kv_heads, t);
+    for (int64_t i = 0; i < a->rows * a->kv_heads; i++) store(c, i / a->kv_heads, i % a->kv_heads);
   }
   if (!a->q || a->rows == 0 || a->tokens == 0) return 0;
   if (!c->codes.tail) turn_heads((float *)a->q, a->rows * a->tokens * a->heads, a->dim, c->store_threads);

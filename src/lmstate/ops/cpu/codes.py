@@ -70,7 +70,7 @@ class Codes:
         rows, tokens, heads, dim = q.shape
         kv_heads, slots = held.k.shape[1:3]
         dim_v = held.v.shape[3] * 8 // bits
-        _check(held, tail, (rows, kv_heads), dim, dim_v, bits)
+        check_held(held, tail, (rows, kv_heads), dim, dim_v, bits)
         starts, counts = integers(starts, "starts", rows), integers(counts, "counts", rows)
         threads = torch.get_num_threads() if q.numel() > _FEW else 1
         rotates: tuple[int, ...] = _NO_ROTATION
@@ -115,7 +115,8 @@ def codes(variant: str) -> Codes:
     return Codes(ctypes.CDLL(str(cpu.path_of(variant))))
 
 
-def _check(held: Held, tail: Tensor | None, rows: tuple[int, int], dim: int, dim_v: int, bits: int) -> None:
+def check_held(held: Held, tail: Tensor | None, rows: tuple[int, int], dim: int, dim_v: int, bits: int) -> None:
+    """ValueError where these do not fit `(R, K)` and widths of keys and of values."""
     slots = held.k.shape[2]
     k_scales = 1 if tail is None else kv_codes.block_scales(dim)
     expected = {

@@ -24,6 +24,7 @@ typedef struct {
   float *columns;        /* [R, K, planes, S], of this call alone, as in attend_args; or null */
   float *queries;        /* [N, H, D], filled with the queries as they attend; or null */
   int64_t slots, k_row, k_head, k_slot, v_row, v_head, v_slot, planes, kind, window, chunk;
+  codes_args codes; /* bits: 0 where they are floats */
   /* The rotation. */
   const float *cos, *sin; /* [R, T, half] */
   int64_t half, interleaved;
@@ -63,7 +64,7 @@ static int64_t qkv_width(const attention_args *a) {
 }
 
 /* Norm and rotate the heads of the projections in place, and store those of keys and values. */
-static void place(const run_args *run, const attention_args *a, const int64_t *starts, float *qkv) {
+static void place(const run_args *run, const attention_args *a, const attend_args *attend, float *qkv) {
   const int64_t each = a->gated ? 2 * a->dim : a->dim; /* from one query head to the next */
   const int64_t keys = a->heads * each, values = keys + a->kv_heads * a->dim, width = qkv_width(a);
   const int64_t n = run->rows * run->tokens, all = a->heads + a->kv_heads, size = a->kind == F32 ? 4 : 2;
@@ -89,12 +90,26 @@ static void place(const run_args *run, const attention_args *a, const int64_t *s
       memcpy(x, turned, (size_t)a->dim * sizeof(float));
     }
     if (kv < 0 && a->queries) memcpy(a->queries + (token * a->heads + h) * a->dim, x, (size_t)a->dim * sizeof(float));
+    if (kv < 0 && a->codes.bits && !a->codes.tail) turn_head(x, a->dim);
     if (kv < 0 || t >= run->counts[r]) continue;
-    const int64_t slot = (starts[r] + t) % a->slots;
+    float *value = qkv + token * width + values + kv * a->dim;
+    if (a->codes.bits) {
+      store_codes(attend, &a->codes, r, kv, t, x, value);
+      continue;
+    }
+    const int64_t slot = (attend->starts[r] + t) % a->slots;
     store_head(x, (char *)a->k + (r * a->k_row + kv * a->k_head + slot * a->k_slot) * size, a->dim, a->kind);
-    store_head(qkv + token * width + values + kv * a->dim,
-               (char *)a->v + (r * a->v_row + kv * a->v_head + slot * a->v_slot) * size, a->dim, a->kind);
+    store_head(value, (char *)a->v + (r * a->v_row + kv * a->v_head + slot * a->v_slot) * size, a->dim, a->kind);
   }
+  if (!a->codes.tail) return;
+#pragma omp for schedule(static)
+  for (int64_t i = 0; i < run->rows * a->kv_heads; i++) close_blocks(attend, &a->codes, i / a->kv_heads, i % a->kv_heads);
+}
+
+/* What was seen of values that are turned. */
+static void turn_back(const attention_args *a, int64_t n, float *seen) {
+#pragma omp for schedule(static)
+  for (int64_t i = 0; i < n * a->heads; i++) turn_head(seen + i * a->dim, a->dim);
 }
 
 /* seen[token, head] *= sigmoid(the gate beside the head's query) */
@@ -166,13 +181,17 @@ static void run_half(const run_args *run, const half_args *half, shared *common,
     .window = a->window, .chunk = a->chunk, .threads = run->threads, .scale = a->scale, .softcap = a->softcap,
   };
 #pragma omp single nowait
-  common->status = attend_begin(&attend, &common->plan);
+  {
+    common->status = attend_begin(&attend, &common->plan);
+    if (a->codes.bits) common->plan.codes = &a->codes;
+  }
   linear_run(&into, common->products);
   if (common->status) return; /* every thread has seen it: a product ends when all have done their part */
-  place(run, a, starts, common->between);
+  place(run, a, &attend, common->between);
   attend_run(&attend, &common->plan);
 #pragma omp single nowait
   attend_end(&common->plan);
+  if (a->codes.bits) turn_back(a, into.rows, seen);
   if (a->gated) gate_heads(a, into.rows, common->between, seen);
   out.x = seen;
   linear_run(&out, common->products);

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lmstate.ops.attend_quantized import Held
 from lmstate.ops.cpu.arguments import (
     KINDS,
+    MAX_HEAD_DIM,
     WEIGHT_KINDS,
     check_attended,
     float_pointer,
@@ -18,6 +20,7 @@ from lmstate.ops.cpu.arguments import (
     integers,
     optional_pointer,
 )
+from lmstate.ops.cpu.codes import check_held
 from lmstate.ops.norm import Norm
 
 if TYPE_CHECKING:
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 
 _ATTENTION = Struct("q9P10q7d")
 _STARTS = Struct("P")
-_RINGS = Struct("4P11q")
+_RINGS = Struct("4P11q4P2q")
 _ROTATION = Struct("2P2q")
 _FEED_FORWARD = Struct("q6P7q3d")
 _RUN = Struct("5P4q")
@@ -62,16 +65,34 @@ class Fused:
         """The arguments of attention that say where a layer's tokens start, if not where the step's do."""
         return _STARTS.pack(0 if starts is None else integers(starts, "starts", rows).data_ptr())
 
+    def knows(self, rings: Rings) -> bool:
+        """Whether a layer with these rings may run here."""
+        k, v, dim, coded = rings.k, rings.v, rings.dim, rings.coded
+        if not (k.is_cpu and k.dtype == v.dtype and k.shape[3] == v.shape[3] and dim <= MAX_HEAD_DIM and dim % 8 == 0):
+            return False
+        if coded is not None:
+            return coded.tail is None or coded.tail.dtype in KINDS
+        return k.dtype in KINDS and k.stride(3) == v.stride(3) == 1
+
     def rings(self, rings: Rings) -> bytes:
         """The arguments that keys and values are; pointers to what `rings` holds, but for its starts."""
-        k, v, (window, chunk), columns = rings.k, rings.v, rings.sight, rings.columns
-        rows, kv_heads, slots, _ = k.shape
+        (window, chunk), columns, coded = rings.sight, rings.columns, rings.coded
+        rows, kv_heads, slots, _ = rings.k.shape
+        floats: tuple[Tensor | None, Tensor | None] = (rings.k, rings.v)
+        codes: tuple[int, ...] = (0,) * 6
+        if coded is not None:
+            held = Held(rings.k, rings.v, coded.k_scale, coded.v_scale)
+            check_held(held, coded.tail, (rows, kv_heads), rings.dim, rings.dim, coded.bits)
+            floats, tail = (coded.tail, None), 0 if coded.tail is None else coded.tail.shape[2]
+            codes = (*(x.data_ptr() for x in held), coded.bits, tail)
+        kind = 0 if floats[0] is None else KINDS[floats[0].dtype]
         planes = 0 if columns is None else columns.shape[2]
         queries = 0 if rings.queries is None else float_pointer(rings.queries, "queries", tuple(rings.queries.shape))
         return _RINGS.pack(
-            k.data_ptr(), v.data_ptr(),
+            *(0 if x is None else x.data_ptr() for x in floats),
             optional_pointer(columns, "columns", (rows, kv_heads, planes, slots)), queries,
-            slots, *k.stride()[:3], *v.stride()[:3], planes, KINDS[k.dtype], window or 0, chunk or 0,
+            slots, *(n for x in floats for n in ((0, 0, 0) if x is None else x.stride()[:3])), planes, kind,
+            window or 0, chunk or 0, *codes,
         )  # fmt: skip
 
     def rotation(self, rotation: Rotation | None, rows: int, tokens: int) -> bytes:
@@ -85,7 +106,7 @@ class Fused:
     def check(self, parts: AttentionParts, rings: Rings, rotation: Rotation | None, rows: int, tokens: int) -> None:
         """ValueError where these do not go together."""
         heads, dim, k = (rows, parts.kv_heads), parts.head_dim, rings.k
-        if not (*heads, k.shape[2], dim) == k.shape == rings.v.shape:
+        if not (*heads, dim) == (*k.shape[:2], rings.dim) or k.shape != rings.v.shape:
             raise ValueError(
                 f"rings {list(k.shape)}, {list(rings.v.shape)} do not fit {heads[0]} rows, {heads[1]} heads"
             )

@@ -173,17 +173,6 @@ class Library:
             and q.stride(3) == k.stride(3) == v.stride(3) == 1
         )
 
-    def can_fuse(self, k: Tensor, v: Tensor) -> bool:
-        """Whether a layer with these rings may run as one body."""
-        dim = k.shape[3]
-        return (
-            k.dtype == v.dtype
-            and k.dtype in KINDS
-            and dim == v.shape[3] <= MAX_HEAD_DIM
-            and dim % 8 == 0
-            and k.stride(3) == v.stride(3) == 1
-        )
-
     def attend(
         self,
         q: Tensor,

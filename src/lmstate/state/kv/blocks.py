@@ -13,7 +13,7 @@ from lmstate.ops.attend_quantized import WHOLE, attend_quantized
 from lmstate.ops.kv_codes import BLOCK
 from lmstate.state.attention import KeyValueState
 from lmstate.state.composite import CompositeState
-from lmstate.state.kv.quantized import REFUSAL, coded_buffers, held
+from lmstate.state.kv.quantized import REFUSAL, coded_buffers, coded_rings, held
 from lmstate.state.kv.storage import Quantized
 from lmstate.state.layer import Install, Layout
 from lmstate.state.slots import SlotState
@@ -48,6 +48,13 @@ class BlockState(CompositeState, KeyValueState):
         self.codes, self.tail = Codes(layout, self.bits, kv_heads, dims, sight), Floats(layout, kv_heads, head_dim)
         super().__init__((self.codes, self.tail))
         self.kind = "attention" if sight.reach is None else "window"
+        self.tail.as_rings = self.codes.as_rings
+
+    def rings(self, step: Step) -> ops.Rings | None:
+        as_rings = self.codes.as_rings
+        if not as_rings:
+            as_rings.append(coded_rings(self.codes.buffers, self.tail.buffers["k"], self.bits, self.sight))
+        return as_rings[0]
 
     def attend(
         self,

@@ -105,13 +105,16 @@ class EvictingState(KeyValueState):
     def rings(self, step: Step) -> ops.Rings | None:
         part = self._enter(step)
         held = self.held
-        if self.codec.bits is not None or not self._as_rings(step) or not held.ledger.even:
+        if not self._as_rings(step) or not held.ledger.even:
             return None
         if self.queries is not None and part.queries is None:  # nobody knows yet how many heads they have
             return None
         rings, kept = held.rings, held.lists.kept
         if rings is None or rings.columns is not part.columns or rings.queries is not part.queries:
-            rings = held.rings = ops.Rings(kept["k"], kept["v"], columns=part.columns, queries=part.queries)
+            coded = None if (bits := self.codec.bits) is None else ops.Coded(bits, kept["k.scale"], kept["v.scale"])
+            rings = held.rings = ops.Rings(
+                kept["k"], kept["v"], columns=part.columns, queries=part.queries, coded=coded
+            )  # fmt: skip
         rings.starts = part.starts
         return rings
 

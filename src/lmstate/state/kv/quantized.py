@@ -11,7 +11,7 @@ from lmstate import ops
 from lmstate.ops import kv_codes
 from lmstate.ops.attend_quantized import WHOLE, Held, attend_quantized
 from lmstate.ops.latent_attend import latent_attend
-from lmstate.state.attention import AttentionState, KeyValueState
+from lmstate.state.attention import AttentionState
 from lmstate.state.kv.storage import Quantized
 from lmstate.state.latent import LatentState
 from lmstate.state.layer import Layout
@@ -34,7 +34,8 @@ class QuantizedAttentionState(AttentionState):
     ) -> tuple[dict[str, tuple[int, ...]], dict[str, torch.dtype]]:
         return coded_buffers(dims, 8, kv_heads, most=WHOLE)
 
-    rings = KeyValueState.rings  # what is stored are codes
+    def made_rings(self) -> ops.Rings:
+        return coded_rings(self.buffers, None, 8, self.sight)
 
     def attend(
         self,
@@ -102,6 +103,12 @@ class QuantizedLatentState(LatentState):
 
 def held(buffers: dict[str, Tensor]) -> Held:
     return Held(buffers["k"], buffers["v"], buffers["k.scale"], buffers["v.scale"])
+
+
+def coded_rings(buffers: dict[str, Tensor], tail: Tensor | None, bits: int, sight: ops.Sight) -> ops.Rings:
+    return ops.Rings(
+        buffers["k"], buffers["v"], sight, coded=ops.Coded(bits, buffers["k.scale"], buffers["v.scale"], tail)
+    )
 
 
 def coded_buffers(
