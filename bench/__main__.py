@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from bench import hybrids
-from bench.compare import CASES, QUICK, compare, markdown, plot
+from bench.compare import CASES, QUICK, compare, markdown, plot, start
 
 KINDS = ("int4", "int8", "bfloat16", "float32")
 
@@ -57,6 +57,10 @@ def main() -> None:
     if cases:
         plot(result, options.out / f"{options.what}.png")
         print(markdown(result))
+    if not options.case and not options.engine:
+        result["start"] = start(options.rounds)
+        least, *_, most = result["start"]
+        print(f"\n`lmstate generate`: first token after {least:.2f} to {most:.2f} s")
     if shapes:
         import torch
 

@@ -12,6 +12,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
+
+from bench.limits import bandwidth
 
 WORKER = Path(__file__).with_name("worker.py")
 
@@ -54,7 +57,7 @@ class Process:
         self.version = self._answer()["version"]
 
     def time(self, case: Case) -> dict[str, float] | None:
-        """Seconds and peak bytes of one run; None if the engine cannot do the case."""
+        """Seconds and bytes of one run, as `worker` answers; None if the engine cannot do the case."""
         assert self.process.stdin is not None
         asked = {"case": case.case, "at": case.at, "tokens": case.tokens, "rows": case.rows}
         self.process.stdin.write(json.dumps(asked) + "\n")
@@ -85,7 +88,9 @@ def compare(
 ) -> dict:
     """Time every case on every engine (name -> the python that has it), round by round, alternating.
 
-    Returns the machine, the versions, and for each case and engine the median and the extremes of tokens a second.
+    Returns the machine, the versions, and for each case and engine the median and the extremes of tokens a second, the
+    process's peak bytes so far, and where a step's bytes are known which share of the bandwidth between the rounds it
+    reached.
     """
     rows = []
     with ExitStack() as stack:
@@ -93,12 +98,16 @@ def compare(
         for case in cases:
             times: dict[str, list[float]] = {worker.engine: [] for worker in workers}
             peaks: dict[str, float] = {}
+            reads: dict[str, float] = {}
+            speeds = []
             for number in range(rounds + 1):
                 for worker in workers:
                     answer = worker.time(case)
                     if answer is not None and number:  # the first round warms up
                         times[worker.engine].append(case.work / answer["seconds"])
-                        peaks[worker.engine] = answer["peak"]
+                        peaks[worker.engine], reads[worker.engine] = answer["peak"], answer["reads"]
+                if case.case == "decode":
+                    speeds.append(bandwidth(threads))
                 print(f"\r{case.name}: round {number} of {rounds}", end="", file=sys.stderr, flush=True)
             print(file=sys.stderr)
             for engine, rates in times.items():
@@ -111,10 +120,31 @@ def compare(
                             "least": min(rates),
                             "most": max(rates),
                             "peak": peaks[engine],
+                            "reads": reads[engine],
+                            "share": share(case, reads[engine], statistics.median(rates), speeds),
                         }
                     )
         versions = {worker.engine: worker.version for worker in workers}
     return {"machine": machine(threads), "versions": versions, "rounds": rounds, "rows": rows}
+
+
+def share(case: Case, reads: float, rate: float, speeds: list[float]) -> float | None:
+    """Which part of the bandwidth (bytes a second, some measurements) so many tokens a second use up."""
+    return reads * rate / case.rows / statistics.median(speeds) if reads else None
+
+
+def start(rounds: int = 3) -> list[float]:
+    """Seconds from a command to its first token, once the model is in the cache."""
+    command = [str(Path(sys.executable).with_name("lmstate")), "generate", "smollm2", "Hello", "--max-tokens", "1"]
+    times = []
+    for _ in range(rounds + 1):
+        begin = perf_counter()
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as shown:
+            assert shown.stdout is not None
+            if not shown.stdout.read(1):
+                raise RuntimeError(f"{' '.join(command)} said nothing")
+            times.append(perf_counter() - begin)
+    return sorted(times[1:])
 
 
 def machine(threads: int) -> str:
@@ -130,7 +160,10 @@ def machine(threads: int) -> str:
 
 
 def markdown(result: dict) -> str:
-    """Tokens a second: a row a case, a column an engine, each the median of the rounds with the extremes."""
+    """Tokens a second: a row a case, a column an engine, each the median of the rounds with the extremes.
+
+    Then what it took: the peak of each engine's process over all cases, and how near to the bandwidth decoding came.
+    """
     engines = list(result["versions"])
     lines = [
         "| tokens/s | " + " | ".join(f"{name} ({result['versions'][name]})" for name in engines) + " |",
@@ -142,6 +175,14 @@ def markdown(result: dict) -> str:
             found = [row for row in result["rows"] if (row["case"], row["engine"]) == (case, engine)]
             cells.append(f"{found[0]['median']:.0f} ({found[0]['least']:.0f}-{found[0]['most']:.0f})" if found else "")
         lines.append(f"| {case} | " + " | ".join(cells) + " |")
+    peaks = [max(row["peak"] for row in result["rows"] if row["engine"] == engine) for engine in engines]
+    lines.append("| peak memory, MiB | " + " | ".join(f"{peak / 2**20:.0f}" for peak in peaks) + " |")
+    shares = [row for row in result["rows"] if row["share"]]
+    if shares:
+        lines += ["", "| | a step reads, MB | of the bandwidth |", "|---|---|---|"]
+        lines += [
+            f"| {row['case']}, {row['engine']} | {row['reads'] / 1e6:.0f} | {row['share']:.0%} |" for row in shares
+        ]
     return "\n".join(lines)
 
 

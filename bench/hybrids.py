@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.limits import bandwidth, step_bytes
+
 PROMPT = 1024
 ROUNDS, STEPS = 5, 4
 PREFILLS = 3
@@ -39,6 +41,7 @@ class Result:
     bar: float
     threads: int
     clock: str
+    share: float | None = None  # of the bandwidth, that our decode reached
 
     @property
     def holds(self) -> bool:
@@ -223,7 +226,10 @@ def measure(name: str, prefills: bool) -> Iterator[Result]:
         prompt = text(4000 if name.startswith(("gemma", "deepseek")) else PROMPT)
         ours.prefill(prompt), peer.prefill(prompt)
         times = alternate(decode(ours), decode(peer), ROUNDS)
-        yield result(name, f"decode at {len(prompt)}", times, STEPS, 4.0)
+        row = result(name, f"decode at {len(prompt)}", times, STEPS, 4.0)
+        experts = name.startswith("deepseek")  # of which a step reads few
+        speed = step_bytes(ours.model, ours.state) / row.ours / bandwidth(torch.get_num_threads())
+        yield row if experts else replace(row, share=speed)
         if name.startswith("qwen"):
             short = Ours.__new__(Ours)
             short.model = ours.model
@@ -248,21 +254,24 @@ def run(names: list[str] | None = None, prefills: bool = True) -> list[dict[str,
                 print(
                     f"{row.model:20} {row.what:26} ours {row.ours * 1e3:9.2f} ms  other {row.peer * 1e3:9.2f} ms  "
                     f"{row.ratio:5.2f}x [{row.low:.2f}-{row.high:.2f}]  goal {row.bar}  "
-                    f"{'holds' if row.holds else 'MISSED'}  ({row.threads} threads, {row.clock})",
+                    f"{'holds' if row.holds else 'MISSED'}  ({row.threads} threads, {row.clock})"
+                    + (f"  {row.share:.0%} of the bandwidth" if row.share else ""),
                     flush=True,
                 )
     return rows
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """A row a measurement: milliseconds of both sides, and the median ratio with its range and its goal."""
-    lines = ["| random weights | what | lmstate, ms | other, ms | ratio | goal |", "|---|---|---|---|---|---|"]
+    """A row a measurement: milliseconds of both sides, the median ratio with its range and its goal, and how near our
+    decode came to the bandwidth."""
+    head = "| random weights | what | lmstate, ms | other, ms | ratio | goal | of the bandwidth |"
+    lines = [head, "|---|---|---|---|---|---|---|"]
     for row in rows:
         ratio = f"{row['ratio']:.2f} ({row['low']:.2f}-{row['high']:.2f})"
         goal = f"{'at most' if 'over' in row['what'] else 'at least'} {row['bar']}"
-        lines.append(
-            f"| {row['model']} | {row['what']} | {row['ours'] * 1e3:.1f} | {row['peer'] * 1e3:.1f} | {ratio} | {goal} |"
-        )
+        times = f"{row['ours'] * 1e3:.1f} | {row['peer'] * 1e3:.1f}"
+        share = f"{row['share']:.0%}" if row["share"] else ""
+        lines.append(f"| {row['model']} | {row['what']} | {times} | {ratio} | {goal} | {share} |")
     return "\n".join(lines)
 
 

@@ -20,6 +20,7 @@ LONGEST = 4352
 
 class Engine(Protocol):
     version: str
+    reads: int  # bytes that a step of what was decoded last reads at least; 0: not known
 
     def prefill(self, ids: list[int]) -> Callable[[], None]:
         """What feeds `ids` to an empty state when called."""
@@ -36,6 +37,7 @@ class Ours:
 
         self.model = lmstate.load(path, weights="auto" if weights == "int4" else weights)
         self.version = lmstate.__version__
+        self.reads = 0
 
     def prefill(self, ids: list[int]) -> Callable[[], None]:
         def run() -> None:
@@ -44,13 +46,14 @@ class Ours:
         return run
 
     def decode(self, ids: list[int], tokens: int, rows: int) -> Callable[[], None]:
+        from limits import step_bytes  # it lies beside this file
         from lmstate.generation.sampling import Picker, Sampler
 
         # Ragged: every row is a little shorter than the one before.
         prompts = [ids[row * 3 :] for row in range(rows)]
         state = self.model.new_state(rows, rewind=tokens)
         self.model(prompts, state)
-
+        self.reads = step_bytes(self.model, state)
         picker = Picker(Sampler(), rows)
 
         def run() -> None:
@@ -65,6 +68,8 @@ class Ours:
 
 
 class Transformers:
+    reads = 0
+
     def __init__(self, dtype: str, path: str) -> None:
         import os
 
@@ -103,6 +108,8 @@ class Transformers:
 
 
 class LlamaCpp:
+    reads = 0
+
     def __init__(self, path: str) -> None:
         import llama_cpp
         import numpy
@@ -168,7 +175,8 @@ def main() -> None:
         ready[line]()
         seconds = perf_counter() - begin
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        print(json.dumps({"seconds": seconds, "peak": peak}), flush=True)
+        reads = engine.reads if asked["case"] == "decode" else 0
+        print(json.dumps({"seconds": seconds, "peak": peak, "reads": reads}), flush=True)
 
 
 if __name__ == "__main__":

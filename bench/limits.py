@@ -1,0 +1,42 @@
+"""What decoding cannot be faster than: a step reads every weight and every stored key and value once."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lmstate import Model, State
+
+READ = 1 << 29  # bytes: more than a cache holds
+
+
+def bandwidth(threads: int) -> float:
+    """Bytes a second that so many threads read now: the best of three sums."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    numbers, best = torch.ones(READ // 4), 0.0
+    for _ in range(3):
+        start = perf_counter()
+        numbers.sum()
+        best = max(best, READ / (perf_counter() - start))
+    torch.set_num_threads(before)
+    return best
+
+
+def step_bytes(model: Model, state: State) -> int:
+    """Bytes that a decode step of all rows reads at least: the weights, and what the state holds.
+
+    Of the embedding no more than is also the head's, and of experts all, though few are chosen.
+    """
+    from lmstate.models.fingerprint import weights_in
+    from lmstate.ops import Weight
+
+    read = {}
+    for _, weight in weights_in([model.blocks, model.norm, model.head]):
+        for tensor in weight.tensors().values() if isinstance(weight, Weight) else [weight]:
+            read[tensor.data_ptr()] = tensor.nbytes
+    layers = [layer for row in range(state.rows) for layer in state.snapshot(row).layers]
+    return sum(read.values()) + sum(tensor.nbytes for layer in layers for tensor in layer.values())
