@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,36 +10,18 @@ from torch import Tensor
 from lmstate import ops
 from lmstate.ops.attend_quantized import attend_quantized
 from lmstate.ops.attend_slots import Columns, attend_observed, attend_slots
-from lmstate.ops.settle import Change, Lowest, Settling, scores_after
+from lmstate.ops.settle import Change, Settling
 from lmstate.state.attention import KeyValueState
 from lmstate.state.kv.codec import Codec
-from lmstate.state.kv.kept import Arrays, Kept, Ledger
-from lmstate.state.kv.policy import Budget, Evicting, Slots
+from lmstate.state.kv.judge import Judge, Part, numbers
+from lmstate.state.kv.kept import Arrays, Kept
+from lmstate.state.kv.policy import Evicting
 from lmstate.state.kv.quantized import held
 from lmstate.state.kv.queries import LastQueries
 from lmstate.state.layer import Install, Layout
 from lmstate.state.step import Step
 
 ROOM = 16  # slots to spare when the arrays are made anew
-FEW = 32  # slots of a head that are looked for one after another
-
-
-@dataclass
-class Part:
-    """A step, or a part of one, whose tokens lie behind the filled slots, and what its queries saw."""
-
-    step: Step
-    starts: Tensor  # int64 [R]: how many slots were filled before, of the fullest head
-    columns: Tensor | None = None  # float32 [R, K, n, S]: see `ops.attend_slots.Columns`
-    queries: Tensor | None = None  # float32 [R, T, H, D]
-
-
-class Verdict(NamedTuple):
-    """What a commit evicts, how many graves that takes, and what the host knows then."""
-
-    evicted: Tensor | Lowest | None
-    graves: int
-    after: Ledger
 
 
 class EvictingState(KeyValueState):
@@ -68,15 +48,14 @@ class EvictingState(KeyValueState):
         shift: Callable[[Tensor, int], Tensor] | None = None,
     ):
         self.layout, self.policy, self.shift, self.sight = layout, policy, shift, sight
-        self.lowest = policy.lowest if isinstance(policy, Budget) and policy.plain else None
         self._sees_all = sight == ops.EVERYTHING
-        self._foreseeable = self._sees_all and policy.excess(0) is not None  # heads that are alike in number stay so
         self.kind = "attention" if sight.reach is None else "window"
         self.codec = Codec(policy.storage, {"k": head_dim, "v": value_dim or head_dim}, layout.dtype)
         self.history = layout.rewind + 1 if policy.observes else 0  # lengths whose scores are kept, one in n % history
         self.held = Kept.empty(layout.rows, kv_heads, self.codec.parts, self.history, layout.device)
         self.queries = LastQueries(policy.asks, layout) if policy.asks else None
-        self.scale = 1.0
+        exact = self.history > 0 or self.queries is not None
+        self.judge = Judge(policy, sight, layout.rewind, self._read, self._turn, exact=exact)
         self._part: Part | None = None
         self._tentative = False
         self._saved: tuple[Kept, LastQueries | None] | None = None
@@ -126,7 +105,7 @@ class EvictingState(KeyValueState):
         scoring: ops.Scoring,
         rotation: ops.Rotation | None = None,
     ) -> Tensor:
-        part, self.scale = self._enter(step), scoring.scale
+        part, self.judge.scale = self._enter(step), scoring.scale
         even = self.held.ledger.even and self._as_rings(step)
         ends = part.starts + step.counts_t
         columns = None if new is None or part.columns is None else Columns(part.columns, ends)
@@ -150,7 +129,7 @@ class EvictingState(KeyValueState):
             else:
                 seen = attend_observed(turned, k, v, part.starts, step.counts_t, scoring, columns)
         else:
-            where, filled = self._with_new(step.starts, step.counts)
+            where, filled = self.held.with_new(step.starts, step.counts)
             columns = None if columns is None else columns._replace(ends=step.starts_t + step.counts_t)
             positions = torch.where(filled, where, -1)
             seen = attend_slots(turned, k, v, positions, step.starts_t, step.counts_t, scoring, self.sight, columns)
@@ -189,7 +168,7 @@ class EvictingState(KeyValueState):
         one.went_back(to)
         scores = one.lists.kept["scores"][:, :, to % self.history] if self.history else None
         # As if the row's last commit had ended here: a step that went farther evicted later.
-        gone = self._evicted(one.lists.kept, one.filled(), scores, [to], [row], self.queries)
+        gone = self.judge.evicted(one.lists.kept, one.filled(), scores, [to], [row], self.queries)
         if gone is not None:
             count = int(gone.sum(-1).max())
             if self.layout.rewind and (wanted := one.ledger.rows[0].buried + count) > held.graves:
@@ -304,7 +283,7 @@ class EvictingState(KeyValueState):
         if part is not None:
             self._settle(part.step.counts)()
             self._make_room(step.width)
-        part = self._part = Part(step, _numbers(step, self.held.most))
+        part = self._part = Part(step, numbers(step, self.held.most))
         if (spare := self.held.change) is not None and step.width == 1:
             part.columns, part.queries = spare.columns, spare.queries
             return part
@@ -353,19 +332,12 @@ class EvictingState(KeyValueState):
             q, new, rotation, held(arrays), None, part.starts, part.step.counts_t, scoring, bits=bits, columns=columns
         )
 
-    def _with_new(self, starts: Sequence[int], counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Positions int32 `[R, K, S]` with the first `counts` new tokens, and which slots are filled with them."""
-        first, more = (torch.tensor(n, device=self.layout.device)[:, None, None] for n in (starts, counts))
-        behind = torch.arange(self.held.slots, device=self.layout.device) - self.held.lists.live[..., None]
-        positions = torch.where(behind >= 0, first + behind, self.arrays["position"])
-        return positions.int(), behind < more
-
     def _settle(self, accepted: tuple[int, ...]) -> Install:
         """Make the first accepted tokens of the part real, and evict: prepared, and done by what comes back."""
         part, held = self._part, self.held
         assert part is not None
         step = part.step
-        evicted, wanted, after = self._judged(part, accepted)
+        evicted, wanted, after = self.judge.verdict(held, part, accepted, self.queries)
         if wanted > held.graves or held.graves > 2 * wanted + 4 * ROOM:
             held = held.reburied(wanted + ROOM if wanted else 0)
         ring = None
@@ -381,7 +353,7 @@ class EvictingState(KeyValueState):
         def install() -> None:
             settling.run()
             held.ledger = after
-            if isinstance(evicted, Tensor) and not (after.even and self._foreseeable):
+            if isinstance(evicted, Tensor) and not (after.even and self.judge.foresees):
                 held.count()
             if self.queries is not None:
                 for row, (start, n) in enumerate(zip(step.starts, accepted)):
@@ -393,86 +365,6 @@ class EvictingState(KeyValueState):
 
         return install
 
-    def _judged(self, part: Part, accepted: tuple[int, ...]) -> Verdict:
-        """What the commit evicts: of all layers that fare alike the same, where the policy need not be asked."""
-        step, policy = part.step, self.policy
-        if self._foreseeable and self.held.ledger.even:
-            key = ("verdict", id(policy), accepted, self.held.ledger)
-            if (verdict := step.memo(key, lambda: self._foreseen(step, accepted))) is not None:
-                return verdict
-        lengths = [start + n for start, n in zip(step.starts, accepted)]
-        positions, filled = self._with_new(step.starts, accepted)
-        scores = None
-        if part.columns is not None:
-            scores = torch.zeros(positions.shape, dtype=torch.float32, device=positions.device)
-            live = self.held.lists.live.tolist()
-            for r, (start, count, n) in enumerate(zip(step.starts, step.counts, accepted)):
-                for h in range(scores.shape[1]) if n else ():
-                    before = self.arrays["scores"][r, h, start % self.history]
-                    *_, (_, last) = scores_after(before, part.columns[r, h], live[r][h], count, n)
-                    scores[r, h, : len(last)] = last
-        queries = self.queries
-        if queries is not None and part.queries is not None:
-            queries = queries.clone()
-            for row, n in enumerate(accepted):
-                if n:
-                    queries.put(row, step.starts[row], part.queries[row, :n])
-        moved = torch.tensor([n > 0 for n in accepted], device=positions.device)[:, None, None]
-        arrays = {**self.arrays, "position": positions}
-        gone = self._evicted(arrays, filled, scores, lengths, range(step.rows), queries)
-        if gone is None:
-            return self._verdict(step, accepted, None, (0,) * step.rows)
-        gone = gone & moved
-        return self._verdict(step, accepted, gone, tuple(gone.sum(-1).amax(-1).tolist()))
-
-    def _foreseen(self, step: Step, accepted: tuple[int, ...]) -> Verdict | None:
-        """The verdict where as many slots of all heads of a row go, and it is clear which; else None."""
-        policy = self.policy
-        lost = tuple(policy.excess(most + n) or 0 if n else 0 for most, n in zip(self.held.most, accepted))
-        if not any(lost):
-            return self._verdict(step, accepted, None, lost)
-        return None if self.lowest is None or max(lost) > FEW else self._verdict(step, accepted, self.lowest, lost)
-
-    def _verdict(
-        self, step: Step, accepted: tuple[int, ...], evicted: Tensor | Lowest | None, lost: tuple[int, ...]
-    ) -> Verdict:
-        """`lost`: how many slots of each row's heads go, or of the head that loses most."""
-        ledger, rewind = self.held.ledger, self.layout.rewind
-        exact = self.history > 0 or self.queries is not None
-        after = tuple(
-            row.settled(n, gone, start + n, rewind, exact=exact) if n else row
-            for row, start, n, gone in zip(ledger.rows, step.starts, accepted, lost)
-        )
-        wanted = max(row.buried + gone for row, gone in zip(ledger.rows, lost)) if rewind else 0
-        # One for all that have come to the same: what they ask the step for next time, they ask for with this.
-        same = step.memo(("ledger", after, ledger.even), lambda: Ledger(after, ledger.even))
-        return Verdict(evicted, wanted, same)
-
-    def _evicted(
-        self,
-        arrays: Arrays,
-        alive: Tensor,
-        scores: Tensor | None,
-        lengths: Sequence[int],
-        rows: Sequence[int],
-        queries: LastQueries | None,
-    ) -> Tensor | None:
-        """bool `[R, K, S]`: what goes of the slots that are `alive`, once the policy has had its say; None: nothing."""
-        at = torch.tensor(lengths, device=self.layout.device)[:, None, None]
-        position, gone = arrays["position"], None
-        if self.sight != ops.EVERYTHING:
-            gone = alive & self.sight.lost(position, at)
-            alive = alive & ~gone
-        if not alive.numel() or int(alive.sum(-1).max()) <= self.policy.most:
-            return gone
-        asked = queries.before(rows, lengths) if queries is not None else (at.new_zeros(0), at.new_zeros(0))
-        slots = Slots(
-            position, alive, at, torch.zeros_like(position, dtype=torch.float32) if scores is None else scores,
-            *asked, self.scale, lambda: self._read(arrays), self._turn,
-        )  # fmt: skip
-        evicted = self.policy.evict(slots) & alive
-        return evicted if gone is None else gone | evicted
-
     def _turn(self, x: Tensor, delta: int) -> Tensor:
         return x if self.shift is None else self.shift(x, delta)
 
@@ -481,10 +373,5 @@ class EvictingState(KeyValueState):
         return self.codec.turn(k.float()), self.codec.turn(v.float())
 
 
-def _numbers(step: Step, values: tuple[int, ...]) -> Tensor:
-    """int64 `[R]`, made once in a step for all layers that have the same."""
-    return step.memo(("numbers", values), lambda: torch.tensor(values, dtype=torch.int64, device=step.device))
-
-
 def _settling(step: Step, accepted: tuple[int, ...]) -> Settling:
-    return Settling(step.starts_t, step.counts_t, _numbers(step, accepted))
+    return Settling(step.starts_t, step.counts_t, numbers(step, accepted))

@@ -58,7 +58,7 @@ class EvictingLatentState(EvictingState):
 
     def attend_latents(self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float) -> Tensor:
         """`LatentState.attend_latents`."""
-        part, self.scale = self._enter(step), scale
+        part, self.judge.scale = self._enter(step), scale
         latent, rope_key = self.stored(step)
         if not self.observed:
             return latent_attend(q_latent, q_rope, latent, rope_key, part.starts, step.counts_t, scale=scale)

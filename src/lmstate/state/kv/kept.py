@@ -148,6 +148,13 @@ class Kept:
         """bool `[R, K, S]`"""
         return torch.arange(self.slots, device=self.lists.live.device) < self.lists.live[..., None]
 
+    def with_new(self, starts: Sequence[int], counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Positions int32 `[R, K, S]` with each row's first `counts` new tokens, and which slots are filled then."""
+        first, more = (torch.tensor(n, device=self.lists.live.device)[:, None, None] for n in (starts, counts))
+        behind = torch.arange(self.slots, device=self.lists.live.device) - self.lists.live[..., None]
+        positions = torch.where(behind >= 0, first + behind, self.lists.kept["position"])
+        return positions.int(), behind < more
+
     def put(self, row: int, arrays: Arrays, there: Tensor) -> None:
         """Fill a row's slots with those of `arrays` `[1, K, n]` that are `there`, by position; there is room."""
         order = torch.where(there, arrays["position"], NONE).argsort(dim=-1)[..., : int(there.sum(-1).max())]
