@@ -5,8 +5,8 @@ vector, float16. Codes of 8 bits are int8; of 4 and 2 bits they are -7.5, -6.5 .
 they are more than the least, 2 or 4 in a byte: number i of the n of a vector is field `i // (n * bits / 8)` of byte
 `i % (n * bits / 8)`, the lowest bits first.
 
-Of a block of `BLOCK` positions: `x = scale * code + middle`, a scale and a middle for each channel. They lie across the
-block's slots, all scales, then all middles.
+Of a block of `BLOCK` positions: `x = scale * code + middle`, a scale and a middle for each channel. The codes of a
+channel are those of a vector. Across the block's slots lie the codes, channel by channel; all scales, then all middles.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def code_dtype(bits: int) -> torch.dtype:
 def encode(x: Tensor, bits: int, most: int = GROUP) -> tuple[Tensor, Tensor]:
     """Turned x `[..., D]` -> codes `[..., D * bits / 8]` and float16 scales `[..., n]`."""
     groups = x.detach().float().unflatten(-1, (-1, group_of(x.shape[-1], bits, most)))  # [..., n, group]
-    scale = _scale(groups, -1, bits)
+    scale = _scale(groups, bits)
     return _codes(groups, scale, bits).flatten(-2), scale.squeeze(-1)
 
 
@@ -61,23 +61,25 @@ def block_scales(dim: int) -> int:
 
 def encode_blocks(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """x `[..., n * BLOCK, D]` -> codes `[..., n * BLOCK, D * bits / 8]`, scales `[..., n * BLOCK, block_scales(D)]`."""
-    blocks = x.detach().float().unflatten(-2, (-1, BLOCK))  # [..., n, BLOCK, D]
-    low, high = blocks.aminmax(dim=-2)
-    middle = ((low + high) * 0.5).clamp(-LARGEST, LARGEST).half().unsqueeze(-2)  # [..., n, 1, D]
-    blocks = blocks - middle.float()
-    scale = _scale(blocks, -2, bits)
-    both = torch.cat([scale, middle], dim=-1).squeeze(-2)  # [..., n, 2 D]
+    channels = x.detach().float().unflatten(-2, (-1, BLOCK)).mT  # [..., n, D, BLOCK]
+    low, high = channels.aminmax(dim=-1, keepdim=True)
+    middle = ((low + high) * 0.5).clamp(-LARGEST, LARGEST).half()  # [..., n, D, 1]
+    channels = channels - middle.float()
+    scale = _scale(channels, bits)
+    both = torch.cat([scale, middle], dim=-2).squeeze(-1)  # [..., n, 2 D]
     room = BLOCK * block_scales(x.shape[-1])
-    spread = F.pad(both, (0, room - both.shape[-1])).unflatten(-1, (BLOCK, -1))
-    return _codes(blocks, scale, bits).flatten(-3, -2), spread.flatten(-3, -2)
+    across = _codes(channels, scale, bits).flatten(-2), F.pad(both, (0, room - both.shape[-1]))
+    codes, scales = (y.unflatten(-1, (BLOCK, -1)).flatten(-3, -2) for y in across)
+    return codes, scales
 
 
 def decode_blocks(codes: Tensor, scales: Tensor, bits: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """What `encode_blocks` gave -> `[..., n * BLOCK, D]`."""
-    numbers = _numbers(codes, bits).unflatten(-2, (-1, BLOCK))  # [..., n, BLOCK, D]
-    both = scales.unflatten(-2, (-1, BLOCK)).flatten(-2)[..., : 2 * numbers.shape[-1]].float()
-    scale, middle = both.unsqueeze(-2).chunk(2, dim=-1)  # [..., n, 1, D]
-    return torch.addcmul(middle, numbers, scale).flatten(-3, -2).to(dtype)
+    dim = codes.shape[-1] * 8 // bits
+    across, both = (y.unflatten(-2, (-1, BLOCK)).flatten(-2) for y in (codes, scales))
+    channels = _numbers(across.unflatten(-1, (dim, -1)), bits)  # [..., n, D, BLOCK]
+    scale, middle = both[..., : 2 * dim].float().unsqueeze(-1).chunk(2, dim=-2)  # [..., n, D, 1]
+    return torch.addcmul(middle, channels, scale).mT.flatten(-3, -2).to(dtype)
 
 
 def packed(numbers: Tensor, bits: int) -> Tensor:
@@ -114,11 +116,11 @@ def _most(bits: int) -> float:
     return 127 if bits == 8 else ((1 << bits) - 1) / 2
 
 
-def _scale(x: Tensor, dim: int, bits: int) -> Tensor:
-    """For numbers that share one along `dim`, which stays: float16."""
-    scale = x.abs().amax(dim, keepdim=True) / _most(bits)
+def _scale(x: Tensor, bits: int) -> Tensor:
+    """For x `[..., D]`: float16 `[..., 1]`."""
+    scale = x.abs().amax(-1, keepdim=True) / _most(bits)
     if bits == 2:  # four codes stand for normally distributed numbers best if they lie a standard deviation apart
-        scale = torch.minimum(scale, x.square().mean(dim, keepdim=True).sqrt())
+        scale = torch.minimum(scale, x.square().mean(-1, keepdim=True).sqrt())
     return scale.clamp(max=LARGEST).half()
 
 

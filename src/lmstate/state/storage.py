@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lmstate.state.snapshot import Snapshot
 
 FORMAT = "lmstate-snapshot"
-VERSION = 2
+VERSION = 3
 MOST_TOKENS = 2**31
 
 

@@ -134,14 +134,18 @@ static __attribute__((noinline)) void add_beside(const attend_args *a, const sou
     }
 }
 
-/* Queries against keys in blocks: q . (scale * code + middle) = (q * scale) . code + q . middle, channel by channel. */
-INLINE void score_block(const attend_args *a, const source *s, const float *const *q, int queries, const runs *r,
-                        int64_t block, float (*scores)[SUB], int kind) {
+/* Queries against a block of keys: q . (scale * code + middle) = (q * scale) . code + q . middle, channel by channel. The
+ * codes of a channel lie side by side, so that the scores are sums of vectors of positions; those out of sight, too. */
+INLINE void score_block(const attend_args *a, const source *s, const float *const *q, int queries, int64_t block,
+                        float (*scores)[SUB], int kind) {
+  const int fields = fields_of(kind), bytes = SUB / fields; /* of a channel */
   const int64_t dim = a->dim;
-  float scale[2 * MAX_DIM + VL], scaled[TILE][MAX_DIM + VL], constant[TILE];
-  const float *own[TILE], *middle = scale + dim;
+  const uint8_t *codes = (const uint8_t *)s->k.data + block * s->k.slot;
+  float scale[2 * MAX_DIM + VL], scaled[TILE][MAX_DIM + VL];
+  const float *middle = scale + dim;
+  vf constant[TILE];
   floats_of_f16(s->k.scale + block * block_scales(dim), scale, 2 * dim);
-  for (int j = 0; j < queries; j++) {
+  UNROLL for (int j = 0; j < queries; j++) {
     vf sum = vf_zero();
     for (int64_t d = 0; d < dim; d += VL) { /* what is beyond dim is not read, or times 0 */
       const int n = dim - d < VL ? (int)(dim - d) : VL;
@@ -149,11 +153,25 @@ INLINE void score_block(const attend_args *a, const source *s, const float *cons
       vf_store(scaled[j] + d, vf_mul(x, vf_load(scale + d)));
       sum = vf_fma(x, n < VL ? load_part(F32, middle, d, n) : vf_load(middle + d), sum);
     }
-    constant[j] = vf_sum(sum), own[j] = scaled[j];
+    constant[j] = vf_set1(vf_sum(sum));
   }
-  score(own, queries, s->k.data + r->from[0] * s->k.slot, s->k.slot, dim, r->count[0], scores, r->at[0], kind);
-  for (int j = 0; j < queries; j++)
-    for (int64_t t = 0; t < SUB; t++) scores[j][t] += constant[j];
+  for (int part = 0; part < bytes; part += 4 * VL / fields) { /* there are registers for four vectors a query */
+    vf acc[TILE][4];
+    UNROLL for (int j = 0; j < queries; j++)
+      UNROLL for (int n = 0; n < 4; n++) acc[j][n] = constant[j];
+    for (int64_t d = 0; d < dim; d++) {
+      vf k[4];
+      UNROLL for (int n = 0; n < 4; n += fields) load_fields(kind, codes, d * bytes + part + n / fields * VL, k + n);
+      if (d * bytes % 64 == 0 && !part) ask_ahead(kind, codes, s->k.slot, d * bytes);
+      UNROLL for (int j = 0; j < queries; j++) {
+        const vf x = vf_set1(scaled[j][d]);
+        UNROLL for (int n = 0; n < 4; n++) acc[j][n] = vf_fma(x, k[n], acc[j][n]);
+      }
+    }
+    UNROLL for (int j = 0; j < queries; j++)
+      UNROLL for (int n = 0; n < 4; n++)
+        vf_store(scores[j] + n % fields * bytes + part + n / fields * VL, acc[j][n]);
+  }
 }
 
 INLINE void score_vectors(const attend_args *a, const source *s, const float *const *q, int queries, const runs *r,
@@ -209,7 +227,8 @@ KIND(int2, CODES2)
 #define BLOCKS(name, kind) \
   static void score_blocks_##name(const attend_args *a, const source *s, const float *const *q, int queries, \
                                   const runs *r, int64_t block, float (*scores)[SUB]) { \
-    FOR_QUERIES(score_block(a, s, q, N, r, block, scores, kind)) \
+    (void)r; \
+    FOR_QUERIES(score_block(a, s, q, N, block, scores, kind)) \
   }
 BLOCKS(int4, CODES4)
 BLOCKS(int2, CODES2)

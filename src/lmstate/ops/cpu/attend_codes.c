@@ -63,35 +63,21 @@ static void encode_vector(const float *x, int64_t n, int64_t bits, uint8_t *code
   for (int64_t d = 0; d < n; d++) codes[d % bytes] |= (uint8_t)(code_of(x[d], step, most) << d / bytes * bits);
 }
 
-/* The block of positions from `first` on, whole in the ring of floats, as codes. */
+/* The block of positions from `first` on, whole in the ring of floats, as codes: a channel is a vector of its positions. */
 static void encode_block(const attend_args *a, const codes_args *c, int64_t r, int64_t h, int64_t first) {
-  const int64_t bits = c->bits, size = size_of((int)a->kind), dim = a->dim, bytes = dim * bits / 8;
+  const int64_t size = size_of((int)a->kind), dim = a->dim, bytes = CODE_BLOCK * c->bits / 8;
   const int64_t slot = (r * a->kv_heads + h) * a->slots + first % a->slots;
   const char *k = (const char *)a->k + (r * a->k_row + h * a->k_head) * size;
+  uint8_t *codes = c->k + slot * dim * c->bits / 8;
   uint16_t *scale = c->k_scale + slot * block_scales(dim), *middle = scale + dim;
-  float x[CODE_BLOCK][MAX_DIM], low[MAX_DIM], high[MAX_DIM], step[MAX_DIM];
-  for (int64_t t = 0; t < CODE_BLOCK; t++) {
-    load_head(k + (first + t) % c->tail * a->k_slot * size, x[t], dim, a->kind);
-    for (int64_t d = 0; d < dim; d++) {
-      low[d] = t ? fminf(low[d], x[t][d]) : x[t][d];
-      high[d] = t ? fmaxf(high[d], x[t][d]) : x[t][d];
-    }
-  }
-  const float most = most_of(bits);
+  float x[CODE_BLOCK][MAX_DIM], channel[CODE_BLOCK];
+  for (int64_t t = 0; t < CODE_BLOCK; t++) load_head(k + (first + t) % c->tail * a->k_slot * size, x[t], dim, a->kind);
   for (int64_t d = 0; d < dim; d++) {
-    middle[d] = float_to_f16_bits(fmaxf(-65504.0f, fminf(65504.0f, (low[d] + high[d]) * 0.5f)));
-    const float zero = f16_to_float_bits(middle[d]);
-    float largest = 0, squares = 0;
-    for (int64_t t = 0; t < CODE_BLOCK; t++) {
-      x[t][d] -= zero;
-      largest = fmaxf(largest, fabsf(x[t][d])), squares += x[t][d] * x[t][d];
-    }
-    step[d] = step_of(largest, squares, CODE_BLOCK, bits, &scale[d]);
-  }
-  memset(c->k + slot * bytes, 0, (size_t)(CODE_BLOCK * bytes));
-  for (int64_t t = 0; t < CODE_BLOCK; t++) {
-    uint8_t *codes = c->k + (slot + t) * bytes;
-    for (int64_t d = 0; d < dim; d++) codes[d % bytes] |= (uint8_t)(code_of(x[t][d], step[d], most) << d / bytes * bits);
+    float low = x[0][d], high = x[0][d];
+    for (int64_t t = 1; t < CODE_BLOCK; t++) low = fminf(low, x[t][d]), high = fmaxf(high, x[t][d]);
+    middle[d] = float_to_f16_bits(fmaxf(-65504.0f, fminf(65504.0f, (low + high) * 0.5f)));
+    for (int64_t t = 0; t < CODE_BLOCK; t++) channel[t] = x[t][d] - f16_to_float_bits(middle[d]);
+    encode_vector(channel, CODE_BLOCK, c->bits, codes + d * bytes, &scale[d]);
   }
 }
 
