@@ -210,6 +210,21 @@ class Stored:
 
 
 @every_width
+def test_a_query_that_is_no_number_sees_none_and_leaves_the_others_alone(bits: int) -> None:
+    stored = Stored(bits, 64, 128)
+    q, k, v = stored.new((20, 20, 20))
+    starts, counts, scoring = torch.zeros(3, dtype=torch.int64), torch.tensor([20, 20, 20]), Scoring(0.125)
+    broken = q.clone()
+    broken[0, 7, 2, 5], broken[1, 9, 4, 0] = torch.nan, torch.inf
+    want, got = (
+        attend_quantized(x, (k, v), None, stored.held, stored.tail, starts, counts, scoring, bits=bits)
+        for x in (q, broken)
+    )
+    touched = (q != broken).any(-1)
+    assert got[touched].isnan().all() and torch.equal(got[~touched], want[~touched])
+
+
+@every_width
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize("dim", [16, 64, 80, 128])
 def test_attention_reads_what_the_codes_stand_for(bits: int, window: int | None, dim: int) -> None:
