@@ -56,6 +56,9 @@ class Rings:
     """Where k and v are codes."""
     packed: bytes | None = field(default=None, init=False, repr=False)
 
+    def __getstate__(self) -> dict[str, object]:
+        return {**vars(self), "packed": None}  # it points to these tensors, not to those of a copy
+
     @property
     def dim(self) -> int:
         """D."""

@@ -84,6 +84,10 @@ class Change:
         """Whether it is made of these."""
         return all(map(is_, parts, (self.lists, self.columns, self.evicted, self.queries, self.ring)))
 
+    def __getstate__(self) -> dict[str, object]:
+        # "packed" points to these tensors, not to those of a copy.
+        return {name: value for name, value in vars(self).items() if name != "packed"}
+
     @cached_property
     def packed(self) -> Packed:
         """For a native body."""
