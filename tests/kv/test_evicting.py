@@ -192,7 +192,7 @@ def test_kept_slots_hold_what_was_stored_at_their_position(policy: str, storage:
     assert layer is not None
     position, alive = layer.arrays["position"][0], layer.held.filled()[0]
     bound = {"Dense": 0.01 if storage == kv.Dense(torch.bfloat16) else 1e-6, "Quantized": 0}[type(storage).__name__]
-    for name, stored in zip("kv", layer._read(layer.arrays)):
+    for name, stored in zip("kv", layer.read(layer.arrays)):
         for head in range(position.shape[0]):
             got = stored[0, head, alive[head]]
             wanted = reference[name][head, position[head, alive[head]].long()]

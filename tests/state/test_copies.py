@@ -1,8 +1,10 @@
-"""A deep copy of a state shares no memory with it, also where a step's arguments are kept from step to step."""
+"""Whose memory is whose: a deep copy of a state shares none with it, and a dropped state holds none."""
 
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -33,3 +35,22 @@ def test_a_copy_and_its_original_go_apart(policy: str) -> None:
     got = [model([[token]], which) for token, which in ((1, state), (3, twin), (2, state), (4, twin))]
     for i, want in enumerate(wants):
         assert torch.equal(got[(0, 2, 1, 3)[i]], want)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("case", ["llama", "mistral", "deepseek_v3", "qwen3_next"])
+def test_a_dropped_state_is_gone_at_once(case: str, policy: str) -> None:
+    model, ids = ours(case), text(24)[0].tolist()
+    gc.collect()
+    gc.disable()  # what is part of a cycle would wait for it
+    try:
+        state = model.new_state(rows=2, kv=POLICIES[policy])
+        for step in ([ids, ids[:3]], [[1], [2]], [[3], [4]]):
+            model(step, state)
+        model([[5, 6], [7, 8]], state, commit=False)
+        state.commit([1, 0])
+        held = [weakref.ref(layer) for layer in state.layers]
+        del state
+        assert [one() for one in held] == [None] * len(held)
+    finally:
+        gc.enable()

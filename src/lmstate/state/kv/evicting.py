@@ -55,7 +55,7 @@ class EvictingState(KeyValueState):
         self.held = Kept.empty(layout.rows, kv_heads, self.codec.parts, self.history, layout.device)
         self.queries = LastQueries(policy.asks, layout) if policy.asks else None
         exact = self.history > 0 or self.queries is not None
-        self.judge = Judge(policy, sight, layout.rewind, self._read, self._turn, exact=exact)
+        self.judge = Judge(policy, sight, layout.rewind, exact=exact)
         self._part: Part | None = None
         self._tentative = False
         self._saved: tuple[Kept, LastQueries | None] | None = None
@@ -168,7 +168,7 @@ class EvictingState(KeyValueState):
         one.went_back(to)
         scores = one.lists.kept["scores"][:, :, to % self.history] if self.history else None
         # As if the row's last commit had ended here: a step that went farther evicted later.
-        gone = self.judge.evicted(one.lists.kept, one.filled(), scores, [to], [row], self.queries)
+        gone = self.judge.evicted(self, one.lists.kept, one.filled(), scores, [to], [row], self.queries)
         if gone is not None:
             count = int(gone.sum(-1).max())
             if self.layout.rewind and (wanted := one.ledger.rows[0].buried + count) > held.graves:
@@ -245,7 +245,7 @@ class EvictingState(KeyValueState):
             self.held.reaches(row, length - (stop - start))
             self.held.count()
             if self.queries is not None:
-                self.queries.close(row, length, start, stop, self._turn)
+                self.queries.close(row, length, start, stop, self.turn)
 
         return install
 
@@ -337,7 +337,7 @@ class EvictingState(KeyValueState):
         part, held = self._part, self.held
         assert part is not None
         step = part.step
-        evicted, wanted, after = self.judge.verdict(held, part, accepted, self.queries)
+        evicted, wanted, after = self.judge.verdict(self, part, accepted)
         if wanted > held.graves or held.graves > 2 * wanted + 4 * ROOM:
             held = held.reburied(wanted + ROOM if wanted else 0)
         ring = None
@@ -365,10 +365,10 @@ class EvictingState(KeyValueState):
 
         return install
 
-    def _turn(self, x: Tensor, delta: int) -> Tensor:
+    def turn(self, x: Tensor, delta: int) -> Tensor:
         return x if self.shift is None else self.shift(x, delta)
 
-    def _read(self, arrays: Arrays) -> tuple[Tensor, Tensor]:
+    def read(self, arrays: Arrays) -> tuple[Tensor, Tensor]:
         k, v = self.codec.decode(arrays)
         return self.codec.turn(k.float()), self.codec.turn(v.float())
 

@@ -74,10 +74,10 @@ class EvictingLatentState(EvictingState):
         values, scoring = latent[:, None], ops.Scoring(scale)
         return attend_slots(q, keys, values, where, part.starts, step.counts_t, scoring, columns=columns)
 
-    def _read(self, arrays: Arrays) -> tuple[Tensor, Tensor]:
-        latent, rope_key = super()._read(arrays)
+    def read(self, arrays: Arrays) -> tuple[Tensor, Tensor]:
+        latent, rope_key = super().read(arrays)
         return torch.cat([latent, rope_key], dim=-1), latent
 
-    def _turn(self, x: Tensor, delta: int) -> Tensor:
+    def turn(self, x: Tensor, delta: int) -> Tensor:
         latent, rope_key = x.split([self.latent_dim, x.shape[-1] - self.latent_dim], dim=-1)
-        return torch.cat([latent, super()._turn(rope_key, delta)], dim=-1)
+        return torch.cat([latent, super().turn(rope_key, delta)], dim=-1)

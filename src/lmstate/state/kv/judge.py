@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -37,32 +37,38 @@ class Verdict(NamedTuple):
     after: Ledger
 
 
+class Judged(Protocol):
+    """A layer that forgets."""
+
+    held: Kept
+    queries: LastQueries | None
+
+    def read(self, arrays: Arrays) -> tuple[Tensor, Tensor]:
+        """`Slots.keys` and `Slots.values` of slots stored as `arrays`."""
+        ...
+
+    def turn(self, x: Tensor, delta: int) -> Tensor:
+        """`Slots.turn`."""
+        ...
+
+
 class Judge:
     """Asks a layer's policy what goes, where the numbers of slots do not tell.
 
-    read, turn: as in `Slots`. `exact`: something else of the layer reaches no farther back than `rewind`.
+    `exact`: something else of the layer reaches no farther back than `rewind`. The layer is given to each call and not
+    held, so that a state that is dropped is gone at once.
     """
 
-    def __init__(
-        self,
-        policy: Evicting,
-        sight: ops.Sight,
-        rewind: int,
-        read: Callable[[Arrays], tuple[Tensor, Tensor]],
-        turn: Callable[[Tensor, int], Tensor],
-        *,
-        exact: bool,
-    ):
+    def __init__(self, policy: Evicting, sight: ops.Sight, rewind: int, *, exact: bool):
         self.policy, self.sight, self.rewind, self.exact = policy, sight, rewind, exact
         self.scale = 1.0  # of query-key products
-        self._read, self._turn = read, turn
         self._lowest = policy.lowest if isinstance(policy, Budget) and policy.plain else None
         self.foresees = sight == ops.EVERYTHING and policy.excess(0) is not None
         """Whether heads that are alike in number stay so."""
 
-    def verdict(self, held: Kept, part: Part, accepted: tuple[int, ...], queries: LastQueries | None) -> Verdict:
+    def verdict(self, layer: Judged, part: Part, accepted: tuple[int, ...]) -> Verdict:
         """Of the first `accepted` tokens of a part; the same one for all layers that fare alike, if foreseen."""
-        step = part.step
+        step, held, queries = part.step, layer.held, layer.queries
         if self.foresees and held.ledger.even:
             key = ("verdict", id(self.policy), accepted, held.ledger)
             if (verdict := step.memo(key, lambda: self._foreseen(held, step, accepted))) is not None:
@@ -84,7 +90,7 @@ class Judge:
                     queries.put(row, step.starts[row], part.queries[row, :n])
         lengths = [start + n for start, n in zip(step.starts, accepted)]
         arrays = {**held.lists.kept, "position": positions}
-        gone = self.evicted(arrays, filled, scores, lengths, range(step.rows), queries)
+        gone = self.evicted(layer, arrays, filled, scores, lengths, range(step.rows), queries)
         if gone is None:
             return self._verdict(held, step, accepted, None, (0,) * step.rows)
         gone = gone & torch.tensor([n > 0 for n in accepted], device=positions.device)[:, None, None]
@@ -92,6 +98,7 @@ class Judge:
 
     def evicted(
         self,
+        layer: Judged,
         arrays: Arrays,
         alive: Tensor,
         scores: Tensor | None,
@@ -110,7 +117,7 @@ class Judge:
         asked = queries.before(rows, lengths) if queries is not None else (at.new_zeros(0), at.new_zeros(0))
         slots = Slots(
             position, alive, at, torch.zeros_like(position, dtype=torch.float32) if scores is None else scores,
-            *asked, self.scale, lambda: self._read(arrays), self._turn,
+            *asked, self.scale, lambda: layer.read(arrays), layer.turn,
         )  # fmt: skip
         evicted = self.policy.evict(slots) & alive
         return evicted if gone is None else gone | evicted
