@@ -59,8 +59,7 @@ def main() -> None:
         print(markdown(result))
     if not options.case and not options.engine:
         result["start"] = start(options.rounds)
-        least, *_, most = result["start"]
-        print(f"\n`lmstate generate`: first token after {least:.2f} to {most:.2f} s")
+        print(f"\n`lmstate generate`: first token after {result['start'][0]:.2f} to {result['start'][-1]:.2f} s")
     if shapes:
         import torch
 

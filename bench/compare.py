@@ -129,12 +129,12 @@ def compare(
 
 
 def share(case: Case, reads: float, rate: float, speeds: list[float]) -> float | None:
-    """Which part of the bandwidth (bytes a second, some measurements) so many tokens a second use up."""
+    """Which part of the bandwidth (bytes a second, some measurements) so many tokens a second use; None: not known."""
     return reads * rate / case.rows / statistics.median(speeds) if reads else None
 
 
 def start(rounds: int = 3) -> list[float]:
-    """Seconds from a command to its first token, once the model is in the cache."""
+    """Seconds from a command to its first token, once the model is in the cache: of each round, the least first."""
     command = [str(Path(sys.executable).with_name("lmstate")), "generate", "smollm2", "Hello", "--max-tokens", "1"]
     times = []
     for _ in range(rounds + 1):
@@ -175,8 +175,8 @@ def markdown(result: dict) -> str:
             found = [row for row in result["rows"] if (row["case"], row["engine"]) == (case, engine)]
             cells.append(f"{found[0]['median']:.0f} ({found[0]['least']:.0f}-{found[0]['most']:.0f})" if found else "")
         lines.append(f"| {case} | " + " | ".join(cells) + " |")
-    peaks = [max(row["peak"] for row in result["rows"] if row["engine"] == engine) for engine in engines]
-    lines.append("| peak memory, MiB | " + " | ".join(f"{peak / 2**20:.0f}" for peak in peaks) + " |")
+    peaks = {row["engine"]: f"{row['peak'] / 2**20:.0f}" for row in result["rows"]}  # of the last case: they only grow
+    lines.append("| peak memory, MiB | " + " | ".join(peaks.get(engine, "") for engine in engines) + " |")
     shares = [row for row in result["rows"] if row["share"]]
     if shares:
         lines += ["", "| | a step reads, MB | of the bandwidth |", "|---|---|---|"]

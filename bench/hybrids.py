@@ -227,9 +227,10 @@ def measure(name: str, prefills: bool) -> Iterator[Result]:
         ours.prefill(prompt), peer.prefill(prompt)
         times = alternate(decode(ours), decode(peer), ROUNDS)
         row = result(name, f"decode at {len(prompt)}", times, STEPS, 4.0)
-        experts = name.startswith("deepseek")  # of which a step reads few
-        speed = step_bytes(ours.model, ours.state) / row.ours / bandwidth(torch.get_num_threads())
-        yield row if experts else replace(row, share=speed)
+        if not name.startswith("deepseek"):  # it has experts, of which a step reads few
+            reached = step_bytes(ours.model, ours.state) / row.ours
+            row = replace(row, share=reached / bandwidth(row.threads))
+        yield row
         if name.startswith("qwen"):
             short = Ours.__new__(Ours)
             short.model = ours.model
