@@ -5,11 +5,14 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import lmstate
 from lmstate import CapacityError
 from tests.compiled.static_mirror import CAPACITY, StaticMirror, Step
 from tests.invariants.mirror import close
@@ -118,6 +121,23 @@ def test_a_full_row_needs_no_other_graph() -> None:
         own.rewind(0, 8)
         own.feed([[5], [6]])
         own.check()
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int4"])
+def test_a_model_that_never_ran_compiles(weights: str, tmp_path: Path) -> None:
+    """Whatever is made when it is first used is made outside of the graph."""
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    model, tokens = lmstate.load(tmp_path, weights=weights), text(40) % 64
+    state = model.new_state(1, 50, static=True)
+    step = torch.compile(model.decode_step, fullgraph=True, backend="eager")
+    for at in range(40):
+        logits = step(tokens[:, at : at + 1], state)
+        state.commit()
+    tolerance = 1e-5 if weights == "float32" else 0.02  # large products are in bfloat16
+    torch.testing.assert_close(logits, model(tokens)[:, -1], atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile's code generation needs a C++ compiler (g++)")

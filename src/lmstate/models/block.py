@@ -36,6 +36,9 @@ class Block:
 
     def join(self, run: ops.Run, step: Step, memory: LayerState) -> None:
         """The same to the stream of a run: what can wait there does, the rest runs at once."""
+        if not run.native:  # a tracer, say, which cannot follow the lock of a cached property
+            run.put(self(run.stream(), step, memory))
+            return
         attention, feed_forward = self._attention, self._feed_forward
         if self.parallel and not (run.takes(attention) and run.takes(feed_forward)):
             run.put(self(run.stream(), step, memory))

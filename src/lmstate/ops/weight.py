@@ -14,7 +14,6 @@ multiple of 16 with zeros inside the packing; the padding is never returned.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -139,7 +138,7 @@ class _GroupedWeight(Weight):
         self.storage = packed.contiguous()
         self.out_features, self.in_features = out_features, in_features
 
-    @cached_property
+    @property
     def _parameters(self) -> Tensor:
         """float16 `[blocks, groups, PARAMETERS, 16]`, a view of the storage."""
         return self.storage[:, :, self.QUANTS :].view(torch.float16).unflatten(2, (self.PARAMETERS, BLOCK))
@@ -148,7 +147,7 @@ class _GroupedWeight(Weight):
     def _numbers(self, quants: Tensor) -> Tensor:
         """uint8 `[..., groups, j, 4]` of one output -> its numbers, float32 `[..., groups, 32]`."""
 
-    @cached_property
+    @property
     def _quants(self) -> Tensor:
         """uint8 `[blocks, groups, j, 16, 4]`, a view of the storage."""
         return self.storage[:, :, : self.QUANTS].unflatten(2, (-1, BLOCK, 4))
