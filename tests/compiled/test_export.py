@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import lmstate
 from lmstate import UnsupportedError
@@ -88,3 +89,16 @@ def test_what_cannot_be_exported() -> None:
     with pytest.raises(UnsupportedError, match="cannot hold int8 weights"):
         ExportedStep(model, 1, 10)
     assert isinstance(model, lmstate.Model)
+
+
+def test_a_program_holds_bfloat16_as_a_matrix(tmp_path: Path) -> None:
+    """On the processor such weights lie in 12 bits, which only native bodies read."""
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    model, tokens = lmstate.load(tmp_path, weights="bfloat16"), text(40) % 64
+    program = ExportedStep(model, 1, 50).export()
+    assert torch.uint8 not in {tensor.dtype for tensor in program.state_dict.values()}
+    whole = model(tokens)[:, -1]
+    torch.testing.assert_close(feed(program.module(), tokens, 1), whole, atol=0.02, rtol=0.02)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lmstate.errors import UnsupportedError
 from lmstate.models.decoder import Model
 from lmstate.models.fingerprint import weights_in
+from lmstate.models.plain import plain
 from lmstate.models.static import check_static, device_logits
 from lmstate.ops import FloatWeight, Weight
 from lmstate.state import Layout
@@ -52,6 +53,7 @@ class ExportedStep(nn.Module):
                 f"a step of {tokens} tokens and {rows} rows was asked for, the longest {longest}, in a capacity of "
                 f"{capacity}; there must be a row, and the three numbers must not decrease, from 1"
             )
+        model = plain(model)
         for path, weight in weights_in((model.embed, model.blocks, model.head)):
             if isinstance(weight, Weight) and not isinstance(weight, FloatWeight):
                 raise UnsupportedError(

@@ -14,6 +14,7 @@ from lmstate import ops
 from lmstate.errors import StateError
 from lmstate.models.block import Block, run_blocks
 from lmstate.models.fingerprint import fingerprint
+from lmstate.models.plain import plain
 from lmstate.models.rope import Rope
 from lmstate.models.static import STATIC_CHUNK, check_static, device_logits, hold_still
 from lmstate.ops import Norm, Weight
@@ -57,6 +58,7 @@ class Model:
     defaults: dict[str, Any] = field(default_factory=dict)  # sampling that the checkpoint's makers suggest
     _tokenizer: Tokenizer | None = None
     _fingerprint: str | None = None
+    _traced: Model | None = field(default=None, init=False, repr=False)  # what compiled graphs hold
 
     @property
     def device(self) -> torch.device:
@@ -102,7 +104,9 @@ class Model:
         layout = Layout(rows, self.device, dtype, capacity, rewind, chunk, static=static)
         state = self._new_state(layout, None if isinstance(kv, torch.dtype) else kv)
         if static:
-            hold_still(self, state)
+            if self._traced is None and (traced := plain(self)) is not self:
+                self._traced = traced
+            hold_still(self._traced or self, state)
         return state
 
     def _new_state(self, layout: Layout, kv: Policies | None = None) -> State:
@@ -251,7 +255,8 @@ class Model:
         if tokens.shape[0] != state.rows:
             raise StateError(f"{tokens.shape[0]} rows of tokens were given to a state of {state.rows}")
         step, room = state.device_step(tokens.shape[1], counts)
-        out = device_logits(self, tokens, step, room, state.layers, logits)
+        model = self._traced if torch.compiler.is_compiling() and self._traced is not None else self
+        out = device_logits(model, tokens, step, room, state.layers, logits)
         state.left(tokens.clone(), None if counts is None else counts.clone(), out)
         return out
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lmstate.ops import Weight
+from lmstate.ops import SqueezedWeight, Weight
 
 SAMPLE = 64  # elements hashed of each tensor
 
@@ -35,10 +35,19 @@ def fingerprint(config: Any, parts: Any) -> str:
     words = [f"{part.name}={getattr(config, part.name)}" for part in fields(config)]
     digest = hashlib.sha256()
     for path, weight in weights_in(parts):
-        held = weight.tensors() if isinstance(weight, Weight) else {"": weight}
-        for name, tensor in held.items():
-            digest.update(f"{path}.{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
-            flat = tensor.detach().reshape(-1)
-            sample = flat[:: max(1, len(flat) // SAMPLE)].contiguous().cpu()
-            digest.update(sample.view(torch.uint8).numpy().tobytes())
+        for name, shape, sample in _samples(weight):
+            digest.update(f"{path}.{name} {tuple(shape)} {sample.dtype};".encode())
+            digest.update(sample.contiguous().cpu().view(torch.uint8).numpy().tobytes())
     return " ".join([*words, f"weights={digest.hexdigest()}"])
+
+
+def _samples(weight: Tensor | Weight) -> Iterator[tuple[str, Sequence[int], Tensor]]:
+    """Name, shape and some elements of each tensor of it."""
+    if isinstance(weight, SqueezedWeight):  # the same model as where its numbers lie in a matrix
+        n, k = weight.shape
+        at = torch.arange(0, n * k, max(1, n * k // SAMPLE))
+        yield "matrix", weight.shape, weight.rows(at // k)[torch.arange(len(at)), at % k].to(torch.bfloat16)
+        return
+    for name, tensor in (weight.tensors() if isinstance(weight, Weight) else {"": weight}).items():
+        flat = tensor.detach().reshape(-1)
+        yield name, tensor.shape, flat[:: max(1, len(flat) // SAMPLE)]

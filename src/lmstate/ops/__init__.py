@@ -13,6 +13,7 @@ from lmstate.ops.rope import rope
 from lmstate.ops.rotate_attend import Rotation, rotate_attend
 from lmstate.ops.run import AttentionHalf, Coded, FeedForwardHalf, Rings, Run
 from lmstate.ops.scoring import EVERYTHING, Scoring, Sight
+from lmstate.ops.squeezed import SqueezedWeight, squeeze
 from lmstate.ops.weight import FloatWeight, Int4Weight, Int8Weight, Weight, quantize
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "Run",
     "Scoring",
     "Sight",
+    "SqueezedWeight",
     "Weight",
     "activation",
     "append",
@@ -46,4 +48,5 @@ __all__ = [
     "quantize",
     "rope",
     "rotate_attend",
+    "squeeze",
 ]

@@ -16,6 +16,7 @@ from lmstate.errors import ModelError
 from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.packed import Packed
 from lmstate.models.weights.source import GroupedQuant, Source
+from lmstate.ops.squeezed import squeeze
 from lmstate.ops.weight import FLOAT_KINDS, FloatWeight, Int4Weight, Int8Weight, Weight, quantize
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ class Weights:
     conversions are kept, None for nowhere. `progress`: whether a long conversion may draw a bar on a terminal.
 
     Matrices that need no conversion lie in the mapped checkpoint itself. Those that are stacked from several (q, k, v)
-    are copied together at each start, which is faster than reading a second copy of the model from a cache.
+    are copied together at each start, and bfloat16 ones are squeezed where a native body reads them so: both are faster
+    than reading a second copy of the model from a cache.
     """
 
     def __init__(
@@ -191,7 +193,7 @@ class Weights:
         return self._settle(weight)
 
     def _settle(self, weight: Weight) -> Weight:
-        return weight if self.device.type == "cpu" else weight.to(self.device)
+        return squeeze(weight) if self.device.type == "cpu" else weight.to(self.device)
 
     def _storage(self, parts: list[_Part]) -> str:
         """The storage that a stack is brought to."""

@@ -1,5 +1,5 @@
-/* Quantised blocks back to rows of floats: all of a matrix for torch's product, or some rows of an embedding. */
-#include "lanes.h"
+/* Packed blocks back to rows of floats: all of a matrix for torch's product, or some rows of an embedding. */
+#include "squeezed.h"
 
 enum { BLOCK = 16, GROUP = 32, BYTES4 = 320, BYTES8 = 544 };
 
@@ -7,7 +7,7 @@ typedef struct {
   const uint8_t *packed;
   const int64_t *ids; /* the outputs wanted, or null: `first` on, in order */
   void *out;          /* [count, inputs] of `kind` */
-  int64_t first, count, inputs, bits, kind, threads;
+  int64_t first, count, outputs, inputs, bits, kind, threads; /* bits: 4, 8, or 12 of a bfloat16 */
 } dequantize_args;
 
 /* 32 numbers of one output -> floats of `kind`. */
@@ -26,6 +26,10 @@ INLINE void scale_group(const uint8_t *numbers, float scale, float minimum, int 
 
 /* One output, of an embedding say. */
 static void expand_row(const dequantize_args *a, int64_t output, char *out) {
+  if (a->bits == 12) {
+    unsqueeze_row(a->packed, a->outputs, a->inputs, output, (int)a->kind, out);
+    return;
+  }
   const int64_t groups = a->inputs / GROUP, n = output % BLOCK, size = a->kind == F32 ? 4 : 2;
   const int bits = (int)a->bits;
   const uint8_t *p = a->packed + output / BLOCK * groups * (bits == 4 ? BYTES4 : BYTES8);
@@ -70,11 +74,12 @@ static void expand_block_of(const dequantize_args *a, const uint8_t *p, int firs
 void lmstate_dequantize(const dequantize_args *a) {
   const int64_t bytes = a->inputs / GROUP * (a->bits == 4 ? BYTES4 : BYTES8), size = a->kind == F32 ? 4 : 2;
   const int64_t end = a->first + a->count, first_block = a->first / BLOCK;
-  const int64_t tasks = a->ids ? a->count : (end + BLOCK - 1) / BLOCK - first_block;
+  const int rows = a->ids || a->bits == 12; /* one at a time */
+  const int64_t tasks = rows ? a->count : (end + BLOCK - 1) / BLOCK - first_block;
 #pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1)
   for (int64_t i = 0; i < tasks; i++) {
-    if (a->ids) {
-      expand_row(a, a->ids[i], (char *)a->out + i * a->inputs * size);
+    if (rows) {
+      expand_row(a, a->ids ? a->ids[i] : a->first + i, (char *)a->out + i * a->inputs * size);
       continue;
     }
     const int64_t block = first_block + i, from = block * BLOCK;

@@ -53,6 +53,10 @@ INLINE uint16_t float_to_f16_bits(float f) { /* round to nearest even */
  * rounding does to logits (measured as divergence), and cost next to nothing. */
 enum { PART = 16 };
 
+/* Where input i of a span of squeezed.h lies in it: so that bytes which are put side by side, and then taken apart by
+ * parity, come in order. */
+INLINE int place_of(int i) { return 16 * (i / 4 % 4) + 8 * (i / 32) + 2 * (i % 4) + i / 16 % 2; }
+
 #if defined(LMSTATE_AVX512)
 #include "lanes_avx512.h"
 #elif defined(LMSTATE_AVX2)

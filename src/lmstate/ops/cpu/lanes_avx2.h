@@ -33,6 +33,20 @@ INLINE void vf_load_fields2(const uint8_t *p, vf *fields) {
   fields[2] = from_middle(_mm256_and_si256(_mm256_srli_epi32(bytes, 4), three), 1.5f);
   fields[3] = from_middle(_mm256_srli_epi32(bytes, 6), 1.5f);
 }
+/* A span of squeezed.h, in order. */
+INLINE void vf_load_squeezed(const uint8_t *lows, const uint8_t *codes, const uint8_t *table, vf *out) {
+  const __m256i highs = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table));
+  const __m256i both = _mm256_loadu_si256((const __m256i *)codes), odd = _mm256_set1_epi32((int)0xffff0000u);
+  UNROLL for (int s = 0; s < 2; s++) { /* the second half of the codes is in the upper four bits */
+    __m256i code = _mm256_and_si256(s ? _mm256_srli_epi16(both, 4) : both, _mm256_set1_epi8(15));
+    __m256i low = _mm256_loadu_si256((const __m256i *)(lows + 32 * s)), high = _mm256_shuffle_epi8(highs, code);
+    __m256i words[2] = {_mm256_unpacklo_epi8(low, high), _mm256_unpackhi_epi8(low, high)};
+    UNROLL for (int h = 0; h < 2; h++) {
+      out[4 * h + s] = _mm256_castsi256_ps(_mm256_slli_epi32(words[h], 16));
+      out[4 * h + 2 + s] = _mm256_castsi256_ps(_mm256_and_si256(words[h], odd));
+    }
+  }
+}
 INLINE vf vf_add(vf a, vf b) { return _mm256_add_ps(a, b); }
 INLINE vf vf_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
 INLINE vf vf_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }

@@ -35,6 +35,19 @@ INLINE void vf_load_fields2(const uint8_t *p, vf *fields) {
   fields[2] = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), values);
   fields[3] = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 6), values);
 }
+/* A span of squeezed.h, in order. */
+INLINE void vf_load_squeezed(const uint8_t *lows, const uint8_t *codes, const uint8_t *table, vf *out) {
+  const __m512i highs = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table));
+  __m512i code = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)codes)), low = _mm512_loadu_si512(lows);
+  code = _mm512_mask_srli_epi16(code, 0xffff0000u, code, 4); /* the second half of them is in the upper four bits */
+  __m512i high = _mm512_shuffle_epi8(highs, _mm512_and_si512(code, _mm512_set1_epi8(15)));
+  const __m512i odd = _mm512_set1_epi32((int)0xffff0000u);
+  __m512i words[2] = {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
+  UNROLL for (int h = 0; h < 2; h++) {
+    out[2 * h] = _mm512_castsi512_ps(_mm512_slli_epi32(words[h], 16));
+    out[2 * h + 1] = _mm512_castsi512_ps(_mm512_and_si512(words[h], odd));
+  }
+}
 INLINE vf vf_add(vf a, vf b) { return _mm512_add_ps(a, b); }
 INLINE vf vf_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
 INLINE vf vf_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }

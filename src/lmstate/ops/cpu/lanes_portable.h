@@ -28,6 +28,14 @@ INLINE void vf_load_fields2(const uint8_t *p, vf *fields) {
   for (int f = 0; f < 4; f++)
     for (int i = 0; i < VL; i++) fields[f][i] = (float)(p[i] >> 2 * f & 3) - 1.5f;
 }
+/* A span of squeezed.h, in order. */
+INLINE void vf_load_squeezed(const uint8_t *lows, const uint8_t *codes, const uint8_t *table, vf *out) {
+  for (int i = 0; i < 64; i++) {
+    const int at = place_of(i);
+    const uint8_t high = table[at < 32 ? codes[at] & 15 : codes[at - 32] >> 4];
+    out[i / VL][i % VL] = bf16_to_float((uint16_t)(high << 8 | lows[at]));
+  }
+}
 INLINE vf vf_add(vf a, vf b) { return a + b; }
 INLINE vf vf_sub(vf a, vf b) { return a - b; }
 INLINE vf vf_mul(vf a, vf b) { return a * b; }

@@ -41,7 +41,10 @@ _APPEND = Struct("6P19q")
 _ATTEND = Struct("9P21q2d")
 _ROTATE_ATTEND = Struct(_ROPE.format * 2 + _APPEND.format + _ATTEND.format)
 _BEST = Struct("3P3q")
-_DEQUANTIZE = Struct("3P6q")
+_DEQUANTIZE = Struct("3P7q")
+_SQUEEZE = Struct("2P3q")
+_COUNT = Struct("2P2q")
+_BITS = {"int4": 4, "int8": 8, "bfloat16 in 12 bits": 12}
 _FINISH = Struct("4P5q")
 
 # Below this many numbers a second thread costs more than it saves.
@@ -66,6 +69,8 @@ class Library:
         self._best = function(library, "lmstate_best")
         self._dequantize = function(library, "lmstate_dequantize")
         self._finish = function(library, "lmstate_finish")
+        self._count_high_bytes = function(library, "lmstate_count_high_bytes")
+        self._squeeze = function(library, "lmstate_squeeze")
 
     def linear(
         self,
@@ -254,17 +259,29 @@ class Library:
         self._expand(weight, ids, y, 0)
         return y
 
+    def high_bytes(self, matrix: Tensor) -> Tensor:
+        """How often each upper byte stands in a contiguous bfloat16 matrix, int64 `[256]`."""
+        seen = torch.zeros(256, dtype=torch.int64)
+        self._count_high_bytes(
+            _COUNT.pack(_half_pointer(matrix), seen.data_ptr(), matrix.numel(), self._threads(matrix))
+        )
+        return seen
+
+    def squeeze(self, matrix: Tensor, packed: Tensor) -> None:
+        """Fill in what `ops.squeezed` lays out, whose table is there, for a bfloat16 matrix `[N, K]`."""
+        self._squeeze(_SQUEEZE.pack(_half_pointer(matrix), packed.data_ptr(), *matrix.shape, self._threads(matrix)))
+
     def _expand(self, weight: Weight, ids: Tensor | None, y: Tensor, first: int) -> None:
         k = weight.in_features
-        bits = 4 if weight.kind == "int4" else 8
         arguments = _DEQUANTIZE.pack(
             weight.storage.data_ptr(),
             0 if ids is None else ids.data_ptr(),
             y.data_ptr(),
             first,
             y.numel() // k if k else 0,
+            weight.out_features,
             k,
-            bits,
+            _BITS[weight.kind],
             KINDS[y.dtype],
             self._threads(y),
         )  # fmt: skip
@@ -273,3 +290,9 @@ class Library:
     @staticmethod
     def _threads(x: Tensor) -> int:
         return torch.get_num_threads() if x.numel() > _FEW else 1
+
+
+def _half_pointer(matrix: Tensor) -> int:
+    if matrix.dtype != torch.bfloat16 or not matrix.is_contiguous() or not matrix.is_cpu:
+        raise ValueError(f"a matrix to squeeze is contiguous bfloat16; this is {matrix.dtype} {list(matrix.shape)}")
+    return matrix.data_ptr()

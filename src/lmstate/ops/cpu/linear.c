@@ -8,6 +8,7 @@
 #include <stdlib.h>
 
 #include "prologue.h"
+#include "squeezed.h"
 
 enum { BLOCK = 16, GROUP = 32, BYTES4 = 320, BYTES8 = 544 };
 
@@ -192,6 +193,49 @@ static void float_block_f32(const linear_args *a, const float *x, int64_t first)
 static void float_block_bf16(const linear_args *a, const float *x, int64_t first) { float_block(a, x, first, BF16); }
 static void float_block_f16(const linear_args *a, const float *x, int64_t first) { float_block(a, x, first, F16); }
 
+/* How far ahead to ask for bytes, into the second cache: measured, from 8 to 16 KiB a core reads half as much again as
+ * from 4. */
+enum { AHEAD = 16384 };
+
+/* The outputs that lie together from `first` on, for `rows` rows. */
+INLINE void squeezed_tile(const linear_args *a, const squeezed *w, const float *x, int64_t first, int64_t row, int rows) {
+  const int64_t k = a->inputs, left = a->outputs - first;
+  const uint8_t *p = lows_of(w, first, k, 0);
+  const float *xr = x + row * k;
+  vf acc[4][BESIDE];
+  UNROLL for (int m = 0; m < rows; m++)
+    UNROLL for (int n = 0; n < BESIDE; n++) acc[m][n] = vf_zero();
+  for (int64_t i = 0; i < k; i += SPAN, p += SPAN_BYTES) {
+    UNROLL for (int l = 0; l < SPAN_BYTES; l += 64) __builtin_prefetch(p + AHEAD + l, 0, 1);
+    UNROLL for (int n = 0; n < BESIDE; n++) {
+      vf numbers[SPAN / VL];
+      vf_load_squeezed(p + n * SPAN, p + CODES_AT + n * (SPAN / 2), w->table, numbers);
+      UNROLL for (int m = 0; m < rows; m++)
+        UNROLL for (int j = 0; j < SPAN / VL; j++)
+          acc[m][n] = vf_fma(vf_load(xr + m * k + i + j * VL), numbers[j], acc[m][n]);
+    }
+  }
+  UNROLL for (int m = 0; m < rows; m++) {
+    float tile[BESIDE];
+    vf_sum4(acc[m][0], acc[m][1], acc[m][2], acc[m][3], tile);
+    for (int64_t n = 0; n < BESIDE && n < left; n++)
+      for (int32_t r = w->first[first + n]; r < w->first[first + n + 1]; r++)
+        tile[n] += w->rares[r].value * xr[m * k + w->rares[r].column];
+    finish(a, tile, row + m, first, left < BESIDE ? left : BESIDE);
+  }
+}
+
+static void squeezed_block(const linear_args *a, const squeezed *w, const float *x, int64_t first) {
+  int64_t row = 0;
+  for (; row + 4 <= a->rows; row += 4) squeezed_tile(a, w, x, first, row, 4);
+  switch (a->rows - row) {
+    case 1: squeezed_tile(a, w, x, first, row, 1); break;
+    case 2: squeezed_tile(a, w, x, first, row, 2); break;
+    case 3: squeezed_tile(a, w, x, first, row, 3); break;
+    default: break;
+  }
+}
+
 /* The most threads that share a parallel region, each of which makes rows in memory of its own. */
 static int64_t most_threads(const linear_args *a) { return a->threads > 1 ? a->threads : 1; }
 
@@ -224,9 +268,11 @@ static void products(const linear_args *a, void *memory) {
     for (int64_t m = 0; m < a->rows; m++) prologue(a, m, (float *)memory + m * k);
     x = memory;
   }
+  const squeezed w = squeezed_at(a->weight, a->outputs, k); /* where it is one */
 #pragma omp for schedule(static)
   for (int64_t b = 0; b < (a->outputs + 3) / 4; b++) {
-    if (a->kind == F32) float_block_f32(a, x, 4 * b);
+    if (a->kind == SQUEEZED) squeezed_block(a, &w, x, 4 * b);
+    else if (a->kind == F32) float_block_f32(a, x, 4 * b);
     else if (a->kind == BF16) float_block_bf16(a, x, 4 * b);
     else float_block_f16(a, x, 4 * b);
   }

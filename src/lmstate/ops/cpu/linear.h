@@ -4,7 +4,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { INT8 = 3, INT4 = 4 }; /* beside the kinds of floats */
+enum { INT8 = 3, INT4 = 4, SQUEEZED = 5 }; /* beside the kinds of floats */
 
 typedef struct {
   const float *x; /* [rows, inputs], or [rows, 2 inputs] before a gate */
