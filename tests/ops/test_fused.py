@@ -15,7 +15,9 @@ from lmstate.models.mixers.attention import Attention
 from lmstate.models.mlp import MLP
 from lmstate.models.rope import Rope
 from lmstate.ops import Norm
+from lmstate.ops.cpu.fused import Fused
 from lmstate.state import KeyValueState, LayerState, Layout, Step
+from tests.ops.small_mixers import MIXERS
 
 EMBED = 96
 
@@ -173,7 +175,7 @@ class Apart(Block):
 
 
 def stack(kind: type[Block]) -> list[Block]:
-    """Blocks of all sorts: both halves, norms after them, side by side, a half that no body knows, none."""
+    """Blocks of all sorts: attention and recurrences, norms after them, side by side, halves that no body knows."""
     torch.manual_seed(5)
 
     def mlp(act: str = "silu") -> MLP:
@@ -184,6 +186,7 @@ def stack(kind: type[Block]) -> list[Block]:
     mixers = [
         CASES[name]() for name in ("plain", "biases, sinks, softcap", "chunks", "no positions", "norm of all heads")
     ]
+    recurrent = {name: make("bfloat16", EMBED, EMBED) for name, make in MIXERS.items()}
     return [
         kind(mixers[0], mlp(), norm_fixed(), norm_fixed()),
         kind(mixers[1], mlp(), norm_fixed(), norm_fixed(), norm_of(EMBED), norm_of(EMBED), 0.5),
@@ -191,16 +194,23 @@ def stack(kind: type[Block]) -> list[Block]:
         kind(mixers[3], mlp("gelu"), norm_fixed(), norm_fixed(), parallel=True),
         kind(mixers[4], mlp("gelu"), norm_fixed(), norm_fixed()),
         kind(mixers[0], None, norm_fixed()),
+        kind(recurrent["delta"], mlp(), norm_fixed(), norm_fixed(), norm_of(EMBED), norm_of(EMBED), 0.5),
+        kind(recurrent["state space in groups"], mlp(), norm_fixed(), norm_fixed()),
+        kind(recurrent["state space"], None, norm_fixed()),
+        kind(recurrent["delta with a decay a channel"], mlp("relu2"), norm_fixed(), norm_fixed(), parallel=True),
+        kind(recurrent["delta"], mlp("gelu"), norm_fixed(), norm_fixed(), parallel=True),
+        kind(recurrent["state space without a norm"], mlp("gelu"), None, norm_fixed(), norm_of(EMBED)),
+        kind(mixers[1], mlp(), norm_fixed(), norm_fixed()),
     ]
 
 
 def test_a_run_of_blocks_equals_one_after_the_other(variant: str) -> None:
     outs = []
     for kind in (Block, Apart):
-        blocks, layout = stack(kind), Layout(2, torch.device("cpu"), torch.float32)
+        blocks, layout = stack(kind), Layout(2, torch.device("cpu"), torch.float32, rewind=4)
         memories, starts, out = [block.mixer.new_state(layout) for block in blocks], [0, 0], []
         torch.manual_seed(6)
-        for counts in ([3, 7], [1, 1], [0, 1], [2, 1]):
+        for counts in ([3, 7], [1, 1], [0, 1], [4, 4], [2, 1], [1, 1], [1, 1]):
             step = step_of(starts, counts)
             for memory in memories:
                 memory.reserve(step)
@@ -208,8 +218,28 @@ def test_a_run_of_blocks_equals_one_after_the_other(variant: str) -> None:
             y = run_blocks(blocks, x, step, memories)
             out += [y[row, :count] for row, count in enumerate(counts)]
             starts = list(step.ends)
-        outs.append(torch.cat(out))
-    assert torch.equal(*outs)
+            for memory in memories:
+                if (install := memory.commit(step, tuple(counts))) is not None:
+                    install()
+        outs.append([*out, *(kept for memory in memories for kept in memory.tensors())])
+    assert all(torch.equal(got, want) for got, want in zip(*outs, strict=True))
+
+
+def test_attention_and_recurrences_wait_together(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = [block for block in stack(Block) if block.mlp is None or block.mlp.act in ("silu", "relu2")]
+    runs, one = [], Fused.run
+
+    def counted(fused: Fused, x: Tensor, *given: Any) -> Tensor:
+        runs.append(len(given[-1]))
+        return one(fused, x, *given)
+
+    monkeypatch.setattr(Fused, "run", counted)
+    layout, step = Layout(2, torch.device("cpu"), torch.float32), step_of([0, 0], [2, 1])
+    memories = [block.mixer.new_state(layout) for block in blocks]
+    for memory in memories:
+        memory.reserve(step)
+    run_blocks(blocks, torch.randn(2, 2, EMBED), step, memories)
+    assert runs == [2 * len(blocks) - sum(block.mlp is None for block in blocks)]
 
 
 def test_a_weight_that_was_replaced_is_read(variant: str) -> None:

@@ -22,8 +22,9 @@ POLICIES = {
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_copy_and_its_original_go_apart(policy: str) -> None:
-    model, ids = ours("llama"), text(24)[0].tolist()
+@pytest.mark.parametrize("case", ["llama", "qwen3_next", "bamba"])
+def test_a_copy_and_its_original_go_apart(case: str, policy: str) -> None:
+    model, ids = ours(case), text(24)[0].tolist()
     wants = []
     for last in ([1, 2], [3, 4]):
         state = model.new_state(kv=POLICIES[policy])
@@ -35,6 +36,17 @@ def test_a_copy_and_its_original_go_apart(policy: str) -> None:
     got = [model([[token]], which) for token, which in ((1, state), (3, twin), (2, state), (4, twin))]
     for i, want in enumerate(wants):
         assert torch.equal(got[(0, 2, 1, 3)[i]], want)
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3_next", "bamba"])
+def test_a_copied_model_reads_its_own_weights(case: str) -> None:
+    model, ids = copy.deepcopy(ours(case)), [[1, 2, 3]]
+    want = model(ids, model.new_state())
+    twin = copy.deepcopy(model)
+    for block in model.blocks:
+        block.mixer.out.storage.zero_()
+    assert torch.equal(twin(ids, twin.new_state()), want)
+    assert not torch.equal(model(ids, model.new_state()), want)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

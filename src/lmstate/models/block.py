@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
 from lmstate import ops
-from lmstate.models.mixers.attention import Attention
-from lmstate.models.mixers.mixer import Mixer
+from lmstate.models.mixers.mixer import JoiningMixer, Mixer
 from lmstate.models.mlp import MLP, FeedForward
 from lmstate.ops import Norm, Residual
 from lmstate.state import LayerState, Step
@@ -39,15 +39,23 @@ class Block:
         if not run.native:  # a tracer, say, which cannot follow the lock of a cached property
             run.put(self(run.stream(), step, memory))
             return
-        attention, feed_forward = self._attention, self._feed_forward
-        if self.parallel and not (run.takes(attention) and run.takes(feed_forward)):
+        feed_forward = self._feed_forward
+        # Parts that read the same input wait both, or neither.
+        joined = (not self.parallel or run.takes(feed_forward)) and self._joins(run, step, memory)
+        if self.parallel and not joined:
             run.put(self(run.stream(), step, memory))
             return
-        mixer = self.mixer
-        if attention is None or not (isinstance(mixer, Attention) and mixer.joins(run, attention, step, memory)):
+        if not joined:
             run.put(self._mixed(run.stream(), step, memory))
         if self.mlp is not None and (feed_forward is None or not run.feeds(feed_forward)):
             run.put(self._fed(x := run.stream(), x))
+
+    def _joins(self, run: ops.Run, step: Step, memory: LayerState) -> bool:
+        """Have the mixer wait; False where it cannot."""
+        if self._joining is None:
+            return False
+        mixer, half = self._joining
+        return mixer.joins(run, half, step, memory)
 
     def _mixed(self, x: Tensor, step: Step, memory: LayerState) -> Tensor:
         return self.mixer(x, step, memory, self.mixer_norm, Residual(x, self.after_mixer, self.scale))
@@ -57,15 +65,16 @@ class Block:
         return self.mlp(x, self.mlp_norm, Residual(mixed, self.after_mlp, self.scale))
 
     @cached_property
-    def _attention(self) -> ops.AttentionHalf | None:
-        """The first half, where it is one of those that may wait in a run."""
-        if not isinstance(self.mixer, Attention) or self.mixer.temperature is not None:
+    def _joining(self) -> tuple[JoiningMixer, ops.Half[Any]] | None:
+        """The mixer and what waits of it, where it is one of those that may wait in a run."""
+        if not isinstance(self.mixer, JoiningMixer):
             return None
-        return ops.AttentionHalf(self.mixer, self.mixer_norm, self.after_mixer, self.scale)
+        half = self.mixer.half(self.mixer_norm, self.after_mixer, self.scale)
+        return None if half is None else (self.mixer, half)
 
     @cached_property
     def _feed_forward(self) -> ops.FeedForwardHalf | None:
-        """The second."""
+        """The feed-forward part, where it is."""
         mlp = self.mlp
         if not isinstance(mlp, MLP) or not mlp.gated:
             return None

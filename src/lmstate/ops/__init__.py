@@ -6,12 +6,14 @@ from lmstate.ops.best import best
 from lmstate.ops.dispatch import info
 from lmstate.ops.feed_forward import feed_forward
 from lmstate.ops.glu import ACTIVATIONS, activation, glu
+from lmstate.ops.halves import AttentionHalf, FeedForwardHalf, Half
 from lmstate.ops.linear import FEW, linear, linear_beside
 from lmstate.ops.norm import Norm, norm
+from lmstate.ops.recurrent_halves import DeltaHalf, RecurrentHalf, SsdHalf
 from lmstate.ops.residual import Residual
 from lmstate.ops.rope import rope
 from lmstate.ops.rotate_attend import Rotation, rotate_attend
-from lmstate.ops.run import AttentionHalf, Coded, FeedForwardHalf, Rings, Run
+from lmstate.ops.run import Coded, Rings, Run
 from lmstate.ops.scoring import EVERYTHING, Scoring, Sight
 from lmstate.ops.squeezed import SqueezedWeight, squeeze
 from lmstate.ops.weight import FloatWeight, Int4Weight, Int8Weight, Weight, quantize
@@ -22,11 +24,14 @@ __all__ = [
     "FEW",
     "AttentionHalf",
     "Coded",
+    "DeltaHalf",
     "FeedForwardHalf",
     "FloatWeight",
+    "Half",
     "Int4Weight",
     "Int8Weight",
     "Norm",
+    "RecurrentHalf",
     "Residual",
     "Rings",
     "Rotation",
@@ -34,6 +39,7 @@ __all__ = [
     "Scoring",
     "Sight",
     "SqueezedWeight",
+    "SsdHalf",
     "Weight",
     "activation",
     "append",

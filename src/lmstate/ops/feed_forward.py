@@ -7,11 +7,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lmstate.ops import dispatch
+from lmstate.ops.halves import FeedForwardHalf
 from lmstate.ops.linear import few_rows, linear
 from lmstate.ops.norm import Norm
 from lmstate.ops.panels import linear_panels, panels, rounded
 from lmstate.ops.residual import Residual
-from lmstate.ops.run import FeedForwardHalf, fused_feed_forward
+from lmstate.ops.run import fused_feed_forward
 from lmstate.ops.weight import Weight
 
 

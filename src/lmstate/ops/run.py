@@ -1,30 +1,25 @@
 """A run of layers of a decoder as one operation on the residual stream.
 
-A block has two halves, attention and a gated feed-forward part. Halves that follow each other wait in a `Run` until
-their stream is asked for, and then go through one native call, in one parallel region. What they give is bit for bit
-what their operations give one after the other (but for the sigmoid of a gate).
+A block has two halves, attention or a recurrent layer and a gated feed-forward part. Halves that follow each other wait
+in a `Run` until their stream is asked for, and then go through one native call, in one parallel region. What they give
+is bit for bit what their operations give one after the other (but for the sigmoid of attention's gate).
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lmstate.ops import dispatch
+from lmstate.ops.cpu.fused_recurrent import carried, room
+from lmstate.ops.halves import AttentionHalf, FeedForwardHalf, Half
 from lmstate.ops.linear import few_rows
-from lmstate.ops.norm import Norm
+from lmstate.ops.recurrent_halves import Carry, Folded, RecurrentHalf
 from lmstate.ops.rotate_attend import Rotation
 from lmstate.ops.scoring import EVERYTHING, Sight
-from lmstate.ops.weight import Weight
-
-if TYPE_CHECKING:
-    from lmstate.ops.cpu import Library
 
 
 class Coded(NamedTuple):
@@ -65,132 +60,19 @@ class Rings:
         return self.k.shape[3] if self.coded is None else self.k.shape[3] * 8 // self.coded.bits
 
 
-class AttentionParts(Protocol):
-    """What a layer of attention is made of; see `models.mixers.attention.Attention`."""
-
-    @property
-    def qkv(self) -> Weight: ...
-    @property
-    def out(self) -> Weight: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def scale(self) -> float: ...
-    @property
-    def softcap(self) -> float | None: ...
-    @property
-    def sinks(self) -> Tensor | None: ...
-    @property
-    def q_norm(self) -> Norm | None: ...
-    @property
-    def k_norm(self) -> Norm | None: ...
-    @property
-    def qkv_bias(self) -> Tensor | None: ...
-    @property
-    def out_bias(self) -> Tensor | None: ...
-    @property
-    def gate(self) -> bool: ...
-
-
-_requires_grad = attrgetter("requires_grad")
-
-
-class Half(ABC):
-    """A half of a block: its arguments to the native call are packed once, for as long as its weights stay in place."""
-
-    _packed: bytes | None = None
-    _pointers: Sequence[int] = ()
-
-    @property
-    @abstractmethod
-    def ends(self) -> tuple[Weight, Weight]:
-        """The first product and the last."""
-
-    @abstractmethod
-    def tensors(self) -> list[Tensor]:
-        """All that its arguments point to."""
-
-    @abstractmethod
-    def pack(self, library: Library) -> bytes | None:
-        """Its arguments; None if it has a norm or an activation that the bodies do not know."""
-
-    def ready(self, library: Library) -> bytes | None:
-        """Its arguments; None where no native body does it."""
-        tensors = self.tensors()
-        pointers = [tensor.data_ptr() for tensor in tensors]
-        if pointers != self._pointers:
-            self._packed = self.pack(library) if all(tensor.is_cpu for tensor in tensors) else None
-            self._pointers = pointers
-        if torch.is_grad_enabled() and any(map(_requires_grad, tensors)):
-            return None
-        return self._packed
-
-
-@dataclass(eq=False)
-class AttentionHalf(Half):
-    """`stream + scale * after(out(attend(qkv(norm(x)))))`."""
-
-    parts: AttentionParts
-    norm: Norm | None = None
-    after: Norm | None = None
-    scale: float = 1.0
-
-    @property
-    def ends(self) -> tuple[Weight, Weight]:
-        return self.parts.qkv, self.parts.out
-
-    def tensors(self) -> list[Tensor]:
-        p = self.parts
-        return _tensors(p.qkv, p.out, self.norm, self.after, p.q_norm, p.k_norm, p.qkv_bias, p.out_bias, p.sinks)
-
-    def pack(self, library: Library) -> bytes | None:
-        simple = _simple(self.norm, self.after, self.parts.q_norm, self.parts.k_norm)
-        return library.fused.attention(self) if simple else None
-
-
-@dataclass(eq=False)
-class FeedForwardHalf(Half):
-    """`stream + scale * after(down(act(gate) * up))` with gate | up = `up(norm(x))`."""
-
-    up: Weight
-    down: Weight
-    act: str
-    norm: Norm | None = None
-    after: Norm | None = None
-    scale: float = 1.0
-    up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
-    parallel: bool = False
-    """It reads what the half before it read, and is added to what that one gave."""
-
-    @property
-    def ends(self) -> tuple[Weight, Weight]:
-        return self.up, self.down
-
-    def tensors(self) -> list[Tensor]:
-        return _tensors(self.up, self.down, self.norm, self.after, self.up_bias, self.down_bias)
-
-    def pack(self, library: Library) -> bytes | None:
-        known = self.act in library.GATES and _simple(self.norm, self.after)
-        return library.fused.feed_forward(self, library.GATES[self.act]) if known else None
-
-
 class Waiting(NamedTuple):
     """A half that is to run, its arguments, and what these point to."""
 
     arguments: bytes
-    half: Half
-    rings: Rings | None
+    half: Half[Any]
+    rings: Rings | None = None
+    held: tuple[Tensor, ...] = ()
 
 
 class Run:
     """A stream float32 `[R, T, E]`, and the halves that are still to change it.
 
-    starts, counts: int64 `[R]`, where a row's tokens start and how many there are; attention needs them.
+    starts, counts: int64 `[R]`, where a row's tokens start and how many there are; feed-forward parts need none.
     """
 
     def __init__(self, x: Tensor, starts: Tensor | None = None, counts: Tensor | None = None):
@@ -214,7 +96,7 @@ class Run:
         """Whether anything may wait here: native bodies know no other device, no gradient to follow, no long step."""
         return self._library is not None
 
-    def takes(self, half: Half | None) -> bool:
+    def takes(self, half: Half[Any] | None) -> bool:
         """Whether a half may wait here."""
         return half is not None and self._library is not None and half.ready(self._library) is not None
 
@@ -235,15 +117,27 @@ class Run:
         if (placed := self._places.get(id(rings.starts))) is None:
             placed = self._places[id(rings.starts)] = rings.starts, fused.starts(rings.starts, rows)
         fused.check(half.parts, rings, rotation, rows, tokens)
-        self._wait(half, b"".join([constant, placed[1], rings.packed, turned[1]]), rings)
+        self._wait(Waiting(b"".join([constant, placed[1], rings.packed, turned[1]]), half, rings))
         return True
 
     def feeds(self, half: FeedForwardHalf) -> bool:
         """Have a feed-forward part wait; False where no native body does it."""
         if self._library is None or (packed := half.ready(self._library)) is None:
             return False
-        self._wait(half, packed, None)
+        self._wait(Waiting(packed, half))
         return True
+
+    def folds(self, half: RecurrentHalf, carry: Carry) -> Folded | None:
+        """Have a recurrent layer wait; None where no native body does it. What it gives is there once the run goes."""
+        library = self._library
+        if library is None or self._counts is None or (layer := half.ready(library)) is None:
+            return None
+        if torch.is_grad_enabled() and (carry[0].requires_grad or carry[1].requires_grad):
+            return None
+        tail, state = (part.contiguous() for part in carry)
+        new, kept = room(layer, *self._x.shape[:2])
+        self._wait(Waiting(carried(layer, (tail, state), new, kept), half, held=(tail, state, *new, kept)))
+        return Folded(kept[..., layer.first :], new)
 
     def stream(self) -> Tensor:
         """What has become of it."""
@@ -253,11 +147,13 @@ class Run:
             self.put(y)
         return self._x
 
-    def _wait(self, half: Half, arguments: bytes, rings: Rings | None) -> None:
-        first, width = half.ends[0], self._waiting[-1].half.ends[1].out_features if self._waiting else self._x.shape[-1]
+    def _wait(self, waiting: Waiting) -> None:
+        first, width = waiting.half.ends[0], self._x.shape[-1]
+        if self._waiting:
+            width = self._waiting[-1].half.ends[1].out_features
         if first.in_features != width:
             raise ValueError(f"{first} does not fit a stream of {width} features")
-        self._waiting.append(Waiting(arguments, half, rings))
+        self._waiting.append(waiting)
 
 
 def fused_feed_forward(x: Tensor, half: FeedForwardHalf, stream: Tensor | None) -> Tensor | None:
@@ -265,12 +161,3 @@ def fused_feed_forward(x: Tensor, half: FeedForwardHalf, stream: Tensor | None) 
     run = Run(x.reshape(1, -1, x.shape[-1]))
     run.add_to(None if stream is None else stream.reshape(1, -1, stream.shape[-1]), run.stream())
     return run.stream().view(*x.shape[:-1], -1) if run.feeds(half) else None
-
-
-def _tensors(first: Weight, last: Weight, *others: Norm | Tensor | None) -> list[Tensor]:
-    found = [each.weight if isinstance(each, Norm) else each for each in others if each is not None]
-    return [first.storage, last.storage, *found]
-
-
-def _simple(*norms: Norm | None) -> bool:
-    return all(norm is None or norm.simple for norm in norms)

@@ -93,7 +93,7 @@ class FoldState(LayerState):
     def at_once(self, step: Step) -> Carry | None:
         """The carry that all of a step's inputs are folded from at once; None where an anchor lies between them.
 
-        Whoever folds them (and has made them in the same call, say) then says so with `took`.
+        Whoever folds them (and makes them in the same call, say) says so with `took`.
         """
         if isinstance(step, DeviceStep):
             return self.carry
@@ -103,7 +103,10 @@ class FoldState(LayerState):
         return self.carry if self._next is None else self._next
 
     def took(self, step: Step, inputs: Tensor, carry: Carry) -> None:
-        """A step's inputs `[R, T, F]` were folded from `at_once`, and gave this carry."""
+        """A step's inputs `[R, T, F]` were folded from `at_once`, and gave this carry.
+
+        Or will be before anything else is asked of this state, unless the step is a `DeviceStep`: both are only kept.
+        """
         if isinstance(step, DeviceStep):
             self._fill(self.second, carry)
             self.taken[:, : step.width].copy_(inputs)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lmstate import ops
+from lmstate.models.mixers.mixer import JoiningMixer
 from lmstate.models.rope import Rope
 from lmstate.ops import Norm, Residual, Weight
 from lmstate.state import KeyValueState, LayerState, Layout, Step, attention_state
@@ -30,7 +32,7 @@ class Temperature:
 
 
 @dataclass(frozen=True, eq=False)
-class Attention:
+class Attention(JoiningMixer):
     """Attention of H query heads over K key/value heads (Vaswani et al. 2017; Ainslie et al. 2023).
 
     `qkv [H * D + 2 * K * D, E]` are the three projections in one matrix. `q_norm` and `k_norm` normalise each head, or
@@ -66,21 +68,17 @@ class Attention:
             shift=self.rope.shift if self.rope is not None else None,
         )  # fmt: skip
 
-    def __call__(
-        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
-    ) -> Tensor:
-        run, (stream, after, scale) = ops.Run(x, step.starts_t, step.counts_t), residual or (None, None, 1.0)
-        run.add_to(stream, x)
-        if self.joins(run, ops.AttentionHalf(self, norm, after, scale), step, memory):
-            return run.stream()
-        return self.mix(ops.linear(x, self.qkv, self.qkv_bias, norm=norm), step, memory, residual)
+    def half(self, norm: Norm | None, after: Norm | None, scale: float) -> ops.AttentionHalf | None:
+        return None if self.temperature is not None else ops.AttentionHalf(self, norm, after, scale)
 
-    def joins(self, run: ops.Run, half: ops.AttentionHalf, step: Step, memory: LayerState) -> bool:
-        """Have a half of this attention wait in a run; False where it cannot."""
-        assert isinstance(memory, KeyValueState)
-        if not run.native or self.temperature is not None or (rings := memory.rings(step)) is None:
+    def joins(self, run: ops.Run, half: ops.Half[Any], step: Step, memory: LayerState) -> bool:
+        assert isinstance(memory, KeyValueState) and isinstance(half, ops.AttentionHalf)
+        if not run.native or (rings := memory.rings(step)) is None:
             return False
         return run.attends(half, rings, None if self.rope is None else self.rope.rotation(step))
+
+    def apart(self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
+        return self.mix(ops.linear(x, self.qkv, self.qkv_bias, norm=norm), step, memory, residual)
 
     def mix(self, qkv: Tensor, step: Step, memory: LayerState, residual: Residual | None = None) -> Tensor:
         """What comes after the projections, `[R, T, (H + 2K) * D]` or `[R, T, (2H + 2K) * D]` -> `[R, T, E]`."""

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from lmstate import ops
+from lmstate.models.mixers.mixer import RecurrentMixer
 from lmstate.ops import Norm, Residual, Weight
 from lmstate.ops.causal_conv import taps_apart
 from lmstate.ops.delta_mixer import delta_mixer
-from lmstate.ops.recurrent_layer import delta_layer
 from lmstate.state import FoldState, LayerState, Layout, Step
 from lmstate.state.fold import Carry
 
@@ -29,7 +29,7 @@ class LowRank:
 
 
 @dataclass(eq=False)
-class GatedDelta:
+class GatedDelta(RecurrentMixer):
     """Gated DeltaNet (Yang et al. 2024, 2412.06464), and Kimi Delta Attention (2510.26692), a decay a channel.
 
     H value heads of Dv features read K <= H key heads of D features, each of them H / K times. `qkvz` gives q, k, v and
@@ -92,16 +92,11 @@ class GatedDelta:
             beta_scale=self.beta_scale,
         )
 
-    def __call__(
-        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
-    ) -> Tensor:
+    def half(self, norm: Norm | None, after: Norm | None, scale: float) -> ops.DeltaHalf | None:
+        return None if self.decay_up is not None else ops.DeltaHalf(self, norm, after, scale)
+
+    def apart(self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
         assert isinstance(memory, FoldState)
-        if self.decay_up is None and (carry := memory.at_once(step)) is not None:
-            tail, state = carry
-            folded = delta_layer(x, self, (tail, state), step.counts_t, norm=norm, residual=residual)
-            if folded is not None:
-                memory.took(step, folded.inputs, folded.carry)
-                return folded.y
         if norm is not None:
             x = ops.norm(x, norm)
         inputs, z = self._projected(x)

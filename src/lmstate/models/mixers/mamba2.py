@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lmstate import ops
+from lmstate.models.mixers.mixer import RecurrentMixer
 from lmstate.ops import Norm, Residual, Weight
 from lmstate.ops.causal_conv import taps_apart
-from lmstate.ops.recurrent_layer import ssd_layer
 from lmstate.ops.ssd_mixer import ssd_mixer
 from lmstate.state import FoldState, LayerState, Layout, Step
 from lmstate.state.fold import Carry
@@ -25,7 +25,7 @@ class GatedNorm:
 
 
 @dataclass(eq=False)
-class Mamba2:
+class Mamba2(RecurrentMixer):
     """The mixer of Dao and Gu 2024 (2405.21060), of H heads of P features, their states N wide, in G groups.
 
     `project [I + (I + 2 * G * N) + H, E]` gives gate | x, B, C | dt, with I = H * P. The fold takes x, B, C and dt; the
@@ -87,16 +87,11 @@ class Mamba2:
             gate_last=gated is not None and gated.gate_last,
         )
 
-    def __call__(
-        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
-    ) -> Tensor:
+    def half(self, norm: Norm | None, after: Norm | None, scale: float) -> ops.SsdHalf | None:
+        return None if self.scale is not None else ops.SsdHalf(self, norm, after, scale)
+
+    def apart(self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
         assert isinstance(memory, FoldState)
-        if self.scale is None and (carry := memory.at_once(step)) is not None:
-            tail, state = carry
-            folded = ssd_layer(x, self, (tail, state), step.counts_t, norm=norm, residual=residual)
-            if folded is not None:
-                memory.took(step, folded.inputs, folded.carry)
-                return folded.y
         if self.scale is None:
             projected = ops.linear(x, self.project, self.bias, norm=norm)
         else:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from lmstate import ops
 from lmstate.ops import Norm, Residual
-from lmstate.state import LayerState, Layout, Step
+from lmstate.state import FoldState, LayerState, Layout, Step
+from lmstate.state.step import DeviceStep
 
 
 class Mixer(Protocol):
@@ -26,3 +29,45 @@ class Mixer(Protocol):
     ) -> Tensor: ...
 
     def new_state(self, layout: Layout) -> LayerState: ...
+
+
+class JoiningMixer(ABC):
+    """One that may wait in a run of layers, as a half of its block. Called alone, it is a run of its own if it can."""
+
+    @abstractmethod
+    def half(self, norm: Norm | None, after: Norm | None, scale: float) -> ops.Half[Any] | None:
+        """What waits, with the norms before and after it; None if this one never does."""
+
+    @abstractmethod
+    def joins(self, run: ops.Run, half: ops.Half[Any], step: Step, memory: LayerState) -> bool:
+        """Have its half wait in a run; False where it cannot."""
+
+    @abstractmethod
+    def apart(self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
+        """The same as operations one after the other."""
+
+    def __call__(
+        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
+    ) -> Tensor:
+        stream, after, scale = residual or (None, None, 1.0)
+        run = ops.Run(x, step.starts_t, step.counts_t)
+        run.add_to(stream, x)
+        half = self.half(norm, after, scale) if run.native else None
+        if half is not None and self.joins(run, half, step, memory):
+            return run.stream()
+        return self.apart(x, step, memory, norm, residual)
+
+
+class RecurrentMixer(JoiningMixer):
+    """One whose memory is a fold with a convolution's tail and a state."""
+
+    def joins(self, run: ops.Run, half: ops.Half[Any], step: Step, memory: LayerState) -> bool:
+        assert isinstance(memory, FoldState) and isinstance(half, ops.RecurrentHalf)
+        # A device's step copies the new carry as soon as it hears of it, before it is there.
+        if not run.native or isinstance(step, DeviceStep) or (carry := memory.at_once(step)) is None:
+            return False
+        tail, state = carry
+        if (folded := run.folds(half, (tail, state))) is None:
+            return False
+        memory.took(step, folded.inputs, folded.carry)
+        return True

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lmstate.ops.norm import Norm
 from lmstate.ops.residual import Residual
 from lmstate.ops.scoring import Scoring, Sight
 
@@ -41,15 +42,19 @@ def optional_pointer(x: Tensor | None, name: str, shape: tuple[int, ...]) -> int
     return 0 if x is None else float_pointer(x, name, shape)
 
 
+def norm_fields(norm: Norm | None, width: int) -> tuple[int, float]:
+    """Pointer to the weight and epsilon of a norm, 0 where there is none."""
+    return (0, 0.0) if norm is None else (float_pointer(norm.weight, "the norm's weight", (width,)), norm.eps)
+
+
+def factor(scale: float) -> float:
+    """0 where there is none."""
+    return 0.0 if scale == 1.0 else scale
+
+
 def joining(residual: Residual | None, width: int) -> tuple[int, float, float]:
-    """Beside the stream: the weight and the epsilon of the norm before it, and the factor; 0 where there is none."""
-    if residual is None:
-        return 0, 0.0, 0.0
-    _, after, scale = residual
-    scale = 0.0 if scale == 1.0 else scale
-    if after is None:
-        return 0, 0.0, scale
-    return float_pointer(after.weight, "the norm's weight", (width,)), after.eps, scale
+    """Beside the stream: the norm before it, and the factor; 0 where there is none."""
+    return (0, 0.0, 0.0) if residual is None else (*norm_fields(residual.norm, width), factor(residual.scale))
 
 
 def integers(x: Tensor, name: str, rows: int) -> Tensor:

@@ -15,17 +15,20 @@ from lmstate.ops.cpu.arguments import (
     MAX_HEAD_DIM,
     WEIGHT_KINDS,
     check_attended,
+    factor,
     float_pointer,
     function,
     integers,
+    norm_fields,
     optional_pointer,
 )
 from lmstate.ops.cpu.codes import check_held
 from lmstate.ops.norm import Norm
 
 if TYPE_CHECKING:
+    from lmstate.ops.halves import AttentionHalf, AttentionParts, FeedForwardHalf
     from lmstate.ops.rotate_attend import Rotation
-    from lmstate.ops.run import AttentionHalf, AttentionParts, FeedForwardHalf, Rings, Waiting
+    from lmstate.ops.run import Rings, Waiting
 
 _ATTENTION = Struct("q9P10q7d")
 _STARTS = Struct("P")
@@ -33,7 +36,9 @@ _RINGS = Struct("4P11q4P2q")
 _ROTATION = Struct("2P2q")
 _FEED_FORWARD = Struct("q6P7q3d")
 _RUN = Struct("5P4q")
-_HALF = _ATTENTION.size + _STARTS.size + _RINGS.size + _ROTATION.size
+
+HALF = _ATTENTION.size + _STARTS.size + _RINGS.size + _ROTATION.size
+"""Bytes that the arguments of a half take; those of attention are the longest."""
 
 
 class Fused:
@@ -52,13 +57,13 @@ class Fused:
         q_norm, q_width, q_eps = _head_norm(parts.q_norm, dim, heads)
         k_norm, k_width, k_eps = _head_norm(parts.k_norm, dim, kv_heads)
         return _ATTENTION.pack(
-            0, *_norm(norm, inputs)[:1], qkv.storage.data_ptr(),
+            0, *norm_fields(norm, inputs)[:1], qkv.storage.data_ptr(),
             optional_pointer(parts.qkv_bias, "the bias of qkv", (width,)), q_norm, k_norm,
             optional_pointer(parts.sinks, "sinks", (heads,)), out.storage.data_ptr(),
-            optional_pointer(parts.out_bias, "the bias of out", (outputs,)), _norm(half.after, outputs)[0],
+            optional_pointer(parts.out_bias, "the bias of out", (outputs,)), norm_fields(half.after, outputs)[0],
             inputs, outputs, heads, kv_heads, dim, parts.gate, q_width, k_width, WEIGHT_KINDS[qkv.kind],
-            WEIGHT_KINDS[out.kind], _norm(norm, inputs)[1], q_eps, k_eps, parts.scale, parts.softcap or 0.0,
-            _norm(half.after, outputs)[1], _factor(half.scale),
+            WEIGHT_KINDS[out.kind], norm_fields(norm, inputs)[1], q_eps, k_eps, parts.scale, parts.softcap or 0.0,
+            norm_fields(half.after, outputs)[1], factor(half.scale),
         )  # fmt: skip
 
     def starts(self, starts: Tensor | None, rows: int) -> bytes:
@@ -121,14 +126,14 @@ class Fused:
         inputs, hidden, outputs = up.in_features, down.in_features, down.out_features
         if up.out_features != 2 * hidden:
             raise ValueError(f"{up} and {down} do not fit each other")
-        norm, eps = _norm(half.norm, inputs)
-        after, after_eps = _norm(half.after, outputs)
+        norm, eps = norm_fields(half.norm, inputs)
+        after, after_eps = norm_fields(half.after, outputs)
         return _FEED_FORWARD.pack(
             1, norm, up.storage.data_ptr(), optional_pointer(half.up_bias, "the bias of up", (2 * hidden,)),
             down.storage.data_ptr(), optional_pointer(half.down_bias, "the bias of down", (outputs,)), after,
             inputs, hidden, outputs, WEIGHT_KINDS[up.kind], WEIGHT_KINDS[down.kind], gate, half.parallel,
-            eps, after_eps, _factor(half.scale),
-        ).ljust(_HALF, b"\0")  # fmt: skip
+            eps, after_eps, factor(half.scale),
+        ).ljust(HALF, b"\0")  # fmt: skip
 
     def run(
         self, x: Tensor, residual: Tensor | None, starts: Tensor | None, counts: Tensor | None, halves: list[Waiting]
@@ -153,15 +158,6 @@ class Fused:
                 raise MemoryError(f"no memory for the activations of {rows} rows of {tokens} tokens")
             check_attended(each, x, rings.k, starts if rings.starts is None else rings.starts, counts)
         return y
-
-
-def _norm(norm: Norm | None, width: int) -> tuple[int, float]:
-    """Pointer and epsilon of a norm, 0 where there is none."""
-    return (0, 0.0) if norm is None else (float_pointer(norm.weight, "the norm's weight", (width,)), norm.eps)
-
-
-def _factor(scale: float) -> float:
-    return 0.0 if scale == 1.0 else scale  # 0: none
 
 
 def _head_norm(norm: Norm | None, dim: int, heads: int) -> tuple[int, int, float]:

@@ -4,41 +4,40 @@
 #define LMSTATE_RECURRENT_MIXERS_H
 #include "recurrent.h"
 
+/* What goes through a mixer and what it leaves. W: features of its convolution; I: features of its outputs. */
 typedef struct {
-  const float *x;         /* [R, T, F] by its strides: q, k, v before their convolution | beta | decay, as projected */
-  const float *z;         /* [R, T, H * Dv] by its strides: the output's gate; null: no norm and no gate */
-  const float *tail;      /* [R, C - 1, 2 * Hk * Dk + H * Dv], contiguous, as is all that follows */
-  const float *carry;     /* [R, H, Dk, Dv] */
-  const int64_t *counts;  /* [R] */
-  const float *taps;      /* [C, 2 * Hk * Dk + H * Dv] */
-  const float *A, *bias;  /* [H], [H] or [H, Dk] */
-  const float *norm;      /* [Dv] */
-  float *y;               /* [R, T, H, Dv] */
+  const float *x;        /* [R, T, F] by its strides: W features before their convolution | what makes its gates, as projected */
+  const float *z;        /* [R, T, I] by its strides: the output's gate; null: no norm and no gate */
+  const float *tail;     /* [R, C - 1, W], contiguous, as is all that follows */
+  const float *carry;    /* [R, H, Dk, Dv], or [R, H, P, N] */
+  const int64_t *counts; /* [R] */
+  float *y;              /* [R, T, I] */
   float *next_tail, *next;
-  int64_t rows, tokens, key_heads, heads, key_dim, value_dim, kernel, by_channel, silu, threads;
+  int64_t rows, tokens, threads;
   int64_t x_row, x_token, z_row, z_token;
-  double beta_scale, eps;
-} delta_mixer_args;
+} fold_args;
 
+/* A mixer of q, k, v | beta | decay, its outputs H * Dv. */
 typedef struct {
-  const float *x;         /* [R, T, F] by its strides: x, B, C before their convolution | dt, as projected */
-  const float *z;         /* [R, T, H * P] by its strides: the output's gate; null: no norm and no gate */
-  const float *tail;      /* [R, C - 1, H * P + 2 * G * N], contiguous, as is all that follows */
-  const float *carry;     /* [R, H, P, N] */
-  const int64_t *counts;  /* [R] */
+  const float *taps;     /* [C, 2 * Hk * Dk + H * Dv] */
+  const float *A, *bias; /* [H], [H] or [H, Dk] */
+  const float *norm;     /* [Dv] */
+  int64_t key_heads, heads, key_dim, value_dim, kernel, by_channel, silu;
+  double beta_scale, eps;
+} delta_parts;
+
+/* A mixer of x, B, C | dt, its outputs H * P. */
+typedef struct {
   const float *taps, *conv_bias; /* [C, H * P + 2 * G * N], and its features or null */
   const float *A, *D, *dt_bias;  /* [H]; D and dt_bias or null */
-  const float *norm;      /* [norm_weights], or null: the gate alone */
-  float *y;               /* [R, T, H, P] */
-  float *next_tail, *next;
-  int64_t rows, tokens, heads, head_dim, groups, states, kernel, norm_groups, norm_weights, gate_last, threads;
-  int64_t x_row, x_token, z_row, z_token;
+  const float *norm;             /* [norm_weights], or null: the gate alone */
+  int64_t heads, head_dim, groups, states, kernel, norm_groups, norm_weights, gate_last;
   double low, high, eps;
-} ssd_mixer_args;
+} ssd_parts;
 
-void delta_mixer_run(const delta_mixer_args *m, float *memory);
-size_t delta_mixer_memory(const delta_mixer_args *m);
-void ssd_mixer_run(const ssd_mixer_args *m, float *memory);
-size_t ssd_mixer_memory(const ssd_mixer_args *m);
+void delta_mixer_run(const delta_parts *m, const fold_args *f, float *memory);
+size_t delta_mixer_memory(const delta_parts *m, const fold_args *f);
+void ssd_mixer_run(const ssd_parts *m, const fold_args *f, float *memory);
+size_t ssd_mixer_memory(const ssd_parts *m, const fold_args *f);
 
 #endif

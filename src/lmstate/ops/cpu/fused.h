@@ -1,0 +1,101 @@
+/* The halves of a decoder's blocks, and what a run of them shares; see fused.c. */
+#ifndef LMSTATE_FUSED_H
+#define LMSTATE_FUSED_H
+#include "attend.h"
+#include "linear.h"
+#include "recurrent_mixers.h"
+
+typedef struct {
+  /* What does not change from step to step. */
+  const float *norm;     /* [inputs], or null */
+  const void *qkv;       /* [(H or, gated, 2H) * D + 2 * K * D, inputs] */
+  const float *qkv_bias;
+  const float *q_norm, *k_norm; /* of each head, or of all that a token has; or null */
+  const float *sinks;
+  const void *out; /* [outputs, H * D] */
+  const float *out_bias, *after; /* the last as in linear_args */
+  int64_t inputs, outputs, heads, kv_heads, dim, gated, q_norm_width, k_norm_width, qkv_kind, out_kind;
+  double norm_eps, q_eps, k_eps, scale, softcap, after_eps, residual_scale;
+  const int64_t *starts; /* [R], where they are not the step's; or null */
+  /* The rings. */
+  void *k, *v;           /* as in attend_args */
+  float *columns;        /* [R, K, planes, S], of this call alone, as in attend_args; or null */
+  float *queries;        /* [N, H, D], filled with the queries as they attend; or null */
+  int64_t slots, k_row, k_head, k_slot, v_row, v_head, v_slot, planes, kind, window, chunk;
+  codes_args codes; /* bits: 0 where they are floats */
+  /* The rotation. */
+  const float *cos, *sin; /* [R, T, half] */
+  int64_t half, interleaved;
+} attention_args;
+
+typedef struct {
+  const float *norm; /* [inputs], or null */
+  const void *up;    /* [2 * hidden, inputs], gate | up */
+  const float *up_bias;
+  const void *down; /* [outputs, hidden] */
+  const float *down_bias, *after; /* the last as in linear_args */
+  int64_t inputs, hidden, outputs, up_kind, down_kind, gate;
+  int64_t parallel; /* reads what the half before it read, and is added to what that gave */
+  double eps, after_eps, residual_scale;
+} feed_forward_args;
+
+/* A recurrent layer: two products beside each other, a mixer, and the product back. */
+typedef struct {
+  const float *norm;   /* [inputs], or null */
+  const void *project; /* [projected, inputs]: q, k, v | z of a delta rule; gate | x, B, C | dt of a state space */
+  const float *bias;
+  const void *gates;   /* [.., inputs]: beta | decay of a delta rule; or null */
+  const void *out;     /* [outputs, I] */
+  const float *out_bias, *after; /* the last as in linear_args */
+  int64_t inputs, projected, outputs, project_kind, gates_kind, out_kind;
+  double norm_eps, after_eps, residual_scale;
+  union {
+    delta_parts delta;
+    ssd_parts ssd;
+  };
+  /* What changes from step to step: the carry, read and made, and what the fold takes. */
+  const float *tail, *carry;
+  float *next_tail, *next;
+  float *kept; /* [N, F] of a delta rule, [N, projected] of a state space */
+} recurrent_args;
+
+enum { ATTENTION, FEED_FORWARD, DELTA, SSD }; /* lmstate.ops.cpu has the same numbers */
+typedef struct {
+  int64_t kind;
+  union {
+    attention_args attention;
+    feed_forward_args feed_forward;
+    recurrent_args recurrent; /* DELTA and SSD */
+  };
+} half_args;
+
+typedef struct {
+  const float *x;        /* [N, inputs of the first half], N = rows * tokens */
+  const float *residual; /* what the first half is added to, or null; the others are added to what they read */
+  float *y;              /* [N, outputs of the last half] */
+  const int64_t *starts, *counts; /* [R] */
+  int64_t rows, tokens, count, threads;
+  half_args halves[];
+} run_args;
+
+/* What the halves share: memory for the products, what is between them, and the plan of an attention. */
+typedef struct {
+  char *products;
+  float *between;
+  attend_plan plan;
+  int64_t status; /* of the first attend_begin that failed */
+} shared;
+
+/* The products of a half, but for x, y and residual, and how many floats lie between them. */
+typedef struct {
+  linear_args into, beside, out; /* beside: of the same x as `into`, where its weight is not null */
+  int64_t between;
+} half_products;
+
+/* Each `_half` is for every thread of an open parallel region: y = residual + scale * after(out(...(into(norm x)))). */
+void attention_products(const attention_args *a, half_products *p);
+void attention_half(const run_args *run, const attention_args *a, half_products *p, shared *common);
+void recurrent_products(const run_args *run, const half_args *half, half_products *p);
+void recurrent_half(const run_args *run, const half_args *half, half_products *p, shared *common);
+
+#endif

@@ -1,0 +1,101 @@
+"""Recurrent layers as halves of blocks: their arguments to the call of `fused`, checked as there."""
+
+from __future__ import annotations
+
+from struct import Struct
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lmstate.ops.cpu.arguments import WEIGHT_KINDS, factor, float_pointer, norm_fields, optional_pointer
+from lmstate.ops.cpu.fused import HALF
+from lmstate.ops.cpu.recurrent_mixers import Carry, MixerParts, delta_parts, ssd_parts
+
+if TYPE_CHECKING:
+    from lmstate.ops.norm import Norm
+    from lmstate.ops.recurrent_halves import DeltaHalf, SsdHalf
+    from lmstate.ops.weight import Weight
+
+_LAYER = Struct("q7P6q3d")
+_PARTS = 17 * 8  # the larger of the mixers' parts
+_CARRY = Struct("5P")
+_REST = b"\0" * (HALF - _LAYER.size - _PARTS - _CARRY.size)
+
+
+class Recurrence(NamedTuple):
+    """What does not change from step to step: a layer's arguments, its mixer, and what it keeps of a token."""
+
+    arguments: bytes
+    parts: MixerParts
+    kept: int  # features, of which the fold takes those from `first` on
+    first: int
+
+
+def delta(half: DeltaHalf) -> Recurrence:
+    """A layer of the gated delta rule."""
+    of, gates = half.parts, half.parts.gates
+    parts = delta_parts(
+        of.conv.t(), of.A, of.dt_bias, of.norm, of.key_heads, of.key_dim, of.gate_act == "silu", of.beta_scale
+    )
+    width, embed = parts.tail[1], of.qkvz.in_features
+    if of.qkvz.out_features != width + parts.outputs or gates.shape != (parts.inputs - width, embed):
+        raise ValueError(f"{of.qkvz} and {gates} do not fit {width} features before {parts.outputs} values")
+    layer = _layer(2, half.norm, of.qkvz, None, gates, of.out, None, half.after, half.scale, parts)
+    return Recurrence(layer, parts, parts.inputs, 0)
+
+
+def ssd(half: SsdHalf) -> Recurrence:
+    """A layer of Mamba-2."""
+    of = half.parts
+    gated = (None, 1, False) if (own := of.norm) is None else (own.norm, own.groups, own.gate_last)
+    parts = ssd_parts(
+        of.conv.t(), of.conv_bias, of.A, of.D, of.dt_bias, of.head_dim, of.groups, of.dt_limits, *gated
+    )  # fmt: skip
+    if of.project.out_features != parts.outputs + parts.inputs:
+        raise ValueError(f"{of.project} and {parts.state[0]} heads of {of.head_dim} do not fit each other")
+    layer = _layer(3, half.norm, of.project, of.bias, None, of.out, of.out_bias, half.after, half.scale, parts)
+    return Recurrence(layer, parts, of.project.out_features, parts.outputs)
+
+
+def carried(layer: Recurrence, carry: Carry, new: Carry, kept: Tensor) -> bytes:
+    """All of a layer's arguments: what comes through it in a step, too. `new` and `kept` are as `room` makes them."""
+    (tail, state), parts, rows = carry, layer.parts, kept.shape[0]
+    pointers = (
+        float_pointer(tail, "the tail", (rows, *parts.tail)), float_pointer(state, "the carry", (rows, *parts.state)),
+        new[0].data_ptr(), new[1].data_ptr(), kept.data_ptr(),
+    )  # fmt: skip
+    return b"".join([layer.arguments, _CARRY.pack(*pointers), _REST])
+
+
+def room(layer: Recurrence, rows: int, tokens: int) -> tuple[Carry, Tensor]:
+    """For the carry that a layer makes, and what it keeps `[R, T, kept]`."""
+    tail, state = layer.parts.tail, layer.parts.state
+    new = torch.empty(rows, *tail, dtype=torch.float32), torch.empty(rows, *state, dtype=torch.float32)
+    return new, torch.empty(rows, tokens, layer.kept, dtype=torch.float32)
+
+
+def _layer(
+    kind: int,
+    norm: Norm | None,
+    project: Weight,
+    bias: Tensor | None,
+    gates: Weight | None,
+    out: Weight,
+    out_bias: Tensor | None,
+    after: Norm | None,
+    scale: float,
+    parts: MixerParts,
+) -> bytes:
+    inputs, projected, outputs = project.in_features, project.out_features, out.out_features
+    if out.in_features != parts.outputs:
+        raise ValueError(f"{out} does not fit a mixer of {parts.outputs} features")
+    before, eps = norm_fields(norm, inputs)
+    behind, after_eps = norm_fields(after, outputs)
+    return _LAYER.pack(
+        kind, before, project.storage.data_ptr(), optional_pointer(bias, "the bias", (projected,)),
+        0 if gates is None else gates.storage.data_ptr(), out.storage.data_ptr(),
+        optional_pointer(out_bias, "the bias of out", (outputs,)), behind, inputs, projected, outputs,
+        WEIGHT_KINDS[project.kind], 0 if gates is None else WEIGHT_KINDS[gates.kind], WEIGHT_KINDS[out.kind],
+        eps, after_eps, factor(scale),
+    ) + parts.arguments.ljust(_PARTS, b"\0")  # fmt: skip

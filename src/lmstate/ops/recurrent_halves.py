@@ -1,0 +1,134 @@
+"""Recurrent layers as halves of blocks, from the stream and back to it.
+
+Each gives bit for bit what its operations give one after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from torch import Tensor
+
+from lmstate.ops.cpu import fused_recurrent
+from lmstate.ops.cpu.fused_recurrent import Recurrence
+from lmstate.ops.cpu.recurrent import all_float32
+from lmstate.ops.cpu.recurrent_mixers import Carry
+from lmstate.ops.gated_norm import Gate
+from lmstate.ops.halves import Half, simple, tensors_of
+from lmstate.ops.norm import Norm
+from lmstate.ops.weight import Weight
+
+if TYPE_CHECKING:
+    from lmstate.ops.cpu import Library
+
+
+class Folded(NamedTuple):
+    """What a layer's state is to keep."""
+
+    inputs: Tensor  # [R, T, F], of the fold
+    carry: Carry
+
+
+class DeltaParts(Protocol):
+    """What a layer of the gated delta rule is made of; see `GatedDelta` for shapes, `delta_mixer` for the rest."""
+
+    qkvz: Weight
+    gates: Weight
+    out: Weight
+    conv: Tensor
+    A: Tensor
+    dt_bias: Tensor
+    norm: Norm
+    key_heads: int
+    key_dim: int
+    gate_act: Gate
+    beta_scale: float
+
+
+class StateSpaceNorm(Protocol):
+    """The norm between a state space and its last projection; see `gated_norm`."""
+
+    @property
+    def norm(self) -> Norm: ...
+    @property
+    def groups(self) -> int: ...
+    @property
+    def gate_last(self) -> bool: ...
+
+
+class StateSpaceParts(Protocol):
+    """What a layer of Mamba-2 is made of; see `Mamba2` for the shapes and `ssd_mixer` for the rest."""
+
+    project: Weight
+    bias: Tensor | None
+    out: Weight
+    out_bias: Tensor | None
+    conv: Tensor
+    conv_bias: Tensor | None
+    A: Tensor
+    D: Tensor
+    dt_bias: Tensor
+    groups: int
+    head_dim: int
+    dt_limits: tuple[float, float]
+
+    @property
+    def norm(self) -> StateSpaceNorm | None: ...
+
+
+class RecurrentHalf(Half[Recurrence]):
+    """A layer whose mixer is a fold."""
+
+
+@dataclass(eq=False)
+class DeltaHalf(RecurrentHalf):
+    """`stream + scale * after(out(delta_mixer(qkvz(norm(x)), gates(norm(x)))))`."""
+
+    parts: DeltaParts
+    norm: Norm | None = None
+    after: Norm | None = None
+    scale: float = 1.0
+
+    @property
+    def ends(self) -> tuple[Weight, Weight]:
+        return self.parts.qkvz, self.parts.out
+
+    def tensors(self) -> list[Tensor]:
+        p = self.parts
+        return tensors_of(p.qkvz, p.out, self.norm, self.after, p.gates.storage, p.conv, p.A, p.dt_bias, p.norm)
+
+    def pack(self, library: Library) -> Recurrence | None:
+        p = self.parts
+        known = simple(self.norm, self.after) and _in_place(p.conv, p.A, p.dt_bias, p.norm.weight)
+        return fused_recurrent.delta(self) if known else None
+
+
+@dataclass(eq=False)
+class SsdHalf(RecurrentHalf):
+    """`stream + scale * after(out(ssd_mixer(project(norm(x)))))`."""
+
+    parts: StateSpaceParts
+    norm: Norm | None = None
+    after: Norm | None = None
+    scale: float = 1.0
+
+    @property
+    def ends(self) -> tuple[Weight, Weight]:
+        return self.parts.project, self.parts.out
+
+    def tensors(self) -> list[Tensor]:
+        p = self.parts
+        gated = None if p.norm is None else p.norm.norm
+        own = p.bias, p.out_bias, p.conv, p.conv_bias, p.A, p.D, p.dt_bias, gated
+        return tensors_of(p.project, p.out, self.norm, self.after, *own)
+
+    def pack(self, library: Library) -> Recurrence | None:
+        p = self.parts
+        known = simple(self.norm, self.after) and _in_place(p.conv, p.conv_bias, p.A, p.D, p.dt_bias)
+        return fused_recurrent.ssd(self) if known else None
+
+
+def _in_place(conv: Tensor, *others: Tensor | None) -> bool:
+    """Whether the bodies read these as they are; see `taps_apart`."""
+    return all_float32(conv, *others) and conv.t().is_contiguous()
