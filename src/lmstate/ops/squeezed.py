@@ -5,8 +5,8 @@ powers of two. Fifteen of them, and 0, are a table that four bits point into; th
 left, a number in some thousands, stands behind with its column. (DFloat11, 2504.11651, saves a little more by a code
 of variable length, which would take a processor longer than its memory.)
 
-    spans   four outputs by 64 inputs each: 4 x 64 lower bytes, then 4 x 32 bytes of codes, byte i with that of place i
-            in the low nibble and that of place i + 32 in the high one                                      384 bytes
+    spans   four outputs by 64 inputs each: twice 2 x 32 bytes of codes, byte i with that of place i in the low nibble
+            and that of place i + 32 in the high one, and then 2 x 64 lower bytes                           384 bytes
     table   16 upper bytes, the first of them 0
     first   int32 `[N + 1]`: where each output's rare numbers begin
     rare    int32 column, float32 value
@@ -64,8 +64,8 @@ class SqueezedWeight(Weight):
             panel = torch.empty(last - first, self.in_features, dtype=dtype)
             library.dequantize(self, first, panel)
             return panel
-        low, code = self._spans.split([BESIDE * SPAN, BESIDE * SPAN // 2], dim=-1)
-        low, code = (part.unflatten(-1, (BESIDE, -1)) for part in (low, code))
+        pairs = self._spans.unflatten(-1, (BESIDE // 2, -1)).split([SPAN, 2 * SPAN], dim=-1)
+        code, low = (part.unflatten(-1, (2, -1)).flatten(2, 3) for part in pairs)  # [blocks, spans, 4, 32 or 64]
         high = self._table[torch.cat([code & 15, code >> 4], dim=-1).int()]
         numbers = torch.stack([low, high], dim=-1)[..., _places(), :].view(torch.bfloat16)[..., 0]
         matrix = numbers.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features].to(dtype)

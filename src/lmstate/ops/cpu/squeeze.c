@@ -32,7 +32,8 @@ void lmstate_count_high_bytes(const count_args *a) {
 static int32_t squeeze_row(const squeezed *w, const uint8_t *code, const uint16_t *row, int64_t output, int64_t inputs) {
   int32_t rares = 0;
   for (int64_t i = 0; i < inputs; i += SPAN) {
-    uint8_t *lows = lows_of(w, output, inputs, i), *codes = codes_of(w, output, inputs, i), each[SPAN];
+    uint8_t *span = span_of(w, output, inputs, i), each[SPAN];
+    uint8_t *codes = span + codes_at(output % BESIDE), *lows = span + lows_at(output % BESIDE);
     for (int j = 0; j < SPAN; j++) {
       const uint16_t number = row[i + j];
       const int high = number >> 8, at = place_of(j), known = code[high] < TABLE;
@@ -74,7 +75,8 @@ void unsqueeze_row(const void *packed, int64_t outputs, int64_t inputs, int64_t 
   for (int64_t i = 0; i < inputs; i += SPAN) {
     vf numbers[SPAN / VL];
     float values[SPAN];
-    vf_load_squeezed(lows_of(&w, output, inputs, i), codes_of(&w, output, inputs, i), w.table, numbers);
+    const uint8_t *span = span_of(&w, output, inputs, i);
+    vf_load_squeezed(span + lows_at(output % BESIDE), span + codes_at(output % BESIDE), w.table, numbers);
     for (int j = 0; j < SPAN / VL; j++) vf_store(values + j * VL, numbers[j]);
     if (kind == F32) memcpy((float *)out + i, values, sizeof values);
     else

@@ -3,8 +3,9 @@
 #define LMSTATE_SQUEEZED_H
 #include "lanes.h"
 
-/* Four outputs lie together: of 64 inputs at a time their low bytes, and then their codes. */
-enum { SPAN = 64, BESIDE = 4, CODES_AT = BESIDE * SPAN, SPAN_BYTES = CODES_AT + BESIDE * SPAN / 2, TABLE = 16 };
+/* Four outputs lie together, two and two: of 64 inputs at a time the codes of both, and then their low bytes. In the order in
+ * which they are read: a processor that sees a stream of lines asks for the next by itself. */
+enum { SPAN = 64, BESIDE = 4, CODES = SPAN / 2, PAIR = 2 * (CODES + SPAN), SPAN_BYTES = BESIDE / 2 * PAIR, TABLE = 16 };
 
 typedef struct {
   int32_t column;
@@ -27,12 +28,13 @@ INLINE squeezed squeezed_at(const void *packed, int64_t outputs, int64_t inputs)
   return w;
 }
 
-/* The span of one output that begins with `input`: its low bytes, its codes. */
-INLINE uint8_t *lows_of(const squeezed *w, int64_t output, int64_t inputs, int64_t input) {
-  return w->spans + (output / BESIDE * (inputs / SPAN) + input / SPAN) * SPAN_BYTES + output % BESIDE * SPAN;
-}
-INLINE uint8_t *codes_of(const squeezed *w, int64_t output, int64_t inputs, int64_t input) {
-  return w->spans + (output / BESIDE * (inputs / SPAN) + input / SPAN) * SPAN_BYTES + CODES_AT + output % BESIDE * (SPAN / 2);
+/* In a span: the codes of its output n, and its low bytes. */
+INLINE int64_t codes_at(int64_t n) { return n / 2 * PAIR + n % 2 * CODES; }
+INLINE int64_t lows_at(int64_t n) { return n / 2 * PAIR + 2 * CODES + n % 2 * SPAN; }
+
+/* The span of an output that begins with `input`. */
+INLINE uint8_t *span_of(const squeezed *w, int64_t output, int64_t inputs, int64_t input) {
+  return w->spans + (output / BESIDE * (inputs / SPAN) + input / SPAN) * SPAN_BYTES;
 }
 
 /* One output as floats of `kind`, F32 or BF16. */
