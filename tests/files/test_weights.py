@@ -169,6 +169,24 @@ def test_matrices_that_need_no_conversion_lie_in_the_file(tmp_path):
     assert weight.tensors()["matrix"].data_ptr() == source.read(QKV[0]).data_ptr()
 
 
+@pytest.mark.parametrize("kind", ["int4", "bfloat16"])
+def test_where_memory_is_short_weights_stay_mapped(tmp_path, monkeypatch, kind):
+    path, cache = float_directory(tmp_path / "m", torch.bfloat16), tmp_path / "cache"
+    plain = build(Weights(open_cached(path, cache), kind, cache=cache))
+    monkeypatch.setattr(weights_module, "spare", lambda: 1000)
+    weights = Weights(open_cached(path, cache), kind, cache=cache)
+    mapped = build(weights)
+    for name, weight in plain.items():
+        if not isinstance(weight, torch.Tensor):
+            assert torch.equal(mapped[name].dequantize(), weight.dequantize())
+    if kind == "int4":
+        assert (
+            mapped["o0"].storage.data_ptr() == weights._packed.get(f"{LAYER}self_attn.o_proj.weight").storage.data_ptr()
+        )
+    else:
+        assert mapped["o0"].kind == "bfloat16"
+
+
 def test_bfloat16_is_the_same_number_for_number(tmp_path):
     source = open_cached(float_directory(tmp_path / "m", torch.bfloat16), None)
     weight = Weights(source, "bfloat16").linear(*QKV)

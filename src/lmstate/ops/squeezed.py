@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lmstate.ops import dispatch
+from lmstate.ops.memory import zeroed
 from lmstate.ops.weight import FloatWeight, Weight
 
 SPAN = 64
@@ -105,7 +106,7 @@ def squeeze(weight: Weight) -> Weight:
     if rare > MOST_RARE * n * k:
         return weight
     spans, least = _sizes(n, k)
-    packed = torch.zeros(least + rare * RARE_BYTES, dtype=torch.uint8)
+    packed = zeroed(least + rare * RARE_BYTES)
     packed[spans + 1 : spans + TABLE] = often.indices.to(torch.uint8)
     library.squeeze(weight.storage, packed)
     return SqueezedWeight(packed, n, k)

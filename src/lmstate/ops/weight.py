@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lmstate.ops import dispatch
+from lmstate.ops.memory import LARGE, zeroed
 
 GROUP = 32
 """Inputs that share a scale."""
@@ -53,6 +54,10 @@ class Weight(ABC):
     @abstractmethod
     def to(self, device: torch.device | str) -> Weight:
         """The same matrix on another device."""
+
+    def in_large_pages(self) -> Weight:
+        """The same, where every step reads it faster; itself if its kind is not one to decode with."""
+        return self
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -181,6 +186,12 @@ class _GroupedWeight(Weight):
 
     def tensors(self) -> dict[str, Tensor]:
         return {"packed": self.storage}
+
+    def in_large_pages(self) -> Weight:
+        if not LARGE:
+            return self
+        memory = zeroed(self.nbytes).view(self.storage.shape)
+        return type(self)(memory.copy_(self.storage), *self.shape)
 
 
 class Int4Weight(_GroupedWeight):

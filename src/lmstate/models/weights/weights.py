@@ -16,6 +16,7 @@ from lmstate.errors import ModelError
 from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.packed import Packed
 from lmstate.models.weights.source import GroupedQuant, Source
+from lmstate.ops.memory import spare
 from lmstate.ops.squeezed import squeeze
 from lmstate.ops.weight import FLOAT_KINDS, FloatWeight, Int4Weight, Int8Weight, Weight, quantize
 
@@ -39,7 +40,8 @@ class Weights:
 
     Matrices that need no conversion lie in the mapped checkpoint itself. Those that are stacked from several (q, k, v)
     are copied together at each start, and bfloat16 ones are squeezed where a native body reads them so: both are faster
-    than reading a second copy of the model from a cache.
+    than reading a second copy of the model from a cache. Quantised ones are mapped from the cache and copied into large
+    pages, unless memory is short.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Weights:
             dtype = torch.float32 if stays_float32 else torch.bfloat16
         self.dtype = dtype
         self._packed = Packed(cache / source.key() / f"{kind}-{self.float_kind}.safetensors") if cache else None
+        self._spare = spare()
         self._made: dict[str, Weight] = {}
         self._asked: set[str] = set()
         self._bar = _Bar(progress, len(source.names()))
@@ -193,7 +196,13 @@ class Weights:
         return self._settle(weight)
 
     def _settle(self, weight: Weight) -> Weight:
-        return squeeze(weight) if self.device.type == "cpu" else weight.to(self.device)
+        if self.device.type != "cpu":
+            return weight.to(self.device)
+        if weight.nbytes > self._spare:
+            return weight  # where it lies, in a mapped file say
+        settled = squeeze(weight) if weight.kind == "bfloat16" else weight.in_large_pages()
+        self._spare -= settled.nbytes if settled is not weight else 0
+        return settled
 
     def _storage(self, parts: list[_Part]) -> str:
         """The storage that a stack is brought to."""
