@@ -47,7 +47,10 @@ def main() -> None:
         if has(options.llama_python, "llama_cpp"):
             engines["llama.cpp"] = options.llama_python
     if options.engine:
+        known = ", ".join(engines)
         engines = {name: python for name, python in engines.items() if name.startswith(tuple(options.engine))}
+        if not engines:
+            parser.error(f"--engine {' '.join(options.engine)}: there are {known}")
     cases = CASES if options.what == "compare" else QUICK
     if options.case:
         cases = tuple(case for case in CASES if any(part in case.name for part in options.case))
