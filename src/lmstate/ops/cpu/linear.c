@@ -10,6 +10,8 @@
 #include "prologue.h"
 #include "squeezed.h"
 
+/* How far ahead to ask for bytes, into the second cache: measured with eight rows, half as fast again as without. */
+enum { AHEAD = 16384 };
 enum { BLOCK = 16, GROUP = 32, BYTES4 = 320, BYTES8 = 544 };
 
 /* A group of 32 activations rounded to int8: x = scale * q, a scale for each part of them. [groups][rows], so that a
@@ -99,6 +101,8 @@ INLINE void grouped_tile(const linear_args *a, const rounded *x, const uint8_t *
   UNROLL for (int m = 0; m < rows; m++) acc[m] = lanes_zero();
   x += row;
   for (int64_t g = 0; g < a->inputs / GROUP; g++, x += a->rows) {
+    if (rows > 3)
+      for (int l = 0; l < (bits == 4 ? BYTES4 : BYTES8); l += 64) __builtin_prefetch(p + AHEAD + l, 0, 1);
     if (bits == 4) {
       const group w = unpack4(p);
       const f16x scale = lanes_load_f16(p + 256), minimum = lanes_load_f16(p + 288);
@@ -192,9 +196,6 @@ INLINE void float_block(const linear_args *a, const float *x, int64_t first, int
 static void float_block_f32(const linear_args *a, const float *x, int64_t first) { float_block(a, x, first, F32); }
 static void float_block_bf16(const linear_args *a, const float *x, int64_t first) { float_block(a, x, first, BF16); }
 static void float_block_f16(const linear_args *a, const float *x, int64_t first) { float_block(a, x, first, F16); }
-
-/* How far ahead to ask for bytes, into the second cache: measured with eight rows, half as fast again as without. */
-enum { AHEAD = 16384 };
 
 /* The outputs that lie together from `first` on, for `rows` rows. */
 INLINE void squeezed_tile(const linear_args *a, const squeezed *w, const float *x, int64_t first, int64_t row, int rows) {
