@@ -189,20 +189,22 @@ class Model:
                 padding = torch.arange(step.width, device=self.device) >= step.counts_t[:, None]
                 whole = whole.masked_fill(padding[..., None], 0.0)
             return whole
-        last: dict[int, Tensor] = {}  # row -> [E] hidden at its last token
+        rows: list[int] = []
+        last: list[Tensor] = []  # [n, E] hidden at the last tokens of the next n of `rows`
         for offset, part, hidden in self._parts(ids, step, state):
-            for row, count in enumerate(step.counts):
-                if 0 <= (index := count - 1 - offset) < part.width:
-                    last[row] = hidden[row, index]
-        known = state.last_logits()
-        if len(last) == step.rows:
-            return self.logits(torch.stack([last[row] for row in range(step.rows)]))
+            ends = {row: n - 1 - offset for row, n in enumerate(step.counts) if 0 <= n - 1 - offset < part.width}
+            if ends:
+                together = len(ends) == step.rows and len(set(ends.values())) == 1
+                last.append(hidden[:, ends[0]] if together else hidden[list(ends), list(ends.values())])
+                rows += ends
+        if rows == list(range(step.rows)):
+            return self.logits(last[0] if len(last) == 1 else torch.cat(last))
         out = torch.full((step.rows, self.config.vocab_size), float("nan"), dtype=torch.float32, device=self.device)
-        for row, logits in enumerate(known):
-            if row not in last and logits is not None:
+        for row, logits in enumerate(state.last_logits()):
+            if logits is not None:
                 out[row] = logits
-        if last:
-            out[list(last)] = self.logits(torch.stack(list(last.values())))
+        if rows:
+            out[rows] = self.logits(torch.cat(last))
         return out
 
     def _parts(self, ids: list[list[int]], step: Step, state: State) -> Iterator[tuple[int, Step, Tensor]]:
