@@ -27,7 +27,7 @@ INLINE void scale_group(const uint8_t *numbers, float scale, float minimum, int 
 /* One output, of an embedding say. */
 static void expand_row(const dequantize_args *a, int64_t output, char *out) {
   if (a->bits == 12) {
-    unsqueeze_row(a->packed, a->outputs, a->inputs, output, (int)a->kind, out);
+    unsqueeze(a->packed, a->outputs, a->inputs, output, 1, (int)a->kind, out);
     return;
   }
   const int64_t groups = a->inputs / GROUP, n = output % BLOCK, size = a->kind == F32 ? 4 : 2;
@@ -73,18 +73,19 @@ static void expand_block_of(const dequantize_args *a, const uint8_t *p, int firs
 
 void lmstate_dequantize(const dequantize_args *a) {
   const int64_t bytes = a->inputs / GROUP * (a->bits == 4 ? BYTES4 : BYTES8), size = a->kind == F32 ? 4 : 2;
-  const int64_t end = a->first + a->count, first_block = a->first / BLOCK;
-  const int rows = a->ids || a->bits == 12; /* one at a time */
-  const int64_t tasks = rows ? a->count : (end + BLOCK - 1) / BLOCK - first_block;
+  const int64_t end = a->first + a->count, beside = a->bits == 12 ? BESIDE : BLOCK, first_block = a->first / beside;
+  const int64_t tasks = a->ids ? a->count : (end + beside - 1) / beside - first_block;
 #pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1)
   for (int64_t i = 0; i < tasks; i++) {
-    if (rows) {
-      expand_row(a, a->ids ? a->ids[i] : a->first + i, (char *)a->out + i * a->inputs * size);
+    if (a->ids) {
+      expand_row(a, a->ids[i], (char *)a->out + i * a->inputs * size);
       continue;
     }
-    const int64_t block = first_block + i, from = block * BLOCK;
+    const int64_t block = first_block + i, from = block * beside;
     const int first = a->first > from ? (int)(a->first - from) : 0;
-    const int last = end < from + BLOCK ? (int)(end - from) : BLOCK;
-    expand_block_of(a, a->packed + block * bytes, first, last, (char *)a->out + (from + first - a->first) * a->inputs * size);
+    const int last = end < from + beside ? (int)(end - from) : (int)beside;
+    char *out = (char *)a->out + (from + first - a->first) * a->inputs * size;
+    if (a->bits == 12) unsqueeze(a->packed, a->outputs, a->inputs, from + first, last - first, (int)a->kind, out);
+    else expand_block_of(a, a->packed + block * bytes, first, last, out);
   }
 }

@@ -70,21 +70,29 @@ void lmstate_squeeze(const squeeze_args *a) {
   }
 }
 
-void unsqueeze_row(const void *packed, int64_t outputs, int64_t inputs, int64_t output, int kind, void *out) {
+void unsqueeze(const void *packed, int64_t outputs, int64_t inputs, int64_t first, int64_t count, int kind, void *out) {
   const squeezed w = squeezed_at(packed, outputs, inputs);
+  const int64_t size = size_of(kind);
   for (int64_t i = 0; i < inputs; i += SPAN) {
-    vf numbers[SPAN / VL];
-    float values[SPAN];
-    const uint8_t *span = span_of(&w, output, inputs, i);
-    vf_load_squeezed(span + lows_at(output % BESIDE), span + codes_at(output % BESIDE), w.table, numbers);
-    for (int j = 0; j < SPAN / VL; j++) vf_store(values + j * VL, numbers[j]);
-    if (kind == F32) memcpy((float *)out + i, values, sizeof values);
-    else
-      for (int j = 0; j < SPAN; j++) ((uint16_t *)out)[i + j] = (uint16_t)(to_bits(values[j]) >> 16);
+    const uint8_t *span = span_of(&w, first, inputs, i);
+    for (int l = 0; l < SPAN_BYTES; l += 64) __builtin_prefetch(span + AHEAD + l, 0, 1);
+    for (int64_t n = 0; n < count; n++) {
+      const int64_t beside = (first + n) % BESIDE;
+      vf numbers[SPAN / VL];
+      float values[SPAN];
+      vf_load_squeezed(span + lows_at(beside), span + codes_at(beside), w.table, numbers);
+      for (int j = 0; j < SPAN / VL; j++) vf_store(values + j * VL, numbers[j]);
+      void *to = (char *)out + (n * inputs + i) * size;
+      if (kind == F32) memcpy(to, values, sizeof values);
+      else
+        for (int j = 0; j < SPAN; j++) ((uint16_t *)to)[j] = (uint16_t)(to_bits(values[j]) >> 16);
+    }
   }
-  for (int32_t r = w.first[output]; r < w.first[output + 1]; r++) {
-    const rare *number = w.rares + r;
-    if (kind == F32) ((float *)out)[number->column] = number->value;
-    else ((uint16_t *)out)[number->column] = (uint16_t)(to_bits(number->value) >> 16);
-  }
+  for (int64_t n = 0; n < count; n++)
+    for (int32_t r = w.first[first + n]; r < w.first[first + n + 1]; r++) {
+      const rare *number = w.rares + r;
+      const int64_t at = n * inputs + number->column;
+      if (kind == F32) ((float *)out)[at] = number->value;
+      else ((uint16_t *)out)[at] = (uint16_t)(to_bits(number->value) >> 16);
+    }
 }

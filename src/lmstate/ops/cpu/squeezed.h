@@ -37,7 +37,11 @@ INLINE uint8_t *span_of(const squeezed *w, int64_t output, int64_t inputs, int64
   return w->spans + (output / BESIDE * (inputs / SPAN) + input / SPAN) * SPAN_BYTES;
 }
 
-/* One output as floats of `kind`, F32 or BF16. */
-void unsqueeze_row(const void *packed, int64_t outputs, int64_t inputs, int64_t output, int kind, void *out);
+/* `count` outputs that lie together, as floats of `kind`, F32 or BF16. */
+void unsqueeze(const void *packed, int64_t outputs, int64_t inputs, int64_t first, int64_t count, int kind, void *out);
+
+/* How far ahead to ask for bytes of weights, into the second cache: measured with eight rows, half as fast again as
+ * without. */
+enum { AHEAD = 16384 };
 
 #endif
