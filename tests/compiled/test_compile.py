@@ -16,7 +16,7 @@ import lmstate
 from lmstate import CapacityError
 from tests.compiled.static_mirror import CAPACITY, StaticMirror, Step
 from tests.invariants.mirror import close
-from tests.zoo import ours, text
+from tests.zoo import ours, pair, text
 
 # Of each layer kind one: full, window, chunk, latent, folds, attention and a fold in one layer.
 KINDS = (
@@ -124,8 +124,9 @@ def test_a_full_row_needs_no_other_graph() -> None:
 
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16", "int4"])
-def test_a_model_that_never_ran_compiles(weights: str, tmp_path: Path) -> None:
+def test_a_model_that_never_ran_compiles(weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is made when it is first used is made outside of the graph."""
+    monkeypatch.setenv("LMSTATE_CACHE", str(tmp_path / "cache"))
     config = LlamaConfig(
         vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
     )
@@ -136,8 +137,16 @@ def test_a_model_that_never_ran_compiles(weights: str, tmp_path: Path) -> None:
     for at in range(40):
         logits = step(tokens[:, at : at + 1], state)
         state.commit()
+    assert weights != "bfloat16" or model.embed.kind == "bfloat16" or model._traced is not None
     tolerance = 1e-5 if weights == "float32" else 0.02  # large products are in bfloat16
     torch.testing.assert_close(logits, model(tokens)[:, -1], atol=tolerance, rtol=tolerance)
+
+
+@every_kind
+def test_no_layer_has_to_run_before(case: str) -> None:
+    pair.cache_clear()
+    state = ours(case).new_state(1, CAPACITY, static=True)
+    assert compiled(case)(torch.tensor([[3]]), state).isfinite().all()
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile's code generation needs a C++ compiler (g++)")
