@@ -200,7 +200,7 @@ class Weights:
             return weight.to(self.device)
         if weight.nbytes > self._spare:
             return weight  # where it lies, in a mapped file say
-        settled = squeeze(weight) if weight.kind == "bfloat16" else weight.in_large_pages()
+        settled = squeeze(weight.in_large_pages())
         self._spare -= settled.nbytes if settled is not weight else 0
         return settled
 
