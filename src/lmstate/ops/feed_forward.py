@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lmstate.ops import dispatch
 from lmstate.ops.halves import FeedForwardHalf
 from lmstate.ops.linear import few_rows, linear
 from lmstate.ops.norm import Norm
-from lmstate.ops.panels import linear_panels, panels, rounded
+from lmstate.ops.panels import linear_panels, rounded
 from lmstate.ops.residual import Residual
 from lmstate.ops.run import fused_feed_forward
 from lmstate.ops.weight import Weight
@@ -36,12 +35,11 @@ def feed_forward(
     if few_rows(x) and (y := fused_feed_forward(x, half, stream)) is not None:
         return y
     library = dispatch.native(x, up.storage, down.storage, stream)
-    if library is not None and not few_rows(x) and up.kind != "float32" and up_bias is None:
-        # Many rows: the widest numbers of the block stay as the product rounded them.
+    if library is not None and not few_rows(x) and library.can_multiply(up) and act in library.GATES:
         x = rounded(x, torch.bfloat16, norm)
+        hidden = torch.empty(*x.shape[:-1], down.in_features, dtype=torch.bfloat16)
         flat = x.reshape(-1, up.in_features)
-        products = [F.linear(flat, panel) for _, panel in panels(library, up)]
-        hidden = products[0] if len(products) == 1 else torch.cat(products, dim=1)
-        return linear_panels(hidden.view(*x.shape[:-1], -1), down, down_bias, gate=act, residual=residual)
+        library.product(flat, up, hidden.view(len(flat), -1), bias=up_bias, gate=library.GATES[act])
+        return linear_panels(hidden, down, down_bias, residual=residual)
     hidden = linear(x, up, up_bias, norm=norm)
     return linear(hidden, down, down_bias, gate=act, residual=residual)

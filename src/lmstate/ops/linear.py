@@ -10,7 +10,7 @@ from lmstate.ops import dispatch
 from lmstate.ops.glu import glu, glu_reference
 from lmstate.ops.norm import Norm, norm_reference
 from lmstate.ops.norm import norm as apply_norm
-from lmstate.ops.panels import linear_panels, panels_beside
+from lmstate.ops.panels import linear_panels, linear_panels_beside
 from lmstate.ops.residual import Residual
 from lmstate.ops.weight import Weight
 
@@ -61,7 +61,7 @@ def linear_beside(x: Tensor, weight: Weight, width: int, beside: Tensor) -> tupl
     if library is None or few_rows(x) or weight.kind == "float32":
         y = linear(x, weight)
         return torch.cat([y[..., :width], beside], dim=-1), y[..., width:]
-    return panels_beside(library, x, weight, width, beside)
+    return linear_panels_beside(library, x, weight, width, beside)
 
 
 def few_rows(x: Tensor) -> bool:

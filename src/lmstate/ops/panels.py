@@ -1,12 +1,11 @@
-"""Products of many rows: torch's own, on panels of the weight as floats.
+"""Products of many rows: in float32 by torch, in bfloat16 by the native body, which expands a weight as it multiplies.
 
-Everything between the products is rounded to the product's dtype as it is made, and a quantised panel lies in memory
-that the next one takes over: what the system would charge for fresh pages is a tenth of a long prompt.
+Where the processor multiplies whole matrices of bfloat16, or none, torch's product takes panels of the expanded weight.
+Everything between the products is rounded to the product's dtype as it is made.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from torch.nn import functional as F
 
 from lmstate.ops import dispatch
 from lmstate.ops.glu import glu
+from lmstate.ops.memory import scratch
 from lmstate.ops.norm import Norm
 from lmstate.ops.norm import norm as apply_norm
 from lmstate.ops.residual import Residual
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 PANEL = 4 << 20
 """Numbers of a quantised weight that are made floats at a time."""
-
-_scratch = threading.local()
 
 
 def linear_panels(
@@ -51,24 +49,46 @@ def linear_panels(
     y = torch.empty(len(flat), weight.out_features, dtype=torch.float32)
     direct = residual is not None and residual.norm is None and residual.scale == 1.0
     stream = residual.stream.reshape(y.shape).contiguous() if residual is not None and direct else None
-    for first, panel in panels(library, weight):
-        library.finish(F.linear(flat, panel), bias, stream, y, first)
+    products(library, flat, weight, y, bias=bias, residual=stream)
     y = y.view(*x.shape[:-1], -1)
     return y if residual is None or direct else residual.added(y)
 
 
-def panels_beside(library: Library, x: Tensor, weight: Weight, width: int, beside: Tensor) -> tuple[Tensor, Tensor]:
+def linear_panels_beside(
+    library: Library, x: Tensor, weight: Weight, width: int, beside: Tensor
+) -> tuple[Tensor, Tensor]:
     """`ops.linear_beside` of many rows and a weight that is not float32, in bfloat16."""
     flat = rounded(x, torch.bfloat16).reshape(-1, weight.in_features)
     first = torch.empty(len(flat), width + beside.shape[-1], dtype=torch.float32)
     rest = torch.empty(len(flat), weight.out_features - width, dtype=torch.float32)
     first[:, width:] = beside.reshape(len(flat), -1)
-    for at, panel in panels(library, weight):
-        cut = min(max(width - at, 0), len(panel))
-        for to, column, piece in ((first, at, panel[:cut]), (rest, max(at - width, 0), panel[cut:])):
-            if len(piece):
-                library.finish(F.linear(flat, piece), None, None, to, column)
+    products(library, flat, weight, first[:, :width])
+    products(library, flat, weight, rest, first=width)
     return first.view(*x.shape[:-1], -1), rest.view(*x.shape[:-1], -1)
+
+
+def products(
+    library: Library,
+    x: Tensor,
+    weight: Weight,
+    y: Tensor,
+    *,
+    first: int = 0,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> None:
+    """Write `residual + x @ weight.T + bias` into y, float32 `[M, n]`: the n outputs from `first` on.
+
+    x: bfloat16 `[M, K]`. bias: `[N]`. y and the residual may be some columns of wider tensors.
+    """
+    if library.can_multiply(weight):
+        library.product(x, weight, y, first=first, bias=bias, residual=residual)
+        return
+    for at, panel in panels(library, weight, first, y.shape[1]):
+        columns = slice(at, at + len(panel))
+        added = None if residual is None else residual[:, columns]
+        some = None if bias is None else bias[first + at : first + at + len(panel)]
+        library.finish(F.linear(x, panel), some, added, y[:, columns])
 
 
 def rounded(x: Tensor, dtype: torch.dtype, norm: Norm | None = None, gate: str | None = None) -> Tensor:
@@ -83,23 +103,15 @@ def rounded(x: Tensor, dtype: torch.dtype, norm: Norm | None = None, gate: str |
     return (x if gate is None else glu(x, gate)).to(dtype)
 
 
-def panels(library: Library, weight: Weight) -> Iterator[tuple[int, Tensor]]:
-    """(first output, bfloat16 `[n, K]`) for all outputs; the next panel overwrites one that was quantised."""
+def panels(library: Library, weight: Weight, first: int, count: int) -> Iterator[tuple[int, Tensor]]:
+    """(0.., bfloat16 `[n, K]`) for `count` outputs from `first` on; the next panel overwrites an expanded one."""
+    k = weight.in_features
     if isinstance(weight, FloatWeight):
-        yield 0, weight.matrix.to(torch.bfloat16)
+        yield 0, weight.matrix[first : first + count].to(torch.bfloat16)
         return
-    n, k = weight.shape
     step = max(PANEL // k, 1)
-    for first in range(0, n, step):
-        count = min(step, n - first)
-        panel = _buffer(k * count).view(count, k)
-        library.dequantize(weight, first, panel)
-        yield first, panel
-
-
-def _buffer(size: int) -> Tensor:
-    """bfloat16 `[size]`, this thread's own, whose numbers last until it is asked for again."""
-    held: Tensor | None = getattr(_scratch, "buffer", None)
-    if held is None or held.numel() < size:
-        held = _scratch.buffer = torch.empty(max(size, PANEL), dtype=torch.bfloat16)
-    return held[:size]
+    for at in range(0, count, step):
+        n = min(step, count - at)
+        panel = scratch(k * n).view(n, k)
+        library.dequantize(weight, first + at, panel)
+        yield at, panel

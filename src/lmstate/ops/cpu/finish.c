@@ -3,20 +3,20 @@
 
 typedef struct {
   const uint16_t *x;            /* [rows, count], bfloat16 */
-  const float *bias, *residual; /* of outputs 0.. on, or null: [outputs]; [rows, outputs] */
-  float *y;                     /* [rows, outputs], of which the columns first..first + count are written */
-  int64_t rows, count, outputs, first, threads;
+  const float *bias, *residual; /* or null: [count]; as y */
+  float *y;                     /* [rows, count] of `stride` */
+  int64_t rows, count, stride, threads;
 } finish_args;
 
 void lmstate_finish(const finish_args *a) {
 #pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1)
   for (int64_t m = 0; m < a->rows; m++) {
     const uint16_t *x = a->x + m * a->count;
-    const float *residual = a->residual ? a->residual + m * a->outputs + a->first : 0;
-    float *y = a->y + m * a->outputs + a->first;
+    const float *residual = a->residual ? a->residual + m * a->stride : 0;
+    float *y = a->y + m * a->stride;
     for (int64_t n = 0; n < a->count; n++) y[n] = bf16_to_float(x[n]);
     if (a->bias)
-      for (int64_t n = 0; n < a->count; n++) y[n] += a->bias[a->first + n];
+      for (int64_t n = 0; n < a->count; n++) y[n] += a->bias[n];
     if (residual)
       for (int64_t n = 0; n < a->count; n++) y[n] += residual[n];
   }

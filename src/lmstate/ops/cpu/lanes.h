@@ -12,6 +12,7 @@
 #define INLINE static inline __attribute__((always_inline))
 /* Small loops over arrays of vectors must vanish, or the vectors live in memory. */
 #define UNROLL _Pragma("GCC unroll 8")
+#define UNROLL16 _Pragma("GCC unroll 16")
 
 /* How keys, values and float weights are stored; lmstate.ops.cpu has the same numbers. Then codes of keys and values,
  * of which a byte holds several: a vector of bytes is a vector of each of its fields, the lowest bits first, 0..n that

@@ -23,9 +23,11 @@ from lmstate.ops.cpu.arguments import (
     function,
     integers,
     joining,
+    optional_pointer,
     rope_fields,
 )
 from lmstate.ops.cpu.fused import Fused
+from lmstate.ops.memory import scratch
 from lmstate.ops.norm import Norm
 from lmstate.ops.residual import Residual
 from lmstate.ops.scoring import Scoring, Sight
@@ -44,8 +46,9 @@ _BEST = Struct("3P3q")
 _DEQUANTIZE = Struct("3P7q")
 _SQUEEZE = Struct("2P3q")
 _COUNT = Struct("2P2q")
-_BITS = {"int4": 4, "int8": 8, "bfloat16 in 12 bits": 12}
-_FINISH = Struct("4P5q")
+_PRODUCT = Struct("6P9q")
+_FINISH = Struct("4P4q")
+_PANEL = 80  # outputs that a thread of `product` has memory for
 
 # Below this many numbers a second thread costs more than it saves.
 _FEW = 16384
@@ -69,6 +72,9 @@ class Library:
         self._best = function(library, "lmstate_best")
         self._dequantize = function(library, "lmstate_dequantize")
         self._finish = function(library, "lmstate_finish")
+        self._product = function(library, "lmstate_product")
+        self.multiplies = bool(function(library, "lmstate_multiplies")(b""))
+        """Whether the processor multiplies vectors of bfloat16, and not whole matrices: torch uses those."""
         self._count_high_bytes = function(library, "lmstate_count_high_bytes")
         self._squeeze = function(library, "lmstate_squeeze")
 
@@ -232,19 +238,45 @@ class Library:
             raise ValueError(f"a panel {list(out.shape)} from output {first} on does not fit {weight}")
         self._expand(weight, None, out, first)
 
-    def finish(self, x: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor, first: int) -> None:
-        """Write bfloat16 x `[M, n]` + bias + residual into the columns first.. of y float32 `[M, N]`."""
+    def finish(self, x: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor) -> None:
+        """Write bfloat16 x + bias + residual into y, float32 `[M, n]`, both maybe some columns of wider tensors."""
         rows, count = x.shape
-        outputs = y.shape[1]
-        if x.dtype != torch.bfloat16 or not x.is_contiguous() or y.shape[0] != rows or first + count > outputs:
-            raise ValueError(f"{x.dtype} {list(x.shape)} at column {first} does not fit {list(y.shape)}")
-        b = 0 if bias is None else float_pointer(bias, "bias", (outputs,))
-        r = 0 if residual is None else float_pointer(residual, "residual", y.shape)
-        self._finish(
-            _FINISH.pack(
-                x.data_ptr(), b, r, float_pointer(y, "y", y.shape), rows, count, outputs, first, self._threads(y)
-            )
-        )
+        if x.dtype != torch.bfloat16 or not x.is_contiguous() or y.shape != x.shape:
+            raise ValueError(f"{x.dtype} {list(x.shape)} does not fit {list(y.shape)}")
+        pointers = optional_pointer(bias, "bias", (count,)), _beside(residual, y), _columns(y)
+        self._finish(_FINISH.pack(x.data_ptr(), *pointers, rows, count, y.stride(0), self._threads(y)))
+
+    def can_multiply(self, weight: Weight) -> bool:
+        """Whether `product` takes this weight."""
+        return self.multiplies and weight.kind != "float32" and weight.in_features % 2 == 0
+
+    def product(
+        self,
+        x: Tensor,
+        weight: Weight,
+        y: Tensor,
+        *,
+        first: int = 0,
+        gate: int = 0,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> None:
+        """Write `residual + x @ weight.T + bias` of many rows into y, float32 `[M, n]`, for n outputs from `first` on.
+
+        x: bfloat16 `[M, K]`, K even. With a gate (a number of `GATES`) the outputs are gate | up, and y is
+        act(gate) * up, bfloat16 `[M, N / 2]`. y may be some columns of a wider tensor; `residual` is of its strides.
+        """
+        rows, count = y.shape
+        n, k = weight.shape
+        if x.shape != (rows, k) or x.dtype != torch.bfloat16 or not x.is_contiguous() or k % 2:
+            raise ValueError(f"{x.dtype} {list(x.shape)} are no rows for {weight}")
+        if not 0 <= first <= n - count or (gate and (n != 2 * count or first)):
+            raise ValueError(f"{list(y.shape)} is no place for the outputs from {first} on of {weight}")
+        to = _columns(y, torch.bfloat16 if gate else torch.float32)
+        threads = torch.get_num_threads()
+        pointers = x.data_ptr(), weight.storage.data_ptr(), optional_pointer(bias, "bias", (n,)), _beside(residual, y)
+        sizes = rows, k, n, WEIGHT_KINDS[weight.kind], first, count, y.stride(0), gate, threads
+        self._product(_PRODUCT.pack(*pointers, to, scratch(threads * _PANEL * k).data_ptr(), *sizes))
 
     def rows(self, weight: Weight, ids: Tensor) -> Tensor:
         """Outputs `ids` (int64, any shape) of a quantised weight, float32 `[..., K]`."""
@@ -281,7 +313,7 @@ class Library:
             y.numel() // k if k else 0,
             weight.out_features,
             k,
-            _BITS[weight.kind],
+            WEIGHT_KINDS[weight.kind],
             KINDS[y.dtype],
             self._threads(y),
         )  # fmt: skip
@@ -296,3 +328,19 @@ def _half_pointer(matrix: Tensor) -> int:
     if matrix.dtype != torch.bfloat16 or not matrix.is_contiguous() or not matrix.is_cpu:
         raise ValueError(f"a matrix to squeeze is contiguous bfloat16; this is {matrix.dtype} {list(matrix.shape)}")
     return matrix.data_ptr()
+
+
+def _columns(y: Tensor, dtype: torch.dtype = torch.float32) -> int:
+    """Of a matrix `[M, n]` that may be some columns of another."""
+    if y.dtype != dtype or y.dim() != 2 or y.stride(1) != 1 or not y.is_cpu:
+        raise ValueError(f"rows to write are {dtype} on the processor; these are {y.dtype} {list(y.shape)}")
+    return y.data_ptr()
+
+
+def _beside(residual: Tensor | None, y: Tensor) -> int:
+    """Of what is added to y; 0 where there is nothing."""
+    if residual is None:
+        return 0
+    if residual.shape != y.shape or residual.stride() != y.stride():
+        raise ValueError(f"{list(residual.shape)} cannot be added to {list(y.shape)} of other strides")
+    return _columns(residual)

@@ -7,10 +7,11 @@
 #include <omp.h>
 #include <stdlib.h>
 
+#include "expand.h"
 #include "prologue.h"
 #include "squeezed.h"
 
-enum { BLOCK = 16, GROUP = 32, BYTES4 = 320, BYTES8 = 544 };
+enum { GROUP = 32, BYTES4 = 320, BYTES8 = 544 };
 
 /* A group of 32 activations rounded to int8: x = scale * q, a scale for each part of them. [groups][rows], so that a
  * tile of rows is contiguous. */
