@@ -6,9 +6,9 @@
  * depends on its own position alone: its result has the same bits beside other queries, rows and numbers of threads. */
 #include <stdlib.h>
 
-#include "attend_stored.h"
+#include "attend_pairs.h"
 
-enum { RUN = 32 }; /* new tokens of a task */
+enum { RUN = 32, MOST = ROWS > TILE ? ROWS : TILE }; /* new tokens of a task; queries of a tile */
 
 /* Chunks grow with the position, so that their number, and the memory for their parts, stays small. */
 static int64_t chunk_begin(int64_t c) {
@@ -35,30 +35,30 @@ static part part_at(const attend_args *a, float *parts, int64_t index) {
   return r;
 }
 
-/* scores -> weights, and what was summed before is scaled to the new largest score. */
+/* scores -> weights of the positions low..end, and what was summed before is scaled to the new largest score. */
 INLINE void weigh(const attend_args *a, float *scores, const part *to, int64_t low, int64_t end) {
-  const vf scale = vf_set1((float)a->scale);
-  vf largest = vf_set1(-INFINITY);
-  for (int64_t t = 0; t < SUB; t += VL) {
-    vf s = vf_mul(vf_load(scores + t), scale);
-    if (a->softcap != 0) {
-      vf cap = vf_set1((float)a->softcap);
-      s = vf_mul(cap, vf_tanh(vf_div(s, cap)));
-    }
-    vf_store(scores + t, s);
+  enum { VECTORS = SUB / VL };
+  const vf scale = vf_set1((float)a->scale), cap = vf_set1((float)a->softcap);
+  vf s[VECTORS], largest = vf_set1(-INFINITY), sum = vf_zero();
+  UNROLL16 for (int i = 0; i < VECTORS; i++) {
+    s[i] = vf_mul(vf_load(scores + i * VL), scale);
+    if (a->softcap != 0) s[i] = vf_mul(cap, vf_tanh(vf_div(s[i], cap)));
   }
-  for (int64_t t = 0; t < low; t++) scores[t] = -INFINITY;
-  for (int64_t t = end; t < SUB; t++) scores[t] = -INFINITY;
-  for (int64_t t = 0; t < SUB; t += VL) largest = vf_max(largest, vf_load(scores + t));
-  const float before = *to->largest, now = fmaxf(before, vf_largest(largest));
+  if (low > 0 || end < SUB) {
+    UNROLL16 for (int i = 0; i < VECTORS; i++) vf_store(scores + i * VL, s[i]);
+    for (int64_t t = 0; t < low; t++) scores[t] = -INFINITY;
+    for (int64_t t = end; t < SUB; t++) scores[t] = -INFINITY;
+    UNROLL16 for (int i = 0; i < VECTORS; i++) s[i] = vf_load(scores + i * VL);
+  }
+  UNROLL16 for (int i = 0; i < VECTORS; i++) largest = vf_max(largest, s[i]);
+  const float before = *to->largest, here = vf_largest(largest), now = here > before ? here : before;
   if (now == -INFINITY) {
     memset(scores, 0, SUB * sizeof(float));
     return;
   }
-  vf sum = vf_zero();
-  for (int64_t t = 0; t < SUB; t += VL) {
-    vf w = vf_exp(vf_sub(vf_load(scores + t), vf_set1(now)));
-    vf_store(scores + t, w);
+  UNROLL16 for (int i = 0; i < VECTORS; i++) {
+    const vf w = vf_exp(vf_sub(s[i], vf_set1(now)));
+    vf_store(scores + i * VL, w);
     sum = vf_add(sum, w);
   }
   if (now > before) {
@@ -70,7 +70,7 @@ INLINE void weigh(const attend_args *a, float *scores, const part *to, int64_t l
   *to->sum += vf_sum(sum);
 }
 
-/* Up to TILE queries over positions b..b + SUB of one kv head. */
+/* Up to MOST queries over positions b..b + SUB of one kv head. */
 static void tile(const attend_args *a, const source *s, const float *const *q, const int64_t *low, const int64_t *end,
                  const part *to, int queries, int64_t b) {
   int64_t first = b + SUB, last = b;
@@ -82,7 +82,8 @@ static void tile(const attend_args *a, const source *s, const float *const *q, c
   if (last > b + SUB) last = b + SUB;
   if (first >= last) return;
   const runs keys = runs_of(&s->k, first, last, b), values = runs_of(&s->v, first, last, b);
-  float scores[TILE][SUB] = {0};
+  float scores[MOST][SUB];
+  memset(scores, 0, (size_t)queries * sizeof *scores);
   s->score(a, s, q, queries, &keys, b % s->k.slots, scores);
   for (int j = 0; j < queries; j++) {
     const int64_t seen = low[j] > b ? (low[j] < b + SUB ? low[j] - b : SUB) : 0;
@@ -118,16 +119,21 @@ static void run_task(const attend_args *a, const attend_plan *all, int64_t r, in
   int64_t from = low_of(a, start + first_token), until = start + last_token;
   if (from < chunk_begin(c)) from = chunk_begin(c);
   if (until > chunk_begin(c + 1)) until = chunk_begin(c + 1);
+  pair_block block; /* not where weights decide what is forgotten */
+  if (!all->codes && !all->beside && !a->columns && a->kind == BF16 && a->counts[r] > FEW && multiplies_pairs())
+    floats.score = score_pairs, floats.add = add_pairs, floats.block = &block;
+  const int together = floats.block ? ROWS : TILE;
   for (int64_t b = from / SUB * SUB; b < until; b += SUB) {
+    if (floats.block) lay_block(a, &floats, from > b ? from : b, until < b + SUB ? until : b + SUB, b);
     /* The queries before this one stand in this block or before it: they see keys of it as floats. */
     const int64_t far = !all->codes ? n : all->codes->tail ? (b + SUB - start) * group : 0;
     int queries;
     for (int64_t j = first_token * group; j < n; j += queries) {
-      const float *q[TILE];
-      int64_t low[TILE], end[TILE];
-      part to[TILE];
+      const float *q[MOST];
+      int64_t low[MOST], end[MOST];
+      part to[MOST];
       const int64_t stop = j < far && far < n ? far : n;
-      queries = stop - j < TILE ? (int)(stop - j) : TILE;
+      queries = stop - j < together ? (int)(stop - j) : together;
       for (int i = 0; i < queries; i++) {
         const int64_t token = (j + i) / group, head = kv * group + (j + i) % group;
         q[i] = a->q + r * a->q_row + token * a->q_token + head * a->q_head;
@@ -237,18 +243,23 @@ void attend_end(attend_plan *plan) {
   free(plan->rows);
 }
 
+static void numbered_task(const attend_args *a, const attend_plan *plan, int64_t task) {
+  int64_t low = 0, high = a->rows - 1; /* the last row whose first task is not beyond this one */
+  while (low < high) {
+    const int64_t middle = (low + high + 1) / 2;
+    if (plan->rows[middle].first_task <= task) low = middle;
+    else high = middle - 1;
+  }
+  run_task(a, plan, low, task - plan->rows[low].first_task);
+}
+
 void attend_run(const attend_args *a, const attend_plan *plan) {
-  /* A thread's tasks follow each other in memory, so that what one asks for ahead is what the next one reads. */
+  if (a->tokens > RUN) { /* later runs see more */
+#pragma omp for schedule(dynamic)
+    for (int64_t task = 0; task < plan->tasks; task++) numbered_task(a, plan, task);
+  } else { /* a thread's tasks follow each other in memory, so that what one asks for ahead is what the next one reads */
 #pragma omp for schedule(static)
-  for (int64_t task = 0; task < plan->tasks; task++) {
-    int64_t low = 0, high = a->rows - 1; /* the last row whose first task is not beyond this one */
-    while (low < high) {
-      const int64_t middle = (low + high + 1) / 2;
-      if (plan->rows[middle].first_task <= task) low = middle;
-      else high = middle - 1;
-    }
-    const row_plan *row = &plan->rows[low];
-    run_task(a, plan, low, task - row->first_task);
+    for (int64_t task = 0; task < plan->tasks; task++) numbered_task(a, plan, task);
   }
 #pragma omp for schedule(static)
   for (int64_t i = 0; i < a->rows * a->tokens * a->heads; i++) {

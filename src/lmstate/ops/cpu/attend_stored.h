@@ -9,6 +9,7 @@
 typedef struct { int64_t from[2], at[2], count[2]; } runs;
 
 typedef struct source source;
+typedef struct pair_block pair_block;
 /* scores[j][at..] = q_j . keys; to_j += weights[j][at..] times values. `block`: the slot of the tile's first position. */
 typedef void score_kind(const attend_args *a, const source *s, const float *const *q, int queries, const runs *r,
                         int64_t block, float (*scores)[SUB]);
@@ -28,6 +29,7 @@ struct source {
   value_kind *add;   /* of the kind that values are */
   const char *beside; /* slot 0 of the second part of the keys, or null */
   int64_t beside_slot, beside_dim;
+  pair_block *block; /* of attend_pairs.h, or null */
 };
 
 INLINE runs runs_of(const stored *x, int64_t first, int64_t last, int64_t b) {

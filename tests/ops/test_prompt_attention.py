@@ -1,0 +1,69 @@
+"""Many new tokens over keys and values in bfloat16: the native body rounds queries and weights to it where it may."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import lmstate.ops as ops
+from lmstate.ops import Scoring, Sight
+from lmstate.ops.attend import attend_reference
+
+ROWS = [(70, 40), (0, 133), (9, 33), (400, 5), (257, 0), (31, 64)]
+SEEN = 533
+
+
+def rings(rows: list[tuple[int, int]], size: int, kv: int, dim: int, dim_v: int) -> tuple[Tensor, Tensor]:
+    """Keys and values in bfloat16, NaN in the slots that were never written."""
+    k, v = (torch.randn(len(rows), kv, size, d).bfloat16() for d in (dim, dim_v))
+    for r, (start, count) in enumerate(rows):
+        k[r, :, start + count :], v[r, :, start + count :] = torch.nan, torch.nan
+    return k, v
+
+
+def expected(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, counts: Tensor, rule: tuple[Scoring, Sight]) -> Tensor:
+    return attend_reference(q.bfloat16().float(), k.float(), v.float(), starts, counts, *rule)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv", "dim", "dim_v"), [(4, 4, 8, 8), (6, 2, 64, 64), (5, 1, 24, 40), (7, 7, 128, 72), (8, 2, 256, 256)]
+)
+@pytest.mark.parametrize("name", ["plain", "window", "chunk", "softcap", "sinks", "all"])
+def test_it_is_attention(variant: str, heads: int, kv: int, dim: int, dim_v: int, name: str) -> None:
+    torch.manual_seed(0)
+    scoring = Scoring(
+        dim**-0.5,
+        softcap=2.0 if name in ("softcap", "all") else None,
+        sinks=torch.randn(heads) if name in ("sinks", "all") else None,
+    )
+    sight = Sight(window=50 if name in ("window", "all") else None, chunk=48 if name == "chunk" else None)
+    k, v = rings(ROWS, SEEN if sight == Sight() else 199, kv, dim, dim_v)  # windows wrap
+    starts, counts = torch.tensor(ROWS).T
+    q = torch.randn(len(ROWS), int(counts.max()), heads, dim)
+    got = ops.attend(q, k, v, starts, counts, scoring, sight)
+    want = expected(q, k, v, starts, counts, (scoring, sight))
+    real = torch.arange(q.shape[1]) < counts[:, None]
+    torch.testing.assert_close(got[real], want[real], atol=0.015, rtol=0.01)
+    assert (got[~real] == 0).all()
+
+
+@pytest.mark.parametrize("rule", [{}, {"window": 300}, {"chunk": 200}])
+def test_a_query_has_the_same_bits_beside_other_tokens_rows_and_threads(variant: str, rule: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    rows = [(500, 300), (600, 77), (0, 120)]
+    k, v = (torch.randn(3, 2, 900, 24).bfloat16() for _ in range(2))
+    starts, counts = torch.tensor(rows).T
+    q, told, threads = torch.randn(3, 300, 6, 24), (Scoring(0.2), Sight(**rule)), torch.get_num_threads()
+    together = ops.attend(q, k, v, starts, counts, *told)
+    try:
+        for r, (start, count) in enumerate(rows):
+            torch.set_num_threads(1 + r)
+            first, n = 20, count - 30
+            alone = ops.attend(
+                q[r : r + 1, first : first + n], k[r : r + 1], v[r : r + 1], torch.tensor([start + first]),
+                torch.tensor([n]), *told,
+            )  # fmt: skip
+            assert torch.equal(alone[0], together[r, first : first + n])
+    finally:
+        torch.set_num_threads(threads)
