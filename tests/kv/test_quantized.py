@@ -25,6 +25,7 @@ NAMES = "llama mistral gemma2 gpt_oss llama4 deepseek_v2 deepseek_v3 qwen3_next 
 FAMILIES = [name for name in NAMES.split() if name in CASES]
 every_family = pytest.mark.parametrize("case", FAMILIES)
 every_width = pytest.mark.parametrize("bits", [8, 4, 2])
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
 def ids(length: int, seed: int = 0) -> list[int]:
@@ -177,7 +178,9 @@ def test_codes_of_a_block_are_half_a_step_off_at_most(bits: int) -> None:
 class Stored:
     """Rows' keys and values stored step by step, and by whom it may be asked what they stand for."""
 
-    def __init__(self, bits: int, dim: int, slots: int, rows: int = 3, kv_heads: int = 2) -> None:
+    def __init__(
+        self, bits: int, dim: int, slots: int, rows: int = 3, kv_heads: int = 2, dtype: torch.dtype = torch.float32
+    ) -> None:
         def empty(width: int, dtype: torch.dtype, many: int = slots) -> Tensor:
             return torch.zeros(rows, kv_heads, many, width, dtype=dtype)
 
@@ -185,8 +188,8 @@ class Stored:
         block = scales if bits == 8 else kv_codes.block_scales(dim)
         kind = kv_codes.code_dtype(bits)
         self.held = Held(empty(codes, kind), empty(codes, kind), empty(block, torch.half), empty(scales, torch.half))
-        self.tail = None if bits == 8 else empty(dim, torch.float32, BLOCK - 1 + 40)
-        self.bits, self.dim, self.slots = bits, dim, slots
+        self.tail = None if bits == 8 else empty(dim, dtype, BLOCK - 1 + 40)
+        self.bits, self.dim, self.slots, self.dtype = bits, dim, slots, dtype
         self.generator = torch.Generator().manual_seed(dim)
         self.k = self.v = torch.zeros(rows, kv_heads, 0, dim)  # all that was ever stored
         self.lengths = [0] * rows
@@ -205,19 +208,23 @@ class Stored:
         if self.tail is None:
             return by_vector, coded_v
         n = query // BLOCK * BLOCK
+        k = k.to(self.dtype).float()  # codes are made of what the tail holds
         coded_k = kv_codes.decode_blocks(*kv_codes.encode_blocks(k[:, :n], self.bits), self.bits)
         return torch.cat([coded_k, k[:, n:]], 1), coded_v
 
 
 @every_width
-def test_a_query_that_is_no_number_sees_none_and_leaves_the_others_alone(bits: int) -> None:
-    stored = Stored(bits, 64, 128)
-    q, k, v = stored.new((20, 20, 20))
-    starts, counts, scoring = torch.zeros(3, dtype=torch.int64), torch.tensor([20, 20, 20]), Scoring(0.125)
+@every_dtype
+def test_a_query_that_is_no_number_sees_none_and_leaves_the_others_alone(bits: int, dtype: torch.dtype) -> None:
+    if dtype != torch.float32 and dispatch.choice().library is None:
+        pytest.skip("torch's own attention in bfloat16 makes no such promise")
+    stored = Stored(bits, 64, 128, dtype=dtype)
+    q, k, v = stored.new((40, 40, 40))
+    starts, counts, scoring = torch.zeros(3, dtype=torch.int64), torch.tensor([40, 40, 40]), Scoring(0.125)
     broken = q.clone()
     broken[0, 7, 2, 5], broken[1, 9, 4, 0] = torch.nan, torch.inf
     want, got = (
-        attend_quantized(x, (k, v), None, stored.held, stored.tail, starts, counts, scoring, bits=bits)
+        attend_quantized(x, (k, v), None, stored.held, stored.tail, starts, counts, scoring, bits=bits, dtype=dtype)
         for x in (q, broken)
     )
     touched = (q != broken).any(-1)
@@ -227,9 +234,10 @@ def test_a_query_that_is_no_number_sees_none_and_leaves_the_others_alone(bits: i
 @every_width
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize("dim", [16, 64, 80, 128])
-def test_attention_reads_what_the_codes_stand_for(bits: int, window: int | None, dim: int) -> None:
+@every_dtype
+def test_attention_reads_what_the_codes_stand_for(bits: int, window: int | None, dim: int, dtype: torch.dtype) -> None:
     """Against plain attention of each query by itself over what it should read; rows differ, and rings wrap."""
-    stored = Stored(bits, dim, 256 if window else 384)
+    stored = Stored(bits, dim, 256 if window else 384, dtype=dtype)
     sinks = torch.randn(6, generator=stored.generator)
     whole: list[tuple[Tensor, Tensor]] = [(torch.zeros(2, 0, dim),) * 2 for _ in range(3)]
     differences: list[Tensor] = []
@@ -239,7 +247,7 @@ def test_attention_reads_what_the_codes_stand_for(bits: int, window: int | None,
         scoring = Scoring(dim**-0.5, 3.0, sinks) if turn % 2 else Scoring(dim**-0.5)
         out = attend_quantized(
             q, (k, v), None, stored.held, stored.tail, starts, torch.tensor(counts), scoring, Sight(window),
-            bits=bits,
+            bits=bits, dtype=dtype,
         )  # fmt: skip
         for r, count in enumerate(counts):
             k_row, v_row = (torch.cat([old, x[r, :count].transpose(0, 1)], 1) for old, x in zip(whole[r], (k, v)))
@@ -256,7 +264,8 @@ def test_attention_reads_what_the_codes_stand_for(bits: int, window: int | None,
             assert not out[r, count:].any()
     # The seldom number on the edge of two codes falls to either side, where a turned vector is summed in another order.
     error = torch.cat(differences)
-    assert (error < 1e-4).float().mean() > 0.95 and error.max() < 0.05
+    usual, most = (1e-4, 0.05) if dtype == torch.float32 else (0.02, 0.1)
+    assert (error < usual).float().mean() > 0.95 and error.max() < most
 
 
 @every_width

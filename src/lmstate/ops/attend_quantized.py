@@ -68,7 +68,7 @@ def attend_quantized(
     body = _native(q, new, held, tail, bits, scoring.sinks)
     most = MOST if columns is None else OBSERVED
     if body is not None and q.shape[1] <= most:
-        out = body.attend(q, new, rotation, held, tail, starts, counts, bits, scoring, sight, columns)
+        out = body.attend(q, new, rotation, held, tail, starts, counts, bits, scoring, sight, columns, dtype=dtype)
         assert out is not None
         return out
     if rotation is not None:

@@ -6,9 +6,9 @@
  * depends on its own position alone: its result has the same bits beside other queries, rows and numbers of threads. */
 #include <stdlib.h>
 
-#include "attend_pairs.h"
+#include "attend_stored.h"
 
-enum { RUN = 32, MOST = ROWS > TILE ? ROWS : TILE }; /* new tokens of a task; queries of a tile */
+enum { RUN = 32 }; /* new tokens of a task */
 
 /* Chunks grow with the position, so that their number, and the memory for their parts, stays small. */
 static int64_t chunk_begin(int64_t c) {
@@ -20,13 +20,6 @@ static int64_t chunk_of(int64_t position) {
   if (position < 8192) return position / 256;
   if (position < 65536) return 32 + (position - 8192) / 1024;
   return 88 + (position - 65536) / 4096;
-}
-
-static int64_t low_of(const attend_args *a, int64_t own) { /* the first position that a query at `own` sees */
-  int64_t low = 0;
-  if (a->window && own - a->window + 1 > low) low = own - a->window + 1;
-  if (a->chunk && own / a->chunk * a->chunk > low) low = own / a->chunk * a->chunk;
-  return low;
 }
 
 static part part_at(const attend_args *a, float *parts, int64_t index) {
@@ -70,7 +63,7 @@ INLINE void weigh(const attend_args *a, float *scores, const part *to, int64_t l
   *to->sum += vf_sum(sum);
 }
 
-/* Up to MOST queries over positions b..b + SUB of one kv head. */
+/* Up to TILE queries over positions b..b + SUB of one kv head. */
 static void tile(const attend_args *a, const source *s, const float *const *q, const int64_t *low, const int64_t *end,
                  const part *to, int queries, int64_t b) {
   int64_t first = b + SUB, last = b;
@@ -82,7 +75,7 @@ static void tile(const attend_args *a, const source *s, const float *const *q, c
   if (last > b + SUB) last = b + SUB;
   if (first >= last) return;
   const runs keys = runs_of(&s->k, first, last, b), values = runs_of(&s->v, first, last, b);
-  float scores[MOST][SUB];
+  float scores[TILE][SUB];
   memset(scores, 0, (size_t)queries * sizeof *scores);
   s->score(a, s, q, queries, &keys, b % s->k.slots, scores);
   for (int j = 0; j < queries; j++) {
@@ -119,21 +112,21 @@ static void run_task(const attend_args *a, const attend_plan *all, int64_t r, in
   int64_t from = low_of(a, start + first_token), until = start + last_token;
   if (from < chunk_begin(c)) from = chunk_begin(c);
   if (until > chunk_begin(c + 1)) until = chunk_begin(c + 1);
-  pair_block block; /* not where weights decide what is forgotten */
-  if (!all->codes && !all->beside && !a->columns && a->kind == BF16 && a->counts[r] > FEW && multiplies_pairs())
-    floats.score = score_pairs, floats.add = add_pairs, floats.block = &block;
-  const int together = floats.block ? ROWS : TILE;
+  if (attends_pairs(a, all, r)) {
+    float *parts = part_at(a, all->parts, first_part).largest;
+    attend_pairs(&(pairs_task){a, all->codes, &floats, &coded, parts, r, kv, first_token * group, n, from, until});
+    return;
+  }
   for (int64_t b = from / SUB * SUB; b < until; b += SUB) {
-    if (floats.block) lay_block(a, &floats, from > b ? from : b, until < b + SUB ? until : b + SUB, b);
     /* The queries before this one stand in this block or before it: they see keys of it as floats. */
     const int64_t far = !all->codes ? n : all->codes->tail ? (b + SUB - start) * group : 0;
     int queries;
     for (int64_t j = first_token * group; j < n; j += queries) {
-      const float *q[MOST];
-      int64_t low[MOST], end[MOST];
-      part to[MOST];
+      const float *q[TILE];
+      int64_t low[TILE], end[TILE];
+      part to[TILE];
       const int64_t stop = j < far && far < n ? far : n;
-      queries = stop - j < together ? (int)(stop - j) : together;
+      queries = stop - j < TILE ? (int)(stop - j) : TILE;
       for (int i = 0; i < queries; i++) {
         const int64_t token = (j + i) / group, head = kv * group + (j + i) % group;
         q[i] = a->q + r * a->q_row + token * a->q_token + head * a->q_head;

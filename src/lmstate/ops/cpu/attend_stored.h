@@ -2,40 +2,7 @@
 #ifndef LMSTATE_ATTEND_STORED_H
 #define LMSTATE_ATTEND_STORED_H
 
-#include "attend.h"
-#include "attend_tile.h"
-
-/* Where the positions of a tile lie in a ring: in one run of slots, or two where the ring ends between them. */
-typedef struct { int64_t from[2], at[2], count[2]; } runs;
-
-typedef struct source source;
-typedef struct pair_block pair_block;
-/* scores[j][at..] = q_j . keys; to_j += weights[j][at..] times values. `block`: the slot of the tile's first position. */
-typedef void score_kind(const attend_args *a, const source *s, const float *const *q, int queries, const runs *r,
-                        int64_t block, float (*scores)[SUB]);
-typedef void value_kind(const attend_args *a, const source *s, const part *to, int queries, const runs *r,
-                        float (*weights)[SUB]);
-
-/* The keys, or the values, that one kv head of a row has stored: where they lie. */
-typedef struct {
-  const char *data;      /* slot 0 */
-  const uint16_t *scale; /* of codes, float16: see codes_args */
-  int64_t slots, slot;   /* from slot to slot, in elements; in bytes where they are codes */
-} stored;
-
-struct source {
-  stored k, v;
-  score_kind *score; /* of the kind that keys are */
-  value_kind *add;   /* of the kind that values are */
-  const char *beside; /* slot 0 of the second part of the keys, or null */
-  int64_t beside_slot, beside_dim;
-  pair_block *block; /* of attend_pairs.h, or null */
-};
-
-INLINE runs runs_of(const stored *x, int64_t first, int64_t last, int64_t b) {
-  const int64_t slot = first % x->slots, room = x->slots - slot, n = last - first < room ? last - first : room;
-  return (runs){{slot, 0}, {first - b, first - b + n}, {n, last - first - n}};
-}
+#include "stored.h"
 
 /* x[t] *= the scale of the vector at position t of the tile. */
 INLINE void times_scales(const stored *x, const runs *r, float (*of)[SUB], int queries) {

@@ -64,9 +64,13 @@ class Codes:
         sight: Sight,
         columns: Columns | None = None,
         *,
+        dtype: torch.dtype = torch.float32,
         stores_only: bool = False,
     ) -> Tensor | None:
-        """`attend_quantized`, or only what it stores: float32 `[R, T, H, Dv]`, or None."""
+        """`attend_quantized`, or only what it stores: float32 `[R, T, H, Dv]`, or None.
+
+        Codes may be expanded in `dtype`; beside a tail in that of the tail.
+        """
         rows, tokens, heads, dim = q.shape
         kv_heads, slots = held.k.shape[1:3]
         dim_v = held.v.shape[3] * 8 // bits
@@ -92,9 +96,8 @@ class Codes:
             q = q.clone(memory_format=torch.contiguous_format)  # where there is no tail, it is turned in place
         out = None if stores_only else torch.empty(rows, tokens, heads, dim_v, dtype=torch.float32)
         sinks = sinks_pointer(scoring, heads)
-        ring, strides, kind = (0, (0, 0, 0), 0) if tail is None else (
-            tail.data_ptr(), tail.stride()[:3], KINDS[tail.dtype]
-        )  # fmt: skip
+        ring, strides = (0, (0, 0, 0)) if tail is None else (tail.data_ptr(), tail.stride()[:3])
+        kind = KINDS[dtype if tail is None else tail.dtype]
         arguments = _ARGUMENTS.pack(
             *rotates, *source, rotates is not _NO_ROTATION, threads,
             held.k.data_ptr(), held.v.data_ptr(), held.k_scale.data_ptr(), held.v_scale.data_ptr(),

@@ -46,18 +46,18 @@ INLINE void all_across(const uint16_t *const *rows, int64_t n, uint32_t *to) {
 #pragma GCC push_options
 #pragma GCC target("avx512bf16")
 static void round_pairs(const float *x, int64_t n, uint16_t *y) {
-  int64_t i = 0;
-  for (; i + VL <= n; i += VL) _mm256_storeu_si256((__m256i *)(y + i), (__m256i)_mm512_cvtneps_pbh(vf_load(x + i)));
-  for (; i < n; i++) y[i] = float_to_bf16(x[i]);
+  const int64_t whole = n / VL * VL;
+  for (int64_t i = 0; i < whole; i += VL) _mm256_storeu_si256((__m256i *)(y + i), (__m256i)_mm512_cvtneps_pbh(vf_load(x + i)));
+  for (int64_t i = whole; i < n; i++) y[i] = float_to_bf16(x[i]);
 }
 
-/* y[m] = the sums over n numbers of x[m] times those of WIDE others, which lie in pairs [n / 2, WIDE]. `rows` is a
- * constant where this is called. */
-INLINE void sums(const uint16_t *x, const uint32_t *w, int64_t n, int rows, float (*y)[WIDE]) {
+/* y[m] = the sums over n numbers of x[m] times those of WIDE others, which lie in pairs [n / 2, WIDE]; or y[m] += them.
+ * Rows of y are `stride` apart. `rows` and `add` are constants where this is called. */
+INLINE void sums(const uint16_t *x, const uint32_t *w, int64_t n, int rows, float *y, int64_t stride, int add) {
   enum { VECTORS = WIDE / VL };
   __m512 acc[ROWS][VECTORS];
   UNROLL for (int m = 0; m < rows; m++)
-    UNROLL for (int v = 0; v < VECTORS; v++) acc[m][v] = _mm512_setzero_ps();
+    UNROLL for (int v = 0; v < VECTORS; v++) acc[m][v] = add ? vf_load(y + m * stride + v * VL) : vf_zero();
   for (int64_t i = 0; i < n; i += 2, w += WIDE) {
     __m512i pairs[VECTORS];
     UNROLL for (int v = 0; v < VECTORS; v++) pairs[v] = _mm512_load_si512(w + v * VL);
@@ -69,17 +69,17 @@ INLINE void sums(const uint16_t *x, const uint32_t *w, int64_t n, int rows, floa
     }
   }
   UNROLL for (int m = 0; m < rows; m++)
-    UNROLL for (int v = 0; v < VECTORS; v++) _mm512_storeu_ps(y[m] + v * VL, acc[m][v]);
+    UNROLL for (int v = 0; v < VECTORS; v++) vf_store(y + m * stride + v * VL, acc[m][v]);
 }
 
-static void sums_of(const uint16_t *x, const uint32_t *w, int64_t n, int64_t rows, float (*y)[WIDE]) {
-  switch (rows) {
-    case 1: sums(x, w, n, 1, y); break;
-    case 2: sums(x, w, n, 2, y); break;
-    case 3: sums(x, w, n, 3, y); break;
-    case 4: sums(x, w, n, 4, y); break;
-    case 5: sums(x, w, n, 5, y); break;
-    default: sums(x, w, n, ROWS, y); break;
+static void sums_of(const uint16_t *x, const uint32_t *w, int64_t n, int64_t rows, float *y, int64_t stride, int add) {
+  switch (2 * rows + add) {
+#define CASE(rows) \
+    case 2 * rows: sums(x, w, n, rows, y, stride, 0); break; \
+    case 2 * rows + 1: sums(x, w, n, rows, y, stride, 1); break;
+    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#undef CASE
+    default: break;
   }
 }
 #pragma GCC pop_options

@@ -88,7 +88,7 @@ void lmstate_product(const product_args *a) {
       const int64_t panel = i / tiles, row = i % tiles * ROWS, rows = a->rows - row < ROWS ? a->rows - row : ROWS;
       _Alignas(64) float y[ROWS][WIDE];
       if (panel != expanded) expand_panel(a, expanded = panel, pairs, scratch);
-      sums_of(a->x + row * a->inputs, pairs, a->inputs, rows, y);
+      sums_of(a->x + row * a->inputs, pairs, a->inputs, rows, y[0], WIDE, 0);
       for (int64_t m = 0; m < rows; m++) leave(a, y[m], row + m, panel);
     }
   }
