@@ -156,7 +156,7 @@ def float_directory(path, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("native", [True, False])
 def test_auto_of_floats_follows_the_processor(tmp_path, monkeypatch, dtype, native):
-    monkeypatch.setattr(weights_module, "_multiplies_bfloat16", lambda device: native)
+    monkeypatch.setattr(weights_module, "multiplies_bfloat16", lambda device: native)
     weights = Weights(open_cached(float_directory(tmp_path / "m", dtype), None))
     matrices = [value for value in build(weights).values() if not isinstance(value, torch.Tensor)]
     assert {value.kind.split()[0] for value in matrices} == {"bfloat16" if native else "float32"}

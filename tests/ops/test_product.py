@@ -1,5 +1,7 @@
 """The native product of many rows in bfloat16, against the same product in float64."""
 
+import sys
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -101,17 +103,23 @@ def test_what_does_not_fit_is_refused(library: Library) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_torchs_product_takes_its_place(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_torchs_product_takes_its_place(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32 where the processor does not multiply bfloat16."""
     library = dispatch.choice().library
     if library is None:
         pytest.skip("there is no native library")
     monkeypatch.setattr(library, "multiplies", False)
+    monkeypatch.setattr(
+        sys.modules["lmstate.ops.panels"], "multiplies_bfloat16", lambda device: dtype == torch.bfloat16
+    )
+    monkeypatch.setattr(sys.modules["lmstate.ops.panels"], "PANEL", 20 * 64)  # several panels
     torch.manual_seed(0)
     up, down = stored(torch.randn(96, 64) / 8, kind), stored(torch.randn(50, 64) / 8, kind)
-    x, bias = torch.randn(40, 64), torch.randn(50)
-    torch.testing.assert_close(
-        ops.linear(x, down, bias).double(), exact(x.bfloat16(), down) + bias, atol=0.03, rtol=0.02
-    )
+    x, bias, residual = torch.randn(40, 64), torch.randn(50), ops.Residual(torch.randn(40, 50))
+    want = F.linear(x.double(), down.dequantize().double(), bias.double()) + residual.stream
+    close = 0.03 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(ops.linear(x, down, bias, residual=residual).double(), want, atol=close, rtol=close)
     inner = stored(torch.randn(30, 48) / 7, "bfloat16")
     want = F.linear(ops.glu(exact(x.bfloat16(), up).float(), "silu"), inner.dequantize())
     torch.testing.assert_close(ops.feed_forward(x, up, inner, "silu"), want, atol=0.05, rtol=0.05)

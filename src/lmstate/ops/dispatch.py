@@ -107,11 +107,13 @@ def info() -> list[dict[str, str]]:
     if library is None:
         return [{"op": op, "body": body, "why": why} for op in ("attend", "linear", *_ALIKE, *_RECURRENT)]
     short = "up to 32 new tokens: " if body == "portable" else ""
-    long = "torch's own product, in bfloat16 unless the weights are float32"
+    many = (body, "the processor adds products of pairs of bfloat16; float32 weights by torch's own product")
+    if not library.multiplies:
+        many = (f"{body} + torch", "panels dequantised natively, torch's own product, in the dtype that is faster here")
     return [
         {"op": "attend", "body": body, "why": why},
         {"op": "linear", "body": body, "why": f"up to 32 rows: {why}"},
-        {"op": "linear, more rows", "body": f"{body} + torch", "why": f"panels dequantised natively, {long}"},
+        {"op": "linear, more rows", "body": many[0], "why": many[1]},
         *({"op": op, "body": body, "why": why} for op in _ALIKE),
         *({"op": op, "body": body, "why": short + why} for op in _RECURRENT),
     ]

@@ -15,9 +15,9 @@ from lmstate.ops.residual import Residual
 from lmstate.ops.weight import Weight
 
 FEW = 32
-"""Up to this many rows are multiplied by the native bodies, bit for bit alike however many they are. More go through
-torch's product even where bytes would multiply faster (AVX-512): activations rounded to bytes move logits much
-farther than bfloat16 does, and a prompt is where a text takes its course."""
+"""Up to this many rows are multiplied in float32, or in bytes where the weights are, bit for bit alike however many.
+More are multiplied in bfloat16 even where bytes would be faster (AVX-512): activations rounded to bytes move logits
+much farther than bfloat16 does, and a prompt is where a text takes its course."""
 
 
 def linear(
@@ -35,7 +35,8 @@ def linear(
     act(gate) * up is multiplied. `norm` applies to x first; `residual`: the stream that the product is added to, last.
 
     Up to 32 rows, quantised weights multiply activations rounded to int8 in groups of 16, and float weights float32
-    activations. More rows go through torch's matrix product, in float32 where the weight is float32, else in bfloat16.
+    activations. More rows are rounded to bfloat16 and summed in float32; they stay float32 where the weight is, or
+    where the processor multiplies bfloat16 no faster.
     """
     stream = None if residual is None else residual.stream
     library = dispatch.native(x, weight.storage, stream)

@@ -38,15 +38,15 @@ def zeroed(size: int) -> Tensor:
     return taken
 
 
-def scratch(size: int) -> Tensor:
-    """bfloat16 `[size]`, this thread's own, whose numbers last until it is asked for again.
+def scratch(size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """`[size]`, this thread's own, whose numbers last until it is asked for again.
 
     What the system would charge for fresh pages is a tenth of a long prompt.
     """
     held: Tensor | None = getattr(_own, "scratch", None)
-    if held is None or held.numel() < size:
-        held = _own.scratch = torch.empty(size, dtype=torch.bfloat16)
-    return held[:size]
+    if held is None or held.nbytes < size * dtype.itemsize:
+        held = _own.scratch = torch.empty(size * dtype.itemsize, dtype=torch.uint8)
+    return held[: size * dtype.itemsize].view(dtype)
 
 
 def spare() -> int:

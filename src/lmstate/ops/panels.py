@@ -18,8 +18,9 @@ from lmstate.ops.glu import glu
 from lmstate.ops.memory import scratch
 from lmstate.ops.norm import Norm
 from lmstate.ops.norm import norm as apply_norm
+from lmstate.ops.processor import multiplies_bfloat16
 from lmstate.ops.residual import Residual
-from lmstate.ops.weight import FloatWeight, Weight
+from lmstate.ops.weight import Weight
 
 if TYPE_CHECKING:
     from lmstate.ops.cpu import Library
@@ -37,11 +38,11 @@ def linear_panels(
     gate: str | None = None,
     residual: Residual | None = None,
 ) -> Tensor:
-    """`ops.linear` of many rows, in float32 where the weight is float32, else in bfloat16. x may come in bfloat16."""
-    dtype = torch.float32 if weight.kind == "float32" else torch.bfloat16
+    """`ops.linear` of many rows, in the dtype of `product_dtype`. x may come in bfloat16."""
+    dtype = product_dtype(weight)
     library = dispatch.native(x, weight.storage, None if residual is None else residual.stream)
     x = rounded(x, dtype, norm, gate)
-    if library is None or dtype == torch.float32:
+    if library is None or weight.kind == "float32":
         y = F.linear(x, weight.dequantize(dtype)).float()
         y = y if bias is None else y + bias
         return y if residual is None else residual.added(y)
@@ -57,8 +58,8 @@ def linear_panels(
 def linear_panels_beside(
     library: Library, x: Tensor, weight: Weight, width: int, beside: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`ops.linear_beside` of many rows and a weight that is not float32, in bfloat16."""
-    flat = rounded(x, torch.bfloat16).reshape(-1, weight.in_features)
+    """`ops.linear_beside` of many rows and a weight that is not float32."""
+    flat = rounded(x, product_dtype(weight)).reshape(-1, weight.in_features)
     first = torch.empty(len(flat), width + beside.shape[-1], dtype=torch.float32)
     rest = torch.empty(len(flat), weight.out_features - width, dtype=torch.float32)
     first[:, width:] = beside.reshape(len(flat), -1)
@@ -79,16 +80,25 @@ def products(
 ) -> None:
     """Write `residual + x @ weight.T + bias` into y, float32 `[M, n]`: the n outputs from `first` on.
 
-    x: bfloat16 `[M, K]`. bias: `[N]`. y and the residual may be some columns of wider tensors.
+    x: `[M, K]` in `product_dtype(weight)`. bias: `[N]`. y and the residual may be some columns of wider tensors.
     """
     if library.can_multiply(weight):
         library.product(x, weight, y, first=first, bias=bias, residual=residual)
         return
-    for at, panel in panels(library, weight, first, y.shape[1]):
-        columns = slice(at, at + len(panel))
-        added = None if residual is None else residual[:, columns]
-        some = None if bias is None else bias[first + at : first + at + len(panel)]
-        library.finish(F.linear(x, panel), some, added, y[:, columns])
+    for at, panel in panels(library, weight, x.dtype, first, y.shape[1]):
+        y[:, at : at + len(panel)] = F.linear(x, panel)
+    if bias is not None:
+        y += bias[first : first + y.shape[1]]
+    if residual is not None:
+        y += residual
+
+
+def product_dtype(weight: Weight) -> torch.dtype:
+    """What the products of many rows multiply: bfloat16, unless the weight is more than that or it would be slower."""
+    if weight.kind == "float32":
+        return torch.float32
+    fast = torch.compiler.is_compiling() or multiplies_bfloat16(weight.device)
+    return torch.bfloat16 if fast else torch.float32
 
 
 def rounded(x: Tensor, dtype: torch.dtype, norm: Norm | None = None, gate: str | None = None) -> Tensor:
@@ -103,15 +113,17 @@ def rounded(x: Tensor, dtype: torch.dtype, norm: Norm | None = None, gate: str |
     return (x if gate is None else glu(x, gate)).to(dtype)
 
 
-def panels(library: Library, weight: Weight, first: int, count: int) -> Iterator[tuple[int, Tensor]]:
-    """(0.., bfloat16 `[n, K]`) for `count` outputs from `first` on; the next panel overwrites an expanded one."""
+def panels(
+    library: Library, weight: Weight, dtype: torch.dtype, first: int, count: int
+) -> Iterator[tuple[int, Tensor]]:
+    """(0.., `[n, K]`) for `count` outputs from `first` on; the next panel overwrites one that was made."""
     k = weight.in_features
-    if isinstance(weight, FloatWeight):
-        yield 0, weight.matrix[first : first + count].to(torch.bfloat16)
+    if weight.storage.dtype == dtype:
+        yield 0, weight.storage[first : first + count]
         return
     step = max(PANEL // k, 1)
     for at in range(0, count, step):
         n = min(step, count - at)
-        panel = scratch(k * n).view(n, k)
+        panel = scratch(k * n, dtype).view(n, k)
         library.dequantize(weight, first + at, panel)
         yield at, panel

@@ -17,6 +17,7 @@ from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.packed import Packed
 from lmstate.models.weights.source import GroupedQuant, Source
 from lmstate.ops.memory import spare
+from lmstate.ops.processor import multiplies_bfloat16
 from lmstate.ops.squeezed import squeeze
 from lmstate.ops.weight import FLOAT_KINDS, FloatWeight, Int4Weight, Int8Weight, Weight, quantize
 
@@ -60,7 +61,7 @@ class Weights:
         self.source = source
         self.device = torch.device(device)
         self.config = Fields(source.config, f"config of {source.path}")
-        self.float_kind = "bfloat16" if _multiplies_bfloat16(self.device) else "float32"
+        self.float_kind = "bfloat16" if multiplies_bfloat16(self.device) else "float32"
         self.kind = kind
         if dtype is None:
             quantised = any(source.stored(name) in ("int4", "int8") for name in source.names())
@@ -250,18 +251,6 @@ def _pack(parts: list[GroupedQuant]) -> Weight:
         raise ModelError("the checkpoint is damaged: numbers of a quantised matrix are scaled beyond float16")
     minima = [part.minimum for part in parts if part.minimum is not None]
     return Int4Weight.pack(q, scale, torch.cat(minima)) if minima else Int8Weight.pack(q, scale)
-
-
-def _multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether matrix products in bfloat16 are at least as fast as in float32 there."""
-    if device.type != "cpu":
-        return True
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return False
-    line = next((line for line in text.splitlines() if line.lower().startswith(("flags", "features"))), "")
-    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(line.split()))
 
 
 class _Bar:

@@ -47,7 +47,6 @@ _DEQUANTIZE = Struct("3P7q")
 _SQUEEZE = Struct("2P3q")
 _COUNT = Struct("2P2q")
 _PRODUCT = Struct("6P9q")
-_FINISH = Struct("4P4q")
 _PANEL = 80  # outputs that a thread of `product` has memory for
 
 # Below this many numbers a second thread costs more than it saves.
@@ -71,7 +70,6 @@ class Library:
         self._rotate_attend = function(library, "lmstate_rotate_attend")
         self._best = function(library, "lmstate_best")
         self._dequantize = function(library, "lmstate_dequantize")
-        self._finish = function(library, "lmstate_finish")
         self._product = function(library, "lmstate_product")
         self.multiplies = bool(function(library, "lmstate_multiplies")(b""))
         """Whether the processor multiplies vectors of bfloat16, and not whole matrices: torch uses those."""
@@ -237,14 +235,6 @@ class Library:
         if k != weight.in_features or not 0 <= first <= weight.out_features - count or not out.is_contiguous():
             raise ValueError(f"a panel {list(out.shape)} from output {first} on does not fit {weight}")
         self._expand(weight, None, out, first)
-
-    def finish(self, x: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor) -> None:
-        """Write bfloat16 x + bias + residual into y, float32 `[M, n]`, both maybe some columns of wider tensors."""
-        rows, count = x.shape
-        if x.dtype != torch.bfloat16 or not x.is_contiguous() or y.shape != x.shape:
-            raise ValueError(f"{x.dtype} {list(x.shape)} does not fit {list(y.shape)}")
-        pointers = optional_pointer(bias, "bias", (count,)), _beside(residual, y), _columns(y)
-        self._finish(_FINISH.pack(x.data_ptr(), *pointers, rows, count, y.stride(0), self._threads(y)))
 
     def can_multiply(self, weight: Weight) -> bool:
         """Whether `product` takes this weight."""
