@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,6 +58,26 @@ def test_logits_equal_those_of_transformers(name: str, kind: Any, monkeypatch: p
     if name not in BIASED and dispatch.choice().library is not None and model.config._attn_implementation == "sdpa":
         short = {1} if getattr(cache, "one_by_one", False) else {1, 5}
         assert short <= set(counts), "single tokens and short pieces are to run natively"
+
+
+@pytest.mark.parametrize("name", ("llama", "gemma3", "qwen3_next", "gpt_oss"))
+def test_a_prompt_in_bfloat16_is_as_near_to_float32_as_that_of_transformers(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact, ids = decoder(name), text(115, rows=2)
+    model = copy.deepcopy(exact).bfloat16()
+
+    def logits(model: Any) -> torch.Tensor:
+        cache = DynamicCache(config=model.config)
+        return torch.cat([call(model, ids[:, a:b], cache, a).float() for a, b in ((0, 70), (70, 115))], 1)
+
+    want, theirs, counts = logits(exact), logits(model), native_calls(monkeypatch)
+    with implementation(model, "lmstate"):
+        ours = logits(model)
+    assert (ours - want).abs().mean() < 1.2 * (theirs - want).abs().mean()
+    library = dispatch.choice().library
+    if library is not None and library.multiplies:
+        assert {70, 45} <= set(counts)
 
 
 @pytest.mark.parametrize("name", ("llama", "gemma3", "qwen3_next", "gpt_oss"))

@@ -1,8 +1,8 @@
-"""Attention for `model.set_attn_implementation("lmstate")`: the native decode body where it applies, else sdpa.
+"""Attention for `model.set_attn_implementation("lmstate")`: the native body where it applies and is faster, else sdpa.
 
-Transformers describes what a query may see by a mask. A mask for few queries is looked at once per forward (all layers
-of a kind share it): if every row sees its last keys, as causal and sliding layers do, the body needs only their number,
-which travels with the mask. A left-padded batch, a bidirectional prefix, a position bias: all else is sdpa's.
+Transformers describes what a query may see by a mask. It is looked at once per forward (all layers of a kind share it):
+if every row sees its last keys, as causal and sliding layers do, the body needs only their number, which travels with
+the mask. A left-padded batch, a bidirectional prefix, a position bias: all else is sdpa's.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """The mask of sdpa (it takes what that takes), with a `Sight` where there is one; None for a single query that sees
     everything."""
     seen = sdpa_mask(*args, **kwargs)
-    if seen is None or not seen.is_cpu or seen.shape[2] > FEW or torch.compiler.is_compiling():
+    if seen is None or not seen.is_cpu or torch.compiler.is_compiling():
         return seen
     sight = sight_of(seen)
     if sight == Sight(0, None) and seen.shape[2] == 1 and kwargs.get("allow_is_causal_skip", True):
@@ -98,13 +98,14 @@ def attention(
         sight = getattr(attention_mask, "lmstate_sight", None)
     elif tokens == 1 or (causal and tokens == stored):
         sight = Sight(0, None)
+    library = dispatch.native(query, key, value, sinks)
     native = (
         sight is not None
-        and tokens <= FEW
+        and library is not None
+        and (tokens <= FEW or (library.multiplies and key.dtype == torch.bfloat16))
         and dropout == 0.0
         and position_bias is None
         and kwargs.get("cache") is None
-        and dispatch.native(query, key, value, sinks) is not None
         and not dispatch.watched()
     )
     if native and sight is not None:
