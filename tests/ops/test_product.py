@@ -123,3 +123,12 @@ def test_torchs_product_takes_its_place(kind: str, dtype: torch.dtype, monkeypat
     inner = stored(torch.randn(30, 48) / 7, "bfloat16")
     want = F.linear(ops.glu(exact(x.bfloat16(), up).float(), "silu"), inner.dequantize())
     torch.testing.assert_close(ops.feed_forward(x, up, inner, "silu"), want, atol=0.05, rtol=0.05)
+
+
+def test_it_needs_nobody_to_tell_what_the_processor_can(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no /proc/cpuinfo to read, say."""
+    x, weight, beside = torch.randn(40, 64), stored(torch.randn(50, 64), "int8"), torch.randn(40, 3)
+    want, cut = ops.linear(x, weight), ops.linear_beside(x, weight, 20, beside)
+    monkeypatch.setattr(sys.modules["lmstate.ops.panels"], "multiplies_bfloat16", lambda device: False)
+    assert torch.equal(ops.linear(x, weight), want)
+    assert all(torch.equal(a, b) for a, b in zip(ops.linear_beside(x, weight, 20, beside), cut))

@@ -39,8 +39,8 @@ def linear_panels(
     residual: Residual | None = None,
 ) -> Tensor:
     """`ops.linear` of many rows, in the dtype of `product_dtype`. x may come in bfloat16."""
-    dtype = product_dtype(weight)
     library = dispatch.native(x, weight.storage, None if residual is None else residual.stream)
+    dtype = product_dtype(weight, library)
     x = rounded(x, dtype, norm, gate)
     if library is None or weight.kind == "float32":
         y = F.linear(x, weight.dequantize(dtype)).float()
@@ -59,7 +59,7 @@ def linear_panels_beside(
     library: Library, x: Tensor, weight: Weight, width: int, beside: Tensor
 ) -> tuple[Tensor, Tensor]:
     """`ops.linear_beside` of many rows and a weight that is not float32."""
-    flat = rounded(x, product_dtype(weight)).reshape(-1, weight.in_features)
+    flat = rounded(x, product_dtype(weight, library)).reshape(-1, weight.in_features)
     first = torch.empty(len(flat), width + beside.shape[-1], dtype=torch.float32)
     rest = torch.empty(len(flat), weight.out_features - width, dtype=torch.float32)
     first[:, width:] = beside.reshape(len(flat), -1)
@@ -80,7 +80,7 @@ def products(
 ) -> None:
     """Write `residual + x @ weight.T + bias` into y, float32 `[M, n]`: the n outputs from `first` on.
 
-    x: `[M, K]` in `product_dtype(weight)`. bias: `[N]`. y and the residual may be some columns of wider tensors.
+    x: `[M, K]` in `product_dtype`. bias: `[N]`. y and the residual may be some columns of wider tensors.
     """
     if library.can_multiply(weight):
         library.product(x, weight, y, first=first, bias=bias, residual=residual)
@@ -93,11 +93,12 @@ def products(
         y += residual
 
 
-def product_dtype(weight: Weight) -> torch.dtype:
+def product_dtype(weight: Weight, library: Library | None) -> torch.dtype:
     """What the products of many rows multiply: bfloat16, unless the weight is more than that or it would be slower."""
     if weight.kind == "float32":
         return torch.float32
-    fast = torch.compiler.is_compiling() or multiplies_bfloat16(weight.device)
+    native = library is not None and library.can_multiply(weight)
+    fast = native or torch.compiler.is_compiling() or multiplies_bfloat16(weight.device)
     return torch.bfloat16 if fast else torch.float32
 
 
