@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from operator import is_
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from lmstate import ops
 from lmstate.models.mixers.mixer import JoiningMixer, Mixer
 from lmstate.models.mlp import MLP, FeedForward
 from lmstate.ops import Norm, Residual
-from lmstate.state import LayerState, Step
+from lmstate.state import KeyValueState, LayerState, Step
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +89,40 @@ class Block:
 def run_blocks(blocks: Sequence[Block], x: Tensor, step: Step, layers: Sequence[LayerState]) -> Tensor:
     """The blocks one after the other, x float32 `[R, T, E]` -> `[R, T, E]`."""
     run = ops.Run(x, step.starts_t, step.counts_t)
-    for block, memory in zip(blocks, layers):
-        block.join(run, step, memory)
+    if not run.native or not _repeated(run, blocks, step, layers):
+        for block, memory in zip(blocks, layers):
+            block.join(run, step, memory)
+        if run.native:
+            _keep(run, blocks, step, layers)
     return run.stream()
+
+
+class _Kept(NamedTuple):
+    """What blocks did in the last step of a state, where every part of them waited."""
+
+    blocks: tuple[Block, ...]
+    chain: ops.Chain
+    turners: list[JoiningMixer]  # of which each gives one of the chain's rotations
+
+
+_kept: WeakKeyDictionary[LayerState, _Kept] = WeakKeyDictionary()  # of a state's first layer
+
+
+def _repeated(run: ops.Run, blocks: Sequence[Block], step: Step, layers: Sequence[LayerState]) -> bool:
+    """Have all parts wait as in the step before; False where that does not hold any more."""
+    kept = _kept.get(layers[0]) if layers else None
+    if kept is None or len(kept.blocks) != len(blocks) or not all(map(is_, kept.blocks, blocks)):
+        return False
+    rings = [memory.rings(step) for memory in layers if isinstance(memory, KeyValueState)]
+    rotations = [turner.rotation(step) for turner in kept.turners]
+    return run.repeats(kept.chain, [one for one in rings if one], [one for one in rotations if one])
+
+
+def _keep(run: ops.Run, blocks: Sequence[Block], step: Step, layers: Sequence[LayerState]) -> None:
+    """Remember the chain that waits, if all parts of the blocks are in it."""
+    chain = run.chain()
+    if chain is None or not chain.rings or len(chain.rings) != len(layers):
+        return
+    mixers = [block.mixer for block in blocks if isinstance(block.mixer, JoiningMixer)]
+    turners = {id(mixer.rotation(step)): mixer for mixer in mixers}
+    _kept[layers[0]] = _Kept(tuple(blocks), chain, [turners[id(rotation)] for rotation in chain.rotations])

@@ -51,7 +51,10 @@ class Rope:
         if self.native is not None:
             frequencies = torch.stack([self.at(horizon) for horizon in step.horizons])[:, None]  # [R, 1, rot / 2]
         angles = step.positions[..., None].float() * frequencies
-        return ops.Rotation(angles.cos() * self.scale, angles.sin() * self.scale, self.interleaved)
+        cos, sin = angles.cos(), angles.sin()
+        if self.scale != 1.0:
+            cos, sin = cos * self.scale, sin * self.scale
+        return ops.Rotation(cos, sin, self.interleaved)
 
     def shift(self, keys: Tensor, delta: int) -> Tensor:
         """Rotate keys `[K, S, D]` as if each had stood `delta` positions farther on; float32."""

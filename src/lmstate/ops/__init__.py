@@ -13,7 +13,7 @@ from lmstate.ops.recurrent_halves import DeltaHalf, RecurrentHalf, SsdHalf
 from lmstate.ops.residual import Residual
 from lmstate.ops.rope import rope
 from lmstate.ops.rotate_attend import Rotation, rotate_attend
-from lmstate.ops.run import Coded, Rings, Run
+from lmstate.ops.run import Chain, Coded, Rings, Run
 from lmstate.ops.scoring import EVERYTHING, Scoring, Sight
 from lmstate.ops.squeezed import SqueezedWeight, squeeze
 from lmstate.ops.weight import FloatWeight, Int4Weight, Int8Weight, Weight, quantize
@@ -23,6 +23,7 @@ __all__ = [
     "EVERYTHING",
     "FEW",
     "AttentionHalf",
+    "Chain",
     "Coded",
     "DeltaHalf",
     "FeedForwardHalf",

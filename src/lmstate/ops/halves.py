@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
@@ -18,14 +18,17 @@ if TYPE_CHECKING:
     from lmstate.ops.cpu import Library
 
 Packed = TypeVar("Packed")
-_requires_grad = attrgetter("requires_grad")
+storage, requires_grad = attrgetter("storage"), attrgetter("requires_grad")
 
 
 class Half(ABC, Generic[Packed]):
-    """A half of a block: what it tells the native call is packed once, for as long as its weights stay in place."""
+    """A half of a block: what it tells the native call is packed once, for as long as its weights stay in place.
+
+    A step looks at every half when all that it needs of them has left the caches: it should touch little.
+    """
 
     _packed: Packed | None = None
-    _pointers: Sequence[int] = ()
+    _pointers: list[int] | None = None
 
     @property
     @abstractmethod
@@ -34,7 +37,17 @@ class Half(ABC, Generic[Packed]):
 
     @abstractmethod
     def tensors(self) -> list[Tensor]:
-        """All that its arguments point to."""
+        """All that its arguments point to, as it is now."""
+
+    @cached_property
+    def inputs(self) -> int:
+        """Features of the stream that it reads."""
+        return self.ends[0].in_features
+
+    @cached_property
+    def outputs(self) -> int:
+        """Features of the stream that it gives."""
+        return self.ends[1].out_features
 
     @abstractmethod
     def pack(self, library: Library) -> Packed | None:
@@ -43,11 +56,11 @@ class Half(ABC, Generic[Packed]):
     def ready(self, library: Library) -> Packed | None:
         """The same; None where no native body does it."""
         tensors = self.tensors()
-        pointers = [tensor.data_ptr() for tensor in tensors]
-        if pointers != self._pointers:
+        at = pointers(tensors)
+        if at != self._pointers:
             self._packed = self.pack(library) if all(tensor.is_cpu for tensor in tensors) else None
-            self._pointers = pointers
-        if torch.is_grad_enabled() and any(map(_requires_grad, tensors)):
+            self._pointers = at
+        if torch.is_grad_enabled() and any(map(requires_grad, tensors)):
             return None
         return self._packed
 
@@ -92,13 +105,22 @@ class AttentionHalf(Half[bytes]):
     after: Norm | None = None
     scale: float = 1.0
 
-    @property
+    @cached_property
+    def heads(self) -> tuple[int, int, int]:
+        """H, K and D."""
+        return self.parts.heads, self.parts.kv_heads, self.parts.head_dim
+
+    @cached_property
     def ends(self) -> tuple[Weight, Weight]:
         return self.parts.qkv, self.parts.out
 
     def tensors(self) -> list[Tensor]:
+        return [*map(storage, self.ends), *self._others]
+
+    @cached_property
+    def _others(self) -> list[Tensor]:
         p = self.parts
-        return tensors_of(p.qkv, p.out, self.norm, self.after, p.q_norm, p.k_norm, p.qkv_bias, p.out_bias, p.sinks)
+        return tensors_of(self.norm, self.after, p.q_norm, p.k_norm, p.qkv_bias, p.out_bias, p.sinks)
 
     def pack(self, library: Library) -> bytes | None:
         known = simple(self.norm, self.after, self.parts.q_norm, self.parts.k_norm)
@@ -120,22 +142,30 @@ class FeedForwardHalf(Half[bytes]):
     parallel: bool = False
     """It reads what the half before it read, and is added to what that one gave."""
 
-    @property
+    @cached_property
     def ends(self) -> tuple[Weight, Weight]:
         return self.up, self.down
 
     def tensors(self) -> list[Tensor]:
-        return tensors_of(self.up, self.down, self.norm, self.after, self.up_bias, self.down_bias)
+        return [*map(storage, self.ends), *self._others]
+
+    @cached_property
+    def _others(self) -> list[Tensor]:
+        return tensors_of(self.norm, self.after, self.up_bias, self.down_bias)
 
     def pack(self, library: Library) -> bytes | None:
         known = self.act in library.GATES and simple(self.norm, self.after)
         return library.fused.feed_forward(self, library.GATES[self.act]) if known else None
 
 
-def tensors_of(first: Weight, last: Weight, *others: Norm | Tensor | None) -> list[Tensor]:
+def pointers(tensors: list[Tensor]) -> list[int]:
+    """Where they lie."""
+    return list(map(Tensor.data_ptr, tensors))
+
+
+def tensors_of(*parts: Norm | Tensor | None) -> list[Tensor]:
     """The tensors of what is there."""
-    found = [each.weight if isinstance(each, Norm) else each for each in others if each is not None]
-    return [first.storage, last.storage, *found]
+    return [part.weight if isinstance(part, Norm) else part for part in parts if part is not None]
 
 
 def simple(*norms: Norm | None) -> bool:

@@ -96,7 +96,8 @@ class DeltaHalf(RecurrentHalf):
 
     def tensors(self) -> list[Tensor]:
         p = self.parts
-        return tensors_of(p.qkvz, p.out, self.norm, self.after, p.gates.storage, p.conv, p.A, p.dt_bias, p.norm)
+        weights = p.qkvz.storage, p.gates.storage, p.out.storage
+        return tensors_of(*weights, self.norm, self.after, p.conv, p.A, p.dt_bias, p.norm)
 
     def pack(self, library: Library) -> Recurrence | None:
         p = self.parts
@@ -121,7 +122,7 @@ class SsdHalf(RecurrentHalf):
         p = self.parts
         gated = None if p.norm is None else p.norm.norm
         own = p.bias, p.out_bias, p.conv, p.conv_bias, p.A, p.D, p.dt_bias, gated
-        return tensors_of(p.project, p.out, self.norm, self.after, *own)
+        return tensors_of(p.project.storage, p.out.storage, self.norm, self.after, *own)
 
     def pack(self, library: Library) -> Recurrence | None:
         p = self.parts

@@ -7,19 +7,26 @@ is bit for bit what their operations give one after the other (but for the sigmo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import cached_property
+from operator import is_not
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from lmstate.ops import dispatch
 from lmstate.ops.cpu.fused_recurrent import carried, room
-from lmstate.ops.halves import AttentionHalf, FeedForwardHalf, Half
+from lmstate.ops.halves import AttentionHalf, FeedForwardHalf, Half, pointers, requires_grad, storage
 from lmstate.ops.linear import few_rows
 from lmstate.ops.recurrent_halves import Carry, Folded, RecurrentHalf
 from lmstate.ops.rotate_attend import Rotation
 from lmstate.ops.scoring import EVERYTHING, Sight
+
+if TYPE_CHECKING:
+    from lmstate.ops.cpu import Library
 
 
 class Coded(NamedTuple):
@@ -54,19 +61,48 @@ class Rings:
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "packed": None}  # it points to these tensors, not to those of a copy
 
-    @property
-    def dim(self) -> int:
-        """D."""
-        return self.k.shape[3] if self.coded is None else self.k.shape[3] * 8 // self.coded.bits
+    @cached_property
+    def heads(self) -> tuple[int, int, int]:
+        """R, K and D."""
+        rows, kv_heads, _, width = self.k.shape
+        return rows, kv_heads, width if self.coded is None else width * 8 // self.coded.bits
 
 
-class Waiting(NamedTuple):
-    """A half that is to run, its arguments, and what these point to."""
+@dataclass(slots=True)
+class Waiting:
+    """Halves that are to run, the rings of those that attend, their arguments, and what else these point to."""
 
-    arguments: bytes
-    half: Half[Any]
-    rings: Rings | None = None
-    held: tuple[Tensor, ...] = ()
+    halves: list[Half[Any]] = field(default_factory=list)
+    rings: dict[int, Rings] = field(default_factory=dict)
+    arguments: list[bytes] = field(default_factory=list)
+    held: list[Tensor] = field(default_factory=list)
+
+
+class Chain:
+    """Halves that waited, for the runs of later steps: while nothing moves, these differ in their rotations alone.
+
+    A step begins when all that it looks at has left the caches: to ask once whether anything moved, of nothing but the
+    tensors, takes a third of the time that having every half wait again does.
+    """
+
+    def __init__(self, library: Library, rows: int, waiting: Waiting, turns: dict[int, tuple[Rotation | None, bytes]]):
+        self.library, self.rows, self.halves, self.arguments = library, rows, waiting.halves, waiting.arguments
+        self.rings = {place: ref(rings) for place, rings in waiting.rings.items()}
+        """Those of its halves; what they hold may be freed while the chain is there."""
+        turned = [(rotation, packed) for rotation, packed in turns.values() if rotation is not None]
+        self.rotations = [rotation for rotation, _ in turned]
+        """Those of this step, in whose places another has its own."""
+        self.places = [[i for i, each in enumerate(waiting.arguments) if each is packed] for _, packed in turned]
+        self._tensors = [tensor for half in waiting.halves for tensor in half.tensors()]
+        self._pointers = pointers(self._tensors)
+        self._weights = [weight for half in waiting.halves for weight in half.ends]
+        self._storages = [weight.storage for weight in self._weights]
+
+    def stays(self) -> bool:
+        """Whether nothing moved, and no gradient is to follow."""
+        if any(map(is_not, map(storage, self._weights), self._storages)) or pointers(self._tensors) != self._pointers:
+            return False
+        return not (torch.is_grad_enabled() and any(map(requires_grad, self._tensors)))
 
 
 class Run:
@@ -79,17 +115,21 @@ class Run:
         self._starts, self._counts = starts, counts
         self._turns: dict[int, tuple[Rotation | None, bytes]] = {}
         self._places: dict[int, tuple[Tensor | None, bytes]] = {}
-        self.put(x)
+        self._shape = x.shape[:2]
+        self.add_to(x, x)
+        self._whole = True
 
     def put(self, x: Tensor) -> None:
         """Go on with another stream."""
         self.add_to(x, x)
+        self._whole = False
 
     def add_to(self, residual: Tensor | None, x: Tensor) -> None:
         """Go on with x, and add the next half to `residual` (None: to nothing) instead of to it."""
         self._x, self._residual = x, residual
         self._library = dispatch.native(x, residual) if few_rows(x) else None
-        self._waiting: list[Waiting] = []
+        self._width: int = x.shape[-1]
+        self._waiting = Waiting()
 
     @property
     def native(self) -> bool:
@@ -105,26 +145,26 @@ class Run:
         library = self._library
         if library is None or self._counts is None or (constant := half.ready(library)) is None:
             return False
-        fused, (rows, tokens, _) = library.fused, self._x.shape
-        if rings.packed is None:
-            if not fused.knows(rings):
-                return False
-            rings.packed = fused.rings(rings)
+        fused, (rows, tokens) = library.fused, self._shape
+        if rings.packed is None and not fused.knows(rings):
+            return False
         if rings.k.requires_grad and torch.is_grad_enabled():
             return False
+        fused.check(half, rings, rotation, rows, tokens)
+        if rings.packed is None:
+            rings.packed = fused.rings(rings)
         if (turned := self._turns.get(id(rotation))) is None:
             turned = self._turns[id(rotation)] = rotation, fused.rotation(rotation, rows, tokens)
         if (placed := self._places.get(id(rings.starts))) is None:
             placed = self._places[id(rings.starts)] = rings.starts, fused.starts(rings.starts, rows)
-        fused.check(half.parts, rings, rotation, rows, tokens)
-        self._wait(Waiting(b"".join([constant, placed[1], rings.packed, turned[1]]), half, rings))
+        self._wait(half, constant, placed[1], rings.packed, turned[1], rings=rings)
         return True
 
     def feeds(self, half: FeedForwardHalf) -> bool:
         """Have a feed-forward part wait; False where no native body does it."""
         if self._library is None or (packed := half.ready(self._library)) is None:
             return False
-        self._wait(Waiting(packed, half))
+        self._wait(half, packed)
         return True
 
     def folds(self, half: RecurrentHalf, carry: Carry) -> Folded | None:
@@ -135,25 +175,55 @@ class Run:
         if torch.is_grad_enabled() and (carry[0].requires_grad or carry[1].requires_grad):
             return None
         tail, state = (part.contiguous() for part in carry)
-        new, kept = room(layer, *self._x.shape[:2])
-        self._wait(Waiting(carried(layer, (tail, state), new, kept), half, held=(tail, state, *new, kept)))
+        new, kept = room(layer, *self._shape)
+        self._wait(half, carried(layer, (tail, state), new, kept))
+        self._waiting.held += (tail, state, *new, kept)
         return Folded(kept[..., layer.first :], new)
+
+    def chain(self) -> Chain | None:
+        """All that waits, for later steps; None where that is not all there was, or more will differ in them."""
+        waiting = self._waiting
+        own = (x for rings in waiting.rings.values() for x in (rings.starts, rings.columns, rings.queries))
+        if self._library is None or not self._whole or waiting.held or any(x is not None for x in own):
+            return None
+        return Chain(self._library, self._shape[0], waiting, self._turns)
+
+    def repeats(self, chain: Chain, rings: list[Rings], rotations: Sequence[Rotation]) -> bool:
+        """Have a chain wait, with other rotations; False where something moved or the rings are others."""
+        library, (rows, tokens) = self._library, self._shape
+        alike = all(one.cos.shape[-1] == other.cos.shape[-1] for one, other in zip(rotations, chain.rotations))
+        if library is not chain.library or rows != chain.rows or not alike or not chain.stays():
+            return False
+        if [at() for at in chain.rings.values()] != rings:
+            return False
+        if torch.is_grad_enabled() and any(each.k.requires_grad for each in rings):
+            return False
+        arguments = chain.arguments.copy()
+        for rotation, places in zip(rotations, chain.places, strict=True):
+            turned = library.fused.rotation(rotation, rows, tokens)
+            for place in places:
+                arguments[place] = turned
+        self._waiting = Waiting(chain.halves, dict(zip(chain.rings, rings)), arguments)
+        self._width = chain.halves[-1].outputs
+        return True
 
     def stream(self) -> Tensor:
         """What has become of it."""
-        if self._waiting:
+        if self._waiting.halves:
             assert self._library is not None
             y = self._library.fused.run(self._x, self._residual, self._starts, self._counts, self._waiting)
             self.put(y)
         return self._x
 
-    def _wait(self, waiting: Waiting) -> None:
-        first, width = waiting.half.ends[0], self._x.shape[-1]
-        if self._waiting:
-            width = self._waiting[-1].half.ends[1].out_features
-        if first.in_features != width:
-            raise ValueError(f"{first} does not fit a stream of {width} features")
-        self._waiting.append(waiting)
+    def _wait(self, half: Half[Any], *arguments: bytes, rings: Rings | None = None) -> None:
+        if half.inputs != self._width:
+            raise ValueError(f"{half.ends[0]} does not fit a stream of {self._width} features")
+        self._width = half.outputs
+        waiting = self._waiting
+        if rings is not None:
+            waiting.rings[len(waiting.halves)] = rings
+        waiting.halves.append(half)
+        waiting.arguments += arguments
 
 
 def fused_feed_forward(x: Tensor, half: FeedForwardHalf, stream: Tensor | None) -> Tensor | None:

@@ -66,18 +66,15 @@ class SlotState(LayerState):
     @buffers.setter
     def buffers(self, buffers: Buffers) -> None:
         self._buffers = buffers
-        self.as_rings.clear()
-
-    @property
-    def slots(self) -> int:
+        self.slots = next(iter(buffers.values())).shape[-2]
         """S."""
-        return next(iter(self.buffers.values())).shape[-2]
+        self.as_rings.clear()
 
     # ---- the step
 
     def reserve(self, step: Step) -> None:
         if self.span is None:
-            if (need := max(step.ends, default=0)) > self.slots:
+            if (need := step.longest) > self.slots:
                 self._save()
                 self.buffers = self._resized(self._grown(need, None))
             self.high = [max(high, end) for high, end in zip(self.high, step.ends)]

@@ -46,6 +46,11 @@ class Step:
         return tuple(start + count for start, count in zip(self.starts, self.counts))
 
     @cached_property
+    def longest(self) -> int:
+        """The largest of them."""
+        return max(self.ends, default=0)
+
+    @cached_property
     def uniform(self) -> bool:
         """Whether every row brings the same number of tokens, so that nothing is padding."""
         return min(self.counts, default=0) == self.width

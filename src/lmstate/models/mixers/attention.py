@@ -75,7 +75,10 @@ class Attention(JoiningMixer):
         assert isinstance(memory, KeyValueState) and isinstance(half, ops.AttentionHalf)
         if not run.native or (rings := memory.rings(step)) is None:
             return False
-        return run.attends(half, rings, None if self.rope is None else self.rope.rotation(step))
+        return run.attends(half, rings, self.rotation(step))
+
+    def rotation(self, step: Step) -> ops.Rotation | None:
+        return None if self.rope is None else self.rope.rotation(step)
 
     def apart(self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
         return self.mix(ops.linear(x, self.qkv, self.qkv_bias, norm=norm), step, memory, residual)
@@ -93,8 +96,7 @@ class Attention(JoiningMixer):
         if self.temperature is not None:
             q = q * self.temperature.at(step)  # a number a token, which no rotation touches
         scoring = ops.Scoring(self.scale, self.softcap, self.sinks)
-        rotation = None if self.rope is None else self.rope.rotation(step)
-        seen = memory.attend(q, (k, v), step, scoring, rotation)
+        seen = memory.attend(q, (k, v), step, scoring, self.rotation(step))
         mixed = seen.flatten(-2) if gate is None else seen.flatten(-2) * gate.sigmoid()
         return ops.linear(mixed, self.out, self.out_bias, residual=residual)
 

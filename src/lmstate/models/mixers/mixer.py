@@ -42,6 +42,10 @@ class JoiningMixer(ABC):
     def joins(self, run: ops.Run, half: ops.Half[Any], step: Step, memory: LayerState) -> bool:
         """Have its half wait in a run; False where it cannot."""
 
+    def rotation(self, step: Step) -> ops.Rotation | None:
+        """How a step's positions turn what it compares."""
+        return None
+
     @abstractmethod
     def apart(self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
         """The same as operations one after the other."""

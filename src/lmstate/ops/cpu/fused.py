@@ -26,7 +26,7 @@ from lmstate.ops.cpu.codes import check_held
 from lmstate.ops.norm import Norm
 
 if TYPE_CHECKING:
-    from lmstate.ops.halves import AttentionHalf, AttentionParts, FeedForwardHalf
+    from lmstate.ops.halves import AttentionHalf, FeedForwardHalf
     from lmstate.ops.rotate_attend import Rotation
     from lmstate.ops.run import Rings, Waiting
 
@@ -72,7 +72,7 @@ class Fused:
 
     def knows(self, rings: Rings) -> bool:
         """Whether a layer with these rings may run here."""
-        k, v, dim, coded = rings.k, rings.v, rings.dim, rings.coded
+        k, v, dim, coded = rings.k, rings.v, rings.heads[2], rings.coded
         if not (k.is_cpu and k.dtype == v.dtype and k.shape[3] == v.shape[3] and dim <= MAX_HEAD_DIM and dim % 8 == 0):
             return False
         if coded is not None:
@@ -82,12 +82,14 @@ class Fused:
     def rings(self, rings: Rings) -> bytes:
         """The arguments that keys and values are; pointers to what `rings` holds, but for its starts."""
         (window, chunk), columns, coded = rings.sight, rings.columns, rings.coded
-        rows, kv_heads, slots, _ = rings.k.shape
+        (rows, kv_heads, dim), slots = rings.heads, rings.k.shape[2]
+        if rings.k.shape != rings.v.shape:
+            raise ValueError(f"keys {list(rings.k.shape)} and values {list(rings.v.shape)} do not fit each other")
         floats: tuple[Tensor | None, Tensor | None] = (rings.k, rings.v)
         codes: tuple[int, ...] = (0,) * 6
         if coded is not None:
             held = Held(rings.k, rings.v, coded.k_scale, coded.v_scale)
-            check_held(held, coded.tail, (rows, kv_heads), rings.dim, rings.dim, coded.bits)
+            check_held(held, coded.tail, (rows, kv_heads), dim, dim, coded.bits)
             floats, tail = (coded.tail, None), 0 if coded.tail is None else coded.tail.shape[2]
             codes = (*(x.data_ptr() for x in held), coded.bits, tail)
         kind = 0 if floats[0] is None else KINDS[floats[0].dtype]
@@ -108,17 +110,18 @@ class Fused:
         cos, sin = (float_pointer(table, "cos and sin", (rows, tokens, half)) for table in rotation[:2])
         return _ROTATION.pack(cos, sin, half, rotation.interleaved)
 
-    def check(self, parts: AttentionParts, rings: Rings, rotation: Rotation | None, rows: int, tokens: int) -> None:
+    def check(self, half: AttentionHalf, rings: Rings, rotation: Rotation | None, rows: int, tokens: int) -> None:
         """ValueError where these do not go together."""
-        heads, dim, k = (rows, parts.kv_heads), parts.head_dim, rings.k
-        if not (*heads, dim) == (*k.shape[:2], rings.dim) or k.shape != rings.v.shape:
+        heads, kv_heads, dim = half.heads
+        if rings.heads != (rows, kv_heads, dim):
             raise ValueError(
-                f"rings {list(k.shape)}, {list(rings.v.shape)} do not fit {heads[0]} rows, {heads[1]} heads"
+                f"rings of {rings.heads[0]} rows, {rings.heads[1]} heads of {rings.heads[2]} do not fit {rows} rows, "
+                f"{kv_heads} heads of {dim}"
             )
         if rotation is not None and 2 * rotation.cos.shape[-1] > dim:
             raise ValueError(f"a head of {dim} has no {2 * rotation.cos.shape[-1]} features to rotate")
-        if rings.queries is not None and rings.queries.shape != (rows, tokens, parts.heads, dim):
-            raise ValueError(f"{list(rings.queries.shape)} has no room for {tokens} queries of {parts.heads} heads")
+        if rings.queries is not None and rings.queries.shape != (rows, tokens, heads, dim):
+            raise ValueError(f"{list(rings.queries.shape)} has no room for {tokens} queries of {heads} heads")
 
     def feed_forward(self, half: FeedForwardHalf, gate: int) -> bytes:
         """The arguments of a feed-forward part with a gate of `Library.GATES`."""
@@ -136,24 +139,24 @@ class Fused:
         ).ljust(HALF, b"\0")  # fmt: skip
 
     def run(
-        self, x: Tensor, residual: Tensor | None, starts: Tensor | None, counts: Tensor | None, halves: list[Waiting]
+        self, x: Tensor, residual: Tensor | None, starts: Tensor | None, counts: Tensor | None, waiting: Waiting
     ) -> Tensor:
         """x `[R, T, E]` through the halves, in one parallel region."""
-        rows, tokens, _ = x.shape
+        (rows, tokens, _), halves = x.shape, waiting.halves
         stream = x.contiguous()
-        y = torch.empty(rows, tokens, halves[-1].half.ends[1].out_features, dtype=torch.float32)
+        y = torch.empty(rows, tokens, halves[-1].outputs, dtype=torch.float32)
         beside = stream if residual is x else residual
-        added = optional_pointer(beside, "the residual", (rows, tokens, halves[0].half.ends[1].out_features))
+        added = optional_pointer(beside, "the residual", (rows, tokens, halves[0].outputs))
         if starts is not None and counts is not None:
             starts, counts = integers(starts, "starts", rows), integers(counts, "counts", rows)
         arguments = _RUN.pack(
             stream.data_ptr(), added, y.data_ptr(), 0 if starts is None else starts.data_ptr(),
             0 if counts is None else counts.data_ptr(), rows, tokens, len(halves), torch.get_num_threads(),
         )  # fmt: skip
-        status = self._run(b"".join([arguments, *[half.arguments for half in halves]]))
+        status = self._run(b"".join([arguments, *waiting.arguments]))
         if status:
             each, failed = divmod(status, len(halves)) if status > 0 else (status, 0)
-            rings = halves[failed].rings
+            rings = waiting.rings.get(failed)
             if each < 0 or rings is None or starts is None or counts is None:
                 raise MemoryError(f"no memory for the activations of {rows} rows of {tokens} tokens")
             check_attended(each, x, rings.k, starts if rings.starts is None else rings.starts, counts)

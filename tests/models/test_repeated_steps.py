@@ -1,0 +1,135 @@
+"""A step of a dense model has all blocks wait as in the step before, for as long as nothing moved."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from lmstate.models import block as blocks_of
+from lmstate.models.block import Block
+from lmstate.ops import dispatch
+from tests.zoo import ours, text
+
+CASES = ["llama", "mistral", "gemma3"]
+native = pytest.mark.skipif(dispatch.choice().library is None, reason="the references have no run of blocks")
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Block]]:
+    """The blocks that waited one by one."""
+    joined: list[Block] = []
+    one = Block.join
+
+    def noted(block: Block, *given: Any) -> None:
+        joined.append(block)
+        one(block, *given)
+
+    monkeypatch.setattr(Block, "join", noted)
+    yield joined
+
+
+def twin(model: Any, state: Any) -> Any:
+    """Another state that holds the same."""
+    other = model.new_state()
+    other.restore(0, state.snapshot())
+    return other
+
+
+def talk(case: str) -> list[torch.Tensor]:
+    """The logits of ragged steps, drafts, growing slots, a rewind and a copied row."""
+    model, ids = ours(case), text(60)[0].tolist()
+    state = model.new_state(rows=2)
+    steps = [[ids[:9], ids[:4]], [[1], [2]], [[3, 4, 5], [6]], [[], [7]], *([[token], [token]] for token in ids[9:])]
+    out = [model(step, state) for step in steps]
+    out.append(model([[8, 9], [10, 11]], state, commit=False))
+    state.commit([1, 2])
+    out.append(model([[1], [1]], state))
+    state.rewind(0, 20)
+    out += [model([[token], [2]], state) for token in (2, 3)]
+    state.select([1, 1, 0])
+    return out + [model([[token], [3], [4]], state) for token in (2, 3)]
+
+
+@native
+@pytest.mark.parametrize("case", CASES)
+def test_repeated_steps_give_the_same_bits(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    got = talk(case)
+    monkeypatch.setattr(blocks_of, "_repeated", lambda *given: False)
+    assert all(torch.equal(one, other) for one, other in zip(got, talk(case), strict=True))
+
+
+@native
+@pytest.mark.parametrize("case", CASES)
+def test_the_next_step_asks_no_block(case: str, joined: list[Block]) -> None:
+    model = ours(case)
+    state = model.new_state()
+    model([text(7)[0].tolist()], state)
+    joined.clear()
+    model([[1]], state)
+    model([[2, 3]], state, commit=False)
+    state.discard()
+    assert not joined
+
+
+def changed(model: Any) -> Iterator[str]:
+    """Change a model in ways that move something."""
+    mixer, mlp = model.blocks[1].mixer, model.blocks[0].mlp
+    mixer.out.storage = -mixer.out.storage
+    yield "another storage"
+    mlp.down.storage.data = -mlp.down.storage
+    yield "other memory of the same storage"
+    model.blocks[0].mixer_norm.weight.data = model.blocks[0].mixer_norm.weight * 2
+    yield "other memory of a norm"
+    model.blocks[1] = dataclasses.replace(model.blocks[1], mlp=dataclasses.replace(mlp, act="gelu_tanh"))
+    yield "another block"
+
+
+@native
+@pytest.mark.parametrize("case", ["llama", "gemma3"])
+def test_what_moved_is_seen(case: str) -> None:
+    model = copy.deepcopy(ours(case))
+    state = model.new_state()
+    for token in [*text(7)[0].tolist(), 1]:
+        model([[token]], state)
+    state.rewind(0, 7)
+    before = model([[1]], twin(model, state))
+    for what in changed(model):
+        want = model([[1]], twin(model, state))  # no step of which came before
+        assert torch.equal(model([[1]], state), want) and not torch.equal(want, before), what
+        state.rewind(0, 7)
+        before = want
+
+
+@native
+def test_a_gradient_is_followed() -> None:
+    model = copy.deepcopy(ours("llama"))
+    state = model.new_state()
+    for token in (1, 2, 3):
+        model([[token]], state)
+    weight = model.blocks[0].mlp.down.storage.requires_grad_()
+    model([[4]], state).sum().backward()
+    assert weight.grad is not None and weight.grad.abs().sum() > 0
+    with torch.no_grad():
+        assert not model([[5]], state).requires_grad
+
+
+@native
+def test_what_was_stored_before_it_grew_is_freed() -> None:
+    model = ours("llama")
+    state = model.new_state()
+    for token in (1, 2, 3):
+        model([[token]], state)
+    old = weakref.ref(state.layers[0].k)
+    gc.disable()
+    try:
+        model([text(300)[0].tolist()], state)
+        assert old() is None
+    finally:
+        gc.enable()
