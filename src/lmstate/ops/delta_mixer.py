@@ -35,8 +35,7 @@ def delta_mixer(
     """norm(gated_delta_rule(silu(conv(q, k, v)), A softplus(decay + dt_bias), sigmoid(beta) beta_scale)) gate_act(z).
 
     inputs   [R, T, F]   q, k, v before their convolution `[2 * Hk * Dk + H * Dv]` | beta `[H]` | decay, as projected
-    z        [R, T, H * Dv]: the gate of the outputs, as projected; None: the outputs are not wanted, and are neither
-             normalised nor gated
+    z        [R, T, H * Dv]: the gate of the outputs, as projected; None: the outputs are not wanted, and have no width
     carry    (the convolution's tail [R, C-1, 2 * Hk * Dk + H * Dv], the state [R, H, Dk, Dv]), not written
     counts   [R] int64: tokens of a row from its count on are padding
     conv     [2 * Hk * Dk + H * Dv, C]
@@ -70,7 +69,6 @@ def delta_mixer(
         scale=key_dim**-0.5,
         normalize=True,
     )
-    y = y.flatten(-2)
-    if z is not None:
-        y = gated_norm(y, z, norm, act=gate_act, groups=heads, gate_last=True)
-    return y, (tail, state)
+    if z is None:
+        return y[..., 0, :0], (tail, state)
+    return gated_norm(y.flatten(-2), z, norm, act=gate_act, groups=heads, gate_last=True), (tail, state)

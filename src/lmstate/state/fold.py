@@ -175,15 +175,20 @@ class FoldState(LayerState):
             ((at, anchor) for anchor in self.anchors if (at := anchor.positions[row]) is not None and at <= to),
             key=lambda found: found[0],
         )
-        carry: Carry = tuple(part[row : row + 1] for part in anchor.carry)
+        # A single row's carry may be an anchor's own, as after a commit; one of several is put beside the others.
+        alone = len(self.carry[0]) == 1 and self._next is None
+        carry: Carry = anchor.carry if alone else tuple(part[row : row + 1] for part in anchor.carry)
         if to > base:
-            slots = torch.arange(base, to, device=self.log.device) % self.log.shape[1]
             counts = torch.tensor([to - base], device=self.log.device)
-            _, carry = self.fold(self.log[row : row + 1, slots], carry, counts, None)
-        self._unshare()
+            _, carry = self.fold(self._logged(row, base, to), carry, counts, None)
+        if not alone:
+            self._unshare()
 
         def install() -> None:
-            self._put(row, carry)
+            if alone:
+                self._hold(carry)
+            else:
+                self._put(row, carry)
             for anchor in self.anchors:
                 at = anchor.positions[row]
                 anchor.positions[row] = None if at is None or at > to else at
@@ -328,6 +333,12 @@ class FoldState(LayerState):
                 sources.append(row * part.width + position - start)
         index = torch.tensor([slots, sources], dtype=torch.int64, device=self.log.device)
         return index[0], index[1]
+
+    def _logged(self, row: int, start: int, stop: int) -> Tensor:
+        """A row's inputs `[1, stop - start, F]` at positions that the log holds."""
+        size, own = self.log.shape[1], self.log[row : row + 1]
+        first, last = start % size, (stop - 1) % size + 1
+        return own[:, first:last] if first < last else torch.cat([own[:, first:], own[:, :last]], dim=1)
 
     def _keep(self, anchor: Anchor, lengths: Sequence[int]) -> None:
         """Put an anchor's rows into the slot that its position falls in, for rows that reached it."""

@@ -97,7 +97,7 @@ typedef struct {
   const float *beta;      /* [R, T, H], or null: nothing is corrected */
   const float *carry;     /* [R, H, Dk, Dv] by its row stride */
   const int64_t *counts;  /* [R] */
-  float *y, *next;        /* [R, T, H, Dv] and the new carry, contiguous */
+  float *y, *next;        /* [R, T, H, Dv], or null where the rule corrects itself, and the new carry, contiguous */
   int64_t rows, tokens, key_heads, heads, key_dim, value_dim, by_channel, normalize, threads;
   int64_t q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head;
   int64_t g_row, g_token, g_head, beta_row, beta_token, beta_head, carry_row;

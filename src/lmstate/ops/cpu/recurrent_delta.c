@@ -52,10 +52,10 @@ static void prepare(const delta_args *a, const scratch *s, int64_t r, int64_t h,
 }
 
 /* The flags of a sweep are constants where it is called. */
-enum { LOAD = 1, WRITE = 2, READ = 4, SAVE = 8, CHANNELS = 16, CORRECT = 32, WHOLE = 64 };
+enum { LOAD = 1, WRITE = 2, READ = 4, SAVE = 8, CHANNELS = 16, CORRECT = 32, WHOLE = 64, ANSWER = 128 };
 
 /* Over the block's rows d: take the state from `outer` (LOAD), add k u (WRITE), decay it and read it with the next k
- * and q (READ), or bring it to `outer` (SAVE). */
+ * and q (READ; q where there is to be an ANSWER), or bring it to `outer` (SAVE). */
 INLINE void sweep(float *block, const float *from, float *to, int64_t stride, int64_t columns, int64_t dim,
                   const float *k, const vf *u, const float *decay, const float *next_k, const float *next_q,
                   vf *answer, vf *out, int flags) {
@@ -73,7 +73,7 @@ INLINE void sweep(float *block, const float *from, float *to, int64_t stride, in
       if (flags & READ) {
         x = vf_mul(a, x);
         if (flags & CORRECT) by_k[j] = vf_fma(vf_set1(next_k[d]), x, by_k[j]);
-        by_q[j] = vf_fma(vf_set1(next_q[d]), x, by_q[j]);
+        if (flags & ANSWER) by_q[j] = vf_fma(vf_set1(next_q[d]), x, by_q[j]);
       }
       if (!(flags & SAVE)) vf_store(block + d * COLUMNS + j * VL, x);
       else if (flags & WHOLE) vf_store(to + d * stride + j * VL, x);
@@ -91,12 +91,12 @@ INLINE void run_block(const delta_args *a, const scratch *s, int64_t r, int64_t 
   sweep(s->block, from + c, to + c, stride, columns, dim, 0, 0, s->decay, s->k, s->q, answer, out, flags | LOAD | READ);
   for (int64_t i = 0; i < n; i++) {
     const float *v = a->v + r * a->v_row + (first + i) * a->v_token + h * a->v_head + c;
-    float *y = a->y + ((r * a->tokens + first + i) * a->heads + h) * a->value_dim + c;
+    float *y = flags & ANSWER ? a->y + ((r * a->tokens + first + i) * a->heads + h) * a->value_dim + c : 0;
     UNROLL for (int j = 0; j < VECTORS; j++) {
       const int64_t left = flags & WHOLE ? VL : columns - j * VL;
       u[j] = load_some(v + j * VL, left);
       if (flags & CORRECT) u[j] = vf_mul(vf_set1(s->beta[i]), vf_sub(u[j], answer[j]));
-      store_some(y + j * VL, vf_fma(vf_set1(s->hits[i]), u[j], out[j]), left);
+      if (flags & ANSWER) store_some(y + j * VL, vf_fma(vf_set1(s->hits[i]), u[j], out[j]), left);
     }
     const float *k = s->k + i * dim, *q = s->q + i * dim, *decay = s->decay + i * dim;
     if (i + 1 < n)
@@ -114,18 +114,16 @@ INLINE void run_columns(const delta_args *a, const scratch *s, int64_t r, int64_
   if (c < a->value_dim) run_block(a, s, r, h, first, n, c, a->value_dim - c, from, to, flags);
 }
 
-static void run_scalar(const delta_args *a, const scratch *s, int64_t r, int64_t h, int64_t first, int64_t n,
-                       const float *from, float *to) {
-  run_columns(a, s, r, h, first, n, from, to, CORRECT);
-}
-static void run_channels(const delta_args *a, const scratch *s, int64_t r, int64_t h, int64_t first, int64_t n,
-                         const float *from, float *to) {
-  run_columns(a, s, r, h, first, n, from, to, CORRECT | CHANNELS);
-}
-static void run_plain(const delta_args *a, const scratch *s, int64_t r, int64_t h, int64_t first, int64_t n,
-                      const float *from, float *to) {
-  run_columns(a, s, r, h, first, n, from, to, 0);
-}
+#define RUN_KIND(name, flags) \
+  static void run_##name(const delta_args *a, const scratch *s, int64_t r, int64_t h, int64_t first, int64_t n, \
+                         const float *from, float *to) { \
+    run_columns(a, s, r, h, first, n, from, to, flags); \
+  }
+RUN_KIND(plain, ANSWER)
+RUN_KIND(scalar, CORRECT | ANSWER)
+RUN_KIND(channels, CORRECT | CHANNELS | ANSWER)
+RUN_KIND(scalar_again, CORRECT)
+RUN_KIND(channels_again, CORRECT | CHANNELS)
 
 /* A single token of `wide` whole vectors of columns at a time: two passes over the carry, the second from the cache, and
  * no block between them. The arithmetic is that of the sweeps. */
@@ -188,13 +186,13 @@ static void run_head(const delta_args *a, const scratch *s, int64_t r, int64_t h
   for (int64_t first = 0; first < count; first += RUN, from = to) {
     const int64_t n = at_most(RUN, count - first);
     prepare(a, s, r, h, first, n);
-    if (count == 1 && run_one(a, s, r, h, from, to)) break;
+    if (count == 1 && a->y && run_one(a, s, r, h, from, to)) break;
     if (!a->beta) run_plain(a, s, r, h, first, n, from, to);
-    else if (a->by_channel) run_channels(a, s, r, h, first, n, from, to);
-    else run_scalar(a, s, r, h, first, n, from, to);
+    else if (a->by_channel) (a->y ? run_channels : run_channels_again)(a, s, r, h, first, n, from, to);
+    else (a->y ? run_scalar : run_scalar_again)(a, s, r, h, first, n, from, to);
   }
   if (!count) memcpy(to, from, (size_t)size * sizeof(float));
-  for (int64_t t = count; t < a->tokens; t++)
+  for (int64_t t = count; a->y && t < a->tokens; t++)
     memset(a->y + ((r * a->tokens + t) * a->heads + h) * a->value_dim, 0, (size_t)a->value_dim * sizeof(float));
   if (a->norm)
     for (int64_t t = 0; t < count; t++) gated_norm_group(a->norm, r * a->tokens + t, h);

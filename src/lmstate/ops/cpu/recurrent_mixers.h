@@ -11,7 +11,7 @@ typedef struct {
   const float *tail;     /* [R, C - 1, W], contiguous, as is all that follows */
   const float *carry;    /* [R, H, Dk, Dv], or [R, H, P, N] */
   const int64_t *counts; /* [R] */
-  float *y;              /* [R, T, I] */
+  float *y;              /* [R, T, I]; null: not wanted of a delta rule */
   float *next_tail, *next;
   int64_t rows, tokens, threads;
   int64_t x_row, x_token, z_row, z_token;

@@ -61,7 +61,7 @@ class Mixers:
         """`delta_mixer`."""
         taps = conv.t().contiguous()
         parts = delta_parts(taps, A, dt_bias, norm, key_heads, key_dim, silu, beta_scale)
-        return _folded(self._delta, parts, inputs, z, carry, counts)
+        return _folded(self._delta, parts, inputs, z, carry, counts, 0 if z is None else parts.outputs)
 
     def ssd(
         self,
@@ -86,7 +86,7 @@ class Mixers:
         parts = ssd_parts(
             taps, conv_bias, A, D, dt_bias, head_dim, groups, dt_limits, norm, norm_groups, gate_last
         )  # fmt: skip
-        return _folded(self._ssd, parts, inputs, gate, carry, counts)
+        return _folded(self._ssd, parts, inputs, gate, carry, counts, parts.outputs)
 
 
 def mixers(library: Library) -> Mixers:
@@ -151,7 +151,13 @@ def ssd_parts(
 
 
 def _folded(
-    call: Callable[[bytes], int], parts: MixerParts, inputs: Tensor, gate: Tensor | None, carry: Carry, counts: Tensor
+    call: Callable[[bytes], int],
+    parts: MixerParts,
+    inputs: Tensor,
+    gate: Tensor | None,
+    carry: Carry,
+    counts: Tensor,
+    outputs: int,
 ) -> tuple[Tensor, Carry]:
     rows, tokens = inputs.shape[:2]
     inputs, gate = _dense(inputs), None if gate is None else _dense(gate)
@@ -161,11 +167,11 @@ def _folded(
     expect(state, "the carry", (rows, *parts.state))
     if gate is not None:
         expect(gate, "the gate", (rows, tokens, parts.outputs))
-    y = torch.empty(rows, tokens, parts.outputs, dtype=torch.float32)
+    y = torch.empty(rows, tokens, outputs, dtype=torch.float32)
     new = torch.empty(tail.shape, dtype=torch.float32), torch.empty(state.shape, dtype=torch.float32)
     fold = _FOLD.pack(
         inputs.data_ptr(), 0 if gate is None else gate.data_ptr(), tail.data_ptr(), state.data_ptr(),
-        counted(counts, rows).data_ptr(), y.data_ptr(), new[0].data_ptr(), new[1].data_ptr(),
+        counted(counts, rows).data_ptr(), y.data_ptr() if outputs else 0, new[0].data_ptr(), new[1].data_ptr(),
         rows, tokens, threads_for(tokens * state.numel()), *inputs.stride()[:2],
         *((0, 0) if gate is None else gate.stride()[:2]),
     )  # fmt: skip
