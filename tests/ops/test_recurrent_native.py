@@ -198,6 +198,17 @@ def test_native_equals_reference(variant: str, case: Case, width: int, monkeypat
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("case", [case for name, case in CASES.items() if "of deltas" in name])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_answers_that_nobody_wants_change_no_bit(variant: str, case: Case, width: int) -> None:
+    (inputs, gate), carry = case.draw(3, width)
+    counts = torch.tensor([width, 0, (width + 1) // 2])
+    wanted = case.run((inputs, gate), carry, counts)
+    answers, new = case.run((inputs, None), carry, counts)
+    assert answers.shape == (3, width, 0)
+    assert all(torch.equal(got, want) for got, want in zip(new, wanted[1], strict=True))
+
+
 @EACH
 @pytest.mark.parametrize("width", [1, 6, RUN])
 def test_padding_is_never_read_and_the_carry_never_written(variant: str, case: Case, width: int) -> None:
