@@ -192,9 +192,10 @@ class Run:
         """Have a chain wait, with other rotations; False where something moved or the rings are others."""
         library, (rows, tokens) = self._library, self._shape
         alike = all(one.cos.shape[-1] == other.cos.shape[-1] for one, other in zip(rotations, chain.rotations))
-        if library is not chain.library or rows != chain.rows or not alike or not chain.stays():
+        fits = rows == chain.rows and self._width == chain.halves[0].inputs and alike
+        if library is not chain.library or not fits or [at() for at in chain.rings.values()] != rings:
             return False
-        if [at() for at in chain.rings.values()] != rings:
+        if not chain.stays():
             return False
         if torch.is_grad_enabled() and any(each.k.requires_grad for each in rings):
             return False
