@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from lmstate import kv
 from lmstate.models import block as blocks_of
 from lmstate.models.block import Block
 from lmstate.ops import dispatch
@@ -42,39 +43,53 @@ def twin(model: Any, state: Any) -> Any:
     return other
 
 
-def talk(case: str) -> list[torch.Tensor]:
+POLICIES = {
+    "all": None,
+    "4 bits": kv.Quantized(4),
+    "recent": kv.Recent(budget=12, sinks=2),
+    "h2o": kv.H2O(budget=12, recent=4, sinks=1),
+    "snapkv": kv.SnapKV(budget=12, window=4, sinks=1),
+}
+
+
+def talk(case: str, policy: kv.Policy | None) -> list[torch.Tensor]:
     """The logits of ragged steps, drafts, growing slots, a rewind and a copied row."""
     model, ids = ours(case), text(60)[0].tolist()
-    state = model.new_state(rows=2)
+    state = model.new_state(rows=2, kv=policy)
     steps = [[ids[:9], ids[:4]], [[1], [2]], [[3, 4, 5], [6]], [[], [7]], *([[token], [token]] for token in ids[9:])]
     out = [model(step, state) for step in steps]
     out.append(model([[8, 9], [10, 11]], state, commit=False))
     state.commit([1, 2])
     out.append(model([[1], [1]], state))
-    state.rewind(0, 20)
+    state.rewind(0, state.lengths[0] - 3)
     out += [model([[token], [2]], state) for token in (2, 3)]
     state.select([1, 1, 0])
     return out + [model([[token], [3], [4]], state) for token in (2, 3)]
 
 
 @native
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("case", CASES)
-def test_repeated_steps_give_the_same_bits(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    got = talk(case)
+def test_repeated_steps_give_the_same_bits(case: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    got = talk(case, POLICIES[policy])
     monkeypatch.setattr(blocks_of, "_repeated", lambda *given: False)
-    assert all(torch.equal(one, other) for one, other in zip(got, talk(case), strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(got, talk(case, POLICIES[policy]), strict=True))
 
 
 @native
-@pytest.mark.parametrize("case", CASES)
-def test_the_next_step_asks_no_block(case: str, joined: list[Block]) -> None:
+@pytest.mark.parametrize(
+    ("case", "policy"), [*(("llama", policy) for policy in POLICIES), ("mistral", "4 bits"), ("gemma3", "all")]
+)
+def test_the_next_step_asks_no_block(case: str, policy: str, joined: list[Block]) -> None:
     model = ours(case)
-    state = model.new_state()
-    model([text(7)[0].tolist()], state)
+    state = model.new_state(kv=POLICIES[policy])
+    for token in text(20)[0].tolist():
+        model([[token]], state)
     joined.clear()
     model([[1]], state)
-    model([[2, 3]], state, commit=False)
-    state.discard()
+    if policy in ("all", "4 bits"):
+        model([[2, 3]], state, commit=False)
+        state.discard()
     assert not joined
 
 

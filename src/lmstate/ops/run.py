@@ -79,24 +79,40 @@ class Waiting:
 
 
 class Chain:
-    """Halves that waited, for the runs of later steps: while nothing moves, these differ in their rotations alone.
+    """Halves that waited, for the runs of later steps: while nothing moves, these differ in their rotations and starts.
 
     A step begins when all that it looks at has left the caches: to ask once whether anything moved, of nothing but the
     tensors, takes a third of the time that having every half wait again does.
     """
 
-    def __init__(self, library: Library, rows: int, waiting: Waiting, turns: dict[int, tuple[Rotation | None, bytes]]):
+    def __init__(
+        self,
+        library: Library,
+        rows: int,
+        waiting: Waiting,
+        turns: list[tuple[Rotation | None, bytes]],
+        starts: list[tuple[Tensor | None, bytes]],
+    ):
         self.library, self.rows, self.halves, self.arguments = library, rows, waiting.halves, waiting.arguments
+        self.single = any(each.columns is not None or each.queries is not None for each in waiting.rings.values())
+        """Whether something is as long as the step, so that it is only for steps of one token."""
         self.rings = {place: ref(rings) for place, rings in waiting.rings.items()}
         """Those of its halves; what they hold may be freed while the chain is there."""
-        turned = [(rotation, packed) for rotation, packed in turns.values() if rotation is not None]
+        turned = [(rotation, packed) for rotation, packed in turns if rotation is not None]
         self.rotations = [rotation for rotation, _ in turned]
         """Those of this step, in whose places another has its own."""
-        self.places = [[i for i, each in enumerate(waiting.arguments) if each is packed] for _, packed in turned]
+        self.turned = [self._places(packed) for _, packed in turned]
+        self.placed = [self._places(packed) for _, packed in starts]
+        kinds = [id(each) for each, _ in starts]
+        self.starts = [kinds.index(id(rings.starts)) for rings in waiting.rings.values()]
+        """For each of the rings, which of `placed` its starts are."""
         self._tensors = [tensor for half in waiting.halves for tensor in half.tensors()]
         self._pointers = pointers(self._tensors)
         self._weights = [weight for half in waiting.halves for weight in half.ends]
         self._storages = [weight.storage for weight in self._weights]
+
+    def _places(self, packed: bytes) -> list[int]:
+        return [place for place, each in enumerate(self.arguments) if each is packed]
 
     def stays(self) -> bool:
         """Whether nothing moved, and no gradient is to follow."""
@@ -182,28 +198,34 @@ class Run:
 
     def chain(self) -> Chain | None:
         """All that waits, for later steps; None where that is not all there was, or more will differ in them."""
-        waiting = self._waiting
-        own = (x for rings in waiting.rings.values() for x in (rings.starts, rings.columns, rings.queries))
-        if self._library is None or not self._whole or waiting.held or any(x is not None for x in own):
+        if self._library is None or not self._whole or self._waiting.held:
             return None
-        return Chain(self._library, self._shape[0], waiting, self._turns)
+        turns, starts = list(self._turns.values()), list(self._places.values())
+        chain = Chain(self._library, self._shape[0], self._waiting, turns, starts)
+        return None if chain.single and self._shape[1] > 1 else chain
 
     def repeats(self, chain: Chain, rings: list[Rings], rotations: Sequence[Rotation]) -> bool:
-        """Have a chain wait, with other rotations; False where something moved or the rings are others."""
+        """Have a chain wait, with the rings' starts and other rotations; False where something moved or is another."""
         library, (rows, tokens) = self._library, self._shape
         alike = all(one.cos.shape[-1] == other.cos.shape[-1] for one, other in zip(rotations, chain.rotations))
-        fits = rows == chain.rows and self._width == chain.halves[0].inputs and alike
-        if library is not chain.library or not fits or [at() for at in chain.rings.values()] != rings:
+        fits = rows == chain.rows and (tokens == 1 or not chain.single) and self._width == chain.halves[0].inputs
+        if library is not chain.library or not (fits and alike) or [at() for at in chain.rings.values()] != rings:
             return False
         if not chain.stays():
             return False
         if torch.is_grad_enabled() and any(each.k.requires_grad for each in rings):
             return False
+        starts: list[Tensor | None] = [None] * len(chain.placed)
+        for each, kind in zip(rings, chain.starts):
+            starts[kind] = each.starts
+        if any(each.starts is not starts[kind] for each, kind in zip(rings, chain.starts)):
+            return False
         arguments = chain.arguments.copy()
-        for rotation, places in zip(rotations, chain.places, strict=True):
-            turned = library.fused.rotation(rotation, rows, tokens)
+        packed = [library.fused.rotation(rotation, rows, tokens) for rotation in rotations]
+        packed += [library.fused.starts(each, rows) for each in starts]
+        for new, places in zip(packed, chain.turned + chain.placed, strict=True):
             for place in places:
-                arguments[place] = turned
+                arguments[place] = new
         self._waiting = Waiting(chain.halves, dict(zip(chain.rings, rings)), arguments)
         self._width = chain.halves[-1].outputs
         return True
