@@ -82,7 +82,7 @@ class Chain:
     """Halves that waited, for the runs of later steps: while nothing moves, these differ in their rotations and starts.
 
     A step begins when all that it looks at has left the caches: to ask once whether anything moved, of nothing but the
-    tensors, takes a third of the time that having every half wait again does.
+    tensors, takes half of the time that having every half wait again does.
     """
 
     def __init__(
