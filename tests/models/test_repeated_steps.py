@@ -1,4 +1,4 @@
-"""A step of a dense model has all blocks wait as in the step before, for as long as nothing moved."""
+"""A step whose layers all wait in a run has them wait as in the step before, for as long as nothing moved."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lmstate.models.block import Block
 from lmstate.ops import dispatch
 from tests.zoo import ours, text
 
-CASES = ["llama", "mistral", "gemma3"]
+CASES = ["llama", "mistral", "gemma3", "qwen3_5", "granitemoehybrid", "mamba2"]
 native = pytest.mark.skipif(dispatch.choice().library is None, reason="the references have no run of blocks")
 
 
@@ -78,7 +78,13 @@ def test_repeated_steps_give_the_same_bits(case: str, policy: str, monkeypatch: 
 
 @native
 @pytest.mark.parametrize(
-    ("case", "policy"), [*(("llama", policy) for policy in POLICIES), ("mistral", "4 bits"), ("gemma3", "all")]
+    ("case", "policy"),
+    [
+        *(("llama", policy) for policy in POLICIES),
+        ("mistral", "4 bits"),
+        *((case, "all") for case in CASES[2:]),
+        ("qwen3_5", "h2o"),
+    ],
 )
 def test_the_next_step_asks_no_block(case: str, policy: str, joined: list[Block]) -> None:
     model = ours(case)
@@ -95,9 +101,12 @@ def test_the_next_step_asks_no_block(case: str, policy: str, joined: list[Block]
 
 def changed(model: Any) -> Iterator[str]:
     """Change a model in ways that move something."""
-    mixer, mlp = model.blocks[1].mixer, model.blocks[0].mlp
-    mixer.out.storage = -mixer.out.storage
-    yield "another storage"
+    mlp = model.blocks[0].mlp
+    for mixer in (block.mixer for block in model.blocks):
+        products = [part for name in ("qkv", "gates", "out") if (part := getattr(mixer, name, None)) is not None]
+        for weight in products:
+            weight.storage = weight.storage / 2
+            yield "another storage"
     mlp.down.storage.data = -mlp.down.storage
     yield "other memory of the same storage"
     model.blocks[0].mixer_norm.weight.data = model.blocks[0].mixer_norm.weight * 2
@@ -107,7 +116,7 @@ def changed(model: Any) -> Iterator[str]:
 
 
 @native
-@pytest.mark.parametrize("case", ["llama", "gemma3"])
+@pytest.mark.parametrize("case", ["llama", "gemma3", "qwen3_5", "granitemoehybrid"])
 def test_what_moved_is_seen(case: str) -> None:
     model = copy.deepcopy(ours(case))
     state = model.new_state()
@@ -133,6 +142,19 @@ def test_a_gradient_is_followed() -> None:
     assert weight.grad is not None and weight.grad.abs().sum() > 0
     with torch.no_grad():
         assert not model([[5]], state).requires_grad
+
+
+@native
+@pytest.mark.parametrize("case", ["llama", "qwen3_5", "mamba2"])
+def test_a_device_step_between_others(case: str) -> None:
+    model, ids = ours(case), text(8)[0].tolist()
+    fixed, plain = model.new_state(static=True, capacity=32), model.new_state()
+    for token in ids:
+        want = model([[token]], plain)
+        got = model.decode_step(torch.tensor([[token]]), fixed) if token == ids[5] else model([[token]], fixed)
+        if token == ids[5]:
+            fixed.commit()
+        torch.testing.assert_close(got, want)
 
 
 @native

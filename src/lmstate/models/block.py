@@ -15,7 +15,7 @@ from lmstate import ops
 from lmstate.models.mixers.mixer import JoiningMixer, Mixer
 from lmstate.models.mlp import MLP, FeedForward
 from lmstate.ops import Norm, Residual
-from lmstate.state import KeyValueState, LayerState, Step
+from lmstate.state import FoldState, KeyValueState, LayerState, Step
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,15 +113,20 @@ def _repeated(run: ops.Run, blocks: Sequence[Block], step: Step, layers: Sequenc
     kept = _kept.get(layers[0]) if layers else None
     if kept is None or len(kept.blocks) != len(blocks) or not all(map(is_, kept.blocks, blocks)):
         return False
-    rings = [memory.rings(step) for memory in layers if isinstance(memory, KeyValueState)]
-    rotations = [turner.rotation(step) for turner in kept.turners]
-    return run.repeats(kept.chain, [one for one in rings if one], [one for one in rotations if one])
+    folds = [memory for memory in layers if isinstance(memory, FoldState)]
+    carries = [carry for memory in folds if (carry := memory.at_once(step))]
+    rings = [ring for memory in layers if isinstance(memory, KeyValueState) and (ring := memory.rings(step))]
+    rotations = [one for turner in kept.turners if (one := turner.rotation(step))]
+    folded = run.repeats(kept.chain, rings, carries, rotations)
+    for memory, each in zip(folds, folded or ()):
+        memory.took(step, *each)
+    return folded is not None
 
 
 def _keep(run: ops.Run, blocks: Sequence[Block], step: Step, layers: Sequence[LayerState]) -> None:
     """Remember the chain that waits, if all parts of the blocks are in it."""
     chain = run.chain()
-    if chain is None or not chain.rings or len(chain.rings) != len(layers):
+    if chain is None or not layers or len(chain.rings) + len(chain.folds) != len(layers):
         return
     mixers = [block.mixer for block in blocks if isinstance(block.mixer, JoiningMixer)]
     turners = {id(mixer.rotation(step)): mixer for mixer in mixers}

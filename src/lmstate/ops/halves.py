@@ -39,6 +39,11 @@ class Half(ABC, Generic[Packed]):
     def tensors(self) -> list[Tensor]:
         """All that its arguments point to, as it is now."""
 
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        """Every product."""
+        return self.ends
+
     @cached_property
     def inputs(self) -> int:
         """Features of the stream that it reads."""

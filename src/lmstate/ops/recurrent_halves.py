@@ -15,7 +15,7 @@ from lmstate.ops.cpu.fused_recurrent import Recurrence
 from lmstate.ops.cpu.recurrent import all_float32
 from lmstate.ops.cpu.recurrent_mixers import Carry
 from lmstate.ops.gated_norm import Gate
-from lmstate.ops.halves import Half, simple, tensors_of
+from lmstate.ops.halves import Half, simple, storage, tensors_of
 from lmstate.ops.norm import Norm
 from lmstate.ops.weight import Weight
 
@@ -94,10 +94,13 @@ class DeltaHalf(RecurrentHalf):
     def ends(self) -> tuple[Weight, Weight]:
         return self.parts.qkvz, self.parts.out
 
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        return self.parts.qkvz, self.parts.gates, self.parts.out
+
     def tensors(self) -> list[Tensor]:
         p = self.parts
-        weights = p.qkvz.storage, p.gates.storage, p.out.storage
-        return tensors_of(*weights, self.norm, self.after, p.conv, p.A, p.dt_bias, p.norm)
+        return tensors_of(*map(storage, self.weights), self.norm, self.after, p.conv, p.A, p.dt_bias, p.norm)
 
     def pack(self, library: Library) -> Recurrence | None:
         p = self.parts

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from lmstate.ops import dispatch
-from lmstate.ops.cpu.fused_recurrent import carried, room
+from lmstate.ops.cpu.fused_recurrent import Recurrence, carried, room
 from lmstate.ops.halves import AttentionHalf, FeedForwardHalf, Half, pointers, requires_grad, storage
 from lmstate.ops.linear import few_rows
-from lmstate.ops.recurrent_halves import Carry, Folded, RecurrentHalf
+from lmstate.ops.recurrent_halves import Folded, RecurrentHalf
 from lmstate.ops.rotate_attend import Rotation
 from lmstate.ops.scoring import EVERYTHING, Sight
 
@@ -75,11 +75,20 @@ class Waiting:
     halves: list[Half[Any]] = field(default_factory=list)
     rings: dict[int, Rings] = field(default_factory=dict)
     arguments: list[bytes] = field(default_factory=list)
+    folds: dict[int, Recurrence] = field(default_factory=dict)  # of those that are recurrent, by their arguments' place
     held: list[Tensor] = field(default_factory=list)
+
+    def carry(self, place: int, layer: Recurrence, carry: Sequence[Tensor], rows: int, tokens: int) -> Folded:
+        """Have a recurrent layer take a carry, with all of its arguments in that place."""
+        tail, state = (part.contiguous() for part in carry)
+        new, kept = room(layer, rows, tokens)
+        self.arguments[place] = carried(layer, (tail, state), new, kept)
+        self.held += (tail, state, *new, kept)
+        return Folded(kept[..., layer.first :], new)
 
 
 class Chain:
-    """Halves that waited, for the runs of later steps: while nothing moves, these differ in their rotations and starts.
+    """Halves that waited, for the runs of later steps: while nothing moves, these differ in rotations, starts, carries.
 
     A step begins when all that it looks at has left the caches: to ask once whether anything moved, of nothing but the
     tensors, takes half of the time that having every half wait again does.
@@ -98,6 +107,7 @@ class Chain:
         """Whether something is as long as the step, so that it is only for steps of one token."""
         self.rings = {place: ref(rings) for place, rings in waiting.rings.items()}
         """Those of its halves; what they hold may be freed while the chain is there."""
+        self.folds = waiting.folds
         turned = [(rotation, packed) for rotation, packed in turns if rotation is not None]
         self.rotations = [rotation for rotation, _ in turned]
         """Those of this step, in whose places another has its own."""
@@ -108,7 +118,7 @@ class Chain:
         """For each of the rings, which of `placed` its starts are."""
         self._tensors = [tensor for half in waiting.halves for tensor in half.tensors()]
         self._pointers = pointers(self._tensors)
-        self._weights = [weight for half in waiting.halves for weight in half.ends]
+        self._weights = [weight for half in waiting.halves for weight in half.weights]
         self._storages = [weight.storage for weight in self._weights]
 
     def _places(self, packed: bytes) -> list[int]:
@@ -183,52 +193,56 @@ class Run:
         self._wait(half, packed)
         return True
 
-    def folds(self, half: RecurrentHalf, carry: Carry) -> Folded | None:
+    def folds(self, half: RecurrentHalf, carry: Sequence[Tensor]) -> Folded | None:
         """Have a recurrent layer wait; None where no native body does it. What it gives is there once the run goes."""
         library = self._library
         if library is None or self._counts is None or (layer := half.ready(library)) is None:
             return None
-        if torch.is_grad_enabled() and (carry[0].requires_grad or carry[1].requires_grad):
+        if torch.is_grad_enabled() and any(map(requires_grad, carry)):
             return None
-        tail, state = (part.contiguous() for part in carry)
-        new, kept = room(layer, *self._shape)
-        self._wait(half, carried(layer, (tail, state), new, kept))
-        self._waiting.held += (tail, state, *new, kept)
-        return Folded(kept[..., layer.first :], new)
+        self._wait(half, b"")
+        place = len(self._waiting.arguments) - 1
+        self._waiting.folds[place] = layer
+        return self._waiting.carry(place, layer, carry, *self._shape)
 
     def chain(self) -> Chain | None:
         """All that waits, for later steps; None where that is not all there was, or more will differ in them."""
-        if self._library is None or not self._whole or self._waiting.held:
+        if self._library is None or not self._whole:
             return None
         turns, starts = list(self._turns.values()), list(self._places.values())
         chain = Chain(self._library, self._shape[0], self._waiting, turns, starts)
         return None if chain.single and self._shape[1] > 1 else chain
 
-    def repeats(self, chain: Chain, rings: list[Rings], rotations: Sequence[Rotation]) -> bool:
-        """Have a chain wait, with the rings' starts and other rotations; False where something moved or is another."""
+    def repeats(
+        self, chain: Chain, rings: list[Rings], carries: Sequence[Sequence[Tensor]], rotations: Sequence[Rotation]
+    ) -> list[Folded] | None:
+        """Have a chain wait, with the rings' starts, other carries and rotations; None where something moved or is
+        another.
+        """
         library, (rows, tokens) = self._library, self._shape
         alike = all(one.cos.shape[-1] == other.cos.shape[-1] for one, other in zip(rotations, chain.rotations))
         fits = rows == chain.rows and (tokens == 1 or not chain.single) and self._width == chain.halves[0].inputs
         if library is not chain.library or not (fits and alike) or [at() for at in chain.rings.values()] != rings:
-            return False
-        if not chain.stays():
-            return False
-        if torch.is_grad_enabled() and any(each.k.requires_grad for each in rings):
-            return False
+            return None
+        if len(carries) != len(chain.folds) or not chain.stays():
+            return None
+        changed = [*(each.k for each in rings), *(part for carry in carries for part in carry)]
+        if torch.is_grad_enabled() and any(map(requires_grad, changed)):
+            return None
         starts: list[Tensor | None] = [None] * len(chain.placed)
         for each, kind in zip(rings, chain.starts):
             starts[kind] = each.starts
         if any(each.starts is not starts[kind] for each, kind in zip(rings, chain.starts)):
-            return False
-        arguments = chain.arguments.copy()
+            return None
+        waiting = self._waiting = Waiting(chain.halves, dict(zip(chain.rings, rings)), chain.arguments.copy())
         packed = [library.fused.rotation(rotation, rows, tokens) for rotation in rotations]
         packed += [library.fused.starts(each, rows) for each in starts]
         for new, places in zip(packed, chain.turned + chain.placed, strict=True):
             for place in places:
-                arguments[place] = new
-        self._waiting = Waiting(chain.halves, dict(zip(chain.rings, rings)), arguments)
+                waiting.arguments[place] = new
         self._width = chain.halves[-1].outputs
-        return True
+        folds = zip(chain.folds.items(), carries)
+        return [waiting.carry(place, layer, carry, rows, tokens) for (place, layer), carry in folds]
 
     def stream(self) -> Tensor:
         """What has become of it."""

@@ -79,9 +79,13 @@ class FoldState(LayerState):
 
     def advance(self, inputs: Tensor, step: Step, beside: Tensor | None = None) -> Tensor:
         """Fold a step's inputs `[R, T, F]` -> `[R, T, G]`, from where the part before it ended."""
-        carry = self.at_once(step)
-        if carry is not None:
-            outputs, carry = self.fold(inputs, carry, step.counts_t, beside)
+        if isinstance(step, DeviceStep):
+            outputs, carry = self.fold(inputs, self.carry, step.counts_t, beside)
+            self._fill(self.second, carry)
+            self.taken[:, : step.width].copy_(inputs)
+            return outputs
+        if (whole := self.at_once(step)) is not None:
+            outputs, carry = self.fold(inputs, whole, step.counts_t, beside)
             self.took(step, inputs, carry)
             return outputs
         ends = self._log(step, inputs)
@@ -93,10 +97,11 @@ class FoldState(LayerState):
     def at_once(self, step: Step) -> Carry | None:
         """The carry that all of a step's inputs are folded from at once; None where an anchor lies between them.
 
-        Whoever folds them (and makes them in the same call, say) says so with `took`.
+        None for a `DeviceStep` too, which copies what it gets. Whoever folds them (and makes them in the same call,
+        say) says so with `took`.
         """
         if isinstance(step, DeviceStep):
-            return self.carry
+            return None
         assert self._step is not None, "a step without reserve"
         if any(stops != list(step.counts) for stops, _ in self._stops(step, self._step.ends)):
             return None
@@ -105,12 +110,8 @@ class FoldState(LayerState):
     def took(self, step: Step, inputs: Tensor, carry: Carry) -> None:
         """A step's inputs `[R, T, F]` were folded from `at_once`, and gave this carry.
 
-        Or will be before anything else is asked of this state, unless the step is a `DeviceStep`: both are only kept.
+        Or will be before anything else is asked of this state: both are only kept.
         """
-        if isinstance(step, DeviceStep):
-            self._fill(self.second, carry)
-            self.taken[:, : step.width].copy_(inputs)
-            return
         ends = self._log(step, inputs)
         self._passed += [Anchor(positions, carry) for _, positions in self._stops(step, ends)]
         self._next = carry

@@ -10,7 +10,6 @@ from torch import Tensor
 from lmstate import ops
 from lmstate.ops import Norm, Residual
 from lmstate.state import FoldState, LayerState, Layout, Step
-from lmstate.state.step import DeviceStep
 
 
 class Mixer(Protocol):
@@ -67,11 +66,9 @@ class RecurrentMixer(JoiningMixer):
 
     def joins(self, run: ops.Run, half: ops.Half[Any], step: Step, memory: LayerState) -> bool:
         assert isinstance(memory, FoldState) and isinstance(half, ops.RecurrentHalf)
-        # A device's step copies the new carry as soon as it hears of it, before it is there.
-        if not run.native or isinstance(step, DeviceStep) or (carry := memory.at_once(step)) is None:
+        if not run.native or (carry := memory.at_once(step)) is None:
             return False
-        tail, state = carry
-        if (folded := run.folds(half, (tail, state))) is None:
+        if (folded := run.folds(half, carry)) is None:
             return False
-        memory.took(step, folded.inputs, folded.carry)
+        memory.took(step, *folded)
         return True
