@@ -90,34 +90,76 @@ static void tile(const attend_args *a, const source *s, const float *const *q, c
   s->add(a, s, to, queries, &values, scores);
 }
 
-/* `task` counts from the row's first: [kv head][chunk][run of new tokens]. */
-static void run_task(const attend_args *a, const attend_plan *all, int64_t r, int64_t task) {
-  const row_plan *plan = &all->rows[r];
-  const int64_t group = a->heads / a->kv_heads, start = a->starts[r];
-  const int64_t run = task % plan->runs, kv = task / plan->runs / plan->chunks;
-  const int64_t c = plan->chunk + task / plan->runs % plan->chunks;
-  const int64_t first_token = run * RUN, last_token = first_token + RUN < a->counts[r] ? first_token + RUN : a->counts[r];
-  const int64_t first_part = plan->first_part + task / plan->runs * a->counts[r] * group, n = last_token * group;
-  source floats = {0}, coded = {0};
+/* What a task is of, and the positions that it reads. */
+typedef struct { int64_t r, kv, place, first_token, last_token, from, until; } task_of;
+
+/* Tasks of a row are numbered [kv head][chunk][run of new tokens]; `place` is the number without the run. */
+static task_of numbered_task(const attend_args *a, const attend_plan *all, int64_t number) {
+  int64_t low = 0, high = a->rows - 1; /* the last row whose first task is not beyond this one */
+  while (low < high) {
+    const int64_t middle = (low + high + 1) / 2;
+    if (all->rows[middle].first_task <= number) low = middle;
+    else high = middle - 1;
+  }
+  const row_plan *plan = &all->rows[low];
+  const int64_t task = number - plan->first_task, start = a->starts[low];
+  task_of t = {.r = low, .place = task / plan->runs, .first_token = task % plan->runs * RUN};
+  const int64_t c = plan->chunk + t.place % plan->chunks;
+  t.kv = t.place / plan->chunks;
+  t.last_token = t.first_token + RUN < a->counts[low] ? t.first_token + RUN : a->counts[low];
+  t.from = low_of(a, start + t.first_token), t.until = start + t.last_token;
+  if (t.from < chunk_begin(c)) t.from = chunk_begin(c);
+  if (t.until > chunk_begin(c + 1)) t.until = chunk_begin(c + 1);
+  return t;
+}
+
+/* What a kv head has stored: as floats, and in `coded` as codes if it has any. */
+static source stored_of(const attend_args *a, const attend_plan *all, int64_t r, int64_t kv, source *coded) {
+  source floats = {0};
   if (!all->codes || all->codes->tail) floats = floats_of(a, all, r, kv);
   if (all->codes) {
-    coded = codes_of(a, all->codes, r, kv);
-    floats.v = coded.v, floats.add = coded.add;
+    *coded = codes_of(a, all->codes, r, kv);
+    floats.v = coded->v, floats.add = coded->add;
   }
+  return floats;
+}
+
+/* From the tile at b on, ask for the first ones of a task instead of those that come after it. */
+static void look_ahead(const attend_args *a, const attend_plan *all, int64_t number, int64_t b, source *floats,
+                       source *coded) {
+  const task_of next = numbered_task(a, all, number);
+  const int64_t at = next.from / SUB * SUB;
+  source next_coded = {0}, next_floats = stored_of(a, all, next.r, next.kv, &next_coded);
+  source *const of[] = {floats, coded}, *const then[] = {&next_floats, &next_coded};
+  for (int i = 0; i < 2; i++) {
+    if (!of[i]->k.slots) continue; /* there is none of these */
+    of[i]->k.ahead = slot_of(&then[i]->k, at) - slot_of(&of[i]->k, b);
+    of[i]->v.ahead = slot_of(&then[i]->v, at) - slot_of(&of[i]->v, b);
+  }
+}
+
+static void run_task(const attend_args *a, const attend_plan *all, int64_t number) {
+  const task_of task = numbered_task(a, all, number);
+  const int64_t group = a->heads / a->kv_heads, r = task.r, kv = task.kv, start = a->starts[r];
+  const int64_t first_token = task.first_token, from = task.from, until = task.until, n = task.last_token * group;
+  const int64_t first_part = all->rows[r].first_part + task.place * a->counts[r] * group;
+  source coded = {0}, floats = stored_of(a, all, r, kv, &coded);
   for (int64_t j = first_token * group; j < n; j++) {
     part p = part_at(a, all->parts, first_part + j);
     *p.largest = -INFINITY, *p.sum = 0;
     memset(p.values, 0, (size_t)a->dim_v * sizeof(float));
   }
-  int64_t from = low_of(a, start + first_token), until = start + last_token;
-  if (from < chunk_begin(c)) from = chunk_begin(c);
-  if (until > chunk_begin(c + 1)) until = chunk_begin(c + 1);
   if (attends_pairs(a, all, r)) {
     float *parts = part_at(a, all->parts, first_part).largest;
     attend_pairs(&(pairs_task){a, all->codes, &floats, &coded, parts, r, kv, first_token * group, n, from, until});
     return;
   }
+  int leaves = (task.place + 1) % all->rows[r].chunks == 0 && number + 1 < all->tasks; /* the next task is elsewhere */
   for (int64_t b = from / SUB * SUB; b < until; b += SUB) {
+    if (leaves && until - b <= SUB + SUB / 2) { /* less is left behind this tile than the other one has */
+      look_ahead(a, all, number + 1, b, &floats, &coded);
+      leaves = 0;
+    }
     /* The queries before this one stand in this block or before it: they see keys of it as floats. */
     const int64_t far = !all->codes ? n : all->codes->tail ? (b + SUB - start) * group : 0;
     int queries;
@@ -236,23 +278,13 @@ void attend_end(attend_plan *plan) {
   free(plan->rows);
 }
 
-static void numbered_task(const attend_args *a, const attend_plan *plan, int64_t task) {
-  int64_t low = 0, high = a->rows - 1; /* the last row whose first task is not beyond this one */
-  while (low < high) {
-    const int64_t middle = (low + high + 1) / 2;
-    if (plan->rows[middle].first_task <= task) low = middle;
-    else high = middle - 1;
-  }
-  run_task(a, plan, low, task - plan->rows[low].first_task);
-}
-
 void attend_run(const attend_args *a, const attend_plan *plan) {
   if (a->tokens > RUN) { /* later runs see more */
 #pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < plan->tasks; task++) numbered_task(a, plan, task);
+    for (int64_t task = 0; task < plan->tasks; task++) run_task(a, plan, task);
   } else { /* a thread's tasks follow each other in memory, so that what one asks for ahead is what the next one reads */
 #pragma omp for schedule(static)
-    for (int64_t task = 0; task < plan->tasks; task++) numbered_task(a, plan, task);
+    for (int64_t task = 0; task < plan->tasks; task++) run_task(a, plan, task);
   }
 #pragma omp for schedule(static)
   for (int64_t i = 0; i < a->rows * a->tokens * a->heads; i++) {

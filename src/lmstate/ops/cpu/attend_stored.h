@@ -16,7 +16,8 @@ INLINE void times_scales(const stored *x, const runs *r, float (*of)[SUB], int q
 INLINE void beside_of_kind(const source *s, const float *const *q, int queries, const char *key, int64_t count,
                            float (*scores)[SUB], int64_t at, int kind) {
   float more[TILE][SUB];
-  score(q, queries, key, s->beside_slot, s->beside_dim, count, more, 0, kind);
+  const int64_t slot = s->beside_slot;
+  score(q, queries, key, slot, s->beside_dim, count, SUB * slot * size_of(kind), more, 0, kind);
   for (int j = 0; j < queries; j++)
     for (int64_t t = 0; t < count; t++) scores[j][at + t] += more[j][t];
 }
@@ -65,7 +66,7 @@ INLINE void score_block(const attend_args *a, const source *s, const float *cons
     for (int64_t d = 0; d < dim; d++) {
       vf k[4];
       UNROLL for (int n = 0; n < 4; n += fields) load_fields(kind, codes, d * bytes + part + n / fields * VL, k + n);
-      if (d * bytes % 64 == 0 && !part) ask_ahead(kind, codes, s->k.slot, d * bytes);
+      if (d * bytes % 64 == 0 && !part) ask_ahead(kind, codes, d * bytes, s->k.ahead);
       UNROLL for (int j = 0; j < queries; j++) {
         const vf x = vf_set1(scaled[j][d]);
         UNROLL for (int n = 0; n < 4; n++) acc[j][n] = vf_fma(x, k[n], acc[j][n]);
@@ -83,8 +84,8 @@ INLINE void score_vectors(const attend_args *a, const source *s, const float *co
   UNROLL for (int j = 0; j < queries; j++) own[j] = q[j];
   for (int run = 0; run < 2; run++) {
     if (!r->count[run]) continue;
-    score(own, queries, s->k.data + r->from[run] * s->k.slot * size_of(kind), s->k.slot, a->dim, r->count[run], scores,
-          r->at[run], kind);
+    score(own, queries, s->k.data + r->from[run] * s->k.slot * size_of(kind), s->k.slot, a->dim, r->count[run],
+          s->k.ahead, scores, r->at[run], kind);
     if (kind <= F16 && s->beside) add_beside(a, s, own, queries, r->from[run], r->count[run], scores, r->at[run]);
   }
   if (kind >= CODES8) times_scales(&s->k, r, scores, queries);
@@ -96,7 +97,7 @@ INLINE void add_all(const attend_args *a, const source *s, const part *to, int q
   for (int run = 0; run < 2; run++)
     if (r->count[run])
       add_values(to, queries, s->v.data + r->from[run] * s->v.slot * size_of(kind), s->v.slot, a->dim_v, r->count[run],
-                 weights, r->at[run], kind);
+                 s->v.ahead, weights, r->at[run], kind);
 }
 
 /* `call` with constants for the number of queries: those that a processor has registers for. */
@@ -142,8 +143,8 @@ static source floats_of(const attend_args *a, const attend_plan *all, int64_t r,
   static score_kind *const scores[] = {score_f32, score_bf16, score_f16};
   static value_kind *const adds[] = {add_f32, add_bf16, add_f16};
   const int64_t size = size_of((int)a->kind), slots = all->codes ? all->codes->tail : a->slots;
-  source s = {.k = {(const char *)a->k + (r * a->k_row + kv * a->k_head) * size, NULL, slots, a->k_slot},
-              .v = {(const char *)a->v + (r * a->v_row + kv * a->v_head) * size, NULL, slots, a->v_slot},
+  source s = {.k = stored_at(a->k, r * a->k_row + kv * a->k_head, NULL, slots, a->k_slot, size),
+              .v = stored_at(a->v, r * a->v_row + kv * a->v_head, NULL, slots, a->v_slot, size),
               .score = scores[a->kind], .add = adds[a->kind]};
   if (all->beside) {
     s.beside = (const char *)all->beside->k + r * all->beside->row * size;
@@ -155,8 +156,8 @@ static source floats_of(const attend_args *a, const attend_plan *all, int64_t r,
 static source codes_of(const attend_args *a, const codes_args *c, int64_t r, int64_t kv) {
   const int64_t first = (r * a->kv_heads + kv) * a->slots, k = a->dim * c->bits / 8, v = a->dim_v * c->bits / 8;
   const int64_t scales = c->tail ? block_scales(a->dim) : 1;
-  source s = {.k = {(const char *)c->k + first * k, c->k_scale + first * scales, a->slots, k},
-              .v = {(const char *)c->v + first * v, c->v_scale + first, a->slots, v}};
+  source s = {.k = stored_at(c->k, first * k, c->k_scale + first * scales, a->slots, k, 1),
+              .v = stored_at(c->v, first * v, c->v_scale + first, a->slots, v, 1)};
   s.add = c->bits == 8 ? add_int8 : c->bits == 4 ? add_int4 : add_int2;
   if (c->tail) s.score = c->bits == 4 ? score_blocks_int4 : score_blocks_int2;
   else s.score = c->bits == 8 ? score_int8 : c->bits == 4 ? score_int4 : score_int2;

@@ -6,10 +6,10 @@
 
 enum { SUB = 64 }; /* positions that are scored together */
 
-/* The processor's own prefetch stops at every page, and keys and values take turns: ask for the same place of the next
- * positions, into the second cache. */
-INLINE void ask_ahead(int kind, const void *base, int64_t stride, int64_t at) {
-  __builtin_prefetch((const char *)base + (at + SUB * stride) * size_of(kind), 0, 1);
+/* The processor's own prefetch stops at every page, and keys and values take turns: ask for the same place of the tile
+ * that comes next, `ahead` bytes from here, into the second cache. */
+INLINE void ask_ahead(int kind, const void *base, int64_t at, int64_t ahead) {
+  __builtin_prefetch((const char *)base + at * size_of(kind) + ahead, 0, 1);
 }
 #if VL == 16
 enum { TILE = 4 }; /* queries that share a key in registers */
@@ -23,7 +23,7 @@ typedef struct { float *largest, *sum, *values, *weights, *peaks; } part;
 
 /* scores[j][t] = q_j . k_t for `count` keys from `key` on. */
 INLINE void score(const float *const *q, int queries, const void *key, int64_t stride, int64_t dim, int64_t count,
-                  float (*scores)[SUB], int64_t at, int kind) {
+                  int64_t ahead, float (*scores)[SUB], int64_t at, int kind) {
   const int fields = fields_of(kind);
   const int64_t part = dim / fields;
   for (int64_t t = 0; t < count; t += 4) {
@@ -36,7 +36,7 @@ INLINE void score(const float *const *q, int queries, const void *key, int64_t s
     for (; d + VL <= part; d += VL) {
       UNROLL for (int n = 0; n < 4; n++) load_fields(kind, key, rows[n] + d, k[n]);
       if (d * size_of(kind) % 64 == 0)
-        UNROLL for (int n = 0; n < 4; n++) ask_ahead(kind, key, stride, rows[n] + d);
+        UNROLL for (int n = 0; n < 4; n++) ask_ahead(kind, key, rows[n] + d, ahead);
       UNROLL for (int f = 0; f < fields; f++)
         UNROLL for (int j = 0; j < queries; j++) {
           vf x = vf_load(q[j] + f * part + d);
@@ -63,7 +63,7 @@ INLINE void score(const float *const *q, int queries, const void *key, int64_t s
 
 /* values_j[d..] += sum over t of weights[j][t] * v_t[d..], for `vectors` vectors of d in every field. */
 INLINE void add_vectors(const part *to, int queries, const void *value, int64_t stride, int64_t part, int64_t d,
-                        int vectors, int64_t count, float (*weights)[SUB], int64_t at, int kind) {
+                        int vectors, int64_t count, int64_t ahead, float (*weights)[SUB], int64_t at, int kind) {
   const int fields = fields_of(kind);
   vf acc[TILE][4][4];
   UNROLL for (int j = 0; j < queries; j++)
@@ -73,7 +73,7 @@ INLINE void add_vectors(const part *to, int queries, const void *value, int64_t 
     vf v[4][4];
     UNROLL for (int i = 0; i < vectors; i++) {
       load_fields(kind, value, t * stride + d + i * VL, v[i]);
-      if (i * VL * size_of(kind) % 64 == 0) ask_ahead(kind, value, stride, t * stride + d + i * VL);
+      if (i * VL * size_of(kind) % 64 == 0) ask_ahead(kind, value, t * stride + d + i * VL, ahead);
     }
     UNROLL for (int j = 0; j < queries; j++) {
       vf w = vf_set1(weights[j][at + t]);
@@ -102,14 +102,17 @@ INLINE void add_part(const part *to, int queries, const void *value, int64_t str
 }
 
 INLINE void add_values(const part *to, int queries, const void *value, int64_t stride, int64_t dim, int64_t count,
-                       float (*weights)[SUB], int64_t at, int kind) {
+                       int64_t ahead, float (*weights)[SUB], int64_t at, int kind) {
   const int64_t part = dim / fields_of(kind);
   int64_t d = 0;
   if (fields_of(kind) == 1) /* there are registers for four vectors */
-    for (; d + 4 * VL <= part; d += 4 * VL) add_vectors(to, queries, value, stride, part, d, 4, count, weights, at, kind);
+    for (; d + 4 * VL <= part; d += 4 * VL)
+      add_vectors(to, queries, value, stride, part, d, 4, count, ahead, weights, at, kind);
   if (fields_of(kind) < 4)
-    for (; d + 2 * VL <= part; d += 2 * VL) add_vectors(to, queries, value, stride, part, d, 2, count, weights, at, kind);
-  for (; d + VL <= part; d += VL) add_vectors(to, queries, value, stride, part, d, 1, count, weights, at, kind);
+    for (; d + 2 * VL <= part; d += 2 * VL)
+      add_vectors(to, queries, value, stride, part, d, 2, count, ahead, weights, at, kind);
+  for (; d + VL <= part; d += VL)
+    add_vectors(to, queries, value, stride, part, d, 1, count, ahead, weights, at, kind);
   if (d < part) add_part(to, queries, value, stride, part, d, count, weights, at, kind);
 }
 

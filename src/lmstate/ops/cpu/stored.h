@@ -28,7 +28,17 @@ typedef struct {
   const char *data;      /* slot 0 */
   const uint16_t *scale; /* of codes, float16: see codes_args */
   int64_t slots, slot;   /* from slot to slot, in elements; in bytes where they are codes */
+  int64_t bytes;         /* from slot to slot */
+  int64_t ahead;         /* bytes from what is read to what is asked for meanwhile */
 } stored;
+
+/* `slot`: as there, of `size` bytes each. Ahead is the next tile. */
+INLINE stored stored_at(const void *base, int64_t first, const uint16_t *scale, int64_t slots, int64_t slot, int64_t size) {
+  const stored x = {(const char *)base + first * size, scale, slots, slot, slot * size, SUB * slot * size};
+  return x;
+}
+
+INLINE const char *slot_of(const stored *x, int64_t position) { return x->data + position % x->slots * x->bytes; }
 
 struct source {
   stored k, v;
