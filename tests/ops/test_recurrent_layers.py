@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -68,11 +70,9 @@ def test_a_row_is_the_same_whatever_is_beside_it(variant: str, name: str, kind: 
 
 
 def test_what_does_not_fit_is_refused(variant: str) -> None:
-    mixer = delta("int8", EMBED, OUT)
-    mixer.gates = ops.FloatWeight(torch.randn(7, EMBED))
+    mixer = replace(delta("int8", EMBED, OUT), gates=ops.FloatWeight(torch.randn(7, EMBED)))
     with pytest.raises(ValueError, match="do not fit"):
         run(mixer, [([1], torch.randn(1, 1, EMBED))])
-    space = state_space("int8", EMBED, OUT, None, biases=False)
-    space.head_dim = 23
+    space = replace(state_space("int8", EMBED, OUT, None, biases=False), head_dim=23)
     with pytest.raises(ValueError, match="do not fit"):
         run(space, [([1], torch.randn(1, 1, EMBED))])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -54,13 +55,15 @@ def test_gradients_of_a_recurrent_model_equal_those_of_transformers(monkeypatch:
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
     parameters = list(matched(theirs, ours))
-    deltas = [block.mixer for block in ours.blocks if isinstance(block.mixer, GatedDelta)]
     small: dict[str, list[Tensor]] = {"conv": [], "A": [], "dt_bias": []}
-    for mixer in deltas:  # small parameters are plain tensors
-        for name, leaves in small.items():
-            leaf = getattr(mixer, name).detach().clone().requires_grad_()
-            monkeypatch.setattr(mixer, name, leaf)
-            leaves.append(leaf)
+    blocks = list(ours.blocks)
+    for index, block in enumerate(blocks):
+        if isinstance(block.mixer, GatedDelta):  # small parameters are plain tensors
+            leaves = {name: getattr(block.mixer, name).detach().clone().requires_grad_() for name in small}
+            blocks[index] = replace(block, mixer=replace(block.mixer, **leaves))
+            for name, leaf in leaves.items():
+                small[name].append(leaf)
+    monkeypatch.setattr(ours, "blocks", blocks)
     try:
         for _, mine, _ in parameters:
             mine.requires_grad_()

@@ -35,14 +35,19 @@ class Half(ABC, Generic[Packed]):
     def ends(self) -> tuple[Weight, Weight]:
         """The first product and the last."""
 
-    @abstractmethod
-    def tensors(self) -> list[Tensor]:
-        """All that its arguments point to, as it is now."""
-
     @property
     def weights(self) -> tuple[Weight, ...]:
         """Every product."""
         return self.ends
+
+    @property
+    @abstractmethod
+    def others(self) -> list[Tensor]:
+        """Norms, biases and the like."""
+
+    def tensors(self) -> list[Tensor]:
+        """All that its arguments point to, as it is now."""
+        return [*map(storage, self.weights), *self.others]
 
     @cached_property
     def inputs(self) -> int:
@@ -119,11 +124,8 @@ class AttentionHalf(Half[bytes]):
     def ends(self) -> tuple[Weight, Weight]:
         return self.parts.qkv, self.parts.out
 
-    def tensors(self) -> list[Tensor]:
-        return [*map(storage, self.ends), *self._others]
-
     @cached_property
-    def _others(self) -> list[Tensor]:
+    def others(self) -> list[Tensor]:
         p = self.parts
         return tensors_of(self.norm, self.after, p.q_norm, p.k_norm, p.qkv_bias, p.out_bias, p.sinks)
 
@@ -151,11 +153,8 @@ class FeedForwardHalf(Half[bytes]):
     def ends(self) -> tuple[Weight, Weight]:
         return self.up, self.down
 
-    def tensors(self) -> list[Tensor]:
-        return [*map(storage, self.ends), *self._others]
-
     @cached_property
-    def _others(self) -> list[Tensor]:
+    def others(self) -> list[Tensor]:
         return tensors_of(self.norm, self.after, self.up_bias, self.down_bias)
 
     def pack(self, library: Library) -> bytes | None:

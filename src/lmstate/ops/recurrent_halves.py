@@ -6,6 +6,7 @@ Each gives bit for bit what its operations give one after the other.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from lmstate.ops.cpu.fused_recurrent import Recurrence
 from lmstate.ops.cpu.recurrent import all_float32
 from lmstate.ops.cpu.recurrent_mixers import Carry
 from lmstate.ops.gated_norm import Gate
-from lmstate.ops.halves import Half, simple, storage, tensors_of
+from lmstate.ops.halves import Half, simple, tensors_of
 from lmstate.ops.norm import Norm
 from lmstate.ops.weight import Weight
 
@@ -33,17 +34,28 @@ class Folded(NamedTuple):
 class DeltaParts(Protocol):
     """What a layer of the gated delta rule is made of; see `GatedDelta` for shapes, `delta_mixer` for the rest."""
 
-    qkvz: Weight
-    gates: Weight
-    out: Weight
-    conv: Tensor
-    A: Tensor
-    dt_bias: Tensor
-    norm: Norm
-    key_heads: int
-    key_dim: int
-    gate_act: Gate
-    beta_scale: float
+    @property
+    def qkvz(self) -> Weight: ...
+    @property
+    def gates(self) -> Weight: ...
+    @property
+    def out(self) -> Weight: ...
+    @property
+    def conv(self) -> Tensor: ...
+    @property
+    def A(self) -> Tensor: ...
+    @property
+    def dt_bias(self) -> Tensor: ...
+    @property
+    def norm(self) -> Norm: ...
+    @property
+    def key_heads(self) -> int: ...
+    @property
+    def key_dim(self) -> int: ...
+    @property
+    def gate_act(self) -> Gate: ...
+    @property
+    def beta_scale(self) -> float: ...
 
 
 class StateSpaceNorm(Protocol):
@@ -60,19 +72,30 @@ class StateSpaceNorm(Protocol):
 class StateSpaceParts(Protocol):
     """What a layer of Mamba-2 is made of; see `Mamba2` for the shapes and `ssd_mixer` for the rest."""
 
-    project: Weight
-    bias: Tensor | None
-    out: Weight
-    out_bias: Tensor | None
-    conv: Tensor
-    conv_bias: Tensor | None
-    A: Tensor
-    D: Tensor
-    dt_bias: Tensor
-    groups: int
-    head_dim: int
-    dt_limits: tuple[float, float]
-
+    @property
+    def project(self) -> Weight: ...
+    @property
+    def bias(self) -> Tensor | None: ...
+    @property
+    def out(self) -> Weight: ...
+    @property
+    def out_bias(self) -> Tensor | None: ...
+    @property
+    def conv(self) -> Tensor: ...
+    @property
+    def conv_bias(self) -> Tensor | None: ...
+    @property
+    def A(self) -> Tensor: ...
+    @property
+    def D(self) -> Tensor: ...
+    @property
+    def dt_bias(self) -> Tensor: ...
+    @property
+    def groups(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def dt_limits(self) -> tuple[float, float]: ...
     @property
     def norm(self) -> StateSpaceNorm | None: ...
 
@@ -90,17 +113,18 @@ class DeltaHalf(RecurrentHalf):
     after: Norm | None = None
     scale: float = 1.0
 
-    @property
+    @cached_property
     def ends(self) -> tuple[Weight, Weight]:
         return self.parts.qkvz, self.parts.out
 
-    @property
+    @cached_property
     def weights(self) -> tuple[Weight, ...]:
         return self.parts.qkvz, self.parts.gates, self.parts.out
 
-    def tensors(self) -> list[Tensor]:
+    @cached_property
+    def others(self) -> list[Tensor]:
         p = self.parts
-        return tensors_of(*map(storage, self.weights), self.norm, self.after, p.conv, p.A, p.dt_bias, p.norm)
+        return tensors_of(self.norm, self.after, p.conv, p.A, p.dt_bias, p.norm)
 
     def pack(self, library: Library) -> Recurrence | None:
         p = self.parts
@@ -117,15 +141,16 @@ class SsdHalf(RecurrentHalf):
     after: Norm | None = None
     scale: float = 1.0
 
-    @property
+    @cached_property
     def ends(self) -> tuple[Weight, Weight]:
         return self.parts.project, self.parts.out
 
-    def tensors(self) -> list[Tensor]:
+    @cached_property
+    def others(self) -> list[Tensor]:
         p = self.parts
         gated = None if p.norm is None else p.norm.norm
         own = p.bias, p.out_bias, p.conv, p.conv_bias, p.A, p.D, p.dt_bias, gated
-        return tensors_of(p.project.storage, p.out.storage, self.norm, self.after, *own)
+        return tensors_of(self.norm, self.after, *own)
 
     def pack(self, library: Library) -> Recurrence | None:
         p = self.parts

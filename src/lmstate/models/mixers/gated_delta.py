@@ -28,7 +28,7 @@ class LowRank:
         return ops.linear(low, self.up, self.bias)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class GatedDelta(RecurrentMixer):
     """Gated DeltaNet (Yang et al. 2024, 2412.06464), and Kimi Delta Attention (2510.26692), a decay a channel.
 
@@ -56,7 +56,7 @@ class GatedDelta(RecurrentMixer):
     gate_up: LowRank | None = None
 
     def __post_init__(self) -> None:
-        self.conv = taps_apart(self.conv)
+        object.__setattr__(self, "conv", taps_apart(self.conv))
 
     @property
     def kind(self) -> str:

@@ -24,7 +24,7 @@ class GatedNorm:
     gate_last: bool = False
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Mamba2(RecurrentMixer):
     """The mixer of Dao and Gu 2024 (2405.21060), of H heads of P features, their states N wide, in G groups.
 
@@ -49,7 +49,7 @@ class Mamba2(RecurrentMixer):
     scale: Tensor | None = None
 
     def __post_init__(self) -> None:
-        self.conv = taps_apart(self.conv)
+        object.__setattr__(self, "conv", taps_apart(self.conv))
 
     @property
     def kind(self) -> str:
