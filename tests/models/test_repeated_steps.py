@@ -103,8 +103,8 @@ def changed(model: Any) -> Iterator[str]:
     """Change a model in ways that move something."""
     mlp = model.blocks[0].mlp
     for mixer in (block.mixer for block in model.blocks):
-        products = [part for name in ("qkv", "gates", "out") if (part := getattr(mixer, name, None)) is not None]
-        for weight in products:
+        products = [getattr(mixer, name, None) for name in ("qkv", "qkvz", "project", "gates", "out")]
+        for weight in filter(None, products):
             weight.storage = weight.storage / 2
             yield "another storage"
     mlp.down.storage.data = -mlp.down.storage

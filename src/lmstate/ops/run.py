@@ -216,9 +216,7 @@ class Run:
     def repeats(
         self, chain: Chain, rings: list[Rings], carries: Sequence[Sequence[Tensor]], rotations: Sequence[Rotation]
     ) -> list[Folded] | None:
-        """Have a chain wait, with the rings' starts, other carries and rotations; None where something moved or is
-        another.
-        """
+        """Have a chain wait with other starts, carries and rotations; None where something moved or is another."""
         library, (rows, tokens) = self._library, self._shape
         alike = all(one.cos.shape[-1] == other.cos.shape[-1] for one, other in zip(rotations, chain.rotations))
         fits = rows == chain.rows and (tokens == 1 or not chain.single) and self._width == chain.halves[0].inputs
