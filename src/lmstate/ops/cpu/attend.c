@@ -156,7 +156,7 @@ static void run_task(const attend_args *a, const attend_plan *all, int64_t numbe
   }
   int leaves = (task.place + 1) % all->rows[r].chunks == 0 && number + 1 < all->tasks; /* the next task is elsewhere */
   for (int64_t b = from / SUB * SUB; b < until; b += SUB) {
-    if (leaves && until - b <= SUB + SUB / 2) { /* less is left behind this tile than the other one has */
+    if (leaves && until - b <= SUB + SUB / 2) { /* no more than half a tile of this head is left behind it */
       look_ahead(a, all, number + 1, b, &floats, &coded);
       leaves = 0;
     }
