@@ -15,10 +15,11 @@ import torch
 from lmstate import kv
 from lmstate.models import block as blocks_of
 from lmstate.models.block import Block
+from lmstate.models.moe import MixtureOfExperts
 from lmstate.ops import dispatch
 from tests.zoo import ours, text
 
-CASES = ["llama", "mistral", "gemma3", "qwen3_5", "granitemoehybrid", "mamba2"]
+CASES = ["llama", "mistral", "gemma3", "qwen3_5", "granitemoehybrid", "mamba2", "qwen3_moe", "gpt_oss-gate"]
 native = pytest.mark.skipif(dispatch.choice().library is None, reason="the references have no run of blocks")
 
 
@@ -129,6 +130,21 @@ def test_what_moved_is_seen(case: str) -> None:
         assert torch.equal(model([[1]], state), want) and not torch.equal(want, before), what
         state.rewind(0, 7)
         before = want
+
+
+@native
+def test_an_expert_that_moved_is_seen() -> None:
+    model = copy.deepcopy(ours("qwen3_moe"))
+    mixture = next(block.mlp for block in model.blocks if isinstance(block.mlp, MixtureOfExperts))
+    state = model.new_state()
+    for token in [*text(7)[0].tolist(), 1]:
+        model([[token]], state)
+    state.rewind(0, 7)
+    before = model([[1]], twin(model, state))
+    for expert in mixture.experts:
+        expert.down.storage = expert.down.storage / 2
+    want = model([[1]], twin(model, state))
+    assert torch.equal(model([[1]], state), want) and not torch.equal(want, before)
 
 
 @native

@@ -57,7 +57,7 @@ def test_bias_norm_gate_and_residual_equal_the_reference(variant: str, kind: str
         ops.Norm(torch.rand(k), 1e-5, "rms", torch.randn(k)),
     ]
     cases = [(x, {"bias": bias, "residual": residual, "norm": norm}) for norm in norms]
-    cases += [(gated, {"gate": act, "residual": residual}) for act in ops.ACTIVATIONS]
+    cases += [(gated, {"gate": act, "residual": residual}) for act in (*ops.ACTIVATIONS, "swigluoai")]
     cases += [(gated, {"gate": "silu", "norm": ops.Norm(torch.rand(2 * k), 1e-5)})]
     for given, arguments in cases:
         want = linear_reference(given, weight, **arguments)

@@ -59,7 +59,7 @@ def test_some_outputs_go_into_some_columns(library: Library, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("act", ["silu", "gelu_tanh", "relu2"])
+@pytest.mark.parametrize("act", ["silu", "gelu_tanh", "relu2", "swigluoai"])
 @pytest.mark.parametrize("f", [8, 48, 100])
 def test_a_gate_takes_both_halves(library: Library, kind: str, act: str, f: int) -> None:
     torch.manual_seed(0)

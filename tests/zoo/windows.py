@@ -85,6 +85,10 @@ CASES = {
         num_experts_per_tok=3, layer_types=[F, S, F], swiglu_alpha=1.0,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     ),
+    "gpt_oss-gate": partial(  # that of the published models, which has a body of its own
+        _config, "GptOssConfig", head_dim=32, num_key_value_heads=3, sliding_window=20, num_local_experts=5,
+        num_experts_per_tok=4, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
     "llama4": partial(
         _config, "Llama4TextConfig", head_dim=16, num_local_experts=4, num_experts_per_tok=1, intermediate_size_mlp=64,
         attention_chunk_size=32, num_hidden_layers=4, floor_scale=20, attn_scale=0.8,

@@ -14,6 +14,7 @@ from torch import Tensor
 from lmstate import ops
 from lmstate.models.mixers.mixer import JoiningMixer, Mixer
 from lmstate.models.mlp import MLP, FeedForward
+from lmstate.models.moe import MixtureOfExperts
 from lmstate.ops import Norm, Residual
 from lmstate.state import FoldState, KeyValueState, LayerState, Step
 
@@ -75,15 +76,11 @@ class Block:
         return None if half is None else (self.mixer, half)
 
     @cached_property
-    def _feed_forward(self) -> ops.FeedForwardHalf | None:
+    def _feed_forward(self) -> ops.FeedForwardHalf | ops.ExpertsHalf | None:
         """The feed-forward part, where it is."""
-        mlp = self.mlp
-        if not isinstance(mlp, MLP) or not mlp.gated:
+        if not isinstance(self.mlp, (MLP, MixtureOfExperts)):
             return None
-        return ops.FeedForwardHalf(
-            mlp.up, mlp.down, mlp.act, self.mlp_norm, self.after_mlp, self.scale, mlp.up_bias, mlp.down_bias,
-            self.parallel,
-        )  # fmt: skip
+        return self.mlp.half(self.mlp_norm, self.after_mlp, self.scale, self.parallel)
 
 
 def run_blocks(blocks: Sequence[Block], x: Tensor, step: Step, layers: Sequence[LayerState]) -> Tensor:

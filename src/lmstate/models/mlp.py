@@ -36,3 +36,11 @@ class MLP:
             )  # fmt: skip
         hidden = ops.linear(x, self.up, self.up_bias, norm=norm)
         return ops.linear(ops.activation(self.act)(hidden), self.down, self.down_bias, residual=residual)
+
+    def half(self, norm: Norm | None, after: Norm | None, scale: float, parallel: bool) -> ops.FeedForwardHalf | None:
+        """What may wait in a run of layers, with the norms before and after it; None if this one never does."""
+        if not self.gated:
+            return None
+        return ops.FeedForwardHalf(
+            self.up, self.down, self.act, norm, after, scale, self.up_bias, self.down_bias, parallel
+        )  # fmt: skip

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lmstate import ops
 from lmstate.errors import ModelError
-from lmstate.models.mlp import FeedForward
+from lmstate.models.mlp import MLP, FeedForward
 from lmstate.ops import Norm, Residual, Weight
 
 
@@ -76,7 +76,7 @@ class Router:
         return grouped.masked_fill(left_out[..., None], float("-inf")).flatten(-2)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class MixtureOfExperts:
     """Each token goes through the experts that `router` chose, and through `shared` where there is one.
 
@@ -98,6 +98,18 @@ class MixtureOfExperts:
             common = self.shared(x)
             out = out + (common if self.shared_gate is None else common * ops.linear(x, self.shared_gate).sigmoid())
         return out if residual is None else residual.added(out)
+
+    def half(self, norm: Norm | None, after: Norm | None, scale: float, parallel: bool) -> ops.ExpertsHalf | None:
+        """What may wait in a run of layers, with the norms before and after it; None if this one never does."""
+        experts = [expert for expert in self.experts if isinstance(expert, MLP) and expert.gated]
+        shared = self.shared
+        if parallel or len(experts) < len(self.experts):
+            return None
+        if not (shared is None or (isinstance(shared, MLP) and shared.gated)):
+            return None
+        return ops.ExpertsHalf(
+            self.router, experts, shared, self.shared_gate, self.weigh_input, norm, after, scale
+        )  # fmt: skip
 
     def mixed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """The routed experts: x `[M, E]`, weights and chosen `[M, top_k]` -> `[M, E]`.

@@ -4,6 +4,7 @@ from lmstate.ops.append import append
 from lmstate.ops.attend import attend
 from lmstate.ops.best import best
 from lmstate.ops.dispatch import info
+from lmstate.ops.expert_halves import Expert, ExpertsHalf
 from lmstate.ops.feed_forward import feed_forward
 from lmstate.ops.glu import ACTIVATIONS, activation, glu
 from lmstate.ops.halves import AttentionHalf, FeedForwardHalf, Half
@@ -26,6 +27,8 @@ __all__ = [
     "Chain",
     "Coded",
     "DeltaHalf",
+    "Expert",
+    "ExpertsHalf",
     "FeedForwardHalf",
     "FloatWeight",
     "Half",

@@ -26,8 +26,14 @@ def activation(name: str) -> Callable[[Tensor], Tensor]:
     return ACTIVATIONS[name]
 
 
+def swigluoai(gate: Tensor, up: Tensor) -> Tensor:
+    """The gate of gpt-oss (2508.10925): clamped, from above alone as up is from both sides, with 1 beside up."""
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (up + 1) * gate * (1.702 * gate).sigmoid()
+
+
 def glu(x: Tensor, act: str) -> Tensor:
-    """act(gate) * up, where `x` `[..., 2K]` is gate | up; float32 `[..., K]`."""
+    """act(gate) * up, or `swigluoai(gate, up)`, where `x` `[..., 2K]` is gate | up; float32 `[..., K]`."""
     library = dispatch.native(x)
     if library is None or act not in library.GATES or x.dtype != torch.float32:
         return glu_reference(x, act)
@@ -35,6 +41,6 @@ def glu(x: Tensor, act: str) -> Tensor:
 
 
 def glu_reference(x: Tensor, act: str) -> Tensor:
-    function = activation(act)
+    function = None if act == "swigluoai" else activation(act)
     gate, up = x.float().chunk(2, dim=-1)
-    return function(gate) * up
+    return swigluoai(gate, up) if function is None else function(gate) * up

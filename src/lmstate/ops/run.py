@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lmstate.ops import dispatch
 from lmstate.ops.cpu.fused_recurrent import Recurrence, carried, room
+from lmstate.ops.expert_halves import ExpertsHalf
 from lmstate.ops.halves import AttentionHalf, FeedForwardHalf, Half, pointers, requires_grad, storage
 from lmstate.ops.linear import few_rows
 from lmstate.ops.recurrent_halves import Folded, RecurrentHalf
@@ -186,8 +187,8 @@ class Run:
         self._wait(half, constant, placed[1], rings.packed, turned[1], rings=rings)
         return True
 
-    def feeds(self, half: FeedForwardHalf) -> bool:
-        """Have a feed-forward part wait; False where no native body does it."""
+    def feeds(self, half: FeedForwardHalf | ExpertsHalf) -> bool:
+        """Have a feed-forward part or a mixture of them wait; False where no native body does it."""
         if self._library is None or (packed := half.ready(self._library)) is None:
             return False
         self._wait(half, packed)

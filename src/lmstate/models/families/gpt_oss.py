@@ -10,6 +10,7 @@ from torch import Tensor
 from lmstate import ops
 from lmstate.models.decoder import Block, Model
 from lmstate.models.families.common import MOST, Shape, attention, decoder, expert_count, norm, windows
+from lmstate.models.mlp import MLP, FeedForward
 from lmstate.models.moe import MixtureOfExperts, Router
 from lmstate.models.rope import make_rope
 from lmstate.models.weights import mxfp4
@@ -20,7 +21,10 @@ from lmstate.ops import FloatWeight, Norm, Residual, Weight
 
 @dataclass(eq=False)
 class ClampedExpert:
-    """`down((up + 1) * gate * sigmoid(alpha * gate))`, the gate clamped from above and up on both sides."""
+    """`down((up + 1) * gate * sigmoid(alpha * gate))`, the gate clamped from above and up on both sides.
+
+    An MLP with the gate "swigluoai" where alpha and limit are those of the published models.
+    """
 
     gate_up: Weight  # [2 * F, E]
     down: Weight
@@ -48,12 +52,15 @@ def build(w: Weights) -> Model:
         router_bias = w.tensor(f"{prefix}.router.bias", (count,))
         router = Router(gate, config.int("num_experts_per_tok", low=1, high=count), normalise=True, bias=router_bias)
         inside = f"{prefix}.experts"
-        gate_up_bias, down_bias = _biases(w, inside, count, inner, shape.hidden)
+        up_biases, down_biases = _biases(w, inside, count, inner, shape.hidden)
         matrices = [_expert(w, inside, index, inner, shape.hidden) for index in range(count)]
-        return MixtureOfExperts(
-            router,
-            [ClampedExpert(*pair, gate_up_bias[i], down_bias[i], alpha, limit) for i, pair in enumerate(matrices)],
-        )
+        experts: list[FeedForward] = []
+        for (up, down), up_bias, down_bias in zip(matrices, up_biases, down_biases, strict=True):
+            if (alpha, limit) == (1.702, 7.0):
+                experts.append(MLP(up, down, "swigluoai", up_bias=up_bias, down_bias=down_bias))
+            else:
+                experts.append(ClampedExpert(up, down, up_bias, down_bias, alpha, limit))
+        return MixtureOfExperts(router, experts)
 
     def block(index: int) -> Block:
         layer = f"model.layers.{index}"

@@ -59,13 +59,33 @@ typedef struct {
   float *kept; /* [N, F] of a delta rule, [N, projected] of a state space */
 } recurrent_args;
 
-enum { ATTENTION, FEED_FORWARD, DELTA, SSD }; /* lmstate.ops.cpu has the same numbers */
+typedef struct {
+  const void *up, *down; /* [2 * hidden, inputs], gate | up; [outputs, hidden] */
+  const float *up_bias, *down_bias; /* or null */
+  int64_t hidden, up_kind, down_kind;
+} expert;
+
+/* A mixture of experts: see lmstate.models.moe. */
+typedef struct {
+  const float *norm;    /* [inputs], or null */
+  const void *router;   /* [count, inputs] */
+  const float *bias, *correction; /* [count], on the logits and on the choice; or null */
+  const expert *experts; /* [count], and the shared one behind them where there is one */
+  const void *shared_gate; /* [1, inputs], or null */
+  const float *after; /* as in linear_args */
+  int64_t inputs, outputs, router_kind, shared_gate_kind, count, top_k, shared, gate;
+  int64_t sigmoid, normalise, groups, kept_groups, two_best, weigh_input;
+  double norm_eps, after_eps, residual_scale, scale, floor;
+} experts_args;
+
+enum { ATTENTION, FEED_FORWARD, DELTA, SSD, EXPERTS }; /* lmstate.ops.cpu has the same numbers */
 typedef struct {
   int64_t kind;
   union {
     attention_args attention;
     feed_forward_args feed_forward;
     recurrent_args recurrent; /* DELTA and SSD */
+    experts_args experts;
   };
 } half_args;
 
@@ -86,9 +106,10 @@ typedef struct {
   int64_t status; /* of the first attend_begin that failed */
 } shared;
 
-/* The products of a half, but for x, y and residual, and how many floats lie between them. */
+/* The products of a half, but for x, y and residual, the bytes that they need, and how many floats lie between them. */
 typedef struct {
   linear_args into, beside, out; /* beside: of the same x as `into`, where its weight is not null */
+  size_t products;
   int64_t between;
 } half_products;
 
@@ -97,5 +118,7 @@ void attention_products(const attention_args *a, half_products *p);
 void attention_half(const run_args *run, const attention_args *a, half_products *p, shared *common);
 void recurrent_products(const run_args *run, const half_args *half, half_products *p);
 void recurrent_half(const run_args *run, const half_args *half, half_products *p, shared *common);
+void experts_products(const run_args *run, const experts_args *a, half_products *p);
+void experts_half(const run_args *run, const experts_args *a, half_products *p, shared *common);
 
 #endif

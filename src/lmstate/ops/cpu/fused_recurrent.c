@@ -49,8 +49,8 @@ static void delta_half(const run_args *run, const recurrent_args *a, half_produc
   fold.x_row = run->tokens * taken, fold.x_token = taken;
   fold.z_row = run->tokens * a->projected, fold.z_token = a->projected;
   p->into.y = projected, p->beside.y = gated, p->out.x = seen;
-  linear_run(&p->beside, common->products);
-  linear_run(&p->into, common->products);
+  const linear_args projections[] = {p->beside, p->into};
+  linear_run_all(projections, 2, common->products);
 #pragma omp for schedule(static)
   for (int64_t i = 0; i < n; i++) {
     memcpy(a->kept + i * taken, projected + i * a->projected, (size_t)width * sizeof(float));

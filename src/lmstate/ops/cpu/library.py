@@ -56,7 +56,9 @@ _FEW = 16384
 class Library:
     """The bodies of one variant. Every method returns new tensors, float32 and contiguous, except `append`."""
 
-    GATES: ClassVar[dict[str, int]] = {"silu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
+    GATES: ClassVar[dict[str, int]] = {
+        "silu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "swigluoai": 5
+    }  # fmt: skip
 
     def __init__(self, variant: str, library: ctypes.CDLL) -> None:
         self.variant = variant

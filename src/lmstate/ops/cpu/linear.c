@@ -244,32 +244,34 @@ size_t linear_memory(const linear_args *a) {
   return (size_t)a->rows * (k / GROUP) * sizeof(rounded) + (size_t)most_threads(a) * k * sizeof(float);
 }
 
-static void products(const linear_args *a, void *memory) {
-  const int64_t k = a->inputs;
-  if (grouped(a)) {
-    const int64_t groups = k / GROUP, blocks = (a->outputs + BLOCK - 1) / BLOCK;
-    rounded *x = memory;
-    float *scratch = (float *)(x + a->rows * groups) + omp_get_thread_num() * k;
-#pragma omp for schedule(static)
-    for (int64_t m = 0; m < a->rows; m++) round_row(prologue(a, m, scratch), x + m, a->rows, groups);
-    if (a->kind == INT4) {
-#pragma omp for schedule(static)
-      for (int64_t b = 0; b < blocks; b++) grouped_block4(a, x, b);
-    } else {
-#pragma omp for schedule(static)
-      for (int64_t b = 0; b < blocks; b++) grouped_block8(a, x, b);
-    }
+/* Whether the rows that it multiplies are made first, and by blocks of how many outputs it goes. */
+static int prepares(const linear_args *a) { return grouped(a) || a->gate != NO_GATE || a->norm; }
+static int64_t block_of(const linear_args *a) { return grouped(a) ? BLOCK : 4; }
+static int64_t blocks_of(const linear_args *a) { return (a->outputs + block_of(a) - 1) / block_of(a); }
+
+static void prepare(const linear_args *a, int64_t row, char *memory) {
+  const int64_t k = a->inputs, groups = k / GROUP;
+  if (!grouped(a)) {
+    prologue(a, row, (float *)memory + row * k);
     return;
   }
-  const float *x = a->x;
-  if (a->gate != NO_GATE || a->norm) {
-#pragma omp for schedule(static)
-    for (int64_t m = 0; m < a->rows; m++) prologue(a, m, (float *)memory + m * k);
-    x = memory;
+  rounded *x = (rounded *)memory;
+  float *scratch = (float *)(x + a->rows * groups) + omp_get_thread_num() * k;
+  round_row(prologue(a, row, scratch), x + row, a->rows, groups);
+}
+
+static void multiply(const linear_args *a, int64_t begin, int64_t end, const char *memory) {
+  if (grouped(a)) {
+    const rounded *x = (const rounded *)memory;
+    if (a->kind == INT4)
+      for (int64_t b = begin; b < end; b++) grouped_block4(a, x, b);
+    else
+      for (int64_t b = begin; b < end; b++) grouped_block8(a, x, b);
+    return;
   }
-  const squeezed w = squeezed_at(a->weight, a->outputs, k); /* where it is one */
-#pragma omp for schedule(static)
-  for (int64_t b = 0; b < (a->outputs + 3) / 4; b++) {
+  const float *x = prepares(a) ? (const float *)memory : a->x;
+  const squeezed w = squeezed_at(a->weight, a->outputs, a->inputs); /* where it is one */
+  for (int64_t b = begin; b < end; b++) {
     if (a->kind == SQUEEZED) squeezed_block(a, &w, x, 4 * b);
     else if (a->kind == F32) float_block_f32(a, x, 4 * b);
     else if (a->kind == BF16) float_block_bf16(a, x, 4 * b);
@@ -277,10 +279,46 @@ static void products(const linear_args *a, void *memory) {
   }
 }
 
-void linear_run(const linear_args *a, void *memory) {
-  products(a, memory);
-  if (a->after) finish_rows(a);
+/* What of `total` units, of which `before` come before these `count`, this thread takes of these. */
+typedef struct {
+  int64_t begin, end;
+} part;
+static part part_of(int64_t total, int64_t before, int64_t count) {
+  const int64_t id = omp_get_thread_num(), threads = omp_get_num_threads();
+  const int64_t begin = total * id / threads - before, end = total * (id + 1) / threads - before;
+  const part p = {begin > 0 ? begin : 0, end < count ? end : count};
+  return p;
 }
+
+void linear_run_all(const linear_args *each, int64_t count, void *memory) {
+  int64_t rows = 0, blocks = 0, before = 0;
+  for (int64_t i = 0; i < count; i++) {
+    if (prepares(each + i)) rows += each[i].rows;
+    blocks += blocks_of(each + i);
+  }
+  char *at = memory;
+  if (rows) {
+    for (int64_t i = 0; i < count; at += linear_memory(each + i++)) {
+      if (!prepares(each + i)) continue;
+      const part p = part_of(rows, before, each[i].rows);
+      for (int64_t m = p.begin; m < p.end; m++) prepare(each + i, m, at);
+      before += each[i].rows;
+    }
+#pragma omp barrier
+  }
+  at = memory, before = 0;
+  for (int64_t i = 0; i < count; at += linear_memory(each + i++)) {
+    const int64_t own = blocks_of(each + i);
+    const part p = part_of(blocks, before, own);
+    if (p.begin < p.end) multiply(each + i, p.begin, p.end, at);
+    before += own;
+  }
+#pragma omp barrier
+  for (int64_t i = 0; i < count; i++)
+    if (each[i].after) finish_rows(each + i);
+}
+
+void linear_run(const linear_args *a, void *memory) { linear_run_all(a, 1, memory); }
 
 /* 0, or -1 where there was no memory. */
 int64_t lmstate_linear(const linear_args *a) {

@@ -5,7 +5,7 @@
 #include "lanes.h"
 
 /* lmstate.ops.cpu has the same numbers. */
-enum { NO_GATE = 0, SILU = 1, GELU_TANH = 2, RELU = 3, RELU2 = 4 };
+enum { NO_GATE = 0, SILU = 1, GELU_TANH = 2, RELU = 3, RELU2 = 4, SWIGLUOAI = 5 };
 
 INLINE vf activate(int gate, vf x) {
   switch (gate) {
@@ -19,13 +19,22 @@ INLINE vf activate(int gate, vf x) {
   }
 }
 
-/* y[i] = act(gate[i]) * up[i] */
+INLINE vf vf_at_most(float most, vf x) { return vf_sub(vf_zero(), vf_max(vf_set1(-most), vf_sub(vf_zero(), x))); }
+
+/* act(gate) * up, or what gpt-oss has for it; see lmstate.ops.glu. A NaN stays one. */
+INLINE vf gated(int act, vf gate, vf up) {
+  if (act != SWIGLUOAI) return vf_mul(activate(act, gate), up);
+  gate = vf_at_most(7.0f, gate), up = vf_at_most(7.0f, vf_max(vf_set1(-7.0f), up));
+  return vf_mul(vf_mul(vf_add(up, vf_set1(1)), gate), vf_sigmoid(vf_mul(vf_set1(1.702f), gate)));
+}
+
+/* y[i] = gated(gate[i], up[i]) */
 static inline void gate_run(int act, const float *gate, const float *up, float *y, int64_t n) {
   int64_t i = 0;
-  for (; i + VL <= n; i += VL) vf_store(y + i, vf_mul(activate(act, vf_load(gate + i)), vf_load(up + i)));
+  for (; i + VL <= n; i += VL) vf_store(y + i, gated(act, vf_load(gate + i), vf_load(up + i)));
   if (i < n) {
     int part = (int)(n - i);
-    store_part(y + i, vf_mul(activate(act, load_part(F32, gate, i, part)), load_part(F32, up, i, part)), part);
+    store_part(y + i, gated(act, load_part(F32, gate, i, part), load_part(F32, up, i, part)), part);
   }
 }
 
