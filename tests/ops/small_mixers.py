@@ -9,6 +9,7 @@ import torch
 import lmstate.ops as ops
 from lmstate.models.mixers.gated_delta import GatedDelta
 from lmstate.models.mixers.mamba2 import GatedNorm, Mamba2
+from lmstate.models.mixers.short_conv import ShortConv
 from lmstate.ops import Norm
 
 
@@ -57,7 +58,19 @@ def norm(groups: int = 1, gate_last: bool = False) -> GatedNorm:
     return GatedNorm(Norm(torch.rand(96), 1e-5), groups, gate_last)
 
 
-MIXERS: dict[str, Callable[[str, int, int], GatedDelta | Mamba2]] = {
+def convolution(kind: str, embed: int, outputs: int, kernel: int, biases: bool) -> ShortConv:
+    width = 64 + 32 * biases
+    return ShortConv(
+        ops.quantize(torch.randn(3 * width, embed) / 8, kind),
+        ops.quantize(torch.randn(outputs, width) / 8, kind),
+        torch.randn(width, kernel),
+        torch.randn(width) if biases else None,
+        torch.randn(3 * width) if biases else None,
+        torch.randn(outputs) if biases else None,
+    )
+
+
+MIXERS: dict[str, Callable[[str, int, int], GatedDelta | Mamba2 | ShortConv]] = {
     "delta": delta,
     "delta with a decay a channel": lambda kind, embed, outputs: delta(kind, embed, outputs, channels=True),
     "state space": lambda kind, embed, outputs: state_space(kind, embed, outputs, norm(), False),
@@ -65,4 +78,6 @@ MIXERS: dict[str, Callable[[str, int, int], GatedDelta | Mamba2]] = {
         kind, embed, outputs, norm(2, gate_last=True), True
     ),
     "state space without a norm": lambda kind, embed, outputs: state_space(kind, embed, outputs, None, True),
+    "convolution": lambda kind, embed, outputs: convolution(kind, embed, outputs, 3, False),
+    "convolution of one, with biases": lambda kind, embed, outputs: convolution(kind, embed, outputs, 1, True),
 }

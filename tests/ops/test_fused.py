@@ -200,6 +200,8 @@ def stack(kind: type[Block]) -> list[Block]:
         kind(recurrent["delta with a decay a channel"], mlp("relu2"), norm_fixed(), norm_fixed(), parallel=True),
         kind(recurrent["delta"], mlp("gelu"), norm_fixed(), norm_fixed(), parallel=True),
         kind(recurrent["state space without a norm"], mlp("gelu"), None, norm_fixed(), norm_of(EMBED)),
+        kind(recurrent["convolution"], mlp(), norm_fixed(), norm_fixed()),
+        kind(recurrent["convolution of one, with biases"], None, norm_fixed(), None, norm_of(EMBED), None, 0.5),
         kind(mixers[1], mlp(), norm_fixed(), norm_fixed()),
     ]
 

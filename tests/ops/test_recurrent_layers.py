@@ -11,16 +11,17 @@ from torch import Tensor
 import lmstate.ops as ops
 from lmstate.models.mixers.gated_delta import GatedDelta
 from lmstate.models.mixers.mamba2 import Mamba2
+from lmstate.models.mixers.short_conv import ShortConv
 from lmstate.ops import Norm, Residual
 from lmstate.state import FoldState, Layout, Step
-from tests.ops.small_mixers import MIXERS, delta, state_space
+from tests.ops.small_mixers import MIXERS, convolution, delta, state_space
 
 EMBED, OUT = 64, 48
 CPU = torch.device("cpu")
 
 
 def run(
-    mixer: GatedDelta | Mamba2, xs: list[tuple[list[int], Tensor]], apart: bool = False
+    mixer: GatedDelta | Mamba2 | ShortConv, xs: list[tuple[list[int], Tensor]], apart: bool = False
 ) -> tuple[list[Tensor], FoldState]:
     """What a mixer gives for steps `(counts, x)`, and the state that it leaves."""
     memory = mixer.new_state(Layout(len(xs[0][0]), CPU, torch.float32, rewind=4))
@@ -76,3 +77,6 @@ def test_what_does_not_fit_is_refused(variant: str) -> None:
     space = replace(state_space("int8", EMBED, OUT, None, biases=False), head_dim=23)
     with pytest.raises(ValueError, match="do not fit"):
         run(space, [([1], torch.randn(1, 1, EMBED))])
+    short = replace(convolution("int8", EMBED, OUT, 3, biases=False), project=ops.FloatWeight(torch.randn(190, EMBED)))
+    with pytest.raises(ValueError, match="three times the 64 features"):
+        run(short, [([1], torch.randn(1, 1, EMBED))])

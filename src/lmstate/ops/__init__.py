@@ -10,7 +10,7 @@ from lmstate.ops.glu import ACTIVATIONS, activation, glu
 from lmstate.ops.halves import AttentionHalf, FeedForwardHalf, Half
 from lmstate.ops.linear import FEW, linear, linear_beside
 from lmstate.ops.norm import Norm, norm
-from lmstate.ops.recurrent_halves import DeltaHalf, RecurrentHalf, SsdHalf
+from lmstate.ops.recurrent_halves import ConvHalf, DeltaHalf, RecurrentHalf, SsdHalf
 from lmstate.ops.residual import Residual
 from lmstate.ops.rope import rope
 from lmstate.ops.rotate_attend import Rotation, rotate_attend
@@ -26,6 +26,7 @@ __all__ = [
     "AttentionHalf",
     "Chain",
     "Coded",
+    "ConvHalf",
     "DeltaHalf",
     "Expert",
     "ExpertsHalf",

@@ -14,7 +14,6 @@ from torch import Tensor
 from lmstate.ops.cpu import fused_recurrent
 from lmstate.ops.cpu.fused_recurrent import Recurrence
 from lmstate.ops.cpu.recurrent import all_float32
-from lmstate.ops.cpu.recurrent_mixers import Carry
 from lmstate.ops.gated_norm import Gate
 from lmstate.ops.halves import Half, simple, tensors_of
 from lmstate.ops.norm import Norm
@@ -22,6 +21,9 @@ from lmstate.ops.weight import Weight
 
 if TYPE_CHECKING:
     from lmstate.ops.cpu import Library
+
+
+Carry = tuple[Tensor, ...]
 
 
 class Folded(NamedTuple):
@@ -100,6 +102,23 @@ class StateSpaceParts(Protocol):
     def norm(self) -> StateSpaceNorm | None: ...
 
 
+class ConvParts(Protocol):
+    """What a gated short convolution is made of; see `ShortConv` for the shapes."""
+
+    @property
+    def project(self) -> Weight: ...
+    @property
+    def bias(self) -> Tensor | None: ...
+    @property
+    def out(self) -> Weight: ...
+    @property
+    def out_bias(self) -> Tensor | None: ...
+    @property
+    def conv(self) -> Tensor: ...
+    @property
+    def conv_bias(self) -> Tensor | None: ...
+
+
 class RecurrentHalf(Half[Recurrence]):
     """A layer whose mixer is a fold."""
 
@@ -156,6 +175,29 @@ class SsdHalf(RecurrentHalf):
         p = self.parts
         known = simple(self.norm, self.after) and _in_place(p.conv, p.conv_bias, p.A, p.D, p.dt_bias)
         return fused_recurrent.ssd(self) if known else None
+
+
+@dataclass(eq=False)
+class ConvHalf(RecurrentHalf):
+    """`stream + scale * after(out(c * conv(b * x)))` with b | c | x = `project(norm(stream))`."""
+
+    parts: ConvParts
+    norm: Norm | None = None
+    after: Norm | None = None
+    scale: float = 1.0
+
+    @cached_property
+    def ends(self) -> tuple[Weight, Weight]:
+        return self.parts.project, self.parts.out
+
+    @cached_property
+    def others(self) -> list[Tensor]:
+        p = self.parts
+        return tensors_of(self.norm, self.after, p.bias, p.out_bias, p.conv, p.conv_bias)
+
+    def pack(self, library: Library) -> Recurrence | None:
+        known = simple(self.norm, self.after) and _in_place(self.parts.conv, self.parts.conv_bias)
+        return fused_recurrent.conv(self) if known else None
 
 
 def _in_place(conv: Tensor, *others: Tensor | None) -> bool:

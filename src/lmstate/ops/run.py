@@ -81,10 +81,10 @@ class Waiting:
 
     def carry(self, place: int, layer: Recurrence, carry: Sequence[Tensor], rows: int, tokens: int) -> Folded:
         """Have a recurrent layer take a carry, with all of its arguments in that place."""
-        tail, state = (part.contiguous() for part in carry)
+        before = tuple(part.contiguous() for part in carry)
         new, kept = room(layer, rows, tokens)
-        self.arguments[place] = carried(layer, (tail, state), new, kept)
-        self.held += (tail, state, *new, kept)
+        self.arguments[place] = carried(layer, before, new, kept)
+        self.held += (*before, *new, kept)
         return Folded(kept[..., layer.first :], new)
 
 

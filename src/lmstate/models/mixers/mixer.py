@@ -62,7 +62,7 @@ class JoiningMixer(ABC):
 
 
 class RecurrentMixer(JoiningMixer):
-    """One whose memory is a fold with a convolution's tail and a state."""
+    """One whose memory is a fold with a convolution's tail, and mostly a state."""
 
     def joins(self, run: ops.Run, half: ops.Half[Any], step: Step, memory: LayerState) -> bool:
         assert isinstance(memory, FoldState) and isinstance(half, ops.RecurrentHalf)

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lmstate import ops
+from lmstate.models.mixers.mixer import RecurrentMixer
 from lmstate.ops import Norm, Residual, Weight
 from lmstate.ops.causal_conv import causal_conv, taps_apart
 from lmstate.state import FoldState, LayerState, Layout, Step
 from lmstate.state.fold import Carry
 
 
-@dataclass(eq=False)
-class ShortConv:
+@dataclass(frozen=True, eq=False)
+class ShortConv(RecurrentMixer):
     """`out(c * conv(b * x))`, where `project [3 * E, E]` gives b, c and x (Liquid AI, LFM2).
 
     The fold is the convolution alone; c needs no memory.
@@ -28,7 +29,7 @@ class ShortConv:
     out_bias: Tensor | None = None
 
     def __post_init__(self) -> None:
-        self.conv = taps_apart(self.conv)
+        object.__setattr__(self, "conv", taps_apart(self.conv))
 
     @property
     def kind(self) -> str:
@@ -43,9 +44,10 @@ class ShortConv:
         y, tail = causal_conv(inputs, carry[0], self.conv, self.conv_bias, counts)
         return y, (tail,)
 
-    def __call__(
-        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
-    ) -> Tensor:
+    def half(self, norm: Norm | None, after: Norm | None, scale: float) -> ops.ConvHalf:
+        return ops.ConvHalf(self, norm, after, scale)
+
+    def apart(self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
         assert isinstance(memory, FoldState)
         before, after, x = ops.linear(x, self.project, self.bias, norm=norm).chunk(3, dim=-1)
         y = memory.advance(before * x, step)

@@ -39,10 +39,17 @@ typedef struct {
   double eps, after_eps, residual_scale;
 } feed_forward_args;
 
+/* The mixer of a gated short convolution. */
+typedef struct {
+  const float *taps, *bias; /* [C, W], [W] or null */
+  int64_t kernel;
+} gated_conv_parts;
+
 /* A recurrent layer: two products beside each other, a mixer, and the product back. */
 typedef struct {
   const float *norm;   /* [inputs], or null */
-  const void *project; /* [projected, inputs]: q, k, v | z of a delta rule; gate | x, B, C | dt of a state space */
+  const void *project; /* [projected, inputs]: q, k, v | z of a delta rule; gate | x, B, C | dt of a state space;
+                        * b | c | x of a gated convolution */
   const float *bias;
   const void *gates;   /* [.., inputs]: beta | decay of a delta rule; or null */
   const void *out;     /* [outputs, I] */
@@ -52,11 +59,12 @@ typedef struct {
   union {
     delta_parts delta;
     ssd_parts ssd;
+    gated_conv_parts conv;
   };
   /* What changes from step to step: the carry, read and made, and what the fold takes. */
-  const float *tail, *carry;
+  const float *tail, *carry; /* a convolution alone has but a tail */
   float *next_tail, *next;
-  float *kept; /* [N, F] of a delta rule, [N, projected] of a state space */
+  float *kept; /* [N, F] of a delta rule, [N, projected] of a state space, b * x of a gated convolution */
 } recurrent_args;
 
 typedef struct {
@@ -78,13 +86,13 @@ typedef struct {
   double norm_eps, after_eps, residual_scale, scale, floor;
 } experts_args;
 
-enum { ATTENTION, FEED_FORWARD, DELTA, SSD, EXPERTS }; /* lmstate.ops.cpu has the same numbers */
+enum { ATTENTION, FEED_FORWARD, DELTA, SSD, EXPERTS, CONV }; /* lmstate.ops.cpu has the same numbers */
 typedef struct {
   int64_t kind;
   union {
     attention_args attention;
     feed_forward_args feed_forward;
-    recurrent_args recurrent; /* DELTA and SSD */
+    recurrent_args recurrent; /* DELTA, SSD and CONV */
     experts_args experts;
   };
 } half_args;

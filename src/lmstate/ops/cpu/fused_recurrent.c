@@ -14,6 +14,11 @@ void recurrent_products(const run_args *run, const half_args *half, half_product
   p->into.weight = a->project, p->into.bias = a->bias, p->into.kind = a->project_kind, p->into.outputs = a->projected;
   p->out.weight = a->out, p->out.bias = a->out_bias, p->out.after = a->after, p->out.after_eps = a->after_eps;
   p->out.kind = a->out_kind, p->out.outputs = a->outputs, p->out.scale = a->residual_scale;
+  if (half->kind == CONV) {
+    p->out.inputs = a->projected / 3;
+    p->between = p->out.rows * (p->into.outputs + p->out.inputs);
+    return;
+  }
   if (half->kind == SSD) {
     p->out.inputs = a->ssd.heads * a->ssd.head_dim;
     p->between = p->out.rows * p->out.inputs + (int64_t)ssd_mixer_memory(&a->ssd, &fold);
@@ -60,7 +65,21 @@ static void delta_half(const run_args *run, const recurrent_args *a, half_produc
   linear_run(&p->out, common->products);
 }
 
+/* `project` gives b | c | x, and the fold takes b * x. */
+static void conv_half(const run_args *run, const recurrent_args *a, half_products *p, shared *common) {
+  const int64_t width = p->out.inputs;
+  float *projected = common->between, *seen = projected + p->out.rows * a->projected;
+  const conv_args conv = {
+      a->kept, a->tail, a->conv.taps, a->conv.bias, run->counts, seen, a->next_tail, run->rows, run->tokens, width,
+      a->conv.kernel, 0, run->threads, run->tokens * width, width, (a->conv.kernel - 1) * width};
+  p->into.y = projected, p->out.x = seen;
+  linear_run(&p->into, common->products);
+  gated_conv_run(&conv, projected, a->kept);
+  linear_run(&p->out, common->products);
+}
+
 void recurrent_half(const run_args *run, const half_args *half, half_products *p, shared *common) {
   if (half->kind == SSD) ssd_half(run, &half->recurrent, p, common);
+  else if (half->kind == CONV) conv_half(run, &half->recurrent, p, common);
   else delta_half(run, &half->recurrent, p, common);
 }

@@ -10,15 +10,16 @@ from torch import Tensor
 
 from lmstate.ops.cpu.arguments import WEIGHT_KINDS, factor, float_pointer, norm_fields, optional_pointer
 from lmstate.ops.cpu.fused import HALF
-from lmstate.ops.cpu.recurrent_mixers import Carry, MixerParts, delta_parts, ssd_parts
+from lmstate.ops.cpu.recurrent_mixers import MixerParts, delta_parts, ssd_parts
 
 if TYPE_CHECKING:
     from lmstate.ops.norm import Norm
-    from lmstate.ops.recurrent_halves import DeltaHalf, SsdHalf
+    from lmstate.ops.recurrent_halves import Carry, ConvHalf, DeltaHalf, SsdHalf
     from lmstate.ops.weight import Weight
 
 _LAYER = Struct("q7P6q3d")
 _PARTS = 17 * 8  # the larger of the mixers' parts
+_CONV = Struct("2Pq")
 _CARRY = Struct("5P")
 _REST = b"\0" * (HALF - _LAYER.size - _PARTS - _CARRY.size)
 
@@ -38,7 +39,7 @@ def delta(half: DeltaHalf) -> Recurrence:
     parts = delta_parts(
         of.conv.t(), of.A, of.dt_bias, of.norm, of.key_heads, of.key_dim, of.gate_act == "silu", of.beta_scale
     )
-    width, embed = parts.tail[1], of.qkvz.in_features
+    width, embed = parts.carry[0][1], of.qkvz.in_features
     if of.qkvz.out_features != width + parts.outputs or gates.shape != (parts.inputs - width, embed):
         raise ValueError(f"{of.qkvz} and {gates} do not fit {width} features before {parts.outputs} values")
     layer = _layer(2, half.norm, of.qkvz, None, gates, of.out, None, half.after, half.scale, parts)
@@ -53,25 +54,36 @@ def ssd(half: SsdHalf) -> Recurrence:
         of.conv.t(), of.conv_bias, of.A, of.D, of.dt_bias, of.head_dim, of.groups, of.dt_limits, *gated
     )  # fmt: skip
     if of.project.out_features != parts.outputs + parts.inputs:
-        raise ValueError(f"{of.project} and {parts.state[0]} heads of {of.head_dim} do not fit each other")
+        raise ValueError(f"{of.project} and {len(of.A)} heads of {of.head_dim} do not fit each other")
     layer = _layer(3, half.norm, of.project, of.bias, None, of.out, of.out_bias, half.after, half.scale, parts)
     return Recurrence(layer, parts, of.project.out_features, parts.outputs)
 
 
+def conv(half: ConvHalf) -> Recurrence:
+    """A gated short convolution."""
+    of = half.parts
+    taps = of.conv.t()
+    kernel, width = taps.shape
+    if of.project.out_features != 3 * width:
+        raise ValueError(f"{of.project} does not give three times the {width} features of a convolution")
+    arguments = _CONV.pack(taps.data_ptr(), optional_pointer(of.conv_bias, "the convolution's bias", (width,)), kernel)
+    parts = MixerParts(arguments, width, width, ((kernel - 1, width),))
+    layer = _layer(5, half.norm, of.project, of.bias, None, of.out, of.out_bias, half.after, half.scale, parts)
+    return Recurrence(layer, parts, width, 0)
+
+
 def carried(layer: Recurrence, carry: Carry, new: Carry, kept: Tensor) -> bytes:
     """All of a layer's arguments: what comes through it in a step, too. `new` and `kept` are as `room` makes them."""
-    (tail, state), parts, rows = carry, layer.parts, kept.shape[0]
-    pointers = (
-        float_pointer(tail, "the tail", (rows, *parts.tail)), float_pointer(state, "the carry", (rows, *parts.state)),
-        new[0].data_ptr(), new[1].data_ptr(), kept.data_ptr(),
-    )  # fmt: skip
-    return b"".join([layer.arguments, _CARRY.pack(*pointers), _REST])
+    shapes, rows = layer.parts.carry, kept.shape[0]
+    before = [float_pointer(part, "the carry", (rows, *shape)) for part, shape in zip(carry, shapes, strict=True)]
+    after = [part.data_ptr() for part in new]
+    none = [0] * (2 - len(shapes))
+    return b"".join([layer.arguments, _CARRY.pack(*before, *none, *after, *none, kept.data_ptr()), _REST])
 
 
 def room(layer: Recurrence, rows: int, tokens: int) -> tuple[Carry, Tensor]:
     """For the carry that a layer makes, and what it keeps `[R, T, kept]`."""
-    tail, state = layer.parts.tail, layer.parts.state
-    new = torch.empty(rows, *tail, dtype=torch.float32), torch.empty(rows, *state, dtype=torch.float32)
+    new = tuple(torch.empty(rows, *shape, dtype=torch.float32) for shape in layer.parts.carry)
     return new, torch.empty(rows, tokens, layer.kept, dtype=torch.float32)
 
 

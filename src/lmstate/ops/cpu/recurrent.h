@@ -124,6 +124,8 @@ typedef struct {
 } ssd_args;
 
 void conv_run(const conv_args *a);
+/* y = c * conv(b * x) with b | c | x, `projected` [R, T, 3 F]; a->x is `taken`, contiguous, and b * x is put there. */
+void gated_conv_run(const conv_args *a, const float *projected, float *taken);
 void gated_norm_run(const gated_norm_args *a);
 /* Group g of token i, of all rows' tokens. */
 void gated_norm_group(const gated_norm_args *a, int64_t i, int64_t g);

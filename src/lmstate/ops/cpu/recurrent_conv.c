@@ -58,6 +58,21 @@ void conv_run(const conv_args *a) {
   }
 }
 
+void gated_conv_run(const conv_args *a, const float *projected, float *taken) {
+  const int64_t width = a->width, blocks = (width + FEATURES - 1) / FEATURES;
+#pragma omp for schedule(static)
+  for (int64_t i = 0; i < a->rows * blocks; i++) {
+    const int64_t row = i / blocks, first = i % blocks * FEATURES, last = at_most(first + FEATURES, width);
+    const int64_t begin = row * a->tokens, end = begin + a->tokens;
+    for (int64_t t = begin; t < end; t++)
+      for (int64_t f = first; f < last; f++)
+        taken[t * width + f] = projected[t * 3 * width + f] * projected[(t * 3 + 2) * width + f];
+    convolve(a, row, first, last);
+    for (int64_t t = begin; t < end; t++)
+      for (int64_t f = first; f < last; f++) a->y[t * width + f] *= projected[(t * 3 + 1) * width + f];
+  }
+}
+
 void lmstate_conv(const conv_args *a) {
 #pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
   conv_run(a);

@@ -32,8 +32,8 @@ class MixerParts(NamedTuple):
     arguments: bytes
     inputs: int
     outputs: int
-    tail: tuple[int, int]
-    state: tuple[int, int, int]
+    carry: tuple[tuple[int, ...], ...]
+    """A convolution's tail, and a state where there is one."""
 
 
 class Mixers:
@@ -114,7 +114,7 @@ def delta_parts(
         optional(norm.weight, "the norm's weight", value_dim),
         key_heads, heads, key_dim, value_dim, kernel, decays > heads, silu, beta_scale, norm.eps,
     )  # fmt: skip
-    return MixerParts(arguments, width + heads + decays, values, (kernel - 1, width), (heads, key_dim, value_dim))
+    return MixerParts(arguments, width + heads + decays, values, ((kernel - 1, width), (heads, key_dim, value_dim)))
 
 
 def ssd_parts(
@@ -147,7 +147,7 @@ def ssd_parts(
         heads, head_dim, groups, states, kernel, norm_groups, weights, gate_last,
         *dt_limits, 0.0 if norm is None else norm.eps,
     )  # fmt: skip
-    return MixerParts(arguments, width + heads, inner, (kernel - 1, width), (heads, head_dim, states))
+    return MixerParts(arguments, width + heads, inner, ((kernel - 1, width), (heads, head_dim, states)))
 
 
 def _folded(
@@ -163,8 +163,8 @@ def _folded(
     inputs, gate = _dense(inputs), None if gate is None else _dense(gate)
     tail, state = (part.contiguous() for part in carry)
     expect(inputs, "the inputs", (rows, tokens, parts.inputs))
-    expect(tail, "the tail", (rows, *parts.tail))
-    expect(state, "the carry", (rows, *parts.state))
+    expect(tail, "the tail", (rows, *parts.carry[0]))
+    expect(state, "the carry", (rows, *parts.carry[1]))
     if gate is not None:
         expect(gate, "the gate", (rows, tokens, parts.outputs))
     y = torch.empty(rows, tokens, outputs, dtype=torch.float32)
