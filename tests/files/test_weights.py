@@ -237,6 +237,8 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path):
         weights.linear("lm_head.weight")
     with pytest.raises(ModelError, match=r"\[128, 64\].*\[128, 65\]"):
         weights.linear(QKV[0], shape=(128, 65))
+    with pytest.raises(ModelError, match=r"q_proj.weight.*\[128, 64\].*\[127, 64\]"):
+        weights.linear(*QKV, shape=((127, 65, 64), 64))
     with pytest.raises(ModelError, match=r"model.norm.weight.*\[64\].*\[65\]"):
         weights.tensor("model.norm.weight", (65,))
     with pytest.raises(ModelError, match="cannot stack"):

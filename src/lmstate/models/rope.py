@@ -79,9 +79,11 @@ def rope_fields(config: Fields, kind: str | None = None) -> Fields:
     if kind is not None and isinstance(given.get(kind), dict):
         given = given.fields(kind) or given
     values = dict(given)
-    for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+    for name in ("rope_theta", "partial_rotary_factor"):
         if values.get(name) is None and config.get(name) is not None:
             values[name] = config[name]
+    if config.given("original_max_position_embeddings"):  # outside it goes before the one inside
+        values["original_max_position_embeddings"] = config["original_max_position_embeddings"]
     values.setdefault("rope_type", values.get("type", "default"))
     return Fields(values, "config.rope_parameters")
 
@@ -108,8 +110,8 @@ def make_rope(
     if name == "linear":
         return Rope(base / rope.float("factor", low=1e-6), interleaved=interleaved)
     if name == "llama3":
-        return Rope(_llama3(base, rope), interleaved=interleaved)
-    if name == "yarn":
+        return Rope(_llama3(base, rope, config), interleaved=interleaved)
+    if name == "yarn" and not rope.given("short_factor"):  # Phi-3 calls its longrope so, too
         try:
             frequencies, scale = _yarn(base, theta, rot, rope, config)
         except ArithmeticError as error:
@@ -121,6 +123,8 @@ def make_rope(
         return Rope(torch.cat([whole, still]) / rope.float("factor", low=1e-6, default=1.0), interleaved=interleaved)
     most = config.int("max_position_embeddings", low=1)
     if name == "dynamic":
+        if rot == 2:
+            raise ModelError(f"{rope.where}: a dynamic rope of 2 features has nothing to stretch")
         factor = rope.float("factor", low=1.0)
 
         def ntk(horizon: int) -> Tensor:
@@ -128,7 +132,7 @@ def make_rope(
             return 1.0 / grown**exponents
 
         return Rope(base, interleaved=interleaved, native=most, stretched=ntk, continuous=True)
-    if name in ("longrope", "su"):
+    if name in ("longrope", "su", "yarn"):
         return _longrope(base, rope, most, rot, interleaved)
     raise ModelError(
         f"rope type {name!r} is not known; known are default, linear, dynamic, llama3, yarn, longrope, proportional"
@@ -148,11 +152,12 @@ def ropes_by_kind(
     return full, make_rope(Fields(plain, config.where), head_dim)
 
 
-def _llama3(base: Tensor, rope: Fields) -> Tensor:
+def _llama3(base: Tensor, rope: Fields, config: Fields) -> Tensor:
     """Slow frequencies divided by `factor`, fast ones kept, those between blended (Llama 3.1)."""
     factor = rope.float("factor", low=1e-6)
     low, high = rope.float("low_freq_factor", low=1e-6), rope.float("high_freq_factor", low=1e-6)
-    native = rope.int("original_max_position_embeddings", low=1)
+    native = rope.int("original_max_position_embeddings", low=1, default=None)
+    native = native or config.int("max_position_embeddings", low=1)
     wavelength = 2 * math.pi / base
     blend = (native / wavelength - low) / (high - low)
     middle = (1 - blend) * base / factor + blend * base
@@ -172,7 +177,7 @@ def _yarn(base: Tensor, theta: float, rot: int, rope: Fields, config: Fields) ->
     def temperature(mscale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
-    scale = rope.float("attention_factor", default=None)
+    scale = rope.float("attention_factor", low=1e-6, high=1e6, default=None)
     if scale is None:
         mscale, over = rope.float("mscale", default=None), rope.float("mscale_all_dim", default=None)
         scale = temperature(mscale) / temperature(over) if mscale and over else temperature(1.0)
@@ -194,10 +199,11 @@ def _longrope(base: Tensor, rope: Fields, most: int, rot: int, interleaved: bool
     """One factor a dimension, a set for short texts and a set for long ones (Ding et al. 2024)."""
     native = rope.int("original_max_position_embeddings", low=2, default=None) or most
     short, long = (
-        torch.tensor(rope.floats(name, rot // 2), dtype=torch.float32) for name in ("short_factor", "long_factor")
+        torch.tensor(rope.floats(name, rot // 2, low=1e-6, high=1e6), dtype=torch.float32)
+        for name in ("short_factor", "long_factor")
     )
     factor = rope.float("factor", low=1e-6, default=None) or most / native
-    scale = rope.float("attention_factor", default=None)
+    scale = rope.float("attention_factor", low=1e-6, high=1e6, default=None)
     if scale is None:
         scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(native))
     stretched = base / long

@@ -6,6 +6,7 @@ from importlib import import_module
 
 from lmstate.errors import ModelError
 from lmstate.models.decoder import Model
+from lmstate.models.families.defaults import completed
 from lmstate.models.weights.weights import Weights
 from lmstate.models.weights.wrapped import TextPart
 
@@ -64,5 +65,6 @@ def build(w: Weights) -> Model:
     if family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise ModelError(f"models of the family {family!r} are not supported; supported are {known}")
+    w.config = completed(w.config)
     model: Model = import_module(f"lmstate.models.families.{FAMILIES[family]}").build(w)
     return model

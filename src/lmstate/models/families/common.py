@@ -93,10 +93,11 @@ def attention(
     `gate`: `q_proj` gives each query head's gate too. `out`: another name for `o_proj`.
     """
     width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    biased = w.config.bool("attention_bias", default=False)
     return Attention(
         w.linear(
             f"{prefix}.q_proj.weight", f"{prefix}.k_proj.weight", f"{prefix}.v_proj.weight",
-            shape=(width * (2 if gate else 1) + 2 * kv_width, shape.hidden),
+            shape=((width * (2 if gate else 1), kv_width, kv_width), shape.hidden),
         ),
         w.linear(f"{prefix}.{out}.weight", shape=(shape.hidden, width)),
         shape.heads,
@@ -108,8 +109,8 @@ def attention(
         softcap=softcap,
         q_norm=q_norm,
         k_norm=k_norm,
-        qkv_bias=biases(w, *(f"{prefix}.{part}_proj.bias" for part in "qkv")),
-        out_bias=biases(w, f"{prefix}.{out}.bias"),
+        qkv_bias=biases(w, *(f"{prefix}.{part}_proj.bias" for part in "qkv"), wanted=biased),
+        out_bias=biases(w, f"{prefix}.{out}.bias", wanted=biased),
         gate=gate,
     )  # fmt: skip
 
@@ -119,25 +120,29 @@ def mlp(
 ) -> MLP:  # fmt: skip
     """A gated feed-forward block: `gate_proj`, `up_proj`, `down_proj` under `prefix`, with or without biases."""
     gate, up, down = (f"{prefix}.{name}" for name in names)
+    biased = w.config.bool("mlp_bias", default=False)
     return MLP(
-        w.linear(f"{gate}.weight", f"{up}.weight", shape=(2 * inner, hidden)),
+        w.linear(f"{gate}.weight", f"{up}.weight", shape=((inner, inner), hidden)),
         w.linear(f"{down}.weight", shape=(hidden, inner)),
         act,
-        up_bias=biases(w, f"{gate}.bias", f"{up}.bias"),
-        down_bias=biases(w, f"{down}.bias"),
+        up_bias=biases(w, f"{gate}.bias", f"{up}.bias", wanted=biased),
+        down_bias=biases(w, f"{down}.bias", wanted=biased),
     )
 
 
-def biases(w: Weights, *names: str) -> Tensor | None:
-    """The biases of stacked projections in one vector, as long as those are high; None if the checkpoint has none."""
+def biases(w: Weights, *names: str, wanted: bool = False) -> Tensor | None:
+    """The biases of stacked projections in one vector, as long as those are high; None if the checkpoint has none.
+
+    `wanted`: it is an error if there are none.
+    """
 
     def rows(name: str) -> tuple[int, ...] | None:
         matrix = f"{name.removesuffix('bias')}weight"
         return w.shape(matrix)[:1] if w.has(matrix) else None
 
     found = [w.tensor(name, rows(name)) for name in names if w.has(name)]
-    if found and len(found) < len(names):
-        raise ModelError(f"only some of {', '.join(names)} are in the checkpoint; it is incomplete")
+    if len(found) < len(names) and (found or wanted):
+        raise ModelError(f"{w.source.path} lacks some of {', '.join(names)}; the checkpoint is incomplete")
     return torch.cat(found) if found else None
 
 
@@ -161,12 +166,16 @@ def decoder(
 ) -> Model:
     """A stack of `shape.layers` blocks between `embed_tokens` and `lm_head` (the embedding itself where they are tied).
 
-    `embed`: the embedding's name where it is another. `ignore`: patterns of tensors that the checkpoint holds and this
+    A checkpoint that holds a head of its own is not tied, whatever its config says. `embed`: the embedding's name where
+    it is another. `ignore`: patterns of tensors that the checkpoint holds and this
     model needs not (rotary tables, say).
     """
     config = w.config
-    embedding = w.linear(f"{embed or prefix + '.embed_tokens'}.weight", shape=(shape.vocab, shape.hidden))
-    tied = config.bool("tie_word_embeddings", default=False) or not w.has("lm_head.weight")
+    embedded = f"{embed or prefix + '.embed_tokens'}.weight"
+    embedding = w.linear(embedded, shape=(shape.vocab, shape.hidden))
+    tied = not w.has("lm_head.weight") or (
+        config.bool("tie_word_embeddings", default=False) and w.same("lm_head.weight", embedded)
+    )
     blocks = [block(index) for index in range(shape.layers)]
     model = Model(
         ModelConfig(
@@ -188,13 +197,20 @@ def decoder(
     return model
 
 
+def one_window(config: Fields, switch: bool) -> int | None:
+    """The sliding window of a config; `switch`: of a family where `use_sliding_window` may turn it off."""
+    if switch and not config.bool("use_sliding_window", default=True):
+        return None
+    return config.int("sliding_window", low=1, default=None)
+
+
 def windows(config: Fields, layers: int, *, full_every: int | None = None) -> list[int | None]:
     """Each layer's sliding window, from `layer_types` where the config has them and uses them.
 
     `full_every`: where it has none, one layer in so many sees everything (a config may say another number).
     """
-    size = config.int("sliding_window", low=1, default=None)
-    if size is None or not config.bool("use_sliding_window", default=True):
+    size = one_window(config, switch=True)
+    if size is None:
         return [None] * layers
     kinds = config.strs("layer_types", layers, allowed=("sliding_attention", "full_attention"), default=None)
     if kinds is not None:
@@ -216,8 +232,8 @@ def experts(
     if w.has(f"{prefix}.gate_up_proj"):
         return [
             MLP(
-                w.stacked(f"{prefix}.gate_up_proj", index, shape=(2 * inner, hidden)),
-                w.stacked(f"{prefix}.down_proj", index, shape=(hidden, inner)),
+                w.stacked(f"{prefix}.gate_up_proj", index, shape=(count, 2 * inner, hidden)),
+                w.stacked(f"{prefix}.down_proj", index, shape=(count, hidden, inner)),
                 act,
             )
             for index in range(count)

@@ -91,7 +91,7 @@ def latent_attention(
     return LatentAttention(
         w.linear(
             f"{prefix}.{first}.weight", f"{prefix}.kv_a_proj_with_mqa.weight",
-            shape=(width + latent + rope_dim, shape.hidden),
+            shape=((width, latent + rope_dim), shape.hidden),
         ),
         key_up.to(w.dtype).contiguous(),
         value_up.to(w.dtype).mT.contiguous(),

@@ -6,11 +6,13 @@ import torch
 from torch import Tensor
 
 from lmstate.errors import ModelError
+from lmstate.models.families.state_space import only_silu
 from lmstate.models.weights.weights import Weights
 
 
 def short_conv(w: Weights, prefix: str, width: int, kernel: int) -> Tensor:
     """The convolutions of q, k and v in one, `[F, C]`: stored so (`conv1d`), or in three parts (`q_conv1d`, ...)."""
+    only_silu(w.config)  # follows them
     if w.has(f"{prefix}.conv1d.weight"):
         return w.tensor(f"{prefix}.conv1d.weight", (width, 1, kernel))[:, 0]
     # Some files are cut in three equal parts and not between q, k and v, so only their sum is known.

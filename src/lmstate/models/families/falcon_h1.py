@@ -45,6 +45,10 @@ def build(w: Weights) -> Model:
     into, out_of = _multiplier(config, "attention_in_multiplier"), _multiplier(config, "attention_out_multiplier")
     # Scaling the input of attention scales queries and keys, so the scores twice, and values, so the output.
     scale = shape.head_dim**-0.5 * into**2 * _multiplier(config, "key_multiplier")
+    # Sizes that a config makes up are found out before there is as much of anything.
+    projected = 2 * sizes.inner + 2 * sizes.groups * sizes.state_size + sizes.heads
+    w.expect("model.layers.0.mamba.in_proj.weight", (projected, shape.hidden))
+    w.expect("model.layers.0.feed_forward.gate_proj.weight", (inner, shape.hidden))
     features = _feature_scale(config, sizes).to(w.device)
     gates = torch.tensor([gate_scale, 1.0], dtype=torch.float32, device=w.device).repeat_interleave(inner)
 

@@ -10,25 +10,12 @@ from lmstate.errors import ModelError
 from lmstate.models.decoder import Block, Model
 from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, mlp, norm, windows
 from lmstate.models.rope import make_rope, ropes_by_kind
-from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.weights import Weights
-
-# What Gemma 3's multimodal checkpoints leave out of their text_config.
-GEMMA3 = {
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "vocab_size": 262_208,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "tie_word_embeddings": True,
-}
 
 
 def build(w: Weights) -> Model:
     third = w.config.str("model_type") == "gemma3_text"
-    config = Fields({**(GEMMA3 if third else {}), **w.config}, w.config.where)
-    shape = Shape.of(config)
+    config, shape = w.config, Shape.of(w.config)
     if config.bool("use_bidirectional_attention", default=False):
         raise ModelError(f"{config.where} asks for attention in both directions, which is no language model's")
     inner = config.int("intermediate_size", low=1, high=MOST)

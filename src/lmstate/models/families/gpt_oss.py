@@ -53,7 +53,7 @@ def build(w: Weights) -> Model:
         router = Router(gate, config.int("num_experts_per_tok", low=1, high=count), normalise=True, bias=router_bias)
         inside = f"{prefix}.experts"
         up_biases, down_biases = _biases(w, inside, count, inner, shape.hidden)
-        matrices = [_expert(w, inside, index, inner, shape.hidden) for index in range(count)]
+        matrices = [_expert(w, inside, index, count, inner, shape.hidden) for index in range(count)]
         experts: list[FeedForward] = []
         for (up, down), up_bias, down_bias in zip(matrices, up_biases, down_biases, strict=True):
             if (alpha, limit) == (1.702, 7.0):
@@ -86,7 +86,7 @@ def _biases(w: Weights, prefix: str, count: int, inner: int, hidden: int) -> tup
     return torch.cat(parts, dim=1), down
 
 
-def _expert(w: Weights, prefix: str, index: int, inner: int, hidden: int) -> tuple[Weight, Weight]:
+def _expert(w: Weights, prefix: str, index: int, count: int, inner: int, hidden: int) -> tuple[Weight, Weight]:
     """One expert's gate over up `[2 * F, E]`, and its down `[E, F]`, from any of three forms.
 
     Matrices of its own (GGUF); MXFP4 blocks `[experts, N, K / 32, 16]`; floats `[experts, K, N]`. In the last two, rows
@@ -97,7 +97,7 @@ def _expert(w: Weights, prefix: str, index: int, inner: int, hidden: int) -> tup
     own = f"{prefix}.{index}"
     if w.has(f"{own}.down_proj.weight"):
         return (
-            w.linear(f"{own}.gate_proj.weight", f"{own}.up_proj.weight", shape=shape),
+            w.linear(f"{own}.gate_proj.weight", f"{own}.up_proj.weight", shape=((inner, inner), hidden)),
             w.linear(f"{own}.down_proj.weight", shape=shape_down),
         )
     order = torch.cat([torch.arange(0, 2 * inner, 2), torch.arange(1, 2 * inner, 2)])
@@ -108,9 +108,14 @@ def _expert(w: Weights, prefix: str, index: int, inner: int, hidden: int) -> tup
                 return mxfp4.take_apart(blocks[index], scales[index]).rows(rows)
 
             names = (f"{name}_blocks", f"{name}_scales")
+            outputs, inputs = size
+            w.expect(names[0], (count, outputs, inputs // 32, 16))
+            w.expect(names[1], (count, outputs, inputs // 32))
             return w.derived(f"{name}[{index}]", *names, make=make, shape=size, stored="int8")
 
         return made(gate_up, shape, order), made(down, shape_down, torch.arange(hidden))
+    w.expect(gate_up, (count, hidden, 2 * inner))
+    w.expect(down, (count, inner, hidden))
     return (
         w.derived(f"{gate_up}[{index}]", gate_up, make=lambda numbers: numbers[index].T[order], shape=shape),
         w.derived(f"{down}[{index}]", down, make=lambda numbers: numbers[index].T, shape=shape_down),

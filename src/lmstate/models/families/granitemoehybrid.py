@@ -85,8 +85,8 @@ def granite_experts(w: Weights, prefix: str, count: int, hidden: int, inner: int
         return experts(w, f"{prefix}.experts", count, hidden, inner, act)
     return [
         MLP(
-            w.stacked(f"{prefix}.input_linear.weight", index, shape=(2 * inner, hidden)),
-            w.stacked(f"{prefix}.output_linear.weight", index, shape=(hidden, inner)),
+            w.stacked(f"{prefix}.input_linear.weight", index, shape=(count, 2 * inner, hidden)),
+            w.stacked(f"{prefix}.output_linear.weight", index, shape=(count, hidden, inner)),
             act,
         )
         for index in range(count)

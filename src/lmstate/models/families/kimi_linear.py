@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from lmstate.errors import ModelError
 from lmstate.models.decoder import Block, Model
 from lmstate.models.families.common import (
@@ -95,11 +97,11 @@ def delta(w: Weights, prefix: str, shape: Shape, linear: Fields) -> GatedDelta:
         f"{prefix}.g_a_proj.weight",
     ]
     return GatedDelta(
-        w.linear(*names, shape=(3 * width + 2 * dim, shape.hidden)),
+        w.linear(*names, shape=((width, width, width, dim, dim), shape.hidden)),
         FloatWeight(w.tensor(f"{prefix}.b_proj.weight", (heads, shape.hidden))),
         w.linear(f"{prefix}.o_proj.weight", shape=(shape.hidden, width)),
         short_conv(w, prefix, 3 * width, kernel),
-        -w.tensor(f"{decay}A_log").reshape(heads).exp(),
+        -_of_heads(w, f"{decay}A_log", heads).exp(),
         w.tensor(f"{decay}dt_bias", (width,)),
         norm(w, f"{prefix}.o_norm.weight", dim, shape.eps),
         heads,
@@ -112,6 +114,14 @@ def delta(w: Weights, prefix: str, shape: Shape, linear: Fields) -> GatedDelta:
             w.tensor(f"{prefix}.g_b_proj.bias", optional=True),
         ),
     )
+
+
+def _of_heads(w: Weights, name: str, heads: int) -> Tensor:
+    """A number a head `[H]`, which some files keep as `[1, 1, H, 1]`."""
+    numbers = w.tensor(name)
+    if numbers.numel() != heads:
+        w.expect(name, (heads,))
+    return numbers.reshape(heads)
 
 
 def feed_forward(w: Weights, layer: str, shape: Shape, dense: bool) -> FeedForward:

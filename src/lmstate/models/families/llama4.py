@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -26,15 +27,20 @@ def build(w: Weights) -> Model:
     sparse = config.ints("moe_layers", default=None)
     sparse = tuple(range(step - 1, shape.layers, step)) if sparse is None else sparse
     every = config.int("no_rope_layer_interval", low=1, default=4)
-    rotates = config.ints("no_rope_layers", default=()) or tuple((i + 1) % every for i in range(shape.layers))
+    rotates: Sequence[int] = [(index + 1) % every for index in range(shape.layers)]
+    if config.get("no_rope_layers"):  # an empty list in early files
+        rotates = config.ints("no_rope_layers", shape.layers)
     kinds = config.strs(
         "layer_types", shape.layers, allowed=("chunked_attention", "full_attention"), default=None
     ) or tuple("chunked_attention" if turns else "full_attention" for turns in rotates)
     chunk = config.int("attention_chunk_size", low=1, default=None)
     rope = make_rope(config, shape.head_dim, theta=500_000.0, interleaved=True).to(w.device)
-    # A plain norm of queries and keys comes after they rotate, which does not change lengths: before is the same.
-    plain = Norm(torch.ones(shape.head_dim, dtype=torch.float32, device=w.device), shape.eps)
-    head_norm = plain if config.bool("use_qk_norm", default=True) else None
+    head_norm = None
+    if config.bool("use_qk_norm", default=True):
+        # A plain norm of queries and keys comes after they rotate. Before is the same where that keeps their lengths;
+        # a factor on all of them it would take away again, but for its share in epsilon.
+        ones = torch.ones(shape.head_dim, dtype=torch.float32, device=w.device)
+        head_norm, rope = Norm(ones, shape.eps / rope.scale**2), replace(rope, scale=1.0)
     temperature = None
     if config.get("attn_temperature_tuning", True):  # a number in early files
         temperature = Temperature(
@@ -52,6 +58,7 @@ def build(w: Weights) -> Model:
         def turned(numbers: Tensor) -> Tensor:  # stored [experts, K, N]
             return numbers[index].T
 
+        w.expect(name, (count, *reversed(size)))
         return w.derived(f"{name}[{index}]", name, make=turned, shape=size)
 
     def feed_forward(index: int, prefix: str) -> FeedForward:

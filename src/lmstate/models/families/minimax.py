@@ -86,7 +86,7 @@ def lightning(w: Weights, prefix: str, shape: Shape, index: int) -> Lightning:
     width = shape.heads * shape.head_dim
     rates = 2.0 ** (-8.0 / shape.heads * torch.arange(1, shape.heads + 1, dtype=torch.float32))  # [H], as in ALiBi
     return Lightning(
-        w.linear(f"{prefix}.qkv_proj.weight", f"{prefix}.output_gate.weight", shape=(4 * width, shape.hidden)),
+        w.linear(f"{prefix}.qkv_proj.weight", f"{prefix}.output_gate.weight", shape=((3 * width, width), shape.hidden)),
         w.linear(f"{prefix}.out_proj.weight", shape=(shape.hidden, width)),
         (rates * (1 - index / (shape.layers - 1 + 1e-5) + 1e-5)).to(w.device),
         norm(w, f"{prefix}.norm.weight", width, GATED_NORM_EPS),

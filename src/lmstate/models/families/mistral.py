@@ -14,7 +14,7 @@ from lmstate.models.families.common import (
     experts,
     mlp,
     norm,
-    windows,
+    one_window,
 )
 from lmstate.models.mlp import FeedForward
 from lmstate.models.moe import MixtureOfExperts, Router
@@ -26,7 +26,7 @@ from lmstate.ops import FloatWeight
 def build(w: Weights) -> Model:
     config, shape = w.config, Shape.of(w.config)
     inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
-    rope, window = make_rope(config, shape.head_dim).to(w.device), windows(config, shape.layers)
+    rope, window = make_rope(config, shape.head_dim).to(w.device), one_window(config, switch=False)
     count = expert_count(config)
 
     def feed_forward(layer: str) -> FeedForward:
@@ -45,7 +45,7 @@ def build(w: Weights) -> Model:
     def block(index: int) -> Block:
         layer = f"model.layers.{index}"
         return Block(
-            attention(w, f"{layer}.self_attn", shape, rope, window=window[index]),
+            attention(w, f"{layer}.self_attn", shape, rope, window=window),
             feed_forward(layer),
             norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps),
             norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps),

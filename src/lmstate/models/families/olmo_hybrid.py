@@ -64,7 +64,9 @@ def delta(w: Weights, prefix: str, shape: Shape) -> GatedDelta:
     keys, values = key_heads * key_dim, heads * value_dim
     gates = [w.tensor(f"{prefix}.{part}_proj.weight", (heads, shape.hidden)) for part in "ba"]
     return GatedDelta(
-        w.linear(*(f"{prefix}.{part}_proj.weight" for part in "qkvg"), shape=(2 * keys + 2 * values, shape.hidden)),
+        w.linear(
+            *(f"{prefix}.{part}_proj.weight" for part in "qkvg"), shape=((keys, keys, values, values), shape.hidden)
+        ),
         FloatWeight(torch.cat(gates)),
         w.linear(f"{prefix}.o_proj.weight", shape=(shape.hidden, values)),
         short_conv(w, prefix, 2 * keys + values, config.int("linear_conv_kernel_dim", low=1, high=256, default=4)),

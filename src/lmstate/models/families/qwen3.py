@@ -13,6 +13,7 @@ from lmstate.models.families.common import (
     experts,
     mlp,
     norm,
+    one_window,
     windows,
 )
 from lmstate.models.mlp import FeedForward
@@ -26,6 +27,8 @@ def build(w: Weights) -> Model:
     config, shape = w.config, Shape.of(w.config)
     inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
     rope, window = make_rope(config, shape.head_dim).to(w.device), windows(config, shape.layers)
+    if config.str("model_type") == "qwen3_moe":  # its config may name layers, which its published code does not ask
+        window = [one_window(config, switch=True)] * shape.layers
     count = expert_count(config)
     dense = config.ints("mlp_only_layers", default=()) or ()
     every = config.int("decoder_sparse_step", low=1, default=1)

@@ -57,7 +57,7 @@ def recurrent_block(w: Weights, prefix: str, shape: Shape, act: str) -> Recurren
         weights.append(w.tensor(f"{prefix}.rg_lru.{gate}_weight", (shape.heads, size, size)))
         biases.append(w.tensor(f"{prefix}.rg_lru.{gate}_bias", (shape.heads, size)))
     return RecurrentBlock(
-        w.linear(f"{prefix}.linear_x.weight", f"{prefix}.linear_y.weight", shape=(2 * width, shape.hidden)),
+        w.linear(f"{prefix}.linear_x.weight", f"{prefix}.linear_y.weight", shape=((width, width), shape.hidden)),
         torch.cat([w.tensor(f"{prefix}.linear_{part}.bias", (width,)) for part in "xy"]),
         w.linear(f"{prefix}.linear_out.weight", shape=(shape.hidden, width)),
         w.tensor(f"{prefix}.linear_out.bias", (shape.hidden,)),

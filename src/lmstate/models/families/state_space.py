@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lmstate.errors import ModelError
-from lmstate.models.families.common import MOST, Shape
+from lmstate.models.families.common import MOST, Shape, biases
 from lmstate.models.mixers.mamba import Mamba
 from lmstate.models.mixers.mamba2 import GatedNorm, Mamba2
 from lmstate.models.weights.fields import Fields
@@ -145,7 +145,7 @@ def mamba2(
         w.linear(f"{prefix}.in_proj.weight", shape=(inner + width + H, hidden)),
         w.linear(f"{prefix}.out_proj.weight", shape=(hidden, inner)),
         convolution(w, f"{prefix}.conv1d.weight", width, sizes.kernel),
-        w.tensor(f"{prefix}.conv1d.bias", (width,), optional=True),
+        biases(w, f"{prefix}.conv1d.bias", wanted=_conv_biased(w.config)),
         -w.tensor(f"{prefix}.A_log", (H,)).exp(),
         w.tensor(f"{prefix}.D", (H,)),
         w.tensor(f"{prefix}.dt_bias", (H,)),
@@ -169,7 +169,7 @@ def mamba(w: Weights, prefix: str, sizes: MambaShape, hidden: int, norms: tuple[
         w.linear(f"{prefix}.dt_proj.weight", shape=(inner, sizes.rank)),
         w.linear(f"{prefix}.out_proj.weight", shape=(hidden, inner)),
         convolution(w, f"{prefix}.conv1d.weight", inner, sizes.kernel),
-        w.tensor(f"{prefix}.conv1d.bias", (inner,), optional=True),
+        biases(w, f"{prefix}.conv1d.bias", wanted=_conv_biased(w.config)),
         w.tensor(f"{prefix}.dt_proj.bias", (inner,)),
         -w.tensor(f"{prefix}.A_log", (inner, size)).exp(),
         w.tensor(f"{prefix}.D", (inner,)),
@@ -179,6 +179,10 @@ def mamba(w: Weights, prefix: str, sizes: MambaShape, hidden: int, norms: tuple[
         w.tensor(f"{prefix}.in_proj.bias", (2 * inner,), optional=True),
         w.tensor(f"{prefix}.out_proj.bias", (hidden,), optional=True),
     )
+
+
+def _conv_biased(config: Fields) -> bool:
+    return config.bool("use_conv_bias", default=config.bool("mamba_conv_bias", default=False))
 
 
 def gated_norm(w: Weights, name: str, sizes: Mamba2Shape, *, gate_last: bool = False) -> GatedNorm:

@@ -52,7 +52,9 @@ def build(w: Weights) -> Model:
             attention_adapter = adapter(*lists, inputs=double, outputs=(width, kv_width, kv_width))
         return SharedTransformer(
             Attention(
-                w.linear(*(f"{seen}.{part}_proj.weight" for part in "qkv"), shape=(width + 2 * kv_width, double)),
+                w.linear(
+                    *(f"{seen}.{part}_proj.weight" for part in "qkv"), shape=((width, kv_width, kv_width), double)
+                ),
                 w.linear(f"{seen}.o_proj.weight", shape=(shape.hidden, width)),
                 shape.heads,
                 shape.kv_heads,
@@ -74,7 +76,7 @@ def build(w: Weights) -> Model:
         )
 
     def adapter(*lists: str, inputs: int, outputs: tuple[int, ...]) -> Adapter:
-        down = w.linear(*(f"{each}.0.weight" for each in lists), shape=(len(lists) * rank, inputs))
+        down = w.linear(*(f"{each}.0.weight" for each in lists), shape=([rank] * len(lists), inputs))
         ups = (w.linear(f"{each}.1.weight", shape=(size, rank)) for each, size in zip(lists, outputs))
         return Adapter(down, tuple(ups))
 

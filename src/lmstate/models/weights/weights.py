@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import fnmatch
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias, overload
 
@@ -89,6 +89,19 @@ class Weights:
             raise ModelError(f"{self.source.path} lacks the tensor {name!r}; the checkpoint is incomplete")
         return self.source.shape(name)
 
+    def same(self, one: str, other: str) -> bool:
+        """Whether two tensors that are there are of floats, and the same."""
+        if self.source.shape(one) != self.source.shape(other):
+            return False
+        first, second = self.source.read(one), self.source.read(other)
+        if isinstance(first, GroupedQuant) or isinstance(second, GroupedQuant):
+            return False
+        return first.dtype == second.dtype and torch.equal(first, second)
+
+    def expect(self, name: str, shape: tuple[int, ...] | None) -> None:
+        """`ModelError` unless a tensor is there, and has the shape where one is given."""
+        self._expect(name, self.shape(name), shape)
+
     @overload
     def tensor(self, name: str, shape: tuple[int, ...] | None = None, optional: Literal[False] = False) -> Tensor: ...
     @overload
@@ -100,36 +113,40 @@ class Weights:
         """
         if optional and not self.has(name):
             return None
-        self._check(name, shape)
+        self.expect(name, shape)
         self._asked.add(name)
         numbers = self.source.read(name)
         whole = numbers.dequantize() if isinstance(numbers, GroupedQuant) else numbers
         return whole.float().to(self.device)
 
-    def linear(self, *names: str, shape: tuple[int, int] | None = None) -> Weight:
+    def linear(self, *names: str, shape: tuple[int | Sequence[int], int] | None = None) -> Weight:
         """One matrix [N, K], or several stacked along the output axis (q, k, v), in the storage of `kind`.
 
-        Raises `ModelError` if one is absent, is no matrix, differs in K from the others, or if `shape` is given and is
-        not that of the stack. The same names give the same object again: tied weights stay one.
+        `shape`: N of each (a number for a single one), and K. Raises `ModelError` if one is absent, is no matrix,
+        differs in K from the others, or if `shape` is given and is not its own. The same names give the same object
+        again: tied weights stay one.
         """
         label = "+".join(names)
         if label not in self._made:
             shapes = [self.shape(name) for name in names]
             if any(len(each) != 2 or each[1] != shapes[0][1] for each in shapes):
                 raise ModelError(f"{self.source.path}: cannot stack {', '.join(names)} of shapes {shapes} as matrices")
-            self._expect(label, (sum(rows for rows, _ in shapes), shapes[0][1]), shape)
+            if shape is not None:
+                heights, width = shape
+                for name, height in zip(names, [heights] if isinstance(heights, int) else heights, strict=True):
+                    self.expect(name, (height, width))
             parts = [_Part((name,), self.source.stored(name)) for name in names]
             self._made[label] = self._matrix(label, parts)
         return self._made[label]
 
-    def stacked(self, name: str, index: int, shape: tuple[int, int] | None = None) -> Weight:
-        """Matrix `index` of a tensor [experts, N, K] that holds one per expert."""
+    def stacked(self, name: str, index: int, shape: tuple[int, int, int] | None = None) -> Weight:
+        """Matrix `index` of a tensor [experts, N, K] that holds one per expert; `shape`: that of the tensor."""
         label = f"{name}[{index}]"
         if label not in self._made:
             whole = self.shape(name)
             if len(whole) != 3 or not 0 <= index < whole[0]:
                 raise ModelError(f"{self.source.path}: tensor {name!r} of shape {list(whole)} has no matrix {index}")
-            self._expect(label, whole[1:], shape)
+            self.expect(name, shape)
             self._made[label] = self._matrix(label, [_Part((name,), self.source.stored(name), self._expert(index))])
         return self._made[label]
 
@@ -171,9 +188,6 @@ class Weights:
             )
         if self._packed is not None:
             self._packed.save()
-
-    def _check(self, name: str, shape: tuple[int, ...] | None) -> None:
-        self._expect(name, self.shape(name), shape)
 
     def _expect(self, label: str, found: tuple[int, ...], expected: tuple[int, ...] | None) -> None:
         if expected is not None and found != tuple(expected):
