@@ -103,12 +103,35 @@ def deepseek_v2() -> Any:
     )  # fmt: skip
 
 
+def qwen3_moe() -> Any:
+    """Layers of Qwen3-30B-A3B as they are, but for half of their experts, of which a token visits 8; and 4 layers."""
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(
+        vocab_size=32768, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=4,
+        num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=64, num_experts_per_tok=8,
+        norm_topk_prob=True, max_position_embeddings=32768,
+    )  # fmt: skip
+
+
+def lfm2() -> Any:
+    from transformers import Lfm2Config
+
+    kinds = ["full_attention" if index in (2, 5, 8, 10, 12, 14) else "conv" for index in range(16)]
+    return Lfm2Config(
+        vocab_size=65536, hidden_size=1024, intermediate_size=6656, num_hidden_layers=16, num_attention_heads=16,
+        num_key_value_heads=8, layer_types=kinds, block_multiple_of=256, max_position_embeddings=32768,
+    )  # fmt: skip
+
+
 SHAPES: dict[str, Callable[[], Any]] = {
     "qwen3.5-0.8b": qwen3_5,
     "granite-4.0-h-350m": granite4_h,
     "mamba2-130m": mamba2,
     "gemma-3-270m": gemma3,
     "deepseek-v2-small": deepseek_v2,
+    "lfm2-350m": lfm2,
+    "qwen3-moe-small": qwen3_moe,
 }
 
 
@@ -227,7 +250,7 @@ def measure(name: str, prefills: bool) -> Iterator[Result]:
         ours.prefill(prompt), peer.prefill(prompt)
         times = alternate(decode(ours), decode(peer), ROUNDS)
         row = result(name, f"decode at {len(prompt)}", times, STEPS, 4.0)
-        if not name.startswith("deepseek"):  # it has experts, of which a step reads few
+        if not name.endswith("small"):  # these have experts, of which a step reads few
             reached = step_bytes(ours.model, ours.state) / row.ours
             row = replace(row, share=reached / bandwidth(row.threads))
         yield row
