@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lmstate.errors import ModelError
-from lmstate.models.weights import fp8
-from lmstate.models.weights.fields import Fields
+from lmstate.models.weights import fp8, quantised
 from lmstate.models.weights.jsonfile import read_object
 from lmstate.models.weights.mapped import fingerprint
 from lmstate.models.weights.source import GroupedQuant, TokenizerFiles, dtype_name
@@ -28,11 +27,11 @@ class Checkpoint:
         if not (path / "config.json").is_file():
             raise ModelError(f"{path} has no config.json, so it is no checkpoint directory")
         self.config = read_object(path / "config.json")
-        quantisation = Fields(self.config, f"config of {path}").fields("quantization_config", Fields({}))
-        method = None if quantisation is None else quantisation.get("quant_method")
-        self._mxfp4 = method == "mxfp4"  # its blocks are bytes, which the family takes apart
+        quantisation = quantised.settings(self.config, path)
+        method = quantisation.get("quant_method")
+        self._mxfp4 = method == quantised.MXFP4
         self._fp8 = method in fp8.METHODS
-        self._fp8_block = fp8.block_of(quantisation) if quantisation is not None and self._fp8 else None
+        self._fp8_block = fp8.block_of(quantisation) if self._fp8 else None
         generation = path / "generation_config.json"
         self.generation: dict[str, Any] = read_object(generation) if generation.is_file() else {}
         self._shards = self._open_shards()
@@ -45,6 +44,7 @@ class Checkpoint:
         self._scales = {name: fp8.scales_of(name, self._where) for name in self._where if self._is_fp8(name)}
         beside = {each for name in self._scales for each in fp8.of_activations(name)}
         self._names = frozenset(self._where) - beside - set(self._scales.values())
+        quantised.check_read(quantisation, {name: self._where[name].entries[name] for name in self._names}, path)
 
     def names(self) -> frozenset[str]:
         return self._names

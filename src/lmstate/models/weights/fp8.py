@@ -15,7 +15,7 @@ from torch import Tensor
 from lmstate.models.weights.fields import Fields
 
 METHODS = ("fp8", "compressed-tensors", "fbgemm_fp8", "modelopt")
-"""The `quant_method`s whose 8-bit floats are read; whatever else they store is refused where it is met."""
+"""The `quant_method`s whose 8-bit floats are read; whatever else they store is refused."""
 
 SCALES = ("_scale_inv", "_scale")
 OF_ACTIVATIONS = ("activation_scale", "input_scale", "input_scale_ub")
