@@ -98,9 +98,10 @@ def open_source(path: Path) -> Source:
     """
     from lmstate.models.weights.checkpoint import Checkpoint
     from lmstate.models.weights.gguf_source import GgufSource
+    from lmstate.models.weights.renamed import plain
 
     if path.is_dir():
-        return Checkpoint(path)
+        return plain(Checkpoint(path))
     if not path.exists():
         raise FileNotFoundError(f"no such model file or directory: {path}")
     if path.suffix == ".gguf":
