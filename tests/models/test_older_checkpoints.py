@@ -118,11 +118,3 @@ def test_text_config_may_leave_out_what_gemma3_defaults_to(tmp_path: Path) -> No
 
     with pytest.raises(ModelError, match="262208"):  # the vocabulary that the full models have
         build(Weights(open_source(rewritten(tmp_path, "gemma3-multimodal", sparse)), "float32"))
-
-
-def test_a_tensor_of_no_known_part_is_not_ignored(tmp_path: Path) -> None:
-    folder = rewritten(tmp_path, "gemma3-multimodal", lambda config: None)
-    tensors = load_file(folder / "model.safetensors") | {"model.adapter.weight": torch.zeros(3)}
-    save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(ModelError, match="adapter"):
-        build(Weights(open_source(folder), "float32"))

@@ -2,61 +2,50 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-from torch import Tensor
-
+from lmstate.errors import ModelError
 from lmstate.models.weights.fields import Fields
-from lmstate.models.weights.source import GroupedQuant, Source, TokenizerFiles
+from lmstate.models.weights.renamed import BASES, HEAD, Renamed, require_head, with_head
+from lmstate.models.weights.source import Source
 
-# Where wrappers put the text model's tensors, and the names that the text model alone has.
-PREFIXES = (
-    ("language_model.model.", "model."),
-    ("language_model.lm_head.", "lm_head."),
-    ("model.language_model.", "model."),
-)
-# Beginnings of the names of what is no part of it.
-OTHERS = (
-    "vision_tower.", "vision_model.", "visual.", "audio_tower.", "multi_modal_projector.", "embed_vision.",
-    "embed_audio.", "mtp.",
-)  # fmt: skip
+# Where wrappers put the text model, with its head or without, and where its head is.
+TEXT = re.compile(r"(model\.)?(language|text)_model\.")
+TEXT_HEAD = re.compile(r"(model\.)?((language|text)_model\.)?lm_head\.")
+# The text model's own names, for a wrapper that leaves it as it is.
+OWN = (*BASES.values(), HEAD)
 
 
-class TextPart:
-    """A `Source` over the text model of a wrapper: its `text_config`, its tensors under their plain names."""
+class TextPart(Renamed):
+    """A `Source` over the text model of a wrapper: its `text_config`, its tensors under their plain names.
+
+    What lies outside of the text model is another part's, whatever its name, and left out; what lies inside is all
+    there, so that a tensor which the text model does not use stays an error. Raises `ModelError` if there is none.
+    """
 
     def __init__(self, whole: Source, text_config: Fields) -> None:
-        self.whole = whole
-        self.path = whole.path
-        self.generation = whole.generation
-        self.config: dict[str, Any] = dict(text_config)
+        config: dict[str, Any] = dict(text_config)
         for name in ("tie_word_embeddings", "quantization_config"):  # some wrappers say it outside only
-            if self.config.get(name) is None and whole.config.get(name) is not None:
-                self.config[name] = whole.config[name]
-        self._names = {plain: name for name in whole.names() if (plain := _plain(name)) is not None}
-
-    def names(self) -> frozenset[str]:
-        return frozenset(self._names)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.whole.shape(self._names[name])
-
-    def stored(self, name: str) -> str:
-        return self.whole.stored(self._names[name])
-
-    def read(self, name: str) -> Tensor | GroupedQuant:
-        return self.whole.read(self._names[name])
-
-    def key(self) -> str:
-        return self.whole.key()
-
-    def tokenizer_files(self) -> TokenizerFiles | None:
-        return self.whole.tokenizer_files()
+            if config.get(name) is None and whole.config.get(name) is not None:
+                config[name] = whole.config[name]
+        pairs = [(plain, name) for name in whole.names() if (plain := _plain(name)) is not None]
+        if all(plain.startswith(HEAD) for plain, _ in pairs):  # it is in none of those places
+            pairs = [(name, name) for name in whole.names() if name.startswith(OWN)]
+        super().__init__(whole, with_head(pairs), config)
+        if not any(base + embedding in self.names() for embedding, base in BASES.items()):
+            raise ModelError(
+                f"{whole.path} wraps a text model, says its config, and no embedding of one is where lmstate looks: "
+                f"under language_model. or text_model., alone or after model., or under model. itself. The checkpoint "
+                f"is incomplete, or its tensors are named in a way that is not supported"
+            )
+        require_head(self, text_config, whole.config)
 
 
 def _plain(name: str) -> str | None:
     """The text model's own name of a tensor; None if the tensor is not of the text model."""
-    for prefix, plain in PREFIXES:
-        if name.startswith(prefix):
-            return plain + name[len(prefix) :]
-    return None if name.removeprefix("model.").startswith(OTHERS) else name
+    if head := TEXT_HEAD.match(name):
+        return HEAD + name[head.end() :]
+    if text := TEXT.match(name):
+        return name[text.end() :]
+    return None
