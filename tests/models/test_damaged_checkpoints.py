@@ -72,6 +72,7 @@ CASES: dict[str, tuple[str, Change, str]] = {
     ),
     "biases of feed-forward parts": ("llama", without(mlp_bias=True), r"lacks some of .*gate_proj\.bias"),
     "bias of a convolution": ("mamba2", without("conv1d.bias", use_conv_bias=True), r"lacks some of .*conv1d\.bias"),
+    "a head": ("llama", without("lm_head.weight", tie_word_embeddings=False), "base model without"),
     "rows of k in q": ("llama", moved("k_proj.weight", "q_proj.weight"), r"[qk]_proj\.weight has the shape"),
     "rows of up in gate": ("llama", moved("up_proj.weight", "gate_proj.weight"), r"gate_proj\.weight has the shape"),
     "an expert too many": ("gpt_oss", tensor("experts.gate_up_proj", one_more), r"gate_up_proj has the shape"),

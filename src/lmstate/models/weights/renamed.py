@@ -58,9 +58,8 @@ class Renamed:
 def plain(source: Source) -> Source:
     """A checkpoint under the names that its model has in memory: not compiled, and with a head."""
     pairs = [(name.replace(COMPILED, ""), name) for name in source.names() if not name.endswith(CONSTANTS)]
-    headed = with_head(pairs)
-    whole = Renamed(source, headed, source.config)
-    if headed != pairs:
+    whole = Renamed(source, with_head(pairs), source.config)
+    if source.config.get("text_config") is None:  # that of a wrapper is looked for in its text model
         require_head(whole, source.config)
     return whole
 
@@ -80,6 +79,7 @@ def require_head(source: Source, *configs: Mapping[str, Any]) -> None:
     said = [config["tie_word_embeddings"] for config in configs if config.get("tie_word_embeddings") is not None]
     if f"{HEAD}weight" not in source.names() and said and True not in said:
         raise ModelError(
-            f"{source.path} is a base model without a language model head: it has no {HEAD}weight, and its config says "
-            f"that the embedding is no head (tie_word_embeddings is false). Load a checkpoint that was saved with one"
+            f"{source.path} is incomplete, or a base model without a language model head: it has no {HEAD}weight, and "
+            f"its config says that the embedding is no head (tie_word_embeddings is false). Load a checkpoint that was "
+            f"saved with one"
         )
