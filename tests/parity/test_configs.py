@@ -88,6 +88,11 @@ def test_every_layer_of_mistral_has_the_window(case: str, field: Config, tmp_pat
     same(*saved(tmp_path, case, lambda config: config.update(field)))
 
 
+def test_layer_types_of_mistral_are_those_of_ministral(tmp_path: Path) -> None:
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    same(*saved(tmp_path, "mistral", lambda config: config.update(layer_types=kinds)))
+
+
 def test_every_layer_of_qwen3_moe_has_the_window(tmp_path: Path) -> None:
     more = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 2}
     same(*saved(tmp_path, "qwen3_moe", lambda config: config.update(more)))

@@ -15,6 +15,7 @@ from lmstate.models.families.common import (
     mlp,
     norm,
     one_window,
+    windows,
 )
 from lmstate.models.mlp import FeedForward
 from lmstate.models.moe import MixtureOfExperts, Router
@@ -26,7 +27,9 @@ from lmstate.ops import FloatWeight
 def build(w: Weights) -> Model:
     config, shape = w.config, Shape.of(w.config)
     inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
-    rope, window = make_rope(config, shape.head_dim).to(w.device), one_window(config, switch=False)
+    rope, window = make_rope(config, shape.head_dim).to(w.device), [one_window(config, switch=False)] * shape.layers
+    if config.str("model_type") == "mistral" and config.given("layer_types"):  # Ministral, under the older name
+        window = windows(config, shape.layers)
     count = expert_count(config)
 
     def feed_forward(layer: str) -> FeedForward:
@@ -45,7 +48,7 @@ def build(w: Weights) -> Model:
     def block(index: int) -> Block:
         layer = f"model.layers.{index}"
         return Block(
-            attention(w, f"{layer}.self_attn", shape, rope, window=window),
+            attention(w, f"{layer}.self_attn", shape, rope, window=window[index]),
             feed_forward(layer),
             norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps),
             norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps),
