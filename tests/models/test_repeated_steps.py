@@ -19,7 +19,18 @@ from lmstate.models.moe import MixtureOfExperts
 from lmstate.ops import dispatch
 from tests.zoo import ours, text
 
-CASES = ["llama", "mistral", "gemma3", "qwen3_5", "granitemoehybrid", "mamba2", "qwen3_moe", "gpt_oss-gate", "lfm2"]
+CASES = [
+    "llama",
+    "mistral",
+    "gemma3",
+    "qwen3_5",
+    "granitemoehybrid",
+    "mamba2",
+    "qwen3_moe",
+    "gpt_oss-gate",
+    "lfm2",
+    "falcon_h1",
+]
 native = pytest.mark.skipif(dispatch.choice().library is None, reason="the references have no run of blocks")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import lmstate.ops as ops
 from lmstate import kv
 from lmstate.models.block import Block, run_blocks
 from lmstate.models.mixers.attention import Attention
+from lmstate.models.mixers.parallel import Parallel
 from lmstate.models.mlp import MLP
 from lmstate.models.rope import Rope
 from lmstate.ops import Norm
@@ -200,6 +202,19 @@ def stack(kind: type[Block]) -> list[Block]:
         kind(recurrent["delta with a decay a channel"], mlp("relu2"), norm_fixed(), norm_fixed(), parallel=True),
         kind(recurrent["delta"], mlp("gelu"), norm_fixed(), norm_fixed(), parallel=True),
         kind(recurrent["state space without a norm"], mlp("gelu"), None, norm_fixed(), norm_of(EMBED)),
+        kind(
+            Parallel(mixers[1], recurrent["state space in groups"], 0.7, 1.3),
+            replace(mlp(), factors=torch.rand(320)),
+            norm_fixed(),
+            norm_fixed(),
+        ),
+        kind(
+            Parallel(mixers[0], replace(recurrent["state space"], scale=torch.rand(276)), 0.5),
+            mlp("gelu"),
+            norm_fixed(),
+            norm_fixed(),
+            scale=0.5,
+        ),
         kind(recurrent["convolution"], mlp(), norm_fixed(), norm_fixed()),
         kind(recurrent["convolution of one, with biases"], None, norm_fixed(), None, norm_of(EMBED), None, 0.5),
         kind(mixers[1], mlp(), norm_fixed(), norm_fixed()),
@@ -241,7 +256,8 @@ def test_attention_and_recurrences_wait_together(variant: str, monkeypatch: pyte
     for memory in memories:
         memory.reserve(step)
     run_blocks(blocks, torch.randn(2, 2, EMBED), step, memories)
-    assert runs == [2 * len(blocks) - sum(block.mlp is None for block in blocks)]
+    halves = [(block.mlp is not None) + 1 + isinstance(block.mixer, Parallel) for block in blocks]
+    assert runs == [sum(halves)]
 
 
 def test_a_weight_that_was_replaced_is_read(variant: str) -> None:

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import is_
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from lmstate import ops
-from lmstate.models.mixers.mixer import JoiningMixer, Mixer
+from lmstate.models.mixers.mixer import Halves, JoiningMixer, Mixer
 from lmstate.models.mlp import MLP, FeedForward
 from lmstate.models.moe import MixtureOfExperts
 from lmstate.ops import Norm, Residual
-from lmstate.state import FoldState, KeyValueState, LayerState, Step
+from lmstate.state import CompositeState, FoldState, KeyValueState, LayerState, Step
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +68,7 @@ class Block:
         return self.mlp(x, self.mlp_norm, Residual(mixed, self.after_mlp, self.scale))
 
     @cached_property
-    def _joining(self) -> tuple[JoiningMixer, ops.Half[Any]] | None:
+    def _joining(self) -> tuple[JoiningMixer, Halves] | None:
         """The mixer and what waits of it, where it is one of those that may wait in a run."""
         if not isinstance(self.mixer, JoiningMixer):
             return None
@@ -107,12 +107,12 @@ _kept: WeakKeyDictionary[LayerState, _Kept] = WeakKeyDictionary()  # of a state'
 
 def _repeated(run: ops.Run, blocks: Sequence[Block], step: Step, layers: Sequence[LayerState]) -> bool:
     """Have all parts wait as in the step before; False where that does not hold any more."""
-    kept = _kept.get(layers[0]) if layers else None
+    kept, members = (_kept.get(layers[0]) if layers else None), _members(layers)
     if kept is None or len(kept.blocks) != len(blocks) or not all(map(is_, kept.blocks, blocks)):
         return False
-    folds = [memory for memory in layers if isinstance(memory, FoldState)]
+    folds = [memory for memory in members if isinstance(memory, FoldState)]
     carries = [carry for memory in folds if (carry := memory.at_once(step))]
-    rings = [ring for memory in layers if isinstance(memory, KeyValueState) and (ring := memory.rings(step))]
+    rings = [ring for memory in members if isinstance(memory, KeyValueState) and (ring := memory.rings(step))]
     rotations = [one for turner in kept.turners if (one := turner.rotation(step))]
     folded = run.repeats(kept.chain, rings, carries, rotations)
     for memory, each in zip(folds, folded or ()):
@@ -120,10 +120,21 @@ def _repeated(run: ops.Run, blocks: Sequence[Block], step: Step, layers: Sequenc
     return folded is not None
 
 
+def _members(layers: Sequence[LayerState]) -> list[LayerState]:
+    """What attends or folds alone: the layer states, and of one that does both its members."""
+    members: list[LayerState] = []
+    for memory in layers:
+        if isinstance(memory, CompositeState) and not isinstance(memory, KeyValueState):
+            members += memory.members
+        else:
+            members.append(memory)
+    return members
+
+
 def _keep(run: ops.Run, blocks: Sequence[Block], step: Step, layers: Sequence[LayerState]) -> None:
     """Remember the chain that waits, if all parts of the blocks are in it."""
     chain = run.chain()
-    if chain is None or not layers or len(chain.rings) + len(chain.folds) != len(layers):
+    if chain is None or not layers or len(chain.rings) + len(chain.folds) != len(_members(layers)):
         return
     mixers = [block.mixer for block in blocks if isinstance(block.mixer, JoiningMixer)]
     turners = {id(mixer.rotation(step)): mixer for mixer in mixers}

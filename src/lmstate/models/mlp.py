@@ -19,7 +19,10 @@ class FeedForward(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class MLP:
-    """`down(act(gate x) * up x)`, with gate and up in one matrix `[2 * F, E]`; `down(act(up x))` if not `gated`."""
+    """`down(act(gate x) * up x)`, with gate and up in one matrix `[2 * F, E]`; `down(act(up x))` if not `gated`.
+
+    `factors` multiply what that matrix and its bias give.
+    """
 
     up: Weight
     down: Weight
@@ -27,14 +30,18 @@ class MLP:
     gated: bool = True
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    factors: Tensor | None = None  # float32 [2 * F]
 
     def __call__(self, x: Tensor, norm: Norm | None = None, residual: Residual | None = None) -> Tensor:
-        if self.gated:
+        if self.gated and self.factors is None:
             return ops.feed_forward(
                 x, self.up, self.down, self.act,
                 norm=norm, up_bias=self.up_bias, down_bias=self.down_bias, residual=residual,
             )  # fmt: skip
         hidden = ops.linear(x, self.up, self.up_bias, norm=norm)
+        hidden = hidden if self.factors is None else hidden * self.factors
+        if self.gated:
+            return ops.linear(hidden, self.down, self.down_bias, gate=self.act, residual=residual)
         return ops.linear(ops.activation(self.act)(hidden), self.down, self.down_bias, residual=residual)
 
     def half(self, norm: Norm | None, after: Norm | None, scale: float, parallel: bool) -> ops.FeedForwardHalf | None:
@@ -42,5 +49,5 @@ class MLP:
         if not self.gated:
             return None
         return ops.FeedForwardHalf(
-            self.up, self.down, self.act, norm, after, scale, self.up_bias, self.down_bias, parallel
+            self.up, self.down, self.act, norm, after, scale, self.up_bias, self.down_bias, parallel, self.factors
         )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeGuard
 
 import torch
 from torch import Tensor
@@ -76,6 +76,11 @@ class Router:
         return grouped.masked_fill(left_out[..., None], float("-inf")).flatten(-2)
 
 
+def _plain(expert: FeedForward) -> TypeGuard[MLP]:
+    """Whether the native body knows what an expert is made of."""
+    return isinstance(expert, MLP) and expert.gated and expert.factors is None
+
+
 @dataclass(frozen=True, eq=False)
 class MixtureOfExperts:
     """Each token goes through the experts that `router` chose, and through `shared` where there is one.
@@ -101,11 +106,8 @@ class MixtureOfExperts:
 
     def half(self, norm: Norm | None, after: Norm | None, scale: float, parallel: bool) -> ops.ExpertsHalf | None:
         """What may wait in a run of layers, with the norms before and after it; None if this one never does."""
-        experts = [expert for expert in self.experts if isinstance(expert, MLP) and expert.gated]
-        shared = self.shared
-        if parallel or len(experts) < len(self.experts):
-            return None
-        if not (shared is None or (isinstance(shared, MLP) and shared.gated)):
+        experts, shared = [expert for expert in self.experts if _plain(expert)], self.shared
+        if parallel or len(experts) < len(self.experts) or not (shared is None or _plain(shared)):
             return None
         return ops.ExpertsHalf(
             self.router, experts, shared, self.shared_gate, self.weigh_input, norm, after, scale

@@ -136,7 +136,7 @@ class AttentionHalf(Half[bytes]):
 
 @dataclass(eq=False)
 class FeedForwardHalf(Half[bytes]):
-    """`stream + scale * after(down(act(gate) * up))` with gate | up = `up(norm(x))`."""
+    """`stream + scale * after(down(act(gate) * up))` with gate | up = `factors * up(norm(x))`."""
 
     up: Weight
     down: Weight
@@ -148,6 +148,7 @@ class FeedForwardHalf(Half[bytes]):
     down_bias: Tensor | None = None
     parallel: bool = False
     """It reads what the half before it read, and is added to what that one gave."""
+    factors: Tensor | None = None
 
     @cached_property
     def ends(self) -> tuple[Weight, Weight]:
@@ -155,7 +156,7 @@ class FeedForwardHalf(Half[bytes]):
 
     @cached_property
     def others(self) -> list[Tensor]:
-        return tensors_of(self.norm, self.after, self.up_bias, self.down_bias)
+        return tensors_of(self.norm, self.after, self.up_bias, self.down_bias, self.factors)
 
     def pack(self, library: Library) -> bytes | None:
         known = self.act in library.GATES and simple(self.norm, self.after)

@@ -100,6 +100,8 @@ class StateSpaceParts(Protocol):
     def dt_limits(self) -> tuple[float, float]: ...
     @property
     def norm(self) -> StateSpaceNorm | None: ...
+    @property
+    def scale(self) -> Tensor | None: ...
 
 
 class ConvParts(Protocol):
@@ -159,6 +161,8 @@ class SsdHalf(RecurrentHalf):
     norm: Norm | None = None
     after: Norm | None = None
     scale: float = 1.0
+    parallel: bool = False
+    """As in `FeedForwardHalf`."""
 
     @cached_property
     def ends(self) -> tuple[Weight, Weight]:
@@ -168,7 +172,7 @@ class SsdHalf(RecurrentHalf):
     def others(self) -> list[Tensor]:
         p = self.parts
         gated = None if p.norm is None else p.norm.norm
-        own = p.bias, p.out_bias, p.conv, p.conv_bias, p.A, p.D, p.dt_bias, gated
+        own = p.bias, p.scale, p.out_bias, p.conv, p.conv_bias, p.A, p.D, p.dt_bias, gated
         return tensors_of(self.norm, self.after, *own)
 
     def pack(self, library: Library) -> Recurrence | None:

@@ -196,15 +196,21 @@ class Run:
 
     def folds(self, half: RecurrentHalf, carry: Sequence[Tensor]) -> Folded | None:
         """Have a recurrent layer wait; None where no native body does it. What it gives is there once the run goes."""
-        library = self._library
-        if library is None or self._counts is None or (layer := half.ready(library)) is None:
-            return None
-        if torch.is_grad_enabled() and any(map(requires_grad, carry)):
+        layer = self.foldable(half, carry)
+        if layer is None:
             return None
         self._wait(half, b"")
         place = len(self._waiting.arguments) - 1
         self._waiting.folds[place] = layer
         return self._waiting.carry(place, layer, carry, *self._shape)
+
+    def foldable(self, half: RecurrentHalf, carry: Sequence[Tensor]) -> Recurrence | None:
+        """What of a recurrent layer would wait; None where no native body does it."""
+        if self._library is None or self._counts is None:
+            return None
+        if torch.is_grad_enabled() and any(map(requires_grad, carry)):
+            return None
+        return half.ready(self._library)
 
     def chain(self) -> Chain | None:
         """All that waits, for later steps; None where that is not all there was, or more will differ in them."""

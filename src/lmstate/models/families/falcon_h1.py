@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from lmstate import ops
 from lmstate.models.decoder import Block, Model
 from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, mlp, norm
 from lmstate.models.families.state_space import Mamba2Shape, gated_norm, mamba2
@@ -18,21 +17,6 @@ from lmstate.models.mlp import MLP
 from lmstate.models.rope import make_rope
 from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.weights import Weights
-from lmstate.ops import Norm, Residual
-
-
-@dataclass(eq=False)
-class ScaledMLP:
-    """`down(act(gate x * gate_scale) * up x) * down_scale`"""
-
-    mlp: MLP
-    gate_scale: Tensor  # float32 [2 * F]: of the gate's half, and ones
-    down_scale: float
-
-    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Residual | None = None) -> Tensor:
-        hidden = ops.linear(x, self.mlp.up, self.mlp.up_bias, norm=norm) * self.gate_scale
-        out = ops.linear(hidden, self.mlp.down, self.mlp.down_bias, gate=self.mlp.act) * self.down_scale
-        return out if residual is None else residual.added(out)
 
 
 def build(w: Weights) -> Model:
@@ -50,7 +34,8 @@ def build(w: Weights) -> Model:
     w.expect("model.layers.0.mamba.in_proj.weight", (projected, shape.hidden))
     w.expect("model.layers.0.feed_forward.gate_proj.weight", (inner, shape.hidden))
     features = _feature_scale(config, sizes).to(w.device)
-    gates = torch.tensor([gate_scale, 1.0], dtype=torch.float32, device=w.device).repeat_interleave(inner)
+    # Scaling what comes down is scaling what goes up beside the gate.
+    factors = torch.tensor([gate_scale, down_scale], dtype=torch.float32, device=w.device).repeat_interleave(inner)
 
     def seen(layer: str) -> Attention:
         plain = attention(w, f"{layer}.self_attn", shape, rope, scale=scale)
@@ -62,14 +47,18 @@ def build(w: Weights) -> Model:
             gate_last = config.bool("mamba_norm_before_gate", default=True)
             gated = gated_norm(w, f"{layer}.mamba.norm.weight", sizes, gate_last=gate_last)
         plain = mamba2(w, f"{layer}.mamba", sizes, shape.hidden, norm=gated)
-        bias = None if plain.bias is None else plain.bias * features
-        return replace(plain, scale=features * _multiplier(config, "ssm_in_multiplier"), bias=bias)
+        within = _multiplier(config, "ssm_in_multiplier")
+        return replace(plain, scale=features * within, bias=_divided(plain.bias, within))
+
+    def feed_forward(prefix: str) -> MLP:
+        plain = mlp(w, prefix, shape.hidden, inner, act)
+        return replace(plain, factors=factors, down_bias=_divided(plain.down_bias, 1 / down_scale))
 
     def block(index: int) -> Block:
         layer = f"model.layers.{index}"
         return Block(
             Parallel(seen(layer), space(layer), into * out_of, _multiplier(config, "ssm_out_multiplier")),
-            ScaledMLP(mlp(w, f"{layer}.feed_forward", shape.hidden, inner, act), gates, down_scale),
+            feed_forward(f"{layer}.feed_forward"),
             norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps),
             norm(w, f"{layer}.pre_ff_layernorm.weight", shape.hidden, shape.eps),
         )

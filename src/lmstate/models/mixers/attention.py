@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lmstate import ops
-from lmstate.models.mixers.mixer import JoiningMixer
+from lmstate.models.mixers.mixer import Halves, JoiningMixer
 from lmstate.models.rope import Rope
 from lmstate.ops import Norm, Residual, Weight
 from lmstate.state import KeyValueState, LayerState, Layout, Step, attention_state
@@ -71,7 +70,7 @@ class Attention(JoiningMixer):
     def half(self, norm: Norm | None, after: Norm | None, scale: float) -> ops.AttentionHalf | None:
         return None if self.temperature is not None else ops.AttentionHalf(self, norm, after, scale)
 
-    def joins(self, run: ops.Run, half: ops.Half[Any], step: Step, memory: LayerState) -> bool:
+    def joins(self, run: ops.Run, half: Halves, step: Step, memory: LayerState) -> bool:
         assert isinstance(memory, KeyValueState) and isinstance(half, ops.AttentionHalf)
         if not run.native or (rings := memory.rings(step)) is None:
             return False

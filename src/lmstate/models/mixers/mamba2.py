@@ -29,7 +29,7 @@ class Mamba2(RecurrentMixer):
     """The mixer of Dao and Gu 2024 (2405.21060), of H heads of P features, their states N wide, in G groups.
 
     `project [I + (I + 2 * G * N) + H, E]` gives gate | x, B, C | dt, with I = H * P. The fold takes x, B, C and dt; the
-    gate and what comes after it need no memory. `scale` multiplies what was projected (before its bias).
+    gate and what comes after it need no memory. `scale` multiplies what was projected, with its bias.
     """
 
     project: Weight
@@ -87,15 +87,12 @@ class Mamba2(RecurrentMixer):
             gate_last=gated is not None and gated.gate_last,
         )
 
-    def half(self, norm: Norm | None, after: Norm | None, scale: float) -> ops.SsdHalf | None:
-        return None if self.scale is not None else ops.SsdHalf(self, norm, after, scale)
+    def half(self, norm: Norm | None, after: Norm | None, scale: float, parallel: bool = False) -> ops.SsdHalf:
+        return ops.SsdHalf(self, norm, after, scale, parallel)
 
     def apart(self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
         assert isinstance(memory, FoldState)
-        if self.scale is None:
-            projected = ops.linear(x, self.project, self.bias, norm=norm)
-        else:
-            projected = ops.linear(x, self.project, norm=norm) * self.scale
-            projected = projected if self.bias is None else projected + self.bias
+        projected = ops.linear(x, self.project, self.bias, norm=norm)
+        projected = projected if self.scale is None else projected * self.scale
         y = memory.advance(projected[..., self.inner :], step, beside=projected[..., : self.inner])
         return ops.linear(y, self.out, self.out_bias, residual=residual)

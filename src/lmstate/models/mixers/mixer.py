@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
 from lmstate import ops
 from lmstate.ops import Norm, Residual
 from lmstate.state import FoldState, LayerState, Layout, Step
+
+Halves: TypeAlias = ops.Half[Any] | tuple[ops.Half[Any], ops.Half[Any]]
 
 
 class Mixer(Protocol):
@@ -34,11 +36,11 @@ class JoiningMixer(ABC):
     """One that may wait in a run of layers, as a half of its block. Called alone, it is a run of its own if it can."""
 
     @abstractmethod
-    def half(self, norm: Norm | None, after: Norm | None, scale: float) -> ops.Half[Any] | None:
+    def half(self, norm: Norm | None, after: Norm | None, scale: float) -> Halves | None:
         """What waits, with the norms before and after it; None if this one never does."""
 
     @abstractmethod
-    def joins(self, run: ops.Run, half: ops.Half[Any], step: Step, memory: LayerState) -> bool:
+    def joins(self, run: ops.Run, half: Halves, step: Step, memory: LayerState) -> bool:
         """Have its half wait in a run; False where it cannot."""
 
     def rotation(self, step: Step) -> ops.Rotation | None:
@@ -64,7 +66,7 @@ class JoiningMixer(ABC):
 class RecurrentMixer(JoiningMixer):
     """One whose memory is a fold with a convolution's tail, and mostly a state."""
 
-    def joins(self, run: ops.Run, half: ops.Half[Any], step: Step, memory: LayerState) -> bool:
+    def joins(self, run: ops.Run, half: Halves, step: Step, memory: LayerState) -> bool:
         assert isinstance(memory, FoldState) and isinstance(half, ops.RecurrentHalf)
         if not run.native or (carry := memory.at_once(step)) is None:
             return False

@@ -8,10 +8,15 @@
 
 static void feed_forward_products(const feed_forward_args *a, half_products *p) {
   p->into.weight = a->up, p->into.bias = a->up_bias, p->into.norm = a->norm, p->into.eps = a->eps;
-  p->into.kind = a->up_kind, p->into.inputs = a->inputs, p->into.outputs = 2 * a->hidden;
+  p->into.factors = a->factors, p->into.kind = a->up_kind, p->into.inputs = a->inputs, p->into.outputs = 2 * a->hidden;
   p->out.weight = a->down, p->out.bias = a->down_bias, p->out.after = a->after, p->out.after_eps = a->after_eps;
   p->out.kind = a->down_kind, p->out.inputs = a->hidden, p->out.outputs = a->outputs;
   p->out.scale = a->residual_scale, p->out.gate = a->gate, p->between = p->into.rows * p->into.outputs;
+}
+
+static int parallel(const half_args *half) {
+  if (half->kind == FEED_FORWARD) return half->feed_forward.parallel != 0;
+  return (half->kind == DELTA || half->kind == SSD || half->kind == CONV) && half->recurrent.parallel;
 }
 
 static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
@@ -71,8 +76,7 @@ int64_t lmstate_run(const run_args *run) {
     for (int64_t i = 0; i < run->count; i++) {
       const half_args *half = &run->halves[i];
       float *y = i + 1 < run->count ? streams + i % 3 * n * width : run->y;
-      const int parallel = half->kind == FEED_FORWARD && half->feed_forward.parallel;
-      run_half(run, half, &common, parallel ? before : x, residual, y);
+      run_half(run, half, &common, parallel(half) ? before : x, residual, y);
       if (common.status) {
 #pragma omp single nowait
         failed = i;

@@ -33,7 +33,7 @@ typedef struct {
   const void *up;    /* [2 * hidden, inputs], gate | up */
   const float *up_bias;
   const void *down; /* [outputs, hidden] */
-  const float *down_bias, *after; /* the last as in linear_args */
+  const float *down_bias, *after, *factors; /* the last two as in linear_args, factors of up */
   int64_t inputs, hidden, outputs, up_kind, down_kind, gate;
   int64_t parallel; /* reads what the half before it read, and is added to what that gave */
   double eps, after_eps, residual_scale;
@@ -53,8 +53,9 @@ typedef struct {
   const float *bias;
   const void *gates;   /* [.., inputs]: beta | decay of a delta rule; or null */
   const void *out;     /* [outputs, I] */
-  const float *out_bias, *after; /* the last as in linear_args */
+  const float *out_bias, *after, *factors; /* the last two as in linear_args, factors of project */
   int64_t inputs, projected, outputs, project_kind, gates_kind, out_kind;
+  int64_t parallel; /* as in feed_forward_args */
   double norm_eps, after_eps, residual_scale;
   union {
     delta_parts delta;

@@ -34,7 +34,7 @@ _ATTENTION = Struct("q9P10q7d")
 _STARTS = Struct("P")
 _RINGS = Struct("4P11q4P2q")
 _ROTATION = Struct("2P2q")
-_FEED_FORWARD = Struct("q6P7q3d")
+_FEED_FORWARD = Struct("q7P7q3d")
 _RUN = Struct("5P4q")
 
 HALF = _ATTENTION.size + _STARTS.size + _RINGS.size + _ROTATION.size
@@ -134,6 +134,7 @@ class Fused:
         return _FEED_FORWARD.pack(
             1, norm, up.storage.data_ptr(), optional_pointer(half.up_bias, "the bias of up", (2 * hidden,)),
             down.storage.data_ptr(), optional_pointer(half.down_bias, "the bias of down", (outputs,)), after,
+            optional_pointer(half.factors, "the factors of up", (2 * hidden,)),
             inputs, hidden, outputs, WEIGHT_KINDS[up.kind], WEIGHT_KINDS[down.kind], gate, half.parallel,
             eps, after_eps, factor(half.scale),
         ).ljust(HALF, b"\0")  # fmt: skip

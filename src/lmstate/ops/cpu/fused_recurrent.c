@@ -11,7 +11,7 @@ void recurrent_products(const run_args *run, const half_args *half, half_product
   const recurrent_args *a = &half->recurrent;
   const fold_args fold = fold_of(run, a);
   p->into.norm = a->norm, p->into.eps = a->norm_eps, p->into.inputs = a->inputs, p->beside = p->into;
-  p->into.weight = a->project, p->into.bias = a->bias, p->into.kind = a->project_kind, p->into.outputs = a->projected;
+  p->into.weight = a->project, p->into.bias = a->bias, p->into.factors = a->factors, p->into.kind = a->project_kind, p->into.outputs = a->projected;
   p->out.weight = a->out, p->out.bias = a->out_bias, p->out.after = a->after, p->out.after_eps = a->after_eps;
   p->out.kind = a->out_kind, p->out.outputs = a->outputs, p->out.scale = a->residual_scale;
   if (half->kind == CONV) {

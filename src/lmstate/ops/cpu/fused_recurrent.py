@@ -13,11 +13,10 @@ from lmstate.ops.cpu.fused import HALF
 from lmstate.ops.cpu.recurrent_mixers import MixerParts, delta_parts, ssd_parts
 
 if TYPE_CHECKING:
-    from lmstate.ops.norm import Norm
     from lmstate.ops.recurrent_halves import Carry, ConvHalf, DeltaHalf, SsdHalf
     from lmstate.ops.weight import Weight
 
-_LAYER = Struct("q7P6q3d")
+_LAYER = Struct("q8P7q3d")
 _PARTS = 17 * 8  # the larger of the mixers' parts
 _CONV = Struct("2Pq")
 _CARRY = Struct("5P")
@@ -42,7 +41,7 @@ def delta(half: DeltaHalf) -> Recurrence:
     width, embed = parts.carry[0][1], of.qkvz.in_features
     if of.qkvz.out_features != width + parts.outputs or gates.shape != (parts.inputs - width, embed):
         raise ValueError(f"{of.qkvz} and {gates} do not fit {width} features before {parts.outputs} values")
-    layer = _layer(2, half.norm, of.qkvz, None, gates, of.out, None, half.after, half.scale, parts)
+    layer = _layer(2, half, of.qkvz, None, gates, of.out, None, parts)
     return Recurrence(layer, parts, parts.inputs, 0)
 
 
@@ -55,7 +54,7 @@ def ssd(half: SsdHalf) -> Recurrence:
     )  # fmt: skip
     if of.project.out_features != parts.outputs + parts.inputs:
         raise ValueError(f"{of.project} and {len(of.A)} heads of {of.head_dim} do not fit each other")
-    layer = _layer(3, half.norm, of.project, of.bias, None, of.out, of.out_bias, half.after, half.scale, parts)
+    layer = _layer(3, half, of.project, of.bias, None, of.out, of.out_bias, parts, of.scale, half.parallel)
     return Recurrence(layer, parts, of.project.out_features, parts.outputs)
 
 
@@ -68,7 +67,7 @@ def conv(half: ConvHalf) -> Recurrence:
         raise ValueError(f"{of.project} does not give three times the {width} features of a convolution")
     arguments = _CONV.pack(taps.data_ptr(), optional_pointer(of.conv_bias, "the convolution's bias", (width,)), kernel)
     parts = MixerParts(arguments, width, width, ((kernel - 1, width),))
-    layer = _layer(5, half.norm, of.project, of.bias, None, of.out, of.out_bias, half.after, half.scale, parts)
+    layer = _layer(5, half, of.project, of.bias, None, of.out, of.out_bias, parts)
     return Recurrence(layer, parts, width, 0)
 
 
@@ -89,25 +88,26 @@ def room(layer: Recurrence, rows: int, tokens: int) -> tuple[Carry, Tensor]:
 
 def _layer(
     kind: int,
-    norm: Norm | None,
+    half: ConvHalf | DeltaHalf | SsdHalf,
     project: Weight,
     bias: Tensor | None,
     gates: Weight | None,
     out: Weight,
     out_bias: Tensor | None,
-    after: Norm | None,
-    scale: float,
     parts: MixerParts,
+    factors: Tensor | None = None,
+    parallel: bool = False,
 ) -> bytes:
     inputs, projected, outputs = project.in_features, project.out_features, out.out_features
     if out.in_features != parts.outputs:
         raise ValueError(f"{out} does not fit a mixer of {parts.outputs} features")
-    before, eps = norm_fields(norm, inputs)
-    behind, after_eps = norm_fields(after, outputs)
+    before, eps = norm_fields(half.norm, inputs)
+    behind, after_eps = norm_fields(half.after, outputs)
     return _LAYER.pack(
         kind, before, project.storage.data_ptr(), optional_pointer(bias, "the bias", (projected,)),
         0 if gates is None else gates.storage.data_ptr(), out.storage.data_ptr(),
-        optional_pointer(out_bias, "the bias of out", (outputs,)), behind, inputs, projected, outputs,
-        WEIGHT_KINDS[project.kind], 0 if gates is None else WEIGHT_KINDS[gates.kind], WEIGHT_KINDS[out.kind],
-        eps, after_eps, factor(scale),
+        optional_pointer(out_bias, "the bias of out", (outputs,)), behind,
+        optional_pointer(factors, "the factors", (projected,)), inputs, projected, outputs,
+        WEIGHT_KINDS[project.kind], 0 if gates is None else WEIGHT_KINDS[gates.kind], WEIGHT_KINDS[out.kind], parallel,
+        eps, after_eps, factor(half.scale),
     ) + parts.arguments.ljust(_PARTS, b"\0")  # fmt: skip

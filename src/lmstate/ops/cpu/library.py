@@ -36,7 +36,7 @@ from lmstate.ops.weight import Weight
 if TYPE_CHECKING:
     from lmstate.ops.attend_slots import Columns
 
-_LINEAR = Struct("7P6q3d")
+_LINEAR = Struct("7P6q3dP")
 _ROWS = Struct("3P6qd")
 _ROPE = Struct("4P10q")
 _APPEND = Struct("6P19q")
@@ -109,7 +109,7 @@ class Library:
         threads = torch.get_num_threads() if n * k > _FEW else 1
         arguments = _LINEAR.pack(
             x.data_ptr(), weight.storage.data_ptr(), b, w, r, after, y.data_ptr(),
-            rows, n, k, WEIGHT_KINDS[weight.kind], gate, threads, eps, after_eps, scale,
+            rows, n, k, WEIGHT_KINDS[weight.kind], gate, threads, eps, after_eps, scale, 0,
         )  # fmt: skip
         if self._linear(arguments):
             raise MemoryError(f"no memory for the activations of {rows} rows of {k}")

@@ -72,6 +72,7 @@ INLINE void finish(const linear_args *a, float *tile, int64_t row, int64_t first
   for (int64_t n = 0; n < count; n++) {
     float v = tile[n];
     if (a->bias) v += a->bias[first + n];
+    if (a->factors) v *= a->factors[first + n];
     if (!a->after) {
       if (a->scale != 0) v *= (float)a->scale;
       if (a->residual) v += a->residual[row * a->outputs + first + n];

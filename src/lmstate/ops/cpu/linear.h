@@ -15,6 +15,7 @@ typedef struct {
   int64_t rows, outputs, inputs;
   int64_t kind, gate, threads;
   double eps, after_eps, scale;  /* scale: of what is added to the residual; 0 where there is none */
+  const float *factors; /* [outputs], of what the product and its bias give; or null */
 } linear_args;
 
 /* Run by every thread of a parallel region that is open, of at most `threads`, with memory of `linear_memory` bytes that they share. When it
