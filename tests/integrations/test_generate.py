@@ -56,6 +56,14 @@ def test_drafts_give_the_greedy_text_of_the_model_alone(name: str) -> None:
         torch.testing.assert_close(more, model(alone).logits[:, -1], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", ("mamba", "mamba2", "falcon_mamba", "qwen3_5"))
+@pytest.mark.parametrize("settings", ({}, {"prompt_lookup_num_tokens": 4}), ids=("plain", "drafts"))
+def test_a_cache_made_among_the_arguments_works_in_the_first_call(name: str, settings: dict[str, Any]) -> None:
+    model, ids = decoder.__wrapped__(name), repetitive(40)  # a model that had no cache of ours yet
+    out = model.generate(ids, past_key_values=StateCache(model), max_new_tokens=8, do_sample=False, **settings)
+    assert torch.equal(out, model.generate(ids, max_new_tokens=8, do_sample=False))
+
+
 @pytest.mark.parametrize("name", ROLLBACK)
 def test_going_back_feeds_only_the_accepted_tokens_and_counts_them(name: str) -> None:
     model, ids = decoder(name), text(20)
@@ -79,6 +87,13 @@ def test_recurrent_models_refuse_drafts_without_our_cache() -> None:
     with pytest.raises(ValueError, match="stateful"):
         model.generate(repetitive(40), max_new_tokens=4, do_sample=False, prompt_lookup_num_tokens=4)
     assert type(model)._is_stateful and model._is_stateful
+
+
+def test_a_cache_implementation_beside_our_cache_is_refused() -> None:
+    for name in ("llama", "mamba", "qwen3_next"):
+        model = decoder(name)
+        with pytest.raises(ValueError, match="only one of the two"):
+            model.generate(text(5), max_new_tokens=2, past_key_values=StateCache(model), cache_implementation="static")
 
 
 @pytest.mark.parametrize("name", DECODERS)

@@ -1,6 +1,8 @@
-"""What a model of transformers is given so that its cache sees each call: two forward hooks, and a door in `generate`.
+"""What a model of transformers is given so that its cache sees each call: two forward hooks, and doors in `generate`.
 
-All is added to the one model, once, and does nothing for calls with another cache.
+All is added to the one model and does nothing for calls with another cache. The doors stand before methods that
+`generate` calls, not before `generate` itself: in `model.generate(..., past_key_values=StateCache(model))` Python has
+taken that from the model before the cache is made.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ CACHE, PARAMS = "past_key_values", "cache_params"  # Mamba's models call it so
 
 def attach(model: nn.Module) -> None:
     """Have the caches of this model see its calls."""
-    if any(hook is before for hook in model._forward_pre_hooks.values()):
-        return
-    model.register_forward_pre_hook(before, with_kwargs=True)
-    model.register_forward_hook(after, with_kwargs=True, always_call=True)
+    if not any(hook is before for hook in model._forward_pre_hooks.values()):
+        model.register_forward_pre_hook(before, with_kwargs=True)
+        model.register_forward_hook(after, with_kwargs=True, always_call=True)
     if getattr(model, "_is_stateful", False):
-        vars(model)["generate"] = MethodType(generate, model)
+        for door in (_validate_model_kwargs, _validate_generation_mode, _prepare_cache_for_generation):
+            vars(model)[door.__name__] = MethodType(door, model)
 
 
 def parameters(kind: type[nn.Module]) -> tuple[str, ...]:
@@ -101,36 +103,35 @@ def after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outpu
     return None
 
 
-def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The model's own `generate`, which refuses drafts for recurrent models whatever the cache: ours can go back.
-
-    Only for the call, and only if it comes with a cache that can. It takes what that `generate` takes, hence the
-    passing through.
-    """
-    cache = cache_of(kwargs)
-    inherited = type(self).generate
-    if cache is None:
-        return inherited(self, *args, **kwargs)
-    if cache_name(self) == PARAMS:
-        # The drafting loop asks for the one name, what makes and checks arguments knows but the other.
-        kwargs.pop(PARAMS, None)
-        kwargs[CACHE] = cache
-        self._validate_model_kwargs = MethodType(_validate, self)
-        self._prepare_cache_for_generation = MethodType(_keep_cache, self)
-    self._is_stateful = False
-    try:
-        return inherited(self, *args, **kwargs)
-    finally:
-        del self._is_stateful
-        self.__dict__.pop("_validate_model_kwargs", None)
-        self.__dict__.pop("_prepare_cache_for_generation", None)
+# ---- the doors: under the names of the methods that they stand before, and with what those take
 
 
-def _validate(self: Any, model_kwargs: dict[str, Any]) -> None:
-    known = {key: value for key, value in model_kwargs.items() if key != CACHE}
+def _validate_model_kwargs(self: Any, model_kwargs: dict[str, Any]) -> None:
+    """Mamba's models know the cache by another name; `_prepare_cache_for_generation` sees to that."""
+    ours = cache_of(model_kwargs) is not None and cache_name(self) == PARAMS
+    known = {key: value for key, value in model_kwargs.items() if not (ours and key == CACHE)}
     type(self)._validate_model_kwargs(self, known)
 
 
-def _keep_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-    """In place of making a cache: there is one."""
-    model_kwargs[CACHE]._is_user_defined = True
+def _validate_generation_mode(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Without the refusal of drafts for recurrent models, which waits until `generate` looks at the cache."""
+    self._is_stateful = False
+    try:
+        type(self)._validate_generation_mode(self, *args, **kwargs)
+    finally:
+        self.__dict__.pop("_is_stateful", None)
+
+
+def _prepare_cache_for_generation(
+    self: Any, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Ours can go back, so drafts are refused without it only; they ask for it by the one name, whatever the model."""
+    cache, inherited = cache_of(model_kwargs), type(self)
+    if cache is None:
+        inherited._validate_generation_mode(self, generation_mode, generation_config, {})
+    else:
+        model_kwargs.pop(CACHE, None)
+        model_kwargs[cache_name(self)] = cache
+    inherited._prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args, **kwargs)
+    if cache is not None:
+        model_kwargs[CACHE] = model_kwargs.pop(cache_name(self))
