@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from lmstate.errors import RewindError, SnapshotError, StateError, UnsupportedError
 from lmstate.integrations.transformers import StateCache
 from lmstate.integrations.transformers.recurrent import FoldLayer
 from tests.integrations.models import DECODERS, call, decoder, text
+from tests.zoo import CASES as ZOO
 
 KINDS = ("llama", "gemma3", "llama4", "qwen3_next", "mamba2", "falcon_h1", "lfm2", "deepseek_v3", "gemma3n")
 
@@ -151,6 +152,13 @@ def test_calls_that_do_not_belong_to_the_cache_are_refused_and_change_nothing(na
         call(other, text(1, 2), cache)
     call(other, text(3, 2), StateCache(other))
     goes_on_as(model, cache, text(40, 2))
+
+
+@pytest.mark.parametrize("name", ("recurrent_gemma", "minimax"))
+def test_a_model_whose_state_lies_elsewhere_is_refused(name: str) -> None:
+    model = AutoModelForCausalLM.from_config(ZOO[name]())
+    with pytest.raises(UnsupportedError, match="its modules or in a cache of its own"):
+        StateCache(model)
 
 
 def test_a_part_of_a_model_is_told_from_the_model() -> None:

@@ -19,7 +19,7 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
-from lmstate.errors import StateError
+from lmstate.errors import StateError, UnsupportedError
 from lmstate.integrations.transformers import hooks
 from lmstate.integrations.transformers.history import Call, History
 from lmstate.integrations.transformers.hybrid import HybridLayer, HybridWindowLayer
@@ -41,6 +41,8 @@ OURS: dict[str, type[Kept]] = {
     "hybrid": HybridLayer,
     "hybrid_sliding": HybridWindowLayer,
 }
+ELSEWHERE = frozenset({"minimax", "recurrent_gemma", "reformer", "rwkv", "xlnet", "xlstm"})
+"""Models that keep what they remember in their modules or in a cache of their own, in transformers 5.23."""
 
 
 class StateCache(Rollback):
@@ -55,6 +57,8 @@ class StateCache(Rollback):
     tokens), and before every draft while `generate` drafts; from the last of them that lies early enough the tokens
     are fed again through the model, those and no others, and counted in `recomputed`.
 
+    Raises `UnsupportedError` for a model whose state transformers keeps elsewhere.
+
     A subclass of `DynamicCache` because transformers' encoder-decoder cache and some models ask for one by that name.
     """
 
@@ -68,6 +72,11 @@ class StateCache(Rollback):
         offload_only_non_sliding: bool = False,
     ) -> None:
         config = model.config.get_text_config(decoder=True)
+        if config.model_type in ELSEWHERE:
+            raise UnsupportedError(
+                f"StateCache(model) was asked for; {type(model).__name__} keeps its state in its modules or in a cache "
+                "of its own, where no other cache can move it: run it without one"
+            )
         layers = [_layer(kind, arguments, rewind) for kind, arguments in zip(*get_layer_types_and_kwargs(config))]
         Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
         Rollback.__init__(self, model, anchors)
