@@ -8,9 +8,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmstate.errors import ModelError
+from lmstate.models.families import build
 from lmstate.models.weights.gguf_blocks import FORMATS, take_apart
 from lmstate.models.weights.gguf_source import GgufSource
 from lmstate.models.weights.source import GroupedQuant
+from lmstate.models.weights.weights import Weights
 from tests.files import ggufs
 
 QUANTISED = [name for name, form in FORMATS.items() if form.dtype is None]
@@ -141,6 +143,20 @@ def test_a_missing_config_value_is_named(tmp_path, key):
 def test_config_values_that_no_model_has_are_refused(tmp_path, key, value):
     with pytest.raises(ModelError, match=rf"llama.{key}|width"):
         GgufSource.open(write_config(tmp_path / "a.gguf", REQUIRED | {key: value}))
+
+
+def test_the_number_of_a_layer_has_one_spelling(tmp_path):
+    twice = {**ggufs.llama_tensors(), "blk.00.attn_q.weight": ggufs.floats(128, 64, seed=1)}
+    path = ggufs.write(tmp_path / "a.gguf", tensors=twice)
+    with pytest.raises(ModelError, match=r"does not use \(blk\.00\.attn_q\.weight\)"):
+        build(Weights(GgufSource.open(path), "float32"))
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_proj.weight", "model.norm.weight"])
+def test_two_tensors_that_are_the_same_one_are_refused(tmp_path, name):
+    path = ggufs.write(tmp_path / "a.gguf", tensors={**ggufs.llama_tensors(), name: ggufs.floats(64)})
+    with pytest.raises(ModelError, match=f"two of its tensors are '{name}'"):
+        GgufSource.open(path)
 
 
 def header(*parts: bytes, tensors: int = 0, keys: int = 0) -> bytes:

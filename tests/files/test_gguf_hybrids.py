@@ -82,10 +82,13 @@ def test_paired_rows_of_no_heads_are_refused(tmp_path: Path) -> None:
         open_source(path)
 
 
-def test_attention_in_no_regular_pattern_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layers", "message"), [(("0", "1", "3"), "no regular pattern"), (("1", "00001"), "lacks|does not use")]
+)
+def test_attention_in_no_regular_pattern_is_refused(layers: tuple[str, ...], message: str, tmp_path: Path) -> None:
     tensors = {"token_embd.weight": ggufs.floats(64, 64)}
-    tensors |= {f"blk.{layer}.attn_q.weight": ggufs.floats(64, 64) for layer in (0, 1, 3)}
+    tensors |= {f"blk.{layer}.attn_q.weight": ggufs.floats(64, 64) for layer in layers}
     keys = {f"jamba.ssm.{key}": 4 for key in ("state_size", "conv_kernel", "time_step_rank", "inner_size")}
     path = ggufs.write(tmp_path / "a.gguf", "jamba", keys, tensors, sizes={"layers": 4})
-    with pytest.raises(ModelError, match="no regular pattern"):
-        open_source(path)
+    with pytest.raises(ModelError, match=message):
+        build(Weights(open_source(path), "float32"))

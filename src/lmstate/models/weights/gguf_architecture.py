@@ -35,6 +35,8 @@ EXPERTS = {  # [experts, N, K] in GGUF, one matrix per expert under the Hugging 
     "ffn_down_exps": "mlp.experts.{expert}.down_proj",
 }
 STANDARD = {**ATTENTION, **MLP, **PRE_NORMS}
+BLOCK = r"blk\.(0|[1-9]\d{0,4})\."
+"""How the name of a tensor inside a block begins. A number has one spelling: 00 is no layer."""
 # Tensors that hold rope frequencies: they become config values.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 

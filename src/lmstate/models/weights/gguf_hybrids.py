@@ -8,7 +8,7 @@ from typing import Any
 from lmstate.errors import ModelError
 from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.gguf import TensorPlace
-from lmstate.models.weights.gguf_architecture import ATTENTION, OUTSIDE, PRE_NORMS, Architecture, Change
+from lmstate.models.weights.gguf_architecture import ATTENTION, BLOCK, OUTSIDE, PRE_NORMS, Architecture, Change
 
 MOST = 2**24
 Config = dict[str, Any]
@@ -167,7 +167,7 @@ def _nemotron_h_config(metadata: Fields, prefix: str, config: Config, tensors: T
 
 def layers_with(name: str, tensors: Tensors) -> list[int]:
     """The numbers of the blocks that have a tensor of this name, in order."""
-    found = (re.fullmatch(rf"blk\.(\d{{1,5}})\.{re.escape(name)}", each) for each in tensors)
+    found = (re.fullmatch(BLOCK + re.escape(name), each) for each in tensors)
     return sorted(int(match[1]) for match in found if match)
 
 

@@ -7,6 +7,7 @@ the conversions undone here are those of llama.cpp's convert_hf_to_gguf.py.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from lmstate.errors import ModelError
@@ -14,6 +15,7 @@ from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.gguf import GgufContents, TensorPlace
 from lmstate.models.weights.gguf_architecture import (
     ATTENTION,
+    BLOCK,
     EXPERTS,
     HEAD_NORMS,
     MLP,
@@ -222,33 +224,45 @@ def _rope_scaling(
 
 
 def locate(contents: GgufContents, config: dict[str, Any], where: str) -> dict[str, Located]:
-    """Every tensor under its Hugging Face name. One that the table does not know keeps its own name."""
+    """Every tensor under its Hugging Face name. One that the table does not know keeps its own name.
+
+    Raises `ModelError` for tensors that do not fit the config, and for two that are the same one.
+    """
     _, arch = architecture(Fields(contents.metadata, where))
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]} if arch.paired else {}
     found: dict[str, Located] = {}
     for name, place in contents.tensors.items():
         if name in ROPE_TENSORS:
             continue
-        match = re.fullmatch(r"blk\.(\d{1,5})\.(([\w.]+?)(?:\.(weight|bias))?)", name)
-        inside = _inside(arch, match[2], match[3], match[4]) if match else None
-        if match is None or inside is None:
-            outside = arch.outside.get(name, name)
-            found[outside] = Located(place, change=_change(arch, outside))
-            continue
-        full = f"{arch.layers}.{int(match[1])}.{inside}"
-        change = _change(arch, full)
-        paired = heads.get(match[3])
-        if paired is not None and (not paired or place.shape[0] % (2 * paired)):
-            raise ModelError(f"{where}: tensor {name!r} has {place.shape[0]} rows, which {paired} heads cannot share")
-        if "{expert}" not in full:
-            tiled = _tiled(arch, full, config, place, where)
-            found[full] = Located(place, paired_heads=paired, change=change, tiled=tiled)
-            continue
-        if len(place.shape) != 3 or place.shape[0] != config.get("num_experts"):
-            raise ModelError(f"{where}: tensor {name!r} has the shape {place.shape}, not one matrix per expert")
-        for expert in range(place.shape[0]):
-            found[full.format(expert=expert)] = Located(place, expert)
+        for full, located in _located(arch, name, place, config, where):
+            if full in found:
+                raise ModelError(f"{where} is damaged: two of its tensors are {full[:80]!r}, and {name[:80]!r} is one")
+            found[full] = located
     return found
+
+
+def _located(
+    arch: Architecture, name: str, place: TensorPlace, config: dict[str, Any], where: str
+) -> Iterator[tuple[str, Located]]:
+    """What one tensor of the file is under Hugging Face names: one tensor, or one for each expert."""
+    match = re.fullmatch(BLOCK + r"(([\w.]+?)(?:\.(weight|bias))?)", name)
+    inside = _inside(arch, match[2], match[3], match[4]) if match else None
+    if match is None or inside is None:
+        outside = arch.outside.get(name, name)
+        yield outside, Located(place, change=_change(arch, outside))
+        return
+    full = f"{arch.layers}.{match[1]}.{inside}"
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]} if arch.paired else {}
+    paired = heads.get(match[3])
+    if paired is not None and (not paired or place.shape[0] % (2 * paired)):
+        raise ModelError(f"{where}: tensor {name!r} has {place.shape[0]} rows, which {paired} heads cannot share")
+    if "{expert}" not in full:
+        tiled = _tiled(arch, full, config, place, where)
+        yield full, Located(place, paired_heads=paired, change=_change(arch, full), tiled=tiled)
+        return
+    if len(place.shape) != 3 or place.shape[0] != config.get("num_experts"):
+        raise ModelError(f"{where}: tensor {name!r} has the shape {place.shape}, not one matrix per expert")
+    for expert in range(place.shape[0]):
+        yield full.format(expert=expert), Located(place, expert)
 
 
 def _change(arch: Architecture, name: str) -> Change | None:
