@@ -87,8 +87,43 @@ def test_undone_turns_cost_nothing_and_never_happened(conversation: Conversation
     command(conversation, "/undo 2")
     assert conversation.messages == [] and conversation.state.tokens(0) == []
     assert ask(conversation, "one two three four five six seven eight nine ten") == first
-    with pytest.raises(ValueError, match="2 turns cannot be taken back; there are 1"):
+    with pytest.raises(ValueError, match=r"^2 turns cannot be taken back; there is 1$"):
         command(conversation, "/undo 2")
+
+
+def test_turns_are_counted_by_their_questions(conversation: Conversation) -> None:
+    with pytest.raises(ValueError, match=r"^1 turn cannot be taken back; there are 0$"):
+        command(conversation, "/undo")
+    rules = [{"role": "system", "content": text} for text in ("one", "two")]
+    conversation.messages = list(rules)  # as a file may have it
+    ask(conversation, "three")
+    with pytest.raises(ValueError, match=r"^2 turns cannot be taken back; there is 1$"):
+        command(conversation, "/undo 2")
+    command(conversation, "/undo")
+    assert conversation.messages == rules
+    check(conversation)
+
+
+def test_a_turn_that_cannot_be_taken_back_stays(conversation: Conversation, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask(conversation, "one")
+    ask(conversation, "two")
+    messages, tokens = list(conversation.messages), conversation.state.tokens(0)
+
+    def refuse(self: Letters, messages: Sequence[dict[str, str]]) -> list[int]:
+        raise lmstate.ModelError("the template does not accept this")
+
+    monkeypatch.setattr(Letters, "chat", refuse)
+    with pytest.raises(lmstate.ModelError):
+        command(conversation, "/undo")
+    assert (conversation.messages, conversation.state.tokens(0)) == (messages, tokens)
+
+
+def test_a_file_that_cannot_be_written_is_named(conversation: Conversation, tmp_path: Path) -> None:
+    ask(conversation, "one")
+    path = tmp_path / "none" / "chat"
+    with pytest.raises(FileNotFoundError) as error:
+        command(conversation, f"/save {path}")
+    assert error.value.filename == str(path) and ".part" not in str(error.value)
 
 
 def test_edited_question_takes_the_place_of_the_last(conversation: Conversation) -> None:

@@ -86,10 +86,13 @@ def shared(a: list[int], b: list[int]) -> int:
 
 
 def save(conversation: Conversation, path: Path) -> Snapshot:
-    """Write the state and the messages of the branch that the conversation is on."""
+    """Write the state and the messages of the branch that the conversation is on. Raises OSError where it cannot be."""
     notes = json.dumps({"messages": conversation.messages})
     snapshot = dataclasses.replace(conversation.state.snapshot(0), notes=notes)
-    snapshot.save(path)
+    try:
+        snapshot.save(path)
+    except OSError as error:  # which names the temporary file that becomes this one
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     return snapshot
 
 

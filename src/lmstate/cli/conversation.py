@@ -64,15 +64,18 @@ class Conversation:
 
     def undo(self, turns: int) -> int:
         """Take back the last turns. Returns the tokens that the next answer must recompute because of it."""
-        first = len(self.messages) - 2 * turns
-        if turns < 1 or first < 0 or (first == 0 and self.system is not None):
-            held = sum(message["role"] == "user" for message in self.messages)
-            raise ValueError(f"{turns} turns cannot be taken back; there are {held}")
-        self.messages = self.messages[:first]
-        kept = self.model.tokenizer.chat(self.messages) if self.messages else []
+        begins = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
+        if not 1 <= turns <= len(begins):
+            raise ValueError(
+                f"{turns} turn{'s' * (turns != 1)} cannot be taken back; "
+                f"there {'is' if len(begins) == 1 else 'are'} {len(begins)}"
+            )
+        messages = self.messages[: begins[-turns]]
+        kept = self.model.tokenizer.chat(messages) if messages else []
         to = shared(self.state.tokens(0), kept)
         cost = self.state.rewind_cost(0, to)
         self.state.rewind(0, to)
+        self.messages = messages
         return cost
 
     def _align(self, ids: Sequence[int]) -> list[int]:
