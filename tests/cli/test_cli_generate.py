@@ -6,14 +6,18 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from lmstate.cli.app import app
+from lmstate.cli.long_texts import Watched, watched
 from lmstate.generation.sampling import Picker, Sampler
 from tests.generation.fake_model import FakeModel
+from tests.zoo import ours
 
 
 def test_a_prompt_is_a_question_in_the_chat_template(model: FakeModel, runner: CliRunner) -> None:
@@ -97,8 +101,15 @@ def test_what_is_not_asked_for_is_as_the_model_suggests(
     ("arguments", "code", "message"),
     [
         (["generate", "missing", "x"], 1, "lmstate: no model is called missing; try smollm2\n"),
-        (["generate", "m", "x", "--top-p", "7"], 1, "top_p is 7.0"),
-        (["generate", "m", "x", "--stop", ""], 1, "stop"),
+        (["generate", "m", "x", "--top-p", "7"], 2, "top_p is 7.0"),
+        (["generate", "m", "x", "--min-p", "-1"], 2, "min_p is -1.0"),
+        (["generate", "m", "x", "--repetition-penalty", "0"], 2, "repetition_penalty is 0.0"),
+        (["chat", "m", "-t", "inf"], 2, "temperature is inf"),
+        (["chat", "m", "-t", "nan"], 2, "--temperature"),
+        (["generate", "m", "x", "--stop", ""], 2, "stop"),
+        (["generate", "m", "\udcff bad"], 1, "the prompt is not UTF-8: after 0 characters"),
+        (["generate", "m", "x", "--system", "bad \udcff"], 1, "--system is not UTF-8: after 4 characters"),
+        (["chat", "m", "--system", "bad \udcff"], 1, "--system is not UTF-8: after 4 characters"),
         (["generate", "m", "x", "--raw", "--system", "S"], 2, "--system"),
         (["generate", "m", "x", "--top-k", "-1"], 2, "top-k"),
         (["generate", "m", "x", "--max-tokens", "-1"], 2, "max-tokens"),
@@ -162,18 +173,90 @@ def test_every_command_has_help_with_an_example(runner: CliRunner, command: str)
     assert result.exit_code == 0 and f"Examples:\n    lmstate {command}" in result.stdout
 
 
+ROOT = Path(__file__).parents[2]
+SCRIPT = (
+    "import lmstate\n"
+    "from tests.cli.conftest import ChatTokenizer, FakeModel\n"
+    "model = FakeModel(lambda held: 66); model.tokenizer = ChatTokenizer()\n"
+    "lmstate.load = lambda name, weights: model\n"
+    "from lmstate.cli import main; main()"
+)
+
+
 def test_a_reader_that_leaves_is_no_error() -> None:
-    script = (
-        "import lmstate\n"
-        "from tests.cli.conftest import ChatTokenizer, FakeModel\n"
-        "model = FakeModel(lambda held: 66); model.tokenizer = ChatTokenizer()\n"
-        "lmstate.load = lambda name, weights: model\n"
-        "from lmstate.cli import main; main()"
-    )
-    command = [sys.executable, "-c", script, "generate", "m", "x", "-n", "5000"]
-    root = Path(__file__).parents[2]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=root)
+    command = [sys.executable, "-c", SCRIPT, "generate", "m", "x", "-n", "5000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
     assert process.stdout is not None and process.stdout.read(3) == b"AAA"
     process.stdout.close()
     assert process.stderr is not None and process.stderr.read() == b""
     assert process.wait() == 0
+
+
+@pytest.mark.skipif(os.name != "posix", reason="closes descriptors of a child")
+@pytest.mark.parametrize(
+    ("arguments", "closed", "code", "out", "err"),
+    [
+        (["generate", "m", "x", "-n", "2"], 0, 0, "AA\n", ""),
+        (["chat", "m"], 0, 0, "", ""),
+        (["generate", "m", "x", "-n", "2"], 1, 1, "", "standard output is closed"),
+        (["models"], 1, 1, "", "standard output is closed"),
+        (["generate", "m", "x", "-n", "2", "--stats"], 2, 0, "AA\n", ""),
+        (["generate", "m", "x", "--nonsense"], 2, 2, "", ""),
+    ],
+)
+def test_closed_standard_streams(arguments: list[str], closed: int, code: int, out: str, err: str) -> None:
+    command = [sys.executable, "-c", SCRIPT, *arguments]
+    done = subprocess.run(
+        command, input="", capture_output=True, text=True, cwd=ROOT, preexec_fn=lambda: os.close(closed)
+    )
+    assert (done.returncode, done.stdout) == (code, out)
+    assert err in done.stderr and "Traceback" not in done.stderr and bool(done.stderr) == bool(err)
+
+
+@pytest.mark.parametrize("locale", [{"PYTHONUTF8": "0", "LC_ALL": "C.UTF-8"}, {"PYTHONUTF8": "1"}])
+def test_input_that_is_no_text_is_told_and_a_chat_goes_on(locale: dict[str, str]) -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[bytes]:
+        command, environment = [sys.executable, "-c", SCRIPT, *arguments, "-n", "2"], os.environ | locale
+        return subprocess.run(command, input=b"one\xff\ntwo\n", capture_output=True, cwd=ROOT, env=environment)
+
+    done = run("generate", "m")
+    assert done.returncode == 1 and b"the prompt is not UTF-8: after 3 characters" in done.stderr
+    done = run("chat", "m", "--no-stats")
+    assert (done.returncode, done.stdout) == (0, b"AA\n")
+    assert b"the question is not UTF-8: after 3 characters" in done.stderr
+
+
+def test_a_text_longer_than_the_model_was_made_for_is_told_once(model: FakeModel, runner: CliRunner) -> None:
+    model.config = replace(model.config, max_positions=60)
+    assert runner.invoke(app, ["generate", "m", "x"]).stderr == ""
+    result = runner.invoke(app, ["generate", "m", "x" * 60])
+    assert result.exit_code == 0 and result.stdout.startswith("You said xxx")
+    length = len("[user][end]\n[assistant]") + 60
+    assert f"the text has {length} tokens, and the model was made for 60" in result.stderr
+    result = runner.invoke(app, ["chat", "m", "--no-stats"], input="one\ntwo\nthree\n")
+    assert result.stderr.count("was made for 60") == 1
+
+
+def test_a_long_prompt_is_shown_on_a_terminal_and_computed_as_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, text = ours("llama"), [[(7 * i) % 90 + 1 for i in range(1200)]]
+    monkeypatch.setattr("lmstate.cli.long_texts.sys.stderr.isatty", lambda: True)
+    shown = watched(model)
+    assert isinstance(shown, Watched)
+    told: list[int] = []
+    advance = Watched._advance
+
+    def count(self: Watched, tokens: int) -> None:
+        told.append(tokens)
+        advance(self, tokens)
+
+    monkeypatch.setattr(Watched, "_advance", count)
+    states = [model.new_state(), shown.new_state()]
+    for tokens in (text, [[5]]):
+        logits, same = (each(tokens, state) for each, state in zip((model, shown), states))
+        assert torch.equal(logits, same)
+    assert told == [512, 512, 176] and shown._progress is None
+    states[1].rewind(0, 600)
+    shown([[5]], states[1])
+    assert sum(told[3:]) in (0, states[1].lengths[0])  # a token more is none to show, all again is
+    monkeypatch.setattr("lmstate.cli.long_texts.sys.stderr.isatty", lambda: False)
+    assert watched(model) is model

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lmstate.errors import CapacityError
+from lmstate.models.decoder import ModelConfig
 
 EOS = 0
 PIECES: list[bytes] = [b"<eos>"]
@@ -89,6 +90,7 @@ class FakeState:
 
 
 class FakeModel:
+    config = ModelConfig("fake", VOCAB, hidden_size=1)
     eos_ids = frozenset({EOS})
     defaults: dict[str, Any] = {}  # noqa: RUF012 - replaced, never changed
 

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+import io
+import os
+import sys
+
 
 def main() -> None:
     """The entry point. Exit codes: 0 done, 1 could not be done, 2 wrong usage, 130 stopped with Ctrl-C."""
     from lmstate.cli.app import app
 
+    _open_streams()
     app(prog_name="lmstate")
+
+
+def _open_streams() -> None:
+    """Put something in the place of standard streams that the caller closed, which Python gives as None.
+
+    Bytes of the input that are no text are kept apart, whatever the locale: `reading.as_text` tells of them.
+    """
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)  # noqa: SIM115 - for as long as the program runs
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stdout is None:
+        sys.exit("lmstate: standard output is closed, and the answer goes there; to drop it, use >/dev/null")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
 
 
 __all__ = ["main"]

@@ -10,7 +10,7 @@ import typer
 
 from lmstate.cli import options
 from lmstate.cli.output import describe, note, write_pieces
-from lmstate.cli.reading import read
+from lmstate.cli.reading import as_text, read
 
 if TYPE_CHECKING:
     from lmstate.cli.conversation import Conversation
@@ -43,6 +43,7 @@ def chat(
     """
     from lmstate.cli.conversation import Conversation
 
+    system = None if system is None else as_text(system, "--system")
     sampling = options.Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     loaded = options.load_model(model, weights)
     if not loaded.tokenizer.has_chat_template:
@@ -75,7 +76,7 @@ def talk(conversation: Conversation, stats: bool) -> None:
 def answer(conversation: Conversation, question: str, stats: bool) -> None:
     """One turn: the answer to stdout as it comes, then what it took."""
     try:
-        with closing(conversation.ask(question)) as pieces:
+        with closing(conversation.ask(as_text(question, "the question"))) as pieces:
             stopped = write_pieces(pieces)
     except KeyboardInterrupt:  # the second one: the model was in the middle of a step, which then never happened
         stopped = True

@@ -7,6 +7,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, cast
 
 from lmstate.cli.branches import Branches, shared
+from lmstate.cli.long_texts import warn_of_length
 from lmstate.generation import Generation, Report, Sampler
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Conversation:
         self.state.mark(0)  # an /undo of this turn comes back here
         messages = [*self.messages, {"role": "user", "content": question}]
         ids = self.model.tokenizer.chat(messages, add_generation_prompt=True)
+        warn_of_length(self.model, self.state.lengths[0], len(ids))
         generation = Generation(
             self.model, [self._align(ids)], self.state, sampler=self.sampler, max_new_tokens=self.max_new_tokens
         )

@@ -9,6 +9,7 @@ import typer
 
 from lmstate.cli import options
 from lmstate.cli.output import describe, note, write_pieces
+from lmstate.cli.reading import as_text
 
 if TYPE_CHECKING:
     from lmstate.models.decoder import Model
@@ -48,15 +49,21 @@ def generate(
       lmstate generate smollm2 --raw "Once upon a time" -n 100 -t 0.8 --seed 1
       git diff | lmstate generate smollm2 --system "Summarise this change." > summary.txt
     """
+    from lmstate.cli.long_texts import warn_of_length
     from lmstate.generation import Generation
+    from lmstate.generation.stopping import as_stops
 
-    text = _prompt(prompt)
+    text = as_text(_prompt(prompt), "the prompt")
+    system = None if system is None else as_text(system, "--system")
     if chat is False and system is not None:
         raise typer.BadParameter("--system needs the chat template; it does not go with --raw")
+    with options.usage():
+        stops = as_stops(stop or ())
     sampling = options.Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     loaded = options.load_model(model, weights)
     ids = _encode(loaded, text, chat, system)
-    generation = Generation(loaded, [ids], sampler=sampling.of(loaded), max_new_tokens=max_tokens, stop=stop or ())
+    warn_of_length(loaded, 0, len(ids))
+    generation = Generation(loaded, [ids], sampler=sampling.of(loaded), max_new_tokens=max_tokens, stop=stops)
     stopped = write_pieces(piece.text for piece in generation)
     if sys.stderr.isatty() if stats is None else stats:
         note(describe(generation.report()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
@@ -51,15 +53,25 @@ System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="A 
 def load_model(name: str, weights: WeightKind = WeightKind.auto) -> Model:
     """The model by its name; what takes long (download, conversion) reports its own progress."""
     import lmstate
+    from lmstate.cli.long_texts import watched
 
-    return lmstate.load(name, weights=weights.value)
+    return watched(lmstate.load(name, weights=weights.value))
+
+
+@contextmanager
+def usage() -> Iterator[None]:
+    """A ValueError inside is one of wrong usage, with its exit code."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 @dataclass(frozen=True)
 class Sampling:
     """What was asked for on the command line; None: what the model's makers suggest. A `top_k` of 0 is all tokens.
 
-    Raises ValueError for numbers out of range.
+    Raises `typer.BadParameter` for numbers out of range.
     """
 
     temperature: float | None
@@ -70,7 +82,8 @@ class Sampling:
     seed: int | None
 
     def __post_init__(self) -> None:
-        self._over({})  # before a model is loaded for nothing
+        with usage():
+            self._over({})  # before a model is loaded for nothing
 
     def of(self, model: Model) -> Sampler:
         return self._over(model.defaults)

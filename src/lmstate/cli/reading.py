@@ -36,6 +36,17 @@ def read() -> Typed | None:
     return _message()
 
 
+def as_text(given: str, what: str) -> str:
+    """`given` itself. Raises ValueError if Python had to keep bytes in it that are no text."""
+    try:
+        given.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{what} is not UTF-8: after {error.start} characters comes a byte that is no text; convert it with iconv"
+        ) from None
+    return given
+
+
 def _message() -> Typed | None:
     line = _line(PROMPT)
     if line is None:
