@@ -254,6 +254,15 @@ def test_a_model_without_a_template_says_so(directory):
 
 
 @pytest.mark.parametrize(
+    "template", ["", "{# nothing #}", "{% for m in messages if m.role == 'critic' %}x{% endfor %}"]
+)
+def test_a_template_that_writes_nothing_is_named(directory, template):
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(ModelError, match=r"chat template is empty, or writes nothing.*plain prompt"):
+        opened(directory).chat(CHAT)
+
+
+@pytest.mark.parametrize(
     "text", ["", "{}", "[]", '{"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}', "\xff"]
 )
 def test_a_broken_tokenizer_file_is_refused(directory, text):

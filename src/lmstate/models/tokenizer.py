@@ -76,11 +76,17 @@ class Tokenizer:
         """A conversation as the text that the model was trained on: `[{"role": "user", "content": "..."}, ...]`.
 
         `variables` are those that some templates know (`tools`, `enable_thinking`, ...). Raises `ModelError` if the
-        model has no chat template or the template refuses the conversation.
+        model has no chat template, or the template refuses the conversation or writes nothing for it.
         """
-        return self._chat_template.render(
+        text = self._chat_template.render(
             messages, add_generation_prompt=add_generation_prompt, **{"tools": None, **self._special, **variables}
         )
+        if messages and not text:
+            raise ModelError(
+                "the model's chat template is empty, or writes nothing for this conversation; "
+                "give the model a plain prompt instead"
+            )
+        return text
 
     def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> list[int]:
         """The ids of `chat_text`: a template writes its own begin tokens."""
