@@ -131,7 +131,7 @@ SHAPES: dict[str, Callable[[], Any]] = {
     "gemma-3-270m": gemma3,
     "deepseek-v2-small": deepseek_v2,
     "lfm2-350m": lfm2,
-    "qwen3-moe-small": qwen3_moe,
+    "moe-of-qwen3-small": qwen3_moe,
 }
 
 
