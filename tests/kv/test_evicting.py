@@ -112,6 +112,32 @@ def test_rewound_into_a_step_equals_a_draft_accepted_up_to_there(policy: str) ->
 
 
 @every_policy
+@pytest.mark.parametrize("short", [[1, 1], [3], [1] * 6])
+def test_rewound_into_a_long_step_that_short_ones_followed(policy: str, short: list[int]) -> None:
+    """What the long step evicted is more than a short one has slots for."""
+    model = ours("llama")
+    rewound, drafted = (model.new_state(kv=BUDGETS[policy], rewind=16) for _ in range(2))
+    model([ids(200)], rewound)
+    for seed, width in enumerate(short):
+        model([ids(width, 1 + seed)], rewound)
+    for to in (199, 195, 190):
+        model([ids(200)], drafted, commit=False)
+        drafted.commit(to)
+        assert rewound.rewind_cost(0, to) == 0
+        rewound.rewind(0, to)
+        for mine, other in zip(rewound.snapshot().layers, drafted.snapshot().layers):
+            for name in mine:
+                torch.testing.assert_close(mine[name], other[name], rtol=1e-5, atol=1e-6)
+        drafted.rewind(0, 0)
+    model([ids(200)[:190]], drafted, commit=False)
+    drafted.commit()
+    for seed in range(20):  # the slots are given back
+        close(model([[seed + 3]], rewound), model([[seed + 3]], drafted))
+    held = attention_of(rewound.layers[0])
+    assert held is not None and held.slots < 100
+
+
+@every_policy
 def test_discarded_draft_evicts_nothing(policy: str) -> None:
     model = ours("mistral")
     state = model.new_state(2, kv=BUDGETS[policy])

@@ -269,11 +269,17 @@ class EvictingState(KeyValueState):
         return self._sees_all or step.width == 1
 
     def _make_room(self, width: int) -> None:
-        """Have `width` slots behind the filled ones, and not many more; the arrays are replaced, never written."""
-        need = max(self.held.most) + width
+        """Have `width` slots behind the filled ones, and not many more; the arrays are replaced, never written.
+
+        What was evicted lately goes back to where it lay, and its scores are still there: these slots stay.
+        """
+        need, slots = max(self.held.most) + width, self.held.slots
         size = max(need, min(2 * need, self.policy.most + width + ROOM))
-        if need > self.held.slots or self.held.slots > size + size // 8 + 2 * ROOM:
+        least = max(size, *(row.slots for row in self.held.ledger.rows))
+        if need > slots:
             self.held = self.held.resized(size)
+        elif slots > least + least // 8 + 2 * ROOM:
+            self.held = self.held.resized(least)
 
     def _enter(self, step: Step) -> Part:
         """Have a part of the step before it done with, and room for this one."""

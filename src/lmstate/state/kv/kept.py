@@ -30,6 +30,11 @@ class Account:
     def buried(self) -> int:
         return sum(count for _, count in self.burials)
 
+    @property
+    def slots(self) -> int:
+        """As many as its fullest head has filled at any length that a rewind may want, or more."""
+        return self.most + self.buried
+
     def settled(self, added: int, lost: int, length: int, rewind: int, *, exact: bool) -> Account:
         """The row added slots and lost some. `exact`: something else of it reaches no farther back than a rewind."""
         horizon = length - rewind
