@@ -291,6 +291,25 @@ def test_a_row_has_the_same_bits_however_its_tokens_come(bits: int) -> None:
         together.lengths = [together.lengths[0] + n, 0, together.lengths[2] + max(n - 3, 0)]
 
 
+@every_width
+@pytest.mark.parametrize("slack", [(0, 16), (0, 60), (40, 3), (60, 0), (3, 200)])
+def test_a_snapshot_of_a_window_goes_into_another_slack(bits: int, slack: tuple[int, int]) -> None:
+    """What a window's blocks hold for going back differs; what a query needs of them does not."""
+    model = ours("mistral")
+    undisturbed, restored = (model.new_state(kv=kv.Quantized(bits), rewind=n) for n in slack)
+    for seed in range(31):
+        model([ids(10, seed)], undisturbed)
+    restored.restore(0, undisturbed.snapshot())
+    for seed in range(70):
+        assert restored.rewind_cost(0, max(310, restored.lengths[0] - slack[1])) == 0
+        new = ids(1 + seed % 3, 50 + seed)
+        if seed % 5 == 4:
+            back = restored.lengths[0] - min(4, slack[1])
+            restored.rewind(0, back)
+            undisturbed.rewind(0, back)
+        torch.testing.assert_close(model([new], restored), model([new], undisturbed), rtol=0, atol=1e-4)
+
+
 def test_drop_is_refused() -> None:
     model = ours("llama")
     state = model.new_state(kv=kv.Quantized(8))

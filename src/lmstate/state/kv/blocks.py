@@ -92,12 +92,15 @@ class Codes(SlotState):
     kind, what = "attention", "blocks of quantised keys and values"
 
     def __init__(self, layout: Layout, bits: int, kv_heads: int, dims: dict[str, int], sight: ops.Sight):
-        # Of the first block in sight all slots, since its scales lie across them.
-        span = None if sight.reach is None else _filled(sight.reach - 1 + BLOCK - 1 + layout.rewind + 1) - 1
+        span, slack = None, layout.rewind
+        if sight.reach is not None:
+            need = sight.reach - 1 + BLOCK - 1  # of the first block in sight all slots: its scales lie across them
+            span = _filled(need + layout.rewind + 1) - 1
+            slack = span - need  # filled blocks reach farther back than was asked for
         widths, dtypes = coded_buffers(dims, bits, kv_heads, most=WHOLE)
         widths["k.scale"] = (kv_heads, kv_codes.block_scales(dims["k"]))
         capacity = None if layout.capacity is None else _filled(layout.capacity)
-        super().__init__(replace(layout, capacity=capacity), widths, span, dtypes)
+        super().__init__(replace(layout, capacity=capacity, rewind=slack), widths, span, dtypes)
 
     def _grown(self, need: int, most: int | None) -> int:
         return _filled(super()._grown(need, most))
