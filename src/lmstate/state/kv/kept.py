@@ -229,9 +229,10 @@ def check(kept: Arrays, length: int, tensors: Arrays) -> Tensor:
             f"in a state that was made with the same kv policy"
         )
     position = tensors["position"]
-    for name, tensor in tensors.items():
-        own = kept[name]
-        shape = [own.shape[1], position.shape[-1], *([own.shape[-1]] if own.ndim == 4 and name != "scores" else [])]
+    count = position.shape[-1:].numel()
+    for name in sorted(tensors, key=lambda name: name != "position"):  # first, as it tells how many slots there are
+        own, tensor = kept[name], tensors[name]
+        shape = [own.shape[1], count, *([own.shape[-1]] if own.ndim == 4 and name != "scores" else [])]
         if list(tensor.shape) != shape or tensor.is_floating_point() != own.is_floating_point():
             raise SnapshotError(
                 f"the snapshot's {name} is {tensor.dtype} {list(tensor.shape)}; this layer holds {own.dtype} {shape}"
@@ -240,6 +241,12 @@ def check(kept: Arrays, length: int, tensors: Arrays) -> Tensor:
             raise SnapshotError(f"the snapshot's {name} is {tensor.dtype}; this layer holds {own.dtype}")
     if position.numel() and not -1 <= int(position.min()) <= int(position.max()) < length:
         raise SnapshotError(f"the snapshot's positions leave the row of {length} tokens")
+    there = position >= 0
+    rises = there[:, :-1] & (position[:, 1:] > position[:, :-1])
+    if not (rises | ~there[:, 1:]).all() or not there.any(0).all():
+        raise SnapshotError("the snapshot's positions do not rise in every head, to the last slot of the fullest one")
+    if "scores" in tensors and tensors["scores"].signbit().any():
+        raise SnapshotError("the snapshot's scores are sums of attention, and some are negative")
     return position
 
 
