@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 import lmstate
 from lmstate import kv
+from lmstate.state import Layout, attention_state, latent_state
 from lmstate.state.kv.evicting import EvictingState
 from tests.invariants.mirror import close
 from tests.kv.policies import BUDGETS, FAMILIES
@@ -240,6 +245,108 @@ def test_a_snapshot_of_another_policy_is_refused() -> None:
                 with pytest.raises(lmstate.SnapshotError):
                     b.restore(0, a.snapshot())
                 assert b.snapshot().tokens == before.tokens
+
+
+@every_policy
+@pytest.mark.parametrize("case", ["llama", "mistral", "deepseek_v3", "falcon_h1"])
+def test_restored_in_a_fresh_state_goes_on_as_if_never_saved(policy: str, case: str) -> None:
+    """Short steps alone, of which no native body tells what a policy has to know of queries."""
+    model = ours(case)
+    undisturbed, restored = (model.new_state(kv=BUDGETS[policy]) for _ in range(2))
+    model([ids(60)], undisturbed)
+    restored.restore(0, undisturbed.snapshot())
+    for seed in range(25):
+        close(model([ids(1 + seed % 2, seed)], restored), model([ids(1 + seed % 2, seed)], undisturbed))
+    for layer, one in enumerate(undisturbed.layers):
+        if isinstance(attention_of(one), EvictingState):
+            assert restored.kept(0, layer) == undisturbed.kept(0, layer)
+
+
+SCALES = {"llama": 8**-0.5, "mistral": 16**-0.5, "deepseek_v3": 24**-0.5}
+
+
+@dataclass(frozen=True)
+class Told(kv.Budget):
+    """Writes down the scale that it was told, and asks for nothing else."""
+
+    told: list[float] = field(default_factory=list, hash=False)
+
+    def rank(self, slots: kv.Slots) -> Tensor:
+        self.told.append(slots.scale)
+        return slots.positions.float()
+
+
+@pytest.mark.parametrize("case", SCALES)
+@pytest.mark.parametrize("steps", [[30], [1] * 30, [40, 1, 1]])
+@pytest.mark.parametrize("restored", [False, True])
+def test_a_policy_is_told_the_scale_whatever_path_the_steps_took(case: str, steps: list[int], restored: bool) -> None:
+    model, policy = ours(case), Told(budget=6)
+    state = model.new_state(kv=policy)
+    if restored:
+        model([ids(30)], state)
+        other = model.new_state(kv=policy)
+        other.restore(0, state.snapshot())
+        state = other
+    policy.told.clear()
+    for seed, width in enumerate(steps):
+        model([ids(width, seed)], state)
+    assert policy.told and policy.told == pytest.approx([SCALES[case]] * len(policy.told))
+
+
+ALTERED: dict[str, Callable[[Tensor], Tensor]] = {
+    "a number": lambda x: x.flatten()[0],
+    "flat": lambda x: x.flatten(),
+    "an axis more": lambda x: x[None],
+    "turned": lambda x: x.mT.contiguous(),
+    "shorter": lambda x: x[..., 1:],
+    "longer": lambda x: torch.cat([x, x[..., :1]], -1),
+    "empty": lambda x: x[..., :0],
+    "another dtype": lambda x: x.to(torch.int16 if x.is_floating_point() else torch.float32),
+}
+
+
+@every_policy
+@pytest.mark.parametrize("storage", [kv.Dense(), kv.Quantized(4)])
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_snapshot_that_does_not_fit_is_refused_before_anything_moves(
+    policy: str, storage: kv.Storage, fresh: bool
+) -> None:
+    model = ours("llama")
+    source, state, twin = (model.new_state(n, kv=replace(BUDGETS[policy], storage=storage)) for n in (1, 2, 2))
+    model([ids(60)], source)
+    for one in (state, twin) if not fresh else ():
+        model([ids(20), ids(9, 1)], one)
+    snapshot = source.snapshot()
+    own = snapshot.layers[1]
+    bad = {f"{name} {how}": {**own, name: alter(own[name])} for name in own for how, alter in ALTERED.items()}
+    if "scores" in own:
+        bad["scores negative"] = {**own, "scores": -own["scores"]}
+    position = own["position"]
+    bad["position twice"] = {**own, "position": position[:, :1].expand_as(position).contiguous()}
+    bad["position falls"] = {**own, "position": position.flip(-1)}
+    bad["position beyond"] = {**own, "position": position + 60}
+    for how, layer in bad.items():
+        with pytest.raises(lmstate.SnapshotError):
+            state.restore(0, replace(snapshot, layers=(snapshot.layers[0], layer, *snapshot.layers[2:])))
+            pytest.fail(f"taken: {how}")
+    for one in (state, twin):
+        model([ids(3, 2), ids(3, 3)], one)
+    close(model([[5], [6]], state), model([[5], [6]], twin))
+    state.restore(0, snapshot)
+    close(model([[7], []], state)[0], model([[7]], source)[0])
+
+
+@pytest.mark.parametrize("heads", [0, 1, 3, 12])
+def test_queries_of_other_heads_are_refused_by_a_state_that_saw_none(heads: int) -> None:
+    layout = Layout(1, torch.device("cpu"), torch.float32, kv=BUDGETS["snapkv"])
+    for state in (
+        attention_state(layout, 2, 8, heads=6, scale=1.0),
+        latent_state(layout, 5, 3, heads=6, scale=1.0),
+    ):
+        empty = {name: x[0][..., :0] if name == "position" else x[0] for name, x in state.arrays.items()}
+        state.restore(0, 4, {**empty, "queries": torch.zeros(4, 6, 8)})
+        with pytest.raises(lmstate.SnapshotError, match="queries"):
+            state.restore(0, 4, {**empty, "queries": torch.zeros(4, heads, 8)})
 
 
 @every_policy

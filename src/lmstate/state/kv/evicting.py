@@ -46,16 +46,23 @@ class EvictingState(KeyValueState):
         *,
         sight: ops.Sight = ops.EVERYTHING,
         shift: Callable[[Tensor, int], Tensor] | None = None,
+        heads: int | None = None,
+        scale: float | None = None,
+        query_dim: int | None = None,
     ):
+        """`heads` of queries and the `scale` of their products with keys: None where the first queries are to say it.
+
+        `query_dim`: their width, if it is not the keys'. The other arguments are `AttentionState`'s.
+        """
         self.layout, self.policy, self.shift, self.sight = layout, policy, shift, sight
         self._sees_all = sight == ops.EVERYTHING
         self.kind = "attention" if sight.reach is None else "window"
         self.codec = Codec(policy.storage, {"k": head_dim, "v": value_dim or head_dim}, layout.dtype)
         self.history = layout.rewind + 1 if policy.observes else 0  # lengths whose scores are kept, one in n % history
         self.held = Kept.empty(layout.rows, kv_heads, self.codec.parts, self.history, layout.device)
-        self.queries = LastQueries(policy.asks, layout) if policy.asks else None
+        self.queries = LastQueries(policy.asks, layout, heads, query_dim or head_dim) if policy.asks else None
         exact = self.history > 0 or self.queries is not None
-        self.judge = Judge(policy, sight, layout.rewind, exact=exact)
+        self.judge = Judge(policy, sight, layout.rewind, scale, exact=exact)
         self._part: Part | None = None
         self._tentative = False
         self._saved: tuple[Kept, LastQueries | None] | None = None
@@ -86,7 +93,7 @@ class EvictingState(KeyValueState):
         held = self.held
         if not self._as_rings(step) or not held.ledger.even:
             return None
-        if self.queries is not None and part.queries is None:  # nobody knows yet how many heads they have
+        if not self.judge.ready:  # no native body tells what the queries are to say
             return None
         rings, kept = held.rings, held.lists.kept
         if rings is None or rings.columns is not part.columns or rings.queries is not part.queries:
@@ -105,7 +112,9 @@ class EvictingState(KeyValueState):
         scoring: ops.Scoring,
         rotation: ops.Rotation | None = None,
     ) -> Tensor:
-        part, self.judge.scale = self._enter(step), scoring.scale
+        part = self._enter(step)
+        if new is not None:
+            self._asked_by(q, scoring.scale)
         even = self.held.ledger.even and self._as_rings(step)
         ends = part.starts + step.counts_t
         columns = None if new is None or part.columns is None else Columns(part.columns, ends)
@@ -297,9 +306,15 @@ class EvictingState(KeyValueState):
             planes = step.width if self._tentative else min(step.width, self.history)
             shape = (*self.held.lists.live.shape, planes, self.held.slots)
             part.columns = torch.empty(shape, dtype=torch.float32, device=self.layout.device)
-        if self.queries is not None and self.queries.ring is not None:
-            part.queries = self.queries.ring.new_empty(step.rows, step.width, *self.queries.ring.shape[2:])
+        part.queries = None if self.queries is None else self.queries.room(step.width)
         return part
+
+    def _asked_by(self, q: Tensor, scale: float) -> None:
+        """Learn from the layer's queries `[R, T, H, D]` what nobody has said."""
+        if self.judge.scale is None:
+            if self.queries is not None:
+                self.queries.expect(q.shape[2])
+            self.judge.scale = scale
 
     def _leave(self) -> None:
         """Be done with the part; what it reads with serves again if its buffers do."""
@@ -349,7 +364,7 @@ class EvictingState(KeyValueState):
         ring = None
         if self.queries is not None:
             assert part.queries is not None
-            ring = self.queries.made(part.queries)
+            ring = self.queries.made(part.queries.shape[2])
         change = held.change
         if change is None or not change.like(held.lists, part.columns, evicted, part.queries, ring):
             change = Change(held.lists, part.columns, evicted, part.queries, ring)

@@ -34,13 +34,18 @@ class EvictingLatentState(EvictingState):
         rope_dim: int,
         *,
         shift: Callable[[Tensor, int], Tensor] | None = None,
+        heads: int | None = None,
+        scale: float | None = None,
     ):
-        super().__init__(layout, policy, 1, latent_dim, rope_dim, shift=shift)
+        super().__init__(
+            layout, policy, 1, latent_dim, rope_dim, shift=shift, heads=heads, scale=scale,
+            query_dim=latent_dim + rope_dim,
+        )  # fmt: skip
         self.kind, self.latent_dim = "latent", latent_dim
 
     @property
     def observed(self) -> bool:
-        return self.history > 0 or self.queries is not None
+        return self.history > 0 or self.queries is not None or not self.judge.ready
 
     def store(self, latent: Tensor, rope_key: Tensor, step: Step) -> None:
         self._enter(step)
@@ -58,7 +63,8 @@ class EvictingLatentState(EvictingState):
 
     def attend_latents(self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float) -> Tensor:
         """`LatentState.attend_latents`."""
-        part, self.judge.scale = self._enter(step), scale
+        part = self._enter(step)
+        self._asked_by(q_latent, scale)
         latent, rope_key = self.stored(step)
         if not self.observed:
             return latent_attend(q_latent, q_rope, latent, rope_key, part.starts, step.counts_t, scale=scale)

@@ -29,15 +29,19 @@ def attention_state(
     *,
     sight: Sight = EVERYTHING,
     shift: Shift | None = None,
+    heads: int | None = None,
+    scale: float | None = None,
 ) -> KeyValueState:
-    """What a layer of K kv heads of `head_dim` remembers under `layout.kv`; the arguments are `AttentionState`'s.
+    """What a layer of K kv heads of `head_dim` remembers under `layout.kv`; the arguments are `EvictingState`'s.
 
     A layer whose window is no longer than the budget of an evicting policy keeps its window, stored as the policy says.
     """
     policy = layout.kv
     if isinstance(policy, Evicting):
         if sight.reach is None or sight.reach > policy.most:
-            return EvictingState(layout, policy, kv_heads, head_dim, value_dim, sight=sight, shift=shift)
+            return EvictingState(
+                layout, policy, kv_heads, head_dim, value_dim, sight=sight, shift=shift, heads=heads, scale=scale
+            )
         policy = policy.storage
     if isinstance(policy, Quantized) and policy.bits == 8:
         return QuantizedAttentionState(layout, kv_heads, head_dim, value_dim, sight=sight)
@@ -47,12 +51,18 @@ def attention_state(
 
 
 def latent_state(
-    layout: Layout, latent_dim: int, rope_dim: int, *, shift: Shift | None = None
+    layout: Layout,
+    latent_dim: int,
+    rope_dim: int,
+    *,
+    shift: Shift | None = None,
+    heads: int | None = None,
+    scale: float | None = None,
 ) -> LatentState | EvictingLatentState:
     """What a layer of latent attention remembers under `layout.kv`."""
     policy = layout.kv
     if isinstance(policy, Evicting):
-        return EvictingLatentState(layout, policy, latent_dim, rope_dim, shift=shift)
+        return EvictingLatentState(layout, policy, latent_dim, rope_dim, shift=shift, heads=heads, scale=scale)
     if isinstance(policy, Quantized):
         return QuantizedLatentState(layout, policy, latent_dim, rope_dim, shift=shift)
     return LatentState(stored_as(layout, policy), latent_dim, rope_dim, shift=shift)
