@@ -14,6 +14,7 @@ from lmstate.ops.attend_quantized import WHOLE, Held, attend_quantized
 from lmstate.ops.attend_slots import Columns, attend_observed, attend_slots
 from lmstate.ops.settle import Change, Lowest, SlotLists, settle, settle_reference, unsettle
 from lmstate.state import Layout, Step, attention_state
+from tests.zoo import ours
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
 
@@ -247,3 +248,33 @@ def test_sums_that_end_before_the_queries_are_refused() -> None:
             q, ring, ring, starts, counts, Scoring(1.0), Columns(sums, torch.tensor([[7, 0], [7, 0]])[:, 0])
         )
     assert not sums.any()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_ranks_that_are_no_numbers_cost_a_head_as_many_slots_as_others(value: float) -> None:
+    """Where the heads of a row are alike, the host counts on it."""
+
+    class Overflown(kv.Budget):
+        def rank(self, slots: kv.Slots) -> Tensor:
+            ranks = slots.positions.float()
+            ranks[:, 0] = value
+            return ranks
+
+    model = ours("llama")
+    state = model.new_state(kv=Overflown(budget=9, recent=2, sinks=1))
+    for width in (30, 1, 1, 5, 1):
+        model([list(range(1, 1 + width))], state)
+        length = state.lengths[0]
+        for head in state.kept(0, 0):
+            assert len(head) == 9 and head[0] == 0 and head[-2:] == [length - 2, length - 1]
+
+
+def test_scores_that_are_no_numbers_evict_in_plain_torch() -> None:
+    position = torch.arange(6, dtype=torch.int32)[None, None]
+    kept = {"position": position.clone(), "scores": torch.full((1, 1, 1, 6), math.nan)}
+    none = torch.zeros(1, 1, 0, dtype=torch.int32)
+    live, dug = torch.tensor([[5]]), torch.zeros(1, 1, dtype=torch.int64)
+    lists = SlotLists(kept, {"position": none, "died": none, "slot": none}, live, dug)
+    change = Change(lists, torch.zeros(1, 1, 1, 6), Lowest(5, 0, 1, 1, True))
+    settle_reference(change, torch.tensor([5]), torch.tensor([1]), torch.tensor([1]))
+    assert sorted(kept["position"][0, 0, : int(live)].tolist()) == [0, 2, 3, 4, 5]

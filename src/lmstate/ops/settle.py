@@ -151,7 +151,7 @@ def settle_reference(change: Change, starts: Tensor, counts: Tensor, accepted: T
                     position = kept["position"][r, h, :left]
                     ranks = kept["scores"][r, h, length % kept["scores"].shape[2]] if evicted.by_scores else position
                     guarded = (position < evicted.sinks) | (position >= length - evicted.newest)
-                    ranks = ranks[:left].float().masked_fill(guarded, torch.inf)
+                    ranks = behind_all(ranks[:left].float(), guarded)
                     evict(lists, r, h, lowest(ranks, position, torch.ones_like(position[:1])), length)
             elif evicted is not None:
                 evict(lists, r, h, evicted[r, h], length)
@@ -174,6 +174,12 @@ def scores_after(before: Tensor, columns: Tensor, live: int, count: int, n: int)
             scores = scores + columns[plane, : live + count]
             out.append((token, scores))
     return out
+
+
+def behind_all(ranks: Tensor, guarded: Tensor) -> Tensor:
+    """The ranks, with those that are guarded behind all others: a model that overflowed has ranks that are no numbers,
+    and as many slots must go of its heads as of any."""
+    return ranks.nan_to_num(nan=torch.finfo(torch.float32).max).masked_fill(guarded, torch.inf)
 
 
 def lowest(ranks: Tensor, positions: Tensor, counts: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lmstate.errors import StateError
-from lmstate.ops.settle import Lowest, lowest
+from lmstate.ops.settle import Lowest, behind_all, lowest
 from lmstate.state.kv.storage import Dense, Policy, Storage
 
 
@@ -137,7 +137,7 @@ class Budget(Evicting):
     def evict(self, slots: Slots) -> Tensor:
         positions = slots.positions
         guarded = (positions < self.sinks) | (positions >= slots.lengths - self.newest)
-        ranks = self.rank(slots).masked_fill(guarded, torch.inf).masked_fill(~slots.alive, torch.inf)
+        ranks = behind_all(self.rank(slots).float(), guarded | ~slots.alive)
         excess = slots.alive.sum(-1, keepdim=True) - self.budget  # [R, K, 1]
         excess = torch.where(excess > 0, excess.clamp(min=self.batch), 0)
         return lowest(ranks, positions, excess)
