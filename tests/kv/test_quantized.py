@@ -310,6 +310,44 @@ def test_a_snapshot_of_a_window_goes_into_another_slack(bits: int, slack: tuple[
         torch.testing.assert_close(model([new], restored), model([new], undisturbed), rtol=0, atol=1e-4)
 
 
+def check_floats(mirror: Coded, row: int) -> None:
+    """The newest keys are those of a state that was fed the row whole, as many as a query may need."""
+    mirror.check()
+    whole = mirror.model.new_state(kv=kv.Quantized(mirror.bits))
+    mirror.model([mirror.rows[row]], whole)
+    for mine, theirs in zip(mirror.state.snapshot(row).layers, whole.snapshot().layers):
+        count = min(mine["1.k"].shape[1], theirs["1.k"].shape[1])
+        assert count >= min(BLOCK - 1, len(mirror.rows[row]))
+        torch.testing.assert_close(mine["1.k"][:, -count:], theirs["1.k"][:, -count:], rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+@pytest.mark.parametrize("moved", [None, 340, 300])
+def test_a_long_step_leaves_the_floats_of_idle_rows(bits: int, moved: int | None) -> None:
+    mirror = Coded("llama", bits, rows=2, rewind=8)
+    mirror.extend([ids(10), ids(345, 1)])
+    mirror.extend([ids(90, 2), []])
+    check_floats(mirror, 1)
+    mirror.model([ids(120, 3), []], mirror.state, commit=False)
+    if moved is not None:
+        mirror.rewind(1, moved)
+    mirror.state.commit([50, 0])
+    mirror.rows[0] += ids(120, 3)[:50]
+    check_floats(mirror, 1)
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+@pytest.mark.parametrize("to", [239, 200, 190, 170])
+def test_floats_that_a_snapshot_did_not_have_are_not_taken_for_there(bits: int, to: int) -> None:
+    """Neither when the slots of a long step are given back."""
+    mirror, source = Coded("llama", bits, rewind=70), Coded("llama", bits, rewind=0)
+    source.extend([ids(200)])
+    mirror.restore(0, source.state.snapshot(), source.rows[0])
+    mirror.extend([ids(40, 1)])
+    mirror.rewind(0, to)
+    check_floats(mirror, 0)
+
+
 def test_drop_is_refused() -> None:
     model = ours("llama")
     state = model.new_state(kv=kv.Quantized(8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -16,7 +17,7 @@ from lmstate.state.composite import CompositeState
 from lmstate.state.kv.quantized import REFUSAL, coded_buffers, coded_rings, held
 from lmstate.state.kv.storage import Quantized
 from lmstate.state.layer import Install, Layout
-from lmstate.state.slots import SlotState
+from lmstate.state.slots import Buffers, SlotState
 from lmstate.state.step import Step
 
 SHORT = 32
@@ -114,30 +115,42 @@ class Floats(SlotState):
     def __init__(self, layout: Layout, kv_heads: int, dim: int):
         super().__init__(replace(layout, capacity=None), {"k": (kv_heads, dim)}, BLOCK - 1 + layout.rewind)
 
+    def reserve(self, step: Step) -> None:
+        assert self.span is not None
+        if (smaller := self._shrunk(self.span + max(step.width, 1), step.starts)) is not None:
+            self._hold(*smaller)
+        super().reserve(step)
+
     def commit(self, step: Step, accepted: tuple[int, ...]) -> Install | None:
         assert self.span is not None
-        release, least = super().commit(step, accepted), self.span + 1
-        if self.slots <= least + SHORT:
+        release = super().commit(step, accepted)
+        # Where an idle row ends is known when a step begins: it may have been rewound or restored since.
+        ends = [start + n for start, n in zip(step.starts, accepted)] if all(step.counts) else None
+        if ends is None or (smaller := self._shrunk(self.span + 1, ends)) is None:
             return release
-        # A long step needed room for all its tokens: it is given back.
-        high = [start + n if count else high for start, n, count, high in
-                zip(step.starts, accepted, step.counts, self.high)]  # fmt: skip
-        smaller = self._shrunk(least, high)
 
         def install() -> None:
             if release is not None:
                 release()
-            self._hold(smaller, high)
+            self._hold(*smaller)
 
         return install
 
-    def _shrunk(self, slots: int, high: list[int]) -> dict[str, Tensor]:
-        """Copies with fewer slots, of the positions before `high`."""
+    def _shrunk(self, slots: int, ends: Sequence[int]) -> tuple[Buffers, list[int]] | None:
+        """Copies with so many slots for rows that end there, and their `high`; None where there are few more.
+
+        A long step needed room for all its tokens: it is given back.
+        """
+        if self.slots <= slots + SHORT:
+            return None
         smaller = {name: b.new_zeros(*b.shape[:-2], slots, b.shape[-1]) for name, b in self.buffers.items()}
-        for row, end in enumerate(high):
-            positions = torch.arange(max(0, end - slots, self.high[row] - self.slots), end, device=self.layout.device)
+        high = []
+        for row, end in enumerate(ends):
+            lost = self.high[row] - self.slots
+            positions = torch.arange(max(0, end - slots, lost), end, device=self.layout.device)
             smaller["k"][row][..., positions % slots, :] = self.buffers["k"][row][..., positions % self.slots, :]
-        return smaller
+            high.append(max(end, lost + slots))  # what was lost there is lost here
+        return smaller, high
 
 
 def _filled(slots: int) -> int:
