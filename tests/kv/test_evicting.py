@@ -350,6 +350,24 @@ def test_queries_of_other_heads_are_refused_by_a_state_that_saw_none(heads: int)
 
 
 @every_policy
+@pytest.mark.parametrize("length", [5, 20, 90])
+def test_an_idle_row_is_restored_while_another_is_pending(policy: str, length: int) -> None:
+    model = ours("llama")
+    state, twin, source = (model.new_state(n, kv=BUDGETS[policy]) for n in (2, 1, 1))
+    model([ids(60), ids(60, 1)], state)
+    model([ids(60, 1)], twin)
+    model([ids(length, 2)], source)
+    for one, row in ((state, [[], ids(9, 3)]), (twin, [ids(9, 3)])):
+        model(row, one, commit=False)
+    state.restore(0, source.snapshot())
+    state.commit([0, 7])
+    twin.commit(7)
+    for seed in range(8):
+        got = model([ids(2, seed), ids(2, seed)], state)
+        close(got, torch.cat([model([ids(2, seed)], source), model([ids(2, seed)], twin)]))
+
+
+@every_policy
 def test_dropped_span_closes_the_gap(policy: str) -> None:
     model = ours("llama")
     state = model.new_state(kv=BUDGETS[policy], rewind=4)

@@ -86,11 +86,13 @@ class LastQueries:
             self.put(row, self.low[row], queries)
 
     def held(self, row: int, length: int) -> Tensor:
-        """The queries before `length`, at most `count` of them, float32 `[n, H, D]`, the newest last."""
+        """The queries before `length`, at most `count` of them, float32 `[n, H, D]`, the newest last.
+
+        None where all that is held is later: an idle row may have been restored since its step began.
+        """
         if self.ring is None:
             return torch.zeros(0, 0, 0, dtype=torch.float32, device=self.device)
-        first = max(self.low[row], length - self.count, 0)
-        return self.ring[row, torch.arange(first, length, device=self.device) % self.size]
+        return self.held_from(row, max(self.low[row], length - self.count, 0), length)
 
     def before(self, rows: Sequence[int], lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Of some rows: the last `count` queries `[R, count, H, D]`, and where there is one, bool `[R, count]`."""
