@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import lmstate
 from tests.invariants.mirror import Fault, Mirror, failing_layer, failing_method
+from tests.invariants.stretched import stretched
 from tests.zoo import ours, text
 
 # One small model for each way to remember: the zoo's cases that mix kinds as published models do.
@@ -31,6 +32,7 @@ KINDS = {
     "RG-LRU": "recurrent_gemma",
     "lightning": "minimax",
 }
+STRETCHED = {"window under a stretched rope": "mistral", "parallel under a stretched rope": "falcon_h1"}
 OPERATIONS = 30
 MOST = 100  # tokens of a row; it is rewound once it is longer
 
@@ -55,8 +57,8 @@ OPERATION = st.one_of(
 class Run:
     """Does each operation to a mirror, with ids that never repeat."""
 
-    def __init__(self, case: str, rewind: int):
-        self.mirror = Mirror(ours(case), rows=3, rewind=rewind)
+    def __init__(self, model: lmstate.Model, rewind: int):
+        self.mirror = Mirror(model, rows=3, rewind=rewind)
         self.rewind = rewind
         self.kept: tuple[lmstate.Snapshot, list[int]] | None = None
         self.fed = 0
@@ -140,8 +142,10 @@ class Run:
                 mirror.state.restore(row, snapshot)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *STRETCHED])
 def test_any_interleaving_equals_recomputation(kind: str, request: pytest.FixtureRequest) -> None:
+    model = ours(KINDS[kind]) if kind in KINDS else stretched(STRETCHED[kind])
+
     @settings(
         max_examples=request.config.getoption("--interleavings"),
         deadline=None,
@@ -154,7 +158,7 @@ def test_any_interleaving_equals_recomputation(kind: str, request: pytest.Fixtur
         rewind=st.sampled_from([0, 3, 16]),
     )
     def interleave(operations: list[tuple], rewind: int) -> None:
-        run = Run(KINDS[kind], rewind)
+        run = Run(model, rewind)
         for turn, (name, *arguments) in enumerate(operations):
             getattr(run, name)(*arguments)
             for row, tokens in enumerate(run.mirror.rows):

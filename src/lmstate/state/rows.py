@@ -13,6 +13,7 @@ class Mark:
     """What a row was at one position, for the layers that forget."""
 
     at: int
+    regime: int  # the row's, when it was made
     layers: dict[int, dict[str, Tensor]]
     logits: Tensor | None
 
@@ -29,7 +30,7 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     cached: int = 0  # how many of the tokens the layers have seen; the rest is computed by the next call
     regime: int = 0  # what the cached keys were rotated for, see State
-    logits: Tensor | None = None  # [V] after the last token
+    logits: Tensor | None = None  # [V] after the last token, as a text of this length has them
     marks: list[Mark] = field(default_factory=list)
 
     def fork(self) -> Row:

@@ -83,10 +83,14 @@ class State(Transaction):
         self._publish()
 
     def rewind_cost(self, row: int, to: int) -> int:
-        """How many tokens the next call recomputes after `rewind(row, to)`: 0 inside the rewind window."""
-        self._rewindable(row, to)
+        """How many tokens the next call recomputes after `rewind(row, to)`: 0 inside the rewind window.
+
+        That is a call with one new token. One with more may take the row past the length where its rope changes, and
+        then computes it from the start.
+        """
+        own = self._rewindable(row, to)
         base, _ = self._base(row, to)
-        return to - base
+        return to - base if own.regime == self._regime(to + 1) else to
 
     def mark(self, row: int) -> None:
         """Keep a checkpoint of a row here, to rewind to later. A row keeps the last 8.
@@ -98,7 +102,7 @@ class State(Transaction):
         layers = {i: layer.capture(row, own.cached) for i, layer in enumerate(self.layers) if layer.forgets}
         logits = own.logits if own.cached == len(own.tokens) else None
         others = [mark for mark in own.marks if mark.at != own.cached]
-        own.marks = [*others, Mark(own.cached, layers, logits)][-MARKS:]
+        own.marks = [*others, Mark(own.cached, own.regime, layers, logits)][-MARKS:]
 
     def select(self, rows: Sequence[int | None]) -> None:
         """Make a new batch: row i is a copy of the old row `rows[i]`, or empty for None. Rows not named are dropped."""

@@ -123,7 +123,7 @@ class Transaction:
         for index, (row, count) in enumerate(zip(self._rows, step.counts)):
             row.cached += count
             if count and last is not None:
-                row.logits = last[index].clone()
+                row.logits = self._known(row, last[index].clone())
         self._pending = None
         self._publish()
 
@@ -192,7 +192,7 @@ class Transaction:
             if n:
                 row.tokens += ids[:n]
                 row.cached += n
-                row.logits = _logits_at(pending.logits, index, n, step.counts[index])
+                row.logits = self._known(row, _logits_at(pending.logits, index, n, step.counts[index]))
         self._pending = None
         self._publish()
 
@@ -282,15 +282,27 @@ class Transaction:
             if install is not None:
                 install()
 
+    def _known(self, row: Row, logits: Tensor | None) -> Tensor | None:
+        """The logits after a row's last token, where its layers are of the regime that a text of its length has.
+
+        A draft may pass a border that what is accepted of it does not: they are unknown until a call asks for them.
+        """
+        return logits if row.regime == self._regime(len(row.tokens)) else None
+
     def _base(self, row: int, to: int) -> tuple[int, Mark | None]:
-        """The last position at or before `to` that needs no token computed, and the mark that holds it, if one does."""
+        """The last position at or before `to` that needs no token computed, and the mark that holds it, if one does.
+
+        A mark is of use only beside layers of its own regime: it holds those that forget, and the others as they are
+        now go on from it.
+        """
         own = self._row(row)
         if to >= own.cached:
             return own.cached, None
         if to >= max((layer.reach(row, own.cached) for layer in self.layers), default=0):
             return to, None
-        marks = [mark for mark in own.marks if mark.at <= to]
-        return (marks[-1].at, marks[-1]) if marks else (0, None)
+        marks = [mark for mark in own.marks if mark.at <= to and mark.regime == own.regime]
+        last = max(marks, key=lambda mark: mark.at, default=None)
+        return (0, None) if last is None else (last.at, last)
 
     def _forget(self, row: int, to: int) -> None:
         """Take the layers of a row back to `to`, or as little before it as can be. Its tokens stay."""
