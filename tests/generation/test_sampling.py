@@ -142,6 +142,7 @@ def test_logits_that_are_not_numbers_are_refused(temperature: float) -> None:
         {"temperature": math.nan},
         {"temperature": math.inf},
         {"top_k": 0},
+        {"top_k": 1.5},
         {"top_p": 0.0},
         {"top_p": 1.5},
         {"min_p": -0.1},

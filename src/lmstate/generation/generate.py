@@ -23,6 +23,7 @@ from lmstate.generation.answer import CONTEXT, Answer, Finish
 from lmstate.generation.prompts import Prompt, as_token_lists
 from lmstate.generation.sampling import Picker, Sampler
 from lmstate.generation.stopping import as_stops
+from lmstate.state.integers import token_ids, whole_number
 
 if TYPE_CHECKING:
     from lmstate.models.decoder import Model
@@ -78,11 +79,12 @@ class Generation:
         max_new_tokens: int = MAX_NEW_TOKENS,
         stop: str | Sequence[str] = (),
     ) -> None:
+        max_new_tokens = whole_number(max_new_tokens, "max_new_tokens")
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be 0 or more")
         self.model = model
         self.state = model.new_state(rows=len(prompts)) if state is None else state
-        self.prompts = [list(prompt) for prompt in prompts]
+        self.prompts = [token_ids(prompt, f"prompt {row}") for row, prompt in enumerate(prompts)]
         self.max_new_tokens = max_new_tokens
         stops = as_stops(stop)
         self._check_prompts()

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 
+from lmstate.state.integers import token_ids
+
 if TYPE_CHECKING:
     from lmstate.models.tokenizer import Tokenizer
     from lmstate.state import State
@@ -31,7 +33,7 @@ def as_token_lists(tokenizer: Tokenizer, prompt: Prompt, state: State | None) ->
             fresh = state is None or row >= state.rows or not state.lengths[row]
             rows.append(tokenizer.encode(one, add_special_tokens=fresh))
         elif _are_ids(one):
-            rows.append([int(token) for token in one])
+            rows.append(token_ids(one, f"prompt {row}"))
         else:
             raise ValueError(
                 f"a prompt must be a text or a list of token ids; prompt {row} is {one!r:.80} ({type(one).__name__})"

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lmstate import ops
 from lmstate.errors import ModelError
+from lmstate.state.integers import whole_number
 
 # Top-p looks among this many best tokens first: sorting the whole vocabulary costs as much as a decode step.
 HEAD = 1024
@@ -52,7 +53,8 @@ class Sampler:
 
     def __post_init__(self) -> None:
         _check("temperature", self.temperature, 0.0 <= self.temperature < math.inf, "0 (greedy) or more")
-        _check("top_k", self.top_k, self.top_k is None or self.top_k >= 1, "at least 1, or None for all tokens")
+        top_k = None if self.top_k is None else whole_number(self.top_k, "top_k")
+        _check("top_k", top_k, top_k is None or top_k >= 1, "at least 1, or None for all tokens")
         _check("top_p", self.top_p, self.top_p is None or 0.0 < self.top_p <= 1.0, "above 0 and at most 1")
         _check("min_p", self.min_p, self.min_p is None or 0.0 <= self.min_p <= 1.0, "between 0 and 1")
         penalty = self.repetition_penalty

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,7 +20,9 @@ from lmstate.models.rope import Rope
 from lmstate.models.static import STATIC_CHUNK, check_static, device_logits, hold_still
 from lmstate.ops import Norm, Weight
 from lmstate.state import LayerState, Layout, State, Step
+from lmstate.state.integers import token_ids, whole_number
 from lmstate.state.kv.per_layer import Policies, policy_of
+from lmstate.state.snapshot import differences
 
 if TYPE_CHECKING:
     from lmstate.generation.prompts import Prompt
@@ -94,6 +97,8 @@ class Model:
         `static`: everything is made at once and stays where it is, for `decode_step` in a compiled graph; it needs a
         `capacity`, keeps its number of rows, and takes no policies.
         """
+        rows, rewind = whole_number(rows, "rows"), whole_number(rewind, "rewind")
+        capacity = None if capacity is None else whole_number(capacity, "capacity")
         for name, value, least in (("rows", rows, 1), ("capacity", capacity, 1), ("rewind", rewind, 0)):
             if value is not None and value < least:
                 raise StateError(f"new_state({name}={value}) was asked for; {name} is at least {least}")
@@ -114,8 +119,30 @@ class Model:
             block.mixer.new_state(layout if kv is None else replace(layout, kv=policy_of(kv, layer)))
             for layer, block in enumerate(self.blocks)
         ]
-        vocab = self.config.vocab_size
-        return State(layers, layout, vocab_size=vocab, fingerprint=lambda: self.fingerprint, regime=self._regime)
+        return State(
+            layers,
+            layout,
+            vocab_size=self.config.vocab_size,
+            fingerprint=lambda: self.fingerprint,
+            user=weakref.ref(self),
+            regime=lambda horizon: self._regime(horizon),
+        )
+
+    def _refuse_other(self, state: State) -> None:
+        """Refuse the state of another model, whose layers may have the shapes of this one's.
+
+        One with the same fingerprint is no other: a copy, or the same checkpoint loaded again.
+        """
+        if not isinstance(state, State):
+            raise StateError(f"{state!r:.80} is no state of lmstate; make one with new_state")
+        if state.user() is self:
+            return
+        if different := differences(state.fingerprint, self.fingerprint):
+            raise StateError(
+                f"the state is of another model: {different}; use the model that made it, or make a state with "
+                "this model's new_state"
+            )
+        state.user = weakref.ref(self)
 
     def _regime(self, horizon: int) -> int:
         return max((rope.regime(horizon) for rope in self._stretching), default=0)
@@ -139,8 +166,8 @@ class Model:
         without a state.
         commit=False leaves the tokens pending until `state.commit` or `state.discard`; do not write into the logits
         until then.
-        Without a state: the plain forward over whole sequences. Raises `StateError` on bad tokens, `CapacityError`,
-        `PendingError`; no error changes the state.
+        Without a state: the plain forward over whole sequences. Raises `StateError` on bad tokens and on the state of
+        another model, `CapacityError`, `PendingError`; no error changes the state.
         """
         if logits not in (None, "last", "all", "none"):
             raise StateError(f'logits={logits!r} was asked for; there are "last", "all" and "none"')
@@ -149,7 +176,8 @@ class Model:
             # Whole sequences are one step of a state that nobody keeps; in one part, so that gradients can follow.
             width = max(map(len, ids), default=0)
             layout = Layout(len(ids), self.device, self.dtype, max(width, 1), rewind=0, chunk=max(width, 1))
-            return self(tokens, self._new_state(layout), logits or "all", commit=False)
+            return self(ids, self._new_state(layout), logits or "all", commit=False)
+        self._refuse_other(state)
         self._catch_up(state, ids, logits or "last")
         step = state.plan(ids, tentative=not commit)
         try:
@@ -256,6 +284,7 @@ class Model:
         """
         if tokens.shape[0] != state.rows:
             raise StateError(f"{tokens.shape[0]} rows of tokens were given to a state of {state.rows}")
+        self._refuse_other(state)
         step, room = state.device_step(tokens.shape[1], counts)
         model = self._traced if torch.compiler.is_compiling() and self._traced is not None else self
         out = device_logits(model, tokens, step, room, state.layers, logits)
@@ -267,14 +296,11 @@ class Model:
             if tokens.ndim != 2 or tokens.is_floating_point():
                 raise StateError(f"tokens are {tokens.dtype} {list(tokens.shape)}; they must be int64 [rows, T]")
             tokens = tokens.tolist()
-        ids = [list(row) for row in tokens]
+        if not isinstance(tokens, Iterable):
+            raise StateError(f"tokens are {tokens!r:.80}; they must be int64 [rows, T], or a list of ids for each row")
+        ids = [token_ids(row, f"row {index}", self.config.vocab_size) for index, row in enumerate(tokens)]
         if not ids:
             raise StateError("no rows of tokens were given; a batch has at least one, idle rows are empty lists")
-        for index, row in enumerate(ids):
-            bad = [token for token in (min(row), max(row)) if not 0 <= token < self.config.vocab_size] if row else []
-            if bad:
-                last = self.config.vocab_size - 1
-                raise StateError(f"row {index} has the token id {bad[0]}; this model's ids are 0 to {last}")
         return ids
 
     # ---- generation

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from lmstate.errors import CapacityError, RewindError, SnapshotError, StateError, UnsupportedError
+from lmstate.state.integers import token_ids, whole_number
 from lmstate.state.rows import Mark, Row
-from lmstate.state.snapshot import Snapshot
+from lmstate.state.snapshot import Snapshot, differences
 from lmstate.state.transaction import Transaction
 
 MARKS = 8  # checkpoints that a row keeps; the oldest goes first
@@ -25,7 +24,8 @@ class State(Transaction):
 
     def tokens(self, row: int) -> list[int]:
         """The ids of a row's committed tokens."""
-        return list(self._row(row).tokens)
+        _, own = self._row(row)
+        return list(own.tokens)
 
     def kept(self, row: int, layer: int) -> list[list[int]]:
         """For each kv head of an attention layer, the positions of a row whose keys and values it still has in sight.
@@ -33,7 +33,8 @@ class State(Transaction):
         Tokens that wait to be computed (after a rewind far back, say) are not among them. Raises `UnsupportedError` for
         a layer that keeps no positions apart.
         """
-        own = self._row(row)
+        row, own = self._row(row)
+        layer = whole_number(layer, "a layer")
         if not 0 <= layer < len(self.layers):
             raise StateError(f"layer {layer} was asked for; the state has the layers 0 to {len(self.layers) - 1}")
         return self.layers[layer].kept(row, own.cached)
@@ -59,11 +60,11 @@ class State(Transaction):
 
     def queue(self, row: int, ids: Sequence[int]) -> None:
         """Append tokens that count as seen now and are computed at the start of the next call."""
+        row, own = self._row(row)
         self._refuse_pending("queue tokens", row)
-        own = self._row(row)
-        if ids:
+        if ids := token_ids(ids, f"row {row}", self._vocab_size):
             self._fits([len(ids) if i == row else 0 for i in range(self.rows)])
-            own.tokens += list(ids)
+            own.tokens += ids
             own.logits = None
             self._publish()
 
@@ -72,7 +73,7 @@ class State(Transaction):
 
         Other rows may have pending tokens, this one may not. Raises `RewindError` if the row never was at `to`.
         """
-        own = self._rewindable(row, to)
+        row, to, own = self._rewindable(row, to)
         if to == len(own.tokens):
             return
         known = next((mark.logits for mark in own.marks if mark.at == to), None)
@@ -88,7 +89,7 @@ class State(Transaction):
         That is a call with one new token. One with more may take the row past the length where its rope changes, and
         then computes it from the start.
         """
-        own = self._rewindable(row, to)
+        row, to, own = self._rewindable(row, to)
         base, _ = self._base(row, to)
         return to - base if own.regime == self._regime(to + 1) else to
 
@@ -97,8 +98,8 @@ class State(Transaction):
 
         Queued tokens are not part of it: a rewind to here computes them, as the next call would.
         """
+        row, own = self._row(row)
         self._refuse_pending("mark", row)
-        own = self._row(row)
         layers = {i: layer.capture(row, own.cached) for i, layer in enumerate(self.layers) if layer.forgets}
         logits = own.logits if own.cached == len(own.tokens) else None
         others = [mark for mark in own.marks if mark.at != own.cached]
@@ -107,25 +108,25 @@ class State(Transaction):
     def select(self, rows: Sequence[int | None]) -> None:
         """Make a new batch: row i is a copy of the old row `rows[i]`, or empty for None. Rows not named are dropped."""
         self._refuse_pending("select")
-        known = [Row() if row is None else self._row(row).fork() for row in rows]
-        if not known:
+        sources = [None if row is None else self._row(row)[0] for row in rows]
+        if not sources:
             raise StateError("select was given no rows; a state has at least one")
-        if self.layout.static and len(known) != self.rows:
+        if self.layout.static and len(sources) != self.rows:
             raise UnsupportedError(
-                f"select was given {len(known)} rows; a static state keeps the {self.rows} that it was made with: "
+                f"select was given {len(sources)} rows; a static state keeps the {self.rows} that it was made with: "
                 "name as many, None for empty ones, or make another state"
             )
-        self._install([layer.select(rows) for layer in self.layers])
-        self._rows = known
+        self._install([layer.select(sources) for layer in self.layers])
+        self._rows = [Row() if row is None else self._rows[row].fork() for row in sources]
         self._publish()
 
     def snapshot(self, row: int = 0) -> Snapshot:
         """A copy of one row, of every layer, with its token ids and last logits."""
+        row, own = self._row(row)
         self._refuse_pending("snapshot", row)
-        own = self._row(row)
         layers = tuple(layer.capture(row, own.cached) if own.cached else {} for layer in self.layers)
         logits = None if own.logits is None else own.logits.clone()
-        return Snapshot(tuple(own.tokens), own.cached, own.regime, logits, layers, self._fingerprint())
+        return Snapshot(tuple(own.tokens), own.cached, own.regime, logits, layers, self.fingerprint)
 
     def drop(self, row: int, start: int, stop: int) -> None:
         """Forget the tokens `start .. stop - 1` of a row and close the gap: later keys turn to their new positions.
@@ -133,8 +134,9 @@ class State(Transaction):
         What later tokens read from the forgotten ones stays in their values, as everywhere where spans are dropped; the
         last logits stay too. Raises `UnsupportedError` if a layer cannot do it exactly, `RewindError` for a bad span.
         """
+        row, own = self._row(row)
+        start, stop = whole_number(start, "the start of a span"), whole_number(stop, "the end of a span")
         self._refuse_pending("drop a span")
-        own = self._row(row)
         if not 0 <= start <= stop <= len(own.tokens):
             raise RewindError(
                 f"drop of {start} to {stop} was asked for; row {row} has positions 0 to {len(own.tokens)}"
@@ -157,42 +159,30 @@ class State(Transaction):
 
     def restore(self, row: int, snapshot: Snapshot) -> None:
         """Put a snapshot in a row, whose own content is lost. The snapshot is checked whole before anything moves."""
+        row, _ = self._row(row)
         self._refuse_pending("restore", row)
-        own = self._row(row)
-        if differences := _differences(snapshot.fingerprint, self._fingerprint()):
-            raise SnapshotError(f"the snapshot is of another model: {differences}; restore it where it came from")
+        if not isinstance(snapshot, Snapshot):
+            raise SnapshotError(
+                f"restore was given {snapshot!r:.80}; it takes what state.snapshot or Snapshot.load gave"
+            )
+        if different := differences(snapshot.fingerprint, self.fingerprint):
+            raise SnapshotError(f"the snapshot is of another model: {different}; restore it where it came from")
+        restored = snapshot.as_row(self._vocab_size, self.layout.device)
         if len(snapshot.layers) != len(self.layers):
             raise SnapshotError(f"the snapshot has {len(snapshot.layers)} layers; this state has {len(self.layers)}")
-        if self.layout.capacity is not None and snapshot.length > self.layout.capacity:
+        if self.layout.capacity is not None and len(restored.tokens) > self.layout.capacity:
             raise CapacityError(
                 f"the snapshot has {snapshot.length} tokens; this state was made with capacity={self.layout.capacity}"
             )
-        width = self._vocab_size or 2**31
-        if snapshot.tokens and max(snapshot.tokens) >= width:
-            raise SnapshotError(
-                f"the snapshot has the token id {max(snapshot.tokens)}; this model's end at {width - 1}"
-            )
-        if snapshot.logits is not None and len(snapshot.logits) != (self._vocab_size or len(snapshot.logits)):
-            raise SnapshotError(f"the snapshot has {len(snapshot.logits)} logits; this model gives {width}")
-        self._install([layer.restore(row, snapshot.cached, kept) for layer, kept in zip(self.layers, snapshot.layers)])
-        logits = None if snapshot.logits is None else snapshot.logits.to(self.layout.device, torch.float32)
-        own.tokens, own.cached, own.logits, own.marks = list(snapshot.tokens), snapshot.cached, logits, []
-        own.regime = snapshot.regime
+        self._install([layer.restore(row, restored.cached, kept) for layer, kept in zip(self.layers, snapshot.layers)])
+        self._rows[row] = restored
         self._publish()
 
-    def _rewindable(self, row: int, to: int) -> Row:
+    def _rewindable(self, row: int, to: int) -> tuple[int, int, Row]:
+        """Row and position as plain ints, and what is known of the row."""
+        row, own = self._row(row)
+        to = whole_number(to, "a position")
         self._refuse_pending("rewind", row)
-        own = self._row(row)
         if not 0 <= to <= len(own.tokens):
             raise RewindError(f"rewind of row {row} to {to} was asked for; it has the positions 0 to {len(own.tokens)}")
-        return own
-
-
-def _differences(theirs: str, ours: str) -> str:
-    """What two fingerprints disagree on, in words; empty if nothing."""
-    if theirs == ours:
-        return ""
-    there, here = (dict(word.partition("=")[::2] for word in text.split()) for text in (theirs, ours))
-    named = [name for name in here if there.get(name) != here[name]]
-    said = [f"{name} is {there.get(name, 'unknown')[:40]} there and {here[name][:40]} here" for name in named]
-    return ", ".join(said) or "its fingerprint cannot be read"
+        return row, to, own

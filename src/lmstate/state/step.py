@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lmstate.state.integers import whole_number
+
 Built = TypeVar("Built")
 
 
@@ -110,12 +112,17 @@ class DeviceStep(Step):
 
 
 def as_counts(value: int | Sequence[int] | None, limits: Sequence[int]) -> tuple[int, ...] | None:
-    """A verdict as one number per row: None is all, a number holds for every row. None if it does not fit `limits`."""
+    """A verdict as one number per row: None is all, a number holds for every row. None if it does not fit `limits`.
+
+    Raises `StateError` for what is no number.
+    """
     if value is None:
         return tuple(limits)
-    if isinstance(value, int):
-        return tuple(min(value, limit) for limit in limits) if 0 <= value <= max(limits, default=0) else None
-    counts = tuple(int(count) for count in value)
+    try:
+        counts = tuple(whole_number(count, "a count of tokens") for count in value)  # type: ignore[union-attr]
+    except TypeError:  # one number
+        every = whole_number(value, "a count of tokens")  # type: ignore[arg-type]
+        return tuple(min(every, limit) for limit in limits) if 0 <= every <= max(limits, default=0) else None
     if len(counts) != len(limits) or any(not 0 <= count <= limit for count, limit in zip(counts, limits)):
         return None
     return counts

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lmstate.errors import CapacityError, PendingError, StateError, UnsupportedError
+from lmstate.state.integers import whole_number
 from lmstate.state.layer import Install, LayerState, Layout
 from lmstate.state.rows import Mark, Row
 from lmstate.state.step import DeviceStep, Step, as_counts
@@ -46,11 +47,12 @@ class Transaction:
         layers: Sequence[LayerState],
         layout: Layout,
         *,
-        vocab_size: int | None = None,
-        fingerprint: Callable[[], str] = str,
-        regime: Callable[[int], int] | None = None,
+        vocab_size: int,
+        fingerprint: Callable[[], str],
+        user: Callable[[], object],
+        regime: Callable[[int], int],
     ):
-        """`fingerprint()` names the model; it is asked for only by snapshots.
+        """`fingerprint()` names the model; it is asked for only by snapshots, and for a model that is not `user()`.
 
         `regime(length)` is for ropes whose frequencies depend on the length of the text: two lengths of the same regime
         rotate alike, and a row that passes from one to another is computed again from its start.
@@ -59,7 +61,8 @@ class Transaction:
         self.layout = layout
         self._vocab_size = vocab_size
         self._fingerprint = fingerprint
-        self._regime = regime or (lambda length: 0)
+        self.user = user  # the model that has the state now, a weak reference: a copy of the state copies no model
+        self._regime = regime
         self._rows = [Row() for _ in range(layout.rows)]
         self._pending: Pending | None = None
         # Of a static state: where each row's next token goes, int64 [R], and a step that ran without the host.
@@ -69,6 +72,11 @@ class Transaction:
     @property
     def rows(self) -> int:
         return len(self._rows)
+
+    @property
+    def fingerprint(self) -> str:
+        """The name of the model that made it, see `Snapshot`."""
+        return self._fingerprint()
 
     @property
     def lengths(self) -> list[int]:
@@ -206,14 +214,16 @@ class Transaction:
 
     # ---- the parts of it
 
-    def _row(self, row: int) -> Row:
-        if not 0 <= row < self.rows:
+    def _row(self, row: int) -> tuple[int, Row]:
+        """A row that a caller named: its number as a plain int, and what is known of it."""
+        number = whole_number(row, "a row")
+        if not 0 <= number < self.rows:
             raise StateError(f"row {row} was asked for; the state has the rows 0 to {self.rows - 1}")
-        return self._rows[row]
+        return number, self._rows[number]
 
     def _refuse_pending(self, what: str, row: int | None = None) -> None:
         pending = self.pending
-        if self._pending is not None and (row is None or (self._row(row) and pending[row])):
+        if self._pending is not None and (row is None or pending[row]):
             raise PendingError(f"cannot {what}: the rows have {pending} pending tokens; call commit or discard first")
 
     def _fits(self, counts: Sequence[int]) -> None:
@@ -295,7 +305,7 @@ class Transaction:
         A mark is of use only beside layers of its own regime: it holds those that forget, and the others as they are
         now go on from it.
         """
-        own = self._row(row)
+        own = self._rows[row]
         if to >= own.cached:
             return own.cached, None
         if to >= max((layer.reach(row, own.cached) for layer in self.layers), default=0):
@@ -306,7 +316,7 @@ class Transaction:
 
     def _forget(self, row: int, to: int) -> None:
         """Take the layers of a row back to `to`, or as little before it as can be. Its tokens stay."""
-        own = self._row(row)
+        own = self._rows[row]
         base, mark = self._base(row, to)
         if base == own.cached:
             return

@@ -1,0 +1,42 @@
+"""Whole numbers and token ids as callers give them: made plain ints, or refused before anything changes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any, SupportsIndex
+
+from torch import Tensor
+
+from lmstate.errors import StateError
+
+
+def whole_number(value: SupportsIndex, what: str) -> int:
+    """`value` as a plain int: an int, or one of numpy, or of torch without axes. Raises `StateError` for anything else.
+
+    Also for a bool, which as an index means "all" or "none" of an axis, and for a float with a whole value.
+    """
+    number: Any = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
+    if not isinstance(number, bool | Tensor):
+        with suppress(TypeError):
+            return operator.index(number)
+    raise StateError(f"{what} must be a whole number; {value!r:.80} was given")
+
+
+def token_ids(values: Iterable[SupportsIndex], whose: str, vocab_size: int | None = None) -> list[int]:
+    """The ids of one row, in a list that shares nothing with `values`. Raises `StateError` for what is none.
+
+    `whose` they are is for messages: "row 0". With `vocab_size` an id is below it, and never negative.
+    """
+    try:
+        ids = list(values.tolist() if isinstance(values, Tensor) else values)
+    except TypeError:
+        raise StateError(f"{whose} was given {values!r:.80}; it takes a list of token ids") from None
+    if not set(map(type, ids)) <= {int}:
+        ids = [whole_number(token, f"a token id of {whose}") for token in ids]
+    if vocab_size is not None and ids:
+        bad = [token for token in (min(ids), max(ids)) if not 0 <= token < vocab_size]
+        if bad:
+            raise StateError(f"{whose} has the token id {bad[0]}; this model's ids are 0 to {vocab_size - 1}")
+    return ids
