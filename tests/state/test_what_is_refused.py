@@ -213,6 +213,19 @@ def test_a_state_of_no_whole_size_is_not_made(name: str) -> None:
             ours("llama").new_state(**{name: wrong})
 
 
+@pytest.mark.parametrize("counts", [[3, 1], [-1, 1]])
+@pytest.mark.parametrize("case", ["llama", "mamba2"])
+def test_counts_that_a_device_step_cannot_have_are_refused_by_its_verdict(case: str, counts: list[int]) -> None:
+    mirror = Mirror(ours(case), rows=2, capacity=40, static=True)
+    mirror.extend([ids(9), ids(4, seed=1)])
+    step = torch.tensor([[7, 8], [9, 3]])
+    logits = mirror.model.decode_step(step, mirror.state, torch.tensor(counts))
+    assert logits[0].isnan().all() and not logits[1].isnan().any()
+    with pytest.raises(lmstate.StateError, match=f"{counts[0]} tokens of row 0"):
+        mirror.state.commit()
+    mirror.check()
+
+
 # ---- snapshots made by hand
 
 
@@ -325,4 +338,40 @@ def test_a_copy_of_a_model_goes_on_with_its_states() -> None:
     mirror.check()
     mirror.state = copy.deepcopy(mirror.state)
     assert mirror.state.user() is mirror.model, "a copy of a state is of the same model"
+    mirror.check()
+
+
+# ---- a step of no tokens
+
+
+@every_case
+def test_a_step_of_no_tokens_awaits_no_verdict(case: str) -> None:
+    mirror = held(case)
+    state = mirror.state
+    follow: list[Callable[[], object]] = [
+        lambda: state.commit(),
+        lambda: state.commit(0),
+        lambda: state.commit([0, 0]),
+        lambda: state.discard(),
+        lambda: mirror.extend([[5], []]),
+        lambda: mirror.draft([[5, 6], []], [1, 0]),
+        lambda: mirror.select([1, 0]),
+        lambda: mirror.rewind(0, 8),
+        lambda: state.mark(0),
+        lambda: mirror.restore(1, state.snapshot(0), mirror.rows[0]),
+    ]
+    for use in follow:
+        mirror.model([[], []], state, commit=False)
+        assert state.pending == [0, 0]
+        use()
+        mirror.check()
+
+
+def test_a_device_step_may_follow_a_step_of_no_tokens() -> None:
+    mirror = Mirror(ours("llama"), capacity=40, static=True)
+    mirror.extend([ids(9)])
+    mirror.model([[]], mirror.state, commit=False)
+    mirror.model.decode_step(torch.tensor([[5]]), mirror.state)
+    mirror.state.commit()
+    mirror.rows[0].append(5)
     mirror.check()

@@ -24,6 +24,11 @@ class Pending:
     logits: Tensor | None = None  # [R, T, V] of every token, or [R, V] of the last ones
     refused: StateError | None = None  # why no verdict but `discard` can be given
 
+    @property
+    def waits(self) -> bool:
+        """Whether nothing else can come before a verdict. A step of no tokens may be given one, and needs none."""
+        return any(self.step.counts) or self.refused is not None
+
 
 @dataclass(frozen=True)
 class Left:
@@ -144,13 +149,14 @@ class Transaction:
         """A step of `width` tokens a row, planned without a look at the host; and which rows take part, bool `[R]`.
 
         `counts` int64 `[R]`: how many of them are real; None: all. A row that has no room for them, or whose layers
-        miss some of its tokens, takes no part: nothing of it is written, and `commit` says why. Only a static state has
-        such steps. `left` is what makes the tokens pending.
+        miss some of its tokens, or whose count is none of 0 to `width`, takes no part: nothing of it is written, and
+        `commit` says why. Only a static state has such steps. `left` is what makes the tokens pending.
         """
         if not self.layout.static or self.layout.capacity is None:
             raise UnsupportedError("a step from device tensors needs a state made with new_state(..., static=True)")
-        if self._left is not None or self._pending is not None:
+        if self._left is not None or (self._pending is not None and self._pending.waits):
             raise PendingError("cannot take more tokens: there are pending ones; call commit or discard first")
+        self.discard()
         if width > min(self.layout.chunk, self.layout.capacity):
             raise CapacityError(
                 f"a step of {width} tokens was asked for; this state takes at most "
@@ -158,7 +164,7 @@ class Transaction:
             )
         if counts is None:
             counts = torch.full_like(self._positions, width)
-        room = self._positions + counts <= self.layout.capacity
+        room = (counts >= 0) & (counts <= width) & (self._positions + counts <= self.layout.capacity)
         return DeviceStep(self._positions, torch.where(room, counts, 0), width), room
 
     def fixed(self) -> list[Tensor]:
@@ -223,8 +229,11 @@ class Transaction:
 
     def _refuse_pending(self, what: str, row: int | None = None) -> None:
         pending = self.pending
-        if self._pending is not None and (row is None or pending[row]):
+        waits = self._pending is not None and self._pending.waits
+        if waits and (row is None or pending[row]):
             raise PendingError(f"cannot {what}: the rows have {pending} pending tokens; call commit or discard first")
+        if not waits:
+            self.discard()
 
     def _fits(self, counts: Sequence[int]) -> None:
         capacity = self.layout.capacity
@@ -261,7 +270,12 @@ class Transaction:
         wanted = [len(ids) for ids in tokens] if left.counts is None else left.counts.tolist()
         counts, refused = list(wanted), None
         for index, (row, count) in enumerate(zip(self._rows, wanted)):
-            if (late := len(row.tokens) - row.cached) and count:
+            if not 0 <= count <= len(tokens[index]):
+                refused = StateError(
+                    f"{count} tokens of row {index} were said to be real, in a step of {len(tokens[index])}: give "
+                    f"counts from 0 to {len(tokens[index])}"
+                )
+            elif (late := len(row.tokens) - row.cached) and count:
                 refused = StateError(
                     f"{late} tokens of row {index} are still to be computed, and a device step cannot do it: run "
                     "model([[]] * rows, state) first"
