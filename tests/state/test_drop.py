@@ -61,6 +61,27 @@ def test_layers_that_never_saw_the_span_close_the_gap_exactly() -> None:
     torch.testing.assert_close(state.layers[0].k[0, :, :14], short.layers[0].k[0, :, :14], atol=BOUND, rtol=BOUND)
 
 
+@pytest.mark.parametrize("case", [case for case in FULL if case.endswith(STRETCHED)])
+def test_a_row_that_has_outgrown_its_rope_refuses(case: str) -> None:
+    """Its keys are not of the frequencies that would move them."""
+    model, ids = ours(case), text(80)[0].tolist()
+    state, other = model.new_state(), model.new_state()
+    model([ids[:50]], state)
+    state.drop(0, 3, 9)
+    assert state.lengths == [44]
+    for each in (state, other):
+        each.rewind(0, 0)
+        model([ids], each)
+    for to in (80, 50):  # back where the text is short, the keys are still those of the long one
+        for each in (state, other):
+            each.rewind(0, to)
+        with pytest.raises(lmstate.UnsupportedError, match="outgrown"):
+            state.drop(0, 3, 9)
+        assert state.tokens(0) == ids[:to]
+        torch.testing.assert_close(model([[5]], state, commit=False), model([[5]], other, commit=False), atol=0, rtol=0)
+        state.discard(), other.discard()
+
+
 @pytest.mark.parametrize("case", ["qwen3_next", "mamba2", "falcon_h1", "recurrent_gemma", "lfm2", "minimax", "mamba"])
 def test_models_that_fold_refuse_before_anything_changes(case: str) -> None:
     model, ids = ours(case), text(40)[0].tolist()

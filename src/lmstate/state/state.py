@@ -141,6 +141,11 @@ class State(Transaction):
             raise RewindError(
                 f"drop of {start} to {stop} was asked for; row {row} has positions 0 to {len(own.tokens)}"
             )
+        if own.cached and own.regime != self._regime(0):
+            raise UnsupportedError(
+                f"a span of row {row} cannot be dropped: its keys are rotated for a text that has outgrown the model's "
+                "rope, and layers move them as in a short one. Rewind, or feed the shorter text"
+            )
         refusals = [
             f"layer {index} ({layer.kind}): {why}"
             for index, layer in enumerate(self.layers)
