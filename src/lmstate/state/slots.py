@@ -66,7 +66,7 @@ class SlotState(LayerState):
     @buffers.setter
     def buffers(self, buffers: Buffers) -> None:
         self._buffers = buffers
-        self.slots = next(iter(buffers.values())).shape[-2]
+        self.slots = _slots(buffers)
         """S."""
         self.as_rings.clear()
 
@@ -76,7 +76,7 @@ class SlotState(LayerState):
         if self.span is None:
             if (need := step.longest) > self.slots:
                 self._save()
-                self.buffers = self._resized(self._grown(need, None))
+                self.buffers, self.high = _resized(self.buffers, self.high, self._grown(need, None))
             self.high = [max(high, end) for high, end in zip(self.high, step.ends)]
             return
         # A tentative step may be accepted in part, so all of it must stay; a certain one may overwrite its own past.
@@ -93,8 +93,7 @@ class SlotState(LayerState):
             )
         self._save()
         if need > self.slots:
-            slots = self._grown(need, self.span + max(fresh))
-            self.buffers, self.high = self._resized(slots), self._high_in(slots, self.high)
+            self.buffers, self.high = _resized(self.buffers, self.high, self._grown(need, self.span + max(fresh)))
         elif overwrites:
             copies = {name: buffer.clone() for name, buffer in self.buffers.items()}
             if self.layout.static:
@@ -143,19 +142,18 @@ class SlotState(LayerState):
     def restore(self, row: int, length: int, tensors: dict[str, Tensor]) -> Install | None:
         stored = self._checked(length, tensors)
         count = next(iter(stored.values())).shape[-2]
-        current, slots = self.buffers, self.slots
-        if count > slots and not self.layout.static:
-            slots = self._grown(count, None if self.span is None else count)
-            current = self._resized(slots)
-        forked = self._saved is not None and self._saved[0] is not self.buffers
+        current, high = self._with_room(count, self.buffers, self.high)
+        saved = self._saved
+        if saved is not None:
+            # Other rows are pending: what a discard brings back must hold this row as well, and have room for it.
+            earlier, before = self._with_room(count, *saved)
+            saved = (current if saved[0] is self.buffers else earlier, before)
 
         def install() -> None:
-            if self._saved is not None:
-                # Other rows are pending: what a discard brings back must hold this row as well.
-                saved = self._saved if forked else (current, self._high_in(slots, self._saved[1]))
+            if saved is not None:
                 _store(stored, saved[0], row, length, saved[1])
                 self._saved = saved
-            self._hold(current, self._high_in(slots, self.high))
+            self._hold(current, high)
             _store(stored, self.buffers, row, length, self.high)
 
         return install
@@ -207,22 +205,11 @@ class SlotState(LayerState):
         limits = [limit for limit in (most, self.layout.capacity) if limit is not None]
         return max(need, min([slots, *limits]))
 
-    def _resized(self, slots: int) -> Buffers:
-        """Copies of the buffers with more slots, each position moved to where it now belongs."""
-        old = self.slots
-        larger = {name: b.new_zeros(*b.shape[:-2], slots, b.shape[-1]) for name, b in self.buffers.items()}
-        for row, high in enumerate(self.high):
-            positions = torch.arange(max(high - old, 0), high, device=self.layout.device)
-            for name, buffer in self.buffers.items():
-                if high <= old:
-                    larger[name][row][..., :high, :] = buffer[row][..., :high, :]
-                else:
-                    larger[name][row][..., positions % slots, :] = buffer[row][..., positions % old, :]
-        return larger
-
-    def _high_in(self, slots: int, high: list[int]) -> list[int]:
-        """`high` for so many slots, with what is lost in those that there are lost in them too."""
-        return [end if end <= self.slots else end - self.slots + slots for end in high]
+    def _with_room(self, count: int, buffers: Buffers, high: list[int]) -> tuple[Buffers, list[int]]:
+        """Buffers and their `high`, in slots for the last `count` positions of a row. Those of a static layout stay."""
+        if count <= _slots(buffers) or self.layout.static:
+            return buffers, list(high)
+        return _resized(buffers, high, self._grown(count, None if self.span is None else count))
 
     def _hold(self, buffers: Buffers, high: list[int]) -> None:
         """Have what is in `buffers`: in them, or, of a static layout, in the ones that there are."""
@@ -264,6 +251,25 @@ class SlotState(LayerState):
                 f"{length} tokens needs the same number of each, {least} to {length}"
             )
         return {name: tensors[name] for name in self.buffers}
+
+
+def _slots(buffers: Buffers) -> int:
+    """S."""
+    return next(iter(buffers.values())).shape[-2]
+
+
+def _resized(buffers: Buffers, high: list[int], slots: int) -> tuple[Buffers, list[int]]:
+    """Copies with more slots, each position moved to where it now belongs. In their `high` what was lost stays lost."""
+    old = _slots(buffers)
+    larger = {name: b.new_zeros(*b.shape[:-2], slots, b.shape[-1]) for name, b in buffers.items()}
+    for row, end in enumerate(high):
+        for name, buffer in buffers.items():
+            if end <= old:
+                larger[name][row][..., :end, :] = buffer[row][..., :end, :]
+            else:
+                positions = torch.arange(end - old, end, device=buffer.device)
+                larger[name][row][..., positions % slots, :] = buffer[row][..., positions % old, :]
+    return larger, [end if end <= old else end - old + slots for end in high]
 
 
 def _store(stored: Buffers, buffers: Buffers, row: int, length: int, high: list[int]) -> None:
