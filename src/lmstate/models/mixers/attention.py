@@ -64,7 +64,7 @@ class Attention(JoiningMixer):
     def new_state(self, layout: Layout) -> LayerState:
         return attention_state(
             layout, self.kv_heads, self.head_dim, sight=ops.Sight(self.window, self.chunk),
-            shift=self.rope.shift if self.rope is not None else None,
+            shift=self.rope.shift if self.rope is not None else None, heads=self.heads, scale=self.scale,
         )  # fmt: skip
 
     def half(self, norm: Norm | None, after: Norm | None, scale: float) -> ops.AttentionHalf | None:

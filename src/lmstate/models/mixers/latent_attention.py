@@ -49,7 +49,9 @@ class LatentAttention:
 
     def new_state(self, layout: Layout) -> LayerState:
         shift = self.rope.shift if self.rope is not None else None
-        return latent_state(layout, self.latent_dim, self.rope_dim, shift=shift)
+        return latent_state(
+            layout, self.latent_dim, self.rope_dim, shift=shift, heads=len(self.key_up), scale=self.scale
+        )  # fmt: skip
 
     def __call__(
         self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
