@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -269,12 +270,18 @@ def test_ranks_that_are_no_numbers_cost_a_head_as_many_slots_as_others(value: fl
             assert len(head) == 9 and head[0] == 0 and head[-2:] == [length - 2, length - 1]
 
 
-def test_scores_that_are_no_numbers_evict_in_plain_torch() -> None:
+@pytest.mark.parametrize("body", [settle_reference, "native"])
+@pytest.mark.parametrize("score", [math.nan, -math.nan])
+def test_scores_that_are_no_numbers_evict(score: float, body: Any) -> None:
     position = torch.arange(6, dtype=torch.int32)[None, None]
-    kept = {"position": position.clone(), "scores": torch.full((1, 1, 1, 6), math.nan)}
+    kept = {"position": position.clone(), "scores": torch.full((1, 1, 1, 6), score)}
     none = torch.zeros(1, 1, 0, dtype=torch.int32)
     live, dug = torch.tensor([[5]]), torch.zeros(1, 1, dtype=torch.int64)
     lists = SlotLists(kept, {"position": none, "died": none, "slot": none}, live, dug)
     change = Change(lists, torch.zeros(1, 1, 1, 6), Lowest(5, 0, 1, 1, True))
-    settle_reference(change, torch.tensor([5]), torch.tensor([1]), torch.tensor([1]))
+    step = torch.tensor([5]), torch.tensor([1]), torch.tensor([1])
+    if body == "native":
+        settle([change], *step)
+    else:
+        body(change, *step)
     assert sorted(kept["position"][0, 0, : int(live)].tolist()) == [0, 2, 3, 4, 5]

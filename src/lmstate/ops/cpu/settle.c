@@ -63,7 +63,8 @@ static void evict(const change *a, int64_t head, int64_t slot, int64_t length) {
   scores[slot] = scores[last];
 }
 
-/* The slot of lowest score or position, of equals the oldest; scores are not negative, and so in the order of their bits. */
+/* The slot of lowest score or position, of equals the oldest; scores are not negative, and so in the order of their bits.
+ * But a NaN may have a sign: as many slots go whatever the scores are, or there would be no room for the next. */
 static int64_t lowest(const change *a, int64_t head, int64_t length) {
   const int64_t n = a->live[head];
   const int32_t *positions = a->positions + head * a->slots, sinks = (int32_t)a->sinks, late = (int32_t)(length - a->newest);
@@ -75,7 +76,8 @@ static int64_t lowest(const change *a, int64_t head, int64_t length) {
     least = each < least ? each : least;
   }
   for (int64_t s = 0; s < n; s++) {
-    const int32_t p = positions[s], guarded = (p < sinks) | (p >= late) | (ranks[s] != least), each = (p | -guarded) & INT32_MAX;
+    const int32_t p = positions[s], other = (ranks[s] & INT32_MAX) != least;
+    const int32_t guarded = (p < sinks) | (p >= late) | other, each = (p | -guarded) & INT32_MAX;
     oldest = each < oldest ? each : oldest;
   }
   int64_t slot = 0;
