@@ -213,6 +213,11 @@ def test_a_state_of_no_whole_size_is_not_made(name: str) -> None:
             ours("llama").new_state(**{name: wrong})
 
 
+def test_keys_are_stored_in_no_integers() -> None:
+    with pytest.raises(lmstate.StateError, match=r"kv=torch.int8\) was asked for; keys and values are stored in"):
+        ours("llama").new_state(kv=torch.int8)
+
+
 @pytest.mark.parametrize("counts", [[3, 1], [-1, 1]])
 @pytest.mark.parametrize("case", ["llama", "mamba2"])
 def test_counts_that_a_device_step_cannot_have_are_refused_by_its_verdict(case: str, counts: list[int]) -> None:

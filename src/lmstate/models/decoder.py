@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from lmstate.generation.prompts import Prompt
     from lmstate.models.tokenizer import Tokenizer
 
+KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 Logits = Literal["last", "all", "none"]
 Tokens = Tensor | Sequence[Sequence[int]]
 
@@ -102,6 +104,9 @@ class Model:
         for name, value, least in (("rows", rows, 1), ("capacity", capacity, 1), ("rewind", rewind, 0)):
             if value is not None and value < least:
                 raise StateError(f"new_state({name}={value}) was asked for; {name} is at least {least}")
+        if isinstance(kv, torch.dtype) and kv not in KV_DTYPES:
+            known = ", ".join(map(str, KV_DTYPES))
+            raise StateError(f"new_state(kv={kv}) was asked for; keys and values are stored in {known}")
         if static:
             check_static(self, capacity, kv)
         dtype = kv if isinstance(kv, torch.dtype) else self.dtype
