@@ -71,8 +71,8 @@ class StateSpaceNorm(Protocol):
     def gate_last(self) -> bool: ...
 
 
-class StateSpaceParts(Protocol):
-    """What a layer of Mamba-2 is made of; see `Mamba2` for the shapes and `ssd_mixer` for the rest."""
+class ConvParts(Protocol):
+    """What a gated short convolution is made of; see `ShortConv` for the shapes."""
 
     @property
     def project(self) -> Weight: ...
@@ -86,6 +86,11 @@ class StateSpaceParts(Protocol):
     def conv(self) -> Tensor: ...
     @property
     def conv_bias(self) -> Tensor | None: ...
+
+
+class StateSpaceParts(ConvParts, Protocol):
+    """What a layer of Mamba-2 is made of; see `Mamba2` for the shapes and `ssd_mixer` for the rest."""
+
     @property
     def A(self) -> Tensor: ...
     @property
@@ -102,23 +107,6 @@ class StateSpaceParts(Protocol):
     def norm(self) -> StateSpaceNorm | None: ...
     @property
     def scale(self) -> Tensor | None: ...
-
-
-class ConvParts(Protocol):
-    """What a gated short convolution is made of; see `ShortConv` for the shapes."""
-
-    @property
-    def project(self) -> Weight: ...
-    @property
-    def bias(self) -> Tensor | None: ...
-    @property
-    def out(self) -> Weight: ...
-    @property
-    def out_bias(self) -> Tensor | None: ...
-    @property
-    def conv(self) -> Tensor: ...
-    @property
-    def conv_bias(self) -> Tensor | None: ...
 
 
 class RecurrentHalf(Half[Recurrence]):
