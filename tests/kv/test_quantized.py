@@ -104,7 +104,7 @@ def test_each_token_is_quantised_once(bits: int) -> None:
 @pytest.mark.parametrize("tokens", [1 << 12, 1 << 16])
 def test_bytes_against_bfloat16_with_scales_and_floats_counted(bits: int, least: float, dim: int, tokens: int) -> None:
     layout = Layout(1, torch.device("cpu"), torch.bfloat16, capacity=tokens, kv=kv.Quantized(bits))
-    state = attention_state(layout, 2, dim)
+    state = attention_state(layout, 2, dim, heads=4, scale=1.0)
     assert 2 * 2 * 2 * dim * tokens / state.nbytes() >= least
 
 

@@ -77,7 +77,7 @@ class Brute:
 def test_kept_equals_brute_force(policy: kv.Budget, steps: list[int]) -> None:
     generator = torch.Generator().manual_seed(3)
     layout = Layout(1, torch.device("cpu"), torch.float32, kv=policy)
-    state = attention_state(layout, KV_HEADS, DIM)
+    state = attention_state(layout, KV_HEADS, DIM, heads=HEADS, scale=DIM**-0.5)
     brute = Brute(policy)
     start = 0
     for count in steps:

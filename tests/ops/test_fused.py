@@ -82,8 +82,7 @@ def run(
     for counts, x in xs:
         step = step_of(starts, counts)
         memory.reserve(step)
-        # The first step of a policy that keeps queries tells it how many heads they have.
-        if fused and not (outs == [] and isinstance(policy, kv.SnapKV)):
+        if fused:
             alone = ops.Run(x, step.starts_t, step.counts_t)
             assert mixer.joins(alone, ops.AttentionHalf(mixer, norm, *onto(x)[1:]), step, memory)
             y = alone.stream()

@@ -46,13 +46,13 @@ class EvictingState(KeyValueState):
         *,
         sight: ops.Sight = ops.EVERYTHING,
         shift: Callable[[Tensor, int], Tensor] | None = None,
-        heads: int | None = None,
-        scale: float | None = None,
+        heads: int,
+        scale: float,
         query_dim: int | None = None,
     ):
-        """`heads` of queries and the `scale` of their products with keys: None where the first queries are to say it.
+        """`heads` of queries, the `scale` of their products with keys; `query_dim`: their width, if not that of keys.
 
-        `query_dim`: their width, if it is not the keys'. The other arguments are `AttentionState`'s.
+        The other arguments are `AttentionState`'s.
         """
         self.layout, self.policy, self.shift, self.sight = layout, policy, shift, sight
         self._sees_all = sight == ops.EVERYTHING
@@ -93,8 +93,6 @@ class EvictingState(KeyValueState):
         held = self.held
         if not self._as_rings(step) or not held.ledger.even:
             return None
-        if not self.judge.ready:  # no native body tells what the queries are to say
-            return None
         rings, kept = held.rings, held.lists.kept
         if rings is None or rings.columns is not part.columns or rings.queries is not part.queries:
             coded = None if (bits := self.codec.bits) is None else ops.Coded(bits, kept["k.scale"], kept["v.scale"])
@@ -113,8 +111,6 @@ class EvictingState(KeyValueState):
         rotation: ops.Rotation | None = None,
     ) -> Tensor:
         part = self._enter(step)
-        if new is not None:
-            self._asked_by(q, scoring.scale)
         even = self.held.ledger.even and self._as_rings(step)
         ends = part.starts + step.counts_t
         columns = None if new is None or part.columns is None else Columns(part.columns, ends)
@@ -309,13 +305,6 @@ class EvictingState(KeyValueState):
         part.queries = None if self.queries is None else self.queries.room(step.width)
         return part
 
-    def _asked_by(self, q: Tensor, scale: float) -> None:
-        """Learn from the layer's queries `[R, T, H, D]` what nobody has said."""
-        if self.judge.scale is None:
-            if self.queries is not None:
-                self.queries.expect(q.shape[2])
-            self.judge.scale = scale
-
     def _leave(self) -> None:
         """Be done with the part; what it reads with serves again if its buffers do."""
         held, self._part = self.held, None
@@ -361,10 +350,7 @@ class EvictingState(KeyValueState):
         evicted, wanted, after = self.judge.verdict(self, part, accepted)
         if wanted > held.graves or held.graves > 2 * wanted + 4 * ROOM:
             held = held.reburied(wanted + ROOM if wanted else 0)
-        ring = None
-        if self.queries is not None:
-            assert part.queries is not None
-            ring = self.queries.made(part.queries.shape[2])
+        ring = None if self.queries is None else self.queries.made()
         change = held.change
         if change is None or not change.like(held.lists, part.columns, evicted, part.queries, ring):
             change = Change(held.lists, part.columns, evicted, part.queries, ring)

@@ -34,8 +34,8 @@ class EvictingLatentState(EvictingState):
         rope_dim: int,
         *,
         shift: Callable[[Tensor, int], Tensor] | None = None,
-        heads: int | None = None,
-        scale: float | None = None,
+        heads: int,
+        scale: float,
     ):
         super().__init__(
             layout, policy, 1, latent_dim, rope_dim, shift=shift, heads=heads, scale=scale,
@@ -45,7 +45,7 @@ class EvictingLatentState(EvictingState):
 
     @property
     def observed(self) -> bool:
-        return self.history > 0 or self.queries is not None or not self.judge.ready
+        return self.history > 0 or self.queries is not None
 
     def store(self, latent: Tensor, rope_key: Tensor, step: Step) -> None:
         self._enter(step)
@@ -64,7 +64,6 @@ class EvictingLatentState(EvictingState):
     def attend_latents(self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float) -> Tensor:
         """`LatentState.attend_latents`."""
         part = self._enter(step)
-        self._asked_by(q_latent, scale)
         latent, rope_key = self.stored(step)
         if not self.observed:
             return latent_attend(q_latent, q_rope, latent, rope_key, part.starts, step.counts_t, scale=scale)

@@ -29,8 +29,8 @@ def attention_state(
     *,
     sight: Sight = EVERYTHING,
     shift: Shift | None = None,
-    heads: int | None = None,
-    scale: float | None = None,
+    heads: int,
+    scale: float,
 ) -> KeyValueState:
     """What a layer of K kv heads of `head_dim` remembers under `layout.kv`; the arguments are `EvictingState`'s.
 
@@ -56,8 +56,8 @@ def latent_state(
     rope_dim: int,
     *,
     shift: Shift | None = None,
-    heads: int | None = None,
-    scale: float | None = None,
+    heads: int,
+    scale: float,
 ) -> LatentState | EvictingLatentState:
     """What a layer of latent attention remembers under `layout.kv`."""
     policy = layout.kv

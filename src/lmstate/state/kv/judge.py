@@ -55,21 +55,15 @@ class Judged(Protocol):
 class Judge:
     """Asks a layer's policy what goes, where the numbers of slots do not tell.
 
-    `exact`: something else of the layer reaches no farther back than `rewind`. `scale`: of query-key products; None:
-    the first ones are to say it. The layer is given to each call and not held, so that a state that is dropped is gone
-    at once.
+    `exact`: something else of the layer reaches no farther back than `rewind`. `scale`: of query-key products. The
+    layer is given to each call and not held, so that a state that is dropped is gone at once.
     """
 
-    def __init__(self, policy: Evicting, sight: ops.Sight, rewind: int, scale: float | None, *, exact: bool):
+    def __init__(self, policy: Evicting, sight: ops.Sight, rewind: int, scale: float, *, exact: bool):
         self.policy, self.sight, self.rewind, self.scale, self.exact = policy, sight, rewind, scale, exact
         self._lowest = policy.lowest if isinstance(policy, Budget) and policy.plain else None
         self.foresees = sight == ops.EVERYTHING and policy.excess(0) is not None
         """Whether heads that are alike in number stay so."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether it knows what its policy may ask; a plain one asks nothing of queries."""
-        return self.scale is not None or self._lowest is not None
 
     def verdict(self, layer: Judged, part: Part, accepted: tuple[int, ...]) -> Verdict:
         """Of the first `accepted` tokens of a part; the same one for all layers that fare alike, if foreseen."""
@@ -119,12 +113,10 @@ class Judge:
             alive = alive & ~gone
         if not alive.numel() or int(alive.sum(-1).max()) <= self.policy.most:
             return gone
-        assert self.ready
-        scale = torch.nan if self.scale is None else self.scale  # a plain policy does not look
         asked = queries.before(rows, lengths) if queries is not None else (at.new_zeros(0), at.new_zeros(0))
         slots = Slots(
             position, alive, at, torch.zeros_like(position, dtype=torch.float32) if scores is None else scores,
-            *asked, scale, lambda: layer.read(arrays), layer.turn,
+            *asked, self.scale, lambda: layer.read(arrays), layer.turn,
         )  # fmt: skip
         evicted = self.policy.evict(slots) & alive
         return evicted if gone is None else gone | evicted

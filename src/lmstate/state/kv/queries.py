@@ -14,10 +14,10 @@ from lmstate.state.layer import Layout
 class LastQueries:
     """A ring of rotated queries, float32 `[R, S, H, D]`: position p in slot `p % S`, S = `count` + `rewind`.
 
-    `heads`: H, None where the first queries are to say it; `dim`: D.
+    `heads`: H; `dim`: D.
     """
 
-    def __init__(self, count: int, layout: Layout, heads: int | None, dim: int):
+    def __init__(self, count: int, layout: Layout, heads: int, dim: int):
         self.count, self.size = count, count + layout.rewind
         self.rows, self.device = layout.rows, layout.device
         self.heads, self.dim = heads, dim
@@ -32,33 +32,21 @@ class LastQueries:
 
     def put(self, row: int, start: int, queries: Tensor) -> None:
         """Queries `[n, H, D]` of the positions start, start + 1, ... of a row."""
-        ring, end = self.made(queries.shape[1]), start + len(queries)
+        ring, end = self.made(), start + len(queries)
         self.wrote(row, start, end)
         start = max(start, end - self.size)
         where = torch.arange(start, end, device=self.device) % self.size
         ring[row, where] = queries[len(queries) - len(where) :].to(ring)
 
-    def made(self, heads: int) -> Tensor:
+    def made(self) -> Tensor:
         """The ring."""
         if self.ring is None:
-            self.ring = self._zeros(self.size, heads)
+            self.ring = self.room(self.size)
         return self.ring
 
-    def room(self, width: int) -> Tensor | None:
-        """For the queries of a step, float32 `[R, T, H, D]`; None where nobody knows yet how many heads there are."""
-        return None if self.heads is None else self._zeros(width, self.heads)
-
-    def expect(self, heads: int) -> None:
-        """All queries that come have so many heads. Raises `SnapshotError` where restored ones have others."""
-        if self.ring is not None and self.ring.shape[2] != heads:
-            raise SnapshotError(
-                f"a row was restored from a snapshot with queries of {self.ring.shape[2]} heads; this layer has "
-                f"{heads}: make a new state"
-            )
-        self.heads = heads
-
-    def _zeros(self, width: int, heads: int) -> Tensor:
-        return torch.zeros(self.rows, width, heads, self.dim, dtype=torch.float32, device=self.device)
+    def room(self, width: int) -> Tensor:
+        """For the queries of so many tokens, float32 `[R, T, H, D]`."""
+        return torch.zeros(self.rows, width, self.heads, self.dim, dtype=torch.float32, device=self.device)
 
     def wrote(self, row: int, start: int, end: int) -> None:
         """Those of the positions start .. end - 1 were put in the ring, the last ones of them."""
@@ -69,12 +57,11 @@ class LastQueries:
         queries = tensors.get("queries")
         if queries is None:
             raise SnapshotError(f"this layer needs the tensor queries; the snapshot has {sorted(tensors)}")
-        heads = self.heads if self.ring is None else self.ring.shape[2]
-        fits = queries.ndim == 3 and queries.shape[1] == (heads or queries.shape[1]) and queries.shape[2] == self.dim
+        fits = queries.ndim == 3 and tuple(queries.shape[1:]) == (self.heads, self.dim)
         if not fits or len(queries) > length or not queries.is_floating_point():
             raise SnapshotError(
                 f"the snapshot's queries are {queries.dtype} {list(queries.shape)}; this layer holds torch.float32 "
-                f"[up to {length}, {heads or 'heads'}, {self.dim}]"
+                f"[up to {length}, {self.heads}, {self.dim}]"
             )
         return queries
 
