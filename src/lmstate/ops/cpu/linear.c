@@ -280,13 +280,14 @@ static void multiply(const linear_args *a, int64_t begin, int64_t end, const cha
   }
 }
 
-/* What of `total` units, of which `before` come before these `count`, this thread takes of these. */
+/* What of `total` units, of which `before` come before these `count`, this thread takes of these: as in a static loop, so
+ * that a row alone is the first thread's, which has most of what it is made of. */
 typedef struct {
   int64_t begin, end;
 } part;
 static part part_of(int64_t total, int64_t before, int64_t count) {
-  const int64_t id = omp_get_thread_num(), threads = omp_get_num_threads();
-  const int64_t begin = total * id / threads - before, end = total * (id + 1) / threads - before;
+  const int64_t id = omp_get_thread_num(), threads = omp_get_num_threads(), each = total / threads, more = total % threads;
+  const int64_t begin = id * each + (id < more ? id : more) - before, end = begin + each + (id < more);
   const part p = {begin > 0 ? begin : 0, end < count ? end : count};
   return p;
 }
