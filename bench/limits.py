@@ -1,7 +1,11 @@
-"""What decoding cannot be faster than: a step reads every weight and every stored key and value once."""
+"""What decoding cannot be faster than: a step reads every weight and every stored key and value once.
+
+`python -m bench.limits [ROUNDS]`: what one thread reads, and what all of torch's threads do, by turns.
+"""
 
 from __future__ import annotations
 
+import sys
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -40,3 +44,19 @@ def step_bytes(model: Model, state: State) -> int:
             read[tensor.data_ptr()] = tensor.nbytes
     layers = [layer for row in range(state.rows) for layer in state.snapshot(row).layers]
     return sum(read.values()) + sum(tensor.nbytes for layer in layers for tensor in layer.values())
+
+
+def main(rounds: int) -> None:
+    import torch
+
+    threads = torch.get_num_threads()
+    for _ in range(rounds):
+        alone, together = bandwidth(1) / 1e9, bandwidth(threads) / 1e9
+        print(
+            f"one thread {alone:5.1f} GB/s   {threads} threads {together:5.1f} GB/s   {together / alone:4.2f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 20)
