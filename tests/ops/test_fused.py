@@ -241,6 +241,24 @@ def test_a_run_of_blocks_equals_one_after_the_other(variant: str) -> None:
     assert all(torch.equal(got, want) for got, want in zip(*outs, strict=True))
 
 
+@pytest.mark.parametrize("after", [None, norm_of(EMBED)], ids=["", "a norm of the sum"])
+@pytest.mark.parametrize("joined", [True, False], ids=["on a stream", "alone"])
+def test_mixers_side_by_side_give_their_sum(variant: str, joined: bool, after: Norm | None) -> None:
+    torch.manual_seed(7)
+    both = Parallel(CASES["plain"](), MIXERS["state space"]("float32", EMBED, EMBED), 0.7, 1.3)
+    x, step, layout = torch.randn(2, 3, EMBED), step_of([0, 0], [3, 2]), Layout(2, torch.device("cpu"), torch.float32)
+    residual = ops.Residual(torch.randn(2, 3, EMBED), after, 0.5) if joined else None
+    memories = [mixer.new_state(layout) for mixer in (both, both.attention, both.other)]
+    for memory in memories:
+        memory.reserve(step)
+    seen, folded = both.attention(x, step, memories[1], norm_fixed()), both.other(x, step, memories[2], norm_fixed())
+    want = 0.7 * seen + 1.3 * folded
+    want = want if residual is None else residual.added(want)
+    got = both(x, step, memories[0], norm_fixed(), residual)
+    for row, count in enumerate(step.counts):
+        torch.testing.assert_close(got[row, :count], want[row, :count], rtol=1e-5, atol=1e-5)
+
+
 def test_attention_and_recurrences_wait_together(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = [block for block in stack(Block) if block.mlp is None or block.mlp.act in ("silu", "relu2")]
     runs, one = [], Fused.run
