@@ -12,7 +12,7 @@ from lmstate.generation import Generation, generate, stream
 from tests.generation.fake_model import FakeTokenizer
 from tests.zoo import pair
 
-NAMES = ["llama", "gemma3", "qwen3_5", "mamba2", "lfm2"]
+NAMES = ["llama", "gemma3", "gemma3n", "qwen3_5", "mamba2", "lfm2"]
 PROMPT = [5, 40, 33, 7, 61, 90, 12]
 
 

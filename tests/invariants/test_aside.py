@@ -7,7 +7,18 @@ import pytest
 from tests.invariants.mirror import Mirror
 from tests.zoo import ours, text
 
-CASES = ["llama", "mistral", "gemma3", "deepseek_v3", "qwen3_next-dense", "mamba2", "falcon_h1", "lfm2", "minimax"]
+CASES = [
+    "llama",
+    "mistral",
+    "gemma3",
+    "gemma4",
+    "deepseek_v3",
+    "qwen3_next-dense",
+    "mamba2",
+    "falcon_h1",
+    "lfm2",
+    "minimax",
+]
 
 
 def ids(length: int, seed: int = 0) -> list[int]:

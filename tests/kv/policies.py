@@ -10,7 +10,8 @@ BUDGETS: dict[str, kv.Budget] = {
     "snapkv": kv.SnapKV(budget=14, window=4, sinks=1, pool=3),
     "expected": kv.ExpectedAttention(budget=14, recent=2, sinks=1, window=6, future=20),
 }
-# Windows longer than the budgets and shorter, sinks, softcaps, chunks, latents, recurrences beside attention and in it.
+# Windows longer than the budgets and shorter, sinks, softcaps, chunks, latents, recurrences beside attention and in it,
+# layers that read what others keep.
 FAMILIES = [
     "llama",
     "mistral",
@@ -22,4 +23,5 @@ FAMILIES = [
     "zamba2",
     "deepseek_v3",
     "kimi_linear",
+    "gemma4-shared",
 ]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import lmstate
 from lmstate.ops import EVERYTHING, Rotation, Scoring, Sight, rope
-from lmstate.state import CompositeState, KeyValueState, LatentState, LayerState, Step
+from lmstate.state import CompositeState, KeyValueState, LatentState, LayerState, SharedState, Step
 from tests.invariants.mirror import PROBE, bytes_held, close
 
 Seen = list[list[set[int]]]  # [layer][kv head]: the positions that one token saw
@@ -76,7 +76,7 @@ class Watch:
 
     def expected(self, tokens: list[int], seen: list[Seen]) -> Tensor:
         """float32 [n, V]: full attention over the whole row, under the mask of what each token saw."""
-        state = self.model.new_state(1)
+        state, stored = self.model.new_state(1), {}
         for layer in self.layers:
             heads = len(seen[0][layer])
             mask = torch.zeros(heads, len(tokens), len(tokens), dtype=torch.bool)
@@ -87,8 +87,13 @@ class Watch:
                 state.layers[layer] = MaskedLatent(mask, EVERYTHING)
                 continue
             found = attention_of(state.layers[layer])
-            masked = Masked(mask, getattr(found, "sight", EVERYTHING))
             outer = state.layers[layer]
+            if isinstance(found, SharedState):
+                source = stored[id(found.source)]
+                masked = Masked(mask, source.sight, source)
+            else:
+                masked = Masked(mask, getattr(found, "sight", EVERYTHING))
+                stored[id(found)] = masked
             if isinstance(outer, CompositeState):
                 outer.members = tuple(masked if member is found else member for member in outer.members)
             else:
@@ -101,11 +106,15 @@ def attention_of(layer: LayerState) -> KeyValueState | None:
 
 
 class Masked(KeyValueState):
-    """Full attention of one step over itself, under a mask bool `[K, n, n]`, in plain torch."""
+    """Full attention of one step over itself, under a mask bool `[K, n, n]`, in plain torch.
+
+    With a `source`: over that one's keys and values.
+    """
 
     kind, forgets = "masked", False
 
-    def __init__(self, mask: Tensor, sight: Sight) -> None:
+    def __init__(self, mask: Tensor, sight: Sight, source: Masked | None = None) -> None:
+        self.sight, self.source = sight, source
         own, stored = torch.arange(mask.shape[1])[:, None], torch.arange(mask.shape[1])
         if sight.window is not None:
             mask = mask & (stored > own - sight.window)
@@ -122,10 +131,11 @@ class Masked(KeyValueState):
         rotation: Rotation | None = None,
     ) -> Tensor:
         scale, softcap, sinks = scoring
-        assert new is not None and len(q) == 1
-        k, v = new
+        assert len(q) == 1
         if rotation is not None:
-            q, k = rope(q, *rotation), rope(k, *rotation)
+            q = rope(q, *rotation)
+            new = None if new is None else (rope(new[0], *rotation), new[1])
+        k, v = self.new = new or self.source.new
         group = q.shape[2] // k.shape[2]
         keys, values = (x.repeat_interleave(group, dim=2)[0].transpose(0, 1).double() for x in (k, v))  # [H, n, D]
         scores = q[0].transpose(0, 1).double() @ keys.mT * scale

@@ -26,6 +26,8 @@ SIZES = (
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
+    "num_kv_shared_layers",
+    "laurel_rank",
 )
 ROPES = ("rope_parameters", "rope_scaling", "rope_theta")
 Config = dict[str, Any]
@@ -57,10 +59,11 @@ def same(theirs: Any, ours: Model, length: int = 140) -> None:
 
 # A case of each family with defaults, but for those that are sizes alone.
 SPARSE = {
-    "bamba": "bamba", "cohere2": "cohere2", "deepseek_v3": "deepseek_v3", "falcon_h1": "falcon_h1", "gemma2": "gemma2",
-    "gpt_oss": "gpt_oss-gate", "kimi_linear": "kimi_linear", "llama4_text": "llama4", "minimax": "minimax",
-    "mistral": "mistral", "mixtral": "mixtral", "olmo2": "olmo2", "olmo3": "olmo3", "phi3": "phi3", "qwen2": "qwen2",
-    "qwen3": "qwen3", "qwen3_moe": "qwen3_moe", "smollm3": "smollm3", "zamba2": "zamba2",
+    "bamba": "bamba", "cohere2": "cohere2", "deepseek_v3": "deepseek_v3", "falcon_h1": "falcon_h1",
+    "gemma2": "gemma2", "gemma3n_text": "gemma3n", "gemma4_text": "gemma4", "gpt_oss": "gpt_oss-gate",
+    "kimi_linear": "kimi_linear", "llama4_text": "llama4", "minimax": "minimax", "mistral": "mistral",
+    "mixtral": "mixtral", "olmo2": "olmo2", "olmo3": "olmo3", "phi3": "phi3", "qwen2": "qwen2", "qwen3": "qwen3",
+    "qwen3_moe": "qwen3_moe", "smollm3": "smollm3", "zamba2": "zamba2",
 }  # fmt: skip
 
 

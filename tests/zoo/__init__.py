@@ -20,7 +20,7 @@ from lmstate.models.families import build
 from lmstate.models.weights.source import open_source
 from lmstate.models.weights.weights import Weights
 
-KINDS = ("llama_like", "windows", "latent", "delta", "ssm", "conv", "linear")
+KINDS = ("llama_like", "windows", "shared", "latent", "delta", "ssm", "conv", "linear")
 VOCAB = 99
 
 Make = Callable[[], Any]
@@ -47,7 +47,7 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
         else:
             parameter.data = noise * 0.6 / parameter.shape[-1] ** 0.5
     for name, buffer in model.named_buffers():
-        if name.endswith(("e_score_correction_bias", "expert_bias")):  # what moves the choice of experts
+        if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
             buffer += 0.3 * torch.randn(buffer.shape, generator=generator)
 
 

@@ -9,10 +9,13 @@ logits = program(tokens, counts)
 
 from __future__ import annotations
 
+from itertools import repeat
+
 import torch
 from torch import Tensor, nn
 
 from lmstate.errors import UnsupportedError
+from lmstate.models.block import new_layers
 from lmstate.models.decoder import Model
 from lmstate.models.fingerprint import weights_in
 from lmstate.models.plain import plain
@@ -54,7 +57,7 @@ class ExportedStep(nn.Module):
                 f"{capacity}; there must be a row, and the three numbers must not decrease, from 1"
             )
         model = plain(model)
-        for path, weight in weights_in((model.embed, model.blocks, model.head)):
+        for path, weight in weights_in(model.parts):
             if isinstance(weight, Weight) and not isinstance(weight, FloatWeight):
                 raise UnsupportedError(
                     f"a program cannot hold {weight.kind} weights yet ({path.strip('.')}); load the model with "
@@ -62,7 +65,7 @@ class ExportedStep(nn.Module):
                 )
         self.model, self.rows, self.capacity, self.tokens = model, rows, capacity, tokens
         layout = Layout(rows, model.device, model.dtype, capacity, rewind=0, chunk=longest, static=True)
-        self.layers = [block.mixer.new_state(layout) for block in model.blocks]
+        self.layers = new_layers(model.blocks, repeat(layout))
         # Which buffers each layer has: layer -> the layer's own name -> the module's.
         self._names = [
             {name: f"layer{i}_{name.replace('.', '_')}" for name in layer.fixed()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import is_
@@ -12,16 +12,21 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from lmstate import ops
+from lmstate.models.mixers.attention import Attention
 from lmstate.models.mixers.mixer import Halves, JoiningMixer, Mixer
 from lmstate.models.mlp import MLP, FeedForward
 from lmstate.models.moe import MixtureOfExperts
+from lmstate.models.token_inputs import Told
 from lmstate.ops import Norm, Residual
-from lmstate.state import CompositeState, FoldState, KeyValueState, LayerState, Step
+from lmstate.state import CompositeState, FoldState, KeyValueState, LayerState, Layout, SharedState, Step
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """A mixer and a feed-forward part, each with a norm before it, after it, or both, on the residual stream."""
+    """A mixer and a feed-forward part, each with a norm before it, after it, or both, on the residual stream.
+
+    After them, in some models, what the block is told of the token itself is added, and all of it scaled.
+    """
 
     mixer: Mixer
     mlp: FeedForward | None
@@ -31,11 +36,13 @@ class Block:
     after_mlp: Norm | None = None
     scale: float = 1.0  # of what each part adds to the stream
     parallel: bool = False  # both parts read the same input
+    told: Told | None = None
+    gain: float = 1.0  # of the stream, at the end
 
     def __call__(self, x: Tensor, step: Step, memory: LayerState) -> Tensor:
         """x float32 `[R, T, E]` -> `[R, T, E]`."""
         mixed = self._mixed(x, step, memory)
-        return mixed if self.mlp is None else self._fed(x if self.parallel else mixed, mixed)
+        return self._ended(mixed if self.mlp is None else self._fed(x if self.parallel else mixed, mixed), step)
 
     def join(self, run: ops.Run, step: Step, memory: LayerState) -> None:
         """The same to the stream of a run: what can wait there does, the rest runs at once."""
@@ -52,6 +59,8 @@ class Block:
             run.put(self._mixed(run.stream(), step, memory))
         if self.mlp is not None and (feed_forward is None or not run.feeds(feed_forward)):
             run.put(self._fed(x := run.stream(), x))
+        if self.told is not None or self.gain != 1.0:
+            run.put(self._ended(run.stream(), step))
 
     def _joins(self, run: ops.Run, step: Step, memory: LayerState) -> bool:
         """Have the mixer wait; False where it cannot."""
@@ -67,6 +76,11 @@ class Block:
         assert self.mlp is not None
         return self.mlp(x, self.mlp_norm, Residual(mixed, self.after_mlp, self.scale))
 
+    def _ended(self, x: Tensor, step: Step) -> Tensor:
+        if self.told is not None:
+            x = x + self.told(x, step)
+        return x if self.gain == 1.0 else x * self.gain
+
     @cached_property
     def _joining(self) -> tuple[JoiningMixer, Halves] | None:
         """The mixer and what waits of it, where it is one of those that may wait in a run."""
@@ -81,6 +95,20 @@ class Block:
         if not isinstance(self.mlp, (MLP, MixtureOfExperts)):
             return None
         return self.mlp.half(self.mlp_norm, self.after_mlp, self.scale, self.parallel)
+
+
+def new_layers(blocks: Iterable[Block], layouts: Iterable[Layout]) -> list[LayerState]:
+    """A layer state for each block."""
+    layers: list[LayerState] = []
+    for block, layout in zip(blocks, layouts):
+        reads = block.mixer.reads if isinstance(block.mixer, Attention) else None
+        if reads is None:
+            layers.append(block.mixer.new_state(layout))
+        else:
+            source = layers[reads]
+            assert isinstance(source, KeyValueState)
+            layers.append(SharedState(source))
+    return layers
 
 
 def run_blocks(blocks: Sequence[Block], x: Tensor, step: Step, layers: Sequence[LayerState]) -> Tensor:

@@ -6,14 +6,14 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from lmstate import ops
 from lmstate.errors import StateError
-from lmstate.models.block import Block, run_blocks
+from lmstate.models.block import Block, new_layers, run_blocks
 from lmstate.models.fingerprint import fingerprint
 from lmstate.models.plain import plain
 from lmstate.models.rope import Rope
@@ -47,6 +47,18 @@ class ModelConfig:
     logit_softcap: float | None = None
 
 
+class Entry(Protocol):
+    """Between the embedding and the first block: x float32 `[R, T, E]` and tokens int64 `[R, T]` -> the stream."""
+
+    def __call__(self, x: Tensor, tokens: Tensor, step: Step) -> Tensor: ...
+
+
+class Exit(Protocol):
+    """Between the last block and the last norm: the stream -> float32 `[R, T, E]`."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
 @dataclass(eq=False)
 class Model:
     """A language model: `model(tokens, state)` -> logits. Made by `lmstate.load`."""
@@ -57,6 +69,8 @@ class Model:
     norm: Norm
     head: Weight  # [V, E]; the embedding itself where they are tied
     head_bias: Tensor | None = None
+    entry: Entry | None = None
+    exit: Exit | None = None
     dtype: torch.dtype = torch.float32  # of stored keys and values, and of large matrix products
     name: str = ""
     eos_ids: frozenset[int] = frozenset()
@@ -76,11 +90,15 @@ class Model:
         return self._tokenizer
 
     @property
+    def parts(self) -> tuple[Any, ...]:
+        """All that has weights."""
+        return self.embed, self.blocks, self.norm, self.head, self.head_bias, self.entry, self.exit
+
+    @property
     def fingerprint(self) -> str:
         """A hash of the config and of a sample of every weight: what a snapshot must agree with."""
         if self._fingerprint is None:
-            parts = (self.embed, self.blocks, self.norm, self.head, self.head_bias)
-            self._fingerprint = fingerprint(self.config, parts)
+            self._fingerprint = fingerprint(self.config, self.parts)
         return self._fingerprint
 
     def new_state(
@@ -120,12 +138,10 @@ class Model:
         return state
 
     def _new_state(self, layout: Layout, kv: Policies | None = None) -> State:
-        layers = [
-            block.mixer.new_state(layout if kv is None else replace(layout, kv=policy_of(kv, layer)))
-            for layer, block in enumerate(self.blocks)
-        ]
+        count = len(self.blocks)
+        layouts = [layout if kv is None else replace(layout, kv=policy_of(kv, layer)) for layer in range(count)]
         return State(
-            layers,
+            new_layers(self.blocks, layouts),
             layout,
             vocab_size=self.config.vocab_size,
             fingerprint=lambda: self.fingerprint,
@@ -255,7 +271,10 @@ class Model:
         x = self.embed.rows(tokens)
         if self.config.embed_scale != 1.0:
             x = x * self.config.embed_scale
-        return run_blocks(self.blocks, x, step, layers)
+        if self.entry is not None:
+            x = self.entry(x, tokens, step)
+        x = run_blocks(self.blocks, x, step, layers)
+        return x if self.exit is None else self.exit(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states `[..., E]` -> float32 logits `[..., V]`."""

@@ -40,6 +40,7 @@ class Router:
     kept_groups: int = 1
     group_score: Literal["best", "two best"] = "best"
     floor: float = 1e-20  # added to the sum that weights are divided by
+    expert_scale: Tensor | None = None  # float32 [N], multiplies an expert's weight last
 
     def __post_init__(self) -> None:
         experts, least = self.weight.out_features, 2 if self.groups > 1 and self.group_score == "two best" else 1
@@ -65,6 +66,8 @@ class Router:
         weights = scores.gather(-1, chosen)
         if self.normalise:
             weights = weights / (weights.sum(-1, keepdim=True) + self.floor)
+        if self.expert_scale is not None:
+            weights = weights * self.expert_scale[chosen]
         return weights * self.scale if self.scale != 1.0 else weights, chosen
 
     def _of_best_groups(self, choice: Tensor) -> Tensor:
@@ -108,6 +111,8 @@ class MixtureOfExperts:
         """What may wait in a run of layers, with the norms before and after it; None if this one never does."""
         experts, shared = [expert for expert in self.experts if _plain(expert)], self.shared
         if parallel or len(experts) < len(self.experts) or not (shared is None or _plain(shared)):
+            return None
+        if self.router.expert_scale is not None:
             return None
         return ops.ExpertsHalf(
             self.router, experts, shared, self.shared_gate, self.weigh_input, norm, after, scale

@@ -47,8 +47,7 @@ def hold_still(model: Model, state: State) -> None:
     Otherwise a CUDA graph copies them to a place of its own before every step, and refuses to change them in place. The
     addresses are no guards: for another state of the same size the graph is recorded again, and not compiled again.
     """
-    parts = (model.embed, model.blocks, model.norm, model.head, model.head_bias)
-    held = [part.tensors().values() if isinstance(part, Weight) else [part] for _, part in weights_in(parts)]
+    held = [part.tensors().values() if isinstance(part, Weight) else [part] for _, part in weights_in(model.parts)]
     for tensor in itertools.chain(*held, state.fixed()):
         torch._dynamo.mark_static_address(tensor, guard=False)
 

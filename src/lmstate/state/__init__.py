@@ -7,6 +7,7 @@ from lmstate.state.kv.evicting_latent import EvictingLatentState
 from lmstate.state.kv.factory import attention_state, latent_state
 from lmstate.state.latent import LatentState
 from lmstate.state.layer import LayerState, Layout
+from lmstate.state.shared import SharedState
 from lmstate.state.snapshot import Snapshot
 from lmstate.state.state import State
 from lmstate.state.step import Step
@@ -20,6 +21,7 @@ __all__ = [
     "LatentState",
     "LayerState",
     "Layout",
+    "SharedState",
     "Snapshot",
     "State",
     "Step",

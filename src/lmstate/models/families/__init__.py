@@ -20,6 +20,8 @@ FAMILIES = {
     "falcon_mamba": "mamba",
     "gemma2": "gemma",
     "gemma3_text": "gemma",
+    "gemma3n_text": "gemma3n",
+    "gemma4_text": "gemma4",
     "gpt_oss": "gpt_oss",
     "granite": "granitemoehybrid",
     "granitemoe": "granitemoehybrid",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lmstate.errors import ModelError
-from lmstate.models.decoder import Block, Model, ModelConfig
+from lmstate.models.decoder import Block, Entry, Exit, Model, ModelConfig
 from lmstate.models.mixers.attention import Attention
 from lmstate.models.mlp import MLP, FeedForward
 from lmstate.models.rope import Rope
@@ -85,20 +85,25 @@ def attention(
     k_norm: Norm | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    v_norm: Norm | None = None,
     gate: bool = False,
+    reads: int | None = None,
+    value: str = "v_proj",
     out: str = "o_proj",
 ) -> Attention:
     """Attention whose projections are `q_proj`, `k_proj`, `v_proj`, `o_proj` under `prefix`, with or without biases.
 
-    `gate`: `q_proj` gives each query head's gate too. `out`: another name for `o_proj`.
+    `gate`: `q_proj` gives each query head's gate too. `reads`: the layer whose keys and values this one attends to; it
+    has none of its own. `value`, `out`: other names for `v_proj` and `o_proj`.
     """
     width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    queries = width * (2 if gate else 1)
+    parts, widths = ["q_proj"], [queries]
+    if reads is None:
+        parts, widths = [*parts, "k_proj", value], [queries, kv_width, kv_width]
     biased = w.config.bool("attention_bias", default=False)
     return Attention(
-        w.linear(
-            f"{prefix}.q_proj.weight", f"{prefix}.k_proj.weight", f"{prefix}.v_proj.weight",
-            shape=((width * (2 if gate else 1), kv_width, kv_width), shape.hidden),
-        ),
+        w.linear(*(f"{prefix}.{part}.weight" for part in parts), shape=(widths, shape.hidden)),
         w.linear(f"{prefix}.{out}.weight", shape=(shape.hidden, width)),
         shape.heads,
         shape.kv_heads,
@@ -109,10 +114,12 @@ def attention(
         softcap=softcap,
         q_norm=q_norm,
         k_norm=k_norm,
-        qkv_bias=biases(w, *(f"{prefix}.{part}_proj.bias" for part in "qkv"), wanted=biased),
+        qkv_bias=biases(w, *(f"{prefix}.{part}.bias" for part in parts), wanted=biased),
         out_bias=biases(w, f"{prefix}.{out}.bias", wanted=biased),
         gate=gate,
-    )  # fmt: skip
+        v_norm=v_norm,
+        reads=reads,
+    )
 
 
 def mlp(
@@ -162,6 +169,8 @@ def decoder(
     embed_scale: float = 1.0,
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
+    entry: Entry | None = None,
+    exit: Exit | None = None,
     ignore: tuple[str, ...] = (),
 ) -> Model:
     """A stack of `shape.layers` blocks between `embed_tokens` and `lm_head` (the embedding itself where they are tied).
@@ -191,6 +200,8 @@ def decoder(
         blocks,
         final_norm or norm(w, f"{prefix}.norm.weight", shape.hidden, shape.eps),
         embedding if tied else w.linear("lm_head.weight", shape=(shape.vocab, shape.hidden)),
+        entry=entry,
+        exit=exit,
         dtype=w.dtype,
     )
     w.check_all_used([*(["lm_head.weight"] if tied else []), "*.rotary_emb.inv_freq", *ignore])

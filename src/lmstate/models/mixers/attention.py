@@ -35,8 +35,10 @@ class Attention(JoiningMixer):
     """Attention of H query heads over K key/value heads (Vaswani et al. 2017; Ainslie et al. 2023).
 
     `qkv [H * D + 2 * K * D, E]` are the three projections in one matrix. `q_norm` and `k_norm` normalise each head, or
-    the whole projection if they are as wide as it is. `rope` None: the layer knows no positions. `gate`: each query
-    head's rows are followed by as many of a gate, whose sigmoid multiplies what the head has seen (Qwen3-Next).
+    the whole projection if they are as wide as it is; `v_norm` each head of the values. `rope` None: the layer knows no
+    positions. `gate`: each query head's rows are followed by as many of a gate, whose sigmoid multiplies what the head
+    has seen (Qwen3-Next). `reads`: the number of an earlier layer whose keys and values it attends to, and `qkv` are
+    queries alone.
     """
 
     qkv: Weight
@@ -56,9 +58,13 @@ class Attention(JoiningMixer):
     out_bias: Tensor | None = None
     gate: bool = False
     temperature: Temperature | None = None
+    v_norm: Norm | None = None
+    reads: int | None = None
 
     @property
     def kind(self) -> str:
+        if self.reads is not None:
+            return "shared"
         return "attention" if self.window is None and self.chunk is None else "window"
 
     def new_state(self, layout: Layout) -> LayerState:
@@ -68,7 +74,9 @@ class Attention(JoiningMixer):
         )  # fmt: skip
 
     def half(self, norm: Norm | None, after: Norm | None, scale: float) -> ops.AttentionHalf | None:
-        return None if self.temperature is not None else ops.AttentionHalf(self, norm, after, scale)
+        if self.temperature is not None or self.v_norm is not None or self.reads is not None:
+            return None
+        return ops.AttentionHalf(self, norm, after, scale)
 
     def joins(self, run: ops.Run, half: Halves, step: Step, memory: LayerState) -> bool:
         assert isinstance(memory, KeyValueState) and isinstance(half, ops.AttentionHalf)
@@ -83,19 +91,21 @@ class Attention(JoiningMixer):
         return self.mix(ops.linear(x, self.qkv, self.qkv_bias, norm=norm), step, memory, residual)
 
     def mix(self, qkv: Tensor, step: Step, memory: LayerState, residual: Residual | None = None) -> Tensor:
-        """What comes after the projections, `[R, T, (H + 2K) * D]` or `[R, T, (2H + 2K) * D]` -> `[R, T, E]`."""
+        """What comes after the projections, `[R, T, (H + 2K) * D]` -> `[R, T, E]`; 2H of gates, no 2K without keys."""
         assert isinstance(memory, KeyValueState)
-        kv_width = self.kv_heads * self.head_dim
+        kv_width = 0 if self.reads is not None else self.kv_heads * self.head_dim
         q, k, v = qkv.split([qkv.shape[-1] - 2 * kv_width, kv_width, kv_width], dim=-1)
         gate = None
         if self.gate:
             q, gate = (part.flatten(-2) for part in q.unflatten(-1, (self.heads, -1)).chunk(2, dim=-1))  # [R, T, H * D]
-        q, k = _normed(q, self.q_norm, self.head_dim), _normed(k, self.k_norm, self.head_dim)
-        v = v.unflatten(-1, (self.kv_heads, self.head_dim))  # [R, T, K, D]
+        q = _normed(q, self.q_norm, self.head_dim)
+        new = None
+        if self.reads is None:
+            new = _normed(k, self.k_norm, self.head_dim), _normed(v, self.v_norm, self.head_dim)  # [R, T, K, D] each
         if self.temperature is not None:
             q = q * self.temperature.at(step)  # a number a token, which no rotation touches
         scoring = ops.Scoring(self.scale, self.softcap, self.sinks)
-        seen = memory.attend(q, (k, v), step, scoring, self.rotation(step))
+        seen = memory.attend(q, new, step, scoring, self.rotation(step))
         mixed = seen.flatten(-2) if gate is None else seen.flatten(-2) * gate.sigmoid()
         return ops.linear(mixed, self.out, self.out_bias, residual=residual)
 

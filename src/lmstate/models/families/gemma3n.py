@@ -1,0 +1,198 @@
+"""Gemma 3n: several streams of which each block works on one (AltUp, 2301.13310), beside what Gemma 4 kept of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+from lmstate import ops
+from lmstate.models.decoder import Block, Model
+from lmstate.models.families.common import MOST, Shape, activation, decoder, mlp, norm
+from lmstate.models.families.gemma4 import (
+    FULL,
+    LOCAL,
+    block_input,
+    layer_kinds,
+    shared_layers,
+    sharing_attention,
+    token_inputs,
+    unread,
+)
+from lmstate.models.mlp import MLP, FeedForward
+from lmstate.models.rope import ropes_by_kind
+from lmstate.models.token_inputs import TokenInputs
+from lmstate.models.weights.fields import Fields
+from lmstate.models.weights.weights import Weights
+from lmstate.ops import Norm, Residual, Weight
+from lmstate.state import LayerState, Step
+
+
+@dataclass(frozen=True, eq=False)
+class SparseMLP:
+    """A gated part of whose gates only those count that lie `deviations` above their mean."""
+
+    mlp: MLP
+    deviations: float
+
+    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Residual | None = None) -> Tensor:
+        gate, up = ops.linear(x, self.mlp.up, self.mlp.up_bias, norm=norm).chunk(2, dim=-1)
+        gate = (gate - gate.mean(-1, keepdim=True) - self.deviations * gate.std(-1, correction=0, keepdim=True)).relu()
+        hidden = ops.activation(self.mlp.act)(gate) * up
+        return ops.linear(hidden, self.mlp.down, self.mlp.down_bias, residual=residual)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StreamsBlock(Block):
+    """A block that works on one of N streams, `[R, T, N * E]` side by side, and from its result corrects them all.
+
+    Before, each stream is predicted from all; how, and how far the correction goes, a small router says. Beside the
+    mixer runs a product of low rank (LAuReL, 2411.07501).
+    """
+
+    streams: int
+    active: int
+    router_norm: Norm
+    router: Tensor  # float32 [N, E]
+    predict: Tensor  # float32 [N * N, N]
+    correct: Tensor  # float32 [N, N]
+    corrected_scale: Tensor | None  # float32 [E]
+    left: Weight  # [rank, E]
+    right: Weight  # [E, rank]
+    low_rank_norm: Norm
+
+    def __call__(self, x: Tensor, step: Step, memory: LayerState) -> Tensor:
+        streams = x.unflatten(-1, (self.streams, -1))  # [R, T, N, E]
+        mix = (self._modes(streams[..., self.active, :]) @ self.predict.mT).unflatten(-1, (self.streams, -1))
+        streams = streams + mix @ streams
+        active = streams[..., self.active, :]
+        assert self.mixer_norm is not None and self.told is not None
+        given = ops.norm(active, self.mixer_norm)
+        beside = given + ops.norm(ops.linear(ops.linear(given, self.left), self.right), self.low_rank_norm)
+        mixed = (self._mixed(active, step, memory) + beside) * 2**-0.5
+        done = self._fed(mixed, mixed)
+        share = self._modes(done) @ self.correct.mT + 1.0  # [R, T, N]
+        streams = streams + (done - active)[..., None, :] * share[..., None]
+        first = streams[..., self.active, :]
+        told = self.told(first if self.corrected_scale is None else first * self.corrected_scale, step)
+        return torch.cat([streams[..., :1, :], streams[..., 1:, :] + told[..., None, :]], dim=-2).flatten(-2)
+
+    def join(self, run: ops.Run, step: Step, memory: LayerState) -> None:
+        run.put(self(run.stream(), step, memory))
+
+    def _modes(self, x: Tensor) -> Tensor:
+        """x float32 `[R, T, E]` -> `[R, T, N]`."""
+        return (ops.norm(x, self.router_norm) @ self.router.mT).tanh()
+
+
+@dataclass(frozen=True, eq=False)
+class IntoStreams:
+    """The embedding, and projections of it as large as it is, side by side: `[R, T, E]` -> `[R, T, N * E]`."""
+
+    inputs: TokenInputs
+    projections: Sequence[Weight]  # [E, E] each
+
+    def __call__(self, x: Tensor, tokens: Tensor, step: Step) -> Tensor:
+        self.inputs(x, tokens, step)
+        return torch.cat([x, *(_as_large(ops.linear(x, each), x) for each in self.projections)], dim=-1)
+
+
+@dataclass(frozen=True, eq=False)
+class OutOfStreams:
+    """The mean of the first stream and of projections of the others, as large as that one."""
+
+    projections: Sequence[Weight]  # [E, E] each
+
+    def __call__(self, x: Tensor) -> Tensor:
+        first, *others = x.chunk(len(self.projections) + 1, dim=-1)
+        projected = [_as_large(ops.linear(other, each), first) for other, each in zip(others, self.projections)]
+        return torch.stack([first, *projected]).mean(0)
+
+
+def _as_large(x: Tensor, like: Tensor) -> Tensor:
+    """x with the root mean square of another vector."""
+    return x * (_mean_square(like).sqrt() / _mean_square(x).clamp(min=1e-5).sqrt())
+
+
+def _mean_square(x: Tensor) -> Tensor:
+    return x.square().mean(-1, keepdim=True)
+
+
+def build(w: Weights) -> Model:
+    config, shape = w.config, Shape.of(w.config)
+    act = activation(config, "hidden_activation", "gelu_pytorch_tanh")
+    kinds = layer_kinds(config, shape.layers, full_every=5)
+    reads = shared_layers(config, kinds)
+    full, local = ropes_by_kind(config, shape.head_dim, theta=1_000_000.0, local_theta=10_000.0)
+    ropes = {FULL: full.to(w.device), LOCAL: local.to(w.device)}
+    inner, sparsity = _inner(config, shape.layers), _sparsity(config, shape.layers)
+    streams = config.int("altup_num_inputs", low=2, high=64, default=4)
+    active = config.int("altup_active_idx", high=streams - 1, default=0)
+    rank = config.int("laurel_rank", low=1, high=MOST)
+    width = config.int("hidden_size_per_layer_input", low=1, high=MOST, default=256)
+
+    def own_norm(name: str) -> Norm:
+        return norm(w, f"{name}.weight", shape.hidden, shape.eps)
+
+    def feed_forward(index: int, prefix: str) -> FeedForward:
+        dense = mlp(w, prefix, shape.hidden, inner[index], act)
+        return dense if not sparsity[index] else SparseMLP(dense, NormalDist().inv_cdf(sparsity[index]))
+
+    def block(index: int) -> Block:
+        layer = f"model.layers.{index}"
+        router_norm = own_norm(f"{layer}.altup.router_norm")
+        return StreamsBlock(
+            sharing_attention(
+                w, f"{layer}.self_attn", shape, ropes[kinds[index]],
+                window=config.int("sliding_window", low=1) if kinds[index] == LOCAL else None, reads=reads[index],
+            ),
+            feed_forward(index, f"{layer}.mlp"),
+            own_norm(f"{layer}.input_layernorm"),
+            own_norm(f"{layer}.pre_feedforward_layernorm"),
+            own_norm(f"{layer}.post_attention_layernorm"),
+            own_norm(f"{layer}.post_feedforward_layernorm"),
+            told=block_input(w, layer, index, shape, width, act),
+            streams=streams,
+            active=active,
+            router_norm=Norm(router_norm.weight / shape.hidden, shape.eps),
+            router=w.tensor(f"{layer}.altup.modality_router.weight", (streams, shape.hidden)),
+            predict=w.tensor(f"{layer}.altup.prediction_coefs.weight", (streams**2, streams)),
+            correct=w.tensor(f"{layer}.altup.correction_coefs.weight", (streams, streams)),
+            corrected_scale=w.tensor(f"{layer}.altup.correct_output_scale", (shape.hidden,))
+            if config.bool("altup_correct_scale", default=True)
+            else None,
+            left=w.linear(f"{layer}.laurel.linear_left.weight", shape=(rank, shape.hidden)),
+            right=w.linear(f"{layer}.laurel.linear_right.weight", shape=(shape.hidden, rank)),
+            low_rank_norm=own_norm(f"{layer}.laurel.post_laurel_norm"),
+        )  # fmt: skip
+
+    def projections(name: str) -> list[Weight]:
+        square = (shape.hidden, shape.hidden)
+        return [w.linear(f"model.{name}.{other}.weight", shape=square) for other in range(streams - 1)]
+
+    return decoder(
+        w,
+        shape,
+        block,
+        embed_scale=shape.hidden**0.5,
+        logit_softcap=config.float("final_logit_softcapping", low=1e-6, default=None),
+        entry=IntoStreams(token_inputs(w, shape, width), projections("altup_projections")),
+        exit=OutOfStreams(projections("altup_unembed_projections")),
+        ignore=(*unread(reads), "*.altup.correct_output_scale"),
+    )
+
+
+def _inner(config: Fields, layers: int) -> Sequence[int]:
+    """The width inside each layer's feed-forward part: one for all, or one each."""
+    if isinstance(config.get("intermediate_size"), (list, tuple)):
+        return config.ints("intermediate_size", layers, low=1, high=MOST)
+    return [config.int("intermediate_size", low=1, high=MOST)] * layers
+
+
+def _sparsity(config: Fields, layers: int) -> Sequence[float]:
+    """The share of each layer's gates that does not count; where the config says nothing, much of the first ten."""
+    default = [0.95] * 10 + [0.0] * (layers - 10) if layers > 10 else [0.0] * layers
+    return config.floats("activation_sparsity_pattern", layers, low=0.0, high=0.999999, default=None) or default

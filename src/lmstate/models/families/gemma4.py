@@ -1,0 +1,205 @@
+"""Gemma 4: layers that share keys and values, embeddings of a token for every layer, experts beside a dense part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lmstate import ops
+from lmstate.errors import ModelError
+from lmstate.models.decoder import Block, Model
+from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, experts, mlp, norm
+from lmstate.models.mixers.attention import Attention
+from lmstate.models.mlp import MLP, FeedForward
+from lmstate.models.moe import MixtureOfExperts, Router
+from lmstate.models.rope import Rope, make_rope
+from lmstate.models.token_inputs import TokenInputs, Told
+from lmstate.models.weights.fields import Fields
+from lmstate.models.weights.weights import Weights
+from lmstate.ops import FloatWeight, Norm, Residual
+
+LOCAL, FULL = "sliding_attention", "full_attention"
+
+
+@dataclass(frozen=True, eq=False)
+class DenseAndExperts:
+    """A dense part and experts that read the same stream, each between norms of its own; their sum.
+
+    The norm that is given is the dense part's.
+    """
+
+    dense: MLP
+    after_dense: Norm
+    experts: MixtureOfExperts
+    expert_norm: Norm
+    router_norm: Norm  # of what the router reads
+    after_experts: Norm
+
+    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Residual | None = None) -> Tensor:
+        out = ops.norm(self.dense(x, norm), self.after_dense)
+        tokens = x.flatten(0, -2)
+        chosen = self.experts.router(ops.norm(tokens, self.router_norm))
+        mixed = self.experts.mixed(ops.norm(tokens, self.expert_norm), *chosen)
+        out = out + ops.norm(mixed, self.after_experts).view_as(x)
+        return out if residual is None else residual.added(out)
+
+
+def build(w: Weights) -> Model:
+    config, shape = w.config, Shape.of(w.config)
+    if config.str("use_bidirectional_attention", default=None) == "all":
+        raise ModelError(f"{config.where} asks for attention in both directions, which is no language model's")
+    inner, act = (
+        config.int("intermediate_size", low=1, high=MOST),
+        activation(config, "hidden_activation", "gelu_pytorch_tanh"),
+    )
+    kinds = layer_kinds(config, shape.layers, full_every=6)
+    reads = shared_layers(config, kinds)
+    shapes = [_layer_shape(config, shape, index, kind == FULL) for index, kind in enumerate(kinds)]
+    ropes = {
+        (kind, each.head_dim): make_rope(
+            config, each.head_dim, kind=kind, theta=1_000_000.0 if kind == FULL else 10_000.0
+        ).to(w.device)
+        for kind, each in zip(kinds, shapes)
+    }
+    one_projection = config.bool("attention_k_eq_v", default=False)
+    wide = config.bool("use_double_wide_mlp", default=False)
+    told = config.int("hidden_size_per_layer_input", high=MOST, default=256)
+
+    def block(index: int) -> Block:
+        layer, kind, each = f"model.layers.{index}", kinds[index], shapes[index]
+        mixer = sharing_attention(
+            w, f"{layer}.self_attn", each, ropes[kind, each.head_dim],
+            window=config.int("sliding_window", low=1) if kind == LOCAL else None,
+            reads=reads[index], value="k_proj" if one_projection and kind == FULL else "v_proj",
+        )  # fmt: skip
+        norms = {name: norm(w, f"{layer}.{name}_layernorm.weight", shape.hidden, shape.eps) for name in NORMS}
+        doubled = 2 if wide and reads[index] is not None else 1
+        return Block(
+            mixer,
+            _feed_forward(w, layer, shape, doubled * inner, act),
+            norms["input"],
+            norms["pre_feedforward"],
+            norms["post_attention"],
+            norms["post_feedforward"],
+            told=block_input(w, layer, index, shape, told, act) if told else None,
+            gain=float(w.tensor(f"{layer}.layer_scalar", (1,))),
+        )
+
+    return decoder(
+        w,
+        shape,
+        block,
+        embed_scale=shape.hidden**0.5,
+        logit_softcap=config.float("final_logit_softcapping", low=1e-6, default=None),
+        entry=token_inputs(w, shape, told) if told else None,
+        ignore=unread(reads),
+    )
+
+
+NORMS = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+
+
+def layer_kinds(config: Fields, layers: int, full_every: int) -> Sequence[str]:
+    """Each layer's kind; where the config names none, one in `full_every` sees everything."""
+    kinds = config.strs("layer_types", layers, (LOCAL, FULL), default=None)
+    return kinds or [LOCAL if (index + 1) % full_every else FULL for index in range(layers)]
+
+
+def shared_layers(config: Fields, kinds: Sequence[str], default: int = 0) -> list[int | None]:
+    """For each layer the earlier one whose keys and values it reads: of its kind, the last that has any."""
+    count = config.int("num_kv_shared_layers", high=len(kinds), default=default)
+    own = len(kinds) - count
+    last = {kind: index for index, kind in enumerate(kinds[:own])}
+    if missing := set(kinds[own:]) - set(last):
+        raise ModelError(
+            f"{config.where} has the last {count} of {len(kinds)} layers share keys and values, but none of the others "
+            f"is of the kind {', '.join(missing)}"
+        )
+    return [None if index < own else last[kind] for index, kind in enumerate(kinds)]
+
+
+def unread(reads: Sequence[int | None]) -> tuple[str, ...]:
+    """What checkpoints may hold for layers that share: projections that nobody asks for."""
+    layers = [f"model.layers.{index}.self_attn" for index, source in enumerate(reads) if source is not None]
+    return tuple(f"{layer}.{name}.*" for layer in layers for name in ("k_proj", "v_proj", "k_norm", "v_norm"))
+
+
+def sharing_attention(
+    w: Weights, prefix: str, shape: Shape, rope: Rope, *, window: int | None, reads: int | None,
+    value: str = "v_proj",
+) -> Attention:  # fmt: skip
+    """Attention whose queries, keys and values are normalised head by head; the scores have no other scale."""
+    ones = torch.ones(shape.head_dim, dtype=torch.float32, device=w.device)
+    q_norm = norm(w, f"{prefix}.q_norm.weight", shape.head_dim, shape.eps)
+    k_norm = None if reads is not None else norm(w, f"{prefix}.k_norm.weight", shape.head_dim, shape.eps)
+    return attention(
+        w, prefix, shape, rope, window=window, q_norm=q_norm, k_norm=k_norm,
+        v_norm=None if reads is not None else Norm(ones, shape.eps), scale=1.0, reads=reads, value=value,
+    )  # fmt: skip
+
+
+def token_inputs(w: Weights, shape: Shape, width: int) -> TokenInputs:
+    rows = w.config.int("vocab_size_per_layer_input", low=1, high=2**24, default=262_144)
+    return TokenInputs(
+        w.linear("model.embed_tokens_per_layer.weight", shape=(rows, shape.layers * width)),
+        w.linear("model.per_layer_model_projection.weight", shape=(shape.layers * width, shape.hidden)),
+        norm(w, "model.per_layer_projection_norm.weight", width, shape.eps),
+    )
+
+
+def block_input(
+    w: Weights, layer: str, index: int, shape: Shape, width: int, act: str
+) -> Told:  # fmt: skip
+    return Told(
+        index,
+        w.linear(f"{layer}.per_layer_input_gate.weight", shape=(width, shape.hidden)),
+        act,
+        w.linear(f"{layer}.per_layer_projection.weight", shape=(shape.hidden, width)),
+        norm(w, f"{layer}.post_per_layer_input_norm.weight", shape.hidden, shape.eps),
+    )
+
+
+def _layer_shape(config: Fields, shape: Shape, index: int, full: bool) -> Shape:
+    """The sizes of a layer: those that see everything have heads of their own, which newer configs list by layer."""
+    head_dim, kv_heads, listed = shape.head_dim, shape.kv_heads, config.fields("per_layer_config")
+    if listed is not None:
+        own = listed.fields(str(index)) or Fields({}, listed.where)
+        head_dim = own.int("head_dim", low=1, high=MOST, default=head_dim)
+        kv_heads = own.int("num_key_value_heads", low=1, high=MOST, default=kv_heads)
+    elif full:
+        head_dim = config.int("global_head_dim", low=1, high=MOST, default=512)
+        if config.bool("attention_k_eq_v", default=False):
+            kv_heads = config.int("num_global_key_value_heads", low=1, high=MOST, default=kv_heads)
+    if shape.heads % kv_heads:
+        raise ModelError(f"{shape.heads} query heads cannot share {kv_heads} key/value heads evenly, in layer {index}")
+    return replace(shape, head_dim=head_dim, kv_heads=kv_heads)
+
+
+def _feed_forward(w: Weights, layer: str, shape: Shape, inner: int, act: str) -> FeedForward:
+    config, dense = w.config, mlp(w, f"{layer}.mlp", shape.hidden, inner, act)
+    if not config.bool("enable_moe_block", default=False):
+        return dense
+    count = config.int("num_experts", low=1, high=MOST)
+    width = config.int("moe_intermediate_size", low=1, high=MOST)
+
+    def own_norm(name: str) -> Norm:
+        return norm(w, f"{layer}.{name}.weight", shape.hidden, shape.eps)
+
+    router = Router(
+        FloatWeight(w.tensor(f"{layer}.router.proj.weight", (count, shape.hidden))),
+        config.int("top_k_experts", low=1, high=count),
+        normalise=True,
+        floor=0.0,
+        expert_scale=w.tensor(f"{layer}.router.per_expert_scale", (count,)),
+    )
+    return DenseAndExperts(
+        dense,
+        own_norm("post_feedforward_layernorm_1"),
+        MixtureOfExperts(router, experts(w, f"{layer}.experts", count, shape.hidden, width, act)),
+        own_norm("pre_feedforward_layernorm_2"),
+        Norm(w.tensor(f"{layer}.router.scale", (shape.hidden,)) * shape.hidden**-0.5, shape.eps),
+        own_norm("post_feedforward_layernorm_2"),
+    )

@@ -1,0 +1,61 @@
+"""What every block is told of a token beside the stream: an embedding for each block (Gemma 3n, Gemma 4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lmstate import ops
+from lmstate.ops import Norm, Weight
+from lmstate.state import Step
+
+TOLD = "token inputs"
+"""Under this key a step keeps what the blocks are told, float32 `[R, T, L, P]`."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenInputs:
+    """What L blocks are told, P numbers each: an embedding of the token, and a projection of the one that they share.
+
+    Those are added, and divided by the root of two. A token that the table is too short for has that of token 0.
+    """
+
+    embed: Weight  # [V, L * P]
+    project: Weight  # [L * P, E]
+    norm: Norm  # of P numbers
+
+    def __call__(self, x: Tensor, tokens: Tensor, step: Step) -> Tensor:
+        step.memo(TOLD, lambda: self.told(x, tokens))
+        return x
+
+    def told(self, x: Tensor, tokens: Tensor) -> Tensor:
+        """x float32 `[R, T, E]`, tokens int64 `[R, T]` -> float32 `[R, T, L, P]`."""
+        width = self.norm.weight.shape[-1]
+        known = torch.where(tokens < self.embed.out_features, tokens, 0)
+        own = self.embed.rows(known) * width**0.5
+        shared = ops.linear(x, self.project) * x.shape[-1] ** -0.5
+        shared = ops.norm(shared.unflatten(-1, (-1, width)), self.norm)
+        return (shared + own.view_as(shared)) * 2**-0.5
+
+
+@dataclass(frozen=True, eq=False)
+class Told:
+    """What a block is told, as far as a gate that reads the stream lets it through: what is to be added to that."""
+
+    block: int
+    gate: Weight  # [P, E]
+    act: str
+    out: Weight  # [E, P]
+    after: Norm
+
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
+        """x float32 `[R, T, E]` -> `[R, T, E]`."""
+        told = step.memo(TOLD, _nobody)[..., self.block, :]  # [R, T, P]
+        gated = ops.activation(self.act)(ops.linear(x, self.gate)) * told
+        return ops.norm(ops.linear(gated, self.out), self.after)
+
+
+def _nobody() -> Tensor:
+    raise AssertionError("the model's entry did not say what its blocks are told")
