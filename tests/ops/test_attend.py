@@ -134,7 +134,7 @@ def test_append_writes_a_wrapped_ring_and_skips_padding() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("heads", "kv", "dim", "dim_v"), [(4, 4, 8, 8), (6, 2, 64, 64), (5, 1, 24, 40), (7, 7, 128, 72), (8, 2, 256, 256)]
+    ("heads", "kv", "dim", "dim_v"), [(4, 4, 8, 8), (6, 2, 64, 64), (5, 1, 24, 40), (7, 7, 128, 72), (8, 2, 512, 512)]
 )
 @pytest.mark.parametrize("name", RULES)
 def test_native_equals_a_loop_over_positions(

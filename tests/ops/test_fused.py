@@ -11,7 +11,7 @@ from torch import Tensor
 
 import lmstate.ops as ops
 from lmstate import kv
-from lmstate.models.block import Block, run_blocks
+from lmstate.models.block import Block, new_layers, run_blocks
 from lmstate.models.mixers.attention import Attention
 from lmstate.models.mixers.parallel import Parallel
 from lmstate.models.mlp import MLP
@@ -29,7 +29,8 @@ def norm_of(width: int) -> Norm:
 
 
 def attention(kind: str, heads: int, kv_heads: int, dim: int, **options: Any) -> Attention:
-    width = (heads * (2 if options.get("gate") else 1) + 2 * kv_heads) * dim
+    stored = 0 if "reads" in options else 2 * kv_heads
+    width = (heads * (2 if options.get("gate") else 1) + stored) * dim
     qkv, out = torch.randn(width, EMBED) / 8, torch.randn(EMBED, heads * dim) / 8
     return Attention(ops.quantize(qkv, kind), ops.quantize(out, kind), heads, kv_heads, dim, dim**-0.5, **options)
 
@@ -60,6 +61,10 @@ CASES = {
         out_bias=torch.randn(EMBED),
     ),
     "chunks": lambda: attention("float16", 6, 2, 64, rope=rope(32), chunk=4),
+    "norm of values": lambda: attention(
+        "bfloat16", 2, 1, 64, rope=rope(32), q_norm=norm_of(64), k_norm=norm_of(64), v_norm=norm_of(64)
+    ),
+    "largest heads": lambda: attention("int8", 2, 1, 512, rope=rope(256), v_norm=norm_of(512)),
 }
 
 
@@ -135,6 +140,36 @@ def test_attention_over_codes_equals_its_operations(variant: str, name: str, pol
     whole = [run(mixer, xs, fused, dtype, POLICIES[policy]) for fused in (True, False)]
     for got, want in zip(*whole):
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("policy", [None, *POLICIES])
+@pytest.mark.parametrize("name", ["plain", "norm of each head, window", "norm of values"])
+def test_a_layer_that_reads_another_ones_memory_equals_its_operations(
+    variant: str, name: str, policy: str | None
+) -> None:
+    torch.manual_seed(1)
+    source = CASES[name]()
+    dim = source.head_dim
+    reader = attention(
+        "int4", source.heads, source.kv_heads, dim, rope=source.rope, window=source.window, q_norm=norm_of(dim), reads=0
+    )
+    blocks = {kind: [kind(each, None, norm_fixed()) for each in (source, reader, reader)] for kind in (Block, Apart)}
+    layout = Layout(2, torch.device("cpu"), torch.float32, kv=None if policy is None else POLICIES[policy])
+    states = {kind: new_layers(blocks[kind], [layout] * 3) for kind in blocks}
+    starts = [0, 0]
+    for counts in [[16, 2], [16, 1], [1, 1], [5, 16], [3, 0], [1, 1], [1, 1]]:
+        x, outs = torch.randn(2, max(counts), EMBED), []
+        for kind, layers in states.items():
+            step = step_of(starts, counts)
+            for layer in layers:
+                layer.reserve(step)
+            outs.append(run_blocks(blocks[kind], x, step, layers))
+            for layer in layers:
+                if (install := layer.commit(step, tuple(counts))) is not None:
+                    install()
+        for row, count in enumerate(counts):
+            assert torch.equal(outs[0][row, :count], outs[1][row, :count])
+        starts = [start + count for start, count in zip(starts, counts)]
 
 
 def test_gated_attention_equals_its_operations(variant: str) -> None:

@@ -26,7 +26,7 @@ from lmstate.ops.scoring import EVERYTHING, Scoring, Sight
 if TYPE_CHECKING:
     from lmstate.ops.cpu.codes import Codes
 
-WHOLE = 256
+WHOLE = 512
 """Numbers of a vector that share a scale, at most: a head's."""
 
 

@@ -99,11 +99,15 @@ class AttentionParts(Protocol):
     @property
     def k_norm(self) -> Norm | None: ...
     @property
+    def v_norm(self) -> Norm | None: ...
+    @property
     def qkv_bias(self) -> Tensor | None: ...
     @property
     def out_bias(self) -> Tensor | None: ...
     @property
     def gate(self) -> bool: ...
+    @property
+    def reads(self) -> int | None: ...
 
 
 @dataclass(eq=False)
@@ -127,10 +131,10 @@ class AttentionHalf(Half[bytes]):
     @cached_property
     def others(self) -> list[Tensor]:
         p = self.parts
-        return tensors_of(self.norm, self.after, p.q_norm, p.k_norm, p.qkv_bias, p.out_bias, p.sinks)
+        return tensors_of(self.norm, self.after, p.q_norm, p.k_norm, p.v_norm, p.qkv_bias, p.out_bias, p.sinks)
 
     def pack(self, library: Library) -> bytes | None:
-        known = simple(self.norm, self.after, self.parts.q_norm, self.parts.k_norm)
+        known = simple(self.norm, self.after, self.parts.q_norm, self.parts.k_norm, self.parts.v_norm)
         return library.fused.attention(self) if known else None
 
 

@@ -23,6 +23,9 @@ class SharedState(KeyValueState):
     def __init__(self, source: KeyValueState):
         self.source = source
 
+    def rings(self, step: Step) -> ops.Rings | None:
+        return self.source.rings(step)
+
     def attend(
         self,
         q: Tensor,

@@ -74,9 +74,7 @@ class Attention(JoiningMixer):
         )  # fmt: skip
 
     def half(self, norm: Norm | None, after: Norm | None, scale: float) -> ops.AttentionHalf | None:
-        if self.temperature is not None or self.v_norm is not None or self.reads is not None:
-            return None
-        return ops.AttentionHalf(self, norm, after, scale)
+        return None if self.temperature is not None else ops.AttentionHalf(self, norm, after, scale)
 
     def joins(self, run: ops.Run, half: Halves, step: Step, memory: LayerState) -> bool:
         assert isinstance(memory, KeyValueState) and isinstance(half, ops.AttentionHalf)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 WEIGHT_KINDS = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4, "bfloat16 in 12 bits": 5}
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 
 
 def function(library: ctypes.CDLL, name: str) -> Callable[[bytes], int]:

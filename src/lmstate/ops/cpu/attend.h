@@ -3,7 +3,7 @@
 #define LMSTATE_ATTEND_H
 #include <stdint.h>
 
-enum { MAX_DIM = 256 }; /* of a head; lmstate.ops.cpu has the same number */
+enum { MAX_DIM = 512 }; /* of a head; lmstate.ops.cpu has the same number */
 
 typedef struct {
   const float *x, *cos, *sin; /* [R, T, H, D] by its strides; [R, T, half], contiguous */

@@ -2,15 +2,18 @@
 #include "fused.h"
 #include "prologue.h"
 
+/* Heads of keys, and of values, that it makes. */
+static int64_t stored_heads(const attention_args *a) { return a->reads ? 0 : a->kv_heads; }
+
 static int64_t qkv_width(const attention_args *a) {
-  return ((a->gated ? 2 : 1) * a->heads + 2 * a->kv_heads) * a->dim;
+  return ((a->gated ? 2 : 1) * a->heads + 2 * stored_heads(a)) * a->dim;
 }
 
 /* Norm and rotate the heads of the projections in place, and store those of keys and values. */
 static void place(const run_args *run, const attention_args *a, const attend_args *attend, float *qkv) {
   const int64_t each = a->gated ? 2 * a->dim : a->dim; /* from one query head to the next */
   const int64_t keys = a->heads * each, values = keys + a->kv_heads * a->dim, width = qkv_width(a);
-  const int64_t n = run->rows * run->tokens, all = a->heads + a->kv_heads, size = a->kind == F32 ? 4 : 2;
+  const int64_t n = run->rows * run->tokens, all = a->heads + stored_heads(a), size = a->kind == F32 ? 4 : 2;
   const int whole_q = a->q_norm && a->q_norm_width != a->dim, whole_k = a->k_norm && a->k_norm_width != a->dim;
   if (whole_q || whole_k) {
 #pragma omp for schedule(static)
@@ -32,10 +35,11 @@ static void place(const run_args *run, const attention_args *a, const attend_arg
       rotate_head(x, a->cos + token * a->half, a->sin + token * a->half, turned, a->dim, a->half, a->interleaved);
       memcpy(x, turned, (size_t)a->dim * sizeof(float));
     }
-    if (kv < 0 && a->queries) memcpy(a->queries + (token * a->heads + h) * a->dim, x, (size_t)a->dim * sizeof(float));
+    if (kv < 0 && a->queries && !a->reads) memcpy(a->queries + (token * a->heads + h) * a->dim, x, (size_t)a->dim * sizeof(float));
     if (kv < 0 && a->codes.bits && !a->codes.tail) turn_head(x, a->dim);
     if (kv < 0 || t >= run->counts[r]) continue;
     float *value = qkv + token * width + values + kv * a->dim;
+    if (a->v_norm) rms_norm_row(value, a->v_norm, value, a->dim, a->v_eps);
     if (a->codes.bits) {
       store_codes(attend, &a->codes, r, kv, t, x, value);
       continue;
@@ -44,7 +48,7 @@ static void place(const run_args *run, const attention_args *a, const attend_arg
     store_head(x, (char *)a->k + (r * a->k_row + kv * a->k_head + slot * a->k_slot) * size, a->dim, a->kind);
     store_head(value, (char *)a->v + (r * a->v_row + kv * a->v_head + slot * a->v_slot) * size, a->dim, a->kind);
   }
-  if (!a->codes.tail) return;
+  if (!a->codes.tail || a->reads) return;
 #pragma omp for schedule(static)
   for (int64_t i = 0; i < run->rows * a->kv_heads; i++) close_blocks(attend, &a->codes, i / a->kv_heads, i % a->kv_heads);
 }
@@ -85,7 +89,7 @@ void attention_half(const run_args *run, const attention_args *a, half_products 
   float *qkv = common->between, *seen = qkv + n * width;
   const attend_args attend = {
     .q = qkv, .k = a->k, .v = a->v, .starts = starts, .counts = run->counts, .sinks = a->sinks, .out = seen,
-    .columns = a->columns, .rows = run->rows, .tokens = run->tokens, .heads = a->heads, .kv_heads = a->kv_heads,
+    .columns = a->reads ? NULL : a->columns, .rows = run->rows, .tokens = run->tokens, .heads = a->heads, .kv_heads = a->kv_heads,
     .slots = a->slots, .dim = a->dim, .dim_v = a->dim, .q_row = run->tokens * width, .q_token = width,
     .q_head = a->gated ? 2 * a->dim : a->dim, .k_row = a->k_row, .k_head = a->k_head, .k_slot = a->k_slot,
     .v_row = a->v_row, .v_head = a->v_head, .v_slot = a->v_slot, .planes = a->planes, .kind = a->kind,
