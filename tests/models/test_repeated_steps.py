@@ -30,7 +30,6 @@ CASES = [
     "gpt_oss-gate",
     "lfm2",
     "falcon_h1",
-    "gemma4-shared",
 ]
 native = pytest.mark.skipif(dispatch.choice().library is None, reason="the references have no run of blocks")
 
