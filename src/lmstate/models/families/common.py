@@ -249,6 +249,15 @@ def experts(
             )
             for index in range(count)
         ]
+    if w.has(f"{prefix}.0.gate_up_proj.weight"):
+        return [
+            MLP(
+                w.linear(f"{prefix}.{index}.gate_up_proj.weight", shape=(2 * inner, hidden)),
+                w.linear(f"{prefix}.{index}.down_proj.weight", shape=(hidden, inner)),
+                act,
+            )
+            for index in range(count)
+        ]
     return [mlp(w, f"{prefix}.{index}", hidden, inner, act, names) for index in range(count)]
 
 

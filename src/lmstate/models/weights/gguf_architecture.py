@@ -82,6 +82,7 @@ class Architecture:
     `layers`: what comes before a layer's number. `changed`: end of a Hugging Face name -> what the converter changed.
     `tiled`: the same -> what of it is in the order of `Tiled`, in models with fewer key than value heads.
     `hybrid`: not every layer has attention or a feed-forward part; their counts may be 0.
+    `varied`: they differ from layer to layer, which `extra` sorts out.
     `extra(metadata, prefix, config, tensors)` adds what only this architecture has to the config.
     """
 
@@ -96,6 +97,7 @@ class Architecture:
     changed: dict[str, Change] = field(default_factory=dict)
     tiled: dict[str, Spans] = field(default_factory=dict)
     hybrid: bool = False
+    varied: bool = False
 
 
 @dataclass(frozen=True)

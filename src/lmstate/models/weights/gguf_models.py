@@ -32,6 +32,9 @@ from lmstate.models.weights.gguf_architecture import (
 from lmstate.models.weights.gguf_attention import WINDOWS_AND_LATENTS
 from lmstate.models.weights.gguf_delta import DELTAS
 from lmstate.models.weights.gguf_hybrids import HYBRIDS
+from lmstate.models.weights.gguf_shared import SHARED
+
+MOST_STACKED = 64  # matrices in a tensor outside of blocks
 
 
 def _llama(metadata: Fields, prefix: str, config: dict[str, Any], tensors: dict[str, TensorPlace]) -> None:
@@ -105,6 +108,7 @@ ARCHITECTURES = {
     **HYBRIDS,
     **DELTAS,
     **WINDOWS_AND_LATENTS,
+    **SHARED,
 }
 
 
@@ -131,15 +135,17 @@ def config_of(contents: GgufContents, rope_factors: dict[str, list[float]], wher
         raise ModelError(f"{where}: its embedding has the shape {embedding} and its metadata say a width of {hidden}")
     layers = metadata.int(f"{prefix}.block_count", 1, MOST_LAYERS)
     least = 0 if arch.hybrid else 1
-    heads = _same_everywhere(metadata, f"{prefix}.attention.head_count", layers, None, least)
+    heads = _of_layers(metadata, f"{prefix}.attention.head_count", layers, None, least, arch.varied)
     config: dict[str, Any] = {
         "model_type": arch.model_type,
         "architectures": [arch.class_name],
         "hidden_size": hidden,
         "num_hidden_layers": layers,
-        "intermediate_size": _same_everywhere(metadata, f"{prefix}.feed_forward_length", layers, None, least),
+        "intermediate_size": _of_layers(metadata, f"{prefix}.feed_forward_length", layers, None, least, arch.varied),
         "num_attention_heads": heads,
-        "num_key_value_heads": _same_everywhere(metadata, f"{prefix}.attention.head_count_kv", layers, heads, least),
+        "num_key_value_heads": _of_layers(
+            metadata, f"{prefix}.attention.head_count_kv", layers, heads, least, arch.varied
+        ),
         "head_dim": metadata.int(f"{prefix}.attention.key_length", 1, MOST_WIDTH, default=hidden // max(heads, 1)),
         "hidden_act": "silu",
         "rms_norm_eps": metadata.float(f"{prefix}.attention.layer_norm_rms_epsilon", 0.0, 1.0),
@@ -165,14 +171,14 @@ def config_of(contents: GgufContents, rope_factors: dict[str, list[float]], wher
     return config
 
 
-def _same_everywhere(metadata: Fields, name: str, layers: int, default: int | None, least: int) -> int:
+def _of_layers(metadata: Fields, name: str, layers: int, default: int | None, least: int, varied: bool) -> int:
     """A number that GGUF may give once or per layer; it must be the same in all layers that have any (if `least` is 0).
 
-    0 if none has.
+    0 if none has; one of them where they may be `varied`.
     """
     if isinstance(metadata.get(name), list):
         values = set(metadata.ints(name, layers, least, MOST_WIDTH)) - {0}
-        if len(values) > 1:
+        if len(values) > 1 and not varied:
             raise ModelError(f"{metadata.where} has {name!r} differ from layer to layer, which lmstate cannot run")
         return values.pop() if values else 0
     if default is None:
@@ -248,7 +254,13 @@ def _located(
     inside = _inside(arch, match[2], match[3], match[4]) if match else None
     if match is None or inside is None:
         outside = arch.outside.get(name, name)
-        yield outside, Located(place, change=_change(arch, outside))
+        if "{each}" not in outside:
+            yield outside, Located(place, change=_change(arch, outside))
+            return
+        if len(place.shape) != 3 or place.shape[0] > MOST_STACKED:
+            raise ModelError(f"{where}: tensor {name!r} has the shape {place.shape}, not a few matrices")
+        for each in range(place.shape[0]):
+            yield outside.format(each=each), Located(place, each)
         return
     full = f"{arch.layers}.{match[1]}.{inside}"
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]} if arch.paired else {}
