@@ -130,6 +130,14 @@ def test_sentencepiece_merges_the_best_pair_first():
     assert tokenizer.encode("ab")[0] == tokenizer.bos_id == 1
 
 
+def test_sentencepiece_with_merges_of_its_own_follows_them():
+    """Gemma 4's: the scores say nothing."""
+    merges = ["▁ a", "a b"]
+    tokenizer = Tokenizer(tokenizer_of(spm_metadata(model="gemma4", merges=merges, add_space_prefix=False)))
+    assert spelled(tokenizer, " abcab") == ["▁a", "b", "c", "ab"]
+    assert tokenizer.decode(tokenizer.encode(" abc"), skip_special_tokens=True) == " abc"
+
+
 @pytest.mark.parametrize("text", ["ab", " ab", "a  b", "é😀", "abc<user>ab", "", " "])
 def test_sentencepiece_text_comes_back_and_streams(text):
     tokenizer = Tokenizer(tokenizer_of(spm_metadata()))

@@ -18,7 +18,7 @@ MOST_TOKENS = 2**22
 LONGEST_PIECE = 256  # characters; a longer SentencePiece piece is never the result of a merge
 # Control tokens that end a turn or a text whatever the file calls its end-of-sequence token.
 ENDINGS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endofturn|>", "<|return|>"}
-ENDINGS |= {"<|endoftext|>", "<|end_of_text|>", "<EOT>"}
+ENDINGS |= {"<|endoftext|>", "<|end_of_text|>", "<EOT>", "<turn|>"}
 # Settings of generation_config.json, and what llama.cpp calls them in a file's metadata.
 SAMPLING = {
     "temperature": "temp",
@@ -90,12 +90,12 @@ def tokenizer_of(metadata: Fields) -> TokenizerFiles | None:
     types = metadata.ints("tokenizer.ggml.token_type", len(tokens), default=None) or (1,) * len(tokens)
     if model == "gpt2":
         document = _byte_level(metadata, tokens)
-    elif model == "llama":
+    elif model in ("llama", "gemma4"):
         document = _sentencepiece(metadata, tokens)
     else:
         raise ModelError(
-            f"{metadata.where} has a tokenizer of kind {model[:80]!r}; lmstate reads gpt2 (byte-level BPE) and llama "
-            f"(SentencePiece BPE). Use the model's Hugging Face directory, which has a tokenizer.json"
+            f"{metadata.where} has a tokenizer of kind {model[:80]!r}; lmstate reads gpt2 (byte-level BPE), llama "
+            f"and gemma4 (SentencePiece BPE). Use the model's Hugging Face directory, which has a tokenizer.json"
         )
     document["added_tokens"] = [
         {
@@ -170,12 +170,6 @@ def _byte_level(metadata: Fields, tokens: tuple[str, ...]) -> dict[str, Any]:
             f"knows {', '.join(sorted(SPLITTINGS))}. Use the model's Hugging Face directory, which has a tokenizer.json"
         )
     rules = SPLITTINGS[pre]
-    merges = []
-    for merge in metadata.strs("tokenizer.ggml.merges"):
-        left, space, right = merge.partition(" ")
-        if not (left and space and right):
-            raise ModelError(f"{metadata.where} has {merge[:80]!r} among its merges, which is no pair of pieces")
-        merges.append((left, right))
     document = _document(
         {
             "type": "BPE",
@@ -187,7 +181,7 @@ def _byte_level(metadata: Fields, tokens: tuple[str, ...]) -> dict[str, Any]:
             "byte_fallback": False,
             "ignore_merges": rules.whole_words,
             "vocab": _vocabulary(tokens),
-            "merges": merges,
+            "merges": _listed_merges(metadata),
         }
     )
     if rules.compose:
@@ -205,13 +199,26 @@ def _byte_level(metadata: Fields, tokens: tuple[str, ...]) -> dict[str, Any]:
     return document
 
 
+def _listed_merges(metadata: Fields) -> list[tuple[str, str]]:
+    merges = []
+    for merge in metadata.strs("tokenizer.ggml.merges"):
+        left, space, right = merge.partition(" ")
+        if not (left and space and right):
+            raise ModelError(f"{metadata.where} has {merge[:80]!r} among its merges, which is no pair of pieces")
+        merges.append((left, right))
+    return merges
+
+
 def _bytes(gpt2_pattern: bool) -> dict[str, Any]:
     return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": gpt2_pattern}
 
 
 def _sentencepiece(metadata: Fields, tokens: tuple[str, ...]) -> dict[str, Any]:
     vocabulary = _vocabulary(tokens)
-    scores = metadata.floats("tokenizer.ggml.scores", len(tokens))
+    if metadata.str("tokenizer.ggml.model") == "gemma4":
+        merges = _listed_merges(metadata)
+    else:  # there may be a list, which nobody follows
+        merges = _merges(vocabulary, metadata.floats("tokenizer.ggml.scores", len(tokens)))
     unknown = metadata.int("tokenizer.ggml.unknown_token_id", 0, len(tokens) - 1, default=None)
     document = _document(
         {
@@ -224,7 +231,7 @@ def _sentencepiece(metadata: Fields, tokens: tuple[str, ...]) -> dict[str, Any]:
             "byte_fallback": True,
             "ignore_merges": False,
             "vocab": vocabulary,
-            "merges": _merges(vocabulary, scores),
+            "merges": merges,
         }
     )
     prefix = metadata.bool("tokenizer.ggml.add_space_prefix", default=True)
