@@ -16,6 +16,7 @@ FROM_ZOO = (
     "llama", "qwen2", "qwen3", "qwen3_moe", "olmo2", "smollm3", "phi3",  # full
     "mistral", "mixtral", "gemma2", "gemma3", "cohere2", "olmo3", "gpt_oss",  # sliding, alone and between full
     "llama4",  # chunked
+    "gemma4", "gemma4-experts",  # heads of two widths, layers that read what others store
     "qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid",  # delta rule between attention
     "mamba", "falcon_mamba", "mamba2",  # recurrent only
     "bamba", "granitemoehybrid", "jamba", "nemotron_h",  # state space between attention
