@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lmstate import kv
+from lmstate.state import FoldState
 from tests.zoo import ours, text
 
 POLICIES = {
@@ -36,6 +37,20 @@ def test_a_copy_and_its_original_go_apart(case: str, policy: str) -> None:
     got = [model([[token]], which) for token, which in ((1, state), (3, twin), (2, state), (4, twin))]
     for i, want in enumerate(wants):
         assert torch.equal(got[(0, 2, 1, 3)[i]], want)
+
+
+@pytest.mark.parametrize("case", ["mamba2", "qwen3_next", "falcon_h1", "lfm2"])
+def test_a_copied_state_goes_on_with_the_same_weights(case: str) -> None:
+    model, ids = ours(case), [[1, 2, 3]]
+    state = model.new_state()
+    model(ids, state)
+    twin, (other, both) = copy.deepcopy(state), copy.deepcopy((model, state))
+    for mixers, copied in ((model.blocks, twin), (other.blocks, both)):
+        folds = [part.fold.__self__ for layer in copied.layers for part in layer.parts() if isinstance(part, FoldState)]
+        known = {id(mixer) for block in mixers for mixer in (block.mixer, getattr(block.mixer, "other", None))}
+        assert folds and {id(mixer) for mixer in folds} <= known
+    for which, copied in ((model, twin), (other, both)):
+        torch.testing.assert_close(which([[4]], copied), model([[1, 2, 3, 4]], logits="last"), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3_next", "bamba"])

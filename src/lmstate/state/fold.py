@@ -8,8 +8,10 @@ of its arguments.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,6 +72,14 @@ class FoldState(LayerState):
             self.log, self.anchors = torch.zeros(rows, 0, inputs, dtype=torch.float32, device=device), []
         self.second: Carry = tuple(map(torch.zeros_like, self.carry)) if layout.static else ()
         self.taken = torch.zeros(rows, layout.chunk if layout.static else 0, inputs, dtype=torch.float32, device=device)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FoldState:
+        """A copy of what is remembered, which goes on with the same weights, unless their model is copied with it."""
+        if id(getattr(self.fold, "__self__", None)) not in memo:
+            memo[id(self.fold)] = self.fold
+        twin = memo[id(self)] = object.__new__(type(self))
+        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        return twin
 
     # ---- the step
 
