@@ -20,7 +20,7 @@ from lmstate.models.families import build
 from lmstate.models.weights.source import open_source
 from lmstate.models.weights.weights import Weights
 
-KINDS = ("llama_like", "windows", "latent", "delta", "ssm", "conv", "linear")
+KINDS = ("llama_like", "dense", "windows", "latent", "delta", "ssm", "conv", "linear")
 VOCAB = 99
 
 Make = Callable[[], Any]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from lmstate.errors import ModelError
 from lmstate.models.decoder import Block, Model, ModelConfig
 from lmstate.models.mixers.attention import Attention
+from lmstate.models.mixers.mixer import Mixer
 from lmstate.models.mlp import MLP, FeedForward
 from lmstate.models.rope import Rope
 from lmstate.models.weights.fields import Fields
@@ -30,7 +32,11 @@ ACTIVATIONS = {
 }
 
 GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
+UP_DOWN = ("up_proj", "down_proj")
 W1_W3_W2 = ("w1", "w3", "w2")  # the same three matrices
+
+Normed: TypeAlias = Callable[[str], Norm]
+"""The norm of that name, without its `.weight`."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,8 @@ class Shape:
     eps: float
 
     @classmethod
-    def of(cls, config: Fields) -> Shape:
+    def of(cls, config: Fields, *, eps: str = "rms_norm_eps") -> Shape:
+        """`eps`: the name under which the config has the number that norms add."""
         hidden = config.int("hidden_size", low=1, high=MOST)
         heads = config.int("num_attention_heads", low=1, high=MOST)
         kv_heads = config.int("num_key_value_heads", low=1, high=MOST, default=heads)
@@ -59,7 +66,7 @@ class Shape:
             kv_heads,
             config.int("head_dim", low=1, high=MOST, default=0) or max(1, hidden // heads),
             config.int("vocab_size", low=1, high=2**24),
-            config.float("rms_norm_eps", low=0.0, high=1.0, default=1e-6),
+            config.float(eps, low=0.0, high=1.0, default=1e-6),
         )
 
 
@@ -72,6 +79,27 @@ def norm(w: Weights, name: str, width: int, eps: float, *, plus_one: bool = Fals
     """An RMS norm's weight; `plus_one` where the checkpoint stores w - 1."""
     weight = w.tensor(name, (width,))
     return Norm(weight + 1.0 if plus_one else weight, eps)
+
+
+def rms_norms(w: Weights, shape: Shape, *, plus_one: bool = False) -> Normed:
+    """RMS norms of the residual stream."""
+    return lambda name: norm(w, f"{name}.weight", shape.hidden, shape.eps, plus_one=plus_one)
+
+
+def layer_norms(w: Weights, shape: Shape, *, biased: bool = True, plus_one: bool = False) -> Normed:
+    """Layer norms of the residual stream."""
+
+    def layer_norm(name: str) -> Norm:
+        weight = w.tensor(f"{name}.weight", (shape.hidden,))
+        bias = w.tensor(f"{name}.bias", (shape.hidden,)) if biased else None
+        return Norm(weight + 1.0 if plus_one else weight, shape.eps, "layer", bias)
+
+    return layer_norm
+
+
+def plain_norm(w: Weights, width: int, eps: float, kind: Literal["rms", "layer"] = "rms") -> Norm:
+    """A norm without weights."""
+    return Norm(torch.ones(width, dtype=torch.float32, device=w.device), eps, kind)
 
 
 def attention(
@@ -87,13 +115,16 @@ def attention(
     softcap: float | None = None,
     gate: bool = False,
     out: str = "o_proj",
+    biased: bool | None = None,
+    out_biased: bool | None = None,
 ) -> Attention:
     """Attention whose projections are `q_proj`, `k_proj`, `v_proj`, `o_proj` under `prefix`, with or without biases.
 
-    `gate`: `q_proj` gives each query head's gate too. `out`: another name for `o_proj`.
+    `gate`: `q_proj` gives each query head's gate too. `out`: another name for `o_proj`. `biased`: whether biases must
+    be there; None: where `attention_bias` says so. `out_biased`: the same of `o_proj`; None: as of the others.
     """
     width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    biased = w.config.bool("attention_bias", default=False)
+    biased = w.config.bool("attention_bias", default=False) if biased is None else biased
     return Attention(
         w.linear(
             f"{prefix}.q_proj.weight", f"{prefix}.k_proj.weight", f"{prefix}.v_proj.weight",
@@ -110,17 +141,26 @@ def attention(
         q_norm=q_norm,
         k_norm=k_norm,
         qkv_bias=biases(w, *(f"{prefix}.{part}_proj.bias" for part in "qkv"), wanted=biased),
-        out_bias=biases(w, f"{prefix}.{out}.bias", wanted=biased),
+        out_bias=biases(w, f"{prefix}.{out}.bias", wanted=biased if out_biased is None else out_biased),
         gate=gate,
     )  # fmt: skip
 
 
 def mlp(
-    w: Weights, prefix: str, hidden: int, inner: int, act: str, names: tuple[str, str, str] = GATE_UP_DOWN
-) -> MLP:  # fmt: skip
-    """A gated feed-forward block: `gate_proj`, `up_proj`, `down_proj` under `prefix`, with or without biases."""
+    w: Weights,
+    prefix: str,
+    hidden: int,
+    inner: int,
+    act: str,
+    names: tuple[str, str, str] = GATE_UP_DOWN,
+    biased: bool | None = None,
+) -> MLP:
+    """A gated feed-forward block: `gate_proj`, `up_proj`, `down_proj` under `prefix`, with or without biases.
+
+    `biased`: whether biases must be there; None: where `mlp_bias` says so.
+    """
     gate, up, down = (f"{prefix}.{name}" for name in names)
-    biased = w.config.bool("mlp_bias", default=False)
+    biased = w.config.bool("mlp_bias", default=False) if biased is None else biased
     return MLP(
         w.linear(f"{gate}.weight", f"{up}.weight", shape=((inner, inner), hidden)),
         w.linear(f"{down}.weight", shape=(hidden, inner)),
@@ -128,6 +168,58 @@ def mlp(
         up_bias=biases(w, f"{gate}.bias", f"{up}.bias", wanted=biased),
         down_bias=biases(w, f"{down}.bias", wanted=biased),
     )
+
+
+def fused_mlp(w: Weights, prefix: str, hidden: int, inner: int, act: str) -> MLP:
+    """A gated feed-forward block whose gate and up are one matrix: `gate_up_proj`, `down_proj`."""
+    return MLP(
+        w.linear(f"{prefix}.gate_up_proj.weight", shape=(2 * inner, hidden)),
+        w.linear(f"{prefix}.down_proj.weight", shape=(hidden, inner)),
+        act,
+    )
+
+
+def ungated_mlp(
+    w: Weights,
+    prefix: str,
+    hidden: int,
+    inner: int,
+    act: str,
+    names: tuple[str, str] = UP_DOWN,
+    biased: bool | None = None,
+) -> MLP:
+    """A feed-forward block without a gate: `up_proj`, `down_proj` under `prefix`, with or without biases, as `mlp`."""
+    up, down = (f"{prefix}.{name}" for name in names)
+    biased = w.config.bool("mlp_bias", default=False) if biased is None else biased
+    return MLP(
+        w.linear(f"{up}.weight", shape=(inner, hidden)),
+        w.linear(f"{down}.weight", shape=(hidden, inner)),
+        act,
+        gated=False,
+        up_bias=biases(w, f"{up}.bias", wanted=biased),
+        down_bias=biases(w, f"{down}.bias", wanted=biased),
+    )
+
+
+def pre_norm(
+    normed: Normed,
+    mixer: Callable[[int, str], Mixer],
+    feed_forward: Callable[[int, str], FeedForward],
+    names: tuple[str, str, str, str] = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"),
+    *,
+    layers: str = "model.layers",
+    scale: float = 1.0,
+) -> Callable[[int], Block]:
+    """Blocks of two parts with a norm before each; a part is made of its layer's number and its tensors' prefix.
+
+    `names`: of the norms and the parts in a layer. `scale`: of what each part adds to the stream.
+    """
+
+    def block(index: int) -> Block:
+        first, mixing, second, feeding = (f"{layers}.{index}.{name}" for name in names)
+        return Block(mixer(index, mixing), feed_forward(index, feeding), normed(first), normed(second), scale=scale)
+
+    return block
 
 
 def biases(w: Weights, *names: str, wanted: bool = False) -> Tensor | None:
@@ -158,6 +250,7 @@ def decoder(
     *,
     prefix: str = "model",
     embed: str | None = None,
+    head_biased: bool = False,
     final_norm: Norm | None = None,
     embed_scale: float = 1.0,
     logit_scale: float = 1.0,
@@ -167,7 +260,7 @@ def decoder(
     """A stack of `shape.layers` blocks between `embed_tokens` and `lm_head` (the embedding itself where they are tied).
 
     A checkpoint that holds a head of its own is not tied, whatever its config says. `embed`: the embedding's name where
-    it is another. `ignore`: patterns of tensors that the checkpoint holds and this
+    it is another. `head_biased`: the head has a bias. `ignore`: patterns of tensors that the checkpoint holds and this
     model needs not (rotary tables, say).
     """
     config = w.config
@@ -191,6 +284,7 @@ def decoder(
         blocks,
         final_norm or norm(w, f"{prefix}.norm.weight", shape.hidden, shape.eps),
         embedding if tied else w.linear("lm_head.weight", shape=(shape.vocab, shape.hidden)),
+        w.tensor("lm_head.bias", (shape.vocab,)) if head_biased else None,
         dtype=w.dtype,
     )
     w.check_all_used([*(["lm_head.weight"] if tied else []), "*.rotary_emb.inv_freq", *ignore])

@@ -19,13 +19,30 @@ LLAMA = {
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
 }
+LAYER_NORM_EPS = {"layer_norm_eps": 1e-5}
+GLM = {
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "rms_norm_eps": 1.5625e-7,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+}
 QWEN2 = {**LLAMA, **UNWINDOWED, "vocab_size": 151_936, "intermediate_size": 22_016, "max_window_layers": 28}
 
 DEFAULTS: dict[str, Mapping[str, Any]] = {
+    "arcee": {**EPS, "hidden_act": "relu2"},
     "bamba": EPS,
-    "cohere2": {"sliding_window": 4096},
+    "cohere2": {**LAYER_NORM_EPS, "sliding_window": 4096},
     "deepseek_v3": {"routed_scaling_factor": 2.5},
+    "ernie4_5": {
+        **EPS,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "rope_theta": 500_000.0,
+        "tie_word_embeddings": True,
+    },
     "falcon_h1": EPS,
+    "gemma": {"head_dim": 256, "tie_word_embeddings": True},
     "gemma2": {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "gemma3_text": {
         "num_attention_heads": 8,
@@ -36,6 +53,8 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
         "sliding_window": 4096,
         "tie_word_embeddings": True,
     },
+    "glm": GLM,
+    "glm4": GLM,
     "gpt_oss": {
         **EPS,
         "sliding_window": 128,
@@ -48,10 +67,26 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
             "original_max_position_embeddings": 4096,
         },
     },
+    "helium": {"rms_norm_eps": 1e-8, "head_dim": 128, "rope_theta": 100_000.0},
     "kimi_linear": {**EPS, "routed_scaling_factor": 2.446},
     "llama": LLAMA,
     "llama4_text": EPS,
     "minimax": EPS,
+    "ministral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "ministral3": {
+        **EPS,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16_384,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
     "mistral": {**LLAMA, "intermediate_size": 14_336, "num_key_value_heads": 8, "sliding_window": 4096},
     "mixtral": {**EPS, "rope_theta": 1e6},
     "olmo2": EPS,
@@ -60,6 +95,7 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
     "qwen2": QWEN2,
     "qwen3": {**UNWINDOWED, "max_window_layers": 28},
     "qwen3_moe": UNWINDOWED,
+    "seed_oss": {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
     "smollm3": {"use_sliding_window": False, "rope_theta": 2e6},
     "zamba2": EPS,
 }

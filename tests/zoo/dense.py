@@ -1,0 +1,82 @@
+"""Dense families beside Llama's: norms of every kind and place, ropes of a part of each head, parts side by side."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+S, F = "sliding_attention", "full_attention"
+
+
+def _config(name: str, **changes: Any) -> Any:
+    import transformers
+
+    sizes = {
+        "vocab_size": 99,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": None,
+    }
+    return getattr(transformers, name)(**{**sizes, **changes})
+
+
+def _rope(theta: float = 10000.0, **changes: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta, **changes}}
+
+
+CASES = {
+    "gemma": partial(_config, "GemmaConfig", head_dim=16),
+    "gemma-mqa-untied": partial(
+        _config, "GemmaConfig", head_dim=8, num_key_value_heads=1, tie_word_embeddings=False, attention_bias=True,
+        **_rope(500.0),
+    ),
+    "ministral3": partial(
+        _config, "Ministral3Config", head_dim=16,
+        rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "llama_4_scaling_beta": 0.5,
+                         "original_max_position_embeddings": 32, "mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    "ministral3-window": partial(
+        _config, "Ministral3Config", head_dim=8, num_key_value_heads=6, sliding_window=21, tie_word_embeddings=True,
+        **_rope(llama_4_scaling_beta=0.1, original_max_position_embeddings=7),
+    ),
+    "ministral": partial(_config, "MinistralConfig", head_dim=8, sliding_window=14),
+    "ministral-pattern": partial(
+        _config, "MinistralConfig", head_dim=16, num_key_value_heads=3, sliding_window=9, layer_types=[S, F, S],
+        tie_word_embeddings=True,
+    ),
+    "glm": partial(_config, "GlmConfig", head_dim=16),
+    "glm-tied": partial(
+        _config, "GlmConfig", head_dim=8, num_key_value_heads=6, attention_bias=False, tie_word_embeddings=True,
+        partial_rotary_factor=1.0,
+    ),
+    "glm4": partial(_config, "Glm4Config", head_dim=16),
+    "glm4-tied": partial(
+        _config, "Glm4Config", head_dim=8, num_key_value_heads=1, attention_bias=False, tie_word_embeddings=True,
+        **_rope(partial_rotary_factor=0.25),
+    ),
+    "ernie4_5": partial(_config, "Ernie4_5Config", head_dim=16),
+    "ernie4_5-biased": partial(
+        _config, "Ernie4_5Config", head_dim=8, num_key_value_heads=6, use_bias=True, tie_word_embeddings=False,
+    ),
+    "seed_oss": partial(_config, "SeedOssConfig", head_dim=16),
+    "seed_oss-biased": partial(
+        _config, "SeedOssConfig", head_dim=8, num_key_value_heads=6, attention_bias=False, attention_out_bias=True,
+        mlp_bias=True, tie_word_embeddings=True,
+    ),
+    "arcee": partial(_config, "ArceeConfig", head_dim=16),
+    "arcee-biased": partial(
+        _config, "ArceeConfig", num_key_value_heads=6, attention_bias=True, mlp_bias=True, hidden_act="gelu",
+        tie_word_embeddings=True,
+    ),
+    "helium": partial(_config, "HeliumConfig", head_dim=8),
+    "helium-biased": partial(
+        _config, "HeliumConfig", head_dim=8, num_key_value_heads=6, attention_bias=True, mlp_bias=True,
+        tie_word_embeddings=True,
+    ),
+}  # fmt: skip
