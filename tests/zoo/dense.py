@@ -64,10 +64,27 @@ CASES = {
     "ernie4_5-biased": partial(
         _config, "Ernie4_5Config", head_dim=8, num_key_value_heads=6, use_bias=True, tie_word_embeddings=False,
     ),
+    "cohere": partial(_config, "CohereConfig", logit_scale=0.5),
+    "cohere-head-norms": partial(
+        _config, "CohereConfig", num_key_value_heads=3, use_qk_norm=True, logit_scale=2.0, attention_bias=True,
+        tie_word_embeddings=False,
+    ),
     "seed_oss": partial(_config, "SeedOssConfig", head_dim=16),
     "seed_oss-biased": partial(
         _config, "SeedOssConfig", head_dim=8, num_key_value_heads=6, attention_bias=False, attention_out_bias=True,
         mlp_bias=True, tie_word_embeddings=True,
+    ),
+    "exaone4": partial(_config, "Exaone4Config", num_hidden_layers=5, sliding_window=13),
+    "exaone4-full": partial(
+        _config, "Exaone4Config", head_dim=16, num_key_value_heads=6, sliding_window=None, layer_types=[F, F, F],
+        tie_word_embeddings=True,
+    ),
+    "exaone4-pattern": partial(
+        _config, "Exaone4Config", num_key_value_heads=1, sliding_window=30, layer_types=[F, S, S],
+    ),
+    "olmo": partial(_config, "OlmoConfig"),
+    "olmo-clipped": partial(
+        _config, "OlmoConfig", num_key_value_heads=6, clip_qkv=0.7, attention_bias=True, tie_word_embeddings=True
     ),
     "arcee": partial(_config, "ArceeConfig", head_dim=16),
     "arcee-biased": partial(

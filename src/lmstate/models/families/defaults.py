@@ -32,6 +32,7 @@ QWEN2 = {**LLAMA, **UNWINDOWED, "vocab_size": 151_936, "intermediate_size": 22_0
 DEFAULTS: dict[str, Mapping[str, Any]] = {
     "arcee": {**EPS, "hidden_act": "relu2"},
     "bamba": EPS,
+    "cohere": {**LAYER_NORM_EPS, "rope_theta": 500_000.0},
     "cohere2": {**LAYER_NORM_EPS, "sliding_window": 4096},
     "deepseek_v3": {"routed_scaling_factor": 2.5},
     "ernie4_5": {
@@ -41,6 +42,7 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
         "rope_theta": 500_000.0,
         "tie_word_embeddings": True,
     },
+    "exaone4": {**EPS, "sliding_window": 4096},
     "falcon_h1": EPS,
     "gemma": {"head_dim": 256, "tie_word_embeddings": True},
     "gemma2": {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
