@@ -86,6 +86,20 @@ CASES = {
     "olmo-clipped": partial(
         _config, "OlmoConfig", num_key_value_heads=6, clip_qkv=0.7, attention_bias=True, tie_word_embeddings=True
     ),
+    "phi": partial(_config, "PhiConfig"),
+    "phi-head-norms": partial(
+        _config, "PhiConfig", hidden_size=96, num_key_value_heads=6, qk_layernorm=True, hidden_act="relu",
+        tie_word_embeddings=True, **_rope(partial_rotary_factor=0.25),
+    ),
+    "starcoder2": partial(_config, "Starcoder2Config", sliding_window=15),
+    "starcoder2-unbiased": partial(
+        _config, "Starcoder2Config", num_key_value_heads=6, use_bias=False, tie_word_embeddings=False,
+    ),
+    "stablelm": partial(_config, "StableLmConfig"),
+    "stablelm-parallel": partial(
+        _config, "StableLmConfig", hidden_size=96, num_key_value_heads=3, use_qkv_bias=True, qk_layernorm=True,
+        use_parallel_residual=True, tie_word_embeddings=True, **_rope(partial_rotary_factor=0.5),
+    ),
     "arcee": partial(_config, "ArceeConfig", head_dim=16),
     "arcee-biased": partial(
         _config, "ArceeConfig", num_key_value_heads=6, attention_bias=True, mlp_bias=True, hidden_act="gelu",
@@ -95,5 +109,10 @@ CASES = {
     "helium-biased": partial(
         _config, "HeliumConfig", head_dim=8, num_key_value_heads=6, attention_bias=True, mlp_bias=True,
         tie_word_embeddings=True,
+    ),
+    "nemotron": partial(_config, "NemotronConfig", head_dim=16),
+    "nemotron-biased": partial(
+        _config, "NemotronConfig", head_dim=8, num_key_value_heads=6, attention_bias=True, mlp_bias=True,
+        tie_word_embeddings=True, hidden_act="gelu", **_rope(partial_rotary_factor=1.0),
     ),
 }  # fmt: skip

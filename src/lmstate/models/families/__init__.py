@@ -46,11 +46,13 @@ FAMILIES = {
     "ministral3": "mistral",
     "mistral": "mistral",
     "mixtral": "mistral",
+    "nemotron": "nemotron",
     "nemotron_h": "nemotron_h",
     "olmo": "olmo",
     "olmo2": "olmo2",
     "olmo3": "olmo2",
     "olmo_hybrid": "olmo_hybrid",
+    "phi": "phi",
     "phi3": "phi3",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
@@ -61,6 +63,8 @@ FAMILIES = {
     "recurrent_gemma": "recurrent_gemma",
     "seed_oss": "llama",
     "smollm3": "smollm3",
+    "stablelm": "stablelm",
+    "starcoder2": "starcoder2",
     "zamba2": "zamba2",
 }
 

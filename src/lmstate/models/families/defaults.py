@@ -91,14 +91,18 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
     },
     "mistral": {**LLAMA, "intermediate_size": 14_336, "num_key_value_heads": 8, "sliding_window": 4096},
     "mixtral": {**EPS, "rope_theta": 1e6},
+    "nemotron": {"norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     "olmo2": EPS,
     "olmo3": {**EPS, "sliding_window": 4096},
+    "phi": {**LAYER_NORM_EPS, "partial_rotary_factor": 0.5},
     "phi3": EPS,
     "qwen2": QWEN2,
     "qwen3": {**UNWINDOWED, "max_window_layers": 28},
     "qwen3_moe": UNWINDOWED,
     "seed_oss": {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
     "smollm3": {"use_sliding_window": False, "rope_theta": 2e6},
+    "stablelm": {**LAYER_NORM_EPS, "partial_rotary_factor": 0.25},
+    "starcoder2": {"norm_epsilon": 1e-5, "num_key_value_heads": 2, "tie_word_embeddings": True},
     "zamba2": EPS,
 }
 
