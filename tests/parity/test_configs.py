@@ -57,13 +57,14 @@ def same(theirs: Any, ours: Model, length: int = 140) -> None:
 
 # A case of each family with defaults, but for those that are sizes alone.
 SPARSE = {
-    "arcee": "arcee", "bamba": "bamba", "cohere": "cohere", "cohere2": "cohere2", "deepseek_v3": "deepseek_v3",
-    "ernie4_5": "ernie4_5", "exaone4": "exaone4", "falcon_h1": "falcon_h1", "gemma": "gemma", "gemma2": "gemma2",
-    "glm": "glm", "glm4": "glm4", "gpt_oss": "gpt_oss-gate", "helium": "helium", "kimi_linear": "kimi_linear",
-    "llama4_text": "llama4", "minimax": "minimax", "ministral": "ministral", "ministral3": "ministral3",
-    "mistral": "mistral", "mixtral": "mixtral", "nemotron": "nemotron", "olmo2": "olmo2", "olmo3": "olmo3",
-    "phi": "phi", "phi3": "phi3", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3_moe", "seed_oss": "seed_oss",
-    "smollm3": "smollm3", "stablelm": "stablelm", "starcoder2": "starcoder2", "zamba2": "zamba2",
+    "apertus": "apertus", "arcee": "arcee", "bamba": "bamba", "cohere": "cohere", "cohere2": "cohere2",
+    "deepseek_v3": "deepseek_v3", "ernie4_5": "ernie4_5", "exaone4": "exaone4", "falcon_h1": "falcon_h1",
+    "gemma": "gemma", "gemma2": "gemma2", "glm": "glm", "glm4": "glm4", "gpt_oss": "gpt_oss-gate", "helium": "helium",
+    "hunyuan_v1_dense": "hunyuan_v1_dense", "kimi_linear": "kimi_linear", "llama4_text": "llama4",
+    "minimax": "minimax", "ministral": "ministral", "ministral3": "ministral3", "mistral": "mistral",
+    "mixtral": "mixtral", "nemotron": "nemotron", "olmo2": "olmo2", "olmo3": "olmo3", "phi": "phi", "phi3": "phi3",
+    "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3_moe", "seed_oss": "seed_oss", "smollm3": "smollm3",
+    "stablelm": "stablelm", "starcoder2": "starcoder2", "zamba2": "zamba2",
 }  # fmt: skip
 
 

@@ -100,6 +100,11 @@ CASES = {
         _config, "StableLmConfig", hidden_size=96, num_key_value_heads=3, use_qkv_bias=True, qk_layernorm=True,
         use_parallel_residual=True, tie_word_embeddings=True, **_rope(partial_rotary_factor=0.5),
     ),
+    "hunyuan_v1_dense": partial(_config, "HunYuanDenseV1Config", head_dim=16),
+    "hunyuan_v1_dense-alpha": partial(
+        _config, "HunYuanDenseV1Config", head_dim=8, num_key_value_heads=6, attention_bias=True,
+        tie_word_embeddings=True, **_rope(rope_type="dynamic", alpha=50.0, factor=1.0),
+    ),
     "arcee": partial(_config, "ArceeConfig", head_dim=16),
     "arcee-biased": partial(
         _config, "ArceeConfig", num_key_value_heads=6, attention_bias=True, mlp_bias=True, hidden_act="gelu",
@@ -109,6 +114,11 @@ CASES = {
     "helium-biased": partial(
         _config, "HeliumConfig", head_dim=8, num_key_value_heads=6, attention_bias=True, mlp_bias=True,
         tie_word_embeddings=True,
+    ),
+    "apertus": partial(_config, "ApertusConfig"),
+    "apertus-biased": partial(
+        _config, "ApertusConfig", num_key_value_heads=6, attention_bias=True, tie_word_embeddings=True,
+        hidden_act="relu2", **_rope(),
     ),
     "nemotron": partial(_config, "NemotronConfig", head_dim=16),
     "nemotron-biased": partial(

@@ -12,6 +12,7 @@ from lmstate.models.weights.wrapped import TextPart
 
 # model_type of a config -> the module that builds it.
 FAMILIES = {
+    "apertus": "apertus",
     "arcee": "llama",
     "bamba": "bamba",
     "cohere": "cohere2",
@@ -33,6 +34,7 @@ FAMILIES = {
     "granitemoehybrid": "granitemoehybrid",
     "granitemoeshared": "granitemoehybrid",
     "helium": "llama",
+    "hunyuan_v1_dense": "hunyuan",
     "jamba": "jamba",
     "kimi_linear": "kimi_linear",
     "lfm2": "lfm2",

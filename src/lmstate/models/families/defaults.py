@@ -30,6 +30,17 @@ GLM = {
 QWEN2 = {**LLAMA, **UNWINDOWED, "vocab_size": 151_936, "intermediate_size": 22_016, "max_window_layers": 28}
 
 DEFAULTS: dict[str, Mapping[str, Any]] = {
+    "apertus": {
+        **EPS,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "rope_theta": 12e6,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        },
+    },
     "arcee": {**EPS, "hidden_act": "relu2"},
     "bamba": EPS,
     "cohere": {**LAYER_NORM_EPS, "rope_theta": 500_000.0},
@@ -70,6 +81,7 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
         },
     },
     "helium": {"rms_norm_eps": 1e-8, "head_dim": 128, "rope_theta": 100_000.0},
+    "hunyuan_v1_dense": EPS,
     "kimi_linear": {**EPS, "routed_scaling_factor": 2.446},
     "llama": LLAMA,
     "llama4_text": EPS,
