@@ -30,6 +30,25 @@ def _rope(theta: float = 10000.0, **changes: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": theta, **changes}}
 
 
+def _seeing(name: str, sections: list[int], tied: bool = False, **changes: Any) -> Any:
+    """A model of images and texts, whose positions have three axes, that share a head's features by `sections`."""
+    import transformers
+
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": sections}}
+    text = _config(f"{name}TextConfig", **{**rope, **changes})
+    own = getattr(transformers, f"{name}Config")
+    small = {
+        "depth": 1, "num_heads": 2, "embed_dim": 16, "hidden_size": 16, "intermediate_size": 16, "out_hidden_size": 48,
+        "deepstack_visual_indexes": [0],
+    }  # fmt: skip
+    vision_config = type(own().vision_config)
+    if name == "Qwen2VL":
+        small["hidden_size"] = 48
+    vision = vision_config(**{key: value for key, value in small.items() if key in vision_config().to_dict()})
+    marks = {key: 98 for key in own().to_dict() if key.endswith("_token_id")}
+    return own(text_config=text, vision_config=vision, tie_word_embeddings=tied, **marks)
+
+
 CASES = {
     "gemma": partial(_config, "GemmaConfig", head_dim=16),
     "gemma-mqa-untied": partial(
@@ -125,4 +144,33 @@ CASES = {
         _config, "NemotronConfig", head_dim=8, num_key_value_heads=6, attention_bias=True, mlp_bias=True,
         tie_word_embeddings=True, hidden_act="gelu", **_rope(partial_rotary_factor=1.0),
     ),
+    "gpt_neox": partial(_config, "GPTNeoXConfig"),
+    "gpt_neox-sequential": partial(
+        _config, "GPTNeoXConfig", hidden_size=96, attention_bias=False, use_parallel_residual=False,
+        tie_word_embeddings=True, hidden_act="gelu_new", **_rope(partial_rotary_factor=1.0),
+    ),
+    "granite_swa": partial(
+        _config, "GraniteSWAConfig", num_hidden_layers=5, sliding_window=12, attention_multiplier=0.3,
+        embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=2.0,
+    ),
+    "granite_swa-ropes": partial(
+        _config, "GraniteSWAConfig", head_dim=16, num_key_value_heads=6, sliding_window=31, layer_types=[S, F, S],
+        layer_rope_theta=[100.0, 0, 10000.0], attention_bias=True, mlp_bias=True, attention_multiplier=0.25,
+        tie_word_embeddings=False,
+    ),
+    "nanochat": partial(_config, "NanoChatConfig"),
+    "nanochat-tied": partial(
+        _config, "NanoChatConfig", head_dim=16, num_key_value_heads=6, attention_bias=True, tie_word_embeddings=True,
+        final_logit_softcapping=None, hidden_act="gelu",
+    ),
+    "falcon": partial(_config, "FalconConfig"),
+    "falcon-grouped": partial(
+        _config, "FalconConfig", new_decoder_architecture=True, num_kv_heads=3, bias=True, tie_word_embeddings=False,
+        ffn_hidden_size=80,
+    ),
+    "falcon-one-norm": partial(
+        _config, "FalconConfig", hidden_size=96, new_decoder_architecture=True, num_kv_heads=2,
+        num_ln_in_parallel_attn=1, **_rope(rope_type="linear", factor=2.0),
+    ),
+    "falcon-sequential": partial(_config, "FalconConfig", multi_query=False, parallel_attn=False, bias=True),
 }  # fmt: skip

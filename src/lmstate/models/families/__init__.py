@@ -7,6 +7,7 @@ from importlib import import_module
 from lmstate.errors import ModelError
 from lmstate.models.decoder import Model
 from lmstate.models.families.defaults import completed
+from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.weights import Weights
 from lmstate.models.weights.wrapped import TextPart
 
@@ -21,6 +22,7 @@ FAMILIES = {
     "deepseek_v3": "deepseek",
     "ernie4_5": "llama",
     "exaone4": "exaone4",
+    "falcon": "falcon",
     "falcon_h1": "falcon_h1",
     "falcon_mamba": "mamba",
     "gemma": "gemma1",
@@ -28,8 +30,10 @@ FAMILIES = {
     "gemma3_text": "gemma",
     "glm": "glm",
     "glm4": "glm",
+    "gpt_neox": "gpt_neox",
     "gpt_oss": "gpt_oss",
     "granite": "granitemoehybrid",
+    "granite_swa": "granite_swa",
     "granitemoe": "granitemoehybrid",
     "granitemoehybrid": "granitemoehybrid",
     "granitemoeshared": "granitemoehybrid",
@@ -48,6 +52,7 @@ FAMILIES = {
     "ministral3": "mistral",
     "mistral": "mistral",
     "mixtral": "mistral",
+    "nanochat": "nanochat",
     "nemotron": "nemotron",
     "nemotron_h": "nemotron_h",
     "olmo": "olmo",
@@ -70,13 +75,20 @@ FAMILIES = {
     "zamba2": "zamba2",
 }
 
+# Whose first checkpoints hold what is the text model's in the config itself -> the text model's own type.
+FLAT = {"qwen2_5_vl": "qwen2_5_vl_text", "qwen2_vl": "qwen2_vl_text"}
+
 
 def build(w: Weights) -> Model:
     """The model of an open checkpoint; of a multimodal one, its text model.
 
     Raises `ModelError` for a family that is not in the table.
     """
-    text = w.config.fields("text_config")
+    text, family = w.config.fields("text_config"), w.config.str("model_type", default="")
+    if text is None and family in FLAT:
+        text = Fields({**w.config, "model_type": FLAT[family]}, w.config.where)
+    if family == "paligemma" and text is not None and not text.given("use_bidirectional_attention"):
+        text = Fields({**text, "use_bidirectional_attention": True}, text.where)  # which its class takes for granted
     if text is not None:
         w = w.over(TextPart(w.source, text))
     family = w.config.str("model_type")

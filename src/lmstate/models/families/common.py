@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import torch
@@ -16,6 +16,7 @@ from lmstate.models.mixers.mixer import Mixer
 from lmstate.models.mlp import MLP, FeedForward
 from lmstate.models.rope import Rope
 from lmstate.models.weights.fields import Fields
+from lmstate.models.weights.source import GroupedQuant
 from lmstate.models.weights.weights import Weights
 from lmstate.ops import Norm
 
@@ -102,6 +103,14 @@ def plain_norm(w: Weights, width: int, eps: float, kind: Literal["rms", "layer"]
     return Norm(torch.ones(width, dtype=torch.float32, device=w.device), eps, kind)
 
 
+def norm_after_rope(w: Weights, shape: Shape, rope: Rope) -> tuple[Norm, Rope]:
+    """A norm of each head without weights that comes after its rotation: one that may come before, and that rotation.
+
+    A rotation keeps lengths. A factor on all features the norm would take away again, but for its share in epsilon.
+    """
+    return plain_norm(w, shape.head_dim, shape.eps / rope.scale**2), replace(rope, scale=1.0)
+
+
 def attention(
     w: Weights,
     prefix: str,
@@ -144,6 +153,33 @@ def attention(
         out_bias=biases(w, f"{prefix}.{out}.bias", wanted=biased if out_biased is None else out_biased),
         gate=gate,
     )  # fmt: skip
+
+
+def grouped_attention(w: Weights, shape: Shape, rope: Rope, fused: str, out: str, *, biased: bool) -> Attention:
+    """Attention whose projections are one matrix: for each key/value head its queries, then its key, then its value.
+
+    `fused` and `out` are the names of that matrix and of the projection after attention.
+    """
+    size = ((shape.heads + 2 * shape.kv_heads) * shape.head_dim, shape.hidden)
+    w.expect(f"{fused}.weight", size)
+    grouped = torch.arange(size[0]).view(shape.kv_heads, -1, shape.head_dim)  # [K, H / K + 2, D]
+    order = torch.cat([grouped[:, :-2].flatten(), grouped[:, -2].flatten(), grouped[:, -1].flatten()])
+
+    def parted(numbers: Tensor | GroupedQuant) -> Tensor | GroupedQuant:
+        return numbers.rows(order) if isinstance(numbers, GroupedQuant) else numbers[order]
+
+    bias = w.tensor(f"{fused}.bias", size[:1]) if biased else None
+    return Attention(
+        w.derived(f"{fused}.weight, parted", f"{fused}.weight", make=parted, shape=size),
+        w.linear(f"{out}.weight", shape=(shape.hidden, shape.heads * shape.head_dim)),
+        shape.heads,
+        shape.kv_heads,
+        shape.head_dim,
+        shape.head_dim**-0.5,
+        rope,
+        qkv_bias=None if bias is None else bias[order.to(bias.device)],
+        out_bias=w.tensor(f"{out}.bias", (shape.hidden,)) if biased else None,
+    )
 
 
 def mlp(

@@ -28,6 +28,18 @@ GLM = {
     "partial_rotary_factor": 0.5,
 }
 QWEN2 = {**LLAMA, **UNWINDOWED, "vocab_size": 151_936, "intermediate_size": 22_016, "max_window_layers": 28}
+QWEN2_VL = {
+    **QWEN2,
+    **EPS,
+    "vocab_size": 152_064,
+    "hidden_size": 8192,
+    "intermediate_size": 29_568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_window_layers": 80,
+    "rope_theta": 1e6,
+}
 
 DEFAULTS: dict[str, Mapping[str, Any]] = {
     "apertus": {
@@ -54,6 +66,7 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "exaone4": {**EPS, "sliding_window": 4096},
+    "falcon": {"layer_norm_epsilon": 1e-5, "multi_query": True, "parallel_attn": True, "tie_word_embeddings": True},
     "falcon_h1": EPS,
     "gemma": {"head_dim": 256, "tie_word_embeddings": True},
     "gemma2": {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
@@ -68,6 +81,13 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
     },
     "glm": GLM,
     "glm4": GLM,
+    "gpt_neox": {
+        **LAYER_NORM_EPS,
+        "attention_bias": True,
+        "use_parallel_residual": True,
+        "rotary_emb_base": 10_000.0,
+        "rotary_pct": 0.25,
+    },
     "gpt_oss": {
         **EPS,
         "sliding_window": 128,
@@ -80,6 +100,7 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
             "original_max_position_embeddings": 4096,
         },
     },
+    "granite_swa": {**EPS, "num_key_value_heads": 4, "sliding_window": 128, "tie_word_embeddings": True},
     "helium": {"rms_norm_eps": 1e-8, "head_dim": 128, "rope_theta": 100_000.0},
     "hunyuan_v1_dense": EPS,
     "kimi_linear": {**EPS, "routed_scaling_factor": 2.446},
@@ -103,6 +124,7 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
     },
     "mistral": {**LLAMA, "intermediate_size": 14_336, "num_key_value_heads": 8, "sliding_window": 4096},
     "mixtral": {**EPS, "rope_theta": 1e6},
+    "nanochat": {"hidden_act": "relu2", "final_logit_softcapping": 15.0},
     "nemotron": {"norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     "olmo2": EPS,
     "olmo3": {**EPS, "sliding_window": 4096},

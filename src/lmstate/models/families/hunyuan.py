@@ -12,7 +12,7 @@ from lmstate.models.families.common import (
     attention,
     decoder,
     mlp,
-    plain_norm,
+    norm_after_rope,
     pre_norm,
     rms_norms,
 )
@@ -26,10 +26,8 @@ def build(w: Weights) -> Model:
     config, shape = w.config, Shape.of(w.config)
     inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
     rope = stretched(config, shape.head_dim).to(w.device)
-    # Without their weights the norms are the same before a rotation, which keeps lengths: its factor they would take
-    # away again, but for its share in epsilon. The weights of both then multiply the queries, so that the keys that are
-    # stored are rotations and nothing else.
-    plain, rope = plain_norm(w, shape.head_dim, shape.eps / rope.scale**2), replace(rope, scale=1.0)
+    # The weights of both norms multiply the queries, so that the keys that are stored are rotations and nothing else.
+    plain, rope = norm_after_rope(w, shape, rope)
 
     def mixer(_: int, name: str) -> Attention:
         of_q, of_k = (w.tensor(f"{name}.{part}_layernorm.weight", (shape.head_dim,)) for part in ("query", "key"))
