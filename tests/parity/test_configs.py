@@ -62,7 +62,8 @@ SPARSE = {
     "hunyuan_v1_dense": "hunyuan_v1_dense", "kimi_linear": "kimi_linear", "llama4_text": "llama4",
     "minimax": "minimax", "ministral": "ministral", "ministral3": "ministral3", "mistral": "mistral",
     "mixtral": "mixtral", "nanochat": "nanochat", "nemotron": "nemotron", "olmo2": "olmo2", "olmo3": "olmo3",
-    "phi": "phi", "phi3": "phi3", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3_moe", "seed_oss": "seed_oss",
+    "phi": "phi", "phi3": "phi3", "qwen2": "qwen2", "qwen2_5_vl_text": "qwen2_5_vl", "qwen2_vl_text": "qwen2_vl",
+    "qwen3": "qwen3", "qwen3_moe": "qwen3_moe", "qwen3_vl_text": "qwen3_vl", "seed_oss": "seed_oss",
     "smollm3": "smollm3", "stablelm": "stablelm", "starcoder2": "starcoder2", "zamba2": "zamba2",
 }  # fmt: skip
 

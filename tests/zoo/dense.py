@@ -149,6 +149,17 @@ CASES = {
         _config, "GPTNeoXConfig", hidden_size=96, attention_bias=False, use_parallel_residual=False,
         tie_word_embeddings=True, hidden_act="gelu_new", **_rope(partial_rotary_factor=1.0),
     ),
+    "qwen2_vl": partial(_seeing, "Qwen2VL", [1, 1, 2]),
+    "qwen2_vl-window": partial(
+        _seeing, "Qwen2VL", [2, 1, 1], num_key_value_heads=6, use_sliding_window=True, sliding_window=14,
+        max_window_layers=1, tied=True,
+    ),
+    "qwen2_5_vl": partial(_seeing, "Qwen2_5_VL", [1, 1, 2]),
+    "qwen2_5_vl-tied": partial(_seeing, "Qwen2_5_VL", [2, 1, 1], num_key_value_heads=1, tied=True),
+    "qwen3_vl": partial(_seeing, "Qwen3VL", [4, 2, 2], head_dim=16),
+    "qwen3_vl-tied": partial(
+        _seeing, "Qwen3VL", [2, 1, 1], head_dim=8, num_key_value_heads=6, attention_bias=True, tied=True
+    ),
     "granite_swa": partial(
         _config, "GraniteSWAConfig", num_hidden_layers=5, sliding_window=12, attention_multiplier=0.3,
         embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=2.0,
