@@ -31,7 +31,8 @@ def base(config: Any) -> Any:
 
 
 CHOSEN = (
-    "llama", "qwen3", "gemma3", "mamba", "mamba2", "falcon_mamba", "falcon_h1", "recurrent_gemma", "gpt_neox", "falcon"
+    "llama", "qwen3", "gemma3", "mamba", "mamba2", "falcon_mamba", "falcon_h1", "recurrent_gemma", "gpt_neox", "falcon",
+    "gpt2",
 )  # fmt: skip
 
 

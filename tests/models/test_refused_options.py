@@ -18,6 +18,7 @@ REFUSED = {
     "cannot share": ("falcon-grouped", {"num_kv_heads": 4}),
     "both directions": ("gemma", {"use_bidirectional_attention": True}),
     "'hidden_act' = 'quick_gelu'": ("apertus", {"hidden_act": "quick_gelu"}),
+    "another text": ("gpt2", {"add_cross_attention": True}),
     "logits_scaling = 0": ("granite_swa", {"logits_scaling": 0.0}),
 }
 

@@ -26,6 +26,7 @@ SIZES = (
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
+    "n_positions",
 )
 ROPES = ("rope_parameters", "rope_scaling", "rope_theta")
 Config = dict[str, Any]
@@ -57,7 +58,7 @@ def same(theirs: Any, ours: Model, length: int = 140) -> None:
 SPARSE = {
     "apertus": "apertus", "arcee": "arcee", "bamba": "bamba", "cohere": "cohere", "cohere2": "cohere2",
     "deepseek_v3": "deepseek_v3", "ernie4_5": "ernie4_5", "exaone4": "exaone4", "falcon": "falcon",
-    "falcon_h1": "falcon_h1", "gemma": "gemma", "gemma2": "gemma2", "glm": "glm", "glm4": "glm4",
+    "falcon_h1": "falcon_h1", "gemma": "gemma", "gemma2": "gemma2", "glm": "glm", "glm4": "glm4", "gpt2": "gpt2",
     "gpt_neox": "gpt_neox", "gpt_oss": "gpt_oss-gate", "granite_swa": "granite_swa", "helium": "helium",
     "hunyuan_v1_dense": "hunyuan_v1_dense", "kimi_linear": "kimi_linear", "llama4_text": "llama4",
     "minimax": "minimax", "ministral": "ministral", "ministral3": "ministral3", "mistral": "mistral",

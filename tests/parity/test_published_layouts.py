@@ -110,6 +110,16 @@ def gpt_neox(config: Config, tensors: Tensors) -> None:
         tensors[f"{inside}.rotary_emb.inv_freq"] = torch.ones(2)
 
 
+def gpt2(config: Config, tensors: Tensors) -> None:
+    """GPT-2: a model without a head, whose masks are stored with the weights."""
+    config["n_ctx"] = config["n_positions"]
+    del config["tie_word_embeddings"]
+    for name in list(tensors):
+        tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+    for layer in range(config["n_layer"]):
+        tensors[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 8, 8).tril()
+
+
 def exaone4(config: Config, tensors: Tensors) -> None:
     """EXAONE-4.0-32B: the pattern of its layers in letters, beside the list of them."""
     config["sliding_window_pattern"] = "LLLG"
@@ -134,6 +144,7 @@ CHANGES = {
     "qwen2_vl-window": qwen2_vl,
     "qwen2_5_vl": qwen2_vl,
     "gpt_neox": gpt_neox,
+    "gpt2": gpt2,
     "exaone4": exaone4,
     "gemma": gemma,
     "hunyuan_v1_dense-alpha": hunyuan,

@@ -184,4 +184,9 @@ CASES = {
         num_ln_in_parallel_attn=1, **_rope(rope_type="linear", factor=2.0),
     ),
     "falcon-sequential": partial(_config, "FalconConfig", multi_query=False, parallel_attn=False, bias=True),
+    "gpt2": partial(_config, "GPT2Config", n_inner=80),
+    "gpt2-untied": partial(
+        _config, "GPT2Config", hidden_size=96, scale_attn_by_inverse_layer_idx=True,
+        activation_function="relu", tie_word_embeddings=False,
+    ),
 }  # fmt: skip

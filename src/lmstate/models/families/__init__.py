@@ -30,6 +30,7 @@ FAMILIES = {
     "gemma3_text": "gemma",
     "glm": "glm",
     "glm4": "glm",
+    "gpt2": "gpt2",
     "gpt_neox": "gpt_neox",
     "gpt_oss": "gpt_oss",
     "granite": "granitemoehybrid",

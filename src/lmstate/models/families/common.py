@@ -20,6 +20,7 @@ from lmstate.models.weights.source import GroupedQuant
 from lmstate.models.weights.weights import Weights
 from lmstate.ops import Norm
 
+POSITIONS = "max_position_embeddings"
 MOST = 2**20  # of heads, layers, experts, widths: more is a damaged file
 
 ACTIVATIONS = {
@@ -287,6 +288,7 @@ def decoder(
     prefix: str = "model",
     embed: str | None = None,
     head_biased: bool = False,
+    places: str | None = None,
     final_norm: Norm | None = None,
     embed_scale: float = 1.0,
     logit_scale: float = 1.0,
@@ -296,8 +298,8 @@ def decoder(
     """A stack of `shape.layers` blocks between `embed_tokens` and `lm_head` (the embedding itself where they are tied).
 
     A checkpoint that holds a head of its own is not tied, whatever its config says. `embed`: the embedding's name where
-    it is another. `head_biased`: the head has a bias. `ignore`: patterns of tensors that the checkpoint holds and this
-    model needs not (rotary tables, say).
+    it is another. `head_biased`: the head has a bias. `places`: the name of learned positions. `ignore`: patterns of
+    tensors that the checkpoint holds and this model needs not (rotary tables, say).
     """
     config = w.config
     embedded = f"{embed or prefix + '.embed_tokens'}.weight"
@@ -311,7 +313,7 @@ def decoder(
             config.str("model_type"),
             shape.vocab,
             shape.hidden,
-            config.int("max_position_embeddings", low=1, default=None),
+            config.int(POSITIONS, low=1, default=None),
             embed_scale,
             logit_scale,
             logit_softcap,
@@ -321,6 +323,7 @@ def decoder(
         final_norm or norm(w, f"{prefix}.norm.weight", shape.hidden, shape.eps),
         embedding if tied else w.linear("lm_head.weight", shape=(shape.vocab, shape.hidden)),
         w.tensor("lm_head.bias", (shape.vocab,)) if head_biased else None,
+        None if places is None else w.linear(f"{places}.weight", shape=(config.int(POSITIONS, low=1), shape.hidden)),
         dtype=w.dtype,
     )
     w.check_all_used([*(["lm_head.weight"] if tied else []), "*.rotary_emb.inv_freq", *ignore])

@@ -81,6 +81,7 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
     },
     "glm": GLM,
     "glm4": GLM,
+    "gpt2": {"layer_norm_epsilon": 1e-5, "n_positions": 1024, "scale_attn_weights": True, "tie_word_embeddings": True},
     "gpt_neox": {
         **LAYER_NORM_EPS,
         "attention_bias": True,

@@ -15,6 +15,7 @@ BASES = {
     "embed_tokens.weight": "model.",
     "embeddings.weight": "backbone.",
     "embed_in.weight": "gpt_neox.",
+    "wte.weight": "transformer.",
     "word_embeddings.weight": "transformer.",
 }
 HEAD = "lm_head."
