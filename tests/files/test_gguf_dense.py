@@ -9,6 +9,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 
 from lmstate.errors import ModelError
@@ -19,6 +20,7 @@ ARCH = gguf.MODEL_ARCH
 # A case of the zoo -> its architecture, and what its file says beside the sizes.
 FILES: dict[str, tuple[ARCH, dict[str, Any]]] = {
     "gemma": (ARCH.GEMMA, {}),
+    "apertus": (ARCH.APERTUS, {"rope.freq_base": 12e6}),
     "arcee": (ARCH.ARCEE, {}),
     "cohere-head-norms": (ARCH.COMMAND_R, {"logit_scale": 2.0, "rope.scaling.type": "none"}),
     "ernie4_5": (ARCH.ERNIE4_5, {}),
@@ -45,6 +47,8 @@ FILES: dict[str, tuple[ARCH, dict[str, Any]]] = {
     "phi": (ARCH.PHI2, {"rope.dimension_count": 4}),
     "qwen2_vl": (ARCH.QWEN2VL, {"rope.dimension_sections": [1, 1, 2, 0]}),
     "qwen3_vl": (ARCH.QWEN3VL, {"rope.dimension_sections": [4, 2, 2, 0], "n_deepstack_layers": 1}),
+    "stablelm": (ARCH.STABLELM, {"rope.dimension_count": 2}),
+    "stablelm-parallel": (ARCH.STABLELM, {"rope.dimension_count": 8}),
     "seed_oss": (ARCH.SEED_OSS, {}),
     "seed_oss-biased": (ARCH.SEED_OSS, {}),
 }  # fmt: skip
@@ -77,19 +81,26 @@ def halves_to_pairs(tensor: Tensor, heads: int) -> Tensor:
 
 def converted(arch: ARCH, theirs: Any, config: Any) -> dict[str, np.ndarray]:
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-    tied = theirs.config.tie_word_embeddings
+    tensors = {name.replace(".language_model", ""): tensor for name, tensor in theirs.state_dict().items()}
+    if theirs.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    if arch is ARCH.STABLELM:
+        for name in [name for name in tensors if name.endswith(".norms.0.weight")]:
+            stem, heads = name.removesuffix(".norms.0.weight"), []
+            while (each := f"{stem}.norms.{len(heads)}.weight") in tensors:
+                heads.append(tensors.pop(each))
+            tensors[f"{stem}.weight"] = torch.stack(heads)
     out = {}
-    for name, tensor in theirs.state_dict().items():
-        if ".visual." in name or (tied and name.startswith("lm_head.weight")):
+    for name, tensor in tensors.items():
+        if name.startswith("model.visual.") or ".act_fn." in name:
             continue
-        plain = name.replace(".language_model", "")
-        if arch in PERMUTED and plain.rpartition(".")[0].endswith(("q_proj", "k_proj")):
-            heads = config.num_attention_heads if "q_proj" in plain else config.num_key_value_heads
-            tensor = halves_to_pairs(tensor, heads)
-        if arch in ONE_MORE and plain.endswith("norm.weight"):
+        if arch in PERMUTED and name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
+            kv = "k_proj" in name
+            tensor = halves_to_pairs(tensor, config.num_key_value_heads if kv else config.num_attention_heads)
+        if arch in ONE_MORE and name.endswith("norm.weight"):
             tensor = tensor + 1
-        found = names.get_name(plain, (".weight", ".bias"))
-        assert found is not None, plain
+        found = names.get_name(name, (".weight", ".bias"))
+        assert found is not None, name
         out[found] = np.ascontiguousarray(tensor.detach().float().numpy())
     return out
 
@@ -99,8 +110,14 @@ def test_a_dense_model_from_gguf(case: str, tmp_path: Path) -> None:
     arch, more = FILES[case]
     theirs, _ = pair(case)
     config = getattr(theirs.config, "text_config", theirs.config)
-    values = metadata(arch, config, more)
-    same(loaded(tmp_path, gguf.MODEL_ARCH_NAMES[arch], values, converted(arch, theirs, config)), theirs)
+    values, tensors = metadata(arch, config, more), converted(arch, theirs, config)
+    if arch is ARCH.APERTUS:
+        for name in ("alpha_p", "alpha_n", "beta", "eps"):
+            values[f"xielu.{name}"] = [float(getattr(layer.mlp.act_fn, name)) for layer in theirs.model.layers]
+        slowed = theirs.model.rotary_emb.inv_freq
+        plain = config.rope_parameters["rope_theta"] ** -torch.linspace(0, 1, len(slowed) + 1)[:-1]
+        tensors["rope_freqs.weight"] = (plain / slowed).numpy()
+    same(loaded(tmp_path, gguf.MODEL_ARCH_NAMES[arch], values, tensors), theirs)
 
 
 def test_a_phi_whose_projections_are_one_matrix_is_refused(tmp_path: Path) -> None:

@@ -102,7 +102,37 @@ def _mistral3(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -
             scaling["llama_4_scaling_beta"] = strength
 
 
+def _apertus(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+    _biases(metadata, prefix, config, tensors)
+    config["hidden_act"] = "xielu"
+    # What the activation of each layer has learned, which are tensors elsewhere.
+    for name in ("alpha_p", "alpha_n", "beta", "eps"):
+        config[f"xielu_{name}"] = metadata.get(f"xielu.{name}")
+    config.setdefault("rope_scaling", {"rope_type": "default"})  # and not what the published models have
+
+
+def _stablelm(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+    config |= {
+        "use_qkv_bias": "blk.0.attn_q.bias" in tensors,
+        "qk_layernorm": "blk.0.attn_q_norm.weight" in tensors,
+        "use_parallel_residual": "blk.0.ffn_norm.weight" not in tensors,
+    }
+    config.setdefault("partial_rotary_factor", 1.0)
+
+
 DENSE = {
+    "apertus": Architecture(
+        "apertus",
+        "ApertusForCausalLM",
+        {
+            **ATTENTION,
+            **HEAD_NORMS,
+            **UNGATED,
+            "attn_norm": "attention_layernorm",
+            "ffn_norm": "feedforward_layernorm",
+        },
+        extra=_apertus,
+    ),
     "arcee": Architecture(
         "arcee", "ArceeForCausalLM", {**ATTENTION, **PRE_NORMS, **UNGATED}, paired=True, extra=_relu2
     ),
@@ -173,5 +203,13 @@ DENSE = {
         "SeedOssForCausalLM",
         {**ATTENTION, **MLP, "attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"},
         extra=_biases,
+    ),
+    "stablelm": Architecture(
+        "stablelm",
+        "StableLmForCausalLM",
+        {**STANDARD, "attn_q_norm": "self_attn.q_layernorm", "attn_k_norm": "self_attn.k_layernorm"},
+        extra=_stablelm,
+        outside=BIASED_NORM,
+        eps="layer_norm_eps",
     ),
 }
