@@ -147,7 +147,7 @@ CASES = {
     "gpt_neox": partial(_config, "GPTNeoXConfig"),
     "gpt_neox-sequential": partial(
         _config, "GPTNeoXConfig", hidden_size=96, attention_bias=False, use_parallel_residual=False,
-        tie_word_embeddings=True, hidden_act="gelu_new", **_rope(partial_rotary_factor=1.0),
+        tie_word_embeddings=True, hidden_act="gelu_fast", **_rope(partial_rotary_factor=1.0),
     ),
     "qwen2_vl": partial(_seeing, "Qwen2VL", [1, 1, 2]),
     "qwen2_vl-window": partial(

@@ -27,6 +27,7 @@ ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
+    "gelu_fast": "gelu_tanh",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
