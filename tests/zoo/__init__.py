@@ -20,7 +20,7 @@ from lmstate.models.families import build
 from lmstate.models.weights.source import open_source
 from lmstate.models.weights.weights import Weights
 
-KINDS = ("llama_like", "windows", "shared", "latent", "delta", "ssm", "conv", "linear")
+KINDS = ("llama_like", "dense", "windows", "shared", "latent", "delta", "ssm", "conv", "linear")
 VOCAB = 99
 
 Make = Callable[[], Any]
@@ -51,13 +51,19 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
             buffer += 0.3 * torch.randn(buffer.shape, generator=generator)
 
 
+def auto(config: Any) -> Any:
+    """The class of `transformers` that makes a model with a head for a config: of a text, or of images too."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
+
+
 @lru_cache(maxsize=4)
 def pair(case: str) -> tuple[Any, lmstate.Model]:
     """The `transformers` model in float32 and the same weights in lmstate, through a saved directory."""
-    from transformers import AutoModelForCausalLM
-
+    config = CASES[case]()
     torch.manual_seed(0)
-    theirs = AutoModelForCausalLM.from_config(CASES[case](), dtype=torch.float32).eval()
+    theirs = auto(config).from_config(config, dtype=torch.float32).eval()
     randomise(theirs)
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)

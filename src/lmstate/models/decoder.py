@@ -71,6 +71,7 @@ class Model:
     head_bias: Tensor | None = None
     entry: Entry | None = None
     exit: Exit | None = None
+    places: Weight | None = None  # [P, E], what is added to the embedding at each of P positions
     dtype: torch.dtype = torch.float32  # of stored keys and values, and of large matrix products
     name: str = ""
     eos_ids: frozenset[int] = frozenset()
@@ -92,7 +93,7 @@ class Model:
     @property
     def parts(self) -> tuple[Any, ...]:
         """All that has weights."""
-        return self.embed, self.blocks, self.norm, self.head, self.head_bias, self.entry, self.exit
+        return self.embed, self.blocks, self.norm, self.head, self.head_bias, self.places, self.entry, self.exit
 
     @property
     def fingerprint(self) -> str:
@@ -129,7 +130,7 @@ class Model:
             check_static(self, capacity, kv)
         dtype = kv if isinstance(kv, torch.dtype) else self.dtype
         chunk = STATIC_CHUNK if static else Layout.chunk
-        layout = Layout(rows, self.device, dtype, capacity, rewind, chunk, static=static)
+        layout = Layout(rows, self.device, dtype, capacity, rewind, chunk, places=self._places, static=static)
         state = self._new_state(layout, None if isinstance(kv, torch.dtype) else kv)
         if static:
             if self._traced is None and (traced := plain(self)) is not self:
@@ -165,6 +166,10 @@ class Model:
             )
         state.user = weakref.ref(self)
 
+    @property
+    def _places(self) -> int | None:
+        return None if self.places is None else self.places.out_features
+
     def _regime(self, horizon: int) -> int:
         return max((rope.regime(horizon) for rope in self._stretching), default=0)
 
@@ -196,7 +201,8 @@ class Model:
         if state is None:
             # Whole sequences are one step of a state that nobody keeps; in one part, so that gradients can follow.
             width = max(map(len, ids), default=0)
-            layout = Layout(len(ids), self.device, self.dtype, max(width, 1), rewind=0, chunk=max(width, 1))
+            width = max(width, 1)
+            layout = Layout(len(ids), self.device, self.dtype, width, rewind=0, chunk=width, places=self._places)
             return self(ids, self._new_state(layout), logits or "all", commit=False)
         self._refuse_other(state)
         self._catch_up(state, ids, logits or "last")
@@ -271,6 +277,8 @@ class Model:
         x = self.embed.rows(tokens)
         if self.config.embed_scale != 1.0:
             x = x * self.config.embed_scale
+        if self.places is not None:  # padding may stand beyond them
+            x = x + self.places.rows(step.positions.clamp(max=self.places.out_features - 1))
         if self.entry is not None:
             x = self.entry(x, tokens, step)
         x = run_blocks(self.blocks, x, step, layers)

@@ -7,26 +7,41 @@ from importlib import import_module
 from lmstate.errors import ModelError
 from lmstate.models.decoder import Model
 from lmstate.models.families.defaults import completed
+from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.weights import Weights
 from lmstate.models.weights.wrapped import TextPart
 
 # model_type of a config -> the module that builds it.
 FAMILIES = {
+    "apertus": "apertus",
+    "arcee": "llama",
     "bamba": "bamba",
+    "cohere": "cohere2",
     "cohere2": "cohere2",
     "deepseek_v2": "deepseek",
     "deepseek_v3": "deepseek",
+    "ernie4_5": "llama",
+    "exaone4": "exaone4",
+    "falcon": "falcon",
     "falcon_h1": "falcon_h1",
     "falcon_mamba": "mamba",
+    "gemma": "gemma1",
     "gemma2": "gemma",
     "gemma3_text": "gemma",
     "gemma3n_text": "gemma3n",
     "gemma4_text": "gemma4",
+    "glm": "glm",
+    "glm4": "glm",
+    "gpt2": "gpt2",
+    "gpt_neox": "gpt_neox",
     "gpt_oss": "gpt_oss",
     "granite": "granitemoehybrid",
+    "granite_swa": "granite_swa",
     "granitemoe": "granitemoehybrid",
     "granitemoehybrid": "granitemoehybrid",
     "granitemoeshared": "granitemoehybrid",
+    "helium": "llama",
+    "hunyuan_v1_dense": "hunyuan",
     "jamba": "jamba",
     "kimi_linear": "kimi_linear",
     "lfm2": "lfm2",
@@ -36,23 +51,38 @@ FAMILIES = {
     "mamba": "mamba",
     "mamba2": "mamba2",
     "minimax": "minimax",
+    "ministral": "mistral",
+    "ministral3": "mistral",
     "mistral": "mistral",
     "mixtral": "mistral",
+    "nanochat": "nanochat",
+    "nemotron": "nemotron",
     "nemotron_h": "nemotron_h",
+    "olmo": "olmo",
     "olmo2": "olmo2",
     "olmo3": "olmo2",
     "olmo_hybrid": "olmo_hybrid",
+    "phi": "phi",
     "phi3": "phi3",
     "qwen2": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen2_vl_text": "qwen2",
     "qwen3": "qwen3",
     "qwen3_5_moe_text": "qwen3_next",
     "qwen3_5_text": "qwen3_next",
     "qwen3_moe": "qwen3",
     "qwen3_next": "qwen3_next",
+    "qwen3_vl_text": "qwen3",
     "recurrent_gemma": "recurrent_gemma",
+    "seed_oss": "llama",
     "smollm3": "smollm3",
+    "stablelm": "stablelm",
+    "starcoder2": "starcoder2",
     "zamba2": "zamba2",
 }
+
+# Whose first checkpoints hold what is the text model's in the config itself -> the text model's own type.
+FLAT = {"qwen2_5_vl": "qwen2_5_vl_text", "qwen2_vl": "qwen2_vl_text"}
 
 
 def build(w: Weights) -> Model:
@@ -60,7 +90,11 @@ def build(w: Weights) -> Model:
 
     Raises `ModelError` for a family that is not in the table.
     """
-    text = w.config.fields("text_config")
+    text, family = w.config.fields("text_config"), w.config.str("model_type", default="")
+    if text is None and family in FLAT:
+        text = Fields({**w.config, "model_type": FLAT[family]}, w.config.where)
+    if family == "paligemma" and text is not None and not text.given("use_bidirectional_attention"):
+        text = Fields({**text, "use_bidirectional_attention": True}, text.where)  # which its class takes for granted
     if text is not None:
         w = w.over(TextPart(w.source, text))
     family = w.config.str("model_type")

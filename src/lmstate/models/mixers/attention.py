@@ -17,17 +17,18 @@ from lmstate.state import KeyValueState, LayerState, Layout, Step, attention_sta
 @dataclass(frozen=True)
 class Temperature:
     """Queries grow by `1 + strength * log(1 + n)` past n times `every` tokens, so that long texts do not flatten what
-    they see (2501.19399)."""
+    they see (2501.19399). `first`: the number of the first token."""
 
     every: int
     strength: float
+    first: int = 1
 
     def at(self, step: Step) -> Tensor:
         """The factors of a step's queries, float32 `[R, T, 1, 1]`."""
         return step.memo(self, lambda: self._factors(step.positions)[..., None, None])
 
     def _factors(self, positions: Tensor) -> Tensor:
-        return 1.0 + self.strength * torch.log1p(((positions + 1) // self.every).float())
+        return 1.0 + self.strength * torch.log1p(((positions + self.first) // self.every).float())
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +40,9 @@ class Attention(JoiningMixer):
     positions. `gate`: each query head's rows are followed by as many of a gate, whose sigmoid multiplies what the head
     has seen (Qwen3-Next). `reads`: the number of an earlier layer whose keys and values it attends to, and `qkv` are
     queries alone.
+
+    `clip`: what the projections give is brought to within that of 0. `turned_weight` float32 `[D]` multiplies queries
+    after they have turned: where a norm comes after the rotation, that is what is left of it there.
     """
 
     qkv: Weight
@@ -60,6 +64,8 @@ class Attention(JoiningMixer):
     temperature: Temperature | None = None
     v_norm: Norm | None = None
     reads: int | None = None
+    clip: float | None = None
+    turned_weight: Tensor | None = None
 
     @property
     def kind(self) -> str:
@@ -74,7 +80,8 @@ class Attention(JoiningMixer):
         )  # fmt: skip
 
     def half(self, norm: Norm | None, after: Norm | None, scale: float) -> ops.AttentionHalf | None:
-        return None if self.temperature is not None else ops.AttentionHalf(self, norm, after, scale)
+        apart = self.temperature is not None or self.clip is not None or self.turned_weight is not None
+        return None if apart else ops.AttentionHalf(self, norm, after, scale)
 
     def joins(self, run: ops.Run, half: Halves, step: Step, memory: LayerState) -> bool:
         assert isinstance(memory, KeyValueState) and isinstance(half, ops.AttentionHalf)
@@ -92,6 +99,7 @@ class Attention(JoiningMixer):
         """What comes after the projections, `[R, T, (H + 2K) * D]` -> `[R, T, E]`; 2H of gates, no 2K without keys."""
         assert isinstance(memory, KeyValueState)
         kv_width = 0 if self.reads is not None else self.kv_heads * self.head_dim
+        qkv = qkv if self.clip is None else qkv.clamp(-self.clip, self.clip)
         q, k, v = qkv.split([qkv.shape[-1] - 2 * kv_width, kv_width, kv_width], dim=-1)
         gate = None
         if self.gate:
@@ -102,8 +110,13 @@ class Attention(JoiningMixer):
             new = _normed(k, self.k_norm, self.head_dim), _normed(v, self.v_norm, self.head_dim)  # [R, T, K, D] each
         if self.temperature is not None:
             q = q * self.temperature.at(step)  # a number a token, which no rotation touches
+        rotation = self.rotation(step)
+        if self.turned_weight is not None and rotation is not None:
+            q = ops.rope(q, *rotation) * self.turned_weight
+            new = None if new is None else (ops.rope(new[0], *rotation), new[1])
+            rotation = None
         scoring = ops.Scoring(self.scale, self.softcap, self.sinks)
-        seen = memory.attend(q, new, step, scoring, self.rotation(step))
+        seen = memory.attend(q, new, step, scoring, rotation)
         mixed = seen.flatten(-2) if gate is None else seen.flatten(-2) * gate.sigmoid()
         return ops.linear(mixed, self.out, self.out_bias, residual=residual)
 
