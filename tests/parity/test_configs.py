@@ -64,6 +64,7 @@ SPARSE = {
     "kimi_linear": "kimi_linear", "llama4_text": "llama4", "minimax": "minimax", "mistral": "mistral",
     "mixtral": "mixtral", "olmo2": "olmo2", "olmo3": "olmo3", "phi3": "phi3", "qwen2": "qwen2", "qwen3": "qwen3",
     "qwen3_moe": "qwen3_moe", "smollm3": "smollm3", "zamba2": "zamba2",
+    "lfm3": "lfm3",
 }  # fmt: skip
 
 
@@ -94,6 +95,10 @@ def test_every_layer_of_mistral_has_the_window(case: str, field: Config, tmp_pat
 def test_layer_types_of_mistral_are_those_of_ministral(tmp_path: Path) -> None:
     kinds = ["full_attention", "sliding_attention", "full_attention"]
     same(*saved(tmp_path, "mistral", lambda config: config.update(layer_types=kinds)))
+
+
+def test_lfm3_without_ropes_has_those_of_its_class(tmp_path: Path) -> None:
+    same(*saved(tmp_path, "lfm3", lambda config: config.update(rope_parameters=None)))
 
 
 def test_every_layer_of_qwen3_moe_has_the_window(tmp_path: Path) -> None:

@@ -31,6 +31,14 @@ def lfm2(config: Config, tensors: Tensors) -> None:
     config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
 
 
+def lfm3(config: Config, tensors: Tensors) -> None:
+    """What transformers calls g_proj in memory is gate_proj in files, and the other way round."""
+    gates = ("self_attn.gate_proj.", "self_attn.g_proj.")
+    for name in list(tensors):
+        if here := next((gate for gate in gates if gate in name), None):
+            tensors[name.replace(here, gates[here == gates[0]])] = tensors.pop(name)
+
+
 def kimi_linear(config: Config, tensors: Tensors) -> None:
     """Kimi-Linear-48B-A3B: what is linear lies in a config of its own, layers count from 1, dense parts are `mlp`."""
     kinds = config.pop("layer_types")
@@ -85,6 +93,7 @@ def minimax(config: Config, tensors: Tensors) -> None:
 
 CHANGES = {
     "lfm2": lfm2,
+    "lfm3": lfm3,
     "kimi_linear": kimi_linear,
     "qwen3_next": qwen3_next,
     "olmo_hybrid": olmo_hybrid,

@@ -40,4 +40,20 @@ CASES = {
         _config, "Lfm2MoeConfig", num_dense_layers=2, num_experts=4, num_experts_per_tok=3, moe_intermediate_size=24,
         norm_topk_prob=False, use_expert_bias=False, conv_L_cache=4,
     ),
+    "lfm3": partial(
+        _config, "Lfm3Config", head_dim=16, sliding_window=13, conv_L_cache=4, num_hidden_layers=5, layer_types=None
+    ),
+    "lfm3-plain": partial(
+        _config, "Lfm3Config", head_dim=8, num_key_value_heads=6, sliding_window=5, conv_bias=True, attention_bias=True,
+        use_sandwich_norm=False, use_attention_gate=False, tie_word_embeddings=False,
+        layer_types=["sliding_attention", "conv", "sliding_attention", "full_attention"],
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 20000.0, "factor": 4.0},
+        },
+    ),
+    "lfm3-biased": partial(
+        _config, "Lfm3Config", head_dim=12, num_key_value_heads=1, sliding_window=40, attention_bias=True,
+        layer_types=["full_attention", "conv", "sliding_attention", "conv"],
+    ),
 }  # fmt: skip

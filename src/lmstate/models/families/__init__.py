@@ -31,6 +31,7 @@ FAMILIES = {
     "kimi_linear": "kimi_linear",
     "lfm2": "lfm2",
     "lfm2_moe": "lfm2",
+    "lfm3": "lfm3",
     "llama": "llama",
     "llama4_text": "llama4",
     "mamba": "mamba",
