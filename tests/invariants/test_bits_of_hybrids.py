@@ -17,6 +17,8 @@ CASES = (
     "bamba",
     "granitemoehybrid",
     "lfm2",
+    "lfm3",
+    "bailing_hybrid",
     "recurrent_gemma",
     "deepseek_v2",
     "deepseek_v3",

@@ -25,6 +25,7 @@ KINDS = {
     "latent": "deepseek_v3",
     "gated delta": "qwen3_next-dense",  # without experts: two nearly as good may change places with a rounding
     "channel-gated delta": "kimi_linear",
+    "channel-gated delta with a floor": "bailing_hybrid",
     "Mamba-2": "mamba2",
     "Mamba-1": "mamba",
     "parallel": "falcon_h1",

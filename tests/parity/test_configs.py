@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lmstate.models.decoder import Model
-from lmstate.models.families import build
+from lmstate.models.families import bailing_hybrid, build
 from lmstate.models.families.defaults import DEFAULTS
 from lmstate.models.weights.source import open_source
 from lmstate.models.weights.weights import Weights
@@ -28,6 +28,11 @@ SIZES = (
     "head_dim",
     "num_kv_shared_layers",
     "laurel_rank",
+    "moe_intermediate_size",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "qk_nope_head_dim",
+    "v_head_dim",
 )
 ROPES = ("rope_parameters", "rope_scaling", "rope_theta")
 Config = dict[str, Any]
@@ -64,7 +69,7 @@ SPARSE = {
     "kimi_linear": "kimi_linear", "llama4_text": "llama4", "minimax": "minimax", "mistral": "mistral",
     "mixtral": "mixtral", "olmo2": "olmo2", "olmo3": "olmo3", "phi3": "phi3", "qwen2": "qwen2", "qwen3": "qwen3",
     "qwen3_moe": "qwen3_moe", "smollm3": "smollm3", "zamba2": "zamba2",
-    "lfm3": "lfm3",
+    "bailing_hybrid": "bailing_hybrid", "lfm3": "lfm3",
 }  # fmt: skip
 
 
@@ -99,6 +104,18 @@ def test_layer_types_of_mistral_are_those_of_ministral(tmp_path: Path) -> None:
 
 def test_lfm3_without_ropes_has_those_of_its_class(tmp_path: Path) -> None:
     same(*saved(tmp_path, "lfm3", lambda config: config.update(rope_parameters=None)))
+
+
+def test_ling_reads_its_fields_under_the_names_of_its_class_too(tmp_path: Path) -> None:
+    def renamed(config: Config) -> None:
+        for name, other, _ in bailing_hybrid.NAMES:
+            config[other] = config.pop(name, None) or config[other]
+        for name in ("layer_types", "mlp_layer_types", "rope_parameters"):
+            del config[name]
+        config["head_dim"] = config.pop("linear_head_dim")
+        config["partial_rotary_factor"] = 0.5  # which its class takes no notice of
+
+    same(*saved(tmp_path, "bailing_hybrid", renamed))
 
 
 def test_every_layer_of_qwen3_moe_has_the_window(tmp_path: Path) -> None:

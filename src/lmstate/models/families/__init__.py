@@ -12,6 +12,7 @@ from lmstate.models.weights.wrapped import TextPart
 
 # model_type of a config -> the module that builds it.
 FAMILIES = {
+    "bailing_hybrid": "bailing_hybrid",
     "bamba": "bamba",
     "cohere2": "cohere2",
     "deepseek_v2": "deepseek",

@@ -22,6 +22,21 @@ LLAMA = {
 QWEN2 = {**LLAMA, **UNWINDOWED, "vocab_size": 151_936, "intermediate_size": 22_016, "max_window_layers": 28}
 
 DEFAULTS: dict[str, Mapping[str, Any]] = {
+    "bailing_hybrid": {
+        "vocab_size": 157_184,
+        "hidden_size": 2560,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 42,
+        "num_attention_heads": 32,
+        "head_dim": 128,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+    },
     "bamba": EPS,
     "cohere2": {"sliding_window": 4096},
     "deepseek_v3": {"routed_scaling_factor": 2.5},
