@@ -19,6 +19,7 @@ CASES = (
     "lfm2",
     "lfm3",
     "bailing_hybrid",
+    "zaya",
     "recurrent_gemma",
     "deepseek_v2",
     "deepseek_v3",

@@ -30,6 +30,7 @@ KINDS = {
     "Mamba-1": "mamba",
     "parallel": "falcon_h1",
     "convolution": "lfm2",
+    "convolved attention": "zaya",
     "RG-LRU": "recurrent_gemma",
     "lightning": "minimax",
 }

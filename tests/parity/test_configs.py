@@ -33,6 +33,7 @@ SIZES = (
     "qk_rope_head_dim",
     "qk_nope_head_dim",
     "v_head_dim",
+    "num_experts",
 )
 ROPES = ("rope_parameters", "rope_scaling", "rope_theta")
 Config = dict[str, Any]
@@ -69,7 +70,7 @@ SPARSE = {
     "kimi_linear": "kimi_linear", "llama4_text": "llama4", "minimax": "minimax", "mistral": "mistral",
     "mixtral": "mixtral", "olmo2": "olmo2", "olmo3": "olmo3", "phi3": "phi3", "qwen2": "qwen2", "qwen3": "qwen3",
     "qwen3_moe": "qwen3_moe", "smollm3": "smollm3", "zamba2": "zamba2",
-    "bailing_hybrid": "bailing_hybrid", "lfm3": "lfm3",
+    "bailing_hybrid": "bailing_hybrid", "lfm3": "lfm3", "zaya": "zaya",
 }  # fmt: skip
 
 
@@ -102,8 +103,16 @@ def test_layer_types_of_mistral_are_those_of_ministral(tmp_path: Path) -> None:
     same(*saved(tmp_path, "mistral", lambda config: config.update(layer_types=kinds)))
 
 
-def test_lfm3_without_ropes_has_those_of_its_class(tmp_path: Path) -> None:
-    same(*saved(tmp_path, "lfm3", lambda config: config.update(rope_parameters=None)))
+@pytest.mark.parametrize("case", ["lfm3", "zaya-windows"])
+def test_a_family_with_ropes_by_kind_has_those_of_its_class(case: str, tmp_path: Path) -> None:
+    same(*saved(tmp_path, case, lambda config: config.update(rope_parameters=None)))
+
+
+def test_a_rope_of_no_kind_beside_those_of_kinds_counts_for_nothing(tmp_path: Path) -> None:
+    def published(config: Config) -> None:
+        config["rope_parameters"]["rope_type"] = "default"
+
+    same(*saved(tmp_path, "zaya-windows", published))
 
 
 def test_ling_reads_its_fields_under_the_names_of_its_class_too(tmp_path: Path) -> None:

@@ -49,6 +49,8 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
             buffer += 0.3 * torch.randn(buffer.shape, generator=generator)
+        if name.endswith("balancing_biases"):  # the same; the last one's stays, and is one that others may be below
+            buffer[:-1] = buffer[-1] + 0.005 * torch.randn(len(buffer) - 1, generator=generator)
 
 
 @lru_cache(maxsize=4)

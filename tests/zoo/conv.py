@@ -1,4 +1,4 @@
-"""Short convolutions in most layers, attention in the others."""
+"""Short convolutions in most layers and attention in the others, or before the attention of each layer."""
 
 from __future__ import annotations
 
@@ -23,6 +23,13 @@ def _config(name: str, **changes: Any) -> Any:
         "layer_types": ["conv", "conv", "full_attention", "conv"],
     }
     return getattr(transformers, name)(**{**sizes, **changes})
+
+
+def _zaya(**changes: Any) -> Any:
+    sizes = {
+        "head_dim": 12, "num_experts": 4, "router_hidden_size": 20, "moe_intermediate_size": 24, "layer_types": None
+    }  # fmt: skip
+    return _config("ZayaConfig", **{**sizes, **changes})
 
 
 CASES = {
@@ -55,5 +62,15 @@ CASES = {
     "lfm3-biased": partial(
         _config, "Lfm3Config", head_dim=12, num_key_value_heads=1, sliding_window=40, attention_bias=True,
         layer_types=["full_attention", "conv", "sliding_attention", "conv"],
+    ),
+    "zaya": partial(_zaya),
+    "zaya-windows": partial(
+        _zaya, num_key_value_heads=3, cca_time0=4, cca_time1=3, sliding_window=11, attention_bias=True,
+        lm_head_bias=True, tie_word_embeddings=False, num_experts=3, num_hidden_layers=3,
+        layer_types=["hybrid_sliding", "hybrid", "hybrid_sliding"],
+    ),
+    "zaya-short": partial(
+        _zaya, head_dim=8, num_key_value_heads=6, cca_time0=1, cca_time1=1, num_hidden_layers=2,
+        rope_parameters={"hybrid": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 3.0}},
     ),
 }  # fmt: skip

@@ -54,6 +54,7 @@ FAMILIES = {
     "recurrent_gemma": "recurrent_gemma",
     "smollm3": "smollm3",
     "zamba2": "zamba2",
+    "zaya": "zaya",
 }
 
 

@@ -111,6 +111,17 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
     "qwen3_moe": UNWINDOWED,
     "smollm3": {"use_sliding_window": False, "rope_theta": 2e6},
     "zamba2": EPS,
+    "zaya": {
+        "vocab_size": 262_272,
+        "hidden_size": 2048,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "num_experts": 16,
+        "tie_word_embeddings": True,
+    },
 }
 
 
