@@ -20,6 +20,7 @@ CASES = (
     "lfm3",
     "bailing_hybrid",
     "zaya",
+    "xlstm",
     "recurrent_gemma",
     "deepseek_v2",
     "deepseek_v3",

@@ -33,6 +33,7 @@ KINDS = {
     "convolved attention": "zaya",
     "RG-LRU": "recurrent_gemma",
     "lightning": "minimax",
+    "matrix memory": "xlstm",
 }
 STRETCHED = {"window under a stretched rope": "mistral", "parallel under a stretched rope": "falcon_h1"}
 OPERATIONS = 30

@@ -91,6 +91,23 @@ def minimax(config: Config, tensors: Tensors) -> None:
         tensors[f"{new}.gate.weight"] = tensors.pop(f"{old}.gate.weight")
 
 
+def xlstm(config: Config, tensors: Tensors) -> None:
+    """With `weight_mode="fused"`, which transformers cannot make anew: matrices that read the same input are one."""
+    config["weight_mode"] = "fused"
+    together = {
+        "mlstm_layer.qkv_opreact": ("q", "k", "v", "ogate_preact"),
+        "mlstm_layer.ifgate_preact": ("igate_preact", "fgate_preact"),
+        "ffn.proj_up_gate_z": ("proj_up_gate", "proj_up"),
+    }
+    for layer in range(config["num_blocks"]):
+        for name, parts in together.items():
+            part = name.partition(".")[0]
+            for kind in ("weight", "bias"):
+                found = [tensors.pop(f"backbone.blocks.{layer}.{part}.{each}.{kind}", None) for each in parts]
+                if all(each is not None for each in found):
+                    tensors[f"backbone.blocks.{layer}.{name}.{kind}"] = torch.cat(found)
+
+
 CHANGES = {
     "lfm2": lfm2,
     "lfm3": lfm3,
@@ -98,6 +115,8 @@ CHANGES = {
     "qwen3_next": qwen3_next,
     "olmo_hybrid": olmo_hybrid,
     "minimax": minimax,
+    "xlstm": xlstm,
+    "xlstm-biased": xlstm,
 }
 
 

@@ -41,6 +41,8 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
                 # every near zero the norm after it divides out again, with the rounding of all that came before.
                 parameter.data -= 5
             parameter.data += 0.3 * noise  # their initial values are meant; keep their range
+        elif name.endswith("igate_preact.bias"):
+            parameter.data += 10 + noise  # a placeholder too: as it is set, a token adds next to nothing
         elif parameter.ndim == 1:
             # Norm weights lie around what they were set to (1, or 0 where the model adds 1).
             parameter.data += 0.2 * noise

@@ -53,6 +53,7 @@ FAMILIES = {
     "qwen3_next": "qwen3_next",
     "recurrent_gemma": "recurrent_gemma",
     "smollm3": "smollm3",
+    "xlstm": "xlstm",
     "zamba2": "zamba2",
     "zaya": "zaya",
 }

@@ -110,6 +110,13 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
     "qwen3": {**UNWINDOWED, "max_window_layers": 28},
     "qwen3_moe": UNWINDOWED,
     "smollm3": {"use_sliding_window": False, "rope_theta": 2e6},
+    "xlstm": {
+        "vocab_size": 50_304,
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "gate_soft_cap": 15.0,
+        "output_logit_soft_cap": 30.0,
+    },
     "zamba2": EPS,
     "zaya": {
         "vocab_size": 262_272,
