@@ -21,6 +21,7 @@ CASES = (
     "bailing_hybrid",
     "zaya",
     "xlstm",
+    "rwkv",
     "recurrent_gemma",
     "deepseek_v2",
     "deepseek_v3",

@@ -34,6 +34,7 @@ KINDS = {
     "RG-LRU": "recurrent_gemma",
     "lightning": "minimax",
     "matrix memory": "xlstm",
+    "averages a channel": "rwkv",
 }
 STRETCHED = {"window under a stretched rope": "mistral", "parallel under a stretched rope": "falcon_h1"}
 OPERATIONS = 30

@@ -70,7 +70,7 @@ SPARSE = {
     "kimi_linear": "kimi_linear", "llama4_text": "llama4", "minimax": "minimax", "mistral": "mistral",
     "mixtral": "mixtral", "olmo2": "olmo2", "olmo3": "olmo3", "phi3": "phi3", "qwen2": "qwen2", "qwen3": "qwen3",
     "qwen3_moe": "qwen3_moe", "smollm3": "smollm3", "zamba2": "zamba2",
-    "bailing_hybrid": "bailing_hybrid", "lfm3": "lfm3", "xlstm": "xlstm", "zaya": "zaya",
+    "bailing_hybrid": "bailing_hybrid", "lfm3": "lfm3", "rwkv": "rwkv", "xlstm": "xlstm", "zaya": "zaya",
 }  # fmt: skip
 
 

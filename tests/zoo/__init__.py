@@ -34,7 +34,7 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        if any(part in name for part in ("A_log", "dt_bias", "dt_proj.bias", "recurrent_param")):
+        if any(part in name for part in ("A_log", "dt_bias", "dt_proj.bias", "recurrent_param", "time_")):
             if "dt_bias" in name and bool((parameter == 1).all()):
                 # A placeholder: trained ones give time steps of 0.001 to 0.1. With 1, most heads forget all within a
                 # token, so that little of a carry shows; and what they answer is one product q^T k times v, whose

@@ -1,4 +1,4 @@
-"""Linear recurrences of fixed or gated rate, beside attention (RecurrentGemma, MiniMax) or alone (xLSTM)."""
+"""Linear recurrences of fixed or gated rate, beside attention (RecurrentGemma, MiniMax) or alone (xLSTM, RWKV)."""
 
 from __future__ import annotations
 
@@ -43,6 +43,13 @@ def _xlstm(**changes: Any) -> Any:
     return transformers.xLSTMConfig(**{**sizes, **changes})
 
 
+def _rwkv(**changes: Any) -> Any:
+    import transformers
+
+    sizes = {"vocab_size": 99, "hidden_size": 48, "num_hidden_layers": 2, "bos_token_id": 1, "eos_token_id": 2}
+    return transformers.RwkvConfig(**{**sizes, **changes})
+
+
 CASES = {
     "recurrent_gemma": partial(_config, "RecurrentGemmaConfig", attention_window_size=20),
     "recurrent_gemma-wide": partial(
@@ -62,5 +69,10 @@ CASES = {
     "xlstm-biased": partial(
         _xlstm, use_bias=True, num_heads=4, qk_dim_factor=0.75, v_dim_factor=1.5, gate_soft_cap=4.0, eps=1e-2,
         output_logit_soft_cap=2.0, ffn_proj_factor=1.3, norm_eps=1e-3, chunk_size=16,
+    ),
+    "rwkv": _rwkv,
+    "rwkv-wide": partial(  # without a cache, for that of the peer is as wide as the stream
+        _rwkv, attention_hidden_size=72, intermediate_size=80, num_hidden_layers=3, layer_norm_epsilon=1e-3,
+        tie_word_embeddings=True, rescale_every=2, use_cache=False,
     ),
 }  # fmt: skip

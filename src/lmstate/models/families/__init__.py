@@ -52,6 +52,7 @@ FAMILIES = {
     "qwen3_moe": "qwen3",
     "qwen3_next": "qwen3_next",
     "recurrent_gemma": "recurrent_gemma",
+    "rwkv": "rwkv",
     "smollm3": "smollm3",
     "xlstm": "xlstm",
     "zamba2": "zamba2",

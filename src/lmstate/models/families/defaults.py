@@ -109,6 +109,7 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
     "qwen2": QWEN2,
     "qwen3": {**UNWINDOWED, "max_window_layers": 28},
     "qwen3_moe": UNWINDOWED,
+    "rwkv": {"vocab_size": 50_277, "hidden_size": 4096, "num_hidden_layers": 32},
     "smollm3": {"use_sliding_window": False, "rope_theta": 2e6},
     "xlstm": {
         "vocab_size": 50_304,
