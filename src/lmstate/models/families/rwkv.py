@@ -14,22 +14,19 @@ from lmstate.models.families.state_space import attention_free
 from lmstate.models.mixers.rwkv import ChannelMix, TimeMix
 from lmstate.models.weights.weights import Weights
 from lmstate.ops import Norm, Weight
-from lmstate.state import LayerState, Step
+from lmstate.state import Step
 
 LAST_EPS = 1e-5  # of the norm after all, whatever the config says of the others
 
 
 @dataclass(frozen=True, eq=False)
-class FirstBlock(Block):
-    """A block that normalises the stream itself before anything else."""
+class Normed:
+    """Normalises the embedding: x float32 `[R, T, E]` -> `[R, T, E]`."""
 
-    opening: Norm | None = None
+    norm: Norm
 
-    def __call__(self, x: Tensor, step: Step, memory: LayerState) -> Tensor:
-        return super().__call__(x if self.opening is None else ops.norm(x, self.opening), step, memory)
-
-    def join(self, run: ops.Run, step: Step, memory: LayerState) -> None:
-        run.put(self(run.stream(), step, memory))
+    def __call__(self, x: Tensor, tokens: Tensor, step: Step) -> Tensor:
+        return ops.norm(x, self.norm)
 
 
 def build(w: Weights) -> Model:
@@ -76,15 +73,13 @@ def build(w: Weights) -> Model:
         prefix = f"rwkv.blocks.{layer}"
         if index % 2:
             return Block(channel_mix(f"{prefix}.feed_forward"), None, layer_norm(f"{prefix}.ln2", layer))
-        mixer, norm = time_mix(f"{prefix}.attention"), layer_norm(f"{prefix}.ln1", layer)
-        if index:
-            return Block(mixer, None, norm)
-        return FirstBlock(mixer, None, norm, opening=layer_norm(f"{prefix}.pre_ln", layer))
+        return Block(time_mix(f"{prefix}.attention"), None, layer_norm(f"{prefix}.ln1", layer))
 
     return decoder(
         w,
         replace(shape, layers=2 * shape.layers),
         block,
         embed="rwkv.embeddings",
+        entry=Normed(layer_norm("rwkv.blocks.0.pre_ln", 0)),
         final_norm=layer_norm("rwkv.ln_out", shape.layers, LAST_EPS),
     )

@@ -93,26 +93,43 @@ def _gelu(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class ChainedBlock(Block):
-    """A block that gives on, beside the stream, what its router read: x is `[R, T, E + B]` but before and after all.
+class Opening:
+    """Maps the embedding, and puts beside it that no router has read anything: `[R, T, E]` -> `[R, T, E + B]`."""
 
-    `mixer_norm`, `mlp_norm`, and the sums after the parts are of the stream; `start` maps it before the first block.
+    affine: Affine
+    beside: int  # B
+
+    def __call__(self, x: Tensor, tokens: Tensor, step: Step) -> Tensor:
+        return F.pad(self.affine(x), (0, self.beside))
+
+
+@dataclass(frozen=True, eq=False)
+class Closing:
+    """Drops what is beside the stream: `[R, T, E + B]` -> `[R, T, E]`."""
+
+    width: int  # E
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x[..., : self.width]
+
+
+@dataclass(frozen=True, eq=False)
+class ChainedBlock(Block):
+    """A block whose input and output are the stream, and beside it what its router gets told and tells on.
+
+    `mixer_norm`, `mlp_norm`, and the sums after the parts are of the stream alone.
     """
 
     mixture: ChainedMixture | None = None
     after: tuple[Sum, Sum] | None = None
-    start: Affine | None = None
-    last: bool = False
 
     def __call__(self, x: Tensor, step: Step, memory: LayerState) -> Tensor:
+        """x float32 `[R, T, E + B]` -> `[R, T, E + B]`."""
         assert self.mixture is not None and self.after is not None and self.mlp_norm is not None
-        width = self.mixture.down.in_features
-        x, before = x.split([width, x.shape[-1] - width], dim=-1)
-        x = x if self.start is None else self.start(x)
+        x, before = x.tensor_split([self.mixture.down.in_features], dim=-1)
         x = self.after[0](self.mixer(x, step, memory, self.mixer_norm), x)
         fed, read = self.mixture(ops.norm(x, self.mlp_norm), before)
-        x = self.after[1](fed, x)
-        return x if self.last else torch.cat([x, read], dim=-1)
+        return torch.cat([self.after[1](fed, x), read], dim=-1)
 
     def join(self, run: ops.Run, step: Step, memory: LayerState) -> None:
         run.put(self(run.stream(), step, memory))
@@ -143,12 +160,11 @@ def build(w: Weights) -> Model:
             norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps),
             mixture=mixture(w, f"{layer}.mlp", shape, first=index == 0),
             after=(sums[0], sums[1]),
-            start=affine("model", "input_hidden_states") if index == 0 else None,
-            last=index == shape.layers - 1,
         )
 
     bias = biases(w, "lm_head.bias", wanted=config.bool("lm_head_bias", default=False))
-    model = decoder(w, shape, block)
+    opening = Opening(affine("model", "input_hidden_states"), router_width(config))
+    model = decoder(w, shape, block, entry=opening, exit=Closing(shape.hidden))
     model.head_bias = bias
     return model
 
@@ -207,10 +223,15 @@ def convolved_attention(
     )
 
 
+def router_width(config: Fields) -> int:
+    """B, the features that a router reads of a token."""
+    return config.int("router_hidden_size", low=1, high=MOST, default=256)
+
+
 def mixture(w: Weights, prefix: str, shape: Shape, *, first: bool) -> ChainedMixture:
     config, count, router = w.config, expert_count(w.config), f"{prefix}.gate"
     config.int("num_experts_per_tok", low=1, high=1, default=1)
-    size = config.int("router_hidden_size", low=1, high=MOST, default=256)
+    size = router_width(config)
     inner, act = config.int("moe_intermediate_size", low=1, high=MOST), activation(config)
 
     def matrix(name: str, inputs: int, outputs: int = size) -> Weight:
