@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from lmstate.errors import ModelError
 from lmstate.models.decoder import Block, Model
 from lmstate.models.families.common import GATE_UP_DOWN, MOST, Shape, decoder, norm
 from lmstate.models.families.deepseek import latent_attention, latent_scale
@@ -43,6 +44,11 @@ KINDS = ("linear_attention", "full_attention")
 def build(w: Weights) -> Model:
     w = w.over(Renamed(w.source, [(_plain(name), name) for name in w.source.names()], w.source.config))
     w.config = config = _named(completed(w.config))
+    if not any(name.endswith(".dt_bias") for name in w.source.names()):
+        raise ModelError(
+            f"{w.source.path}: none of its layers has the delta rule of Ling 3.0. Earlier models of this name have "
+            "lightning attention instead, and are not supported"
+        )
     shape = Shape.of(config)
     every = config.int("layer_group_size", low=1, default=6)
     kinds = config.strs("layer_types", shape.layers, KINDS, default=None) or [

@@ -13,7 +13,7 @@ from lmstate.models.weights.source import GroupedQuant, Source, TokenizerFiles
 # The embedding of a model saved without its head, and what its tensors' names begin with where there is a head.
 BASES = {"embed_tokens.weight": "model.", "embeddings.weight": "backbone."}
 HEAD = "lm_head."
-OTHER_HEADS = ("head.",)  # what RWKV calls it
+OTHER_HEADS = {"head.weight": "lm_head.weight"}  # what RWKV calls it
 COMPILED = "_orig_mod."  # torch.compile wraps a module, and the wrapper shows in the names of what is saved
 CONSTANTS = (".masked_bias",)  # what old versions of transformers put where attention may not look; no weight
 
@@ -67,7 +67,7 @@ def plain(source: Source) -> Source:
 
 def _plain(name: str) -> str:
     name = name.replace(COMPILED, "")
-    return next((HEAD + name.removeprefix(other) for other in OTHER_HEADS if name.startswith(other)), name)
+    return OTHER_HEADS.get(name, name)
 
 
 def with_head(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
