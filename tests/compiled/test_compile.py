@@ -21,7 +21,7 @@ from tests.zoo import ours, pair, text
 # Of each layer kind one: full, window, chunk, latent, folds, attention and a fold in one layer.
 KINDS = (
     "llama", "mistral", "llama4-interleaved", "deepseek_v2", "lfm2", "qwen3_5", "mamba", "mamba2", "minimax",
-    "recurrent_gemma", "falcon_h1",
+    "recurrent_gemma", "falcon_h1", "bailing_hybrid", "zaya", "xlstm", "rwkv",
 )  # fmt: skip
 every_kind = pytest.mark.parametrize("case", KINDS)
 

@@ -13,7 +13,7 @@ LENGTH = 10_000
 DRAFT = 8
 
 
-@pytest.mark.parametrize("case", ["qwen3_next", "mamba2", "mistral"])
+@pytest.mark.parametrize("case", ["qwen3_next", "bailing_hybrid", "mamba2", "xlstm", "rwkv", "mistral"])
 def test_drafting_drifts_no_farther_than_another_chunking(case: str, record_property: pytest.RecordProperty) -> None:
     model, ids = ours(case), text(LENGTH)[0].tolist()
     whole, chunks, drafted = (model.new_state() for _ in range(3))
@@ -37,5 +37,5 @@ def test_drafting_drifts_no_farther_than_another_chunking(case: str, record_prop
     print(f"\n{case}: drafted {drift:.1e}, in chunks of {DRAFT} {usual:.1e}, logits of deviation {expected.std():.2f}")
     assert drift <= max(2 * usual, 1e-4)
     torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-3)
-    if case == "mamba2":
+    if case in ("mamba2", "xlstm", "rwkv"):
         assert max(held[200:]) <= max(held[:200]), "a recurrence holds as much after ten thousand tokens as after some"

@@ -25,12 +25,16 @@ KINDS = {
     "latent": "deepseek_v3",
     "gated delta": "qwen3_next-dense",  # without experts: two nearly as good may change places with a rounding
     "channel-gated delta": "kimi_linear",
+    "channel-gated delta with a floor": "bailing_hybrid",
     "Mamba-2": "mamba2",
     "Mamba-1": "mamba",
     "parallel": "falcon_h1",
     "convolution": "lfm2",
+    "convolved attention": "zaya",
     "RG-LRU": "recurrent_gemma",
     "lightning": "minimax",
+    "matrix memory": "xlstm",
+    "averages a channel": "rwkv",
 }
 STRETCHED = {"window under a stretched rope": "mistral", "parallel under a stretched rope": "falcon_h1"}
 OPERATIONS = 30

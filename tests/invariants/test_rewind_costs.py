@@ -13,7 +13,17 @@ from lmstate.state import LayerState, Step
 from tests.invariants.mirror import Mirror
 from tests.zoo import ours, text
 
-FOLDS = ["qwen3_next", "mamba2", "mamba", "lfm2", "recurrent_gemma", "minimax", "falcon_h1", "kimi_linear"]
+FOLDS = [
+    "qwen3_next",
+    "mamba2",
+    "mamba",
+    "lfm2",
+    "recurrent_gemma",
+    "minimax",
+    "falcon_h1",
+    "kimi_linear",
+    "bailing_hybrid",
+]
 WINDOWS = ["mistral", "gemma3"]
 FULL = ["llama", "deepseek_v3"]
 

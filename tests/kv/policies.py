@@ -23,5 +23,7 @@ FAMILIES = [
     "zamba2",
     "deepseek_v3",
     "kimi_linear",
+    "bailing_hybrid",
+    "zaya-windows",
     "gemma4-shared",
 ]

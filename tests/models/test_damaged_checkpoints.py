@@ -94,6 +94,18 @@ CASES: dict[str, tuple[str, Change, str]] = {
         "falcon_h1", without(mamba_n_heads=2**20, mamba_d_head=2**16, mamba_d_ssm=2**36), "mamba_d_ssm|has the shape"
     ),
     "a gate that no delta rule has": ("qwen3_next", without(hidden_act="gelu"), "hidden_act"),
+    "another activation of Ling": ("bailing_hybrid", without(hidden_act="gelu"), "hidden_act"),
+    "a decay that grows": ("bailing_hybrid", without(kda_lower_bound=1.0), "kda_lower_bound"),
+    "lightning attention": ("bailing_hybrid", without("dt_bias"), "delta rule of Ling 3.0"),
+    "two experts a token": ("zaya", without(num_experts_per_tok=2), "num_experts_per_tok"),
+    "a scale a head too many": ("zaya", tensor("qk_norm.temp", one_more), r"qk_norm\.temp has the shape"),
+    "gates without a bound": ("xlstm", without(gate_soft_cap=None), "gate_soft_cap"),
+    "gates of a wide bound": ("xlstm", without(gate_soft_cap=100.0), "gate_soft_cap"),
+    "heads that share unevenly": ("xlstm", without(num_heads=5), "cannot share"),
+    "two widths": ("xlstm", without(embedding_dim=40), "embedding_dim"),
+    "a kind of layers that LFM3 has not": ("lfm3", without(layer_types=["mamba"] * 5), "layer_types"),
+    "a gate a head too many": ("lfm3", tensor("self_attn.gate_proj.weight", one_more), r"gate_proj\.weight has"),
+    "features beyond memory of RWKV": ("rwkv", without(attention_hidden_size=2**20), "has the shape"),
     "a rope of two features": (
         "llama", without(head_dim=2, rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "nothing to stretch"
     ),

@@ -30,6 +30,9 @@ TEXT: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 
+# What else text models get, that are of another kind in their first layers alone.
+MORE: dict[str, dict[str, Any]] = {"Lfm3": {"layer_types": ["conv", "sliding_attention"], "sliding_window": 9}}
+
 # A wrapper, its text model, and how the names of what is beside that begin.
 WRAPPERS = {
     "Idefics2": ("Mistral", "model.connector."),
@@ -47,6 +50,7 @@ WRAPPERS = {
     "Mistral3": ("Ministral3", "multi_modal_projector."),
     "LightOnOcr": ("Qwen3", "model.vision_encoder."),
     "HyperCLOVAXVisionV2": ("Granite", "model.vision_projector."),
+    "Lfm3Vl": ("Lfm3", "model.multi_modal_projector."),
     "VibeVoiceAsr": ("Qwen2", "acoustic_tokenizer_encoder."),
 }
 
@@ -71,7 +75,7 @@ def wrapper(name: str, text: str, tied: bool) -> Any:
     marks = {part: 98 for part in known if part.endswith(("token_id", "token_index")) and known[part] is not None}
     if "tie_word_embeddings" in known:
         marks["tie_word_embeddings"] = tied
-    text_config = getattr(transformers, f"{text}Config")(**TEXT, tie_word_embeddings=tied)
+    text_config = getattr(transformers, f"{text}Config")(**TEXT, **MORE.get(text, {}), tie_word_embeddings=tied)
     torch.manual_seed(0)
     make = getattr(transformers, f"{name}ForConditionalGeneration")
     theirs = make(own(text_config=text_config, **parts, **marks)).float().eval()

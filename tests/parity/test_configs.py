@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lmstate.models.decoder import Model
-from lmstate.models.families import build
+from lmstate.models.families import bailing_hybrid, build
 from lmstate.models.families.defaults import DEFAULTS
 from lmstate.models.weights.source import open_source
 from lmstate.models.weights.weights import Weights
@@ -29,6 +29,12 @@ SIZES = (
     "num_kv_shared_layers",
     "laurel_rank",
     "n_positions",
+    "moe_intermediate_size",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "qk_nope_head_dim",
+    "v_head_dim",
+    "num_experts",
 )
 ROPES = ("rope_parameters", "rope_scaling", "rope_theta")
 Config = dict[str, Any]
@@ -93,6 +99,30 @@ def test_layer_types_of_mistral_are_those_of_ministral(tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", ["exaone4", "granite_swa"])
 def test_a_pattern_of_windows_that_is_left_out_is_that_of_its_class(case: str, tmp_path: Path) -> None:
     same(*saved(tmp_path, case, lambda config: config.pop("layer_types")))
+
+
+@pytest.mark.parametrize("case", ["lfm3", "zaya-windows"])
+def test_a_family_with_ropes_by_kind_has_those_of_its_class(case: str, tmp_path: Path) -> None:
+    same(*saved(tmp_path, case, lambda config: config.update(rope_parameters=None)))
+
+
+def test_a_rope_of_no_kind_beside_those_of_kinds_counts_for_nothing(tmp_path: Path) -> None:
+    def published(config: Config) -> None:
+        config["rope_parameters"]["rope_type"] = "default"
+
+    same(*saved(tmp_path, "zaya-windows", published))
+
+
+def test_ling_reads_its_fields_under_the_names_of_its_class_too(tmp_path: Path) -> None:
+    def renamed(config: Config) -> None:
+        for name, other, _ in bailing_hybrid.NAMES:
+            config[other] = config.pop(name, None) or config[other]
+        for name in ("layer_types", "mlp_layer_types", "rope_parameters"):
+            del config[name]
+        config["head_dim"] = config.pop("linear_head_dim")
+        config["partial_rotary_factor"] = 0.5  # which its class takes no notice of
+
+    same(*saved(tmp_path, "bailing_hybrid", renamed))
 
 
 def test_every_layer_of_qwen3_moe_has_the_window(tmp_path: Path) -> None:

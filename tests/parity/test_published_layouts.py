@@ -31,6 +31,14 @@ def lfm2(config: Config, tensors: Tensors) -> None:
     config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
 
 
+def lfm3(config: Config, tensors: Tensors) -> None:
+    """What transformers calls g_proj in memory is gate_proj in files, and the other way round."""
+    gates = ("self_attn.gate_proj.", "self_attn.g_proj.")
+    for name in list(tensors):
+        if here := next((gate for gate in gates if gate in name), None):
+            tensors[name.replace(here, gates[here == gates[0]])] = tensors.pop(name)
+
+
 def kimi_linear(config: Config, tensors: Tensors) -> None:
     """Kimi-Linear-48B-A3B: what is linear lies in a config of its own, layers count from 1, dense parts are `mlp`."""
     kinds = config.pop("layer_types")
@@ -139,6 +147,23 @@ def hunyuan(config: Config, tensors: Tensors) -> None:
     config["rope_scaling"] = {**rope, "type": rope["rope_type"], "beta_fast": 32, "beta_slow": 1}
 
 
+def xlstm(config: Config, tensors: Tensors) -> None:
+    """With `weight_mode="fused"`, which transformers cannot make anew: matrices that read the same input are one."""
+    config["weight_mode"] = "fused"
+    together = {
+        "mlstm_layer.qkv_opreact": ("q", "k", "v", "ogate_preact"),
+        "mlstm_layer.ifgate_preact": ("igate_preact", "fgate_preact"),
+        "ffn.proj_up_gate_z": ("proj_up_gate", "proj_up"),
+    }
+    for layer in range(config["num_blocks"]):
+        for name, parts in together.items():
+            part = name.partition(".")[0]
+            for kind in ("weight", "bias"):
+                found = [tensors.pop(f"backbone.blocks.{layer}.{part}.{each}.{kind}", None) for each in parts]
+                if all(each is not None for each in found):
+                    tensors[f"backbone.blocks.{layer}.{name}.{kind}"] = torch.cat(found)
+
+
 CHANGES = {
     "qwen2_vl": qwen2_vl,
     "qwen2_vl-window": qwen2_vl,
@@ -149,10 +174,13 @@ CHANGES = {
     "gemma": gemma,
     "hunyuan_v1_dense-alpha": hunyuan,
     "lfm2": lfm2,
+    "lfm3": lfm3,
     "kimi_linear": kimi_linear,
     "qwen3_next": qwen3_next,
     "olmo_hybrid": olmo_hybrid,
     "minimax": minimax,
+    "xlstm": xlstm,
+    "xlstm-biased": xlstm,
 }
 
 

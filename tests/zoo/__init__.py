@@ -34,13 +34,15 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        if any(part in name for part in ("A_log", "dt_bias", "dt_proj.bias", "recurrent_param")):
+        if any(part in name for part in ("A_log", "dt_bias", "dt_proj.bias", "recurrent_param", "time_")):
             if "dt_bias" in name and bool((parameter == 1).all()):
                 # A placeholder: trained ones give time steps of 0.001 to 0.1. With 1, most heads forget all within a
                 # token, so that little of a carry shows; and what they answer is one product q^T k times v, whose
                 # every near zero the norm after it divides out again, with the rounding of all that came before.
                 parameter.data -= 5
             parameter.data += 0.3 * noise  # their initial values are meant; keep their range
+        elif name.endswith("igate_preact.bias"):
+            parameter.data += 10 + noise  # a placeholder too: as it is set, a token adds next to nothing
         elif parameter.ndim == 1:
             # Norm weights lie around what they were set to (1, or 0 where the model adds 1).
             parameter.data += 0.2 * noise
@@ -49,6 +51,8 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
             buffer += 0.3 * torch.randn(buffer.shape, generator=generator)
+        if name.endswith("balancing_biases"):  # the same; the last one's stays, and is one that others may be below
+            buffer[:-1] = buffer[-1] + 0.005 * torch.randn(len(buffer) - 1, generator=generator)
 
 
 def auto(config: Any) -> Any:

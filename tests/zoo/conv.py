@@ -1,4 +1,4 @@
-"""Short convolutions in most layers, attention in the others."""
+"""Short convolutions in most layers and attention in the others, or before the attention of each layer."""
 
 from __future__ import annotations
 
@@ -25,6 +25,13 @@ def _config(name: str, **changes: Any) -> Any:
     return getattr(transformers, name)(**{**sizes, **changes})
 
 
+def _zaya(**changes: Any) -> Any:
+    sizes = {
+        "head_dim": 12, "num_experts": 4, "router_hidden_size": 20, "moe_intermediate_size": 24, "layer_types": None
+    }  # fmt: skip
+    return _config("ZayaConfig", **{**sizes, **changes})
+
+
 CASES = {
     "lfm2": partial(_config, "Lfm2Config", block_multiple_of=32),
     "lfm2-biased": partial(
@@ -39,5 +46,31 @@ CASES = {
     "lfm2_moe-plain": partial(
         _config, "Lfm2MoeConfig", num_dense_layers=2, num_experts=4, num_experts_per_tok=3, moe_intermediate_size=24,
         norm_topk_prob=False, use_expert_bias=False, conv_L_cache=4,
+    ),
+    "lfm3": partial(
+        _config, "Lfm3Config", head_dim=16, sliding_window=13, conv_L_cache=4, num_hidden_layers=5, layer_types=None
+    ),
+    "lfm3-plain": partial(
+        _config, "Lfm3Config", head_dim=8, num_key_value_heads=6, sliding_window=5, conv_bias=True, attention_bias=True,
+        use_sandwich_norm=False, use_attention_gate=False, tie_word_embeddings=False,
+        layer_types=["sliding_attention", "conv", "sliding_attention", "full_attention"],
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 20000.0, "factor": 4.0},
+        },
+    ),
+    "lfm3-biased": partial(
+        _config, "Lfm3Config", head_dim=12, num_key_value_heads=1, sliding_window=40, attention_bias=True,
+        layer_types=["full_attention", "conv", "sliding_attention", "conv"],
+    ),
+    "zaya": partial(_zaya),
+    "zaya-windows": partial(
+        _zaya, num_key_value_heads=3, cca_time0=4, cca_time1=3, sliding_window=11, attention_bias=True,
+        lm_head_bias=True, tie_word_embeddings=False, num_experts=3, num_hidden_layers=3,
+        layer_types=["hybrid_sliding", "hybrid", "hybrid_sliding"],
+    ),
+    "zaya-short": partial(
+        _zaya, head_dim=8, num_key_value_heads=6, cca_time0=1, cca_time1=1, num_hidden_layers=2,
+        rope_parameters={"hybrid": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 3.0}},
     ),
 }  # fmt: skip

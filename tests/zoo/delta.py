@@ -49,6 +49,21 @@ _KIMI = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
 }
+_LING = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 4,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "layer_group_size": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
 _PATTERN = {"layer_types": ["full_attention", "linear_attention", "linear_attention"], "num_hidden_layers": 3}
 
 CASES = {
@@ -82,5 +97,16 @@ CASES = {
     "kimi_linear-groups": partial(
         _config, "KimiLinearConfig", q_lora_rank=20, n_group=3, topk_group=2, n_shared_experts=2, norm_topk_prob=False,
         linear_conv_kernel_dim=3, mlp_layer_types=["sparse", "dense", "sparse"], **_KIMI, **_PATTERN,
+    ),
+    "bailing_hybrid": partial(_config, "BailingHybridConfig", **_LING, head_dim=16, n_group=4, topk_group=2),
+    "bailing_hybrid-floorless": partial(
+        _config, "BailingHybridConfig", **{**_LING, **_PATTERN}, head_dim=6, n_group=1, topk_group=1,
+        kda_safe_gate=False, short_conv_kernel_size=3, attention_bias=True, norm_topk_prob=False, n_shared_experts=2,
+        mlp_layer_types=["sparse", "dense", "sparse"],
+    ),
+    "bailing_hybrid-yarn": partial(
+        _config, "BailingHybridConfig", **_LING, head_dim=10, n_group=2, topk_group=1, kda_lower_bound=-0.7,
+        rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "mscale": 0.7,
+                         "mscale_all_dim": 0.9, "original_max_position_embeddings": 64},
     ),
 }  # fmt: skip

@@ -31,6 +31,7 @@ def delta_mixer(
     key_dim: int,
     gate_act: Gate = "silu",
     beta_scale: float = 1.0,
+    floor: float | None = None,
 ) -> tuple[Tensor, Carry]:
     """norm(gated_delta_rule(silu(conv(q, k, v)), A softplus(decay + dt_bias), sigmoid(beta) beta_scale)) gate_act(z).
 
@@ -42,12 +43,13 @@ def delta_mixer(
     A        [H], negative
     dt_bias  [H], or [H * Dk]: then the decay is one a channel, as wide as this
     norm     of each head's Dv features
+    floor    a bound on the log decay, which is then floor * sigmoid(-A (decay + dt_bias)) (Ling 3.0)
 
     Returns `[R, T, H * Dv]` and the new carry. q and k are normalised, and q is scaled by Dk^-0.5.
     """
     library = dispatch.native(inputs, z, *carry, conv, A, dt_bias, norm.weight)
     known = all_float32(inputs, z, *carry, conv, A, dt_bias, norm.weight)
-    if library is not None and known and inputs.shape[1] <= recurrent(library).longest:
+    if library is not None and known and floor is None and inputs.shape[1] <= recurrent(library).longest:
         return mixers(library).delta(
             inputs, z, carry, counts, conv, A, dt_bias, norm, key_heads, key_dim, gate_act == "silu", beta_scale
         )
@@ -57,13 +59,15 @@ def delta_mixer(
     mixed, tail = causal_conv(mixed, tail, conv, None, counts, "silu")
     keys = key_heads * key_dim
     q, k, v = mixed.split([keys, keys, width - 2 * keys], dim=-1)
-    rate = F.softplus(decay + dt_bias)
+    step = (decay + dt_bias).unflatten(-1, (heads, -1))  # [R, T, H, 1 or Dk]
+    rate = A[:, None]
+    g = rate * F.softplus(step) if floor is None else floor * _sigmoid(-rate * step)
     y, state = gated_delta_rule(
         q.unflatten(-1, (key_heads, -1)),
         k.unflatten(-1, (key_heads, -1)),
         v.unflatten(-1, (heads, -1)),
-        A[:, None] * rate.unflatten(-1, (heads, -1)) if decays > heads else A * rate,  # [R, T, H, Dk] or [R, T, H]
-        beta.sigmoid() * beta_scale,
+        g if decays > heads else g[..., 0],
+        _sigmoid(beta) * beta_scale,
         state,
         counts,
         scale=key_dim**-0.5,
@@ -72,3 +76,8 @@ def delta_mixer(
     if z is None:
         return y[..., 0, :0], (tail, state)
     return gated_norm(y.flatten(-2), z, norm, act=gate_act, groups=heads, gate_last=True), (tail, state)
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    """In float64: in float32 torch rounds the last numbers of a vector, which may be another row's, otherwise."""
+    return x.double().sigmoid().to(x.dtype)

@@ -15,6 +15,7 @@ from lmstate.models.weights.wrapped import TextPart
 FAMILIES = {
     "apertus": "apertus",
     "arcee": "llama",
+    "bailing_hybrid": "bailing_hybrid",
     "bamba": "bamba",
     "cohere": "cohere2",
     "cohere2": "cohere2",
@@ -46,6 +47,7 @@ FAMILIES = {
     "kimi_linear": "kimi_linear",
     "lfm2": "lfm2",
     "lfm2_moe": "lfm2",
+    "lfm3": "lfm3",
     "llama": "llama",
     "llama4_text": "llama4",
     "mamba": "mamba",
@@ -74,11 +76,14 @@ FAMILIES = {
     "qwen3_next": "qwen3_next",
     "qwen3_vl_text": "qwen3",
     "recurrent_gemma": "recurrent_gemma",
+    "rwkv": "rwkv",
     "seed_oss": "llama",
     "smollm3": "smollm3",
     "stablelm": "stablelm",
     "starcoder2": "starcoder2",
+    "xlstm": "xlstm",
     "zamba2": "zamba2",
+    "zaya": "zaya",
 }
 
 # Whose first checkpoints hold what is the text model's in the config itself -> the text model's own type.

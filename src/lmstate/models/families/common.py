@@ -128,15 +128,17 @@ def attention(
     gate: bool = False,
     reads: int | None = None,
     value: str = "v_proj",
+    head_gate: str | None = None,
     out: str = "o_proj",
     biased: bool | None = None,
     out_biased: bool | None = None,
 ) -> Attention:
     """Attention whose projections are `q_proj`, `k_proj`, `v_proj`, `o_proj` under `prefix`, with or without biases.
 
-    `gate`: `q_proj` gives each query head's gate too. `reads`: the layer whose keys and values this one attends to; it
-    has none of its own. `value`, `out`: other names for `v_proj` and `o_proj`. `biased`: whether biases must be there;
-    None: where `attention_bias` says so. `out_biased`: the same of `o_proj`; None: as of the others.
+    `gate`: `q_proj` gives each query head's gate too. `head_gate`: the name of a projection that gives one number a
+    head, without a bias. `reads`: the layer whose keys and values this one attends to; it has none of its own. `value`,
+    `out`: other names for `v_proj` and `o_proj`. `biased`: whether biases must be there; None: where `attention_bias`
+    says so. `out_biased`: the same of `o_proj`; None: as of the others.
     """
     width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     queries = width * (2 if gate else 1)
@@ -144,6 +146,10 @@ def attention(
     if reads is None:
         parts, widths = [*parts, "k_proj", value], [queries, kv_width, kv_width]
     biased = w.config.bool("attention_bias", default=False) if biased is None else biased
+    bias = biases(w, *(f"{prefix}.{part}.bias" for part in parts), wanted=biased)
+    if head_gate is not None:
+        parts, widths = [*parts, head_gate], [*widths, shape.heads]
+        bias = None if bias is None else torch.cat([bias, bias.new_zeros(shape.heads)])
     return Attention(
         w.linear(*(f"{prefix}.{part}.weight" for part in parts), shape=(widths, shape.hidden)),
         w.linear(f"{prefix}.{out}.weight", shape=(shape.hidden, width)),
@@ -156,11 +162,12 @@ def attention(
         softcap=softcap,
         q_norm=q_norm,
         k_norm=k_norm,
-        qkv_bias=biases(w, *(f"{prefix}.{part}.bias" for part in parts), wanted=biased),
+        qkv_bias=bias,
         out_bias=biases(w, f"{prefix}.{out}.bias", wanted=biased if out_biased is None else out_biased),
         gate=gate,
         v_norm=v_norm,
         reads=reads,
+        head_gate=head_gate is not None,
     )
 
 

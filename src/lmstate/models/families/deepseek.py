@@ -52,7 +52,7 @@ def build(w: Weights) -> Model:
     def block(index: int) -> Block:
         layer = f"model.layers.{index}"
         return Block(
-            latent_attention(w, f"{layer}.self_attn", shape, rope, rope_dim, _scale(config)),
+            latent_attention(w, f"{layer}.self_attn", shape, rope, rope_dim, latent_scale(config)),
             feed_forward(index, f"{layer}.mlp"),
             norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps),
             norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps),
@@ -66,9 +66,12 @@ def build(w: Weights) -> Model:
 
 
 def latent_attention(
-    w: Weights, prefix: str, shape: Shape, rope: Rope | None, rope_dim: int, scale: float
+    w: Weights, prefix: str, shape: Shape, rope: Rope | None, rope_dim: int, scale: float, head_gate: str | None = None
 ) -> LatentAttention:
-    """Latent attention under DeepSeek's names: `q_proj`, or `q_a_proj` and `q_b_proj`; `kv_a_proj_with_mqa`, ..."""
+    """Latent attention under DeepSeek's names: `q_proj`, or `q_a_proj` and `q_b_proj`; `kv_a_proj_with_mqa`, ...
+
+    `head_gate`: the name of a projection that gives one number a head, without a bias.
+    """
     config = w.config
     latent = config.int("kv_lora_rank", low=1, high=MOST)
     nope = config.int("qk_nope_head_dim", low=1, high=MOST)
@@ -85,14 +88,15 @@ def latent_attention(
         key_up, value_up = up.view(shape.heads, nope + value, latent).split([nope, value], dim=1)
     # The plain query projection has no bias where that of the latent may have one.
     down_bias = biases(w, f"{prefix}.kv_a_proj_with_mqa.bias")
+    names, heights = [first, "kv_a_proj_with_mqa"], [width, latent + rope_dim]
+    if head_gate is not None:
+        names, heights = [*names, head_gate], [*heights, shape.heads]
     if down_bias is not None:
         query_bias = w.tensor(f"{prefix}.{first}.bias", (width,), optional=True)
-        down_bias = torch.cat([down_bias.new_zeros(width) if query_bias is None else query_bias, down_bias])
+        query_bias = down_bias.new_zeros(width) if query_bias is None else query_bias
+        down_bias = torch.cat([query_bias, down_bias, down_bias.new_zeros(sum(heights[2:]))])
     return LatentAttention(
-        w.linear(
-            f"{prefix}.{first}.weight", f"{prefix}.kv_a_proj_with_mqa.weight",
-            shape=((width, latent + rope_dim), shape.hidden),
-        ),
+        w.linear(*(f"{prefix}.{name}.weight" for name in names), shape=(heights, shape.hidden)),
         key_up.to(w.dtype).contiguous(),
         value_up.to(w.dtype).mT.contiguous(),
         w.linear(f"{prefix}.o_proj.weight", shape=(shape.hidden, shape.heads * value)),
@@ -104,10 +108,11 @@ def latent_attention(
         None if query_latent is None else w.linear(f"{prefix}.q_b_proj.weight", shape=(query, query_latent)),
         down_bias,
         biases(w, f"{prefix}.o_proj.bias"),
-    )  # fmt: skip
+        head_gate is not None,
+    )
 
 
-def _scale(config: Fields) -> float:
+def latent_scale(config: Fields) -> float:
     """Of the scores: by the width of a key, and sharper where yarn stretched the positions."""
     width = config.int("qk_nope_head_dim", low=1, high=MOST) + config.int("qk_rope_head_dim", low=2, high=MOST)
     rope = rope_fields(config)

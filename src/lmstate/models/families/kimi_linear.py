@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from lmstate.errors import ModelError
 from lmstate.models.decoder import Block, Model
 from lmstate.models.families.common import (
@@ -24,8 +22,8 @@ from lmstate.models.families.common import (
     there,
 )
 from lmstate.models.families.deepseek import latent_attention
-from lmstate.models.families.delta_rule import short_conv
-from lmstate.models.mixers.gated_delta import GatedDelta, LowRank
+from lmstate.models.families.delta_rule import channel_delta
+from lmstate.models.mixers.gated_delta import GatedDelta
 from lmstate.models.mixers.mixer import Mixer
 from lmstate.models.mlp import FeedForward
 from lmstate.models.moe import MixtureOfExperts, Router
@@ -89,42 +87,13 @@ def delta(w: Weights, prefix: str, shape: Shape, linear: Fields) -> GatedDelta:
     heads = linear.int("num_heads", low=1, high=MOST, default=32)
     dim = linear.int("head_dim", low=1, high=MOST, default=128)
     kernel = linear.int("short_conv_kernel_size", low=1, high=256, default=4)
-    width = heads * dim
-    decay = there(w, f"{prefix}.A_log", f"{prefix}.forget_gate.A_log").removesuffix("A_log")
-    names = [
-        *(f"{prefix}.{part}_proj.weight" for part in "qkv"),
-        f"{decay}f_a_proj.weight",
-        f"{prefix}.g_a_proj.weight",
-    ]
-    return GatedDelta(
-        w.linear(*names, shape=((width, width, width, dim, dim), shape.hidden)),
-        FloatWeight(w.tensor(f"{prefix}.b_proj.weight", (heads, shape.hidden))),
-        w.linear(f"{prefix}.o_proj.weight", shape=(shape.hidden, width)),
-        short_conv(w, prefix, 3 * width, kernel),
-        -_of_heads(w, f"{decay}A_log", heads).exp(),
-        w.tensor(f"{decay}dt_bias", (width,)),
-        norm(w, f"{prefix}.o_norm.weight", dim, shape.eps),
-        heads,
-        dim,
-        dim,
-        gate_act="sigmoid",
-        decay_up=LowRank(FloatWeight(w.tensor(f"{decay}f_b_proj.weight", (width, dim)))),
-        gate_up=LowRank(
-            w.linear(f"{prefix}.g_b_proj.weight", shape=(width, dim)),
-            w.tensor(f"{prefix}.g_b_proj.bias", optional=True),
-        ),
-    )
+    return channel_delta(w, prefix, shape, heads, dim, kernel)
 
 
-def _of_heads(w: Weights, name: str, heads: int) -> Tensor:
-    """A number a head `[H]`, which some files keep as `[1, 1, H, 1]`."""
-    numbers = w.tensor(name)
-    if numbers.numel() != heads:
-        w.expect(name, (heads,))
-    return numbers.reshape(heads)
-
-
-def feed_forward(w: Weights, layer: str, shape: Shape, dense: bool) -> FeedForward:
+def feed_forward(
+    w: Weights, layer: str, shape: Shape, dense: bool, names: tuple[str, str, str] = W1_W3_W2
+) -> FeedForward:
+    """`names`: of the matrices of an expert; the dense part's and the shared one's are the usual ones."""
     config, act, hidden = w.config, activation(w.config), shape.hidden
     if dense:
         gate = there(w, f"{layer}.mlp.gate_proj.weight", f"{layer}.block_sparse_moe.gate_proj.weight")
@@ -149,6 +118,6 @@ def feed_forward(w: Weights, layer: str, shape: Shape, dense: bool) -> FeedForwa
     common = inner * config.int("num_shared_experts", low=1, high=1024, default=1)
     return MixtureOfExperts(
         router,
-        experts(w, f"{prefix}.experts", count, hidden, inner, act, W1_W3_W2),
+        experts(w, f"{prefix}.experts", count, hidden, inner, act, names),
         mlp(w, f"{prefix}.shared_experts", hidden, common, act),
     )

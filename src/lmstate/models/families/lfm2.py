@@ -81,8 +81,9 @@ def _inner(config: Fields) -> int:
     return multiple * -(-inner // multiple)
 
 
-def short_conv(w: Weights, prefix: str, shape: Shape) -> ShortConv:
-    kernel = w.config.int("conv_L_cache", low=1, high=256, default=3)
+def short_conv(w: Weights, prefix: str, shape: Shape, *, kernel: int = 3) -> ShortConv:
+    """`kernel`: of the convolution, where the config does not say."""
+    kernel = w.config.int("conv_L_cache", low=1, high=256, default=kernel)
     return ShortConv(
         w.linear(f"{prefix}.in_proj.weight", shape=(3 * shape.hidden, shape.hidden)),
         w.linear(f"{prefix}.out_proj.weight", shape=(shape.hidden, shape.hidden)),

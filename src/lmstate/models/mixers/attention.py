@@ -38,8 +38,8 @@ class Attention(JoiningMixer):
     `qkv [H * D + 2 * K * D, E]` are the three projections in one matrix. `q_norm` and `k_norm` normalise each head, or
     the whole projection if they are as wide as it is; `v_norm` each head of the values. `rope` None: the layer knows no
     positions. `gate`: each query head's rows are followed by as many of a gate, whose sigmoid multiplies what the head
-    has seen (Qwen3-Next). `reads`: the number of an earlier layer whose keys and values it attends to, and `qkv` are
-    queries alone.
+    has seen (Qwen3-Next). `head_gate`: the last H rows of `qkv` give a gate of one number a head (LFM3). `reads`: the
+    number of an earlier layer whose keys and values it attends to, and `qkv` are queries alone.
 
     `clip`: what the projections give is brought to within that of 0. `turned_weight` float32 `[D]` multiplies queries
     after they have turned: where a norm comes after the rotation, that is what is left of it there.
@@ -61,6 +61,7 @@ class Attention(JoiningMixer):
     qkv_bias: Tensor | None = None
     out_bias: Tensor | None = None
     gate: bool = False
+    head_gate: bool = False
     temperature: Temperature | None = None
     v_norm: Norm | None = None
     reads: int | None = None
@@ -80,8 +81,9 @@ class Attention(JoiningMixer):
         )  # fmt: skip
 
     def half(self, norm: Norm | None, after: Norm | None, scale: float) -> ops.AttentionHalf | None:
-        apart = self.temperature is not None or self.clip is not None or self.turned_weight is not None
-        return None if apart else ops.AttentionHalf(self, norm, after, scale)
+        if self.head_gate or not all(each is None for each in (self.temperature, self.clip, self.turned_weight)):
+            return None
+        return ops.AttentionHalf(self, norm, after, scale)
 
     def joins(self, run: ops.Run, half: Halves, step: Step, memory: LayerState) -> bool:
         assert isinstance(memory, KeyValueState) and isinstance(half, ops.AttentionHalf)
@@ -96,8 +98,9 @@ class Attention(JoiningMixer):
         return self.mix(ops.linear(x, self.qkv, self.qkv_bias, norm=norm), step, memory, residual)
 
     def mix(self, qkv: Tensor, step: Step, memory: LayerState, residual: Residual | None = None) -> Tensor:
-        """What comes after the projections, `[R, T, (H + 2K) * D]` -> `[R, T, E]`; 2H of gates, no 2K without keys."""
+        """What comes after the projections, as wide as `qkv` is high -> `[R, T, E]`."""
         assert isinstance(memory, KeyValueState)
+        qkv, head_gate = qkv.tensor_split([qkv.shape[-1] - (self.heads if self.head_gate else 0)], dim=-1)
         kv_width = 0 if self.reads is not None else self.kv_heads * self.head_dim
         qkv = qkv if self.clip is None else qkv.clamp(-self.clip, self.clip)
         q, k, v = qkv.split([qkv.shape[-1] - 2 * kv_width, kv_width, kv_width], dim=-1)
@@ -117,8 +120,16 @@ class Attention(JoiningMixer):
             rotation = None
         scoring = ops.Scoring(self.scale, self.softcap, self.sinks)
         seen = memory.attend(q, new, step, scoring, rotation)
+        if self.head_gate:
+            seen = of_heads(seen, head_gate)
         mixed = seen.flatten(-2) if gate is None else seen.flatten(-2) * gate.sigmoid()
         return ops.linear(mixed, self.out, self.out_bias, residual=residual)
+
+
+def of_heads(seen: Tensor, gate: Tensor) -> Tensor:
+    """What heads have seen, `[R, T, H, D]`, each times the sigmoid of its own number, `[R, T, H]`."""
+    # In float64: in float32 torch rounds the last numbers of a vector, which may be another row's, otherwise.
+    return seen * gate.double().sigmoid().float()[..., None]
 
 
 def _normed(x: Tensor, norm: Norm | None, head_dim: int) -> Tensor:

@@ -52,6 +52,7 @@ class GatedDelta(RecurrentMixer):
     value_dim: int
     gate_act: Literal["silu", "sigmoid"] = "silu"
     beta_scale: float = 1.0  # 2: negative eigenvalues (2411.12537)
+    floor: float | None = None  # of the log decay, which then follows a sigmoid and not a softplus
     decay_up: LowRank | None = None
     gate_up: LowRank | None = None
 
@@ -90,10 +91,12 @@ class GatedDelta(RecurrentMixer):
             key_dim=self.key_dim,
             gate_act=self.gate_act,
             beta_scale=self.beta_scale,
+            floor=self.floor,
         )
 
     def half(self, norm: Norm | None, after: Norm | None, scale: float) -> ops.DeltaHalf | None:
-        return None if self.decay_up is not None else ops.DeltaHalf(self, norm, after, scale)
+        plain = self.decay_up is None and self.floor is None
+        return ops.DeltaHalf(self, norm, after, scale) if plain else None
 
     def apart(self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
         assert isinstance(memory, FoldState)

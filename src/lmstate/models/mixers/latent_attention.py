@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lmstate import ops
+from lmstate.models.mixers.attention import of_heads
 from lmstate.models.rope import Rope
 from lmstate.ops import Norm, Residual, Weight
 from lmstate.ops.latent_attend import by_head
@@ -23,10 +24,11 @@ class LatentAttention:
 
     Few new tokens attend to the latents: `key_up` goes into the query and `value_up` into the output, and nothing is
     expanded. Many new tokens cost less with keys and values expanded for the length of the call; which is cheaper is
-    counted, see `_expands`. `rope` None: the layer knows no positions, and r is a key like others.
+    counted, see `_expands`. `rope` None: the layer knows no positions, and r is a key like others. `head_gate`: the
+    last H rows of `down` give a number a head, whose sigmoid multiplies what the head has seen (Ling 3.0).
     """
 
-    down: Weight  # [Q + Lat + Dr, E]: query (or its latent), latent, rope key
+    down: Weight  # [Q + Lat + Dr, E]: query (or its latent), latent, rope key, gate if `head_gate`
     key_up: Tensor  # [H, Dn, Lat] in the dtype of large products
     value_up: Tensor  # [H, Lat, Dv]
     out: Weight  # [E, H * Dv]
@@ -38,6 +40,7 @@ class LatentAttention:
     q_up: Weight | None = None  # [H * (Dn + Dr), Q]; None: `down` gives the query itself
     down_bias: Tensor | None = None
     out_bias: Tensor | None = None
+    head_gate: bool = False
 
     @property
     def kind(self) -> str:
@@ -59,8 +62,9 @@ class LatentAttention:
         assert isinstance(memory, LatentState | EvictingLatentState)
         heads, nope, latent_dim = self.key_up.shape
         projected = ops.linear(x, self.down, self.down_bias, norm=norm)
-        query_width = projected.shape[-1] - latent_dim - self.rope_dim
-        q, latent, rope_key = projected.split([query_width, latent_dim, self.rope_dim], dim=-1)
+        gates = heads if self.head_gate else 0
+        query_width = projected.shape[-1] - latent_dim - self.rope_dim - gates
+        q, latent, rope_key, gate = projected.split([query_width, latent_dim, self.rope_dim, gates], dim=-1)
         if self.q_up is not None:
             q = ops.linear(q if self.q_norm is None else ops.norm(q, self.q_norm), self.q_up)
         q_nope, q_rope = q.unflatten(-1, (heads, -1)).split(
@@ -74,7 +78,10 @@ class LatentAttention:
         attend = (
             self._expanded if not memory.observed and self._expands(step.width, memory.extent(step)) else self._absorbed
         )
-        return ops.linear(attend(q_nope, q_rope, memory, step), self.out, self.out_bias, residual=residual)
+        seen = attend(q_nope, q_rope, memory, step)  # [R, T, H * Dv]
+        if self.head_gate:
+            seen = of_heads(seen.unflatten(-1, (heads, -1)), gate).flatten(-2)
+        return ops.linear(seen, self.out, self.out_bias, residual=residual)
 
     def _absorbed(
         self, q_nope: Tensor, q_rope: Tensor, memory: LatentState | EvictingLatentState, step: Step

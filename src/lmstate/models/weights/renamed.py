@@ -19,7 +19,7 @@ BASES = {
     "word_embeddings.weight": "transformer.",
 }
 HEAD = "lm_head."
-OTHER_HEAD = "embed_out."  # what GPT-NeoX calls it
+OTHER_HEADS = ("embed_out.weight", "head.weight")  # what GPT-NeoX and RWKV call it
 COMPILED = "_orig_mod."  # torch.compile wraps a module, and the wrapper shows in the names of what is saved
 CONSTANTS = (".masked_bias",)  # what old versions of transformers put where attention may not look; no weight
 
@@ -73,7 +73,7 @@ def plain(source: Source) -> Source:
 
 def _plain(name: str) -> str:
     name = name.replace(COMPILED, "")
-    return HEAD + name.removeprefix(OTHER_HEAD) if name.startswith(OTHER_HEAD) else name
+    return f"{HEAD}weight" if name in OTHER_HEADS else name
 
 
 def with_head(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -1,0 +1,114 @@
+"""Ling 3.0 (`bailing_hybrid`): a delta rule with a decay a channel, gated latent attention, and experts in groups.
+
+Heads for multi-token prediction (layers past the last) are not run, and their weights are ignored.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from lmstate.errors import ModelError
+from lmstate.models.decoder import Block, Model
+from lmstate.models.families.common import GATE_UP_DOWN, MOST, Shape, decoder, norm
+from lmstate.models.families.deepseek import latent_attention, latent_scale
+from lmstate.models.families.defaults import completed
+from lmstate.models.families.delta_rule import channel_delta
+from lmstate.models.families.kimi_linear import feed_forward
+from lmstate.models.mixers.mixer import Mixer
+from lmstate.models.rope import make_rope, rope_fields
+from lmstate.models.weights.fields import Fields
+from lmstate.models.weights.renamed import Renamed
+from lmstate.models.weights.weights import Weights
+
+# Fields that go by two names: the one in saved files, the one in the class; and what they are where neither is there.
+NAMES: tuple[tuple[str, str, Any], ...] = (
+    ("num_expert_group", "n_group", 8),
+    ("num_experts_per_token", "num_experts_per_tok", 8),
+    ("moe_renormalize", "norm_topk_prob", True),
+    ("num_shared_experts", "n_shared_experts", 1),
+    ("num_experts", "num_local_experts", 512),
+    ("num_nextn_predict_layers", "num_mtp_layers", 1),
+    ("max_position_embeddings", "model_max_length", 262_144),
+)
+# How parts are called in files, and here.
+PARTS = (
+    (r"^model\.word_embeddings\.", "model.embed_tokens."),
+    (r"\.attention\.", ".self_attn."),
+    (r"\.self_attn\.dense\.", ".self_attn.o_proj."),
+    (r"\.mlp\.gate\.expert_bias$", ".mlp.gate.e_score_correction_bias"),
+)
+KINDS = ("linear_attention", "full_attention")
+
+
+def build(w: Weights) -> Model:
+    w = w.over(Renamed(w.source, [(_plain(name), name) for name in w.source.names()], w.source.config))
+    w.config = config = _named(completed(w.config))
+    if not any(name.endswith(".dt_bias") for name in w.source.names()):
+        raise ModelError(
+            f"{w.source.path}: none of its layers has the delta rule of Ling 3.0. Earlier models of this name have "
+            "lightning attention instead, and are not supported"
+        )
+    shape = Shape.of(config)
+    every = config.int("layer_group_size", low=1, default=6)
+    kinds = config.strs("layer_types", shape.layers, KINDS, default=None) or [
+        KINDS[(index + 1) % every == 0] for index in range(shape.layers)
+    ]
+    ffns = config.strs("mlp_layer_types", shape.layers, ("dense", "sparse"), default=None)
+    dense = config.int("first_k_dense_replace", default=2)
+    rope_dim = config.int("qk_rope_head_dim", low=2, high=MOST)
+    rope = make_rope(_whole(config), rope_dim, theta=6e6, interleaved=True).to(w.device)
+    floor = None
+    if config.bool("kda_safe_gate", default=True):
+        floor = config.float("kda_lower_bound", high=0.0, default=-5.0)
+    # What transformers saves as head_dim is that of the rope; the one of the delta rule then has a field of its own.
+    heads = config.int("linear_num_heads", low=1, high=MOST, default=shape.heads)
+    head_dim = config.int("linear_head_dim", low=1, high=MOST, default=shape.head_dim)
+    kernel = config.int("short_conv_kernel_size", low=1, high=256, default=4)
+    kernel = config.int("linear_conv_kernel_dim", low=1, high=256, default=kernel)
+
+    def mixer(index: int, prefix: str) -> Mixer:
+        if kinds[index] == "linear_attention":
+            return channel_delta(w, prefix, shape, heads, head_dim, kernel, floor=floor)
+        return latent_attention(w, prefix, shape, rope, rope_dim, latent_scale(config), head_gate="g_proj")
+
+    def block(index: int) -> Block:
+        layer = f"model.layers.{index}"
+        is_dense = ffns[index] == "dense" if ffns else index < dense
+        return Block(
+            mixer(index, f"{layer}.self_attn"),
+            feed_forward(w, layer, shape, is_dense, GATE_UP_DOWN),
+            norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps),
+            norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps),
+        )
+
+    drafts = config.int("num_nextn_predict_layers", high=64)
+    return decoder(
+        w, shape, block, ignore=tuple(f"model.layers.{shape.layers + extra}.*" for extra in range(drafts))
+    )  # fmt: skip
+
+
+def _plain(name: str) -> str:
+    for there, here in PARTS:
+        name = re.sub(there, here, name)
+    return name
+
+
+def _named(config: Fields) -> Fields:
+    """The config with every field of `NAMES` under the first of its names."""
+    values = dict(config)
+    for name, other, default in NAMES:
+        given = [config[each] for each in (name, other) if config.given(each)]
+        values[name] = given[0] if given else default
+    return Fields(values, config.where)
+
+
+def _whole(config: Fields) -> Fields:
+    """The config for its rope: a default one turns all features, whatever part of them it names."""
+    rope = rope_fields(config)
+    if rope.str("rope_type") != "default":
+        return config
+    return Fields(
+        {**config, "rope_parameters": {**rope, "partial_rotary_factor": None}, "partial_rotary_factor": None},
+        config.where,
+    )

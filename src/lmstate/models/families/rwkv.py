@@ -1,0 +1,85 @@
+"""RWKV-4 (Peng et al. 2023, 2305.13048). Each of its layers is two blocks, for both of its parts remember."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lmstate import ops
+from lmstate.models.decoder import Block, Model
+from lmstate.models.families.common import MOST, decoder
+from lmstate.models.families.state_space import attention_free
+from lmstate.models.mixers.rwkv import ChannelMix, TimeMix
+from lmstate.models.weights.weights import Weights
+from lmstate.ops import Norm, Weight
+from lmstate.state import Step
+
+LAST_EPS = 1e-5  # of the norm after all, whatever the config says of the others
+
+
+@dataclass(frozen=True, eq=False)
+class Normed:
+    """Normalises the embedding: x float32 `[R, T, E]` -> `[R, T, E]`."""
+
+    norm: Norm
+
+    def __call__(self, x: Tensor, tokens: Tensor, step: Step) -> Tensor:
+        return ops.norm(x, self.norm)
+
+
+def build(w: Weights) -> Model:
+    config, shape = w.config, attention_free(w.config)
+    hidden = shape.hidden
+    width = config.int("attention_hidden_size", low=1, high=MOST, default=hidden)
+    inner = config.int("intermediate_size", low=1, high=MOST, default=4 * hidden)
+
+    every = config.int("rescale_every", low=-MOST, high=MOST, default=6)
+
+    def layer_norm(name: str, layer: int, eps: float = shape.eps) -> Norm:
+        # For half precision the stream is halved every few layers, and so is what is added to it: norms undo that, but
+        # for their epsilon, which counts four times as much.
+        eps *= 4 ** (layer // every if every > 0 else 0)
+        return Norm(w.tensor(f"{name}.weight", (hidden,)), eps, "layer", w.tensor(f"{name}.bias", (hidden,)))
+
+    def matrix(name: str, outputs: int = width, inputs: int = hidden) -> Weight:
+        return w.linear(f"{name}.weight", shape=(outputs, inputs))
+
+    def shares(prefix: str, *names: str) -> Tensor:
+        return torch.cat([w.tensor(f"{prefix}.time_mix_{name}", (1, 1, hidden))[0] for name in names])
+
+    def time_mix(prefix: str) -> TimeMix:
+        return TimeMix(
+            matrix(f"{prefix}.key"),
+            matrix(f"{prefix}.value"),
+            matrix(f"{prefix}.receptance"),
+            matrix(f"{prefix}.output", hidden, width),
+            shares(prefix, "key", "value", "receptance"),
+            -w.tensor(f"{prefix}.time_decay", (width,)).exp(),
+            w.tensor(f"{prefix}.time_first", (width,)),
+        )
+
+    def channel_mix(prefix: str) -> ChannelMix:
+        return ChannelMix(
+            matrix(f"{prefix}.key", inner, hidden),
+            matrix(f"{prefix}.value", hidden, inner),
+            matrix(f"{prefix}.receptance", hidden, hidden),
+            shares(prefix, "key", "receptance"),
+        )
+
+    def block(index: int) -> Block:
+        layer = index // 2
+        prefix = f"rwkv.blocks.{layer}"
+        if index % 2:
+            return Block(channel_mix(f"{prefix}.feed_forward"), None, layer_norm(f"{prefix}.ln2", layer))
+        return Block(time_mix(f"{prefix}.attention"), None, layer_norm(f"{prefix}.ln1", layer))
+
+    return decoder(
+        w,
+        replace(shape, layers=2 * shape.layers),
+        block,
+        embed="rwkv.embeddings",
+        entry=Normed(layer_norm("rwkv.blocks.0.pre_ln", 0)),
+        final_norm=layer_norm("rwkv.ln_out", shape.layers, LAST_EPS),
+    )

@@ -1,0 +1,258 @@
+"""ZAYA1 (Zyphra): convolved attention, one expert a token, and a router whose layers tell each other what they saw."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lmstate import ops
+from lmstate.models.decoder import Block, Model
+from lmstate.models.families.common import MOST, Shape, activation, biases, decoder, expert_count, experts, norm
+from lmstate.models.mixers.attention import Attention
+from lmstate.models.mixers.convolved_attention import ConvolvedAttention
+from lmstate.models.moe import MixtureOfExperts, Router
+from lmstate.models.rope import Rope, make_rope
+from lmstate.models.weights.fields import Fields
+from lmstate.models.weights.weights import Weights
+from lmstate.ops import FloatWeight, Norm, Residual, Weight
+from lmstate.state import LayerState, Step
+
+KINDS = ("hybrid", "hybrid_sliding")
+THETAS = {"hybrid": 5e6, "hybrid_sliding": 1e4}
+# Heads are divided by their lengths; this only keeps those of length zero.
+UNIT_EPS = 1e-16
+
+
+@dataclass(frozen=True, eq=False)
+class Affine:
+    """`(x + bias) * scale`, a number a feature."""
+
+    bias: Tensor  # [E]
+    scale: Tensor  # [E]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return (x + self.bias) * self.scale
+
+
+@dataclass(frozen=True, eq=False)
+class Sum:
+    """What a part gives and the stream before it, added up after an affine map of each."""
+
+    part: Affine
+    stream: Affine
+
+    def __call__(self, part: Tensor, stream: Tensor) -> Tensor:
+        return self.part(part) + self.stream(stream)
+
+
+@dataclass(frozen=True, eq=False)
+class Skip:
+    """The expert that does nothing."""
+
+    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Residual | None = None) -> Tensor:
+        nothing = torch.zeros_like(x)
+        return nothing if residual is None else residual.added(nothing)
+
+
+@dataclass(frozen=True, eq=False)
+class ChainedMixture:
+    """A mixture whose router reads a few features of the token, and of what the router of the layer before read.
+
+    `down` gives those B features; what came from the layer before is added, `memory` times it. `first` and `second`
+    are the router's MLP, up to its last matrix, which `experts.router` has.
+    """
+
+    down: Weight  # [B, E]
+    down_bias: Tensor
+    memory: Tensor | None  # [B]; None: of the first layer
+    norm: Norm
+    first: Weight  # [B, B]
+    first_bias: Tensor
+    second: Weight
+    second_bias: Tensor
+    experts: MixtureOfExperts
+
+    def __call__(self, x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        """x `[R, T, E]`, and what the layer before read, `[R, T, B]` -> `[R, T, E]`, and what this one read."""
+        read = ops.linear(x, self.down, self.down_bias)
+        if self.memory is not None:
+            read = read + before * self.memory
+        features = _gelu(ops.linear(read, self.first, self.first_bias, norm=self.norm))
+        features = _gelu(ops.linear(features, self.second, self.second_bias))
+        chosen = self.experts.router(features.flatten(0, -2))
+        return self.experts.mixed(x.flatten(0, -2), *chosen).view_as(x), read
+
+
+def _gelu(x: Tensor) -> Tensor:
+    """In float64: in float32 torch rounds the last numbers of a vector otherwise, and a choice hangs on them."""
+    return F.gelu(x.double()).float()
+
+
+@dataclass(frozen=True, eq=False)
+class Opening:
+    """Maps the embedding, and puts beside it that no router has read anything: `[R, T, E]` -> `[R, T, E + B]`."""
+
+    affine: Affine
+    beside: int  # B
+
+    def __call__(self, x: Tensor, tokens: Tensor, step: Step) -> Tensor:
+        return F.pad(self.affine(x), (0, self.beside))
+
+
+@dataclass(frozen=True, eq=False)
+class Closing:
+    """Drops what is beside the stream: `[R, T, E + B]` -> `[R, T, E]`."""
+
+    width: int  # E
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x[..., : self.width]
+
+
+@dataclass(frozen=True, eq=False)
+class ChainedBlock(Block):
+    """A block whose input and output are the stream, and beside it what its router gets told and tells on.
+
+    `mixer_norm`, `mlp_norm`, and the sums after the parts are of the stream alone.
+    """
+
+    mixture: ChainedMixture | None = None
+    after: tuple[Sum, Sum] | None = None
+
+    def __call__(self, x: Tensor, step: Step, memory: LayerState) -> Tensor:
+        """x float32 `[R, T, E + B]` -> `[R, T, E + B]`."""
+        assert self.mixture is not None and self.after is not None and self.mlp_norm is not None
+        x, before = x.tensor_split([self.mixture.down.in_features], dim=-1)
+        x = self.after[0](self.mixer(x, step, memory, self.mixer_norm), x)
+        fed, read = self.mixture(ops.norm(x, self.mlp_norm), before)
+        return torch.cat([self.after[1](fed, x), read], dim=-1)
+
+    def join(self, run: ops.Run, step: Step, memory: LayerState) -> None:
+        run.put(self(run.stream(), step, memory))
+
+
+def build(w: Weights) -> Model:
+    config = w.config
+    shape = replace(Shape.of(config), eps=config.float("rms_norm_eps", low=0.0, high=1.0, default=1e-5))
+    kinds = config.strs("layer_types", shape.layers, KINDS, default=["hybrid"] * shape.layers)
+    window = config.int("sliding_window", low=1) if "hybrid_sliding" in kinds else None
+    ropes = {kind: _rope(config, shape.head_dim, kind).to(w.device) for kind in set(kinds)}
+
+    def affine(prefix: str, part: str) -> Affine:
+        return Affine(*(w.tensor(f"{prefix}.{part}_{number}", (shape.hidden,)) for number in ("bias", "scale")))
+
+    def block(index: int) -> Block:
+        layer = f"model.layers.{index}"
+        sums = [
+            Sum(*(affine(f"{layer}.post_{which}_residual_scale", part) for part in ("hidden_states", "residual")))
+            for which in ("attention", "mlp")
+        ]
+        return ChainedBlock(
+            convolved_attention(
+                w, f"{layer}.self_attn", shape, ropes[kinds[index]], window if kinds[index] != "hybrid" else None
+            ),
+            None,
+            norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps),
+            norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps),
+            mixture=mixture(w, f"{layer}.mlp", shape, first=index == 0),
+            after=(sums[0], sums[1]),
+        )
+
+    bias = biases(w, "lm_head.bias", wanted=config.bool("lm_head_bias", default=False))
+    opening = Opening(affine("model", "input_hidden_states"), router_width(config))
+    model = decoder(w, shape, block, entry=opening, exit=Closing(shape.hidden))
+    model.head_bias = bias
+    return model
+
+
+def _rope(config: Fields, head_dim: int, kind: str) -> Rope:
+    """That of a kind of layers. Without any in the config, half of a head's features turn."""
+    if config.fields("rope_parameters") is None:
+        rope: dict[str, Any] = {"rope_theta": THETAS[kind], "partial_rotary_factor": 0.5}
+        config = Fields({**config, "rope_parameters": rope}, config.where)
+    return make_rope(config, head_dim, kind=kind)
+
+
+def convolved_attention(
+    w: Weights, prefix: str, shape: Shape, rope: Rope, window: int | None
+) -> ConvolvedAttention:  # fmt: skip
+    config, dim, inside = w.config, shape.head_dim, f"{prefix}.qkv_proj"
+    first, second = (config.int(name, low=1, high=256, default=2) for name in ("cca_time0", "cca_time1"))
+    heads = shape.heads + shape.kv_heads
+    width, half = heads * dim, shape.kv_heads * dim // 2
+    names = [f"{inside}.{part}" for part in ("q_proj", "k_proj", "v_proj_delayed", "v_proj_current")]
+    heights = (shape.heads * dim, shape.kv_heads * dim, half, half)
+    biased = config.bool("attention_bias", default=False)
+    bias, late = biases(w, *(f"{name}.bias" for name in names), wanted=biased), None
+    if bias is not None:
+        late = bias[width : width + half].clone()
+        bias[width : width + half] = 0
+    kernel = max(first, 2)  # as long as it takes to see the token before
+    taps = torch.zeros(width + half, kernel, dtype=torch.float32, device=w.device)
+    taps[:width, kernel - first :] = w.tensor(f"{inside}.conv_qk_depthwise.weight", (width, 1, first))[:, 0]
+    taps[width:, -2] = 1.0
+    matrices = w.tensor(f"{inside}.conv_qk_grouped.weight", (width, dim, second))
+    matrices = matrices.view(heads, dim, dim, second).permute(0, 3, 2, 1).flatten(1, 2)  # [H + K, C * D, D]
+    # The first convolution's bias goes through the second: a constant, for that one sees it before a text as well.
+    inner = w.tensor(f"{inside}.conv_qk_depthwise.bias", (width,)).view(heads, 1, dim).repeat(1, 1, second)
+    through = (inner.double() @ matrices.double()).flatten()
+    attention = Attention(
+        w.linear(*(f"{name}.weight" for name in names), shape=(heights, shape.hidden)),
+        w.linear(f"{prefix}.o_proj.weight", shape=(shape.hidden, shape.heads * dim)),
+        shape.heads,
+        shape.kv_heads,
+        dim,
+        dim**-0.5,
+        rope,
+        window,
+        qkv_bias=bias,
+        out_bias=biases(w, f"{prefix}.o_proj.bias", wanted=biased),
+    )
+    return ConvolvedAttention(
+        attention,
+        taps,
+        matrices.contiguous(),
+        (w.tensor(f"{inside}.conv_qk_grouped.bias", (width,)).double() + through).float(),
+        Norm(torch.ones(dim, dtype=torch.float32, device=w.device), UNIT_EPS),
+        w.tensor(f"{prefix}.qk_norm.temp", (shape.kv_heads,)),
+        late,
+    )
+
+
+def router_width(config: Fields) -> int:
+    """B, the features that a router reads of a token."""
+    return config.int("router_hidden_size", low=1, high=MOST, default=256)
+
+
+def mixture(w: Weights, prefix: str, shape: Shape, *, first: bool) -> ChainedMixture:
+    config, count, router = w.config, expert_count(w.config), f"{prefix}.gate"
+    config.int("num_experts_per_tok", low=1, high=1, default=1)
+    size = router_width(config)
+    inner, act = config.int("moe_intermediate_size", low=1, high=MOST), activation(config)
+
+    def matrix(name: str, inputs: int, outputs: int = size) -> Weight:
+        return FloatWeight(w.tensor(f"{router}.{name}.weight", (outputs, inputs)))
+
+    def bias(name: str) -> Tensor:
+        return w.tensor(f"{router}.{name}.bias", (size,))
+
+    last = Router(
+        matrix("router_mlp.out_proj", size, count + 1),
+        top_k=1,
+        correction=w.tensor(f"{router}.balancing_biases", (count + 1,)),
+    )
+    return ChainedMixture(
+        matrix("down_proj", shape.hidden),
+        bias("down_proj"),
+        None if first else w.tensor(f"{router}.router_states_scale", (size,)),
+        norm(w, f"{router}.router_mlp.norm.weight", size, shape.eps),
+        matrix("router_mlp.fc1", size),
+        bias("router_mlp.fc1"),
+        matrix("router_mlp.fc2", size),
+        bias("router_mlp.fc2"),
+        MixtureOfExperts(last, [*experts(w, f"{prefix}.experts", count, shape.hidden, inner, act), Skip()]),
+    )
