@@ -83,7 +83,32 @@ def minimax(config: Config, tensors: Tensors) -> None:
         tensors[f"{new}.gate.weight"] = tensors.pop(f"{old}.gate.weight")
 
 
+def kimi_k2(config: Config, tensors: Tensors) -> None:
+    """Kimi-K2-Instruct: DeepSeek-V3 under a name of its own, with its rope in the older layout."""
+    config["model_type"] = "kimi_k2"
+    config["rope_scaling"] = {**config.pop("rope_parameters"), "type": "yarn"}
+    config["rope_theta"] = config["rope_scaling"].pop("rope_theta")
+    config["rope_scaling"].pop("rope_type")
+
+
+def minimax_m2(config: Config, tensors: Tensors) -> None:
+    """MiniMax-M2: how many features of a head rotate is said instead of their share."""
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope["rope_theta"]
+    config["rotary_dim"] = int(rope["partial_rotary_factor"] * config["head_dim"])
+
+
+def qwen3_vl_moe(config: Config, tensors: Tensors) -> None:
+    """Qwen3-VL-30B-A3B: the sections of the rope lie in `rope_scaling`, those of text alone are all alike."""
+    text = config["text_config"]
+    text["rope_scaling"] = text.pop("rope_parameters")
+    text["rope_theta"] = text["rope_scaling"].pop("rope_theta")
+
+
 CHANGES = {
+    "deepseek_v3-yarn": kimi_k2,
+    "minimax_m2": minimax_m2,
+    "qwen3_vl_moe": qwen3_vl_moe,
     "lfm2": lfm2,
     "kimi_linear": kimi_linear,
     "qwen3_next": qwen3_next,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,11 +12,12 @@ from torch import Tensor
 from lmstate.errors import ModelError
 from lmstate.models.decoder import Block, Model, ModelConfig
 from lmstate.models.mixers.attention import Attention
+from lmstate.models.mixers.mixer import Mixer
 from lmstate.models.mlp import MLP, FeedForward
 from lmstate.models.rope import Rope
 from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.weights import Weights
-from lmstate.ops import Norm
+from lmstate.ops import Norm, Weight
 
 MOST = 2**20  # of heads, layers, experts, widths: more is a damaged file
 
@@ -31,6 +33,9 @@ ACTIVATIONS = {
 
 GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 W1_W3_W2 = ("w1", "w3", "w2")  # the same three matrices
+
+Normed: TypeAlias = Callable[[str], Norm]
+"""The norm of that name, without its `.weight`."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,22 @@ def norm(w: Weights, name: str, width: int, eps: float, *, plus_one: bool = Fals
     return Norm(weight + 1.0 if plus_one else weight, eps)
 
 
+def rms_norms(w: Weights, shape: Shape, *, plus_one: bool = False) -> Normed:
+    """RMS norms of the residual stream."""
+    return lambda name: norm(w, f"{name}.weight", shape.hidden, shape.eps, plus_one=plus_one)
+
+
+def layer_norms(w: Weights, shape: Shape, *, biased: bool = True, plus_one: bool = False) -> Normed:
+    """Layer norms of the residual stream."""
+
+    def layer_norm(name: str) -> Norm:
+        weight = w.tensor(f"{name}.weight", (shape.hidden,))
+        bias = w.tensor(f"{name}.bias", (shape.hidden,)) if biased else None
+        return Norm(weight + 1.0 if plus_one else weight, shape.eps, "layer", bias)
+
+    return layer_norm
+
+
 def attention(
     w: Weights,
     prefix: str,
@@ -87,13 +108,16 @@ def attention(
     softcap: float | None = None,
     gate: bool = False,
     out: str = "o_proj",
+    biased: bool | None = None,
+    out_biased: bool | None = None,
 ) -> Attention:
     """Attention whose projections are `q_proj`, `k_proj`, `v_proj`, `o_proj` under `prefix`, with or without biases.
 
-    `gate`: `q_proj` gives each query head's gate too. `out`: another name for `o_proj`.
+    `gate`: `q_proj` gives each query head's gate too. `out`: another name for `o_proj`. `biased`: whether biases must
+    be there; None: where `attention_bias` says so. `out_biased`: the same of `o_proj`; None: as of the others.
     """
     width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    biased = w.config.bool("attention_bias", default=False)
+    biased = w.config.bool("attention_bias", default=False) if biased is None else biased
     return Attention(
         w.linear(
             f"{prefix}.q_proj.weight", f"{prefix}.k_proj.weight", f"{prefix}.v_proj.weight",
@@ -110,17 +134,26 @@ def attention(
         q_norm=q_norm,
         k_norm=k_norm,
         qkv_bias=biases(w, *(f"{prefix}.{part}_proj.bias" for part in "qkv"), wanted=biased),
-        out_bias=biases(w, f"{prefix}.{out}.bias", wanted=biased),
+        out_bias=biases(w, f"{prefix}.{out}.bias", wanted=biased if out_biased is None else out_biased),
         gate=gate,
     )  # fmt: skip
 
 
 def mlp(
-    w: Weights, prefix: str, hidden: int, inner: int, act: str, names: tuple[str, str, str] = GATE_UP_DOWN
-) -> MLP:  # fmt: skip
-    """A gated feed-forward block: `gate_proj`, `up_proj`, `down_proj` under `prefix`, with or without biases."""
+    w: Weights,
+    prefix: str,
+    hidden: int,
+    inner: int,
+    act: str,
+    names: tuple[str, str, str] = GATE_UP_DOWN,
+    biased: bool | None = None,
+) -> MLP:
+    """A gated feed-forward block: `gate_proj`, `up_proj`, `down_proj` under `prefix`, with or without biases.
+
+    `biased`: whether biases must be there; None: where `mlp_bias` says so.
+    """
     gate, up, down = (f"{prefix}.{name}" for name in names)
-    biased = w.config.bool("mlp_bias", default=False)
+    biased = w.config.bool("mlp_bias", default=False) if biased is None else biased
     return MLP(
         w.linear(f"{gate}.weight", f"{up}.weight", shape=((inner, inner), hidden)),
         w.linear(f"{down}.weight", shape=(hidden, inner)),
@@ -128,6 +161,27 @@ def mlp(
         up_bias=biases(w, f"{gate}.bias", f"{up}.bias", wanted=biased),
         down_bias=biases(w, f"{down}.bias", wanted=biased),
     )
+
+
+def pre_norm(
+    normed: Normed,
+    mixer: Callable[[int, str], Mixer],
+    feed_forward: Callable[[int, str], FeedForward],
+    names: tuple[str, str, str, str] = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"),
+    *,
+    layers: str = "model.layers",
+    scale: float = 1.0,
+) -> Callable[[int], Block]:
+    """Blocks of two parts with a norm before each; a part is made of its layer's number and its tensors' prefix.
+
+    `names`: of the norms and the parts in a layer. `scale`: of what each part adds to the stream.
+    """
+
+    def block(index: int) -> Block:
+        first, mixing, second, feeding = (f"{layers}.{index}.{name}" for name in names)
+        return Block(mixer(index, mixing), feed_forward(index, feeding), normed(first), normed(second), scale=scale)
+
+    return block
 
 
 def biases(w: Weights, *names: str, wanted: bool = False) -> Tensor | None:
@@ -158,6 +212,7 @@ def decoder(
     *,
     prefix: str = "model",
     embed: str | None = None,
+    head_biased: bool = False,
     final_norm: Norm | None = None,
     embed_scale: float = 1.0,
     logit_scale: float = 1.0,
@@ -167,7 +222,7 @@ def decoder(
     """A stack of `shape.layers` blocks between `embed_tokens` and `lm_head` (the embedding itself where they are tied).
 
     A checkpoint that holds a head of its own is not tied, whatever its config says. `embed`: the embedding's name where
-    it is another. `ignore`: patterns of tensors that the checkpoint holds and this
+    it is another. `head_biased`: the head has a bias. `ignore`: patterns of tensors that the checkpoint holds and this
     model needs not (rotary tables, say).
     """
     config = w.config
@@ -191,10 +246,28 @@ def decoder(
         blocks,
         final_norm or norm(w, f"{prefix}.norm.weight", shape.hidden, shape.eps),
         embedding if tied else w.linear("lm_head.weight", shape=(shape.vocab, shape.hidden)),
+        w.tensor("lm_head.bias", (shape.vocab,)) if head_biased else None,
         dtype=w.dtype,
     )
     w.check_all_used([*(["lm_head.weight"] if tied else []), "*.rotary_emb.inv_freq", *ignore])
     return model
+
+
+def head_norms(
+    w: Weights, prefix: str, shape: Shape, names: tuple[str, str] = ("q_norm", "k_norm")
+) -> tuple[Norm, Norm]:
+    """The norms of each head's queries and keys; `names`: theirs under `prefix`."""
+    q_norm, k_norm = (norm(w, f"{prefix}.{name}.weight", shape.head_dim, shape.eps) for name in names)
+    return q_norm, k_norm
+
+
+def whole_norms(w: Weights, prefix: str, shape: Shape) -> tuple[Norm, Norm]:
+    """The norms of the whole query projection and the whole key projection."""
+    q_norm, k_norm = (
+        norm(w, f"{prefix}.{part}_norm.weight", heads * shape.head_dim, shape.eps)
+        for part, heads in (("q", shape.heads), ("k", shape.kv_heads))
+    )
+    return q_norm, k_norm
 
 
 def one_window(config: Fields, switch: bool) -> int | None:
@@ -204,12 +277,15 @@ def one_window(config: Fields, switch: bool) -> int | None:
     return config.int("sliding_window", low=1, default=None)
 
 
-def windows(config: Fields, layers: int, *, full_every: int | None = None) -> list[int | None]:
+def windows(
+    config: Fields, layers: int, *, full_every: int | None = None, switch: bool = True
+) -> list[int | None]:  # fmt: skip
     """Each layer's sliding window, from `layer_types` where the config has them and uses them.
 
-    `full_every`: where it has none, one layer in so many sees everything (a config may say another number).
+    `full_every`: where it has none, one layer in so many sees everything (a config may say another number). `switch`:
+    `use_sliding_window` may turn all of them off.
     """
-    size = one_window(config, switch=True)
+    size = one_window(config, switch)
     if size is None:
         return [None] * layers
     kinds = config.strs("layer_types", layers, allowed=("sliding_attention", "full_attention"), default=None)
@@ -222,18 +298,32 @@ def windows(config: Fields, layers: int, *, full_every: int | None = None) -> li
     return [size if index >= first else None for index in range(layers)]
 
 
+def drafting(config: Fields, shape: Shape) -> tuple[str, ...]:
+    """Patterns of the tensors of layers past the last one: heads for multi-token prediction, which are not run."""
+    drafts = config.int("num_nextn_predict_layers", high=64, default=0)
+    return tuple(f"model.layers.{shape.layers + extra}.*" for extra in range(drafts))
+
+
 def experts(
-    w: Weights, prefix: str, count: int, hidden: int, inner: int, act: str, names: tuple[str, str, str] = GATE_UP_DOWN
-) -> list[FeedForward]:  # fmt: skip
+    w: Weights,
+    prefix: str,
+    count: int,
+    hidden: int,
+    inner: int,
+    act: str,
+    names: tuple[str, str, str] | None = None,
+) -> list[FeedForward]:
     """Gated experts: one tensor for all under `gate_up_proj` and `down_proj`, or a block of their own each.
 
-    `names`: of the matrices of an expert that is stored by itself.
+    `names`: of the matrices of an expert that is stored by itself; None: whichever the checkpoint has.
     """
+    if names is None:
+        names = W1_W3_W2 if w.has(f"{prefix}.0.w1.weight") else GATE_UP_DOWN
     if w.has(f"{prefix}.gate_up_proj"):
         return [
             MLP(
-                w.stacked(f"{prefix}.gate_up_proj", index, shape=(count, 2 * inner, hidden)),
-                w.stacked(f"{prefix}.down_proj", index, shape=(count, hidden, inner)),
+                _of_all(w, f"{prefix}.gate_up_proj", index, (count, 2 * inner, hidden)),
+                _of_all(w, f"{prefix}.down_proj", index, (count, hidden, inner)),
                 act,
             )
             for index in range(count)
@@ -241,7 +331,19 @@ def experts(
     return [mlp(w, f"{prefix}.{index}", hidden, inner, act, names) for index in range(count)]
 
 
+def _of_all(w: Weights, name: str, index: int, shape: tuple[int, int, int]) -> Weight:
+    """One expert's matrix of a tensor `[experts, N, K]`; some checkpoints hold `[experts, K, N]`."""
+    count, height, width = shape
+    if height == width or w.shape(name) != (count, width, height):
+        return w.stacked(name, index, shape=shape)
+
+    def turned(numbers: Tensor) -> Tensor:
+        return numbers[index].T
+
+    return w.derived(f"{name}[{index}]", name, make=turned, shape=(height, width))
+
+
 def expert_count(config: Fields) -> int:
     """Experts of each mixture, under whichever of its names the config has it; 0 if none."""
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     return next((config.int(name, low=0, high=MOST) for name in names if config.get(name) is not None), 0)

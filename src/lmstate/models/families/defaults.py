@@ -20,11 +20,21 @@ LLAMA = {
     "num_attention_heads": 32,
 }
 QWEN2 = {**LLAMA, **UNWINDOWED, "vocab_size": 151_936, "intermediate_size": 22_016, "max_window_layers": 28}
+DEEPSEEK_V3 = {"routed_scaling_factor": 2.5}
 
 DEFAULTS: dict[str, Mapping[str, Any]] = {
+    "axk1": {
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        "n_group": 8,
+        "topk_group": 4,
+    },
     "bamba": EPS,
     "cohere2": {"sliding_window": 4096},
-    "deepseek_v3": {"routed_scaling_factor": 2.5},
+    "deepseek_v3": DEEPSEEK_V3,
+    "dots1": {"sliding_window": 4096, "max_window_layers": 62, "norm_topk_prob": False},
+    "ernie4_5_moe": EPS,
     "falcon_h1": EPS,
     "gemma2": {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "gemma3_text": {
@@ -36,6 +46,8 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
         "sliding_window": 4096,
         "tie_word_embeddings": True,
     },
+    "glm4_moe": {**EPS, "partial_rotary_factor": 0.5, "first_k_dense_replace": 1, "n_shared_experts": 1},
+    "glm4_moe_lite": {**EPS, "routed_scaling_factor": 1.8, "first_k_dense_replace": 1, "n_shared_experts": 1},
     "gpt_oss": {
         **EPS,
         "sliding_window": 128,
@@ -48,19 +60,35 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
             "original_max_position_embeddings": 4096,
         },
     },
+    "kimi_k2": DEEPSEEK_V3,
     "kimi_linear": {**EPS, "routed_scaling_factor": 2.446},
     "llama": LLAMA,
     "llama4_text": EPS,
     "minimax": EPS,
+    "minimax_m2": {"head_dim": 128},
     "mistral": {**LLAMA, "intermediate_size": 14_336, "num_key_value_heads": 8, "sliding_window": 4096},
+    "mistral4": {
+        "n_shared_experts": 1,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 128.0,
+            "original_max_position_embeddings": 8192,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
     "mixtral": {**EPS, "rope_theta": 1e6},
     "olmo2": EPS,
     "olmo3": {**EPS, "sliding_window": 4096},
+    "olmoe": EPS,
     "phi3": EPS,
     "qwen2": QWEN2,
+    "qwen2_moe": UNWINDOWED,
     "qwen3": {**UNWINDOWED, "max_window_layers": 28},
     "qwen3_moe": UNWINDOWED,
     "smollm3": {"use_sliding_window": False, "rope_theta": 2e6},
+    "solar_open": {**EPS, "head_dim": 128, "n_shared_experts": 1, "rope_theta": 1e6},
     "zamba2": EPS,
 }
 

@@ -17,17 +17,18 @@ from lmstate.state import KeyValueState, LayerState, Layout, Step, attention_sta
 @dataclass(frozen=True)
 class Temperature:
     """Queries grow by `1 + strength * log(1 + n)` past n times `every` tokens, so that long texts do not flatten what
-    they see (2501.19399)."""
+    they see (2501.19399). `first`: as which the first token counts."""
 
     every: int
     strength: float
+    first: int = 1
 
     def at(self, step: Step) -> Tensor:
         """The factors of a step's queries, float32 `[R, T, 1, 1]`."""
         return step.memo(self, lambda: self._factors(step.positions)[..., None, None])
 
     def _factors(self, positions: Tensor) -> Tensor:
-        return 1.0 + self.strength * torch.log1p(((positions + 1) // self.every).float())
+        return 1.0 + self.strength * torch.log1p(((positions + self.first) // self.every).float())
 
 
 @dataclass(frozen=True, eq=False)

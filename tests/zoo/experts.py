@@ -1,0 +1,156 @@
+"""Mixtures of experts: every router, shared experts and dense layers beside them, under attention of every kind."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+S, F = "sliding_attention", "full_attention"
+
+
+def _config(name: str, **changes: Any) -> Any:
+    import transformers
+
+    sizes = {
+        "vocab_size": 99,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "moe_intermediate_size": 24,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": None,
+    }
+    return getattr(transformers, name)(**{**sizes, **changes})
+
+
+def _latent(name: str, **changes: Any) -> Any:
+    return _config(
+        name,
+        **{
+            "num_key_value_heads": 6,
+            "kv_lora_rank": 20,
+            "q_lora_rank": 12,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 12,
+            **changes,
+        },
+    )
+
+
+def _rope(kind: str, **changes: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 10000.0, **changes}
+
+
+def _multimodal(**changes: Any) -> Any:
+    import transformers
+
+    text = _config("Qwen3VLMoeTextConfig", **changes).to_dict()
+    vision = {
+        "hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "patch_size": 14, "out_hidden_size": 48,
+        "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+    }  # fmt: skip
+    tied = changes.get("tie_word_embeddings", False)
+    return transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied)
+
+
+_SECTIONS = {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+_YARN = _rope("yarn", factor=8.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0)
+
+CASES = {
+    "qwen2_moe": partial(
+        _config, "Qwen2MoeConfig", num_experts=5, num_experts_per_tok=2, shared_expert_intermediate_size=40
+    ),
+    "qwen2_moe-windows": partial(
+        _config, "Qwen2MoeConfig", num_experts=4, num_experts_per_tok=3, shared_expert_intermediate_size=24,
+        norm_topk_prob=True, decoder_sparse_step=2, num_hidden_layers=5, mlp_only_layers=[3], qkv_bias=False,
+        use_sliding_window=True, sliding_window=14, max_window_layers=3, tie_word_embeddings=True,
+    ),
+    "olmoe": partial(_config, "OlmoeConfig", num_experts=5, num_experts_per_tok=2),
+    "olmoe-biased": partial(
+        _config, "OlmoeConfig", num_experts=4, num_experts_per_tok=3, norm_topk_prob=True, attention_bias=True,
+        num_key_value_heads=6, tie_word_embeddings=True,
+    ),
+    "glm4_moe": partial(
+        _config, "Glm4MoeConfig", head_dim=16, n_routed_experts=6, num_experts_per_tok=2, attention_bias=True,
+        use_qk_norm=True, routed_scaling_factor=1.5,
+    ),
+    "glm4_moe-groups": partial(
+        _config, "Glm4MoeConfig", n_routed_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2, head_dim=12,
+        first_k_dense_replace=2, n_shared_experts=2, norm_topk_prob=False, num_key_value_heads=6,
+        rope_parameters=_rope("default", partial_rotary_factor=1.0), tie_word_embeddings=True,
+    ),
+    "solar_open": partial(_config, "SolarOpenConfig", head_dim=16, n_routed_experts=6, num_experts_per_tok=2),
+    "solar_open-yarn": partial(
+        _config, "SolarOpenConfig", head_dim=8, n_routed_experts=4, num_experts_per_tok=1, attention_bias=True,
+        n_shared_experts=2, num_key_value_heads=3, rope_parameters=_YARN,
+    ),
+    "glm4_moe_lite": partial(
+        _latent, "Glm4MoeLiteConfig", n_routed_experts=6, num_experts_per_tok=2, attention_bias=True
+    ),
+    "glm4_moe_lite-groups": partial(
+        _latent, "Glm4MoeLiteConfig", n_routed_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2,
+        q_lora_rank=None, n_shared_experts=2, mlp_layer_types=["sparse", "dense", "sparse"], rope_interleave=False,
+        rope_parameters={**_YARN, "mscale": 1.0, "mscale_all_dim": 0.8}, tie_word_embeddings=True,
+    ),
+    "ernie4_5_moe": partial(
+        _config, "Ernie4_5_MoeConfig", moe_num_experts=6, moe_k=2, moe_num_shared_experts=2, tie_word_embeddings=False
+    ),
+    "ernie4_5_moe-biased": partial(
+        _config, "Ernie4_5_MoeConfig", moe_num_experts=4, moe_k=3, moe_num_shared_experts=0, use_bias=True,
+        num_hidden_layers=6, moe_layer_interval=2, moe_layer_start_index=2, moe_layer_end_index=4,
+        num_key_value_heads=6,
+    ),
+    "minimax_m2": partial(
+        _config, "MiniMaxM2Config", head_dim=16, intermediate_size=24, num_local_experts=6, num_experts_per_tok=2,
+        rotary_dim=8,
+    ),
+    "minimax_m2-whole": partial(
+        _config, "MiniMaxM2Config", head_dim=8, intermediate_size=40, num_local_experts=4, num_experts_per_tok=3,
+        num_key_value_heads=6, tie_word_embeddings=True,
+    ),
+    "dots1": partial(
+        _config, "Dots1Config", head_dim=16, n_routed_experts=6, num_experts_per_tok=2, n_shared_experts=2,
+        first_k_dense_replace=1, routed_scaling_factor=2.5, norm_topk_prob=True, sliding_window=15,
+        max_window_layers=1,
+    ),
+    "dots1-groups": partial(
+        _config, "Dots1Config", head_dim=8, n_routed_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2,
+        n_shared_experts=1, attention_bias=True, num_key_value_heads=3, layer_types=[S, F, S], sliding_window=30,
+        tie_word_embeddings=True,
+    ),
+    "mistral4": partial(
+        _latent, "Mistral4Config", n_routed_experts=6, num_experts_per_tok=2,
+        rope_parameters={**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4},
+    ),
+    "mistral4-groups": partial(
+        _latent, "Mistral4Config", n_routed_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2,
+        qk_nope_head_dim=8, q_lora_rank=None, n_shared_experts=2, first_k_dense_replace=1, norm_topk_prob=False,
+        rope_interleave=False, routed_scaling_factor=2.0, attention_bias=True, kv_lora_rank=40,
+        tie_word_embeddings=True,
+        rope_parameters={**_YARN, "original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.1},
+    ),
+    "qwen3_vl_moe": partial(
+        _multimodal, head_dim=16, num_experts=5, num_experts_per_tok=2, rope_parameters=_rope("default", **_SECTIONS)
+    ),
+    "qwen3_vl_moe-sparse": partial(
+        _multimodal, head_dim=12, num_experts=4, num_experts_per_tok=3, num_key_value_heads=6, attention_bias=True,
+        decoder_sparse_step=2, mlp_only_layers=[3], num_hidden_layers=4, moe_intermediate_size=16,
+        rope_parameters=_rope("default", mrope_section=[2, 2, 2], mrope_interleaved=True), tie_word_embeddings=True,
+    ),
+    "youtu": partial(_latent, "YoutuConfig"),
+    "youtu-yarn": partial(
+        _latent, "YoutuConfig", q_lora_rank=None, attention_bias=True, rope_interleave=False, kv_lora_rank=40,
+        rope_parameters={**_YARN, "mscale": 0.7, "mscale_all_dim": 0.9}, tie_word_embeddings=False,
+    ),
+    "axk1": partial(_latent, "AXK1Config", n_routed_experts=16, num_experts_per_tok=3, n_group=4, topk_group=2),
+    "axk1-yarn": partial(
+        _latent, "AXK1Config", n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, norm_topk_prob=False,
+        mlp_layer_types=["sparse", "dense", "sparse"], attention_bias=True, rope_interleave=False, kv_lora_rank=40,
+        rope_parameters={**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}, tie_word_embeddings=True,
+    ),
+}  # fmt: skip
