@@ -60,7 +60,8 @@ SPARSE = {
     "qwen3": "qwen3", "qwen3_moe": "qwen3_moe", "smollm3": "smollm3", "zamba2": "zamba2",
     "axk1": "axk1", "dots1": "dots1", "ernie4_5_moe": "ernie4_5_moe", "glm4_moe": "glm4_moe",
     "glm4_moe_lite": "glm4_moe_lite", "minimax_m2": "minimax_m2", "mistral4": "mistral4", "olmoe": "olmoe",
-    "qwen2_moe": "qwen2_moe", "solar_open": "solar_open",
+    "qwen2_moe": "qwen2_moe", "solar_open": "solar_open", "afmoe": "afmoe", "exaone_moe": "exaone_moe",
+    "flex_olmo": "flex_olmo", "mellum": "mellum", "phimoe": "phimoe",
 }  # fmt: skip
 
 

@@ -58,6 +58,7 @@ def _multimodal(**changes: Any) -> Any:
     return transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied)
 
 
+_FACTORS = [1.0, 1.3, 1.7, 2.0]
 _SECTIONS = {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
 _YARN = _rope("yarn", factor=8.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0)
 
@@ -152,5 +153,48 @@ CASES = {
         _latent, "AXK1Config", n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, norm_topk_prob=False,
         mlp_layer_types=["sparse", "dense", "sparse"], attention_bias=True, rope_interleave=False, kv_lora_rank=40,
         rope_parameters={**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}, tie_word_embeddings=True,
+    ),
+    "exaone_moe": partial(
+        _config, "ExaoneMoeConfig", head_dim=16, num_hidden_layers=5, num_experts=6, num_experts_per_tok=2,
+        sliding_window=14,
+    ),
+    "exaone_moe-groups": partial(
+        _config, "ExaoneMoeConfig", head_dim=8, num_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2,
+        num_shared_experts=2, mlp_layer_types=["sparse", "dense", "sparse"], layer_types=[F, S, F], sliding_window=9,
+        num_key_value_heads=3, norm_topk_prob=False, tie_word_embeddings=True,
+    ),
+    "afmoe": partial(
+        _config, "AfmoeConfig", head_dim=16, num_experts=6, num_experts_per_tok=2, sliding_window=13,
+        num_hidden_layers=5, mup_enabled=True,
+    ),
+    "afmoe-biased": partial(
+        _config, "AfmoeConfig", head_dim=12, num_experts=4, num_experts_per_tok=3, sliding_window=40, route_scale=2.5,
+        num_shared_experts=1, num_dense_layers=2, layer_types=[F, S, F], num_key_value_heads=6, attention_bias=True,
+        tie_word_embeddings=True,
+    ),
+    "mellum": partial(
+        _config, "MellumConfig", head_dim=16, num_experts=5, num_experts_per_tok=2, layer_types=[S, F, S],
+        sliding_window=15, rope_parameters={F: _YARN, S: _rope("default")},
+    ),
+    "mellum-dense": partial(
+        _config, "MellumConfig", head_dim=8, num_experts=4, num_experts_per_tok=3, num_key_value_heads=6,
+        norm_topk_prob=False, attention_bias=True, mlp_layer_types=["dense", "sparse", "dense"],
+        tie_word_embeddings=True, layer_types=[F, F, S], sliding_window=50,
+    ),
+    "flex_olmo": partial(_config, "FlexOlmoConfig", num_experts=5, num_experts_per_tok=2),
+    "flex_olmo-mha": partial(
+        _config, "FlexOlmoConfig", num_experts=4, num_experts_per_tok=3, norm_topk_prob=True, num_key_value_heads=6,
+        attention_bias=True, tie_word_embeddings=True,
+    ),
+    "phimoe": partial(
+        _config, "PhimoeConfig", intermediate_size=24, num_local_experts=6, attention_bias=True, lm_head_bias=True,
+        router_jitter_noise=0.2, sliding_window=30,
+    ),
+    "phimoe-longrope": partial(
+        _config, "PhimoeConfig", intermediate_size=40, num_local_experts=4, num_key_value_heads=6,
+        tie_word_embeddings=True, router_jitter_noise=0.1,
+        # transformers 5.23 rotates long texts by the short factors, unlike the published code: they are alike.
+        rope_parameters=_rope("longrope", short_factor=_FACTORS, long_factor=_FACTORS, short_mscale=1.1,
+                              long_mscale=1.3, original_max_position_embeddings=64),
     ),
 }  # fmt: skip

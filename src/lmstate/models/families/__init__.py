@@ -12,6 +12,7 @@ from lmstate.models.weights.wrapped import TextPart
 
 # model_type of a config -> the module that builds it.
 FAMILIES = {
+    "afmoe": "afmoe",
     "axk1": "deepseek",
     "bamba": "bamba",
     "cohere2": "cohere2",
@@ -19,8 +20,10 @@ FAMILIES = {
     "deepseek_v3": "deepseek",
     "dots1": "dots1",
     "ernie4_5_moe": "ernie4_5_moe",
+    "exaone_moe": "exaone_moe",
     "falcon_h1": "falcon_h1",
     "falcon_mamba": "mamba",
+    "flex_olmo": "olmo2",
     "gemma2": "gemma",
     "gemma3_text": "gemma",
     "glm4_moe": "glm4_moe",
@@ -39,6 +42,7 @@ FAMILIES = {
     "llama4_text": "llama4",
     "mamba": "mamba",
     "mamba2": "mamba2",
+    "mellum": "mellum",
     "minimax": "minimax",
     "minimax_m2": "minimax_m2",
     "mistral": "mistral",
@@ -50,6 +54,7 @@ FAMILIES = {
     "olmo_hybrid": "olmo_hybrid",
     "olmoe": "olmoe",
     "phi3": "phi3",
+    "phimoe": "phimoe",
     "qwen2": "qwen2",
     "qwen2_moe": "qwen2",
     "qwen3": "qwen3",

@@ -23,6 +23,7 @@ QWEN2 = {**LLAMA, **UNWINDOWED, "vocab_size": 151_936, "intermediate_size": 22_0
 DEEPSEEK_V3 = {"routed_scaling_factor": 2.5}
 
 DEFAULTS: dict[str, Mapping[str, Any]] = {
+    "afmoe": {**EPS, "head_dim": 128, "sliding_window": 1024},
     "axk1": {
         "routed_scaling_factor": 2.5,
         "first_k_dense_replace": 1,
@@ -35,7 +36,9 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
     "deepseek_v3": DEEPSEEK_V3,
     "dots1": {"sliding_window": 4096, "max_window_layers": 62, "norm_topk_prob": False},
     "ernie4_5_moe": EPS,
+    "exaone_moe": {**EPS, "sliding_window": 4096, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5},
     "falcon_h1": EPS,
+    "flex_olmo": {"rope_theta": 500_000.0},
     "gemma2": {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "gemma3_text": {
         "num_attention_heads": 8,
@@ -64,6 +67,7 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
     "kimi_linear": {**EPS, "routed_scaling_factor": 2.446},
     "llama": LLAMA,
     "llama4_text": EPS,
+    "mellum": {"head_dim": 128, "sliding_window": 1024},
     "minimax": EPS,
     "minimax_m2": {"head_dim": 128},
     "mistral": {**LLAMA, "intermediate_size": 14_336, "num_key_value_heads": 8, "sliding_window": 4096},
@@ -83,6 +87,7 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
     "olmo3": {**EPS, "sliding_window": 4096},
     "olmoe": EPS,
     "phi3": EPS,
+    "phimoe": EPS,
     "qwen2": QWEN2,
     "qwen2_moe": UNWINDOWED,
     "qwen3": {**UNWINDOWED, "max_window_layers": 28},
