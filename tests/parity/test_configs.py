@@ -25,6 +25,8 @@ SIZES = (
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
+    "v_head_dim",
+    "zero_expert_num",
 )
 ROPES = ("rope_parameters", "rope_scaling", "rope_theta")
 Config = dict[str, Any]
@@ -61,7 +63,8 @@ SPARSE = {
     "axk1": "axk1", "dots1": "dots1", "ernie4_5_moe": "ernie4_5_moe", "glm4_moe": "glm4_moe",
     "glm4_moe_lite": "glm4_moe_lite", "minimax_m2": "minimax_m2", "mistral4": "mistral4", "olmoe": "olmoe",
     "qwen2_moe": "qwen2_moe", "solar_open": "solar_open", "afmoe": "afmoe", "exaone_moe": "exaone_moe",
-    "flex_olmo": "flex_olmo", "mellum": "mellum", "phimoe": "phimoe",
+    "flex_olmo": "flex_olmo", "longcat_flash": "longcat_flash",
+    "mellum": "mellum", "mimo_v2_flash": "mimo_v2_flash", "phimoe": "phimoe",
 }  # fmt: skip
 
 

@@ -197,4 +197,25 @@ CASES = {
         rope_parameters=_rope("longrope", short_factor=_FACTORS, long_factor=_FACTORS, short_mscale=1.1,
                               long_mscale=1.3, original_max_position_embeddings=64),
     ),
+    "mimo_v2_flash": partial(
+        _config, "MiMoV2FlashConfig", head_dim=12, v_head_dim=8, num_key_value_heads=1, n_routed_experts=6,
+        num_experts_per_tok=2, sliding_window=15, num_hidden_layers=4, intermediate_size=64,
+    ),
+    "mimo_v2_flash-groups": partial(
+        _config, "MiMoV2FlashConfig", head_dim=24, v_head_dim=24, num_key_value_heads=3, n_routed_experts=8,
+        num_experts_per_tok=3, n_group=4, topk_group=2, layer_types=[S, F, S], sliding_window=33, attention_bias=True,
+        mlp_layer_types=["sparse", "dense", "sparse"], attention_value_scale=None, routed_scaling_factor=2.0,
+        rope_parameters={F: _rope("default", partial_rotary_factor=0.5), S: _rope("default", partial_rotary_factor=1)},
+        tie_word_embeddings=True,
+    ),
+    "longcat_flash": partial(
+        _latent, "LongcatFlashConfig", num_hidden_layers=4, ffn_hidden_size=64, expert_ffn_hidden_size=24,
+        n_routed_experts=5, zero_expert_num=3, moe_topk=3, head_dim=8,
+    ),
+    "longcat_flash-busy": partial(
+        _latent, "LongcatFlashConfig", num_hidden_layers=2, ffn_hidden_size=40, expert_ffn_hidden_size=32,
+        n_routed_experts=4, zero_expert_num=0, moe_topk=2, head_dim=8, routed_scaling_factor=1.5, kv_lora_rank=40,
+        attention_bias=True, tie_word_embeddings=True,
+        rope_parameters={**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
 }  # fmt: skip

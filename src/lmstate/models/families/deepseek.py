@@ -55,7 +55,7 @@ def build(w: Weights) -> Model:
         after = there(w, f"{layer}.post_mlp_layernorm.weight", f"{layer}.mlp.post_mlp_layernorm.weight")
         return Block(
             replace(
-                latent_attention(w, f"{layer}.self_attn", shape, rope, rope_dim, _scale(config)),
+                latent_attention(w, f"{layer}.self_attn", shape, rope, rope_dim, score_scale(config)),
                 temperature=temperature,
             ),
             feed_forward(index, f"{layer}.mlp"),
@@ -127,7 +127,7 @@ def latent_attention(
     )  # fmt: skip
 
 
-def _scale(config: Fields) -> float:
+def score_scale(config: Fields) -> float:
     """Of the scores: by the width of a key, and sharper where yarn stretched the positions."""
     width = config.int("qk_nope_head_dim", low=1, high=MOST) + config.int("qk_rope_head_dim", low=2, high=MOST)
     rope = rope_fields(config)

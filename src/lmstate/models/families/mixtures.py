@@ -31,6 +31,8 @@ def sparse_layers(config: Fields, layers: int) -> Sequence[bool]:
     kinds = config.strs("mlp_layer_types", layers, allowed=("dense", "sparse"), default=None)
     if kinds is not None:
         return [kind == "sparse" for kind in kinds]
+    if isinstance(config.get("moe_layer_freq"), list):  # MiMo's says it of each layer
+        return [number == 1 for number in config.ints("moe_layer_freq", layers, high=1)]
     dense = config.int("first_k_dense_replace", default=0)
     every = config.int("moe_layer_freq", low=1, default=1)
     return [index >= dense and index % every == 0 for index in range(layers)]
