@@ -63,8 +63,8 @@ SPARSE = {
     "axk1": "axk1", "dots1": "dots1", "ernie4_5_moe": "ernie4_5_moe", "glm4_moe": "glm4_moe",
     "glm4_moe_lite": "glm4_moe_lite", "minimax_m2": "minimax_m2", "mistral4": "mistral4", "olmoe": "olmoe",
     "qwen2_moe": "qwen2_moe", "solar_open": "solar_open", "afmoe": "afmoe", "exaone_moe": "exaone_moe",
-    "flex_olmo": "flex_olmo", "longcat_flash": "longcat_flash",
-    "mellum": "mellum", "mimo_v2_flash": "mimo_v2_flash", "phimoe": "phimoe",
+    "flex_olmo": "flex_olmo", "laguna": "laguna",
+    "longcat_flash": "longcat_flash", "mellum": "mellum", "mimo_v2_flash": "mimo_v2_flash", "phimoe": "phimoe",
 }  # fmt: skip
 
 

@@ -218,4 +218,15 @@ CASES = {
         attention_bias=True, tie_word_embeddings=True,
         rope_parameters={**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
     ),
+    "laguna": partial(
+        _config, "LagunaConfig", head_dim=16, num_experts=5, num_experts_per_tok=2, shared_expert_intermediate_size=32,
+        layer_types=[F, S, S], sliding_window=15, num_attention_heads_per_layer=[6, 4, 2],
+        moe_routed_scaling_factor=1.5,
+    ),
+    "laguna-elements": partial(
+        _config, "LagunaConfig", head_dim=8, num_experts=4, num_experts_per_tok=3, shared_expert_intermediate_size=24,
+        layer_types=[S, F, S], sliding_window=40, num_key_value_heads=3, gating="per-element", attention_bias=True,
+        mlp_layer_types=["sparse", "dense", "sparse"], tie_word_embeddings=True,
+        rope_parameters={F: _YARN, S: _rope("default", partial_rotary_factor=0.5)},
+    ),
 }  # fmt: skip

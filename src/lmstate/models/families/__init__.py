@@ -36,6 +36,7 @@ FAMILIES = {
     "jamba": "jamba",
     "kimi_k2": "deepseek",
     "kimi_linear": "kimi_linear",
+    "laguna": "laguna",
     "lfm2": "lfm2",
     "lfm2_moe": "lfm2",
     "llama": "llama",

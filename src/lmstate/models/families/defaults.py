@@ -65,6 +65,15 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
     },
     "kimi_k2": DEEPSEEK_V3,
     "kimi_linear": {**EPS, "routed_scaling_factor": 2.446},
+    "laguna": {
+        "head_dim": 128,
+        "sliding_window": 512,
+        "first_k_dense_replace": 1,
+        "rope_parameters": {
+            "full_attention": {"rope_theta": 500_000.0, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_theta": 10_000.0},
+        },
+    },
     "llama": LLAMA,
     "llama4_text": EPS,
     "longcat_flash": {**EPS, "zero_expert_num": 256},
