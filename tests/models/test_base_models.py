@@ -30,13 +30,19 @@ def base(config: Any) -> Any:
     return theirs
 
 
-CHOSEN = ("llama", "qwen3", "gemma3", "mamba", "mamba2", "falcon_mamba", "falcon_h1", "recurrent_gemma")
+CHOSEN = (
+    "llama", "qwen3", "gemma3", "mamba", "mamba2", "falcon_mamba", "falcon_h1", "recurrent_gemma", "gpt_neox", "falcon",
+    "gpt2",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CHOSEN)
 def test_a_base_model_gives_the_logits_of_its_embedding(case: str, tmp_path: Path) -> None:
     base(changed(case, tied=True)).save_pretrained(tmp_path)
-    assert not any(name.startswith(("model.", "backbone.")) for name in load_file(tmp_path / "model.safetensors"))
+    assert not any(
+        name.startswith(("model.", "backbone.", "gpt_neox.", "transformer."))
+        for name in load_file(tmp_path / "model.safetensors")
+    )
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     tokens = ids(40)
     with torch.no_grad():

@@ -44,6 +44,7 @@ WRAPPERS = {
     "DeepseekVL": ("Llama", "model.aligner."),
     "DeepseekVLHybrid": ("Llama", "model.high_res_vision_model."),
     "Janus": ("Llama", "model.generation_"),
+    "Mistral3": ("Ministral3", "multi_modal_projector."),
     "LightOnOcr": ("Qwen3", "model.vision_encoder."),
     "HyperCLOVAXVisionV2": ("Granite", "model.vision_projector."),
     "VibeVoiceAsr": ("Qwen2", "acoustic_tokenizer_encoder."),
@@ -105,6 +106,17 @@ def test_a_wrapper_loads_as_its_text_model(name: str, tmp_path: Path) -> None:
     tokens = ids(40) % 90
     ours = lmstate.load(tmp_path, weights="float32")
     torch.testing.assert_close(ours(tokens), logits(theirs, tokens), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("text", ["Gemma", "Gemma2"])
+def test_a_wrapper_whose_text_is_read_in_both_directions_is_refused(text: str, tmp_path: Path) -> None:
+    wrapper("PaliGemma", text, tied=True).save_pretrained(tmp_path)
+    for said in (True, None):
+        config = json.loads((tmp_path / "config.json").read_text())
+        assert config["text_config"].pop("use_bidirectional_attention", None) is said
+        with pytest.raises(ModelError, match="both directions"):
+            lmstate.load(tmp_path)
+        (tmp_path / "config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize("name", ["Idefics3", "LlavaNext", "HyperCLOVAXVisionV2"])

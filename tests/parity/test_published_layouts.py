@@ -126,12 +126,76 @@ def qwen3_vl_moe(config: Config, tensors: Tensors) -> None:
     text["rope_theta"] = text["rope_scaling"].pop("rope_theta")
 
 
+def qwen2_vl(config: Config, tensors: Tensors) -> None:
+    """Qwen2-VL-2B: the text model's config and names are those of the whole, and images come beside."""
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    text |= {
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
+    }
+    kept = {name: config[name] for name in ("model_type", "architectures", "vision_config", "tie_word_embeddings")}
+    config.clear()
+    config |= {**text, **kept}
+    for name in list(tensors):
+        plain = name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
+        tensors[plain] = tensors.pop(name)
+
+
+def gpt_neox(config: Config, tensors: Tensors) -> None:
+    """Pythia-160M: what rotates has names of its own, and masks and rotary tables are stored with the weights."""
+    rope = config.pop("rope_parameters")
+    config |= {"rotary_emb_base": int(rope["rope_theta"]), "rotary_pct": rope["partial_rotary_factor"]}
+    for layer in range(config["num_hidden_layers"]):
+        inside = f"gpt_neox.layers.{layer}.attention"
+        tensors[f"{inside}.bias"] = torch.ones(1, 1, 8, 8).tril()
+        tensors[f"{inside}.masked_bias"] = torch.tensor(-1e9)
+        tensors[f"{inside}.rotary_emb.inv_freq"] = torch.ones(2)
+
+
+def gpt2(config: Config, tensors: Tensors) -> None:
+    """GPT-2: a model without a head, whose masks are stored with the weights."""
+    config["n_ctx"] = config["n_positions"]
+    del config["tie_word_embeddings"]
+    for name in list(tensors):
+        tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+    for layer in range(config["n_layer"]):
+        tensors[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 8, 8).tril()
+
+
+def exaone4(config: Config, tensors: Tensors) -> None:
+    """EXAONE-4.0-32B: the pattern of its layers in letters, beside the list of them."""
+    config["sliding_window_pattern"] = "LLLG"
+
+
+def gemma(config: Config, tensors: Tensors) -> None:
+    """Gemma-2B: its activation under the name of another."""
+    config["hidden_act"] = "gelu"
+    config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
+    config["rope_scaling"] = None
+
+
+def hunyuan(config: Config, tensors: Tensors) -> None:
+    """Hunyuan-7B: the rope's settings in their old place."""
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = {**rope, "type": rope["rope_type"], "beta_fast": 32, "beta_slow": 1}
+
+
 CHANGES = {
     "deepseek_v3-yarn": kimi_k2,
     "glm4_moe": glm4_moe,
     "mimo_v2_flash": mimo_v2_flash,
     "minimax_m2": minimax_m2,
     "qwen3_vl_moe": qwen3_vl_moe,
+    "qwen2_vl": qwen2_vl,
+    "qwen2_vl-window": qwen2_vl,
+    "qwen2_5_vl": qwen2_vl,
+    "gpt_neox": gpt_neox,
+    "gpt2": gpt2,
+    "exaone4": exaone4,
+    "gemma": gemma,
+    "hunyuan_v1_dense-alpha": hunyuan,
     "lfm2": lfm2,
     "kimi_linear": kimi_linear,
     "qwen3_next": qwen3_next,

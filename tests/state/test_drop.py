@@ -18,9 +18,11 @@ def attention_only(case: str) -> bool:
     return all(type(part) is AttentionState and part.span is None for layer in layers for part in layer.parts())
 
 
-FULL = [
-    case for case in CASES if case.split("-")[0] in ("llama", "qwen2", "qwen3", "qwen3_moe", "olmo2", "smollm3", "phi3")
-]
+FAMILIES = (
+    "llama", "qwen2", "qwen3", "qwen3_moe", "olmo2", "smollm3", "phi3", "phi", "glm", "cohere", "hunyuan_v1_dense",
+    "nanochat", "gpt_neox", "falcon",
+)  # fmt: skip
+FULL = [case for case in CASES if case.split("-")[0] in FAMILIES]
 STRETCHED = ("dynamic", "longrope")
 
 

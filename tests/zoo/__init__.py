@@ -20,7 +20,7 @@ from lmstate.models.families import build
 from lmstate.models.weights.source import open_source
 from lmstate.models.weights.weights import Weights
 
-KINDS = ("llama_like", "windows", "latent", "experts", "delta", "ssm", "conv", "linear")
+KINDS = ("llama_like", "dense", "windows", "latent", "experts", "delta", "ssm", "conv", "linear")
 VOCAB = 99
 
 Make = Callable[[], Any]
@@ -51,30 +51,26 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
             buffer += 0.3 * torch.randn(buffer.shape, generator=generator)
 
 
-def auto_class(config: Any) -> Any:
-    """What loads a model of that config: the class that is in no table has to do it itself."""
-    from transformers import AutoModelForCausalLM
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else model_class(config)
-
-
-def model_class(config: Any) -> Any:
-    """The class of `transformers` for a config, whether it is in the table of those with a head or not."""
+def auto(config: Any) -> Any:
+    """The class of `transformers` that makes a model with a head for a config: of a text, or of images too."""
     import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    tables = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
+    for table in tables:
+        if type(config) in table._model_mapping:
+            return table
+    # A text model that is known as a part of others alone.
     stem = type(config).__name__.removesuffix("Config")
-    return getattr(transformers, f"{stem}ForCausalLM", None) or getattr(transformers, f"{stem}ForConditionalGeneration")
+    tables[0].register(type(config), getattr(transformers, f"{stem}ForCausalLM"))
+    return tables[0]
 
 
 @lru_cache(maxsize=4)
 def pair(case: str) -> tuple[Any, lmstate.Model]:
     """The `transformers` model in float32 and the same weights in lmstate, through a saved directory."""
+    config = CASES[case]()
     torch.manual_seed(0)
-    theirs = model_class(config := CASES[case]())._from_config(config, dtype=torch.float32).eval()
+    theirs = auto(config).from_config(config, dtype=torch.float32).eval()
     randomise(theirs)
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)

@@ -53,8 +53,7 @@ def _weights(model: Model) -> str:
 
 def _stored(model: Model) -> list[Tensor | Weight]:
     """Every weight once (an embedding may be the head too). Rope frequencies follow from the config: they are none."""
-    parts = (model.embed, model.blocks, model.norm, model.head, model.head_bias)
-    found = {id(weight): weight for path, weight in weights_in(parts) if not path.endswith(".frequencies")}
+    found = {id(weight): weight for path, weight in weights_in(model.parts) if not path.endswith(".frequencies")}
     return list(found.values())
 
 

@@ -57,6 +57,7 @@ class Model:
     norm: Norm
     head: Weight  # [V, E]; the embedding itself where they are tied
     head_bias: Tensor | None = None
+    places: Weight | None = None  # [P, E], what is added to the embedding at each of P positions
     dtype: torch.dtype = torch.float32  # of stored keys and values, and of large matrix products
     name: str = ""
     eos_ids: frozenset[int] = frozenset()
@@ -70,6 +71,11 @@ class Model:
         return self.embed.device
 
     @property
+    def parts(self) -> tuple[Any, ...]:
+        """All that holds weights."""
+        return self.embed, self.blocks, self.norm, self.head, self.head_bias, self.places
+
+    @property
     def tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
             raise StateError(f"{self.name or 'this model'} has no tokenizer; give token ids, or add a tokenizer.json")
@@ -79,8 +85,7 @@ class Model:
     def fingerprint(self) -> str:
         """A hash of the config and of a sample of every weight: what a snapshot must agree with."""
         if self._fingerprint is None:
-            parts = (self.embed, self.blocks, self.norm, self.head, self.head_bias)
-            self._fingerprint = fingerprint(self.config, parts)
+            self._fingerprint = fingerprint(self.config, self.parts)
         return self._fingerprint
 
     def new_state(
@@ -111,7 +116,7 @@ class Model:
             check_static(self, capacity, kv)
         dtype = kv if isinstance(kv, torch.dtype) else self.dtype
         chunk = STATIC_CHUNK if static else Layout.chunk
-        layout = Layout(rows, self.device, dtype, capacity, rewind, chunk, static=static)
+        layout = Layout(rows, self.device, dtype, capacity, rewind, chunk, places=self._places, static=static)
         state = self._new_state(layout, None if isinstance(kv, torch.dtype) else kv)
         if static:
             if self._traced is None and (traced := plain(self)) is not self:
@@ -149,6 +154,10 @@ class Model:
             )
         state.user = weakref.ref(self)
 
+    @property
+    def _places(self) -> int | None:
+        return None if self.places is None else self.places.out_features
+
     def _regime(self, horizon: int) -> int:
         return max((rope.regime(horizon) for rope in self._stretching), default=0)
 
@@ -180,7 +189,8 @@ class Model:
         if state is None:
             # Whole sequences are one step of a state that nobody keeps; in one part, so that gradients can follow.
             width = max(map(len, ids), default=0)
-            layout = Layout(len(ids), self.device, self.dtype, max(width, 1), rewind=0, chunk=max(width, 1))
+            width = max(width, 1)
+            layout = Layout(len(ids), self.device, self.dtype, width, rewind=0, chunk=width, places=self._places)
             return self(ids, self._new_state(layout), logits or "all", commit=False)
         self._refuse_other(state)
         self._catch_up(state, ids, logits or "last")
@@ -255,6 +265,8 @@ class Model:
         x = self.embed.rows(tokens)
         if self.config.embed_scale != 1.0:
             x = x * self.config.embed_scale
+        if self.places is not None:  # padding may stand beyond them
+            x = x + self.places.rows(step.positions.clamp(max=self.places.out_features - 1))
         return run_blocks(self.blocks, x, step, layers)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -69,9 +69,16 @@ class Rope:
         return turned.view(keys.shape)
 
     def to(self, device: torch.device) -> Rope:
+        return self._with(lambda frequencies: frequencies.to(device))
+
+    def backwards(self) -> Rope:
+        """The same in the other direction."""
+        return self._with(torch.neg)
+
+    def _with(self, change: Callable[[Tensor], Tensor]) -> Rope:
         stretched = self.stretched
-        moved = None if stretched is None else lambda horizon: stretched(horizon).to(device)
-        return replace(self, frequencies=self.frequencies.to(device), stretched=moved)
+        changed = None if stretched is None else lambda horizon: change(stretched(horizon))
+        return replace(self, frequencies=change(self.frequencies), stretched=changed)
 
 
 def rope_fields(config: Fields, kind: str | None = None) -> Fields:
@@ -89,6 +96,8 @@ def rope_fields(config: Fields, kind: str | None = None) -> Fields:
     if config.given("original_max_position_embeddings"):  # outside it goes before the one inside
         values["original_max_position_embeddings"] = config["original_max_position_embeddings"]
     values.setdefault("rope_type", values.get("type", "default"))
+    if values["rope_type"] == "mrope":  # of positions on several axes, which in a text are all the same
+        values["rope_type"] = "default"
     return Fields(values, "config.rope_parameters")
 
 

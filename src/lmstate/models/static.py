@@ -32,6 +32,11 @@ def check_static(model: Model, capacity: int | None, kv: torch.dtype | Policies 
         )
     if capacity is None:
         raise StateError("new_state(static=True) was asked for without a capacity; say how many tokens a row may hold")
+    if model.places is not None and capacity > model.places.out_features:
+        raise UnsupportedError(
+            f"a static state of {capacity} tokens was asked for, but this model has learned "
+            f"{model.places.out_features} positions: use capacity={model.places.out_features} or less"
+        )
     for rope in model._stretching:
         if rope.native is not None and capacity > rope.native:
             raise UnsupportedError(
@@ -47,8 +52,7 @@ def hold_still(model: Model, state: State) -> None:
     Otherwise a CUDA graph copies them to a place of its own before every step, and refuses to change them in place. The
     addresses are no guards: for another state of the same size the graph is recorded again, and not compiled again.
     """
-    parts = (model.embed, model.blocks, model.norm, model.head, model.head_bias)
-    held = [part.tensors().values() if isinstance(part, Weight) else [part] for _, part in weights_in(parts)]
+    held = [part.tensors().values() if isinstance(part, Weight) else [part] for _, part in weights_in(model.parts)]
     for tensor in itertools.chain(*held, state.fixed()):
         torch._dynamo.mark_static_address(tensor, guard=False)
 

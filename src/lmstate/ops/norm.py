@@ -13,7 +13,7 @@ from lmstate.ops import dispatch
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """What a norm multiplies and adds. `weight` and `bias` are float32 `[E]`."""
+    """What a norm multiplies and adds. `weight` and `bias` are float32 `[E]`; `[H, E]` where every head has its own."""
 
     weight: Tensor
     eps: float
@@ -37,6 +37,7 @@ def norm(x: Tensor, norm: Norm) -> Tensor:
 def norm_reference(x: Tensor, norm: Norm) -> Tensor:
     x = x.float()
     if norm.kind == "layer":
-        return torch.nn.functional.layer_norm(x, norm.weight.shape, norm.weight, norm.bias, norm.eps)
-    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
+        y = torch.nn.functional.layer_norm(x, x.shape[-1:], eps=norm.eps) * norm.weight
+    else:
+        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
     return y if norm.bias is None else y + norm.bias

@@ -236,13 +236,16 @@ class Transaction:
             self.discard()
 
     def _fits(self, counts: Sequence[int]) -> None:
-        capacity = self.layout.capacity
+        capacity, places = self.layout.capacity, self.layout.places
         for index, (row, count) in enumerate(zip(self._rows, counts)):
+            given = f"row {index} holds {len(row.tokens)} tokens and was given {count} more"
             if capacity is not None and len(row.tokens) + count > capacity:
                 raise CapacityError(
-                    f"row {index} holds {len(row.tokens)} tokens and was given {count} more; the state was made with "
-                    f"capacity={capacity}: rewind or drop tokens, or make a larger state"
+                    f"{given}; the state was made with capacity={capacity}: rewind or drop tokens, or make a larger "
+                    "state"
                 )
+            if places is not None and len(row.tokens) + count > places:
+                raise CapacityError(f"{given}; the model has learned {places} positions and knows no others")
 
     def _horizons(self, counts: Sequence[int]) -> tuple[int, ...]:
         return tuple(len(row.tokens) + count for row, count in zip(self._rows, counts))

@@ -7,32 +7,47 @@ from importlib import import_module
 from lmstate.errors import ModelError
 from lmstate.models.decoder import Model
 from lmstate.models.families.defaults import completed
+from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.weights import Weights
 from lmstate.models.weights.wrapped import TextPart
 
 # model_type of a config -> the module that builds it.
 FAMILIES = {
     "afmoe": "afmoe",
+    "apertus": "apertus",
+    "arcee": "llama",
     "axk1": "deepseek",
     "bamba": "bamba",
+    "cohere": "cohere2",
     "cohere2": "cohere2",
     "deepseek_v2": "deepseek",
     "deepseek_v3": "deepseek",
     "dots1": "dots1",
+    "ernie4_5": "llama",
     "ernie4_5_moe": "ernie4_5_moe",
+    "exaone4": "exaone4",
     "exaone_moe": "exaone_moe",
+    "falcon": "falcon",
     "falcon_h1": "falcon_h1",
     "falcon_mamba": "mamba",
     "flex_olmo": "olmo2",
+    "gemma": "gemma1",
     "gemma2": "gemma",
     "gemma3_text": "gemma",
+    "glm": "glm",
+    "glm4": "glm",
     "glm4_moe": "glm4_moe",
     "glm4_moe_lite": "deepseek",
+    "gpt2": "gpt2",
+    "gpt_neox": "gpt_neox",
     "gpt_oss": "gpt_oss",
     "granite": "granitemoehybrid",
+    "granite_swa": "granite_swa",
     "granitemoe": "granitemoehybrid",
     "granitemoehybrid": "granitemoehybrid",
     "granitemoeshared": "granitemoehybrid",
+    "helium": "llama",
+    "hunyuan_v1_dense": "hunyuan",
     "jamba": "jamba",
     "kimi_k2": "deepseek",
     "kimi_linear": "kimi_linear",
@@ -48,30 +63,45 @@ FAMILIES = {
     "mimo_v2_flash": "mimo_v2_flash",
     "minimax": "minimax",
     "minimax_m2": "minimax_m2",
+    "ministral": "mistral",
+    "ministral3": "mistral",
     "mistral": "mistral",
     "mistral4": "deepseek",
     "mixtral": "mistral",
+    "nanochat": "nanochat",
+    "nemotron": "nemotron",
     "nemotron_h": "nemotron_h",
+    "olmo": "olmo",
     "olmo2": "olmo2",
     "olmo3": "olmo2",
     "olmo_hybrid": "olmo_hybrid",
     "olmoe": "olmoe",
+    "phi": "phi",
     "phi3": "phi3",
     "phimoe": "phimoe",
     "qwen2": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
     "qwen2_moe": "qwen2",
+    "qwen2_vl_text": "qwen2",
     "qwen3": "qwen3",
     "qwen3_5_moe_text": "qwen3_next",
     "qwen3_5_text": "qwen3_next",
     "qwen3_moe": "qwen3",
     "qwen3_next": "qwen3_next",
     "qwen3_vl_moe_text": "qwen3",
+    "qwen3_vl_text": "qwen3",
     "recurrent_gemma": "recurrent_gemma",
+    "seed_oss": "llama",
     "smollm3": "smollm3",
     "solar_open": "glm4_moe",
+    "stablelm": "stablelm",
+    "starcoder2": "starcoder2",
     "youtu": "deepseek",
     "zamba2": "zamba2",
 }
+
+# Whose first checkpoints hold what is the text model's in the config itself -> the text model's own type.
+FLAT = {"qwen2_5_vl": "qwen2_5_vl_text", "qwen2_vl": "qwen2_vl_text"}
 
 
 def build(w: Weights) -> Model:
@@ -79,7 +109,11 @@ def build(w: Weights) -> Model:
 
     Raises `ModelError` for a family that is not in the table.
     """
-    text = w.config.fields("text_config")
+    text, family = w.config.fields("text_config"), w.config.str("model_type", default="")
+    if text is None and family in FLAT:
+        text = Fields({**w.config, "model_type": FLAT[family]}, w.config.where)
+    if family == "paligemma" and text is not None and not text.given("use_bidirectional_attention"):
+        text = Fields({**text, "use_bidirectional_attention": True}, text.where)  # which its class takes for granted
     if text is not None:
         w = w.over(TextPart(w.source, text))
     family = w.config.str("model_type")

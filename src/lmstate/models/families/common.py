@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,9 +16,11 @@ from lmstate.models.mixers.mixer import Mixer
 from lmstate.models.mlp import MLP, FeedForward
 from lmstate.models.rope import Rope
 from lmstate.models.weights.fields import Fields
+from lmstate.models.weights.source import GroupedQuant
 from lmstate.models.weights.weights import Weights
 from lmstate.ops import Norm, Weight
 
+POSITIONS = "max_position_embeddings"
 MOST = 2**20  # of heads, layers, experts, widths: more is a damaged file
 
 ACTIVATIONS = {
@@ -32,6 +34,7 @@ ACTIVATIONS = {
 }
 
 GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
+UP_DOWN = ("up_proj", "down_proj")
 W1_W3_W2 = ("w1", "w3", "w2")  # the same three matrices
 
 Normed: TypeAlias = Callable[[str], Norm]
@@ -51,7 +54,8 @@ class Shape:
     eps: float
 
     @classmethod
-    def of(cls, config: Fields) -> Shape:
+    def of(cls, config: Fields, *, eps: str = "rms_norm_eps") -> Shape:
+        """`eps`: the name under which the config has the number that norms add."""
         hidden = config.int("hidden_size", low=1, high=MOST)
         heads = config.int("num_attention_heads", low=1, high=MOST)
         kv_heads = config.int("num_key_value_heads", low=1, high=MOST, default=heads)
@@ -64,7 +68,7 @@ class Shape:
             kv_heads,
             config.int("head_dim", low=1, high=MOST, default=0) or max(1, hidden // heads),
             config.int("vocab_size", low=1, high=2**24),
-            config.float("rms_norm_eps", low=0.0, high=1.0, default=1e-6),
+            config.float(eps, low=0.0, high=1.0, default=1e-6),
         )
 
 
@@ -93,6 +97,19 @@ def layer_norms(w: Weights, shape: Shape, *, biased: bool = True, plus_one: bool
         return Norm(weight + 1.0 if plus_one else weight, shape.eps, "layer", bias)
 
     return layer_norm
+
+
+def plain_norm(w: Weights, width: int, eps: float, kind: Literal["rms", "layer"] = "rms") -> Norm:
+    """A norm without weights."""
+    return Norm(torch.ones(width, dtype=torch.float32, device=w.device), eps, kind)
+
+
+def norm_after_rope(w: Weights, shape: Shape, rope: Rope) -> tuple[Norm, Rope]:
+    """A norm of each head without weights that comes after its rotation: one that may come before, and that rotation.
+
+    A rotation keeps lengths. A factor on all features the norm would take away again, but for its share in epsilon.
+    """
+    return plain_norm(w, shape.head_dim, shape.eps / rope.scale**2), replace(rope, scale=1.0)
 
 
 def attention(
@@ -139,6 +156,33 @@ def attention(
     )  # fmt: skip
 
 
+def grouped_attention(w: Weights, shape: Shape, rope: Rope, fused: str, out: str, *, biased: bool) -> Attention:
+    """Attention whose projections are one matrix: for each key/value head its queries, then its key, then its value.
+
+    `fused` and `out` are the names of that matrix and of the projection after attention.
+    """
+    size = ((shape.heads + 2 * shape.kv_heads) * shape.head_dim, shape.hidden)
+    w.expect(f"{fused}.weight", size)
+    grouped = torch.arange(size[0]).view(shape.kv_heads, -1, shape.head_dim)  # [K, H / K + 2, D]
+    order = torch.cat([grouped[:, :-2].flatten(), grouped[:, -2].flatten(), grouped[:, -1].flatten()])
+
+    def parted(numbers: Tensor | GroupedQuant) -> Tensor | GroupedQuant:
+        return numbers.rows(order) if isinstance(numbers, GroupedQuant) else numbers[order]
+
+    bias = w.tensor(f"{fused}.bias", size[:1]) if biased else None
+    return Attention(
+        w.derived(f"{fused}.weight, parted", f"{fused}.weight", make=parted, shape=size),
+        w.linear(f"{out}.weight", shape=(shape.hidden, shape.heads * shape.head_dim)),
+        shape.heads,
+        shape.kv_heads,
+        shape.head_dim,
+        shape.head_dim**-0.5,
+        rope,
+        qkv_bias=None if bias is None else bias[order.to(bias.device)],
+        out_bias=w.tensor(f"{out}.bias", (shape.hidden,)) if biased else None,
+    )
+
+
 def mlp(
     w: Weights,
     prefix: str,
@@ -159,6 +203,37 @@ def mlp(
         w.linear(f"{down}.weight", shape=(hidden, inner)),
         act,
         up_bias=biases(w, f"{gate}.bias", f"{up}.bias", wanted=biased),
+        down_bias=biases(w, f"{down}.bias", wanted=biased),
+    )
+
+
+def fused_mlp(w: Weights, prefix: str, hidden: int, inner: int, act: str) -> MLP:
+    """A gated feed-forward block whose gate and up are one matrix: `gate_up_proj`, `down_proj`."""
+    return MLP(
+        w.linear(f"{prefix}.gate_up_proj.weight", shape=(2 * inner, hidden)),
+        w.linear(f"{prefix}.down_proj.weight", shape=(hidden, inner)),
+        act,
+    )
+
+
+def ungated_mlp(
+    w: Weights,
+    prefix: str,
+    hidden: int,
+    inner: int,
+    act: str,
+    names: tuple[str, str] = UP_DOWN,
+    biased: bool | None = None,
+) -> MLP:
+    """A feed-forward block without a gate: `up_proj`, `down_proj` under `prefix`, with or without biases, as `mlp`."""
+    up, down = (f"{prefix}.{name}" for name in names)
+    biased = w.config.bool("mlp_bias", default=False) if biased is None else biased
+    return MLP(
+        w.linear(f"{up}.weight", shape=(inner, hidden)),
+        w.linear(f"{down}.weight", shape=(hidden, inner)),
+        act,
+        gated=False,
+        up_bias=biases(w, f"{up}.bias", wanted=biased),
         down_bias=biases(w, f"{down}.bias", wanted=biased),
     )
 
@@ -213,6 +288,7 @@ def decoder(
     prefix: str = "model",
     embed: str | None = None,
     head_biased: bool = False,
+    places: str | None = None,
     final_norm: Norm | None = None,
     embed_scale: float = 1.0,
     logit_scale: float = 1.0,
@@ -222,8 +298,8 @@ def decoder(
     """A stack of `shape.layers` blocks between `embed_tokens` and `lm_head` (the embedding itself where they are tied).
 
     A checkpoint that holds a head of its own is not tied, whatever its config says. `embed`: the embedding's name where
-    it is another. `head_biased`: the head has a bias. `ignore`: patterns of tensors that the checkpoint holds and this
-    model needs not (rotary tables, say).
+    it is another. `head_biased`: the head has a bias. `places`: the name of learned positions. `ignore`: patterns of
+    tensors that the checkpoint holds and this model needs not (rotary tables, say).
     """
     config = w.config
     embedded = f"{embed or prefix + '.embed_tokens'}.weight"
@@ -237,7 +313,7 @@ def decoder(
             config.str("model_type"),
             shape.vocab,
             shape.hidden,
-            config.int("max_position_embeddings", low=1, default=None),
+            config.int(POSITIONS, low=1, default=None),
             embed_scale,
             logit_scale,
             logit_softcap,
@@ -247,6 +323,7 @@ def decoder(
         final_norm or norm(w, f"{prefix}.norm.weight", shape.hidden, shape.eps),
         embedding if tied else w.linear("lm_head.weight", shape=(shape.vocab, shape.hidden)),
         w.tensor("lm_head.bias", (shape.vocab,)) if head_biased else None,
+        None if places is None else w.linear(f"{places}.weight", shape=(config.int(POSITIONS, low=1), shape.hidden)),
         dtype=w.dtype,
     )
     w.check_all_used([*(["lm_head.weight"] if tied else []), "*.rotary_emb.inv_freq", *ignore])

@@ -1,26 +1,51 @@
-"""Llama (Touvron et al. 2023) and the checkpoints that are exactly alike: SmolLM2, Yi, DeepSeek-LLM, ..."""
+"""Llama (Touvron et al. 2023) and the checkpoints that are exactly alike: SmolLM2, Yi, DeepSeek-LLM, ...
+
+Families that differ by a line are here too: ERNIE 4.5 and Helium rotate neighbouring features, Seed-OSS says of each
+part by itself whether it has biases, and the feed-forward part of Arcee has no gate.
+"""
 
 from __future__ import annotations
 
-from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, mlp, norm
+from lmstate.models.decoder import Model
+from lmstate.models.families.common import (
+    MOST,
+    Shape,
+    activation,
+    attention,
+    decoder,
+    mlp,
+    pre_norm,
+    rms_norms,
+    ungated_mlp,
+)
 from lmstate.models.rope import make_rope
+from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.weights import Weights
+
+NEIGHBOURS = ("ernie4_5", "helium")
+# Whose fields for the biases of q, k and v, of the projection after attention, and of the feed-forward part differ.
+BIASES = {
+    "ernie4_5": ("use_bias", "use_bias", "use_bias"),
+    "helium": ("attention_bias", None, "mlp_bias"),
+    "seed_oss": ("attention_bias", "attention_out_bias", "mlp_bias"),
+}
 
 
 def build(w: Weights) -> Model:
-    """Pre-norm blocks of rotary attention and a gated feed-forward part. Qwen2 differs by its biases alone."""
+    """Pre-norm blocks of rotary attention and a feed-forward part. Qwen2 differs by its biases alone."""
     config, shape = w.config, Shape.of(w.config)
+    family = config.str("model_type")
     inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
-    rope = make_rope(config, shape.head_dim).to(w.device)
-
-    def block(index: int) -> Block:
-        layer = f"model.layers.{index}"
-        return Block(
-            attention(w, f"{layer}.self_attn", shape, rope),
-            mlp(w, f"{layer}.mlp", shape.hidden, inner, act),
-            norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps),
-            norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps),
-        )
-
+    rope = make_rope(config, shape.head_dim, interleaved=family in NEIGHBOURS).to(w.device)
+    qkv, out, inside = (_says(config, name) for name in BIASES.get(family, ("attention_bias",) * 2 + ("mlp_bias",)))
+    made = ungated_mlp if family == "arcee" else mlp
+    block = pre_norm(
+        rms_norms(w, shape),
+        lambda _, name: attention(w, name, shape, rope, biased=qkv, out_biased=out),
+        lambda _, name: made(w, name, shape.hidden, inner, act, biased=inside),
+    )
     return decoder(w, shape, block)
+
+
+def _says(config: Fields, name: str | None) -> bool:
+    return name is not None and config.bool(name, default=False)

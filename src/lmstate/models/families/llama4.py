@@ -5,17 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, expert_count, mlp, norm
+from lmstate.models.families.common import (
+    MOST,
+    Shape,
+    activation,
+    attention,
+    decoder,
+    expert_count,
+    mlp,
+    norm,
+    norm_after_rope,
+)
 from lmstate.models.mixers.attention import Attention, Temperature
 from lmstate.models.mlp import MLP, FeedForward
 from lmstate.models.moe import MixtureOfExperts, Router
 from lmstate.models.rope import make_rope
 from lmstate.models.weights.weights import Weights
-from lmstate.ops import FloatWeight, Norm, Weight
+from lmstate.ops import FloatWeight, Weight
 
 
 def build(w: Weights) -> Model:
@@ -37,10 +46,7 @@ def build(w: Weights) -> Model:
     rope = make_rope(config, shape.head_dim, theta=500_000.0, interleaved=True).to(w.device)
     head_norm = None
     if config.bool("use_qk_norm", default=True):
-        # A plain norm of queries and keys comes after they rotate. Before is the same where that keeps their lengths;
-        # a factor on all of them it would take away again, but for its share in epsilon.
-        ones = torch.ones(shape.head_dim, dtype=torch.float32, device=w.device)
-        head_norm, rope = Norm(ones, shape.eps / rope.scale**2), replace(rope, scale=1.0)
+        head_norm, rope = norm_after_rope(w, shape, rope)
     temperature = None
     if config.get("attn_temperature_tuning", True):  # a number in early files
         temperature = Temperature(

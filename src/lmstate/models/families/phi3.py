@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, Shape, activation, decoder, norm
+from lmstate.models.families.common import MOST, Shape, activation, decoder, fused_mlp, norm
 from lmstate.models.mixers.attention import Attention
-from lmstate.models.mlp import MLP
 from lmstate.models.rope import make_rope
 from lmstate.models.weights.weights import Weights
 
@@ -25,11 +24,7 @@ def build(w: Weights) -> Model:
                 w.linear(f"{layer}.self_attn.o_proj.weight", shape=(shape.hidden, width)),
                 shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5, rope, window,
             ),
-            MLP(
-                w.linear(f"{layer}.mlp.gate_up_proj.weight", shape=(2 * inner, shape.hidden)),
-                w.linear(f"{layer}.mlp.down_proj.weight", shape=(shape.hidden, inner)),
-                act,
-            ),
+            fused_mlp(w, f"{layer}.mlp", shape.hidden, inner, act),
             norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps),
             norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps),
         )  # fmt: skip

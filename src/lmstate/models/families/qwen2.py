@@ -29,7 +29,7 @@ def build(w: Weights) -> Model:
 
 def _windows(config: Fields, layers: int) -> Sequence[int | None]:
     """Each layer's window; without a list of kinds, every second layer of a mixture's first ones slides."""
-    if config.str("model_type") == "qwen2" or config.given("layer_types"):
+    if config.str("model_type") != "qwen2_moe" or config.given("layer_types"):
         return windows(config, layers)
     size, last = one_window(config, switch=True), config.int("max_window_layers", default=28)
     return [size if index % 2 == 0 and index < last else None for index in range(layers)]

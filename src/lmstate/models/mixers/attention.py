@@ -17,7 +17,7 @@ from lmstate.state import KeyValueState, LayerState, Layout, Step, attention_sta
 @dataclass(frozen=True)
 class Temperature:
     """Queries grow by `1 + strength * log(1 + n)` past n times `every` tokens, so that long texts do not flatten what
-    they see (2501.19399). `first`: as which the first token counts."""
+    they see (2501.19399). `first`: the number of the first token."""
 
     every: int
     strength: float
@@ -38,6 +38,9 @@ class Attention(JoiningMixer):
     `qkv [H * D + 2 * K * D, E]` are the three projections in one matrix. `q_norm` and `k_norm` normalise each head, or
     the whole projection if they are as wide as it is. `rope` None: the layer knows no positions. `gate`: each query
     head's rows are followed by as many of a gate, whose sigmoid multiplies what the head has seen (Qwen3-Next).
+
+    `clip`: what the projections give is brought to within that of 0. `turned_weight` float32 `[D]` multiplies queries
+    after they have turned: where a norm comes after the rotation, that is what is left of it there.
     """
 
     qkv: Weight
@@ -57,6 +60,8 @@ class Attention(JoiningMixer):
     out_bias: Tensor | None = None
     gate: bool = False
     temperature: Temperature | None = None
+    clip: float | None = None
+    turned_weight: Tensor | None = None
 
     @property
     def kind(self) -> str:
@@ -69,7 +74,8 @@ class Attention(JoiningMixer):
         )  # fmt: skip
 
     def half(self, norm: Norm | None, after: Norm | None, scale: float) -> ops.AttentionHalf | None:
-        return None if self.temperature is not None else ops.AttentionHalf(self, norm, after, scale)
+        apart = self.temperature is not None or self.clip is not None or self.turned_weight is not None
+        return None if apart else ops.AttentionHalf(self, norm, after, scale)
 
     def joins(self, run: ops.Run, half: Halves, step: Step, memory: LayerState) -> bool:
         assert isinstance(memory, KeyValueState) and isinstance(half, ops.AttentionHalf)
@@ -87,6 +93,7 @@ class Attention(JoiningMixer):
         """What comes after the projections, `[R, T, (H + 2K) * D]` or `[R, T, (2H + 2K) * D]` -> `[R, T, E]`."""
         assert isinstance(memory, KeyValueState)
         kv_width = self.kv_heads * self.head_dim
+        qkv = qkv if self.clip is None else qkv.clamp(-self.clip, self.clip)
         q, k, v = qkv.split([qkv.shape[-1] - 2 * kv_width, kv_width, kv_width], dim=-1)
         gate = None
         if self.gate:
@@ -95,8 +102,12 @@ class Attention(JoiningMixer):
         v = v.unflatten(-1, (self.kv_heads, self.head_dim))  # [R, T, K, D]
         if self.temperature is not None:
             q = q * self.temperature.at(step)  # a number a token, which no rotation touches
+        rotation = self.rotation(step)
+        if self.turned_weight is not None and rotation is not None:
+            q, k = ops.rope(q, *rotation) * self.turned_weight, ops.rope(k, *rotation)
+            rotation = None
         scoring = ops.Scoring(self.scale, self.softcap, self.sinks)
-        seen = memory.attend(q, (k, v), step, scoring, self.rotation(step))
+        seen = memory.attend(q, (k, v), step, scoring, rotation)
         mixed = seen.flatten(-2) if gate is None else seen.flatten(-2) * gate.sigmoid()
         return ops.linear(mixed, self.out, self.out_bias, residual=residual)
 

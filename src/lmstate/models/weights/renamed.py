@@ -11,8 +11,15 @@ from lmstate.errors import ModelError
 from lmstate.models.weights.source import GroupedQuant, Source, TokenizerFiles
 
 # The embedding of a model saved without its head, and what its tensors' names begin with where there is a head.
-BASES = {"embed_tokens.weight": "model.", "embeddings.weight": "backbone."}
+BASES = {
+    "embed_tokens.weight": "model.",
+    "embeddings.weight": "backbone.",
+    "embed_in.weight": "gpt_neox.",
+    "wte.weight": "transformer.",
+    "word_embeddings.weight": "transformer.",
+}
 HEAD = "lm_head."
+OTHER_HEAD = "embed_out."  # what GPT-NeoX calls it
 COMPILED = "_orig_mod."  # torch.compile wraps a module, and the wrapper shows in the names of what is saved
 CONSTANTS = (".masked_bias",)  # what old versions of transformers put where attention may not look; no weight
 
@@ -57,11 +64,16 @@ class Renamed:
 
 def plain(source: Source) -> Source:
     """A checkpoint under the names that its model has in memory: not compiled, and with a head."""
-    pairs = [(name.replace(COMPILED, ""), name) for name in source.names() if not name.endswith(CONSTANTS)]
+    pairs = [(_plain(name), name) for name in source.names() if not name.endswith(CONSTANTS)]
     whole = Renamed(source, with_head(pairs), source.config)
     if source.config.get("text_config") is None:  # that of a wrapper is looked for in its text model
         require_head(whole, source.config)
     return whole
+
+
+def _plain(name: str) -> str:
+    name = name.replace(COMPILED, "")
+    return HEAD + name.removeprefix(OTHER_HEAD) if name.startswith(OTHER_HEAD) else name
 
 
 def with_head(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -1,0 +1,74 @@
+"""Apertus (2509.14233): Llama's block with norms on every head; the feed-forward part goes through xIELU alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lmstate import ops
+from lmstate.models.decoder import Model
+from lmstate.models.families.common import (
+    MOST,
+    Shape,
+    activation,
+    attention,
+    decoder,
+    norm,
+    pre_norm,
+    rms_norms,
+    ungated_mlp,
+)
+from lmstate.models.mixers.attention import Attention
+from lmstate.models.mlp import FeedForward
+from lmstate.models.rope import make_rope
+from lmstate.models.weights.weights import Weights
+from lmstate.ops import Norm, Residual, Weight
+
+
+@dataclass(frozen=True, eq=False)
+class XieluMLP:
+    """`down(xielu(up x))`: a parabola above 0 and an exponential below, whose bends are learned (2411.13010).
+
+    `bends` float32 `[2]`, above and below; `slope` at 0. `floor`: what the exponential is computed from at most.
+    """
+
+    up: Weight
+    down: Weight
+    bends: Tensor
+    slope: float = 0.5
+    floor: float = -1e-6
+
+    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Residual | None = None) -> Tensor:
+        hidden = ops.linear(x, self.up, norm=norm)
+        above, below = self.bends
+        bent = torch.where(hidden > 0, above * hidden.square(), below * (hidden.clamp(max=self.floor).expm1() - hidden))
+        return ops.linear(bent + self.slope * hidden, self.down, residual=residual)
+
+
+def build(w: Weights) -> Model:
+    config, shape = w.config, Shape.of(w.config)
+    inner, act = config.int("intermediate_size", low=1, high=MOST), config.str("hidden_act", default="xielu")
+    rope = make_rope(config, shape.head_dim).to(w.device)
+
+    def mixer(_: int, name: str) -> Attention:
+        q_norm, k_norm = (norm(w, f"{name}.{part}_norm.weight", shape.head_dim, shape.eps) for part in "qk")
+        return attention(w, name, shape, rope, q_norm=q_norm, k_norm=k_norm)
+
+    def feed_forward(_: int, name: str) -> FeedForward:
+        if act != "xielu":
+            return ungated_mlp(w, name, shape.hidden, inner, activation(config))
+        above, below = (F.softplus(w.tensor(f"{name}.act_fn.alpha_{part}", (1,))) for part in "pn")
+        slope, floor = (w.tensor(f"{name}.act_fn.{part}", ()) for part in ("beta", "eps"))
+        return XieluMLP(
+            w.linear(f"{name}.up_proj.weight", shape=(inner, shape.hidden)),
+            w.linear(f"{name}.down_proj.weight", shape=(shape.hidden, inner)),
+            torch.cat([above, slope + below]),
+            float(slope),
+            float(floor),
+        )
+
+    names = ("attention_layernorm", "self_attn", "feedforward_layernorm", "mlp")
+    return decoder(w, shape, pre_norm(rms_norms(w, shape), mixer, feed_forward, names))

@@ -1,0 +1,29 @@
+"""EXAONE 4 (2507.11407): norms after each part and on every head; if there are windows, only those know positions."""
+
+from __future__ import annotations
+
+from lmstate.models.decoder import Block, Model
+from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, mlp, norm, rms_norms, windows
+from lmstate.models.rope import make_rope
+from lmstate.models.weights.weights import Weights
+
+
+def build(w: Weights) -> Model:
+    config, shape = w.config, Shape.of(w.config)
+    inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
+    rope, normed = make_rope(config, shape.head_dim).to(w.device), rms_norms(w, shape)
+    window = windows(config, shape.layers, full_every=4)
+    everywhere = config.get("sliding_window") is None
+
+    def block(index: int) -> Block:
+        layer, size = f"model.layers.{index}", window[index]
+        q_norm, k_norm = (norm(w, f"{layer}.self_attn.{part}_norm.weight", shape.head_dim, shape.eps) for part in "qk")
+        turns = rope if everywhere or size is not None else None
+        return Block(
+            attention(w, f"{layer}.self_attn", shape, turns, window=size, q_norm=q_norm, k_norm=k_norm),
+            mlp(w, f"{layer}.mlp", shape.hidden, inner, act),
+            after_mixer=normed(f"{layer}.post_attention_layernorm"),
+            after_mlp=normed(f"{layer}.post_feedforward_layernorm"),
+        )
+
+    return decoder(w, shape, block)

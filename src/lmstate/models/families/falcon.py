@@ -1,0 +1,60 @@
+"""Falcon (2311.16867): few keys and values, and attention and feed-forward side by side after one layer norm or two."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lmstate.errors import ModelError
+from lmstate.models.decoder import Block, Model
+from lmstate.models.families.common import (
+    MOST,
+    Shape,
+    activation,
+    decoder,
+    grouped_attention,
+    layer_norms,
+    ungated_mlp,
+)
+from lmstate.models.rope import make_rope
+from lmstate.models.weights.weights import Weights
+
+
+def build(w: Weights) -> Model:
+    config, shape = w.config, Shape.of(w.config, eps="layer_norm_epsilon")
+    if config.bool("alibi", default=False):
+        raise ModelError(f"{config.where} asks for ALiBi, positions that are added to scores, which lmstate cannot do")
+    grouped = config.bool("new_decoder_architecture", default=False)
+    parallel = config.bool("parallel_attn", default=True)
+    if grouped and not parallel:
+        raise ModelError(f"{config.where} asks for Falcon's new architecture one part after the other; there is none")
+    kv_heads = shape.heads
+    if grouped:
+        kv_heads = config.int("num_kv_heads", low=1, high=MOST, default=shape.heads)
+    elif config.bool("multi_query", default=True):
+        kv_heads = 1
+    if shape.heads % kv_heads:
+        raise ModelError(f"{shape.heads} query heads cannot share {kv_heads} key/value heads evenly")
+    shape = replace(shape, kv_heads=kv_heads)
+    two_norms = grouped and config.int("num_ln_in_parallel_attn", low=1, high=2, default=2) == 2
+    inner = config.int("ffn_hidden_size", low=1, high=MOST, default=4 * shape.hidden)
+    act, biased = activation(config, "activation", "gelu"), config.bool("bias", default=False)
+    rope, normed = make_rope(config, shape.head_dim).to(w.device), layer_norms(w, shape)
+
+    def block(index: int) -> Block:
+        layer = f"transformer.h.{index}"
+        inside = f"{layer}.self_attention"
+        first = normed(f"{layer}.{'ln_attn' if two_norms else 'input_layernorm'}")
+        second = first
+        if two_norms or not parallel:
+            second = normed(f"{layer}.{'ln_mlp' if two_norms else 'post_attention_layernorm'}")
+        return Block(
+            grouped_attention(w, shape, rope, f"{inside}.query_key_value", f"{inside}.dense", biased=biased),
+            ungated_mlp(w, f"{layer}.mlp", shape.hidden, inner, act, ("dense_h_to_4h", "dense_4h_to_h"), biased),
+            first,
+            second,
+            parallel=parallel,
+        )
+
+    return decoder(
+        w, shape, block, embed="transformer.word_embeddings", final_norm=normed("transformer.ln_f")
+    )  # fmt: skip

@@ -1,0 +1,34 @@
+"""Gemma (2403.08295): Llama's block with a gate of gelu, norms that are stored less 1, and a scaled embedding."""
+
+from __future__ import annotations
+
+from lmstate.errors import ModelError
+from lmstate.models.decoder import Model
+from lmstate.models.families.common import (
+    MOST,
+    Shape,
+    activation,
+    attention,
+    decoder,
+    mlp,
+    pre_norm,
+    rms_norms,
+)
+from lmstate.models.rope import make_rope
+from lmstate.models.weights.weights import Weights
+
+
+def build(w: Weights) -> Model:
+    config, shape = w.config, Shape.of(w.config)
+    if config.bool("use_bidirectional_attention", default=False):
+        raise ModelError(f"{config.where} asks for attention in both directions, which is no language model's")
+    inner = config.int("intermediate_size", low=1, high=MOST)
+    act = activation(config, default="gelu_pytorch_tanh")
+    act = "gelu_tanh" if act == "gelu" else act  # the first configs say gelu, and mean the one that was trained
+    rope, normed = make_rope(config, shape.head_dim).to(w.device), rms_norms(w, shape, plus_one=True)
+    block = pre_norm(
+        normed,
+        lambda _, name: attention(w, name, shape, rope),
+        lambda _, name: mlp(w, name, shape.hidden, inner, act),
+    )
+    return decoder(w, shape, block, final_norm=normed("model.norm"), embed_scale=shape.hidden**0.5)

@@ -1,0 +1,28 @@
+"""GLM-4 (2406.12793), and GLM-4-0414 with norms after each part too: half of each head rotates, by neighbours."""
+
+from __future__ import annotations
+
+from lmstate.models.decoder import Block, Model
+from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, fused_mlp, rms_norms
+from lmstate.models.rope import make_rope
+from lmstate.models.weights.weights import Weights
+
+
+def build(w: Weights) -> Model:
+    config, shape = w.config, Shape.of(w.config)
+    inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
+    rope, normed = make_rope(config, shape.head_dim, interleaved=True).to(w.device), rms_norms(w, shape)
+    sandwich = config.str("model_type") == "glm4"
+
+    def block(index: int) -> Block:
+        layer = f"model.layers.{index}"
+        return Block(
+            attention(w, f"{layer}.self_attn", shape, rope, out_biased=False),
+            fused_mlp(w, f"{layer}.mlp", shape.hidden, inner, act),
+            normed(f"{layer}.input_layernorm"),
+            normed(f"{layer}.post_attention_layernorm"),
+            normed(f"{layer}.post_self_attn_layernorm") if sandwich else None,
+            normed(f"{layer}.post_mlp_layernorm") if sandwich else None,
+        )
+
+    return decoder(w, shape, block)

@@ -1,0 +1,79 @@
+"""GPT-2 (Radford et al. 2019): positions that were learned, layer norms, biases, and no gate."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lmstate.errors import ModelError
+from lmstate.models.decoder import Model
+from lmstate.models.families.common import (
+    MOST,
+    POSITIONS,
+    Shape,
+    activation,
+    decoder,
+    layer_norms,
+    pre_norm,
+)
+from lmstate.models.mixers.attention import Attention
+from lmstate.models.mlp import MLP
+from lmstate.models.weights.fields import Fields
+from lmstate.models.weights.source import GroupedQuant
+from lmstate.models.weights.weights import Weights
+from lmstate.ops import Weight
+
+NAMES = {
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_layer": "num_hidden_layers",
+    "n_positions": POSITIONS,
+}
+
+
+def build(w: Weights) -> Model:
+    config = {**w.config, **{usual: w.config[own] for own, usual in NAMES.items() if w.config.given(own)}}
+    w.config = Fields(config, w.config.where)
+    return _build(w, w.config, Shape.of(w.config, eps="layer_norm_epsilon"))
+
+
+def _build(w: Weights, config: Fields, shape: Shape) -> Model:
+    if config.bool("add_cross_attention", default=False):
+        raise ModelError(f"{config.where} asks for attention to another text, which lmstate cannot do")
+    inner = config.int("n_inner", low=1, high=MOST, default=4 * shape.hidden)
+    act = activation(config, "activation_function", "gelu_new")
+    scale = shape.head_dim**-0.5 if config.bool("scale_attn_weights", default=True) else 1.0
+    by_layer = config.bool("scale_attn_by_inverse_layer_idx", default=False)
+
+    def matrix(name: str, outputs: int, inputs: int) -> tuple[Weight, Tensor]:
+        """A matrix, which is stored [K, N], and its bias."""
+
+        def turned(numbers: Tensor | GroupedQuant) -> Tensor:
+            return (numbers.dequantize() if isinstance(numbers, GroupedQuant) else numbers).T
+
+        weight = w.derived(f"{name}.weight, turned", f"{name}.weight", make=turned, shape=(outputs, inputs))
+        return weight, w.tensor(f"{name}.bias", (outputs,))
+
+    def mixer(index: int, name: str) -> Attention:
+        qkv, qkv_bias = matrix(f"{name}.c_attn", 3 * shape.hidden, shape.hidden)
+        out, out_bias = matrix(f"{name}.c_proj", shape.hidden, shape.hidden)
+        return Attention(
+            qkv, out, shape.heads, shape.heads, shape.head_dim, scale / (index + 1) if by_layer else scale,
+            qkv_bias=qkv_bias, out_bias=out_bias,
+        )  # fmt: skip
+
+    def feed_forward(_: int, name: str) -> MLP:
+        up, up_bias = matrix(f"{name}.c_fc", inner, shape.hidden)
+        down, down_bias = matrix(f"{name}.c_proj", shape.hidden, inner)
+        return MLP(up, down, act, gated=False, up_bias=up_bias, down_bias=down_bias)
+
+    normed = layer_norms(w, shape)
+    block = pre_norm(normed, mixer, feed_forward, ("ln_1", "attn", "ln_2", "mlp"), layers="transformer.h")
+    return decoder(
+        w,
+        shape,
+        block,
+        embed="transformer.wte",
+        places="transformer.wpe",
+        final_norm=normed("transformer.ln_f"),
+        ignore=("transformer.h.*.attn.bias",),  # the mask, which old checkpoints hold
+    )

@@ -1,0 +1,51 @@
+"""GPT-NeoX (2204.06745) and Pythia: attention and feed-forward side by side, each after a layer norm of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lmstate.models.decoder import Block, Model
+from lmstate.models.families.common import (
+    MOST,
+    Shape,
+    activation,
+    decoder,
+    grouped_attention,
+    layer_norms,
+    ungated_mlp,
+)
+from lmstate.models.rope import make_rope
+from lmstate.models.weights.fields import Fields
+from lmstate.models.weights.weights import Weights
+
+
+def build(w: Weights) -> Model:
+    config, shape = w.config, Shape.of(w.config, eps="layer_norm_eps")
+    shape = replace(shape, kv_heads=shape.heads)
+    inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config, default="gelu")
+    names = {"rope_theta": config.get("rotary_emb_base"), "partial_rotary_factor": config.get("rotary_pct")}
+    rope, normed = make_rope(Fields({**config, **names}), shape.head_dim).to(w.device), layer_norms(w, shape)
+    biased = config.bool("attention_bias", default=False)
+    parallel = config.bool("use_parallel_residual", default=False)
+
+    def block(index: int) -> Block:
+        layer = f"gpt_neox.layers.{index}"
+        inside = f"{layer}.attention"
+        return Block(
+            grouped_attention(w, shape, rope, f"{inside}.query_key_value", f"{inside}.dense", biased=biased),
+            ungated_mlp(
+                w, f"{layer}.mlp", shape.hidden, inner, act, ("dense_h_to_4h", "dense_4h_to_h"), biased=True
+            ),
+            normed(f"{layer}.input_layernorm"),
+            normed(f"{layer}.post_attention_layernorm"),
+            parallel=parallel,
+        )  # fmt: skip
+
+    return decoder(
+        w,
+        shape,
+        block,
+        embed="gpt_neox.embed_in",
+        final_norm=normed("gpt_neox.final_layer_norm"),
+        ignore=("*.attention.bias", "*.attention.rotary_emb.inv_freq"),  # which old checkpoints hold: a mask
+    )

@@ -1,0 +1,66 @@
+"""Granite with sliding windows: Granite's multipliers, attention sinks, and a rotation of its own for every layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lmstate.errors import ModelError
+from lmstate.models.decoder import Model
+from lmstate.models.families.common import (
+    MOST,
+    Shape,
+    activation,
+    attention,
+    decoder,
+    mlp,
+    one_window,
+    pre_norm,
+    rms_norms,
+)
+from lmstate.models.mixers.attention import Attention
+from lmstate.models.rope import Rope, make_rope, rope_fields
+from lmstate.models.weights.fields import Fields
+from lmstate.models.weights.weights import Weights
+
+KINDS = ("full_attention", "sliding_attention")
+
+
+def build(w: Weights) -> Model:
+    config, shape = w.config, Shape.of(w.config)
+    inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
+    kinds = config.strs("layer_types", shape.layers, allowed=KINDS, default=None)
+    kinds = kinds or tuple(KINDS[bool(index % 4)] for index in range(shape.layers))
+    size, scale = one_window(config, switch=False), config.float("attention_multiplier", default=1.0)
+    ropes = each_rope(w, shape)
+    logits_scaling = config.float("logits_scaling", default=1.0)
+    if logits_scaling == 0.0:
+        raise ModelError(f"{config.where} has logits_scaling = 0, by which logits would be divided")
+
+    def mixer(index: int, name: str) -> Attention:
+        window = size if kinds[index] == "sliding_attention" else None
+        mixer = attention(w, name, shape, ropes[index], window=window, scale=scale)
+        return replace(mixer, sinks=w.tensor(f"{name}.sinks", (shape.heads,)))
+
+    block = pre_norm(
+        rms_norms(w, shape),
+        mixer,
+        lambda _, name: mlp(w, name, shape.hidden, inner, act),
+        scale=config.float("residual_multiplier", default=1.0),
+    )
+    return decoder(
+        w, shape, block, embed_scale=config.float("embedding_multiplier", default=1.0), logit_scale=1 / logits_scaling
+    )
+
+
+def each_rope(w: Weights, shape: Shape) -> list[Rope | None]:
+    """The rope of each layer; layers of one base share it, and those of base 0 know no positions."""
+    rope = rope_fields(w.config)
+    theta = rope.float("rope_theta", low=0.0, high=1e12, default=10_000.0)
+    thetas = w.config.floats("layer_rope_theta", shape.layers, low=0.0, high=1e12, default=None)
+    thetas = thetas or (theta,) * shape.layers
+
+    def made(theta: float) -> Rope:
+        return make_rope(Fields({**w.config, "rope_parameters": {**rope, "rope_theta": theta}}), shape.head_dim)
+
+    ropes = {theta: made(theta).to(w.device) if theta else None for theta in set(thetas)}
+    return [ropes[theta] for theta in thetas]

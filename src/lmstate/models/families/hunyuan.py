@@ -1,0 +1,47 @@
+"""Hunyuan's dense models (Tencent, 2025): Llama's block, where queries and keys are normalised after they rotate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lmstate.models.decoder import Model
+from lmstate.models.families.common import (
+    MOST,
+    Shape,
+    activation,
+    attention,
+    decoder,
+    mlp,
+    norm_after_rope,
+    pre_norm,
+    rms_norms,
+)
+from lmstate.models.mixers.attention import Attention
+from lmstate.models.rope import Rope, make_rope, rope_fields
+from lmstate.models.weights.fields import Fields
+from lmstate.models.weights.weights import Weights
+
+
+def build(w: Weights) -> Model:
+    config, shape = w.config, Shape.of(w.config)
+    inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
+    rope = stretched(config, shape.head_dim).to(w.device)
+    # The weights of both norms multiply the queries, so that the keys that are stored are rotations and nothing else.
+    plain, rope = norm_after_rope(w, shape, rope)
+
+    def mixer(_: int, name: str) -> Attention:
+        of_q, of_k = (w.tensor(f"{name}.{part}_layernorm.weight", (shape.head_dim,)) for part in ("query", "key"))
+        return replace(attention(w, name, shape, rope, q_norm=plain, k_norm=plain), turned_weight=of_q * of_k)
+
+    block = pre_norm(rms_norms(w, shape), mixer, lambda _, name: mlp(w, name, shape.hidden, inner, act))
+    return decoder(w, shape, block)
+
+
+def stretched(config: Fields, head_dim: int) -> Rope:
+    """The rope; one that is called dynamic and has an alpha is slower at any length (NTK-aware scaling)."""
+    rope = rope_fields(config)
+    alpha = rope.float("alpha", low=0.0, default=0.0) if rope.str("rope_type") == "dynamic" else 0.0
+    if not alpha:
+        return make_rope(config, head_dim)
+    theta = rope.float("rope_theta", low=1.0, high=1e12, default=10_000.0) * alpha ** (head_dim / (head_dim - 2))
+    return make_rope(Fields({"rope_theta": theta}, rope.where), head_dim)

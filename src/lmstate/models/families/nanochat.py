@@ -1,0 +1,46 @@
+"""nanochat (Karpathy, 2025): norms without weights, after the rotation and of the embedding too; it turns backwards."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lmstate.models.decoder import Model
+from lmstate.models.families.common import (
+    MOST,
+    Shape,
+    activation,
+    attention,
+    decoder,
+    norm_after_rope,
+    plain_norm,
+    pre_norm,
+    ungated_mlp,
+)
+from lmstate.models.rope import make_rope
+from lmstate.models.weights.source import GroupedQuant
+from lmstate.models.weights.weights import Weights
+
+EMBEDDING = "model.embed_tokens"
+
+
+def build(w: Weights) -> Model:
+    config, shape = w.config, Shape.of(w.config)
+    inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config, default="relu2")
+    head_norm, rope = norm_after_rope(w, shape, make_rope(config, shape.head_dim).backwards().to(w.device))
+    norm = plain_norm(w, shape.hidden, shape.eps)
+    block = pre_norm(
+        lambda _: norm,
+        lambda _, name: attention(w, name, shape, rope, q_norm=head_norm, k_norm=head_norm),
+        lambda _, name: ungated_mlp(w, name, shape.hidden, inner, act, ("fc1", "fc2"), biased=False),
+    )
+    softcap = config.float("final_logit_softcapping", low=1e-6, default=None)
+    model = decoder(w, shape, block, final_norm=norm, logit_softcap=softcap)
+
+    def normed(numbers: Tensor | GroupedQuant) -> Tensor:
+        x = numbers.dequantize() if isinstance(numbers, GroupedQuant) else numbers.float()
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + shape.eps)
+
+    name, size = f"{EMBEDDING}.weight", (shape.vocab, shape.hidden)
+    model.embed = w.derived(f"{name}, normalised", name, make=normed, shape=size)
+    return model

@@ -1,0 +1,29 @@
+"""Nemotron-4 and Minitron (2402.16819): layer norms that are stored less 1, no gate, half of each head rotates."""
+
+from __future__ import annotations
+
+from lmstate.models.decoder import Model
+from lmstate.models.families.common import (
+    MOST,
+    Shape,
+    activation,
+    attention,
+    decoder,
+    layer_norms,
+    pre_norm,
+    ungated_mlp,
+)
+from lmstate.models.rope import make_rope
+from lmstate.models.weights.weights import Weights
+
+
+def build(w: Weights) -> Model:
+    config, shape = w.config, Shape.of(w.config, eps="norm_eps")
+    inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config, default="relu2")
+    rope, normed = make_rope(config, shape.head_dim).to(w.device), layer_norms(w, shape, plus_one=True)
+    block = pre_norm(
+        normed,
+        lambda _, name: attention(w, name, shape, rope),
+        lambda _, name: ungated_mlp(w, name, shape.hidden, inner, act),
+    )
+    return decoder(w, shape, block, final_norm=normed("model.norm"))

@@ -1,0 +1,34 @@
+"""OLMo 1 (2402.00838): Llama's block with layer norms without weights; what is projected may be clipped."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lmstate.models.decoder import Model
+from lmstate.models.families.common import (
+    MOST,
+    Shape,
+    activation,
+    attention,
+    decoder,
+    mlp,
+    plain_norm,
+    pre_norm,
+)
+from lmstate.models.mixers.attention import Attention
+from lmstate.models.rope import make_rope
+from lmstate.models.weights.weights import Weights
+
+
+def build(w: Weights) -> Model:
+    config, shape = w.config, Shape.of(w.config)
+    inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
+    rope = make_rope(config, shape.head_dim).to(w.device)
+    clip = config.float("clip_qkv", low=0.0, default=None)
+    norm = plain_norm(w, shape.hidden, 1e-5, "layer")
+
+    def mixer(_: int, name: str) -> Attention:
+        return replace(attention(w, name, shape, rope), clip=clip)
+
+    block = pre_norm(lambda _: norm, mixer, lambda _, name: mlp(w, name, shape.hidden, inner, act))
+    return decoder(w, shape, block, final_norm=norm)

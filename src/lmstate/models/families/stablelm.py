@@ -1,0 +1,43 @@
+"""StableLM (2402.17834): Llama's block with layer norms and ropes of a part of each head; StableLM 2 12B has its two
+parts side by side, and norms whose weights differ from head to head."""
+
+from __future__ import annotations
+
+import torch
+
+from lmstate.models.decoder import Block, Model
+from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, layer_norms, mlp
+from lmstate.models.rope import make_rope
+from lmstate.models.weights.weights import Weights
+from lmstate.ops import Norm
+
+
+def build(w: Weights) -> Model:
+    config, shape = w.config, Shape.of(w.config, eps="layer_norm_eps")
+    inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
+    rope, normed = make_rope(config, shape.head_dim).to(w.device), layer_norms(w, shape)
+    biased, heads_normed = config.bool("use_qkv_bias", default=False), config.bool("qk_layernorm", default=False)
+    parallel = config.bool("use_parallel_residual", default=False)
+
+    def head_norms(name: str, heads: int) -> Norm | None:
+        if not heads_normed:
+            return None
+        weights = [w.tensor(f"{name}.norms.{head}.weight", (shape.head_dim,)) for head in range(heads)]
+        return Norm(torch.stack(weights), shape.eps, "layer")
+
+    def block(index: int) -> Block:
+        layer = f"model.layers.{index}"
+        first = normed(f"{layer}.input_layernorm")
+        return Block(
+            attention(
+                w, f"{layer}.self_attn", shape, rope, biased=biased, out_biased=False,
+                q_norm=head_norms(f"{layer}.self_attn.q_layernorm", shape.heads),
+                k_norm=head_norms(f"{layer}.self_attn.k_layernorm", shape.kv_heads),
+            ),
+            mlp(w, f"{layer}.mlp", shape.hidden, inner, act),
+            first,
+            first if parallel else normed(f"{layer}.post_attention_layernorm"),
+            parallel=parallel,
+        )  # fmt: skip
+
+    return decoder(w, shape, block, final_norm=normed("model.norm"))

@@ -1,0 +1,31 @@
+"""StarCoder 2 (2402.19173): layer norms, a feed-forward part without a gate, biases, and a window on every layer."""
+
+from __future__ import annotations
+
+from lmstate.models.decoder import Model
+from lmstate.models.families.common import (
+    MOST,
+    Shape,
+    activation,
+    attention,
+    decoder,
+    layer_norms,
+    one_window,
+    pre_norm,
+    ungated_mlp,
+)
+from lmstate.models.rope import make_rope
+from lmstate.models.weights.weights import Weights
+
+
+def build(w: Weights) -> Model:
+    config, shape = w.config, Shape.of(w.config, eps="norm_epsilon")
+    inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config, default="gelu_pytorch_tanh")
+    rope, normed = make_rope(config, shape.head_dim).to(w.device), layer_norms(w, shape)
+    window, biased = one_window(config, switch=False), config.bool("use_bias", default=True)
+    block = pre_norm(
+        normed,
+        lambda _, name: attention(w, name, shape, rope, window=window, biased=biased),
+        lambda _, name: ungated_mlp(w, name, shape.hidden, inner, act, ("c_fc", "c_proj"), biased),
+    )
+    return decoder(w, shape, block, final_norm=normed("model.norm"))
