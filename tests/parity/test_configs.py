@@ -27,6 +27,7 @@ SIZES = (
     "num_key_value_heads",
     "head_dim",
     "n_positions",
+    "num_local_experts",
     "v_head_dim",
     "zero_expert_num",
 )
@@ -72,7 +73,8 @@ SPARSE = {
     "glm4_moe_lite": "glm4_moe_lite", "minimax_m2": "minimax_m2", "mistral4": "mistral4", "olmoe": "olmoe",
     "qwen2_moe": "qwen2_moe", "solar_open": "solar_open", "afmoe": "afmoe", "exaone_moe": "exaone_moe",
     "flex_olmo": "flex_olmo", "laguna": "laguna", "longcat_flash": "longcat_flash", "mellum": "mellum",
-    "mimo_v2_flash": "mimo_v2_flash", "phimoe": "phimoe",
+    "mimo_v2_flash": "mimo_v2_flash", "phimoe": "phimoe", "granitemoe_swa": "granitemoe_swa",
+    "hunyuan_v1_moe": "hunyuan_v1_moe",
 }  # fmt: skip
 
 

@@ -42,6 +42,14 @@ def _latent(name: str, **changes: Any) -> Any:
     )
 
 
+def _dbrx(attends: dict[str, Any], feeds: dict[str, Any]) -> Any:
+    import transformers
+
+    return transformers.DbrxConfig(
+        vocab_size=99, d_model=48, n_heads=6, n_layers=3, max_seq_len=512, attn_config=attends, ffn_config=feeds
+    )
+
+
 def _rope(kind: str, **changes: Any) -> dict[str, Any]:
     return {"rope_type": kind, "rope_theta": 10000.0, **changes}
 
@@ -228,5 +236,31 @@ CASES = {
         layer_types=[S, F, S], sliding_window=40, num_key_value_heads=3, gating="per-element", attention_bias=True,
         mlp_layer_types=["sparse", "dense", "sparse"], tie_word_embeddings=True,
         rope_parameters={F: _YARN, S: _rope("default", partial_rotary_factor=0.5)},
+    ),
+    "hunyuan_v1_moe": partial(
+        _config, "HunYuanMoEV1Config", head_dim=16, intermediate_size=40, num_experts=5, moe_topk=2
+    ),
+    "hunyuan_v1_moe-alpha": partial(
+        _config, "HunYuanMoEV1Config", head_dim=8, intermediate_size=24, num_experts=4, moe_topk=[1, 3, 2],
+        num_key_value_heads=6, attention_bias=True, tie_word_embeddings=True,
+        rope_parameters=_rope("dynamic", alpha=50.0, factor=1.0),
+    ),
+    "granitemoe_swa": partial(
+        _config, "GraniteMoeSWAConfig", intermediate_size=24, num_local_experts=5, num_experts_per_tok=2,
+        sliding_window=14, num_hidden_layers=5, attention_multiplier=0.4, residual_multiplier=0.6,
+    ),
+    "granitemoe_swa-shared": partial(
+        _config, "GraniteMoeSWAConfig", intermediate_size=40, num_local_experts=4, num_experts_per_tok=3,
+        shared_intermediate_size=32, layer_types=[S, F, S], sliding_window=33, layer_rope_theta=[10000.0, 0, 500.0],
+        num_key_value_heads=6, attention_bias=True, embedding_multiplier=3.0, logits_scaling=2.0,
+        attention_multiplier=0.2, tie_word_embeddings=True,
+    ),
+    "dbrx": partial(
+        _dbrx, {"clip_qkv": 0.7, "kv_n_heads": 2, "rope_theta": 10000.0},
+        {"ffn_hidden_size": 24, "moe_num_experts": 5, "moe_top_k": 2},
+    ),
+    "dbrx-plain": partial(
+        _dbrx, {"clip_qkv": 2, "kv_n_heads": 6, "rope_theta": 10000.0},
+        {"ffn_hidden_size": 40, "moe_num_experts": 4, "moe_top_k": 3, "moe_normalize_expert_weights": None},
     ),
 }  # fmt: skip

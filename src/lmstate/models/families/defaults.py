@@ -117,8 +117,10 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
         },
     },
     "granite_swa": {**EPS, "num_key_value_heads": 4, "sliding_window": 128, "tie_word_embeddings": True},
+    "granitemoe_swa": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128},
     "helium": {"rms_norm_eps": 1e-8, "head_dim": 128, "rope_theta": 100_000.0},
     "hunyuan_v1_dense": EPS,
+    "hunyuan_v1_moe": EPS,
     "kimi_k2": DEEPSEEK_V3,
     "kimi_linear": {**EPS, "routed_scaling_factor": 2.446},
     "laguna": {
