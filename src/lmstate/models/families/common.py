@@ -378,7 +378,7 @@ def windows(
 def drafting(config: Fields, shape: Shape) -> tuple[str, ...]:
     """Patterns of the tensors of layers past the last one: heads for multi-token prediction, which are not run."""
     drafts = config.int("num_nextn_predict_layers", high=64, default=0)
-    return tuple(f"model.layers.{shape.layers + extra}.*" for extra in range(drafts))
+    return tuple(f"{start}.{shape.layers + extra}.*" for start in ("model.layers", "blk") for extra in range(drafts))
 
 
 def experts(

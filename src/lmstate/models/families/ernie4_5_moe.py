@@ -40,11 +40,12 @@ def build(w: Weights) -> Model:
         if not first <= index <= last or (index + 1) % every:
             return mlp(w, prefix, shape.hidden, inner, act, biased=biased)
         statics = "moe_statics.e_score_correction_bias"
+        statics = there(w, f"{prefix}.{statics}", f"{prefix}.gate.{statics}")
         router = Router(
             scores(w, f"{prefix}.gate.weight", count, shape.hidden),
             top_k(config, count, "moe_k" if config.given("moe_k") else "num_experts_per_tok"),
             normalise=True,
-            correction=w.tensor(there(w, f"{prefix}.{statics}", f"{prefix}.gate.{statics}"), (1, count))[0],
+            correction=w.tensor(statics, (1, count) if len(w.shape(statics)) == 2 else (count,)).view(count),
             # Theirs is the least that a sum may be, this is added to it: below any sum that is, the two are one.
             floor=config.float("moe_norm_min", low=0.0, high=1e-9, default=1e-12),
         )

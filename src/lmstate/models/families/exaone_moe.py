@@ -9,6 +9,7 @@ from lmstate.models.families.common import (
     activation,
     attention,
     decoder,
+    drafting,
     head_norms,
     mlp,
     pre_norm,
@@ -45,4 +46,6 @@ def build(w: Weights) -> Model:
         router = corrected_router(w, f"{prefix}.gate.weight", correction, shape.hidden)
         return deepseek_mixture(w, prefix, shape, router, shared=shared)
 
-    return decoder(w, shape, pre_norm(rms_norms(w, shape), mixer, feed_forward), ignore=("mtp.*",))
+    return decoder(
+        w, shape, pre_norm(rms_norms(w, shape), mixer, feed_forward), ignore=("mtp.*", *drafting(config, shape))
+    )

@@ -15,6 +15,7 @@ from lmstate.models.families.common import (
     Shape,
     attention,
     decoder,
+    drafting,
     norm,
 )
 from lmstate.models.families.delta_rule import check_shared, short_conv
@@ -55,9 +56,9 @@ def build(w: Weights) -> Model:
         )
 
     final = norm(w, "model.norm.weight", shape.hidden, shape.eps, plus_one=True)
-    drafts = range(shape.layers, shape.layers + config.int("num_nextn_predict_layers", high=64, default=0))
-    ignore = ["mtp.*", "model.mtp.*", *(f"{start}.{index}.*" for start in ("model.layers", "blk") for index in drafts)]
-    return decoder(w, shape, block, final_norm=final, ignore=tuple(ignore))
+    return decoder(
+        w, shape, block, final_norm=final, ignore=("mtp.*", "model.mtp.*", *drafting(config, shape))
+    )  # fmt: skip
 
 
 def delta(w: Weights, prefix: str, shape: Shape) -> GatedDelta:

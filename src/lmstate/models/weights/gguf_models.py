@@ -31,6 +31,7 @@ from lmstate.models.weights.gguf_architecture import (
 )
 from lmstate.models.weights.gguf_attention import WINDOWS_AND_LATENTS
 from lmstate.models.weights.gguf_delta import DELTAS
+from lmstate.models.weights.gguf_experts import MIXTURES
 from lmstate.models.weights.gguf_hybrids import HYBRIDS
 
 
@@ -104,6 +105,7 @@ ARCHITECTURES = {
     ),
     **HYBRIDS,
     **DELTAS,
+    **MIXTURES,
     **WINDOWS_AND_LATENTS,
 }
 
