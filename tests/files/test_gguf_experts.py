@@ -19,6 +19,11 @@ ARCH = gguf.MODEL_ARCH
 GROUPS = {"expert_group_count": 4, "expert_group_used_count": 2}
 # A case of the zoo -> its architecture, and what its file says beside the sizes.
 FILES: dict[str, tuple[ARCH, dict[str, Any]]] = {
+    "afmoe": (
+        ARCH.AFMOE,
+        {"leading_dense_block_count": 1, "expert_shared_count": 2, "expert_weights_norm": True,
+         "expert_weights_scale": 1.0, "attention.sliding_window": 13},
+    ),
     "qwen2_moe": (ARCH.QWEN2MOE, {"expert_shared_feed_forward_length": 40}),
     "qwen3_vl_moe": (ARCH.QWEN3VLMOE, {"rope.dimension_sections": [4, 2, 2, 0], "n_deepstack_layers": 1}),
     "olmoe": (ARCH.OLMOE, {}),
@@ -85,6 +90,7 @@ def converted(arch: ARCH, theirs: Any, config: Any) -> dict[str, np.ndarray]:
             out[f"{stem}gate_exps.weight"], out[f"{stem}up_exps.weight"] = tensor.chunk(2, dim=1)
             continue
         name = name.replace("e_score_correction_bias", "e_score_correction.bias").replace(".gate.moe_", ".moe_")
+        name = f"{name}.bias" if name.endswith(".expert_bias") else name
         name = f"{name}.weight" if name.endswith(".experts.down_proj") else name
         if arch is ARCH.MINIMAXM2:
             name = name.replace(".mlp.", ".block_sparse_moe.")

@@ -1,4 +1,4 @@
-"""Mixtures of experts in GGUF: Qwen2's and Qwen3-VL's, OLMoE, GLM-4.5, MiniMax-M2, dots.llm1, ERNIE, EXAONE, Hunyuan.
+"""Mixtures of experts in GGUF: Qwen2's and Qwen3-VL's, OLMoE, GLM-4.5, MiniMax-M2, dots.llm1, EXAONE, Hunyuan, ...
 
 What llama.cpp fixes in its code and leaves out of the file is said here again: whether weights of experts are brought
 to a sum of 1, say.
@@ -114,12 +114,39 @@ def _ernie(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> N
     }
 
 
+def _afmoe(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+    _experts(metadata, prefix, config, tensors)
+    config |= {
+        "num_dense_layers": metadata.int(f"{prefix}.leading_dense_block_count", 0, MOST_LAYERS, default=0),
+        "num_shared_experts": metadata.int(f"{prefix}.expert_shared_count", 0, 4096, default=0),
+        "route_scale": metadata.float(f"{prefix}.expert_weights_scale", 0.0, 1e6, default=1.0),
+        "route_norm": metadata.bool(f"{prefix}.expert_weights_norm", default=True),
+        "sliding_window": metadata.int(f"{prefix}.attention.sliding_window", 1),
+        "global_attn_every_n_layers": 4,
+        "mup_enabled": True,
+    }
+
+
 def _hunyuan_moe(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
     _experts(metadata, prefix, config, tensors)
     config["moe_topk"] = config["num_experts_per_tok"]
 
 
 MIXTURES = {
+    "afmoe": Architecture(
+        "afmoe",
+        "AfmoeForCausalLM",
+        {
+            **DEEPSEEK,
+            "attn_gate": "self_attn.gate_proj",
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_mlp_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            "ffn_gate_inp": "mlp.router.gate",
+        },
+        extra=_afmoe,
+        whole={"exp_probs_b.bias": "mlp.expert_bias"},
+    ),
     "qwen2moe": Architecture(
         "qwen2_moe",
         "Qwen2MoeForCausalLM",
