@@ -16,7 +16,7 @@ from lmstate.models.families import build
 from lmstate.models.families.defaults import DEFAULTS
 from lmstate.models.weights.source import open_source
 from lmstate.models.weights.weights import Weights
-from tests.zoo import CASES, auto, randomise, text
+from tests.zoo import CASES, auto, pair, randomise, text
 
 SIZES = (
     "vocab_size",
@@ -153,6 +153,19 @@ def test_the_native_length_outside_goes_before_that_inside(tmp_path: Path) -> No
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
     more = {"rope_parameters": rope, "original_max_position_embeddings": 32}
     same(*saved(tmp_path, "llama", lambda config: config.update(more)))
+
+
+def test_long_texts_of_phimoe_rotate_by_the_long_factors(tmp_path: Path) -> None:
+    theirs, _ = pair("phimoe-longrope")
+    theirs.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["rope_parameters"] |= {"short_factor": [1.0, 2.0, 3.0, 4.0], "short_mscale": 2.0}
+    path.write_text(json.dumps(config))
+    ours = build(Weights(open_source(tmp_path), "float32"))
+    same(theirs, ours)
+    with pytest.raises(AssertionError):
+        same(theirs, ours, length=60)
 
 
 def test_phi3_calls_its_longrope_yarn(tmp_path: Path) -> None:
