@@ -33,7 +33,6 @@ def build(w: Weights) -> Model:
     rope = stretched(config, shape.head_dim).to(w.device)
     # The weights of both norms multiply the queries, so that the keys that are stored are rotations and nothing else.
     plain, rope = norm_after_rope(w, shape, rope)
-
     if isinstance(config.get("moe_topk"), list):  # published configs say it of each layer
         chosen = config.ints("moe_topk", shape.layers, low=1, high=MOST)
     else:

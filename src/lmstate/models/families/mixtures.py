@@ -38,13 +38,11 @@ def sparse_layers(config: Fields, layers: int) -> Sequence[bool]:
     return [index >= dense and index % every == 0 for index in range(layers)]
 
 
-def softmax_mixture(
-    w: Weights, prefix: str, shape: Shape, inner: int, *, normalise: bool, gate: str = "gate"
-) -> MixtureOfExperts:  # fmt: skip
+def softmax_mixture(w: Weights, prefix: str, shape: Shape, inner: int, *, normalise: bool) -> MixtureOfExperts:
     """Experts chosen by the softmax of `gate`, without more."""
     count = expert_count(w.config)
     router = Router(
-        scores(w, f"{prefix}.{gate}.weight", count, shape.hidden), top_k(w.config, count), normalise=normalise
+        scores(w, f"{prefix}.gate.weight", count, shape.hidden), top_k(w.config, count), normalise=normalise
     )
     return MixtureOfExperts(router, experts(w, f"{prefix}.experts", count, shape.hidden, inner, activation(w.config)))
 
