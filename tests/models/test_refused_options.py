@@ -19,6 +19,7 @@ REFUSED = {
     "both directions": ("gemma", {"use_bidirectional_attention": True}),
     "'hidden_act' = 'quick_gelu'": ("apertus", {"hidden_act": "quick_gelu"}),
     "another text": ("gpt2", {"add_cross_attention": True}),
+    "nothing to stretch": ("hunyuan_v1_dense-alpha", {"head_dim": 2}),
     "logits_scaling = 0": ("granite_swa", {"logits_scaling": 0.0}),
     "clip_qkv": ("olmoe", {"clip_qkv": 8.0}),
     "'moe_norm_min'": ("ernie4_5_moe", {"moe_norm_min": 0.1}),

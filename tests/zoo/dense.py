@@ -83,10 +83,10 @@ CASES = {
     "ernie4_5-biased": partial(
         _config, "Ernie4_5Config", head_dim=8, num_key_value_heads=6, use_bias=True, tie_word_embeddings=False,
     ),
-    "cohere": partial(_config, "CohereConfig", logit_scale=0.5),
+    "cohere": partial(_config, "CohereConfig", logit_scale=0.5, tie_word_embeddings=False),
     "cohere-head-norms": partial(
         _config, "CohereConfig", num_key_value_heads=3, use_qk_norm=True, logit_scale=2.0, attention_bias=True,
-        tie_word_embeddings=False,
+        tie_word_embeddings=True,
     ),
     "seed_oss": partial(_config, "SeedOssConfig", head_dim=16),
     "seed_oss-biased": partial(
@@ -147,7 +147,7 @@ CASES = {
     "gpt_neox": partial(_config, "GPTNeoXConfig"),
     "gpt_neox-sequential": partial(
         _config, "GPTNeoXConfig", hidden_size=96, attention_bias=False, use_parallel_residual=False,
-        tie_word_embeddings=True, hidden_act="gelu_new", **_rope(partial_rotary_factor=1.0),
+        tie_word_embeddings=True, hidden_act="gelu_fast", **_rope(partial_rotary_factor=1.0),
     ),
     "qwen2_vl": partial(_seeing, "Qwen2VL", [1, 1, 2]),
     "qwen2_vl-window": partial(

@@ -57,15 +57,21 @@ def build(w: Weights) -> Model:
         q_norm, k_norm = (norm(w, f"{name}.{part}_norm.weight", shape.head_dim, shape.eps) for part in "qk")
         return attention(w, name, shape, rope, q_norm=q_norm, k_norm=k_norm)
 
-    def feed_forward(_: int, name: str) -> FeedForward:
+    def learned(index: int, name: str, part: str) -> Tensor:
+        """A number of a layer's activation, float32 `[1]`; GGUF has those of all layers in its metadata."""
+        if config.given(f"xielu_{part}"):
+            number = config.floats(f"xielu_{part}", shape.layers)[index]
+            return torch.tensor([number], dtype=torch.float32, device=w.device)
+        return w.tensor(f"{name}.act_fn.{part}", (1,) if part.startswith("alpha") else ()).reshape(1)
+
+    def feed_forward(index: int, name: str) -> FeedForward:
         if act != "xielu":
             return ungated_mlp(w, name, shape.hidden, inner, activation(config))
-        above, below = (F.softplus(w.tensor(f"{name}.act_fn.alpha_{part}", (1,))) for part in "pn")
-        slope, floor = (w.tensor(f"{name}.act_fn.{part}", ()) for part in ("beta", "eps"))
+        above, below, slope, floor = (learned(index, name, part) for part in ("alpha_p", "alpha_n", "beta", "eps"))
         return XieluMLP(
             w.linear(f"{name}.up_proj.weight", shape=(inner, shape.hidden)),
             w.linear(f"{name}.down_proj.weight", shape=(shape.hidden, inner)),
-            torch.cat([above, slope + below]),
+            torch.cat([F.softplus(above), slope + F.softplus(below)]),
             float(slope),
             float(floor),
         )

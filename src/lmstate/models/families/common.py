@@ -18,7 +18,7 @@ from lmstate.models.rope import Rope
 from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.source import GroupedQuant
 from lmstate.models.weights.weights import Weights
-from lmstate.ops import Norm, Weight
+from lmstate.ops import FloatWeight, Norm, Weight
 
 POSITIONS = "max_position_embeddings"
 MOST = 2**20  # of heads, layers, experts, widths: more is a damaged file
@@ -27,6 +27,7 @@ ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
+    "gelu_fast": "gelu_tanh",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
@@ -323,7 +324,7 @@ def decoder(
         final_norm or norm(w, f"{prefix}.norm.weight", shape.hidden, shape.eps),
         embedding if tied else w.linear("lm_head.weight", shape=(shape.vocab, shape.hidden)),
         w.tensor("lm_head.bias", (shape.vocab,)) if head_biased else None,
-        None if places is None else w.linear(f"{places}.weight", shape=(config.int(POSITIONS, low=1), shape.hidden)),
+        None if places is None else learned_positions(w, places, shape.hidden),
         dtype=w.dtype,
     )
     w.check_all_used([*(["lm_head.weight"] if tied else []), "*.rotary_emb.inv_freq", *ignore])
@@ -345,6 +346,11 @@ def whole_norms(w: Weights, prefix: str, shape: Shape) -> tuple[Norm, Norm]:
         for part, heads in (("q", shape.heads), ("k", shape.kv_heads))
     )
     return q_norm, k_norm
+
+
+def learned_positions(w: Weights, name: str, hidden: int) -> Weight:
+    """A row for each position, which is kept as exact as a norm is."""
+    return FloatWeight(w.tensor(f"{name}.weight", (w.config.int(POSITIONS, low=1), hidden)))
 
 
 def one_window(config: Fields, switch: bool) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from lmstate.errors import ModelError
 from lmstate.models.decoder import Model
 from lmstate.models.families.common import (
     MOST,
@@ -63,8 +64,10 @@ def mixture(w: Weights, prefix: str, shape: Shape, inner: int, chosen: int) -> M
 def stretched(config: Fields, head_dim: int) -> Rope:
     """The rope; one that is called dynamic and has an alpha is slower at any length (NTK-aware scaling)."""
     rope = rope_fields(config)
-    alpha = rope.float("alpha", low=0.0, default=0.0) if rope.str("rope_type") == "dynamic" else 0.0
+    alpha = rope.float("alpha", low=0.0, high=1e9, default=0.0) if rope.str("rope_type") == "dynamic" else 0.0
     if not alpha:
         return make_rope(config, head_dim)
+    if head_dim < 4:
+        raise ModelError(f"{rope.where}: a rope of {head_dim} features has nothing to stretch")
     theta = rope.float("rope_theta", low=1.0, high=1e12, default=10_000.0) * alpha ** (head_dim / (head_dim - 2))
     return make_rope(Fields({"rope_theta": theta}, rope.where), head_dim)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -34,13 +36,12 @@ def build(w: Weights) -> Model:
         lambda _, name: attention(w, name, shape, rope, q_norm=head_norm, k_norm=head_norm),
         lambda _, name: ungated_mlp(w, name, shape.hidden, inner, act, ("fc1", "fc2"), biased=False),
     )
-    softcap = config.float("final_logit_softcapping", low=1e-6, default=None)
-    model = decoder(w, shape, block, final_norm=norm, logit_softcap=softcap)
+    name, size = f"{EMBEDDING}.weight", (shape.vocab, shape.hidden)
 
     def normed(numbers: Tensor | GroupedQuant) -> Tensor:
         x = numbers.dequantize() if isinstance(numbers, GroupedQuant) else numbers.float()
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + shape.eps)
 
-    name, size = f"{EMBEDDING}.weight", (shape.vocab, shape.hidden)
-    model.embed = w.derived(f"{name}, normalised", name, make=normed, shape=size)
-    return model
+    embedding = w.derived(f"{name}, normalised", name, make=normed, shape=size)
+    softcap = config.float("final_logit_softcapping", low=1e-6, default=None)
+    return replace(decoder(w, shape, block, final_norm=norm, logit_softcap=softcap), embed=embedding)

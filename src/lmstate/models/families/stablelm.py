@@ -22,6 +22,8 @@ def build(w: Weights) -> Model:
     def head_norms(name: str, heads: int) -> Norm | None:
         if not heads_normed:
             return None
+        if w.has(f"{name}.weight"):  # GGUF has them in one
+            return Norm(w.tensor(f"{name}.weight", (heads, shape.head_dim)), shape.eps, "layer")
         weights = [w.tensor(f"{name}.norms.{head}.weight", (shape.head_dim,)) for head in range(heads)]
         return Norm(torch.stack(weights), shape.eps, "layer")
 

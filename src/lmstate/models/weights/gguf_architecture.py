@@ -81,6 +81,7 @@ class Architecture:
     `whole`: the same as `layer` for names whose endings differ, with them. `outside`: the tensors outside of blocks.
     `layers`: what comes before a layer's number. `changed`: end of a Hugging Face name -> what the converter changed.
     `tiled`: the same -> what of it is in the order of `Tiled`, in models with fewer key than value heads.
+    `eps`: what the config calls the number that norms add; that of layer norms has a key of its own in the file.
     `hybrid`: not every layer has attention or a feed-forward part; their counts may be 0.
     `extra(metadata, prefix, config, tensors)` adds what only this architecture has to the config.
     """
@@ -95,6 +96,7 @@ class Architecture:
     layers: str = "model.layers"
     changed: dict[str, Change] = field(default_factory=dict)
     tiled: dict[str, Spans] = field(default_factory=dict)
+    eps: str = "rms_norm_eps"
     hybrid: bool = False
 
 

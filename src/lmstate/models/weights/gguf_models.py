@@ -31,6 +31,7 @@ from lmstate.models.weights.gguf_architecture import (
 )
 from lmstate.models.weights.gguf_attention import WINDOWS_AND_LATENTS
 from lmstate.models.weights.gguf_delta import DELTAS
+from lmstate.models.weights.gguf_dense import DENSE
 from lmstate.models.weights.gguf_experts import MIXTURES
 from lmstate.models.weights.gguf_hybrids import HYBRIDS
 
@@ -103,6 +104,7 @@ ARCHITECTURES = {
         },
         extra=_phi3,
     ),
+    **DENSE,
     **HYBRIDS,
     **DELTAS,
     **MIXTURES,
@@ -144,7 +146,7 @@ def config_of(contents: GgufContents, rope_factors: dict[str, list[float]], wher
         "num_key_value_heads": _same_everywhere(metadata, f"{prefix}.attention.head_count_kv", layers, heads, least),
         "head_dim": metadata.int(f"{prefix}.attention.key_length", 1, MOST_WIDTH, default=hidden // max(heads, 1)),
         "hidden_act": "silu",
-        "rms_norm_eps": metadata.float(f"{prefix}.attention.layer_norm_rms_epsilon", 0.0, 1.0),
+        arch.eps: metadata.float(f"{prefix}.attention.{_eps_key(arch)}", 0.0, 1.0),
         "max_position_embeddings": metadata.int(f"{prefix}.context_length", 1),
         "vocab_size": embedding[0],
         "tie_word_embeddings": "output.weight" not in tensors,
@@ -165,6 +167,10 @@ def config_of(contents: GgufContents, rope_factors: dict[str, list[float]], wher
     if arch.extra is not None:
         arch.extra(metadata, prefix, config, tensors)
     return config
+
+
+def _eps_key(arch: Architecture) -> str:
+    return "layer_norm_rms_epsilon" if arch.eps == "rms_norm_eps" else "layer_norm_epsilon"
 
 
 def _same_everywhere(metadata: Fields, name: str, layers: int, default: int | None, least: int) -> int:

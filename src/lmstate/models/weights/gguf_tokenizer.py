@@ -48,6 +48,7 @@ GPT2 = Splitting(gpt2_pattern=True)
 DIGITS = Splitting(single_digits=True, gpt2_pattern=True)
 _LLAMA3 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + TAIL
 _QWEN2 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + TAIL
+_SEED = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+" + TAIL
 _QWEN35 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + TAIL
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{{0}}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{{0}}"
@@ -62,7 +63,9 @@ _DEEPSEEK3 = (
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+")
 
 SPLITTINGS = {
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "roberta-bpe"), GPT2),
+    **dict.fromkeys(
+        ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "roberta-bpe", "exaone4"), GPT2
+    ),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), DIGITS),
     **dict.fromkeys(
         ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
@@ -72,6 +75,7 @@ SPLITTINGS = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), Splitting((_QWEN2,), compose=True)),
     **dict.fromkeys(("stablelm2", "hunyuan"), Splitting((_QWEN2,))),
     "qwen35": Splitting((_QWEN35,), compose=True),
+    "seed-coder": Splitting((_SEED,)),
     "gpt-4o": Splitting((_GPT4O,)),
     "tekken": Splitting((_TEKKEN,), whole_words=True, begins=True),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), Splitting((r"\p{N}{1,3}", _CJK, _DEEPSEEK3))),
