@@ -12,7 +12,7 @@ from tests.compiled.static_mirror import CAPACITY, StaticMirror
 from tests.invariants.mirror import Fault, close, failing_layer
 from tests.zoo import CASES, ours, text
 
-STRETCHING = ("llama-dynamic", "llama-longrope", "phi3-longrope")
+STRETCHING = ("llama-dynamic", "llama-longrope", "phi3-longrope", "phimoe-longrope")
 CASES_STATIC = [case for case in CASES if case not in STRETCHING]
 every_family = pytest.mark.parametrize("case", CASES_STATIC)
 KINDS = ("llama", "mistral", "gemma3-pattern", "llama4-interleaved", "deepseek_v2", "lfm2", "qwen3_next", "zamba2")

@@ -74,6 +74,17 @@ def test_a_stack_of_mixed_storage_takes_the_widest(tmp_path):
     assert (stack.dequantize() - parts).abs().max() <= parts.abs().max() / 127
 
 
+@pytest.mark.parametrize(("format_", "kind"), [(None, "float32"), (None, "int8"), ("Q4_0", "auto"), ("Q8_0", "auto")])
+def test_a_stack_in_another_order_has_the_same_rows(tmp_path, format_, kind):
+    tensors = ggufs.llama_tensors() if format_ is None else ggufs.llama_tensors(quantised(format_))
+    weights = Weights(open_cached(ggufs.write(tmp_path / "a.gguf", tensors=tensors), None), kind)
+    plain = weights.linear(*QKV)
+    order = torch.randperm(plain.out_features, generator=torch.Generator().manual_seed(0))
+    turned = weights.linear(*QKV, order=order)
+    assert turned.kind == plain.kind and turned is weights.linear(*QKV, order=order)
+    assert torch.equal(turned.dequantize(), plain.dequantize()[order])
+
+
 @pytest.mark.parametrize("kind", ["auto", "int4", "int8", "float32"])
 def test_second_start_gives_the_same_without_parsing_the_file(tmp_path, monkeypatch, kind):
     path, cache = ggufs.write(tmp_path / "a.gguf", tensors=ggufs.llama_tensors(quantised("Q4_1"))), tmp_path / "cache"

@@ -21,6 +21,21 @@ REFUSED = {
     "another text": ("gpt2", {"add_cross_attention": True}),
     "nothing to stretch": ("hunyuan_v1_dense-alpha", {"head_dim": 2}),
     "logits_scaling = 0": ("granite_swa", {"logits_scaling": 0.0}),
+    "clip_qkv": ("olmoe", {"clip_qkv": 8.0}),
+    "'moe_norm_min'": ("ernie4_5_moe", {"moe_norm_min": 0.1}),
+    "'sliding_window'": ("exaone_moe", {"sliding_window": None}),
+    "'score_func' = 'softmax'": ("afmoe", {"score_func": "softmax"}),
+    "all its router does": ("phimoe", {"num_experts_per_tok": 1}),
+    "has longrope or none": ("phimoe", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "'zero_expert_type' = 'random'": ("longcat_flash", {"zero_expert_type": "random"}),
+    "moe_router_logit_softcapping": ("laguna", {"moe_router_logit_softcapping": 30.0}),
+    "moe_apply_router_weight_on_input": ("laguna", {"moe_apply_router_weight_on_input": True}),
+    "gating = False": ("laguna", {"gating": False}),
+    "evenly": ("laguna", {"num_key_value_heads": 5, "num_attention_heads": 5}),
+    "'moe_normalize_expert_weights' = 2": (
+        "dbrx",
+        {"ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 5, "moe_normalize_expert_weights": 2.0}},
+    ),
 }
 
 

@@ -30,8 +30,17 @@ TEXT: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 
-# What else text models get, that are of another kind in their first layers alone.
-MORE: dict[str, dict[str, Any]] = {"Lfm3": {"layer_types": ["conv", "sliding_attention"], "sliding_window": 9}}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 6, "kv_lora_rank": 20, "q_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+    "v_head_dim": 12, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+# What text models get beside that; some are of another kind in their first layers alone.
+MORE: dict[str, dict[str, Any]] = {
+    "DeepseekV3": LATENT,
+    "Lfm3": {"layer_types": ["conv", "sliding_attention"], "sliding_window": 9},
+    "Mistral4": LATENT,
+}
 
 # A wrapper, its text model, and how the names of what is beside that begin.
 WRAPPERS = {
@@ -75,7 +84,7 @@ def wrapper(name: str, text: str, tied: bool) -> Any:
     marks = {part: 98 for part in known if part.endswith(("token_id", "token_index")) and known[part] is not None}
     if "tie_word_embeddings" in known:
         marks["tie_word_embeddings"] = tied
-    text_config = getattr(transformers, f"{text}Config")(**TEXT, **MORE.get(text, {}), tie_word_embeddings=tied)
+    text_config = getattr(transformers, f"{text}Config")(**{**TEXT, **MORE.get(text, {})}, tie_word_embeddings=tied)
     torch.manual_seed(0)
     make = getattr(transformers, f"{name}ForConditionalGeneration")
     theirs = make(own(text_config=text_config, **parts, **marks)).float().eval()
@@ -121,6 +130,24 @@ def test_a_wrapper_whose_text_is_read_in_both_directions_is_refused(text: str, t
         with pytest.raises(ModelError, match="both directions"):
             lmstate.load(tmp_path)
         (tmp_path / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "family"), [("Kimi_K25", "DeepseekV3", "kimi_k2"), ("Mistral3", "Mistral4", "mistral4")]
+)
+def test_a_wrapper_of_experts_loads_as_its_text_model(name: str, text: str, family: str, tmp_path: Path) -> None:
+    theirs = wrapper(name, text, tied=False)
+
+    def rename(name: str) -> str:  # transformers 5.23 takes the name of the tower's layers for that of all
+        return name.replace("language_model.model.blocks.", "language_model.model.layers.")
+
+    rewritten(tmp_path, theirs, rename)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["model_type"] = family
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tokens = ids(40) % 90
+    ours = lmstate.load(tmp_path, weights="float32")
+    torch.testing.assert_close(ours(tokens), logits(theirs, tokens), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["Idefics3", "LlavaNext", "HyperCLOVAXVisionV2"])

@@ -16,7 +16,7 @@ from lmstate.models.families import bailing_hybrid, build
 from lmstate.models.families.defaults import DEFAULTS
 from lmstate.models.weights.source import open_source
 from lmstate.models.weights.weights import Weights
-from tests.zoo import CASES, auto, randomise, text
+from tests.zoo import CASES, auto, pair, randomise, text
 
 SIZES = (
     "vocab_size",
@@ -35,6 +35,9 @@ SIZES = (
     "qk_nope_head_dim",
     "v_head_dim",
     "num_experts",
+    "num_local_experts",
+    "v_head_dim",
+    "zero_expert_num",
 )
 ROPES = ("rope_parameters", "rope_scaling", "rope_theta")
 Config = dict[str, Any]
@@ -62,8 +65,11 @@ def same(theirs: Any, ours: Model, length: int = 140) -> None:
         torch.testing.assert_close(ours(ids), theirs(ids).logits, atol=1e-4, rtol=1e-4)
 
 
-# A case of each family with defaults, but for two (see tests/models/test_older_checkpoints.py).
-SPARSE = {family: family.removesuffix("_text") for family in sorted(set(DEFAULTS) - {"gemma3_text", "llama"})}
+# A case of each family with defaults, but for some: kimi_k2 has those of deepseek_v3, and for the others see
+# tests/models/test_older_checkpoints.py.
+SPARSE = {
+    family: family.removesuffix("_text") for family in sorted(set(DEFAULTS) - {"gemma3_text", "kimi_k2", "llama"})
+}
 SPARSE["gpt_oss"] = "gpt_oss-gate"
 
 
@@ -72,11 +78,13 @@ def test_a_field_that_is_left_out_has_the_default_of_its_class(family: str, tmp_
     def sparse(config: Config) -> None:
         config = config.get("text_config", config)
         assert config["model_type"] == family
+        sections = (config.get("rope_parameters") or {}).get(
+            "mrope_section"
+        )  # of which no class knows for so small a head
         for name in DEFAULTS[family]:
             if name not in SIZES:
                 config.pop(name, None)
         if any(name in DEFAULTS[family] for name in ROPES):
-            sections = config["rope_parameters"].get("mrope_section")  # of which no class knows for so small a head
             for name in ROPES:
                 config.pop(name, None)
             if sections:
@@ -159,6 +167,19 @@ def test_the_native_length_outside_goes_before_that_inside(tmp_path: Path) -> No
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
     more = {"rope_parameters": rope, "original_max_position_embeddings": 32}
     same(*saved(tmp_path, "llama", lambda config: config.update(more)))
+
+
+def test_long_texts_of_phimoe_rotate_by_the_long_factors(tmp_path: Path) -> None:
+    theirs, _ = pair("phimoe-longrope")
+    theirs.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["rope_parameters"] |= {"short_factor": [1.0, 2.0, 3.0, 4.0], "short_mscale": 2.0}
+    path.write_text(json.dumps(config))
+    ours = build(Weights(open_source(tmp_path), "float32"))
+    same(theirs, ours)
+    with pytest.raises(AssertionError):
+        same(theirs, ours, length=60)
 
 
 def test_phi3_calls_its_longrope_yarn(tmp_path: Path) -> None:

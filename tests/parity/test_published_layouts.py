@@ -91,6 +91,49 @@ def minimax(config: Config, tensors: Tensors) -> None:
         tensors[f"{new}.gate.weight"] = tensors.pop(f"{old}.gate.weight")
 
 
+def kimi_k2(config: Config, tensors: Tensors) -> None:
+    """Kimi-K2-Instruct: DeepSeek-V3 under a name of its own, with its rope in the older layout."""
+    config["model_type"] = "kimi_k2"
+    config["rope_scaling"] = {**config.pop("rope_parameters"), "type": "yarn"}
+    config["rope_theta"] = config["rope_scaling"].pop("rope_theta")
+    config["rope_scaling"].pop("rope_type")
+
+
+def glm4_moe(config: Config, tensors: Tensors) -> None:
+    """GLM-4.5: the share of a head that rotates lies beside the rope, and a head for drafts follows the last layer."""
+    rope = config.pop("rope_parameters")
+    config["rope_theta"], config["partial_rotary_factor"] = rope["rope_theta"], rope["partial_rotary_factor"]
+    config["num_nextn_predict_layers"] = 1
+    tensors[f"model.layers.{config['num_hidden_layers']}.eh_proj.weight"] = torch.zeros(2, 2)
+
+
+def mimo_v2_flash(config: Config, tensors: Tensors) -> None:
+    """MiMo-V2-Flash: layers and their parts are told apart by numbers, and a window counts the tokens before one."""
+    kinds, parts = config.pop("layer_types"), config.pop("mlp_layer_types")
+    config["hybrid_layer_pattern"] = [int(kind == "sliding_attention") for kind in kinds]
+    config["moe_layer_freq"] = [int(part == "sparse") for part in parts]
+    config["sliding_window_size"] = config.pop("sliding_window") - 1
+    ropes = config.pop("rope_parameters")
+    config["rope_theta"] = ropes["full_attention"]["rope_theta"]
+    config["swa_rope_theta"] = ropes["sliding_attention"]["rope_theta"]
+    config["partial_rotary_factor"] = ropes["full_attention"]["partial_rotary_factor"]
+    config["swa_num_key_value_heads"] = 2 * config["num_key_value_heads"]
+
+
+def minimax_m2(config: Config, tensors: Tensors) -> None:
+    """MiniMax-M2: how many features of a head rotate is said instead of their share."""
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope["rope_theta"]
+    config["rotary_dim"] = int(rope["partial_rotary_factor"] * config["head_dim"])
+
+
+def qwen3_vl_moe(config: Config, tensors: Tensors) -> None:
+    """Qwen3-VL-30B-A3B: the sections of the rope lie in `rope_scaling`, those of text alone are all alike."""
+    text = config["text_config"]
+    text["rope_scaling"] = text.pop("rope_parameters")
+    text["rope_theta"] = text["rope_scaling"].pop("rope_theta")
+
+
 def qwen2_vl(config: Config, tensors: Tensors) -> None:
     """Qwen2-VL-2B: the text model's config and names are those of the whole, and images come beside."""
     text = config.pop("text_config")
@@ -165,6 +208,11 @@ def xlstm(config: Config, tensors: Tensors) -> None:
 
 
 CHANGES = {
+    "deepseek_v3-yarn": kimi_k2,
+    "glm4_moe": glm4_moe,
+    "mimo_v2_flash": mimo_v2_flash,
+    "minimax_m2": minimax_m2,
+    "qwen3_vl_moe": qwen3_vl_moe,
     "qwen2_vl": qwen2_vl,
     "qwen2_vl-window": qwen2_vl,
     "qwen2_5_vl": qwen2_vl,

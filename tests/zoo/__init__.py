@@ -20,7 +20,7 @@ from lmstate.models.families import build
 from lmstate.models.weights.source import open_source
 from lmstate.models.weights.weights import Weights
 
-KINDS = ("llama_like", "dense", "windows", "shared", "latent", "delta", "ssm", "conv", "linear")
+KINDS = ("llama_like", "dense", "windows", "shared", "latent", "experts", "delta", "ssm", "conv", "linear")
 VOCAB = 99
 
 Make = Callable[[], Any]
@@ -57,9 +57,16 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
 
 def auto(config: Any) -> Any:
     """The class of `transformers` that makes a model with a head for a config: of a text, or of images too."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    import transformers
 
-    return AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
+    tables = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
+    for table in tables:
+        if type(config) in table._model_mapping:
+            return table
+    # A text model that is known as a part of others alone.
+    stem = type(config).__name__.removesuffix("Config")
+    tables[0].register(type(config), getattr(transformers, f"{stem}ForCausalLM"))
+    return tables[0]
 
 
 @lru_cache(maxsize=4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeGuard
+from typing import Literal, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -13,6 +13,12 @@ from lmstate import ops
 from lmstate.errors import ModelError
 from lmstate.models.mlp import MLP, FeedForward
 from lmstate.ops import Norm, Residual, Weight
+
+
+class Chooser(Protocol):
+    """x float32 `[M, E]` -> (weights float32 `[M, top_k]`, expert numbers int64 `[M, top_k]`), of each token alone."""
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +98,7 @@ class MixtureOfExperts:
     the sigmoid of its product with the token weighs the shared expert.
     """
 
-    router: Router
+    router: Chooser
     experts: Sequence[FeedForward]
     shared: FeedForward | None = None
     shared_gate: Weight | None = None
@@ -112,7 +118,7 @@ class MixtureOfExperts:
         experts, shared = [expert for expert in self.experts if _plain(expert)], self.shared
         if parallel or len(experts) < len(self.experts) or not (shared is None or _plain(shared)):
             return None
-        if self.router.expert_scale is not None:
+        if not isinstance(self.router, Router) or self.router.expert_scale is not None:
             return None
         return ops.ExpertsHalf(
             self.router, experts, shared, self.shared_gate, self.weigh_input, norm, after, scale

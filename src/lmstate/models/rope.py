@@ -21,7 +21,8 @@ class Rope:
 
     `frequencies` float32 `[rot / 2]` in radians a token. Two kinds depend on the length of the text, its horizon: there
     `stretched(horizon)` gives the frequencies past `native`, and `regime` tells lengths apart that rotate differently.
-    `scale` multiplies cosines and sines (yarn and longrope call it the attention factor).
+    `scale` multiplies cosines and sines (yarn and longrope call it the attention factor), past `native` that is
+    `stretched_scale` where there is one.
     """
 
     frequencies: Tensor
@@ -30,6 +31,7 @@ class Rope:
     native: int | None = None
     stretched: Callable[[int], Tensor] | None = field(default=None, repr=False)
     continuous: bool = False  # `stretched` differs from each horizon to the next
+    stretched_scale: float | None = None
 
     def regime(self, horizon: int) -> int:
         """A number that two horizons share if the frequencies are the same for both."""
@@ -47,13 +49,17 @@ class Rope:
         return step.memo(self, lambda: self._rotation(step))
 
     def _rotation(self, step: Step) -> ops.Rotation:
-        frequencies = self.frequencies
+        frequencies: Tensor = self.frequencies
+        scale: float | Tensor = self.scale
         if self.native is not None:
             frequencies = torch.stack([self.at(horizon) for horizon in step.horizons])[:, None]  # [R, 1, rot / 2]
+            if self.stretched_scale is not None:
+                scales = [self.stretched_scale if self.regime(horizon) else self.scale for horizon in step.horizons]
+                scale = torch.tensor(scales, dtype=torch.float32, device=frequencies.device)[:, None, None]
         angles = step.positions[..., None].float() * frequencies
         cos, sin = angles.cos(), angles.sin()
-        if self.scale != 1.0:
-            cos, sin = cos * self.scale, sin * self.scale
+        if isinstance(scale, Tensor) or scale != 1.0:
+            cos, sin = cos * scale, sin * scale
         return ops.Rotation(cos, sin, self.interleaved)
 
     def shift(self, keys: Tensor, delta: int) -> Tensor:

@@ -349,6 +349,23 @@ def decoder(
     return model
 
 
+def head_norms(
+    w: Weights, prefix: str, shape: Shape, names: tuple[str, str] = ("q_norm", "k_norm")
+) -> tuple[Norm, Norm]:
+    """The norms of each head's queries and keys; `names`: theirs under `prefix`."""
+    q_norm, k_norm = (norm(w, f"{prefix}.{name}.weight", shape.head_dim, shape.eps) for name in names)
+    return q_norm, k_norm
+
+
+def whole_norms(w: Weights, prefix: str, shape: Shape) -> tuple[Norm, Norm]:
+    """The norms of the whole query projection and the whole key projection."""
+    q_norm, k_norm = (
+        norm(w, f"{prefix}.{part}_norm.weight", heads * shape.head_dim, shape.eps)
+        for part, heads in (("q", shape.heads), ("k", shape.kv_heads))
+    )
+    return q_norm, k_norm
+
+
 def learned_positions(w: Weights, name: str, hidden: int) -> Weight:
     """A row for each position, which is kept as exact as a norm is."""
     return FloatWeight(w.tensor(f"{name}.weight", (w.config.int(POSITIONS, low=1), hidden)))
@@ -361,12 +378,15 @@ def one_window(config: Fields, switch: bool) -> int | None:
     return config.int("sliding_window", low=1, default=None)
 
 
-def windows(config: Fields, layers: int, *, full_every: int | None = None) -> list[int | None]:
+def windows(
+    config: Fields, layers: int, *, full_every: int | None = None, switch: bool = True
+) -> list[int | None]:  # fmt: skip
     """Each layer's sliding window, from `layer_types` where the config has them and uses them.
 
-    `full_every`: where it has none, one layer in so many sees everything (a config may say another number).
+    `full_every`: where it has none, one layer in so many sees everything (a config may say another number). `switch`:
+    `use_sliding_window` may turn all of them off.
     """
-    size = one_window(config, switch=True)
+    size = one_window(config, switch)
     if size is None:
         return [None] * layers
     kinds = config.strs("layer_types", layers, allowed=("sliding_attention", "full_attention"), default=None)
@@ -379,35 +399,54 @@ def windows(config: Fields, layers: int, *, full_every: int | None = None) -> li
     return [size if index >= first else None for index in range(layers)]
 
 
+def drafting(config: Fields, shape: Shape) -> tuple[str, ...]:
+    """Patterns of the tensors of layers past the last one: heads for multi-token prediction, which are not run."""
+    drafts = config.int("num_nextn_predict_layers", high=64, default=0)
+    return tuple(f"{start}.{shape.layers + extra}.*" for start in ("model.layers", "blk") for extra in range(drafts))
+
+
 def experts(
-    w: Weights, prefix: str, count: int, hidden: int, inner: int, act: str, names: tuple[str, str, str] = GATE_UP_DOWN
-) -> list[FeedForward]:  # fmt: skip
+    w: Weights,
+    prefix: str,
+    count: int,
+    hidden: int,
+    inner: int,
+    act: str,
+    names: tuple[str, str, str] | None = None,
+) -> list[FeedForward]:
     """Gated experts: one tensor for all under `gate_up_proj` and `down_proj`, or a block of their own each.
 
-    `names`: of the matrices of an expert that is stored by itself.
+    `names`: of the matrices of an expert that is stored by itself; None: whichever the checkpoint has.
     """
+    if names is None:
+        names = W1_W3_W2 if w.has(f"{prefix}.0.w1.weight") else GATE_UP_DOWN
     if w.has(f"{prefix}.gate_up_proj"):
         return [
             MLP(
-                w.stacked(f"{prefix}.gate_up_proj", index, shape=(count, 2 * inner, hidden)),
-                w.stacked(f"{prefix}.down_proj", index, shape=(count, hidden, inner)),
+                _of_all(w, f"{prefix}.gate_up_proj", index, (count, 2 * inner, hidden)),
+                _of_all(w, f"{prefix}.down_proj", index, (count, hidden, inner)),
                 act,
             )
             for index in range(count)
         ]
     if w.has(f"{prefix}.0.gate_up_proj.weight"):
-        return [
-            MLP(
-                w.linear(f"{prefix}.{index}.gate_up_proj.weight", shape=(2 * inner, hidden)),
-                w.linear(f"{prefix}.{index}.down_proj.weight", shape=(hidden, inner)),
-                act,
-            )
-            for index in range(count)
-        ]
+        return [fused_mlp(w, f"{prefix}.{index}", hidden, inner, act) for index in range(count)]
     return [mlp(w, f"{prefix}.{index}", hidden, inner, act, names) for index in range(count)]
+
+
+def _of_all(w: Weights, name: str, index: int, shape: tuple[int, int, int]) -> Weight:
+    """One expert's matrix of a tensor `[experts, N, K]`; some checkpoints hold `[experts, K, N]`."""
+    count, height, width = shape
+    if height == width or w.shape(name) != (count, width, height):
+        return w.stacked(name, index, shape=shape)
+
+    def turned(numbers: Tensor) -> Tensor:
+        return numbers[index].T
+
+    return w.derived(f"{name}[{index}]", name, make=turned, shape=(height, width))
 
 
 def expert_count(config: Fields) -> int:
     """Experts of each mixture, under whichever of its names the config has it; 0 if none."""
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     return next((config.int(name, low=0, high=MOST) for name in names if config.get(name) is not None), 0)

@@ -1,8 +1,13 @@
-"""DeepSeek-V2 (2405.04434) and V3 (2412.19437): latent attention, and experts chosen inside the best groups."""
+"""DeepSeek-V2 (2405.04434) and V3 (2412.19437): latent attention, and experts chosen inside the best groups.
+
+Kimi K2 and GLM-4.7-Flash are like V3, Youtu-LLM is without experts, A.X K1 normalises what its experts give, and
+queries of Mistral 4 grow with the length of the text.
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -13,18 +18,20 @@ from lmstate.models.families.common import (
     activation,
     biases,
     decoder,
+    drafting,
     expert_count,
-    experts,
     mlp,
     norm,
+    there,
 )
+from lmstate.models.families.mixtures import deepseek_mixture, scores, sparse_layers, top_k
+from lmstate.models.mixers.attention import Temperature
 from lmstate.models.mixers.latent_attention import LatentAttention
 from lmstate.models.mlp import FeedForward
-from lmstate.models.moe import MixtureOfExperts, Router
+from lmstate.models.moe import Router
 from lmstate.models.rope import Rope, make_rope, rope_fields
 from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.weights import Weights
-from lmstate.ops import FloatWeight
 
 LATENT_EPS = 1e-6  # of the norms inside the attention, whatever the config says of the others
 
@@ -33,36 +40,49 @@ def build(w: Weights) -> Model:
     config, shape = w.config, Shape.of(w.config)
     inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
     rope_dim = config.int("qk_rope_head_dim", low=2, high=MOST)
-    rope = make_rope(config, rope_dim, interleaved=config.bool("rope_interleave", default=True)).to(w.device)
-    count = expert_count(config)
-    dense = config.int("first_k_dense_replace", default=0)
-    every = config.int("moe_layer_freq", low=1, default=1)
+    rope = _rope(config, rope_dim).to(w.device)
+    temperature = _temperature(config) if config.str("model_type") == "mistral4" else None
+    normed_after = config.str("model_type") == "axk1"  # what the experts and those beside them give together
+    sparse = sparse_layers(config, shape.layers) if expert_count(config) else [False] * shape.layers
 
     def feed_forward(index: int, prefix: str) -> FeedForward:
-        if not count or index < dense or index % every:
+        if not sparse[index]:
             return mlp(w, prefix, shape.hidden, inner, act)
-        width = config.int("moe_intermediate_size", low=1, high=MOST)
-        shared = config.int("n_shared_experts", high=MOST, default=0)
-        return MixtureOfExperts(
-            _router(w, f"{prefix}.gate", count, shape.hidden),
-            experts(w, f"{prefix}.experts", count, shape.hidden, width, act),
-            mlp(w, f"{prefix}.shared_experts", shape.hidden, width * shared, act) if shared else None,
-        )
+        return deepseek_mixture(w, prefix, shape, _router(w, f"{prefix}.gate.weight", shape.hidden))
 
     def block(index: int) -> Block:
         layer = f"model.layers.{index}"
+        after = there(w, f"{layer}.post_mlp_layernorm.weight", f"{layer}.mlp.post_mlp_layernorm.weight")
         return Block(
-            latent_attention(w, f"{layer}.self_attn", shape, rope, rope_dim, latent_scale(config)),
+            replace(
+                latent_attention(w, f"{layer}.self_attn", shape, rope, rope_dim, latent_scale(config)),
+                temperature=temperature,
+            ),
             feed_forward(index, f"{layer}.mlp"),
             norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps),
             norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps),
+            after_mlp=norm(w, after, shape.hidden, shape.eps) if normed_after and sparse[index] else None,
         )
 
-    # Layers past the last one are heads for multi-token prediction.
-    drafts = config.int("num_nextn_predict_layers", high=64, default=0)
-    return decoder(
-        w, shape, block, ignore=tuple(f"model.layers.{shape.layers + extra}.*" for extra in range(drafts))
-    )  # fmt: skip
+    return decoder(w, shape, block, ignore=drafting(config, shape))
+
+
+def _rope(config: Fields, rope_dim: int) -> Rope:
+    """That of the features of a head that rotate, `rope_dim` in number."""
+    interleaved = config.bool("rope_interleave", default=True)
+    if config.str("model_type") == "mistral4":  # its config says which part of a head they are
+        settings = {**rope_fields(config), "partial_rotary_factor": 1.0}
+        config = Fields({**config, "rope_parameters": settings}, config.where)
+    return make_rope(config, rope_dim, interleaved=interleaved)
+
+
+def _temperature(config: Fields) -> Temperature | None:
+    """Mistral 4's, of queries past each length that it was first trained on."""
+    rope = rope_fields(config)
+    strength = rope.float("llama_4_scaling_beta", low=0.0, default=0.0)
+    if not strength:
+        return None
+    return Temperature(rope.int("original_max_position_embeddings", low=1), strength, first=0)
 
 
 def latent_attention(
@@ -123,25 +143,23 @@ def latent_scale(config: Fields) -> float:
     return width**-0.5 * (0.1 * over * math.log(factor) + 1.0) ** 2
 
 
-def _router(w: Weights, prefix: str, count: int, hidden: int) -> Router:
-    config = w.config
-    gate = FloatWeight(w.tensor(f"{prefix}.weight", (count, hidden)))
-    top_k = config.int("num_experts_per_tok", low=1, high=count)
-    scale = config.float("routed_scaling_factor", default=1.0)
+def _router(w: Weights, gate: str, hidden: int) -> Router | None:
+    """DeepSeek-V2's router, and Mistral 4's; None for DeepSeek-V3's, which others have as well."""
+    config, family = w.config, w.config.str("model_type")
+    if family not in ("deepseek_v2", "mistral4"):
+        return None
+    count = expert_count(config)
     groups = config.int("n_group", low=1, high=count, default=1)
     kept = config.int("topk_group", low=1, high=groups, default=groups)
-    if config.str("model_type") == "deepseek_v2":
+    if family == "deepseek_v2":
         method = config.str("topk_method", allowed=("greedy", "group_limited_greedy"), default="greedy")
-        grouped = method == "group_limited_greedy"
-        return Router(gate, top_k, scale=scale, groups=groups if grouped else 1, kept_groups=kept if grouped else 1)
+        groups, kept = (groups, kept) if method == "group_limited_greedy" else (1, 1)
     return Router(
-        gate,
-        top_k,
-        "sigmoid",
-        normalise=config.bool("norm_topk_prob", default=True),
-        scale=scale,
-        correction=w.tensor(f"{prefix}.e_score_correction_bias", (count,)),
+        scores(w, gate, count, hidden),
+        top_k(config, count),
+        normalise=family == "mistral4" and config.bool("norm_topk_prob", default=True),
+        scale=config.float("routed_scaling_factor", default=1.0),
         groups=groups,
         kept_groups=kept,
-        group_score="two best",
+        group_score="best" if family == "deepseek_v2" else "two best",
     )

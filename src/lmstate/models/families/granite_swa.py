@@ -1,4 +1,4 @@
-"""Granite with sliding windows: Granite's multipliers, attention sinks, and a rotation of its own for every layer."""
+"""Granite with sliding windows: Granite's multipliers and mixtures, attention sinks, a rotation for every layer."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from dataclasses import replace
 from lmstate.errors import ModelError
 from lmstate.models.decoder import Model
 from lmstate.models.families.common import (
-    MOST,
     Shape,
-    activation,
     attention,
     decoder,
-    mlp,
     one_window,
     pre_norm,
     rms_norms,
 )
+from lmstate.models.families.granitemoehybrid import feed_forward
 from lmstate.models.mixers.attention import Attention
 from lmstate.models.rope import Rope, make_rope, rope_fields
 from lmstate.models.weights.fields import Fields
@@ -27,7 +25,6 @@ KINDS = ("full_attention", "sliding_attention")
 
 def build(w: Weights) -> Model:
     config, shape = w.config, Shape.of(w.config)
-    inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
     kinds = config.strs("layer_types", shape.layers, allowed=KINDS, default=None)
     kinds = kinds or tuple(KINDS[bool(index % 4)] for index in range(shape.layers))
     size, scale = one_window(config, switch=False), config.float("attention_multiplier", default=1.0)
@@ -44,7 +41,7 @@ def build(w: Weights) -> Model:
     block = pre_norm(
         rms_norms(w, shape),
         mixer,
-        lambda _, name: mlp(w, name, shape.hidden, inner, act),
+        lambda _, name: feed_forward(w, name.removesuffix(".mlp"), shape),
         scale=config.float("residual_multiplier", default=1.0),
     )
     return decoder(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from lmstate.errors import ModelError
 from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, experts, mlp, norm
+from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, experts, mlp, norm, there
+from lmstate.models.families.mixtures import scores, top_k
 from lmstate.models.families.state_space import Mamba2Shape, gated_norm, layer_kinds, mamba2
 from lmstate.models.mixers.mixer import Mixer
 from lmstate.models.mlp import MLP, FeedForward
 from lmstate.models.moe import MixtureOfExperts, Router
 from lmstate.models.rope import make_rope
 from lmstate.models.weights.weights import Weights
-from lmstate.ops import FloatWeight
 
 
 def build(w: Weights) -> Model:
@@ -24,13 +24,9 @@ def build(w: Weights) -> Model:
     kinds = layer_kinds(config, ("layer_types", "layers_block_type"), shape.layers) if hybrid else None
     kinds = kinds or ("mamba" if hybrid else "attention",) * shape.layers
     sizes = Mamba2Shape.of(config, shape) if "mamba" in kinds else None
-    act = activation(config)
     rotary = not hybrid or config.get("position_embedding_type") == "rope"
     rope = make_rope(config, shape.head_dim).to(w.device) if rotary else None
     scale = config.float("attention_multiplier", default=1.0)
-    count = config.int("num_local_experts", high=MOST, default=0)
-    shared = config.int("shared_intermediate_size", high=MOST, default=0)
-    inner = config.int("intermediate_size", low=1, high=MOST)
     logits_scaling = config.float("logits_scaling", default=1.0)
     if logits_scaling == 0.0:
         raise ModelError(f"{config.where} has logits_scaling = 0, by which logits would be divided")
@@ -41,23 +37,11 @@ def build(w: Weights) -> Model:
         gated = gated_norm(w, f"{layer}.mamba.norm.weight", sizes)
         return mamba2(w, f"{layer}.mamba", sizes, shape.hidden, norm=gated)
 
-    def feed_forward(layer: str) -> FeedForward:
-        if not count and not shared:
-            return mlp(w, f"{layer}.mlp", shape.hidden, inner, act)
-        common = shared_mlp(w, f"{layer}.shared_mlp", shape.hidden, shared, act) if shared else None
-        if not count and common is not None:
-            return common
-        moe = f"{layer}.block_sparse_moe"
-        top_k = config.int("num_experts_per_tok", low=1, high=count)
-        router = FloatWeight(w.tensor(f"{moe}.router.layer.weight", (count, shape.hidden)))
-        each = granite_experts(w, moe, count, shape.hidden, inner, act)
-        return MixtureOfExperts(Router(router, top_k, normalise=True), each, common)
-
     def block(index: int) -> Block:
         layer = f"model.layers.{index}"
         return Block(
             mixer(index, layer),
-            feed_forward(layer),
+            feed_forward(w, layer, shape),
             norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps),
             norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps),
             scale=config.float("residual_multiplier", default=1.0),
@@ -65,6 +49,25 @@ def build(w: Weights) -> Model:
 
     return decoder(
         w, shape, block, embed_scale=config.float("embedding_multiplier", default=1.0), logit_scale=1 / logits_scaling
+    )
+
+
+def feed_forward(w: Weights, layer: str, shape: Shape) -> FeedForward:
+    """Experts, a part that every token goes through, or both; one of the older kind if the config has neither."""
+    config, act = w.config, activation(w.config)
+    count = config.int("num_local_experts", high=MOST, default=0)
+    shared = config.int("shared_intermediate_size", high=MOST, default=0)
+    inner = config.int("intermediate_size", low=1, high=MOST)
+    if not count and not shared:
+        return mlp(w, f"{layer}.mlp", shape.hidden, inner, act)
+    common = shared_mlp(w, f"{layer}.shared_mlp", shape.hidden, shared, act) if shared else None
+    if not count and common is not None:
+        return common
+    moe = f"{layer}.block_sparse_moe"
+    router = there(w, f"{moe}.router.layer.weight", f"{moe}.router.weight")
+    each = granite_experts(w, moe, count, shape.hidden, inner, act)
+    return MixtureOfExperts(
+        Router(scores(w, router, count, shape.hidden), top_k(config, count), normalise=True), each, common
     )
 
 
@@ -80,8 +83,8 @@ def shared_mlp(w: Weights, prefix: str, hidden: int, inner: int, act: str) -> ML
 
 
 def granite_experts(w: Weights, prefix: str, count: int, hidden: int, inner: int, act: str) -> list[FeedForward]:
-    """Experts in one tensor each for their ways in and out; GGUF has them one by one."""
-    if w.has(f"{prefix}.experts.0.gate_proj.weight"):
+    """Experts in one tensor each for their ways in and out, under two names; GGUF has them one by one."""
+    if not w.has(f"{prefix}.input_linear.weight"):
         return experts(w, f"{prefix}.experts", count, hidden, inner, act)
     return [
         MLP(

@@ -1,4 +1,4 @@
-"""Hunyuan's dense models (Tencent, 2025): Llama's block, where queries and keys are normalised after they rotate."""
+"""Hunyuan (Tencent, 2025), dense or sparse: Llama's block, with queries and keys normalised after they rotate."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ from lmstate.models.families.common import (
     activation,
     attention,
     decoder,
+    expert_count,
+    experts,
     mlp,
     norm_after_rope,
     pre_norm,
     rms_norms,
 )
+from lmstate.models.families.mixtures import scores
 from lmstate.models.mixers.attention import Attention
+from lmstate.models.mlp import FeedForward
+from lmstate.models.moe import MixtureOfExperts, Router
 from lmstate.models.rope import Rope, make_rope, rope_fields
 from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.weights import Weights
@@ -29,13 +34,31 @@ def build(w: Weights) -> Model:
     rope = stretched(config, shape.head_dim).to(w.device)
     # The weights of both norms multiply the queries, so that the keys that are stored are rotations and nothing else.
     plain, rope = norm_after_rope(w, shape, rope)
+    if isinstance(config.get("moe_topk"), list):  # published configs say it of each layer
+        chosen = config.ints("moe_topk", shape.layers, low=1, high=MOST)
+    else:
+        chosen = (config.int("moe_topk", low=1, high=MOST, default=1),) * shape.layers
 
     def mixer(_: int, name: str) -> Attention:
         of_q, of_k = (w.tensor(f"{name}.{part}_layernorm.weight", (shape.head_dim,)) for part in ("query", "key"))
         return replace(attention(w, name, shape, rope, q_norm=plain, k_norm=plain), turned_weight=of_q * of_k)
 
-    block = pre_norm(rms_norms(w, shape), mixer, lambda _, name: mlp(w, name, shape.hidden, inner, act))
-    return decoder(w, shape, block)
+    def feed_forward(index: int, name: str) -> FeedForward:
+        if config.str("model_type") == "hunyuan_v1_dense":
+            return mlp(w, name, shape.hidden, inner, act)
+        return mixture(w, name, shape, inner, chosen[index])
+
+    return decoder(w, shape, pre_norm(rms_norms(w, shape), mixer, feed_forward))
+
+
+def mixture(w: Weights, prefix: str, shape: Shape, inner: int, chosen: int) -> MixtureOfExperts:
+    """Experts beside one that every token goes through, all of one width; a token goes to `chosen` of them."""
+    count, act = expert_count(w.config), activation(w.config)
+    return MixtureOfExperts(
+        Router(scores(w, f"{prefix}.gate.wg.weight", count, shape.hidden), chosen, normalise=True),
+        experts(w, f"{prefix}.experts", count, shape.hidden, inner, act),
+        mlp(w, f"{prefix}.shared_mlp", shape.hidden, inner, act),
+    )
 
 
 def stretched(config: Fields, head_dim: int) -> Rope:

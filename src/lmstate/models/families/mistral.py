@@ -10,7 +10,6 @@ from dataclasses import replace
 from lmstate.models.decoder import Block, Model
 from lmstate.models.families.common import (
     MOST,
-    W1_W3_W2,
     Shape,
     activation,
     attention,
@@ -46,11 +45,10 @@ def build(w: Weights) -> Model:
         prefix = f"{layer}.block_sparse_moe"
         if not w.has(f"{prefix}.gate.weight"):
             prefix = f"{layer}.mlp"
-        names = W1_W3_W2 if w.has(f"{prefix}.experts.0.w1.weight") else ("gate_proj", "up_proj", "down_proj")
         gate = FloatWeight(w.tensor(f"{prefix}.gate.weight", (count, shape.hidden)))
         return MixtureOfExperts(
             Router(gate, config.int("num_experts_per_tok", low=1, high=count), normalise=True),
-            experts(w, f"{prefix}.experts", count, shape.hidden, inner, act, names),
+            experts(w, f"{prefix}.experts", count, shape.hidden, inner, act),
         )
 
     def block(index: int) -> Block:

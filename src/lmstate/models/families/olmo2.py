@@ -1,12 +1,15 @@
 """OLMo 2 and 3: norms after each part instead of before, and over the whole query and key projections.
 
-Three of four layers of OLMo 3 have a window, and stretched rotary positions are those of the others alone.
+Three of four layers of OLMo 3 have a window, and stretched rotary positions are those of the others alone. FlexOlmo
+(2507.07024) is OLMo 2 with experts.
 """
 
 from __future__ import annotations
 
 from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, mlp, norm, windows
+from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, mlp, norm, whole_norms, windows
+from lmstate.models.families.mixtures import softmax_mixture
+from lmstate.models.mlp import FeedForward
 from lmstate.models.rope import make_rope, ropes_by_kind
 from lmstate.models.weights.weights import Weights
 
@@ -14,22 +17,27 @@ from lmstate.models.weights.weights import Weights
 def build(w: Weights) -> Model:
     config, shape = w.config, Shape.of(w.config)
     inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
-    if config.str("model_type") == "olmo3":
+    family = config.str("model_type")
+    if family == "olmo3":
         window = windows(config, shape.layers, full_every=4)
         full, local = (rope.to(w.device) for rope in ropes_by_kind(config, shape.head_dim, theta=500_000.0))
     else:
         window = [None] * shape.layers
         full = local = make_rope(config, shape.head_dim).to(w.device)
 
+    def feed_forward(prefix: str) -> FeedForward:
+        if family != "flex_olmo":
+            return mlp(w, prefix, shape.hidden, inner, act)
+        return softmax_mixture(w, prefix, shape, inner, normalise=config.bool("norm_topk_prob", default=False))
+
     def block(index: int) -> Block:
         layer = f"model.layers.{index}"
-        q_norm = norm(w, f"{layer}.self_attn.q_norm.weight", shape.heads * shape.head_dim, shape.eps)
-        k_norm = norm(w, f"{layer}.self_attn.k_norm.weight", shape.kv_heads * shape.head_dim, shape.eps)
+        q_norm, k_norm = whole_norms(w, f"{layer}.self_attn", shape)
         size = window[index]
         rope = full if size is None else local
         return Block(
             attention(w, f"{layer}.self_attn", shape, rope, window=size, q_norm=q_norm, k_norm=k_norm),
-            mlp(w, f"{layer}.mlp", shape.hidden, inner, act),
+            feed_forward(f"{layer}.mlp"),
             after_mixer=norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps),
             after_mlp=norm(w, f"{layer}.post_feedforward_layernorm.weight", shape.hidden, shape.eps),
         )

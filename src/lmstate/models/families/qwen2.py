@@ -1,25 +1,35 @@
-"""Qwen2: Llama's block with biases on the query, key and value projections; some layers may slide."""
+"""Qwen2: Llama's block with biases on the query, key and value projections; some layers may slide. Dense or sparse."""
 
 from __future__ import annotations
 
-from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, mlp, norm, windows
+from collections.abc import Sequence
+
+from lmstate.models.decoder import Model
+from lmstate.models.families.common import Shape, attention, decoder, one_window, pre_norm, rms_norms, windows
+from lmstate.models.families.mixtures import qwen_feed_forward
+from lmstate.models.mixers.mixer import Mixer
+from lmstate.models.mlp import FeedForward
 from lmstate.models.rope import make_rope
+from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.weights import Weights
 
 
 def build(w: Weights) -> Model:
     config, shape = w.config, Shape.of(w.config)
-    inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
-    rope, window = make_rope(config, shape.head_dim).to(w.device), windows(config, shape.layers)
+    rope, window = make_rope(config, shape.head_dim).to(w.device), _windows(config, shape.layers)
 
-    def block(index: int) -> Block:
-        layer = f"model.layers.{index}"
-        return Block(
-            attention(w, f"{layer}.self_attn", shape, rope, window=window[index]),
-            mlp(w, f"{layer}.mlp", shape.hidden, inner, act),
-            norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps),
-            norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps),
-        )
+    def mixer(index: int, prefix: str) -> Mixer:
+        return attention(w, prefix, shape, rope, window=window[index])
 
-    return decoder(w, shape, block)
+    def feed_forward(index: int, prefix: str) -> FeedForward:
+        return qwen_feed_forward(w, index, prefix, shape, normalise=False)
+
+    return decoder(w, shape, pre_norm(rms_norms(w, shape), mixer, feed_forward))
+
+
+def _windows(config: Fields, layers: int) -> Sequence[int | None]:
+    """Each layer's window; without a list of kinds, every second layer of a mixture's first ones slides."""
+    if config.str("model_type") != "qwen2_moe" or config.given("layer_types"):
+        return windows(config, layers)
+    size, last = one_window(config, switch=True), config.int("max_window_layers", default=28)
+    return [size if index % 2 == 0 and index < last else None for index in range(layers)]

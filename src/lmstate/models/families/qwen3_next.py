@@ -13,19 +13,15 @@ from lmstate.models.decoder import Block, Model
 from lmstate.models.families.common import (
     MOST,
     Shape,
-    activation,
     attention,
     decoder,
-    expert_count,
-    experts,
-    mlp,
+    drafting,
     norm,
 )
 from lmstate.models.families.delta_rule import check_shared, short_conv
+from lmstate.models.families.mixtures import qwen_feed_forward
 from lmstate.models.mixers.gated_delta import GatedDelta
 from lmstate.models.mixers.mixer import Mixer
-from lmstate.models.mlp import FeedForward
-from lmstate.models.moe import MixtureOfExperts, Router
 from lmstate.models.rope import make_rope
 from lmstate.models.weights.source import GroupedQuant
 from lmstate.models.weights.weights import Weights
@@ -54,15 +50,15 @@ def build(w: Weights) -> Model:
         layer = f"model.layers.{index}"
         return Block(
             mixer(index, layer),
-            feed_forward(w, index, f"{layer}.mlp", shape),
+            qwen_feed_forward(w, index, f"{layer}.mlp", shape, normalise=True),
             norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps, plus_one=True),
             norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps, plus_one=True),
         )
 
     final = norm(w, "model.norm.weight", shape.hidden, shape.eps, plus_one=True)
-    drafts = range(shape.layers, shape.layers + config.int("num_nextn_predict_layers", high=64, default=0))
-    ignore = ["mtp.*", "model.mtp.*", *(f"{start}.{index}.*" for start in ("model.layers", "blk") for index in drafts)]
-    return decoder(w, shape, block, final_norm=final, ignore=tuple(ignore))
+    return decoder(
+        w, shape, block, final_norm=final, ignore=("mtp.*", "model.mtp.*", *drafting(config, shape))
+    )  # fmt: skip
 
 
 def delta(w: Weights, prefix: str, shape: Shape) -> GatedDelta:
@@ -113,26 +109,3 @@ def _gates(w: Weights, prefix: str, key_heads: int, heads: int, hidden: int) -> 
         return torch.cat([w.tensor(f"{prefix}.in_proj_{part}.weight", (heads, hidden)) for part in "ba"])
     both = w.tensor(f"{prefix}.in_proj_ba.weight", (2 * heads, hidden))  # key head by key head: betas, decays
     return both.unflatten(0, (key_heads, 2, -1)).transpose(0, 1).reshape(2 * heads, hidden)
-
-
-def feed_forward(w: Weights, index: int, prefix: str, shape: Shape) -> FeedForward:
-    """Dense, or experts beside one that every token goes through, weighed by a gate of its own."""
-    config, hidden, act = w.config, shape.hidden, activation(w.config)
-    count = expert_count(config)
-    every = config.int("decoder_sparse_step", low=1, default=1)
-    if not count or index in config.ints("mlp_only_layers", default=()) or (index + 1) % every:
-        return mlp(w, prefix, hidden, config.int("intermediate_size", low=1, high=MOST), act)
-    router = Router(
-        FloatWeight(w.tensor(f"{prefix}.gate.weight", (count, hidden))),
-        config.int("num_experts_per_tok", low=1, high=count),
-        normalise=config.bool("norm_topk_prob", default=True),
-    )
-    inner = config.int("moe_intermediate_size", low=1, high=MOST)
-    gate = f"{prefix}.shared_expert_gate.weight"  # a vector in GGUF
-    common = config.int("shared_expert_intermediate_size", low=1, high=MOST)
-    return MixtureOfExperts(
-        router,
-        experts(w, f"{prefix}.experts", count, hidden, inner, act),
-        mlp(w, f"{prefix}.shared_expert", hidden, common, act),
-        FloatWeight(w.tensor(gate, (1, hidden) if len(w.shape(gate)) == 2 else (hidden,)).view(1, hidden)),
-    )

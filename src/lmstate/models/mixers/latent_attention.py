@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lmstate import ops
-from lmstate.models.mixers.attention import of_heads
+from lmstate.models.mixers.attention import Temperature, of_heads
 from lmstate.models.rope import Rope
 from lmstate.ops import Norm, Residual, Weight
 from lmstate.ops.latent_attend import by_head
@@ -41,6 +41,7 @@ class LatentAttention:
     down_bias: Tensor | None = None
     out_bias: Tensor | None = None
     head_gate: bool = False
+    temperature: Temperature | None = None
 
     @property
     def kind(self) -> str:
@@ -67,9 +68,10 @@ class LatentAttention:
         q, latent, rope_key, gate = projected.split([query_width, latent_dim, self.rope_dim, gates], dim=-1)
         if self.q_up is not None:
             q = ops.linear(q if self.q_norm is None else ops.norm(q, self.q_norm), self.q_up)
-        q_nope, q_rope = q.unflatten(-1, (heads, -1)).split(
-            [nope, self.rope_dim], dim=-1
-        )  # [R, T, H, Dn], [R, T, H, Dr]
+        q = q.unflatten(-1, (heads, -1))  # [R, T, H, Dn + Dr]
+        if self.temperature is not None:
+            q = q * self.temperature.at(step)  # a number a token, which no rotation touches
+        q_nope, q_rope = q.split([nope, self.rope_dim], dim=-1)  # [R, T, H, Dn], [R, T, H, Dr]
         if self.rope is not None:
             cos, sin, _ = self.rope.rotation(step)
             q_rope = ops.rope(q_rope, cos, sin, self.rope.interleaved)

@@ -32,6 +32,7 @@ from lmstate.models.weights.gguf_architecture import (
 from lmstate.models.weights.gguf_attention import WINDOWS_AND_LATENTS
 from lmstate.models.weights.gguf_delta import DELTAS
 from lmstate.models.weights.gguf_dense import DENSE
+from lmstate.models.weights.gguf_experts import MIXTURES
 from lmstate.models.weights.gguf_hybrids import HYBRIDS
 from lmstate.models.weights.gguf_shared import SHARED
 
@@ -109,6 +110,7 @@ ARCHITECTURES = {
     **DENSE,
     **HYBRIDS,
     **DELTAS,
+    **MIXTURES,
     **WINDOWS_AND_LATENTS,
     **SHARED,
 }

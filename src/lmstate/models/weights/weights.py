@@ -119,14 +119,17 @@ class Weights:
         whole = numbers.dequantize() if isinstance(numbers, GroupedQuant) else numbers
         return whole.float().to(self.device)
 
-    def linear(self, *names: str, shape: tuple[int | Sequence[int], int] | None = None) -> Weight:
+    def linear(
+        self, *names: str, shape: tuple[int | Sequence[int], int] | None = None, order: Tensor | None = None
+    ) -> Weight:
         """One matrix [N, K], or several stacked along the output axis (q, k, v), in the storage of `kind`.
 
-        `shape`: N of each (a number for a single one), and K. Raises `ModelError` if one is absent, is no matrix,
-        differs in K from the others, or if `shape` is given and is not its own. The same names give the same object
-        again: tied weights stay one.
+        `shape`: N of each (a number for a single one), and K. `order`: int64, which row of the stack comes first, and
+        so on; one order for the same names. Raises `ModelError` if one is absent, is no matrix, differs in K from the
+        others, or if `shape` is given and is not its own. The same names give the same object again: tied weights stay
+        one.
         """
-        label = "+".join(names)
+        label = "+".join(names) + ("" if order is None else ", reordered")
         if label not in self._made:
             shapes = [self.shape(name) for name in names]
             if any(len(each) != 2 or each[1] != shapes[0][1] for each in shapes):
@@ -136,7 +139,7 @@ class Weights:
                 for name, height in zip(names, [heights] if isinstance(heights, int) else heights, strict=True):
                     self.expect(name, (height, width))
             parts = [_Part((name,), self.source.stored(name)) for name in names]
-            self._made[label] = self._matrix(label, parts)
+            self._made[label] = self._matrix(label, parts, order)
         return self._made[label]
 
     def stacked(self, name: str, index: int, shape: tuple[int, int, int] | None = None) -> Weight:
@@ -195,13 +198,13 @@ class Weights:
                 f"{self.source.path}: {label} has the shape {list(found)}, and the config asks for {list(expected)}"
             )
 
-    def _matrix(self, label: str, parts: list[_Part]) -> Weight:
+    def _matrix(self, label: str, parts: list[_Part], order: Tensor | None = None) -> Weight:
         self._asked.update(name for part in parts for name in part.names)
         kept = self._packed.get(label) if self._packed else None
         if kept is not None:
             return self._settle(kept)
         kind = self._storage(parts)
-        weight = self._convert(parts, kind)
+        weight = self._convert(parts, kind, order)
         # Plain floats are quick to take from the checkpoint; only what was taken apart or rounded is worth keeping.
         costly = weight.kind in ("int4", "int8") or any(part.stored in ("int4", "int8") for part in parts)
         if costly and self._packed is not None:
@@ -226,18 +229,18 @@ class Weights:
         own = (part.stored if part.stored in ("int4", "int8") else self.float_kind for part in parts)
         return max(own, key=WIDTHS.index)
 
-    def _convert(self, parts: list[_Part], kind: str) -> Weight:
+    def _convert(self, parts: list[_Part], kind: str, order: Tensor | None) -> Weight:
         numbers = [self._read(part) for part in parts]
         grouped = [part for part in numbers if isinstance(part, GroupedQuant)]
         if len(grouped) == len(numbers) and all(part.kind == kind for part in grouped):
-            return _pack(grouped)
+            return _pack(grouped, order)
         floats = [part.dequantize() if isinstance(part, GroupedQuant) else part for part in numbers]
-        if kind in FLOAT_KINDS:
-            dtype = FLOAT_KINDS[kind]
-            return FloatWeight(
-                floats[0].to(dtype) if len(floats) == 1 else torch.cat([part.to(dtype) for part in floats])
-            )
-        return quantize(floats[0] if len(floats) == 1 else torch.cat(floats), kind)
+        dtype = FLOAT_KINDS.get(kind)
+        if dtype is not None:
+            floats = [part.to(dtype) for part in floats]
+        whole = floats[0] if len(floats) == 1 else torch.cat(floats)
+        whole = whole if order is None else whole[order]
+        return quantize(whole, kind) if dtype is None else FloatWeight(whole)
 
     def _read(self, part: _Part) -> Numbers:
         return part.make(*(self.source.read(name) for name in part.names))
@@ -258,13 +261,19 @@ class _Part:
         self.names, self.stored, self.make = names, stored, make
 
 
-def _pack(parts: list[GroupedQuant]) -> Weight:
-    q = torch.cat([part.q for part in parts])
-    scale = torch.cat([part.scale for part in parts])
-    if scale.numel() and not float(scale.abs().max()) <= torch.finfo(torch.float16).max:
-        raise ModelError("the checkpoint is damaged: numbers of a quantised matrix are scaled beyond float16")
+def _pack(parts: list[GroupedQuant], order: Tensor | None) -> Weight:
     minima = [part.minimum for part in parts if part.minimum is not None]
-    return Int4Weight.pack(q, scale, torch.cat(minima)) if minima else Int8Weight.pack(q, scale)
+    whole = GroupedQuant(
+        torch.cat([part.q for part in parts]),
+        torch.cat([part.scale for part in parts]),
+        torch.cat(minima) if minima else None,
+    )
+    whole = whole if order is None else whole.rows(order)
+    if whole.scale.numel() and not float(whole.scale.abs().max()) <= torch.finfo(torch.float16).max:
+        raise ModelError("the checkpoint is damaged: numbers of a quantised matrix are scaled beyond float16")
+    if whole.minimum is None:
+        return Int8Weight.pack(whole.q, whole.scale)
+    return Int4Weight.pack(whole.q, whole.scale, whole.minimum)
 
 
 class _Bar:

@@ -1,0 +1,107 @@
+"""AFMoE (Arcee's Trinity): gated attention with positions only where it has a window, and norms around both parts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lmstate.models.decoder import Block, Model
+from lmstate.models.families.common import (
+    MOST,
+    Shape,
+    activation,
+    biases,
+    decoder,
+    expert_count,
+    head_norms,
+    mlp,
+    rms_norms,
+    windows,
+)
+from lmstate.models.families.mixtures import deepseek_mixture, scores, top_k
+from lmstate.models.mixers.attention import Attention
+from lmstate.models.mlp import FeedForward
+from lmstate.models.moe import Router
+from lmstate.models.rope import Rope, make_rope
+from lmstate.models.weights.weights import Weights
+
+
+def build(w: Weights) -> Model:
+    config, shape = w.config, Shape.of(w.config)
+    inner, act, count = config.int("intermediate_size", low=1, high=MOST), activation(config), expert_count(config)
+    every = config.int("global_attn_every_n_layers", low=1, default=4)
+    window = windows(config, shape.layers, full_every=every, switch=False)
+    rope = make_rope(config, shape.head_dim).to(w.device)
+    dense = config.int("num_dense_layers", default=1)
+    shared = config.int("num_shared_experts", high=MOST, default=2)
+    config.str("score_func", allowed=("sigmoid",), default="sigmoid")
+    normed = rms_norms(w, shape)
+
+    def feed_forward(index: int, prefix: str) -> FeedForward:
+        if index < dense:
+            return mlp(w, prefix, shape.hidden, inner, act)
+        router = Router(
+            scores(w, f"{prefix}.router.gate.weight", count, shape.hidden),
+            top_k(config, count),
+            "sigmoid",
+            normalise=config.bool("route_norm", default=True),
+            scale=config.float("route_scale", default=1.0),
+            correction=w.tensor(f"{prefix}.expert_bias", (count,)),
+        )
+        return deepseek_mixture(w, prefix, shape, router, shared=shared)
+
+    def block(index: int) -> Block:
+        layer, size = f"model.layers.{index}", window[index]
+        return Block(
+            gated_attention(w, f"{layer}.self_attn", shape, None if size is None else rope, size),
+            feed_forward(index, f"{layer}.mlp"),
+            normed(f"{layer}.input_layernorm"),
+            normed(f"{layer}.pre_mlp_layernorm"),
+            normed(f"{layer}.post_attention_layernorm"),
+            normed(f"{layer}.post_mlp_layernorm"),
+        )
+
+    embed_scale = shape.hidden**0.5 if config.bool("mup_enabled", default=False) else 1.0
+    return decoder(w, shape, block, embed_scale=embed_scale)
+
+
+def gated_attention(w: Weights, prefix: str, shape: Shape, rope: Rope | None, window: int | None) -> Attention:
+    """Attention whose gate is a projection of its own, `gate_proj`, as wide as the query's."""
+    width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    names = [f"{prefix}.{part}_proj" for part in ("q", "gate", "k", "v")]
+    wanted = w.config.bool("attention_bias", default=False)
+    bias = biases(w, *(f"{prefix}.{part}_proj.bias" for part in "qkv"), wanted=wanted)
+    order = _by_head(shape.heads, shape.head_dim, kv_width)
+    if bias is not None:  # the gate has none
+        q, kv = bias.split([width, 2 * kv_width])
+        bias = torch.cat([q, torch.zeros_like(q), kv])[order]
+    q_norm, k_norm = head_norms(w, prefix, shape)
+    return Attention(
+        w.linear(
+            *(f"{name}.weight" for name in names),
+            shape=((width, width, kv_width, kv_width), shape.hidden),
+            order=order,
+        ),
+        w.linear(f"{prefix}.o_proj.weight", shape=(shape.hidden, width)),
+        shape.heads,
+        shape.kv_heads,
+        shape.head_dim,
+        shape.head_dim**-0.5,
+        rope,
+        window,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        qkv_bias=bias,
+        out_bias=biases(w, f"{prefix}.o_proj.bias", wanted=wanted),
+        gate=True,
+    )
+
+
+def _by_head(heads: int, head_dim: int, kv_width: int) -> Tensor:
+    """The order of rows in which each head's gate follows its query; stored are all queries, all gates, keys, values.
+
+    int64 `[2 * H * D + 2 * K * D]`
+    """
+    width = heads * head_dim
+    both = torch.arange(2 * width).view(2, heads, head_dim).transpose(0, 1)  # [H, 2, D]
+    return torch.cat([both.flatten(), torch.arange(2 * width, 2 * width + 2 * kv_width)])

@@ -1,0 +1,101 @@
+"""DBRX (Databricks, 2024): attention that clips its projections, and experts whose matrices lie in one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from lmstate.models.decoder import Model
+from lmstate.models.families.common import (
+    ACTIVATIONS,
+    MOST,
+    Shape,
+    decoder,
+    layer_norms,
+    pre_norm,
+)
+from lmstate.models.families.mixtures import scores
+from lmstate.models.mixers.attention import Attention
+from lmstate.models.mlp import MLP, FeedForward
+from lmstate.models.moe import MixtureOfExperts, Router
+from lmstate.models.rope import make_rope
+from lmstate.models.weights.fields import Fields
+from lmstate.models.weights.source import GroupedQuant
+from lmstate.models.weights.weights import Numbers, Weights
+
+NAMES = ("norm_attn_norm.norm_1", "norm_attn_norm.attn", "norm_attn_norm.norm_2", "ffn")
+USUAL = {
+    "d_model": "hidden_size",
+    "n_heads": "num_attention_heads",
+    "n_layers": "num_hidden_layers",
+    "max_seq_len": "max_position_embeddings",
+}
+
+
+def build(w: Weights) -> Model:
+    attends, feeds = (w.config.fields(f"{part}_config") or Fields({}) for part in ("attn", "ffn"))
+    values = {USUAL.get(name, name): value for name, value in w.config.items()}
+    values["num_key_value_heads"] = attends.int("kv_n_heads", low=1, high=MOST, default=1)
+    w.config = Fields(values, w.config.where)
+    shape = replace(Shape.of(w.config), eps=1e-5)
+    theta = attends.float("rope_theta", low=1.0, high=1e12, default=10_000.0)
+    rope = make_rope(w.config, shape.head_dim, theta=theta).to(w.device)
+    clip = attends.float("clip_qkv", low=0.0, default=None)
+    width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+
+    def mixer(_: int, prefix: str) -> Attention:
+        return Attention(
+            w.linear(f"{prefix}.Wqkv.weight", shape=(width + 2 * kv_width, shape.hidden)),
+            w.linear(f"{prefix}.out_proj.weight", shape=(shape.hidden, width)),
+            shape.heads,
+            shape.kv_heads,
+            shape.head_dim,
+            shape.head_dim**-0.5,
+            rope,
+            clip=clip,
+        )
+
+    normed = layer_norms(w, shape, biased=False)
+    block = pre_norm(normed, mixer, lambda _, name: mixture(w, name, shape, feeds), NAMES, layers="transformer.blocks")
+    return decoder(w, shape, block, embed="transformer.wte", final_norm=normed("transformer.norm_f"))
+
+
+def mixture(w: Weights, prefix: str, shape: Shape, config: Fields) -> MixtureOfExperts:
+    count = config.int("moe_num_experts", low=1, high=MOST, default=4)
+    inner = config.int("ffn_hidden_size", low=1, high=MOST, default=3584)
+    named = config.fields("ffn_act_fn") or Fields({})
+    act = ACTIVATIONS[named.str("name", allowed=tuple(ACTIVATIONS), default="silu")]
+    # Weights are brought to a norm of 1: of the sum, or of none at all.
+    power = config.float("moe_normalize_expert_weights", low=1.0, high=1.0, default=None)
+    router = Router(
+        scores(w, f"{prefix}.router.layer.weight", count, shape.hidden),
+        config.int("moe_top_k", low=1, high=count, default=1),
+        normalise=power is not None,
+    )
+    inside = f"{prefix}.experts.mlp"
+    for name in ("w1", "v1", "w2"):
+        w.expect(f"{inside}.{name}", (count * inner, shape.hidden))
+
+    def expert(index: int) -> FeedForward:
+        rows = slice(index * inner, (index + 1) * inner)
+
+        def gate_up(gate: Numbers, up: Numbers) -> Numbers:
+            return torch.cat([_floats(gate)[rows], _floats(up)[rows]])
+
+        return MLP(
+            w.derived(
+                f"{inside}[{index}]", f"{inside}.w1", f"{inside}.v1", make=gate_up, shape=(2 * inner, shape.hidden)
+            ),
+            w.derived(
+                f"{inside}.w2[{index}]", f"{inside}.w2", make=lambda down: _floats(down)[rows].T,
+                shape=(shape.hidden, inner),
+            ),
+            act,
+        )  # fmt: skip
+
+    return MixtureOfExperts(router, [expert(index) for index in range(count)])
+
+
+def _floats(numbers: Numbers) -> torch.Tensor:
+    return numbers.dequantize() if isinstance(numbers, GroupedQuant) else numbers

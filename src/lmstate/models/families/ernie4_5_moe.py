@@ -1,0 +1,56 @@
+"""ERNIE 4.5 with experts: interleaved rotation, softmax scores that are corrected for the choice, shared experts."""
+
+from __future__ import annotations
+
+from lmstate.models.decoder import Model
+from lmstate.models.families.common import (
+    MOST,
+    Shape,
+    activation,
+    attention,
+    decoder,
+    expert_count,
+    mlp,
+    pre_norm,
+    rms_norms,
+    there,
+)
+from lmstate.models.families.mixtures import deepseek_mixture, scores, top_k
+from lmstate.models.mixers.mixer import Mixer
+from lmstate.models.mlp import FeedForward
+from lmstate.models.moe import Router
+from lmstate.models.rope import make_rope
+from lmstate.models.weights.weights import Weights
+
+
+def build(w: Weights) -> Model:
+    config, shape = w.config, Shape.of(w.config)
+    inner, act, count = config.int("intermediate_size", low=1, high=MOST), activation(config), expert_count(config)
+    biased = config.bool("use_bias", default=False)
+    rope = make_rope(config, shape.head_dim, theta=500_000.0, interleaved=True).to(w.device)
+    first, every = config.int("moe_layer_start_index", default=1), config.int("moe_layer_interval", low=1, default=1)
+    last = config.int("moe_layer_end_index", low=-1, default=-1)
+    last = shape.layers - 1 if last == -1 else last
+    shared = config.int("moe_num_shared_experts", high=MOST, default=2)
+
+    def mixer(index: int, prefix: str) -> Mixer:
+        return attention(w, prefix, shape, rope, biased=biased)
+
+    def feed_forward(index: int, prefix: str) -> FeedForward:
+        if not first <= index <= last or (index + 1) % every:
+            return mlp(w, prefix, shape.hidden, inner, act, biased=biased)
+        statics = "moe_statics.e_score_correction_bias"
+        statics = there(w, f"{prefix}.{statics}", f"{prefix}.gate.{statics}")
+        router = Router(
+            scores(w, f"{prefix}.gate.weight", count, shape.hidden),
+            top_k(config, count, "moe_k" if config.given("moe_k") else "num_experts_per_tok"),
+            normalise=True,
+            correction=w.tensor(statics, (1, count) if len(w.shape(statics)) == 2 else (count,)).view(count),
+            # Theirs is the least that a sum may be, this is added to it: below any sum that is, the two are one.
+            floor=config.float("moe_norm_min", low=0.0, high=1e-9, default=1e-12),
+        )
+        return deepseek_mixture(w, prefix, shape, router, shared=shared)
+
+    return decoder(
+        w, shape, pre_norm(rms_norms(w, shape), mixer, feed_forward), head_biased=biased, ignore=("*mtp*",)
+    )  # fmt: skip

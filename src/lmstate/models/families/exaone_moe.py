@@ -1,0 +1,51 @@
+"""K-EXAONE (LG AI Research): EXAONE 4's attention, which knows positions only where it has a window, and experts."""
+
+from __future__ import annotations
+
+from lmstate.models.decoder import Model
+from lmstate.models.families.common import (
+    MOST,
+    Shape,
+    activation,
+    attention,
+    decoder,
+    drafting,
+    head_norms,
+    mlp,
+    pre_norm,
+    rms_norms,
+    there,
+    windows,
+)
+from lmstate.models.families.mixtures import corrected_router, deepseek_mixture, sparse_layers
+from lmstate.models.mixers.mixer import Mixer
+from lmstate.models.mlp import FeedForward
+from lmstate.models.rope import make_rope
+from lmstate.models.weights.weights import Weights
+
+
+def build(w: Weights) -> Model:
+    config, shape = w.config, Shape.of(w.config)
+    inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
+    rope = make_rope(config, shape.head_dim).to(w.device)
+    config.int("sliding_window", low=1)  # without one no layer would know positions
+    window = windows(config, shape.layers, full_every=4, switch=False)
+    sparse = sparse_layers(config, shape.layers)
+    shared = config.int("num_shared_experts", high=MOST, default=1)
+
+    def mixer(index: int, prefix: str) -> Mixer:
+        q_norm, k_norm = head_norms(w, prefix, shape)
+        size = window[index]
+        return attention(w, prefix, shape, None if size is None else rope, window=size, q_norm=q_norm, k_norm=k_norm)
+
+    def feed_forward(index: int, prefix: str) -> FeedForward:
+        if not sparse[index]:
+            return mlp(w, prefix, shape.hidden, inner, act)
+        name = "e_score_correction_bias"
+        correction = there(w, f"{prefix}.{name}", f"{prefix}.gate.{name}")
+        router = corrected_router(w, f"{prefix}.gate.weight", correction, shape.hidden)
+        return deepseek_mixture(w, prefix, shape, router, shared=shared)
+
+    return decoder(
+        w, shape, pre_norm(rms_norms(w, shape), mixer, feed_forward), ignore=("mtp.*", *drafting(config, shape))
+    )

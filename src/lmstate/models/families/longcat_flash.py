@@ -1,0 +1,150 @@
+"""LongCat-Flash (2509.01322): two latent attentions a layer, and experts on a shortcut past the second one.
+
+Some of the experts give back what they are given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from lmstate import ops
+from lmstate.models.decoder import Block, Model
+from lmstate.models.families.common import (
+    MOST,
+    Shape,
+    activation,
+    biases,
+    decoder,
+    expert_count,
+    experts,
+    mlp,
+    rms_norms,
+)
+from lmstate.models.families.deepseek import latent_attention, latent_scale
+from lmstate.models.families.mixtures import scores, top_k
+from lmstate.models.mixers.latent_attention import LatentAttention
+from lmstate.models.mlp import MLP, FeedForward
+from lmstate.models.moe import MixtureOfExperts, Router
+from lmstate.models.rope import Rope, make_rope
+from lmstate.models.weights.fields import Fields
+from lmstate.models.weights.weights import Weights
+from lmstate.ops import Norm, Residual
+from lmstate.state import CompositeState, LayerState, Layout, Step
+
+
+@dataclass(frozen=True, eq=False)
+class Half:
+    """An attention and the dense part behind it, with the norm before each."""
+
+    attention: LatentAttention
+    mlp: MLP
+    attention_norm: Norm
+    mlp_norm: Norm
+
+
+@dataclass(frozen=True, eq=False)
+class Shortcut:
+    """A whole layer: two halves, and experts that read what the first one's dense part reads and are added at the end.
+
+    Its input is the stream itself, to which all parts add; so it stands in a block without norms or a part behind it.
+    """
+
+    first: Half
+    second: Half
+    experts: FeedForward
+
+    @property
+    def kind(self) -> str:
+        return "composite"
+
+    @property
+    def rope(self) -> Rope | None:
+        return self.first.attention.rope
+
+    def new_state(self, layout: Layout) -> LayerState:
+        return CompositeState([half.attention.new_state(layout) for half in (self.first, self.second)])
+
+    def __call__(
+        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
+    ) -> Tensor:
+        assert isinstance(memory, CompositeState) and norm is None
+        assert residual is not None and residual.stream is x and residual.norm is None and residual.scale == 1.0
+        skipped = None
+        for half, own in zip((self.first, self.second), memory.members):
+            x = half.attention(x, step, own, half.attention_norm, Residual(x))
+            if skipped is None:
+                skipped = self.experts(x, half.mlp_norm)
+            x = half.mlp(x, half.mlp_norm, Residual(x))
+        assert skipped is not None
+        return x + skipped
+
+
+@dataclass(frozen=True, eq=False)
+class Same:
+    """An expert that gives back what it is given."""
+
+    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Residual | None = None) -> Tensor:
+        x = x if norm is None else ops.norm(x, norm)
+        return x if residual is None else residual.added(x)
+
+
+def build(w: Weights) -> Model:
+    layers = w.config.int("num_layers", low=1, high=4096)
+    w.config = Fields({**w.config, "num_hidden_layers": layers}, w.config.where)
+    config, shape = w.config, Shape.of(w.config)
+    inner, act = config.int("ffn_hidden_size", low=1, high=MOST), activation(config)
+    rope_dim = config.int("qk_rope_head_dim", low=2, high=MOST)
+    rope = make_rope(config, rope_dim, theta=1e7, interleaved=True).to(w.device)
+    normed = rms_norms(w, shape)
+
+    def half(layer: str, index: int) -> Half:
+        return Half(
+            scaled_attention(w, f"{layer}.self_attn.{index}", shape, rope, rope_dim),
+            mlp(w, f"{layer}.mlps.{index}", shape.hidden, inner, act),
+            normed(f"{layer}.input_layernorm.{index}"),
+            normed(f"{layer}.post_attention_layernorm.{index}"),
+        )
+
+    def block(index: int) -> Block:
+        layer = f"model.layers.{index}"
+        return Block(Shortcut(half(layer, 0), half(layer, 1), mixture(w, f"{layer}.mlp", shape)), None)
+
+    # transformers makes room for the first matrix of experts that have none.
+    count = expert_count(config)
+    unused = [f"*.mlp.experts.{count + index}.*" for index in range(_idle(config))]
+    return decoder(w, shape, block, ignore=("model.mtp.*", *unused))
+
+
+def scaled_attention(w: Weights, prefix: str, shape: Shape, rope: Rope, rope_dim: int) -> LatentAttention:
+    """Both latents are multiplied by the root of how much narrower than the stream they are."""
+    made = latent_attention(w, prefix, shape, rope, rope_dim, latent_scale(w.config))
+
+    def grown(norm: Norm) -> Norm:
+        return replace(norm, weight=norm.weight * (shape.hidden / norm.weight.shape[0]) ** 0.5)
+
+    assert made.q_norm is not None
+    return replace(made, q_norm=grown(made.q_norm), latent_norm=grown(made.latent_norm))
+
+
+def mixture(w: Weights, prefix: str, shape: Shape) -> MixtureOfExperts:
+    config, count = w.config, expert_count(w.config)
+    every = count + _idle(config)
+    gate = f"{prefix}.router.classifier"
+    router = Router(
+        scores(w, f"{gate}.weight", every, shape.hidden),
+        top_k(config, every, "moe_topk"),
+        scale=config.float("routed_scaling_factor", default=6.0),
+        bias=biases(w, f"{gate}.bias", wanted=config.bool("router_bias", default=False)),
+        correction=w.tensor(f"{prefix}.router.e_score_correction_bias", (every,)),
+    )
+    inner = config.int("expert_ffn_hidden_size", low=1, high=MOST)
+    each = experts(w, f"{prefix}.experts", count, shape.hidden, inner, activation(config))
+    return MixtureOfExperts(router, [*each, *(Same() for _ in range(_idle(config)))])
+
+
+def _idle(config: Fields) -> int:
+    """How many experts do nothing."""
+    config.str("zero_expert_type", allowed=("identity",), default="identity")
+    return config.int("zero_expert_num", high=MOST, default=0)

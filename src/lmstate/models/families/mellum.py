@@ -1,0 +1,45 @@
+"""Mellum (JetBrains): Qwen3's block with experts, where windowed layers rotate at a rate of their own."""
+
+from __future__ import annotations
+
+from lmstate.models.decoder import Model
+from lmstate.models.families.common import (
+    MOST,
+    Shape,
+    activation,
+    attention,
+    decoder,
+    head_norms,
+    mlp,
+    pre_norm,
+    rms_norms,
+    windows,
+)
+from lmstate.models.families.mixtures import expert_width, softmax_mixture, sparse_layers
+from lmstate.models.mixers.mixer import Mixer
+from lmstate.models.mlp import FeedForward
+from lmstate.models.rope import ropes_by_kind
+from lmstate.models.weights.weights import Weights
+
+
+def build(w: Weights) -> Model:
+    config, shape = w.config, Shape.of(w.config)
+    window = windows(config, shape.layers, full_every=1, switch=False)
+    full, local = (
+        rope.to(w.device) for rope in ropes_by_kind(config, shape.head_dim, theta=500_000.0, local_theta=10_000.0)
+    )
+    sparse = sparse_layers(config, shape.layers)
+
+    def mixer(index: int, prefix: str) -> Mixer:
+        q_norm, k_norm = head_norms(w, prefix, shape)
+        size = window[index]
+        rope = full if size is None else local
+        return attention(w, prefix, shape, rope, window=size, q_norm=q_norm, k_norm=k_norm)
+
+    def feed_forward(index: int, prefix: str) -> FeedForward:
+        if not sparse[index]:
+            return mlp(w, prefix, shape.hidden, config.int("intermediate_size", low=1, high=MOST), activation(config))
+        normalise = config.bool("norm_topk_prob", default=True)
+        return softmax_mixture(w, prefix, shape, expert_width(config), normalise=normalise)
+
+    return decoder(w, shape, pre_norm(rms_norms(w, shape), mixer, feed_forward), ignore=("mtp.*",))

@@ -1,0 +1,122 @@
+"""MiMo-V2-Flash (Xiaomi): a narrow window with sinks on most layers, values narrower than keys, and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from lmstate import ops
+from lmstate.errors import ModelError
+from lmstate.models.decoder import Model
+from lmstate.models.families.common import (
+    MOST,
+    Shape,
+    activation,
+    biases,
+    decoder,
+    mlp,
+    pre_norm,
+    rms_norms,
+    there,
+)
+from lmstate.models.families.mixtures import deepseek_mixture, sparse_layers
+from lmstate.models.mixers.attention import Attention
+from lmstate.models.mlp import FeedForward
+from lmstate.models.rope import Rope, make_rope
+from lmstate.models.weights.fields import Fields
+from lmstate.models.weights.weights import Weights
+from lmstate.ops import Residual
+from lmstate.state import KeyValueState, LayerState, Step
+
+F, S = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True, eq=False)
+class NarrowValues(Attention):
+    """Attention whose values have `value_dim` features, fewer than the keys, and are multiplied by `value_scale`.
+
+    They are stored as wide as keys, with zeros behind them.
+    """
+
+    value_dim: int = 0
+    value_scale: float = 1.0
+
+    def half(self, norm: ops.Norm | None, after: ops.Norm | None, scale: float) -> None:
+        return None
+
+    def mix(self, qkv: Tensor, step: Step, memory: LayerState, residual: Residual | None = None) -> Tensor:
+        """What comes after the projections, `[R, T, (H + K) * D + K * Dv]` -> `[R, T, E]`."""
+        assert isinstance(memory, KeyValueState)
+        widths = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.value_dim
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self._wide(*qkv.split(widths, dim=-1)))
+        scoring = ops.Scoring(self.scale, self.softcap, self.sinks)
+        seen = memory.attend(q, (k, v), step, scoring, self.rotation(step))  # [R, T, H, D]
+        return ops.linear(seen[..., : self.value_dim].flatten(-2), self.out, self.out_bias, residual=residual)
+
+    def _wide(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same with values as wide as keys, `[R, T, K * D]`."""
+        v = v.unflatten(-1, (self.kv_heads, self.value_dim)) * self.value_scale
+        return q, k, pad(v, (0, self.head_dim - self.value_dim)).flatten(-2)
+
+
+def build(w: Weights) -> Model:
+    config, shape = w.config, Shape.of(w.config)
+    inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
+    kinds, sparse = _kinds(config, shape.layers), sparse_layers(config, shape.layers)
+    # Published configs count the tokens before a token, not the token itself.
+    before = config.int("sliding_window_size", low=0, default=None)
+    window = config.int("sliding_window", low=1) if before is None else before + 1
+    ropes = {kind: _rope(config, shape.head_dim, kind).to(w.device) for kind in (F, S)}
+    near = replace(shape, kv_heads=config.int("swa_num_key_value_heads", low=1, high=MOST, default=2 * shape.kv_heads))
+
+    def mixer(index: int, prefix: str) -> Attention:
+        if kinds[index] == F:
+            return narrow_attention(w, prefix, shape, ropes[F])
+        sinks = w.tensor(
+            there(w, f"{prefix}.attention_sink_bias", f"{prefix}.sinks"), (shape.heads,)
+        )  # fmt: skip
+        return replace(narrow_attention(w, prefix, near, ropes[S]), window=window, sinks=sinks)
+
+    def feed_forward(index: int, prefix: str) -> FeedForward:
+        return deepseek_mixture(w, prefix, shape) if sparse[index] else mlp(w, prefix, shape.hidden, inner, act)
+
+    return decoder(w, shape, pre_norm(rms_norms(w, shape), mixer, feed_forward), ignore=("model.mtp.*",))
+
+
+def narrow_attention(w: Weights, prefix: str, shape: Shape, rope: Rope) -> NarrowValues:
+    config = w.config
+    value_dim = config.int("v_head_dim", low=1, high=shape.head_dim)
+    if shape.heads % shape.kv_heads:
+        raise ModelError(f"{shape.heads} query heads cannot share {shape.kv_heads} key/value heads evenly")
+    widths = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.kv_heads * value_dim
+    names = [f"{prefix}.{part}_proj" for part in "qkv"]
+    return NarrowValues(
+        w.linear(*(f"{name}.weight" for name in names), shape=(widths, shape.hidden)),
+        w.linear(f"{prefix}.o_proj.weight", shape=(shape.hidden, shape.heads * value_dim)),
+        shape.heads,
+        shape.kv_heads,
+        shape.head_dim,
+        shape.head_dim**-0.5,
+        rope,
+        qkv_bias=biases(w, *(f"{name}.bias" for name in names), wanted=config.bool("attention_bias", default=False)),
+        value_dim=value_dim,
+        value_scale=config.float("attention_value_scale", default=1.0),
+    )
+
+
+def _kinds(config: Fields, layers: int) -> Sequence[str]:
+    """Each layer's kind; published configs give numbers, 1 where there is a window."""
+    numbers = config.ints("hybrid_layer_pattern", layers, high=1, default=None)
+    default = [F if index == 0 or (index + 1) % 6 == 0 else S for index in range(layers)]
+    default = default if numbers is None else [(F, S)[number] for number in numbers]
+    return config.strs("layer_types", layers, allowed=(F, S), default=default)
+
+
+def _rope(config: Fields, head_dim: int, kind: str) -> Rope:
+    """Published configs give the rate of windowed layers beside that of the others."""
+    name, theta = ("rope_theta", 5e6) if kind == F else ("swa_rope_theta", 1e4)
+    beside = Fields({**config, "rope_theta": config.float(name, low=1.0, high=1e12, default=theta)}, config.where)
+    return make_rope(beside, head_dim, kind=kind, fraction=0.334)

@@ -1,0 +1,51 @@
+"""MiniMax-M2: norms over the whole query and key projections, partly rotating heads, experts chosen by sigmoids."""
+
+from __future__ import annotations
+
+from lmstate.models.decoder import Model
+from lmstate.models.families.common import (
+    MOST,
+    Shape,
+    activation,
+    attention,
+    decoder,
+    expert_count,
+    experts,
+    pre_norm,
+    rms_norms,
+    there,
+    whole_norms,
+)
+from lmstate.models.families.mixtures import scores, top_k
+from lmstate.models.mixers.mixer import Mixer
+from lmstate.models.mlp import FeedForward
+from lmstate.models.moe import MixtureOfExperts, Router
+from lmstate.models.rope import make_rope
+from lmstate.models.weights.weights import Weights
+
+
+def build(w: Weights) -> Model:
+    config, shape = w.config, Shape.of(w.config)
+    inner, count = config.int("intermediate_size", low=1, high=MOST), expert_count(config)
+    # Published configs say how many features of a head rotate, and not which part of it.
+    turning = config.int("rotary_dim", low=2, high=shape.head_dim, default=shape.head_dim)
+    rope = make_rope(config, shape.head_dim, theta=5e6, fraction=turning / shape.head_dim).to(w.device)
+
+    def mixer(index: int, prefix: str) -> Mixer:
+        q_norm, k_norm = whole_norms(w, prefix, shape)
+        return attention(w, prefix, shape, rope, q_norm=q_norm, k_norm=k_norm)
+
+    def feed_forward(index: int, prefix: str) -> FeedForward:
+        gate = there(w, f"{prefix}.gate.weight", f"model.layers.{index}.block_sparse_moe.gate.weight")
+        inside = gate.removesuffix(".gate.weight")
+        router = Router(
+            scores(w, gate, count, shape.hidden),
+            top_k(config, count),
+            "sigmoid",
+            normalise=True,
+            correction=w.tensor(f"{inside}.e_score_correction_bias", (count,)),
+        )
+        each = experts(w, f"{inside}.experts", count, shape.hidden, inner, activation(config))
+        return MixtureOfExperts(router, each)
+
+    return decoder(w, shape, pre_norm(rms_norms(w, shape), mixer, feed_forward))

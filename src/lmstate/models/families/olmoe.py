@@ -1,0 +1,29 @@
+"""OLMoE (2409.02060): Llama's block with norms over the whole query and key projections, and experts in every layer."""
+
+from __future__ import annotations
+
+from lmstate.errors import ModelError
+from lmstate.models.decoder import Model
+from lmstate.models.families.common import MOST, Shape, attention, decoder, pre_norm, rms_norms, whole_norms
+from lmstate.models.families.mixtures import softmax_mixture
+from lmstate.models.mixers.mixer import Mixer
+from lmstate.models.mlp import FeedForward
+from lmstate.models.rope import make_rope
+from lmstate.models.weights.weights import Weights
+
+
+def build(w: Weights) -> Model:
+    config, shape = w.config, Shape.of(w.config)
+    inner = config.int("intermediate_size", low=1, high=MOST)
+    if config.given("clip_qkv"):
+        raise ModelError(f"{config.where} asks for clip_qkv, and attention that clips its projections is not supported")
+    rope, window = make_rope(config, shape.head_dim).to(w.device), config.int("sliding_window", low=1, default=None)
+
+    def mixer(index: int, prefix: str) -> Mixer:
+        q_norm, k_norm = whole_norms(w, prefix, shape)
+        return attention(w, prefix, shape, rope, window=window, q_norm=q_norm, k_norm=k_norm)
+
+    def feed_forward(index: int, prefix: str) -> FeedForward:
+        return softmax_mixture(w, prefix, shape, inner, normalise=config.bool("norm_topk_prob", default=False))
+
+    return decoder(w, shape, pre_norm(rms_norms(w, shape), mixer, feed_forward))
