@@ -29,6 +29,7 @@ CASES = [
     "qwen3_moe",
     "gpt_oss-gate",
     "lfm2",
+    "lfm3",
     "falcon_h1",
 ]
 native = pytest.mark.skipif(dispatch.choice().library is None, reason="the references have no run of blocks")

@@ -81,9 +81,8 @@ class Attention(JoiningMixer):
         )  # fmt: skip
 
     def half(self, norm: Norm | None, after: Norm | None, scale: float) -> ops.AttentionHalf | None:
-        if self.head_gate or not all(each is None for each in (self.temperature, self.clip, self.turned_weight)):
-            return None
-        return ops.AttentionHalf(self, norm, after, scale)
+        apart = self.temperature is not None or self.clip is not None or self.turned_weight is not None
+        return None if apart else ops.AttentionHalf(self, norm, after, scale)
 
     def joins(self, run: ops.Run, half: Halves, step: Step, memory: LayerState) -> bool:
         assert isinstance(memory, KeyValueState) and isinstance(half, ops.AttentionHalf)

@@ -8,7 +8,8 @@
 typedef struct {
   /* What does not change from step to step. */
   const float *norm;     /* [inputs], or null */
-  const void *qkv;       /* [(H or, gated, 2H) * D + 2 * K * D, inputs]; without the last where it reads alone */
+  const void *qkv;       /* [(H or, gated, 2H) * D + 2 * K * D, inputs]; without the last where it reads alone,
+                          * and H more with a gate a head */
   const float *qkv_bias;
   const float *q_norm, *k_norm; /* of each head, or of all that a token has; or null */
   const float *v_norm;          /* of each head, or null */
@@ -16,7 +17,8 @@ typedef struct {
   const void *out; /* [outputs, H * D] */
   const float *out_bias, *after; /* the last as in linear_args */
   int64_t inputs, outputs, heads, kv_heads, dim, gated, q_norm_width, k_norm_width, qkv_kind, out_kind;
-  int64_t reads; /* what another layer stored, and stores nothing */
+  int64_t reads;      /* what another layer stored, and stores nothing */
+  int64_t head_gate;  /* the last rows of qkv gate a head each */
   double norm_eps, q_eps, k_eps, v_eps, scale, softcap, after_eps, residual_scale;
   const int64_t *starts; /* [R], where they are not the step's; or null */
   /* The rings. */

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lmstate.ops.rotate_attend import Rotation
     from lmstate.ops.run import Rings, Waiting
 
-_ATTENTION = Struct("q10P11q8d")
+_ATTENTION = Struct("q10P12q8d")
 _STARTS = Struct("P")
 _RINGS = Struct("4P11q4P2q")
 _ROTATION = Struct("2P2q")
@@ -53,7 +53,8 @@ class Fused:
         heads, kv_heads, dim, qkv, out = parts.heads, parts.kv_heads, parts.head_dim, parts.qkv, parts.out
         width, inputs, outputs = qkv.out_features, qkv.in_features, out.out_features
         stored = 0 if parts.reads is not None else kv_heads
-        if width != (heads * (2 if parts.gate else 1) + 2 * stored) * dim or out.in_features != heads * dim:
+        more = heads if parts.head_gate else 0
+        if width != (heads * (2 if parts.gate else 1) + 2 * stored) * dim + more or out.in_features != heads * dim:
             raise ValueError(f"projections {qkv} and {out} do not fit {heads} heads of {dim}")
         q_norm, q_width, q_eps = _head_norm(parts.q_norm, dim, heads)
         k_norm, k_width, k_eps = _head_norm(parts.k_norm, dim, kv_heads)
@@ -64,8 +65,8 @@ class Fused:
             optional_pointer(parts.sinks, "sinks", (heads,)), out.storage.data_ptr(),
             optional_pointer(parts.out_bias, "the bias of out", (outputs,)), norm_fields(half.after, outputs)[0],
             inputs, outputs, heads, kv_heads, dim, parts.gate, q_width, k_width, WEIGHT_KINDS[qkv.kind],
-            WEIGHT_KINDS[out.kind], parts.reads is not None, norm_fields(norm, inputs)[1], q_eps, k_eps, v_eps,
-            parts.scale, parts.softcap or 0.0, norm_fields(half.after, outputs)[1], factor(half.scale),
+            WEIGHT_KINDS[out.kind], parts.reads is not None, parts.head_gate, norm_fields(norm, inputs)[1], q_eps,
+            k_eps, v_eps, parts.scale, parts.softcap or 0.0, norm_fields(half.after, outputs)[1], factor(half.scale),
         )  # fmt: skip
 
     def starts(self, starts: Tensor | None, rows: int) -> bytes:

@@ -6,7 +6,7 @@
 static int64_t stored_heads(const attention_args *a) { return a->reads ? 0 : a->kv_heads; }
 
 static int64_t qkv_width(const attention_args *a) {
-  return ((a->gated ? 2 : 1) * a->heads + 2 * stored_heads(a)) * a->dim;
+  return ((a->gated ? 2 : 1) * a->heads + 2 * stored_heads(a)) * a->dim + (a->head_gate ? a->heads : 0);
 }
 
 /* Norm and rotate the heads of the projections in place, and store those of keys and values. */
@@ -75,6 +75,17 @@ static void gate_heads(const attention_args *a, int64_t n, const float *qkv, flo
   }
 }
 
+/* seen[token, head] *= sigmoid(the head's own number, which stands last) */
+static void open_heads(const attention_args *a, int64_t n, const float *qkv, float *seen) {
+  const int64_t width = qkv_width(a);
+#pragma omp for schedule(static)
+  for (int64_t i = 0; i < n * a->heads; i++) {
+    const float gate = qkv[(i / a->heads + 1) * width - a->heads + i % a->heads];
+    const float share = (float)(1.0 / (1.0 + exp(-(double)gate)));
+    for (int64_t d = 0; d < a->dim; d++) seen[i * a->dim + d] *= share;
+  }
+}
+
 void attention_products(const attention_args *a, half_products *p) {
   p->into.weight = a->qkv, p->into.bias = a->qkv_bias, p->into.norm = a->norm, p->into.eps = a->norm_eps;
   p->into.kind = a->qkv_kind, p->into.inputs = a->inputs, p->into.outputs = qkv_width(a);
@@ -109,5 +120,6 @@ void attention_half(const run_args *run, const attention_args *a, half_products 
   attend_end(&common->plan);
   if (a->codes.bits) turn_back(a, n, seen);
   if (a->gated) gate_heads(a, n, qkv, seen);
+  if (a->head_gate) open_heads(a, n, qkv, seen);
   linear_run(&p->out, common->products);
 }
