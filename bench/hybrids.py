@@ -124,6 +124,19 @@ def lfm2() -> Any:
     )  # fmt: skip
 
 
+def gemma4() -> Any:
+    """Layers of about Gemma 4 E2B's size, 15 of its 35, of which the last 9 share keys and values; a smaller table."""
+    from transformers import Gemma4TextConfig
+
+    kinds = ["full_attention" if index % 5 == 4 else "sliding_attention" for index in range(15)]
+    return Gemma4TextConfig(
+        vocab_size=262144, hidden_size=1536, intermediate_size=6144, num_hidden_layers=15, num_attention_heads=8,
+        num_key_value_heads=1, head_dim=256, global_head_dim=512, sliding_window=512, layer_types=kinds,
+        num_kv_shared_layers=9, use_double_wide_mlp=True, vocab_size_per_layer_input=32768,
+        final_logit_softcapping=30.0, max_position_embeddings=32768,
+    )  # fmt: skip
+
+
 SHAPES: dict[str, Callable[[], Any]] = {
     "qwen3.5-0.8b": qwen3_5,
     "granite-4.0-h-350m": granite4_h,
@@ -132,6 +145,7 @@ SHAPES: dict[str, Callable[[], Any]] = {
     "deepseek-v2-small": deepseek_v2,
     "lfm2-350m": lfm2,
     "moe-of-qwen3-small": qwen3_moe,
+    "gemma-4-small": gemma4,
 }
 
 
