@@ -82,7 +82,7 @@ def pair(case: str) -> tuple[Any, lmstate.Model]:
     return theirs, ours
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=None)
 def ours(case: str) -> lmstate.Model:
     return pair(case)[1]
 
