@@ -151,6 +151,19 @@ def test_the_last_layer_of_gemma4_sees_everything(kinds: list[str] | None, tmp_p
     same(*saved(tmp_path, "gemma4-experts", lambda config: config.update(layer_types=kinds)))
 
 
+@pytest.mark.parametrize(
+    ("case", "field"),
+    [
+        ("afmoe", "num_shared_experts"),
+        ("bailing_hybrid", "num_shared_experts"),
+        ("glm4_moe", "n_shared_experts"),
+        ("kimi_linear", "num_shared_experts"),
+    ],
+)
+def test_experts_may_be_without_shared_ones(case: str, field: str, tmp_path: Path) -> None:
+    same(*saved(tmp_path, case, lambda config: None, **{field: 0}))
+
+
 @pytest.mark.parametrize("case", ["dots1-groups", "exaone_moe-groups", "glm4_moe-groups", "mistral4-groups"])
 def test_one_group_of_experts_counts_where_a_config_does_not_say(case: str, tmp_path: Path) -> None:
     same(*saved(tmp_path, case, lambda config: config.pop("topk_group"), num_experts_per_tok=2))
