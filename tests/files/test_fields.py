@@ -36,6 +36,7 @@ def test_a_value_is_as_typed_or_refused(value):
 def test_absent_and_null_take_the_default_and_without_one_are_errors():
     fields = Fields({"null": None, "whole": 4.0}, "config.json")
     assert fields.int("null", default=None) is None and fields.int("absent", default=7) == 7
+    assert fields.bool("null", default=True) is False and fields.bool("absent", default=True) is True
     assert fields.int("whole") == 4
     assert fields.fields("absent") is None
     with pytest.raises(ModelError, match=r"config.json lacks 'absent'.*from 1 to 9"):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lmstate.errors import ModelError
 from lmstate.models.decoder import Model
 from lmstate.models.families import bailing_hybrid, build
 from lmstate.models.families.defaults import DEFAULTS
@@ -36,6 +37,8 @@ SIZES = (
     "v_head_dim",
     "num_experts",
     "num_local_experts",
+    "n_routed_experts",
+    "q_lora_rank",
     "v_head_dim",
     "zero_expert_num",
 )
@@ -93,6 +96,24 @@ def test_a_field_that_is_left_out_has_the_default_of_its_class(family: str, tmp_
     same(*saved(tmp_path, SPARSE[family], sparse))
 
 
+@pytest.mark.parametrize("family", ["cohere2", "exaone4", "ministral3", "mistral4", "qwen3_vl_moe_text"])
+def test_a_size_that_a_wrapped_text_model_leaves_out_is_that_of_its_class(family: str, tmp_path: Path) -> None:
+    theirs, _ = pair(family.removesuffix("_text"))
+    theirs.save_pretrained(tmp_path)
+    default = type(getattr(theirs.config, "text_config", theirs.config))()
+    whole = (tmp_path / "config.json").read_text()
+    for name in SIZES:
+        config = json.loads(whole)
+        if config.get("text_config", config).pop(name, None) is None or getattr(default, name) is None:
+            continue
+        assert DEFAULTS[family].get(name, getattr(default, name)) == getattr(default, name)
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        try:
+            build(Weights(open_source(tmp_path), "float32"))
+        except ModelError as error:
+            assert f"lacks {name!r}" not in str(error)
+
+
 @pytest.mark.parametrize("case", ["mistral", "mixtral"])
 @pytest.mark.parametrize("field", [{"use_sliding_window": False}, {"max_window_layers": 2}])
 def test_every_layer_of_mistral_has_the_window(case: str, field: Config, tmp_path: Path) -> None:
@@ -109,9 +130,49 @@ def test_a_pattern_of_windows_that_is_left_out_is_that_of_its_class(case: str, t
     same(*saved(tmp_path, case, lambda config: config.pop("layer_types")))
 
 
-@pytest.mark.parametrize("case", ["lfm3", "zaya-windows"])
+@pytest.mark.parametrize("case", ["gemma4", "gemma4-experts", "laguna", "lfm3", "zaya-windows"])
 def test_a_family_with_ropes_by_kind_has_those_of_its_class(case: str, tmp_path: Path) -> None:
     same(*saved(tmp_path, case, lambda config: config.update(rope_parameters=None)))
+
+
+def test_a_stretched_rope_of_mimo_turns_all_of_a_head(tmp_path: Path) -> None:
+    def stretched(config: Config) -> None:
+        plain = {"rope_type": "default", "rope_theta": 10000.0}
+        config["rope_parameters"] = {
+            "full_attention": {**plain, "rope_type": "linear", "factor": 2.0},
+            "sliding_attention": plain,
+        }
+
+    same(*saved(tmp_path, "mimo_v2_flash", stretched))
+
+
+@pytest.mark.parametrize("kinds", [None, ["sliding_attention"] * 4])
+def test_the_last_layer_of_gemma4_sees_everything(kinds: list[str] | None, tmp_path: Path) -> None:
+    same(*saved(tmp_path, "gemma4-experts", lambda config: config.update(layer_types=kinds)))
+
+
+@pytest.mark.parametrize(
+    ("case", "field"),
+    [
+        ("afmoe", "num_shared_experts"),
+        ("bailing_hybrid", "num_shared_experts"),
+        ("glm4_moe", "n_shared_experts"),
+        ("kimi_linear", "num_shared_experts"),
+    ],
+)
+def test_experts_may_be_without_shared_ones(case: str, field: str, tmp_path: Path) -> None:
+    same(*saved(tmp_path, case, lambda config: None, **{field: 0}))
+
+
+@pytest.mark.parametrize("case", ["dots1-groups", "exaone_moe-groups", "glm4_moe-groups", "mistral4-groups"])
+def test_one_group_of_experts_counts_where_a_config_does_not_say(case: str, tmp_path: Path) -> None:
+    same(*saved(tmp_path, case, lambda config: config.pop("topk_group"), num_experts_per_tok=2))
+
+
+@pytest.mark.parametrize(("case", "field"), [("dots1", "norm_topk_prob"), ("axk1", "rope_interleave")])
+def test_an_option_that_is_null_is_off(case: str, field: str, tmp_path: Path) -> None:
+    assert CASES[case]().to_dict()[field] is True
+    same(*saved(tmp_path, case, lambda config: config.update({field: None})))
 
 
 def test_a_rope_of_no_kind_beside_those_of_kinds_counts_for_nothing(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def ropes_by_kind(
 ) -> tuple[Rope, Rope]:
     """The ropes of full and of sliding layers. Configs of the old layout stretch those of full layers alone."""
     full = make_rope(config, head_dim, theta=theta, kind="full_attention")
-    if (config.get("rope_parameters") or {}).get("sliding_attention"):
+    if (config.get("rope_parameters") or config.get("rope_scaling") or {}).get("sliding_attention"):
         return full, make_rope(config, head_dim, theta=local_theta or theta, kind="sliding_attention")
     base = config.float("rope_local_base_freq", low=1.0, default=local_theta)
     base = base or rope_fields(config, "full_attention").float("rope_theta", low=1.0, default=theta)

@@ -150,7 +150,7 @@ def _router(w: Weights, gate: str, hidden: int) -> Router | None:
         return None
     count = expert_count(config)
     groups = config.int("n_group", low=1, high=count, default=1)
-    kept = config.int("topk_group", low=1, high=groups, default=groups)
+    kept = config.int("topk_group", low=1, high=groups, default=1)
     if family == "deepseek_v2":
         method = config.str("topk_method", allowed=("greedy", "group_limited_greedy"), default="greedy")
         groups, kept = (groups, kept) if method == "group_limited_greedy" else (1, 1)

@@ -40,7 +40,7 @@ QWEN2_VL = {
     "max_window_layers": 80,
     "rope_theta": 1e6,
 }
-DEEPSEEK_V3 = {"routed_scaling_factor": 2.5}
+DEEPSEEK_V3 = {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4}
 
 DEFAULTS: dict[str, Mapping[str, Any]] = {
     "afmoe": {**EPS, "head_dim": 128, "sliding_window": 1024},
@@ -80,7 +80,15 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
     },
     "bamba": EPS,
     "cohere": {**LAYER_NORM_EPS, "rope_theta": 500_000.0},
-    "cohere2": {**LAYER_NORM_EPS, "sliding_window": 4096},
+    "cohere2": {
+        **LAYER_NORM_EPS,
+        "vocab_size": 256_000,
+        "hidden_size": 8192,
+        "intermediate_size": 22_528,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 64,
+        "sliding_window": 4096,
+    },
     "deepseek_v3": DEEPSEEK_V3,
     "dots1": {"sliding_window": 4096, "max_window_layers": 62, "norm_topk_prob": False},
     "ernie4_5": {
@@ -91,7 +99,15 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "ernie4_5_moe": EPS,
-    "exaone4": {**EPS, "sliding_window": 4096},
+    "exaone4": {
+        **EPS,
+        "vocab_size": 102_400,
+        "hidden_size": 4096,
+        "intermediate_size": 16_384,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "sliding_window": 4096,
+    },
     "exaone_moe": {**EPS, "sliding_window": 4096, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5},
     "falcon": {"layer_norm_epsilon": 1e-5, "multi_query": True, "parallel_attn": True, "tie_word_embeddings": True},
     "falcon_h1": EPS,
@@ -129,6 +145,10 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
         "num_key_value_heads": 4,
         "head_dim": 256,
         "sliding_window": 512,
+        "rope_scaling": {
+            "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+            "sliding_attention": {"rope_theta": 10_000.0},
+        },
     },
     "glm": GLM,
     "glm4": GLM,
@@ -165,7 +185,7 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
         "head_dim": 128,
         "sliding_window": 512,
         "first_k_dense_replace": 1,
-        "rope_parameters": {
+        "rope_scaling": {
             "full_attention": {"rope_theta": 500_000.0, "partial_rotary_factor": 0.5},
             "sliding_attention": {"rope_theta": 10_000.0},
         },
@@ -198,6 +218,11 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
     "ministral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "ministral3": {
         **EPS,
+        "vocab_size": 131_072,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "head_dim": 128,
         "rope_scaling": {
@@ -212,8 +237,21 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
     },
     "mistral": {**LLAMA, "intermediate_size": 14_336, "num_key_value_heads": 8, "sliding_window": 4096},
     "mistral4": {
+        "vocab_size": 131_072,
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
         "n_shared_experts": 1,
-        "rope_parameters": {
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 4,
+        "kv_lora_rank": 256,
+        "q_lora_rank": 1024,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 64,
+        "v_head_dim": 128,
+        "rope_scaling": {
             "rope_type": "yarn",
             "factor": 128.0,
             "original_max_position_embeddings": 8192,
@@ -237,6 +275,18 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
     "qwen2_vl_text": QWEN2_VL,
     "qwen3": {**UNWINDOWED, "max_window_layers": 28},
     "qwen3_moe": UNWINDOWED,
+    "qwen3_vl_moe_text": {
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "rope_theta": 500_000.0,
+        "tie_word_embeddings": True,
+    },
     "qwen3_vl_text": {
         **LLAMA,
         "vocab_size": 151_936,

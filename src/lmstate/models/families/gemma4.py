@@ -55,7 +55,7 @@ def build(w: Weights) -> Model:
         config.int("intermediate_size", low=1, high=MOST),
         activation(config, "hidden_activation", "gelu_pytorch_tanh"),
     )
-    kinds = layer_kinds(config, shape.layers, full_every=6)
+    kinds = [*layer_kinds(config, shape.layers, full_every=6)[:-1], FULL]  # the last one is, whatever the config says
     reads = shared_layers(config, kinds)
     shapes = [_layer_shape(config, shape, index, kind == FULL) for index, kind in enumerate(kinds)]
     ropes = {

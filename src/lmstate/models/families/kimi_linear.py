@@ -115,9 +115,9 @@ def feed_forward(
         group_score="two best",
     )
     inner = config.int("moe_intermediate_size", low=1, high=MOST)
-    common = inner * config.int("num_shared_experts", low=1, high=1024, default=1)
+    common = inner * config.int("num_shared_experts", high=1024, default=1)
     return MixtureOfExperts(
         router,
         experts(w, f"{prefix}.experts", count, hidden, inner, act, names),
-        mlp(w, f"{prefix}.shared_experts", hidden, common, act),
+        mlp(w, f"{prefix}.shared_experts", hidden, common, act) if common else None,
     )

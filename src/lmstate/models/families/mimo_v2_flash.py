@@ -25,7 +25,7 @@ from lmstate.models.families.common import (
 from lmstate.models.families.mixtures import deepseek_mixture, sparse_layers
 from lmstate.models.mixers.attention import Attention
 from lmstate.models.mlp import FeedForward
-from lmstate.models.rope import Rope, make_rope
+from lmstate.models.rope import Rope, make_rope, rope_fields
 from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.weights import Weights
 from lmstate.ops import Residual
@@ -116,7 +116,11 @@ def _kinds(config: Fields, layers: int) -> Sequence[str]:
 
 
 def _rope(config: Fields, head_dim: int, kind: str) -> Rope:
-    """Published configs give the rate of windowed layers beside that of the others."""
+    """Published configs give the rate of windowed layers beside that of the others.
+
+    Where nothing says which part of a head rotates, that is a third, and all of it if the rope is stretched.
+    """
     name, theta = ("rope_theta", 5e6) if kind == F else ("swa_rope_theta", 1e4)
     beside = Fields({**config, "rope_theta": config.float(name, low=1.0, high=1e12, default=theta)}, config.where)
-    return make_rope(beside, head_dim, kind=kind, fraction=0.334)
+    plain = rope_fields(beside, kind).str("rope_type") == "default"
+    return make_rope(beside, head_dim, kind=kind, fraction=0.334 if plain else 1.0)

@@ -90,7 +90,7 @@ def corrected_router(
         scale=config.float("routed_scaling_factor", default=1.0) if scale is None else scale,
         correction=w.tensor(correction, (count,)),
         groups=groups,
-        kept_groups=config.int("topk_group", low=1, high=groups, default=groups),
+        kept_groups=config.int("topk_group", low=1, high=groups, default=1),
         group_score="two best",
     )
 

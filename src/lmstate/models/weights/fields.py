@@ -26,8 +26,9 @@ REQUIRED = _Required()
 class Fields(Mapping[str, Any]):
     """A config dict that hands out checked values; `where` names it in the messages ("config.json", "rope_scaling").
 
-    A field that is absent or null takes its default; without a default it is an error. All errors are `ModelError`.
-    Bounds are inclusive. As a `Mapping` it also gives the raw values (`fields.get(name)`), unchecked.
+    A field that is absent or null takes its default (but a null `bool` is false); without a default it is an error. All
+    errors are `ModelError`. Bounds are inclusive. As a `Mapping` it also gives the raw values (`fields.get(name)`),
+    unchecked.
     """
 
     def __init__(self, values: Mapping[Text, Any], where: Text = "config") -> None:
@@ -75,10 +76,10 @@ class Fields(Mapping[str, Any]):
     @overload
     def bool(self, name: Text, *, default: T) -> Truth | T: ...
     def bool(self, name: Text, *, default: Any = REQUIRED) -> Any:
-        """True or false, and nothing that merely looks like them."""
+        """True or false, and nothing that merely looks like them, but for null, which is false as in Python."""
         value = self._take(name, default, "true or false")
         if value is None:
-            return default
+            return False if name in self._values else default
         if not isinstance(value, bool):
             raise self._bad(name, value, "true or false")
         return value

@@ -174,13 +174,14 @@ class Weights:
     def check_all_used(self, ignore: Iterable[str] = ()) -> None:
         """The end of a build: `ModelError` if a tensor was never asked for, unless a pattern (`*.inv_freq`) matches it.
 
-        Also keeps what was converted for the next start.
+        One without numbers (of a part that is no features wide) is nothing to ask for. Also keeps what was converted
+        for the next start.
         """
         patterns = list(ignore)
         unused = sorted(
             name
             for name in self.source.names() - self._asked
-            if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+            if 0 not in self.shape(name) and not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
         )
         self._bar.close()
         if unused:
