@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lmstate.errors import ModelError
-from lmstate.models.decoder import Block, Entry, Exit, Model, ModelConfig
+from lmstate.models.decoder import Block, Model, ModelConfig
+from lmstate.models.entry import Entry, Exit
 from lmstate.models.mixers.attention import Attention
 from lmstate.models.mixers.mixer import Mixer
 from lmstate.models.mlp import MLP, FeedForward
@@ -18,7 +19,7 @@ from lmstate.models.rope import Rope
 from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.source import GroupedQuant
 from lmstate.models.weights.weights import Weights
-from lmstate.ops import FloatWeight, Norm, Weight
+from lmstate.ops import Norm, Weight
 
 POSITIONS = "max_position_embeddings"
 MOST = 2**20  # of heads, layers, experts, widths: more is a damaged file
@@ -54,19 +55,20 @@ class Shape:
     vocab: int
     eps: float
 
+    def __post_init__(self) -> None:
+        if self.kv_heads and self.heads % self.kv_heads:
+            raise ModelError(f"{self.heads} query heads cannot share {self.kv_heads} key/value heads evenly")
+
     @classmethod
     def of(cls, config: Fields, *, eps: str = "rms_norm_eps") -> Shape:
         """`eps`: the name under which the config has the number that norms add."""
         hidden = config.int("hidden_size", low=1, high=MOST)
         heads = config.int("num_attention_heads", low=1, high=MOST)
-        kv_heads = config.int("num_key_value_heads", low=1, high=MOST, default=heads)
-        if heads % kv_heads:
-            raise ModelError(f"{heads} query heads cannot share {kv_heads} key/value heads evenly")
         return cls(
             hidden,
             config.int("num_hidden_layers", low=1, high=4096),
             heads,
-            kv_heads,
+            config.int("num_key_value_heads", low=1, high=MOST, default=heads),
             config.int("head_dim", low=1, high=MOST, default=0) or max(1, hidden // heads),
             config.int("vocab_size", low=1, high=2**24),
             config.float(eps, low=0.0, high=1.0, default=1e-6),
@@ -303,7 +305,6 @@ def decoder(
     prefix: str = "model",
     embed: str | None = None,
     head_biased: bool = False,
-    places: str | None = None,
     final_norm: Norm | None = None,
     embed_scale: float = 1.0,
     logit_scale: float = 1.0,
@@ -315,7 +316,7 @@ def decoder(
     """A stack of `shape.layers` blocks between `embed_tokens` and `lm_head` (the embedding itself where they are tied).
 
     A checkpoint that holds a head of its own is not tied, whatever its config says. `embed`: the embedding's name where
-    it is another. `head_biased`: the head has a bias. `places`: the name of learned positions. `ignore`: patterns of
+    it is another. `head_biased`: the head has a bias. `ignore`: patterns of
     tensors that the checkpoint holds and this model needs not (rotary tables, say).
     """
     config = w.config
@@ -340,7 +341,6 @@ def decoder(
         final_norm or norm(w, f"{prefix}.norm.weight", shape.hidden, shape.eps),
         embedding if tied else w.linear("lm_head.weight", shape=(shape.vocab, shape.hidden)),
         w.tensor("lm_head.bias", (shape.vocab,)) if head_biased else None,
-        places=None if places is None else learned_positions(w, places, shape.hidden),
         entry=entry,
         exit=exit,
         dtype=w.dtype,
@@ -364,11 +364,6 @@ def whole_norms(w: Weights, prefix: str, shape: Shape) -> tuple[Norm, Norm]:
         for part, heads in (("q", shape.heads), ("k", shape.kv_heads))
     )
     return q_norm, k_norm
-
-
-def learned_positions(w: Weights, name: str, hidden: int) -> Weight:
-    """A row for each position, which is kept as exact as a norm is."""
-    return FloatWeight(w.tensor(f"{name}.weight", (w.config.int(POSITIONS, low=1), hidden)))
 
 
 def one_window(config: Fields, switch: bool) -> int | None:

@@ -32,8 +32,6 @@ def build(w: Weights) -> Model:
         kv_heads = config.int("num_kv_heads", low=1, high=MOST, default=shape.heads)
     elif config.bool("multi_query", default=True):
         kv_heads = 1
-    if shape.heads % kv_heads:
-        raise ModelError(f"{shape.heads} query heads cannot share {kv_heads} key/value heads evenly")
     shape = replace(shape, kv_heads=kv_heads)
     two_norms = grouped and config.int("num_ln_in_parallel_attn", low=1, high=2, default=2) == 2
     inner = config.int("ffn_hidden_size", low=1, high=MOST, default=4 * shape.hidden)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lmstate import ops
 from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, Shape, activation, decoder, mlp, norm
+from lmstate.models.families.common import MOST, Shape, activation, decoder, mlp, rms_norms
 from lmstate.models.families.gemma4 import (
     FULL,
     LOCAL,
@@ -24,7 +24,7 @@ from lmstate.models.families.gemma4 import (
 )
 from lmstate.models.mlp import MLP, FeedForward
 from lmstate.models.rope import ropes_by_kind
-from lmstate.models.token_inputs import TokenInputs
+from lmstate.models.token_inputs import TokenInputs, Told
 from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.weights import Weights
 from lmstate.ops import Norm, Residual, Weight
@@ -63,13 +63,14 @@ class StreamsBlock(Block):
     left: Weight  # [rank, E]
     right: Weight  # [E, rank]
     low_rank_norm: Norm
+    told: Told
 
     def __call__(self, x: Tensor, step: Step, memory: LayerState) -> Tensor:
         streams = x.unflatten(-1, (self.streams, -1))  # [R, T, N, E]
         mix = (self._modes(streams[..., self.active, :]) @ self.predict.mT).unflatten(-1, (self.streams, -1))
         streams = streams + mix @ streams
         active = streams[..., self.active, :]
-        assert self.mixer_norm is not None and self.told is not None
+        assert self.mixer_norm is not None
         given = ops.norm(active, self.mixer_norm)
         beside = given + ops.norm(ops.linear(ops.linear(given, self.left), self.right), self.low_rank_norm)
         mixed = (self._mixed(active, step, memory) + beside) * 2**-0.5
@@ -133,9 +134,7 @@ def build(w: Weights) -> Model:
     active = config.int("altup_active_idx", high=streams - 1, default=0)
     rank = config.int("laurel_rank", low=1, high=MOST)
     width = config.int("hidden_size_per_layer_input", low=1, high=MOST, default=256)
-
-    def own_norm(name: str) -> Norm:
-        return norm(w, f"{name}.weight", shape.hidden, shape.eps)
+    normed = rms_norms(w, shape)
 
     def feed_forward(index: int, prefix: str) -> FeedForward:
         dense = mlp(w, prefix, shape.hidden, inner[index], act)
@@ -143,17 +142,17 @@ def build(w: Weights) -> Model:
 
     def block(index: int) -> Block:
         layer = f"model.layers.{index}"
-        router_norm = own_norm(f"{layer}.altup.router_norm")
+        router_norm = normed(f"{layer}.altup.router_norm")
         return StreamsBlock(
             sharing_attention(
                 w, f"{layer}.self_attn", shape, ropes[kinds[index]],
                 window=config.int("sliding_window", low=1) if kinds[index] == LOCAL else None, reads=reads[index],
             ),
             feed_forward(index, f"{layer}.mlp"),
-            own_norm(f"{layer}.input_layernorm"),
-            own_norm(f"{layer}.pre_feedforward_layernorm"),
-            own_norm(f"{layer}.post_attention_layernorm"),
-            own_norm(f"{layer}.post_feedforward_layernorm"),
+            normed(f"{layer}.input_layernorm"),
+            normed(f"{layer}.pre_feedforward_layernorm"),
+            normed(f"{layer}.post_attention_layernorm"),
+            normed(f"{layer}.post_feedforward_layernorm"),
             told=block_input(w, layer, index, shape, width, act),
             streams=streams,
             active=active,
@@ -166,7 +165,7 @@ def build(w: Weights) -> Model:
             else None,
             left=w.linear(f"{layer}.laurel.linear_left.weight", shape=(rank, shape.hidden)),
             right=w.linear(f"{layer}.laurel.linear_right.weight", shape=(shape.hidden, rank)),
-            low_rank_norm=own_norm(f"{layer}.laurel.post_laurel_norm"),
+            low_rank_norm=normed(f"{layer}.laurel.post_laurel_norm"),
         )  # fmt: skip
 
     def projections(name: str) -> list[Weight]:

@@ -102,8 +102,6 @@ def _refuse(config: Fields) -> None:
 
 
 def gated_attention(w: Weights, prefix: str, shape: Shape, rope: Rope) -> SoftplusGated:
-    if shape.heads % shape.kv_heads:
-        raise ModelError(f"{shape.heads} query heads cannot share {shape.kv_heads} key/value heads evenly")
     width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     gates = width if w.config.get("gating") == "per-element" else shape.heads
     wanted = w.config.bool("attention_bias", default=False)

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from lmstate import ops
 from lmstate.models.decoder import Block, Model
+from lmstate.models.entry import NormedEntry
 from lmstate.models.families.common import MOST, decoder
 from lmstate.models.families.state_space import attention_free
 from lmstate.models.mixers.rwkv import ChannelMix, TimeMix
 from lmstate.models.weights.weights import Weights
 from lmstate.ops import Norm, Weight
-from lmstate.state import Step
 
 LAST_EPS = 1e-5  # of the norm after all, whatever the config says of the others
-
-
-@dataclass(frozen=True, eq=False)
-class Normed:
-    """Normalises the embedding: x float32 `[R, T, E]` -> `[R, T, E]`."""
-
-    norm: Norm
-
-    def __call__(self, x: Tensor, tokens: Tensor, step: Step) -> Tensor:
-        return ops.norm(x, self.norm)
 
 
 def build(w: Weights) -> Model:
@@ -34,7 +23,6 @@ def build(w: Weights) -> Model:
     hidden = shape.hidden
     width = config.int("attention_hidden_size", low=1, high=MOST, default=hidden)
     inner = config.int("intermediate_size", low=1, high=MOST, default=4 * hidden)
-
     every = config.int("rescale_every", low=-MOST, high=MOST, default=6)
 
     def layer_norm(name: str, layer: int, eps: float = shape.eps) -> Norm:
@@ -80,6 +68,6 @@ def build(w: Weights) -> Model:
         replace(shape, layers=2 * shape.layers),
         block,
         embed="rwkv.embeddings",
-        entry=Normed(layer_norm("rwkv.blocks.0.pre_ln", 0)),
+        entry=NormedEntry(layer_norm("rwkv.blocks.0.pre_ln", 0)),
         final_norm=layer_norm("rwkv.ln_out", shape.layers, LAST_EPS),
     )
