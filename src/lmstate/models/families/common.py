@@ -17,7 +17,6 @@ from lmstate.models.mixers.mixer import Mixer
 from lmstate.models.mlp import MLP, FeedForward
 from lmstate.models.rope import Rope
 from lmstate.models.weights.fields import Fields
-from lmstate.models.weights.source import GroupedQuant
 from lmstate.models.weights.weights import Weights
 from lmstate.ops import Norm, Weight
 
@@ -173,29 +172,39 @@ def attention(
     )
 
 
-def grouped_attention(w: Weights, shape: Shape, rope: Rope, fused: str, out: str, *, biased: bool) -> Attention:
-    """Attention whose projections are one matrix: for each key/value head its queries, then its key, then its value.
+def fused_attention(
+    w: Weights,
+    shape: Shape,
+    rope: Rope,
+    fused: str,
+    out: str,
+    *,
+    window: int | None = None,
+    grouped: bool = False,
+    biased: bool = False,
+) -> Attention:
+    """Attention whose projections are one matrix: all queries, all keys, all values.
 
-    `fused` and `out` are the names of that matrix and of the projection after attention.
+    `fused` and `out` are the names of that matrix and of the projection after attention. `grouped`: stored is for each
+    key/value head its queries, then its key, then its value.
     """
-    size = ((shape.heads + 2 * shape.kv_heads) * shape.head_dim, shape.hidden)
-    w.expect(f"{fused}.weight", size)
-    grouped = torch.arange(size[0]).view(shape.kv_heads, -1, shape.head_dim)  # [K, H / K + 2, D]
-    order = torch.cat([grouped[:, :-2].flatten(), grouped[:, -2].flatten(), grouped[:, -1].flatten()])
-
-    def parted(numbers: Tensor | GroupedQuant) -> Tensor | GroupedQuant:
-        return numbers.rows(order) if isinstance(numbers, GroupedQuant) else numbers[order]
-
-    bias = w.tensor(f"{fused}.bias", size[:1]) if biased else None
+    height = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    w.expect(f"{fused}.weight", (height, shape.hidden))  # before as many numbers are put in order
+    order = None
+    if grouped:
+        rows = torch.arange(height).view(shape.kv_heads, -1, shape.head_dim)  # [K, H / K + 2, D]
+        order = torch.cat([rows[:, :-2].flatten(), rows[:, -2].flatten(), rows[:, -1].flatten()])
+    bias = w.tensor(f"{fused}.bias", (height,)) if biased else None
     return Attention(
-        w.derived(f"{fused}.weight, parted", f"{fused}.weight", make=parted, shape=size),
+        w.linear(f"{fused}.weight", shape=(height, shape.hidden), order=order),
         w.linear(f"{out}.weight", shape=(shape.hidden, shape.heads * shape.head_dim)),
         shape.heads,
         shape.kv_heads,
         shape.head_dim,
         shape.head_dim**-0.5,
         rope,
-        qkv_bias=None if bias is None else bias[order.to(bias.device)],
+        window,
+        qkv_bias=bias if bias is None or order is None else bias[order.to(bias.device)],
         out_bias=w.tensor(f"{out}.bias", (shape.hidden,)) if biased else None,
     )
 

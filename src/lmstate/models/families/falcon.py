@@ -11,7 +11,7 @@ from lmstate.models.families.common import (
     Shape,
     activation,
     decoder,
-    grouped_attention,
+    fused_attention,
     layer_norms,
     ungated_mlp,
 )
@@ -46,7 +46,9 @@ def build(w: Weights) -> Model:
         if two_norms or not parallel:
             second = normed(f"{layer}.{'ln_mlp' if two_norms else 'post_attention_layernorm'}")
         return Block(
-            grouped_attention(w, shape, rope, f"{inside}.query_key_value", f"{inside}.dense", biased=biased),
+            fused_attention(
+                w, shape, rope, f"{inside}.query_key_value", f"{inside}.dense", grouped=True, biased=biased
+            ),
             ungated_mlp(w, f"{layer}.mlp", shape.hidden, inner, act, ("dense_h_to_4h", "dense_4h_to_h"), biased),
             first,
             second,

@@ -19,7 +19,7 @@ from lmstate.models.families.common import (
 from lmstate.models.mixers.attention import Attention
 from lmstate.models.mlp import MLP
 from lmstate.models.weights.fields import Fields
-from lmstate.models.weights.source import GroupedQuant
+from lmstate.models.weights.source import floats
 from lmstate.models.weights.weights import Weights
 from lmstate.ops import FloatWeight, Weight
 
@@ -47,10 +47,9 @@ def build(w: Weights) -> Model:
     def matrix(name: str, outputs: int, inputs: int) -> tuple[Weight, Tensor]:
         """A matrix, which is stored [K, N], and its bias."""
 
-        def turned(numbers: Tensor | GroupedQuant) -> Tensor:
-            return (numbers.dequantize() if isinstance(numbers, GroupedQuant) else numbers).T
-
-        weight = w.derived(f"{name}.weight, turned", f"{name}.weight", make=turned, shape=(outputs, inputs))
+        weight = w.derived(
+            f"{name}.weight, turned", f"{name}.weight", make=lambda numbers: floats(numbers).T, shape=(outputs, inputs)
+        )
         return weight, w.tensor(f"{name}.bias", (outputs,))
 
     def mixer(index: int, name: str) -> Attention:

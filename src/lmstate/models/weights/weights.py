@@ -15,7 +15,7 @@ from torch import Tensor
 from lmstate.errors import ModelError
 from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.packed import Packed
-from lmstate.models.weights.source import GroupedQuant, Source
+from lmstate.models.weights.source import GroupedQuant, Source, floats
 from lmstate.ops.memory import spare
 from lmstate.ops.processor import multiplies_bfloat16
 from lmstate.ops.squeezed import squeeze
@@ -115,9 +115,7 @@ class Weights:
             return None
         self.expect(name, shape)
         self._asked.add(name)
-        numbers = self.source.read(name)
-        whole = numbers.dequantize() if isinstance(numbers, GroupedQuant) else numbers
-        return whole.float().to(self.device)
+        return floats(self.source.read(name)).float().to(self.device)
 
     def linear(
         self, *names: str, shape: tuple[int | Sequence[int], int] | None = None, order: Tensor | None = None
@@ -234,11 +232,11 @@ class Weights:
         grouped = [part for part in numbers if isinstance(part, GroupedQuant)]
         if len(grouped) == len(numbers) and all(part.kind == kind for part in grouped):
             return _pack(grouped, order)
-        floats = [part.dequantize() if isinstance(part, GroupedQuant) else part for part in numbers]
+        plain = [floats(part) for part in numbers]
         dtype = FLOAT_KINDS.get(kind)
         if dtype is not None:
-            floats = [part.to(dtype) for part in floats]
-        whole = floats[0] if len(floats) == 1 else torch.cat(floats)
+            plain = [part.to(dtype) for part in plain]
+        whole = plain[0] if len(plain) == 1 else torch.cat(plain)
         whole = whole if order is None else whole[order]
         return quantize(whole, kind) if dtype is None else FloatWeight(whole)
 
