@@ -129,15 +129,15 @@ def attention(
     gate: bool = False,
     reads: int | None = None,
     value: str = "v_proj",
-    head_gate: str | None = None,
+    gates: tuple[str, int] | None = None,
     out: str = "o_proj",
     biased: bool | None = None,
     out_biased: bool | None = None,
 ) -> Attention:
     """Attention whose projections are `q_proj`, `k_proj`, `v_proj`, `o_proj` under `prefix`, with or without biases.
 
-    `gate`: `q_proj` gives each query head's gate too. `head_gate`: the name of a projection that gives one number a
-    head, without a bias. `reads`: the layer whose keys and values this one attends to; it has none of its own. `value`,
+    `gate`: `q_proj` gives each query head's gate too. `gates`: a projection that gives them, without a bias: its name
+    and how many. `reads`: the layer whose keys and values this one attends to; it has none of its own. `value`,
     `out`: other names for `v_proj` and `o_proj`. `biased`: whether biases must be there; None: where `attention_bias`
     says so. `out_biased`: the same of `o_proj`; None: as of the others.
     """
@@ -148,9 +148,9 @@ def attention(
         parts, widths = [*parts, "k_proj", value], [queries, kv_width, kv_width]
     biased = w.config.bool("attention_bias", default=False) if biased is None else biased
     bias = biases(w, *(f"{prefix}.{part}.bias" for part in parts), wanted=biased)
-    if head_gate is not None:
-        parts, widths = [*parts, head_gate], [*widths, shape.heads]
-        bias = None if bias is None else torch.cat([bias, bias.new_zeros(shape.heads)])
+    if gates is not None:
+        parts, widths = [*parts, gates[0]], [*widths, gates[1]]
+        bias = None if bias is None else torch.cat([bias, bias.new_zeros(gates[1])])
     return Attention(
         w.linear(*(f"{prefix}.{part}.weight" for part in parts), shape=(widths, shape.hidden)),
         w.linear(f"{prefix}.{out}.weight", shape=(shape.hidden, width)),
@@ -168,7 +168,7 @@ def attention(
         gate=gate,
         v_norm=v_norm,
         reads=reads,
-        head_gate=head_gate is not None,
+        gates=0 if gates is None else gates[1],
     )
 
 
@@ -189,14 +189,16 @@ def fused_attention(
     key/value head its queries, then its key, then its value.
     """
     height = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    w.expect(f"{fused}.weight", (height, shape.hidden))  # before as many numbers are put in order
-    order = None
-    if grouped:
+
+    def order() -> Tensor:
+        """Which stored row comes first, and so on, int64 `[(H + 2 * K) * D]`."""
         rows = torch.arange(height).view(shape.kv_heads, -1, shape.head_dim)  # [K, H / K + 2, D]
-        order = torch.cat([rows[:, :-2].flatten(), rows[:, -2].flatten(), rows[:, -1].flatten()])
+        return torch.cat([rows[:, :-2].flatten(), rows[:, -2].flatten(), rows[:, -1].flatten()])
+
+    qkv = w.linear(f"{fused}.weight", shape=(height, shape.hidden), order=order if grouped else None)
     bias = w.tensor(f"{fused}.bias", (height,)) if biased else None
     return Attention(
-        w.linear(f"{fused}.weight", shape=(height, shape.hidden), order=order),
+        qkv,
         w.linear(f"{out}.weight", shape=(shape.hidden, shape.heads * shape.head_dim)),
         shape.heads,
         shape.kv_heads,
@@ -204,7 +206,7 @@ def fused_attention(
         shape.head_dim**-0.5,
         rope,
         window,
-        qkv_bias=bias if bias is None or order is None else bias[order.to(bias.device)],
+        qkv_bias=bias[order().to(bias.device)] if bias is not None and grouped else bias,
         out_bias=w.tensor(f"{out}.bias", (shape.hidden,)) if biased else None,
     )
 
@@ -291,11 +293,9 @@ def biases(w: Weights, *names: str, wanted: bool = False) -> Tensor | None:
     `wanted`: it is an error if there are none.
     """
 
-    def rows(name: str) -> tuple[int, ...] | None:
-        matrix = f"{name.removesuffix('bias')}weight"
-        return w.shape(matrix)[:1] if w.has(matrix) else None
-
-    found = [w.tensor(name, rows(name)) for name in names if w.has(name)]
+    found = [
+        w.tensor(name, w.shape(f"{name.removesuffix('bias')}weight")[:1]) for name in names if w.has(name)
+    ]  # fmt: skip
     if len(found) < len(names) and (found or wanted):
         raise ModelError(f"{w.source.path} lacks some of {', '.join(names)}; the checkpoint is incomplete")
     return torch.cat(found) if found else None

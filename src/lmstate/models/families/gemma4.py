@@ -92,6 +92,13 @@ def build(w: Weights) -> Model:
     told = config.int("hidden_size_per_layer_input", high=MOST, default=256)
     normed = rms_norms(w, shape)
 
+    for layer, source in enumerate(reads):
+        if source is not None and shapes[layer] != shapes[source]:
+            raise ModelError(
+                f"{config.where} has layer {layer} read the keys and values of layer {source}, and gives their heads "
+                "different sizes"
+            )
+
     def block(index: int) -> Block:
         layer, kind, each = f"model.layers.{index}", kinds[index], shapes[index]
         mixer = sharing_attention(

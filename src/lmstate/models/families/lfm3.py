@@ -33,10 +33,11 @@ def build(w: Weights) -> Model:
         if kinds[index] == "conv":
             return short_conv(w, f"{layer}.conv", shape, kernel=7)
         prefix = f"{layer}.self_attn"
-        gate = there(w, f"{prefix}.g_proj.weight", f"{prefix}.gate_proj.weight").split(".")[-2] if gated else None
+        gate = there(w, f"{prefix}.g_proj.weight", f"{prefix}.gate_proj.weight").split(".")[-2]
         q_norm, k_norm = head_norms(w, prefix, shape)
+        gates = (gate, shape.heads) if gated else None
         rope, seen = (local, window) if kinds[index] == "sliding_attention" else (full, None)
-        return attention(w, prefix, shape, rope, window=seen, q_norm=q_norm, k_norm=k_norm, head_gate=gate)
+        return attention(w, prefix, shape, rope, window=seen, q_norm=q_norm, k_norm=k_norm, gates=gates)
 
     def block(index: int) -> Block:
         layer = f"model.layers.{index}"

@@ -71,9 +71,8 @@ def delta(w: Weights, prefix: str, shape: Shape) -> GatedDelta:
     values = heads * value_dim
     width = 2 * key_heads * key_dim + values
     if w.has(together := f"{prefix}.in_proj_qkvz.weight"):
-        w.expect(together, (width + values, shape.hidden))
-        order = _parted(key_heads, (key_dim, key_dim, values // key_heads, values // key_heads))
-        qkvz = w.linear(together, shape=(width + values, shape.hidden), order=order)
+        parts = key_dim, key_dim, values // key_heads, values // key_heads
+        qkvz = w.linear(together, shape=(width + values, shape.hidden), order=lambda: _parted(key_heads, parts))
     else:
         qkvz = w.linear(
             f"{prefix}.in_proj_qkv.weight", f"{prefix}.in_proj_z.weight", shape=((width, values), shape.hidden)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from lmstate.errors import ModelError
 from lmstate.models.decoder import Block, Model
 from lmstate.models.entry import NormedEntry
 from lmstate.models.families.common import MOST, decoder
@@ -15,6 +16,7 @@ from lmstate.models.mixers.rwkv import ChannelMix, TimeMix
 from lmstate.models.weights.weights import Weights
 from lmstate.ops import Norm, Weight
 
+MOST_HALVINGS = 100  # of a float32 number
 LAST_EPS = 1e-5  # of the norm after all, whatever the config says of the others
 
 
@@ -24,6 +26,11 @@ def build(w: Weights) -> Model:
     width = config.int("attention_hidden_size", low=1, high=MOST, default=hidden)
     inner = config.int("intermediate_size", low=1, high=MOST, default=4 * hidden)
     every = config.int("rescale_every", low=-MOST, high=MOST, default=6)
+    if every > 0 and shape.layers // every > MOST_HALVINGS:
+        raise ModelError(
+            f"{config.where} asks for {shape.layers} layers and for half a stream after every {every}, which leaves "
+            "nothing of it"
+        )
 
     def layer_norm(name: str, layer: int, eps: float = shape.eps) -> Norm:
         # For half precision the stream is halved every few layers, and so is what is added to it: norms undo that, but

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 from statistics import NormalDist
-from typing import Any
 
 from lmstate.errors import ModelError
 from lmstate.models.weights.fields import Fields
-from lmstate.models.weights.gguf import TensorPlace
-from lmstate.models.weights.gguf_architecture import HEAD_NORMS, MOST_LAYERS, MOST_WIDTH, OUTSIDE, Architecture
+from lmstate.models.weights.gguf_architecture import (
+    HEAD_NORMS,
+    MOST_LAYERS,
+    MOST_WIDTH,
+    OUTSIDE,
+    Architecture,
+    Config,
+    Tensors,
+    layer_kinds,
+)
 from lmstate.models.weights.gguf_attention import GEMMA
-
-Config = dict[str, Any]
-Tensors = dict[str, TensorPlace]
 
 UNTURNED = 1e20
 """A divisor of a rotary frequency beyond which it is none."""
@@ -23,10 +27,10 @@ def _shared(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> 
     layers = config["num_hidden_layers"]
     config["hidden_activation"] = "gelu_pytorch_tanh"
     config["sliding_window"] = metadata.int(f"{prefix}.attention.sliding_window", 1)
-    config["layer_types"] = [
-        "sliding_attention" if slides else "full_attention"
-        for slides in _flags(metadata, f"{prefix}.attention.sliding_window_pattern", layers)
-    ]
+    kinds = layer_kinds(metadata, prefix, layers)
+    if kinds is None:
+        raise ModelError(f"{metadata.where} does not list which of its {layers} layers have a window; it is damaged")
+    config["layer_types"] = kinds
     config["num_kv_shared_layers"] = metadata.int(f"{prefix}.attention.shared_kv_layers", 0, MOST_LAYERS, default=0)
     config["hidden_size_per_layer_input"] = metadata.int(
         f"{prefix}.embedding_length_per_layer_input", 0, MOST_WIDTH, default=0
@@ -44,9 +48,9 @@ def _gemma3n(metadata: Fields, prefix: str, config: Config, tensors: Tensors) ->
     config["altup_num_inputs"] = metadata.int(f"{prefix}.altup.num_inputs", 2, 64)
     config["altup_active_idx"] = metadata.int(f"{prefix}.altup.active_idx", 0, 63)
     # The file has by how many deviations the gates that count lie above their mean; minus infinity lets all count.
-    scales = metadata.get(f"{prefix}.activation_sparsity_scale") or ()
-    if not all(isinstance(scale, float) and not math.isnan(scale) for scale in scales):
-        raise ModelError(f"{metadata.where} has numbers that are none among its scales of sparsity")
+    scales = metadata.get(f"{prefix}.activation_sparsity_scale", [])
+    if not isinstance(scales, list) or not all(isinstance(each, float) and not math.isnan(each) for each in scales):
+        raise ModelError(f"{metadata.where} must have one number a layer in '{prefix}.activation_sparsity_scale'")
     config["activation_sparsity_pattern"] = [NormalDist().cdf(scale) for scale in scales]
 
 
@@ -91,13 +95,6 @@ def _by_layer(metadata: Fields, name: str, layers: int) -> tuple[int, ...]:
     if isinstance(metadata.get(name), list):
         return metadata.ints(name, layers, 1, MOST_WIDTH)
     return (metadata.int(name, 1, MOST_WIDTH),) * layers
-
-
-def _flags(metadata: Fields, name: str, layers: int) -> list[bool]:
-    flags = metadata.get(name)
-    if not isinstance(flags, list) or len(flags) != layers or not all(isinstance(flag, bool) for flag in flags):
-        raise ModelError(f"{metadata.where} must have {layers} flags in {name!r}, one a layer")
-    return flags
 
 
 TOLD = {

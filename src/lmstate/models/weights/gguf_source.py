@@ -18,7 +18,7 @@ from lmstate.models.weights.gguf_blocks import FORMATS, take_apart
 from lmstate.models.weights.gguf_models import ROPE_TENSORS, config_of, locate
 from lmstate.models.weights.gguf_tokenizer import generation_of, tokenizer_of
 from lmstate.models.weights.mapped import MappedFile, fingerprint
-from lmstate.models.weights.source import GROUP, GroupedQuant, TokenizerFiles
+from lmstate.models.weights.source import GROUP, GroupedQuant, TokenizerFiles, floats
 
 
 class GgufSource:

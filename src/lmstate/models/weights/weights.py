@@ -118,14 +118,17 @@ class Weights:
         return floats(self.source.read(name)).float().to(self.device)
 
     def linear(
-        self, *names: str, shape: tuple[int | Sequence[int], int] | None = None, order: Tensor | None = None
+        self,
+        *names: str,
+        shape: tuple[int | Sequence[int], int] | None = None,
+        order: Callable[[], Tensor] | None = None,
     ) -> Weight:
         """One matrix [N, K], or several stacked along the output axis (q, k, v), in the storage of `kind`.
 
-        `shape`: N of each (a number for a single one), and K. `order`: int64, which row of the stack comes first, and
-        so on; one order for the same names. Raises `ModelError` if one is absent, is no matrix, differs in K from the
-        others, or if `shape` is given and is not its own. The same names give the same object again: tied weights stay
-        one.
+        `shape`: N of each (a number for a single one), and K. `order` gives int64 `[N]`, which row of the stack comes
+        first, and so on; it is asked when the shapes are known to be right. Raises `ModelError` if one is absent, is no
+        matrix, differs in K from the others, or if `shape` is given and is not its own. The same names give the same
+        object again, so one order belongs to them: tied weights stay one.
         """
         label = "+".join(names) + ("" if order is None else ", reordered")
         if label not in self._made:
@@ -137,7 +140,7 @@ class Weights:
                 for name, height in zip(names, [heights] if isinstance(heights, int) else heights, strict=True):
                     self.expect(name, (height, width))
             parts = [_Part((name,), self.source.stored(name)) for name in names]
-            self._made[label] = self._matrix(label, parts, order)
+            self._made[label] = self._matrix(label, parts, None if order is None else order())
         return self._made[label]
 
     def stacked(self, name: str, index: int, shape: tuple[int, int, int] | None = None) -> Weight:
