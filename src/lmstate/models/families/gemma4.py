@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from torch import Tensor
 
@@ -81,12 +82,11 @@ def build(w: Weights) -> Model:
     kinds = layer_kinds(config, shape.layers, full_every=6)
     reads = shared_layers(config, kinds)
     shapes = [_layer_shape(config, shape, index, kind == FULL) for index, kind in enumerate(kinds)]
-    ropes = {
-        (kind, each.head_dim): make_rope(
-            config, each.head_dim, kind=kind, theta=1_000_000.0 if kind == FULL else 10_000.0
-        ).to(w.device)
-        for kind, each in zip(kinds, shapes)
-    }
+
+    @cache
+    def rope(kind: str, head_dim: int) -> Rope:
+        return make_rope(config, head_dim, kind=kind, theta=1e6 if kind == FULL else 1e4).to(w.device)
+
     one_projection = config.bool("attention_k_eq_v", default=False)
     wide = config.bool("use_double_wide_mlp", default=False)
     told = config.int("hidden_size_per_layer_input", high=MOST, default=256)
@@ -102,7 +102,7 @@ def build(w: Weights) -> Model:
     def block(index: int) -> Block:
         layer, kind, each = f"model.layers.{index}", kinds[index], shapes[index]
         mixer = sharing_attention(
-            w, f"{layer}.self_attn", each, ropes[kind, each.head_dim],
+            w, f"{layer}.self_attn", each, rope(kind, each.head_dim),
             window=config.int("sliding_window", low=1) if kind == LOCAL else None,
             reads=reads[index], value="k_proj" if one_projection and kind == FULL else "v_proj",
         )  # fmt: skip

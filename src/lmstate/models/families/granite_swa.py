@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 from lmstate.errors import ModelError
 from lmstate.models.decoder import Model
@@ -28,14 +30,14 @@ def build(w: Weights) -> Model:
     kinds = config.strs("layer_types", shape.layers, allowed=KINDS, default=None)
     kinds = kinds or tuple(KINDS[bool(index % 4)] for index in range(shape.layers))
     size, scale = one_window(config, switch=False), config.float("attention_multiplier", default=1.0)
-    ropes = each_rope(w, shape)
+    rope = each_rope(w, shape)
     logits_scaling = config.float("logits_scaling", default=1.0)
     if logits_scaling == 0.0:
         raise ModelError(f"{config.where} has logits_scaling = 0, by which logits would be divided")
 
     def mixer(index: int, name: str) -> Attention:
         window = size if kinds[index] == "sliding_attention" else None
-        mixer = attention(w, name, shape, ropes[index], window=window, scale=scale)
+        mixer = attention(w, name, shape, rope(index), window=window, scale=scale)
         return replace(mixer, sinks=w.tensor(f"{name}.sinks", (shape.heads,)))
 
     block = pre_norm(
@@ -49,15 +51,16 @@ def build(w: Weights) -> Model:
     )
 
 
-def each_rope(w: Weights, shape: Shape) -> list[Rope | None]:
-    """The rope of each layer; layers of one base share it, and those of base 0 know no positions."""
+def each_rope(w: Weights, shape: Shape) -> Callable[[int], Rope | None]:
+    """The rope of a layer; layers of one base share it, and those of base 0 know no positions."""
     rope = rope_fields(w.config)
     theta = rope.float("rope_theta", low=0.0, high=1e12, default=10_000.0)
     thetas = w.config.floats("layer_rope_theta", shape.layers, low=0.0, high=1e12, default=None)
     thetas = thetas or (theta,) * shape.layers
 
-    def made(theta: float) -> Rope:
-        return make_rope(Fields({**w.config, "rope_parameters": {**rope, "rope_theta": theta}}), shape.head_dim)
+    @cache
+    def made(theta: float) -> Rope | None:
+        config = Fields({**w.config, "rope_parameters": {**rope, "rope_theta": theta}})
+        return make_rope(config, shape.head_dim).to(w.device) if theta else None
 
-    ropes = {theta: made(theta).to(w.device) if theta else None for theta in set(thetas)}
-    return [ropes[theta] for theta in thetas]
+    return lambda index: made(thetas[index])

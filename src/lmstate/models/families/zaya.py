@@ -194,6 +194,7 @@ def convolved_attention(w: Weights, prefix: str, shape: Shape, rope: Rope, windo
     width, half = heads * dim, shape.kv_heads * dim // 2
     names = [f"{inside}.{part}" for part in ("q_proj", "k_proj", "v_proj_delayed", "v_proj_current")]
     heights = (shape.heads * dim, shape.kv_heads * dim, half, half)
+    qkv = w.linear(*(f"{name}.weight" for name in names), shape=(heights, shape.hidden))
     biased = config.bool("attention_bias", default=False)
     bias, late = biases(w, *(f"{name}.bias" for name in names), wanted=biased), None
     if bias is not None:
@@ -209,7 +210,7 @@ def convolved_attention(w: Weights, prefix: str, shape: Shape, rope: Rope, windo
     inner = w.tensor(f"{inside}.conv_qk_depthwise.bias", (width,)).view(heads, 1, dim).repeat(1, 1, second)
     through = (inner.double() @ matrices.double()).flatten()
     attention = Attention(
-        w.linear(*(f"{name}.weight" for name in names), shape=(heights, shape.hidden)),
+        qkv,
         w.linear(f"{prefix}.o_proj.weight", shape=(shape.hidden, shape.heads * dim)),
         shape.heads,
         shape.kv_heads,

@@ -134,9 +134,8 @@ class Attention(JoiningMixer):
 
 def gated(seen: Tensor, gate: Tensor, act: GateAct = "sigmoid") -> Tensor:
     """What heads have seen, `[R, T, H, D]`, times what opens their gates: `[R, T, H]`, or `[R, T, H * D]`."""
-    # In float64: in float32 torch rounds the last numbers of a vector, which may be another row's, otherwise.
-    opened = gate.double().sigmoid() if act == "sigmoid" else softplus(gate.double())
-    return seen * opened.float().unflatten(-1, (seen.shape[-2], -1))
+    opened = ops.sigmoid(gate) if act == "sigmoid" else softplus(gate.double()).float()  # in float64 as `sigmoid` is
+    return seen * opened.unflatten(-1, (seen.shape[-2], -1))
 
 
 def _normed(x: Tensor, norm: Norm | None, head_dim: int) -> Tensor:
