@@ -118,7 +118,9 @@ class Model:
             check_static(self, capacity, kv)
         dtype = kv if isinstance(kv, torch.dtype) else self.dtype
         chunk = STATIC_CHUNK if static else Layout.chunk
-        layout = Layout(rows, self.device, dtype, capacity, rewind, chunk, places=self.places, static=static)
+        layout = Layout(
+            rows, self.device, dtype, capacity, rewind, chunk, max_positions=self.max_positions, static=static
+        )
         state = self._new_state(layout, None if isinstance(kv, torch.dtype) else kv)
         if static:
             if self._traced is None and (traced := plain(self)) is not self:
@@ -155,7 +157,7 @@ class Model:
         state.user = weakref.ref(self)
 
     @property
-    def places(self) -> int | None:
+    def max_positions(self) -> int | None:
         """How many positions the model has learned, each by itself; None: it knows any."""
         return self.entry.count if isinstance(self.entry, LearnedPositions) else None
 
@@ -191,7 +193,9 @@ class Model:
             # Whole sequences are one step of a state that nobody keeps; in one part, so that gradients can follow.
             width = max(map(len, ids), default=0)
             width = max(width, 1)
-            layout = Layout(len(ids), self.device, self.dtype, width, rewind=0, chunk=width, places=self.places)
+            layout = Layout(
+                len(ids), self.device, self.dtype, width, rewind=0, chunk=width, max_positions=self.max_positions
+            )
             return self(ids, self._new_state(layout), logits or "all", commit=False)
         self._refuse_other(state)
         self._catch_up(state, ids, logits or "last")

@@ -15,16 +15,16 @@ from lmstate.models.families.common import MOST, Shape, activation, decoder, mlp
 from lmstate.models.families.gemma4 import (
     FULL,
     LOCAL,
-    block_input,
     layer_kinds,
+    per_layer_input,
+    per_layer_inputs,
     shared_layers,
     sharing_attention,
-    token_inputs,
     unread,
 )
 from lmstate.models.mlp import MLP, FeedForward
+from lmstate.models.per_layer_inputs import PerLayerInput, PerLayerInputs
 from lmstate.models.rope import ropes_by_kind
-from lmstate.models.token_inputs import TokenInputs, Told
 from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.weights import Weights
 from lmstate.ops import Norm, Residual, Weight
@@ -63,7 +63,7 @@ class StreamsBlock(Block):
     left: Weight  # [rank, E]
     right: Weight  # [E, rank]
     low_rank_norm: Norm
-    told: Told
+    per_layer_input: PerLayerInput
 
     def __call__(self, x: Tensor, step: Step, memory: LayerState) -> Tensor:
         streams = x.unflatten(-1, (self.streams, -1))  # [R, T, N, E]
@@ -78,8 +78,9 @@ class StreamsBlock(Block):
         share = self._modes(done) @ self.correct.mT + 1.0  # [R, T, N]
         streams = streams + (done - active)[..., None, :] * share[..., None]
         first = streams[..., self.active, :]
-        told = self.told(first if self.corrected_scale is None else first * self.corrected_scale, step)
-        return torch.cat([streams[..., :1, :], streams[..., 1:, :] + told[..., None, :]], dim=-2).flatten(-2)
+        first = first if self.corrected_scale is None else first * self.corrected_scale
+        added = self.per_layer_input(first, step)
+        return torch.cat([streams[..., :1, :], streams[..., 1:, :] + added[..., None, :]], dim=-2).flatten(-2)
 
     def join(self, run: ops.Run, step: Step, memory: LayerState) -> None:
         run.put(self(run.stream(), step, memory))
@@ -93,7 +94,7 @@ class StreamsBlock(Block):
 class IntoStreams:
     """The embedding, and projections of it as large as it is, side by side: `[R, T, E]` -> `[R, T, N * E]`."""
 
-    inputs: TokenInputs
+    inputs: PerLayerInputs
     projections: Sequence[Weight]  # [E, E] each
 
     def __call__(self, x: Tensor, tokens: Tensor, step: Step) -> Tensor:
@@ -153,7 +154,7 @@ def build(w: Weights) -> Model:
             normed(f"{layer}.pre_feedforward_layernorm"),
             normed(f"{layer}.post_attention_layernorm"),
             normed(f"{layer}.post_feedforward_layernorm"),
-            told=block_input(w, layer, index, shape, width, act),
+            per_layer_input=per_layer_input(w, layer, index, shape, width, act),
             streams=streams,
             active=active,
             router_norm=Norm(router_norm.weight / shape.hidden, shape.eps),
@@ -178,7 +179,7 @@ def build(w: Weights) -> Model:
         block,
         embed_scale=shape.hidden**0.5,
         logit_softcap=config.float("final_logit_softcapping", low=1e-6, default=None),
-        entry=IntoStreams(token_inputs(w, shape, width), projections("altup_projections")),
+        entry=IntoStreams(per_layer_inputs(w, shape, width), projections("altup_projections")),
         exit=OutOfStreams(projections("altup_unembed_projections")),
         ignore=(*unread(reads), "*.altup.correct_output_scale"),
     )

@@ -27,8 +27,8 @@ from lmstate.models.families.mixtures import expert_width, scores, top_k
 from lmstate.models.mixers.attention import Attention
 from lmstate.models.mlp import MLP, FeedForward
 from lmstate.models.moe import MixtureOfExperts, Router
+from lmstate.models.per_layer_inputs import PerLayerInput, PerLayerInputs
 from lmstate.models.rope import Rope, make_rope
-from lmstate.models.token_inputs import TokenInputs, Told
 from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.weights import Weights
 from lmstate.ops import Norm, Residual
@@ -62,13 +62,14 @@ class DenseAndExperts:
 
 @dataclass(frozen=True, eq=False)
 class Ending:
-    """What a block is told of the token is added to the stream, and all of it scaled: `[R, T, E]` -> `[R, T, E]`."""
+    """The per-layer input is added to the stream, and all of it scaled: `[R, T, E]` -> `[R, T, E]`."""
 
-    told: Told | None
+    per_layer_input: PerLayerInput | None
     gain: float
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
-        return (x if self.told is None else x + self.told(x, step)) * self.gain
+        added = x if self.per_layer_input is None else x + self.per_layer_input(x, step)
+        return added * self.gain
 
 
 def build(w: Weights) -> Model:
@@ -89,7 +90,7 @@ def build(w: Weights) -> Model:
 
     one_projection = config.bool("attention_k_eq_v", default=False)
     wide = config.bool("use_double_wide_mlp", default=False)
-    told = config.int("hidden_size_per_layer_input", high=MOST, default=256)
+    width = config.int("hidden_size_per_layer_input", high=MOST, default=256)
     normed = rms_norms(w, shape)
 
     for layer, source in enumerate(reads):
@@ -115,7 +116,7 @@ def build(w: Weights) -> Model:
             normed(f"{layer}.post_attention_layernorm"),
             normed(f"{layer}.post_feedforward_layernorm"),
             ending=Ending(
-                block_input(w, layer, index, shape, told, act) if told else None,
+                per_layer_input(w, layer, index, shape, width, act) if width else None,
                 float(w.tensor(f"{layer}.layer_scalar", (1,))),
             ),
         )
@@ -126,7 +127,7 @@ def build(w: Weights) -> Model:
         block,
         embed_scale=shape.hidden**0.5,
         logit_softcap=config.float("final_logit_softcapping", low=1e-6, default=None),
-        entry=token_inputs(w, shape, told) if told else None,
+        entry=per_layer_inputs(w, shape, width) if width else None,
         ignore=unread(reads),
     )
 
@@ -170,17 +171,17 @@ def sharing_attention(
     )  # fmt: skip
 
 
-def token_inputs(w: Weights, shape: Shape, width: int) -> TokenInputs:
+def per_layer_inputs(w: Weights, shape: Shape, width: int) -> PerLayerInputs:
     rows = w.config.int("vocab_size_per_layer_input", low=1, high=2**24, default=262_144)
-    return TokenInputs(
+    return PerLayerInputs(
         w.linear("model.embed_tokens_per_layer.weight", shape=(rows, shape.layers * width)),
         w.linear("model.per_layer_model_projection.weight", shape=(shape.layers * width, shape.hidden)),
         norm(w, "model.per_layer_projection_norm.weight", width, shape.eps),
     )
 
 
-def block_input(w: Weights, layer: str, index: int, shape: Shape, width: int, act: str) -> Told:
-    return Told(
+def per_layer_input(w: Weights, layer: str, index: int, shape: Shape, width: int, act: str) -> PerLayerInput:
+    return PerLayerInput(
         index,
         w.linear(f"{layer}.per_layer_input_gate.weight", shape=(width, shape.hidden)),
         act,

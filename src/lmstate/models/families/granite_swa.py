@@ -6,17 +6,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
-from lmstate.errors import ModelError
 from lmstate.models.decoder import Model
 from lmstate.models.families.common import (
     Shape,
     attention,
-    decoder,
     one_window,
     pre_norm,
     rms_norms,
 )
-from lmstate.models.families.granitemoehybrid import feed_forward
+from lmstate.models.families.granitemoehybrid import feed_forward, granite
 from lmstate.models.mixers.attention import Attention
 from lmstate.models.rope import Rope, make_rope, rope_fields
 from lmstate.models.weights.fields import Fields
@@ -31,9 +29,6 @@ def build(w: Weights) -> Model:
     kinds = kinds or tuple(KINDS[bool(index % 4)] for index in range(shape.layers))
     size, scale = one_window(config, switch=False), config.float("attention_multiplier", default=1.0)
     rope = each_rope(w, shape)
-    logits_scaling = config.float("logits_scaling", default=1.0)
-    if logits_scaling == 0.0:
-        raise ModelError(f"{config.where} has logits_scaling = 0, by which logits would be divided")
 
     def mixer(index: int, name: str) -> Attention:
         window = size if kinds[index] == "sliding_attention" else None
@@ -46,9 +41,7 @@ def build(w: Weights) -> Model:
         lambda _, name: feed_forward(w, name.removesuffix(".mlp"), shape),
         scale=config.float("residual_multiplier", default=1.0),
     )
-    return decoder(
-        w, shape, block, embed_scale=config.float("embedding_multiplier", default=1.0), logit_scale=1 / logits_scaling
-    )
+    return granite(w, shape, block)
 
 
 def each_rope(w: Weights, shape: Shape) -> Callable[[int], Rope | None]:

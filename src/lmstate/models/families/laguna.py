@@ -68,9 +68,9 @@ def build(w: Weights) -> Model:
 
 def _refuse(config: Fields) -> None:
     if config.get("moe_router_logit_softcapping"):
-        raise ModelError(f"{config.where} asks for moe_router_logit_softcapping, which is not supported")
+        raise ModelError(f"{config.where} asks for moe_router_logit_softcapping, which lmstate cannot do")
     if config.bool("moe_apply_router_weight_on_input", default=False):
-        raise ModelError(f"{config.where} asks for moe_apply_router_weight_on_input, which is not supported")
+        raise ModelError(f"{config.where} asks for moe_apply_router_weight_on_input, which lmstate cannot do")
     if config.get("gating", True) not in (True, "per-head", "per-element"):
         raise ModelError(
             f"{config.where} has gating = {config.get('gating')!r:.40}; known are per-head and per-element"

@@ -97,14 +97,14 @@ def _by_layer(metadata: Fields, name: str, layers: int) -> tuple[int, ...]:
     return (metadata.int(name, 1, MOST_WIDTH),) * layers
 
 
-TOLD = {
+PER_LAYER = {
     **GEMMA,
     **HEAD_NORMS,
     "inp_gate": "per_layer_input_gate",
     "proj": "per_layer_projection",
     "post_norm": "post_per_layer_input_norm",
 }
-OUTSIDE_TOLD = {
+OUTSIDE_PER_LAYER = {
     **OUTSIDE,
     "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
     "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
@@ -116,7 +116,7 @@ SHARED = {
         "gemma3n_text",
         "Gemma3nForCausalLM",
         {
-            **TOLD,
+            **PER_LAYER,
             "altup_correct_coef": "altup.correction_coefs",
             "altup_predict_coef": "altup.prediction_coefs",
             "altup_router": "altup.modality_router",
@@ -128,7 +128,7 @@ SHARED = {
         extra=_gemma3n,
         whole={"altup_correct_scale.weight": "altup.correct_output_scale"},
         outside={
-            **OUTSIDE_TOLD,
+            **OUTSIDE_PER_LAYER,
             "altup_proj.weight": "model.altup_projections.{each}.weight",
             "altup_unembd_proj.weight": "model.altup_unembed_projections.{each}.weight",
         },
@@ -137,7 +137,7 @@ SHARED = {
         "gemma4_text",
         "Gemma4ForCausalLM",
         {
-            **TOLD,
+            **PER_LAYER,
             "post_ffw_norm_1": "post_feedforward_layernorm_1",
             "post_ffw_norm_2": "post_feedforward_layernorm_2",
             "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
@@ -151,7 +151,7 @@ SHARED = {
             "ffn_down_exps.weight": "experts.{expert}.down_proj.weight",
             "ffn_down_exps.scale": "router.per_expert_scale",
         },
-        outside=OUTSIDE_TOLD,
+        outside=OUTSIDE_PER_LAYER,
         varied=True,
     ),
 }
