@@ -14,19 +14,16 @@ from lmstate.models.families.common import (
     MOST,
     POSITIONS,
     Shape,
-    activation,
     decoder,
     drafting,
-    mlp,
     pre_norm,
     rms_norms,
 )
 from lmstate.models.families.deepseek import latent_attention, latent_scale
 from lmstate.models.families.defaults import completed
 from lmstate.models.families.delta_rule import channel_delta
-from lmstate.models.families.mixtures import deepseek_mixture, sparse_layers
+from lmstate.models.families.mixtures import deepseek_feed_forward
 from lmstate.models.mixers.mixer import Mixer
-from lmstate.models.mlp import FeedForward
 from lmstate.models.rope import make_rope, rope_fields
 from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.renamed import Renamed
@@ -65,7 +62,6 @@ def build(w: Weights) -> Model:
     kinds = config.strs("layer_types", shape.layers, KINDS, default=None) or [
         KINDS[(index + 1) % every == 0] for index in range(shape.layers)
     ]
-    sparse, act = sparse_layers(config, shape.layers), activation(config)
     rope_dim = config.int("qk_rope_head_dim", low=2, high=MOST)
     rope = make_rope(_whole(config), rope_dim, theta=6e6, interleaved=True).to(w.device)
     floor = None
@@ -82,12 +78,8 @@ def build(w: Weights) -> Model:
             return channel_delta(w, prefix, shape, heads, head_dim, kernel, floor=floor)
         return latent_attention(w, prefix, shape, rope, rope_dim, latent_scale(config), head_gate="g_proj")
 
-    def feed_forward(index: int, prefix: str) -> FeedForward:
-        if sparse[index]:
-            return deepseek_mixture(w, prefix, shape)
-        return mlp(w, prefix, shape.hidden, config.int("intermediate_size", low=1, high=MOST), act)
-
-    return decoder(w, shape, pre_norm(rms_norms(w, shape), mixer, feed_forward), ignore=drafting(config, shape))
+    block = pre_norm(rms_norms(w, shape), mixer, deepseek_feed_forward(w, shape))
+    return decoder(w, shape, block, ignore=drafting(config, shape))
 
 
 def _plain(name: str) -> str:

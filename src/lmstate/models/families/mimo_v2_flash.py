@@ -13,17 +13,14 @@ from lmstate.models.decoder import Model
 from lmstate.models.families.common import (
     MOST,
     Shape,
-    activation,
     biases,
     decoder,
-    mlp,
     pre_norm,
     rms_norms,
     there,
 )
-from lmstate.models.families.mixtures import deepseek_mixture, sparse_layers
+from lmstate.models.families.mixtures import deepseek_feed_forward
 from lmstate.models.mixers.attention import Attention
-from lmstate.models.mlp import FeedForward
 from lmstate.models.rope import Rope, make_rope
 from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.weights import Weights
@@ -61,8 +58,7 @@ class NarrowValues(Attention):
 
 def build(w: Weights) -> Model:
     config, shape = w.config, Shape.of(w.config)
-    inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
-    kinds, sparse = _kinds(config, shape.layers), sparse_layers(config, shape.layers)
+    kinds = _kinds(config, shape.layers)
     # Published configs count the tokens before a token, not the token itself.
     before = config.int("sliding_window_size", low=0, default=None)
     window = config.int("sliding_window", low=1) if before is None else before + 1
@@ -76,10 +72,8 @@ def build(w: Weights) -> Model:
         sinks = there(w, f"{prefix}.attention_sink_bias", f"{prefix}.sinks")
         return replace(near, window=window, sinks=w.tensor(sinks, (shape.heads,)))
 
-    def feed_forward(index: int, prefix: str) -> FeedForward:
-        return deepseek_mixture(w, prefix, shape) if sparse[index] else mlp(w, prefix, shape.hidden, inner, act)
-
-    return decoder(w, shape, pre_norm(rms_norms(w, shape), mixer, feed_forward), ignore=("model.mtp.*",))
+    block = pre_norm(rms_norms(w, shape), mixer, deepseek_feed_forward(w, shape))
+    return decoder(w, shape, block, ignore=("model.mtp.*",))
 
 
 def narrow_attention(w: Weights, prefix: str, shape: Shape, rope: Rope) -> NarrowValues:
