@@ -113,7 +113,7 @@ def test_a_dense_model_from_gguf(case: str, tmp_path: Path) -> None:
     values, tensors = metadata(arch, config, more), converted(arch, theirs, config)
     if arch is ARCH.APERTUS:
         for name in ("alpha_p", "alpha_n", "beta", "eps"):
-            values[f"xielu.{name}"] = [float(getattr(layer.mlp.act_fn, name)) for layer in theirs.model.layers]
+            values[f"xielu.{name}"] = [getattr(layer.mlp.act_fn, name).item() for layer in theirs.model.layers]
         slowed = theirs.model.rotary_emb.inv_freq
         plain = config.rope_parameters["rope_theta"] ** -torch.linspace(0, 1, len(slowed) + 1)[:-1]
         tensors["rope_freqs.weight"] = (plain / slowed).numpy()

@@ -133,3 +133,11 @@ def test_projections_that_are_clipped_are_refused(tmp_path: Path) -> None:
     values = metadata(ARCH.OLMOE, theirs.config, {"attention.clamp_kqv": 8.0})
     with pytest.raises(ModelError, match="clip_qkv"):
         loaded(tmp_path, "olmoe", values, converted(ARCH.OLMOE, theirs, theirs.config))
+
+
+def test_a_pattern_of_another_length_is_refused(tmp_path: Path) -> None:
+    theirs, _ = pair("exaone_moe")
+    arch, more = FILES["exaone_moe"]
+    values = metadata(arch, theirs.config, {**more, "attention.sliding_window_pattern": [True, False]})
+    with pytest.raises(ModelError, match="5 flags"):
+        loaded(tmp_path, "exaone-moe", values, converted(arch, theirs, theirs.config))

@@ -106,18 +106,37 @@ def test_other_divisors_of_gemma4_are_refused(tmp_path: Path) -> None:
         loaded(tmp_path, "gemma4", values, tensors)
 
 
-def test_gemma3n_from_gguf(tmp_path: Path) -> None:
+def gemma3n() -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """The same of Gemma 3n."""
     config = CASES["gemma3n"]()
     theirs = original(config)
     scales = [NormalDist().inv_cdf(share) if share else -np.inf for share in config.activation_sparsity_pattern]
     more = {"altup__num_inputs": 4, "altup__active_idx": 0, "activation_sparsity_scale": scales}
     values = shared(config, "gemma3n", **more, feed_forward_length=config.intermediate_size)
-    same(loaded(tmp_path, "gemma3n", values, converted(theirs)), theirs)
+    return theirs, values, converted(theirs)
 
 
-def test_a_pattern_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_gemma3n_from_gguf(tmp_path: Path) -> None:
+    theirs, values, tensors = gemma3n()
+    same(loaded(tmp_path, "gemma3n", values, tensors), theirs)
+
+
+@pytest.mark.parametrize("scales", [0.5, [0.5, 0.5], ["a", "b", "c", "d", "e"], [float("nan")] * 5])
+def test_scales_that_are_none_are_refused(scales: Any, tmp_path: Path) -> None:
+    _, values, tensors = gemma3n()
+    with pytest.raises(ModelError, match="sparsity"):
+        loaded(tmp_path, "gemma3n", {**values, "gemma3n.activation_sparsity_scale": scales}, tensors)
+
+
+def test_a_tensor_of_too_many_matrices_is_refused(tmp_path: Path) -> None:
+    _, values, tensors = gemma3n()
+    tensors["altup_proj.weight"] = np.zeros((1_000_000, 1, 1), dtype=np.float32)
+    with pytest.raises(ModelError, match="not a few matrices"):
+        loaded(tmp_path, "gemma3n", values, tensors)
+
+
+@pytest.mark.parametrize("pattern", [[True, False], [1] * 6, 6])
+def test_a_pattern_that_is_none_is_refused(pattern: Any, tmp_path: Path) -> None:
     _, values, tensors = gemma4("gemma4")
-    with pytest.raises(ModelError, match="6 flags"):
-        loaded(
-            tmp_path, "gemma4", {**values, "gemma4.attention.sliding_window_pattern": [True, False]}, tensors
-        )  # fmt: skip
+    with pytest.raises(ModelError, match=r"6 flags|which of its 6 layers"):
+        loaded(tmp_path, "gemma4", {**values, "gemma4.attention.sliding_window_pattern": pattern}, tensors)

@@ -62,6 +62,14 @@ def moved(one: str, other: str) -> Change:
     return change
 
 
+def all_of(*changes: Change) -> Change:
+    def change(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        for each in changes:
+            each(config, tensors)
+
+    return change
+
+
 def one_more(x: Tensor) -> Tensor:
     return torch.cat([x, x[:1]])
 
@@ -106,6 +114,19 @@ CASES: dict[str, tuple[str, Change, str]] = {
     "a kind of layers that LFM3 has not": ("lfm3", without(layer_types=["mamba"] * 5), "layer_types"),
     "a gate a head too many": ("lfm3", tensor("self_attn.gate_proj.weight", one_more), r"gate_proj\.weight has"),
     "features beyond memory of RWKV": ("rwkv", without(attention_hidden_size=2**20), "has the shape"),
+    "a bias that is a matrix, and no matrix": (
+        "starcoder2", all_of(without("k_proj.weight"), tensor("k_proj.bias", lambda x: x[:, None])),
+        r"lacks the tensor '.*k_proj\.weight'",
+    ),
+    "heads that no bias has": ("afmoe-biased", without(head_dim=12_000), r"q_proj\.weight has the shape"),
+    "heads that share no width": ("gpt2", without(n_head=6000), "cannot share a width"),
+    "halved to nothing": ("rwkv", without(num_hidden_layers=3000, rescale_every=6), "half a stream"),
+    "keys of other sizes to read": (
+        "gemma4", without(layer_types=["full_attention"] * 6), "layer 4 read the keys and values of layer 3"
+    ),
+    "convolutions beyond memory": (
+        "zaya", without(num_attention_heads=2**20, head_dim=2**20), r"q_proj\.weight has the shape"
+    ),
     "a rope of two features": (
         "llama", without(head_dim=2, rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "nothing to stretch"
     ),

@@ -30,7 +30,7 @@ def norm_of(width: int) -> Norm:
 
 def attention(kind: str, heads: int, kv_heads: int, dim: int, **options: Any) -> Attention:
     stored = 0 if "reads" in options else 2 * kv_heads
-    width = (heads * (2 if options.get("gate") else 1) + stored) * dim + (heads if options.get("head_gate") else 0)
+    width = (heads * (2 if options.get("gate") else 1) + stored) * dim + options.get("gates", 0)
     qkv, out = torch.randn(width, EMBED) / 8, torch.randn(EMBED, heads * dim) / 8
     return Attention(ops.quantize(qkv, kind), ops.quantize(out, kind), heads, kv_heads, dim, dim**-0.5, **options)
 
@@ -172,11 +172,10 @@ def test_a_layer_that_reads_another_ones_memory_equals_its_operations(
         starts = [start + count for start, count in zip(starts, counts)]
 
 
-@pytest.mark.parametrize("gate", ["gate", "head_gate"])
-def test_gated_attention_equals_its_operations(variant: str, gate: str) -> None:
+@pytest.mark.parametrize("gate", [{"gate": True}, {"gates": 4}], ids=["wide", "a number a head"])
+def test_gated_attention_equals_its_operations(variant: str, gate: dict[str, Any]) -> None:
     torch.manual_seed(2)
-    options = {"rope": rope(20), "q_norm": norm_of(40), "k_norm": norm_of(40), gate: True}
-    mixer = attention("bfloat16", 4, 2, 40, **options)
+    mixer = attention("bfloat16", 4, 2, 40, rope=rope(20), q_norm=norm_of(40), k_norm=norm_of(40), **gate)
     xs = [(each, torch.randn(2, max(each), EMBED)) for each in ([5, 2], [1, 1], [1, 3])]
     for got, want in zip(run(mixer, xs, True, torch.float32), run(mixer, xs, False, torch.float32)):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)  # torch's sigmoid rounds otherwise

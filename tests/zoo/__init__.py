@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ def pair(case: str) -> tuple[Any, lmstate.Model]:
     return theirs, ours
 
 
-@lru_cache(maxsize=None)
+@cache
 def ours(case: str) -> lmstate.Model:
     return pair(case)[1]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import is_
@@ -16,17 +16,13 @@ from lmstate.models.mixers.attention import Attention
 from lmstate.models.mixers.mixer import Halves, JoiningMixer, Mixer
 from lmstate.models.mlp import MLP, FeedForward
 from lmstate.models.moe import MixtureOfExperts
-from lmstate.models.token_inputs import Told
 from lmstate.ops import Norm, Residual
 from lmstate.state import CompositeState, FoldState, KeyValueState, LayerState, Layout, SharedState, Step
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """A mixer and a feed-forward part, each with a norm before it, after it, or both, on the residual stream.
-
-    After them, in some models, what the block is told of the token itself is added, and all of it scaled.
-    """
+    """A mixer and a feed-forward part, each with a norm before it, after it, or both, on the residual stream."""
 
     mixer: Mixer
     mlp: FeedForward | None
@@ -36,13 +32,13 @@ class Block:
     after_mlp: Norm | None = None
     scale: float = 1.0  # of what each part adds to the stream
     parallel: bool = False  # both parts read the same input
-    told: Told | None = None
-    gain: float = 1.0  # of the stream, at the end
+    ending: Callable[[Tensor, Step], Tensor] | None = None  # what becomes of the stream behind both, `[R, T, E]`
 
     def __call__(self, x: Tensor, step: Step, memory: LayerState) -> Tensor:
         """x float32 `[R, T, E]` -> `[R, T, E]`."""
         mixed = self._mixed(x, step, memory)
-        return self._ended(mixed if self.mlp is None else self._fed(x if self.parallel else mixed, mixed), step)
+        fed = mixed if self.mlp is None else self._fed(x if self.parallel else mixed, mixed)
+        return fed if self.ending is None else self.ending(fed, step)
 
     def join(self, run: ops.Run, step: Step, memory: LayerState) -> None:
         """The same to the stream of a run: what can wait there does, the rest runs at once."""
@@ -59,8 +55,8 @@ class Block:
             run.put(self._mixed(run.stream(), step, memory))
         if self.mlp is not None and (feed_forward is None or not run.feeds(feed_forward)):
             run.put(self._fed(x := run.stream(), x))
-        if self.told is not None or self.gain != 1.0:
-            run.put(self._ended(run.stream(), step))
+        if self.ending is not None:
+            run.put(self.ending(run.stream(), step))
 
     def _joins(self, run: ops.Run, step: Step, memory: LayerState) -> bool:
         """Have the mixer wait; False where it cannot."""
@@ -75,11 +71,6 @@ class Block:
     def _fed(self, x: Tensor, mixed: Tensor) -> Tensor:
         assert self.mlp is not None
         return self.mlp(x, self.mlp_norm, Residual(mixed, self.after_mlp, self.scale))
-
-    def _ended(self, x: Tensor, step: Step) -> Tensor:
-        if self.told is not None:
-            x = x + self.told(x, step)
-        return x if self.gain == 1.0 else x * self.gain
 
     @cached_property
     def _joining(self) -> tuple[JoiningMixer, Halves] | None:

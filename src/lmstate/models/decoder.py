@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from lmstate import ops
 from lmstate.errors import StateError
 from lmstate.models.block import Block, new_layers, run_blocks
+from lmstate.models.entry import Entry, Exit, LearnedPositions
 from lmstate.models.fingerprint import fingerprint
 from lmstate.models.plain import plain
 from lmstate.models.rope import Rope
@@ -47,18 +48,6 @@ class ModelConfig:
     logit_softcap: float | None = None
 
 
-class Entry(Protocol):
-    """Between the embedding and the first block: x float32 `[R, T, E]` and tokens int64 `[R, T]` -> the stream."""
-
-    def __call__(self, x: Tensor, tokens: Tensor, step: Step) -> Tensor: ...
-
-
-class Exit(Protocol):
-    """Between the last block and the last norm: the stream -> float32 `[R, T, E]`."""
-
-    def __call__(self, x: Tensor) -> Tensor: ...
-
-
 @dataclass(eq=False)
 class Model:
     """A language model: `model(tokens, state)` -> logits. Made by `lmstate.load`."""
@@ -71,7 +60,6 @@ class Model:
     head_bias: Tensor | None = None
     entry: Entry | None = None
     exit: Exit | None = None
-    places: Weight | None = None  # [P, E], what is added to the embedding at each of P positions
     dtype: torch.dtype = torch.float32  # of stored keys and values, and of large matrix products
     name: str = ""
     eos_ids: frozenset[int] = frozenset()
@@ -93,7 +81,7 @@ class Model:
     @property
     def parts(self) -> tuple[Any, ...]:
         """All that has weights."""
-        return self.embed, self.blocks, self.norm, self.head, self.head_bias, self.places, self.entry, self.exit
+        return self.embed, self.blocks, self.norm, self.head, self.head_bias, self.entry, self.exit
 
     @property
     def fingerprint(self) -> str:
@@ -130,7 +118,9 @@ class Model:
             check_static(self, capacity, kv)
         dtype = kv if isinstance(kv, torch.dtype) else self.dtype
         chunk = STATIC_CHUNK if static else Layout.chunk
-        layout = Layout(rows, self.device, dtype, capacity, rewind, chunk, places=self._places, static=static)
+        layout = Layout(
+            rows, self.device, dtype, capacity, rewind, chunk, max_positions=self.max_positions, static=static
+        )
         state = self._new_state(layout, None if isinstance(kv, torch.dtype) else kv)
         if static:
             if self._traced is None and (traced := plain(self)) is not self:
@@ -167,8 +157,9 @@ class Model:
         state.user = weakref.ref(self)
 
     @property
-    def _places(self) -> int | None:
-        return None if self.places is None else self.places.out_features
+    def max_positions(self) -> int | None:
+        """How many positions the model has learned, each by itself; None: it knows any."""
+        return self.entry.count if isinstance(self.entry, LearnedPositions) else None
 
     def _regime(self, horizon: int) -> int:
         return max((rope.regime(horizon) for rope in self._stretching), default=0)
@@ -202,7 +193,9 @@ class Model:
             # Whole sequences are one step of a state that nobody keeps; in one part, so that gradients can follow.
             width = max(map(len, ids), default=0)
             width = max(width, 1)
-            layout = Layout(len(ids), self.device, self.dtype, width, rewind=0, chunk=width, places=self._places)
+            layout = Layout(
+                len(ids), self.device, self.dtype, width, rewind=0, chunk=width, max_positions=self.max_positions
+            )
             return self(ids, self._new_state(layout), logits or "all", commit=False)
         self._refuse_other(state)
         self._catch_up(state, ids, logits or "last")
@@ -277,8 +270,6 @@ class Model:
         x = self.embed.rows(tokens)
         if self.config.embed_scale != 1.0:
             x = x * self.config.embed_scale
-        if self.places is not None:  # padding may stand beyond them
-            x = x + self.places.rows(step.positions.clamp(max=self.places.out_features - 1))
         if self.entry is not None:
             x = self.entry(x, tokens, step)
         x = run_blocks(self.blocks, x, step, layers)

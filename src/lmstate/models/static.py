@@ -32,10 +32,10 @@ def check_static(model: Model, capacity: int | None, kv: torch.dtype | Policies 
         )
     if capacity is None:
         raise StateError("new_state(static=True) was asked for without a capacity; say how many tokens a row may hold")
-    if model.places is not None and capacity > model.places.out_features:
+    if model.max_positions is not None and capacity > model.max_positions:
         raise UnsupportedError(
             f"a static state of {capacity} tokens was asked for, but this model has learned "
-            f"{model.places.out_features} positions: use capacity={model.places.out_features} or less"
+            f"{model.max_positions} positions: use capacity={model.max_positions} or less"
         )
     for rope in model._stretching:
         if rope.native is not None and capacity > rope.native:

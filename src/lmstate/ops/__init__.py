@@ -16,6 +16,7 @@ from lmstate.ops.rope import rope
 from lmstate.ops.rotate_attend import Rotation, rotate_attend
 from lmstate.ops.run import Chain, Coded, Rings, Run
 from lmstate.ops.scoring import EVERYTHING, Scoring, Sight
+from lmstate.ops.sigmoid import sigmoid
 from lmstate.ops.squeezed import SqueezedWeight, squeeze
 from lmstate.ops.weight import FloatWeight, Int4Weight, Int8Weight, Weight, quantize
 
@@ -59,5 +60,6 @@ __all__ = [
     "quantize",
     "rope",
     "rotate_attend",
+    "sigmoid",
     "squeeze",
 ]

@@ -15,6 +15,7 @@ from lmstate.ops.cpu.recurrent_mixers import Carry, mixers
 from lmstate.ops.gated_delta_rule import gated_delta_rule
 from lmstate.ops.gated_norm import Gate, gated_norm
 from lmstate.ops.norm import Norm
+from lmstate.ops.sigmoid import sigmoid
 
 
 def delta_mixer(
@@ -61,13 +62,13 @@ def delta_mixer(
     q, k, v = mixed.split([keys, keys, width - 2 * keys], dim=-1)
     step = (decay + dt_bias).unflatten(-1, (heads, -1))  # [R, T, H, 1 or Dk]
     rate = A[:, None]
-    g = rate * F.softplus(step) if floor is None else floor * _sigmoid(-rate * step)
+    g = rate * F.softplus(step) if floor is None else floor * sigmoid(-rate * step)
     y, state = gated_delta_rule(
         q.unflatten(-1, (key_heads, -1)),
         k.unflatten(-1, (key_heads, -1)),
         v.unflatten(-1, (heads, -1)),
         g if decays > heads else g[..., 0],
-        _sigmoid(beta) * beta_scale,
+        sigmoid(beta) * beta_scale,
         state,
         counts,
         scale=key_dim**-0.5,
@@ -76,8 +77,3 @@ def delta_mixer(
     if z is None:
         return y[..., 0, :0], (tail, state)
     return gated_norm(y.flatten(-2), z, norm, act=gate_act, groups=heads, gate_last=True), (tail, state)
-
-
-def _sigmoid(x: Tensor) -> Tensor:
-    """In float64: in float32 torch rounds the last numbers of a vector, which may be another row's, otherwise."""
-    return x.double().sigmoid().to(x.dtype)

@@ -31,7 +31,7 @@ class Layout:
     rewind: int = 16  # how many tokens back a rewind recomputes nothing
     chunk: int = 512  # tokens of a row that one forward takes
     kv: Policy | None = None  # how an attention layer stores and forgets; None: all of it, in `dtype`
-    places: int | None = None  # how many positions the model has learned, each by itself; None: it knows any
+    max_positions: int | None = None  # how many positions the model has learned, each by itself; None: it knows any
     static: bool = False  # tensors that a step uses are made once, and changed only in place
 
 

@@ -141,7 +141,7 @@ class State(Transaction):
             raise RewindError(
                 f"drop of {start} to {stop} was asked for; row {row} has positions 0 to {len(own.tokens)}"
             )
-        if self.layout.places is not None:
+        if self.layout.max_positions is not None:
             raise UnsupportedError(
                 f"a span of row {row} cannot be dropped: the model has learned each position by itself, and what it "
                 "made of the later tokens is of the positions where they were. Rewind, or feed the shorter text"

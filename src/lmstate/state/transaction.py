@@ -236,7 +236,7 @@ class Transaction:
             self.discard()
 
     def _fits(self, counts: Sequence[int]) -> None:
-        capacity, places = self.layout.capacity, self.layout.places
+        capacity, max_positions = self.layout.capacity, self.layout.max_positions
         for index, (row, count) in enumerate(zip(self._rows, counts)):
             given = f"row {index} holds {len(row.tokens)} tokens and was given {count} more"
             if capacity is not None and len(row.tokens) + count > capacity:
@@ -244,8 +244,8 @@ class Transaction:
                     f"{given}; the state was made with capacity={capacity}: rewind or drop tokens, or make a larger "
                     "state"
                 )
-            if places is not None and len(row.tokens) + count > places:
-                raise CapacityError(f"{given}; the model has learned {places} positions and knows no others")
+            if max_positions is not None and len(row.tokens) + count > max_positions:
+                raise CapacityError(f"{given}; the model has learned {max_positions} positions and knows no others")
 
     def _horizons(self, counts: Sequence[int]) -> tuple[int, ...]:
         return tuple(len(row.tokens) + count for row, count in zip(self._rows, counts))

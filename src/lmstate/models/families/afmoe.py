@@ -68,20 +68,18 @@ def build(w: Weights) -> Model:
 def gated_attention(w: Weights, prefix: str, shape: Shape, rope: Rope | None, window: int | None) -> Attention:
     """Attention whose gate is a projection of its own, `gate_proj`, as wide as the query's."""
     width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    names = [f"{prefix}.{part}_proj" for part in ("q", "gate", "k", "v")]
+    qkv = w.linear(
+        *(f"{prefix}.{part}_proj.weight" for part in ("q", "gate", "k", "v")),
+        shape=((width, width, kv_width, kv_width), shape.hidden),
+        order=lambda: _by_head(shape),
+    )
     wanted = w.config.bool("attention_bias", default=False)
     bias = biases(w, *(f"{prefix}.{part}_proj.bias" for part in "qkv"), wanted=wanted)
-    order = _by_head(shape.heads, shape.head_dim, kv_width)
     if bias is not None:  # the gate has none
-        q, kv = bias.split([width, 2 * kv_width])
-        bias = torch.cat([q, torch.zeros_like(q), kv])[order]
+        bias = torch.cat([bias[:width], bias.new_zeros(width), bias[width:]])[_by_head(shape).to(bias.device)]
     q_norm, k_norm = head_norms(w, prefix, shape)
     return Attention(
-        w.linear(
-            *(f"{name}.weight" for name in names),
-            shape=((width, width, kv_width, kv_width), shape.hidden),
-            order=order,
-        ),
+        qkv,
         w.linear(f"{prefix}.o_proj.weight", shape=(shape.hidden, width)),
         shape.heads,
         shape.kv_heads,
@@ -97,11 +95,12 @@ def gated_attention(w: Weights, prefix: str, shape: Shape, rope: Rope | None, wi
     )
 
 
-def _by_head(heads: int, head_dim: int, kv_width: int) -> Tensor:
+def _by_head(shape: Shape) -> Tensor:
     """The order of rows in which each head's gate follows its query; stored are all queries, all gates, keys, values.
 
     int64 `[2 * H * D + 2 * K * D]`
     """
-    width = heads * head_dim
-    both = torch.arange(2 * width).view(2, heads, head_dim).transpose(0, 1)  # [H, 2, D]
-    return torch.cat([both.flatten(), torch.arange(2 * width, 2 * width + 2 * kv_width)])
+    rows = torch.arange(2 * (shape.heads + shape.kv_heads) * shape.head_dim)
+    gated, others = rows.tensor_split([2 * shape.heads * shape.head_dim])
+    both = gated.view(2, shape.heads, shape.head_dim).transpose(0, 1)  # [H, 2, D]
+    return torch.cat([both.flatten(), others])

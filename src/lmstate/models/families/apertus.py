@@ -16,7 +16,7 @@ from lmstate.models.families.common import (
     activation,
     attention,
     decoder,
-    norm,
+    head_norms,
     pre_norm,
     rms_norms,
     ungated_mlp,
@@ -54,7 +54,7 @@ def build(w: Weights) -> Model:
     rope = make_rope(config, shape.head_dim).to(w.device)
 
     def mixer(_: int, name: str) -> Attention:
-        q_norm, k_norm = (norm(w, f"{name}.{part}_norm.weight", shape.head_dim, shape.eps) for part in "qk")
+        q_norm, k_norm = head_norms(w, name, shape)
         return attention(w, name, shape, rope, q_norm=q_norm, k_norm=k_norm)
 
     def learned(index: int, name: str, part: str) -> Tensor:

@@ -9,27 +9,35 @@ import re
 from typing import Any
 
 from lmstate.errors import ModelError
-from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import GATE_UP_DOWN, MOST, Shape, decoder, norm
+from lmstate.models.decoder import Model
+from lmstate.models.families.common import (
+    MOST,
+    POSITIONS,
+    Shape,
+    decoder,
+    drafting,
+    pre_norm,
+    rms_norms,
+)
 from lmstate.models.families.deepseek import latent_attention, latent_scale
 from lmstate.models.families.defaults import completed
 from lmstate.models.families.delta_rule import channel_delta
-from lmstate.models.families.kimi_linear import feed_forward
+from lmstate.models.families.mixtures import deepseek_feed_forward
 from lmstate.models.mixers.mixer import Mixer
 from lmstate.models.rope import make_rope, rope_fields
 from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.renamed import Renamed
 from lmstate.models.weights.weights import Weights
 
-# Fields that go by two names: the one in saved files, the one in the class; and what they are where neither is there.
+# Fields that go by two names: the one that other families have too, another; and what they are where neither is there.
 NAMES: tuple[tuple[str, str, Any], ...] = (
-    ("num_expert_group", "n_group", 8),
-    ("num_experts_per_token", "num_experts_per_tok", 8),
-    ("moe_renormalize", "norm_topk_prob", True),
-    ("num_shared_experts", "n_shared_experts", 1),
+    ("n_group", "num_expert_group", 8),
+    ("num_experts_per_tok", "num_experts_per_token", 8),
+    ("norm_topk_prob", "moe_renormalize", True),
+    ("n_shared_experts", "num_shared_experts", 1),
     ("num_experts", "num_local_experts", 512),
     ("num_nextn_predict_layers", "num_mtp_layers", 1),
-    ("max_position_embeddings", "model_max_length", 262_144),
+    (POSITIONS, "model_max_length", 262_144),
 )
 # How parts are called in files, and here.
 PARTS = (
@@ -54,8 +62,6 @@ def build(w: Weights) -> Model:
     kinds = config.strs("layer_types", shape.layers, KINDS, default=None) or [
         KINDS[(index + 1) % every == 0] for index in range(shape.layers)
     ]
-    ffns = config.strs("mlp_layer_types", shape.layers, ("dense", "sparse"), default=None)
-    dense = config.int("first_k_dense_replace", default=2)
     rope_dim = config.int("qk_rope_head_dim", low=2, high=MOST)
     rope = make_rope(_whole(config), rope_dim, theta=6e6, interleaved=True).to(w.device)
     floor = None
@@ -72,20 +78,8 @@ def build(w: Weights) -> Model:
             return channel_delta(w, prefix, shape, heads, head_dim, kernel, floor=floor)
         return latent_attention(w, prefix, shape, rope, rope_dim, latent_scale(config), head_gate="g_proj")
 
-    def block(index: int) -> Block:
-        layer = f"model.layers.{index}"
-        is_dense = ffns[index] == "dense" if ffns else index < dense
-        return Block(
-            mixer(index, f"{layer}.self_attn"),
-            feed_forward(w, layer, shape, is_dense, GATE_UP_DOWN),
-            norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps),
-            norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps),
-        )
-
-    drafts = config.int("num_nextn_predict_layers", high=64)
-    return decoder(
-        w, shape, block, ignore=tuple(f"model.layers.{shape.layers + extra}.*" for extra in range(drafts))
-    )  # fmt: skip
+    block = pre_norm(rms_norms(w, shape), mixer, deepseek_feed_forward(w, shape))
+    return decoder(w, shape, block, ignore=drafting(config, shape))
 
 
 def _plain(name: str) -> str:

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from lmstate.errors import ModelError
-from lmstate.models.decoder import Block, Entry, Exit, Model, ModelConfig
+from lmstate.models.decoder import Block, Model, ModelConfig
+from lmstate.models.entry import Entry, Exit
 from lmstate.models.mixers.attention import Attention
 from lmstate.models.mixers.mixer import Mixer
 from lmstate.models.mlp import MLP, FeedForward
 from lmstate.models.rope import Rope
 from lmstate.models.weights.fields import Fields
-from lmstate.models.weights.source import GroupedQuant
 from lmstate.models.weights.weights import Weights
-from lmstate.ops import FloatWeight, Norm, Weight
+from lmstate.ops import Norm, Weight
 
 POSITIONS = "max_position_embeddings"
 MOST = 2**20  # of heads, layers, experts, widths: more is a damaged file
@@ -54,19 +54,20 @@ class Shape:
     vocab: int
     eps: float
 
+    def __post_init__(self) -> None:
+        if self.kv_heads and self.heads % self.kv_heads:
+            raise ModelError(f"{self.heads} query heads cannot share {self.kv_heads} key/value heads evenly")
+
     @classmethod
     def of(cls, config: Fields, *, eps: str = "rms_norm_eps") -> Shape:
         """`eps`: the name under which the config has the number that norms add."""
         hidden = config.int("hidden_size", low=1, high=MOST)
         heads = config.int("num_attention_heads", low=1, high=MOST)
-        kv_heads = config.int("num_key_value_heads", low=1, high=MOST, default=heads)
-        if heads % kv_heads:
-            raise ModelError(f"{heads} query heads cannot share {kv_heads} key/value heads evenly")
         return cls(
             hidden,
             config.int("num_hidden_layers", low=1, high=4096),
             heads,
-            kv_heads,
+            config.int("num_key_value_heads", low=1, high=MOST, default=heads),
             config.int("head_dim", low=1, high=MOST, default=0) or max(1, hidden // heads),
             config.int("vocab_size", low=1, high=2**24),
             config.float(eps, low=0.0, high=1.0, default=1e-6),
@@ -128,15 +129,15 @@ def attention(
     gate: bool = False,
     reads: int | None = None,
     value: str = "v_proj",
-    head_gate: str | None = None,
+    gates: tuple[str, int] | None = None,
     out: str = "o_proj",
     biased: bool | None = None,
     out_biased: bool | None = None,
 ) -> Attention:
     """Attention whose projections are `q_proj`, `k_proj`, `v_proj`, `o_proj` under `prefix`, with or without biases.
 
-    `gate`: `q_proj` gives each query head's gate too. `head_gate`: the name of a projection that gives one number a
-    head, without a bias. `reads`: the layer whose keys and values this one attends to; it has none of its own. `value`,
+    `gate`: `q_proj` gives each query head's gate too. `gates`: a projection that gives them, without a bias: its name
+    and how many. `reads`: the layer whose keys and values this one attends to; it has none of its own. `value`,
     `out`: other names for `v_proj` and `o_proj`. `biased`: whether biases must be there; None: where `attention_bias`
     says so. `out_biased`: the same of `o_proj`; None: as of the others.
     """
@@ -147,9 +148,9 @@ def attention(
         parts, widths = [*parts, "k_proj", value], [queries, kv_width, kv_width]
     biased = w.config.bool("attention_bias", default=False) if biased is None else biased
     bias = biases(w, *(f"{prefix}.{part}.bias" for part in parts), wanted=biased)
-    if head_gate is not None:
-        parts, widths = [*parts, head_gate], [*widths, shape.heads]
-        bias = None if bias is None else torch.cat([bias, bias.new_zeros(shape.heads)])
+    if gates is not None:
+        parts, widths = [*parts, gates[0]], [*widths, gates[1]]
+        bias = None if bias is None else torch.cat([bias, bias.new_zeros(gates[1])])
     return Attention(
         w.linear(*(f"{prefix}.{part}.weight" for part in parts), shape=(widths, shape.hidden)),
         w.linear(f"{prefix}.{out}.weight", shape=(shape.hidden, width)),
@@ -167,33 +168,45 @@ def attention(
         gate=gate,
         v_norm=v_norm,
         reads=reads,
-        head_gate=head_gate is not None,
+        gates=0 if gates is None else gates[1],
     )
 
 
-def grouped_attention(w: Weights, shape: Shape, rope: Rope, fused: str, out: str, *, biased: bool) -> Attention:
-    """Attention whose projections are one matrix: for each key/value head its queries, then its key, then its value.
+def fused_attention(
+    w: Weights,
+    shape: Shape,
+    rope: Rope,
+    fused: str,
+    out: str,
+    *,
+    window: int | None = None,
+    grouped: bool = False,
+    biased: bool = False,
+) -> Attention:
+    """Attention whose projections are one matrix: all queries, all keys, all values.
 
-    `fused` and `out` are the names of that matrix and of the projection after attention.
+    `fused` and `out` are the names of that matrix and of the projection after attention. `grouped`: stored is for each
+    key/value head its queries, then its key, then its value.
     """
-    size = ((shape.heads + 2 * shape.kv_heads) * shape.head_dim, shape.hidden)
-    w.expect(f"{fused}.weight", size)
-    grouped = torch.arange(size[0]).view(shape.kv_heads, -1, shape.head_dim)  # [K, H / K + 2, D]
-    order = torch.cat([grouped[:, :-2].flatten(), grouped[:, -2].flatten(), grouped[:, -1].flatten()])
+    height = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
 
-    def parted(numbers: Tensor | GroupedQuant) -> Tensor | GroupedQuant:
-        return numbers.rows(order) if isinstance(numbers, GroupedQuant) else numbers[order]
+    def order() -> Tensor:
+        """Which stored row comes first, and so on, int64 `[(H + 2 * K) * D]`."""
+        rows = torch.arange(height).view(shape.kv_heads, -1, shape.head_dim)  # [K, H / K + 2, D]
+        return torch.cat([rows[:, :-2].flatten(), rows[:, -2].flatten(), rows[:, -1].flatten()])
 
-    bias = w.tensor(f"{fused}.bias", size[:1]) if biased else None
+    qkv = w.linear(f"{fused}.weight", shape=(height, shape.hidden), order=order if grouped else None)
+    bias = w.tensor(f"{fused}.bias", (height,)) if biased else None
     return Attention(
-        w.derived(f"{fused}.weight, parted", f"{fused}.weight", make=parted, shape=size),
+        qkv,
         w.linear(f"{out}.weight", shape=(shape.hidden, shape.heads * shape.head_dim)),
         shape.heads,
         shape.kv_heads,
         shape.head_dim,
         shape.head_dim**-0.5,
         rope,
-        qkv_bias=None if bias is None else bias[order.to(bias.device)],
+        window,
+        qkv_bias=bias[order().to(bias.device)] if bias is not None and grouped else bias,
         out_bias=w.tensor(f"{out}.bias", (shape.hidden,)) if biased else None,
     )
 
@@ -280,11 +293,9 @@ def biases(w: Weights, *names: str, wanted: bool = False) -> Tensor | None:
     `wanted`: it is an error if there are none.
     """
 
-    def rows(name: str) -> tuple[int, ...] | None:
-        matrix = f"{name.removesuffix('bias')}weight"
-        return w.shape(matrix)[:1] if w.has(matrix) else None
-
-    found = [w.tensor(name, rows(name)) for name in names if w.has(name)]
+    found = [
+        w.tensor(name, w.shape(f"{name.removesuffix('bias')}weight")[:1]) for name in names if w.has(name)
+    ]  # fmt: skip
     if len(found) < len(names) and (found or wanted):
         raise ModelError(f"{w.source.path} lacks some of {', '.join(names)}; the checkpoint is incomplete")
     return torch.cat(found) if found else None
@@ -303,7 +314,6 @@ def decoder(
     prefix: str = "model",
     embed: str | None = None,
     head_biased: bool = False,
-    places: str | None = None,
     final_norm: Norm | None = None,
     embed_scale: float = 1.0,
     logit_scale: float = 1.0,
@@ -315,7 +325,7 @@ def decoder(
     """A stack of `shape.layers` blocks between `embed_tokens` and `lm_head` (the embedding itself where they are tied).
 
     A checkpoint that holds a head of its own is not tied, whatever its config says. `embed`: the embedding's name where
-    it is another. `head_biased`: the head has a bias. `places`: the name of learned positions. `ignore`: patterns of
+    it is another. `head_biased`: the head has a bias. `ignore`: patterns of
     tensors that the checkpoint holds and this model needs not (rotary tables, say).
     """
     config = w.config
@@ -340,7 +350,6 @@ def decoder(
         final_norm or norm(w, f"{prefix}.norm.weight", shape.hidden, shape.eps),
         embedding if tied else w.linear("lm_head.weight", shape=(shape.vocab, shape.hidden)),
         w.tensor("lm_head.bias", (shape.vocab,)) if head_biased else None,
-        places=None if places is None else learned_positions(w, places, shape.hidden),
         entry=entry,
         exit=exit,
         dtype=w.dtype,
@@ -364,11 +373,6 @@ def whole_norms(w: Weights, prefix: str, shape: Shape) -> tuple[Norm, Norm]:
         for part, heads in (("q", shape.heads), ("k", shape.kv_heads))
     )
     return q_norm, k_norm
-
-
-def learned_positions(w: Weights, name: str, hidden: int) -> Weight:
-    """A row for each position, which is kept as exact as a norm is."""
-    return FloatWeight(w.tensor(f"{name}.weight", (w.config.int(POSITIONS, low=1), hidden)))
 
 
 def one_window(config: Fields, switch: bool) -> int | None:

@@ -12,6 +12,7 @@ from lmstate.models.families.common import (
     MOST,
     Shape,
     decoder,
+    fused_attention,
     layer_norms,
     pre_norm,
 )
@@ -21,7 +22,7 @@ from lmstate.models.mlp import MLP, FeedForward
 from lmstate.models.moe import MixtureOfExperts, Router
 from lmstate.models.rope import make_rope
 from lmstate.models.weights.fields import Fields
-from lmstate.models.weights.source import GroupedQuant
+from lmstate.models.weights.source import floats
 from lmstate.models.weights.weights import Numbers, Weights
 
 NAMES = ("norm_attn_norm.norm_1", "norm_attn_norm.attn", "norm_attn_norm.norm_2", "ffn")
@@ -42,19 +43,9 @@ def build(w: Weights) -> Model:
     theta = attends.float("rope_theta", low=1.0, high=1e12, default=10_000.0)
     rope = make_rope(w.config, shape.head_dim, theta=theta).to(w.device)
     clip = attends.float("clip_qkv", low=0.0, default=None)
-    width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
 
     def mixer(_: int, prefix: str) -> Attention:
-        return Attention(
-            w.linear(f"{prefix}.Wqkv.weight", shape=(width + 2 * kv_width, shape.hidden)),
-            w.linear(f"{prefix}.out_proj.weight", shape=(shape.hidden, width)),
-            shape.heads,
-            shape.kv_heads,
-            shape.head_dim,
-            shape.head_dim**-0.5,
-            rope,
-            clip=clip,
-        )
+        return replace(fused_attention(w, shape, rope, f"{prefix}.Wqkv", f"{prefix}.out_proj"), clip=clip)
 
     normed = layer_norms(w, shape, biased=False)
     block = pre_norm(normed, mixer, lambda _, name: mixture(w, name, shape, feeds), NAMES, layers="transformer.blocks")
@@ -81,21 +72,17 @@ def mixture(w: Weights, prefix: str, shape: Shape, config: Fields) -> MixtureOfE
         rows = slice(index * inner, (index + 1) * inner)
 
         def gate_up(gate: Numbers, up: Numbers) -> Numbers:
-            return torch.cat([_floats(gate)[rows], _floats(up)[rows]])
+            return torch.cat([floats(gate)[rows], floats(up)[rows]])
 
         return MLP(
             w.derived(
                 f"{inside}[{index}]", f"{inside}.w1", f"{inside}.v1", make=gate_up, shape=(2 * inner, shape.hidden)
             ),
             w.derived(
-                f"{inside}.w2[{index}]", f"{inside}.w2", make=lambda down: _floats(down)[rows].T,
+                f"{inside}.w2[{index}]", f"{inside}.w2", make=lambda down: floats(down)[rows].T,
                 shape=(shape.hidden, inner),
             ),
             act,
         )  # fmt: skip
 
     return MixtureOfExperts(router, [expert(index) for index in range(count)])
-
-
-def _floats(numbers: Numbers) -> torch.Tensor:
-    return numbers.dequantize() if isinstance(numbers, GroupedQuant) else numbers

@@ -22,10 +22,11 @@ from lmstate.models.families.common import (
     expert_count,
     mlp,
     norm,
+    rms_norms,
     there,
 )
+from lmstate.models.families.mistral import temperature_of
 from lmstate.models.families.mixtures import deepseek_mixture, scores, sparse_layers, top_k
-from lmstate.models.mixers.attention import Temperature
 from lmstate.models.mixers.latent_attention import LatentAttention
 from lmstate.models.mlp import FeedForward
 from lmstate.models.moe import Router
@@ -41,7 +42,8 @@ def build(w: Weights) -> Model:
     inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
     rope_dim = config.int("qk_rope_head_dim", low=2, high=MOST)
     rope = _rope(config, rope_dim).to(w.device)
-    temperature = _temperature(config) if config.str("model_type") == "mistral4" else None
+    temperature = temperature_of(rope_fields(config)) if config.str("model_type") == "mistral4" else None
+    normed = rms_norms(w, shape)
     normed_after = config.str("model_type") == "axk1"  # what the experts and those beside them give together
     sparse = sparse_layers(config, shape.layers) if expert_count(config) else [False] * shape.layers
 
@@ -53,15 +55,13 @@ def build(w: Weights) -> Model:
     def block(index: int) -> Block:
         layer = f"model.layers.{index}"
         after = there(w, f"{layer}.post_mlp_layernorm.weight", f"{layer}.mlp.post_mlp_layernorm.weight")
+        mixer = latent_attention(w, f"{layer}.self_attn", shape, rope, rope_dim, latent_scale(config))
         return Block(
-            replace(
-                latent_attention(w, f"{layer}.self_attn", shape, rope, rope_dim, latent_scale(config)),
-                temperature=temperature,
-            ),
+            replace(mixer, temperature=temperature),
             feed_forward(index, f"{layer}.mlp"),
-            norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps),
-            norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps),
-            after_mlp=norm(w, after, shape.hidden, shape.eps) if normed_after and sparse[index] else None,
+            normed(f"{layer}.input_layernorm"),
+            normed(f"{layer}.post_attention_layernorm"),
+            after_mlp=normed(after.removesuffix(".weight")) if normed_after and sparse[index] else None,
         )
 
     return decoder(w, shape, block, ignore=drafting(config, shape))
@@ -74,15 +74,6 @@ def _rope(config: Fields, rope_dim: int) -> Rope:
         settings = {**rope_fields(config), "partial_rotary_factor": 1.0}
         config = Fields({**config, "rope_parameters": settings}, config.where)
     return make_rope(config, rope_dim, interleaved=interleaved)
-
-
-def _temperature(config: Fields) -> Temperature | None:
-    """Mistral 4's, of queries past each length that it was first trained on."""
-    rope = rope_fields(config)
-    strength = rope.float("llama_4_scaling_beta", low=0.0, default=0.0)
-    if not strength:
-        return None
-    return Temperature(rope.int("original_max_position_embeddings", low=1), strength, first=0)
 
 
 def latent_attention(

@@ -75,6 +75,7 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
         "qk_rope_head_dim": 64,
         "qk_nope_head_dim": 128,
         "v_head_dim": 128,
+        "first_k_dense_replace": 2,
         "topk_group": 4,
         "routed_scaling_factor": 2.5,
     },
@@ -199,6 +200,7 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
         "num_key_value_heads": 4,
         "head_dim": 128,
         "sliding_window": 256,
+        "norm_eps": 1e-5,
         "tie_word_embeddings": True,
     },
     "llama": LLAMA,
@@ -310,6 +312,7 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
     },
     "zamba2": EPS,
     "zaya": {
+        **EPS,
         "vocab_size": 262_272,
         "hidden_size": 2048,
         "moe_intermediate_size": 2048,

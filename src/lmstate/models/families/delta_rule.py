@@ -48,7 +48,7 @@ def channel_delta(
         decay_up = LowRank(FloatWeight(w.tensor(f"{decay}f_b_proj.weight", (width, dim))))
         gate_up = LowRank(
             w.linear(f"{prefix}.g_b_proj.weight", shape=(width, dim)),
-            w.tensor(f"{prefix}.g_b_proj.bias", optional=True),
+            w.tensor(f"{prefix}.g_b_proj.bias", (width,), optional=True),
         )
     return GatedDelta(
         w.linear(

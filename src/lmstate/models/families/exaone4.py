@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, mlp, norm, rms_norms, windows
+from lmstate.models.families.common import (
+    MOST,
+    Shape,
+    activation,
+    attention,
+    decoder,
+    head_norms,
+    mlp,
+    rms_norms,
+    windows,
+)
 from lmstate.models.rope import make_rope
 from lmstate.models.weights.weights import Weights
 
@@ -17,7 +27,7 @@ def build(w: Weights) -> Model:
 
     def block(index: int) -> Block:
         layer, size = f"model.layers.{index}", window[index]
-        q_norm, k_norm = (norm(w, f"{layer}.self_attn.{part}_norm.weight", shape.head_dim, shape.eps) for part in "qk")
+        q_norm, k_norm = head_norms(w, f"{layer}.self_attn", shape)
         turns = rope if everywhere or size is not None else None
         return Block(
             attention(w, f"{layer}.self_attn", shape, turns, window=size, q_norm=q_norm, k_norm=k_norm),

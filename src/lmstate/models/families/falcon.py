@@ -11,7 +11,7 @@ from lmstate.models.families.common import (
     Shape,
     activation,
     decoder,
-    grouped_attention,
+    fused_attention,
     layer_norms,
     ungated_mlp,
 )
@@ -32,8 +32,6 @@ def build(w: Weights) -> Model:
         kv_heads = config.int("num_kv_heads", low=1, high=MOST, default=shape.heads)
     elif config.bool("multi_query", default=True):
         kv_heads = 1
-    if shape.heads % kv_heads:
-        raise ModelError(f"{shape.heads} query heads cannot share {kv_heads} key/value heads evenly")
     shape = replace(shape, kv_heads=kv_heads)
     two_norms = grouped and config.int("num_ln_in_parallel_attn", low=1, high=2, default=2) == 2
     inner = config.int("ffn_hidden_size", low=1, high=MOST, default=4 * shape.hidden)
@@ -48,7 +46,9 @@ def build(w: Weights) -> Model:
         if two_norms or not parallel:
             second = normed(f"{layer}.{'ln_mlp' if two_norms else 'post_attention_layernorm'}")
         return Block(
-            grouped_attention(w, shape, rope, f"{inside}.query_key_value", f"{inside}.dense", biased=biased),
+            fused_attention(
+                w, shape, rope, f"{inside}.query_key_value", f"{inside}.dense", grouped=True, biased=biased
+            ),
             ungated_mlp(w, f"{layer}.mlp", shape.hidden, inner, act, ("dense_h_to_4h", "dense_4h_to_h"), biased),
             first,
             second,

@@ -11,20 +11,20 @@ from torch import Tensor
 
 from lmstate import ops
 from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, Shape, activation, decoder, mlp, norm
+from lmstate.models.families.common import MOST, Shape, activation, decoder, mlp, rms_norms
 from lmstate.models.families.gemma4 import (
     FULL,
     LOCAL,
-    block_input,
     layer_kinds,
+    per_layer_input,
+    per_layer_inputs,
     shared_layers,
     sharing_attention,
-    token_inputs,
     unread,
 )
 from lmstate.models.mlp import MLP, FeedForward
+from lmstate.models.per_layer_inputs import PerLayerInput, PerLayerInputs
 from lmstate.models.rope import ropes_by_kind
-from lmstate.models.token_inputs import TokenInputs
 from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.weights import Weights
 from lmstate.ops import Norm, Residual, Weight
@@ -63,13 +63,14 @@ class StreamsBlock(Block):
     left: Weight  # [rank, E]
     right: Weight  # [E, rank]
     low_rank_norm: Norm
+    per_layer_input: PerLayerInput
 
     def __call__(self, x: Tensor, step: Step, memory: LayerState) -> Tensor:
         streams = x.unflatten(-1, (self.streams, -1))  # [R, T, N, E]
         mix = (self._modes(streams[..., self.active, :]) @ self.predict.mT).unflatten(-1, (self.streams, -1))
         streams = streams + mix @ streams
         active = streams[..., self.active, :]
-        assert self.mixer_norm is not None and self.told is not None
+        assert self.mixer_norm is not None
         given = ops.norm(active, self.mixer_norm)
         beside = given + ops.norm(ops.linear(ops.linear(given, self.left), self.right), self.low_rank_norm)
         mixed = (self._mixed(active, step, memory) + beside) * 2**-0.5
@@ -77,8 +78,9 @@ class StreamsBlock(Block):
         share = self._modes(done) @ self.correct.mT + 1.0  # [R, T, N]
         streams = streams + (done - active)[..., None, :] * share[..., None]
         first = streams[..., self.active, :]
-        told = self.told(first if self.corrected_scale is None else first * self.corrected_scale, step)
-        return torch.cat([streams[..., :1, :], streams[..., 1:, :] + told[..., None, :]], dim=-2).flatten(-2)
+        first = first if self.corrected_scale is None else first * self.corrected_scale
+        added = self.per_layer_input(first, step)
+        return torch.cat([streams[..., :1, :], streams[..., 1:, :] + added[..., None, :]], dim=-2).flatten(-2)
 
     def join(self, run: ops.Run, step: Step, memory: LayerState) -> None:
         run.put(self(run.stream(), step, memory))
@@ -92,7 +94,7 @@ class StreamsBlock(Block):
 class IntoStreams:
     """The embedding, and projections of it as large as it is, side by side: `[R, T, E]` -> `[R, T, N * E]`."""
 
-    inputs: TokenInputs
+    inputs: PerLayerInputs
     projections: Sequence[Weight]  # [E, E] each
 
     def __call__(self, x: Tensor, tokens: Tensor, step: Step) -> Tensor:
@@ -133,9 +135,7 @@ def build(w: Weights) -> Model:
     active = config.int("altup_active_idx", high=streams - 1, default=0)
     rank = config.int("laurel_rank", low=1, high=MOST)
     width = config.int("hidden_size_per_layer_input", low=1, high=MOST, default=256)
-
-    def own_norm(name: str) -> Norm:
-        return norm(w, f"{name}.weight", shape.hidden, shape.eps)
+    normed = rms_norms(w, shape)
 
     def feed_forward(index: int, prefix: str) -> FeedForward:
         dense = mlp(w, prefix, shape.hidden, inner[index], act)
@@ -143,18 +143,18 @@ def build(w: Weights) -> Model:
 
     def block(index: int) -> Block:
         layer = f"model.layers.{index}"
-        router_norm = own_norm(f"{layer}.altup.router_norm")
+        router_norm = normed(f"{layer}.altup.router_norm")
         return StreamsBlock(
             sharing_attention(
                 w, f"{layer}.self_attn", shape, ropes[kinds[index]],
                 window=config.int("sliding_window", low=1) if kinds[index] == LOCAL else None, reads=reads[index],
             ),
             feed_forward(index, f"{layer}.mlp"),
-            own_norm(f"{layer}.input_layernorm"),
-            own_norm(f"{layer}.pre_feedforward_layernorm"),
-            own_norm(f"{layer}.post_attention_layernorm"),
-            own_norm(f"{layer}.post_feedforward_layernorm"),
-            told=block_input(w, layer, index, shape, width, act),
+            normed(f"{layer}.input_layernorm"),
+            normed(f"{layer}.pre_feedforward_layernorm"),
+            normed(f"{layer}.post_attention_layernorm"),
+            normed(f"{layer}.post_feedforward_layernorm"),
+            per_layer_input=per_layer_input(w, layer, index, shape, width, act),
             streams=streams,
             active=active,
             router_norm=Norm(router_norm.weight / shape.hidden, shape.eps),
@@ -166,7 +166,7 @@ def build(w: Weights) -> Model:
             else None,
             left=w.linear(f"{layer}.laurel.linear_left.weight", shape=(rank, shape.hidden)),
             right=w.linear(f"{layer}.laurel.linear_right.weight", shape=(shape.hidden, rank)),
-            low_rank_norm=own_norm(f"{layer}.laurel.post_laurel_norm"),
+            low_rank_norm=normed(f"{layer}.laurel.post_laurel_norm"),
         )  # fmt: skip
 
     def projections(name: str) -> list[Weight]:
@@ -179,7 +179,7 @@ def build(w: Weights) -> Model:
         block,
         embed_scale=shape.hidden**0.5,
         logit_softcap=config.float("final_logit_softcapping", low=1e-6, default=None),
-        entry=IntoStreams(token_inputs(w, shape, width), projections("altup_projections")),
+        entry=IntoStreams(per_layer_inputs(w, shape, width), projections("altup_projections")),
         exit=OutOfStreams(projections("altup_unembed_projections")),
         ignore=(*unread(reads), "*.altup.correct_output_scale"),
     )

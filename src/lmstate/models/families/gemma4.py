@@ -4,22 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
-import torch
 from torch import Tensor
 
 from lmstate import ops
 from lmstate.errors import ModelError
 from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, experts, mlp, norm
+from lmstate.models.families.common import (
+    MOST,
+    Shape,
+    activation,
+    attention,
+    decoder,
+    experts,
+    mlp,
+    norm,
+    plain_norm,
+    rms_norms,
+)
+from lmstate.models.families.mixtures import expert_width, scores, top_k
 from lmstate.models.mixers.attention import Attention
 from lmstate.models.mlp import MLP, FeedForward
 from lmstate.models.moe import MixtureOfExperts, Router
+from lmstate.models.per_layer_inputs import PerLayerInput, PerLayerInputs
 from lmstate.models.rope import Rope, make_rope
-from lmstate.models.token_inputs import TokenInputs, Told
 from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.weights import Weights
-from lmstate.ops import FloatWeight, Norm, Residual
+from lmstate.ops import Norm, Residual
+from lmstate.state import Step
 
 LOCAL, FULL = "sliding_attention", "full_attention"
 
@@ -47,6 +60,18 @@ class DenseAndExperts:
         return out if residual is None else residual.added(out)
 
 
+@dataclass(frozen=True, eq=False)
+class Ending:
+    """The per-layer input is added to the stream, and all of it scaled: `[R, T, E]` -> `[R, T, E]`."""
+
+    per_layer_input: PerLayerInput | None
+    gain: float
+
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
+        added = x if self.per_layer_input is None else x + self.per_layer_input(x, step)
+        return added * self.gain
+
+
 def build(w: Weights) -> Model:
     config, shape = w.config, Shape.of(w.config)
     if config.str("use_bidirectional_attention", default=None) == "all":
@@ -58,34 +83,42 @@ def build(w: Weights) -> Model:
     kinds = [*layer_kinds(config, shape.layers, full_every=6)[:-1], FULL]  # the last one is, whatever the config says
     reads = shared_layers(config, kinds)
     shapes = [_layer_shape(config, shape, index, kind == FULL) for index, kind in enumerate(kinds)]
-    ropes = {
-        (kind, each.head_dim): make_rope(
-            config, each.head_dim, kind=kind, theta=1_000_000.0 if kind == FULL else 10_000.0
-        ).to(w.device)
-        for kind, each in zip(kinds, shapes)
-    }
+
+    @cache
+    def rope(kind: str, head_dim: int) -> Rope:
+        return make_rope(config, head_dim, kind=kind, theta=1e6 if kind == FULL else 1e4).to(w.device)
+
     one_projection = config.bool("attention_k_eq_v", default=False)
     wide = config.bool("use_double_wide_mlp", default=False)
-    told = config.int("hidden_size_per_layer_input", high=MOST, default=256)
+    width = config.int("hidden_size_per_layer_input", high=MOST, default=256)
+    normed = rms_norms(w, shape)
+
+    for layer, source in enumerate(reads):
+        if source is not None and shapes[layer] != shapes[source]:
+            raise ModelError(
+                f"{config.where} has layer {layer} read the keys and values of layer {source}, and gives their heads "
+                "different sizes"
+            )
 
     def block(index: int) -> Block:
         layer, kind, each = f"model.layers.{index}", kinds[index], shapes[index]
         mixer = sharing_attention(
-            w, f"{layer}.self_attn", each, ropes[kind, each.head_dim],
+            w, f"{layer}.self_attn", each, rope(kind, each.head_dim),
             window=config.int("sliding_window", low=1) if kind == LOCAL else None,
             reads=reads[index], value="k_proj" if one_projection and kind == FULL else "v_proj",
         )  # fmt: skip
-        norms = {name: norm(w, f"{layer}.{name}_layernorm.weight", shape.hidden, shape.eps) for name in NORMS}
         doubled = 2 if wide and reads[index] is not None else 1
         return Block(
             mixer,
             _feed_forward(w, layer, shape, doubled * inner, act),
-            norms["input"],
-            norms["pre_feedforward"],
-            norms["post_attention"],
-            norms["post_feedforward"],
-            told=block_input(w, layer, index, shape, told, act) if told else None,
-            gain=float(w.tensor(f"{layer}.layer_scalar", (1,))),
+            normed(f"{layer}.input_layernorm"),
+            normed(f"{layer}.pre_feedforward_layernorm"),
+            normed(f"{layer}.post_attention_layernorm"),
+            normed(f"{layer}.post_feedforward_layernorm"),
+            ending=Ending(
+                per_layer_input(w, layer, index, shape, width, act) if width else None,
+                float(w.tensor(f"{layer}.layer_scalar", (1,))),
+            ),
         )
 
     return decoder(
@@ -94,12 +127,9 @@ def build(w: Weights) -> Model:
         block,
         embed_scale=shape.hidden**0.5,
         logit_softcap=config.float("final_logit_softcapping", low=1e-6, default=None),
-        entry=token_inputs(w, shape, told) if told else None,
+        entry=per_layer_inputs(w, shape, width) if width else None,
         ignore=unread(reads),
     )
-
-
-NORMS = ("input", "post_attention", "pre_feedforward", "post_feedforward")
 
 
 def layer_kinds(config: Fields, layers: int, full_every: int) -> Sequence[str]:
@@ -132,28 +162,26 @@ def sharing_attention(
     value: str = "v_proj",
 ) -> Attention:  # fmt: skip
     """Attention whose queries, keys and values are normalised head by head; the scores have no other scale."""
-    ones = torch.ones(shape.head_dim, dtype=torch.float32, device=w.device)
     q_norm = norm(w, f"{prefix}.q_norm.weight", shape.head_dim, shape.eps)
     k_norm = None if reads is not None else norm(w, f"{prefix}.k_norm.weight", shape.head_dim, shape.eps)
+    v_norm = None if reads is not None else plain_norm(w, shape.head_dim, shape.eps)
     return attention(
-        w, prefix, shape, rope, window=window, q_norm=q_norm, k_norm=k_norm,
-        v_norm=None if reads is not None else Norm(ones, shape.eps), scale=1.0, reads=reads, value=value,
+        w, prefix, shape, rope, window=window, q_norm=q_norm, k_norm=k_norm, v_norm=v_norm, scale=1.0, reads=reads,
+        value=value,
     )  # fmt: skip
 
 
-def token_inputs(w: Weights, shape: Shape, width: int) -> TokenInputs:
+def per_layer_inputs(w: Weights, shape: Shape, width: int) -> PerLayerInputs:
     rows = w.config.int("vocab_size_per_layer_input", low=1, high=2**24, default=262_144)
-    return TokenInputs(
+    return PerLayerInputs(
         w.linear("model.embed_tokens_per_layer.weight", shape=(rows, shape.layers * width)),
         w.linear("model.per_layer_model_projection.weight", shape=(shape.layers * width, shape.hidden)),
         norm(w, "model.per_layer_projection_norm.weight", width, shape.eps),
     )
 
 
-def block_input(
-    w: Weights, layer: str, index: int, shape: Shape, width: int, act: str
-) -> Told:  # fmt: skip
-    return Told(
+def per_layer_input(w: Weights, layer: str, index: int, shape: Shape, width: int, act: str) -> PerLayerInput:
+    return PerLayerInput(
         index,
         w.linear(f"{layer}.per_layer_input_gate.weight", shape=(width, shape.hidden)),
         act,
@@ -173,8 +201,6 @@ def _layer_shape(config: Fields, shape: Shape, index: int, full: bool) -> Shape:
         head_dim = config.int("global_head_dim", low=1, high=MOST, default=512)
         if config.bool("attention_k_eq_v", default=False):
             kv_heads = config.int("num_global_key_value_heads", low=1, high=MOST, default=kv_heads)
-    if shape.heads % kv_heads:
-        raise ModelError(f"{shape.heads} query heads cannot share {kv_heads} key/value heads evenly, in layer {index}")
     return replace(shape, head_dim=head_dim, kv_heads=kv_heads)
 
 
@@ -183,23 +209,19 @@ def _feed_forward(w: Weights, layer: str, shape: Shape, inner: int, act: str) ->
     if not config.bool("enable_moe_block", default=False):
         return dense
     count = config.int("num_experts", low=1, high=MOST)
-    width = config.int("moe_intermediate_size", low=1, high=MOST)
-
-    def own_norm(name: str) -> Norm:
-        return norm(w, f"{layer}.{name}.weight", shape.hidden, shape.eps)
-
+    normed = rms_norms(w, shape)
     router = Router(
-        FloatWeight(w.tensor(f"{layer}.router.proj.weight", (count, shape.hidden))),
-        config.int("top_k_experts", low=1, high=count),
+        scores(w, f"{layer}.router.proj.weight", count, shape.hidden),
+        top_k(config, count, "top_k_experts"),
         normalise=True,
         floor=0.0,
         expert_scale=w.tensor(f"{layer}.router.per_expert_scale", (count,)),
     )
     return DenseAndExperts(
         dense,
-        own_norm("post_feedforward_layernorm_1"),
-        MixtureOfExperts(router, experts(w, f"{layer}.experts", count, shape.hidden, width, act)),
-        own_norm("pre_feedforward_layernorm_2"),
+        normed(f"{layer}.post_feedforward_layernorm_1"),
+        MixtureOfExperts(router, experts(w, f"{layer}.experts", count, shape.hidden, expert_width(config), act)),
+        normed(f"{layer}.pre_feedforward_layernorm_2"),
         Norm(w.tensor(f"{layer}.router.scale", (shape.hidden,)) * shape.hidden**-0.5, shape.eps),
-        own_norm("post_feedforward_layernorm_2"),
+        normed(f"{layer}.post_feedforward_layernorm_2"),
     )

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from lmstate.errors import ModelError
 from lmstate.models.decoder import Model
+from lmstate.models.entry import LearnedPositions
 from lmstate.models.families.common import (
     MOST,
     POSITIONS,
@@ -18,9 +19,9 @@ from lmstate.models.families.common import (
 from lmstate.models.mixers.attention import Attention
 from lmstate.models.mlp import MLP
 from lmstate.models.weights.fields import Fields
-from lmstate.models.weights.source import GroupedQuant
+from lmstate.models.weights.source import floats
 from lmstate.models.weights.weights import Weights
-from lmstate.ops import Weight
+from lmstate.ops import FloatWeight, Weight
 
 NAMES = {
     "n_embd": "hidden_size",
@@ -31,12 +32,11 @@ NAMES = {
 
 
 def build(w: Weights) -> Model:
-    config = {**w.config, **{usual: w.config[own] for own, usual in NAMES.items() if w.config.given(own)}}
-    w.config = Fields(config, w.config.where)
-    return _build(w, w.config, Shape.of(w.config, eps="layer_norm_epsilon"))
-
-
-def _build(w: Weights, config: Fields, shape: Shape) -> Model:
+    usual = {usual: w.config[own] for own, usual in NAMES.items() if w.config.given(own)}
+    w.config = Fields({**w.config, **usual}, w.config.where)
+    config, shape = w.config, Shape.of(w.config, eps="layer_norm_epsilon")
+    if shape.heads * shape.head_dim != shape.hidden:
+        raise ModelError(f"{config.where}: {shape.heads} heads cannot share a width of {shape.hidden} evenly")
     if config.bool("add_cross_attention", default=False):
         raise ModelError(f"{config.where} asks for attention to another text, which lmstate cannot do")
     inner = config.int("n_inner", low=1, high=MOST, default=4 * shape.hidden)
@@ -47,10 +47,9 @@ def _build(w: Weights, config: Fields, shape: Shape) -> Model:
     def matrix(name: str, outputs: int, inputs: int) -> tuple[Weight, Tensor]:
         """A matrix, which is stored [K, N], and its bias."""
 
-        def turned(numbers: Tensor | GroupedQuant) -> Tensor:
-            return (numbers.dequantize() if isinstance(numbers, GroupedQuant) else numbers).T
-
-        weight = w.derived(f"{name}.weight, turned", f"{name}.weight", make=turned, shape=(outputs, inputs))
+        weight = w.derived(
+            f"{name}.weight, turned", f"{name}.weight", make=lambda numbers: floats(numbers).T, shape=(outputs, inputs)
+        )
         return weight, w.tensor(f"{name}.bias", (outputs,))
 
     def mixer(index: int, name: str) -> Attention:
@@ -67,13 +66,14 @@ def _build(w: Weights, config: Fields, shape: Shape) -> Model:
         return MLP(up, down, act, gated=False, up_bias=up_bias, down_bias=down_bias)
 
     normed = layer_norms(w, shape)
+    table = w.tensor("transformer.wpe.weight", (config.int(POSITIONS, low=1), shape.hidden))
     block = pre_norm(normed, mixer, feed_forward, ("ln_1", "attn", "ln_2", "mlp"), layers="transformer.h")
     return decoder(
         w,
         shape,
         block,
         embed="transformer.wte",
-        places="transformer.wpe",
+        entry=LearnedPositions(FloatWeight(table)),
         final_norm=normed("transformer.ln_f"),
         ignore=("transformer.h.*.attn.bias",),  # the mask, which old checkpoints hold
     )

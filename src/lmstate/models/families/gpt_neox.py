@@ -10,7 +10,7 @@ from lmstate.models.families.common import (
     Shape,
     activation,
     decoder,
-    grouped_attention,
+    fused_attention,
     layer_norms,
     ungated_mlp,
 )
@@ -32,7 +32,9 @@ def build(w: Weights) -> Model:
         layer = f"gpt_neox.layers.{index}"
         inside = f"{layer}.attention"
         return Block(
-            grouped_attention(w, shape, rope, f"{inside}.query_key_value", f"{inside}.dense", biased=biased),
+            fused_attention(
+                w, shape, rope, f"{inside}.query_key_value", f"{inside}.dense", grouped=True, biased=biased
+            ),
             ungated_mlp(
                 w, f"{layer}.mlp", shape.hidden, inner, act, ("dense_h_to_4h", "dense_4h_to_h"), biased=True
             ),

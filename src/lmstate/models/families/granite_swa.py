@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
-from lmstate.errors import ModelError
 from lmstate.models.decoder import Model
 from lmstate.models.families.common import (
     Shape,
     attention,
-    decoder,
     one_window,
     pre_norm,
     rms_norms,
 )
-from lmstate.models.families.granitemoehybrid import feed_forward
+from lmstate.models.families.granitemoehybrid import feed_forward, granite
 from lmstate.models.mixers.attention import Attention
 from lmstate.models.rope import Rope, make_rope, rope_fields
 from lmstate.models.weights.fields import Fields
@@ -28,14 +28,11 @@ def build(w: Weights) -> Model:
     kinds = config.strs("layer_types", shape.layers, allowed=KINDS, default=None)
     kinds = kinds or tuple(KINDS[bool(index % 4)] for index in range(shape.layers))
     size, scale = one_window(config, switch=False), config.float("attention_multiplier", default=1.0)
-    ropes = each_rope(w, shape)
-    logits_scaling = config.float("logits_scaling", default=1.0)
-    if logits_scaling == 0.0:
-        raise ModelError(f"{config.where} has logits_scaling = 0, by which logits would be divided")
+    rope = each_rope(w, shape)
 
     def mixer(index: int, name: str) -> Attention:
         window = size if kinds[index] == "sliding_attention" else None
-        mixer = attention(w, name, shape, ropes[index], window=window, scale=scale)
+        mixer = attention(w, name, shape, rope(index), window=window, scale=scale)
         return replace(mixer, sinks=w.tensor(f"{name}.sinks", (shape.heads,)))
 
     block = pre_norm(
@@ -44,20 +41,19 @@ def build(w: Weights) -> Model:
         lambda _, name: feed_forward(w, name.removesuffix(".mlp"), shape),
         scale=config.float("residual_multiplier", default=1.0),
     )
-    return decoder(
-        w, shape, block, embed_scale=config.float("embedding_multiplier", default=1.0), logit_scale=1 / logits_scaling
-    )
+    return granite(w, shape, block)
 
 
-def each_rope(w: Weights, shape: Shape) -> list[Rope | None]:
-    """The rope of each layer; layers of one base share it, and those of base 0 know no positions."""
+def each_rope(w: Weights, shape: Shape) -> Callable[[int], Rope | None]:
+    """The rope of a layer; layers of one base share it, and those of base 0 know no positions."""
     rope = rope_fields(w.config)
     theta = rope.float("rope_theta", low=0.0, high=1e12, default=10_000.0)
     thetas = w.config.floats("layer_rope_theta", shape.layers, low=0.0, high=1e12, default=None)
     thetas = thetas or (theta,) * shape.layers
 
-    def made(theta: float) -> Rope:
-        return make_rope(Fields({**w.config, "rope_parameters": {**rope, "rope_theta": theta}}), shape.head_dim)
+    @cache
+    def made(theta: float) -> Rope | None:
+        config = Fields({**w.config, "rope_parameters": {**rope, "rope_theta": theta}})
+        return make_rope(config, shape.head_dim).to(w.device) if theta else None
 
-    ropes = {theta: made(theta).to(w.device) if theta else None for theta in set(thetas)}
-    return [ropes[theta] for theta in thetas]
+    return lambda index: made(thetas[index])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from lmstate.errors import ModelError
 from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, experts, mlp, norm, there
+from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, experts, mlp, rms_norms, there
 from lmstate.models.families.mixtures import scores, top_k
 from lmstate.models.families.state_space import Mamba2Shape, gated_norm, layer_kinds, mamba2
 from lmstate.models.mixers.mixer import Mixer
@@ -27,9 +29,6 @@ def build(w: Weights) -> Model:
     rotary = not hybrid or config.get("position_embedding_type") == "rope"
     rope = make_rope(config, shape.head_dim).to(w.device) if rotary else None
     scale = config.float("attention_multiplier", default=1.0)
-    logits_scaling = config.float("logits_scaling", default=1.0)
-    if logits_scaling == 0.0:
-        raise ModelError(f"{config.where} has logits_scaling = 0, by which logits would be divided")
 
     def mixer(index: int, layer: str) -> Mixer:
         if kinds[index] == "attention" or sizes is None:
@@ -37,16 +36,27 @@ def build(w: Weights) -> Model:
         gated = gated_norm(w, f"{layer}.mamba.norm.weight", sizes)
         return mamba2(w, f"{layer}.mamba", sizes, shape.hidden, norm=gated)
 
+    normed = rms_norms(w, shape)
+
     def block(index: int) -> Block:
         layer = f"model.layers.{index}"
         return Block(
             mixer(index, layer),
             feed_forward(w, layer, shape),
-            norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps),
-            norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps),
+            normed(f"{layer}.input_layernorm"),
+            normed(f"{layer}.post_attention_layernorm"),
             scale=config.float("residual_multiplier", default=1.0),
         )
 
+    return granite(w, shape, block)
+
+
+def granite(w: Weights, shape: Shape, block: Callable[[int], Block]) -> Model:
+    """The blocks between an embedding and logits that are scaled."""
+    config = w.config
+    logits_scaling = config.float("logits_scaling", default=1.0)
+    if logits_scaling == 0.0:
+        raise ModelError(f"{config.where} has logits_scaling = 0, by which logits would be divided")
     return decoder(
         w, shape, block, embed_scale=config.float("embedding_multiplier", default=1.0), logit_scale=1 / logits_scaling
     )

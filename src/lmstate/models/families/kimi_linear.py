@@ -15,6 +15,7 @@ from lmstate.models.families.common import (
     Shape,
     activation,
     decoder,
+    drafting,
     expert_count,
     experts,
     mlp,
@@ -23,13 +24,13 @@ from lmstate.models.families.common import (
 )
 from lmstate.models.families.deepseek import latent_attention
 from lmstate.models.families.delta_rule import channel_delta
+from lmstate.models.families.mixtures import scores, top_k
 from lmstate.models.mixers.gated_delta import GatedDelta
 from lmstate.models.mixers.mixer import Mixer
 from lmstate.models.mlp import FeedForward
 from lmstate.models.moe import MixtureOfExperts, Router
 from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.weights import Weights
-from lmstate.ops.weight import FloatWeight
 
 KINDS = ("linear_attention", "full_attention")
 
@@ -67,9 +68,7 @@ def build(w: Weights) -> Model:
             norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps),
         )
 
-    drafts = config.int("num_nextn_predict_layers", high=64, default=0)
-    ignore = tuple(f"model.layers.{shape.layers + extra}.*" for extra in range(drafts))
-    return decoder(w, shape, block, ignore=("model.mtp.*", *ignore))
+    return decoder(w, shape, block, ignore=("model.mtp.*", *drafting(config, shape)))
 
 
 def _kinds(linear: Fields, layers: int) -> Sequence[str]:
@@ -90,10 +89,7 @@ def delta(w: Weights, prefix: str, shape: Shape, linear: Fields) -> GatedDelta:
     return channel_delta(w, prefix, shape, heads, dim, kernel)
 
 
-def feed_forward(
-    w: Weights, layer: str, shape: Shape, dense: bool, names: tuple[str, str, str] = W1_W3_W2
-) -> FeedForward:
-    """`names`: of the matrices of an expert; the dense part's and the shared one's are the usual ones."""
+def feed_forward(w: Weights, layer: str, shape: Shape, dense: bool) -> FeedForward:
     config, act, hidden = w.config, activation(w.config), shape.hidden
     if dense:
         gate = there(w, f"{layer}.mlp.gate_proj.weight", f"{layer}.block_sparse_moe.gate_proj.weight")
@@ -104,8 +100,8 @@ def feed_forward(
     prefix = gate.removesuffix(".gate.weight")
     groups = config.int("num_expert_group", low=1, high=MOST, default=1)
     router = Router(
-        FloatWeight(w.tensor(gate, (count, hidden))),
-        config.int("num_experts_per_token", low=1, high=count),
+        scores(w, gate, count, hidden),
+        top_k(config, count, "num_experts_per_token"),
         "sigmoid",
         config.bool("moe_renormalize", default=True),
         config.float("routed_scaling_factor", default=1.0),
@@ -118,6 +114,6 @@ def feed_forward(
     common = inner * config.int("num_shared_experts", high=1024, default=1)
     return MixtureOfExperts(
         router,
-        experts(w, f"{prefix}.experts", count, hidden, inner, act, names),
+        experts(w, f"{prefix}.experts", count, hidden, inner, act, W1_W3_W2),
         mlp(w, f"{prefix}.shared_experts", hidden, common, act) if common else None,
     )

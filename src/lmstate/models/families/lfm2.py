@@ -15,8 +15,9 @@ from lmstate.models.families.common import (
     decoder,
     expert_count,
     experts,
+    head_norms,
     mlp,
-    norm,
+    rms_norms,
 )
 from lmstate.models.mixers.mixer import Mixer
 from lmstate.models.mixers.short_conv import ShortConv
@@ -34,15 +35,13 @@ def build(w: Weights) -> Model:
     config = w.config
     shape = replace(Shape.of(config), eps=config.float("norm_eps", low=0.0, high=1.0, default=1e-5))
     rope = make_rope(config, shape.head_dim, theta=1e6).to(w.device)
-    kinds, inner = _kinds(config, shape.layers), _inner(config)
+    kinds, inner, normed = _kinds(config, shape.layers), _inner(config), rms_norms(w, shape)
     dense = config.int("num_dense_layers", default=2) if expert_count(config) else shape.layers
 
     def mixer(index: int, layer: str) -> Mixer:
         if kinds[index] == "conv":
             return short_conv(w, f"{layer}.conv", shape)
-        q_norm, k_norm = (
-            norm(w, f"{layer}.self_attn.{part}_layernorm.weight", shape.head_dim, shape.eps) for part in "qk"
-        )
+        q_norm, k_norm = head_norms(w, f"{layer}.self_attn", shape, ("q_layernorm", "k_layernorm"))
         return attention(w, f"{layer}.self_attn", shape, rope, q_norm=q_norm, k_norm=k_norm, out="out_proj")
 
     def feed_forward(index: int, prefix: str) -> FeedForward:
@@ -55,12 +54,11 @@ def build(w: Weights) -> Model:
         return Block(
             mixer(index, layer),
             feed_forward(index, f"{layer}.feed_forward"),
-            norm(w, f"{layer}.operator_norm.weight", shape.hidden, shape.eps),
-            norm(w, f"{layer}.ffn_norm.weight", shape.hidden, shape.eps),
+            normed(f"{layer}.operator_norm"),
+            normed(f"{layer}.ffn_norm"),
         )
 
-    final = norm(w, "model.embedding_norm.weight", shape.hidden, shape.eps)
-    return decoder(w, shape, block, final_norm=final)
+    return decoder(w, shape, block, final_norm=normed("model.embedding_norm"))
 
 
 def _kinds(config: Fields, layers: int) -> Sequence[str]:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, W1_W3_W2, Shape, attention, decoder, mlp, norm, there
+from lmstate.models.families.common import MOST, W1_W3_W2, Shape, attention, decoder, head_norms, mlp, rms_norms, there
 from lmstate.models.families.lfm2 import short_conv
 from lmstate.models.mixers.mixer import Mixer
 from lmstate.models.rope import ropes_by_kind
 from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.weights import Weights
-from lmstate.ops import Norm
 
 KINDS = ("conv", "sliding_attention", "full_attention")
 ROPES = {
@@ -23,38 +21,36 @@ ROPES = {
 
 def build(w: Weights) -> Model:
     config = w.config
-    shape = replace(Shape.of(config), eps=config.float("norm_eps", low=0.0, high=1.0, default=1e-5))
+    shape = Shape.of(config, eps="norm_eps")
     inner = config.int("intermediate_size", low=1, high=MOST)
     kinds, window = _kinds(config, shape.layers), config.int("sliding_window", low=1, default=None)
     settings = Fields({**config, "rope_parameters": config.get("rope_parameters") or ROPES}, config.where)
     full, local = (rope.to(w.device) for rope in ropes_by_kind(settings, shape.head_dim, theta=1e6, local_theta=1e4))
     gated = config.bool("use_attention_gate", default=True)
-    sandwich = config.bool("use_sandwich_norm", default=True)
-
-    def layer_norm(name: str) -> Norm:
-        return norm(w, f"{name}.weight", shape.hidden, shape.eps)
+    sandwich, normed = config.bool("use_sandwich_norm", default=True), rms_norms(w, shape)
 
     def mixer(index: int, layer: str) -> Mixer:
         if kinds[index] == "conv":
             return short_conv(w, f"{layer}.conv", shape, kernel=7)
         prefix = f"{layer}.self_attn"
-        gate = there(w, f"{prefix}.g_proj.weight", f"{prefix}.gate_proj.weight").split(".")[-2] if gated else None
-        q_norm, k_norm = (norm(w, f"{prefix}.{part}_norm.weight", shape.head_dim, shape.eps) for part in "qk")
+        gate = there(w, f"{prefix}.g_proj.weight", f"{prefix}.gate_proj.weight").split(".")[-2]
+        q_norm, k_norm = head_norms(w, prefix, shape)
+        gates = (gate, shape.heads) if gated else None
         rope, seen = (local, window) if kinds[index] == "sliding_attention" else (full, None)
-        return attention(w, prefix, shape, rope, window=seen, q_norm=q_norm, k_norm=k_norm, head_gate=gate)
+        return attention(w, prefix, shape, rope, window=seen, q_norm=q_norm, k_norm=k_norm, gates=gates)
 
     def block(index: int) -> Block:
         layer = f"model.layers.{index}"
         return Block(
             mixer(index, layer),
             mlp(w, f"{layer}.feed_forward", shape.hidden, inner, "silu", W1_W3_W2),
-            layer_norm(f"{layer}.operator_norm"),
-            layer_norm(f"{layer}.ffn_norm"),
-            layer_norm(f"{layer}.post_operator_norm") if sandwich else None,
-            layer_norm(f"{layer}.post_ffn_norm") if sandwich else None,
+            normed(f"{layer}.operator_norm"),
+            normed(f"{layer}.ffn_norm"),
+            normed(f"{layer}.post_operator_norm") if sandwich else None,
+            normed(f"{layer}.post_ffn_norm") if sandwich else None,
         )
 
-    return decoder(w, shape, block, final_norm=layer_norm("model.embedding_norm"))
+    return decoder(w, shape, block, final_norm=normed("model.embedding_norm"))
 
 
 def _kinds(config: Fields, layers: int) -> Sequence[str]:

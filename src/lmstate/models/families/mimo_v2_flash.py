@@ -9,22 +9,18 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lmstate import ops
-from lmstate.errors import ModelError
 from lmstate.models.decoder import Model
 from lmstate.models.families.common import (
     MOST,
     Shape,
-    activation,
     biases,
     decoder,
-    mlp,
     pre_norm,
     rms_norms,
     there,
 )
-from lmstate.models.families.mixtures import deepseek_mixture, sparse_layers
+from lmstate.models.families.mixtures import deepseek_feed_forward
 from lmstate.models.mixers.attention import Attention
-from lmstate.models.mlp import FeedForward
 from lmstate.models.rope import Rope, make_rope, rope_fields
 from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.weights import Weights
@@ -51,46 +47,38 @@ class NarrowValues(Attention):
         """What comes after the projections, `[R, T, (H + K) * D + K * Dv]` -> `[R, T, E]`."""
         assert isinstance(memory, KeyValueState)
         widths = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.value_dim
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self._wide(*qkv.split(widths, dim=-1)))
+        q, k, v = qkv.split(widths, dim=-1)
+        q, k = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k))  # [R, T, H, D], [R, T, K, D]
+        v = v.unflatten(-1, (-1, self.value_dim)) * self.value_scale
+        v = pad(v, (0, self.head_dim - self.value_dim))  # [R, T, K, D]
         scoring = ops.Scoring(self.scale, self.softcap, self.sinks)
         seen = memory.attend(q, (k, v), step, scoring, self.rotation(step))  # [R, T, H, D]
         return ops.linear(seen[..., : self.value_dim].flatten(-2), self.out, self.out_bias, residual=residual)
 
-    def _wide(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The same with values as wide as keys, `[R, T, K * D]`."""
-        v = v.unflatten(-1, (self.kv_heads, self.value_dim)) * self.value_scale
-        return q, k, pad(v, (0, self.head_dim - self.value_dim)).flatten(-2)
-
 
 def build(w: Weights) -> Model:
     config, shape = w.config, Shape.of(w.config)
-    inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
-    kinds, sparse = _kinds(config, shape.layers), sparse_layers(config, shape.layers)
+    kinds = _kinds(config, shape.layers)
     # Published configs count the tokens before a token, not the token itself.
     before = config.int("sliding_window_size", low=0, default=None)
     window = config.int("sliding_window", low=1) if before is None else before + 1
     ropes = {kind: _rope(config, shape.head_dim, kind).to(w.device) for kind in (F, S)}
-    near = replace(shape, kv_heads=config.int("swa_num_key_value_heads", low=1, high=MOST, default=2 * shape.kv_heads))
+    near_kv_heads = config.int("swa_num_key_value_heads", low=1, high=MOST, default=2 * shape.kv_heads)
 
     def mixer(index: int, prefix: str) -> Attention:
         if kinds[index] == F:
             return narrow_attention(w, prefix, shape, ropes[F])
-        sinks = w.tensor(
-            there(w, f"{prefix}.attention_sink_bias", f"{prefix}.sinks"), (shape.heads,)
-        )  # fmt: skip
-        return replace(narrow_attention(w, prefix, near, ropes[S]), window=window, sinks=sinks)
+        near = narrow_attention(w, prefix, replace(shape, kv_heads=near_kv_heads), ropes[S])
+        sinks = there(w, f"{prefix}.attention_sink_bias", f"{prefix}.sinks")
+        return replace(near, window=window, sinks=w.tensor(sinks, (shape.heads,)))
 
-    def feed_forward(index: int, prefix: str) -> FeedForward:
-        return deepseek_mixture(w, prefix, shape) if sparse[index] else mlp(w, prefix, shape.hidden, inner, act)
-
-    return decoder(w, shape, pre_norm(rms_norms(w, shape), mixer, feed_forward), ignore=("model.mtp.*",))
+    block = pre_norm(rms_norms(w, shape), mixer, deepseek_feed_forward(w, shape))
+    return decoder(w, shape, block, ignore=("model.mtp.*",))
 
 
 def narrow_attention(w: Weights, prefix: str, shape: Shape, rope: Rope) -> NarrowValues:
     config = w.config
     value_dim = config.int("v_head_dim", low=1, high=shape.head_dim)
-    if shape.heads % shape.kv_heads:
-        raise ModelError(f"{shape.heads} query heads cannot share {shape.kv_heads} key/value heads evenly")
     widths = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.kv_heads * value_dim
     names = [f"{prefix}.{part}_proj" for part in "qkv"]
     return NarrowValues(

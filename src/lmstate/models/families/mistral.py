@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lmstate.models.decoder import Block, Model
+from lmstate.models.decoder import Model
 from lmstate.models.families.common import (
     MOST,
     Shape,
@@ -15,19 +15,19 @@ from lmstate.models.families.common import (
     attention,
     decoder,
     expert_count,
-    experts,
     mlp,
-    norm,
     one_window,
+    pre_norm,
+    rms_norms,
+    there,
     windows,
 )
-from lmstate.models.mixers.attention import Temperature
+from lmstate.models.families.mixtures import softmax_mixture
+from lmstate.models.mixers.attention import Attention, Temperature
 from lmstate.models.mlp import FeedForward
-from lmstate.models.moe import MixtureOfExperts, Router
 from lmstate.models.rope import make_rope, rope_fields
 from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.weights import Weights
-from lmstate.ops import FloatWeight
 
 
 def build(w: Weights) -> Model:
@@ -37,35 +37,22 @@ def build(w: Weights) -> Model:
     if config.str("model_type") in ("mistral", "ministral") and config.given("layer_types"):
         window = windows(config, shape.layers)  # Ministral, under the older name too
     temperature = temperature_of(rope_fields(config)) if config.str("model_type") == "ministral3" else None
-    count = expert_count(config)
 
-    def feed_forward(layer: str) -> FeedForward:
-        if not count:
-            return mlp(w, f"{layer}.mlp", shape.hidden, inner, act)
-        prefix = f"{layer}.block_sparse_moe"
-        if not w.has(f"{prefix}.gate.weight"):
-            prefix = f"{layer}.mlp"
-        gate = FloatWeight(w.tensor(f"{prefix}.gate.weight", (count, shape.hidden)))
-        return MixtureOfExperts(
-            Router(gate, config.int("num_experts_per_tok", low=1, high=count), normalise=True),
-            experts(w, f"{prefix}.experts", count, shape.hidden, inner, act),
-        )
+    def mixer(index: int, prefix: str) -> Attention:
+        return replace(attention(w, prefix, shape, rope, window=window[index]), temperature=temperature)
 
-    def block(index: int) -> Block:
-        layer = f"model.layers.{index}"
-        return Block(
-            replace(attention(w, f"{layer}.self_attn", shape, rope, window=window[index]), temperature=temperature),
-            feed_forward(layer),
-            norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps),
-            norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps),
-        )
+    def feed_forward(index: int, prefix: str) -> FeedForward:
+        if not expert_count(config):
+            return mlp(w, prefix, shape.hidden, inner, act)
+        gate = there(w, f"{prefix}.gate.weight", f"model.layers.{index}.block_sparse_moe.gate.weight")
+        return softmax_mixture(w, gate.removesuffix(".gate.weight"), shape, inner, normalise=True)
 
-    return decoder(w, shape, block)
+    return decoder(w, shape, pre_norm(rms_norms(w, shape), mixer, feed_forward))
 
 
 def temperature_of(rope: Fields) -> Temperature | None:
     """How queries grow past each multiple of the length that the model was made for."""
-    strength = rope.float("llama_4_scaling_beta", low=0.0, default=None)
-    if strength is None:
+    strength = rope.float("llama_4_scaling_beta", low=0.0, default=0.0)
+    if not strength:
         return None
     return Temperature(rope.int("original_max_position_embeddings", low=1), strength, first=0)

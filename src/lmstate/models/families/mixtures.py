@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lmstate.models.families.common import MOST, Shape, activation, expert_count, experts, mlp
 from lmstate.models.mlp import FeedForward
@@ -113,3 +113,15 @@ def deepseek_mixture(
         experts(w, f"{prefix}.experts", expert_count(config), shape.hidden, inner, act),
         mlp(w, f"{prefix}.shared_experts", shape.hidden, inner * shared, act) if shared else None,
     )
+
+
+def deepseek_feed_forward(w: Weights, shape: Shape) -> Callable[[int, str], FeedForward]:
+    """A layer's feed-forward part, of its number and its tensors' prefix: DeepSeek-V3's experts, or a dense one."""
+    config, sparse = w.config, sparse_layers(w.config, shape.layers)
+
+    def feed_forward(index: int, prefix: str) -> FeedForward:
+        if sparse[index]:
+            return deepseek_mixture(w, prefix, shape)
+        return mlp(w, prefix, shape.hidden, config.int("intermediate_size", low=1, high=MOST), activation(config))
+
+    return feed_forward

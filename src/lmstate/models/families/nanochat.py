@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import torch
-from torch import Tensor
-
 from lmstate.models.decoder import Model
+from lmstate.models.entry import NormedEntry
 from lmstate.models.families.common import (
     MOST,
     Shape,
@@ -20,10 +16,7 @@ from lmstate.models.families.common import (
     ungated_mlp,
 )
 from lmstate.models.rope import make_rope
-from lmstate.models.weights.source import GroupedQuant
 from lmstate.models.weights.weights import Weights
-
-EMBEDDING = "model.embed_tokens"
 
 
 def build(w: Weights) -> Model:
@@ -36,12 +29,5 @@ def build(w: Weights) -> Model:
         lambda _, name: attention(w, name, shape, rope, q_norm=head_norm, k_norm=head_norm),
         lambda _, name: ungated_mlp(w, name, shape.hidden, inner, act, ("fc1", "fc2"), biased=False),
     )
-    name, size = f"{EMBEDDING}.weight", (shape.vocab, shape.hidden)
-
-    def normed(numbers: Tensor | GroupedQuant) -> Tensor:
-        x = numbers.dequantize() if isinstance(numbers, GroupedQuant) else numbers.float()
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + shape.eps)
-
-    embedding = w.derived(f"{name}, normalised", name, make=normed, shape=size)
     softcap = config.float("final_logit_softcapping", low=1e-6, default=None)
-    return replace(decoder(w, shape, block, final_norm=norm, logit_softcap=softcap), embed=embedding)
+    return decoder(w, shape, block, final_norm=norm, logit_softcap=softcap, entry=NormedEntry(norm))

@@ -7,7 +7,17 @@ Three of four layers of OLMo 3 have a window, and stretched rotary positions are
 from __future__ import annotations
 
 from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, mlp, norm, whole_norms, windows
+from lmstate.models.families.common import (
+    MOST,
+    Shape,
+    activation,
+    attention,
+    decoder,
+    mlp,
+    rms_norms,
+    whole_norms,
+    windows,
+)
 from lmstate.models.families.mixtures import softmax_mixture
 from lmstate.models.mlp import FeedForward
 from lmstate.models.rope import make_rope, ropes_by_kind
@@ -17,7 +27,7 @@ from lmstate.models.weights.weights import Weights
 def build(w: Weights) -> Model:
     config, shape = w.config, Shape.of(w.config)
     inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
-    family = config.str("model_type")
+    family, normed = config.str("model_type"), rms_norms(w, shape)
     if family == "olmo3":
         window = windows(config, shape.layers, full_every=4)
         full, local = (rope.to(w.device) for rope in ropes_by_kind(config, shape.head_dim, theta=500_000.0))
@@ -38,8 +48,8 @@ def build(w: Weights) -> Model:
         return Block(
             attention(w, f"{layer}.self_attn", shape, rope, window=size, q_norm=q_norm, k_norm=k_norm),
             feed_forward(f"{layer}.mlp"),
-            after_mixer=norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps),
-            after_mlp=norm(w, f"{layer}.post_feedforward_layernorm.weight", shape.hidden, shape.eps),
+            after_mixer=normed(f"{layer}.post_attention_layernorm"),
+            after_mlp=normed(f"{layer}.post_feedforward_layernorm"),
         )
 
     return decoder(w, shape, block)

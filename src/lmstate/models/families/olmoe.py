@@ -16,7 +16,10 @@ def build(w: Weights) -> Model:
     config, shape = w.config, Shape.of(w.config)
     inner = config.int("intermediate_size", low=1, high=MOST)
     if config.given("clip_qkv"):
-        raise ModelError(f"{config.where} asks for clip_qkv, and clipping after the norms is not supported")
+        raise ModelError(
+            f"{config.where} asks for clip_qkv, by which OLMoE clips queries and keys behind their norms; lmstate "
+            "cannot do that"
+        )
     rope, window = make_rope(config, shape.head_dim).to(w.device), config.int("sliding_window", low=1, default=None)
 
     def mixer(index: int, prefix: str) -> Mixer:

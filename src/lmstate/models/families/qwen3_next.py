@@ -23,7 +23,6 @@ from lmstate.models.families.mixtures import qwen_feed_forward
 from lmstate.models.mixers.gated_delta import GatedDelta
 from lmstate.models.mixers.mixer import Mixer
 from lmstate.models.rope import make_rope
-from lmstate.models.weights.source import GroupedQuant
 from lmstate.models.weights.weights import Weights
 from lmstate.ops.weight import FloatWeight
 
@@ -72,13 +71,8 @@ def delta(w: Weights, prefix: str, shape: Shape) -> GatedDelta:
     values = heads * value_dim
     width = 2 * key_heads * key_dim + values
     if w.has(together := f"{prefix}.in_proj_qkvz.weight"):
-        w.expect(together, (width + values, shape.hidden))
-        order = _parted(key_heads, (key_dim, key_dim, values // key_heads, values // key_heads))
-        qkvz = w.derived(
-            f"{together}, parted", together,
-            make=lambda x: x.rows(order) if isinstance(x, GroupedQuant) else x[order],
-            shape=(width + values, shape.hidden),
-        )  # fmt: skip
+        parts = key_dim, key_dim, values // key_heads, values // key_heads
+        qkvz = w.linear(together, shape=(width + values, shape.hidden), order=lambda: _parted(key_heads, parts))
     else:
         qkvz = w.linear(
             f"{prefix}.in_proj_qkv.weight", f"{prefix}.in_proj_z.weight", shape=((width, values), shape.hidden)

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from lmstate import ops
+from lmstate.errors import ModelError
 from lmstate.models.decoder import Block, Model
+from lmstate.models.entry import NormedEntry
 from lmstate.models.families.common import MOST, decoder
 from lmstate.models.families.state_space import attention_free
 from lmstate.models.mixers.rwkv import ChannelMix, TimeMix
 from lmstate.models.weights.weights import Weights
 from lmstate.ops import Norm, Weight
-from lmstate.state import Step
 
+MOST_HALVINGS = 100  # of a float32 number
 LAST_EPS = 1e-5  # of the norm after all, whatever the config says of the others
-
-
-@dataclass(frozen=True, eq=False)
-class Normed:
-    """Normalises the embedding: x float32 `[R, T, E]` -> `[R, T, E]`."""
-
-    norm: Norm
-
-    def __call__(self, x: Tensor, tokens: Tensor, step: Step) -> Tensor:
-        return ops.norm(x, self.norm)
 
 
 def build(w: Weights) -> Model:
@@ -34,8 +25,12 @@ def build(w: Weights) -> Model:
     hidden = shape.hidden
     width = config.int("attention_hidden_size", low=1, high=MOST, default=hidden)
     inner = config.int("intermediate_size", low=1, high=MOST, default=4 * hidden)
-
     every = config.int("rescale_every", low=-MOST, high=MOST, default=6)
+    if every > 0 and shape.layers // every > MOST_HALVINGS:
+        raise ModelError(
+            f"{config.where} asks for {shape.layers} layers and for half a stream after every {every}, which leaves "
+            "nothing of it"
+        )
 
     def layer_norm(name: str, layer: int, eps: float = shape.eps) -> Norm:
         # For half precision the stream is halved every few layers, and so is what is added to it: norms undo that, but
@@ -80,6 +75,6 @@ def build(w: Weights) -> Model:
         replace(shape, layers=2 * shape.layers),
         block,
         embed="rwkv.embeddings",
-        entry=Normed(layer_norm("rwkv.blocks.0.pre_ln", 0)),
+        entry=NormedEntry(layer_norm("rwkv.blocks.0.pre_ln", 0)),
         final_norm=layer_norm("rwkv.ln_out", shape.layers, LAST_EPS),
     )

@@ -20,7 +20,10 @@ def build(w: Weights) -> Model:
     config = w.config
     hidden = config.int("hidden_size", low=1, high=MOST, default=None) or config.int("embedding_dim", low=1, high=MOST)
     if config.int("embedding_dim", default=hidden) != hidden:
-        raise ModelError(f"{config.where}: embedding_dim is {config['embedding_dim']} and hidden_size {hidden}")
+        raise ModelError(
+            f"{config.where}: embedding_dim is {config['embedding_dim']}, and hidden_size {hidden}; they must be one "
+            "number"
+        )
     layers = config.int("num_blocks", low=1, high=4096, default=None) or config.int("num_hidden_layers", 1, 4096)
     vocab = config.int("vocab_size", low=1, high=2**24)
     shape = Shape(hidden, layers, 0, 0, 0, vocab, config.float("norm_eps", low=0.0, high=1.0, default=1e-6))
@@ -78,14 +81,17 @@ def memory(w: Weights, prefix: str, shape: Shape, biased: bool) -> MLSTM:
         FloatWeight(torch.cat([w.tensor(f"{name}.weight", (each, hidden)) for name in gates])),
         torch.cat([w.tensor(f"{name}.bias", (each,)) for name in gates]),
         w.linear(f"{prefix}.out_proj.weight", shape=(hidden, values)),
-        w.tensor(f"{prefix}.multihead_norm.weight", (values,)),
+        Norm(
+            w.tensor(f"{prefix}.multihead_norm.weight", (values,)).view(heads, -1),
+            shape.eps,
+            "layer",
+            w.tensor(f"{prefix}.multihead_norm.bias", (values,)).view(heads, -1) if biased else None,
+        ),
         heads,
         keys // heads,
         values // heads,
         config.float("gate_soft_cap", low=1e-3, high=MOST_CAP),
         config.float("eps", low=0.0, high=1.0, default=1e-6),
-        shape.eps,
-        w.tensor(f"{prefix}.multihead_norm.bias", (values,)) if biased else None,
         biases(w, *(f"{name}.bias" for name in names), wanted=biased),
         biases(w, f"{prefix}.out_proj.bias", wanted=biased),
     )

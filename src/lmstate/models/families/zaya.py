@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +11,18 @@ from torch.nn import functional as F
 
 from lmstate import ops
 from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, Shape, activation, biases, decoder, expert_count, experts, norm
+from lmstate.models.families.common import (
+    MOST,
+    Shape,
+    activation,
+    biases,
+    decoder,
+    expert_count,
+    experts,
+    norm,
+    plain_norm,
+    rms_norms,
+)
 from lmstate.models.mixers.attention import Attention
 from lmstate.models.mixers.convolved_attention import ConvolvedAttention
 from lmstate.models.moe import MixtureOfExperts, Router
@@ -137,7 +148,8 @@ class ChainedBlock(Block):
 
 def build(w: Weights) -> Model:
     config = w.config
-    shape = replace(Shape.of(config), eps=config.float("rms_norm_eps", low=0.0, high=1.0, default=1e-5))
+    shape = Shape.of(config)
+    normed = rms_norms(w, shape)
     kinds = config.strs("layer_types", shape.layers, KINDS, default=["hybrid"] * shape.layers)
     window = config.int("sliding_window", low=1) if "hybrid_sliding" in kinds else None
     ropes = {kind: _rope(config, shape.head_dim, kind).to(w.device) for kind in set(kinds)}
@@ -156,17 +168,15 @@ def build(w: Weights) -> Model:
                 w, f"{layer}.self_attn", shape, ropes[kinds[index]], window if kinds[index] != "hybrid" else None
             ),
             None,
-            norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps),
-            norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps),
+            normed(f"{layer}.input_layernorm"),
+            normed(f"{layer}.post_attention_layernorm"),
             mixture=mixture(w, f"{layer}.mlp", shape, first=index == 0),
             after=(sums[0], sums[1]),
         )
 
-    bias = biases(w, "lm_head.bias", wanted=config.bool("lm_head_bias", default=False))
     opening = Opening(affine("model", "input_hidden_states"), router_width(config))
-    model = decoder(w, shape, block, entry=opening, exit=Closing(shape.hidden))
-    model.head_bias = bias
-    return model
+    biased = config.bool("lm_head_bias", default=False)
+    return decoder(w, shape, block, head_biased=biased, entry=opening, exit=Closing(shape.hidden))
 
 
 def _rope(config: Fields, head_dim: int, kind: str) -> Rope:
@@ -177,15 +187,14 @@ def _rope(config: Fields, head_dim: int, kind: str) -> Rope:
     return make_rope(config, head_dim, kind=kind)
 
 
-def convolved_attention(
-    w: Weights, prefix: str, shape: Shape, rope: Rope, window: int | None
-) -> ConvolvedAttention:  # fmt: skip
+def convolved_attention(w: Weights, prefix: str, shape: Shape, rope: Rope, window: int | None) -> ConvolvedAttention:
     config, dim, inside = w.config, shape.head_dim, f"{prefix}.qkv_proj"
     first, second = (config.int(name, low=1, high=256, default=2) for name in ("cca_time0", "cca_time1"))
     heads = shape.heads + shape.kv_heads
     width, half = heads * dim, shape.kv_heads * dim // 2
     names = [f"{inside}.{part}" for part in ("q_proj", "k_proj", "v_proj_delayed", "v_proj_current")]
     heights = (shape.heads * dim, shape.kv_heads * dim, half, half)
+    qkv = w.linear(*(f"{name}.weight" for name in names), shape=(heights, shape.hidden))
     biased = config.bool("attention_bias", default=False)
     bias, late = biases(w, *(f"{name}.bias" for name in names), wanted=biased), None
     if bias is not None:
@@ -201,7 +210,7 @@ def convolved_attention(
     inner = w.tensor(f"{inside}.conv_qk_depthwise.bias", (width,)).view(heads, 1, dim).repeat(1, 1, second)
     through = (inner.double() @ matrices.double()).flatten()
     attention = Attention(
-        w.linear(*(f"{name}.weight" for name in names), shape=(heights, shape.hidden)),
+        qkv,
         w.linear(f"{prefix}.o_proj.weight", shape=(shape.hidden, shape.heads * dim)),
         shape.heads,
         shape.kv_heads,
@@ -217,7 +226,7 @@ def convolved_attention(
         taps,
         matrices.contiguous(),
         (w.tensor(f"{inside}.conv_qk_grouped.bias", (width,)).double() + through).float(),
-        Norm(torch.ones(dim, dtype=torch.float32, device=w.device), UNIT_EPS),
+        plain_norm(w, dim, UNIT_EPS),
         w.tensor(f"{prefix}.qk_norm.temp", (shape.kv_heads,)),
         late,
     )

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from lmstate import ops
 from lmstate.models.mixers.mixer import Halves, JoiningMixer
 from lmstate.models.rope import Rope
 from lmstate.ops import Norm, Residual, Weight
 from lmstate.state import KeyValueState, LayerState, Layout, Step, attention_state
+
+GateAct: TypeAlias = Literal["sigmoid", "softplus"]
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,9 @@ class Attention(JoiningMixer):
     `qkv [H * D + 2 * K * D, E]` are the three projections in one matrix. `q_norm` and `k_norm` normalise each head, or
     the whole projection if they are as wide as it is; `v_norm` each head of the values. `rope` None: the layer knows no
     positions. `gate`: each query head's rows are followed by as many of a gate, whose sigmoid multiplies what the head
-    has seen (Qwen3-Next). `head_gate`: the last H rows of `qkv` give a gate of one number a head (LFM3). `reads`: the
-    number of an earlier layer whose keys and values it attends to, and `qkv` are queries alone.
+    has seen (Qwen3-Next). `gates`: that many last rows of `qkv` give a gate of one number a head (LFM3), or of as many
+    as it has features; `gate_act` opens it. `reads`: the number of an earlier layer whose keys and values it attends
+    to, and `qkv` are queries alone.
 
     `clip`: what the projections give is brought to within that of 0. `turned_weight` float32 `[D]` multiplies queries
     after they have turned: where a norm comes after the rotation, that is what is left of it there.
@@ -61,7 +66,8 @@ class Attention(JoiningMixer):
     qkv_bias: Tensor | None = None
     out_bias: Tensor | None = None
     gate: bool = False
-    head_gate: bool = False
+    gates: int = 0
+    gate_act: GateAct = "sigmoid"
     temperature: Temperature | None = None
     v_norm: Norm | None = None
     reads: int | None = None
@@ -82,7 +88,9 @@ class Attention(JoiningMixer):
 
     def half(self, norm: Norm | None, after: Norm | None, scale: float) -> ops.AttentionHalf | None:
         apart = self.temperature is not None or self.clip is not None or self.turned_weight is not None
-        return None if apart else ops.AttentionHalf(self, norm, after, scale)
+        if apart or self.gates not in (0, self.heads) or self.gate_act != "sigmoid":
+            return None
+        return ops.AttentionHalf(self, norm, after, scale)
 
     def joins(self, run: ops.Run, half: Halves, step: Step, memory: LayerState) -> bool:
         assert isinstance(memory, KeyValueState) and isinstance(half, ops.AttentionHalf)
@@ -99,7 +107,7 @@ class Attention(JoiningMixer):
     def mix(self, qkv: Tensor, step: Step, memory: LayerState, residual: Residual | None = None) -> Tensor:
         """What comes after the projections, as wide as `qkv` is high -> `[R, T, E]`."""
         assert isinstance(memory, KeyValueState)
-        qkv, head_gate = qkv.tensor_split([qkv.shape[-1] - (self.heads if self.head_gate else 0)], dim=-1)
+        qkv, behind = qkv.tensor_split([qkv.shape[-1] - self.gates], dim=-1)
         kv_width = 0 if self.reads is not None else self.kv_heads * self.head_dim
         qkv = qkv if self.clip is None else qkv.clamp(-self.clip, self.clip)
         q, k, v = qkv.split([qkv.shape[-1] - 2 * kv_width, kv_width, kv_width], dim=-1)
@@ -119,16 +127,16 @@ class Attention(JoiningMixer):
             rotation = None
         scoring = ops.Scoring(self.scale, self.softcap, self.sinks)
         seen = memory.attend(q, new, step, scoring, rotation)
-        if self.head_gate:
-            seen = of_heads(seen, head_gate)
+        if self.gates:
+            seen = gated(seen, behind, self.gate_act)
         mixed = seen.flatten(-2) if gate is None else seen.flatten(-2) * gate.sigmoid()
         return ops.linear(mixed, self.out, self.out_bias, residual=residual)
 
 
-def of_heads(seen: Tensor, gate: Tensor) -> Tensor:
-    """What heads have seen, `[R, T, H, D]`, each times the sigmoid of its own number, `[R, T, H]`."""
-    # In float64: in float32 torch rounds the last numbers of a vector, which may be another row's, otherwise.
-    return seen * gate.double().sigmoid().float()[..., None]
+def gated(seen: Tensor, gate: Tensor, act: GateAct = "sigmoid") -> Tensor:
+    """What heads have seen, `[R, T, H, D]`, times what opens their gates: `[R, T, H]`, or `[R, T, H * D]`."""
+    opened = ops.sigmoid(gate) if act == "sigmoid" else softplus(gate.double()).float()  # in float64 as `sigmoid` is
+    return seen * opened.unflatten(-1, (seen.shape[-2], -1))
 
 
 def _normed(x: Tensor, norm: Norm | None, head_dim: int) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lmstate import ops
-from lmstate.models.mixers.attention import Temperature, of_heads
+from lmstate.models.mixers.attention import Temperature, gated
 from lmstate.models.rope import Rope
 from lmstate.ops import Norm, Residual, Weight
 from lmstate.ops.latent_attend import by_head
@@ -82,7 +82,7 @@ class LatentAttention:
         )
         seen = attend(q_nope, q_rope, memory, step)  # [R, T, H * Dv]
         if self.head_gate:
-            seen = of_heads(seen.unflatten(-1, (heads, -1)), gate).flatten(-2)
+            seen = gated(seen.unflatten(-1, (heads, -1)), gate).flatten(-2)
         return ops.linear(seen, self.out, self.out_bias, residual=residual)
 
     def _absorbed(

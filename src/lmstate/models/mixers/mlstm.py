@@ -26,14 +26,12 @@ class MLSTM:
     gates: Weight  # float32, for its errors would last
     gates_bias: Tensor  # [2 * H]
     out: Weight  # [E, H * Dv]
-    norm_weight: Tensor  # [H * Dv], of the layer norm of each head
+    norm: Norm  # of each head, [H, Dv]
     heads: int
     key_dim: int
     value_dim: int
     gate_cap: float
     eps: float  # beside what answers are divided by
-    norm_eps: float
-    norm_bias: Tensor | None = None
     bias: Tensor | None = None
     out_bias: Tensor | None = None
 
@@ -69,7 +67,5 @@ class MLSTM:
         gates = ops.linear(x, self.gates, self.gates_bias)
         qkv, gate = ops.linear(x, self.project, self.bias).tensor_split([sum(self.widths)], dim=-1)
         y = memory.advance(torch.cat([qkv, gates], dim=-1), step).unflatten(-1, (self.heads, -1))
-        plain = Norm(torch.ones_like(self.norm_weight[: self.value_dim]), self.norm_eps, "layer")
-        y = ops.norm(y, plain).flatten(-2) * self.norm_weight
-        y = y if self.norm_bias is None else y + self.norm_bias
+        y = ops.norm(y, self.norm).flatten(-2)
         return ops.linear(gate.sigmoid() * y, self.out, self.out_bias, residual=residual)

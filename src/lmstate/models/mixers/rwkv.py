@@ -26,11 +26,6 @@ def mixed(x: Tensor, late: Tensor, share: Tensor) -> Tensor:
     return x * share + late * (1 - share)
 
 
-def _open(gate: Tensor) -> Tensor:
-    """A sigmoid, in float64: in float32 torch rounds the last numbers of a vector, another row's say, otherwise."""
-    return gate.double().sigmoid().float()
-
-
 @dataclass(frozen=True, eq=False)
 class TimeMix:
     """`out(sigmoid(receptance) * wkv(key, value))`, each of the three of its own mixture of two tokens."""
@@ -62,7 +57,7 @@ class TimeMix:
         )
         num, den, peak = average
         y, new = wkv(k, v, self.decay, self.bonus, (num, den, peak), counts)
-        return _open(r) * y, (tail, *new)
+        return ops.sigmoid(r) * y, (tail, *new)
 
     def __call__(
         self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
@@ -102,5 +97,5 @@ class ChannelMix:
         late = memory.advance(x, step)
         of_key, of_receptance = self.shares
         hidden = ops.linear(mixed(x, late, of_key), self.key).relu().square()
-        y = _open(ops.linear(mixed(x, late, of_receptance), self.receptance)) * ops.linear(hidden, self.value)
+        y = ops.sigmoid(ops.linear(mixed(x, late, of_receptance), self.receptance)) * ops.linear(hidden, self.value)
         return y if residual is None else residual.added(y)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lmstate.errors import ModelError
 from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.gguf import TensorPlace
 
@@ -40,7 +41,9 @@ BLOCK = r"blk\.(0|[1-9]\d{0,4})\."
 # Tensors that hold rope frequencies: they become config values.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
-Extra = Callable[[Fields, str, dict[str, Any], dict[str, TensorPlace]], None]
+Config = dict[str, Any]
+Tensors = dict[str, TensorPlace]
+Extra = Callable[[Fields, str, Config, Tensors], None]
 Change = Literal["convolution", "vector", "decay", "decay vector", "one more"]
 """What the converter made of a tensor: it took the middle axis out of a convolution's taps [F, 1, C], it gave a vector
 another shape, it stored -exp(A_log) for A_log, or both of these, or it added 1 to a norm's weight."""
@@ -122,3 +125,18 @@ class Located:
         if self.change == "convolution":
             return (*shape[:-1], 1, shape[-1])
         return (math.prod(shape),) if self.change in ("vector", "decay vector") else shape
+
+
+def layer_kinds(metadata: Fields, prefix: str, layers: int, blocks: int = 0) -> list[str] | None:
+    """Each layer's kind, where the file lists which of them have a window; None where it has no list.
+
+    A list may be of all `blocks`, of which heads for multi-token prediction come behind the layers. Raises `ModelError`
+    for a list of another length, or of other things than flags.
+    """
+    name = f"{prefix}.attention.sliding_window_pattern"
+    flags = metadata.get(name)
+    if not isinstance(flags, list):
+        return None
+    if len(flags) not in (layers, blocks) or not all(isinstance(flag, bool) for flag in flags):
+        raise ModelError(f"{metadata.where} must have {layers} flags in {name!r}, one a layer; it is damaged")
+    return ["sliding_attention" if slides else "full_attention" for slides in flags[:layers]]

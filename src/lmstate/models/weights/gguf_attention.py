@@ -6,10 +6,7 @@ largest Gemmas scale their scores.
 
 from __future__ import annotations
 
-from typing import Any
-
 from lmstate.models.weights.fields import Fields
-from lmstate.models.weights.gguf import TensorPlace
 from lmstate.models.weights.gguf_architecture import (
     ATTENTION,
     EXPERTS,
@@ -20,10 +17,9 @@ from lmstate.models.weights.gguf_architecture import (
     PRE_NORMS,
     Architecture,
     Change,
+    Config,
+    Tensors,
 )
-
-Config = dict[str, Any]
-Tensors = dict[str, TensorPlace]
 
 GEMMA = {
     **ATTENTION,

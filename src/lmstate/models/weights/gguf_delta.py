@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from lmstate.errors import ModelError
 from lmstate.models.weights.fields import Fields
-from lmstate.models.weights.gguf import TensorPlace
 from lmstate.models.weights.gguf_architecture import (
     ATTENTION,
     EXPERTS,
@@ -16,11 +13,10 @@ from lmstate.models.weights.gguf_architecture import (
     OUTSIDE,
     Architecture,
     Change,
+    Config,
     Spans,
+    Tensors,
 )
-
-Config = dict[str, Any]
-Tensors = dict[str, TensorPlace]
 
 QWEN = {
     **ATTENTION,

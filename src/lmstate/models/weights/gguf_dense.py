@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from lmstate.errors import ModelError
 from lmstate.models.weights.fields import Fields
-from lmstate.models.weights.gguf import TensorPlace
 from lmstate.models.weights.gguf_architecture import (
     ATTENTION,
     HEAD_NORMS,
@@ -16,10 +13,10 @@ from lmstate.models.weights.gguf_architecture import (
     STANDARD,
     Architecture,
     Change,
+    Config,
+    Tensors,
+    layer_kinds,
 )
-
-Config = dict[str, Any]
-Tensors = dict[str, TensorPlace]
 
 UNGATED = {"ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 AFTER = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
@@ -47,11 +44,6 @@ def _relu2(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> N
     config["hidden_act"] = "relu2"
 
 
-def _nemotron(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
-    _relu2(metadata, prefix, config, tensors)
-    config.setdefault("partial_rotary_factor", 1.0)
-
-
 def _gemma(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
     config["hidden_act"] = "gelu_pytorch_tanh"
 
@@ -63,21 +55,17 @@ def _phi(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> Non
             f"lmstate cannot read; take a file made since"
         )
     config["hidden_act"] = "gelu_new"
-    config.setdefault("partial_rotary_factor", 1.0)
 
 
 def _glm4(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
     if metadata.given(f"{prefix}.rope.dimension_sections"):
         raise ModelError(f"{metadata.where} is the text model of GLM-4V, whose heads lie otherwise; lmstate has none")
     _biases(metadata, prefix, config, tensors)
-    config.setdefault("partial_rotary_factor", 1.0)
 
 
 def _exaone4(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
     config["sliding_window"] = metadata.int(f"{prefix}.attention.sliding_window", 1, default=None)
-    pattern = metadata.get(f"{prefix}.attention.sliding_window_pattern")
-    if isinstance(pattern, list):
-        config["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
+    config["layer_types"] = layer_kinds(metadata, prefix, config["num_hidden_layers"])
 
 
 def _command_r(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
@@ -117,7 +105,6 @@ def _stablelm(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -
         "qk_layernorm": "blk.0.attn_q_norm.weight" in tensors,
         "use_parallel_residual": "blk.0.ffn_norm.weight" not in tensors,
     }
-    config.setdefault("partial_rotary_factor", 1.0)
 
 
 DENSE = {
@@ -172,7 +159,7 @@ DENSE = {
         "nemotron",
         "NemotronForCausalLM",
         {**ATTENTION, **PRE_NORMS, **UNGATED},
-        extra=_nemotron,
+        extra=_relu2,
         outside=BIASED_NORM,
         changed=ONE_MORE,
         eps="norm_eps",

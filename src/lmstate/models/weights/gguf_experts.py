@@ -6,10 +6,7 @@ to a sum of 1, say.
 
 from __future__ import annotations
 
-from typing import Any
-
 from lmstate.models.weights.fields import Fields
-from lmstate.models.weights.gguf import TensorPlace
 from lmstate.models.weights.gguf_architecture import (
     ATTENTION,
     EXPERTS,
@@ -19,13 +16,20 @@ from lmstate.models.weights.gguf_architecture import (
     MOST_WIDTH,
     PRE_NORMS,
     Architecture,
+    Config,
+    Tensors,
+    layer_kinds,
 )
 
-Config = dict[str, Any]
-Tensors = dict[str, TensorPlace]
-
 SPARSE = {**ATTENTION, **PRE_NORMS, **EXPERTS, "ffn_gate_inp": "mlp.gate"}
-SHARED = {f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
+
+
+def _shared(name: str) -> dict[str, str]:
+    """The part that every token goes through, beside experts; `name`: what it is called in a layer."""
+    return {f"ffn_{part}_shexp": f"{name}.{part}_proj" for part in ("gate", "up", "down")}
+
+
+SHARED = _shared("mlp.shared_experts")
 DEEPSEEK = {**SPARSE, **MLP, **HEAD_NORMS, **SHARED}
 CORRECTION = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 
@@ -84,7 +88,6 @@ def _deepseek(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -
 def _glm4_moe(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
     _deepseek(metadata, prefix, config, tensors)
     config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in tensors
-    config.setdefault("partial_rotary_factor", 1.0)
 
 
 def _dots1(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
@@ -97,11 +100,7 @@ def _exaone_moe(metadata: Fields, prefix: str, config: Config, tensors: Tensors)
     _deepseek(metadata, prefix, config, tensors)
     config["num_shared_experts"] = config["n_shared_experts"]
     config["sliding_window"] = metadata.int(f"{prefix}.attention.sliding_window", 1)
-    pattern = metadata.get(f"{prefix}.attention.sliding_window_pattern")
-    if isinstance(pattern, list) and config["num_hidden_layers"] <= len(pattern) <= blocks:
-        config["layer_types"] = [
-            "sliding_attention" if slides else "full_attention" for slides in pattern[: config["num_hidden_layers"]]
-        ]
+    config["layer_types"] = layer_kinds(metadata, prefix, config["num_hidden_layers"], blocks)
 
 
 def _ernie(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
@@ -152,7 +151,7 @@ MIXTURES = {
         "Qwen2MoeForCausalLM",
         {
             **SPARSE,
-            **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+            **_shared("mlp.shared_expert"),
             "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
         },
         extra=_qwen2_moe,
@@ -192,7 +191,7 @@ MIXTURES = {
             "ffn_gate_inp": "mlp.gate.wg",
             "attn_q_norm": "self_attn.query_layernorm",
             "attn_k_norm": "self_attn.key_layernorm",
-            **{f"ffn_{part}_shexp": f"mlp.shared_mlp.{part}_proj" for part in ("gate", "up", "down")},
+            **_shared("mlp.shared_mlp"),
         },
         extra=_hunyuan_moe,
     ),

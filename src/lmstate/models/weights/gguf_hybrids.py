@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from lmstate.errors import ModelError
 from lmstate.models.weights.fields import Fields
-from lmstate.models.weights.gguf import TensorPlace
-from lmstate.models.weights.gguf_architecture import ATTENTION, BLOCK, OUTSIDE, PRE_NORMS, Architecture, Change
+from lmstate.models.weights.gguf_architecture import (
+    ATTENTION,
+    BLOCK,
+    OUTSIDE,
+    PRE_NORMS,
+    Architecture,
+    Change,
+    Config,
+    Tensors,
+)
 
 MOST = 2**24
-Config = dict[str, Any]
-Tensors = dict[str, TensorPlace]
-
 BACKBONE = {
     "token_embd.weight": "backbone.embeddings.weight",
     "output_norm.weight": "backbone.norm_f.weight",

@@ -158,9 +158,10 @@ def config_of(contents: GgufContents, rope_factors: dict[str, list[float]], wher
         "tie_word_embeddings": "output.weight" not in tensors,
         "rope_theta": metadata.float(f"{prefix}.rope.freq_base", 1e-3, 1e18, default=10000.0),
     }
+    if not config["head_dim"]:
+        raise ModelError(f"{where}: {heads} heads cannot share a width of {hidden}")
     rotated = metadata.int(f"{prefix}.rope.dimension_count", 1, MOST_WIDTH, default=config["head_dim"])
-    if rotated != config["head_dim"]:
-        config["partial_rotary_factor"] = rotated / config["head_dim"]
+    config["partial_rotary_factor"] = rotated / config["head_dim"]
     scaling = _rope_scaling(metadata, prefix, config, rope_factors)
     if scaling is not None:
         config["rope_scaling"] = scaling
@@ -168,8 +169,6 @@ def config_of(contents: GgufContents, rope_factors: dict[str, list[float]], wher
             config["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
     for key in ("bos", "eos"):
         config[f"{key}_token_id"] = metadata.int(f"tokenizer.ggml.{key}_token_id", default=None)
-    if not config["head_dim"]:
-        raise ModelError(f"{where}: {heads} heads cannot share a width of {hidden}")
     if arch.extra is not None:
         arch.extra(metadata, prefix, config, tensors)
     return config

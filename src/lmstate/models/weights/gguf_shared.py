@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 from statistics import NormalDist
-from typing import Any
 
 from lmstate.errors import ModelError
 from lmstate.models.weights.fields import Fields
-from lmstate.models.weights.gguf import TensorPlace
-from lmstate.models.weights.gguf_architecture import HEAD_NORMS, MOST_LAYERS, MOST_WIDTH, OUTSIDE, Architecture
+from lmstate.models.weights.gguf_architecture import (
+    HEAD_NORMS,
+    MOST_LAYERS,
+    MOST_WIDTH,
+    OUTSIDE,
+    Architecture,
+    Config,
+    Tensors,
+    layer_kinds,
+)
 from lmstate.models.weights.gguf_attention import GEMMA
-
-Config = dict[str, Any]
-Tensors = dict[str, TensorPlace]
 
 UNTURNED = 1e20
 """A divisor of a rotary frequency beyond which it is none."""
@@ -23,10 +27,10 @@ def _shared(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> 
     layers = config["num_hidden_layers"]
     config["hidden_activation"] = "gelu_pytorch_tanh"
     config["sliding_window"] = metadata.int(f"{prefix}.attention.sliding_window", 1)
-    config["layer_types"] = [
-        "sliding_attention" if slides else "full_attention"
-        for slides in _flags(metadata, f"{prefix}.attention.sliding_window_pattern", layers)
-    ]
+    kinds = layer_kinds(metadata, prefix, layers)
+    if kinds is None:
+        raise ModelError(f"{metadata.where} does not list which of its {layers} layers have a window; it is damaged")
+    config["layer_types"] = kinds
     config["num_kv_shared_layers"] = metadata.int(f"{prefix}.attention.shared_kv_layers", 0, MOST_LAYERS, default=0)
     config["hidden_size_per_layer_input"] = metadata.int(
         f"{prefix}.embedding_length_per_layer_input", 0, MOST_WIDTH, default=0
@@ -44,9 +48,9 @@ def _gemma3n(metadata: Fields, prefix: str, config: Config, tensors: Tensors) ->
     config["altup_num_inputs"] = metadata.int(f"{prefix}.altup.num_inputs", 2, 64)
     config["altup_active_idx"] = metadata.int(f"{prefix}.altup.active_idx", 0, 63)
     # The file has by how many deviations the gates that count lie above their mean; minus infinity lets all count.
-    scales = metadata.get(f"{prefix}.activation_sparsity_scale") or ()
-    if not all(isinstance(scale, float) and not math.isnan(scale) for scale in scales):
-        raise ModelError(f"{metadata.where} has numbers that are none among its scales of sparsity")
+    scales = metadata.get(f"{prefix}.activation_sparsity_scale", [])
+    if not isinstance(scales, list) or not all(isinstance(each, float) and not math.isnan(each) for each in scales):
+        raise ModelError(f"{metadata.where} must have one number a layer in '{prefix}.activation_sparsity_scale'")
     config["activation_sparsity_pattern"] = [NormalDist().cdf(scale) for scale in scales]
 
 
@@ -93,21 +97,14 @@ def _by_layer(metadata: Fields, name: str, layers: int) -> tuple[int, ...]:
     return (metadata.int(name, 1, MOST_WIDTH),) * layers
 
 
-def _flags(metadata: Fields, name: str, layers: int) -> list[bool]:
-    flags = metadata.get(name)
-    if not isinstance(flags, list) or len(flags) != layers or not all(isinstance(flag, bool) for flag in flags):
-        raise ModelError(f"{metadata.where} must have {layers} flags in {name!r}, one a layer")
-    return flags
-
-
-TOLD = {
+PER_LAYER = {
     **GEMMA,
     **HEAD_NORMS,
     "inp_gate": "per_layer_input_gate",
     "proj": "per_layer_projection",
     "post_norm": "post_per_layer_input_norm",
 }
-OUTSIDE_TOLD = {
+OUTSIDE_PER_LAYER = {
     **OUTSIDE,
     "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
     "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
@@ -119,7 +116,7 @@ SHARED = {
         "gemma3n_text",
         "Gemma3nForCausalLM",
         {
-            **TOLD,
+            **PER_LAYER,
             "altup_correct_coef": "altup.correction_coefs",
             "altup_predict_coef": "altup.prediction_coefs",
             "altup_router": "altup.modality_router",
@@ -131,7 +128,7 @@ SHARED = {
         extra=_gemma3n,
         whole={"altup_correct_scale.weight": "altup.correct_output_scale"},
         outside={
-            **OUTSIDE_TOLD,
+            **OUTSIDE_PER_LAYER,
             "altup_proj.weight": "model.altup_projections.{each}.weight",
             "altup_unembd_proj.weight": "model.altup_unembed_projections.{each}.weight",
         },
@@ -140,7 +137,7 @@ SHARED = {
         "gemma4_text",
         "Gemma4ForCausalLM",
         {
-            **TOLD,
+            **PER_LAYER,
             "post_ffw_norm_1": "post_feedforward_layernorm_1",
             "post_ffw_norm_2": "post_feedforward_layernorm_2",
             "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
@@ -154,7 +151,7 @@ SHARED = {
             "ffn_down_exps.weight": "experts.{expert}.down_proj.weight",
             "ffn_down_exps.scale": "router.per_expert_scale",
         },
-        outside=OUTSIDE_TOLD,
+        outside=OUTSIDE_PER_LAYER,
         varied=True,
     ),
 }

@@ -18,7 +18,7 @@ from lmstate.models.weights.gguf_blocks import FORMATS, take_apart
 from lmstate.models.weights.gguf_models import ROPE_TENSORS, config_of, locate
 from lmstate.models.weights.gguf_tokenizer import generation_of, tokenizer_of
 from lmstate.models.weights.mapped import MappedFile, fingerprint
-from lmstate.models.weights.source import GROUP, GroupedQuant, TokenizerFiles
+from lmstate.models.weights.source import GROUP, GroupedQuant, TokenizerFiles, floats
 
 
 class GgufSource:
@@ -83,7 +83,7 @@ class GgufSource:
 
     def _undone(self, numbers: Tensor | GroupedQuant, located: Located, name: str) -> Tensor:
         """A small tensor as it was before the converter changed it."""
-        whole = numbers.dequantize() if isinstance(numbers, GroupedQuant) else numbers
+        whole = floats(numbers)
         if located.change in ("decay", "decay vector"):
             if not bool((whole < 0).all()):
                 raise ModelError(f"{self.path} is damaged: the rates of decay in {name!r} must be negative")

@@ -47,6 +47,11 @@ class GroupedQuant:
         return GroupedQuant(q, self.scale[:, order], None if self.minimum is None else self.minimum[:, order])
 
 
+def floats(numbers: Tensor | GroupedQuant) -> Tensor:
+    """The floats that a file has, or that its integers stand for."""
+    return numbers.dequantize() if isinstance(numbers, GroupedQuant) else numbers
+
+
 @dataclass(frozen=True)
 class TokenizerFiles:
     """What a tokenizer is made of: tokenizer.json (its path or its text), and the settings that lie beside it.

@@ -15,7 +15,7 @@ from torch import Tensor
 from lmstate.errors import ModelError
 from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.packed import Packed
-from lmstate.models.weights.source import GroupedQuant, Source
+from lmstate.models.weights.source import GroupedQuant, Source, floats
 from lmstate.ops.memory import spare
 from lmstate.ops.processor import multiplies_bfloat16
 from lmstate.ops.squeezed import squeeze
@@ -115,19 +115,20 @@ class Weights:
             return None
         self.expect(name, shape)
         self._asked.add(name)
-        numbers = self.source.read(name)
-        whole = numbers.dequantize() if isinstance(numbers, GroupedQuant) else numbers
-        return whole.float().to(self.device)
+        return floats(self.source.read(name)).float().to(self.device)
 
     def linear(
-        self, *names: str, shape: tuple[int | Sequence[int], int] | None = None, order: Tensor | None = None
+        self,
+        *names: str,
+        shape: tuple[int | Sequence[int], int] | None = None,
+        order: Callable[[], Tensor] | None = None,
     ) -> Weight:
         """One matrix [N, K], or several stacked along the output axis (q, k, v), in the storage of `kind`.
 
-        `shape`: N of each (a number for a single one), and K. `order`: int64, which row of the stack comes first, and
-        so on; one order for the same names. Raises `ModelError` if one is absent, is no matrix, differs in K from the
-        others, or if `shape` is given and is not its own. The same names give the same object again: tied weights stay
-        one.
+        `shape`: N of each (a number for a single one), and K. `order` gives int64 `[N]`, which row of the stack comes
+        first, and so on; it is asked when the shapes are known to be right. Raises `ModelError` if one is absent, is no
+        matrix, differs in K from the others, or if `shape` is given and is not its own. The same names give the same
+        object again, so one order belongs to them: tied weights stay one.
         """
         label = "+".join(names) + ("" if order is None else ", reordered")
         if label not in self._made:
@@ -139,7 +140,7 @@ class Weights:
                 for name, height in zip(names, [heights] if isinstance(heights, int) else heights, strict=True):
                     self.expect(name, (height, width))
             parts = [_Part((name,), self.source.stored(name)) for name in names]
-            self._made[label] = self._matrix(label, parts, order)
+            self._made[label] = self._matrix(label, parts, None if order is None else order())
         return self._made[label]
 
     def stacked(self, name: str, index: int, shape: tuple[int, int, int] | None = None) -> Weight:
@@ -235,11 +236,11 @@ class Weights:
         grouped = [part for part in numbers if isinstance(part, GroupedQuant)]
         if len(grouped) == len(numbers) and all(part.kind == kind for part in grouped):
             return _pack(grouped, order)
-        floats = [part.dequantize() if isinstance(part, GroupedQuant) else part for part in numbers]
+        plain = [floats(part) for part in numbers]
         dtype = FLOAT_KINDS.get(kind)
         if dtype is not None:
-            floats = [part.to(dtype) for part in floats]
-        whole = floats[0] if len(floats) == 1 else torch.cat(floats)
+            plain = [part.to(dtype) for part in plain]
+        whole = plain[0] if len(plain) == 1 else torch.cat(plain)
         whole = whole if order is None else whole[order]
         return quantize(whole, kind) if dtype is None else FloatWeight(whole)
 

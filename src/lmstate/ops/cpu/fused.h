@@ -18,7 +18,7 @@ typedef struct {
   const float *out_bias, *after; /* the last as in linear_args */
   int64_t inputs, outputs, heads, kv_heads, dim, gated, q_norm_width, k_norm_width, qkv_kind, out_kind;
   int64_t reads;      /* what another layer stored, and stores nothing */
-  int64_t head_gate;  /* the last rows of qkv gate a head each */
+  int64_t gates;      /* the last rows of qkv: 0, or H, which gate a head each */
   double norm_eps, q_eps, k_eps, v_eps, scale, softcap, after_eps, residual_scale;
   const int64_t *starts; /* [R], where they are not the step's; or null */
   /* The rings. */

@@ -53,8 +53,10 @@ class Fused:
         heads, kv_heads, dim, qkv, out = parts.heads, parts.kv_heads, parts.head_dim, parts.qkv, parts.out
         width, inputs, outputs = qkv.out_features, qkv.in_features, out.out_features
         stored = 0 if parts.reads is not None else kv_heads
-        more = heads if parts.head_gate else 0
-        if width != (heads * (2 if parts.gate else 1) + 2 * stored) * dim + more or out.in_features != heads * dim:
+        if (
+            width != (heads * (2 if parts.gate else 1) + 2 * stored) * dim + parts.gates
+            or out.in_features != heads * dim
+        ):
             raise ValueError(f"projections {qkv} and {out} do not fit {heads} heads of {dim}")
         q_norm, q_width, q_eps = _head_norm(parts.q_norm, dim, heads)
         k_norm, k_width, k_eps = _head_norm(parts.k_norm, dim, kv_heads)
@@ -65,7 +67,7 @@ class Fused:
             optional_pointer(parts.sinks, "sinks", (heads,)), out.storage.data_ptr(),
             optional_pointer(parts.out_bias, "the bias of out", (outputs,)), norm_fields(half.after, outputs)[0],
             inputs, outputs, heads, kv_heads, dim, parts.gate, q_width, k_width, WEIGHT_KINDS[qkv.kind],
-            WEIGHT_KINDS[out.kind], parts.reads is not None, parts.head_gate, norm_fields(norm, inputs)[1], q_eps,
+            WEIGHT_KINDS[out.kind], parts.reads is not None, parts.gates, norm_fields(norm, inputs)[1], q_eps,
             k_eps, v_eps, parts.scale, parts.softcap or 0.0, norm_fields(half.after, outputs)[1], factor(half.scale),
         )  # fmt: skip
 

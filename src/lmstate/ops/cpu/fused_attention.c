@@ -6,7 +6,7 @@
 static int64_t stored_heads(const attention_args *a) { return a->reads ? 0 : a->kv_heads; }
 
 static int64_t qkv_width(const attention_args *a) {
-  return ((a->gated ? 2 : 1) * a->heads + 2 * stored_heads(a)) * a->dim + (a->head_gate ? a->heads : 0);
+  return ((a->gated ? 2 : 1) * a->heads + 2 * stored_heads(a)) * a->dim + a->gates;
 }
 
 /* Norm and rotate the heads of the projections in place, and store those of keys and values. */
@@ -80,7 +80,7 @@ static void open_heads(const attention_args *a, int64_t n, const float *qkv, flo
   const int64_t width = qkv_width(a);
 #pragma omp for schedule(static)
   for (int64_t i = 0; i < n * a->heads; i++) {
-    const float gate = qkv[(i / a->heads + 1) * width - a->heads + i % a->heads];
+    const float gate = qkv[(i / a->heads + 1) * width - a->gates + i % a->heads];
     const float share = (float)(1.0 / (1.0 + exp(-(double)gate)));
     for (int64_t d = 0; d < a->dim; d++) seen[i * a->dim + d] *= share;
   }
@@ -120,6 +120,6 @@ void attention_half(const run_args *run, const attention_args *a, half_products 
   attend_end(&common->plan);
   if (a->codes.bits) turn_back(a, n, seen);
   if (a->gated) gate_heads(a, n, qkv, seen);
-  if (a->head_gate) open_heads(a, n, qkv, seen);
+  if (a->gates) open_heads(a, n, qkv, seen);
   linear_run(&p->out, common->products);
 }

@@ -1,4 +1,4 @@
-"""What every block is told of a token beside the stream: an embedding for each block (Gemma 3n, Gemma 4)."""
+"""Per-layer inputs: what every block gets of a token beside the stream, an embedding of its own (Gemma 3n, Gemma 4)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lmstate import ops
 from lmstate.ops import Norm, Weight
 from lmstate.state import Step
 
-TOLD = "token inputs"
-"""Under this key a step keeps what the blocks are told, float32 `[R, T, L, P]`."""
+PER_LAYER = "per-layer inputs"
+"""Under this key a step keeps them, float32 `[R, T, L, P]`."""
 
 
 @dataclass(frozen=True, eq=False)
-class TokenInputs:
-    """What L blocks are told, P numbers each: an embedding of the token, and a projection of the one that they share.
+class PerLayerInputs:
+    """Those of L blocks, P numbers each: an embedding of the token, and a projection of the one that they share.
 
     Those are added, and divided by the root of two. A token that the table is too short for has that of token 0.
     """
@@ -27,10 +27,10 @@ class TokenInputs:
     norm: Norm  # of P numbers
 
     def __call__(self, x: Tensor, tokens: Tensor, step: Step) -> Tensor:
-        step.memo(TOLD, lambda: self.told(x, tokens))
+        step.memo(PER_LAYER, lambda: self.of(x, tokens))
         return x
 
-    def told(self, x: Tensor, tokens: Tensor) -> Tensor:
+    def of(self, x: Tensor, tokens: Tensor) -> Tensor:
         """x float32 `[R, T, E]`, tokens int64 `[R, T]` -> float32 `[R, T, L, P]`."""
         width = self.norm.weight.shape[-1]
         known = torch.where(tokens < self.embed.out_features, tokens, 0)
@@ -41,8 +41,8 @@ class TokenInputs:
 
 
 @dataclass(frozen=True, eq=False)
-class Told:
-    """What a block is told, as far as a gate that reads the stream lets it through: what is to be added to that."""
+class PerLayerInput:
+    """What a block adds to the stream: its input, as far as a gate that reads the stream lets it through."""
 
     block: int
     gate: Weight  # [P, E]
@@ -52,10 +52,10 @@ class Told:
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         """x float32 `[R, T, E]` -> `[R, T, E]`."""
-        told = step.memo(TOLD, _nobody)[..., self.block, :]  # [R, T, P]
-        gated = ops.activation(self.act)(ops.linear(x, self.gate)) * told
+        own = step.memo(PER_LAYER, _nobody)[..., self.block, :]  # [R, T, P]
+        gated = ops.activation(self.act)(ops.linear(x, self.gate)) * own
         return ops.norm(ops.linear(gated, self.out), self.after)
 
 
 def _nobody() -> Tensor:
-    raise AssertionError("the model's entry did not say what its blocks are told")
+    raise AssertionError("the model's entry did not make the per-layer inputs of its blocks")

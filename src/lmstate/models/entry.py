@@ -1,0 +1,48 @@
+"""What stands between a model's embedding and its blocks, and between these and its last norm, where anything does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from lmstate import ops
+from lmstate.ops import Norm, Weight
+from lmstate.state import Step
+
+
+class Entry(Protocol):
+    """Between the embedding and the first block: x float32 `[R, T, E]` and tokens int64 `[R, T]` -> the stream."""
+
+    def __call__(self, x: Tensor, tokens: Tensor, step: Step) -> Tensor: ...
+
+
+class Exit(Protocol):
+    """Between the last block and the last norm: the stream -> float32 `[R, T, E]`."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, eq=False)
+class NormedEntry:
+    """Normalises the embedding."""
+
+    norm: Norm
+
+    def __call__(self, x: Tensor, tokens: Tensor, step: Step) -> Tensor:
+        return ops.norm(x, self.norm)
+
+
+@dataclass(frozen=True, eq=False)
+class LearnedPositions:
+    """Adds to the embedding what was learned for each of P positions; there are no others."""
+
+    table: Weight  # [P, E]
+
+    @property
+    def count(self) -> int:
+        return self.table.out_features
+
+    def __call__(self, x: Tensor, tokens: Tensor, step: Step) -> Tensor:
+        return x + self.table.rows(step.positions.clamp(max=self.count - 1))  # padding may stand beyond them
