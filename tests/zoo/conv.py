@@ -5,24 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from tests.zoo.small import config
 
-def _config(name: str, **changes: Any) -> Any:
-    import transformers
-
-    sizes = {
-        "vocab_size": 99,
-        "hidden_size": 48,
-        "intermediate_size": 120,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": None,
-        "layer_types": ["conv", "conv", "full_attention", "conv"],
-    }
-    return getattr(transformers, name)(**{**sizes, **changes})
+_config = partial(
+    config,
+    intermediate_size=120,
+    num_hidden_layers=4,
+    layer_types=["conv", "conv", "full_attention", "conv"],
+)
 
 
 def _zaya(**changes: Any) -> Any:

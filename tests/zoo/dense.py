@@ -5,25 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-S, F = "sliding_attention", "full_attention"
-
-
-def _config(name: str, **changes: Any) -> Any:
-    import transformers
-
-    sizes = {
-        "vocab_size": 99,
-        "hidden_size": 48,
-        "intermediate_size": 80,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": None,
-    }
-    return getattr(transformers, name)(**{**sizes, **changes})
+from tests.zoo.small import F, S
+from tests.zoo.small import config as _config
 
 
 def _rope(theta: float = 10000.0, **changes: Any) -> dict[str, Any]:

@@ -5,26 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-S, F = "sliding_attention", "full_attention"
+from tests.zoo.small import F, S, config
 
-
-def _config(name: str, **changes: Any) -> Any:
-    import transformers
-
-    sizes = {
-        "vocab_size": 99,
-        "hidden_size": 48,
-        "intermediate_size": 80,
-        "moe_intermediate_size": 24,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": None,
-    }
-    return getattr(transformers, name)(**{**sizes, **changes})
+_config = partial(
+    config,
+    moe_intermediate_size=24,
+)
 
 
 def _latent(name: str, **changes: Any) -> Any:

@@ -3,36 +3,24 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
+from tests.zoo.small import config
 
-def _config(name: str, **changes: Any) -> Any:
-    import transformers
-
-    sizes = {
-        "vocab_size": 99,
-        "hidden_size": 48,
-        "intermediate_size": 80,
-        "moe_intermediate_size": 24,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 6,
-        "max_position_embeddings": 512,
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 3,
-        "n_group": 4,
-        "topk_group": 2,
-        "kv_lora_rank": 20,
-        "q_lora_rank": 12,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 12,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": None,
-    }
-    return getattr(transformers, name)(**{**sizes, **changes})
+_config = partial(
+    config,
+    moe_intermediate_size=24,
+    num_key_value_heads=6,
+    first_k_dense_replace=1,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    n_group=4,
+    topk_group=2,
+    kv_lora_rank=20,
+    q_lora_rank=12,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=16,
+    v_head_dim=12,
+)
 
 
 _YARN = {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from tests.zoo.windows import F, S, _config
+from tests.zoo.small import F, S
+from tests.zoo.small import config as _config
 
 CASES = {
     "gemma4": partial(
