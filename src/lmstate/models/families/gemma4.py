@@ -65,7 +65,7 @@ class Ending:
     """The per-layer input is added to the stream, and all of it scaled: `[R, T, E]` -> `[R, T, E]`."""
 
     per_layer_input: PerLayerInput | None
-    gain: float
+    gain: Tensor  # float32 [1]
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         added = x if self.per_layer_input is None else x + self.per_layer_input(x, step)
@@ -117,7 +117,7 @@ def build(w: Weights) -> Model:
             normed(f"{layer}.post_feedforward_layernorm"),
             ending=Ending(
                 per_layer_input(w, layer, index, shape, width, act) if width else None,
-                float(w.tensor(f"{layer}.layer_scalar", (1,))),
+                w.tensor(f"{layer}.layer_scalar", (1,)),
             ),
         )
 
