@@ -19,6 +19,11 @@ CASES = {
         attention_k_eq_v=True, enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=24,
         pad_token_id=0, tie_word_embeddings=False,
     ),
+    "gemma4-deep": partial(
+        _config, "Gemma4TextConfig", num_hidden_layers=11, head_dim=8, global_head_dim=16, sliding_window=20,
+        layer_types=[S, F, S, S, S, S, S, S, S, S, F], num_kv_shared_layers=9, hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=99, pad_token_id=0,
+    ),
     "gemma4-shared": partial(
         _config, "Gemma4TextConfig", num_hidden_layers=5, head_dim=8, global_head_dim=8, sliding_window=64,
         layer_types=[F, S, S, S, F], num_kv_shared_layers=3, hidden_size_per_layer_input=8, num_key_value_heads=1,

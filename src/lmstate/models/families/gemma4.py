@@ -194,7 +194,9 @@ def _layer_shape(config: Fields, shape: Shape, index: int, full: bool) -> Shape:
     """The sizes of a layer: those that see everything have heads of their own, which newer configs list by layer."""
     head_dim, kv_heads, listed = shape.head_dim, shape.kv_heads, config.fields("per_layer_config")
     if listed is not None:
-        own = listed.fields(str(index)) or Fields({}, listed.where)
+        # Numbers of layers are as wide as the last one's: 04, of more than ten.
+        name = next((name for name in listed if name.isdecimal() and int(name) == index), str(index))
+        own = listed.fields(name) or Fields({}, listed.where)
         head_dim = own.int("head_dim", low=1, high=MOST, default=head_dim)
         kv_heads = own.int("num_key_value_heads", low=1, high=MOST, default=kv_heads)
     elif full:
