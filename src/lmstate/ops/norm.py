@@ -23,7 +23,7 @@ class Norm:
     @property
     def simple(self) -> bool:
         """Whether the native bodies know it."""
-        return self.kind == "rms" and self.bias is None
+        return self.kind == "rms" and self.bias is None and self.weight.ndim == 1
 
 
 def norm(x: Tensor, norm: Norm) -> Tensor:

@@ -6,19 +6,8 @@ import torch
 from torch import Tensor
 
 from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import (
-    MOST,
-    Shape,
-    activation,
-    biases,
-    decoder,
-    expert_count,
-    head_norms,
-    mlp,
-    rms_norms,
-    windows,
-)
-from lmstate.models.families.mixtures import deepseek_mixture, scores, top_k
+from lmstate.models.families.common import MOST, Shape, activation, biases, decoder, head_norms, mlp, rms_norms, windows
+from lmstate.models.families.mixtures import deepseek_mixture, expert_count, scores, top_k
 from lmstate.models.mixers.attention import Attention
 from lmstate.models.mlp import FeedForward
 from lmstate.models.moe import Router

@@ -18,7 +18,7 @@ from lmstate.models.mlp import MLP, FeedForward
 from lmstate.models.rope import Rope
 from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.weights import Weights
-from lmstate.ops import Norm, Weight
+from lmstate.ops import Norm
 
 POSITIONS = "max_position_embeddings"
 MOST = 2**20  # of heads, layers, experts, widths: more is a damaged file
@@ -407,50 +407,3 @@ def drafting(config: Fields, shape: Shape) -> tuple[str, ...]:
     """Patterns of the tensors of layers past the last one: heads for multi-token prediction, which are not run."""
     drafts = config.int("num_nextn_predict_layers", high=64, default=0)
     return tuple(f"{start}.{shape.layers + extra}.*" for start in ("model.layers", "blk") for extra in range(drafts))
-
-
-def experts(
-    w: Weights,
-    prefix: str,
-    count: int,
-    hidden: int,
-    inner: int,
-    act: str,
-    names: tuple[str, str, str] | None = None,
-) -> list[FeedForward]:
-    """Gated experts: one tensor for all under `gate_up_proj` and `down_proj`, or a block of their own each.
-
-    `names`: of the matrices of an expert that is stored by itself; None: whichever the checkpoint has.
-    """
-    if names is None:
-        names = W1_W3_W2 if w.has(f"{prefix}.0.w1.weight") else GATE_UP_DOWN
-    if w.has(f"{prefix}.gate_up_proj"):
-        return [
-            MLP(
-                _of_all(w, f"{prefix}.gate_up_proj", index, (count, 2 * inner, hidden)),
-                _of_all(w, f"{prefix}.down_proj", index, (count, hidden, inner)),
-                act,
-            )
-            for index in range(count)
-        ]
-    if w.has(f"{prefix}.0.gate_up_proj.weight"):
-        return [fused_mlp(w, f"{prefix}.{index}", hidden, inner, act) for index in range(count)]
-    return [mlp(w, f"{prefix}.{index}", hidden, inner, act, names) for index in range(count)]
-
-
-def _of_all(w: Weights, name: str, index: int, shape: tuple[int, int, int]) -> Weight:
-    """One expert's matrix of a tensor `[experts, N, K]`; some checkpoints hold `[experts, K, N]`."""
-    count, height, width = shape
-    if height == width or w.shape(name) != (count, width, height):
-        return w.stacked(name, index, shape=shape)
-
-    def turned(numbers: Tensor) -> Tensor:
-        return numbers[index].T
-
-    return w.derived(f"{name}[{index}]", name, make=turned, shape=(height, width))
-
-
-def expert_count(config: Fields) -> int:
-    """Experts of each mixture, under whichever of its names the config has it; 0 if none."""
-    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    return next((config.int(name, low=0, high=MOST) for name in names if config.get(name) is not None), 0)

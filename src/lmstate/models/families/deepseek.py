@@ -19,14 +19,13 @@ from lmstate.models.families.common import (
     biases,
     decoder,
     drafting,
-    expert_count,
     mlp,
     norm,
     rms_norms,
     there,
 )
 from lmstate.models.families.mistral import temperature_of
-from lmstate.models.families.mixtures import deepseek_mixture, scores, sparse_layers, top_k
+from lmstate.models.families.mixtures import deepseek_mixture, expert_count, scores, sparse_layers, top_k
 from lmstate.models.mixers.latent_attention import LatentAttention
 from lmstate.models.mlp import FeedForward
 from lmstate.models.moe import Router

@@ -3,19 +3,8 @@
 from __future__ import annotations
 
 from lmstate.models.decoder import Model
-from lmstate.models.families.common import (
-    MOST,
-    Shape,
-    activation,
-    attention,
-    decoder,
-    expert_count,
-    mlp,
-    pre_norm,
-    rms_norms,
-    there,
-)
-from lmstate.models.families.mixtures import deepseek_mixture, scores, top_k
+from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, mlp, pre_norm, rms_norms, there
+from lmstate.models.families.mixtures import deepseek_mixture, expert_count, scores, top_k
 from lmstate.models.mixers.mixer import Mixer
 from lmstate.models.mlp import FeedForward
 from lmstate.models.moe import Router

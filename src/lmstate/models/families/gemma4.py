@@ -11,19 +11,8 @@ from torch import Tensor
 from lmstate import ops
 from lmstate.errors import ModelError
 from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import (
-    MOST,
-    Shape,
-    activation,
-    attention,
-    decoder,
-    experts,
-    mlp,
-    norm,
-    plain_norm,
-    rms_norms,
-)
-from lmstate.models.families.mixtures import expert_width, scores, top_k
+from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, mlp, norm, plain_norm, rms_norms
+from lmstate.models.families.mixtures import expert_width, experts, scores, top_k
 from lmstate.models.mixers.attention import Attention
 from lmstate.models.mlp import MLP, FeedForward
 from lmstate.models.moe import MixtureOfExperts, Router
@@ -138,9 +127,9 @@ def layer_kinds(config: Fields, layers: int, full_every: int) -> Sequence[str]:
     return kinds or [LOCAL if (index + 1) % full_every else FULL for index in range(layers)]
 
 
-def shared_layers(config: Fields, kinds: Sequence[str], default: int = 0) -> list[int | None]:
+def shared_layers(config: Fields, kinds: Sequence[str]) -> list[int | None]:
     """For each layer the earlier one whose keys and values it reads: of its kind, the last that has any."""
-    count = config.int("num_kv_shared_layers", high=len(kinds), default=default)
+    count = config.int("num_kv_shared_layers", high=len(kinds), default=0)
     own = len(kinds) - count
     last = {kind: index for index, kind in enumerate(kinds[:own])}
     if missing := set(kinds[own:]) - set(last):

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lmstate import ops
 from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, Shape, attention, decoder, expert_count, norm, windows
+from lmstate.models.families.common import MOST, Shape, attention, decoder, norm, windows
+from lmstate.models.families.mixtures import expert_count
 from lmstate.models.mlp import MLP, FeedForward
 from lmstate.models.moe import MixtureOfExperts, Router
 from lmstate.models.rope import make_rope

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from lmstate.errors import ModelError
 from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, experts, mlp, rms_norms, there
-from lmstate.models.families.mixtures import scores, top_k
+from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, mlp, rms_norms, there
+from lmstate.models.families.mixtures import experts, scores, top_k
 from lmstate.models.families.state_space import Mamba2Shape, gated_norm, layer_kinds, mamba2
 from lmstate.models.mixers.mixer import Mixer
 from lmstate.models.mlp import MLP, FeedForward

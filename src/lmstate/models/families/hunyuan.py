@@ -12,14 +12,12 @@ from lmstate.models.families.common import (
     activation,
     attention,
     decoder,
-    expert_count,
-    experts,
     mlp,
     norm_after_rope,
     pre_norm,
     rms_norms,
 )
-from lmstate.models.families.mixtures import scores
+from lmstate.models.families.mixtures import expert_count, experts, scores
 from lmstate.models.mixers.attention import Attention
 from lmstate.models.mlp import FeedForward
 from lmstate.models.moe import MixtureOfExperts, Router

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, experts, mlp, norm
+from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, mlp, norm
+from lmstate.models.families.mixtures import experts
 from lmstate.models.families.state_space import MambaShape, dt_rank, expanded, mamba, only_silu
 from lmstate.models.mixers.mixer import Mixer
 from lmstate.models.mlp import FeedForward

@@ -9,22 +9,10 @@ from collections.abc import Sequence
 
 from lmstate.errors import ModelError
 from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import (
-    MOST,
-    W1_W3_W2,
-    Shape,
-    activation,
-    decoder,
-    drafting,
-    expert_count,
-    experts,
-    mlp,
-    norm,
-    there,
-)
+from lmstate.models.families.common import MOST, W1_W3_W2, Shape, activation, decoder, drafting, mlp, norm, there
 from lmstate.models.families.deepseek import latent_attention
 from lmstate.models.families.delta_rule import channel_delta
-from lmstate.models.families.mixtures import scores, top_k
+from lmstate.models.families.mixtures import expert_count, experts, scores, top_k
 from lmstate.models.mixers.gated_delta import GatedDelta
 from lmstate.models.mixers.mixer import Mixer
 from lmstate.models.mlp import FeedForward

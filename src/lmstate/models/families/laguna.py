@@ -12,8 +12,6 @@ from lmstate.models.families.common import (
     activation,
     attention,
     decoder,
-    expert_count,
-    experts,
     head_norms,
     mlp,
     pre_norm,
@@ -21,7 +19,7 @@ from lmstate.models.families.common import (
     there,
     windows,
 )
-from lmstate.models.families.mixtures import corrected_router, expert_width, sparse_layers
+from lmstate.models.families.mixtures import corrected_router, expert_count, expert_width, experts, sparse_layers
 from lmstate.models.mixers.attention import Attention
 from lmstate.models.mlp import FeedForward
 from lmstate.models.moe import MixtureOfExperts

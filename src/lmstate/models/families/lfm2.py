@@ -6,19 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import (
-    MOST,
-    W1_W3_W2,
-    Shape,
-    attention,
-    biases,
-    decoder,
-    expert_count,
-    experts,
-    head_norms,
-    mlp,
-    rms_norms,
-)
+from lmstate.models.families.common import MOST, W1_W3_W2, Shape, attention, biases, decoder, head_norms, mlp, rms_norms
+from lmstate.models.families.mixtures import expert_count, experts
 from lmstate.models.mixers.mixer import Mixer
 from lmstate.models.mixers.short_conv import ShortConv
 from lmstate.models.mlp import FeedForward

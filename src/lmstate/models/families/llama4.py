@@ -8,17 +8,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import (
-    MOST,
-    Shape,
-    activation,
-    attention,
-    decoder,
-    expert_count,
-    mlp,
-    norm,
-    norm_after_rope,
-)
+from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, mlp, norm, norm_after_rope
+from lmstate.models.families.mixtures import expert_count
 from lmstate.models.mixers.attention import Attention, Temperature
 from lmstate.models.mlp import MLP, FeedForward
 from lmstate.models.moe import MixtureOfExperts, Router

@@ -11,19 +11,9 @@ from torch import Tensor
 
 from lmstate import ops
 from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import (
-    MOST,
-    Shape,
-    activation,
-    biases,
-    decoder,
-    expert_count,
-    experts,
-    mlp,
-    rms_norms,
-)
+from lmstate.models.families.common import MOST, Shape, activation, biases, decoder, mlp, rms_norms
 from lmstate.models.families.deepseek import latent_attention, latent_scale
-from lmstate.models.families.mixtures import scores, top_k
+from lmstate.models.families.mixtures import expert_count, experts, scores, top_k
 from lmstate.models.mixers.latent_attention import LatentAttention
 from lmstate.models.mlp import MLP, FeedForward
 from lmstate.models.moe import MixtureOfExperts, Router

@@ -9,18 +9,8 @@ from torch import Tensor
 
 from lmstate import ops
 from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import (
-    MOST,
-    W1_W3_W2,
-    Shape,
-    activation,
-    attention,
-    decoder,
-    expert_count,
-    experts,
-    norm,
-    there,
-)
+from lmstate.models.families.common import MOST, W1_W3_W2, Shape, activation, attention, decoder, norm, there
+from lmstate.models.families.mixtures import expert_count, experts
 from lmstate.models.mixers.lightning import Lightning
 from lmstate.models.moe import MixtureOfExperts, Router
 from lmstate.models.rope import make_rope

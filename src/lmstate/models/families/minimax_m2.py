@@ -9,14 +9,12 @@ from lmstate.models.families.common import (
     activation,
     attention,
     decoder,
-    expert_count,
-    experts,
     pre_norm,
     rms_norms,
     there,
     whole_norms,
 )
-from lmstate.models.families.mixtures import scores, top_k
+from lmstate.models.families.mixtures import expert_count, experts, scores, top_k
 from lmstate.models.mixers.mixer import Mixer
 from lmstate.models.mlp import FeedForward
 from lmstate.models.moe import MixtureOfExperts, Router

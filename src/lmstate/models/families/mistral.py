@@ -14,7 +14,6 @@ from lmstate.models.families.common import (
     activation,
     attention,
     decoder,
-    expert_count,
     mlp,
     one_window,
     pre_norm,
@@ -22,7 +21,7 @@ from lmstate.models.families.common import (
     there,
     windows,
 )
-from lmstate.models.families.mixtures import softmax_mixture
+from lmstate.models.families.mixtures import expert_count, softmax_mixture
 from lmstate.models.mixers.attention import Attention, Temperature
 from lmstate.models.mlp import FeedForward
 from lmstate.models.rope import make_rope, rope_fields

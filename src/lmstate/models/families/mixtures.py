@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from lmstate.models.families.common import MOST, Shape, activation, expert_count, experts, mlp
-from lmstate.models.mlp import FeedForward
+from torch import Tensor
+
+from lmstate.models.families.common import GATE_UP_DOWN, MOST, W1_W3_W2, Shape, activation, fused_mlp, mlp
+from lmstate.models.mlp import MLP, FeedForward
 from lmstate.models.moe import MixtureOfExperts, Router
 from lmstate.models.weights.fields import Fields
 from lmstate.models.weights.weights import Weights
@@ -125,3 +127,50 @@ def deepseek_feed_forward(w: Weights, shape: Shape) -> Callable[[int, str], Feed
         return mlp(w, prefix, shape.hidden, config.int("intermediate_size", low=1, high=MOST), activation(config))
 
     return feed_forward
+
+
+def experts(
+    w: Weights,
+    prefix: str,
+    count: int,
+    hidden: int,
+    inner: int,
+    act: str,
+    names: tuple[str, str, str] | None = None,
+) -> list[FeedForward]:
+    """Gated experts: one tensor for all under `gate_up_proj` and `down_proj`, or a block of their own each.
+
+    `names`: of the matrices of an expert that is stored by itself; None: whichever the checkpoint has.
+    """
+    if names is None:
+        names = W1_W3_W2 if w.has(f"{prefix}.0.w1.weight") else GATE_UP_DOWN
+    if w.has(f"{prefix}.gate_up_proj"):
+        return [
+            MLP(
+                _of_all(w, f"{prefix}.gate_up_proj", index, (count, 2 * inner, hidden)),
+                _of_all(w, f"{prefix}.down_proj", index, (count, hidden, inner)),
+                act,
+            )
+            for index in range(count)
+        ]
+    if w.has(f"{prefix}.0.gate_up_proj.weight"):
+        return [fused_mlp(w, f"{prefix}.{index}", hidden, inner, act) for index in range(count)]
+    return [mlp(w, f"{prefix}.{index}", hidden, inner, act, names) for index in range(count)]
+
+
+def _of_all(w: Weights, name: str, index: int, shape: tuple[int, int, int]) -> Weight:
+    """One expert's matrix of a tensor `[experts, N, K]`; some checkpoints hold `[experts, K, N]`."""
+    count, height, width = shape
+    if height == width or w.shape(name) != (count, width, height):
+        return w.stacked(name, index, shape=shape)
+
+    def turned(numbers: Tensor) -> Tensor:
+        return numbers[index].T
+
+    return w.derived(f"{name}[{index}]", name, make=turned, shape=(height, width))
+
+
+def expert_count(config: Fields) -> int:
+    """Experts of each mixture, under whichever of its names the config has it; 0 if none."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    return next((config.int(name, low=0, high=MOST) for name in names if config.get(name) is not None), 0)

@@ -16,14 +16,12 @@ from lmstate.models.families.common import (
     activation,
     attention,
     decoder,
-    expert_count,
-    experts,
     layer_norms,
     one_window,
     pre_norm,
     there,
 )
-from lmstate.models.families.mixtures import scores
+from lmstate.models.families.mixtures import expert_count, experts, scores
 from lmstate.models.mixers.mixer import Mixer
 from lmstate.models.mlp import FeedForward
 from lmstate.models.moe import MixtureOfExperts

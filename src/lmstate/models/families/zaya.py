@@ -11,18 +11,8 @@ from torch.nn import functional as F
 
 from lmstate import ops
 from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import (
-    MOST,
-    Shape,
-    activation,
-    biases,
-    decoder,
-    expert_count,
-    experts,
-    norm,
-    plain_norm,
-    rms_norms,
-)
+from lmstate.models.families.common import MOST, Shape, activation, biases, decoder, norm, plain_norm, rms_norms
+from lmstate.models.families.mixtures import expert_count, experts
 from lmstate.models.mixers.attention import Attention
 from lmstate.models.mixers.convolved_attention import ConvolvedAttention
 from lmstate.models.moe import MixtureOfExperts, Router
