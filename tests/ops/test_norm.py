@@ -25,6 +25,14 @@ def test_layer_norm_and_biases_equal_torch(variant: str) -> None:
     torch.testing.assert_close(ops.norm(x, ops.Norm(weight, 1e-5, "rms", bias)), plain + bias)
 
 
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_weights_of_each_head_are_its_own(variant: str, kind: str) -> None:
+    x, weight = torch.randn(4, 3, 40), torch.rand(3, 40)
+    got = ops.norm(x, ops.Norm(weight, 1e-5, kind))
+    for head in range(3):
+        torch.testing.assert_close(got[:, head], ops.norm(x[:, head], ops.Norm(weight[head], 1e-5, kind)))
+
+
 def test_a_strided_input_is_read_by_its_strides(variant: str) -> None:
     x, norm = torch.randn(3, 64, 2), ops.Norm(torch.rand(64), 1e-5)
     strided = x[..., 0]
