@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder for the JSON and the chart")
     options = parser.parse_args()
 
-    from lmstate.models.hub import resolve
+    from lmstate.checkpoints.hub import resolve
 
     path = str(resolve("smollm2"))
     engines = {f"lmstate:{kind}": sys.executable for kind in KINDS}

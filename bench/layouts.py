@@ -16,7 +16,7 @@ import torch
 
 import lmstate
 from lmstate import Model
-from lmstate.models.plain import plain
+from lmstate.models.compiled import plain
 
 PROMPT, ROUNDS, STEPS = 512, 8, 8
 
@@ -54,7 +54,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     print(f"{options.threads} threads\n\n| | ms | ms | the second over the first |\n|---|---|---|---|")
     if options.folder is None:
-        with patch("lmstate.models.weights.weights.spare", lambda: 0):
+        with patch("lmstate.checkpoints.loader.spare", lambda: 0):
             mapped = lmstate.load("smollm2")
         compare("int4 mapped, in large pages: decode", mapped, lmstate.load("smollm2"), prefill=False)
     squeezed = lmstate.load(options.folder or "smollm2", weights="bfloat16")

@@ -30,7 +30,7 @@ from torch import Tensor
 import lmstate
 from bench import longcontext_speed
 from lmstate import kv
-from lmstate.models.hub import resolve
+from lmstate.checkpoints.hub import resolve
 
 TOPICS = ("types", "specialnames", "exceptions", "assert", "import", "function", "class")
 STEP = 256

@@ -126,7 +126,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
 
     from bench.hybrids import checkpoint
-    from lmstate.models.hub import resolve
+    from lmstate.checkpoints.hub import resolve
 
     with checkpoint("qwen3.5-0.8b") as folder:
         hybrid = lmstate.load(folder, weights="bfloat16")

@@ -9,7 +9,7 @@ import pytest
 
 def smollm2() -> Path:
     """Its file, from the cache or fetched by pip."""
-    from lmstate.models.hub import resolve
+    from lmstate.checkpoints.hub import resolve
 
     try:
         return resolve("smollm2")

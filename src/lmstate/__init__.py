@@ -25,8 +25,8 @@ from lmstate.errors import (
 
 if TYPE_CHECKING:
     from lmstate import kv
-    from lmstate.models.decoder import Model
     from lmstate.models.load import load
+    from lmstate.models.model import Model
     from lmstate.state import Snapshot, State
 
 __version__ = "0.1.0"
@@ -48,7 +48,7 @@ __all__ = [
 
 # Importing torch takes seconds: what needs it is imported when first asked for, so that `lmstate --help` need not wait.
 _LAZY = {
-    "Model": "lmstate.models.decoder",
+    "Model": "lmstate.models.model",
     "Snapshot": "lmstate.state",
     "State": "lmstate.state",
     "load": "lmstate.models.load",

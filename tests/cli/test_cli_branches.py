@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 import lmstate
 from lmstate.cli.app import app
-from lmstate.cli.chat_commands import COMMANDS, Ask, run_command
-from lmstate.cli.conversation import Conversation
+from lmstate.cli.chat.conversation import Conversation
+from lmstate.cli.chat.slash_commands import COMMANDS, Ask, run_command
 from tests.invariants.mirror import close
 from tests.zoo import VOCAB, ours
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from lmstate.cli.app import app
 from lmstate.cli.chat import talk
-from lmstate.cli.conversation import Conversation, turns
+from lmstate.cli.chat.conversation import Conversation, turns
 from tests.cli.conftest import ChatTokenizer
 from tests.generation.fake_model import FakeModel
 
@@ -159,8 +159,8 @@ def test_messages_may_have_several_lines(
             raise EOFError from None
 
     monkeypatch.setattr("builtins.input", line)
-    monkeypatch.setattr("lmstate.cli.reading.sys.stdin.isatty", lambda: True)
-    monkeypatch.setattr("lmstate.cli.reading._edit_lines", lambda: None)
+    monkeypatch.setattr("lmstate.cli.chat.input.sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("lmstate.cli.chat.input._edit_lines", lambda: None)
     conversation = Conversation(model)
     with redirect_stdout(io.StringIO()) as out:
         talk(conversation, stats=False)
@@ -178,8 +178,8 @@ def test_ctrl_c_forgets_a_message_that_was_begun(model: FakeModel, monkeypatch: 
         raise what
 
     monkeypatch.setattr("builtins.input", line)
-    monkeypatch.setattr("lmstate.cli.reading.sys.stdin.isatty", lambda: True)
-    monkeypatch.setattr("lmstate.cli.reading._edit_lines", lambda: None)
+    monkeypatch.setattr("lmstate.cli.chat.input.sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("lmstate.cli.chat.input._edit_lines", lambda: None)
     conversation = Conversation(model)
     talk(conversation, stats=False)
     assert [question for question, _ in turns(conversation.messages)] == ["two"]

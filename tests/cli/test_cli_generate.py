@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from lmstate.cli.app import app
-from lmstate.cli.long_texts import Watched, watched
+from lmstate.cli.progress import Watched, watched
 from lmstate.generation.sampling import Picker, Sampler
 from tests.generation.fake_model import FakeModel
 from tests.zoo import ours
@@ -239,7 +239,7 @@ def test_a_text_longer_than_the_model_was_made_for_is_told_once(model: FakeModel
 
 def test_a_long_prompt_is_shown_on_a_terminal_and_computed_as_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     model, text = ours("llama"), [[(7 * i) % 90 + 1 for i in range(1200)]]
-    monkeypatch.setattr("lmstate.cli.long_texts.sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr("lmstate.cli.progress.sys.stderr.isatty", lambda: True)
     shown = watched(model)
     assert isinstance(shown, Watched)
     told: list[int] = []
@@ -258,5 +258,5 @@ def test_a_long_prompt_is_shown_on_a_terminal_and_computed_as_without_one(monkey
     states[1].rewind(0, 600)
     shown([[5]], states[1])
     assert sum(told[3:]) in (0, states[1].lengths[0])  # a token more is none to show, all again is
-    monkeypatch.setattr("lmstate.cli.long_texts.sys.stderr.isatty", lambda: False)
+    monkeypatch.setattr("lmstate.cli.progress.sys.stderr.isatty", lambda: False)
     assert watched(model) is model

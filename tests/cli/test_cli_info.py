@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import lmstate
 from lmstate.cli.app import app
-from lmstate.cli.model_facts import state_rows
+from lmstate.cli.inspect_model import state_rows
 from lmstate.cli.output import size, table
 from tests.zoo import pair
 

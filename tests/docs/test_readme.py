@@ -32,7 +32,7 @@ def test_the_readme_names_every_family() -> None:
 
 
 def test_the_page_of_files_names_every_architecture_of_gguf() -> None:
-    from lmstate.models.weights.gguf_models import ARCHITECTURES
+    from lmstate.checkpoints.gguf.config import ARCHITECTURES
 
     named = set(re.findall(r"[\w-]+", (ROOT / "docs" / "models.md").read_text(encoding="utf-8")))
     assert [arch for arch in ARCHITECTURES if arch not in named] == []

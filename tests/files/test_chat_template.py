@@ -1,7 +1,7 @@
 import pytest
 
 from lmstate.errors import ModelError
-from lmstate.models.chat_template import ChatTemplate
+from lmstate.text.chat_template import ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "Hi <&>"}, {"role": "assistant", "content": " yo "}]
 

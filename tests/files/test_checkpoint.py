@@ -7,10 +7,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from lmstate.checkpoints.huggingface.directory import Checkpoint
+from lmstate.checkpoints.open import open_source
 from lmstate.errors import ModelError
-from lmstate.models.weights.checkpoint import Checkpoint
-from lmstate.models.weights.source import open_source
-from lmstate.models.weights.tensorfile import TensorFile
+from lmstate.files.safetensors import TensorFile
 
 TENSORS = {
     "a.weight": torch.randn(4, 6),

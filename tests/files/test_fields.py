@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lmstate.checkpoints.config import Fields
 from lmstate.errors import ModelError
-from lmstate.models.weights.fields import Fields
-from lmstate.models.weights.jsonfile import parse_object
+from lmstate.files.json_object import parse_object
 
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),

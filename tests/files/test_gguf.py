@@ -7,12 +7,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lmstate.checkpoints.gguf.blocks import FORMATS, take_apart
+from lmstate.checkpoints.gguf.source import GgufSource
+from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.source import GroupedQuant
 from lmstate.errors import ModelError
 from lmstate.models.families import build
-from lmstate.models.weights.gguf_blocks import FORMATS, take_apart
-from lmstate.models.weights.gguf_source import GgufSource
-from lmstate.models.weights.source import GroupedQuant
-from lmstate.models.weights.weights import Weights
 from tests.files import ggufs
 
 QUANTISED = [name for name, form in FORMATS.items() if form.dtype is None]

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 import lmstate
+from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.open import open_source
 from lmstate.errors import ModelError
 from lmstate.models.families import build
-from lmstate.models.weights.source import open_source
-from lmstate.models.weights.weights import Weights
 from tests.files.ggufs import write
 from tests.zoo import latent, randomise, text, windows
 

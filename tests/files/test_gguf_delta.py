@@ -16,11 +16,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lmstate.checkpoints.gguf.source import GgufSource
+from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.open import open_source
+from lmstate.checkpoints.source import GroupedQuant
 from lmstate.errors import ModelError
 from lmstate.models.families import build
-from lmstate.models.weights.gguf_source import GgufSource
-from lmstate.models.weights.source import GroupedQuant, open_source
-from lmstate.models.weights.weights import Weights
 from tests.files import ggufs
 from tests.zoo import CASES, randomise, text
 

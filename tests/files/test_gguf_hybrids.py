@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from lmstate.checkpoints.gguf.source import GgufSource
+from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.open import open_source
 from lmstate.errors import ModelError
 from lmstate.models.families import build
-from lmstate.models.weights.gguf_source import GgufSource
-from lmstate.models.weights.source import open_source
-from lmstate.models.weights.weights import Weights
 from tests.files import ggufs, hybrid_ggufs
 from tests.zoo import CASES, text
 

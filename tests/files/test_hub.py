@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from lmstate.checkpoints import hub
 from lmstate.errors import ModelError
-from lmstate.models import hub
 from tests.files import ggufs
 
 CONTENT = b"GGUF" + b"\1" * 5000

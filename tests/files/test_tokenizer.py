@@ -5,12 +5,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.gguf.tokenizer import SPLITTINGS, generation_of, tokenizer_of
+from lmstate.checkpoints.hub import open_checkpoint
+from lmstate.checkpoints.open import open_source
+from lmstate.checkpoints.source import TokenizerFiles
 from lmstate.errors import ModelError
-from lmstate.models.hub import open_checkpoint
-from lmstate.models.tokenizer import Tokenizer
-from lmstate.models.weights.fields import Fields
-from lmstate.models.weights.gguf_tokenizer import SPLITTINGS, generation_of, tokenizer_of
-from lmstate.models.weights.source import TokenizerFiles, open_source
+from lmstate.text.tokenizer import Tokenizer
 from tests import real_model
 from tests.files.texts import HARD_TEXTS
 
@@ -186,7 +187,7 @@ def test_tokens_that_end_a_turn_are_found_by_their_text():
 
 
 def test_suggested_sampling_is_read_from_a_gguf():
-    from lmstate.models.hub import generation_defaults
+    from lmstate.checkpoints.hub import generation_defaults
 
     said = {"general.sampling.temp": 0.6, "general.sampling.top_k": 20, "general.sampling.penalty_repeat": 1.1}
     metadata = Fields({**bpe_metadata("gpt-2"), **said}, "file")

@@ -6,11 +6,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from lmstate.checkpoints import loader as weights_module
+from lmstate.checkpoints.gguf import source as gguf_source
+from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.open import open_cached
 from lmstate.errors import ModelError
-from lmstate.models.weights import gguf_source
-from lmstate.models.weights import weights as weights_module
-from lmstate.models.weights.packed import open_cached
-from lmstate.models.weights.weights import Weights
 from lmstate.ops import dispatch
 from tests.files import ggufs
 

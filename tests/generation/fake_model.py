@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lmstate.errors import CapacityError
-from lmstate.models.decoder import ModelConfig
+from lmstate.models.model import ModelConfig
 
 EOS = 0
 PIECES: list[bytes] = [b"<eos>"]

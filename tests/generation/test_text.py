@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lmstate.checkpoints.source import TokenizerFiles
 from lmstate.generation.answer import Answer
-from lmstate.models.tokenizer import Tokenizer
-from lmstate.models.weights.source import TokenizerFiles
+from lmstate.text.tokenizer import Tokenizer
 
 
 def byte_level() -> Tokenizer:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lmstate.integrations.transformers.hooks import parameters
+from lmstate.integrations.transformers.cache.hooks import parameters
 from tests.zoo import CASES as ZOO
 from tests.zoo import randomise
 

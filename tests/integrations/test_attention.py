@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from lmstate.integrations.transformers import StateCache, attention
+from lmstate.integrations.transformers import StateCache
+from lmstate.integrations.transformers.kernels import attention
 from lmstate.ops import dispatch
 from tests.integrations.models import DECODERS, call, decoder, text
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from lmstate.integrations.transformers import StateCache, experts
+from lmstate.integrations.transformers import StateCache
+from lmstate.integrations.transformers.kernels import experts
 from lmstate.ops import dispatch
 from tests.integrations.models import DECODERS, call, decoder, text
 from tests.zoo import pair

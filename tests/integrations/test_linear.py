@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize, prune
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from lmstate.integrations.transformers import StateCache, linear, use_native_linear, use_torch_linear
+from lmstate.integrations.transformers import StateCache, use_native_linear, use_torch_linear
+from lmstate.integrations.transformers.kernels import linear
 from lmstate.ops import dispatch
 from tests.integrations.models import DECODERS, call, decoder, text
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from lmstate.errors import RewindError, SnapshotError, StateError, UnsupportedError
 from lmstate.integrations.transformers import StateCache
-from lmstate.integrations.transformers.recurrent import FoldLayer
+from lmstate.integrations.transformers.cache.layers.recurrent import FoldLayer
 from tests.integrations.models import DECODERS, call, decoder, text
 from tests.zoo import CASES as ZOO
 

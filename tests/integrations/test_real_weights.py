@@ -15,8 +15,8 @@ def smollm2() -> tuple[Any, Any]:
     """Through our own reader: transformers' wants another package for it."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    from lmstate.models.weights.source import open_source
-    from lmstate.models.weights.weights import Weights
+    from lmstate.checkpoints.loader import Weights
+    from lmstate.checkpoints.open import open_source
 
     path = real_model.smollm2()
     source = open_source(path)

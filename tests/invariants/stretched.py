@@ -6,10 +6,10 @@ from dataclasses import replace
 from functools import lru_cache
 
 import lmstate
-from lmstate.models.mixers.attention import Attention
-from lmstate.models.mixers.mixer import Mixer
-from lmstate.models.mixers.parallel import Parallel
-from lmstate.models.rope import Rope
+from lmstate.models.layers.attention import Attention
+from lmstate.models.layers.base import Mixer
+from lmstate.models.layers.parallel_hybrid import Parallel
+from lmstate.models.layers.rope import Rope
 from tests.zoo import ours
 
 NATIVE = 64

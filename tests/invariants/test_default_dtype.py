@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import lmstate
+from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.open import open_source
 from lmstate.models.families import build
-from lmstate.models.weights.source import open_source
-from lmstate.models.weights.weights import Weights
 from tests.zoo import CASES, pair, text
 
 

@@ -12,7 +12,7 @@ from importlib import import_module
 import pytest
 import torch
 
-from lmstate.models.decoder import Model
+from lmstate.models.model import Model
 from lmstate.state import FoldState, LayerState
 from tests.zoo import ours, text
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import lmstate
 from lmstate import kv
 from lmstate.state import Layout, attention_state, latent_state
-from lmstate.state.kv.evicting import EvictingState
+from lmstate.state.kv.eviction.attention import EvictingState
 from tests.invariants.mirror import close
 from tests.kv.policies import BUDGETS, FAMILIES
 from tests.kv.watch import Watch, attention_of

@@ -7,7 +7,7 @@ import torch
 
 import lmstate
 from lmstate import kv
-from lmstate.state.kv.evicting import EvictingState
+from lmstate.state.kv.eviction.attention import EvictingState
 from tests.invariants.mirror import bytes_held
 from tests.kv.policies import BUDGETS
 from tests.kv.watch import attention_of

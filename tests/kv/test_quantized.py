@@ -12,11 +12,13 @@ from torch import Tensor
 
 import lmstate
 from lmstate import kv, ops
-from lmstate.ops import Scoring, Sight, dispatch, kv_codes
-from lmstate.ops.attend_quantized import WHOLE, Held, attend_quantized
-from lmstate.ops.kv_codes import BLOCK
+from lmstate.ops import Scoring, Sight, dispatch
+from lmstate.ops.attention.attend_quantized import WHOLE, attend_quantized
+from lmstate.ops.types import kv_format
+from lmstate.ops.types.kv_format import BLOCK
+from lmstate.ops.types.params import Held
 from lmstate.state import Layout, attention_state
-from lmstate.state.kv.blocks import SHORT, BlockState
+from lmstate.state.kv.quantized.blocks import SHORT, BlockState
 from tests.invariants.mirror import Mirror, bytes_held
 from tests.zoo import CASES, ours, text
 
@@ -136,10 +138,10 @@ def test_decoded_numbers_are_half_a_step_off_at_most(bits: int, dim: int, size: 
     x[0] = 0
     x[1] = 7.0
     x[2, 0] = 60000.0
-    codes, scales = kv_codes.encode(x, bits)
-    assert (codes.shape[-1], scales.shape[-1]) == kv_codes.widths(dim, bits)
-    group = kv_codes.group_of(dim, bits)
-    groups, got = x.unflatten(-1, (-1, group)), kv_codes.decode(codes, scales, bits).unflatten(-1, (-1, group))
+    codes, scales = kv_format.encode(x, bits)
+    assert (codes.shape[-1], scales.shape[-1]) == kv_format.widths(dim, bits)
+    group = kv_format.group_of(dim, bits)
+    groups, got = x.unflatten(-1, (-1, group)), kv_format.decode(codes, scales, bits).unflatten(-1, (-1, group))
     most = {8: 127, 4: 7.5, 2: 1.5}[bits]
     span = groups.abs().amax(-1) / most
     if bits == 2:  # numbers far from the others are cut off
@@ -153,8 +155,8 @@ def test_decoded_numbers_are_half_a_step_off_at_most(bits: int, dim: int, size: 
 def test_turned_twice_is_as_it_was() -> None:
     for dim in (6, 12, 64, 80, 128):
         x = torch.randn(3, dim)
-        torch.testing.assert_close(kv_codes.turned(kv_codes.turned(x)), x)
-        torch.testing.assert_close(kv_codes.turned(x).norm(dim=-1), x.norm(dim=-1))
+        torch.testing.assert_close(kv_format.turned(kv_format.turned(x)), x)
+        torch.testing.assert_close(kv_format.turned(x).norm(dim=-1), x.norm(dim=-1))
 
 
 @every_width
@@ -163,9 +165,9 @@ def test_codes_of_a_block_are_half_a_step_off_at_most(bits: int) -> None:
         return
     for dim in (8, 40, 64, 200):
         x = torch.randn(2, 3 * BLOCK, dim, generator=torch.Generator().manual_seed(dim)) * torch.linspace(0, 9, dim)
-        codes, scales = kv_codes.encode_blocks(x, bits)
-        assert codes.shape[-1] == dim * bits // 8 and scales.shape[-1] == kv_codes.block_scales(dim)
-        channels, got = (y.unflatten(1, (3, BLOCK)) for y in (x, kv_codes.decode_blocks(codes, scales, bits)))
+        codes, scales = kv_format.encode_blocks(x, bits)
+        assert codes.shape[-1] == dim * bits // 8 and scales.shape[-1] == kv_format.block_scales(dim)
+        channels, got = (y.unflatten(1, (3, BLOCK)) for y in (x, kv_format.decode_blocks(codes, scales, bits)))
         middle, rounding = (channels.amax(2) + channels.amin(2))[:, :, None] / 2, channels.abs().amax(2) * 2**-9
         channels, most = channels - middle, {4: 7.5, 2: 1.5}[bits]
         span = channels.abs().amax(2) / most
@@ -184,9 +186,9 @@ class Stored:
         def empty(width: int, dtype: torch.dtype, many: int = slots) -> Tensor:
             return torch.zeros(rows, kv_heads, many, width, dtype=dtype)
 
-        codes, scales = kv_codes.widths(dim, bits, WHOLE)
-        block = scales if bits == 8 else kv_codes.block_scales(dim)
-        kind = kv_codes.code_dtype(bits)
+        codes, scales = kv_format.widths(dim, bits, WHOLE)
+        block = scales if bits == 8 else kv_format.block_scales(dim)
+        kind = kv_format.code_dtype(bits)
         self.held = Held(empty(codes, kind), empty(codes, kind), empty(block, torch.half), empty(scales, torch.half))
         self.tail = None if bits == 8 else empty(dim, dtype, BLOCK - 1 + 40)
         self.bits, self.dim, self.slots, self.dtype = bits, dim, slots, dtype
@@ -202,14 +204,14 @@ class Stored:
     def visible(self, k: Tensor, v: Tensor, query: int) -> tuple[Tensor, Tensor]:
         """One row's keys and values `[K, n, D]`, all of them, as a query at this position reads them."""
         by_vector, coded_v = (
-            kv_codes.turned(kv_codes.decode(*kv_codes.encode(kv_codes.turned(x), self.bits, WHOLE), self.bits))
+            kv_format.turned(kv_format.decode(*kv_format.encode(kv_format.turned(x), self.bits, WHOLE), self.bits))
             for x in (k, v)
         )
         if self.tail is None:
             return by_vector, coded_v
         n = query // BLOCK * BLOCK
         k = k.to(self.dtype).float()  # codes are made of what the tail holds
-        coded_k = kv_codes.decode_blocks(*kv_codes.encode_blocks(k[:, :n], self.bits), self.bits)
+        coded_k = kv_format.decode_blocks(*kv_format.encode_blocks(k[:, :n], self.bits), self.bits)
         return torch.cat([coded_k, k[:, n:]], 1), coded_v
 
 

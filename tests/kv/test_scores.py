@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from lmstate import kv
-from lmstate.ops import Scoring, dispatch, kv_codes
-from lmstate.ops.attend_quantized import WHOLE, Held, attend_quantized
-from lmstate.ops.attend_slots import Columns, attend_observed, attend_slots
-from lmstate.ops.settle import Change, Lowest, SlotLists, settle, settle_reference, unsettle
+from lmstate.ops import Scoring, dispatch
+from lmstate.ops.attention.attend_quantized import WHOLE, attend_quantized
+from lmstate.ops.attention.attend_slots import attend_observed, attend_slots
+from lmstate.ops.attention.slots import settle, settle_reference, unsettle
+from lmstate.ops.types import kv_format
+from lmstate.ops.types.params import Columns, Held
+from lmstate.ops.types.slot_table import Change, Lowest, SlotLists
 from lmstate.state import Layout, Step, attention_state
 from tests.zoo import ours
 
@@ -149,9 +152,9 @@ def test_observed_codes_equal_what_they_stand_for(bits: int, width: int, dim: in
     """Codes with scales of their own are stored and read as `kv_codes` says, and tell what each slot received."""
     generator = torch.Generator().manual_seed(bits)
     slots, before = 190, 70
-    codes, scales = kv_codes.widths(dim, bits, WHOLE)
+    codes, scales = kv_format.widths(dim, bits, WHOLE)
     held = Held(
-        *(torch.zeros(2, KV_HEADS, slots, codes, dtype=kv_codes.code_dtype(bits)) for _ in "kv"),
+        *(torch.zeros(2, KV_HEADS, slots, codes, dtype=kv_format.code_dtype(bits)) for _ in "kv"),
         *(torch.zeros(2, KV_HEADS, slots, scales, dtype=torch.float16) for _ in "kv"),
     )
     starts, counts = torch.tensor([0, 0]), torch.tensor([before, before - 5])
@@ -164,17 +167,17 @@ def test_observed_codes_equal_what_they_stand_for(bits: int, width: int, dim: in
         sums = Columns(torch.zeros(2, KV_HEADS, 3, slots), starts + counts)
         seen = attend_quantized(q, new, None, held, None, starts, counts, scoring, bits=bits, columns=sums)
         starts, counts = counts, torch.tensor([width, width // 2])
-    k, v = (kv_codes.decode(x, scale, bits) for x, scale in ((held.k, held.k_scale), (held.v, held.v_scale)))
+    k, v = (kv_format.decode(x, scale, bits) for x, scale in ((held.k, held.k_scale), (held.v, held.v_scale)))
     for ring, old, new in zip((k, v), *stored):
         both = torch.cat([old[0], new[0]]).transpose(0, 1)  # [K, n, D]
-        wanted = kv_codes.decode(*kv_codes.encode(kv_codes.turned(both), bits, WHOLE), bits)
+        wanted = kv_format.decode(*kv_format.encode(kv_format.turned(both), bits, WHOLE), bits)
         apart = (ring[0, :, : before + width] - wanted).abs()
         assert (apart > 1e-5).float().mean() < 1e-3 and apart.mean() < 1e-3  # a number on the edge of two codes
     starts, counts = torch.tensor([before, before - 5]), torch.tensor([width, width // 2])
     wanted_sums = Columns(torch.zeros(2, KV_HEADS, 3, slots), starts + counts)
     where = torch.arange(slots).expand(2, KV_HEADS, slots)
-    wanted = attend_slots(kv_codes.turned(q), k, v, where, starts, counts, scoring, columns=wanted_sums)
-    torch.testing.assert_close(seen, kv_codes.turned(wanted), atol=2e-5, rtol=2e-4)
+    wanted = attend_slots(kv_format.turned(q), k, v, where, starts, counts, scoring, columns=wanted_sums)
+    torch.testing.assert_close(seen, kv_format.turned(wanted), atol=2e-5, rtol=2e-4)
     torch.testing.assert_close(sums.sums, wanted_sums.sums, atol=2e-5, rtol=2e-4)
 
 

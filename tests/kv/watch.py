@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 import lmstate
-from lmstate.ops import EVERYTHING, Rotation, Scoring, Sight, rope
+from lmstate.ops import EVERYTHING, Rotation, Scoring, Sight
+from lmstate.ops.attention import rope
 from lmstate.state import CompositeState, KeyValueState, LatentState, LayerState, SharedState, Step
 from tests.invariants.mirror import PROBE, bytes_held, close
 

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.open import open_source
 from lmstate.errors import ModelError
 from lmstate.models.families import build
-from lmstate.models.weights.source import open_source
-from lmstate.models.weights.weights import Weights
 from tests.zoo import pair
 
 Change = Callable[[dict[str, Any], dict[str, Tensor]], None]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lmstate.models.mixers import latent_attention
-from lmstate.models.mixers.latent_attention import LatentAttention
+from lmstate.models.layers import mla
+from lmstate.models.layers.mla import LatentAttention
 from tests.zoo import latent, ours, text
 
 
@@ -27,7 +27,7 @@ def test_heads_expanded_few_at_a_time_equal_all_at_once(monkeypatch: pytest.Monk
     model, ids = ours("deepseek_v3"), text(70, rows=2)
     monkeypatch.setattr(LatentAttention, "_expands", lambda self, width, end: True)
     whole = model(ids)
-    monkeypatch.setattr(latent_attention, "EXPANDED", 140 * 36 * 4)  # four of the six heads, then two
+    monkeypatch.setattr(mla, "EXPANDED", 140 * 36 * 4)  # four of the six heads, then two
     torch.testing.assert_close(model(ids), whole, atol=1e-6, rtol=1e-6)
 
 

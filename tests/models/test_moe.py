@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lmstate.errors import ModelError
-from lmstate.models.mlp import MLP
-from lmstate.models.moe import MixtureOfExperts, Router
+from lmstate.models.layers.mlp import MLP
+from lmstate.models.layers.moe import MixtureOfExperts, Router
 from lmstate.ops import FloatWeight, dispatch
 
 WIDTH, EXPERTS = 12, 8

@@ -15,7 +15,7 @@ import torch
 from lmstate import kv
 from lmstate.models import block as blocks_of
 from lmstate.models.block import Block
-from lmstate.models.moe import MixtureOfExperts
+from lmstate.models.layers.moe import MixtureOfExperts
 from lmstate.ops import dispatch
 from tests.zoo import ours, text
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from lmstate.checkpoints.config import Fields
 from lmstate.errors import ModelError
-from lmstate.models.rope import make_rope
-from lmstate.models.weights.fields import Fields
+from lmstate.models.layers.rope import make_rope
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 
 import lmstate.ops as ops
-from lmstate.models.mixers.gated_delta import GatedDelta
-from lmstate.models.mixers.mamba2 import GatedNorm, Mamba2
-from lmstate.models.mixers.short_conv import ShortConv
+from lmstate.models.layers.gated_delta_net import GatedDelta
+from lmstate.models.layers.mamba2 import GatedNorm, Mamba2
+from lmstate.models.layers.short_conv import ShortConv
 from lmstate.ops import Norm
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 import lmstate.ops as ops
 from lmstate.ops import Scoring, Sight
-from lmstate.ops.append import append_reference
-from lmstate.ops.attend import _attend_on_device, attend_reference
+from lmstate.ops.attention.attend import _attend_on_device, attend_reference
+from lmstate.ops.attention.kv_store import append_reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lmstate.ops.causal_conv import causal_conv, convolve_shifts, convolve_windows
+from lmstate.ops.recurrent.causal_conv import causal_conv, convolve_shifts, convolve_windows
 from tests.ops import fold_properties as properties
 
 FEATURES = 6

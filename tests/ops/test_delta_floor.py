@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lmstate.ops import Norm
-from lmstate.ops.delta_mixer import delta_mixer
+from lmstate.ops.recurrent.gated_delta_mixer import delta_mixer
 from tests.ops import fold_properties as properties
 
 HEADS, DIM, KERNEL, FLOOR = 3, 5, 3, -2.0

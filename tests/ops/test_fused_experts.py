@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import lmstate.ops as ops
-from lmstate.models.mlp import MLP
-from lmstate.models.moe import MixtureOfExperts, Router
+from lmstate.models.layers.mlp import MLP
+from lmstate.models.layers.moe import MixtureOfExperts, Router
 from lmstate.ops import Norm, Residual
 
 EMBED, HIDDEN, EXPERTS = 96, 64, 12

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmstate.ops.gated_delta_rule import RECURRENT_UP_TO, chunked, gated_delta_rule, recurrent
+from lmstate.ops.recurrent.gated_delta_rule import RECURRENT_UP_TO, chunked, gated_delta_rule, recurrent
 from tests.ops import fold_properties as properties
 
 HEADS, DK, DV = 4, 8, 6

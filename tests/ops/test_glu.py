@@ -7,7 +7,7 @@ import torch
 
 import lmstate.ops as ops
 from lmstate.ops import cpu
-from lmstate.ops.glu import glu_reference, swigluoai
+from lmstate.ops.dense.activations import glu_reference, swigluoai
 
 GATES = [*ops.ACTIVATIONS, "swigluoai"]
 

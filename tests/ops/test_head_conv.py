@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lmstate.ops.head_conv import head_conv
+from lmstate.ops.recurrent.grouped_conv import head_conv
 from tests.ops import fold_properties as properties
 
 HEADS, DIM = 3, 5

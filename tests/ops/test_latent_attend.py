@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lmstate.ops import cpu, dispatch
-from lmstate.ops.latent_attend import by_head, latent_attend, latent_attend_reference
+from lmstate.ops.attention.attend_latent import latent_attend, latent_attend_reference
+from lmstate.ops.dense.per_head import by_head
 
 HEADS, LATENT, ROPE = 3, 8, 4
 SCALE = 0.3
@@ -26,7 +27,7 @@ def body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 @pytest.fixture(params=["one block", "small blocks"])
 def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "small blocks":
-        module = sys.modules["lmstate.ops.latent_attend"]
+        module = sys.modules["lmstate.ops.attention.attend_latent"]
         monkeypatch.setattr(module, "STORED_BLOCK", 8)
         monkeypatch.setattr(module, "SCORES", 8 * HEADS * 5)
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lmstate.ops.lightning import lightning
-from lmstate.ops.ssd import chunked, recurrent
+from lmstate.ops.recurrent.linear_attention import lightning
+from lmstate.ops.recurrent.ssd import chunked, recurrent
 from tests.ops import fold_properties as properties
 
 HEADS, D, DV = 3, 6, 5

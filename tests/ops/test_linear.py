@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import lmstate.ops as ops
-from lmstate.ops.linear import linear_reference
-from lmstate.ops.norm import norm_reference
-from lmstate.ops.panels import linear_panels
+from lmstate.ops.dense.gemm import linear_panels
+from lmstate.ops.dense.linear import linear_reference
+from lmstate.ops.dense.norm import norm_reference
 
 KINDS = ("float32", "bfloat16", "squeezed", "float16", "int8", "int4")
 SHAPES = ((48, 64), (50, 96), (7, 32), (33, 50), (1, 160), (21, 192))
@@ -126,7 +126,7 @@ def test_many_rows_go_through_panels_and_stay_close(
     variant: str, kind: str, scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(sys.modules["lmstate.ops.panels"], "PANEL", 20 * 64)  # three panels of a 50-row matrix
+    monkeypatch.setattr(sys.modules["lmstate.ops.dense.gemm"], "PANEL", 20 * 64)  # three panels of a 50-row matrix
     weight = stored(torch.randn(50, 64) * 0.1, kind)
     x, residual = torch.randn(40, 64), ops.Residual(torch.randn(40, 50), scale=scale)
     tolerance = 1e-5 if kind == "float32" else 0.03
@@ -141,7 +141,9 @@ def test_a_product_cut_beside_something_is_the_product(
     variant: str, kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(sys.modules["lmstate.ops.panels"], "PANEL", 20 * 64)  # a cut inside a panel, and whole panels
+    monkeypatch.setattr(
+        sys.modules["lmstate.ops.dense.gemm"], "PANEL", 20 * 64
+    )  # a cut inside a panel, and whole panels
     weight, x, beside = stored(torch.randn(70, 64), kind), torch.randn(1, rows, 64), torch.randn(1, rows, 5)
     whole = ops.linear(x, weight)
     first, rest = ops.linear_beside(x, weight, 33, beside)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmstate.ops.mlstm import mlstm
+from lmstate.ops.recurrent.mlstm import mlstm
 from tests.ops import fold_properties as properties
 
 HEADS, D, DV, EPS = 3, 6, 5, 1e-3

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lmstate.ops as ops
-from lmstate.ops.norm import norm_reference
+from lmstate.ops.dense.norm import norm_reference
 
 
 @pytest.mark.parametrize("width", [1, 7, 16, 50, 576])

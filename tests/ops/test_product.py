@@ -9,8 +9,9 @@ from torch.nn import functional as F
 from lmstate import ops
 from lmstate.ops import dispatch
 from lmstate.ops.cpu import Library
-from lmstate.ops.squeezed import squeeze
-from lmstate.ops.weight import Weight, quantize
+from lmstate.ops.types.weight import Weight
+from lmstate.ops.weights.bfloat12 import squeeze
+from lmstate.ops.weights.grouped import quantize
 
 KINDS = ["bfloat16", "float16", "int8", "int4", "squeezed"]
 
@@ -111,9 +112,9 @@ def test_torchs_product_takes_its_place(kind: str, dtype: torch.dtype, monkeypat
         pytest.skip("there is no native library")
     monkeypatch.setattr(library, "multiplies", False)
     monkeypatch.setattr(
-        sys.modules["lmstate.ops.panels"], "multiplies_bfloat16", lambda device: dtype == torch.bfloat16
+        sys.modules["lmstate.ops.dense.gemm"], "multiplies_bfloat16", lambda device: dtype == torch.bfloat16
     )
-    monkeypatch.setattr(sys.modules["lmstate.ops.panels"], "PANEL", 20 * 64)  # several panels
+    monkeypatch.setattr(sys.modules["lmstate.ops.dense.gemm"], "PANEL", 20 * 64)  # several panels
     torch.manual_seed(0)
     up, down = stored(torch.randn(96, 64) / 8, kind), stored(torch.randn(50, 64) / 8, kind)
     x, bias, residual = torch.randn(40, 64), torch.randn(50), ops.Residual(torch.randn(40, 50))
@@ -129,6 +130,6 @@ def test_it_needs_nobody_to_tell_what_the_processor_can(library: Library, monkey
     """Where there is no /proc/cpuinfo to read, say."""
     x, weight, beside = torch.randn(40, 64), stored(torch.randn(50, 64), "int8"), torch.randn(40, 3)
     want, cut = ops.linear(x, weight), ops.linear_beside(x, weight, 20, beside)
-    monkeypatch.setattr(sys.modules["lmstate.ops.panels"], "multiplies_bfloat16", lambda device: False)
+    monkeypatch.setattr(sys.modules["lmstate.ops.dense.gemm"], "multiplies_bfloat16", lambda device: False)
     assert torch.equal(ops.linear(x, weight), want)
     assert all(torch.equal(a, b) for a, b in zip(ops.linear_beside(x, weight, 20, beside), cut))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import lmstate.ops as ops
 from lmstate.ops import Scoring, Sight
-from lmstate.ops.attend import attend_reference
+from lmstate.ops.attention.attend import attend_reference
 
 ROWS = [(70, 40), (0, 133), (9, 33), (400, 5), (257, 0), (31, 64)]
 SEEN = 533

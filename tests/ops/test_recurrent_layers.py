@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import lmstate.ops as ops
-from lmstate.models.mixers.gated_delta import GatedDelta
-from lmstate.models.mixers.mamba2 import Mamba2
-from lmstate.models.mixers.short_conv import ShortConv
+from lmstate.models.layers.gated_delta_net import GatedDelta
+from lmstate.models.layers.mamba2 import Mamba2
+from lmstate.models.layers.short_conv import ShortConv
 from lmstate.ops import Norm, Residual
 from lmstate.state import FoldState, Layout, Step
 from tests.ops.small_mixers import MIXERS, convolution, delta, state_space

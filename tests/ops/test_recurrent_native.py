@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from lmstate.ops import dispatch
-from lmstate.ops.causal_conv import causal_conv
 from lmstate.ops.cpu.recurrent import RUN, Recurrent
 from lmstate.ops.cpu.recurrent_mixers import Mixers
-from lmstate.ops.delta_mixer import delta_mixer
-from lmstate.ops.gated_delta_rule import gated_delta_rule
-from lmstate.ops.gated_norm import Gate, gated_norm, gated_norm_reference
-from lmstate.ops.lightning import lightning
-from lmstate.ops.norm import Norm
-from lmstate.ops.rg_lru import rg_lru
-from lmstate.ops.selective_scan import selective_scan
-from lmstate.ops.ssd import ssd
-from lmstate.ops.ssd_mixer import ssd_mixer
+from lmstate.ops.recurrent.causal_conv import causal_conv
+from lmstate.ops.recurrent.gated_delta_mixer import delta_mixer
+from lmstate.ops.recurrent.gated_delta_rule import gated_delta_rule
+from lmstate.ops.recurrent.gated_norm import gated_norm, gated_norm_reference
+from lmstate.ops.recurrent.linear_attention import lightning
+from lmstate.ops.recurrent.mamba2_mixer import ssd_mixer
+from lmstate.ops.recurrent.rg_lru import rg_lru
+from lmstate.ops.recurrent.selective_scan import selective_scan
+from lmstate.ops.recurrent.ssd import ssd
+from lmstate.ops.types.params import Gate, Norm
 from tests.ops import fold_properties as properties
 from tests.ops.fold_properties import Carry, Inputs
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmstate.ops.rg_lru import PIECE, RECURRENT_UP_TO, chunked, recurrent, rg_lru
+from lmstate.ops.recurrent.rg_lru import PIECE, RECURRENT_UP_TO, chunked, recurrent, rg_lru
 from tests.ops import fold_properties as properties
 
 FEATURES = 8

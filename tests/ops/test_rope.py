@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lmstate.ops as ops
-from lmstate.ops.rope import rope_reference
+from lmstate.ops.attention.rope import rope_reference
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

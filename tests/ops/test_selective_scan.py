@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmstate.ops.selective_scan import PIECE, RECURRENT_UP_TO, chunked, recurrent, selective_scan
+from lmstate.ops.recurrent.selective_scan import PIECE, RECURRENT_UP_TO, chunked, recurrent, selective_scan
 from tests.ops import fold_properties as properties
 
 FEATURES, N = 5, 4

@@ -8,10 +8,10 @@ from torch import Tensor
 
 import lmstate.ops as ops
 from lmstate.models.block import Block, run_blocks
+from lmstate.models.compiled import plain
 from lmstate.models.fingerprint import fingerprint
-from lmstate.models.mixers.nothing import Nothing
-from lmstate.models.mlp import MLP
-from lmstate.models.plain import plain
+from lmstate.models.layers.identity import Nothing
+from lmstate.models.layers.mlp import MLP
 from lmstate.ops import FloatWeight, SqueezedWeight, dispatch
 from lmstate.state import Layout, Step
 from tests.zoo import ours
@@ -41,7 +41,7 @@ def squeezed(matrix: Tensor) -> SqueezedWeight:
 @pytest.fixture
 def tolerant(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small matrix of special numbers has more of them than a real one."""
-    monkeypatch.setattr("lmstate.ops.squeezed.MOST_RARE", 0.5)
+    monkeypatch.setattr("lmstate.ops.weights.bfloat12.MOST_RARE", 0.5)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lmstate.ops.ssd import RECURRENT_UP_TO, chunked, recurrent, ssd
+from lmstate.ops.recurrent.ssd import RECURRENT_UP_TO, chunked, recurrent, ssd
 from tests.ops import fold_properties as properties
 
 HEADS, P, N = 4, 6, 8

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import lmstate.ops as ops
+from lmstate.ops.weights.grouped import weight_from_tensors
 
 SHAPES = ((16, 32), (50, 96), (1, 64), (33, 320))
 
@@ -40,7 +41,7 @@ def test_rows_ranges_and_reloading_give_the_same_matrix(variant: str, kind: str)
     assert torch.equal(weight.rows(ids), matrix[ids])
     assert torch.equal(weight.dequantize(torch.float32, 13, 30), matrix[13:43])
     assert torch.equal(weight.dequantize(torch.bfloat16), matrix.bfloat16())
-    again = ops.Weight.from_tensors(weight.kind, weight.shape, weight.tensors())
+    again = weight_from_tensors(weight.kind, weight.shape, weight.tensors())
     assert torch.equal(again.dequantize(), matrix) and again.nbytes == weight.nbytes
 
 
@@ -82,6 +83,6 @@ def test_errors_say_what_does_not_fit(variant: str) -> None:
     with pytest.raises(ValueError, match="scales and minima"):
         ops.Int4Weight.pack(torch.zeros(4, 64, dtype=torch.uint8), torch.zeros(4, 1), torch.zeros(4, 2))
     with pytest.raises(ValueError, match="pack it again"):
-        ops.Weight.from_tensors("int4", (16, 32), {"packed": torch.zeros(1, 1, 544, dtype=torch.uint8)})
+        weight_from_tensors("int4", (16, 32), {"packed": torch.zeros(1, 1, 544, dtype=torch.uint8)})
     with pytest.raises(IndexError):
         ops.quantize(torch.randn(16, 32), "int4").rows(torch.tensor([16]))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmstate.ops.wkv import wkv
+from lmstate.ops.recurrent.wkv import wkv
 from tests.ops import fold_properties as properties
 
 F = 11

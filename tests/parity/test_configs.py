@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.open import open_source
 from lmstate.errors import ModelError
-from lmstate.models.decoder import Model
 from lmstate.models.families import bailing_hybrid, build
 from lmstate.models.families.defaults import DEFAULTS
-from lmstate.models.weights.source import open_source
-from lmstate.models.weights.weights import Weights
+from lmstate.models.model import Model
 from tests.zoo import CASES, auto, pair, randomise, text
 
 SIZES = (

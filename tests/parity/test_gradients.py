@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lmstate.models.mixers.attention import Attention
-from lmstate.models.mixers.gated_delta import GatedDelta
-from lmstate.models.mlp import MLP
-from lmstate.ops.weight import FloatWeight
+from lmstate.models.layers.attention import Attention
+from lmstate.models.layers.gated_delta_net import GatedDelta
+from lmstate.models.layers.mlp import MLP
+from lmstate.ops.weights.grouped import FloatWeight
 from tests.zoo import pair, text
 
 BOUND = 1e-4  # as for logits, and relative to the largest gradient of a tensor

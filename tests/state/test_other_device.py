@@ -15,10 +15,10 @@ import torch
 
 import lmstate
 from lmstate import kv
+from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.open import open_source
 from lmstate.generation import generate
 from lmstate.models.families import build
-from lmstate.models.weights.source import open_source
-from lmstate.models.weights.weights import Weights
 from tests.generation.fake_model import FakeTokenizer
 from tests.kv.policies import BUDGETS
 from tests.other_device import DEVICE, OtherDevice, elsewhere

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import lmstate
-from lmstate.state import storage
+from lmstate.state import layer_file
 from tests.invariants.mirror import Fault, Mirror, close
 from tests.zoo import CASES, ours, text
 
@@ -84,7 +84,7 @@ def test_a_crash_while_saving_leaves_the_old_file(tmp_path: Path, monkeypatch: p
 
     for name in ("fsync", "replace"):
         with monkeypatch.context() as patch:
-            patch.setattr(storage.os, name, fail)
+            patch.setattr(layer_file.os, name, fail)
             with pytest.raises(Fault):
                 dataclasses.replace(snapshot, tokens=snapshot.tokens[::-1]).save(path)
         assert path.read_bytes() == before

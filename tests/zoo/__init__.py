@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 import lmstate
+from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.open import open_source
 from lmstate.models.families import build
-from lmstate.models.weights.source import open_source
-from lmstate.models.weights.weights import Weights
 
 KINDS = ("llama_like", "dense", "windows", "shared", "latent", "experts", "delta", "ssm", "conv", "linear")
 VOCAB = 99

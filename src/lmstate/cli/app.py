@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from lmstate.cli import chat, demo, doctor, generate, inspect, models
+from lmstate.cli import demo, doctor, generate, inspect, models
+from lmstate.cli.chat import command as chat
 
 DEBUG = "LMSTATE_DEBUG"  # set to anything: errors show their traceback
 

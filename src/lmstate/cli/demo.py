@@ -22,7 +22,7 @@ def demo(model: options.ModelName = options.DEFAULT_MODEL, max_tokens: options.M
     """
     from contextlib import closing
 
-    from lmstate.cli.conversation import Conversation
+    from lmstate.cli.chat.conversation import Conversation
 
     conversation = Conversation(options.load_model(model), max_new_tokens=max_tokens)
     for question in QUESTIONS:

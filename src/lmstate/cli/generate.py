@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lmstate.cli import options
+from lmstate.cli.chat.input import as_text
 from lmstate.cli.output import describe, note, write_pieces
-from lmstate.cli.reading import as_text
 
 if TYPE_CHECKING:
-    from lmstate.models.decoder import Model
+    from lmstate.models.model import Model
 
 
 def generate(
@@ -49,7 +49,7 @@ def generate(
       lmstate generate smollm2 --raw "Once upon a time" -n 100 -t 0.8 --seed 1
       git diff | lmstate generate smollm2 --system "Summarise this change." > summary.txt
     """
-    from lmstate.cli.long_texts import warn_of_length
+    from lmstate.cli.progress import warn_of_length
     from lmstate.generation import Generation
     from lmstate.generation.stopping import as_stops
 

@@ -16,7 +16,7 @@ def inspect(model: options.ModelName, weights: options.Weights = options.WeightK
       lmstate inspect monday.lmstate
     """
     if model.endswith(".lmstate"):
-        from lmstate.cli.snapshot_facts import layer_rows, snapshot_rows
+        from lmstate.cli.inspect_snapshot import layer_rows, snapshot_rows
         from lmstate.state import Snapshot
 
         snapshot = Snapshot.load(model)
@@ -24,7 +24,7 @@ def inspect(model: options.ModelName, weights: options.Weights = options.WeightK
         print()
         table("layers", ("layers", "tensors", "bytes"), layer_rows(snapshot))
         return
-    from lmstate.cli.model_facts import model_rows, state_rows
+    from lmstate.cli.inspect_model import model_rows, state_rows
 
     loaded = options.load_model(model, weights)
     table(model, ("", ""), model_rows(loaded))

@@ -15,8 +15,8 @@ def models() -> None:
       lmstate models
       LMSTATE_CACHE=/data/lmstate lmstate models
     """
+    from lmstate.checkpoints.hub import ALIASES, cache_dir
     from lmstate.models.families import FAMILIES
-    from lmstate.models.hub import ALIASES, cache_dir
 
     cache = cache_dir()
     rows = []

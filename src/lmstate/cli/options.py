@@ -12,7 +12,7 @@ import typer
 
 if TYPE_CHECKING:
     from lmstate.generation import Sampler
-    from lmstate.models.decoder import Model
+    from lmstate.models.model import Model
 
 DEFAULT_MODEL = "smollm2"
 
@@ -53,7 +53,7 @@ System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="A 
 def load_model(name: str, weights: WeightKind = WeightKind.auto) -> Model:
     """The model by its name; what takes long (download, conversion) reports its own progress."""
     import lmstate
-    from lmstate.cli.long_texts import watched
+    from lmstate.cli.progress import watched
 
     return watched(lmstate.load(name, weights=weights.value))
 

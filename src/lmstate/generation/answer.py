@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from lmstate.generation.stopping import StopScanner
 
 if TYPE_CHECKING:
-    from lmstate.models.tokenizer import TextStream
+    from lmstate.text.tokenizer import TextStream
 
 CONTEXT = 4  # tokens of the prompt that the text of an answer can depend on: UTF-8 has at most 4 bytes in a character
 Finish = Literal["eos", "stop", "length"]

@@ -23,10 +23,10 @@ from lmstate.generation.answer import CONTEXT, Answer, Finish
 from lmstate.generation.prompts import Prompt, as_token_lists
 from lmstate.generation.sampling import Picker, Sampler
 from lmstate.generation.stopping import as_stops
-from lmstate.state.integers import token_ids, whole_number
+from lmstate.state.validate import token_ids, whole_number
 
 if TYPE_CHECKING:
-    from lmstate.models.decoder import Model
+    from lmstate.models.model import Model
     from lmstate.state import State
 
 MAX_NEW_TOKENS = 256

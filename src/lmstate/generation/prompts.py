@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 
-from lmstate.state.integers import token_ids
+from lmstate.state.validate import token_ids
 
 if TYPE_CHECKING:
-    from lmstate.models.tokenizer import Tokenizer
     from lmstate.state import State
+    from lmstate.text.tokenizer import Tokenizer
 
 SinglePrompt: TypeAlias = "str | Sequence[int] | Tensor"
 Prompt: TypeAlias = "SinglePrompt | Sequence[SinglePrompt]"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lmstate import ops
 from lmstate.errors import ModelError
-from lmstate.state.integers import whole_number
+from lmstate.state.validate import whole_number
 
 # Top-p looks among this many best tokens first: sorting the whole vocabulary costs as much as a decode step.
 HEAD = 1024

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from lmstate.errors import UnsupportedError
 from lmstate.models.block import new_layers
-from lmstate.models.decoder import Model
+from lmstate.models.compiled import check_static, device_logits, plain
 from lmstate.models.fingerprint import weights_in
-from lmstate.models.plain import plain
-from lmstate.models.static import check_static, device_logits
+from lmstate.models.model import Model
 from lmstate.ops import FloatWeight, Weight
 from lmstate.state import Layout
 from lmstate.state.step import DeviceStep

@@ -12,10 +12,10 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from lmstate import ops
-from lmstate.models.mixers.attention import Attention
-from lmstate.models.mixers.mixer import Halves, JoiningMixer, Mixer
-from lmstate.models.mlp import MLP, FeedForward
-from lmstate.models.moe import MixtureOfExperts
+from lmstate.models.layers.attention import Attention
+from lmstate.models.layers.base import Halves, JoiningMixer, Mixer
+from lmstate.models.layers.mlp import MLP, FeedForward
+from lmstate.models.layers.moe import MixtureOfExperts
 from lmstate.ops import Norm, Residual
 from lmstate.state import CompositeState, FoldState, KeyValueState, LayerState, Layout, SharedState, Step
 

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from lmstate.models.decoder import Model
+from lmstate.models.model import Model
 
 
 def load(
@@ -24,8 +24,8 @@ def load(
     Raises `ModelError` (a `ValueError`) for a checkpoint that is damaged or not supported, `OSError` for files that are
     missing or cannot be fetched.
     """
+    from lmstate.checkpoints.hub import open_checkpoint
     from lmstate.models.families import build
-    from lmstate.models.hub import open_checkpoint
 
     opened, tokenizer, defaults = open_checkpoint(os.fspath(name), weights, dtype, device)
     model = build(opened)

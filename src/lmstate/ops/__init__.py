@@ -1,24 +1,22 @@
 """Pure functions on tensors: what a layer computes. Each has a reference in torch and, where it pays, faster bodies."""
 
-from lmstate.ops.append import append
-from lmstate.ops.attend import attend
-from lmstate.ops.best import best
+from lmstate.ops.attention.attend import attend, rotate_attend
+from lmstate.ops.attention.kv_store import append
+from lmstate.ops.attention.rope import rope
+from lmstate.ops.dense.activations import ACTIVATIONS, activation, glu, sigmoid
+from lmstate.ops.dense.argmax import best
+from lmstate.ops.dense.linear import FEW, linear, linear_beside
+from lmstate.ops.dense.mlp import feed_forward
+from lmstate.ops.dense.norm import add_residual, norm
 from lmstate.ops.dispatch import info
-from lmstate.ops.expert_halves import Expert, ExpertsHalf
-from lmstate.ops.feed_forward import feed_forward
-from lmstate.ops.glu import ACTIVATIONS, activation, glu
-from lmstate.ops.halves import AttentionHalf, FeedForwardHalf, Half
-from lmstate.ops.linear import FEW, linear, linear_beside
-from lmstate.ops.norm import Norm, norm
-from lmstate.ops.recurrent_halves import ConvHalf, DeltaHalf, RecurrentHalf, SsdHalf
-from lmstate.ops.residual import Residual
-from lmstate.ops.rope import rope
-from lmstate.ops.rotate_attend import Rotation, rotate_attend
-from lmstate.ops.run import Chain, Coded, Rings, Run
-from lmstate.ops.scoring import EVERYTHING, Scoring, Sight
-from lmstate.ops.sigmoid import sigmoid
-from lmstate.ops.squeezed import SqueezedWeight, squeeze
-from lmstate.ops.weight import FloatWeight, Int4Weight, Int8Weight, Weight, quantize
+from lmstate.ops.fused.graph import Chain, Run
+from lmstate.ops.types.moe_sublayer import Expert, ExpertsHalf
+from lmstate.ops.types.params import EVERYTHING, Coded, Norm, Residual, Rings, Rotation, Scoring, Sight
+from lmstate.ops.types.recurrent_sublayers import ConvHalf, DeltaHalf, RecurrentHalf, SsdHalf
+from lmstate.ops.types.sublayers import AttentionHalf, FeedForwardHalf, Half
+from lmstate.ops.types.weight import Weight
+from lmstate.ops.weights.bfloat12 import SqueezedWeight, squeeze
+from lmstate.ops.weights.grouped import FloatWeight, Int4Weight, Int8Weight, quantize
 
 __all__ = [
     "ACTIVATIONS",
@@ -48,6 +46,7 @@ __all__ = [
     "SsdHalf",
     "Weight",
     "activation",
+    "add_residual",
     "append",
     "attend",
     "best",

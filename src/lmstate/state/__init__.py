@@ -1,13 +1,13 @@
 """The inference state: what the project exists for. It knows no model."""
 
-from lmstate.state.attention import AttentionState, KeyValueState
-from lmstate.state.composite import CompositeState
-from lmstate.state.fold import FoldState
-from lmstate.state.kv.evicting_latent import EvictingLatentState
+from lmstate.state.kv.eviction.latent import EvictingLatentState
 from lmstate.state.kv.factory import attention_state, latent_state
-from lmstate.state.latent import LatentState
-from lmstate.state.layer import LayerState, Layout
-from lmstate.state.shared import SharedState
+from lmstate.state.layers.attention import AttentionState, KeyValueState
+from lmstate.state.layers.base import LayerState, Layout
+from lmstate.state.layers.composite import CompositeState
+from lmstate.state.layers.latent import LatentState
+from lmstate.state.layers.recurrent import FoldState
+from lmstate.state.layers.shared_kv import SharedState
 from lmstate.state.snapshot import Snapshot
 from lmstate.state.state import State
 from lmstate.state.step import Step

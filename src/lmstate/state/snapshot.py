@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lmstate.errors import SnapshotError, StateError
-from lmstate.state import storage
-from lmstate.state.integers import token_ids, whole_number
+from lmstate.state import layer_file
 from lmstate.state.rows import Row
+from lmstate.state.validate import token_ids, whole_number
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Snapshot:
         return len(self.tokens)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to one safetensors file, whole or not at all; see `lmstate.state.storage`."""
-        storage.save(self, path)
+        """Write it to one safetensors file, whole or not at all; see `lmstate.state.layer_file`."""
+        layer_file.save(self, path)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Snapshot:
         """Read what `save` wrote. Raises `SnapshotError` for a file that is damaged or is no snapshot."""
-        return storage.load(path)
+        return layer_file.load(path)
 
     def as_row(self, vocab_size: int, device: torch.device) -> Row:
         """What a state knows of a row beside its layers, in tensors of its own.

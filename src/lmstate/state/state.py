@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lmstate.errors import CapacityError, RewindError, SnapshotError, StateError, UnsupportedError
-from lmstate.state.integers import token_ids, whole_number
 from lmstate.state.rows import Mark, Row
 from lmstate.state.snapshot import Snapshot, differences
 from lmstate.state.transaction import Transaction
+from lmstate.state.validate import token_ids, whole_number
 
 MARKS = 8  # checkpoints that a row keeps; the oldest goes first
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lmstate.state.integers import whole_number
+from lmstate.state.validate import whole_number
 
 Built = TypeVar("Built")
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from lmstate.errors import CapacityError, PendingError, StateError, UnsupportedError
-from lmstate.state.integers import whole_number
-from lmstate.state.layer import Install, LayerState, Layout
+from lmstate.state.layers.base import Install, LayerState, Layout
 from lmstate.state.rows import Mark, Row
 from lmstate.state.step import DeviceStep, Step, as_counts
+from lmstate.state.validate import whole_number
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from lmstate.integrations.transformers.version import check, installed
 
 check(installed())
 
-from lmstate.integrations.transformers import attention, experts  # noqa: E402
-from lmstate.integrations.transformers.cache import StateCache  # noqa: E402
-from lmstate.integrations.transformers.linear import use_native_linear, use_torch_linear  # noqa: E402
-from lmstate.integrations.transformers.snapshot import CacheSnapshot  # noqa: E402
+from lmstate.integrations.transformers.cache.snapshot import CacheSnapshot  # noqa: E402
+from lmstate.integrations.transformers.cache.state_cache import StateCache  # noqa: E402
+from lmstate.integrations.transformers.kernels import attention, experts  # noqa: E402
+from lmstate.integrations.transformers.kernels.linear import use_native_linear, use_torch_linear  # noqa: E402
 
 attention.register()
 experts.register()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.text_model import TextPart
 from lmstate.errors import ModelError
-from lmstate.models.decoder import Model
 from lmstate.models.families.defaults import completed
-from lmstate.models.weights.fields import Fields
-from lmstate.models.weights.weights import Weights
-from lmstate.models.weights.wrapped import TextPart
+from lmstate.models.model import Model
 
 # model_type of a config -> the module that builds it.
 FAMILIES = {

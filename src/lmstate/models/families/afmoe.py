@@ -5,14 +5,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, Shape, activation, biases, decoder, head_norms, mlp, rms_norms, windows
-from lmstate.models.families.mixtures import deepseek_mixture, expert_count, scores, top_k
-from lmstate.models.mixers.attention import Attention
-from lmstate.models.mlp import FeedForward
-from lmstate.models.moe import Router
-from lmstate.models.rope import Rope, make_rope
-from lmstate.models.weights.weights import Weights
+from lmstate.checkpoints.loader import Weights
+from lmstate.models.families.builders.decoder import (
+    MOST,
+    Shape,
+    activation,
+    biases,
+    decoder,
+    head_norms,
+    mlp,
+    rms_norms,
+    windows,
+)
+from lmstate.models.families.builders.moe import deepseek_mixture, expert_count, scores, top_k
+from lmstate.models.layers.attention import Attention
+from lmstate.models.layers.mlp import FeedForward
+from lmstate.models.layers.moe import Router
+from lmstate.models.layers.rope import Rope, make_rope
+from lmstate.models.model import Block, Model
 
 
 def build(w: Weights) -> Model:

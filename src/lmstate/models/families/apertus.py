@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lmstate import ops
-from lmstate.models.decoder import Model
-from lmstate.models.families.common import (
+from lmstate.checkpoints.loader import Weights
+from lmstate.models.families.builders.decoder import (
     MOST,
     Shape,
     activation,
@@ -21,10 +21,10 @@ from lmstate.models.families.common import (
     rms_norms,
     ungated_mlp,
 )
-from lmstate.models.mixers.attention import Attention
-from lmstate.models.mlp import FeedForward
-from lmstate.models.rope import make_rope
-from lmstate.models.weights.weights import Weights
+from lmstate.models.layers.attention import Attention
+from lmstate.models.layers.mlp import FeedForward
+from lmstate.models.layers.rope import make_rope
+from lmstate.models.model import Model
 from lmstate.ops import Norm, Residual, Weight
 
 

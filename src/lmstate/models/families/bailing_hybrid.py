@@ -8,26 +8,18 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.renamed import Renamed
 from lmstate.errors import ModelError
-from lmstate.models.decoder import Model
-from lmstate.models.families.common import (
-    MOST,
-    POSITIONS,
-    Shape,
-    decoder,
-    drafting,
-    pre_norm,
-    rms_norms,
-)
+from lmstate.models.families.builders.decoder import MOST, POSITIONS, Shape, decoder, drafting, pre_norm, rms_norms
+from lmstate.models.families.builders.delta import channel_delta
+from lmstate.models.families.builders.moe import deepseek_feed_forward
 from lmstate.models.families.deepseek import latent_attention, latent_scale
 from lmstate.models.families.defaults import completed
-from lmstate.models.families.delta_rule import channel_delta
-from lmstate.models.families.mixtures import deepseek_feed_forward
-from lmstate.models.mixers.mixer import Mixer
-from lmstate.models.rope import make_rope, rope_fields
-from lmstate.models.weights.fields import Fields
-from lmstate.models.weights.renamed import Renamed
-from lmstate.models.weights.weights import Weights
+from lmstate.models.layers.base import Mixer
+from lmstate.models.layers.rope import make_rope, rope_fields
+from lmstate.models.model import Model
 
 # Fields that go by two names: the one that other families have too, another; and what they are where neither is there.
 NAMES: tuple[tuple[str, str, Any], ...] = (

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, mlp, norm
-from lmstate.models.families.state_space import Mamba2Shape, gated_norm, mamba2
-from lmstate.models.mixers.mixer import Mixer
-from lmstate.models.rope import make_rope
-from lmstate.models.weights.weights import Weights
+from lmstate.checkpoints.loader import Weights
+from lmstate.models.families.builders.decoder import MOST, Shape, activation, attention, decoder, mlp, norm
+from lmstate.models.families.builders.mamba import Mamba2Shape, gated_norm, mamba2
+from lmstate.models.layers.base import Mixer
+from lmstate.models.layers.rope import make_rope
+from lmstate.models.model import Block, Model
 
 
 def build(w: Weights) -> Model:

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import torch
 
-from lmstate.models.decoder import Model
-from lmstate.models.families.common import (
+from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.loader import Numbers, Weights
+from lmstate.checkpoints.source import floats
+from lmstate.models.families.builders.decoder import (
     ACTIVATIONS,
     MOST,
     Shape,
@@ -16,14 +18,12 @@ from lmstate.models.families.common import (
     layer_norms,
     pre_norm,
 )
-from lmstate.models.families.mixtures import scores
-from lmstate.models.mixers.attention import Attention
-from lmstate.models.mlp import MLP, FeedForward
-from lmstate.models.moe import MixtureOfExperts, Router
-from lmstate.models.rope import make_rope
-from lmstate.models.weights.fields import Fields
-from lmstate.models.weights.source import floats
-from lmstate.models.weights.weights import Numbers, Weights
+from lmstate.models.families.builders.moe import scores
+from lmstate.models.layers.attention import Attention
+from lmstate.models.layers.mlp import MLP, FeedForward
+from lmstate.models.layers.moe import MixtureOfExperts, Router
+from lmstate.models.layers.rope import make_rope
+from lmstate.models.model import Model
 
 NAMES = ("norm_attn_norm.norm_1", "norm_attn_norm.attn", "norm_attn_norm.norm_2", "ffn")
 USUAL = {

@@ -11,8 +11,9 @@ from dataclasses import replace
 
 import torch
 
-from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import (
+from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.loader import Weights
+from lmstate.models.families.builders.decoder import (
     MOST,
     Shape,
     activation,
@@ -24,14 +25,13 @@ from lmstate.models.families.common import (
     rms_norms,
     there,
 )
+from lmstate.models.families.builders.moe import deepseek_mixture, expert_count, scores, sparse_layers, top_k
 from lmstate.models.families.mistral import temperature_of
-from lmstate.models.families.mixtures import deepseek_mixture, expert_count, scores, sparse_layers, top_k
-from lmstate.models.mixers.latent_attention import LatentAttention
-from lmstate.models.mlp import FeedForward
-from lmstate.models.moe import Router
-from lmstate.models.rope import Rope, make_rope, rope_fields
-from lmstate.models.weights.fields import Fields
-from lmstate.models.weights.weights import Weights
+from lmstate.models.layers.mla import LatentAttention
+from lmstate.models.layers.mlp import FeedForward
+from lmstate.models.layers.moe import Router
+from lmstate.models.layers.rope import Rope, make_rope, rope_fields
+from lmstate.models.model import Block, Model
 
 LATENT_EPS = 1e-6  # of the norms inside the attention, whatever the config says of the others
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lmstate.models.weights.fields import Fields
+from lmstate.checkpoints.config import Fields
 
 EPS = {"rms_norm_eps": 1e-5}
 UNWINDOWED = {"use_sliding_window": False, "sliding_window": 4096}

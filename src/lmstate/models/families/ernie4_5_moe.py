@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from lmstate.models.decoder import Model
-from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, mlp, pre_norm, rms_norms, there
-from lmstate.models.families.mixtures import deepseek_mixture, expert_count, scores, top_k
-from lmstate.models.mixers.mixer import Mixer
-from lmstate.models.mlp import FeedForward
-from lmstate.models.moe import Router
-from lmstate.models.rope import make_rope
-from lmstate.models.weights.weights import Weights
+from lmstate.checkpoints.loader import Weights
+from lmstate.models.families.builders.decoder import (
+    MOST,
+    Shape,
+    activation,
+    attention,
+    decoder,
+    mlp,
+    pre_norm,
+    rms_norms,
+    there,
+)
+from lmstate.models.families.builders.moe import deepseek_mixture, expert_count, scores, top_k
+from lmstate.models.layers.base import Mixer
+from lmstate.models.layers.mlp import FeedForward
+from lmstate.models.layers.moe import Router
+from lmstate.models.layers.rope import make_rope
+from lmstate.models.model import Model
 
 
 def build(w: Weights) -> Model:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from lmstate.checkpoints.loader import Weights
 from lmstate.errors import ModelError
-from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import (
+from lmstate.models.families.builders.decoder import (
     MOST,
     Shape,
     activation,
@@ -15,8 +15,8 @@ from lmstate.models.families.common import (
     layer_norms,
     ungated_mlp,
 )
-from lmstate.models.rope import make_rope
-from lmstate.models.weights.weights import Weights
+from lmstate.models.layers.rope import make_rope
+from lmstate.models.model import Block, Model
 
 
 def build(w: Weights) -> Model:

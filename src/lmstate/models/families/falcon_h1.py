@@ -7,16 +7,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, mlp, norm
-from lmstate.models.families.state_space import Mamba2Shape, gated_norm, mamba2
-from lmstate.models.mixers.attention import Attention
-from lmstate.models.mixers.mamba2 import Mamba2
-from lmstate.models.mixers.parallel import Parallel
-from lmstate.models.mlp import MLP
-from lmstate.models.rope import make_rope
-from lmstate.models.weights.fields import Fields
-from lmstate.models.weights.weights import Weights
+from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.loader import Weights
+from lmstate.models.families.builders.decoder import MOST, Shape, activation, attention, decoder, mlp, norm
+from lmstate.models.families.builders.mamba import Mamba2Shape, gated_norm, mamba2
+from lmstate.models.layers.attention import Attention
+from lmstate.models.layers.mamba2 import Mamba2
+from lmstate.models.layers.mlp import MLP
+from lmstate.models.layers.parallel_hybrid import Parallel
+from lmstate.models.layers.rope import make_rope
+from lmstate.models.model import Block, Model
 
 
 def build(w: Weights) -> Model:

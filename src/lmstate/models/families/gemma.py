@@ -1,65 +1,34 @@
-"""Gemma 2 (2408.00118) and Gemma 3 (2503.19786): norms before and after each part, windows on most layers.
-
-Gemma 2 caps the logits of its attention and its output. Gemma 3 normalises queries and keys instead, and its windowed
-layers rotate faster than its full ones.
-"""
+"""Gemma (2403.08295): Llama's block with a gate of gelu, norms that are stored less 1, and a scaled embedding."""
 
 from __future__ import annotations
 
+from lmstate.checkpoints.loader import Weights
 from lmstate.errors import ModelError
-from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, mlp, norm, windows
-from lmstate.models.rope import make_rope, ropes_by_kind
-from lmstate.models.weights.weights import Weights
+from lmstate.models.families.builders.decoder import (
+    MOST,
+    Shape,
+    activation,
+    attention,
+    decoder,
+    mlp,
+    pre_norm,
+    rms_norms,
+)
+from lmstate.models.layers.rope import make_rope
+from lmstate.models.model import Model
 
 
 def build(w: Weights) -> Model:
-    third = w.config.str("model_type") == "gemma3_text"
     config, shape = w.config, Shape.of(w.config)
     if config.bool("use_bidirectional_attention", default=False):
         raise ModelError(f"{config.where} asks for attention in both directions, which is no language model's")
     inner = config.int("intermediate_size", low=1, high=MOST)
-    act = activation(config, "hidden_activation", "gelu_pytorch_tanh")
-    window = windows(config, shape.layers, full_every=6 if third else 2)
-    if third:
-        full, local = (
-            rope.to(w.device) for rope in ropes_by_kind(config, shape.head_dim, theta=1_000_000.0, local_theta=10_000.0)
-        )
-    else:
-        full = local = make_rope(config, shape.head_dim).to(w.device)
-    scale = config.float("query_pre_attn_scalar", low=1e-6, default=256.0) ** -0.5
-    softcap = config.float("attn_logit_softcapping", low=1e-6, default=None) if not third else None
-
-    def block(index: int) -> Block:
-        layer = f"model.layers.{index}"
-        norms = {
-            name: norm(w, f"{layer}.{name}_layernorm.weight", shape.hidden, shape.eps, plus_one=True)
-            for name in ("input", "post_attention", "pre_feedforward", "post_feedforward")
-        }
-        q_norm, k_norm = (
-            norm(w, f"{layer}.self_attn.{part}_norm.weight", shape.head_dim, shape.eps, plus_one=True)
-            if third
-            else None
-            for part in "qk"
-        )
-        mixer = attention(
-            w, f"{layer}.self_attn", shape, full if window[index] is None else local,
-            window=window[index], q_norm=q_norm, k_norm=k_norm, scale=scale, softcap=softcap,
-        )  # fmt: skip
-        return Block(
-            mixer,
-            mlp(w, f"{layer}.mlp", shape.hidden, inner, act),
-            norms["input"],
-            norms["pre_feedforward"],
-            norms["post_attention"],
-            norms["post_feedforward"],
-        )
-
-    return decoder(
-        w,
-        shape,
-        block,
-        final_norm=norm(w, "model.norm.weight", shape.hidden, shape.eps, plus_one=True),
-        embed_scale=shape.hidden**0.5,
-        logit_softcap=config.float("final_logit_softcapping", low=1e-6, default=None),
+    act = activation(config, default="gelu_pytorch_tanh")
+    act = "gelu_tanh" if act == "gelu" else act  # the first configs say gelu, and mean the one that was trained
+    rope, normed = make_rope(config, shape.head_dim).to(w.device), rms_norms(w, shape, plus_one=True)
+    block = pre_norm(
+        normed,
+        lambda _, name: attention(w, name, shape, rope),
+        lambda _, name: mlp(w, name, shape.hidden, inner, act),
     )
+    return decoder(w, shape, block, final_norm=normed("model.norm"), embed_scale=shape.hidden**0.5)

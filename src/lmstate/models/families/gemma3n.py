@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from lmstate import ops
-from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, Shape, activation, decoder, mlp, rms_norms
+from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.loader import Weights
+from lmstate.models.families.builders.decoder import MOST, Shape, activation, decoder, mlp, rms_norms
 from lmstate.models.families.gemma4 import (
     FULL,
     LOCAL,
@@ -22,11 +23,10 @@ from lmstate.models.families.gemma4 import (
     sharing_attention,
     unread,
 )
-from lmstate.models.mlp import MLP, FeedForward
-from lmstate.models.per_layer_inputs import PerLayerInput, PerLayerInputs
-from lmstate.models.rope import ropes_by_kind
-from lmstate.models.weights.fields import Fields
-from lmstate.models.weights.weights import Weights
+from lmstate.models.layers.mlp import MLP, FeedForward
+from lmstate.models.layers.per_layer_inputs import PerLayerInput, PerLayerInputs
+from lmstate.models.layers.rope import ropes_by_kind
+from lmstate.models.model import Block, Model
 from lmstate.ops import Norm, Residual, Weight
 from lmstate.state import LayerState, Step
 

@@ -9,17 +9,27 @@ from functools import cache
 from torch import Tensor
 
 from lmstate import ops
+from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.loader import Weights
 from lmstate.errors import ModelError
-from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, mlp, norm, plain_norm, rms_norms
-from lmstate.models.families.mixtures import expert_width, experts, scores, top_k
-from lmstate.models.mixers.attention import Attention
-from lmstate.models.mlp import MLP, FeedForward
-from lmstate.models.moe import MixtureOfExperts, Router
-from lmstate.models.per_layer_inputs import PerLayerInput, PerLayerInputs
-from lmstate.models.rope import Rope, make_rope
-from lmstate.models.weights.fields import Fields
-from lmstate.models.weights.weights import Weights
+from lmstate.models.families.builders.decoder import (
+    MOST,
+    Shape,
+    activation,
+    attention,
+    decoder,
+    mlp,
+    norm,
+    plain_norm,
+    rms_norms,
+)
+from lmstate.models.families.builders.moe import expert_width, experts, scores, top_k
+from lmstate.models.layers.attention import Attention
+from lmstate.models.layers.mlp import MLP, FeedForward
+from lmstate.models.layers.moe import MixtureOfExperts, Router
+from lmstate.models.layers.per_layer_inputs import PerLayerInput, PerLayerInputs
+from lmstate.models.layers.rope import Rope, make_rope
+from lmstate.models.model import Block, Model
 from lmstate.ops import Norm, Residual
 from lmstate.state import Step
 
@@ -46,7 +56,7 @@ class DenseAndExperts:
         chosen = self.experts.router(ops.norm(tokens, self.router_norm))
         mixed = self.experts.mixed(ops.norm(tokens, self.expert_norm), *chosen)
         out = out + ops.norm(mixed, self.after_experts).view_as(x)
-        return out if residual is None else residual.added(out)
+        return out if residual is None else ops.add_residual(residual, out)
 
 
 @dataclass(frozen=True, eq=False)

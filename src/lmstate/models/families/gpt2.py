@@ -4,23 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.source import floats
 from lmstate.errors import ModelError
-from lmstate.models.decoder import Model
-from lmstate.models.entry import LearnedPositions
-from lmstate.models.families.common import (
-    MOST,
-    POSITIONS,
-    Shape,
-    activation,
-    decoder,
-    layer_norms,
-    pre_norm,
-)
-from lmstate.models.mixers.attention import Attention
-from lmstate.models.mlp import MLP
-from lmstate.models.weights.fields import Fields
-from lmstate.models.weights.source import floats
-from lmstate.models.weights.weights import Weights
+from lmstate.models.families.builders.decoder import MOST, POSITIONS, Shape, activation, decoder, layer_norms, pre_norm
+from lmstate.models.layers.attention import Attention
+from lmstate.models.layers.embedding import LearnedPositions
+from lmstate.models.layers.mlp import MLP
+from lmstate.models.model import Model
 from lmstate.ops import FloatWeight, Weight
 
 NAMES = {

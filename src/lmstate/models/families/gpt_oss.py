@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from lmstate import ops
-from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, Shape, attention, decoder, norm, windows
-from lmstate.models.families.mixtures import expert_count
-from lmstate.models.mlp import MLP, FeedForward
-from lmstate.models.moe import MixtureOfExperts, Router
-from lmstate.models.rope import make_rope
-from lmstate.models.weights import mxfp4
-from lmstate.models.weights.source import GroupedQuant
-from lmstate.models.weights.weights import Weights
+from lmstate.checkpoints.huggingface import mxfp4
+from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.source import GroupedQuant
+from lmstate.models.families.builders.decoder import MOST, Shape, attention, decoder, norm, windows
+from lmstate.models.families.builders.moe import expert_count
+from lmstate.models.layers.mlp import MLP, FeedForward
+from lmstate.models.layers.moe import MixtureOfExperts, Router
+from lmstate.models.layers.rope import make_rope
+from lmstate.models.model import Block, Model
 from lmstate.ops import FloatWeight, Norm, Residual, Weight
 
 

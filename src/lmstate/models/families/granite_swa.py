@@ -6,19 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
-from lmstate.models.decoder import Model
-from lmstate.models.families.common import (
-    Shape,
-    attention,
-    one_window,
-    pre_norm,
-    rms_norms,
-)
-from lmstate.models.families.granitemoehybrid import feed_forward, granite
-from lmstate.models.mixers.attention import Attention
-from lmstate.models.rope import Rope, make_rope, rope_fields
-from lmstate.models.weights.fields import Fields
-from lmstate.models.weights.weights import Weights
+from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.loader import Weights
+from lmstate.models.families.builders.decoder import Shape, attention, one_window, pre_norm, rms_norms
+from lmstate.models.families.granite import feed_forward, granite
+from lmstate.models.layers.attention import Attention
+from lmstate.models.layers.rope import Rope, make_rope, rope_fields
+from lmstate.models.model import Model
 
 KINDS = ("full_attention", "sliding_attention")
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.loader import Weights
 from lmstate.errors import ModelError
-from lmstate.models.decoder import Model
-from lmstate.models.families.common import (
+from lmstate.models.families.builders.decoder import (
     MOST,
     Shape,
     activation,
@@ -17,13 +18,12 @@ from lmstate.models.families.common import (
     pre_norm,
     rms_norms,
 )
-from lmstate.models.families.mixtures import expert_count, experts, scores
-from lmstate.models.mixers.attention import Attention
-from lmstate.models.mlp import FeedForward
-from lmstate.models.moe import MixtureOfExperts, Router
-from lmstate.models.rope import Rope, make_rope, rope_fields
-from lmstate.models.weights.fields import Fields
-from lmstate.models.weights.weights import Weights
+from lmstate.models.families.builders.moe import expert_count, experts, scores
+from lmstate.models.layers.attention import Attention
+from lmstate.models.layers.mlp import FeedForward
+from lmstate.models.layers.moe import MixtureOfExperts, Router
+from lmstate.models.layers.rope import Rope, make_rope, rope_fields
+from lmstate.models.model import Model
 
 
 def build(w: Weights) -> Model:

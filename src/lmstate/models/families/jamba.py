@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, mlp, norm
-from lmstate.models.families.mixtures import experts
-from lmstate.models.families.state_space import MambaShape, dt_rank, expanded, mamba, only_silu
-from lmstate.models.mixers.mixer import Mixer
-from lmstate.models.mlp import FeedForward
-from lmstate.models.moe import MixtureOfExperts, Router
-from lmstate.models.weights.weights import Weights
+from lmstate.checkpoints.loader import Weights
+from lmstate.models.families.builders.decoder import MOST, Shape, activation, attention, decoder, mlp, norm
+from lmstate.models.families.builders.mamba import MambaShape, dt_rank, expanded, mamba, only_silu
+from lmstate.models.families.builders.moe import experts
+from lmstate.models.layers.base import Mixer
+from lmstate.models.layers.mlp import FeedForward
+from lmstate.models.layers.moe import MixtureOfExperts, Router
+from lmstate.models.model import Block, Model
 from lmstate.ops import FloatWeight
 
 

@@ -7,18 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.loader import Weights
 from lmstate.errors import ModelError
-from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, W1_W3_W2, Shape, activation, decoder, drafting, mlp, norm, there
+from lmstate.models.families.builders.decoder import (
+    MOST,
+    W1_W3_W2,
+    Shape,
+    activation,
+    decoder,
+    drafting,
+    mlp,
+    norm,
+    there,
+)
+from lmstate.models.families.builders.delta import channel_delta
+from lmstate.models.families.builders.moe import expert_count, experts, scores, top_k
 from lmstate.models.families.deepseek import latent_attention
-from lmstate.models.families.delta_rule import channel_delta
-from lmstate.models.families.mixtures import expert_count, experts, scores, top_k
-from lmstate.models.mixers.gated_delta import GatedDelta
-from lmstate.models.mixers.mixer import Mixer
-from lmstate.models.mlp import FeedForward
-from lmstate.models.moe import MixtureOfExperts, Router
-from lmstate.models.weights.fields import Fields
-from lmstate.models.weights.weights import Weights
+from lmstate.models.layers.base import Mixer
+from lmstate.models.layers.gated_delta_net import GatedDelta
+from lmstate.models.layers.mlp import FeedForward
+from lmstate.models.layers.moe import MixtureOfExperts, Router
+from lmstate.models.model import Block, Model
 
 KINDS = ("linear_attention", "full_attention")
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.loader import Weights
 from lmstate.errors import ModelError
-from lmstate.models.decoder import Model
-from lmstate.models.families.common import (
+from lmstate.models.families.builders.decoder import (
     MOST,
     Shape,
     activation,
@@ -19,13 +20,12 @@ from lmstate.models.families.common import (
     there,
     windows,
 )
-from lmstate.models.families.mixtures import corrected_router, expert_count, expert_width, experts, sparse_layers
-from lmstate.models.mixers.attention import Attention
-from lmstate.models.mlp import FeedForward
-from lmstate.models.moe import MixtureOfExperts
-from lmstate.models.rope import ropes_by_kind
-from lmstate.models.weights.fields import Fields
-from lmstate.models.weights.weights import Weights
+from lmstate.models.families.builders.moe import corrected_router, expert_count, expert_width, experts, sparse_layers
+from lmstate.models.layers.attention import Attention
+from lmstate.models.layers.mlp import FeedForward
+from lmstate.models.layers.moe import MixtureOfExperts
+from lmstate.models.layers.rope import ropes_by_kind
+from lmstate.models.model import Model
 
 
 def build(w: Weights) -> Model:

@@ -5,17 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, W1_W3_W2, Shape, attention, biases, decoder, head_norms, mlp, rms_norms
-from lmstate.models.families.mixtures import expert_count, experts
-from lmstate.models.mixers.mixer import Mixer
-from lmstate.models.mixers.short_conv import ShortConv
-from lmstate.models.mlp import FeedForward
-from lmstate.models.moe import MixtureOfExperts, Router
-from lmstate.models.rope import make_rope
-from lmstate.models.weights.fields import Fields
-from lmstate.models.weights.weights import Weights
-from lmstate.ops.weight import FloatWeight
+from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.loader import Weights
+from lmstate.models.families.builders.decoder import (
+    MOST,
+    W1_W3_W2,
+    Shape,
+    attention,
+    biases,
+    decoder,
+    head_norms,
+    mlp,
+    rms_norms,
+)
+from lmstate.models.families.builders.moe import expert_count, experts
+from lmstate.models.layers.base import Mixer
+from lmstate.models.layers.mlp import FeedForward
+from lmstate.models.layers.moe import MixtureOfExperts, Router
+from lmstate.models.layers.rope import make_rope
+from lmstate.models.layers.short_conv import ShortConv
+from lmstate.models.model import Block, Model
+from lmstate.ops.weights.grouped import FloatWeight
 
 KINDS = ("conv", "full_attention")
 

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, W1_W3_W2, Shape, attention, decoder, head_norms, mlp, rms_norms, there
+from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.loader import Weights
+from lmstate.models.families.builders.decoder import (
+    MOST,
+    W1_W3_W2,
+    Shape,
+    attention,
+    decoder,
+    head_norms,
+    mlp,
+    rms_norms,
+    there,
+)
 from lmstate.models.families.lfm2 import short_conv
-from lmstate.models.mixers.mixer import Mixer
-from lmstate.models.rope import ropes_by_kind
-from lmstate.models.weights.fields import Fields
-from lmstate.models.weights.weights import Weights
+from lmstate.models.layers.base import Mixer
+from lmstate.models.layers.rope import ropes_by_kind
+from lmstate.models.model import Block, Model
 
 KINDS = ("conv", "sliding_attention", "full_attention")
 ROPES = {

@@ -6,8 +6,9 @@ part by itself whether it has biases, and the feed-forward part of Arcee has no 
 
 from __future__ import annotations
 
-from lmstate.models.decoder import Model
-from lmstate.models.families.common import (
+from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.loader import Weights
+from lmstate.models.families.builders.decoder import (
     MOST,
     Shape,
     activation,
@@ -18,9 +19,8 @@ from lmstate.models.families.common import (
     rms_norms,
     ungated_mlp,
 )
-from lmstate.models.rope import make_rope
-from lmstate.models.weights.fields import Fields
-from lmstate.models.weights.weights import Weights
+from lmstate.models.layers.rope import make_rope
+from lmstate.models.model import Model
 
 NEIGHBOURS = ("ernie4_5", "helium")
 # Whose fields for the biases of q, k and v, of the projection after attention, and of the feed-forward part differ.

@@ -7,14 +7,23 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, mlp, norm, norm_after_rope
-from lmstate.models.families.mixtures import expert_count
-from lmstate.models.mixers.attention import Attention, Temperature
-from lmstate.models.mlp import MLP, FeedForward
-from lmstate.models.moe import MixtureOfExperts, Router
-from lmstate.models.rope import make_rope
-from lmstate.models.weights.weights import Weights
+from lmstate.checkpoints.loader import Weights
+from lmstate.models.families.builders.decoder import (
+    MOST,
+    Shape,
+    activation,
+    attention,
+    decoder,
+    mlp,
+    norm,
+    norm_after_rope,
+)
+from lmstate.models.families.builders.moe import expert_count
+from lmstate.models.layers.attention import Attention, Temperature
+from lmstate.models.layers.mlp import MLP, FeedForward
+from lmstate.models.layers.moe import MixtureOfExperts, Router
+from lmstate.models.layers.rope import make_rope
+from lmstate.models.model import Block, Model
 from lmstate.ops import FloatWeight, Weight
 
 

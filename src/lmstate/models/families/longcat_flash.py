@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from lmstate import ops
-from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, Shape, activation, biases, decoder, mlp, rms_norms
+from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.loader import Weights
+from lmstate.models.families.builders.decoder import MOST, Shape, activation, biases, decoder, mlp, rms_norms
+from lmstate.models.families.builders.moe import expert_count, experts, scores, top_k
 from lmstate.models.families.deepseek import latent_attention, latent_scale
-from lmstate.models.families.mixtures import expert_count, experts, scores, top_k
-from lmstate.models.mixers.latent_attention import LatentAttention
-from lmstate.models.mlp import MLP, FeedForward
-from lmstate.models.moe import MixtureOfExperts, Router
-from lmstate.models.rope import Rope, make_rope
-from lmstate.models.weights.fields import Fields
-from lmstate.models.weights.weights import Weights
+from lmstate.models.layers.mla import LatentAttention
+from lmstate.models.layers.mlp import MLP, FeedForward
+from lmstate.models.layers.moe import MixtureOfExperts, Router
+from lmstate.models.layers.rope import Rope, make_rope
+from lmstate.models.model import Block, Model
 from lmstate.ops import Norm, Residual
 from lmstate.state import CompositeState, LayerState, Layout, Step
 
@@ -77,7 +77,7 @@ class Same:
 
     def __call__(self, x: Tensor, norm: Norm | None = None, residual: Residual | None = None) -> Tensor:
         x = x if norm is None else ops.norm(x, norm)
-        return x if residual is None else residual.added(x)
+        return x if residual is None else ops.add_residual(residual, x)
 
 
 def build(w: Weights) -> Model:

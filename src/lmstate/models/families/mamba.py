@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, decoder, norm
-from lmstate.models.families.state_space import MambaShape, attention_free, dt_rank, expanded, mamba, only_silu
-from lmstate.models.weights.weights import Weights
+from lmstate.checkpoints.loader import Weights
+from lmstate.models.families.builders.decoder import MOST, decoder, norm
+from lmstate.models.families.builders.mamba import MambaShape, attention_free, dt_rank, expanded, mamba, only_silu
+from lmstate.models.model import Block, Model
 from lmstate.ops import Norm
 
 

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, decoder, norm
-from lmstate.models.families.state_space import (
-    Mamba2Shape,
-    attention_free,
-    dt_limits,
-    gated_norm,
-    mamba2,
-    only_silu,
-)
-from lmstate.models.weights.weights import Weights
+from lmstate.checkpoints.loader import Weights
+from lmstate.models.families.builders.decoder import MOST, decoder, norm
+from lmstate.models.families.builders.mamba import Mamba2Shape, attention_free, dt_limits, gated_norm, mamba2, only_silu
+from lmstate.models.model import Block, Model
 
 
 def build(w: Weights) -> Model:

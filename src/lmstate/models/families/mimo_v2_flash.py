@@ -9,21 +9,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lmstate import ops
-from lmstate.models.decoder import Model
-from lmstate.models.families.common import (
-    MOST,
-    Shape,
-    biases,
-    decoder,
-    pre_norm,
-    rms_norms,
-    there,
-)
-from lmstate.models.families.mixtures import deepseek_feed_forward
-from lmstate.models.mixers.attention import Attention
-from lmstate.models.rope import Rope, make_rope, rope_fields
-from lmstate.models.weights.fields import Fields
-from lmstate.models.weights.weights import Weights
+from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.loader import Weights
+from lmstate.models.families.builders.decoder import MOST, Shape, biases, decoder, pre_norm, rms_norms, there
+from lmstate.models.families.builders.moe import deepseek_feed_forward
+from lmstate.models.layers.attention import Attention
+from lmstate.models.layers.rope import Rope, make_rope, rope_fields
+from lmstate.models.model import Model
 from lmstate.ops import Residual
 from lmstate.state import KeyValueState, LayerState, Step
 

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from lmstate import ops
-from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, W1_W3_W2, Shape, activation, attention, decoder, norm, there
-from lmstate.models.families.mixtures import expert_count, experts
-from lmstate.models.mixers.lightning import Lightning
-from lmstate.models.moe import MixtureOfExperts, Router
-from lmstate.models.rope import make_rope
-from lmstate.models.weights.weights import Weights
-from lmstate.ops.weight import FloatWeight
+from lmstate.checkpoints.loader import Weights
+from lmstate.models.families.builders.decoder import MOST, W1_W3_W2, Shape, activation, attention, decoder, norm, there
+from lmstate.models.families.builders.moe import expert_count, experts
+from lmstate.models.layers.lightning import Lightning
+from lmstate.models.layers.moe import MixtureOfExperts, Router
+from lmstate.models.layers.rope import make_rope
+from lmstate.models.model import Block, Model
+from lmstate.ops.weights.grouped import FloatWeight
 from lmstate.state import LayerState, Step
 
 KINDS = ("full_attention", "linear_attention")

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lmstate.models.decoder import Model
-from lmstate.models.families.common import (
+from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.loader import Weights
+from lmstate.models.families.builders.decoder import (
     MOST,
     Shape,
     activation,
@@ -21,12 +22,11 @@ from lmstate.models.families.common import (
     there,
     windows,
 )
-from lmstate.models.families.mixtures import expert_count, softmax_mixture
-from lmstate.models.mixers.attention import Attention, Temperature
-from lmstate.models.mlp import FeedForward
-from lmstate.models.rope import make_rope, rope_fields
-from lmstate.models.weights.fields import Fields
-from lmstate.models.weights.weights import Weights
+from lmstate.models.families.builders.moe import expert_count, softmax_mixture
+from lmstate.models.layers.attention import Attention, Temperature
+from lmstate.models.layers.mlp import FeedForward
+from lmstate.models.layers.rope import make_rope, rope_fields
+from lmstate.models.model import Model
 
 
 def build(w: Weights) -> Model:

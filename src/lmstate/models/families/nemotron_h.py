@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lmstate import ops
+from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.loader import Weights
 from lmstate.errors import ModelError
-from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, norm
-from lmstate.models.families.state_space import Mamba2Shape, gated_norm, layer_kinds, mamba2, only_silu
-from lmstate.models.mixers.nothing import Nothing
-from lmstate.models.mlp import MLP, FeedForward
-from lmstate.models.moe import MixtureOfExperts, Router
-from lmstate.models.weights.fields import Fields
-from lmstate.models.weights.weights import Weights
+from lmstate.models.families.builders.decoder import MOST, Shape, activation, attention, decoder, norm
+from lmstate.models.families.builders.mamba import Mamba2Shape, gated_norm, layer_kinds, mamba2, only_silu
+from lmstate.models.layers.identity import Nothing
+from lmstate.models.layers.mlp import MLP, FeedForward
+from lmstate.models.layers.moe import MixtureOfExperts, Router
+from lmstate.models.model import Block, Model
 from lmstate.ops import FloatWeight, Norm, Residual, Weight
 
 LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
@@ -41,7 +41,7 @@ class LatentExperts:
         out = ops.linear(
             mixed.view(*x.shape[:-1], -1), self.up, self.up_bias, residual=Residual(self.experts.shared(x))
         )
-        return out if residual is None else residual.added(out)
+        return out if residual is None else ops.add_residual(residual, out)
 
 
 def build(w: Weights) -> Model:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lmstate.models.decoder import Model
-from lmstate.models.families.common import (
+from lmstate.checkpoints.loader import Weights
+from lmstate.models.families.builders.decoder import (
     MOST,
     Shape,
     activation,
@@ -15,9 +15,9 @@ from lmstate.models.families.common import (
     plain_norm,
     pre_norm,
 )
-from lmstate.models.mixers.attention import Attention
-from lmstate.models.rope import make_rope
-from lmstate.models.weights.weights import Weights
+from lmstate.models.layers.attention import Attention
+from lmstate.models.layers.rope import make_rope
+from lmstate.models.model import Model
 
 
 def build(w: Weights) -> Model:

@@ -6,8 +6,8 @@ Three of four layers of OLMo 3 have a window, and stretched rotary positions are
 
 from __future__ import annotations
 
-from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import (
+from lmstate.checkpoints.loader import Weights
+from lmstate.models.families.builders.decoder import (
     MOST,
     Shape,
     activation,
@@ -18,10 +18,10 @@ from lmstate.models.families.common import (
     whole_norms,
     windows,
 )
-from lmstate.models.families.mixtures import softmax_mixture
-from lmstate.models.mlp import FeedForward
-from lmstate.models.rope import make_rope, ropes_by_kind
-from lmstate.models.weights.weights import Weights
+from lmstate.models.families.builders.moe import softmax_mixture
+from lmstate.models.layers.mlp import FeedForward
+from lmstate.models.layers.rope import make_rope, ropes_by_kind
+from lmstate.models.model import Block, Model
 
 
 def build(w: Weights) -> Model:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, mlp, norm, there
-from lmstate.models.families.delta_rule import check_shared, short_conv
-from lmstate.models.mixers.gated_delta import GatedDelta
-from lmstate.models.rope import make_rope, rope_fields
-from lmstate.models.weights.weights import Weights
+from lmstate.checkpoints.loader import Weights
+from lmstate.models.families.builders.decoder import MOST, Shape, activation, attention, decoder, mlp, norm, there
+from lmstate.models.families.builders.delta import check_shared, short_conv
+from lmstate.models.layers.gated_delta_net import GatedDelta
+from lmstate.models.layers.rope import make_rope, rope_fields
+from lmstate.models.model import Block, Model
 from lmstate.ops import Norm
-from lmstate.ops.weight import FloatWeight
+from lmstate.ops.weights.grouped import FloatWeight
 
 KINDS = ("linear_attention", "full_attention")
 GATED_NORM_EPS = 1e-5  # not in the config: what the model was trained with

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from lmstate.checkpoints.loader import Weights
 from lmstate.errors import ModelError
-from lmstate.models.decoder import Model
-from lmstate.models.families.common import MOST, Shape, attention, decoder, pre_norm, rms_norms, whole_norms
-from lmstate.models.families.mixtures import softmax_mixture
-from lmstate.models.mixers.mixer import Mixer
-from lmstate.models.mlp import FeedForward
-from lmstate.models.rope import make_rope
-from lmstate.models.weights.weights import Weights
+from lmstate.models.families.builders.decoder import MOST, Shape, attention, decoder, pre_norm, rms_norms, whole_norms
+from lmstate.models.families.builders.moe import softmax_mixture
+from lmstate.models.layers.base import Mixer
+from lmstate.models.layers.mlp import FeedForward
+from lmstate.models.layers.rope import make_rope
+from lmstate.models.model import Model
 
 
 def build(w: Weights) -> Model:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import (
+from lmstate.checkpoints.loader import Weights
+from lmstate.models.families.builders.decoder import (
     MOST,
     Shape,
     activation,
@@ -12,8 +12,8 @@ from lmstate.models.families.common import (
     layer_norms,
     ungated_mlp,
 )
-from lmstate.models.rope import make_rope
-from lmstate.models.weights.weights import Weights
+from lmstate.models.layers.rope import make_rope
+from lmstate.models.model import Block, Model
 from lmstate.ops import Norm
 
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from lmstate import ops
+from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.loader import Weights
 from lmstate.errors import ModelError
-from lmstate.models.decoder import Model
-from lmstate.models.families.common import (
+from lmstate.models.families.builders.decoder import (
     MOST,
     Shape,
     activation,
@@ -21,13 +22,12 @@ from lmstate.models.families.common import (
     pre_norm,
     there,
 )
-from lmstate.models.families.mixtures import expert_count, experts, scores
-from lmstate.models.mixers.mixer import Mixer
-from lmstate.models.mlp import FeedForward
-from lmstate.models.moe import MixtureOfExperts
-from lmstate.models.rope import Rope, make_rope, rope_fields
-from lmstate.models.weights.fields import Fields
-from lmstate.models.weights.weights import Weights
+from lmstate.models.families.builders.moe import expert_count, experts, scores
+from lmstate.models.layers.base import Mixer
+from lmstate.models.layers.mlp import FeedForward
+from lmstate.models.layers.moe import MixtureOfExperts
+from lmstate.models.layers.rope import Rope, make_rope, rope_fields
+from lmstate.models.model import Model
 from lmstate.ops import Weight
 
 

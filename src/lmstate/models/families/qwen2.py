@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lmstate.models.decoder import Model
-from lmstate.models.families.common import Shape, attention, decoder, one_window, pre_norm, rms_norms, windows
-from lmstate.models.families.mixtures import qwen_feed_forward
-from lmstate.models.mixers.mixer import Mixer
-from lmstate.models.mlp import FeedForward
-from lmstate.models.rope import make_rope
-from lmstate.models.weights.fields import Fields
-from lmstate.models.weights.weights import Weights
+from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.loader import Weights
+from lmstate.models.families.builders.decoder import Shape, attention, decoder, one_window, pre_norm, rms_norms, windows
+from lmstate.models.families.builders.moe import qwen_feed_forward
+from lmstate.models.layers.base import Mixer
+from lmstate.models.layers.mlp import FeedForward
+from lmstate.models.layers.rope import make_rope
+from lmstate.models.model import Model
 
 
 def build(w: Weights) -> Model:

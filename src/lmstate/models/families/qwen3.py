@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lmstate.models.decoder import Model
-from lmstate.models.families.common import (
+from lmstate.checkpoints.loader import Weights
+from lmstate.models.families.builders.decoder import (
     Shape,
     attention,
     decoder,
@@ -13,11 +13,11 @@ from lmstate.models.families.common import (
     rms_norms,
     windows,
 )
-from lmstate.models.families.mixtures import qwen_feed_forward
-from lmstate.models.mixers.mixer import Mixer
-from lmstate.models.mlp import FeedForward
-from lmstate.models.rope import make_rope
-from lmstate.models.weights.weights import Weights
+from lmstate.models.families.builders.moe import qwen_feed_forward
+from lmstate.models.layers.base import Mixer
+from lmstate.models.layers.mlp import FeedForward
+from lmstate.models.layers.rope import make_rope
+from lmstate.models.model import Model
 
 
 def build(w: Weights) -> Model:

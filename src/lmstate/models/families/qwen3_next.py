@@ -9,22 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import (
-    MOST,
-    Shape,
-    attention,
-    decoder,
-    drafting,
-    norm,
-)
-from lmstate.models.families.delta_rule import check_shared, short_conv
-from lmstate.models.families.mixtures import qwen_feed_forward
-from lmstate.models.mixers.gated_delta import GatedDelta
-from lmstate.models.mixers.mixer import Mixer
-from lmstate.models.rope import make_rope
-from lmstate.models.weights.weights import Weights
-from lmstate.ops.weight import FloatWeight
+from lmstate.checkpoints.loader import Weights
+from lmstate.models.families.builders.decoder import MOST, Shape, attention, decoder, drafting, norm
+from lmstate.models.families.builders.delta import check_shared, short_conv
+from lmstate.models.families.builders.moe import qwen_feed_forward
+from lmstate.models.layers.base import Mixer
+from lmstate.models.layers.gated_delta_net import GatedDelta
+from lmstate.models.layers.rope import make_rope
+from lmstate.models.model import Block, Model
+from lmstate.ops.weights.grouped import FloatWeight
 
 KINDS = ("linear_attention", "full_attention")
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from lmstate.checkpoints.loader import Weights
 from lmstate.errors import ModelError
-from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, mlp, norm
-from lmstate.models.mixers.mixer import Mixer
-from lmstate.models.mixers.rg_lru import RecurrentBlock
-from lmstate.models.rope import make_rope
-from lmstate.models.weights.weights import Weights
+from lmstate.models.families.builders.decoder import MOST, Shape, activation, attention, decoder, mlp, norm
+from lmstate.models.layers.base import Mixer
+from lmstate.models.layers.rg_lru import RecurrentBlock
+from lmstate.models.layers.rope import make_rope
+from lmstate.models.model import Block, Model
 from lmstate.ops import quantize
 
 KINDS = ("recurrent", "attention")

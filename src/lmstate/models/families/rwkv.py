@@ -7,13 +7,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from lmstate.checkpoints.loader import Weights
 from lmstate.errors import ModelError
-from lmstate.models.decoder import Block, Model
-from lmstate.models.entry import NormedEntry
-from lmstate.models.families.common import MOST, decoder
-from lmstate.models.families.state_space import attention_free
-from lmstate.models.mixers.rwkv import ChannelMix, TimeMix
-from lmstate.models.weights.weights import Weights
+from lmstate.models.families.builders.decoder import MOST, decoder
+from lmstate.models.families.builders.mamba import attention_free
+from lmstate.models.layers.embedding import NormedEntry
+from lmstate.models.layers.rwkv import ChannelMix, TimeMix
+from lmstate.models.model import Block, Model
 from lmstate.ops import Norm, Weight
 
 MOST_HALVINGS = 100  # of a float32 number

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, Shape, activation, attention, decoder, mlp, norm, windows
-from lmstate.models.rope import make_rope
-from lmstate.models.weights.weights import Weights
+from lmstate.checkpoints.loader import Weights
+from lmstate.models.families.builders.decoder import MOST, Shape, activation, attention, decoder, mlp, norm, windows
+from lmstate.models.layers.rope import make_rope
+from lmstate.models.model import Block, Model
 
 
 def build(w: Weights) -> Model:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.loader import Weights
 from lmstate.errors import ModelError
-from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, Shape, biases, decoder, mlp
-from lmstate.models.mixers.mlstm import MLSTM
-from lmstate.models.mlp import MLP
-from lmstate.models.weights.fields import Fields
-from lmstate.models.weights.weights import Weights
+from lmstate.models.families.builders.decoder import MOST, Shape, biases, decoder, mlp
+from lmstate.models.layers.mlp import MLP
+from lmstate.models.layers.mlstm import MLSTM
+from lmstate.models.model import Block, Model
 from lmstate.ops import FloatWeight, Norm
 
 MOST_CAP = 40.0  # exp of it, and a long sum of such, is a float32 number

@@ -7,17 +7,17 @@ import math
 from torch import Tensor
 
 from lmstate import ops
+from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.loader import Weights
 from lmstate.errors import ModelError
-from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, Shape, activation, biases, decoder, norm
-from lmstate.models.families.state_space import Mamba2Shape, expanded, gated_norm, layer_kinds, mamba2
-from lmstate.models.mixers.attention import Attention
-from lmstate.models.mixers.mamba2 import Mamba2
-from lmstate.models.mixers.shared import EMBEDDING, Adapter, SharedHybrid, SharedTransformer
-from lmstate.models.mlp import MLP
-from lmstate.models.rope import make_rope
-from lmstate.models.weights.fields import Fields
-from lmstate.models.weights.weights import Weights
+from lmstate.models.families.builders.decoder import MOST, Shape, activation, biases, decoder, norm
+from lmstate.models.families.builders.mamba import Mamba2Shape, expanded, gated_norm, layer_kinds, mamba2
+from lmstate.models.layers.attention import Attention
+from lmstate.models.layers.mamba2 import Mamba2
+from lmstate.models.layers.mlp import MLP
+from lmstate.models.layers.rope import make_rope
+from lmstate.models.layers.zamba_hybrid import EMBEDDING, Adapter, SharedHybrid, SharedTransformer
+from lmstate.models.model import Block, Model
 from lmstate.state import LayerState, Step
 
 NORM_EPS = 1e-5  # of the gated norms, whatever the config says of the others

@@ -10,15 +10,24 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lmstate import ops
-from lmstate.models.decoder import Block, Model
-from lmstate.models.families.common import MOST, Shape, activation, biases, decoder, norm, plain_norm, rms_norms
-from lmstate.models.families.mixtures import expert_count, experts
-from lmstate.models.mixers.attention import Attention
-from lmstate.models.mixers.convolved_attention import ConvolvedAttention
-from lmstate.models.moe import MixtureOfExperts, Router
-from lmstate.models.rope import Rope, make_rope
-from lmstate.models.weights.fields import Fields
-from lmstate.models.weights.weights import Weights
+from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.loader import Weights
+from lmstate.models.families.builders.decoder import (
+    MOST,
+    Shape,
+    activation,
+    biases,
+    decoder,
+    norm,
+    plain_norm,
+    rms_norms,
+)
+from lmstate.models.families.builders.moe import expert_count, experts
+from lmstate.models.layers.attention import Attention
+from lmstate.models.layers.cca import ConvolvedAttention
+from lmstate.models.layers.moe import MixtureOfExperts, Router
+from lmstate.models.layers.rope import Rope, make_rope
+from lmstate.models.model import Block, Model
 from lmstate.ops import FloatWeight, Norm, Residual, Weight
 from lmstate.state import LayerState, Step
 
@@ -56,7 +65,7 @@ class Skip:
 
     def __call__(self, x: Tensor, norm: Norm | None = None, residual: Residual | None = None) -> Tensor:
         nothing = torch.zeros_like(x)
-        return nothing if residual is None else residual.added(nothing)
+        return nothing if residual is None else ops.add_residual(residual, nothing)
 
 
 @dataclass(frozen=True, eq=False)

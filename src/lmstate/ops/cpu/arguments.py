@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lmstate.ops.norm import Norm
-from lmstate.ops.residual import Residual
-from lmstate.ops.scoring import Scoring, Sight
+from lmstate.ops.types.params import Norm, Residual, Scoring, Sight
 
 if TYPE_CHECKING:
-    from lmstate.ops.attend_slots import Columns
+    from lmstate.ops.types.params import Columns
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 WEIGHT_KINDS = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4, "bfloat16 in 12 bits": 5}

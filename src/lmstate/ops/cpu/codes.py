@@ -9,9 +9,7 @@ from struct import Struct
 import torch
 from torch import Tensor
 
-from lmstate.ops import cpu, kv_codes
-from lmstate.ops.attend_quantized import Held
-from lmstate.ops.attend_slots import Columns
+from lmstate.ops import cpu
 from lmstate.ops.cpu.arguments import (
     KINDS,
     MAX_HEAD_DIM,
@@ -23,8 +21,8 @@ from lmstate.ops.cpu.arguments import (
     rule_fields,
     sinks_pointer,
 )
-from lmstate.ops.rotate_attend import Rotation
-from lmstate.ops.scoring import Scoring, Sight
+from lmstate.ops.types import kv_format
+from lmstate.ops.types.params import Columns, Held, Rotation, Scoring, Sight
 
 _ARGUMENTS = Struct("4P10q" * 2 + "2P6q" + "2q" + "4P2q" + "9P21q2d")
 _NO_ROTATION = (0,) * 28
@@ -121,10 +119,10 @@ def codes(variant: str) -> Codes:
 def check_held(held: Held, tail: Tensor | None, rows: tuple[int, int], dim: int, dim_v: int, bits: int) -> None:
     """ValueError where these do not fit `(R, K)` and widths of keys and of values."""
     slots = held.k.shape[2]
-    k_scales = 1 if tail is None else kv_codes.block_scales(dim)
+    k_scales = 1 if tail is None else kv_format.block_scales(dim)
     expected = {
-        "k": (held.k, dim * bits // 8, kv_codes.code_dtype(bits)),
-        "v": (held.v, dim_v * bits // 8, kv_codes.code_dtype(bits)),
+        "k": (held.k, dim * bits // 8, kv_format.code_dtype(bits)),
+        "v": (held.v, dim_v * bits // 8, kv_format.code_dtype(bits)),
         "k_scale": (held.k_scale, k_scales, torch.float16),
         "v_scale": (held.v_scale, 1, torch.float16),
     }
@@ -135,7 +133,7 @@ def check_held(held: Held, tail: Tensor | None, rows: tuple[int, int], dim: int,
                 f"this is {tensor.dtype} {list(tensor.shape)}"
             )
     if tail is not None:
-        if slots % kv_codes.BLOCK:
-            raise ValueError(f"blocks of {kv_codes.BLOCK} positions cannot lie in {slots} slots")
+        if slots % kv_format.BLOCK:
+            raise ValueError(f"blocks of {kv_format.BLOCK} positions cannot lie in {slots} slots")
         if (*tail.shape[:2], tail.shape[3]) != (*rows, dim) or tail.stride(3) != 1:
             raise ValueError(f"the tail is {list(tail.shape)}; keys of {dim} do not fit it")

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lmstate.ops.attend_quantized import Held
 from lmstate.ops.cpu.arguments import (
     KINDS,
     MAX_HEAD_DIM,
@@ -23,12 +22,12 @@ from lmstate.ops.cpu.arguments import (
     optional_pointer,
 )
 from lmstate.ops.cpu.codes import check_held
-from lmstate.ops.norm import Norm
+from lmstate.ops.types.params import Held, Norm
 
 if TYPE_CHECKING:
-    from lmstate.ops.halves import AttentionHalf, FeedForwardHalf
-    from lmstate.ops.rotate_attend import Rotation
-    from lmstate.ops.run import Rings, Waiting
+    from lmstate.ops.fused.graph import Waiting
+    from lmstate.ops.types.params import Rings, Rotation
+    from lmstate.ops.types.sublayers import AttentionHalf, FeedForwardHalf
 
 _ATTENTION = Struct("q10P12q8d")
 _STARTS = Struct("P")

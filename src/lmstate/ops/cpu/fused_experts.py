@@ -12,7 +12,7 @@ from lmstate.ops.cpu.arguments import WEIGHT_KINDS, factor, norm_fields, optiona
 from lmstate.ops.cpu.fused import HALF
 
 if TYPE_CHECKING:
-    from lmstate.ops.expert_halves import Expert, ExpertsHalf
+    from lmstate.ops.types.moe_sublayer import Expert, ExpertsHalf
 
 _EXPERTS = Struct("q7P14q5d")
 _TABLE = Struct("4P3q")

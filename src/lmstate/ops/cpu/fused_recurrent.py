@@ -13,8 +13,8 @@ from lmstate.ops.cpu.fused import HALF
 from lmstate.ops.cpu.recurrent_mixers import MixerParts, delta_parts, ssd_parts
 
 if TYPE_CHECKING:
-    from lmstate.ops.recurrent_halves import Carry, ConvHalf, DeltaHalf, SsdHalf
-    from lmstate.ops.weight import Weight
+    from lmstate.ops.types.recurrent_sublayers import Carry, ConvHalf, DeltaHalf, SsdHalf
+    from lmstate.ops.types.weight import Weight
 
 _LAYER = Struct("q8P7q3d")
 _PARTS = 17 * 8  # the larger of the mixers' parts

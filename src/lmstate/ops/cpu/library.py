@@ -28,13 +28,11 @@ from lmstate.ops.cpu.arguments import (
 )
 from lmstate.ops.cpu.fused import Fused
 from lmstate.ops.memory import scratch
-from lmstate.ops.norm import Norm
-from lmstate.ops.residual import Residual
-from lmstate.ops.scoring import Scoring, Sight
-from lmstate.ops.weight import Weight
+from lmstate.ops.types.params import Norm, Residual, Scoring, Sight
+from lmstate.ops.types.weight import Weight
 
 if TYPE_CHECKING:
-    from lmstate.ops.attend_slots import Columns
+    from lmstate.ops.types.params import Columns
 
 _LINEAR = Struct("7P6q3dP")
 _ROWS = Struct("3P6qd")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lmstate.ops import cpu
 from lmstate.ops.cpu.library import Library
-from lmstate.ops.norm import Norm
+from lmstate.ops.types.params import Norm
 
 _CONV = Struct("7P9q")
 _DELTA = Struct("9P25qd2PdP")

@@ -17,7 +17,7 @@ from torch import Tensor
 from lmstate.ops import cpu
 from lmstate.ops.cpu.library import Library
 from lmstate.ops.cpu.recurrent import counted, expect, function, optional, threads_for
-from lmstate.ops.norm import Norm
+from lmstate.ops.types.params import Norm
 
 _FOLD = Struct("8P7q")
 _DELTA = Struct("4P7q2d")

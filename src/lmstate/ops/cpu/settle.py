@@ -15,7 +15,7 @@ from lmstate.ops import cpu
 from lmstate.ops.cpu.arguments import float_pointer, function, integers
 
 if TYPE_CHECKING:
-    from lmstate.ops.settle import Change
+    from lmstate.ops.types.slot_table import Change
 
 ARRAYS = 8
 _HEADER = Struct("3P3q")

@@ -1,12 +1,12 @@
 """Storage policies: how an attention layer stores keys and values, and which of them it forgets."""
 
-from lmstate.state.kv.expected import ExpectedAttention
-from lmstate.state.kv.h2o import H2O
-from lmstate.state.kv.per_layer import PerLayer, pyramid
-from lmstate.state.kv.policy import Budget, Evicting, Slots
-from lmstate.state.kv.recent import Recent
-from lmstate.state.kv.snapkv import SnapKV
-from lmstate.state.kv.storage import Dense, Policy, Quantized, Storage
+from lmstate.state.kv.policies.base import Budget, Evicting, Slots
+from lmstate.state.kv.policies.expected import ExpectedAttention
+from lmstate.state.kv.policies.h2o import H2O
+from lmstate.state.kv.policies.per_layer import PerLayer, pyramid
+from lmstate.state.kv.policies.recent import Recent
+from lmstate.state.kv.policies.snapkv import SnapKV
+from lmstate.state.kv.policies.storage import Dense, Policy, Quantized, Storage
 
 __all__ = [
     "H2O",

@@ -8,15 +8,15 @@ from dataclasses import replace
 from torch import Tensor
 
 from lmstate.ops import EVERYTHING, Sight
-from lmstate.state.attention import AttentionState, KeyValueState
-from lmstate.state.kv.blocks import BlockState
-from lmstate.state.kv.evicting import EvictingState
-from lmstate.state.kv.evicting_latent import EvictingLatentState
-from lmstate.state.kv.policy import Evicting
-from lmstate.state.kv.quantized import QuantizedAttentionState, QuantizedLatentState
-from lmstate.state.kv.storage import Dense, Quantized
-from lmstate.state.latent import LatentState
-from lmstate.state.layer import Layout
+from lmstate.state.kv.eviction.attention import EvictingState
+from lmstate.state.kv.eviction.latent import EvictingLatentState
+from lmstate.state.kv.policies.base import Evicting
+from lmstate.state.kv.policies.storage import Dense, Quantized
+from lmstate.state.kv.quantized.attention import QuantizedAttentionState, QuantizedLatentState
+from lmstate.state.kv.quantized.blocks import BlockState
+from lmstate.state.layers.attention import AttentionState, KeyValueState
+from lmstate.state.layers.base import Layout
+from lmstate.state.layers.latent import LatentState
 
 Shift = Callable[[Tensor, int], Tensor]
 

@@ -1,0 +1,142 @@
+"""What a GGUF architecture is to lmstate: the names of its tensors, and what the converter did to them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.gguf.reader import TensorPlace
+from lmstate.errors import ModelError
+
+MOST_LAYERS, MOST_WIDTH = 4096, 2**24
+
+OUTSIDE = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+ATTENTION = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+}
+MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+EXPERTS = {  # [experts, N, K] in GGUF, one matrix per expert under the Hugging Face names
+    "ffn_gate_exps": "mlp.experts.{expert}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{expert}.up_proj",
+    "ffn_down_exps": "mlp.experts.{expert}.down_proj",
+}
+STANDARD = {**ATTENTION, **MLP, **PRE_NORMS}
+BLOCK = r"blk\.(0|[1-9]\d{0,4})\."
+"""How the name of a tensor inside a block begins. A number has one spelling: 00 is no layer."""
+# Tensors that hold rope frequencies: they become config values.
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+Config = dict[str, Any]
+Tensors = dict[str, TensorPlace]
+Extra = Callable[[Fields, str, Config, Tensors], None]
+Change = Literal["convolution", "vector", "decay", "decay vector", "one more"]
+"""What the converter made of a tensor: it took the middle axis out of a convolution's taps [F, 1, C], it gave a vector
+another shape, it stored -exp(A_log) for A_log, or both of these, or it added 1 to a norm's weight."""
+
+
+Spans = Literal["rows", "row each", "columns"]
+"""What of a tensor belongs to the value heads of a delta rule: its last rows, `linear_value_head_dim` a head or one, or
+its columns."""
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """Value heads that the converter dealt out over the key heads: `v0 of k0, v0 of k1, ..., v1 of k0, ...`.
+
+    ggml repeats keys as a whole; Hugging Face has the value heads of one key head side by side. `width`: how many rows
+    (or columns) a value head has; the `keys * per_key * width` last ones are in that order.
+    """
+
+    keys: int
+    per_key: int
+    width: int
+    columns: bool
+
+    def order(self, extent: int) -> Tensor:
+        """Where each of `extent` rows or columns in Hugging Face's order lies in the file, int64 `[extent]`."""
+        order = torch.arange(extent)
+        first = extent - self.keys * self.per_key * self.width
+        heads = order[first:].view(self.per_key, self.keys, self.width)
+        return torch.cat([order[:first], heads.transpose(0, 1).flatten()])
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One value of `general.architecture`.
+
+    `layer`: GGUF name inside a block -> Hugging Face name inside a layer, without `.weight`/`.bias`.
+    `paired`: the converter reordered rows of q and k from halves to neighbouring pairs, for ggml's rope.
+    `whole`: the same as `layer` for names whose endings differ, with them. `outside`: the tensors outside of blocks.
+    `layers`: what comes before a layer's number. `changed`: end of a Hugging Face name -> what the converter changed.
+    `tiled`: the same -> what of it is in the order of `Tiled`, in models with fewer key than value heads.
+    `eps`: what the config calls the number that norms add; that of layer norms has a key of its own in the file.
+    `hybrid`: not every layer has attention or a feed-forward part; their counts may be 0.
+    `varied`: they differ from layer to layer, which `extra` sorts out.
+    `extra(metadata, prefix, config, tensors)` adds what only this architecture has to the config.
+    """
+
+    model_type: str
+    class_name: str
+    layer: dict[str, str] = field(default_factory=lambda: STANDARD)
+    paired: bool = False
+    extra: Extra | None = None
+    whole: dict[str, str] = field(default_factory=dict)
+    outside: dict[str, str] = field(default_factory=lambda: OUTSIDE)
+    layers: str = "model.layers"
+    changed: dict[str, Change] = field(default_factory=dict)
+    tiled: dict[str, Spans] = field(default_factory=dict)
+    eps: str = "rms_norm_eps"
+    hybrid: bool = False
+    varied: bool = False
+
+
+@dataclass(frozen=True)
+class Located:
+    """Where a Hugging Face tensor lies in a GGUF file: a tensor, one expert of it, and what was done to it."""
+
+    place: TensorPlace
+    expert: int | None = None
+    paired_heads: int | None = None
+    change: Change | None = None
+    tiled: Tiled | None = None
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        return self.place.shape if self.expert is None else self.place.shape[1:]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = self.stored_shape
+        if self.change == "convolution":
+            return (*shape[:-1], 1, shape[-1])
+        return (math.prod(shape),) if self.change in ("vector", "decay vector") else shape
+
+
+def layer_kinds(metadata: Fields, prefix: str, layers: int, blocks: int = 0) -> list[str] | None:
+    """Each layer's kind, where the file lists which of them have a window; None where it has no list.
+
+    A list may be of all `blocks`, of which heads for multi-token prediction come behind the layers. Raises `ModelError`
+    for a list of another length, or of other things than flags.
+    """
+    name = f"{prefix}.attention.sliding_window_pattern"
+    flags = metadata.get(name)
+    if not isinstance(flags, list):
+        return None
+    if len(flags) not in (layers, blocks) or not all(isinstance(flag, bool) for flag in flags):
+        raise ModelError(f"{metadata.where} must have {layers} flags in {name!r}, one a layer; it is damaged")
+    return ["sliding_attention" if slides else "full_attention" for slides in flags[:layers]]

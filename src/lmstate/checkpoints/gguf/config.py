@@ -1,0 +1,310 @@
+"""How each architecture of GGUF maps onto Hugging Face: config values, tensor names, and what the converter permuted.
+
+A new architecture is one entry of `ARCHITECTURES`. Metadata keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md;
+the conversions undone here are those of llama.cpp's convert_hf_to_gguf.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.gguf.architecture import (
+    ATTENTION,
+    BLOCK,
+    EXPERTS,
+    HEAD_NORMS,
+    MLP,
+    MOST_LAYERS,
+    MOST_WIDTH,
+    PRE_NORMS,
+    ROPE_TENSORS,
+    STANDARD,
+    Architecture,
+    Change,
+    Located,
+    Tiled,
+)
+from lmstate.checkpoints.gguf.architectures.delta import DELTAS
+from lmstate.checkpoints.gguf.architectures.dense import DENSE
+from lmstate.checkpoints.gguf.architectures.mamba import HYBRIDS
+from lmstate.checkpoints.gguf.architectures.moe import MIXTURES
+from lmstate.checkpoints.gguf.architectures.shared_kv import SHARED
+from lmstate.checkpoints.gguf.architectures.windowed import WINDOWS_AND_LATENTS
+from lmstate.checkpoints.gguf.reader import GgufContents, TensorPlace
+from lmstate.errors import ModelError
+
+MOST_STACKED = 64  # matrices in a tensor outside of blocks
+
+
+def _llama(metadata: Fields, prefix: str, config: dict[str, Any], tensors: dict[str, TensorPlace]) -> None:
+    config["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    config["mlp_bias"] = "blk.0.ffn_gate.bias" in tensors
+    if count := metadata.int(f"{prefix}.expert_count", 0, 4096, default=0):
+        config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_experts": count}
+        config["num_experts_per_tok"] = metadata.int(f"{prefix}.expert_used_count", 1, count)
+
+
+def _attention_bias(metadata: Fields, prefix: str, config: dict[str, Any], tensors: dict[str, TensorPlace]) -> None:
+    config["attention_bias"] = "blk.0.attn_q.bias" in tensors
+
+
+def _qwen3_moe(metadata: Fields, prefix: str, config: dict[str, Any], tensors: dict[str, TensorPlace]) -> None:
+    _attention_bias(metadata, prefix, config, tensors)
+    config["num_experts"] = metadata.int(f"{prefix}.expert_count", 1, 4096)
+    config["num_experts_per_tok"] = metadata.int(f"{prefix}.expert_used_count", 1, 4096)
+    config["moe_intermediate_size"] = metadata.int(f"{prefix}.expert_feed_forward_length", 1, MOST_WIDTH)
+    config |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+
+
+def _smollm3(metadata: Fields, prefix: str, config: dict[str, Any], tensors: dict[str, TensorPlace]) -> None:
+    # GGUF does not say which layers go without rope; llama.cpp fixes it at every fourth, as the released model has it.
+    _llama(metadata, prefix, config, tensors)
+    config["no_rope_layer_interval"] = 4
+    config["no_rope_layers"] = [int((layer + 1) % 4 != 0) for layer in range(config["num_hidden_layers"])]
+
+
+def _phi3(metadata: Fields, prefix: str, config: dict[str, Any], tensors: dict[str, TensorPlace]) -> None:
+    config["sliding_window"] = metadata.int(f"{prefix}.attention.sliding_window", 1, default=None)
+
+
+ARCHITECTURES = {
+    "llama": Architecture(  # Mixtral too
+        "llama", "LlamaForCausalLM", {**STANDARD, **EXPERTS, "ffn_gate_inp": "mlp.gate"}, paired=True, extra=_llama
+    ),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", {**STANDARD, **HEAD_NORMS}, extra=_attention_bias),
+    "qwen3moe": Architecture(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        {**ATTENTION, **PRE_NORMS, **HEAD_NORMS, **EXPERTS, "ffn_gate_inp": "mlp.gate"},
+        extra=_qwen3_moe,
+    ),
+    "olmo2": Architecture(
+        "olmo2",
+        "Olmo2ForCausalLM",
+        {
+            **ATTENTION,
+            **MLP,
+            **HEAD_NORMS,
+            "post_attention_norm": "post_attention_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+        extra=_attention_bias,
+    ),
+    "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", paired=True, extra=_smollm3),
+    "phi3": Architecture(
+        "phi3",
+        "Phi3ForCausalLM",
+        {
+            **PRE_NORMS,
+            "attn_qkv": "self_attn.qkv_proj",
+            "attn_output": "self_attn.o_proj",
+            "ffn_up": "mlp.gate_up_proj",
+            "ffn_down": "mlp.down_proj",
+        },
+        extra=_phi3,
+    ),
+    **DENSE,
+    **HYBRIDS,
+    **DELTAS,
+    **MIXTURES,
+    **WINDOWS_AND_LATENTS,
+    **SHARED,
+}
+
+
+def architecture(metadata: Fields) -> tuple[str, Architecture]:
+    """The prefix of the architecture's metadata keys, and its entry in the table."""
+    name = metadata.str("general.architecture")
+    if name not in ARCHITECTURES:
+        raise ModelError(
+            f"{metadata.where} is a model of architecture {name[:80]!r}, which lmstate cannot read from GGUF; "
+            f"it reads {', '.join(sorted(ARCHITECTURES))}"
+        )
+    return name, ARCHITECTURES[name]
+
+
+def config_of(contents: GgufContents, rope_factors: dict[str, list[float]], where: str) -> dict[str, Any]:
+    """The model's config.json, from metadata. `rope_factors`: the values of those `ROPE_TENSORS` that are there."""
+    metadata, tensors = Fields(contents.metadata, where), contents.tensors
+    prefix, arch = architecture(metadata)
+    if "token_embd.weight" not in tensors:
+        raise ModelError(f"{where} has no tensor 'token_embd.weight'; the file is incomplete")
+    embedding = tensors["token_embd.weight"].shape
+    hidden = metadata.int(f"{prefix}.embedding_length", 1, MOST_WIDTH)
+    if len(embedding) != 2 or embedding[1] != hidden:
+        raise ModelError(f"{where}: its embedding has the shape {embedding} and its metadata say a width of {hidden}")
+    layers = metadata.int(f"{prefix}.block_count", 1, MOST_LAYERS)
+    least = 0 if arch.hybrid else 1
+    heads = _of_layers(metadata, f"{prefix}.attention.head_count", layers, None, least, arch.varied)
+    config: dict[str, Any] = {
+        "model_type": arch.model_type,
+        "architectures": [arch.class_name],
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "intermediate_size": _of_layers(metadata, f"{prefix}.feed_forward_length", layers, None, least, arch.varied),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _of_layers(
+            metadata, f"{prefix}.attention.head_count_kv", layers, heads, least, arch.varied
+        ),
+        "head_dim": metadata.int(f"{prefix}.attention.key_length", 1, MOST_WIDTH, default=hidden // max(heads, 1)),
+        "hidden_act": "silu",
+        arch.eps: metadata.float(f"{prefix}.attention.{_eps_key(arch)}", 0.0, 1.0),
+        "max_position_embeddings": metadata.int(f"{prefix}.context_length", 1),
+        "vocab_size": embedding[0],
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "rope_theta": metadata.float(f"{prefix}.rope.freq_base", 1e-3, 1e18, default=10000.0),
+    }
+    if not config["head_dim"]:
+        raise ModelError(f"{where}: {heads} heads cannot share a width of {hidden}")
+    rotated = metadata.int(f"{prefix}.rope.dimension_count", 1, MOST_WIDTH, default=config["head_dim"])
+    config["partial_rotary_factor"] = rotated / config["head_dim"]
+    scaling = _rope_scaling(metadata, prefix, config, rope_factors)
+    if scaling is not None:
+        config["rope_scaling"] = scaling
+        if "original_max_position_embeddings" in scaling:
+            config["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
+    for key in ("bos", "eos"):
+        config[f"{key}_token_id"] = metadata.int(f"tokenizer.ggml.{key}_token_id", default=None)
+    if arch.extra is not None:
+        arch.extra(metadata, prefix, config, tensors)
+    return config
+
+
+def _eps_key(arch: Architecture) -> str:
+    return "layer_norm_rms_epsilon" if arch.eps == "rms_norm_eps" else "layer_norm_epsilon"
+
+
+def _of_layers(metadata: Fields, name: str, layers: int, default: int | None, least: int, varied: bool) -> int:
+    """A number that GGUF may give once or per layer; it must be the same in all layers that have any (if `least` is 0).
+
+    0 if none has; one of them where they may be `varied`.
+    """
+    if isinstance(metadata.get(name), list):
+        values = set(metadata.ints(name, layers, least, MOST_WIDTH)) - {0}
+        if len(values) > 1 and not varied:
+            raise ModelError(f"{metadata.where} has {name!r} differ from layer to layer, which lmstate cannot run")
+        return values.pop() if values else 0
+    if default is None:
+        return metadata.int(name, least, MOST_WIDTH)
+    return metadata.int(name, least, MOST_WIDTH, default=default)
+
+
+def _rope_scaling(
+    metadata: Fields, prefix: str, config: dict[str, Any], factors: dict[str, list[float]]
+) -> dict[str, Any] | None:
+    key = f"{prefix}.rope.scaling"
+    longest = config["max_position_embeddings"]
+    original = metadata.int(f"{key}.original_context_length", 1, default=longest)
+    if "rope_factors_long.weight" in factors and "rope_factors_short.weight" in factors:
+        return {
+            "rope_type": "longrope",
+            "long_factor": factors["rope_factors_long.weight"],
+            "short_factor": factors["rope_factors_short.weight"],
+            "original_max_position_embeddings": original,
+            "attention_factor": metadata.float(f"{key}.attn_factor", 0.0, 1e6, default=1.0),
+        }
+    if "rope_freqs.weight" in factors:
+        # Llama 3's scaling, already worked out by the converter into one divisor per frequency. Longrope with the same
+        # divisors at every length and no attention factor is exactly that.
+        divisors = factors["rope_freqs.weight"]
+        return {
+            "rope_type": "longrope",
+            "long_factor": divisors,
+            "short_factor": divisors,
+            "original_max_position_embeddings": longest,
+            "factor": 1.0,
+            "attention_factor": 1.0,
+        }
+    kind = metadata.str(f"{key}.type", ("none", "linear", "yarn", "longrope"), default="none")
+    # "scale_linear" is how files of 2023 say it.
+    factor = metadata.float(
+        f"{key}.factor", 1e-3, 1e6, default=metadata.float(f"{prefix}.rope.scale_linear", 1e-3, 1e6, default=1.0)
+    )
+    if kind == "longrope":
+        raise ModelError(f"{metadata.where} uses longrope and lacks its tensors {', '.join(ROPE_TENSORS[1:])}")
+    if kind == "yarn":
+        scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        for name in ("beta_fast", "beta_slow"):
+            value = metadata.float(f"{key}.yarn_{name}", 0.0, 1e6, default=None)
+            if value is not None:
+                scaling[name] = value
+        return scaling
+    return {"rope_type": "linear", "factor": factor} if factor != 1.0 else None
+
+
+def locate(contents: GgufContents, config: dict[str, Any], where: str) -> dict[str, Located]:
+    """Every tensor under its Hugging Face name. One that the table does not know keeps its own name.
+
+    Raises `ModelError` for tensors that do not fit the config, and for two that are the same one.
+    """
+    _, arch = architecture(Fields(contents.metadata, where))
+    found: dict[str, Located] = {}
+    for name, place in contents.tensors.items():
+        if name in ROPE_TENSORS:
+            continue
+        for full, located in _located(arch, name, place, config, where):
+            if full in found:
+                raise ModelError(f"{where} is damaged: two of its tensors are {full[:80]!r}, and {name[:80]!r} is one")
+            found[full] = located
+    return found
+
+
+def _located(
+    arch: Architecture, name: str, place: TensorPlace, config: dict[str, Any], where: str
+) -> Iterator[tuple[str, Located]]:
+    """What one tensor of the file is under Hugging Face names: one tensor, or one for each expert."""
+    match = re.fullmatch(BLOCK + r"(([\w.]+?)(?:\.(weight|bias))?)", name)
+    inside = _inside(arch, match[2], match[3], match[4]) if match else None
+    if match is None or inside is None:
+        outside = arch.outside.get(name, name)
+        if "{each}" not in outside:
+            yield outside, Located(place, change=_change(arch, outside))
+            return
+        if len(place.shape) != 3 or place.shape[0] > MOST_STACKED:
+            raise ModelError(f"{where}: tensor {name!r} has the shape {place.shape}, not a few matrices")
+        for each in range(place.shape[0]):
+            yield outside.format(each=each), Located(place, each)
+        return
+    full = f"{arch.layers}.{match[1]}.{inside}"
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]} if arch.paired else {}
+    paired = heads.get(match[3])
+    if paired is not None and (not paired or place.shape[0] % (2 * paired)):
+        raise ModelError(f"{where}: tensor {name!r} has {place.shape[0]} rows, which {paired} heads cannot share")
+    if "{expert}" not in full:
+        tiled = _tiled(arch, full, config, place, where)
+        yield full, Located(place, paired_heads=paired, change=_change(arch, full), tiled=tiled)
+        return
+    if len(place.shape) != 3 or place.shape[0] != config.get("num_experts"):
+        raise ModelError(f"{where}: tensor {name!r} has the shape {place.shape}, not one matrix per expert")
+    for expert in range(place.shape[0]):
+        yield full.format(expert=expert), Located(place, expert)
+
+
+def _change(arch: Architecture, name: str) -> Change | None:
+    return next((change for end, change in arch.changed.items() if name.endswith(end)), None)
+
+
+def _tiled(arch: Architecture, name: str, config: dict[str, Any], place: TensorPlace, where: str) -> Tiled | None:
+    """How the value heads of a tensor are ordered in the file; None if they are as Hugging Face has them."""
+    spans = next((spans for end, spans in arch.tiled.items() if name.endswith(end)), None)
+    if spans is None or config["linear_num_key_heads"] == config["linear_num_value_heads"]:
+        return None
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    width = 1 if spans == "row each" else config["linear_value_head_dim"]
+    extent = place.shape[-1 if spans == "columns" else 0]
+    if values % keys or extent < values * width:
+        raise ModelError(
+            f"{where}: {values} value heads of {width} over {keys} key heads cannot share the {extent} of {name!r}"
+        )
+    return Tiled(keys, values // keys, width, spans == "columns")
+
+
+def _inside(arch: Architecture, whole: str, stem: str, ending: str | None) -> str | None:
+    """The name inside a Hugging Face layer of a tensor inside a block; None if the table does not know it."""
+    if whole in arch.whole:
+        return arch.whole[whole]
+    return f"{arch.layer[stem]}.{ending}" if ending is not None and stem in arch.layer else None

@@ -1,0 +1,165 @@
+"""A GGUF file as a `Source`: Hugging Face names and config over ggml's, numbers taken apart when they are read."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.gguf.architecture import Located, Tiled
+from lmstate.checkpoints.gguf.blocks import FORMATS, take_apart
+from lmstate.checkpoints.gguf.config import ROPE_TENSORS, config_of, locate
+from lmstate.checkpoints.gguf.reader import GgufContents, TensorPlace, check_places, open_gguf
+from lmstate.checkpoints.gguf.tokenizer import generation_of, tokenizer_of
+from lmstate.checkpoints.source import GROUP, GroupedQuant, TokenizerFiles, floats
+from lmstate.errors import ModelError
+from lmstate.files.mmap_file import MappedFile, fingerprint
+
+
+class GgufSource:
+    """A `Source` over one .gguf file. `open` parses the file; `recall` takes what a cache remembers of that instead."""
+
+    def __init__(
+        self,
+        path: Path,
+        config: dict[str, Any],
+        generation: dict[str, Any],
+        tensors: dict[str, Located],
+        tokenizer: TokenizerFiles | None,
+    ) -> None:
+        self.path = path
+        self.config = config
+        self.generation = generation
+        self._tensors = tensors
+        self._tokenizer = tokenizer
+
+    @classmethod
+    def open(cls, path: Path) -> GgufSource:
+        file, contents = open_gguf(path)
+        factors = {name: _floats(file, contents, name) for name in ROPE_TENSORS if name in contents.tensors}
+        config = config_of(contents, factors, str(path))
+        metadata = Fields(contents.metadata, str(path))
+        tensors = locate(contents, config, str(path))
+        return cls(path, config, generation_of(metadata, config["vocab_size"]), tensors, tokenizer_of(metadata))
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name].shape
+
+    def stored(self, name: str) -> str:
+        return FORMATS[self._tensors[name].place.format].kind
+
+    def read(self, name: str) -> Tensor | GroupedQuant:
+        located = self._tensors[name]
+        place, shape = located.place, located.stored_shape
+        offset = (
+            place.start if located.expert is None else place.start + place.nbytes // place.shape[0] * located.expert
+        )
+        form = FORMATS[place.format]
+        if form.dtype is not None:
+            numbers: Tensor | GroupedQuant = self._file.tensor(offset, shape, form.dtype)
+        else:
+            blocks = shape[-1] // form.numbers
+            raw = self._file.tensor(offset, (*shape[:-1], blocks * form.nbytes), torch.uint8)
+            numbers = take_apart(raw, place.format, shape[-1])
+            _check_finite(numbers, name, self.path)
+            if isinstance(numbers, Tensor) or len(shape) != 2:
+                numbers = (numbers if isinstance(numbers, Tensor) else numbers.dequantize()).view(shape)
+        if located.change is not None:
+            numbers = self._undone(numbers, located, name)
+        if located.paired_heads is not None:
+            return _rows(numbers, _halves_from_pairs(shape[0], located.paired_heads))
+        if located.tiled is not None:
+            order = located.tiled.order(shape[-1] if located.tiled.columns else shape[0])
+            return _columns(numbers, order) if located.tiled.columns else _rows(numbers, order)
+        return numbers
+
+    def _undone(self, numbers: Tensor | GroupedQuant, located: Located, name: str) -> Tensor:
+        """A small tensor as it was before the converter changed it."""
+        whole = floats(numbers)
+        if located.change in ("decay", "decay vector"):
+            if not bool((whole < 0).all()):
+                raise ModelError(f"{self.path} is damaged: the rates of decay in {name!r} must be negative")
+            whole = whole.float().neg().log()
+        if located.change == "one more":
+            whole = whole.float() - 1.0
+        return whole.reshape(located.shape)
+
+    def key(self) -> str:
+        return fingerprint([self.path])
+
+    def tokenizer_files(self) -> TokenizerFiles | None:
+        return self._tokenizer
+
+    def remember(self) -> dict[str, Any]:
+        """What `recall` needs, as JSON values: everything but the tokenizer."""
+        tensors = {
+            name: [
+                *(at.place.start, list(at.place.shape), at.place.format, at.expert, at.paired_heads, at.change),
+                at.tiled and astuple(at.tiled),
+            ]
+            for name, at in self._tensors.items()
+        }
+        return {"config": self.config, "generation": self.generation, "tensors": tensors}
+
+    @classmethod
+    def recall(cls, path: Path, memory: dict[str, Any], tokenizer: TokenizerFiles | None) -> GgufSource:
+        tensors = {
+            name: Located(TensorPlace(tuple(shape), format_, start), expert, heads, change, tiled and Tiled(*tiled))
+            for name, (start, shape, format_, expert, heads, change, tiled) in memory["tensors"].items()
+        }
+        return cls(path, memory["config"], memory["generation"], tensors, tokenizer)
+
+    @cached_property
+    def _file(self) -> MappedFile:
+        file = MappedFile(self.path)
+        # Again, although parsing checked: the file may have been cut since, and reading past a mapping's end kills.
+        check_places({str(place.start): place for place in {at.place for at in self._tensors.values()}}, file)
+        return file
+
+
+def _floats(file: MappedFile, contents: GgufContents, name: str) -> list[float]:
+    place = contents.tensors[name]
+    dtype = FORMATS[place.format].dtype
+    if dtype is None or len(place.shape) != 1 or place.shape[0] > 65536:
+        raise ModelError(f"{file.path}: tensor {name!r} is {place.format} of shape {place.shape}, not a list of floats")
+    values = file.tensor(place.start, place.shape, dtype).float()
+    if not bool((values.isfinite() & (values > 0)).all()):
+        raise ModelError(f"{file.path}: tensor {name!r} must hold positive numbers")
+    return [float(value) for value in values]
+
+
+def _check_finite(numbers: Tensor | GroupedQuant, name: str, path: Path) -> None:
+    parts = [numbers] if isinstance(numbers, Tensor) else [numbers.scale, numbers.minimum]
+    if not all(part is None or bool(part.isfinite().all()) for part in parts):
+        raise ModelError(f"{path} is damaged: the scales of tensor {name!r} hold infinities or NaN")
+
+
+def _rows(numbers: Tensor | GroupedQuant, order: Tensor) -> Tensor | GroupedQuant:
+    return numbers.rows(order) if isinstance(numbers, GroupedQuant) else numbers[order]
+
+
+def _columns(numbers: Tensor | GroupedQuant, order: Tensor) -> Tensor | GroupedQuant:
+    """A matrix with its columns in another order; it stays quantised where whole groups keep together."""
+    if isinstance(numbers, GroupedQuant):
+        groups = order.view(-1, GROUP)
+        first = groups[:, :1]
+        if bool((first % GROUP == 0).all()) and torch.equal(groups, first + torch.arange(GROUP)):
+            return numbers.groups(first[:, 0] // GROUP)
+        numbers = numbers.dequantize()
+    return numbers[..., order]
+
+
+def _halves_from_pairs(rows: int, heads: int) -> Tensor:
+    """Where each row of a q or k projection in Hugging Face's order lies in the file, int64 [rows].
+
+    ggml's rope turns neighbouring rows (2i, 2i+1) of a head, Hugging Face's the rows (i, i + D/2).
+    """
+    return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).reshape(rows)

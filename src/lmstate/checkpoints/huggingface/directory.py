@@ -1,0 +1,147 @@
+"""A checkpoint directory as `save_pretrained` writes it: config.json, safetensors (one file or shards), tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+from torch import Tensor
+
+from lmstate.checkpoints.huggingface import fp8, quantization
+from lmstate.checkpoints.source import GroupedQuant, TokenizerFiles, dtype_name
+from lmstate.errors import ModelError
+from lmstate.files.json_object import read_object
+from lmstate.files.mmap_file import fingerprint
+from lmstate.files.safetensors import TensorFile
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MOST_SHARDS = 4096
+FLOATS = ("float32", "float16", "bfloat16")
+
+
+class Checkpoint:
+    """A `Source` over a directory. Tensors are mapped, not read; shards are opened when first needed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not (path / "config.json").is_file():
+            raise ModelError(f"{path} has no config.json, so it is no checkpoint directory")
+        self.config = read_object(path / "config.json")
+        quantisation = quantization.settings(self.config, path)
+        method = quantisation.get("quant_method")
+        self._mxfp4 = method == quantization.MXFP4
+        self._fp8 = method in fp8.METHODS
+        self._fp8_block = fp8.block_of(quantisation) if self._fp8 else None
+        generation = path / "generation_config.json"
+        self.generation: dict[str, Any] = read_object(generation) if generation.is_file() else {}
+        self._shards = self._open_shards()
+        self._where = {name: shard for shard in self._shards for name in shard.entries}
+        if sum(len(shard.entries) for shard in self._shards) != len(self._where):
+            raise ModelError(
+                f"two safetensors files of {path} hold a tensor of the same name; the checkpoint is damaged"
+            )
+
+        self._scales = {name: fp8.scales_of(name, self._where) for name in self._where if self._is_fp8(name)}
+        beside = {each for name in self._scales for each in fp8.of_activations(name)}
+        self._names = frozenset(self._where) - beside - set(self._scales.values())
+        quantization.check_read(quantisation, {name: self._where[name].entries[name] for name in self._names}, path)
+
+    def names(self) -> frozenset[str]:
+        return self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._where[name].entries[name].shape
+
+    def stored(self, name: str) -> str:
+        # 8-bit floats times their scales have the range of bfloat16.
+        return "bfloat16" if self._is_fp8(name) else self._dtype(name)
+
+    def read(self, name: str) -> Tensor | GroupedQuant:
+        if self._is_fp8(name):
+            return self._dequantized(name)
+        if self._dtype(name) not in FLOATS and not self._mxfp4:
+            raise ModelError(
+                f"tensor {name!r} of {self.path} holds {self._dtype(name)} numbers; lmstate reads checkpoints of "
+                f"{', '.join(FLOATS)}. A quantised checkpoint of this kind needs converting to one of those first"
+            )
+        return self._where[name].tensor(name)
+
+    def _dtype(self, name: str) -> str:
+        return dtype_name(self._where[name].entries[name].dtype)
+
+    def _is_fp8(self, name: str) -> bool:
+        return self._fp8 and self._where[name].entries[name].dtype == fp8.DTYPE
+
+    def _dequantized(self, name: str) -> Tensor:
+        scales, shape, block = self._scales[name], self.shape(name), self._fp8_block
+        if scales is None or self._dtype(scales) not in FLOATS:
+            raise ModelError(
+                f"{self.path} lacks the scales of the 8-bit floats of {name!r} (in {name}{fp8.SCALES[0]}, say), or "
+                "they are no floats"
+            )
+        if not fp8.scales_fit(self.shape(scales), shape, block):
+            raise ModelError(
+                f"{self.path}: {scales!r} has the shape {list(self.shape(scales))}, which cannot scale {name!r} "
+                f"of shape {list(shape)}{'' if block is None else f' in blocks of {list(block)}'}"
+            )
+        values = self._where[scales].tensor(scales)
+        if not bool(values.isfinite().all()):
+            raise ModelError(f"{self.path} is damaged: the scales of tensor {name!r} hold infinities or NaN")
+        return fp8.dequantize(self._where[name].tensor(name), values, block)
+
+    def key(self) -> str:
+        return fingerprint([self.path / "config.json", *(shard.path for shard in self._shards)])
+
+    def tokenizer_files(self) -> TokenizerFiles | None:
+        return tokenizer_files(self.path)
+
+    def _open_shards(self) -> list[TensorFile]:
+        if (self.path / SINGLE).is_file():
+            return [TensorFile(self.path / SINGLE)]
+        if not (self.path / INDEX).is_file():
+            pickles = sorted(self.path.glob("*.bin")) + sorted(self.path.glob("*.pt*"))
+            if pickles:
+                raise ModelError(
+                    f"{self.path} has its weights as {pickles[0].name}, a pickle file, which can run code when loaded; "
+                    f"lmstate reads safetensors only. Save the model again with transformers' save_pretrained"
+                )
+            raise ModelError(f"{self.path} has neither {SINGLE} nor {INDEX}; the download is incomplete")
+        index = read_object(self.path / INDEX).get("weight_map")
+        if not isinstance(index, dict) or not index:
+            raise ModelError(f"{self.path / INDEX} has no weight_map; it is damaged")
+        names = sorted({self._inside(file) for file in index.values()})
+        if len(names) > MOST_SHARDS:
+            raise ModelError(f"{self.path / INDEX} names {len(names)} files; at most {MOST_SHARDS} are expected")
+        shards = {name: TensorFile(self.path / name) for name in names}
+        for name, file in index.items():
+            if name not in shards[file].entries:
+                raise ModelError(f"{self.path / INDEX} says that {file} holds {name[:80]!r}, and it does not")
+        return list(shards.values())
+
+    def _inside(self, file: Any) -> str:
+        """A shard's file name, refused if it could leave the directory. Links are followed (the Hub's cache)."""
+        if (
+            not isinstance(file, str)
+            or not file.endswith(".safetensors")
+            or "\0" in file
+            or PurePosixPath(file).is_absolute()
+            or PureWindowsPath(file).anchor
+            or ".." in PureWindowsPath(file).parts
+        ):
+            raise ModelError(f"{self.path / INDEX} names {str(file)[:80]!r}, which is no safetensors file inside it")
+        return file
+
+
+def tokenizer_files(path: Path) -> TokenizerFiles | None:
+    """The tokenizer of a directory: tokenizer.json, and the settings and chat templates that lie beside it."""
+    if not (path / "tokenizer.json").is_file():
+        return None
+    settings: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (path / name).is_file():
+            settings.update(read_object(path / name))
+    if (path / "chat_template.json").is_file():
+        settings.update(read_object(path / "chat_template.json"))
+    if (path / "chat_template.jinja").is_file():
+        settings["chat_template"] = (path / "chat_template.jinja").read_text(encoding="utf-8")
+    return TokenizerFiles(path / "tokenizer.json", settings)

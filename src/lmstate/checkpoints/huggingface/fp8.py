@@ -1,0 +1,70 @@
+"""Matrices of 8-bit floats (E4M3) with scales: a number for the whole, for each output, or for each block.
+
+Blocks are how DeepSeek-V3 (2412.19437, section 3.3) is published. Beside a matrix `name` lie its scales, as
+`name_scale_inv` or `name_scale`; the weights are their product, whatever the suffix says. What is kept beside them to
+round activations with is of no use where activations are not rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from lmstate.checkpoints.config import Fields
+
+METHODS = ("fp8", "compressed-tensors", "fbgemm_fp8", "modelopt")
+"""The `quant_method`s whose 8-bit floats are read; whatever else they store is refused."""
+
+SCALES = ("_scale_inv", "_scale")
+OF_ACTIVATIONS = ("activation_scale", "input_scale", "input_scale_ub")
+DTYPE = torch.float8_e4m3fn
+
+
+def block_of(quantisation: Fields) -> tuple[int, int] | None:
+    """Rows and columns of a block, where the config knows of blocks."""
+    if quantisation.given("weight_block_size"):
+        rows, columns = quantisation.ints("weight_block_size", 2, low=1)
+        return rows, columns
+    groups = quantisation.fields("config_groups") or Fields({})
+    for name in groups:
+        group = groups.fields(name)
+        weights = None if group is None else group.fields("weights")
+        if weights is not None and weights.given("block_structure"):
+            rows, columns = weights.ints("block_structure", 2, low=1)
+            return rows, columns
+    return None
+
+
+def scales_of(name: str, names: Collection[str]) -> str | None:
+    """The name of a matrix's scales, where they are there."""
+    return next((name + suffix for suffix in SCALES if name + suffix in names), None)
+
+
+def of_activations(name: str) -> set[str]:
+    """The names under which a matrix may have what its activations would be rounded with."""
+    return {f"{stem}{suffix}" for stem in (name.removesuffix("weight"), f"{name}_") for suffix in OF_ACTIVATIONS}
+
+
+def scales_fit(scales: tuple[int, ...], shape: tuple[int, ...], block: tuple[int, int] | None) -> bool:
+    """Whether scales can be those of a matrix `[..., N, K]`; a block may be cut short where an axis ends."""
+    if len(shape) < 2:
+        return False
+    if block is not None:
+        return scales == (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
+    whole = all(size == 1 for size in scales) or scales == (*shape[:-2], 1, 1)
+    return whole or scales in (shape[:-1], (*shape[:-1], 1))
+
+
+def dequantize(numbers: Tensor, scales: Tensor, block: tuple[int, int] | None) -> Tensor:
+    """float32 `[..., N, K]` from E4M3 `[..., N, K]` and scales that fit."""
+    rows, columns = numbers.shape[-2:]
+    scales = scales.float()
+    if block is None:
+        if scales.numel() == 1:
+            return numbers.float() * scales.reshape(())
+        return numbers.float() * (scales if scales.dim() == numbers.dim() else scales[..., None])
+    # No block is longer than its axis here, whatever the config says: repeating costs no more than the matrix.
+    by_row = scales.repeat_interleave(min(block[0], rows), -2)[..., :rows, :]
+    return by_row.repeat_interleave(min(block[1], columns), -1)[..., :columns].mul_(numbers.float())

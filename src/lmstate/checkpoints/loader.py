@@ -1,0 +1,305 @@
+"""The weights of a model as a family's `build` asks for them: by Hugging Face name, in the storage that was chosen."""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias, overload
+
+import torch
+from torch import Tensor
+
+from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.conversion_cache import Packed
+from lmstate.checkpoints.source import GroupedQuant, Source, floats
+from lmstate.errors import ModelError
+from lmstate.ops.memory import spare
+from lmstate.ops.processor import multiplies_bfloat16
+from lmstate.ops.types.weight import FLOAT_KINDS, Weight
+from lmstate.ops.weights.bfloat12 import squeeze
+from lmstate.ops.weights.grouped import FloatWeight, Int4Weight, Int8Weight, quantize
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+KINDS = ("auto", "int4", "int8", "bfloat16", "float32")
+# From fewest bits to most: matrices that are stacked into one take the widest storage among them.
+WIDTHS = ("int4", "int8", "bfloat16", "float16", "float32")
+Numbers: TypeAlias = Tensor | GroupedQuant
+Make: TypeAlias = Callable[..., Numbers]
+
+
+class Weights:
+    """Hands out the parameters of one checkpoint, and knows which of them nobody asked for.
+
+    `kind`: the storage of the matrices. "auto" keeps the precision of a quantised file; float checkpoints become
+    bfloat16 where the processor multiplies it natively, float32 elsewhere. `dtype`: that of K/V storage and of the big
+    products, float32 for float32 weights and bfloat16 for all others unless given. `cache`: the folder where
+    conversions are kept, None for nowhere. `progress`: whether a long conversion may draw a bar on a terminal.
+
+    Matrices that need no conversion lie in the mapped checkpoint itself. Those that are stacked from several (q, k, v)
+    are copied together at each start, and bfloat16 ones are squeezed where a native body reads them so: both are faster
+    than reading a second copy of the model from a cache. Quantised ones are mapped from the cache and copied into large
+    pages, unless memory is short.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        kind: str = "auto",
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        cache: Path | None = None,
+        progress: bool = True,
+    ) -> None:
+        if kind not in KINDS:
+            raise ModelError(f"weights={kind!r} is no storage; choose one of {', '.join(KINDS)}")
+        if dtype not in (None, torch.float32, torch.bfloat16):
+            raise ModelError(f"dtype={dtype} is not supported; choose torch.float32 or torch.bfloat16")
+        self.source = source
+        self.device = torch.device(device)
+        self.config = Fields(source.config, f"config of {source.path}")
+        self.float_kind = "bfloat16" if multiplies_bfloat16(self.device) else "float32"
+        self.kind = kind
+        if dtype is None:
+            quantised = any(source.stored(name) in ("int4", "int8") for name in source.names())
+            stays_float32 = kind == "float32" or (kind == "auto" and self.float_kind == "float32" and not quantised)
+            dtype = torch.float32 if stays_float32 else torch.bfloat16
+        self.dtype = dtype
+        self._packed = Packed(cache / source.key() / f"{kind}-{self.float_kind}.safetensors") if cache else None
+        self._spare = spare()
+        self._made: dict[str, Weight] = {}
+        self._asked: set[str] = set()
+        self._bar = _Bar(progress, len(source.names()))
+
+    def over(self, source: Source) -> Weights:
+        """The same demands on another source, the text part of a checkpoint say. Before anything was asked for."""
+        other = copy.copy(self)
+        other.source, other.config = source, Fields(source.config, f"config of {source.path}")
+        return other
+
+    def has(self, name: str) -> bool:
+        return name in self.source.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor that is there; `ModelError` if it is not."""
+        if not self.has(name):
+            raise ModelError(f"{self.source.path} lacks the tensor {name!r}; the checkpoint is incomplete")
+        return self.source.shape(name)
+
+    def same(self, one: str, other: str) -> bool:
+        """Whether two tensors that are there are of floats, and the same."""
+        if self.source.shape(one) != self.source.shape(other):
+            return False
+        first, second = self.source.read(one), self.source.read(other)
+        if isinstance(first, GroupedQuant) or isinstance(second, GroupedQuant):
+            return False
+        return first.dtype == second.dtype and torch.equal(first, second)
+
+    def expect(self, name: str, shape: tuple[int, ...] | None) -> None:
+        """`ModelError` unless a tensor is there, and has the shape where one is given."""
+        self._expect(name, self.shape(name), shape)
+
+    @overload
+    def tensor(self, name: str, shape: tuple[int, ...] | None = None, optional: Literal[False] = False) -> Tensor: ...
+    @overload
+    def tensor(self, name: str, shape: tuple[int, ...] | None = None, *, optional: Literal[True]) -> Tensor | None: ...
+    def tensor(self, name: str, shape: tuple[int, ...] | None = None, optional: bool = False) -> Tensor | None:
+        """A small parameter (norm, bias, ...) as float32. None if it is optional and absent.
+
+        Raises `ModelError` if it is absent, or if `shape` is given and is not its shape.
+        """
+        if optional and not self.has(name):
+            return None
+        self.expect(name, shape)
+        self._asked.add(name)
+        return floats(self.source.read(name)).float().to(self.device)
+
+    def linear(
+        self,
+        *names: str,
+        shape: tuple[int | Sequence[int], int] | None = None,
+        order: Callable[[], Tensor] | None = None,
+    ) -> Weight:
+        """One matrix [N, K], or several stacked along the output axis (q, k, v), in the storage of `kind`.
+
+        `shape`: N of each (a number for a single one), and K. `order` gives int64 `[N]`, which row of the stack comes
+        first, and so on; it is asked when the shapes are known to be right. Raises `ModelError` if one is absent, is no
+        matrix, differs in K from the others, or if `shape` is given and is not its own. The same names give the same
+        object again, so one order belongs to them: tied weights stay one.
+        """
+        label = "+".join(names) + ("" if order is None else ", reordered")
+        if label not in self._made:
+            shapes = [self.shape(name) for name in names]
+            if any(len(each) != 2 or each[1] != shapes[0][1] for each in shapes):
+                raise ModelError(f"{self.source.path}: cannot stack {', '.join(names)} of shapes {shapes} as matrices")
+            if shape is not None:
+                heights, width = shape
+                for name, height in zip(names, [heights] if isinstance(heights, int) else heights, strict=True):
+                    self.expect(name, (height, width))
+            parts = [_Part((name,), self.source.stored(name)) for name in names]
+            self._made[label] = self._matrix(label, parts, None if order is None else order())
+        return self._made[label]
+
+    def stacked(self, name: str, index: int, shape: tuple[int, int, int] | None = None) -> Weight:
+        """Matrix `index` of a tensor [experts, N, K] that holds one per expert; `shape`: that of the tensor."""
+        label = f"{name}[{index}]"
+        if label not in self._made:
+            whole = self.shape(name)
+            if len(whole) != 3 or not 0 <= index < whole[0]:
+                raise ModelError(f"{self.source.path}: tensor {name!r} of shape {list(whole)} has no matrix {index}")
+            self.expect(name, shape)
+            self._made[label] = self._matrix(label, [_Part((name,), self.source.stored(name), self._expert(index))])
+        return self._made[label]
+
+    def derived(self, label: str, *names: str, make: Make, shape: tuple[int, int], stored: str | None = None) -> Weight:
+        """A matrix that the checkpoint holds in another form: `make(*tensors)` gives it, from what `names` hold.
+
+        `label` names it among all matrices of the model. `stored`: the storage closest to what `make` gives, by default
+        that of the first tensor.
+        """
+        if label not in self._made:
+            for name in names:
+                self.shape(name)
+
+            def checked(*tensors: Numbers) -> Numbers:
+                made = make(*tensors)
+                self._expect(label, tuple(made.q.shape if isinstance(made, GroupedQuant) else made.shape), shape)
+                return made
+
+            self._made[label] = self._matrix(label, [_Part(names, stored or self.source.stored(names[0]), checked)])
+        return self._made[label]
+
+    def check_all_used(self, ignore: Iterable[str] = ()) -> None:
+        """The end of a build: `ModelError` if a tensor was never asked for, unless a pattern (`*.inv_freq`) matches it.
+
+        One without numbers (of a part that is no features wide) is nothing to ask for. Also keeps what was converted
+        for the next start.
+        """
+        patterns = list(ignore)
+        unused = sorted(
+            name
+            for name in self.source.names() - self._asked
+            if 0 not in self.shape(name) and not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+        )
+        self._bar.close()
+        if unused:
+            shown = ", ".join(name[:80] for name in unused[:5]) + (", ..." if len(unused) > 5 else "")
+            raise ModelError(
+                f"{self.source.path} has {len(unused)} tensors that a {self.config.get('model_type')} model does not "
+                f"use ({shown}); running it without them would give wrong answers"
+            )
+        if self._packed is not None:
+            self._packed.save()
+
+    def _expect(self, label: str, found: tuple[int, ...], expected: tuple[int, ...] | None) -> None:
+        if expected is not None and found != tuple(expected):
+            raise ModelError(
+                f"{self.source.path}: {label} has the shape {list(found)}, and the config asks for {list(expected)}"
+            )
+
+    def _matrix(self, label: str, parts: list[_Part], order: Tensor | None = None) -> Weight:
+        self._asked.update(name for part in parts for name in part.names)
+        kept = self._packed.get(label) if self._packed else None
+        if kept is not None:
+            return self._settle(kept)
+        kind = self._storage(parts)
+        weight = self._convert(parts, kind, order)
+        # Plain floats are quick to take from the checkpoint; only what was taken apart or rounded is worth keeping.
+        costly = weight.kind in ("int4", "int8") or any(part.stored in ("int4", "int8") for part in parts)
+        if costly and self._packed is not None:
+            self._packed.put(label, weight)
+        if costly:
+            self._bar.advance(len(parts))
+        return self._settle(weight)
+
+    def _settle(self, weight: Weight) -> Weight:
+        if self.device.type != "cpu":
+            return weight.to(self.device)
+        if weight.nbytes > self._spare:
+            return weight  # where it lies, in a mapped file say
+        settled = squeeze(weight.in_large_pages())
+        self._spare -= settled.nbytes if settled is not weight else 0
+        return settled
+
+    def _storage(self, parts: list[_Part]) -> str:
+        """The storage that a stack is brought to."""
+        if self.kind != "auto":
+            return self.kind
+        own = (part.stored if part.stored in ("int4", "int8") else self.float_kind for part in parts)
+        return max(own, key=WIDTHS.index)
+
+    def _convert(self, parts: list[_Part], kind: str, order: Tensor | None) -> Weight:
+        numbers = [self._read(part) for part in parts]
+        grouped = [part for part in numbers if isinstance(part, GroupedQuant)]
+        if len(grouped) == len(numbers) and all(part.kind == kind for part in grouped):
+            return _pack(grouped, order)
+        plain = [floats(part) for part in numbers]
+        dtype = FLOAT_KINDS.get(kind)
+        if dtype is not None:
+            plain = [part.to(dtype) for part in plain]
+        whole = plain[0] if len(plain) == 1 else torch.cat(plain)
+        whole = whole if order is None else whole[order]
+        return quantize(whole, kind) if dtype is None else FloatWeight(whole)
+
+    def _read(self, part: _Part) -> Numbers:
+        return part.make(*(self.source.read(name) for name in part.names))
+
+    def _expert(self, index: int) -> Make:
+        def take(numbers: Numbers) -> Numbers:
+            if isinstance(numbers, GroupedQuant):
+                raise ModelError(f"{self.source.path}: a quantised matrix was found where one per expert should be")
+            return numbers[index]
+
+        return take
+
+
+class _Part:
+    """One matrix of a stack: a tensor, one expert of it, or what is made of some."""
+
+    def __init__(self, names: tuple[str, ...], stored: str, make: Make = lambda numbers: numbers) -> None:
+        self.names, self.stored, self.make = names, stored, make
+
+
+def _pack(parts: list[GroupedQuant], order: Tensor | None) -> Weight:
+    minima = [part.minimum for part in parts if part.minimum is not None]
+    whole = GroupedQuant(
+        torch.cat([part.q for part in parts]),
+        torch.cat([part.scale for part in parts]),
+        torch.cat(minima) if minima else None,
+    )
+    whole = whole if order is None else whole.rows(order)
+    if whole.scale.numel() and not float(whole.scale.abs().max()) <= torch.finfo(torch.float16).max:
+        raise ModelError("the checkpoint is damaged: numbers of a quantised matrix are scaled beyond float16")
+    if whole.minimum is None:
+        return Int8Weight.pack(whole.q, whole.scale)
+    return Int4Weight.pack(whole.q, whole.scale, whole.minimum)
+
+
+class _Bar:
+    """Shows on a terminal that tensors are being converted; a start from the cache shows none."""
+
+    def __init__(self, wanted: bool, total: int) -> None:
+        self._wanted = wanted and sys.stderr.isatty()
+        self._total = total
+        self._progress: Progress | None = None
+
+    def advance(self, tensors: int) -> None:
+        if not self._wanted:
+            return
+        if self._progress is None:
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self._progress = Progress(console=Console(stderr=True), transient=True)
+            self._progress.start()
+            self._progress.add_task("converting weights", total=self._total)
+        self._progress.advance(self._progress.task_ids[0], tensors)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None

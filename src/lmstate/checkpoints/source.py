@@ -1,0 +1,93 @@
+"""What every checkpoint format looks like to the rest of lmstate: a config, Hugging Face tensor names, and numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+GROUP = 32  # quantised matrices share one scale among this many neighbours along the input axis
+
+
+@dataclass(frozen=True)
+class GroupedQuant:
+    """A matrix [N, K] as small integers in groups of 32 along K: `w = scale * q + minimum`, exactly as the file has it.
+
+    `q`: uint8 in 0..15 with a minimum (int4), int8 without (int8), [N, K]. `scale`, `minimum`: float32 [N, K/32].
+    """
+
+    q: Tensor
+    scale: Tensor
+    minimum: Tensor | None
+
+    @property
+    def kind(self) -> str:
+        return "int8" if self.minimum is None else "int4"
+
+    def dequantize(self) -> Tensor:
+        """float32 [N, K]"""
+        rows, columns = self.q.shape
+        groups = self.q.view(rows, columns // GROUP, GROUP).float() * self.scale.unsqueeze(-1)
+        if self.minimum is not None:
+            groups += self.minimum.unsqueeze(-1)
+        return groups.view(rows, columns)
+
+    def rows(self, order: Tensor) -> GroupedQuant:
+        """The same matrix with its rows in another order."""
+        return GroupedQuant(self.q[order], self.scale[order], None if self.minimum is None else self.minimum[order])
+
+    def groups(self, order: Tensor) -> GroupedQuant:
+        """The same matrix with its groups of columns in another order, int64 `[K/32]`."""
+        q = self.q.view(len(self.q), -1, GROUP)[:, order].flatten(1)
+        return GroupedQuant(q, self.scale[:, order], None if self.minimum is None else self.minimum[:, order])
+
+
+def floats(numbers: Tensor | GroupedQuant) -> Tensor:
+    """The floats that a file has, or that its integers stand for."""
+    return numbers.dequantize() if isinstance(numbers, GroupedQuant) else numbers
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """What a tokenizer is made of: tokenizer.json (its path or its text), and the settings that lie beside it.
+
+    `settings` are those of tokenizer_config.json: `bos_token`, `eos_token`, `add_bos_token`, `chat_template`, ...
+    """
+
+    tokenizer_json: Path | str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+class Source(Protocol):
+    """An open checkpoint. Tensor names are those of Hugging Face, whatever the file calls them."""
+
+    path: Path
+    config: dict[str, Any]  # as in config.json
+    generation: dict[str, Any]  # as in generation_config.json
+
+    def names(self) -> frozenset[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def stored(self, name: str) -> str:
+        """The storage that comes closest to what the file has: int4, int8, float16, bfloat16 or float32."""
+        ...
+
+    def read(self, name: str) -> Tensor | GroupedQuant:
+        """A float tensor in the file's dtype, or the integers of a quantised matrix. May lie in the mapped file."""
+        ...
+
+    def key(self) -> str:
+        """Identifies the content, cheaply; names the folder of the cache."""
+        ...
+
+    def tokenizer_files(self) -> TokenizerFiles | None:
+        """What the tokenizer is built from; None for a checkpoint without one."""
+        ...
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,51 @@
+"""The text model inside a checkpoint that wraps it with others: vision and audio towers, projectors, draft heads."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.renamed import BASES, HEAD, Renamed, require_head, with_head
+from lmstate.checkpoints.source import Source
+from lmstate.errors import ModelError
+
+# Where wrappers put the text model, with its head or without, and where its head is.
+TEXT = re.compile(r"(model\.)?(language|text)_model\.")
+TEXT_HEAD = re.compile(r"(model\.)?((language|text)_model\.)?lm_head\.")
+# The text model's own names, for a wrapper that leaves it as it is.
+OWN = (*BASES.values(), HEAD)
+
+
+class TextPart(Renamed):
+    """A `Source` over the text model of a wrapper: its `text_config`, its tensors under their plain names.
+
+    What lies outside of the text model is another part's, whatever its name, and left out; what lies inside is all
+    there, so that a tensor which the text model does not use stays an error. Raises `ModelError` if there is none.
+    """
+
+    def __init__(self, whole: Source, text_config: Fields) -> None:
+        config: dict[str, Any] = dict(text_config)
+        for name in ("tie_word_embeddings", "quantization_config"):  # some wrappers say it outside only
+            if config.get(name) is None and whole.config.get(name) is not None:
+                config[name] = whole.config[name]
+        pairs = [(plain, name) for name in whole.names() if (plain := _plain(name)) is not None]
+        if all(plain.startswith(HEAD) for plain, _ in pairs):  # it is in none of those places
+            pairs = [(name, name) for name in whole.names() if name.startswith(OWN)]
+        super().__init__(whole, with_head(pairs), config)
+        if not any(base + embedding in self.names() for embedding, base in BASES.items()):
+            raise ModelError(
+                f"{whole.path} wraps a text model, says its config, and no embedding of one is where lmstate looks: "
+                f"under language_model. or text_model., alone or after model., or under model. itself. The checkpoint "
+                f"is incomplete, or its tensors are named in a way that is not supported"
+            )
+        require_head(self, text_config, whole.config)
+
+
+def _plain(name: str) -> str | None:
+    """The text model's own name of a tensor; None if the tensor is not of the text model."""
+    if head := TEXT_HEAD.match(name):
+        return HEAD + name[head.end() :]
+    if text := TEXT.match(name):
+        return name[text.end() :]
+    return None

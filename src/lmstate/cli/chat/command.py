@@ -1,0 +1,86 @@
+"""`lmstate chat`: a conversation on one state."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import closing
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lmstate.cli import options
+from lmstate.cli.chat.input import as_text, read
+from lmstate.cli.output import describe, note, write_pieces
+
+if TYPE_CHECKING:
+    from lmstate.cli.chat.conversation import Conversation
+
+
+def chat(
+    model: options.ModelName = options.DEFAULT_MODEL,
+    system: options.System = None,
+    max_tokens: options.MaxTokens = 512,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.Penalty = None,
+    seed: options.Seed = None,
+    weights: options.Weights = options.WeightKind.auto,
+    stats: Annotated[
+        bool, typer.Option("--stats/--no-stats", help="After each answer: tokens fed and reused, and the speed.")
+    ] = True,
+) -> None:
+    """Talk with a model. Its state goes on from turn to turn: each turn feeds only what is new.
+
+    Ctrl-C stops the answer and keeps the conversation; /help lists the commands; Ctrl-D leaves. Questions may be piped
+    in, one a line. A line that ends in a backslash goes on in the next; what stands between two \"\"\" is one message.
+
+    \b
+    Examples:
+      lmstate chat smollm2
+      lmstate chat smollm2 --system "You answer in one sentence." -t 0.7
+    """
+    from lmstate.cli.chat.conversation import Conversation
+
+    system = None if system is None else as_text(system, "--system")
+    sampling = options.Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    loaded = options.load_model(model, weights)
+    if not loaded.tokenizer.has_chat_template:
+        raise ValueError(f"{model} has no chat template; use `lmstate generate {model} --raw` to go on with a text")
+    if sys.stdin.isatty():
+        note(f"{model}: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves")
+    talk(Conversation(loaded, system, sampler=sampling.of(loaded), max_new_tokens=max_tokens), stats)
+
+
+def talk(conversation: Conversation, stats: bool) -> None:
+    """Read, answer, repeat, until the input ends or /exit. Errors of a turn are told, and the conversation goes on."""
+    from lmstate.cli.chat.slash_commands import COMMANDS, Ask, Leave, run_command
+
+    while (typed := read()) is not None:
+        if not typed.text.strip():
+            continue
+        try:
+            if typed.command:
+                print(run_command(typed.text, COMMANDS, conversation))
+            else:
+                answer(conversation, typed.text, stats)
+        except Leave:
+            return
+        except Ask as edited:
+            answer(conversation, edited.question, stats)
+        except (ValueError, OSError) as error:
+            note(f"lmstate: {error}")
+
+
+def answer(conversation: Conversation, question: str, stats: bool) -> None:
+    """One turn: the answer to stdout as it comes, then what it took."""
+    try:
+        with closing(conversation.ask(as_text(question, "the question"))) as pieces:
+            stopped = write_pieces(pieces)
+    except KeyboardInterrupt:  # the second one: the model was in the middle of a step, which then never happened
+        stopped = True
+    if stopped:
+        note("(stopped)")
+    if stats and conversation.report is not None:
+        note(describe(conversation.report))

@@ -1,0 +1,95 @@
+"""A conversation whose state goes on from turn to turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, cast
+
+from lmstate.cli.chat.branches import Branches, shared
+from lmstate.cli.progress import warn_of_length
+from lmstate.generation import Generation, Report, Sampler
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from lmstate.generation import Piece
+    from lmstate.models.model import Model
+
+Message = dict[str, str]
+
+
+class Conversation:
+    """Messages, and a state that holds as many of their tokens as the model has seen.
+
+    The rendered template of all messages is what the state ought to hold. Before each answer the two are compared token
+    by token: the state is rewound to where they part, and the rest is fed. That is right for every template, also one
+    that rewrites earlier turns, and costs nothing for one that only appends.
+    """
+
+    def __init__(
+        self, model: Model, system: str | None = None, *, sampler: Sampler | None = None, max_new_tokens: int = 512
+    ) -> None:
+        self.model = model
+        self.system = system
+        self.sampler = sampler or Sampler()
+        self.max_new_tokens = max_new_tokens
+        self.report: Report | None = None  # of the last answer
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything but the system message."""
+        self.messages: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
+        self.state = self.model.new_state(rows=1)
+        self.branches = Branches()
+
+    def ask(self, question: str) -> Generator[str]:
+        """The answer, piece by piece. What was given out is kept, also if the iterator is closed or an error ends it;
+        a question without any answer leaves no trace.
+        """
+        self.state.mark(0)  # an /undo of this turn comes back here
+        messages = [*self.messages, {"role": "user", "content": question}]
+        ids = self.model.tokenizer.chat(messages, add_generation_prompt=True)
+        warn_of_length(self.model, self.state.lengths[0], len(ids))
+        generation = Generation(
+            self.model, [self._align(ids)], self.state, sampler=self.sampler, max_new_tokens=self.max_new_tokens
+        )
+        pieces = cast("Generator[Piece]", iter(generation))
+        try:
+            with closing(pieces):
+                for piece in pieces:
+                    yield piece.text
+        finally:
+            self.report = generation.report()
+            if self.report.generated or self.report.finished[0] is not None:
+                self.messages = [*messages, {"role": "assistant", "content": generation.texts[0]}]
+
+    def undo(self, turns: int) -> int:
+        """Take back the last turns. Returns the tokens that the next answer must recompute because of it."""
+        begins = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
+        if not 1 <= turns <= len(begins):
+            raise ValueError(
+                f"{turns} turn{'s' * (turns != 1)} cannot be taken back; "
+                f"there {'is' if len(begins) == 1 else 'are'} {len(begins)}"
+            )
+        messages = self.messages[: begins[-turns]]
+        kept = self.model.tokenizer.chat(messages) if messages else []
+        to = shared(self.state.tokens(0), kept)
+        cost = self.state.rewind_cost(0, to)
+        self.state.rewind(0, to)
+        self.messages = messages
+        return cost
+
+    def _align(self, ids: Sequence[int]) -> list[int]:
+        """Rewind the state to the longest beginning that it shares with `ids`; returns what is to be fed after it."""
+        held = self.state.tokens(0)
+        same = min(shared(held, list(ids)), len(ids) - 1)  # one token at least is fed, to have logits from
+        if same < len(held):
+            self.state.rewind(0, same)
+        return list(ids[same:])
+
+
+def turns(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
+    """(question, answer) of every turn."""
+    spoken = [message["content"] for message in messages if message["role"] != "system"]
+    return zip(spoken[::2], spoken[1::2])

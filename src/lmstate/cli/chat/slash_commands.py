@@ -1,0 +1,146 @@
+"""What may be typed in a chat besides questions: a table of commands. A new one is a function and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lmstate.cli.chat.branches import load, save
+from lmstate.cli.chat.conversation import Conversation
+from lmstate.cli.output import size
+
+
+class Leave(Exception):
+    """The chat is over."""
+
+
+class Ask(Exception):
+    """A command ends in a question for the model."""
+
+    @property
+    def question(self) -> str:
+        return str(self.args[0])
+
+
+@dataclass(frozen=True)
+class Command:
+    """`run(conversation, argument)` does it and returns what to tell. A ValueError is shown, and the chat goes on."""
+
+    usage: str
+    summary: str
+    run: Callable[[Conversation, str], str]
+
+    @property
+    def name(self) -> str:
+        return self.usage.split()[0]
+
+
+def run_command(line: str, commands: Mapping[str, Command], conversation: Conversation) -> str:
+    """Run a line that begins with a slash. Returns what to tell. Raises ValueError for an unknown command."""
+    name, _, argument = line.partition(" ")
+    if name not in commands:
+        raise ValueError(f"there is no command {name}; /help lists them")
+    command = commands[name]
+    if argument.strip() and command.usage == name:
+        raise ValueError(f"{name} takes no argument")
+    return command.run(conversation, argument.strip())
+
+
+def _help(conversation: Conversation, argument: str) -> str:
+    width = max(len(command.usage) for command in COMMANDS.values())
+    lines = [f"{command.usage:{width}}  {command.summary}" for command in COMMANDS.values()]
+    lines += [f"{key:{width}}  {summary}" for key, summary in KEYS.items()]
+    return "\n".join(lines)
+
+
+def _exit(conversation: Conversation, argument: str) -> str:
+    raise Leave
+
+
+def _reset(conversation: Conversation, argument: str) -> str:
+    held = conversation.state.lengths[0]
+    conversation.reset()
+    return f"forgot {held} tokens; the system message stays" if conversation.system else f"forgot {held} tokens"
+
+
+def _tokens(conversation: Conversation, argument: str) -> str:
+    held = conversation.state.lengths[0]
+    return f"{held} tokens held, {len(conversation.messages)} messages"
+
+
+def _memory(conversation: Conversation, argument: str) -> str:
+    memory = conversation.state.memory()
+    parts = ", ".join(f"{kind} {size(count)}" for kind, count in memory.items())
+    return f"{size(sum(memory.values()))} for {conversation.state.lengths[0]} tokens ({parts or 'nothing yet'})"
+
+
+def _undo(conversation: Conversation, argument: str) -> str:
+    if argument and not argument.isdecimal():
+        raise ValueError(f"/undo takes a number of turns, not {argument!r}")
+    turns = int(argument or 1)
+    cost = conversation.undo(turns)
+    return f"took back {turns} turn{'s' * (turns > 1)}; {_priced(cost)}"
+
+
+def _edit(conversation: Conversation, argument: str) -> str:
+    if not argument:
+        raise ValueError("/edit needs the question that takes the place of the last one")
+    conversation.undo(1)
+    raise Ask(argument)
+
+
+def _fork(conversation: Conversation, argument: str) -> str:
+    conversation.branches.fork(conversation, argument)
+    return f"on {argument} from here; /switch goes back"
+
+
+def _switch(conversation: Conversation, argument: str) -> str:
+    cost = conversation.branches.switch(conversation, argument)
+    return f"on {argument}, {conversation.state.lengths[0]} tokens; {_priced(cost)}"
+
+
+def _tree(conversation: Conversation, argument: str) -> str:
+    return conversation.branches.tree(conversation)
+
+
+def _save(conversation: Conversation, argument: str) -> str:
+    if not argument:
+        raise ValueError("/save needs a file name")
+    snapshot = save(conversation, Path(argument))
+    return f"saved {snapshot.length} tokens, {size(snapshot.nbytes)}, to {argument}"
+
+
+def _load(conversation: Conversation, argument: str) -> str:
+    if not argument:
+        raise ValueError("/load needs a file name")
+    snapshot = load(conversation, Path(argument))
+    return f"{snapshot.length} tokens from {argument}; {_priced(snapshot.length - snapshot.cached)}"
+
+
+def _priced(cost: int) -> str:
+    return f"{cost} token{'s' * (cost != 1)} to recompute" if cost else "nothing to recompute"
+
+
+KEYS = {
+    "Ctrl-C": "stop the answer; what was said so far stays",
+    "\\": "at the end of a line: the message goes on in the next one",
+    '"""': "begins and ends a message of several lines",
+}
+COMMANDS: dict[str, Command] = {
+    command.name: command
+    for command in (
+        Command("/help", "show this", _help),
+        Command("/tokens", "how many tokens the state holds", _tokens),
+        Command("/memory", "bytes that the state holds, by layer kind", _memory),
+        Command("/undo [N]", "take back the last N turns (1)", _undo),
+        Command("/edit TEXT", "ask TEXT in the place of the last question", _edit),
+        Command("/fork NAME", "begin a branch here and go on in it", _fork),
+        Command("/switch NAME", "go to another branch", _switch),
+        Command("/tree", "the branches, and the tokens that they share", _tree),
+        Command("/save FILE", "write this conversation with its state", _save),
+        Command("/load FILE", "go on from a saved conversation", _load),
+        Command("/reset", "begin again", _reset),
+        Command("/exit", "leave (so does Ctrl-D)", _exit),
+    )
+}

@@ -1,0 +1,117 @@
+"""One safetensors file: its header checked in full before a byte of it is used, its tensors mapped without a copy.
+
+Format: 8 bytes little-endian header length, a JSON header `{name: {dtype, shape, data_offsets}}`, then the data, whose
+tensors lie back to back (https://github.com/huggingface/safetensors).
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmstate.errors import ModelError
+from lmstate.files.json_object import parse_object
+from lmstate.files.mmap_file import MappedFile
+
+MOST_HEADER_BYTES = 100 * 10**6  # the format's own limit
+MOST_DIMENSIONS = 8
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a tensor lies: `start` is a byte offset from the beginning of the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+
+class TensorFile:
+    """A safetensors file. `entries` and `metadata` come from the header; `tensor(name)` maps.
+
+    Raises `ModelError` for a file that lies about itself in any way, `OSError` for one that cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = MappedFile(path)
+        self.entries, self.metadata = self._read_header()
+
+    def tensor(self, name: str) -> Tensor:
+        entry = self.entries[name]
+        return self._file.tensor(entry.start, entry.shape, entry.dtype)
+
+    def _read_header(self) -> tuple[dict[str, Entry], dict[str, str]]:
+        size = self._file.size
+        if size < 10:
+            raise self._damaged(f"it has only {size} bytes")
+        (length,) = struct.unpack_from("<Q", self._file.buffer, 0)
+        if not 2 <= length <= min(size - 8, MOST_HEADER_BYTES):
+            raise self._damaged(f"its header claims {length} bytes and the file has {size}")
+        header = parse_object(self._file.buffer[8 : 8 + length], f"the header of {self.path}")
+        metadata = header.pop("__metadata__", None) or {}
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise self._damaged("its metadata is not a table of strings")
+        entries, spans = {}, []
+        for name, fields in header.items():
+            dtype, shape, begin, end = self._entry(name, fields)
+            entries[name] = Entry(dtype, shape, 8 + length + begin)
+            spans.append((begin, end, name))
+        reached = 0
+        for begin, end, name in sorted(spans):
+            if begin != reached:
+                raise self._damaged(f"tensor {name[:80]!r} begins at byte {begin} of the data instead of {reached}")
+            reached = end
+        if 8 + length + reached != size:
+            raise self._damaged(f"its tensors end at byte {8 + length + reached} and the file at {size}")
+        return entries, metadata
+
+    def _entry(self, name: str, fields: Any) -> tuple[torch.dtype, tuple[int, ...], int, int]:
+        """dtype, shape, and the bytes [begin, end) of the data section, checked against one another."""
+        shown = name[:80]
+        if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= fields.keys():
+            raise self._damaged(f"the header's entry for {shown!r} lacks dtype, shape or data_offsets")
+        dtype = DTYPES.get(fields["dtype"]) if isinstance(fields["dtype"], str) else None
+        if dtype is None:
+            raise ModelError(
+                f"{self.path}: tensor {shown!r} has a dtype that lmstate cannot read; it reads {', '.join(DTYPES)}"
+            )
+        shape, offsets = fields["shape"], fields["data_offsets"]
+        if not (_whole_numbers(shape) and len(shape) <= MOST_DIMENSIONS):
+            raise self._damaged(f"the shape of tensor {shown!r} is not a list of up to {MOST_DIMENSIONS} sizes")
+        if not (_whole_numbers(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1] <= self._file.size):
+            raise self._damaged(f"the data of tensor {shown!r} does not lie inside the file")
+        needed = dtype.itemsize
+        for extent in shape:
+            needed *= extent
+        if needed != offsets[1] - offsets[0]:
+            raise self._damaged(f"tensor {shown!r} of shape {shape} does not fill the bytes that the header gives it")
+        return dtype, tuple(shape), offsets[0], offsets[1]
+
+    def _damaged(self, what: str) -> ModelError:
+        return ModelError(f"{self.path} is damaged or incomplete: {what}. Download it again")
+
+
+def _whole_numbers(values: Any) -> bool:
+    # 2**48 bytes is beyond any file; the bound also keeps products of hostile sizes cheap.
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**48 for value in values)

@@ -1,0 +1,137 @@
+"""What a model of transformers is given so that its cache sees each call: two forward hooks, and doors in `generate`.
+
+All is added to the one model and does nothing for calls with another cache. The doors stand before methods that
+`generate` calls, not before `generate` itself: in `model.generate(..., past_key_values=StateCache(model))` Python has
+taken that from the model before the cache is made.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import lru_cache
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lmstate.integrations.transformers.cache.history import EMBEDS, IDS, OUTPUTS, Call
+
+if TYPE_CHECKING:
+    from lmstate.integrations.transformers.cache.state_cache import StateCache
+
+CACHE, PARAMS = "past_key_values", "cache_params"  # Mamba's models call it so
+
+
+def attach(model: nn.Module) -> None:
+    """Have the caches of this model see its calls."""
+    if not any(hook is before for hook in model._forward_pre_hooks.values()):
+        model.register_forward_pre_hook(before, with_kwargs=True)
+        model.register_forward_hook(after, with_kwargs=True, always_call=True)
+    if getattr(model, "_is_stateful", False):
+        for door in (_validate_model_kwargs, _validate_generation_mode, _prepare_cache_for_generation):
+            vars(model)[door.__name__] = MethodType(door, model)
+
+
+def parameters(kind: type[nn.Module]) -> tuple[str, ...]:
+    """The names of what the forward of a class of models takes, in order."""
+    return _names(kind.forward)
+
+
+@lru_cache(maxsize=64)
+def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]
+
+
+def cache_name(model: nn.Module) -> str:
+    return PARAMS if PARAMS in parameters(type(model)) else CACHE
+
+
+def cache_of(given: dict[str, Any]) -> StateCache | None:
+    """The cache of ours that a call was given, if any."""
+    from lmstate.integrations.transformers.cache.state_cache import StateCache
+
+    for name in (CACHE, PARAMS):
+        if isinstance(cache := given.get(name), StateCache):
+            return cache
+    return None
+
+
+@torch.compiler.disable
+def before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Tell the cache what it is about to be fed; it may feed a first part on its own and shorten the rest."""
+    given = dict(zip(parameters(type(model)), args)) | kwargs
+    cache = cache_of(given)
+    if cache is None:
+        return args, kwargs
+    given.pop(CACHE, None)
+    given.pop(PARAMS, None)
+    name = cache_name(model)
+    fed = given.get(IDS) if given.get(IDS) is not None else given.get(EMBEDS)
+    if fed is None:  # an encoder-decoder model, whose cache needs no calls
+        return (), {**given, name: cache}
+    cache.admit(model, fed.shape[0])
+    inputs = {key: value for key, value in given.items() if key not in OUTPUTS and value is not None}
+    call = Call(cache.get_seq_length(), cache.get_seq_length() + fed.shape[1], inputs)
+    outputs = {key: value for key, value in given.items() if key in OUTPUTS}
+    kept = outputs.get("logits_to_keep")
+    if cache.one_by_one and call.start and fed.shape[1] > 1:
+        call = cache.feed_one_by_one(call, fed.shape[1] if not isinstance(kept, int) or kept == 0 else kept)
+    elif isinstance(kept, int) and 0 < kept < fed.shape[1] and cache.feeds_apart(call, outputs):
+        # A rejected draft would cost the prompt a second time; so the prompt, whose logits nobody wants, goes first.
+        split = call.stop - kept
+        cache.feed(call.part(split))
+        call = call.rest(split)
+    cache.begin(call)
+    return (), {**call.given, **outputs, name: cache}
+
+
+@torch.compiler.disable
+def after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Tell the cache that the call is over. `output` is None if it failed."""
+    cache = cache_of(kwargs)
+    if cache is None:
+        return None
+    earlier = cache.end(failed=output is None)
+    if output is None or isinstance(output, tuple):
+        return None
+    if earlier:
+        output.logits = torch.cat([*earlier, output.logits], dim=1)
+    if cache_name(model) == PARAMS:
+        output.past_key_values = cache  # under the name that the rest of transformers asks for
+    return None
+
+
+# ---- the doors: under the names of the methods that they stand before, and with what those take
+
+
+def _validate_model_kwargs(self: Any, model_kwargs: dict[str, Any]) -> None:
+    """Mamba's models know the cache by another name; `_prepare_cache_for_generation` sees to that."""
+    ours = cache_of(model_kwargs) is not None and cache_name(self) == PARAMS
+    known = {key: value for key, value in model_kwargs.items() if not (ours and key == CACHE)}
+    type(self)._validate_model_kwargs(self, known)
+
+
+def _validate_generation_mode(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Without the refusal of drafts for recurrent models, which waits until `generate` looks at the cache."""
+    self._is_stateful = False
+    try:
+        type(self)._validate_generation_mode(self, *args, **kwargs)
+    finally:
+        self.__dict__.pop("_is_stateful", None)
+
+
+def _prepare_cache_for_generation(
+    self: Any, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Ours can go back, so drafts are refused without it only; they ask for it by the one name, whatever the model."""
+    cache, inherited = cache_of(model_kwargs), type(self)
+    if cache is None:
+        inherited._validate_generation_mode(self, generation_mode, generation_config, {})
+    else:
+        model_kwargs.pop(CACHE, None)
+        model_kwargs[cache_name(self)] = cache
+    inherited._prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args, **kwargs)
+    if cache is not None:
+        model_kwargs[CACHE] = model_kwargs.pop(cache_name(self))

@@ -1,0 +1,291 @@
+"""How a cache goes back: what it notes of every call, and how it feeds again what a recurrent layer cannot undo."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, DummyLayer, DynamicCache
+
+from lmstate.errors import RewindError, StateError, UnsupportedError
+from lmstate.integrations.transformers.cache import hooks
+from lmstate.integrations.transformers.cache.history import Call, History
+from lmstate.integrations.transformers.cache.layers.base import Kept, Tensors
+from lmstate.integrations.transformers.cache.layers.hybrid import HybridWindowLayer
+from lmstate.integrations.transformers.cache.layers.recurrent import FoldLayer, is_fold
+from lmstate.integrations.transformers.cache.layers.sliding import WindowLayer
+
+ONE_BY_ONE = frozenset({"falcon_mamba", "jamba", "mamba", "zamba"})
+"""Models whose forward, in transformers 5.23, starts several tokens from an empty carry even after others."""
+EVERY = 256
+"""Tokens between two places to go back to, while single tokens come."""
+
+
+@dataclass
+class Anchor:
+    """The carries of every recurrent layer at one position."""
+
+    position: int
+    carries: dict[int, Tensors] = field(repr=False)
+
+
+class Rollback(DynamicCache):
+    """The part of `StateCache` that goes back; `layers` are set before it is initialised."""
+
+    layers: list[Any]  # Kept, DummyLayer, or a layer of transformers' own
+
+    def __init__(self, model: PreTrainedModel, anchors: int) -> None:
+        config = model.config.get_text_config(decoder=True)
+        layers = self.layers
+        self._model = weakref.ref(model)
+        self._encoder = bool(model.config.is_encoder_decoder)
+        self._folds = [i for i, layer in enumerate(layers) if isinstance(layer, FoldLayer)]
+        self._feeds = any(is_fold(layer) for layer in layers)  # going back feeds tokens again
+        self._attention = next((layer for layer in layers if isinstance(layer, CacheLayerMixin)), None)
+        self._forgets = any(isinstance(layer, FoldLayer | WindowLayer) for layer in layers)
+        self._recording = False
+        self.one_by_one = config.model_type in ONE_BY_ONE and self._feeds
+        """Whether tokens that follow others are fed singly, since the model would get them wrong together."""
+        self.recomputed = 0
+        """Tokens that going back had to feed again, since the cache was made."""
+        self._anchors: deque[Anchor] = deque(maxlen=max(anchors, 0))
+        self._clear()
+
+    def _clear(self) -> None:
+        self._history = History()
+        self._anchors.clear()
+        self._draft: Anchor | None = None  # before the last call, while recording
+        self._call: Call | None = None  # the call that runs now
+        self._seen = 0  # tokens fed, for models without attention
+        self._last = 0  # tokens of the last call
+        self._lost = False  # a failed call left carries that belong nowhere
+        self._earlier: list[Tensor] = []  # logits of this call's tokens that were fed singly
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens held, left padding included."""
+        if layer_idx >= len(self.layers):
+            return 0
+        if self._lost:
+            return self._seen
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, CacheLayerMixin):
+            layer = self._attention
+        return self._seen if layer is None else layer.get_seq_length()
+
+    @property
+    def model(self) -> PreTrainedModel:
+        model = self._model()
+        if model is None:
+            raise StateError("the model of this cache is gone; a cache keeps no model alive")
+        return model
+
+    # ---- moving
+
+    def rewind_cost(self, to: int) -> int:
+        """How many tokens `rewind(to=to)` would feed again. Raises what it would raise."""
+        length = self._checked(to)
+        start = self._start(length, to)
+        if start is None:
+            return 0
+        if to > start.position:
+            self._history.since(start.position, to)
+        return to - start.position
+
+    def rewind(self, *, to: int) -> int:
+        """Go back to the first `to` tokens, exactly; returns how many had to be fed again.
+
+        Raises `RewindError` for a length that is not held, `UnsupportedError` where tokens must be fed again that the
+        cache never saw by their ids. Neither changes anything.
+        """
+        length = self._checked(to)
+        start = self._start(length, to)
+        if start is None:
+            for layer in self._kept("rewind"):
+                layer.cut(length, to)
+            self._trim(to)
+            return 0
+        given = self._history.since(start.position, to) if to > start.position else None
+        self._go(length, start)
+        if given is not None:
+            self.feed(given)
+            self.recomputed += to - start.position
+        return to - start.position
+
+    # ---- what the hooks tell (see hooks.py)
+
+    def admit(self, model: nn.Module, rows: int) -> None:
+        """Raise `StateError` unless a call of this model with so many rows may go on from here."""
+        if model is not self.model:
+            raise StateError(
+                "this cache was made for another model (a copy is another one); make one with StateCache(model), and "
+                "take the text over with cache.save and StateCache.load if the weights are the same"
+            )
+        if self.rows not in (0, rows):
+            raise StateError(
+                f"a call with {rows} rows was given a cache that holds {self.rows}; take a cache of its own, or "
+                "batch_repeat_interleave, batch_select_indices or fork this one"
+            )
+
+    def feeds_apart(self, call: Call, outputs: dict[str, Any]) -> bool:
+        """Whether the part of a call whose logits nobody asked for should be fed before the rest."""
+        wanted = any(outputs.get(name) for name in ("output_hidden_states", "output_attentions", "labels"))
+        mask = call.given.get("attention_mask")
+        plain = mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)
+        return self._recording and self._feeds and plain and not wanted
+
+    def begin(self, call: Call) -> None:
+        """A call is about to run."""
+        if self._lost:
+            raise StateError("a call failed in the middle of this recurrent model: rewind or reset before the next one")
+        self._call = call
+        for index in self._folds:
+            self.layers[index].thaw()
+        if self._earlier:  # the last token of a call, whose place to go back to is before the first
+            return
+        self._draft = None
+        if not self._folds or call.start == 0:
+            return
+        here = None
+        if self._recording:
+            here = self._draft = self._anchor(call.start)
+        newest = self._anchors[-1].position if self._anchors else 0
+        turn = not self._recording and max(call.stop - call.start, self._last) > 1
+        if newest < call.start and (turn or call.start - newest >= EVERY):
+            self._anchors.append(here or self._anchor(call.start))
+
+    def end(self, failed: bool) -> list[Tensor]:
+        """It has run, or broken off somewhere; the logits `[R, n, V]` of those tokens of it that were fed singly."""
+        call, self._call = self._call, None
+        earlier, self._earlier = self._earlier, []
+        if call is None:
+            return earlier
+        if failed:
+            self._undo(call)
+            return earlier
+        self._seen, self._last = call.stop, call.stop - call.start
+        if self._forgets and not self._encoder:
+            self._history.add(call)
+        return earlier
+
+    def feed_one_by_one(self, call: Call, kept: int) -> Call:
+        """Feed all tokens of a call but the last, keeping the logits of its last `kept`; the call for that one."""
+        draft = self._anchor(call.start) if self._recording else None
+        earlier = []
+        for position in range(call.start, call.stop - 1):
+            single = call.rest(position)
+            logits = self.feed(single.part(position + 1))
+            if position >= call.stop - kept:
+                earlier.append(logits)
+        self._draft, self._earlier = draft, earlier
+        return call.rest(call.stop - 1)
+
+    def feed(self, given: dict[str, Any]) -> Tensor:
+        """Run the model over some tokens, for what it leaves here; the logits `[R, 1, V]` after the last."""
+        model = self.model
+        names = hooks.parameters(type(model))
+        wanted = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
+        recording, self._recording = self._recording, False
+        try:
+            with torch.no_grad():
+                return model(**given, **wanted, **{hooks.cache_name(model): self}, use_cache=True).logits[:, -1:]
+        finally:
+            self._recording = recording
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch; 0 before the first call."""
+        rows = (layer.rows() for layer in self.layers if isinstance(layer, Kept))
+        return next((n for n in rows if n is not None), 0)
+
+    # ---- inside
+
+    def _expect_call(self) -> None:
+        if self._call is None and self._attention is None:
+            raise StateError(
+                "a part of this recurrent model was called: nobody told the cache how many tokens come; call the model "
+                "that the cache was made for"
+            )
+
+    def _kept(self, what: str) -> list[Kept]:
+        """The layers that hold something, all of them ours."""
+        layers = [layer for layer in self.layers if not isinstance(layer, DummyLayer)]
+        foreign = sorted({type(layer).__name__ for layer in layers if not isinstance(layer, Kept)})
+        if foreign:
+            raise UnsupportedError(f"{what} is not possible for a model with layers of the kind {', '.join(foreign)}")
+        return layers
+
+    def _checked(self, to: int) -> int:
+        length = self.get_seq_length()
+        if self._call is not None:
+            raise StateError("the cache cannot be moved while its model runs")
+        if not 0 <= to <= length:
+            raise RewindError(f"rewind(to={to}): the cache holds {length} tokens; go to 0 up to that")
+        return length
+
+    def _start(self, length: int, to: int) -> Anchor | None:
+        """Where tokens have to be fed from to reach `to`; None if none have to be."""
+        kept = self._kept("going back")
+        if not self._lost and (to == length or all(layer.reach(length) <= to for layer in kept)):
+            return None
+        if self._encoder:
+            raise UnsupportedError("going back farther than the sliding window keeps needs the encoder's output again")
+        candidates = [*self._anchors, *([self._draft] if self._draft is not None else [])]
+        best = Anchor(0, {})
+        for anchor in candidates:
+            others = (layer for i, layer in enumerate(self.layers) if i not in anchor.carries)
+            reached = all(
+                isinstance(layer, DummyLayer) or layer.reach(length) <= anchor.position for layer in others
+            ) and all(self._window_reach(i, length) <= anchor.position for i in anchor.carries)
+            if reached and best.position < anchor.position <= to:
+                best = anchor
+        return best
+
+    def _window_reach(self, index: int, length: int) -> int:
+        layer = self.layers[index]
+        return WindowLayer.reach(layer, length) if isinstance(layer, HybridWindowLayer) else 0
+
+    def _go(self, length: int, anchor: Anchor) -> None:
+        """Back to an anchor, feeding nothing."""
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, DummyLayer):
+                continue
+            if anchor.position == 0:
+                layer.reset()
+                continue
+            layer.cut(length, anchor.position)
+            if index in anchor.carries:
+                layer.put_carry(anchor.carries[index])
+        self._lost = False
+        self._trim(anchor.position)
+
+    def _trim(self, to: int) -> None:
+        self._seen = to
+        self._history.cut(to)
+        while self._anchors and self._anchors[-1].position > to:
+            self._anchors.pop()
+        if self._draft is not None and self._draft.position > to:
+            self._draft = None
+
+    def _anchor(self, position: int) -> Anchor:
+        return Anchor(position, {i: self.layers[i].carry() for i in self._folds})
+
+    def _undo(self, call: Call) -> None:
+        """A call broke off: some layers have its tokens and some have not."""
+        for layer in self.layers:
+            if isinstance(layer, CacheLayerMixin) and isinstance(layer, Kept):
+                length = layer.get_seq_length()
+                if isinstance(layer, WindowLayer) and WindowLayer.reach(layer, length) > call.start:
+                    self._lost = True  # the call pushed out what comes before it
+                    self._anchors.clear()
+                elif length > call.start:
+                    layer.cut(length, call.start)
+        if self._draft is not None and self._draft.position == call.start:
+            for index, carry in self._draft.carries.items():
+                self.layers[index].put_carry(carry)
+        elif self._folds:
+            self._lost = True

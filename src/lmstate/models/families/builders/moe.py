@@ -1,0 +1,176 @@
+"""Mixtures of experts that several families have, with the routers that choose for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.loader import Weights
+from lmstate.models.families.builders.decoder import GATE_UP_DOWN, MOST, W1_W3_W2, Shape, activation, fused_mlp, mlp
+from lmstate.models.layers.mlp import MLP, FeedForward
+from lmstate.models.layers.moe import MixtureOfExperts, Router
+from lmstate.ops import FloatWeight, Weight
+
+
+def scores(w: Weights, name: str, count: int, hidden: int) -> Weight:
+    """A router's matrix, which stays float32."""
+    return FloatWeight(w.tensor(name, (count, hidden)))
+
+
+def top_k(config: Fields, count: int, name: str = "num_experts_per_tok") -> int:
+    """To how many of `count` experts a token goes."""
+    return config.int(name, low=1, high=count)
+
+
+def expert_width(config: Fields) -> int:
+    return config.int("moe_intermediate_size", low=1, high=MOST)
+
+
+def sparse_layers(config: Fields, layers: int) -> Sequence[bool]:
+    """Which layers have experts: those that `mlp_layer_types` says, or all behind the first dense ones."""
+    kinds = config.strs("mlp_layer_types", layers, allowed=("dense", "sparse"), default=None)
+    if kinds is not None:
+        return [kind == "sparse" for kind in kinds]
+    if isinstance(config.get("moe_layer_freq"), list):  # MiMo's says it of each layer
+        return [number == 1 for number in config.ints("moe_layer_freq", layers, high=1)]
+    dense = config.int("first_k_dense_replace", default=0)
+    every = config.int("moe_layer_freq", low=1, default=1)
+    return [index >= dense and index % every == 0 for index in range(layers)]
+
+
+def softmax_mixture(w: Weights, prefix: str, shape: Shape, inner: int, *, normalise: bool) -> MixtureOfExperts:
+    """Experts chosen by the softmax of `gate`, without more."""
+    count = expert_count(w.config)
+    router = Router(
+        scores(w, f"{prefix}.gate.weight", count, shape.hidden), top_k(w.config, count), normalise=normalise
+    )
+    return MixtureOfExperts(router, experts(w, f"{prefix}.experts", count, shape.hidden, inner, activation(w.config)))
+
+
+def qwen_feed_forward(w: Weights, index: int, prefix: str, shape: Shape, *, normalise: bool) -> FeedForward:
+    """Dense or sparse; experts may lie beside one that every token goes through, weighed by a gate of its own.
+
+    `normalise`: the weights of the chosen, where the config does not say.
+    """
+    config, hidden, act = w.config, shape.hidden, activation(w.config)
+    every = config.int("decoder_sparse_step", low=1, default=1)
+    dense = config.ints("mlp_only_layers", default=()) or ()
+    if not expert_count(config) or index in dense or (index + 1) % every:
+        return mlp(w, prefix, hidden, config.int("intermediate_size", low=1, high=MOST), act)
+    mixture = softmax_mixture(
+        w, prefix, shape, expert_width(config), normalise=config.bool("norm_topk_prob", default=normalise)
+    )
+    common = config.int("shared_expert_intermediate_size", high=MOST, default=0)
+    if not common:
+        return mixture
+    gate = f"{prefix}.shared_expert_gate.weight"  # a vector in GGUF
+    size = (1, hidden) if len(w.shape(gate)) == 2 else (hidden,)
+    return MixtureOfExperts(
+        mixture.router,
+        mixture.experts,
+        mlp(w, f"{prefix}.shared_expert", hidden, common, act),
+        FloatWeight(w.tensor(gate, size).view(1, hidden)),
+    )
+
+
+def corrected_router(
+    w: Weights, gate: str, correction: str, hidden: int, *, scale: float | None = None
+) -> Router:  # fmt: skip
+    """DeepSeek-V3's router: sigmoids, corrected for the choice, which is made inside the best groups.
+
+    `gate`, `correction`: the names of its tensors. `scale`: of the weights, instead of the config's.
+    """
+    config, count = w.config, expert_count(w.config)
+    groups = config.int("n_group", low=1, high=count, default=1)
+    return Router(
+        scores(w, gate, count, hidden),
+        top_k(config, count),
+        "sigmoid",
+        normalise=config.bool("norm_topk_prob", default=True),
+        scale=config.float("routed_scaling_factor", default=1.0) if scale is None else scale,
+        correction=w.tensor(correction, (count,)),
+        groups=groups,
+        kept_groups=config.int("topk_group", low=1, high=groups, default=1),
+        group_score="two best",
+    )
+
+
+def deepseek_mixture(
+    w: Weights, prefix: str, shape: Shape, router: Router | None = None, *, shared: int | None = None
+) -> MixtureOfExperts:
+    """Experts beside `shared` ones that every token goes through, which are one feed-forward part.
+
+    `router`: None for DeepSeek-V3's. `shared`: how many, None for what the config says.
+    """
+    config, act, inner = w.config, activation(w.config), expert_width(w.config)
+    if router is None:
+        gate = f"{prefix}.gate"
+        router = corrected_router(w, f"{gate}.weight", f"{gate}.e_score_correction_bias", shape.hidden)
+    if shared is None:
+        shared = config.int("n_shared_experts", high=MOST, default=0)
+    return MixtureOfExperts(
+        router,
+        experts(w, f"{prefix}.experts", expert_count(config), shape.hidden, inner, act),
+        mlp(w, f"{prefix}.shared_experts", shape.hidden, inner * shared, act) if shared else None,
+    )
+
+
+def deepseek_feed_forward(w: Weights, shape: Shape) -> Callable[[int, str], FeedForward]:
+    """A layer's feed-forward part, of its number and its tensors' prefix: DeepSeek-V3's experts, or a dense one."""
+    config, sparse = w.config, sparse_layers(w.config, shape.layers)
+
+    def feed_forward(index: int, prefix: str) -> FeedForward:
+        if sparse[index]:
+            return deepseek_mixture(w, prefix, shape)
+        return mlp(w, prefix, shape.hidden, config.int("intermediate_size", low=1, high=MOST), activation(config))
+
+    return feed_forward
+
+
+def experts(
+    w: Weights,
+    prefix: str,
+    count: int,
+    hidden: int,
+    inner: int,
+    act: str,
+    names: tuple[str, str, str] | None = None,
+) -> list[FeedForward]:
+    """Gated experts: one tensor for all under `gate_up_proj` and `down_proj`, or a block of their own each.
+
+    `names`: of the matrices of an expert that is stored by itself; None: whichever the checkpoint has.
+    """
+    if names is None:
+        names = W1_W3_W2 if w.has(f"{prefix}.0.w1.weight") else GATE_UP_DOWN
+    if w.has(f"{prefix}.gate_up_proj"):
+        return [
+            MLP(
+                _of_all(w, f"{prefix}.gate_up_proj", index, (count, 2 * inner, hidden)),
+                _of_all(w, f"{prefix}.down_proj", index, (count, hidden, inner)),
+                act,
+            )
+            for index in range(count)
+        ]
+    if w.has(f"{prefix}.0.gate_up_proj.weight"):
+        return [fused_mlp(w, f"{prefix}.{index}", hidden, inner, act) for index in range(count)]
+    return [mlp(w, f"{prefix}.{index}", hidden, inner, act, names) for index in range(count)]
+
+
+def _of_all(w: Weights, name: str, index: int, shape: tuple[int, int, int]) -> Weight:
+    """One expert's matrix of a tensor `[experts, N, K]`; some checkpoints hold `[experts, K, N]`."""
+    count, height, width = shape
+    if height == width or w.shape(name) != (count, width, height):
+        return w.stacked(name, index, shape=shape)
+
+    def turned(numbers: Tensor) -> Tensor:
+        return numbers[index].T
+
+    return w.derived(f"{name}[{index}]", name, make=turned, shape=(height, width))
+
+
+def expert_count(config: Fields) -> int:
+    """Experts of each mixture, under whichever of its names the config has it; 0 if none."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    return next((config.int(name, low=0, high=MOST) for name in names if config.get(name) is not None), 0)

@@ -1,0 +1,148 @@
+"""Grouped-query attention over the keys and values of its own layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from lmstate import ops
+from lmstate.models.layers.base import Halves, JoiningMixer
+from lmstate.models.layers.rope import Rope
+from lmstate.ops import Norm, Residual, Weight
+from lmstate.state import KeyValueState, LayerState, Layout, Step, attention_state
+
+GateAct: TypeAlias = Literal["sigmoid", "softplus"]
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """Queries grow by `1 + strength * log(1 + n)` past n times `every` tokens, so that long texts do not flatten what
+    they see (2501.19399). `first`: the number of the first token."""
+
+    every: int
+    strength: float
+    first: int = 1
+
+    def at(self, step: Step) -> Tensor:
+        """The factors of a step's queries, float32 `[R, T, 1, 1]`."""
+        return step.memo(self, lambda: self._factors(step.positions)[..., None, None])
+
+    def _factors(self, positions: Tensor) -> Tensor:
+        return 1.0 + self.strength * torch.log1p(((positions + self.first) // self.every).float())
+
+
+@dataclass(frozen=True, eq=False)
+class Attention(JoiningMixer):
+    """Attention of H query heads over K key/value heads (Vaswani et al. 2017; Ainslie et al. 2023).
+
+    `qkv [H * D + 2 * K * D, E]` are the three projections in one matrix. `q_norm` and `k_norm` normalise each head, or
+    the whole projection if they are as wide as it is; `v_norm` each head of the values. `rope` None: the layer knows no
+    positions. `gate`: each query head's rows are followed by as many of a gate, whose sigmoid multiplies what the head
+    has seen (Qwen3-Next). `gates`: that many last rows of `qkv` give a gate of one number a head (LFM3), or of as many
+    as it has features; `gate_act` opens it. `reads`: the number of an earlier layer whose keys and values it attends
+    to, and `qkv` are queries alone.
+
+    `clip`: what the projections give is brought to within that of 0. `turned_weight` float32 `[D]` multiplies queries
+    after they have turned: where a norm comes after the rotation, that is what is left of it there.
+    """
+
+    qkv: Weight
+    out: Weight
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    rope: Rope | None = None
+    window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    qkv_bias: Tensor | None = None
+    out_bias: Tensor | None = None
+    gate: bool = False
+    gates: int = 0
+    gate_act: GateAct = "sigmoid"
+    temperature: Temperature | None = None
+    v_norm: Norm | None = None
+    reads: int | None = None
+    clip: float | None = None
+    turned_weight: Tensor | None = None
+
+    @property
+    def kind(self) -> str:
+        if self.reads is not None:
+            return "shared"
+        return "attention" if self.window is None and self.chunk is None else "window"
+
+    def new_state(self, layout: Layout) -> LayerState:
+        return attention_state(
+            layout, self.kv_heads, self.head_dim, sight=ops.Sight(self.window, self.chunk),
+            shift=self.rope.shift if self.rope is not None else None, heads=self.heads, scale=self.scale,
+        )  # fmt: skip
+
+    def half(self, norm: Norm | None, after: Norm | None, scale: float) -> ops.AttentionHalf | None:
+        apart = self.temperature is not None or self.clip is not None or self.turned_weight is not None
+        if apart or self.gates not in (0, self.heads) or self.gate_act != "sigmoid":
+            return None
+        return ops.AttentionHalf(self, norm, after, scale)
+
+    def joins(self, run: ops.Run, half: Halves, step: Step, memory: LayerState) -> bool:
+        assert isinstance(memory, KeyValueState) and isinstance(half, ops.AttentionHalf)
+        if not run.native or (rings := memory.rings(step)) is None:
+            return False
+        return run.attends(half, rings, self.rotation(step))
+
+    def rotation(self, step: Step) -> ops.Rotation | None:
+        return None if self.rope is None else self.rope.rotation(step)
+
+    def apart(self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
+        return self.mix(ops.linear(x, self.qkv, self.qkv_bias, norm=norm), step, memory, residual)
+
+    def mix(self, qkv: Tensor, step: Step, memory: LayerState, residual: Residual | None = None) -> Tensor:
+        """What comes after the projections, as wide as `qkv` is high -> `[R, T, E]`."""
+        assert isinstance(memory, KeyValueState)
+        qkv, behind = qkv.tensor_split([qkv.shape[-1] - self.gates], dim=-1)
+        kv_width = 0 if self.reads is not None else self.kv_heads * self.head_dim
+        qkv = qkv if self.clip is None else qkv.clamp(-self.clip, self.clip)
+        q, k, v = qkv.split([qkv.shape[-1] - 2 * kv_width, kv_width, kv_width], dim=-1)
+        gate = None
+        if self.gate:
+            q, gate = (part.flatten(-2) for part in q.unflatten(-1, (self.heads, -1)).chunk(2, dim=-1))  # [R, T, H * D]
+        q = _normed(q, self.q_norm, self.head_dim)
+        new = None
+        if self.reads is None:
+            new = _normed(k, self.k_norm, self.head_dim), _normed(v, self.v_norm, self.head_dim)  # [R, T, K, D] each
+        if self.temperature is not None:
+            q = q * self.temperature.at(step)  # a number a token, which no rotation touches
+        rotation = self.rotation(step)
+        if self.turned_weight is not None and rotation is not None:
+            q = ops.rope(q, *rotation) * self.turned_weight
+            new = None if new is None else (ops.rope(new[0], *rotation), new[1])
+            rotation = None
+        scoring = ops.Scoring(self.scale, self.softcap, self.sinks)
+        seen = memory.attend(q, new, step, scoring, rotation)
+        if self.gates:
+            seen = gated(seen, behind, self.gate_act)
+        mixed = seen.flatten(-2) if gate is None else seen.flatten(-2) * gate.sigmoid()
+        return ops.linear(mixed, self.out, self.out_bias, residual=residual)
+
+
+def gated(seen: Tensor, gate: Tensor, act: GateAct = "sigmoid") -> Tensor:
+    """What heads have seen, `[R, T, H, D]`, times what opens their gates: `[R, T, H]`, or `[R, T, H * D]`."""
+    opened = ops.sigmoid(gate) if act == "sigmoid" else softplus(gate.double()).float()  # in float64 as `sigmoid` is
+    return seen * opened.unflatten(-1, (seen.shape[-2], -1))
+
+
+def _normed(x: Tensor, norm: Norm | None, head_dim: int) -> Tensor:
+    """Heads `[R, T, heads, D]` of `[R, T, heads * D]`, normalised each, or whole before they are parted."""
+    if norm is not None and norm.weight.shape[-1] != head_dim:
+        x = ops.norm(x, norm)
+        norm = None
+    heads = x.unflatten(-1, (-1, head_dim))
+    return heads if norm is None else ops.norm(heads, norm)

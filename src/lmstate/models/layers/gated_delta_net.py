@@ -1,0 +1,115 @@
+"""Gated delta rule mixers: a short convolution over q, k, v, and a matrix that forgets and corrects itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lmstate import ops
+from lmstate.models.layers.base import RecurrentMixer
+from lmstate.ops import Norm, Residual, Weight
+from lmstate.ops.recurrent.causal_conv import taps_apart
+from lmstate.ops.recurrent.gated_delta_mixer import delta_mixer
+from lmstate.state import FoldState, LayerState, Layout, Step
+from lmstate.state.layers.recurrent import Carry
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """A projection through a bottleneck of B features, `up(down x)`; `down` is stacked with its layer's others."""
+
+    up: Weight  # [N, B]
+    bias: Tensor | None = None
+
+    def __call__(self, low: Tensor) -> Tensor:
+        return ops.linear(low, self.up, self.bias)
+
+
+@dataclass(frozen=True, eq=False)
+class GatedDelta(RecurrentMixer):
+    """Gated DeltaNet (Yang et al. 2024, 2412.06464), and Kimi Delta Attention (2510.26692), a decay a channel.
+
+    H value heads of Dv features read K <= H key heads of D features, each of them H / K times. `qkvz` gives q, k, v and
+    the output gate z, one after the other. `gates` gives beta `[H]` and the decay `[H]`, or `[H * D]` for a decay a
+    channel; it stays float32, for its errors would last. Where the decay or z come through a bottleneck (`decay_up`,
+    `gate_up`), `qkvz` gives q, k, v and then the two bottlenecks instead of z.
+
+    The fold takes q, k, v before their convolution, beta and decay before their nonlinearities. z is not remembered.
+    """
+
+    qkvz: Weight
+    gates: Weight
+    out: Weight  # [E, H * Dv]
+    conv: Tensor  # [2 * K * D + H * Dv, C]
+    A: Tensor  # [H], negative
+    dt_bias: Tensor  # [H], or [H * D] for a decay a channel
+    norm: Norm  # of each head's Dv features
+    key_heads: int
+    key_dim: int
+    value_dim: int
+    gate_act: Literal["silu", "sigmoid"] = "silu"
+    beta_scale: float = 1.0  # 2: negative eigenvalues (2411.12537)
+    floor: float | None = None  # of the log decay, which then follows a sigmoid and not a softplus
+    decay_up: LowRank | None = None
+    gate_up: LowRank | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "conv", taps_apart(self.conv))
+
+    @property
+    def kind(self) -> str:
+        return "fold"
+
+    @property
+    def heads(self) -> int:
+        """H"""
+        return self.A.shape[0]
+
+    def new_state(self, layout: Layout) -> LayerState:
+        width, kernel = self.conv.shape
+        shapes = [(kernel - 1, width), (self.heads, self.key_dim, self.value_dim)]
+        return FoldState(
+            layout, self.fold, shapes, width + self.heads + len(self.dt_bias), names=["conv", "recurrent"]
+        )  # fmt: skip
+
+    def fold(self, inputs: Tensor, carry: Carry, counts: Tensor, beside: Tensor | None) -> tuple[Tensor, Carry]:
+        """q, k, v | beta | decay `[R, T, F]`, beside them z -> `[R, T, H * Dv]`."""
+        tail, state = carry
+        return delta_mixer(
+            inputs,
+            beside,
+            (tail, state),
+            counts,
+            conv=self.conv,
+            A=self.A,
+            dt_bias=self.dt_bias,
+            norm=self.norm,
+            key_heads=self.key_heads,
+            key_dim=self.key_dim,
+            gate_act=self.gate_act,
+            beta_scale=self.beta_scale,
+            floor=self.floor,
+        )
+
+    def half(self, norm: Norm | None, after: Norm | None, scale: float) -> ops.DeltaHalf | None:
+        plain = self.decay_up is None and self.floor is None
+        return ops.DeltaHalf(self, norm, after, scale) if plain else None
+
+    def apart(self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
+        assert isinstance(memory, FoldState)
+        if norm is not None:
+            x = ops.norm(x, norm)
+        inputs, z = self._projected(x)
+        return ops.linear(memory.advance(inputs, step, beside=z), self.out, residual=residual)
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """q, k, v | beta | decay `[R, T, F]`; z `[R, T, H * Dv]`."""
+        gates, width = ops.linear(x, self.gates), len(self.conv)
+        if self.decay_up is None or self.gate_up is None:
+            return ops.linear_beside(x, self.qkvz, width, gates)
+        qkv, rest = ops.linear(x, self.qkvz).tensor_split([width], dim=-1)
+        low = self.decay_up.up.in_features
+        return torch.cat([qkv, gates, self.decay_up(rest[..., :low])], dim=-1), self.gate_up(rest[..., low:])

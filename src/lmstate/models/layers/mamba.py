@@ -1,0 +1,69 @@
+"""Mamba: a short convolution and a state space in which every feature has its own time step and decays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lmstate import ops
+from lmstate.ops import Norm, Residual, Weight
+from lmstate.ops.recurrent.causal_conv import causal_conv, taps_apart
+from lmstate.ops.recurrent.selective_scan import selective_scan
+from lmstate.state import FoldState, LayerState, Layout, Step
+from lmstate.state.layers.recurrent import Carry
+
+
+@dataclass(eq=False)
+class Mamba:
+    """The mixer of Gu and Dao 2023 (2312.00752), of I features with states N wide and time steps of rank Q.
+
+    `project [2 * I, E]` gives x | gate. The fold takes x: what it convolves decides on dt, B and C, through
+    `select [Q + 2 * N, I]` and `dt_project [I, Q]`. The gate needs no memory. Falcon-Mamba and Jamba normalise dt, B
+    and C in between.
+    """
+
+    project: Weight
+    select: Weight
+    dt_project: Weight
+    out: Weight
+    conv: Tensor  # [I, C]
+    conv_bias: Tensor | None
+    dt_bias: Tensor  # [I]
+    A: Tensor  # [I, N], negative
+    D: Tensor  # [I]
+    dt_norm: Norm | None = None
+    b_norm: Norm | None = None
+    c_norm: Norm | None = None
+    bias: Tensor | None = None
+    out_bias: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.conv = taps_apart(self.conv)
+
+    @property
+    def kind(self) -> str:
+        return "fold"
+
+    def new_state(self, layout: Layout) -> LayerState:
+        inner, kernel = self.conv.shape
+        return FoldState(layout, self.fold, [(kernel - 1, inner), tuple(self.A.shape)], inner, names=["conv", "ssm"])
+
+    def fold(self, inputs: Tensor, carry: Carry, counts: Tensor, beside: Tensor | None) -> tuple[Tensor, Carry]:
+        """x `[R, T, I]`, beside it the gate -> y `[R, T, I]`."""
+        tail, state = carry
+        x, tail = causal_conv(inputs, tail, self.conv, self.conv_bias, counts, "silu")
+        size = self.A.shape[1]
+        dt, B, C = ops.linear(x, self.select).split([self.dt_project.in_features, size, size], dim=-1)
+        B, C = (part if norm is None else ops.norm(part, norm) for part, norm in ((B, self.b_norm), (C, self.c_norm)))
+        dt = ops.linear(dt, self.dt_project, self.dt_bias, norm=self.dt_norm)  # [R, T, I]
+        y, state = selective_scan(x, dt, self.A, B, C, self.D, state, counts, softplus=True, gate=beside)
+        return y, (tail, state)
+
+    def __call__(
+        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
+    ) -> Tensor:
+        assert isinstance(memory, FoldState)
+        x, gate = ops.linear(x, self.project, self.bias, norm=norm).chunk(2, dim=-1)
+        y = memory.advance(x, step, beside=gate)
+        return ops.linear(y, self.out, self.out_bias, residual=residual)

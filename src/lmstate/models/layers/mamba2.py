@@ -1,0 +1,98 @@
+"""Mamba-2: a short convolution and a state space whose decay, input and output depend on the token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lmstate import ops
+from lmstate.models.layers.base import RecurrentMixer
+from lmstate.ops import Norm, Residual, Weight
+from lmstate.ops.recurrent.causal_conv import taps_apart
+from lmstate.ops.recurrent.mamba2_mixer import ssd_mixer
+from lmstate.state import FoldState, LayerState, Layout, Step
+from lmstate.state.layers.recurrent import Carry
+
+
+@dataclass(frozen=True, eq=False)
+class GatedNorm:
+    """An RMS norm of `y * silu(gate)`, over each of `groups` parts alone; `gate_last`: of y, then comes the gate."""
+
+    norm: Norm
+    groups: int = 1
+    gate_last: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Mamba2(RecurrentMixer):
+    """The mixer of Dao and Gu 2024 (2405.21060), of H heads of P features, their states N wide, in G groups.
+
+    `project [I + (I + 2 * G * N) + H, E]` gives gate | x, B, C | dt, with I = H * P. The fold takes x, B, C and dt; the
+    gate and what comes after it need no memory. `scale` multiplies what was projected, with its bias.
+    """
+
+    project: Weight
+    out: Weight
+    conv: Tensor  # [I + 2 * G * N, C]
+    conv_bias: Tensor | None
+    A: Tensor  # [H], negative
+    D: Tensor  # [H]
+    dt_bias: Tensor  # [H]
+    groups: int
+    state_size: int
+    head_dim: int
+    norm: GatedNorm | None = None  # None: the gate alone
+    dt_limits: tuple[float, float] = (0.0, float("inf"))
+    bias: Tensor | None = None
+    out_bias: Tensor | None = None
+    scale: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "conv", taps_apart(self.conv))
+
+    @property
+    def kind(self) -> str:
+        return "fold"
+
+    @property
+    def inner(self) -> int:
+        """I"""
+        return self.A.shape[0] * self.head_dim
+
+    def new_state(self, layout: Layout) -> LayerState:
+        width, kernel = self.conv.shape
+        shapes = [(kernel - 1, width), (len(self.A), self.head_dim, self.state_size)]
+        return FoldState(layout, self.fold, shapes, width + len(self.A), names=["conv", "ssm"])
+
+    def fold(self, inputs: Tensor, carry: Carry, counts: Tensor, beside: Tensor | None) -> tuple[Tensor, Carry]:
+        """x, B, C | dt `[R, T, (I + 2 * G * N) + H]`, beside them the gate -> `[R, T, I]`."""
+        tail, state = carry
+        gated = self.norm
+        return ssd_mixer(
+            inputs,
+            beside,
+            (tail, state),
+            counts,
+            conv=self.conv,
+            conv_bias=self.conv_bias,
+            A=self.A,
+            D=self.D,
+            dt_bias=self.dt_bias,
+            head_dim=self.head_dim,
+            groups=self.groups,
+            dt_limits=self.dt_limits,
+            norm=None if gated is None else gated.norm,
+            norm_groups=1 if gated is None else gated.groups,
+            gate_last=gated is not None and gated.gate_last,
+        )
+
+    def half(self, norm: Norm | None, after: Norm | None, scale: float, parallel: bool = False) -> ops.SsdHalf:
+        return ops.SsdHalf(self, norm, after, scale, parallel)
+
+    def apart(self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
+        assert isinstance(memory, FoldState)
+        projected = ops.linear(x, self.project, self.bias, norm=norm)
+        projected = projected if self.scale is None else projected * self.scale
+        y = memory.advance(projected[..., self.inner :], step, beside=projected[..., : self.inner])
+        return ops.linear(y, self.out, self.out_bias, residual=residual)

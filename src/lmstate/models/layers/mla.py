@@ -1,0 +1,127 @@
+"""Multi-head latent attention (DeepSeek-V2, 2405.04434): keys and values are projections of one small stored latent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lmstate import ops
+from lmstate.models.layers.attention import Temperature, gated
+from lmstate.models.layers.rope import Rope
+from lmstate.ops import Norm, Residual, Weight
+from lmstate.ops.dense.per_head import by_head
+from lmstate.state import EvictingLatentState, LatentState, LayerState, Layout, Step, latent_state
+
+EXPANDED = 1 << 25
+"""Numbers of expanded keys and values that exist at a time."""
+
+
+@dataclass(eq=False)
+class LatentAttention:
+    """Attention of H heads whose keys are `[key_up[h] @ c ; r]` and values `c @ value_up[h]`, of a stored c and r.
+
+    Few new tokens attend to the latents: `key_up` goes into the query and `value_up` into the output, and nothing is
+    expanded. Many new tokens cost less with keys and values expanded for the length of the call; which is cheaper is
+    counted, see `_expands`. `rope` None: the layer knows no positions, and r is a key like others. `head_gate`: the
+    last H rows of `down` give a number a head, whose sigmoid multiplies what the head has seen (Ling 3.0).
+    """
+
+    down: Weight  # [Q + Lat + Dr, E]: query (or its latent), latent, rope key, gate if `head_gate`
+    key_up: Tensor  # [H, Dn, Lat] in the dtype of large products
+    value_up: Tensor  # [H, Lat, Dv]
+    out: Weight  # [E, H * Dv]
+    latent_norm: Norm
+    rope_dim: int
+    scale: float
+    rope: Rope | None = None
+    q_norm: Norm | None = None
+    q_up: Weight | None = None  # [H * (Dn + Dr), Q]; None: `down` gives the query itself
+    down_bias: Tensor | None = None
+    out_bias: Tensor | None = None
+    head_gate: bool = False
+    temperature: Temperature | None = None
+
+    @property
+    def kind(self) -> str:
+        return "latent"
+
+    @property
+    def latent_dim(self) -> int:
+        return self.key_up.shape[2]
+
+    def new_state(self, layout: Layout) -> LayerState:
+        shift = self.rope.shift if self.rope is not None else None
+        return latent_state(
+            layout, self.latent_dim, self.rope_dim, shift=shift, heads=len(self.key_up), scale=self.scale
+        )  # fmt: skip
+
+    def __call__(
+        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
+    ) -> Tensor:
+        assert isinstance(memory, LatentState | EvictingLatentState)
+        heads, nope, latent_dim = self.key_up.shape
+        projected = ops.linear(x, self.down, self.down_bias, norm=norm)
+        gates = heads if self.head_gate else 0
+        query_width = projected.shape[-1] - latent_dim - self.rope_dim - gates
+        q, latent, rope_key, gate = projected.split([query_width, latent_dim, self.rope_dim, gates], dim=-1)
+        if self.q_up is not None:
+            q = ops.linear(q if self.q_norm is None else ops.norm(q, self.q_norm), self.q_up)
+        q = q.unflatten(-1, (heads, -1))  # [R, T, H, Dn + Dr]
+        if self.temperature is not None:
+            q = q * self.temperature.at(step)  # a number a token, which no rotation touches
+        q_nope, q_rope = q.split([nope, self.rope_dim], dim=-1)  # [R, T, H, Dn], [R, T, H, Dr]
+        if self.rope is not None:
+            cos, sin, _ = self.rope.rotation(step)
+            q_rope = ops.rope(q_rope, cos, sin, self.rope.interleaved)
+            rope_key = ops.rope(rope_key[:, :, None], cos, sin, self.rope.interleaved)[:, :, 0]
+        memory.store(ops.norm(latent, self.latent_norm), rope_key, step)
+        attend = (
+            self._expanded if not memory.observed and self._expands(step.width, memory.extent(step)) else self._absorbed
+        )
+        seen = attend(q_nope, q_rope, memory, step)  # [R, T, H * Dv]
+        if self.head_gate:
+            seen = gated(seen.unflatten(-1, (heads, -1)), gate).flatten(-2)
+        return ops.linear(seen, self.out, self.out_bias, residual=residual)
+
+    def _absorbed(
+        self, q_nope: Tensor, q_rope: Tensor, memory: LatentState | EvictingLatentState, step: Step
+    ) -> Tensor:
+        """Attention over the latents as they are stored -> `[R, T, H * Dv]`."""
+        q_latent = by_head(q_nope, self.key_up)  # [R, T, H, Lat]
+        seen = memory.attend_latents(q_latent, q_rope, step, scale=self.scale)
+        return by_head(seen, self.value_up).flatten(-2)
+
+    def _expanded(
+        self, q_nope: Tensor, q_rope: Tensor, memory: LatentState | EvictingLatentState, step: Step
+    ) -> Tensor:
+        """The same over keys `[R, H, S, Dn + Dr]` and values, made for some heads at a time -> `[R, T, H * Dv]`."""
+        latent, rope_key = (part.to(self.key_up.dtype)[:, None] for part in memory.stored(step))  # [R, 1, S, ...]
+        query = torch.cat([q_nope, q_rope], dim=-1)
+        per_head = latent[..., 0].numel() * (query.shape[-1] + self.value_up.shape[2])
+        size = max(1, EXPANDED // max(per_head, 1))
+        seen = []
+        for first in range(0, query.shape[2], size):
+            some = slice(first, first + size)
+            nope = latent @ self.key_up[some].mT  # [R, h, S, Dn]
+            keys = torch.cat([nope, rope_key.expand(-1, nope.shape[1], -1, -1)], dim=-1)
+            values = latent @ self.value_up[some]  # [R, h, S, Dv]
+            seen.append(
+                ops.attend(query[:, :, some], keys, values, memory.starts(step), step.counts_t, ops.Scoring(self.scale))
+            )  # fmt: skip
+        return torch.cat(seen, dim=2).flatten(-2)
+
+    def _expands(self, width: int, end: int) -> bool:
+        """Whether expanding takes fewer multiplications: of every stored token once, but fewer a query and token.
+
+        A few new tokens never expand: what they give must not depend on how long other rows are.
+        """
+        if width <= ops.FEW:
+            return False
+        _, nope, latent = self.key_up.shape
+        value = self.value_up.shape[2]
+        projections = latent * (nope + value)
+        absorbed = width * (end * (2 * latent + self.rope_dim) + projections)
+        expanded = end * (width * (nope + self.rope_dim + value) + projections)
+        return expanded < absorbed

@@ -1,0 +1,154 @@
+"""Mixtures of experts: a router sends each token to a few feed-forward blocks (Shazeer et al. 2017)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeGuard
+
+import torch
+from torch import Tensor
+
+from lmstate import ops
+from lmstate.errors import ModelError
+from lmstate.models.layers.mlp import MLP, FeedForward
+from lmstate.ops import Norm, Residual, Weight
+
+
+class Chooser(Protocol):
+    """x float32 `[M, E]` -> (weights float32 `[M, top_k]`, expert numbers int64 `[M, top_k]`), of each token alone."""
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Router:
+    """Which `top_k` of N experts a token goes to, and with what weights.
+
+    Every expert has a score in 0..1: the softmax over all of them, or the sigmoid of its own logit. The best `top_k`
+    are chosen and weighted by their scores, which `normalise` brings to a sum of 1 (after a softmax that is the same as
+    a softmax over the chosen alone) and `scale` multiplies.
+
+    `correction` is added to the scores for the choice and not for the weights; it keeps experts evenly used without a
+    loss (Wang et al. 2024). With `groups` > 1 the experts lie in that many equal groups, and only those of the
+    `kept_groups` best ones can be chosen: a group is as good as its best expert, or its two best added up (DeepSeek-V2
+    and V3).
+    """
+
+    weight: Weight  # [N, E]; keep it float32, a choice is not to be rounded
+    top_k: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    normalise: bool = False
+    scale: float = 1.0
+    bias: Tensor | None = None  # float32 [N], on the logits
+    correction: Tensor | None = None  # float32 [N]
+    groups: int = 1
+    kept_groups: int = 1
+    group_score: Literal["best", "two best"] = "best"
+    floor: float = 1e-20  # added to the sum that weights are divided by
+    expert_scale: Tensor | None = None  # float32 [N], multiplies an expert's weight last
+
+    def __post_init__(self) -> None:
+        experts, least = self.weight.out_features, 2 if self.groups > 1 and self.group_score == "two best" else 1
+        size = experts // self.groups
+        if experts % self.groups or size < least or self.kept_groups > self.groups:
+            raise ModelError(f"{experts} experts cannot lie in {self.groups} groups of which {self.kept_groups} count")
+        if self.top_k > self.kept_groups * size:
+            raise ModelError(
+                f"{self.top_k} of {experts} experts cannot be chosen from {self.kept_groups} of {self.groups} groups"
+            )
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x float32 `[M, E]` -> (weights float32 `[M, top_k]`, expert numbers int64 `[M, top_k]`)."""
+        logits = ops.linear(x, self.weight, self.bias)  # [M, N]
+        # In float64 and back: torch rounds a vector's last elements otherwise than its first ones, and a token's
+        # experts and weights must not depend on where in a batch it stands.
+        wide = logits.double()
+        scores = (wide.softmax(-1) if self.scoring == "softmax" else wide.sigmoid()).float()
+        choice = scores if self.correction is None else scores + self.correction
+        if self.groups > 1:
+            choice = self._of_best_groups(choice)
+        chosen = choice.topk(self.top_k, dim=-1).indices
+        weights = scores.gather(-1, chosen)
+        if self.normalise:
+            weights = weights / (weights.sum(-1, keepdim=True) + self.floor)
+        if self.expert_scale is not None:
+            weights = weights * self.expert_scale[chosen]
+        return weights * self.scale if self.scale != 1.0 else weights, chosen
+
+    def _of_best_groups(self, choice: Tensor) -> Tensor:
+        """`choice` `[M, N]` with minus infinity for the experts of the groups that are left out."""
+        grouped = choice.unflatten(-1, (self.groups, -1))  # [M, groups, N / groups]
+        counted = 1 if self.group_score == "best" else 2
+        best = grouped.topk(counted, dim=-1).values.sum(-1).topk(self.kept_groups, dim=-1).indices
+        left_out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)
+        return grouped.masked_fill(left_out[..., None], float("-inf")).flatten(-2)
+
+
+def _plain(expert: FeedForward) -> TypeGuard[MLP]:
+    """Whether the native body knows what an expert is made of."""
+    return isinstance(expert, MLP) and expert.gated and expert.factors is None
+
+
+@dataclass(frozen=True, eq=False)
+class MixtureOfExperts:
+    """Each token goes through the experts that `router` chose, and through `shared` where there is one.
+
+    A weight multiplies what its expert gives, or what it is given if `weigh_input` (Llama 4). `shared_gate` `[1, E]`:
+    the sigmoid of its product with the token weighs the shared expert.
+    """
+
+    router: Chooser
+    experts: Sequence[FeedForward]
+    shared: FeedForward | None = None
+    shared_gate: Weight | None = None
+    weigh_input: bool = False
+
+    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Residual | None = None) -> Tensor:
+        if norm is not None:
+            x = ops.norm(x, norm)
+        out = self.mixed(x.flatten(0, -2), *self.router(x.flatten(0, -2))).view_as(x)
+        if self.shared is not None:
+            common = self.shared(x)
+            out = out + (common if self.shared_gate is None else common * ops.linear(x, self.shared_gate).sigmoid())
+        return out if residual is None else ops.add_residual(residual, out)
+
+    def half(self, norm: Norm | None, after: Norm | None, scale: float, parallel: bool) -> ops.ExpertsHalf | None:
+        """What may wait in a run of layers, with the norms before and after it; None if this one never does."""
+        experts, shared = [expert for expert in self.experts if _plain(expert)], self.shared
+        if parallel or len(experts) < len(self.experts) or not (shared is None or _plain(shared)):
+            return None
+        if not isinstance(self.router, Router) or self.router.expert_scale is not None:
+            return None
+        return ops.ExpertsHalf(
+            self.router, experts, shared, self.shared_gate, self.weigh_input, norm, after, scale
+        )  # fmt: skip
+
+    def mixed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """The routed experts: x `[M, E]`, weights and chosen `[M, top_k]` -> `[M, E]`.
+
+        Visits are sorted by expert, so that each expert runs once over all of its tokens. A token's visits are added in
+        the order of the experts, whatever other tokens there are.
+        """
+        if torch.compiler.is_compiling():
+            return self._of_all(x, weights, chosen)
+        order = chosen.flatten().argsort(stable=True)  # of the M * top_k visits
+        token = order // chosen.shape[1]
+        weight = weights.flatten()[order, None]
+        visitors = x[token] * weight if self.weigh_input else x[token]
+        counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
+        parts = visitors.split(counts)
+        done = torch.cat([expert(part) for expert, part in zip(self.experts, parts) if len(part)] or [visitors])
+        return torch.zeros_like(x).index_add(0, token, done if self.weigh_input else done * weight)
+
+    def _of_all(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """`mixed` for a traced graph, whose shapes cannot follow the router: every expert sees every token."""
+        blank = x.new_zeros(x.shape[0], len(self.experts))
+        share = blank.scatter(-1, chosen, weights)  # [M, N]
+        visits = blank.bool().scatter(-1, chosen, True)
+        out = torch.zeros_like(x)
+        for n, expert in enumerate(self.experts):
+            weight = share[:, n, None]
+            part = expert(x * weight) if self.weigh_input else expert(x) * weight
+            out = out + torch.where(visits[:, n, None], part, 0.0)
+        return out

@@ -1,0 +1,223 @@
+"""Rotary frequencies: the default ones (Su et al. 2021), and the ways to stretch them to longer texts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from lmstate import ops
+from lmstate.checkpoints.config import Fields
+from lmstate.errors import ModelError
+from lmstate.state import Step
+
+
+@dataclass(frozen=True, eq=False)
+class Rope:
+    """One set of rotary frequencies; layers that share one share its tables in a step.
+
+    `frequencies` float32 `[rot / 2]` in radians a token. Two kinds depend on the length of the text, its horizon: there
+    `stretched(horizon)` gives the frequencies past `native`, and `regime` tells lengths apart that rotate differently.
+    `scale` multiplies cosines and sines (yarn and longrope call it the attention factor), past `native` that is
+    `stretched_scale` where there is one.
+    """
+
+    frequencies: Tensor
+    scale: float = 1.0
+    interleaved: bool = False
+    native: int | None = None
+    stretched: Callable[[int], Tensor] | None = field(default=None, repr=False)
+    continuous: bool = False  # `stretched` differs from each horizon to the next
+    stretched_scale: float | None = None
+
+    def regime(self, horizon: int) -> int:
+        """A number that two horizons share if the frequencies are the same for both."""
+        if self.native is None or horizon <= self.native:
+            return 0
+        return horizon if self.continuous else 1
+
+    def at(self, horizon: int) -> Tensor:
+        if self.native is None or self.stretched is None or horizon <= self.native:
+            return self.frequencies
+        return self.stretched(horizon)
+
+    def rotation(self, step: Step) -> ops.Rotation:
+        """How a step's positions turn queries and keys."""
+        return step.memo(self, lambda: self._rotation(step))
+
+    def _rotation(self, step: Step) -> ops.Rotation:
+        frequencies: Tensor = self.frequencies
+        scale: float | Tensor = self.scale
+        if self.native is not None:
+            frequencies = torch.stack([self.at(horizon) for horizon in step.horizons])[:, None]  # [R, 1, rot / 2]
+            if self.stretched_scale is not None:
+                scales = [self.stretched_scale if self.regime(horizon) else self.scale for horizon in step.horizons]
+                scale = torch.tensor(scales, dtype=torch.float32, device=frequencies.device)[:, None, None]
+        angles = step.positions[..., None].float() * frequencies
+        cos, sin = angles.cos(), angles.sin()
+        if isinstance(scale, Tensor) or scale != 1.0:
+            cos, sin = cos * scale, sin * scale
+        return ops.Rotation(cos, sin, self.interleaved)
+
+    def shift(self, keys: Tensor, delta: int) -> Tensor:
+        """Rotate keys `[K, S, D]` as if each had stood `delta` positions farther on; float32."""
+        angles = (self.frequencies * delta)[None, None]  # [1, 1, rot / 2]: a row of one token, its heads the slots
+        turned = ops.rope(keys.float().reshape(1, 1, -1, keys.shape[-1]), angles.cos(), angles.sin(), self.interleaved)
+        return turned.view(keys.shape)
+
+    def to(self, device: torch.device) -> Rope:
+        return self._with(lambda frequencies: frequencies.to(device))
+
+    def backwards(self) -> Rope:
+        """The same in the other direction."""
+        return self._with(torch.neg)
+
+    def _with(self, change: Callable[[Tensor], Tensor]) -> Rope:
+        stretched = self.stretched
+        changed = None if stretched is None else lambda horizon: change(stretched(horizon))
+        return replace(self, frequencies=change(self.frequencies), stretched=changed)
+
+
+def rope_fields(config: Fields, kind: str | None = None) -> Fields:
+    """The rope settings of a config, old layout (`rope_theta`, `rope_scaling`) or new (`rope_parameters`).
+
+    `kind` picks among several in one config, those of `sliding_attention` layers, say.
+    """
+    given = config.fields("rope_parameters") or config.fields("rope_scaling") or Fields({}, "config.rope_scaling")
+    if kind is not None and isinstance(given.get(kind), dict):
+        given = given.fields(kind) or given
+    values = dict(given)
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if values.get(name) is None and config.get(name) is not None:
+            values[name] = config[name]
+    if config.given("original_max_position_embeddings"):  # outside it goes before the one inside
+        values["original_max_position_embeddings"] = config["original_max_position_embeddings"]
+    values.setdefault("rope_type", values.get("type", "default"))
+    if values["rope_type"] == "mrope":  # of positions on several axes, which in a text are all the same
+        values["rope_type"] = "default"
+    return Fields(values, "config.rope_parameters")
+
+
+def make_rope(
+    config: Fields, head_dim: int, *, theta: float = 10_000.0, kind: str | None = None, interleaved: bool = False,
+    fraction: float = 1.0,
+) -> Rope:  # fmt: skip
+    """The rope that a config asks for. Raises `ModelError` if it asks for one that is not known or not complete.
+
+    `theta` and `fraction` (of the head's features that rotate) stand in where the config names none.
+    """
+    rope = rope_fields(config, kind)
+    theta = rope.float("rope_theta", low=1.0, high=1e12, default=theta)
+    fraction = rope.float("partial_rotary_factor", low=0.0, high=1.0, default=fraction)
+    rot = int(head_dim * fraction)
+    if rot < 2 or rot % 2:
+        raise ModelError(f"{rot} of {head_dim} head features would rotate; rotary positions need an even number")
+    name = rope.str("rope_type")
+    exponents = torch.arange(0, rot, 2, dtype=torch.float32) / rot
+    base = 1.0 / theta**exponents
+    if name == "default":
+        return Rope(base, interleaved=interleaved)
+    if name == "linear":
+        return Rope(base / rope.float("factor", low=1e-6), interleaved=interleaved)
+    if name == "llama3":
+        return Rope(_llama3(base, rope, config), interleaved=interleaved)
+    if name == "yarn" and not rope.given("short_factor"):  # Phi-3 calls its longrope so, too
+        try:
+            frequencies, scale = _yarn(base, theta, rot, rope, config)
+        except ArithmeticError as error:
+            raise ModelError(f"{rope.where}: no yarn comes out of theta {theta} and these factors: {error}") from error
+        return Rope(frequencies, scale, interleaved)
+    if name == "proportional":
+        whole = 1.0 / theta ** (torch.arange(0, rot, 2, dtype=torch.float32) / head_dim)
+        still = torch.zeros((head_dim - rot) // 2, dtype=torch.float32)
+        return Rope(torch.cat([whole, still]) / rope.float("factor", low=1e-6, default=1.0), interleaved=interleaved)
+    most = config.int("max_position_embeddings", low=1)
+    if name == "dynamic":
+        if rot == 2:
+            raise ModelError(f"{rope.where}: a dynamic rope of 2 features has nothing to stretch")
+        factor = rope.float("factor", low=1.0)
+
+        def ntk(horizon: int) -> Tensor:
+            grown = theta * ((factor * horizon / most) - (factor - 1)) ** (rot / (rot - 2))
+            return 1.0 / grown**exponents
+
+        return Rope(base, interleaved=interleaved, native=most, stretched=ntk, continuous=True)
+    if name in ("longrope", "su", "yarn"):
+        return _longrope(base, rope, most, rot, interleaved)
+    raise ModelError(
+        f"rope type {name!r} is not known; known are default, linear, dynamic, llama3, yarn, longrope, proportional"
+    )
+
+
+def ropes_by_kind(
+    config: Fields, head_dim: int, *, theta: float, local_theta: float | None = None
+) -> tuple[Rope, Rope]:
+    """The ropes of full and of sliding layers. Configs of the old layout stretch those of full layers alone."""
+    full = make_rope(config, head_dim, theta=theta, kind="full_attention")
+    if (config.get("rope_parameters") or config.get("rope_scaling") or {}).get("sliding_attention"):
+        return full, make_rope(config, head_dim, theta=local_theta or theta, kind="sliding_attention")
+    base = config.float("rope_local_base_freq", low=1.0, default=local_theta)
+    base = base or rope_fields(config, "full_attention").float("rope_theta", low=1.0, default=theta)
+    plain = {**config, "rope_parameters": None, "rope_scaling": None, "rope_theta": base}
+    return full, make_rope(Fields(plain, config.where), head_dim)
+
+
+def _llama3(base: Tensor, rope: Fields, config: Fields) -> Tensor:
+    """Slow frequencies divided by `factor`, fast ones kept, those between blended (Llama 3.1)."""
+    factor = rope.float("factor", low=1e-6)
+    low, high = rope.float("low_freq_factor", low=1e-6), rope.float("high_freq_factor", low=1e-6)
+    native = rope.int("original_max_position_embeddings", low=1, default=None)
+    native = native or config.int("max_position_embeddings", low=1)
+    wavelength = 2 * math.pi / base
+    blend = (native / wavelength - low) / (high - low)
+    middle = (1 - blend) * base / factor + blend * base
+    slow = wavelength > native / low
+    fast = wavelength < native / high
+    return torch.where(fast, base, torch.where(slow, base / factor, middle))
+
+
+def _yarn(base: Tensor, theta: float, rot: int, rope: Fields, config: Fields) -> tuple[Tensor, float]:
+    """Interpolate slow dimensions, keep fast ones, ramp between (Peng et al. 2023); and the factor on cos and sin."""
+    native = rope.int("original_max_position_embeddings", low=1, default=None)
+    native = native or config.int("max_position_embeddings", low=1)
+    factor = rope.float("factor", low=1e-6, default=None)
+    if factor is None:
+        factor = config.int("max_position_embeddings", low=1) / native
+
+    def temperature(mscale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+    scale = rope.float("attention_factor", low=1e-6, high=1e6, default=None)
+    if scale is None:
+        mscale, over = rope.float("mscale", default=None), rope.float("mscale_all_dim", default=None)
+        scale = temperature(mscale) / temperature(over) if mscale and over else temperature(1.0)
+
+    def dimension(rotations: float) -> float:
+        """The pair of features that turns `rotations` times over the native length."""
+        return rot * math.log(native / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = dimension(rope.float("beta_fast", low=0.0, default=0.0) or 32.0)
+    high = dimension(rope.float("beta_slow", low=0.0, default=0.0) or 1.0)
+    if rope.bool("truncate", default=True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rot - 1)
+    ramp = ((torch.arange(rot // 2, dtype=torch.float32) - low) / (high - low if high != low else 0.001)).clamp(0, 1)
+    return (base / factor) * ramp + base * (1 - ramp), scale
+
+
+def _longrope(base: Tensor, rope: Fields, most: int, rot: int, interleaved: bool) -> Rope:
+    """One factor a dimension, a set for short texts and a set for long ones (Ding et al. 2024)."""
+    native = rope.int("original_max_position_embeddings", low=2, default=None) or most
+    short, long = (
+        torch.tensor(rope.floats(name, rot // 2, low=1e-6, high=1e6), dtype=torch.float32)
+        for name in ("short_factor", "long_factor")
+    )
+    factor = rope.float("factor", low=1e-6, default=None) or most / native
+    scale = rope.float("attention_factor", low=1e-6, high=1e6, default=None)
+    if scale is None:
+        scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(native))
+    stretched = base / long
+    return Rope(base / short, scale, interleaved, native=native, stretched=lambda horizon: stretched)

@@ -1,0 +1,54 @@
+"""The gated short convolution of LFM2: a layer whose whole memory is its last few inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lmstate import ops
+from lmstate.models.layers.base import RecurrentMixer
+from lmstate.ops import Norm, Residual, Weight
+from lmstate.ops.recurrent.causal_conv import causal_conv, taps_apart
+from lmstate.state import FoldState, LayerState, Layout, Step
+from lmstate.state.layers.recurrent import Carry
+
+
+@dataclass(frozen=True, eq=False)
+class ShortConv(RecurrentMixer):
+    """`out(c * conv(b * x))`, where `project [3 * E, E]` gives b, c and x (Liquid AI, LFM2).
+
+    The fold is the convolution alone; c needs no memory.
+    """
+
+    project: Weight
+    out: Weight
+    conv: Tensor  # [E, C]
+    conv_bias: Tensor | None = None
+    bias: Tensor | None = None
+    out_bias: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "conv", taps_apart(self.conv))
+
+    @property
+    def kind(self) -> str:
+        return "fold"
+
+    def new_state(self, layout: Layout) -> LayerState:
+        width, kernel = self.conv.shape
+        return FoldState(layout, self.fold, [(kernel - 1, width)], width, names=["conv"])
+
+    def fold(self, inputs: Tensor, carry: Carry, counts: Tensor, beside: Tensor | None) -> tuple[Tensor, Carry]:
+        """b * x `[R, T, E]` -> its convolution `[R, T, E]`."""
+        y, tail = causal_conv(inputs, carry[0], self.conv, self.conv_bias, counts)
+        return y, (tail,)
+
+    def half(self, norm: Norm | None, after: Norm | None, scale: float) -> ops.ConvHalf:
+        return ops.ConvHalf(self, norm, after, scale)
+
+    def apart(self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
+        assert isinstance(memory, FoldState)
+        before, after, x = ops.linear(x, self.project, self.bias, norm=norm).chunk(3, dim=-1)
+        y = memory.advance(before * x, step)
+        return ops.linear(after * y, self.out, self.out_bias, residual=residual)

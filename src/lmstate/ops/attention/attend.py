@@ -1,0 +1,160 @@
+"""Attention of new tokens over what their row has stored, ring or not.
+
+Nobody passes a mask: what a query may see follows from where its row starts. A row's keys and values lie in a ring,
+position p in slot p % S, so the positions from `low` up to `end` are one contiguous range of slots, or two after a
+wrap.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lmstate.ops import dispatch
+from lmstate.ops.attention.kv_store import append
+from lmstate.ops.attention.rope import rope
+from lmstate.ops.types.params import EVERYTHING, Rotation, Scoring, Sight
+
+MOST = 512
+"""New tokens a row that one native call takes: its memory grows with them, their results do not depend on it."""
+BLOCK = 512
+"""Queries that the reference handles at a time where each sees only a part of the row."""
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    scoring: Scoring,
+    sight: Sight = EVERYTHING,
+) -> Tensor:
+    """Attend from new tokens to the stored ones; float32 `[R, T, H, Dv]`, zero where a query is padding.
+
+    q: float32 `[R, T, H, D]`. k: `[R, K, S, D]`, v: `[R, K, S, Dv]`, rings that already hold the new tokens; H is a
+    multiple of K. starts, counts: int64 `[R]`: query i < counts[r] of row r stands at position starts[r] + i and sees
+    of the positions up to its own those in `sight`.
+
+    Where starts and counts are not on the host (another device, a traced graph), all S slots are read: those never
+    written must be finite then.
+    """
+    library = dispatch.native(q, k, v, scoring.sinks)
+    if library is not None and library.can_attend(q, k, v):
+        if q.shape[1] <= MOST:
+            return library.attend(q, k, v, starts, counts, scoring, sight)
+        blocks = []
+        for first, block in zip(range(0, q.shape[1], MOST), q.split(MOST, dim=1)):
+            some = (counts - first).clamp(0, MOST)
+            blocks.append(library.attend(block, k, v, starts + first, some, scoring, sight))
+        return torch.cat(blocks, dim=1)
+    return attend_reference(q, k, v, starts, counts, scoring, sight)
+
+
+def attend_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    scoring: Scoring,
+    sight: Sight = EVERYTHING,
+) -> Tensor:
+    """Plain torch in the dtype of k and v."""
+    if torch.compiler.is_compiling() or not starts.is_cpu:
+        return _attend_on_device(q, k, v, starts, counts, scoring, sight)
+    rows, size = q.shape[0], k.shape[2]
+    spans = list(zip(starts.tolist(), counts.tolist()))
+    if len(set(spans)) == 1 and sum(spans[0]) <= size:  # all rows alike and none wrapped: one batch
+        start, count = spans[0]
+        low = sight.low(start)
+        y = attend_span(
+            q[:, :count], k[:, :, low : start + count], v[:, :, low : start + count], start, low, scoring, sight
+        )
+        return F.pad(y, (0, 0, 0, 0, 0, q.shape[1] - count))
+    out = []
+    for r, (start, count) in enumerate(spans):
+        low = sight.low(start)
+        keys, values = (unroll(ring[r : r + 1], low, start + count) for ring in (k, v))
+        y = attend_span(q[r : r + 1, :count], keys, values, start, low, scoring, sight)
+        out.append(F.pad(y, (0, 0, 0, 0, 0, q.shape[1] - count)))
+    return torch.cat(out) if rows else q.new_zeros(0, q.shape[1], q.shape[2], v.shape[3])
+
+
+def attend_span(q: Tensor, k: Tensor, v: Tensor, start: int, low: int, scoring: Scoring, sight: Sight) -> Tensor:
+    """q `[R, T, H, D]` at positions start.., k and v `[R, K, L, D]` at positions low.. -> `[R, T, H, Dv]` float32."""
+    count, end = q.shape[1], start + q.shape[1]
+    if count == 0:
+        return q.new_zeros(*q.shape[:3], v.shape[3])
+    q = q.transpose(1, 2).to(k.dtype)  # [R, H, T, D]
+    plain = scoring.softcap is None and scoring.sinks is None
+    if start == low and sight.low(end - 1) == low and plain:
+        return scoring.softmax(q, k, v, None).transpose(1, 2).float()
+    blocks = []
+    # In blocks of queries: a window's cost then grows with the window and not with the length, and so do the scores.
+    step = count if plain and sight.low(end - 1) == low else BLOCK
+    for first in range(0, count, step):
+        last = min(first + step, count)
+        a, b = sight.low(start + first), start + last  # the positions that this block sees
+        own = torch.arange(start + first, start + last, device=q.device)[:, None]
+        mask = sight.sees(own, torch.arange(a, b, device=q.device))
+        keys, values = k[:, :, a - low : b - low], v[:, :, a - low : b - low]
+        blocks.append(scoring.softmax(q[:, :, first:last], keys, values, mask))
+    return torch.cat(blocks, dim=2).transpose(1, 2).float()
+
+
+def unroll(ring: Tensor, low: int, end: int) -> Tensor:
+    """The positions low..end of a ring `[1, K, S, D]` in order: a view, or a copy where they wrap."""
+    size = ring.shape[2]
+    if low == end:
+        return ring[:, :, :0]
+    first, last = low % size, (end - 1) % size + 1
+    if first < last:
+        return ring[:, :, first:last]
+    return torch.cat([ring[:, :, first:], ring[:, :, :last]], dim=2)
+
+
+def _attend_on_device(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, counts: Tensor, scoring: Scoring, sight: Sight
+) -> Tensor:
+    """The same without reading starts and counts on the host: every slot takes part, under a mask `[R, 1, T, S]`."""
+    slots = torch.arange(k.shape[2], device=q.device)
+    newest = (starts + counts)[:, None] - 1  # [R, 1]
+    stored = newest - (newest - slots) % k.shape[2]  # [R, S]: the newest position that lies in each slot
+    own = starts[:, None] + torch.arange(q.shape[1], device=q.device)  # [R, T]
+    mask = sight.sees(own[:, None, :, None], stored[:, None, None])
+    real = (torch.arange(q.shape[1], device=q.device) < counts[:, None])[:, :, None, None]  # [R, T, 1, 1]
+    mask = mask | ~real.transpose(1, 2)  # padding sees everything, so that its softmax is not of nothing
+    y = scoring.softmax(q.transpose(1, 2).to(k.dtype), k, v, mask)
+    return y.transpose(1, 2).float().masked_fill(~real, 0)
+
+
+def rotate_attend(
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    rotation: Rotation,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    scoring: Scoring,
+    sight: Sight = EVERYTHING,
+) -> Tensor:
+    """Rotate q `[R, T, H, D]` and k_new `[R, T, K, D]`, store k_new and v_new in the rings k and v, attend.
+
+    The same as `rope`, `append` and `attend` one after the other; float32 `[R, T, H, Dv]`.
+    """
+    cos, sin, interleaved = rotation
+    library = dispatch.native(q, k_new, v_new, k, v, scoring.sinks)
+    if (
+        library is not None
+        and q.shape[1] <= MOST
+        and library.can_attend(q, k, v)
+        and library.can_append(k_new, v_new, k, v)
+    ):
+        return library.rotate_attend(q, k_new, v_new, cos, sin, interleaved, k, v, starts, counts, scoring, sight)
+    append(rope(k_new, cos, sin, interleaved), v_new, k, v, starts, counts)
+    turned = rope(q, cos, sin, interleaved)
+    return attend(turned, k, v, starts, counts, scoring, sight)

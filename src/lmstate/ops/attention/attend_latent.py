@@ -1,0 +1,155 @@
+"""Attention over compressed latents (MLA) that are never expanded to keys and values.
+
+With k_h = [W_h c ; r] and v_h = U_h c for a stored latent c and a rope key r that all heads share, the score of head h
+is (W_h^T q_nope)^T c + q_rope^T r, and what it reads is U_h times the weighted sum of the latents. So the mixer folds
+W_h into the query and U_h into the output, and every head attends to the same [S, Lat] and [S, Dr]. DeepSeek-V2
+(2405.04434).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lmstate.ops import dispatch
+from lmstate.ops.cpu.latent import latent as native_body
+
+STORED_BLOCK = 1024
+"""Stored tokens that are scored at a time."""
+
+MOST = 32
+"""New tokens a row that one native call takes: it leaves a sum of latents for every head and piece of the row."""
+
+SCORES = 1 << 21
+"""Scores that exist at a time: a block of queries is as long as this allows."""
+
+
+def latent_attend(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    rope_key: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Attend from new tokens to stored latents, whose sum weighted by softmax(scores * scale) comes back.
+
+    q_latent       [R, T, H, Lat]   queries without rope, through the key up-projection
+    q_rope         [R, T, H, Dr]    queries with rope
+    latent         [R, S, Lat]      ring: position p of a row lies in slot p % S; new tokens are already stored
+    rope_key       [R, S, Dr]       ring, as latent
+    starts, counts [R] int64        query i < counts[r] of row r stands at position starts[r] + i and sees the positions
+                                    up to its own, the last `window` of them where that is given. S is at least what
+                                    the queries of a row see together.
+
+    Returns float32 [R, T, H, Lat] (float64 for float64 queries), zero at padded queries. Of a ring only what is seen is
+    read; where starts and counts are not on the host (another device, a traced graph), all of it.
+    """
+    library = dispatch.native(q_latent, q_rope, latent, rope_key)
+    if library is not None and q_latent.shape[1] <= MOST:
+        body = native_body(library.variant)
+        if body.can_attend(q_latent, q_rope, latent, rope_key):
+            return body.attend(q_latent, q_rope, latent, rope_key, starts, counts, scale, window)
+    return latent_attend_reference(q_latent, q_rope, latent, rope_key, starts, counts, scale=scale, window=window)
+
+
+def latent_attend_reference(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    rope_key: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    dtype = torch.promote_types(q_latent.dtype, torch.float32)
+    if torch.compiler.is_compiling() or not starts.is_cpu:
+        q_latent, q_rope = q_latent.to(dtype) * scale, q_rope.to(dtype) * scale
+        return _attend_on_device(q_latent, q_rope, latent, rope_key, starts, counts, window)
+    rows = []
+    for r, (start, count) in enumerate(zip(starts.tolist(), counts.tolist())):
+        queries = (q_latent[r].to(dtype) * scale, q_rope[r].to(dtype) * scale)
+        blocks = []
+        size = max(1, SCORES // (STORED_BLOCK * q_latent.shape[2]))
+        for first in range(0, count, size):
+            some = slice(first, min(first + size, count))
+            block = (queries[0][some], queries[1][some])
+            blocks.append(_attend_block(*block, latent[r], rope_key[r], start + first, window))
+        blocks.append(queries[0].new_zeros(q_latent.shape[1] - count, *q_latent.shape[2:]))
+        rows.append(torch.cat(blocks))
+    return torch.stack(rows)
+
+
+def _attend_block(
+    q_latent: Tensor, q_rope: Tensor, latent: Tensor, rope_key: Tensor, start: int, window: int | None
+) -> Tensor:
+    """Queries [t, H, ...] at positions start, start + 1, ... of one row over its rings, one stored block after another.
+
+    Kept between blocks is what makes the softmax exact: the largest score so far, the sum of exponentials and the
+    weighted sum of latents, both relative to it.
+    """
+    count, heads, width = q_latent.shape
+    queries = q_latent.reshape(count * heads, -1), q_rope.reshape(count * heads, -1)
+    own = torch.arange(start, start + count, device=q_latent.device)[:, None, None]
+    low = 0 if window is None else max(0, start - window + 1)
+    # Finite, so that a query which sees nothing of its first blocks subtracts no infinities.
+    largest = q_latent.new_full((count, heads, 1), torch.finfo(q_latent.dtype).min)
+    total, read = torch.zeros_like(largest), torch.zeros_like(q_latent)
+    for first, last in _spans(low, start + count, latent.shape[0]):
+        slots = slice(first % latent.shape[0], first % latent.shape[0] + last - first)
+        stored = latent[slots].to(q_latent.dtype)  # [s, Lat]
+        scores = queries[0] @ stored.mT + queries[1] @ rope_key[slots].to(q_latent.dtype).mT
+        scores = scores.view(count, heads, -1)
+        position = torch.arange(first, last, device=own.device)
+        if last - 1 > start:
+            scores = scores.masked_fill(position > own, float("-inf"))
+        if window is not None and first <= start + count - 1 - window:
+            scores = scores.masked_fill(position <= own - window, float("-inf"))
+        # The shift cancels in the result: it needs no gradient.
+        highest = torch.maximum(largest, scores.detach().amax(-1, keepdim=True))
+        shrink, weights = (largest - highest).exp(), (scores - highest).exp()
+        total = total * shrink + weights.sum(-1, keepdim=True)
+        read = read * shrink + (weights.flatten(0, 1) @ stored).view(count, heads, width)
+        largest = highest
+    return read / total
+
+
+def _attend_on_device(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    rope_key: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    window: int | None,
+) -> Tensor:
+    """Without reading starts and counts on the host: every slot is scored, under a mask. Queries come scaled."""
+    width, size = q_latent.shape[1], latent.shape[1]
+    offsets, slots = torch.arange(width, device=latent.device), torch.arange(size, device=latent.device)
+    newest = (starts + counts)[:, None] - 1  # [R, 1]
+    position = (newest - (newest - slots) % size)[:, None]  # [R, 1, S]: the newest position in each slot
+    own = (starts[:, None] + offsets)[:, :, None]  # [R, T, 1]
+    sees = (position >= 0) & (position <= own)
+    if window is not None:
+        sees = sees & (position > own - window)
+    real = (offsets < counts[:, None])[:, :, None]  # [R, T, 1]
+    latent, rope_key = latent[:, None].to(q_latent.dtype), rope_key[:, None].to(q_latent.dtype)  # [R, 1, S, ...]
+    scores = q_latent @ latent.mT + q_rope @ rope_key.mT  # [R, T, H, S]
+    # Padding sees everything, so that its softmax is not of nothing.
+    weights = scores.masked_fill(~(sees | ~real)[:, :, None], float("-inf")).softmax(-1)
+    return (weights @ latent).masked_fill(~real[..., None], 0)
+
+
+def _spans(low: int, end: int, size: int) -> Iterator[tuple[int, int]]:
+    """Positions low .. end cut where a ring of `size` slots wraps, and into blocks."""
+    while low < end:
+        last = min(end, low + STORED_BLOCK, low - low % size + size)
+        yield low, last
+        low = last

@@ -1,0 +1,164 @@
+"""Attention over keys and values that are stored in few bits, ring or not: rotating, storing, attending.
+
+Values are codes as soon as they are stored, one scale a vector, turned by a Hadamard matrix first, so that no channel
+stands out (QuaRot, 2404.00456). So are keys of 8 bits, and of any width where tokens do not stay together (slots that a
+policy evicts from). Else keys of 4 and 2 bits have a scale for each channel of a block of positions (KIVI, 2402.02750),
+and are codes once their block is whole; the newest are also floats, in a ring. A query sees floats of the keys in its
+own block of positions, codes of those before it: by its position alone, however the tokens came.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lmstate.ops import dispatch
+from lmstate.ops.attention.attend import MOST, attend_reference, attend_span, unroll
+from lmstate.ops.attention.attend_slots import OBSERVED, attend_slots
+from lmstate.ops.attention.kv_store import append_one
+from lmstate.ops.attention.rope import rope
+from lmstate.ops.types import kv_format
+from lmstate.ops.types.kv_format import BLOCK
+from lmstate.ops.types.params import EVERYTHING, Columns, Held, Rotation, Scoring, Sight
+
+if TYPE_CHECKING:
+    from lmstate.ops.cpu.codes import Codes
+
+WHOLE = 512
+"""Numbers of a vector that share a scale, at most: a head's."""
+
+
+def attend_quantized(
+    q: Tensor,
+    new: tuple[Tensor, Tensor] | None,
+    rotation: Rotation | None,
+    held: Held,
+    tail: Tensor | None,
+    starts: Tensor,
+    counts: Tensor,
+    scoring: Scoring,
+    sight: Sight = EVERYTHING,
+    *,
+    bits: int,
+    dtype: torch.dtype = torch.float32,
+    columns: Columns | None = None,
+) -> Tensor:
+    """Store new keys and values `[R, T, K, D]`, and attend: q float32 `[R, T, H, D]` -> float32 `[R, T, H, Dv]`.
+
+    `rotation` turns q and the new keys first. The other arguments are those of `ops.attend`. `tail`: keys as floats,
+    a ring `[R, K, S', D]` that holds the step and `BLOCK - 1` positions before it; without one every vector has its own
+    scale. The reference expands what it reads in `dtype`. Adds what each slot receives to `columns`, of a ring that has
+    not wrapped. Reads starts and counts on the host.
+    """
+    body = _native(q, new, held, tail, bits, scoring.sinks)
+    most = MOST if columns is None else OBSERVED
+    if body is not None and q.shape[1] <= most:
+        out = body.attend(q, new, rotation, held, tail, starts, counts, bits, scoring, sight, columns, dtype=dtype)
+        assert out is not None
+        return out
+    if rotation is not None:
+        q = rope(q, *rotation)
+        new = None if new is None else (rope(new[0], *rotation), new[1])
+    if new is not None:
+        if body is not None:
+            body.attend(q, new, None, held, tail, starts, counts, bits, scoring, sight, stores_only=True)
+        elif tail is None:
+            _store_vectors(new, held, starts, counts, bits)
+        else:
+            _store_blocks(new, held, tail, starts, counts, bits)
+    if body is not None and columns is not None:
+        blocks = []
+        for first, block in zip(range(0, q.shape[1], most), q.split(most, dim=1)):
+            some = (counts - first).clamp(0, most)
+            out = body.attend(block, None, None, held, tail, starts + first, some, bits, scoring, sight, columns)
+            assert out is not None
+            blocks.append(out)
+        return torch.cat(blocks, dim=1)
+    if tail is None:
+        end = min(held.k.shape[2], int((starts + counts).max()))  # position p < end lies in slot p, or the ring is full
+        k, v = (
+            kv_format.decode(codes[:, :, :end], scales[:, :, :end], bits, dtype)
+            for codes, scales in ((held.k, held.k_scale), (held.v, held.v_scale))
+        )
+        if columns is None:
+            seen = attend_reference(kv_format.turned(q), k, v, starts, counts, scoring, sight)
+        else:
+            slots, observed = torch.arange(end, device=k.device), columns._replace(sums=columns.sums[..., :end])
+            where = slots.expand(k.shape[:3])
+            seen = attend_slots(kv_format.turned(q), k, v, where, starts, counts, scoring, sight, observed)
+    else:
+        seen = _attend_blocks(q, held, tail, starts, counts, bits, dtype, scoring, sight)
+    return kv_format.turned(seen)
+
+
+def _native(
+    q: Tensor, new: tuple[Tensor, Tensor] | None, held: Held, tail: Tensor | None, bits: int, sinks: Tensor | None
+) -> Codes | None:
+    library = dispatch.native(q, *(new or ()), held.k, sinks)
+    if library is None:
+        return None
+    from lmstate.ops.cpu.codes import codes
+
+    body = codes(library.variant)
+    return body if body.can(q, held, tail, bits) else None
+
+
+def _store_vectors(new: tuple[Tensor, Tensor], held: Held, starts: Tensor, counts: Tensor, bits: int) -> None:
+    _store_turned(new[0], held.k, held.k_scale, starts, counts, bits)
+    _store_turned(new[1], held.v, held.v_scale, starts, counts, bits)
+
+
+def _store_turned(new: Tensor, codes: Tensor, scales: Tensor, starts: Tensor, counts: Tensor, bits: int) -> None:
+    for coded, ring in zip(kv_format.encode(kv_format.turned(new), bits, WHOLE), (codes, scales)):
+        append_one(coded, ring, starts, counts)
+
+
+def _store_blocks(
+    new: tuple[Tensor, Tensor], held: Held, tail: Tensor, starts: Tensor, counts: Tensor, bits: int
+) -> None:
+    """New keys into the ring, and each block of them that is whole then into codes."""
+    append_one(new[0], tail, starts, counts)
+    _store_turned(new[1], held.v, held.v_scale, starts, counts, bits)
+    for r, (start, count) in enumerate(zip(starts.tolist(), counts.tolist())):
+        first, whole = start // BLOCK * BLOCK, (start + count) // BLOCK * BLOCK
+        if whole > first:
+            where = torch.arange(first, whole, device=tail.device) % held.k.shape[2]
+            k = unroll(tail[r : r + 1], first, whole)[0]
+            held.k[r, :, where], held.k_scale[r, :, where] = kv_format.encode_blocks(k, bits)
+
+
+def _attend_blocks(
+    q: Tensor,
+    held: Held,
+    tail: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    bits: int,
+    dtype: torch.dtype,
+    scoring: Scoring,
+    sight: Sight,
+) -> Tensor:
+    """The queries of one block of positions after another; values stay turned."""
+    rows, tokens, heads, _ = q.shape
+    dim_v = held.v.shape[3] * 8 // bits
+    out = []
+    for r, (start, count) in enumerate(zip(starts.tolist(), counts.tolist())):
+        first, end, low = start // BLOCK * BLOCK, start + count, sight.low(start) // BLOCK * BLOCK
+        coded = max(low, (end - 1) // BLOCK * BLOCK)
+        floats = unroll(tail[r : r + 1], first, end).to(dtype)  # [1, K, end - first, D]
+        k, k_scale = (unroll(x[r : r + 1], low, coded) for x in (held.k, held.k_scale))  # [1, K, coded - low, ...]
+        v, v_scale = (unroll(x[r : r + 1], low, end) for x in (held.v, held.v_scale))  # [1, K, end - low, ...]
+        keys, values = kv_format.decode_blocks(k, k_scale, bits, dtype), kv_format.decode(v, v_scale, bits, dtype)
+        pieces, position = [], start
+        while position < end:
+            block = position // BLOCK * BLOCK
+            stop, a = min(end, block + BLOCK), sight.low(position)
+            b = max(a, block)
+            k = torch.cat([keys[:, :, a - low : b - low], floats[:, :, b - first : stop - first]], dim=2)
+            v = values[:, :, a - low : stop - low]
+            pieces.append(attend_span(q[r : r + 1, position - start : stop - start], k, v, position, a, scoring, sight))
+            position = stop
+        out.append(torch.cat([*pieces, q.new_zeros(1, tokens - count, heads, dim_v)], dim=1))
+    return torch.cat(out) if rows else q.new_zeros(0, tokens, heads, dim_v)

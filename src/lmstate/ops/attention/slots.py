@@ -1,0 +1,170 @@
+"""The end of a step for slots in no order: the accepted tokens become real, and what is evicted is buried.
+
+Every row and kv head has a list of slots, filled from the front. Where one is evicted the last one takes its place, so
+that attention reads a list as it reads a ring that has not wrapped: what order slots lie in does not matter to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lmstate.ops import dispatch
+from lmstate.ops.types.slot_table import NONE, Change, Lowest, SlotLists
+
+if TYPE_CHECKING:
+    pass
+
+
+def settle(changes: Sequence[Change], starts: Tensor, counts: Tensor, accepted: Tensor) -> None:
+    """Make the first accepted[r] of the counts[r] tokens real that lie behind row r's filled slots, then evict.
+
+    Of any number of layers at once. starts, counts, accepted: int64 `[R]`; a row that accepts none stays as it is. All
+    that it changes is changed in place; it cannot fail.
+    """
+    library = dispatch.native(starts, counts, accepted)
+    if library is not None:
+        from lmstate.ops.cpu.settle import settle as native
+
+        native(library.variant)(changes, starts, counts, accepted)
+    else:
+        for change in changes:
+            settle_reference(change, starts, counts, accepted)
+
+
+class Settling:
+    """The end of a step for all layers that share it: each adds its change, and the first to install has all done."""
+
+    def __init__(self, starts: Tensor, counts: Tensor, accepted: Tensor) -> None:
+        self._spans = starts, counts, accepted
+        self._waiting: dict[object, Change] = {}
+
+    def add(self, layer: object, change: Change) -> None:
+        """A layer that prepares twice, because another one failed meanwhile, is settled once."""
+        self._waiting[layer] = change
+
+    def run(self) -> None:
+        if self._waiting:
+            changes, self._waiting = list(self._waiting.values()), {}
+            settle(changes, *self._spans)
+
+
+def settle_reference(change: Change, starts: Tensor, counts: Tensor, accepted: Tensor) -> None:
+    """Plain torch, a row and head after another."""
+    lists, columns, evicted = change.lists, change.columns, change.evicted
+    kept, heads = lists.kept, range(lists.live.shape[1])
+    spans = zip(starts.tolist(), counts.tolist(), accepted.tolist())
+    for r, (start, count, n) in enumerate(spans):
+        if not n:
+            continue
+        length = start + n
+        new = torch.arange(start, length, device=starts.device)
+        for h, live in zip(heads, lists.live[r].tolist()):
+            if "scores" in kept and columns is not None:
+                scores = kept["scores"][r, h]
+                for token, after in scores_after(scores[start % len(scores)], columns[r, h], live, count, n):
+                    scores[(start + token + 1) % len(scores), : len(after)] = after
+            kept["position"][r, h, live : live + n] = new.int()
+            lists.live[r, h] = live + n
+            if isinstance(evicted, Lowest):
+                for left in range(live + n, live + n - evicted.excess(live + n), -1):
+                    position = kept["position"][r, h, :left]
+                    ranks = kept["scores"][r, h, length % kept["scores"].shape[2]] if evicted.by_scores else position
+                    guarded = (position < evicted.sinks) | (position >= length - evicted.newest)
+                    ranks = behind_all(ranks[:left].float(), guarded)
+                    evict(lists, r, h, lowest(ranks, position, torch.ones_like(position[:1])), length)
+            elif evicted is not None:
+                evict(lists, r, h, evicted[r, h], length)
+        if change.queries is not None and change.ring is not None:
+            size = change.ring.shape[1]
+            change.ring[r, new[-size:] % size] = change.queries[r, :n][-size:].to(change.ring)
+
+
+def scores_after(before: Tensor, columns: Tensor, live: int, count: int, n: int) -> list[tuple[int, Tensor]]:
+    """A head's scores after some of a step's first n tokens: (number of the token, float32 `[live + count]`).
+
+    before `[S]`: those before the step, of which the first `live` count. columns `[n, S']`: as in `settle`.
+    """
+    scores = torch.zeros_like(columns[0, : live + count])
+    scores[:live] = before[:live]
+    out = []
+    for plane in range(max(0, len(columns) - count), len(columns)):
+        token = plane + count - len(columns)
+        if token < n:
+            scores = scores + columns[plane, : live + count]
+            out.append((token, scores))
+    return out
+
+
+def behind_all(ranks: Tensor, guarded: Tensor) -> Tensor:
+    """The ranks, with those that are guarded behind all others: a model that overflowed has ranks that are no numbers,
+    and as many slots must go of its heads as of any."""
+    return ranks.nan_to_num(nan=torch.finfo(torch.float32).max).masked_fill(guarded, torch.inf)
+
+
+def lowest(ranks: Tensor, positions: Tensor, counts: Tensor) -> Tensor:
+    """bool `[..., S]`: the `counts` `[..., 1]` slots of lowest rank, the oldest first among equals."""
+    most = int(counts.max())
+    if not most:
+        return torch.zeros_like(ranks, dtype=torch.bool)
+    limit = ranks.topk(most, largest=False).values.gather(-1, (counts - 1).clamp(min=0))  # [..., 1]
+    below, tied = ranks < limit, ranks == limit
+    oldest = torch.where(tied, positions, NONE).topk(most, largest=False).indices
+    first = torch.arange(most, device=ranks.device) < counts - below.sum(-1, keepdim=True)
+    return (below | (torch.zeros_like(tied).scatter_(-1, oldest, first) & tied)) & (counts > 0)
+
+
+def evict(lists: SlotLists, r: int, h: int, gone: Tensor, length: int) -> None:
+    """Bury the slots of a head that are `gone`, bool `[S]`, at a length of its row."""
+    live, graves = int(lists.live[r, h]), lists.buried["died"].shape[2]
+    order, slots = list(range(live)), gone[:live].nonzero()[:, 0].tolist()[::-1]
+    for slot in slots:  # from the last one on, so that what fills a hole stays
+        last = order.pop()
+        if slot < len(order):
+            order[slot] = last
+    first = int(lists.dug[r, h])
+    where = [(first + i) % graves for i in range(len(slots))] if graves else []
+    for name, array in lists.kept.items():
+        if name == "scores":
+            scores = array[r, h, length % array.shape[2]]
+            scores[: len(order)] = scores[order]
+            continue
+        lists.buried[name][r, h, where] = array[r, h, slots if graves else []]
+        array[r, h, : len(order)] = array[r, h, order]
+    lists.buried["died"][r, h, where] = length
+    lists.buried["slot"][r, h, where] = torch.tensor(slots if graves else [], dtype=torch.int32, device=gone.device)
+    lists.live[r, h], lists.dug[r, h] = len(order), first + len(where)
+
+
+def unsettle(lists: SlotLists, to: int) -> None:
+    """Take every row back to length `to`: what was evicted since comes back, what came since goes. All in place.
+
+    The scores of that length lie where the slots do then.
+    """
+    slots, graves = lists.kept["position"].shape[2], lists.buried["died"].shape[2]
+    for r, rows in enumerate(lists.live.tolist()):
+        for h, live in enumerate(rows):
+            order, dug = list(range(live)), int(lists.dug[r, h])
+            died, where = lists.buried["died"][r, h].tolist(), lists.buried["slot"][r, h].tolist()
+            position = torch.cat([lists.kept["position"][r, h], lists.buried["position"][r, h]]).tolist()
+            undone: list[int] = []
+            while len(undone) < graves and died[grave := (dug - 1 - len(undone)) % graves] > to:
+                slot, victim = where[grave], slots + grave
+                while order and position[order[-1]] >= died[grave]:
+                    order.pop()  # it came after
+                if slot < len(order):
+                    order.append(order[slot])
+                    order[slot] = victim
+                else:
+                    order.append(victim)
+                undone.append(grave)
+            while order and position[order[-1]] >= to:
+                order.pop()
+            for name, array in lists.kept.items():
+                if name != "scores":
+                    array[r, h, : len(order)] = torch.cat([array[r, h], lists.buried[name][r, h]])[order]
+            lists.buried["died"][r, h, undone] = 0
+            lists.live[r, h], lists.dug[r, h] = len(order), dug - len(undone)

@@ -1,0 +1,88 @@
+"""A product with a weight, and what surrounds it in a layer: the norm or the gate before, the residual after."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lmstate.ops import dispatch
+from lmstate.ops.dense.activations import glu, glu_reference
+from lmstate.ops.dense.gemm import linear_panels, linear_panels_beside
+from lmstate.ops.dense.norm import add_residual, norm_reference
+from lmstate.ops.dense.norm import norm as apply_norm
+from lmstate.ops.types.params import Norm, Residual
+from lmstate.ops.types.weight import Weight
+
+FEW = 32
+"""Up to this many rows are multiplied in float32, or in bytes where the weights are, bit for bit alike however many.
+More are multiplied in bfloat16 even where bytes would be faster (AVX-512): activations rounded to bytes move logits
+much farther than bfloat16 does, and a prompt is where a text takes its course."""
+
+
+def linear(
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None = None,
+    *,
+    norm: Norm | None = None,
+    gate: str | None = None,
+    residual: Residual | None = None,
+) -> Tensor:
+    """`x @ weight.T + bias`, added to `residual`, float32 `[..., N]`.
+
+    x: float32 `[..., K]`; with `gate` ("silu", "gelu_tanh", "gelu", "relu2", ...) it is `[..., 2K]` = gate | up and
+    act(gate) * up is multiplied. `norm` applies to x first; `residual`: the stream that the product is added to, last.
+
+    Up to 32 rows, quantised weights multiply activations rounded to int8 in groups of 16, and float weights float32
+    activations. More rows are rounded to bfloat16 and summed in float32; they stay float32 where the weight is, or
+    where the processor multiplies bfloat16 no faster.
+    """
+    stream = None if residual is None else residual.stream
+    library = dispatch.native(x, weight.storage, stream)
+    if library is not None and few_rows(x):
+        if residual is not None and not residual.simple:
+            return add_residual(residual, linear(x, weight, bias, norm=norm, gate=gate))
+        if norm is not None and (gate is not None or not norm.simple):
+            x, norm = apply_norm(x, norm), None
+        if gate is not None and gate not in library.GATES:
+            x, gate = glu(x, gate), None
+        return library.linear(x, weight, bias, norm, library.GATES[gate] if gate else 0, residual)
+    if dispatch.exact(x, weight.storage, stream):
+        return linear_reference(x, weight, bias, norm=norm, gate=gate, residual=residual)
+    return linear_panels(x, weight, bias, norm=norm, gate=gate, residual=residual)
+
+
+def linear_beside(x: Tensor, weight: Weight, width: int, beside: Tensor) -> tuple[Tensor, Tensor]:
+    """`linear`, cut after `width` outputs: the first part with `beside` `[..., G]` behind it, and the rest.
+
+    The products of many rows are written where they are to lie, which a concatenation would copy.
+    """
+    library = dispatch.native(x, weight.storage, beside)
+    if library is None or few_rows(x) or weight.kind == "float32":
+        y = linear(x, weight)
+        return torch.cat([y[..., :width], beside], dim=-1), y[..., width:]
+    return linear_panels_beside(library, x, weight, width, beside)
+
+
+def few_rows(x: Tensor) -> bool:
+    """Whether the native bodies multiply x."""
+    return x.numel() <= FEW * x.shape[-1] and x.dtype == torch.float32
+
+
+def linear_reference(
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None = None,
+    *,
+    norm: Norm | None = None,
+    gate: str | None = None,
+    residual: Residual | None = None,
+) -> Tensor:
+    """The oracle: float32 arithmetic on the numbers that the weight stands for."""
+    if norm is not None:
+        x = norm_reference(x, norm)
+    if gate is not None:
+        x = glu_reference(x, gate)
+    y = F.linear(x.float(), weight.dequantize(), bias)
+    return y if residual is None else add_residual(residual, y)

@@ -1,0 +1,44 @@
+"""The gated feed-forward part of a block as one operation, from the residual stream and back to it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lmstate.ops import dispatch
+from lmstate.ops.dense.gemm import linear_panels, rounded
+from lmstate.ops.dense.linear import few_rows, linear
+from lmstate.ops.fused.graph import fused_feed_forward
+from lmstate.ops.types.params import Norm, Residual
+from lmstate.ops.types.sublayers import FeedForwardHalf
+from lmstate.ops.types.weight import Weight
+
+
+def feed_forward(
+    x: Tensor,
+    up: Weight,
+    down: Weight,
+    act: str,
+    *,
+    norm: Norm | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    residual: Residual | None = None,
+) -> Tensor:
+    """`down(act(gate) * up)`, added to `residual`, with gate | up = `up(norm(x))`; float32 `[..., N]`.
+
+    x: float32 `[..., K]`; up: `[2F, K]`; down: `[N, F]`. Bit for bit the same as two `linear`.
+    """
+    stream, after, scale = residual or (None, None, 1.0)
+    half = FeedForwardHalf(up, down, act, norm, after, scale, up_bias, down_bias)
+    if few_rows(x) and (y := fused_feed_forward(x, half, stream)) is not None:
+        return y
+    library = dispatch.native(x, up.storage, down.storage, stream)
+    if library is not None and not few_rows(x) and library.can_multiply(up) and act in library.GATES:
+        x = rounded(x, torch.bfloat16, norm)
+        hidden = torch.empty(*x.shape[:-1], down.in_features, dtype=torch.bfloat16)
+        flat = x.reshape(-1, up.in_features)
+        library.product(flat, up, hidden.view(len(flat), -1), bias=up_bias, gate=library.GATES[act])
+        return linear_panels(hidden, down, down_bias, residual=residual)
+    hidden = linear(x, up, up_bias, norm=norm)
+    return linear(hidden, down, down_bias, gate=act, residual=residual)

@@ -1,0 +1,33 @@
+"""Normalisation over the last axis: root mean square (Zhang & Sennrich 2019) or layer norm (Ba et al. 2016)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lmstate.ops import dispatch
+from lmstate.ops.types.params import Norm, Residual
+
+
+def norm(x: Tensor, norm: Norm) -> Tensor:
+    """Normalise `x` `[..., E]` over its last axis; float32 `[..., E]`."""
+    library = dispatch.native(x, norm.weight)
+    if library is None or not norm.simple or x.dtype != torch.float32:
+        return norm_reference(x, norm)
+    return library.rms_norm(x, norm.weight, norm.eps)
+
+
+def norm_reference(x: Tensor, norm: Norm) -> Tensor:
+    x = x.float()
+    if norm.kind == "layer":
+        y = torch.nn.functional.layer_norm(x, x.shape[-1:], eps=norm.eps) * norm.weight
+    else:
+        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
+    return y if norm.bias is None else y + norm.bias
+
+
+def add_residual(residual: Residual, output: Tensor) -> Tensor:
+    """`stream + scale * norm(output)`, output float32 `[..., N]`."""
+    if residual.norm is not None:
+        output = norm(output, residual.norm)
+    return residual.stream + (output if residual.scale == 1.0 else output * residual.scale)

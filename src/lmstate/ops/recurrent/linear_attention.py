@@ -1,0 +1,54 @@
+"""Linear attention whose heads forget: a matrix that decays, and that every token adds to.
+
+    S  <-  exp(g_t) S + k_t v_t^T          S [D, Dv] a head
+    o_t =  q_t^T S
+
+What lightning attention and the matrix memory of xLSTM have in common. It is the state space of Mamba-2 with weights of
+1, and runs on the same bodies.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lmstate.ops import dispatch
+from lmstate.ops.cpu.recurrent import all_float32
+from lmstate.ops.cpu.recurrent import recurrent as native_bodies
+from lmstate.ops.ragged import blank, carry_dtype, padding
+from lmstate.ops.recurrent.ssd import RECURRENT_UP_TO, chunked, recurrent
+
+
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, carry: Tensor, counts: Tensor
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Linear attention over T tokens of each row.
+
+    q, k    [R, T, H, D]
+    v       [R, T, H, Dv]
+    g       [R, T, H], log decay, <= 0
+    carry   [R, H, D, Dv]   float32 (or float64: then everything is computed in float64); not written
+    counts  [R] int64       tokens of a row from its count on are padding: they leave its carry alone
+
+    Returns the outputs [R, T, H, Dv] and the new carry, both in the carry's dtype.
+    """
+    dtype = carry_dtype(carry)
+    library = dispatch.native(q, k, v, g, carry)
+    if library is not None and all_float32(q, k, v, g, carry):
+        bodies = native_bodies(library)
+        if q.shape[1] <= bodies.longest:
+            return bodies.delta(q, k, v, g, None, carry, counts, scale=1.0, normalize=False)
+    mask = padding(counts, q.shape[1])
+    q, k, v, g = (blank(x.to(dtype), mask) for x in (q, k, v, g))
+    weight = blank(torch.ones(v.shape[:3], dtype=dtype, device=v.device), mask)  # [R, T, H]
+    body = recurrent if q.shape[1] <= RECURRENT_UP_TO else chunked
+    y, new = body(v, weight, g, k, q, None, carry.mT)
+    return y, new.mT.contiguous()
+
+
+def lightning(q: Tensor, k: Tensor, v: Tensor, slope: Tensor, carry: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Lightning attention over T tokens of each row; as `linear_attention`.
+
+    slope   [H]             >= 0: a head keeps exp(-slope) of what it knew at every token
+    """
+    return linear_attention(q, k, v, (-slope).expand(v.shape[:3]), carry, counts)

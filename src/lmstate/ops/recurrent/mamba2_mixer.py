@@ -1,0 +1,79 @@
+"""All of a Mamba-2 mixer between its projections: convolution, state space, gate and norm.
+
+One call where there is a native body: a single token then costs little more than a pass over its carry.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from lmstate.ops import dispatch
+from lmstate.ops.cpu.recurrent import all_float32, recurrent
+from lmstate.ops.cpu.recurrent_mixers import Carry, mixers
+from lmstate.ops.recurrent.causal_conv import causal_conv
+from lmstate.ops.recurrent.gated_norm import gated_norm
+from lmstate.ops.recurrent.ssd import ssd
+from lmstate.ops.types.params import Norm
+
+
+def ssd_mixer(
+    inputs: Tensor,
+    gate: Tensor | None,
+    carry: Carry,
+    counts: Tensor,
+    *,
+    conv: Tensor,
+    conv_bias: Tensor | None,
+    A: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    head_dim: int,
+    groups: int = 1,
+    dt_limits: tuple[float, float] = (0.0, float("inf")),
+    norm: Norm | None = None,
+    norm_groups: int = 1,
+    gate_last: bool = False,
+) -> tuple[Tensor, Carry]:
+    """gated_norm(ssd(silu(conv(x, B, C)), dt), gate), of H heads of P = `head_dim` features, their states N wide.
+
+    inputs     [R, T, F]   x, B, C before their convolution `[H * P + 2 * G * N]` | dt `[H]`, as projected
+    gate       [R, T, H * P], as projected; None: the outputs are not wanted, and are neither gated nor normalised
+    carry      (the convolution's tail [R, C-1, H * P + 2 * G * N], the state [R, H, P, N]), not written
+    counts     [R] int64: tokens of a row from its count on are padding
+    conv       [H * P + 2 * G * N, C], conv_bias its features or None
+    A, D, dt_bias, groups, dt_limits    as in `ssd`
+    norm, norm_groups, gate_last        as in `gated_norm`; without a norm, what comes out is y * silu(gate)
+
+    Returns `[R, T, H * P]` and the new carry.
+    """
+    weight = None if norm is None else norm.weight
+    library = dispatch.native(inputs, gate, *carry, conv, conv_bias, A, D, dt_bias, weight)
+    known = all_float32(inputs, gate, *carry, conv, conv_bias, A, D, dt_bias, weight)
+    if library is not None and known and inputs.shape[1] <= recurrent(library).longest:
+        return mixers(library).ssd(
+            inputs, gate, carry, counts, conv, conv_bias, A, D, dt_bias, head_dim, groups, dt_limits, norm, norm_groups,
+            gate_last,
+        )  # fmt: skip
+    tail, state = carry
+    width, inner = len(conv), len(A) * head_dim
+    mixed, tail = causal_conv(inputs[..., :width], tail, conv, conv_bias, counts, "silu")
+    x, B, C = mixed.split([inner, *[(width - inner) // 2] * 2], dim=-1)
+    y, state = ssd(
+        x.unflatten(-1, (-1, head_dim)),  # [R, T, H, P]
+        inputs[..., width:],
+        A,
+        B.unflatten(-1, (groups, -1)),  # [R, T, G, N]
+        C.unflatten(-1, (groups, -1)),
+        D,
+        state,
+        counts,
+        dt_bias=dt_bias,
+        dt_limits=dt_limits,
+    )
+    y = y.flatten(-2)
+    if gate is not None and norm is not None:
+        y = gated_norm(y, gate, norm, groups=norm_groups, gate_last=gate_last)
+    elif gate is not None:
+        y = y * F.silu(gate)
+    return y, (tail, state)

@@ -1,0 +1,182 @@
+"""What attention is told that does not change from row to row: how a key is scored, and which ones a query sees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class Scoring(NamedTuple):
+    """Scores are q k^T * scale, through softcap * tanh(scores / softcap) where there is one (Gemma 2).
+
+    `sinks`: float32 `[H]`, a logit a head that takes part in the softmax and has no value (GPT-OSS).
+    """
+
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    def softmax(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """q `[R, H, T, D]`, k `[R, K, S, D]`, v `[R, K, S, Dv]`, mask bool (None: causal, T = S) -> `[R, H, T, Dv]`."""
+        gqa = q.shape[1] != k.shape[1]
+        if self.softcap is None and self.sinks is None:
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=gqa
+            )
+        if mask is None:
+            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        if gqa:
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        return self.weights(q @ k.transpose(2, 3), mask).to(v.dtype) @ v
+
+    def weights(self, products: Tensor, mask: Tensor) -> Tensor:
+        """The softmax of q k^T `[R, H, T, S]` over the keys that mask shows; float32."""
+        scores = products.float() * self.scale
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        scores = scores.masked_fill(~mask, -torch.inf)
+        if self.sinks is None:
+            return scores.softmax(-1)
+        sinks = self.sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        return torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+
+
+class Sight(NamedTuple):
+    """What a query sees besides its own position and those before it: the last `window` positions, its own included;
+    those of its own `chunk` of positions (Llama 4)."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+    @property
+    def reach(self) -> int | None:
+        """The most positions that a query sees, if there is a most."""
+        return min((size for size in self if size is not None), default=None)
+
+    def low(self, position: int) -> int:
+        """The first position that a query at `position` sees."""
+        low = 0 if self.window is None else max(0, position - self.window + 1)
+        return low if self.chunk is None else max(low, position // self.chunk * self.chunk)
+
+    def sees(self, own: Tensor, stored: Tensor) -> Tensor:
+        """own: positions `[..., T, 1]`; stored: positions `[..., 1, S]`, negative where empty -> bool `[..., T, S]`."""
+        return (stored >= 0) & (stored <= own) & ~self.lost(stored, own)
+
+    def lost(self, stored: Tensor, own: Tensor) -> Tensor:
+        """Whether the stored positions are too old for a query that stands at `own`, and so for all later ones."""
+        lost = torch.zeros((), dtype=torch.bool, device=stored.device)
+        if self.window is not None:
+            lost = lost | (stored <= own - self.window)
+        if self.chunk is not None:
+            lost = lost | (stored // self.chunk < own // self.chunk)
+        return lost
+
+
+EVERYTHING = Sight()
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """What a norm multiplies and adds. `weight` and `bias` are float32 `[E]`; `[H, E]` where every head has its own."""
+
+    weight: Tensor
+    eps: float
+    kind: Literal["rms", "layer"] = "rms"
+    bias: Tensor | None = None
+
+    @property
+    def simple(self) -> bool:
+        """Whether the native bodies know it."""
+        return self.kind == "rms" and self.bias is None and self.weight.ndim == 1
+
+
+class Residual(NamedTuple):
+    """`stream + scale * norm(output)`; without a norm, the output itself."""
+
+    stream: Tensor  # float32 [..., N]
+    norm: Norm | None = None
+    scale: float = 1.0
+
+    @property
+    def simple(self) -> bool:
+        """Whether the native bodies know it."""
+        return self.norm is None or self.norm.simple
+
+
+class Rotation(NamedTuple):
+    """How a step's positions turn queries and keys: see `ops.rope`."""
+
+    cos: Tensor  # float32 [R, T, rot / 2]
+    sin: Tensor
+    interleaved: bool = False
+
+
+class Columns(NamedTuple):
+    """Where the attention that slots receive is added up, averaged over the query heads of a group.
+
+    sums: float32 `[R, K, n, S]`: in the last plane what the token before position ends[r] gave, in those before it what
+    the tokens before that one gave; the first plane also has what all earlier ones gave.
+    """
+
+    sums: Tensor
+    ends: Tensor  # int64 [R]
+
+
+class Held(NamedTuple):
+    """Codes `[R, K, S, bytes]` and float16 scales `[R, K, S, n]`, position p in slot p % S.
+
+    Those of `kv_format.encode(..., WHOLE)`, of turned vectors; beside a tail keys are those of
+    `kv_format.encode_blocks`, not turned, and S is a multiple of `BLOCK`.
+    """
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor
+    v_scale: Tensor
+
+
+class Coded(NamedTuple):
+    """What keys and values in few bits have beside their codes; see `ops.attend_quantized.attend_quantized`."""
+
+    bits: int
+    k_scale: Tensor
+    v_scale: Tensor
+    tail: Tensor | None = None
+
+
+@dataclass(eq=False)
+class Rings:
+    """Keys `[R, K, S, D]` and values `[R, K, S, Dv]` as they are, position p in slot p % S, and what a query sees.
+
+    A layer that has evicted some counts what it kept instead of positions: `starts` int64 `[R]` says how many (these
+    alone may be replaced). It may ask for two things to be filled in: `columns` float32 `[R, K, n, S]` with the
+    attention that slots receive (see `ops.attend_slots.Columns`; what lies behind the filled ones stays as it is), and
+    `queries` float32 `[R, T, H, D]` with the queries as they attend.
+    """
+
+    k: Tensor
+    v: Tensor
+    sight: Sight = EVERYTHING
+    starts: Tensor | None = None
+    columns: Tensor | None = None
+    queries: Tensor | None = None
+    coded: Coded | None = None
+    """Where k and v are codes."""
+    packed: bytes | None = field(default=None, init=False, repr=False)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**vars(self), "packed": None}  # it points to these tensors, not to those of a copy
+
+    @cached_property
+    def heads(self) -> tuple[int, int, int]:
+        """R, K and D."""
+        rows, kv_heads, _, width = self.k.shape
+        return rows, kv_heads, width if self.coded is None else width * 8 // self.coded.bits
+
+
+Gate = Literal["silu", "sigmoid"]

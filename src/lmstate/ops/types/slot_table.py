@@ -1,0 +1,89 @@
+"""Slots in no order that a step fills and evicts: values of `lmstate.ops.attention.slots`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from operator import is_
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lmstate.ops.cpu.settle import Packed
+
+
+NONE = 2**31 - 1
+
+
+@dataclass(frozen=True, eq=False)
+class SlotLists:
+    """Slots `[R, K, S]`, the first `live[r, k]` of them filled, and `[R, K, G]` that were evicted lately.
+
+    `kept` has `position` int32 `[R, K, S]` and any tensors `[R, K, S, width]`. `buried` has the same of G slots, and
+    int32 `[R, K, G]` each: `died`, the length at which a slot was evicted (0: none was), and `slot`, where it lay. The
+    next one goes to `dug[r, k] % G`: read backwards, the graves tell how to undo evictions one by one.
+
+    Where attention is summed, `kept` has `scores` float32 `[R, K, n, S]` too: the sums at length L in L % n, of the
+    slots as they lay then.
+    """
+
+    kept: dict[str, Tensor]
+    buried: dict[str, Tensor]
+    live: Tensor  # int64 [R, K]
+    dug: Tensor  # int64 [R, K]
+
+    @cached_property
+    def slots(self) -> int:
+        """S."""
+        return self.kept["position"].shape[2]
+
+    @cached_property
+    def graves(self) -> int:
+        """G."""
+        return self.buried["position"].shape[2]
+
+
+class Lowest(NamedTuple):
+    """The slots of lowest score, or position, of every head that has more than `budget`; the oldest among equals."""
+
+    budget: int
+    batch: int  # as many go at least
+    sinks: int  # the positions below do not
+    newest: int  # nor do the last ones
+    by_scores: bool
+
+    def excess(self, held: int) -> int:
+        """How many go of a head that has so many."""
+        return max(held - self.budget, self.batch) if held > self.budget else 0
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """What a step does to one layer. The same from step to step where nothing but numbers in tensors changes.
+
+    columns: float32 `[R, K, n, S']`, what each of a row's last n tokens gave to the slots, and in the first what all
+    before it gave. evicted: which slots, bool `[R, K, S]`, the new ones counted. queries: the step's, float32
+    `[R, T, H, D]`, for a ring `[R, Q, H, D]`: position p's in p % Q.
+    """
+
+    lists: SlotLists
+    columns: Tensor | None = None
+    evicted: Tensor | Lowest | None = None
+    queries: Tensor | None = None
+    ring: Tensor | None = None
+
+    def like(self, *parts: SlotLists | Tensor | Lowest | None) -> bool:
+        """Whether it is made of these."""
+        return all(map(is_, parts, (self.lists, self.columns, self.evicted, self.queries, self.ring)))
+
+    def __getstate__(self) -> dict[str, object]:
+        # "packed" points to these tensors, not to those of a copy.
+        return {name: value for name, value in vars(self).items() if name != "packed"}
+
+    @cached_property
+    def packed(self) -> Packed:
+        """For a native body."""
+        from lmstate.ops.cpu.settle import packed
+
+        return packed(self)

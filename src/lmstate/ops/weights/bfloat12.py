@@ -1,0 +1,125 @@
+"""bfloat16 matrices in 12 bits a number, without losing any: decoding costs what it reads, and this is a quarter less.
+
+The upper byte of a weight, its sign and most of its exponent, takes few values: the weights of a layer lie within some
+powers of two. Fifteen of them, and 0, are a table that four bits point into; the lower byte is stored as it is. What is
+left, a number in some thousands, stands behind with its column. (DFloat11, 2504.11651, saves a little more by a code
+of variable length, which would take a processor longer than its memory.)
+
+    spans   four outputs by 64 inputs each: twice 2 x 32 bytes of codes, byte i with that of place i in the low nibble
+            and that of place i + 32 in the high one, and then 2 x 64 lower bytes                           384 bytes
+    table   16 upper bytes, the first of them 0
+    first   int32 `[N + 1]`: where each output's rare numbers begin
+    rare    int32 column, float32 value
+
+Input i of a span has the place that `_places` says: so native bodies need no permutation. The outputs are padded to a
+multiple of four.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lmstate.ops import dispatch
+from lmstate.ops.memory import zeroed
+from lmstate.ops.types.weight import Weight
+from lmstate.ops.weights.grouped import FloatWeight
+
+SPAN = 64
+BESIDE = 4
+SPAN_BYTES = BESIDE * SPAN * 3 // 2
+TABLE = 16
+RARE_BYTES = 8
+MOST_RARE = 1 / 64
+"""The part of a matrix that may be rare numbers; more would cost what is saved."""
+
+
+class SqueezedWeight(Weight):
+    """A matrix of bfloat16 numbers `[N, K]` in 12 bits each, exactly. K is a multiple of 64."""
+
+    kind = "bfloat16 in 12 bits"
+
+    def __init__(self, packed: Tensor, out_features: int, in_features: int) -> None:
+        """ValueError if `packed`, uint8 of one axis, is not of this shape."""
+        self.storage = packed.contiguous()
+        self.out_features, self.in_features = out_features, in_features
+        spans, least = _sizes(out_features, in_features)
+        rare = (packed.numel() - least) // RARE_BYTES
+        if packed.dtype != torch.uint8 or packed.dim() != 1 or packed.numel() != least + max(rare, 0) * RARE_BYTES:
+            raise ValueError(
+                f"a [{out_features}, {in_features}] matrix in 12 bits is uint8 [{least}] and 8 for each rare number; "
+                f"this is {packed.dtype} {list(packed.shape)}"
+            )
+        self._spans = self.storage[:spans].view(-1, in_features // SPAN, SPAN_BYTES)
+        self._table = self.storage[spans : spans + TABLE]
+        self._first = self.storage[spans + TABLE : least].view(torch.int32)
+        self._rare = self.storage[least:].view(torch.int32).view(rare, 2)
+        counts, columns = self._first.diff(), self._rare[:, 0]
+        ends = int(self._first[0]), int(self._first[-1])
+        if ends != (0, rare) or bool((counts < 0).any()) or bool(((columns < 0) | (columns >= in_features)).any()):
+            raise ValueError(f"the rare numbers of a [{out_features}, {in_features}] matrix in 12 bits are damaged")
+
+    def dequantize(self, dtype: torch.dtype = torch.float32, first: int = 0, count: int | None = None) -> Tensor:
+        last = self.out_features if count is None else min(first + count, self.out_features)
+        library = dispatch.native(self.storage)
+        if library is not None and dtype in (torch.float32, torch.bfloat16):
+            panel = torch.empty(last - first, self.in_features, dtype=dtype)
+            library.dequantize(self, first, panel)
+            return panel
+        pairs = self._spans.unflatten(-1, (BESIDE // 2, -1)).split([SPAN, 2 * SPAN], dim=-1)
+        code, low = (part.unflatten(-1, (2, -1)).flatten(2, 3) for part in pairs)  # [blocks, spans, 4, 32 or 64]
+        high = self._table[torch.cat([code & 15, code >> 4], dim=-1).int()]
+        numbers = torch.stack([low, high], dim=-1)[..., _places(), :].view(torch.bfloat16)[..., 0]
+        matrix = numbers.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features].to(dtype)
+        rows = torch.repeat_interleave(torch.arange(self.out_features), self._first.diff())
+        matrix[rows, self._rare[:, 0].long()] = self._rare[:, 1].view(torch.float32).to(dtype)
+        return matrix[first:last]
+
+    def rows(self, ids: Tensor) -> Tensor:
+        library = dispatch.native(self.storage, ids)
+        return library.rows(self, ids) if library is not None else self.dequantize()[ids]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """For no file: squeezing takes no longer than reading."""
+        return {"packed": self.storage}
+
+    def to(self, device: torch.device | str) -> Weight:
+        return self if torch.device(device).type == "cpu" else self.plain().to(device)
+
+    def plain(self) -> FloatWeight:
+        """The same numbers as a matrix."""
+        return FloatWeight(self.dequantize(torch.bfloat16))
+
+
+def squeeze(weight: Weight) -> Weight:
+    """The same numbers in fewer bytes: a bfloat16 matrix on the processor in 12 bits, where a native body reads them.
+
+    Anything else comes back as it is: K that is no multiple of 64, or a matrix with many numbers of rare magnitude.
+    """
+    library = dispatch.native(weight.storage)
+    n, k = weight.shape
+    if library is None or weight.kind != "bfloat16" or k % SPAN or not n * k:
+        return weight
+    seen = library.high_bytes(weight.storage)
+    total, seen[0] = n * k - int(seen[0]), 0  # 0 is always in the table, and numbers below 2**-126 with it
+    often = seen.topk(TABLE - 1)
+    rare = total - int(often.values.sum())
+    if rare > MOST_RARE * n * k:
+        return weight
+    spans, least = _sizes(n, k)
+    packed = zeroed(least + rare * RARE_BYTES)
+    packed[spans + 1 : spans + TABLE] = often.indices.to(torch.uint8)
+    library.squeeze(weight.storage, packed)
+    return SqueezedWeight(packed, n, k)
+
+
+def _sizes(n: int, k: int) -> tuple[int, int]:
+    """Bytes of all spans, and of everything but the rare numbers."""
+    spans = -(-n // BESIDE) * (k // SPAN) * SPAN_BYTES
+    return spans, spans + TABLE + 4 * (n + 1)
+
+
+def _places() -> Tensor:
+    """Where in a span each of its inputs lies, int64 `[64]`."""
+    i = torch.arange(SPAN)
+    return 16 * (i // 4 % 4) + 8 * (i // 32) + 2 * (i % 4) + i // 16 % 2

@@ -1,0 +1,89 @@
+"""The state of latent attention that forgets: one list of slots serves all heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lmstate import ops
+from lmstate.ops.attention.attend_latent import latent_attend
+from lmstate.ops.attention.attend_slots import attend_slots
+from lmstate.ops.types.params import Columns
+from lmstate.state.kv.eviction.attention import EvictingState
+from lmstate.state.kv.eviction.slot_store import Arrays
+from lmstate.state.kv.policies.base import Evicting
+from lmstate.state.layers.base import Layout
+from lmstate.state.step import Step
+
+
+class EvictingLatentState(EvictingState):
+    """`LatentState` over lists of slots, one a row: "k" holds the latents, "v" the rope keys.
+
+    To a policy a slot's key is its latent and its rope key side by side, as queries see it that were folded through the
+    key projections; its value is the latent, which the value projections read. Attention is averaged over all heads.
+    """
+
+    rotated = "v"
+
+    def __init__(
+        self,
+        layout: Layout,
+        policy: Evicting,
+        latent_dim: int,
+        rope_dim: int,
+        *,
+        shift: Callable[[Tensor, int], Tensor] | None = None,
+        heads: int,
+        scale: float,
+    ):
+        super().__init__(
+            layout, policy, 1, latent_dim, rope_dim, shift=shift, heads=heads, scale=scale,
+            query_dim=latent_dim + rope_dim,
+        )  # fmt: skip
+        self.kind, self.latent_dim = "latent", latent_dim
+
+    @property
+    def observed(self) -> bool:
+        return self.history > 0 or self.queries is not None
+
+    def store(self, latent: Tensor, rope_key: Tensor, step: Step) -> None:
+        self._enter(step)
+        self._store((latent[:, :, None], rope_key[:, :, None]), step)
+
+    def starts(self, step: Step) -> Tensor:
+        return self._enter(step).starts
+
+    def extent(self, step: Step) -> int:
+        return max(self.held.most) + step.width
+
+    def stored(self, step: Step) -> tuple[Tensor, Tensor]:
+        latent, rope_key = (self.codec.turn(x[:, 0, : self.extent(step)]) for x in self.codec.decode(self.arrays))
+        return latent, rope_key
+
+    def attend_latents(self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float) -> Tensor:
+        """`LatentState.attend_latents`."""
+        part = self._enter(step)
+        latent, rope_key = self.stored(step)
+        if not self.observed:
+            return latent_attend(q_latent, q_rope, latent, rope_key, part.starts, step.counts_t, scale=scale)
+        q = torch.cat([q_latent, q_rope], dim=-1).float()
+        if self.queries is not None:
+            part.queries = q.detach().contiguous()
+        keys = torch.cat([latent, rope_key], dim=-1)[:, None]  # [R, 1, S', Lat + Dr]
+        columns = None
+        if part.columns is not None:
+            part.columns.zero_()
+            columns = Columns(part.columns[..., : keys.shape[2]], part.starts + step.counts_t)
+        where = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
+        values, scoring = latent[:, None], ops.Scoring(scale)
+        return attend_slots(q, keys, values, where, part.starts, step.counts_t, scoring, columns=columns)
+
+    def read(self, arrays: Arrays) -> tuple[Tensor, Tensor]:
+        latent, rope_key = super().read(arrays)
+        return torch.cat([latent, rope_key], dim=-1), latent
+
+    def turn(self, x: Tensor, delta: int) -> Tensor:
+        latent, rope_key = x.split([self.latent_dim, x.shape[-1] - self.latent_dim], dim=-1)
+        return torch.cat([latent, super().turn(rope_key, delta)], dim=-1)

@@ -1,0 +1,144 @@
+"""What a storage policy is: which slots a layer keeps, apart from how it stores them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lmstate.errors import StateError
+from lmstate.ops.attention.slots import behind_all, lowest
+from lmstate.ops.types.slot_table import Lowest
+from lmstate.state.kv.policies.storage import Dense, Policy, Storage
+
+
+@dataclass(frozen=True)
+class Slots:
+    """What a policy decides on: the slots of every row and kv head, once the rows hold `lengths` tokens.
+
+    Slots lie in no order; `positions` int32 `[R, K, S]` says whose each is. Only those where `alive` bool `[R, K, S]`
+    count. `scores` float32 `[R, K, S]`: the sums of the attention that each slot has received (from every query since
+    it was stored, averaged over the query heads of its group); zeros unless the policy `observes` attention.
+    `queries` float32 `[R, W, H, D]`: the last W queries, rotated, the newest last, where the policy asks for them;
+    `asked` bool `[R, W]` where there is one.
+    """
+
+    positions: Tensor
+    alive: Tensor
+    lengths: Tensor  # int64 [R, 1, 1]
+    scores: Tensor
+    queries: Tensor
+    asked: Tensor
+    scale: float  # of query-key products
+    read: Callable[[], tuple[Tensor, Tensor]] = field(repr=False)
+    turn: Callable[[Tensor, int], Tensor] = field(repr=False)  # (vectors [A, B, D], delta): as if delta positions on
+
+    @cached_property
+    def _stored(self) -> tuple[Tensor, Tensor]:
+        return self.read()
+
+    @property
+    def keys(self) -> Tensor:
+        """float32 `[R, K, S, D]`, rotated for their positions."""
+        return self._stored[0]
+
+    @property
+    def values(self) -> Tensor:
+        """float32 `[R, K, S, Dv]`."""
+        return self._stored[1]
+
+
+@dataclass(frozen=True)
+class Evicting(Policy):
+    """A policy that forgets: after each step that is committed, `evict` says which slots go.
+
+    A new token always sees all that was kept, and the tokens of its own step (attend, then evict).
+    """
+
+    storage: Storage = field(default=Dense(), kw_only=True)
+
+    observes = False
+    """Whether `Slots.scores` is wanted. Costs a float32 a slot for each of the last `rewind` tokens."""
+
+    @property
+    def asks(self) -> int:
+        """How many of the last queries `Slots.queries` should hold."""
+        return 0
+
+    @property
+    @abstractmethod
+    def most(self) -> int:
+        """The slots of a head that may stay. A layer whose window is no longer than this forgets nothing more."""
+
+    @abstractmethod
+    def evict(self, slots: Slots) -> Tensor:
+        """bool `[R, K, S]`: the slots that go. Called where some head holds more than `most`."""
+
+    def excess(self, held: int) -> int | None:
+        """How many `evict` takes of a head that holds so many slots, where that is all it takes to know; else None."""
+        return None
+
+
+@dataclass(frozen=True)
+class Budget(Evicting):
+    """Keeps, in every head, the `budget` slots that `rank` puts highest: the base of most policies.
+
+    The first `sinks` positions and the `newest` ones are kept whatever their rank (Xiao et al. 2023, 2309.17453).
+    """
+
+    budget: int = 2048
+    recent: int = 0
+    sinks: int = 4
+
+    def __post_init__(self) -> None:
+        guarded = self.sinks + self.newest + max(self.batch, 0)
+        if min(self.sinks, self.recent, self.batch) < 0 or self.budget < max(1, guarded):
+            raise StateError(
+                f"{self} was asked for; the budget holds the sinks, the newest tokens and what is evicted at a time: "
+                f"make it at least {guarded}, and no number negative"
+            )
+
+    @property
+    def newest(self) -> int:
+        """How many of the last positions are kept whatever their rank."""
+        return self.recent
+
+    @property
+    def batch(self) -> int:
+        """How many slots at least are evicted at a time: more than one where ranking costs much."""
+        return 0
+
+    @property
+    def most(self) -> int:
+        return self.budget
+
+    def rank(self, slots: Slots) -> Tensor:
+        """float32 `[R, K, S]`: the lowest go first. By default those of least attention, if observed, or the oldest."""
+        return slots.scores if self.observes else slots.positions.float()
+
+    @property
+    def plain(self) -> bool:
+        """Whether ranks are the default ones, which need not be asked for."""
+        return type(self).rank is Budget.rank and type(self).evict is Budget.evict
+
+    def excess(self, held: int) -> int | None:
+        if type(self).evict is not Budget.evict:
+            return None
+        return self.lowest.excess(held)
+
+    @property
+    def lowest(self) -> Lowest:
+        """What goes where ranks are the default ones."""
+        return Lowest(self.budget, self.batch, self.sinks, self.newest, self.observes)
+
+    def evict(self, slots: Slots) -> Tensor:
+        positions = slots.positions
+        guarded = (positions < self.sinks) | (positions >= slots.lengths - self.newest)
+        ranks = behind_all(self.rank(slots).float(), guarded | ~slots.alive)
+        excess = slots.alive.sum(-1, keepdim=True) - self.budget  # [R, K, 1]
+        excess = torch.where(excess > 0, excess.clamp(min=self.batch), 0)
+        return lowest(ranks, positions, excess)

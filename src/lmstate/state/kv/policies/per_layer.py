@@ -1,0 +1,51 @@
+"""A policy for each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from lmstate.errors import StateError
+from lmstate.state.kv.policies.base import Budget
+from lmstate.state.kv.policies.storage import Dense, Policy
+
+
+@dataclass(frozen=True)
+class PerLayer:
+    """`policies[layer]` for the layers named, `default` for the others. Layers count from 0, of every kind."""
+
+    policies: Mapping[int, Policy]
+    default: Policy = field(default=Dense())
+
+    def __call__(self, layer: int) -> Policy:
+        return self.policies.get(layer, self.default)
+
+
+Policies = Policy | PerLayer | Callable[[int], Policy]
+"""One policy for every layer, or what gives a layer's by its number."""
+
+
+def pyramid(policy: Budget, layers: int, ratio: float = 4.0) -> PerLayer:
+    """`policy` with budgets that fall evenly from the first of `layers` to the last, `ratio` times smaller.
+
+    They add up to about `layers * policy.budget`; deeper layers need fewer tokens (PyramidKV, 2406.02069).
+    """
+    if layers < 1 or ratio < 1:
+        raise StateError(f"pyramid(layers={layers}, ratio={ratio}) was asked for; both are at least 1")
+    least = max(1, policy.sinks + policy.recent)
+    last = 2 * policy.budget / (1 + ratio)
+    steps = [ratio + (1 - ratio) * layer / max(layers - 1, 1) for layer in range(layers)]
+    return PerLayer({
+        layer: replace(policy, budget=max(least, round(last * step))) for layer, step in enumerate(steps)
+    })  # fmt: skip
+
+
+def policy_of(kv: Policies, layer: int) -> Policy:
+    """A layer's policy. Raises `StateError` for what is none."""
+    policy = kv if isinstance(kv, Policy) else kv(layer) if callable(kv) else kv
+    if not isinstance(policy, Policy):
+        raise StateError(
+            f"kv={policy!r} was given for layer {layer}; it is a policy of lmstate.kv (kv.Quantized(8), say), "
+            f"or PerLayer, or a function that gives a policy for a layer"
+        )
+    return policy

@@ -1,0 +1,42 @@
+"""How keys and values are stored: as floats, or in a few bits each. These policies keep every token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lmstate.errors import StateError
+
+
+class Policy:
+    """What `new_state(kv=...)` takes for a layer: a `Storage` keeps every token, an `Evicting` policy forgets."""
+
+
+class Storage(Policy):
+    """How the slots of an attention layer are stored."""
+
+
+@dataclass(frozen=True)
+class Dense(Storage):
+    """As floats of `dtype`; by default those of the state."""
+
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Quantized(Storage):
+    """In 8, 4 or 2 bits a number; each token is quantised once.
+
+    Keys and values are turned by an orthogonal matrix first (Hadamard; as in QuaRot, 2404.00456), so that no channel
+    stands out, with a scale a token and head. But keys of 4 and 2 bits have a scale and a middle for each channel of 64
+    positions (KIVI, 2402.02750), and until these are complete, the newest keys are kept as floats; under a policy that
+    evicts, keys are stored as values are. Latents have scales for at most 64 numbers of a token. `ops.types.kv_format`
+    says what is stored.
+    """
+
+    bits: int = 8
+
+    def __post_init__(self) -> None:
+        if self.bits not in (8, 4, 2):
+            raise StateError(f"Quantized(bits={self.bits}) was asked for; there are 8, 4 and 2")

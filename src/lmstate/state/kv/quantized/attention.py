@@ -1,0 +1,125 @@
+"""Attention states that keep every token in 8 or 4 bits a number: full, of a window, latent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lmstate import ops
+from lmstate.ops.attention.attend_latent import latent_attend
+from lmstate.ops.attention.attend_quantized import WHOLE, attend_quantized
+from lmstate.ops.types import kv_format
+from lmstate.ops.types.params import Held
+from lmstate.state.kv.policies.storage import Quantized
+from lmstate.state.layers.attention import AttentionState
+from lmstate.state.layers.base import Layout
+from lmstate.state.layers.latent import LatentState
+from lmstate.state.layers.slots import SlotState
+from lmstate.state.step import Step
+
+REFUSAL = "its keys are quantised as they were rotated, and never a second time"
+
+
+class QuantizedAttentionState(AttentionState):
+    """8 bits: codes and scales of turned keys and values in slots, or in a window's ring; see `Quantized`.
+
+    A token is stored before its step attends, so that it reads of itself what later ones will read.
+    """
+
+    what = "quantised keys and values"
+
+    def stored_as(
+        self, kv_heads: int, dims: dict[str, int]
+    ) -> tuple[dict[str, tuple[int, ...]], dict[str, torch.dtype]]:
+        return coded_buffers(dims, 8, kv_heads, most=WHOLE)
+
+    def made_rings(self) -> ops.Rings:
+        return coded_rings(self.buffers, None, 8, self.sight)
+
+    def attend(
+        self,
+        q: Tensor,
+        new: tuple[Tensor, Tensor] | None,
+        step: Step,
+        scoring: ops.Scoring,
+        rotation: ops.Rotation | None = None,
+    ) -> Tensor:
+        return attend_quantized(
+            q, new, rotation, held(self.buffers), None, step.starts_t, step.counts_t, scoring, self.sight,
+            bits=8, dtype=self.layout.dtype,
+        )  # fmt: skip
+
+    def refuses_drop(self, row: int) -> str | None:
+        return REFUSAL
+
+
+class QuantizedLatentState(LatentState):
+    """Codes and scales of latents and rope keys, turned."""
+
+    what = "quantised latents and rope keys"
+
+    def __init__(
+        self,
+        layout: Layout,
+        storage: Quantized,
+        latent_dim: int,
+        rope_dim: int,
+        *,
+        shift: Callable[[Tensor, int], Tensor] | None = None,
+    ):
+        self.bits, self.shift = storage.bits, shift
+        widths, dtypes = coded_buffers({"latent": latent_dim, "rope": rope_dim}, self.bits)
+        SlotState.__init__(self, layout, widths, None, dtypes)
+
+    def store(self, latent: Tensor, rope_key: Tensor, step: Step) -> None:
+        coded = [kv_format.encode(kv_format.turned(new[:, :, None]), self.bits) for new in (latent, rope_key)]
+        for (one, other), end in zip(zip(*coded), ("", ".scale")):
+            latents, rope_keys = (self.buffers[name + end][:, None] for name in ("latent", "rope"))
+            ops.append(one, other, latents, rope_keys, step.starts_t, step.counts_t)
+
+    def stored(self, step: Step) -> tuple[Tensor, Tensor]:
+        latent, rope_key = (kv_format.turned(x).to(self.layout.dtype) for x in self._turned(step))
+        return latent, rope_key
+
+    def _turned(self, step: Step) -> tuple[Tensor, Tensor]:
+        end = max(step.ends, default=0)
+        latent, rope_key = (
+            kv_format.decode(
+                self.buffers[name][:, :end], self.buffers[f"{name}.scale"][:, :end], self.bits, self.layout.dtype
+            )
+            for name in ("latent", "rope")
+        )
+        return latent, rope_key
+
+    def attend_latents(self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float) -> Tensor:
+        q_latent, q_rope = kv_format.turned(q_latent), kv_format.turned(q_rope)
+        seen = latent_attend(q_latent, q_rope, *self._turned(step), step.starts_t, step.counts_t, scale=scale)
+        return kv_format.turned(seen)
+
+    def refuses_drop(self, row: int) -> str | None:
+        return REFUSAL
+
+
+def held(buffers: dict[str, Tensor]) -> Held:
+    return Held(buffers["k"], buffers["v"], buffers["k.scale"], buffers["v.scale"])
+
+
+def coded_rings(buffers: dict[str, Tensor], tail: Tensor | None, bits: int, sight: ops.Sight) -> ops.Rings:
+    return ops.Rings(
+        buffers["k"], buffers["v"], sight, coded=ops.Coded(bits, buffers["k.scale"], buffers["v.scale"], tail)
+    )
+
+
+def coded_buffers(
+    dims: dict[str, int], bits: int, *heads: int, most: int = kv_format.GROUP
+) -> tuple[dict[str, tuple[int, ...]], dict[str, torch.dtype]]:
+    """The buffers for vectors of these widths, codes under their name and scales beside them, and their dtypes."""
+    widths: dict[str, tuple[int, ...]] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    for name, dim in dims.items():
+        codes, scales = kv_format.widths(dim, bits, most)
+        widths |= {name: (*heads, codes), f"{name}.scale": (*heads, scales)}
+        dtypes |= {name: kv_format.code_dtype(bits), f"{name}.scale": torch.float16}
+    return widths, dtypes

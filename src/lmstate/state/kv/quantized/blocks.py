@@ -1,0 +1,158 @@
+"""Attention states that keep every token in 4 or 2 bits a number, and the newest keys as floats too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lmstate import ops
+from lmstate.ops.attention.attend_quantized import WHOLE, attend_quantized
+from lmstate.ops.types import kv_format
+from lmstate.ops.types.kv_format import BLOCK
+from lmstate.state.kv.policies.storage import Quantized
+from lmstate.state.kv.quantized.attention import REFUSAL, coded_buffers, coded_rings, held
+from lmstate.state.layers.attention import KeyValueState
+from lmstate.state.layers.base import Install, Layout
+from lmstate.state.layers.composite import CompositeState
+from lmstate.state.layers.slots import Buffers, SlotState
+from lmstate.state.step import Step
+
+SHORT = 32
+"""What steps of up to so many tokens more than one need in the ring of floats is kept."""
+
+
+class BlockState(CompositeState, KeyValueState):
+    """Codes of values, and of keys in blocks of positions that are whole, in slots or in a window's ring; and a ring of
+    keys as floats.
+
+    A block of keys is quantised, once, from the floats, when its last token is stored. A query reads codes or floats of
+    a block by its own position (`ops.attend_quantized`), so that no cut of the stream shows; the ring goes back far
+    enough for that from any position inside the rewind window. A block's codes of keys are never read before it is
+    whole.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        storage: Quantized,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        *,
+        sight: ops.Sight = ops.EVERYTHING,
+    ):
+        self.layout, self.bits, self.sight = layout, storage.bits, sight
+        dims = {"k": head_dim, "v": value_dim or head_dim}
+        self.codes, self.tail = Codes(layout, self.bits, kv_heads, dims, sight), Floats(layout, kv_heads, head_dim)
+        super().__init__((self.codes, self.tail))
+        self.kind = "attention" if sight.reach is None else "window"
+        self.tail.as_rings = self.codes.as_rings
+
+    def rings(self, step: Step) -> ops.Rings | None:
+        as_rings = self.codes.as_rings
+        if not as_rings:
+            as_rings.append(coded_rings(self.codes.buffers, self.tail.buffers["k"], self.bits, self.sight))
+        return as_rings[0]
+
+    def attend(
+        self,
+        q: Tensor,
+        new: tuple[Tensor, Tensor] | None,
+        step: Step,
+        scoring: ops.Scoring,
+        rotation: ops.Rotation | None = None,
+    ) -> Tensor:
+        return attend_quantized(
+            q, new, rotation, held(self.codes.buffers), self.tail.buffers["k"], step.starts_t, step.counts_t, scoring,
+            self.sight, bits=self.bits, dtype=self.layout.dtype,
+        )  # fmt: skip
+
+    def capture(self, row: int, length: int) -> dict[str, Tensor]:
+        captured = super().capture(row, length)
+        for name in ("k", "k.scale"):  # the last block is not whole: what its slots hold is of no time
+            coded = captured[f"0.{name}"]
+            coded[..., coded.shape[-2] - min(length % BLOCK, coded.shape[-2]) :, :] = 0
+        return captured
+
+    def kept(self, row: int, length: int) -> list[list[int]]:
+        return [list(range(self.sight.low(length), length)) for _ in range(self.codes.buffers["k"].shape[1])]
+
+    def refuses_drop(self, row: int) -> str | None:
+        return REFUSAL
+
+    def parts(self) -> list[KeyValueState]:  # type: ignore[override]  # narrower, as the list is only read
+        return [self]
+
+
+class Codes(SlotState):
+    """Codes and scales in a number of slots that blocks fill: a block's slots follow each other."""
+
+    kind, what = "attention", "blocks of quantised keys and values"
+
+    def __init__(self, layout: Layout, bits: int, kv_heads: int, dims: dict[str, int], sight: ops.Sight):
+        span, slack = None, layout.rewind
+        if sight.reach is not None:
+            need = sight.reach - 1 + BLOCK - 1  # of the first block in sight all slots: its scales lie across them
+            span = _filled(need + layout.rewind + 1) - 1
+            slack = span - need  # filled blocks reach farther back than was asked for
+        widths, dtypes = coded_buffers(dims, bits, kv_heads, most=WHOLE)
+        widths["k.scale"] = (kv_heads, kv_format.block_scales(dims["k"]))
+        capacity = None if layout.capacity is None else _filled(layout.capacity)
+        super().__init__(replace(layout, capacity=capacity, rewind=slack), widths, span, dtypes)
+
+    def _grown(self, need: int, most: int | None) -> int:
+        return _filled(super()._grown(need, most))
+
+
+class Floats(SlotState):
+    """The newest keys: what queries read as floats, from any position that a rewind reaches."""
+
+    kind, what = "attention", "the newest keys"
+
+    def __init__(self, layout: Layout, kv_heads: int, dim: int):
+        super().__init__(replace(layout, capacity=None), {"k": (kv_heads, dim)}, BLOCK - 1 + layout.rewind)
+
+    def reserve(self, step: Step) -> None:
+        assert self.span is not None
+        if (smaller := self._shrunk(self.span + max(step.width, 1), step.starts)) is not None:
+            self._hold(*smaller)
+        super().reserve(step)
+
+    def commit(self, step: Step, accepted: tuple[int, ...]) -> Install | None:
+        assert self.span is not None
+        release = super().commit(step, accepted)
+        # Where an idle row ends is known when a step begins: it may have been rewound or restored since.
+        ends = [start + n for start, n in zip(step.starts, accepted)] if all(step.counts) else None
+        if ends is None or (smaller := self._shrunk(self.span + 1, ends)) is None:
+            return release
+
+        def install() -> None:
+            if release is not None:
+                release()
+            self._hold(*smaller)
+
+        return install
+
+    def _shrunk(self, slots: int, ends: Sequence[int]) -> tuple[Buffers, list[int]] | None:
+        """Copies with so many slots for rows that end there, and their `high`; None where there are few more.
+
+        A long step needed room for all its tokens: it is given back.
+        """
+        if self.slots <= slots + SHORT:
+            return None
+        smaller = {name: b.new_zeros(*b.shape[:-2], slots, b.shape[-1]) for name, b in self.buffers.items()}
+        high = []
+        for row, end in enumerate(ends):
+            lost = self.high[row] - self.slots
+            positions = torch.arange(max(0, end - slots, lost), end, device=self.layout.device)
+            smaller["k"][row][..., positions % slots, :] = self.buffers["k"][row][..., positions % self.slots, :]
+            high.append(max(end, lost + slots))  # what was lost there is lost here
+        return smaller, high
+
+
+def _filled(slots: int) -> int:
+    """As many, or more, that blocks fill."""
+    return -(-slots // BLOCK) * BLOCK

@@ -1,0 +1,118 @@
+"""The state of an attention layer: keys and values, full or of a sliding window."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lmstate import ops
+from lmstate.state.layers.base import LayerState, Layout
+from lmstate.state.layers.slots import SlotState
+from lmstate.state.step import Step
+
+
+class KeyValueState(LayerState):
+    """The memory of a layer that attends to keys and values, however it stores them and whatever it forgets."""
+
+    def rings(self, step: Step) -> ops.Rings | None:
+        """The keys and values themselves, where a step may store and read them as `ops.Run` does."""
+        return None
+
+    @abstractmethod
+    def attend(
+        self,
+        q: Tensor,
+        new: tuple[Tensor, Tensor] | None,
+        step: Step,
+        scoring: ops.Scoring,
+        rotation: ops.Rotation | None = None,
+    ) -> Tensor:
+        """Store new keys `[R, T, K, D]` and values `[R, T, K, Dv]`, then attend: q `[R, T, H, D]` -> float32
+        `[R, T, H, Dv]`.
+
+        `rotation` turns queries and new keys first. No new ones: attends to what is stored, for layers that share this
+        one's memory.
+        """
+
+
+class AttentionState(SlotState, KeyValueState):
+    """Keys `[R, K, S, D]` and values `[R, K, S, Dv]` in slots: position p of a row lies in slot `p % S`.
+
+    Without a window S grows by doubling and nothing wraps. With one, the slots are a ring that holds the window,
+    `rewind` slots of slack and the step.
+    """
+
+    what = "keys and values"
+
+    def __init__(
+        self,
+        layout: Layout,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        *,
+        sight: ops.Sight = ops.EVERYTHING,
+        shift: Callable[[Tensor, int], Tensor] | None = None,
+    ):
+        """`sight`: what a query sees, and so what is remembered.
+
+        `shift(keys [K, S, D], delta)` rotates keys as if each had stood `delta` positions farther on (None: keys have
+        no position); `State.drop` closes a gap with it.
+        """
+        self.sight, self.shift = sight, shift
+        # The positions in sight, and as many as a rewind brings in sight.
+        span = None if sight.reach is None else sight.reach - 1 + layout.rewind
+        self.kind = "attention" if span is None else "window"
+        widths, dtypes = self.stored_as(kv_heads, {"k": head_dim, "v": value_dim or head_dim})
+        super().__init__(layout, widths, span, dtypes)
+
+    def stored_as(
+        self, kv_heads: int, dims: dict[str, int]
+    ) -> tuple[dict[str, tuple[int, ...]], dict[str, torch.dtype]]:
+        """The buffers that hold keys and values of these widths, without rows and slots, and the dtypes of some."""
+        return {name: (kv_heads, dim) for name, dim in dims.items()}, {}
+
+    def rings(self, step: Step) -> ops.Rings | None:
+        if not self.as_rings:
+            self.as_rings.append(self.made_rings())
+        return self.as_rings[0]
+
+    def made_rings(self) -> ops.Rings:
+        return ops.Rings(self.buffers["k"], self.buffers["v"], self.sight)
+
+    @property
+    def k(self) -> Tensor:
+        return self.buffers["k"]
+
+    @property
+    def v(self) -> Tensor:
+        return self.buffers["v"]
+
+    def attend(
+        self,
+        q: Tensor,
+        new: tuple[Tensor, Tensor] | None,
+        step: Step,
+        scoring: ops.Scoring,
+        rotation: ops.Rotation | None = None,
+    ) -> Tensor:
+        memory = self.k, self.v, step.starts_t, step.counts_t
+        if new is not None and rotation is not None:
+            return ops.rotate_attend(q, *new, rotation, *memory, scoring, self.sight)
+        if rotation is not None:
+            q = ops.rope(q, *rotation)
+        if new is not None:
+            ops.append(*new, *memory)
+        return ops.attend(q, *memory, scoring, self.sight)
+
+    def lowest(self, position: int) -> int:
+        return self.sight.low(position)
+
+    def refuses_drop(self, row: int) -> str | None:
+        return "its chunks begin at fixed positions" if self.sight.chunk is not None else super().refuses_drop(row)
+
+    def moved(self, name: str, stored: Tensor, delta: int) -> Tensor:
+        return stored if name != "k" or self.shift is None else self.shift(stored, delta).to(stored)

@@ -1,0 +1,121 @@
+"""What one layer remembers: the contract between a layer's state, its mixer and the state that owns it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lmstate.errors import UnsupportedError
+from lmstate.state.step import Step
+
+if TYPE_CHECKING:
+    from lmstate.state.kv.policies.storage import Policy
+
+Install = Callable[[], None]
+"""The second half of a change. The first half, which returned it, did all that can fail and changed nothing."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a state was asked to be; every layer state is made from it."""
+
+    rows: int
+    device: torch.device
+    dtype: torch.dtype  # of stored keys and values
+    capacity: int | None = None  # tokens a row may hold; None: grows
+    rewind: int = 16  # how many tokens back a rewind recomputes nothing
+    chunk: int = 512  # tokens of a row that one forward takes
+    kv: Policy | None = None  # how an attention layer stores and forgets; None: all of it, in `dtype`
+    max_positions: int | None = None  # how many positions the model has learned, each by itself; None: it knows any
+    static: bool = False  # tensors that a step uses are made once, and changed only in place
+
+
+class LayerState(ABC):
+    """One layer's memory of every row.
+
+    It holds no length: the committed length of a row comes with each call. Between `reserve` and `commit`/`discard` it
+    is pending, and what was committed stays whole. `commit`, `rewind`, `select` and `restore` come in two halves: the
+    call prepares (and may fail, having changed nothing), the returned `Install` makes it so and cannot fail. None means
+    that there is nothing to install. The state calls the second halves only once every layer has done the first.
+    """
+
+    kind: str  # how `State.memory` groups it
+    forgets: bool  # whether it drops what a rewind far back would need
+
+    @abstractmethod
+    def reserve(self, step: Step) -> None:
+        """Make room for `step`. Nothing committed is lost; `discard` brings back what was."""
+
+    @abstractmethod
+    def commit(self, step: Step, accepted: tuple[int, ...]) -> Install | None:
+        """Make the first `accepted[r]` tokens of the step real in each row; the rest never happened."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """The step that was reserved never happened. Cannot fail; harmless when nothing is reserved."""
+
+    @abstractmethod
+    def reach(self, row: int, length: int) -> int:
+        """The earliest position that `rewind` reaches in a row of this length."""
+
+    @abstractmethod
+    def rewind(self, row: int, length: int, to: int) -> Install | None:
+        """Take a row from `length` back to `to`, `reach <= to <= length`, exactly."""
+
+    @abstractmethod
+    def select(self, rows: Sequence[int | None]) -> Install | None:
+        """Make row i of the new batch a copy of row `rows[i]` of the old one; empty where that is None."""
+
+    @abstractmethod
+    def capture(self, row: int, length: int) -> dict[str, Tensor]:
+        """Copies of all that the row needs to go on from `length`, without a row axis."""
+
+    @abstractmethod
+    def restore(self, row: int, length: int, tensors: dict[str, Tensor]) -> Install | None:
+        """Put what `capture` gave at `length` in a row. Length 0 with no tensors empties it.
+
+        Raises `SnapshotError` if the tensors are not what this layer would have captured.
+        """
+
+    def kept(self, row: int, length: int) -> list[list[int]]:
+        """For each kv head, the positions whose keys and values the next token could see."""
+        raise UnsupportedError(f"a {self.kind} layer keeps no positions apart; ask an attention layer")
+
+    def refuses_drop(self, row: int) -> str | None:
+        """Why no span of the row can be dropped exactly; None if one can."""
+        return "what it remembers of the span cannot be told from the rest"
+
+    def drop(self, row: int, length: int, start: int, stop: int) -> Install | None:
+        """Forget the positions `start .. stop - 1` and move the later ones up. Only where `refuses_drop` is None."""
+        raise UnsupportedError(f"a {self.kind} layer cannot drop a span")
+
+    def adopt(self, step: Step) -> None:
+        """A `DeviceStep` ran, and `step` says in host integers what it was: from here it is pending like any other."""
+        self.reserve(step)
+
+    def fixed(self) -> dict[str, Tensor]:
+        """The tensors that a `DeviceStep` reads and writes, by name. Of a static layout, always the same."""
+        return {}
+
+    def rebind(self, tensors: dict[str, Tensor]) -> None:
+        """Use these instead of `fixed()`: for a program that owns them."""
+        assert not tensors, f"a {self.kind} layer has no fixed tensors"
+
+    def accept(self) -> None:  # noqa: B027
+        """Make all of a `DeviceStep` real, on the device: for a program without a host."""
+
+    @abstractmethod
+    def tensors(self) -> list[Tensor]:
+        """Every tensor held now, for counting bytes."""
+
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def parts(self) -> list[LayerState]:
+        """The simple layer states in it: itself, unless it is a composite."""
+        return [self]

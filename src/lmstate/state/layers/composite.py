@@ -1,0 +1,101 @@
+"""Two kinds of memory in one layer: attention and a recurrence side by side, say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from lmstate.errors import SnapshotError
+from lmstate.state.layers.attention import KeyValueState
+from lmstate.state.layers.base import Install, LayerState
+from lmstate.state.step import Step
+
+
+class CompositeState(LayerState):
+    """Layer states that move together. Its mixer uses each of `members`; the state sees one layer."""
+
+    kind = "composite"
+
+    def __init__(self, members: Sequence[LayerState]):
+        self.members = tuple(members)
+        self.forgets = any(member.forgets for member in members)
+
+    def _both(self, change: Callable[[LayerState], Install | None]) -> Install | None:
+        installs = [half for member in self.members if (half := change(member)) is not None]
+
+        def install() -> None:
+            for half in installs:
+                half()
+
+        return install if installs else None
+
+    def reserve(self, step: Step) -> None:
+        for member in self.members:
+            member.reserve(step)
+
+    def commit(self, step: Step, accepted: tuple[int, ...]) -> Install | None:
+        return self._both(lambda member: member.commit(step, accepted))
+
+    def discard(self) -> None:
+        for member in self.members:
+            member.discard()
+
+    def reach(self, row: int, length: int) -> int:
+        return max((member.reach(row, length) for member in self.members), default=0)
+
+    def rewind(self, row: int, length: int, to: int) -> Install | None:
+        return self._both(lambda member: member.rewind(row, length, to))
+
+    def select(self, rows: Sequence[int | None]) -> Install | None:
+        return self._both(lambda member: member.select(rows))
+
+    def capture(self, row: int, length: int) -> dict[str, Tensor]:
+        return {
+            f"{i}.{name}": tensor
+            for i, member in enumerate(self.members)
+            for name, tensor in member.capture(row, length).items()
+        }
+
+    def restore(self, row: int, length: int, tensors: dict[str, Tensor]) -> Install | None:
+        split: list[dict[str, Tensor]] = [{} for _ in self.members]
+        for name, tensor in tensors.items():
+            index = name.partition(".")[0]
+            if index not in map(str, range(len(self.members))):
+                raise SnapshotError(f"the snapshot has a tensor {name!r} that no part of this layer holds")
+            split[int(index)][name[len(index) + 1 :]] = tensor
+        pairs = dict(zip(map(id, self.members), split))
+        return self._both(lambda member: member.restore(row, length, pairs[id(member)]))
+
+    def kept(self, row: int, length: int) -> list[list[int]]:
+        for part in self.parts():
+            if isinstance(part, KeyValueState):
+                return part.kept(row, length)
+        return super().kept(row, length)
+
+    def refuses_drop(self, row: int) -> str | None:
+        return next((why for member in self.members if (why := member.refuses_drop(row)) is not None), None)
+
+    def drop(self, row: int, length: int, start: int, stop: int) -> Install | None:
+        return self._both(lambda member: member.drop(row, length, start, stop))
+
+    def adopt(self, step: Step) -> None:
+        for member in self.members:
+            member.adopt(step)
+
+    def fixed(self) -> dict[str, Tensor]:
+        return {f"{i}.{name}": t for i, member in enumerate(self.members) for name, t in member.fixed().items()}
+
+    def rebind(self, tensors: dict[str, Tensor]) -> None:
+        for i, member in enumerate(self.members):
+            member.rebind({name: tensors[f"{i}.{name}"] for name in member.fixed()})
+
+    def accept(self) -> None:
+        for member in self.members:
+            member.accept()
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for member in self.members for tensor in member.tensors()]
+
+    def parts(self) -> list[LayerState]:
+        return [part for member in self.members for part in member.parts()]

@@ -1,0 +1,421 @@
+"""The state of a recurrent layer: the carry of a fold, and what it takes to go back.
+
+A fold is `(inputs [R, T, F], carry, counts [R], beside) -> (outputs [R, T, G], carry)`: it is given what the layer
+projected and nothing that it derived from that, so that a log of inputs replays exactly. `beside [R, T, B]` is what the
+outputs need and the carry does not (a gate, say); where only the carry is wanted, it is None. A fold writes into none
+of its arguments.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmstate.errors import SnapshotError
+from lmstate.state.layers.base import Install, LayerState, Layout
+from lmstate.state.step import DeviceStep, Step
+
+Carry = tuple[Tensor, ...]
+Fold = Callable[[Tensor, Carry, Tensor, Tensor | None], tuple[Tensor, Carry]]
+
+
+@dataclass
+class Anchor:
+    """The carry that some rows had at a multiple of `rewind`: `positions[r]`, or None where row r has none."""
+
+    positions: list[int | None]
+    carry: Carry
+
+
+class FoldState(LayerState):
+    """The carry of every row, float32 `[R, ...]` each, at the row's committed length.
+
+    A step folds into a second carry, which `commit` adopts. If only a prefix was accepted, the step's inputs are folded
+    again from the old carry. To go back, the carry at the last two multiples of `rewind` (the anchors) and the inputs
+    since the older of them (the log, a ring) are kept: any of the last `rewind` positions, and usually more, is reached
+    by folding again from an anchor.
+
+    Of a static layout, the second carry and the step's inputs have tensors of their own, that a `DeviceStep` fills.
+    """
+
+    kind = "fold"
+    forgets = True
+
+    def __init__(
+        self,
+        layout: Layout,
+        fold: Fold,
+        shapes: Sequence[tuple[int, ...]],
+        inputs: int,
+        *,
+        names: Sequence[str] | None = None,
+    ):
+        """`shapes`: of each part of the carry, without rows; `inputs`: F, the width of the fold's input."""
+        self.layout, self.fold = layout, fold
+        self.names = tuple(names or (f"carry.{i}" for i in range(len(shapes))))
+        rows, device = layout.rows, layout.device
+        self.carry: Carry = tuple(torch.zeros(rows, *shape, dtype=torch.float32, device=device) for shape in shapes)
+        self._next: Carry | None = None
+        self._inputs: list[tuple[Step, Tensor]] = []
+        self._passed: list[Anchor] = []
+        self._step: Step | None = None
+        self.period = layout.rewind
+        if self.period:
+            self.log = torch.zeros(rows, 2 * self.period, inputs, dtype=torch.float32, device=device)
+            self.anchors = [Anchor([at] * rows, tuple(map(torch.zeros_like, self.carry))) for at in (0, None)]
+        else:
+            self.log, self.anchors = torch.zeros(rows, 0, inputs, dtype=torch.float32, device=device), []
+        self.second: Carry = tuple(map(torch.zeros_like, self.carry)) if layout.static else ()
+        self.taken = torch.zeros(rows, layout.chunk if layout.static else 0, inputs, dtype=torch.float32, device=device)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FoldState:
+        """A copy of what is remembered, which goes on with the same weights, unless their model is copied with it."""
+        if id(getattr(self.fold, "__self__", None)) not in memo:
+            memo[id(self.fold)] = self.fold
+        twin = memo[id(self)] = object.__new__(type(self))
+        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        return twin
+
+    # ---- the step
+
+    def reserve(self, step: Step) -> None:
+        self.discard()
+        self._step = step
+
+    def advance(self, inputs: Tensor, step: Step, beside: Tensor | None = None) -> Tensor:
+        """Fold a step's inputs `[R, T, F]` -> `[R, T, G]`, from where the part before it ended."""
+        if isinstance(step, DeviceStep):
+            outputs, carry = self.fold(inputs, self.carry, step.counts_t, beside)
+            self._fill(self.second, carry)
+            self.taken[:, : step.width].copy_(inputs)
+            return outputs
+        if (whole := self.at_once(step)) is not None:
+            outputs, carry = self.fold(inputs, whole, step.counts_t, beside)
+            self.took(step, inputs, carry)
+            return outputs
+        ends = self._log(step, inputs)
+        carry = self.carry if self._next is None else self._next
+        outputs, self._next, passed = self._run(inputs, carry, step, ends, beside)
+        self._passed += passed
+        return outputs
+
+    def at_once(self, step: Step) -> Carry | None:
+        """The carry that all of a step's inputs are folded from at once; None where an anchor lies between them.
+
+        None for a `DeviceStep` too, which copies what it gets. Whoever folds them (and makes them in the same call,
+        say) says so with `took`.
+        """
+        if isinstance(step, DeviceStep):
+            return None
+        assert self._step is not None, "a step without reserve"
+        if any(stops != list(step.counts) for stops, _ in self._stops(step, self._step.ends)):
+            return None
+        return self.carry if self._next is None else self._next
+
+    def took(self, step: Step, inputs: Tensor, carry: Carry) -> None:
+        """A step's inputs `[R, T, F]` were folded from `at_once`, and gave this carry.
+
+        Or will be before anything else is asked of this state: both are only kept.
+        """
+        ends = self._log(step, inputs)
+        self._passed += [Anchor(positions, carry) for _, positions in self._stops(step, ends)]
+        self._next = carry
+
+    def adopt(self, step: Step) -> None:
+        self.reserve(step)
+        self._next = self.second
+        inputs = self.taken[:, : step.width]
+        self._inputs = [(step, inputs)]
+        cuts = self._stops(step, step.ends)
+        if all(stops == list(step.counts) for stops, _ in cuts):
+            self._passed = [Anchor(positions, self.second) for _, positions in cuts]
+        else:  # an anchor inside the step is not what the device has kept
+            self._passed = self._run(inputs, self.carry, step, step.ends)[2]
+
+    def fixed(self) -> dict[str, Tensor]:
+        parts = {name: (own, second) for name, own, second in zip(self.names, self.carry, self.second)}
+        named = {f"{name}.{i}": tensor for name, pair in parts.items() for i, tensor in enumerate(pair)}
+        return {**named, "taken": self.taken}
+
+    def rebind(self, tensors: dict[str, Tensor]) -> None:
+        self.carry = tuple(tensors[f"{name}.0"] for name in self.names)
+        self.second = tuple(tensors[f"{name}.1"] for name in self.names)
+        self.taken = tensors["taken"]
+
+    def accept(self) -> None:
+        self._fill(self.carry, self.second)
+
+    def commit(self, step: Step, accepted: tuple[int, ...]) -> Install | None:
+        if self._next is None:
+            return self.discard
+        carry, passed = self._next, self._passed
+        if accepted != step.counts:
+            carry, passed = self._replay(step, accepted)
+        lengths = [start + n for start, n in zip(step.starts, accepted)]
+        writes = self._log_writes(step, accepted) if self.period else []
+
+        def install() -> None:
+            self._hold(carry)
+            for anchor in passed:
+                self._keep(anchor, lengths)
+            flat = self.log.flatten(0, 1)
+            for slots, rows in writes:
+                flat.index_copy_(0, slots, rows)
+            self.discard()
+
+        return install
+
+    def discard(self) -> None:
+        self._next, self._step = None, None
+        self._inputs, self._passed = [], []
+
+    # ---- moving about
+
+    def reach(self, row: int, length: int) -> int:
+        return min((at for anchor in self.anchors if (at := anchor.positions[row]) is not None), default=length)
+
+    def rewind(self, row: int, length: int, to: int) -> Install | None:
+        if to == length:
+            return None
+        base, anchor = max(
+            ((at, anchor) for anchor in self.anchors if (at := anchor.positions[row]) is not None and at <= to),
+            key=lambda found: found[0],
+        )
+        # A single row's carry may be an anchor's own, as after a commit; one of several is put beside the others.
+        alone = len(self.carry[0]) == 1 and self._next is None
+        carry: Carry = anchor.carry if alone else tuple(part[row : row + 1] for part in anchor.carry)
+        if to > base:
+            counts = torch.tensor([to - base], device=self.log.device)
+            _, carry = self.fold(self._logged(row, base, to), carry, counts, None)
+        if not alone:
+            self._unshare()
+
+        def install() -> None:
+            if alone:
+                self._hold(carry)
+            else:
+                self._put(row, carry)
+            for anchor in self.anchors:
+                at = anchor.positions[row]
+                anchor.positions[row] = None if at is None or at > to else at
+
+        return install
+
+    def select(self, rows: Sequence[int | None]) -> Install | None:
+        source = torch.tensor([0 if row is None else row for row in rows], device=self.log.device)
+        empty = [i for i, row in enumerate(rows) if row is None]
+
+        def picked(part: Tensor) -> Tensor:
+            part = part[source]
+            part[empty] = 0
+            return part
+
+        carry, log = tuple(map(picked, self.carry)), picked(self.log)
+        anchors = [
+            Anchor(
+                [(None if i else 0) if row is None else anchor.positions[row] for row in rows],
+                tuple(map(picked, anchor.carry)),
+            )
+            for i, anchor in enumerate(self.anchors)
+        ]
+
+        def install() -> None:
+            self._hold(carry)
+            self.log, self.anchors = log, anchors
+
+        return install
+
+    def capture(self, row: int, length: int) -> dict[str, Tensor]:
+        return {name: part[row].clone() for name, part in zip(self.names, self.carry)}
+
+    def restore(self, row: int, length: int, tensors: dict[str, Tensor]) -> Install | None:
+        if length == 0 and not tensors:
+            tensors = {name: torch.zeros_like(part[0]) for name, part in zip(self.names, self.carry)}
+        if set(tensors) != set(self.names):
+            raise SnapshotError(f"a recurrent layer needs {sorted(self.names)}; the snapshot has {sorted(tensors)}")
+        for name, own in zip(self.names, self.carry):
+            given = tensors[name]
+            if given.shape != own.shape[1:] or not given.dtype.is_floating_point:
+                raise SnapshotError(
+                    f"the snapshot's {name} is {given.dtype} {list(given.shape)}; "
+                    f"this layer holds {list(own.shape[1:])}"
+                )
+        carry: Carry = tuple(tensors[name][None].to(own) for name, own in zip(self.names, self.carry))
+        self._unshare()
+
+        def install() -> None:
+            self._put(row, carry)
+            for anchor in self.anchors:
+                anchor.positions[row] = None
+            if self.anchors:
+                positions: list[int | None] = [None] * len(self.carry[0])
+                positions[row] = length
+                self._keep(Anchor(positions, self.carry), [length] * len(positions))
+
+        return install
+
+    def tensors(self) -> list[Tensor]:
+        held = [*self.carry, self.log, *(part for anchor in self.anchors for part in anchor.carry)]
+        held += [part for anchor in self._passed for part in anchor.carry]
+        held += [*(self._next or ()), *(inputs for _, inputs in self._inputs), *self.second, self.taken]
+        return list({tensor.data_ptr(): tensor for tensor in held}.values())  # inputs may be a part of `taken`
+
+    # ---- the parts of it
+
+    def _run(
+        self, inputs: Tensor, carry: Carry, step: Step, ends: Sequence[int], beside: Tensor | None = None
+    ) -> tuple[Tensor, Carry, list[Anchor]]:
+        """Fold a step, stopping for the carry at the last two multiples of `period` before each row's end."""
+        cuts = self._stops(step, ends)
+        if not cuts:
+            outputs, carry = self.fold(inputs, carry, step.counts_t, beside)
+            return outputs, carry, []
+        done, pieces, passed = [0] * step.rows, [], []
+        for stops, positions in [*cuts, (list(step.counts), None)]:
+            counts = [stop - begin for stop, begin in zip(stops, done)]
+            if any(counts):
+                piece = _rows_between(inputs, done, stops)
+                gate = None if beside is None else _rows_between(beside, done, stops)
+                folded, carry = self.fold(piece, carry, torch.tensor(counts, device=inputs.device), gate)
+                pieces.append((folded, counts))
+            if positions is not None:
+                passed.append(Anchor(positions, carry))
+            done = stops
+        return _rows_joined(pieces), carry, passed
+
+    def _stops(self, step: Step, ends: Sequence[int]) -> list[tuple[list[int], list[int | None]]]:
+        return step.memo(("cuts", self.period, tuple(ends)), lambda: _cuts(step, ends, self.period))
+
+    def _log(self, step: Step, inputs: Tensor) -> Sequence[int]:
+        """Keep a part's inputs if they may be folded again. Returns where the rows of the whole step end."""
+        assert self._step is not None, "a step without reserve"
+        ends = self._step.ends
+        if step.tentative or any(
+            n and end > last - 2 * self.period for n, end, last in zip(step.counts, step.ends, ends)
+        ):
+            self._inputs.append((step, inputs))
+        return ends
+
+    def _replay(self, step: Step, accepted: tuple[int, ...]) -> tuple[Carry, list[Anchor]]:
+        """The carry after the accepted prefixes: rows accepted in part are folded again from the committed carry."""
+        assert self._next is not None
+        again = tuple(n if n < count else 0 for n, count in zip(accepted, step.counts))
+        partly = [n < count for n, count in zip(accepted, step.counts)]
+        redone = self.carry
+        passed: list[Anchor] = []
+        if any(again):
+            inputs = torch.cat([piece for _, piece in self._inputs], dim=1)[:, : max(again)]
+            short = Step(step.starts, again, step.device, step.horizons)
+            _, redone, passed = self._run(inputs, self.carry, short, short.ends)
+        whole = [
+            Anchor([None if p else at for p, at in zip(partly, anchor.positions)], anchor.carry)
+            for anchor in self._passed
+        ]
+        if not all(p or not count for p, count in zip(partly, step.counts)):
+            mask = torch.tensor(partly, device=self.log.device)
+            redone = tuple(
+                torch.where(mask.view(-1, *[1] * (old.ndim - 1)), old, new) for old, new in zip(redone, self._next)
+            )
+        return redone, whole + passed
+
+    def _log_writes(self, step: Step, accepted: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
+        """(flat slots, inputs to put there) for the inputs accepted that the log still holds afterwards."""
+        writes = []
+        for part, inputs in self._inputs:
+            key = ("log", self.period, accepted)
+            slots, sources = part.memo(key, lambda part=part: self._log_index(part, step, accepted))  # type: ignore[misc]
+            rows = inputs.flatten(0, 1)
+            writes.append((slots, rows if len(sources) == len(rows) else rows[sources]))
+        return writes
+
+    def _log_index(self, part: Step, step: Step, accepted: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        size = self.log.shape[1]
+        slots: list[int] = []
+        sources: list[int] = []
+        for row, (start, count) in enumerate(zip(part.starts, part.counts)):
+            length = step.starts[row] + accepted[row]
+            for position in range(max(start, length - size), min(start + count, length)):
+                slots.append(row * size + position % size)
+                sources.append(row * part.width + position - start)
+        index = torch.tensor([slots, sources], dtype=torch.int64, device=self.log.device)
+        return index[0], index[1]
+
+    def _logged(self, row: int, start: int, stop: int) -> Tensor:
+        """A row's inputs `[1, stop - start, F]` at positions that the log holds."""
+        size, own = self.log.shape[1], self.log[row : row + 1]
+        first, last = start % size, (stop - 1) % size + 1
+        return own[:, first:last] if first < last else torch.cat([own[:, first:], own[:, :last]], dim=1)
+
+    def _keep(self, anchor: Anchor, lengths: Sequence[int]) -> None:
+        """Put an anchor's rows into the slot that its position falls in, for rows that reached it."""
+        reached = [at if at is not None and at <= length else None for at, length in zip(anchor.positions, lengths)]
+        for index, slot in enumerate(self.anchors):
+            rows = [row for row, at in enumerate(reached) if at is not None and at // self.period % 2 == index]
+            for row in rows:
+                slot.positions[row] = reached[row]
+            if len(rows) == len(reached) and not self.layout.static:
+                slot.carry = anchor.carry  # folds never write into it, so that it may be the layer's own
+                continue
+            for row in rows:
+                for own, part in zip(slot.carry, anchor.carry):
+                    own[row] = part[row]
+
+    def _unshare(self) -> None:
+        """Give anchors that hold the layer's own carry a copy: `_put` is about to write into it."""
+        for anchor in self.anchors:
+            if anchor.carry[0] is self.carry[0]:
+                anchor.carry = tuple(part.clone() for part in self.carry)
+
+    def _hold(self, carry: Carry) -> None:
+        if self.layout.static:
+            self._fill(self.carry, carry)
+        else:
+            self.carry = carry
+
+    @staticmethod
+    def _fill(own: Carry, parts: Carry) -> None:
+        for tensor, part in zip(own, parts):
+            tensor.copy_(part)
+
+    def _put(self, row: int, carry: Carry) -> None:
+        for held in (self.carry, self._next):
+            for own, part in zip(held or (), carry):
+                own[row] = part[0]
+
+
+def _cuts(step: Step, ends: Sequence[int], period: int) -> list[tuple[list[int], list[int | None]]]:
+    """Where to stop inside a step for the last two multiples of `period` before each row's end.
+
+    For each of the two: how many of each row's tokens come before it, and its position in the rows that pass it here.
+    """
+    cuts = []
+    for back in (1, 0):
+        marks = [(end // period - back) * period if period else 0 for end in ends]
+        passes: list[int | None] = [
+            mark if start < mark <= start + n else None for mark, start, n in zip(marks, step.starts, step.counts)
+        ]
+        if any(mark is not None for mark in passes):
+            stops = [min(max(mark - start, 0), n) for mark, start, n in zip(marks, step.starts, step.counts)]
+            cuts.append((stops, passes))
+    return cuts
+
+
+def _rows_between(inputs: Tensor, begins: Sequence[int], stops: Sequence[int]) -> Tensor:
+    """Row r's tokens `begins[r] .. stops[r] - 1` of `[R, T, F]`, moved to the left: a view where all rows agree."""
+    if len(set(zip(begins, stops))) == 1:
+        return inputs[:, begins[0] : stops[0]]
+    rows = [row[begin:stop] for row, begin, stop in zip(inputs, begins, stops)]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+def _rows_joined(pieces: Sequence[tuple[Tensor, Sequence[int]]]) -> Tensor:
+    """Pieces `[R, t, G]` of each row one after the other, `counts[r]` tokens of each: the inverse of the above."""
+    if all(len(set(counts)) == 1 for _, counts in pieces):
+        return torch.cat([piece for piece, _ in pieces], dim=1)
+    cut = [[row[:count] for row, count in zip(piece, counts)] for piece, counts in pieces]
+    return torch.nn.utils.rnn.pad_sequence([torch.cat(row) for row in zip(*cut)], batch_first=True)

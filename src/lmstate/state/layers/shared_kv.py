@@ -1,0 +1,76 @@
+"""The state of a layer that attends to what another one stored (Gemma 3n, Gemma 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from lmstate import ops
+from lmstate.errors import SnapshotError
+from lmstate.state.layers.attention import KeyValueState
+from lmstate.state.layers.base import Install
+from lmstate.state.step import Step
+
+
+class SharedState(KeyValueState):
+    """Nothing of its own. `source` is an earlier layer's: it stores a step's tokens before this one reads them, and all
+    that moves, forgets or saves them happens there."""
+
+    kind = "shared"
+    forgets = False
+
+    def __init__(self, source: KeyValueState):
+        self.source = source
+
+    def rings(self, step: Step) -> ops.Rings | None:
+        return self.source.rings(step)
+
+    def attend(
+        self,
+        q: Tensor,
+        new: tuple[Tensor, Tensor] | None,
+        step: Step,
+        scoring: ops.Scoring,
+        rotation: ops.Rotation | None = None,
+    ) -> Tensor:
+        assert new is None, "a layer that shares another one's memory stores nothing"
+        return self.source.attend(q, None, step, scoring, rotation)
+
+    def kept(self, row: int, length: int) -> list[list[int]]:
+        return self.source.kept(row, length)
+
+    def reserve(self, step: Step) -> None:
+        pass
+
+    def commit(self, step: Step, accepted: tuple[int, ...]) -> Install | None:
+        return None
+
+    def discard(self) -> None:
+        pass
+
+    def reach(self, row: int, length: int) -> int:
+        return 0
+
+    def rewind(self, row: int, length: int, to: int) -> Install | None:
+        return None
+
+    def select(self, rows: Sequence[int | None]) -> Install | None:
+        return None
+
+    def capture(self, row: int, length: int) -> dict[str, Tensor]:
+        return {}
+
+    def restore(self, row: int, length: int, tensors: dict[str, Tensor]) -> Install | None:
+        if tensors:
+            raise SnapshotError(f"the snapshot has {sorted(tensors)} for a layer that shares another one's memory")
+        return None
+
+    def refuses_drop(self, row: int) -> str | None:
+        return None
+
+    def drop(self, row: int, length: int, start: int, stop: int) -> Install | None:
+        return None
+
+    def tensors(self) -> list[Tensor]:
+        return []

@@ -1,0 +1,283 @@
+"""Rows of slots that hold something for every position: keys and values, or latents. What attention states share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lmstate.errors import CapacityError, SnapshotError
+from lmstate.ops import Rings
+from lmstate.state.layers.base import Install, LayerState, Layout
+from lmstate.state.step import Step
+
+FIRST_SLOTS = 64
+
+Buffers = dict[str, Tensor]
+
+
+class SlotState(LayerState):
+    """Named buffers `[R, ..., S, D]` of S slots: position p of a row lies in slot `p % S` of all of them.
+
+    Without a span S grows by doubling and nothing wraps. With one, S stops growing when it holds the span and the step,
+    and the same slots become a ring: one code path before, at and after the wrap. Nothing says where a row ends but the
+    step. A row's slots hold the positions from `high[r] - S` on, where `high[r]` is the farthest that was ever written:
+    writing position p overwrites `p - S`, also in a step that is discarded.
+
+    `buffers` is replaced as a whole and never changed, so that what a step may have to bring back is one reference. Of
+    a static layout it is never replaced: there are slots for all from the start, and what was in them is copied back.
+    """
+
+    what: str  # is stored, for messages: "keys and values"
+
+    def __init__(
+        self,
+        layout: Layout,
+        widths: Mapping[str, tuple[int, ...]],
+        span: int | None,
+        dtypes: Mapping[str, torch.dtype] | None = None,
+    ):
+        """`widths`: the shape of each buffer without rows and slots, `(K, D)` say.
+
+        `span`: the stored positions that some query may still need, those that a rewind brings in sight included; None
+        for all of them. `dtypes`: of the buffers that are not in the layout's.
+        """
+        self.layout = layout
+        self.span = span
+        self.as_rings: list[Rings] = []
+        """The buffers as attention reads them, once it was asked for. Buffers that are read together share the list."""
+        self.forgets = span is not None
+        slots = layout.capacity or 0
+        if span is not None:
+            slots = min(slots, span + (layout.chunk if layout.static else 1))
+        self.buffers = {
+            name: torch.zeros(layout.rows, *heads, slots, width, dtype=dtype, device=layout.device)
+            for name, (*heads, width) in widths.items()
+            for dtype in [(dtypes or {}).get(name, layout.dtype)]
+        }
+        self.high = [0] * layout.rows
+        self._saved: tuple[Buffers, list[int]] | None = None
+
+    @property
+    def buffers(self) -> Buffers:
+        return self._buffers
+
+    @buffers.setter
+    def buffers(self, buffers: Buffers) -> None:
+        self._buffers = buffers
+        self.slots = _slots(buffers)
+        """S."""
+        self.as_rings.clear()
+
+    # ---- the step
+
+    def reserve(self, step: Step) -> None:
+        if self.span is None:
+            if (need := step.longest) > self.slots:
+                self._save()
+                self.buffers, self.high = _resized(self.buffers, self.high, self._grown(need, None))
+            self.high = [max(high, end) for high, end in zip(self.high, step.ends)]
+            return
+        # A tentative step may be accepted in part, so all of it must stay; a certain one may overwrite its own past.
+        fresh = [count if step.tentative else min(count, step.chunk) for count in step.counts]
+        need = max((min(end, self.span + new) for end, new in zip(step.ends, fresh)), default=0)
+        overwrites = any(
+            count and end - max(self.slots, need) > max(0, start - self.span)
+            for start, count, end in zip(step.starts, step.counts, step.ends)
+        )
+        if need > self.slots and self.layout.static:
+            raise CapacityError(
+                f"{max(step.counts)} tokens were given with commit=False; a static state takes at most "
+                f"{self.layout.chunk} tokens a row in a step that may be discarded: give fewer at a time"
+            )
+        self._save()
+        if need > self.slots:
+            self.buffers, self.high = _resized(self.buffers, self.high, self._grown(need, self.span + max(fresh)))
+        elif overwrites:
+            copies = {name: buffer.clone() for name, buffer in self.buffers.items()}
+            if self.layout.static:
+                self._saved = (copies, list(self.high))
+            else:
+                self.buffers = copies
+        self.high = [max(high, end) for high, end in zip(self.high, step.ends)]
+
+    def commit(self, step: Step, accepted: tuple[int, ...]) -> Install | None:
+        return self._release if self._saved is not None else None
+
+    def discard(self) -> None:
+        if self._saved is not None:
+            buffers, high = self._saved
+            if buffers is not self.buffers:  # the step wrote elsewhere: what it overwrote is whole in the old slots
+                self._hold(buffers, high)
+            self._saved = None
+
+    # ---- moving about
+
+    def reach(self, row: int, length: int) -> int:
+        if self.span is None:
+            return 0
+        lost = self.high[row] - self.slots  # positions below it are overwritten
+        return max(0, lost + self.span - self.layout.rewind) if lost > 0 else 0
+
+    def rewind(self, row: int, length: int, to: int) -> Install | None:
+        return None  # a length is all that changes, and it is not kept here
+
+    def select(self, rows: Sequence[int | None]) -> Install | None:
+        source = torch.tensor([0 if row is None else row for row in rows], device=self.layout.device)
+        empty = [i for i, row in enumerate(rows) if row is None]
+        buffers = {name: buffer[source] for name, buffer in self.buffers.items()}
+        for buffer in buffers.values():
+            buffer[empty] = 0
+        high = [0 if row is None else self.high[row] for row in rows]
+
+        return lambda: self._hold(buffers, high)
+
+    def capture(self, row: int, length: int) -> dict[str, Tensor]:
+        # From the earliest position that is whole in the slots and still needed by someone.
+        first = 0 if self.span is None else max(0, length - self.span, self.high[row] - self.slots)
+        where = torch.arange(first, length, device=self.layout.device) % max(self.slots, 1)
+        return {name: buffer[row][..., where, :].contiguous() for name, buffer in self.buffers.items()}
+
+    def restore(self, row: int, length: int, tensors: dict[str, Tensor]) -> Install | None:
+        stored = self._checked(length, tensors)
+        count = next(iter(stored.values())).shape[-2]
+        current, high = self._with_room(count, self.buffers, self.high)
+        saved = self._saved
+        if saved is not None:
+            # Other rows are pending: what a discard brings back must hold this row as well, and have room for it.
+            earlier, before = self._with_room(count, *saved)
+            saved = (current if saved[0] is self.buffers else earlier, before)
+
+        def install() -> None:
+            if saved is not None:
+                _store(stored, saved[0], row, length, saved[1])
+                self._saved = saved
+            self._hold(current, high)
+            _store(stored, self.buffers, row, length, self.high)
+
+        return install
+
+    def kept(self, row: int, length: int) -> list[list[int]]:
+        first = next(iter(self.buffers.values()))
+        low = self.lowest(length)
+        return [list(range(low, length)) for _ in range(first.shape[1] if first.ndim > 3 else 1)]
+
+    def lowest(self, position: int) -> int:
+        """The first position that a query at `position` sees."""
+        return 0
+
+    def refuses_drop(self, row: int) -> str | None:
+        return "its window has forgotten earlier tokens" if self.high[row] > self.slots else None
+
+    def drop(self, row: int, length: int, start: int, stop: int) -> Install | None:
+        # Nothing has wrapped, so that position p lies in slot p.
+        later = {name: buffer[row][..., stop:length, :] for name, buffer in self.buffers.items()}
+        moved = {name: self.moved(name, tensor, start - stop).clone() for name, tensor in later.items()}
+
+        def install() -> None:
+            for name, tensor in moved.items():
+                self.buffers[name][row][..., start : start + length - stop, :] = tensor
+
+        return install
+
+    def moved(self, name: str, stored: Tensor, delta: int) -> Tensor:
+        """What is stored under a name, `[..., n, D]`, as it would be if its tokens had stood `delta` positions on."""
+        return stored
+
+    def fixed(self) -> dict[str, Tensor]:
+        return dict(self.buffers)
+
+    def rebind(self, tensors: dict[str, Tensor]) -> None:
+        self.buffers = dict(tensors)
+
+    def tensors(self) -> list[Tensor]:
+        held = list(self.buffers.values())
+        if self._saved is not None and self._saved[0] is not self.buffers:
+            held += self._saved[0].values()
+        return held
+
+    # ---- slots
+
+    def _grown(self, need: int, most: int | None) -> int:
+        """How many slots to have when `need` are needed: doubling, but never past what can ever be used."""
+        slots = max(need, 2 * self.slots, FIRST_SLOTS)
+        limits = [limit for limit in (most, self.layout.capacity) if limit is not None]
+        return max(need, min([slots, *limits]))
+
+    def _with_room(self, count: int, buffers: Buffers, high: list[int]) -> tuple[Buffers, list[int]]:
+        """Buffers and their `high`, in slots for the last `count` positions of a row. Those of a static layout stay."""
+        if count <= _slots(buffers) or self.layout.static:
+            return buffers, list(high)
+        return _resized(buffers, high, self._grown(count, None if self.span is None else count))
+
+    def _hold(self, buffers: Buffers, high: list[int]) -> None:
+        """Have what is in `buffers`: in them, or, of a static layout, in the ones that there are."""
+        if self.layout.static:
+            for name, own in self.buffers.items():
+                if buffers[name] is not own:
+                    own.copy_(buffers[name])
+        else:
+            self.buffers = buffers
+        self.high = high
+
+    def _save(self) -> None:
+        self._saved = (self.buffers, list(self.high))
+
+    def _release(self) -> None:
+        self._saved = None
+
+    def _checked(self, length: int, tensors: dict[str, Tensor]) -> Buffers:
+        if length == 0 and not tensors:
+            return {name: buffer[0][..., :0, :] for name, buffer in self.buffers.items()}
+        names = " and ".join(self.buffers)
+        if set(tensors) != set(self.buffers):
+            raise SnapshotError(f"this layer needs the tensors {names}; the snapshot has {sorted(tensors)}")
+        for name, buffer in self.buffers.items():
+            tensor, (*heads, _, width) = tensors[name], buffer.shape[1:]
+            if tensor.ndim != len(heads) + 2 or [*tensor.shape[:-2], tensor.shape[-1]] != [*heads, width]:
+                expected = ", ".join(map(str, [*heads, "stored", width]))
+                raise SnapshotError(
+                    f"the snapshot's {name} is {list(tensor.shape)}; this layer holds [{expected}]"
+                )  # fmt: skip
+            if tensor.dtype != buffer.dtype and not (tensor.is_floating_point() and buffer.is_floating_point()):
+                kind = "floating point" if buffer.is_floating_point() else buffer.dtype
+                raise SnapshotError(f"the snapshot's {name} is {tensor.dtype}; {self.what} are {kind} here")
+        counts = [tensors[name].shape[-2] for name in self.buffers]
+        least = length if self.span is None else min(length, self.span - self.layout.rewind)
+        if len(set(counts)) != 1 or not least <= counts[0] <= length:
+            raise SnapshotError(
+                f"the snapshot stores {', '.join(map(str, counts))} positions of this layer's {names}; a row of "
+                f"{length} tokens needs the same number of each, {least} to {length}"
+            )
+        return {name: tensors[name] for name in self.buffers}
+
+
+def _slots(buffers: Buffers) -> int:
+    """S."""
+    return next(iter(buffers.values())).shape[-2]
+
+
+def _resized(buffers: Buffers, high: list[int], slots: int) -> tuple[Buffers, list[int]]:
+    """Copies with more slots, each position moved to where it now belongs. In their `high` what was lost stays lost."""
+    old = _slots(buffers)
+    larger = {name: b.new_zeros(*b.shape[:-2], slots, b.shape[-1]) for name, b in buffers.items()}
+    for row, end in enumerate(high):
+        for name, buffer in buffers.items():
+            if end <= old:
+                larger[name][row][..., :end, :] = buffer[row][..., :end, :]
+            else:
+                positions = torch.arange(end - old, end, device=buffer.device)
+                larger[name][row][..., positions % slots, :] = buffer[row][..., positions % old, :]
+    return larger, [end if end <= old else end - old + slots for end in high]
+
+
+def _store(stored: Buffers, buffers: Buffers, row: int, length: int, high: list[int]) -> None:
+    """Put the last positions before `length`, `[..., n, D]` each, in a row of the slots, as many as there are."""
+    for name, buffer in buffers.items():
+        count, slots = stored[name].shape[-2], buffer.shape[-2]
+        kept = min(count, slots)
+        where = torch.arange(length - kept, length, device=buffer.device) % max(slots, 1)
+        buffer[row][..., where, :] = stored[name][..., count - kept :, :].to(buffer)
+        # Only what was put is whole: as if all before it had been overwritten.
+        high[row] = length if kept == length else length - kept + slots

@@ -1,0 +1,195 @@
+"""Text to token ids and back, and conversations to text: the tokenizer that comes with a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lmstate.checkpoints.source import TokenizerFiles
+from lmstate.errors import ModelError
+from lmstate.files.json_object import MOST_BYTES
+
+if TYPE_CHECKING:
+    import tokenizers
+
+    from lmstate.text.chat_template import ChatTemplate
+
+BROKEN = "\ufffd"  # what stands in decoded text for bytes that are not UTF-8, or not yet
+HELD = 4  # tokens that may be held back for the rest of a character; UTF-8 has at most 4 bytes in one
+MOST_IDS = 2**32  # the tokenizers library keeps ids in 32 bits
+
+Message = Mapping[str, Any]
+
+
+class Tokenizer:
+    """The tokenizer of one checkpoint.
+
+    `eos_ids` are the ids that end a text, as generation_config.json or the GGUF file gives them; without them, the
+    tokenizer's own end token. Raises `ModelError` for files that make no tokenizer.
+    """
+
+    def __init__(self, files: TokenizerFiles, eos_ids: Iterable[int] = ()) -> None:
+        self._settings = files.settings
+        self._inner = _build(files.tokenizer_json)
+        self._special = {
+            name: text for name in files.settings if name.endswith("_token") and (text := self._token_text(name))
+        }
+        own = self.id_of(self._special["eos_token"]) if "eos_token" in self._special else None
+        self.eos_ids = frozenset(eos_ids) or frozenset(() if own is None else (own,))
+        self.bos_id = self.id_of(self._special["bos_token"]) if "bos_token" in self._special else None
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that have a text, added ones included. A model's logits may be padded to more."""
+        return self._inner.get_vocab_size(with_added_tokens=True)
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a token given by its text in the vocabulary (`<|im_end|>`), None if there is none."""
+        return self._inner.token_to_id(token)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a text, with the begin and end tokens that the model expects around it unless told otherwise.
+
+        A special token written in the text becomes that token. Text of strangers should be put in a chat message only
+        after removing such names.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"the text has half a surrogate pair at character {error.start}; it is no Unicode"
+            ) from error
+        return list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of ids. Those past the vocabulary (logits may be padded) have none; a negative one is an error."""
+        ids = [int(token) for token in ids]
+        if any(not 0 <= token < MOST_IDS for token in ids):
+            raise ValueError(
+                f"token ids are whole numbers from 0 to {self.vocab_size - 1}; got {min(ids)} to {max(ids)}"
+            )
+        return self._inner.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def chat_text(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> str:
+        """A conversation as the text that the model was trained on: `[{"role": "user", "content": "..."}, ...]`.
+
+        `variables` are those that some templates know (`tools`, `enable_thinking`, ...). Raises `ModelError` if the
+        model has no chat template, or the template refuses the conversation or writes nothing for it.
+        """
+        text = self._chat_template.render(
+            messages, add_generation_prompt=add_generation_prompt, **{"tools": None, **self._special, **variables}
+        )
+        if messages and not text:
+            raise ModelError(
+                "the model's chat template is empty, or writes nothing for this conversation; "
+                "give the model a plain prompt instead"
+            )
+        return text
+
+    def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> list[int]:
+        """The ids of `chat_text`: a template writes its own begin tokens."""
+        return self.encode(self.chat_text(messages, add_generation_prompt, **variables), add_special_tokens=False)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template_source() is not None
+
+    def stream(self, skip_special_tokens: bool = True) -> TextStream:
+        """A decoder for ids that come one by one."""
+        return TextStream(lambda ids: self.decode(ids, skip_special_tokens))
+
+    @cached_property
+    def _chat_template(self) -> ChatTemplate:
+        from lmstate.text.chat_template import ChatTemplate
+
+        source = self._template_source()
+        if source is None:
+            raise ModelError(
+                "this model has no chat template (it may be a base model, not one tuned for chat); "
+                "give it a plain prompt instead"
+            )
+        return ChatTemplate(source)
+
+    def _template_source(self) -> str | None:
+        value = self._settings.get("chat_template")
+        if isinstance(value, list):  # several, by name
+            named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
+            value = named.get("default")
+        if value is not None and not isinstance(value, str):
+            raise ModelError(f"the tokenizer's chat_template is a {type(value).__name__}; it must be a text")
+        return value
+
+    def _token_text(self, name: str) -> str | None:
+        """The text of `bos_token` and the like, which files give as a string or as an object with its properties."""
+        value = self._settings[name]
+        if isinstance(value, dict):
+            value = value.get("content")
+        return value if isinstance(value, str) else None
+
+
+class TextStream:
+    """Text of ids that come one by one: never half a character, never a lost space.
+
+    A token's text can depend on its left neighbours (a leading space is dropped at the beginning only) and a character
+    can span tokens, so a short window of tokens is decoded again and what is new is given out. The pieces joined are
+    what `decode` gives for all ids.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._window: list[int] = []  # the tokens of the last piece given out, and those since
+        self._given = ""  # the text of the window that was given out already
+        self._fresh = 0  # tokens of the window since the last piece
+
+    def push(self, token: int) -> str:
+        """The text that this token completes; empty while a character is unfinished."""
+        self._window.append(token)
+        self._fresh += 1
+        text = self._decode(self._window)
+        if text.endswith(BROKEN):
+            # Once this many tokens did not mend it, only the last of the broken bytes can still become a character.
+            return "" if self._fresh < HELD else self._give(text[:-1])
+        piece = self._give(text)
+        if piece:
+            # The window shrinks to the tokens of this piece: enough to decode what follows in its context.
+            self._window = self._window[-self._fresh :]
+            self._given = self._decode(self._window)
+            self._fresh = 0
+        return piece
+
+    def flush(self) -> str:
+        """What is still held back when no more tokens come, broken characters shown as U+FFFD."""
+        piece = self._give(self._decode(self._window)) if self._window else ""
+        self._window, self._given, self._fresh = [], "", 0
+        return piece
+
+    def _give(self, text: str) -> str:
+        """What of the window's text was not given out yet."""
+        piece = text[len(self._given) :]
+        self._given = text if piece else self._given
+        return piece
+
+
+def _build(source: Path | str) -> tokenizers.Tokenizer:
+    import tokenizers
+
+    if isinstance(source, Path):
+        if source.stat().st_size > MOST_BYTES:
+            raise ModelError(f"{source} has {source.stat().st_size} bytes; a tokenizer has at most {MOST_BYTES}")
+        where = str(source)
+    else:
+        where = "the tokenizer in the GGUF file"
+    try:
+        if isinstance(source, Path):
+            inner = tokenizers.Tokenizer.from_file(where)
+        else:
+            inner = tokenizers.Tokenizer.from_str(source)
+        inner.no_truncation()
+        inner.no_padding()
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # the library raises bare Exception, and its panics are not even that
+        raise ModelError(f"{where} is damaged or of a newer kind: {str(error)[:200]}") from error
+    return inner
