@@ -47,14 +47,14 @@ class Ours:
 
     def decode(self, ids: list[int], tokens: int, rows: int) -> Callable[[], None]:
         from limits import step_bytes  # it lies beside this file
-        from lmstate.generation.sampling import Picker, Sampler
+        from lmstate.generation.sampling import Sampler, TokenPicker
 
         # Ragged: every row is a little shorter than the one before.
         prompts = [ids[row * 3 :] for row in range(rows)]
         state = self.model.new_state(rows, rewind=tokens)
         self.model(prompts, state)
         self.reads = step_bytes(self.model, state)
-        picker = Picker(Sampler(), rows)
+        picker = TokenPicker(Sampler(), rows)
 
         def run() -> None:
             step = [[7]] * rows

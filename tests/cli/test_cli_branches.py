@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import lmstate
 from lmstate.cli.app import app
 from lmstate.cli.chat.conversation import Conversation
-from lmstate.cli.chat.slash_commands import COMMANDS, Ask, run_command
+from lmstate.cli.chat.slash_commands import COMMANDS, AskQuestion, run_command
 from tests.invariants.mirror import close
 from tests.zoo import VOCAB, ours
 
@@ -131,7 +131,7 @@ def test_edited_question_takes_the_place_of_the_last(conversation: Conversation)
     plain = Conversation(conversation.model, max_new_tokens=6)
     ask(plain, "one")
     ask(conversation, "two")
-    with pytest.raises(Ask) as edited:
+    with pytest.raises(AskQuestion) as edited:
         command(conversation, "/edit three")
     assert ask(conversation, edited.value.question) == ask(plain, "three")
     assert conversation.messages == plain.messages

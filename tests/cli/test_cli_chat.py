@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from lmstate.cli.app import app
-from lmstate.cli.chat import talk
+from lmstate.cli.chat.command import talk
 from lmstate.cli.chat.conversation import Conversation, turns
 from tests.cli.conftest import ChatTokenizer
 from tests.generation.fake_model import FakeModel

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from lmstate.cli.app import app
 from lmstate.cli.progress import Watched, watched
-from lmstate.generation.sampling import Picker, Sampler
+from lmstate.generation.sampling import Sampler, TokenPicker
 from tests.generation.fake_model import FakeModel
 from tests.zoo import ours
 
@@ -78,13 +78,13 @@ def test_what_is_not_asked_for_is_as_the_model_suggests(
     sampler: Sampler,
 ) -> None:
     taken: list[Sampler] = []
-    pick = Picker.__init__
+    pick = TokenPicker.__init__
 
-    def init(self: Picker, sampler: Sampler, rows: int) -> None:
+    def init(self: TokenPicker, sampler: Sampler, rows: int) -> None:
         taken.append(sampler)
         pick(self, sampler, rows)
 
-    monkeypatch.setattr(Picker, "__init__", init)
+    monkeypatch.setattr(TokenPicker, "__init__", init)
     for suggested, expected in ((SUGGESTED, sampler), ({}, None)):
         model.defaults = suggested
         taken.clear()

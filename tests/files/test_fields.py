@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.config import Config
 from lmstate.errors import ModelError
 from lmstate.files.json_object import parse_object
 
@@ -19,7 +19,7 @@ ANYTHING = st.recursive(
 
 @given(ANYTHING)
 def test_a_value_is_as_typed_or_refused(value):
-    fields = Fields({"x": value})
+    fields = Config({"x": value})
     for read, right in [
         (lambda: fields.int("x", 1, 100), lambda got: type(got) is int and 1 <= got <= 100),
         (lambda: fields.float("x", 0.0, 1.0), lambda got: type(got) is float and 0 <= got <= 1),
@@ -34,7 +34,7 @@ def test_a_value_is_as_typed_or_refused(value):
 
 
 def test_absent_and_null_take_the_default_and_without_one_are_errors():
-    fields = Fields({"null": None, "whole": 4.0}, "config.json")
+    fields = Config({"null": None, "whole": 4.0}, "config.json")
     assert fields.int("null", default=None) is None and fields.int("absent", default=7) == 7
     assert fields.bool("null", default=True) is False and fields.bool("absent", default=True) is True
     assert fields.int("whole") == 4
@@ -46,7 +46,7 @@ def test_absent_and_null_take_the_default_and_without_one_are_errors():
 @pytest.mark.parametrize("value", [10**5000, float("nan"), float("inf"), -1, True, "3", 2.5, [3]], ids=range(8))
 def test_what_only_looks_like_a_size_is_refused(value):
     with pytest.raises(ModelError, match="hidden_size"):
-        Fields({"hidden_size": value}).int("hidden_size", 1, 2**20)
+        Config({"hidden_size": value}).int("hidden_size", 1, 2**20)
 
 
 @pytest.mark.parametrize("text", ['{"a": 1, "a": 2}', "[1]", "{", "[" * 100_000, b"\xff\xfe", '{"a": ' * 50_000])

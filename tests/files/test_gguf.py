@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lmstate.checkpoints.gguf.blocks import FORMATS, take_apart
 from lmstate.checkpoints.gguf.source import GgufSource
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.source import GroupedQuant
 from lmstate.errors import ModelError
 from lmstate.models.families import build
@@ -149,7 +149,7 @@ def test_the_number_of_a_layer_has_one_spelling(tmp_path):
     twice = {**ggufs.llama_tensors(), "blk.00.attn_q.weight": ggufs.floats(128, 64, seed=1)}
     path = ggufs.write(tmp_path / "a.gguf", tensors=twice)
     with pytest.raises(ModelError, match=r"does not use \(blk\.00\.attn_q\.weight\)"):
-        build(Weights(GgufSource.open(path), "float32"))
+        build(WeightLoader(GgufSource.open(path), "float32"))
 
 
 @pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_proj.weight", "model.norm.weight"])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import lmstate
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.open import open_source
 from lmstate.errors import ModelError
 from lmstate.models.families import build
@@ -84,7 +84,7 @@ def metadata(config: Any, arch: str, **more: Any) -> dict[str, Any]:
 
 
 def loaded(path: Path, arch: str, values: dict[str, Any], tensors: dict[str, Any], kind: str = "float32") -> Any:
-    return build(Weights(open_source(write(path / "model.gguf", arch, values, tensors)), kind))
+    return build(WeightLoader(open_source(write(path / "model.gguf", arch, values, tensors)), kind))
 
 
 def same(ours: lmstate.Model, theirs: Any, bound: float = 1e-4) -> None:
@@ -209,7 +209,7 @@ def test_gpt_oss_from_mxfp4_checkpoint(tmp_path: Path, kind: str) -> None:
     config["quantization_config"] = {"quant_method": "mxfp4"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
-    ours = build(Weights(open_source(tmp_path), kind))
+    ours = build(WeightLoader(open_source(tmp_path), kind))
     expert = ours.blocks[0].mlp.experts[1]  # type: ignore[union-attr]
     exact = theirs.model.layers[0].mlp.experts.down_proj[1].T
     assert expert.down.kind == ("float32" if kind == "float32" else "int8")

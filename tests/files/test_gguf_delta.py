@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from lmstate.checkpoints.gguf.source import GgufSource
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.open import open_source
 from lmstate.checkpoints.source import GroupedQuant
 from lmstate.errors import ModelError
@@ -48,12 +48,12 @@ def test_a_converted_model_gives_the_logits_of_the_original(
 ) -> None:
     theirs = original(case, changes)
     path = write(tmp_path / "model.gguf", arch, theirs, tmp_path / "saved")
-    ours = build(Weights(open_source(path), "float32"))
+    ours = build(WeightLoader(open_source(path), "float32"))
     assert ours.config.family == theirs.config.model_type
     ids = text(70)
     with torch.no_grad():
         torch.testing.assert_close(ours(ids), theirs(ids).logits, atol=1e-4, rtol=1e-4)
-    again = GgufSource.recall(path, open_source(path).remember(), None)
+    again = GgufSource.from_json(path, open_source(path).to_json(), None)
     for name in ("model.layers.0.input_layernorm.weight", "model.layers.0.conv.conv.weight"):
         if name in again.names():
             assert torch.equal(again.read(name), open_source(path).read(name))
@@ -83,7 +83,7 @@ def test_quantised_columns_of_tiled_heads_come_back_exactly(width: int, tmp_path
 def test_heads_for_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
     theirs = original("qwen3_5", {"linear_num_key_heads": 4})
     path = write(tmp_path / "model.gguf", "qwen35", theirs, tmp_path / "saved", drafts=1)
-    ours = build(Weights(open_source(path), "float32"))
+    ours = build(WeightLoader(open_source(path), "float32"))
     assert len(ours.blocks) == theirs.config.num_hidden_layers
     with torch.no_grad():
         torch.testing.assert_close(ours(text(9)), theirs(text(9)).logits, atol=1e-4, rtol=1e-4)
@@ -226,8 +226,8 @@ def changed(config: Any, name: str, value: np.ndarray) -> Iterator[tuple[str, np
     elif "linear_attn" in name and name.endswith("in_proj_qkvz.weight"):
         keys, key_dim, value_dim = config.linear_num_key_heads, config.linear_key_head_dim, config.linear_value_head_dim
         per_key = config.linear_num_value_heads // keys * value_dim
-        by_head = value.reshape(keys, -1, config.hidden_size)
-        q, k, v, z = np.split(by_head, np.cumsum([key_dim, key_dim, per_key]), axis=1)
+        per_head_matmul = value.reshape(keys, -1, config.hidden_size)
+        q, k, v, z = np.split(per_head_matmul, np.cumsum([key_dim, key_dim, per_key]), axis=1)
         flat = [part.reshape(-1, config.hidden_size) for part in (q, k, v, z)]
         yield name.replace("qkvz", "qkv"), np.concatenate(flat[:3])
         yield name.replace("qkvz", "z"), flat[3]

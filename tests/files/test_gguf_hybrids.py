@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lmstate.checkpoints.gguf.source import GgufSource
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.open import open_source
 from lmstate.errors import ModelError
 from lmstate.models.families import build
@@ -46,12 +46,12 @@ def test_a_converted_model_gives_the_logits_of_the_original(
     make = CASES[case]
     theirs = hybrid_ggufs.randomised(make.func(*make.args, **{**make.keywords, **changes}))
     path = hybrid_ggufs.write(tmp_path / "model.gguf", arch, theirs, tmp_path / "saved")
-    ours = build(Weights(open_source(path), "float32"))
+    ours = build(WeightLoader(open_source(path), "float32"))
     assert ours.config.family == theirs.config.model_type
     ids = text(70)
     with torch.no_grad():
         torch.testing.assert_close(ours(ids), theirs(ids).logits, atol=1e-4, rtol=1e-4)
-    again = GgufSource.recall(path, open_source(path).remember(), None)
+    again = GgufSource.from_json(path, open_source(path).to_json(), None)
     name = next(name for name in sorted(again.names()) if name.endswith(("A_log", "q_proj.weight")))
     assert torch.equal(again.read(name), open_source(path).read(name))
 
@@ -64,7 +64,7 @@ def test_a_decay_that_grows_is_refused(tmp_path: Path) -> None:
     assert raw.count(negated) == 1
     path.write_bytes(raw.replace(negated, bytes(len(negated))))
     with pytest.raises(ModelError, match="must be negative"):
-        build(Weights(open_source(path), "float32"))
+        build(WeightLoader(open_source(path), "float32"))
 
 
 def test_more_heads_than_features_are_refused(tmp_path: Path) -> None:
@@ -91,4 +91,4 @@ def test_attention_in_no_regular_pattern_is_refused(layers: tuple[str, ...], mes
     keys = {f"jamba.ssm.{key}": 4 for key in ("state_size", "conv_kernel", "time_step_rank", "inner_size")}
     path = ggufs.write(tmp_path / "a.gguf", "jamba", keys, tensors, sizes={"layers": 4})
     with pytest.raises(ModelError, match=message):
-        build(Weights(open_source(path), "float32"))
+        build(WeightLoader(open_source(path), "float32"))

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.gguf.tokenizer import SPLITTINGS, generation_of, tokenizer_of
 from lmstate.checkpoints.hub import open_checkpoint
 from lmstate.checkpoints.open import open_source
@@ -114,7 +114,7 @@ def spm_metadata(**changes):
     scores = [0.0] * len(PIECES) + [-float(i) for i in (20, 21, 22, 23, 3, 2, 1, 5, 4, 6, 0)]
     metadata = {"model": "llama", "tokens": tokens, "token_type": types, "scores": scores, "bos_token_id": 1}
     metadata |= {"eos_token_id": 2, "unknown_token_id": 0} | changes
-    return Fields({f"tokenizer.ggml.{name}": value for name, value in metadata.items()}, "x.gguf")
+    return Config({f"tokenizer.ggml.{name}": value for name, value in metadata.items()}, "x.gguf")
 
 
 def spelled(tokenizer, text):
@@ -161,7 +161,7 @@ def bpe_metadata(pre, **changes):
     metadata = {"model": "gpt2", "pre": pre, "tokens": alphabet, "merges": ["a b", "1 2", "Ġ a"]}
     metadata |= {"token_type": [1] * (len(alphabet) - 2) + [3, 3], "eos_token_id": 0}
     metadata |= {"bos_token_id": len(alphabet) - 1} | changes
-    return Fields({f"tokenizer.ggml.{name}": value for name, value in metadata.items()}, "x.gguf")
+    return Config({f"tokenizer.ggml.{name}": value for name, value in metadata.items()}, "x.gguf")
 
 
 @pytest.mark.parametrize("pre", SPLITTINGS)
@@ -190,13 +190,13 @@ def test_suggested_sampling_is_read_from_a_gguf():
     from lmstate.checkpoints.hub import generation_defaults
 
     said = {"general.sampling.temp": 0.6, "general.sampling.top_k": 20, "general.sampling.penalty_repeat": 1.1}
-    metadata = Fields({**bpe_metadata("gpt-2"), **said}, "file")
+    metadata = Config({**bpe_metadata("gpt-2"), **said}, "file")
     defaults = generation_defaults(generation_of(metadata, 100), {})
     assert defaults.items() >= {"do_sample": True, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}.items()
-    only = Fields({**bpe_metadata("gpt-2"), "general.sampling.penalty_repeat": 1.1}, "file")
+    only = Config({**bpe_metadata("gpt-2"), "general.sampling.penalty_repeat": 1.1}, "file")
     assert "do_sample" not in generation_of(only, 100)
     with pytest.raises(ModelError, match="top_p"):
-        generation_defaults(generation_of(Fields({**metadata, "general.sampling.top_p": "x"}, "file"), 100), {})
+        generation_defaults(generation_of(Config({**metadata, "general.sampling.top_p": "x"}, "file"), 100), {})
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from lmstate.checkpoints import loader as weights_module
 from lmstate.checkpoints.gguf import source as gguf_source
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.open import open_cached
 from lmstate.errors import ModelError
 from lmstate.ops import dispatch
@@ -48,7 +48,7 @@ def same(one, other):
 @pytest.mark.parametrize(("format_", "kind"), [("Q4_0", "int4"), ("Q4_1", "int4"), ("Q5_0", "int8"), ("Q8_0", "int8")])
 def test_auto_keeps_the_numbers_of_a_quantised_file_exactly(tmp_path, format_, kind):
     path = ggufs.write(tmp_path / "a.gguf", tensors=ggufs.llama_tensors(quantised(format_)))
-    weight = Weights(open_cached(path, None)).linear("model.layers.0.mlp.down_proj.weight")
+    weight = WeightLoader(open_cached(path, None)).linear("model.layers.0.mlp.down_proj.weight")
     raw, _ = quantised(format_)("", 64, 96)
     expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[format_])
     assert weight.kind == kind
@@ -57,7 +57,7 @@ def test_auto_keeps_the_numbers_of_a_quantised_file_exactly(tmp_path, format_, k
 
 def test_float32_of_a_quantised_file_is_what_the_gguf_package_makes_of_it(tmp_path):
     path = ggufs.write(tmp_path / "a.gguf", tensors=ggufs.llama_tensors(quantised("Q4_1")))
-    weights = Weights(open_cached(path, None), "float32")
+    weights = WeightLoader(open_cached(path, None), "float32")
     raw, _ = quantised("Q4_1")("", 96, 64)
     expected = torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType.Q4_1))
     stack = weights.linear(f"{LAYER}mlp.gate_proj.weight", f"{LAYER}mlp.up_proj.weight")
@@ -67,7 +67,7 @@ def test_float32_of_a_quantised_file_is_what_the_gguf_package_makes_of_it(tmp_pa
 
 def test_a_stack_of_mixed_storage_takes_the_widest(tmp_path):
     tensors = ggufs.llama_tensors(quantised("Q4_0")) | {"blk.0.attn_v.weight": quantised("Q8_0")("", 64, 64)}
-    weights = Weights(open_cached(ggufs.write(tmp_path / "a.gguf", tensors=tensors), None))
+    weights = WeightLoader(open_cached(ggufs.write(tmp_path / "a.gguf", tensors=tensors), None))
     parts = torch.cat([weights.linear(name).dequantize() for name in QKV])
     stack = weights.linear(*QKV)
     assert stack.kind == "int8" and weights.linear(QKV[0]).kind == "int4"
@@ -77,7 +77,7 @@ def test_a_stack_of_mixed_storage_takes_the_widest(tmp_path):
 @pytest.mark.parametrize(("format_", "kind"), [(None, "float32"), (None, "int8"), ("Q4_0", "auto"), ("Q8_0", "auto")])
 def test_a_stack_in_another_order_has_the_same_rows(tmp_path, format_, kind):
     tensors = ggufs.llama_tensors() if format_ is None else ggufs.llama_tensors(quantised(format_))
-    weights = Weights(open_cached(ggufs.write(tmp_path / "a.gguf", tensors=tensors), None), kind)
+    weights = WeightLoader(open_cached(ggufs.write(tmp_path / "a.gguf", tensors=tensors), None), kind)
     plain = weights.linear(*QKV)
     order = torch.randperm(plain.out_features, generator=torch.Generator().manual_seed(0))
     turned = weights.linear(*QKV, order=lambda: order)
@@ -89,7 +89,7 @@ def test_a_stack_in_another_order_has_the_same_rows(tmp_path, format_, kind):
 def test_second_start_gives_the_same_without_parsing_the_file(tmp_path, monkeypatch, kind):
     path, cache = ggufs.write(tmp_path / "a.gguf", tensors=ggufs.llama_tensors(quantised("Q4_1"))), tmp_path / "cache"
     first = open_cached(path, cache)
-    made = build(Weights(first, kind, cache=cache))
+    made = build(WeightLoader(first, kind, cache=cache))
 
     def refuse(*_):
         raise AssertionError("converted again")
@@ -98,14 +98,14 @@ def test_second_start_gives_the_same_without_parsing_the_file(tmp_path, monkeypa
     monkeypatch.setattr(gguf_source, "take_apart", refuse)
     second = open_cached(path, cache)
     assert second.config == first.config and second.generation == first.generation
-    same(made, build(Weights(second, kind, cache=cache)))
+    same(made, build(WeightLoader(second, kind, cache=cache)))
 
 
 def test_a_changed_file_is_converted_again(tmp_path):
     path, cache = ggufs.write(tmp_path / "a.gguf", tensors=ggufs.llama_tensors(quantised("Q4_1"))), tmp_path / "cache"
-    old = build(Weights(open_cached(path, cache), cache=cache))
+    old = build(WeightLoader(open_cached(path, cache), cache=cache))
     ggufs.write(path, tensors=ggufs.llama_tensors(quantised("Q4_0")))
-    new = build(Weights(open_cached(path, cache), cache=cache))
+    new = build(WeightLoader(open_cached(path, cache), cache=cache))
     assert not torch.equal(old["o0"].dequantize(), new["o0"].dequantize())
 
 
@@ -113,7 +113,7 @@ def test_a_changed_file_is_converted_again(tmp_path):
 @pytest.mark.parametrize("file", ["memory.json", "auto-*.safetensors"])
 def test_a_damaged_cache_is_made_again(tmp_path, damage, file):
     path, cache = ggufs.write(tmp_path / "a.gguf", tensors=ggufs.llama_tensors(quantised("Q4_1"))), tmp_path / "cache"
-    made = build(Weights(open_cached(path, cache), cache=cache))
+    made = build(WeightLoader(open_cached(path, cache), cache=cache))
     (target,) = cache.glob(f"*/{file}")
     whole = target.read_bytes()
     damaged = {
@@ -123,22 +123,22 @@ def test_a_damaged_cache_is_made_again(tmp_path, damage, file):
         "garbage": b"\xff" * 100,
     }
     target.write_bytes(damaged[damage])
-    same(made, build(Weights(open_cached(path, cache), cache=cache)))
+    same(made, build(WeightLoader(open_cached(path, cache), cache=cache)))
     assert len(target.read_bytes()) == len(whole)
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path):
     path = ggufs.write(tmp_path / "a.gguf", tensors=ggufs.llama_tensors(quantised("Q4_1")))
     (tmp_path / "cache").write_text("a file where the folder should be")
-    build(Weights(open_cached(path, tmp_path / "cache"), cache=tmp_path / "cache"))
+    build(WeightLoader(open_cached(path, tmp_path / "cache"), cache=tmp_path / "cache"))
 
 
 def test_kept_matrices_begin_on_a_cache_line_and_other_readers_read_them(tmp_path):
     from safetensors.torch import load_file
 
     path, cache = ggufs.write(tmp_path / "a.gguf", tensors=ggufs.llama_tensors(quantised("Q4_1"))), tmp_path / "cache"
-    build(Weights(open_cached(path, cache), cache=cache))
-    again = build(Weights(open_cached(path, cache), cache=cache))
+    build(WeightLoader(open_cached(path, cache), cache=cache))
+    again = build(WeightLoader(open_cached(path, cache), cache=cache))
     assert again["o0"].tensors()["packed"].data_ptr() % 64 == 0
     (file,) = cache.glob("*/auto-*.safetensors")
     kept = load_file(file)["model.layers.0.self_attn.o_proj.weight#packed"]
@@ -147,7 +147,7 @@ def test_kept_matrices_begin_on_a_cache_line_and_other_readers_read_them(tmp_pat
 
 def test_nothing_is_left_beside_the_cache_files(tmp_path):
     path, cache = ggufs.write(tmp_path / "a.gguf", tensors=ggufs.llama_tensors(quantised("Q4_1"))), tmp_path / "cache"
-    build(Weights(open_cached(path, cache), cache=cache))
+    build(WeightLoader(open_cached(path, cache), cache=cache))
     names = sorted(os.listdir(next(cache.iterdir())))
     assert len(names) == 2 and names[0].startswith("auto-") and names[1] == "memory.json"
 
@@ -168,7 +168,7 @@ def float_directory(path, dtype=torch.float32):
 @pytest.mark.parametrize("native", [True, False])
 def test_auto_of_floats_follows_the_processor(tmp_path, monkeypatch, dtype, native):
     monkeypatch.setattr(weights_module, "multiplies_bfloat16", lambda device: native)
-    weights = Weights(open_cached(float_directory(tmp_path / "m", dtype), None))
+    weights = WeightLoader(open_cached(float_directory(tmp_path / "m", dtype), None))
     matrices = [value for value in build(weights).values() if not isinstance(value, torch.Tensor)]
     assert {value.kind.split()[0] for value in matrices} == {"bfloat16" if native else "float32"}
     assert weights.dtype == (torch.bfloat16 if native else torch.float32)
@@ -176,16 +176,16 @@ def test_auto_of_floats_follows_the_processor(tmp_path, monkeypatch, dtype, nati
 
 def test_matrices_that_need_no_conversion_lie_in_the_file(tmp_path):
     source = open_cached(float_directory(tmp_path / "m"), None)
-    weight = Weights(source, "float32").linear(QKV[0])
+    weight = WeightLoader(source, "float32").linear(QKV[0])
     assert weight.tensors()["matrix"].data_ptr() == source.read(QKV[0]).data_ptr()
 
 
 @pytest.mark.parametrize("kind", ["int4", "bfloat16"])
 def test_where_memory_is_short_weights_stay_mapped(tmp_path, monkeypatch, kind):
     path, cache = float_directory(tmp_path / "m", torch.bfloat16), tmp_path / "cache"
-    plain = build(Weights(open_cached(path, cache), kind, cache=cache))
+    plain = build(WeightLoader(open_cached(path, cache), kind, cache=cache))
     monkeypatch.setattr(weights_module, "spare", lambda: 1000)
-    weights = Weights(open_cached(path, cache), kind, cache=cache)
+    weights = WeightLoader(open_cached(path, cache), kind, cache=cache)
     mapped = build(weights)
     for name, weight in plain.items():
         if not isinstance(weight, torch.Tensor):
@@ -200,7 +200,7 @@ def test_where_memory_is_short_weights_stay_mapped(tmp_path, monkeypatch, kind):
 
 def test_bfloat16_is_the_same_number_for_number(tmp_path):
     source = open_cached(float_directory(tmp_path / "m", torch.bfloat16), None)
-    weight = Weights(source, "bfloat16").linear(*QKV)
+    weight = WeightLoader(source, "bfloat16").linear(*QKV)
     expected = torch.cat([source.read(name) for name in QKV])
     assert torch.equal(weight.dequantize(torch.bfloat16), expected)
     assert dispatch.choice().library is None or weight.nbytes < 0.8 * expected.nbytes
@@ -209,8 +209,8 @@ def test_bfloat16_is_the_same_number_for_number(tmp_path):
 @pytest.mark.parametrize("kind", ["int4", "int8"])
 def test_floats_are_quantised_once(tmp_path, monkeypatch, kind):
     path, cache = float_directory(tmp_path / "m"), tmp_path / "cache"
-    plain = build(Weights(open_cached(path, cache), "float32"))
-    made = build(Weights(open_cached(path, cache), kind, cache=cache))
+    plain = build(WeightLoader(open_cached(path, cache), "float32"))
+    made = build(WeightLoader(open_cached(path, cache), kind, cache=cache))
     worst = (made["o0"].dequantize() - plain["o0"].dequantize()).abs().max()
     assert made["o0"].kind == kind and worst < (0.4 if kind == "int4" else 0.03)
 
@@ -218,17 +218,17 @@ def test_floats_are_quantised_once(tmp_path, monkeypatch, kind):
         raise AssertionError("quantised again")
 
     monkeypatch.setattr(weights_module, "quantize", refuse)
-    same(made, build(Weights(open_cached(path, cache), kind, cache=cache)))
+    same(made, build(WeightLoader(open_cached(path, cache), kind, cache=cache)))
 
 
 def test_small_parameters_are_float32(tmp_path):
-    weights = Weights(open_cached(float_directory(tmp_path / "m", torch.bfloat16), None))
+    weights = WeightLoader(open_cached(float_directory(tmp_path / "m", torch.bfloat16), None))
     assert weights.tensor("model.norm.weight").dtype == torch.float32
     assert weights.tensor("model.norm.bias", optional=True) is None
 
 
 def test_the_same_names_give_the_same_object(tmp_path):
-    weights = Weights(open_cached(float_directory(tmp_path / "m"), None))
+    weights = WeightLoader(open_cached(float_directory(tmp_path / "m"), None))
     assert weights.linear("model.embed_tokens.weight") is weights.linear("model.embed_tokens.weight")
 
 
@@ -236,14 +236,14 @@ def test_experts_in_one_tensor_are_handed_out_one_by_one(tmp_path):
     path = float_directory(tmp_path / "m")
     stack = torch.randn(3, 8, 64)
     save_file({"experts": stack}, path / "model.safetensors")
-    weights = Weights(open_cached(path, None), "float32")
+    weights = WeightLoader(open_cached(path, None), "float32")
     assert torch.equal(weights.stacked("experts", 2).dequantize(), stack[2])
     with pytest.raises(ModelError, match="no matrix 3"):
         weights.stacked("experts", 3)
 
 
 def test_what_does_not_fit_is_refused_by_name(tmp_path):
-    weights = Weights(open_cached(float_directory(tmp_path / "m"), None))
+    weights = WeightLoader(open_cached(float_directory(tmp_path / "m"), None))
     with pytest.raises(ModelError, match=r"lacks the tensor 'lm_head.weight'"):
         weights.linear("lm_head.weight")
     with pytest.raises(ModelError, match=r"\[128, 64\].*\[128, 65\]"):
@@ -255,11 +255,11 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path):
     with pytest.raises(ModelError, match="cannot stack"):
         weights.linear(QKV[0], f"{LAYER}self_attn.o_proj.weight")
     with pytest.raises(ModelError, match="choose one of auto"):
-        Weights(weights.source, "int2")
+        WeightLoader(weights.source, "int2")
 
 
 def test_tensors_that_nobody_asked_for_are_errors_unless_ignored(tmp_path):
-    weights = Weights(open_cached(float_directory(tmp_path / "m"), None), "float32")
+    weights = WeightLoader(open_cached(float_directory(tmp_path / "m"), None), "float32")
     for name in weights.source.names() - {"model.norm.weight"}:
         weights.linear(name) if len(weights.shape(name)) == 2 else weights.tensor(name)
     with pytest.raises(ModelError, match=r"1 tensors that a llama model does not use.*model.norm.weight"):
@@ -271,6 +271,6 @@ def test_infinite_scales_are_refused(tmp_path):
     raw = ggufs.blocks("Q4_0", 64, 96)
     raw[3, 1] = 0x7C
     tensors = ggufs.llama_tensors() | {"blk.0.ffn_down.weight": (raw, "Q4_0")}
-    weights = Weights(open_cached(ggufs.write(tmp_path / "a.gguf", tensors=tensors), None))
+    weights = WeightLoader(open_cached(ggufs.write(tmp_path / "a.gguf", tensors=tensors), None))
     with pytest.raises(ModelError, match="infinities"):
         weights.linear(f"{LAYER}mlp.down_proj.weight")

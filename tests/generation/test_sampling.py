@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmstate.errors import ModelError
-from lmstate.generation.sampling import HEAD, Picker, Sampler
+from lmstate.generation.sampling import HEAD, Sampler, TokenPicker
 
 SETTINGS = [
     {"temperature": 0.7},
@@ -59,7 +59,7 @@ def test_distribution_equals_transformers(options: dict, vocab: int, scale: floa
 def test_draws_follow_the_distribution() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -math.inf])
     draws = 20_000
-    picker = Picker(Sampler(temperature=1.0, seed=3), 1)
+    picker = TokenPicker(Sampler(temperature=1.0, seed=3), 1)
     counts = torch.zeros(5)
     for _ in range(draws):
         counts[picker.pick(logits[None], [0])[0]] += 1
@@ -71,11 +71,11 @@ def test_draws_follow_the_distribution() -> None:
 
 def test_greedy_takes_the_first_of_the_best_and_ignores_filters() -> None:
     logits = torch.tensor([[0.0, 5.0, 5.0], [1.0, 0.0, -1.0]])
-    assert Picker(Sampler(top_k=1, top_p=0.1, seed=1), 2).pick(logits, [0, 1]) == [1, 0]
+    assert TokenPicker(Sampler(top_k=1, top_p=0.1, seed=1), 2).pick(logits, [0, 1]) == [1, 0]
 
 
 def test_repetition_penalty_counts_prompt_and_picked_tokens() -> None:
-    picker = Picker(Sampler(repetition_penalty=2.0), 1)
+    picker = TokenPicker(Sampler(repetition_penalty=2.0), 1)
     picker.see(0, [3])
     logits = torch.tensor([[1.0, 1.5, 1.9, 3.0]])
     assert [picker.pick(logits, [0])[0] for _ in range(4)] == [2, 1, 3, 3]
@@ -93,19 +93,19 @@ def test_a_row_draws_the_same_whatever_the_other_rows_do(ends: list[int], seed: 
     logits = torch.randn(max(ends), rows, vocab, generator=torch.Generator().manual_seed(1))
     sampler = Sampler(**options, seed=seed)
     together: list[list[int]] = [[] for _ in range(rows)]
-    picker = Picker(sampler, rows)
+    picker = TokenPicker(sampler, rows)
     for step in range(max(ends)):
         active = [row for row in range(rows) if step < ends[row]]
         for row, token in zip(active, picker.pick(logits[step, active], active)):
             together[row].append(token)
     for row in range(rows):
-        alone = Picker(sampler, row + 1)
+        alone = TokenPicker(sampler, row + 1)
         assert together[row] == [alone.pick(logits[step, row : row + 1], [row])[0] for step in range(ends[row])]
 
 
 def test_rows_draw_from_different_streams() -> None:
     logits = torch.zeros(4, 1000)
-    picker = Picker(Sampler(temperature=1.0, seed=0), 4)
+    picker = TokenPicker(Sampler(temperature=1.0, seed=0), 4)
     assert len(set(picker.pick(logits, range(4)))) > 1
 
 
@@ -113,7 +113,7 @@ def test_without_a_seed_torchs_global_generator_decides() -> None:
     logits = torch.zeros(1, 100_000)
 
     def draws() -> list[int]:
-        picker = Picker(Sampler(temperature=1.0), 1)
+        picker = TokenPicker(Sampler(temperature=1.0), 1)
         return [picker.pick(logits, [0])[0] for _ in range(3)]
 
     torch.manual_seed(5)
@@ -126,13 +126,13 @@ def test_without_a_seed_torchs_global_generator_decides() -> None:
 @pytest.mark.parametrize("temperature", [1e-30, 1e-3])
 def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
     logits = torch.tensor([[1e4, 2e4, -1e4]])
-    assert Picker(Sampler(temperature=temperature, seed=1), 1).pick(logits, [0]) == [1]
+    assert TokenPicker(Sampler(temperature=temperature, seed=1), 1).pick(logits, [0]) == [1]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_not_numbers_are_refused(temperature: float) -> None:
     with pytest.raises(ModelError, match="not numbers"):
-        Picker(Sampler(temperature=temperature), 1).pick(torch.full((1, 8), math.nan), [0])
+        TokenPicker(Sampler(temperature=temperature), 1).pick(torch.full((1, 8), math.nan), [0])
 
 
 @pytest.mark.parametrize(

@@ -107,18 +107,18 @@ def test_a_gradient_is_followed() -> None:
 @pytest.mark.parametrize(
     ("rows", "sight"),
     (
-        (["11110", "11111"], attention.Sight(0, None)),
-        (["01110", "01111"], attention.Sight(1, None)),
-        (["01110", "00111"], attention.Sight(1, 3)),
-        (["1110", "0111"], attention.Sight(0, 3)),
-        (["11110", "01111"], attention.Sight(0, 4)),
+        (["11110", "11111"], attention.VisibleRange(0, None)),
+        (["01110", "01111"], attention.VisibleRange(1, None)),
+        (["01110", "00111"], attention.VisibleRange(1, 3)),
+        (["1110", "0111"], attention.VisibleRange(0, 3)),
+        (["11110", "01111"], attention.VisibleRange(0, 4)),
         (["10110", "11111"], None),  # a gap
         (["11111", "11111"], None),  # sees what comes
         (["11110", "00011"], None),  # a chunk begins between them
         (["00110", "01111"], None),  # sees farther than the one before
     ),
 )
-def test_masks_are_read_as_what_they_say(rows: list[str], sight: attention.Sight | None) -> None:
+def test_masks_are_read_as_what_they_say(rows: list[str], sight: attention.VisibleRange | None) -> None:
     seen = torch.tensor([[c == "1" for c in row] for row in rows])[None, None]
     assert attention.sight_of(seen) == sight
     assert attention.sight_of(torch.cat([seen, seen])) == sight

@@ -25,7 +25,7 @@ def test_logits_equal_those_with_the_dynamic_cache(name: str) -> None:
     for a, b in itertools.pairwise(CUTS):
         logits = call(model, ids[:, a:b], ours, a)
         # Where transformers forgets the carry between such calls, the whole text is what both should give.
-        expected = whole[:, a:b] if ours.one_by_one else call(model, ids[:, a:b], theirs, a)
+        expected = whole[:, a:b] if ours.feeds_singly else call(model, ids[:, a:b], theirs, a)
         torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
         assert ours.get_seq_length() == b
     torch.testing.assert_close(logits, whole[:, CUTS[-2] :], atol=1e-4, rtol=1e-4)

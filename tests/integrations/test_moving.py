@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from lmstate.errors import RewindError, SnapshotError, StateError, UnsupportedError
 from lmstate.integrations.transformers import StateCache
-from lmstate.integrations.transformers.cache.layers.recurrent import FoldLayer
+from lmstate.integrations.transformers.cache.layers.recurrent import RecurrentLayer
 from tests.integrations.models import DECODERS, call, decoder, text
 from tests.zoo import CASES as ZOO
 
@@ -104,7 +104,7 @@ def test_a_failed_forward_leaves_the_cache_as_it_was(name: str) -> None:
         call(model, text(3, 2, seed=6), cache)
     hook.remove()
     assert cache.get_seq_length() == 40
-    if any(isinstance(layer, FoldLayer) for layer in cache.layers):
+    if any(isinstance(layer, RecurrentLayer) for layer in cache.layers):
         with pytest.raises(StateError, match="failed"):
             call(model, text(3, 2, seed=6), cache)
     cache.rewind(to=40)

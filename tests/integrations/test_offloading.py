@@ -63,7 +63,7 @@ def test_an_offloading_cache_gives_the_logits_of_transformers(
             sent.clear()
             pieces.append(call(model, ids[:, a:b], cache, a))
             counts.append(len(sent))
-        if not ours.one_by_one:
+        if not ours.feeds_singly:
             torch.testing.assert_close(*pieces, atol=1e-5, rtol=1e-5)
             assert counts[-2] >= counts[-1] > 0  # theirs forgets the windows of Inkling's layers
 

@@ -15,12 +15,12 @@ def smollm2() -> tuple[Any, Any]:
     """Through our own reader: transformers' wants another package for it."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    from lmstate.checkpoints.loader import Weights
+    from lmstate.checkpoints.loader import WeightLoader
     from lmstate.checkpoints.open import open_source
 
     path = real_model.smollm2()
     source = open_source(path)
-    weights = Weights(source, "float32")
+    weights = WeightLoader(source, "float32")
     model = LlamaForCausalLM(LlamaConfig(**source.config)).eval()
     read = {
         name: weights.linear(name).dequantize() if len(source.shape(name)) == 2 else weights.tensor(name)

@@ -8,7 +8,7 @@ from functools import lru_cache
 import lmstate
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.base import Mixer
-from lmstate.models.layers.parallel_hybrid import Parallel
+from lmstate.models.layers.parallel_hybrid import ParallelHybrid
 from lmstate.models.layers.rope import Rope
 from tests.zoo import ours
 
@@ -20,7 +20,7 @@ def stretched(case: str, continuous: bool = False) -> lmstate.Model:
     """A model of the zoo whose frequencies are lower past `NATIVE` tokens: once (longrope), or ever more (dynamic)."""
 
     def of(mixer: Mixer) -> Mixer:
-        if isinstance(mixer, Parallel):
+        if isinstance(mixer, ParallelHybrid):
             return replace(mixer, attention=of(mixer.attention))
         if not isinstance(mixer, Attention) or mixer.rope is None:
             return mixer

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lmstate
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.open import open_source
 from lmstate.models.families import build
 from tests.zoo import CASES, pair, text
@@ -42,5 +42,5 @@ def test_logits_do_not_depend_on_the_default_dtype(case: str, tmp_path: Path) ->
     expected = walk(ours)
     for dtype in (torch.float64, torch.bfloat16):
         with default(dtype):
-            got = walk(build(Weights(open_source(tmp_path), "float32")))
+            got = walk(build(WeightLoader(open_source(tmp_path), "float32")))
         assert got.dtype == torch.float32 and torch.equal(got, expected)

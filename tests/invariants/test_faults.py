@@ -22,9 +22,9 @@ KINDS = [
     "recurrent_gemma",
     "minimax",
 ]
-Change = Callable[[lmstate.State], object]
+SlotCommit = Callable[[lmstate.State], object]
 
-OPERATIONS: dict[str, Change] = {
+OPERATIONS: dict[str, SlotCommit] = {
     "commit": lambda state: state.commit([3, 1]),
     "rewind": lambda state: state.rewind(0, state.lengths[0] - 3),
     "select": lambda state: state.select([1, None, 0]),

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lmstate.models.model import Model
-from lmstate.state import FoldState, LayerState
+from lmstate.state import LayerState, RecurrentState
 from tests.zoo import ours, text
 
 BOUND = 1e-4
@@ -23,7 +23,7 @@ PREFILL, MORE = 37, 16
 def folds(model: Model) -> Iterator[LayerState]:
     """The recurrent layers' states of an empty state of the model."""
     for layer in model.new_state().layers:
-        yield from (part for part in layer.parts() if isinstance(part, FoldState))
+        yield from (part for part in layer.parts() if isinstance(part, RecurrentState))
 
 
 # The zoo's kinds with recurrent layers, less the cases of theirs that run without any.
@@ -60,7 +60,7 @@ def test_an_emptied_carry_is_noticed() -> None:
     state = model.new_state()
     model(ids[:, :PREFILL], state, logits="none")
     for layer in state.layers:
-        if isinstance(layer, FoldState):
+        if isinstance(layer, RecurrentState):
             layer.carry = tuple(map(torch.zeros_like, layer.carry))
     wrong = model(ids[:, PREFILL:], state, logits="all")
     assert ((wrong - model(ids)[:, PREFILL:]).abs().amax(-1) > 100 * BOUND).all()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import lmstate
 from lmstate import kv, ops
-from lmstate.ops import Scoring, Sight, dispatch
+from lmstate.ops import AttentionParams, CausalMask, dispatch
 from lmstate.ops.attention.attend_quantized import WHOLE, attend_quantized
 from lmstate.ops.types import kv_format
 from lmstate.ops.types.kv_format import BLOCK
@@ -222,7 +222,7 @@ def test_a_query_that_is_no_number_sees_none_and_leaves_the_others_alone(bits: i
         pytest.skip("torch's own attention in bfloat16 makes no such promise")
     stored = Stored(bits, 64, 128, dtype=dtype)
     q, k, v = stored.new((40, 40, 40))
-    starts, counts, scoring = torch.zeros(3, dtype=torch.int64), torch.tensor([40, 40, 40]), Scoring(0.125)
+    starts, counts, scoring = torch.zeros(3, dtype=torch.int64), torch.tensor([40, 40, 40]), AttentionParams(0.125)
     broken = q.clone()
     broken[0, 7, 2, 5], broken[1, 9, 4, 0] = torch.nan, torch.inf
     want, got = (
@@ -246,9 +246,9 @@ def test_attention_reads_what_the_codes_stand_for(bits: int, window: int | None,
     for turn, counts in enumerate([(40, 7, 0), (1, 33, 20), (38, 2, 32), (1, 0, 1), (40, 32, 40), (32, 30, 9)] * 2):
         q, k, v = stored.new(counts)
         starts = torch.tensor(stored.lengths)
-        scoring = Scoring(dim**-0.5, 3.0, sinks) if turn % 2 else Scoring(dim**-0.5)
+        scoring = AttentionParams(dim**-0.5, 3.0, sinks) if turn % 2 else AttentionParams(dim**-0.5)
         out = attend_quantized(
-            q, (k, v), None, stored.held, stored.tail, starts, torch.tensor(counts), scoring, Sight(window),
+            q, (k, v), None, stored.held, stored.tail, starts, torch.tensor(counts), scoring, CausalMask(window),
             bits=bits, dtype=dtype,
         )  # fmt: skip
         for r, count in enumerate(counts):
@@ -259,7 +259,7 @@ def test_attention_reads_what_the_codes_stand_for(bits: int, window: int | None,
                 keys, values = (x[None, :, : at + 1] for x in stored.visible(k_row, v_row, at))
                 alone = ops.attend(
                     q[r : r + 1, i : i + 1], keys, values, torch.tensor([at]), torch.tensor([1]), scoring,
-                    Sight(window),
+                    CausalMask(window),
                 )  # fmt: skip
                 differences.append((out[r, i] - alone[0, 0]).abs().flatten())
             stored.lengths[r] += count
@@ -282,13 +282,13 @@ def test_a_row_has_the_same_bits_however_its_tokens_come(bits: int) -> None:
         starts = torch.tensor(together.lengths)
         got = attend_quantized(
             q, (k, v), None, together.held, together.tail, starts, torch.tensor([n, 0, max(n - 3, 0)]),
-            Scoring(0.125), bits=bits,
+            AttentionParams(0.125), bits=bits,
         )  # fmt: skip
         for i in range(n):
             one = attend_quantized(
                 q[:, i : i + 1], (k[:, i : i + 1], v[:, i : i + 1]), None, alone.held, alone.tail,
-                torch.tensor([together.lengths[0] + i, 0, 0]), torch.tensor([1, 0, 0]), Scoring(0.125), bits=bits,
-            )  # fmt: skip
+                torch.tensor([together.lengths[0] + i, 0, 0]), torch.tensor([1, 0, 0]), AttentionParams(0.125),
+            bits=bits, )  # fmt: skip
             assert torch.equal(one[0, 0], got[0, i])
         together.lengths = [together.lengths[0] + n, 0, together.lengths[2] + max(n - 3, 0)]
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from lmstate import kv
-from lmstate.ops import Scoring, dispatch
+from lmstate.ops import AttentionParams, dispatch
 from lmstate.ops.attention.attend_quantized import WHOLE, attend_quantized
 from lmstate.ops.attention.attend_slots import attend_observed, attend_slots
-from lmstate.ops.attention.slots import settle, settle_reference, unsettle
+from lmstate.ops.attention.slots import commit_slots, commit_slots_reference, undo_evictions
 from lmstate.ops.types import kv_format
-from lmstate.ops.types.params import Columns, Held
-from lmstate.ops.types.slot_table import Change, Lowest, SlotLists
+from lmstate.ops.types.params import AttentionSums, Held
+from lmstate.ops.types.slot_table import EvictLowest, SlotCommit, SlotTable
 from lmstate.state import Layout, Step, attention_state
 from tests.zoo import ours
 
@@ -88,7 +88,7 @@ def test_kept_equals_brute_force(policy: kv.Budget, steps: list[int]) -> None:
         k, v = (torch.randn(1, count, KV_HEADS, DIM, generator=generator) for _ in "kv")
         step = Step((start,), (count,), layout.device, (start + count,))
         state.reserve(step)
-        state.attend(q, (k, v), step, Scoring(DIM**-0.5))
+        state.attend(q, (k, v), step, AttentionParams(DIM**-0.5))
         install = state.commit(step, (count,))
         assert install is not None
         install()
@@ -104,8 +104,8 @@ def test_attention_over_slots_gives_gradients_and_columns() -> None:
     positions = torch.stack([torch.randperm(40, generator=generator)[:30] for _ in range(4)]).view(2, KV_HEADS, 30)
     positions[:, :, :3] = -1
     starts, counts = torch.tensor([20, 31]), torch.tensor([5, 3])
-    given = Columns(torch.zeros(2, KV_HEADS, 2, 30), starts + counts)
-    out = attend_slots(q, k, v, positions, starts, counts, Scoring(0.3), columns=given)
+    given = AttentionSums(torch.zeros(2, KV_HEADS, 2, 30), starts + counts)
+    out = attend_slots(q, k, v, positions, starts, counts, AttentionParams(0.3), columns=given)
     own = (starts[:, None] + torch.arange(5))[:, None, :, None]
     mask = ((positions[:, :, None] <= own) & (positions[:, :, None] >= 0)).repeat_interleave(3, dim=1)
     keys, values = (x.repeat_interleave(3, dim=1) for x in (k, v))
@@ -130,8 +130,8 @@ def test_observed_attention_equals_the_reference(dtype: torch.dtype, softcap: fl
         q = torch.randn(2, width, HEADS, dim, generator=generator)
         k, v = (torch.randn(2, KV_HEADS, slots, dim, generator=generator).to(dtype) for _ in "kv")
         starts, counts = torch.tensor([slots - width, 0]), torch.tensor([width, width // 2])
-        scoring = Scoring(0.3, softcap, torch.randn(HEADS, generator=generator))
-        got, wanted = (Columns(torch.zeros(2, KV_HEADS, planes, slots), starts + counts) for _ in range(2))
+        scoring = AttentionParams(0.3, softcap, torch.randn(HEADS, generator=generator))
+        got, wanted = (AttentionSums(torch.zeros(2, KV_HEADS, planes, slots), starts + counts) for _ in range(2))
         where = torch.arange(slots).expand(2, KV_HEADS, slots)
         seen = attend_observed(q, k, v, starts, counts, scoring, got)
         torch.testing.assert_close(
@@ -141,7 +141,7 @@ def test_observed_attention_equals_the_reference(dtype: torch.dtype, softcap: fl
         assert got.sums.sum() > 1
         if width < 32:  # the same bits beside other rows, and token by token
             alone = attend_observed(
-                q[:1], k[:1], v[:1], starts[:1], counts[:1], scoring, Columns(*(x[:1] for x in got))
+                q[:1], k[:1], v[:1], starts[:1], counts[:1], scoring, AttentionSums(*(x[:1] for x in got))
             )
             assert torch.equal(alone[0], seen[0])
 
@@ -158,13 +158,13 @@ def test_observed_codes_equal_what_they_stand_for(bits: int, width: int, dim: in
         *(torch.zeros(2, KV_HEADS, slots, scales, dtype=torch.float16) for _ in "kv"),
     )
     starts, counts = torch.tensor([0, 0]), torch.tensor([before, before - 5])
-    scoring = Scoring(0.2, None, torch.randn(HEADS, generator=generator))
+    scoring = AttentionParams(0.2, None, torch.randn(HEADS, generator=generator))
     stored = []
     for tokens in (before, width):
         q = torch.randn(2, tokens, HEADS, dim, generator=generator)
         new = tuple(torch.randn(2, tokens, KV_HEADS, dim, generator=generator) for _ in "kv")
         stored.append(new)
-        sums = Columns(torch.zeros(2, KV_HEADS, 3, slots), starts + counts)
+        sums = AttentionSums(torch.zeros(2, KV_HEADS, 3, slots), starts + counts)
         seen = attend_quantized(q, new, None, held, None, starts, counts, scoring, bits=bits, columns=sums)
         starts, counts = counts, torch.tensor([width, width // 2])
     k, v = (kv_format.decode(x, scale, bits) for x, scale in ((held.k, held.k_scale), (held.v, held.v_scale)))
@@ -174,7 +174,7 @@ def test_observed_codes_equal_what_they_stand_for(bits: int, width: int, dim: in
         apart = (ring[0, :, : before + width] - wanted).abs()
         assert (apart > 1e-5).float().mean() < 1e-3 and apart.mean() < 1e-3  # a number on the edge of two codes
     starts, counts = torch.tensor([before, before - 5]), torch.tensor([width, width // 2])
-    wanted_sums = Columns(torch.zeros(2, KV_HEADS, 3, slots), starts + counts)
+    wanted_sums = AttentionSums(torch.zeros(2, KV_HEADS, 3, slots), starts + counts)
     where = torch.arange(slots).expand(2, KV_HEADS, slots)
     wanted = attend_slots(kv_format.turned(q), k, v, where, starts, counts, scoring, columns=wanted_sums)
     torch.testing.assert_close(seen, kv_format.turned(wanted), atol=2e-5, rtol=2e-4)
@@ -188,14 +188,14 @@ def test_settled_slots_equal_the_references(by_scores: bool) -> None:
     generator = torch.Generator().manual_seed(11)
     rows, heads, slots, graves, history = 2, 3, 40, 24, 5
 
-    def lists() -> SlotLists:
+    def lists() -> SlotTable:
         kept = {"k": torch.zeros(rows, heads, slots, 6), "position": torch.zeros(rows, heads, slots, dtype=torch.int32)}
         buried = {name: x[:, :, :graves].clone() for name, x in kept.items()}
         numbers = {name: torch.zeros(rows, heads, graves, dtype=torch.int32) for name in ("died", "slot")}
         if by_scores:
             kept["scores"] = torch.zeros(rows, heads, history, slots)
         none = torch.zeros(rows, heads, dtype=torch.int64)
-        return SlotLists(kept, {**buried, **numbers}, none, none.clone())
+        return SlotTable(kept, {**buried, **numbers}, none, none.clone())
 
     mine, beside, plain = lists(), lists(), lists()
     lengths, past = [0] * rows, {}
@@ -204,7 +204,7 @@ def test_settled_slots_equal_the_references(by_scores: bool) -> None:
         accepted = (counts - torch.tensor([0, turn % 2])).clamp(min=0)
         columns = torch.rand(rows, heads, 4, slots, generator=generator) if by_scores else None
         live = mine.live[:, 0] + accepted
-        evicted: Tensor | Lowest = Lowest(20, turn % 2, 2, 4, by_scores)
+        evicted: Tensor | EvictLowest = EvictLowest(20, turn % 2, 2, 4, by_scores)
         if turn % 3 == 0:
             evicted = torch.rand(rows, heads, slots, generator=generator) < 0
             evicted[0, :, 5:7] = live[0] > 20
@@ -215,9 +215,9 @@ def test_settled_slots_equal_the_references(by_scores: bool) -> None:
                     first = int(one.live[r, h])
                     one.kept["k"][r, h, first : first + 5] = new[r, h, : slots - first]
         starts = torch.tensor(lengths)
-        settle([Change(one, columns, evicted) for one in (beside, mine)], starts, counts, accepted)
+        commit_slots([SlotCommit(one, columns, evicted) for one in (beside, mine)], starts, counts, accepted)
         assert all(torch.equal(mine.kept[name], array) for name, array in beside.kept.items())
-        settle_reference(Change(plain, columns, evicted), starts, counts, accepted)
+        commit_slots_reference(SlotCommit(plain, columns, evicted), starts, counts, accepted)
         lengths = [start + n for start, n in zip(lengths, accepted.tolist())]
         assert torch.equal(mine.live, plain.live) and torch.equal(mine.dug, plain.dug)
         n = int(mine.live.max())
@@ -234,7 +234,7 @@ def test_settled_slots_equal_the_references(by_scores: bool) -> None:
         past[lengths[0]] = mine.kept["k"][0, :, :n].clone(), mine.kept["position"][0, :, :n].clone()
     before = max(length for length in past if length <= lengths[0] - 3)
     dug = mine.dug.clone()
-    unsettle(mine, before)
+    undo_evictions(mine, before)
     assert (mine.dug[0] < dug[0]).all()
     for got, then in zip((mine.kept["k"], mine.kept["position"]), past[before]):
         assert torch.equal(got[0, :, : int(mine.live[0, 0])], then[:, : int(mine.live[0, 0])])
@@ -246,10 +246,16 @@ def test_sums_that_end_before_the_queries_are_refused() -> None:
     q, ring = torch.randn(2, 2, HEADS, DIM), torch.zeros(2, KV_HEADS, 16, DIM)
     starts, counts, sums = torch.tensor([5, 5]), torch.tensor([2, 2]), torch.zeros(2, KV_HEADS, 2, 16)
     with pytest.raises(ValueError, match="row 1 starts at 5"):
-        attend_observed(q, ring, ring, starts, counts, Scoring(1.0), Columns(sums, torch.tensor([7, 6])))
+        attend_observed(q, ring, ring, starts, counts, AttentionParams(1.0), AttentionSums(sums, torch.tensor([7, 6])))
     with pytest.raises(ValueError, match="must be contiguous"):
         attend_observed(
-            q, ring, ring, starts, counts, Scoring(1.0), Columns(sums, torch.tensor([[7, 0], [7, 0]])[:, 0])
+            q,
+            ring,
+            ring,
+            starts,
+            counts,
+            AttentionParams(1.0),
+            AttentionSums(sums, torch.tensor([[7, 0], [7, 0]])[:, 0]),
         )
     assert not sums.any()
 
@@ -273,18 +279,18 @@ def test_ranks_that_are_no_numbers_cost_a_head_as_many_slots_as_others(value: fl
             assert len(head) == 9 and head[0] == 0 and head[-2:] == [length - 2, length - 1]
 
 
-@pytest.mark.parametrize("body", [settle_reference, "native"])
+@pytest.mark.parametrize("body", [commit_slots_reference, "native"])
 @pytest.mark.parametrize("score", [math.nan, -math.nan])
 def test_scores_that_are_no_numbers_evict(score: float, body: Any) -> None:
     position = torch.arange(6, dtype=torch.int32)[None, None]
     kept = {"position": position.clone(), "scores": torch.full((1, 1, 1, 6), score)}
     none = torch.zeros(1, 1, 0, dtype=torch.int32)
     live, dug = torch.tensor([[5]]), torch.zeros(1, 1, dtype=torch.int64)
-    lists = SlotLists(kept, {"position": none, "died": none, "slot": none}, live, dug)
-    change = Change(lists, torch.zeros(1, 1, 1, 6), Lowest(5, 0, 1, 1, True))
+    lists = SlotTable(kept, {"position": none, "died": none, "slot": none}, live, dug)
+    change = SlotCommit(lists, torch.zeros(1, 1, 1, 6), EvictLowest(5, 0, 1, 1, True))
     step = torch.tensor([5]), torch.tensor([1]), torch.tensor([1])
     if body == "native":
-        settle([change], *step)
+        commit_slots([change], *step)
     else:
         body(change, *step)
     assert sorted(kept["position"][0, 0, : int(live)].tolist()) == [0, 2, 3, 4, 5]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import lmstate
-from lmstate.ops import EVERYTHING, Rotation, Scoring, Sight
+from lmstate.ops import FULL_CAUSAL, AttentionParams, CausalMask, RopeTables
 from lmstate.ops.attention import rope
 from lmstate.state import CompositeState, KeyValueState, LatentState, LayerState, SharedState, Step
 from tests.invariants.mirror import PROBE, bytes_held, close
@@ -85,7 +85,7 @@ class Watch:
                 for head, positions in enumerate(one[layer]):
                     mask[head, own, sorted(positions)] = True
             if isinstance(state.layers[layer], LatentState):
-                state.layers[layer] = MaskedLatent(mask, EVERYTHING)
+                state.layers[layer] = MaskedLatent(mask, FULL_CAUSAL)
                 continue
             found = attention_of(state.layers[layer])
             outer = state.layers[layer]
@@ -93,7 +93,7 @@ class Watch:
                 source = stored[id(found.source)]
                 masked = Masked(mask, source.sight, source)
             else:
-                masked = Masked(mask, getattr(found, "sight", EVERYTHING))
+                masked = Masked(mask, getattr(found, "sight", FULL_CAUSAL))
                 stored[id(found)] = masked
             if isinstance(outer, CompositeState):
                 outer.members = tuple(masked if member is found else member for member in outer.members)
@@ -112,9 +112,9 @@ class Masked(KeyValueState):
     With a `source`: over that one's keys and values.
     """
 
-    kind, forgets = "masked", False
+    kind, lossy = "masked", False
 
-    def __init__(self, mask: Tensor, sight: Sight, source: Masked | None = None) -> None:
+    def __init__(self, mask: Tensor, sight: CausalMask, source: Masked | None = None) -> None:
         self.sight, self.source = sight, source
         own, stored = torch.arange(mask.shape[1])[:, None], torch.arange(mask.shape[1])
         if sight.window is not None:
@@ -128,8 +128,8 @@ class Masked(KeyValueState):
         q: Tensor,
         new: tuple[Tensor, Tensor] | None,
         step: Step,
-        scoring: Scoring,
-        rotation: Rotation | None = None,
+        scoring: AttentionParams,
+        rotation: RopeTables | None = None,
     ) -> Tensor:
         scale, softcap, sinks = scoring
         assert len(q) == 1
@@ -177,4 +177,4 @@ class MaskedLatent(Masked, LatentState):
     def attend_latents(self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float) -> Tensor:
         keys = torch.cat([self.latent, self.rope_key], dim=-1)[:, :, None]
         q = torch.cat([q_latent, q_rope], dim=-1)
-        return self.attend(q, (keys, self.latent[:, :, None]), step, Scoring(scale))
+        return self.attend(q, (keys, self.latent[:, :, None]), step, AttentionParams(scale))

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.open import open_source
 from lmstate.errors import ModelError
 from lmstate.models.families import build
@@ -29,7 +29,7 @@ def refused(folder: Path, case: str, change: Change, match: str) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     with pytest.raises(ModelError, match=match):
-        build(Weights(open_source(folder), "float32"))
+        build(WeightLoader(open_source(folder), "float32"))
 
 
 def without(*ends: str, **fields: Any) -> Change:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lmstate.models.layers import mla
-from lmstate.models.layers.mla import LatentAttention
+from lmstate.models.layers.mla import MultiHeadLatentAttention
 from tests.zoo import latent, ours, text
 
 
@@ -16,7 +16,7 @@ def test_absorbed_equals_expanded(case: str, monkeypatch: pytest.MonkeyPatch) ->
     ragged = [ids[0].tolist(), ids[1, :33].tolist()]
     found = {}
     for expands in (False, True):
-        monkeypatch.setattr(LatentAttention, "_expands", lambda self, width, end, answer=expands: answer)
+        monkeypatch.setattr(MultiHeadLatentAttention, "_expands", lambda self, width, end, answer=expands: answer)
         state = model.new_state(2)
         pieces = [model([row[a:b] for row in ragged], state, logits="all") for a, b in ((0, 20), (20, 21), (21, 70))]
         found[expands] = torch.cat([piece for piece in pieces if piece is not None], 1)
@@ -25,7 +25,7 @@ def test_absorbed_equals_expanded(case: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_heads_expanded_few_at_a_time_equal_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = ours("deepseek_v3"), text(70, rows=2)
-    monkeypatch.setattr(LatentAttention, "_expands", lambda self, width, end: True)
+    monkeypatch.setattr(MultiHeadLatentAttention, "_expands", lambda self, width, end: True)
     whole = model(ids)
     monkeypatch.setattr(mla, "EXPANDED", 140 * 36 * 4)  # four of the six heads, then two
     torch.testing.assert_close(model(ids), whole, atol=1e-6, rtol=1e-6)
@@ -33,7 +33,7 @@ def test_heads_expanded_few_at_a_time_equal_all_at_once(monkeypatch: pytest.Monk
 
 def test_decode_over_a_long_text_expands_nothing_and_its_prefill_does() -> None:
     mixer = ours("deepseek_v3").blocks[0].mixer
-    assert isinstance(mixer, LatentAttention)
+    assert isinstance(mixer, MultiHeadLatentAttention)
 
     assert not mixer._expands(1, 4001) and not mixer._expands(3, 3)
     assert mixer._expands(512, 512)

@@ -28,24 +28,26 @@ EACH = [MLP(weight(2 * 5, WIDTH, seed=2 * i), weight(WIDTH, 5, seed=2 * i + 1)) 
 GATE = weight(EXPERTS, WIDTH, seed=50)
 ROUTERS = {
     "softmax": Router(GATE, 3),
-    "normalised": Router(GATE, 3, normalise=True),
-    "sigmoid": Router(GATE, 2, "sigmoid", normalise=True, scale=2.5, correction=torch.linspace(-1, 1, EXPERTS)),
-    "groups": Router(GATE, 3, "sigmoid", groups=4, kept_groups=2, group_score="two best"),
+    "normalised": Router(GATE, 3, normalize=True),
+    "sigmoid": Router(
+        GATE, 2, "sigmoid", normalize=True, scale=2.5, e_score_correction_bias=torch.linspace(-1, 1, EXPERTS)
+    ),
+    "groups": Router(GATE, 3, "sigmoid", groups=4, topk_groups=2, group_score="top2"),
 }
 
 
 @pytest.mark.parametrize("name", ROUTERS)
-@pytest.mark.parametrize("weigh_input", [False, True])
-def test_grouped_equals_one_token_and_expert_at_a_time(name: str, weigh_input: bool) -> None:
+@pytest.mark.parametrize("scale_input", [False, True])
+def test_grouped_equals_one_token_and_expert_at_a_time(name: str, scale_input: bool) -> None:
     x = tokens(20)
     shared, gate = MLP(weight(2 * 5, WIDTH, seed=70), weight(WIDTH, 5, seed=71)), weight(1, WIDTH, seed=72)
-    block = MixtureOfExperts(ROUTERS[name], EACH, shared, gate, weigh_input)
+    block = MixtureOfExperts(ROUTERS[name], EACH, shared, gate, scale_input)
     weights, chosen = ROUTERS[name](x)
     for index, got in enumerate(block(x[None])[0]):
         token = x[index : index + 1]
         expected = shared(token) * (token @ gate.matrix.T).sigmoid()
         for w, expert in zip(weights[index], chosen[index].tolist()):
-            expected = expected + (EACH[expert](token * w) if weigh_input else EACH[expert](token) * w)
+            expected = expected + (EACH[expert](token * w) if scale_input else EACH[expert](token) * w)
         torch.testing.assert_close(got, expected[0], atol=1e-5, rtol=1e-5)
 
 
@@ -67,7 +69,7 @@ def test_normalised_softmax_is_a_softmax_over_the_chosen() -> None:
 def test_correction_moves_the_choice_and_not_the_weights() -> None:
     x, pushed = tokens(30), torch.zeros(EXPERTS)
     pushed[3] = 10.0
-    weights, chosen = Router(GATE, 2, "sigmoid", correction=pushed)(x)
+    weights, chosen = Router(GATE, 2, "sigmoid", e_score_correction_bias=pushed)(x)
     assert bool((chosen == 3).any(-1).all())
     torch.testing.assert_close(weights, (x @ GATE.matrix.T).sigmoid().gather(-1, chosen))
 
@@ -83,8 +85,8 @@ def test_only_experts_of_the_kept_groups_are_chosen() -> None:
 
 @pytest.mark.parametrize(
     ("top_k", "groups", "kept", "score"),
-    [(3, 3, 1, "best"), (3, 4, 1, "best"), (2, 4, 5, "best"), (2, 8, 4, "two best"), (9, 1, 1, "best")],
+    [(3, 3, 1, "best"), (3, 4, 1, "best"), (2, 4, 5, "best"), (2, 8, 4, "top2"), (9, 1, 1, "best")],
 )
 def test_groups_that_cannot_be_are_refused(top_k: int, groups: int, kept: int, score: Any) -> None:
     with pytest.raises(ModelError, match="8 experts cannot"):
-        Router(GATE, top_k, groups=groups, kept_groups=kept, group_score=score)
+        Router(GATE, top_k, groups=groups, topk_groups=kept, group_score=score)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.open import open_source
 from lmstate.errors import ModelError
 from lmstate.models.families import build
@@ -91,7 +91,7 @@ def rewritten(folder: Path, case: str, change: Callable[[Config], None]) -> Path
 
 @pytest.mark.parametrize("case", OLDER)
 def test_config_of_the_old_layout_is_the_same_model(case: str, tmp_path: Path) -> None:
-    older = build(Weights(open_source(rewritten(tmp_path, case, OLDER[case])), "float32"))
+    older = build(WeightLoader(open_source(rewritten(tmp_path, case, OLDER[case])), "float32"))
     ids = text(100)
     torch.testing.assert_close(older(ids), pair(case)[1](ids), atol=1e-6, rtol=1e-6)
 
@@ -106,7 +106,7 @@ def wrapped(folder: Path, prefix: str) -> Path:
 
 
 def test_text_model_is_found_under_either_prefix(tmp_path: Path) -> None:
-    model = build(Weights(open_source(wrapped(tmp_path, "model.language_model.")), "float32"))
+    model = build(WeightLoader(open_source(wrapped(tmp_path, "model.language_model.")), "float32"))
     ids = text(60)
     torch.testing.assert_close(model(ids), pair("gemma3-multimodal")[1](ids), atol=0, rtol=0)
 
@@ -117,4 +117,4 @@ def test_text_config_may_leave_out_what_gemma3_defaults_to(tmp_path: Path) -> No
             config["text_config"].pop(name)
 
     with pytest.raises(ModelError, match="262208"):  # the vocabulary that the full models have
-        build(Weights(open_source(rewritten(tmp_path, "gemma3-multimodal", sparse)), "float32"))
+        build(WeightLoader(open_source(rewritten(tmp_path, "gemma3-multimodal", sparse)), "float32"))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.config import Config
 from lmstate.errors import ModelError
 from lmstate.models.layers.rope import make_rope
 
@@ -21,6 +21,6 @@ from lmstate.models.layers.rope import make_rope
 )
 def test_a_yarn_of_impossible_numbers_is_refused(changes: dict[str, Any]) -> None:
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
-    make_rope(Fields({"rope_parameters": yarn}), 16)
+    make_rope(Config({"rope_parameters": yarn}), 16)
     with pytest.raises(ModelError, match="no yarn"):
-        make_rope(Fields({"rope_parameters": {**yarn, **changes}}), 16)
+        make_rope(Config({"rope_parameters": {**yarn, **changes}}), 16)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import lmstate.ops as ops
-from lmstate.ops import Scoring, Sight
+from lmstate.ops import AttentionParams, CausalMask
 from lmstate.ops.attention.attend import _attend_on_device, attend_reference
 from lmstate.ops.attention.kv_store import append_reference
 
@@ -71,8 +71,8 @@ def told(
     chunk: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-) -> tuple[Scoring, Sight]:
-    return Scoring(scale, softcap, sinks), Sight(window, chunk)
+) -> tuple[AttentionParams, CausalMask]:
+    return AttentionParams(scale, softcap, sinks), CausalMask(window, chunk)
 
 
 RULES = {
@@ -113,14 +113,16 @@ def test_long_windowed_prompt_in_blocks_equals_a_loop_over_positions() -> None:
     rows = [(5, 1030)]
     k, v, all_k, all_v = filled(rows, 1100, 1, 8, 8, torch.float32)
     q = torch.randn(1, 1030, 1, 8)
-    got = attend_reference(q, k, v, torch.tensor([5]), torch.tensor([1030]), Scoring(0.3), Sight(window=20))
+    got = attend_reference(
+        q, k, v, torch.tensor([5]), torch.tensor([1030]), AttentionParams(0.3), CausalMask(window=20)
+    )
     torch.testing.assert_close(got, by_hand(q, all_k, all_v, rows, 0.3, window=20), atol=1e-5, rtol=1e-4)
 
 
 def test_reference_is_differentiable() -> None:
     q = torch.randn(1, 4, 2, 8, dtype=torch.float32, requires_grad=True)
     k, v = torch.randn(1, 1, 6, 8), torch.randn(1, 1, 6, 8)
-    attend_reference(q, k, v, torch.tensor([2]), torch.tensor([4]), Scoring(1.0)).sum().backward()
+    attend_reference(q, k, v, torch.tensor([2]), torch.tensor([4]), AttentionParams(1.0)).sum().backward()
     assert q.grad is not None and q.grad.abs().sum() > 0
 
 
@@ -157,8 +159,8 @@ def test_native_equals_the_reference_over_many_parts(variant: str, dtype: torch.
     starts, counts = torch.tensor(rows).T
     k, v = torch.randn(3, 1, 9400, 32).to(dtype), torch.randn(3, 1, 9400, 32).to(dtype)
     q = torch.randn(3, 4, 2, 32)
-    want = attend_reference(q, k.float(), v.float(), starts, counts, Scoring(0.5))
-    torch.testing.assert_close(ops.attend(q, k, v, starts, counts, Scoring(0.5)), want, atol=1e-5, rtol=1e-4)
+    want = attend_reference(q, k.float(), v.float(), starts, counts, AttentionParams(0.5))
+    torch.testing.assert_close(ops.attend(q, k, v, starts, counts, AttentionParams(0.5)), want, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("rule", [{}, {"window": 300}, {"chunk": 200}])
@@ -208,12 +210,12 @@ def test_neither_threads_nor_the_ring_s_size_change_a_bit(variant: str) -> None:
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        one = ops.attend(q, k, v, starts, counts, Scoring(1.0))
+        one = ops.attend(q, k, v, starts, counts, AttentionParams(1.0))
         torch.set_num_threads(3)
-        assert torch.equal(ops.attend(q, k, v, starts, counts, Scoring(1.0)), one)
+        assert torch.equal(ops.attend(q, k, v, starts, counts, AttentionParams(1.0)), one)
     finally:
         torch.set_num_threads(threads)
-    assert torch.equal(ops.attend(q, k[:, :, :1600], v[:, :, :1600], starts, counts, Scoring(1.0)), one)
+    assert torch.equal(ops.attend(q, k[:, :, :1600], v[:, :, :1600], starts, counts, AttentionParams(1.0)), one)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -235,11 +237,11 @@ def test_errors_say_what_does_not_fit(variant: str) -> None:
     q, ring = torch.randn(1, 2, 4, 8), torch.zeros(1, 2, 16, 8)
     one = torch.tensor([1])
     with pytest.raises(ValueError, match=r"row 0 starts at 20 with 1 new tokens"):
-        ops.attend(q, ring, ring, torch.tensor([20]), one, Scoring(1.0))
+        ops.attend(q, ring, ring, torch.tensor([20]), one, AttentionParams(1.0))
     with pytest.raises(ValueError, match="do not fit rings"):
-        ops.attend(torch.randn(1, 2, 3, 8), ring, ring, one, one, Scoring(1.0))
+        ops.attend(torch.randn(1, 2, 3, 8), ring, ring, one, one, AttentionParams(1.0))
     with pytest.raises(ValueError, match=r"starts must be int64 \[1\]"):
-        ops.attend(q, ring, ring, one.int(), one, Scoring(1.0))
+        ops.attend(q, ring, ring, one.int(), one, AttentionParams(1.0))
     with pytest.raises(ValueError, match="do not fit a ring of 16 slots"):
         new = torch.randn(1, 17, 2, 8)
         ops.append(new, new, ring, ring, one, torch.tensor([17]))

@@ -14,7 +14,7 @@ from lmstate import kv
 from lmstate.models.block import Block, new_layers, run_blocks
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.mlp import MLP
-from lmstate.models.layers.parallel_hybrid import Parallel
+from lmstate.models.layers.parallel_hybrid import ParallelHybrid
 from lmstate.models.layers.rope import Rope
 from lmstate.ops import Norm
 from lmstate.ops.cpu.fused import Fused
@@ -89,7 +89,7 @@ def run(
         memory.reserve(step)
         if fused:
             alone = ops.Run(x, step.starts_t, step.counts_t)
-            assert mixer.joins(alone, ops.AttentionHalf(mixer, norm, *onto(x)[1:]), step, memory)
+            assert mixer.joins(alone, ops.AttentionSublayer(mixer, norm, *onto(x)[1:]), step, memory)
             y = alone.stream()
         else:
             y = mixer.mix(ops.linear(x, mixer.qkv, mixer.qkv_bias, norm=norm), step, memory, onto(x))
@@ -238,13 +238,13 @@ def stack(kind: type[Block]) -> list[Block]:
         kind(recurrent["delta"], mlp("gelu"), norm_fixed(), norm_fixed(), parallel=True),
         kind(recurrent["state space without a norm"], mlp("gelu"), None, norm_fixed(), norm_of(EMBED)),
         kind(
-            Parallel(mixers[1], recurrent["state space in groups"], 0.7, 1.3),
+            ParallelHybrid(mixers[1], recurrent["state space in groups"], 0.7, 1.3),
             replace(mlp(), factors=torch.rand(320)),
             norm_fixed(),
             norm_fixed(),
         ),
         kind(
-            Parallel(mixers[0], replace(recurrent["state space"], scale=torch.rand(276)), 0.5),
+            ParallelHybrid(mixers[0], replace(recurrent["state space"], scale=torch.rand(276)), 0.5),
             mlp("gelu"),
             norm_fixed(),
             norm_fixed(),
@@ -281,7 +281,7 @@ def test_a_run_of_blocks_equals_one_after_the_other(variant: str) -> None:
 @pytest.mark.parametrize("joined", [True, False], ids=["on a stream", "alone"])
 def test_mixers_side_by_side_give_their_sum(variant: str, joined: bool, after: Norm | None) -> None:
     torch.manual_seed(7)
-    both = Parallel(CASES["plain"](), MIXERS["state space"]("float32", EMBED, EMBED), 0.7, 1.3)
+    both = ParallelHybrid(CASES["plain"](), MIXERS["state space"]("float32", EMBED, EMBED), 0.7, 1.3)
     x, step, layout = torch.randn(2, 3, EMBED), step_of([0, 0], [3, 2]), Layout(2, torch.device("cpu"), torch.float32)
     residual = ops.Residual(torch.randn(2, 3, EMBED), after, 0.5) if joined else None
     memories = [mixer.new_state(layout) for mixer in (both, both.attention, both.other)]
@@ -309,14 +309,14 @@ def test_attention_and_recurrences_wait_together(variant: str, monkeypatch: pyte
     for memory in memories:
         memory.reserve(step)
     run_blocks(blocks, torch.randn(2, 2, EMBED), step, memories)
-    halves = [(block.mlp is not None) + 1 + isinstance(block.mixer, Parallel) for block in blocks]
+    halves = [(block.mlp is not None) + 1 + isinstance(block.mixer, ParallelHybrid) for block in blocks]
     assert runs == [sum(halves)]
 
 
 def test_a_weight_that_was_replaced_is_read(variant: str) -> None:
     x, norm = torch.randn(1, 1, EMBED), norm_fixed()
     up, down = ops.FloatWeight(torch.randn(320, EMBED)), ops.FloatWeight(torch.randn(EMBED, 160))
-    half = ops.FeedForwardHalf(up, down, "silu", norm)
+    half = ops.MLPSublayer(up, down, "silu", norm)
 
     def fed() -> Tensor:
         run = ops.Run(x)
@@ -336,8 +336,8 @@ def test_what_does_not_fit_is_refused(variant: str) -> None:
     up, down = ops.quantize(torch.randn(64, 32), "int8"), ops.quantize(torch.randn(32, 64), "int8")
     with pytest.raises(ValueError, match="do not fit each other"):
         ops.feed_forward(torch.randn(1, 32), up, down, "silu")
-    half = ops.AttentionHalf(attention("int4", 4, 2, 32, rope=rope(16)))
-    rings = ops.Rings(torch.zeros(1, 2, 8, 32), torch.zeros(1, 2, 8, 32))
+    half = ops.AttentionSublayer(attention("int4", 4, 2, 32, rope=rope(16)))
+    rings = ops.KVView(torch.zeros(1, 2, 8, 32), torch.zeros(1, 2, 8, 32))
     x, one = torch.randn(1, 1, EMBED), torch.tensor([1])
     rotation = rope(16).rotation(step_of([8], [1]))
     with pytest.raises(ValueError, match="ring of 8 slots"):
@@ -345,4 +345,4 @@ def test_what_does_not_fit_is_refused(variant: str) -> None:
         waiting.attends(half, rings, rotation)
         waiting.stream()
     with pytest.raises(ValueError, match="do not fit 1 rows"):
-        ops.Run(x, one * 0, one).attends(half, ops.Rings(torch.zeros(1, 3, 8, 32), rings.v), rotation)
+        ops.Run(x, one * 0, one).attends(half, ops.KVView(torch.zeros(1, 3, 8, 32), rings.v), rotation)

@@ -33,18 +33,18 @@ def mixture(kinds: str | list[str], top_k: int, shared: MLP | None = None, **opt
 
 CASES = {
     "softmax": lambda: mixture("int4", 3),
-    "normalised, a shared one": lambda: mixture("int8", 4, expert("int8", 160), normalise=True),
+    "normalised, a shared one": lambda: mixture("int8", 4, expert("int8", 160), normalize=True),
     "a shared one with a gate": lambda: mixture(
-        "bfloat16", 2, expert("bfloat16", 32), shared_gate=ops.FloatWeight(torch.randn(1, EMBED)), normalise=True
+        "bfloat16", 2, expert("bfloat16", 32), shared_gate=ops.FloatWeight(torch.randn(1, EMBED)), normalize=True
     ),
     "sigmoid, corrected, scaled, in groups": lambda: mixture(
-        "float32", 3, scoring="sigmoid", normalise=True, scale=2.5, correction=torch.randn(EXPERTS), groups=4,
-        kept_groups=2, group_score="two best",
+        "float32", 3, scoring="sigmoid", normalize=True, scale=2.5, e_score_correction_bias=torch.randn(EXPERTS),
+        groups=4, topk_groups=2, group_score="top2",
     ),
-    "groups by their best": lambda: mixture("int4", 2, groups=3, kept_groups=2, scale=16.0),
-    "inputs weighed": lambda: mixture("int8", 1, expert("int4"), scoring="sigmoid", weigh_input=True),
+    "groups by their best": lambda: mixture("int4", 2, groups=3, topk_groups=2, scale=16.0),
+    "inputs weighed": lambda: mixture("int8", 1, expert("int4"), scoring="sigmoid", scale_input=True),
     "biases, another gate": lambda: mixture("int4", 2, act="relu2", biased=True, bias=torch.randn(EXPERTS)),
-    "the gate of gpt-oss": lambda: mixture("bfloat16", 2, act="swigluoai", biased=True, normalise=True),
+    "the gate of gpt-oss": lambda: mixture("bfloat16", 2, act="swigluoai", biased=True, normalize=True),
     "several kinds": lambda: mixture(["int4", "int8", "bfloat16"] * 4, EXPERTS),
 }  # fmt: skip
 COUNTS = {"a token": [1], "rows": [1, 1, 1], "ragged": [5, 0, 9], "most": [32]}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lmstate.ops import cpu, dispatch
 from lmstate.ops.attention.attend_latent import latent_attend, latent_attend_reference
-from lmstate.ops.dense.per_head import by_head
+from lmstate.ops.dense.per_head import per_head_matmul
 
 HEADS, LATENT, ROPE = 3, 8, 4
 SCALE = 0.3
@@ -179,12 +179,12 @@ def test_a_matrix_for_each_head(body: str, shape: tuple[int, int, int], dtype: t
     torch.manual_seed(0)
     matrices = (torch.randn(shape) / shape[1] ** 0.5).to(dtype)
     x = torch.randn(2, 5, shape[0], shape[1] + 3)[..., 3:]  # a part of a projection
-    got = by_head(x, matrices)
+    got = per_head_matmul(x, matrices)
     want = torch.einsum("rtha,hab->rthb", x.double(), matrices.double())
     tolerance = 1e-5 if body != "reference" or dtype == torch.float32 else 0.05
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
     if body != "reference":
-        assert torch.equal(torch.cat([by_head(x[:, t : t + 1], matrices) for t in range(5)], dim=1), got)
+        assert torch.equal(torch.cat([per_head_matmul(x[:, t : t + 1], matrices) for t in range(5)], dim=1), got)
 
 
 def test_what_does_not_fit_is_refused(body: str) -> None:
@@ -197,4 +197,4 @@ def test_what_does_not_fit_is_refused(body: str) -> None:
     with pytest.raises(ValueError, match="ring of 4 slots"):
         latent_attend(q_latent, q_rope, latent, rope_key, 3 * one, 2 * one, scale=SCALE)
     with pytest.raises(ValueError, match="do not fit x"):
-        by_head(q_latent, torch.randn(HEADS, LATENT + 1, 4))
+        per_head_matmul(q_latent, torch.randn(HEADS, LATENT + 1, 4))

@@ -18,7 +18,7 @@ SHAPES = ((48, 64), (50, 96), (7, 32), (33, 50), (1, 160), (21, 192))
 
 
 def stored(matrix: Tensor, kind: str) -> ops.Weight:
-    return ops.squeeze(ops.quantize(matrix, "bfloat16")) if kind == "squeezed" else ops.quantize(matrix, kind)
+    return ops.to_bfloat12(ops.quantize(matrix, "bfloat16")) if kind == "squeezed" else ops.quantize(matrix, kind)
 
 
 def rounded_activations(x: Tensor, weight: ops.Weight) -> Tensor:

@@ -28,7 +28,7 @@ def test_callers_in_several_threads_do_not_disturb_each_other(variant: str) -> N
 
     def work(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         q = x.view(1, -1, 8, 32)[:, :1]
-        return ops.linear(x, weight, norm=norm), ops.attend(q, k, v, starts, counts, ops.Scoring(0.1))
+        return ops.linear(x, weight, norm=norm), ops.attend(q, k, v, starts, counts, ops.AttentionParams(0.1))
 
     alone = [work(x) for x in xs]
     with ThreadPoolExecutor(4) as pool:
@@ -42,4 +42,4 @@ def test_empty_inputs_give_empty_outputs(variant: str) -> None:
     assert ops.linear(torch.empty(0, 32), weight).shape == (0, 16)
     assert weight.rows(torch.empty(2, 0, dtype=torch.int64)).shape == (2, 0, 32)
     ring, none = torch.empty(0, 1, 4, 8), torch.empty(0, dtype=torch.int64)
-    assert ops.attend(torch.empty(0, 3, 2, 8), ring, ring, none, none, ops.Scoring(1.0)).shape == (0, 3, 2, 8)
+    assert ops.attend(torch.empty(0, 3, 2, 8), ring, ring, none, none, ops.AttentionParams(1.0)).shape == (0, 3, 2, 8)

@@ -10,7 +10,7 @@ from lmstate import ops
 from lmstate.ops import dispatch
 from lmstate.ops.cpu import Library
 from lmstate.ops.types.weight import Weight
-from lmstate.ops.weights.bfloat12 import squeeze
+from lmstate.ops.weights.bfloat12 import to_bfloat12
 from lmstate.ops.weights.grouped import quantize
 
 KINDS = ["bfloat16", "float16", "int8", "int4", "squeezed"]
@@ -25,7 +25,7 @@ def library() -> Library:
 
 
 def stored(matrix: torch.Tensor, kind: str) -> Weight:
-    return squeeze(quantize(matrix, "bfloat16")) if kind == "squeezed" else quantize(matrix, kind)
+    return to_bfloat12(quantize(matrix, "bfloat16")) if kind == "squeezed" else quantize(matrix, kind)
 
 
 def exact(x: torch.Tensor, weight: Weight) -> torch.Tensor:

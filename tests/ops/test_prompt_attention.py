@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import lmstate.ops as ops
-from lmstate.ops import Scoring, Sight
+from lmstate.ops import AttentionParams, CausalMask
 from lmstate.ops.attention.attend import attend_reference
 
 ROWS = [(70, 40), (0, 133), (9, 33), (400, 5), (257, 0), (31, 64)]
@@ -22,7 +22,9 @@ def rings(rows: list[tuple[int, int]], size: int, kv: int, dim: int, dim_v: int)
     return k, v
 
 
-def expected(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, counts: Tensor, rule: tuple[Scoring, Sight]) -> Tensor:
+def expected(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, counts: Tensor, rule: tuple[AttentionParams, CausalMask]
+) -> Tensor:
     return attend_reference(q.bfloat16().float(), k.float(), v.float(), starts, counts, *rule)
 
 
@@ -32,13 +34,13 @@ def expected(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, counts: Tensor, ru
 @pytest.mark.parametrize("name", ["plain", "window", "chunk", "softcap", "sinks", "all"])
 def test_it_is_attention(variant: str, heads: int, kv: int, dim: int, dim_v: int, name: str) -> None:
     torch.manual_seed(0)
-    scoring = Scoring(
+    scoring = AttentionParams(
         dim**-0.5,
         softcap=2.0 if name in ("softcap", "all") else None,
         sinks=torch.randn(heads) if name in ("sinks", "all") else None,
     )
-    sight = Sight(window=50 if name in ("window", "all") else None, chunk=48 if name == "chunk" else None)
-    k, v = rings(ROWS, SEEN if sight == Sight() else 199, kv, dim, dim_v)  # windows wrap
+    sight = CausalMask(window=50 if name in ("window", "all") else None, chunk=48 if name == "chunk" else None)
+    k, v = rings(ROWS, SEEN if sight == CausalMask() else 199, kv, dim, dim_v)  # windows wrap
     starts, counts = torch.tensor(ROWS).T
     q = torch.randn(len(ROWS), int(counts.max()), heads, dim)
     got = ops.attend(q, k, v, starts, counts, scoring, sight)
@@ -54,7 +56,7 @@ def test_a_query_has_the_same_bits_beside_other_tokens_rows_and_threads(variant:
     rows = [(500, 300), (600, 77), (0, 120)]
     k, v = (torch.randn(3, 2, 900, 24).bfloat16() for _ in range(2))
     starts, counts = torch.tensor(rows).T
-    q, told, threads = torch.randn(3, 300, 6, 24), (Scoring(0.2), Sight(**rule)), torch.get_num_threads()
+    q, told, threads = torch.randn(3, 300, 6, 24), (AttentionParams(0.2), CausalMask(**rule)), torch.get_num_threads()
     together = ops.attend(q, k, v, starts, counts, *told)
     try:
         for r, (start, count) in enumerate(rows):

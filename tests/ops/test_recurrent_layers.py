@@ -13,7 +13,7 @@ from lmstate.models.layers.gated_delta_net import GatedDelta
 from lmstate.models.layers.mamba2 import Mamba2
 from lmstate.models.layers.short_conv import ShortConv
 from lmstate.ops import Norm, Residual
-from lmstate.state import FoldState, Layout, Step
+from lmstate.state import Layout, RecurrentState, Step
 from tests.ops.small_mixers import MIXERS, convolution, delta, state_space
 
 EMBED, OUT = 64, 48
@@ -22,10 +22,10 @@ CPU = torch.device("cpu")
 
 def run(
     mixer: GatedDelta | Mamba2 | ShortConv, xs: list[tuple[list[int], Tensor]], apart: bool = False
-) -> tuple[list[Tensor], FoldState]:
+) -> tuple[list[Tensor], RecurrentState]:
     """What a mixer gives for steps `(counts, x)`, and the state that it leaves."""
     memory = mixer.new_state(Layout(len(xs[0][0]), CPU, torch.float32, rewind=4))
-    assert isinstance(memory, FoldState)
+    assert isinstance(memory, RecurrentState)
     starts, outs = [0] * len(xs[0][0]), []
     norm, after = Norm(torch.linspace(0.5, 1.5, EMBED), 1e-5), Norm(torch.linspace(1.5, 0.5, OUT), 1e-5)
     for counts, x in xs:

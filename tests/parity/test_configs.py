@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.open import open_source
 from lmstate.errors import ModelError
 from lmstate.models.families import bailing_hybrid, build
@@ -59,7 +59,7 @@ def saved(folder: Path, case: str, change: Callable[[Config], None], **fields: A
     change(values)
     (folder / "config.json").write_text(json.dumps(values))
     theirs = auto(config).from_pretrained(folder, dtype=torch.float32).eval()
-    return theirs, build(Weights(open_source(folder), "float32"))
+    return theirs, build(WeightLoader(open_source(folder), "float32"))
 
 
 def same(theirs: Any, ours: Model, length: int = 140) -> None:
@@ -109,7 +109,7 @@ def test_a_size_that_a_wrapped_text_model_leaves_out_is_that_of_its_class(family
         assert DEFAULTS[family].get(name, getattr(default, name)) == getattr(default, name)
         (tmp_path / "config.json").write_text(json.dumps(config))
         try:
-            build(Weights(open_source(tmp_path), "float32"))
+            build(WeightLoader(open_source(tmp_path), "float32"))
         except ModelError as error:
             assert f"lacks {name!r}" not in str(error)
 
@@ -214,7 +214,7 @@ def test_a_head_that_repeats_the_embedding_is_held_once(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, tmp_path / "model.safetensors")
-    model = build(Weights(open_source(tmp_path), "float32"))
+    model = build(WeightLoader(open_source(tmp_path), "float32"))
     assert model.head is model.embed
 
 
@@ -237,7 +237,7 @@ def test_long_texts_of_phimoe_rotate_by_the_long_factors(tmp_path: Path) -> None
     config = json.loads(path.read_text())
     config["rope_parameters"] |= {"short_factor": [1.0, 2.0, 3.0, 4.0], "short_mscale": 2.0}
     path.write_text(json.dumps(config))
-    ours = build(Weights(open_source(tmp_path), "float32"))
+    ours = build(WeightLoader(open_source(tmp_path), "float32"))
     same(theirs, ours)
     with pytest.raises(AssertionError):
         same(theirs, ours, length=60)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.open import open_source
 from lmstate.errors import ModelError
 from lmstate.models.families import build
@@ -91,7 +91,7 @@ def test_blocks_of_8_bit_floats_give_the_logits_of_their_numbers(
     assert any(max(tensor.shape) > 1 for name, tensor in tensors.items() if name.endswith("_scale_inv"))
     after = theirs(text(40)).logits
     assert (before - after).abs().max() > 1e-2  # what was rounded is seen
-    ours = build(Weights(open_source(tmp_path), "float32"))
+    ours = build(WeightLoader(open_source(tmp_path), "float32"))
     with torch.no_grad():
         torch.testing.assert_close(ours(text(40)), after, atol=1e-4, rtol=1e-4)
 
@@ -100,7 +100,7 @@ def test_blocks_of_8_bit_floats_give_the_logits_of_their_numbers(
 def test_they_load_in_every_storage(kind: str, tmp_path: Path) -> None:
     theirs = original("deepseek_v3", {})
     write(tmp_path, theirs, 128, 128)
-    ours = build(Weights(open_source(tmp_path), kind))
+    ours = build(WeightLoader(open_source(tmp_path), kind))
     theirs, ours_logits = theirs(text(40)).logits, ours(text(40))
     assert torch.nn.functional.cosine_similarity(theirs.flatten(), ours_logits.flatten(), dim=0) > 0.99
 
@@ -133,7 +133,7 @@ def test_scales_of_a_matrix_and_of_its_outputs_give_the_logits_of_their_numbers(
     config["quantization_config"] = {"quant_method": method, "activation_scheme": "static"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    ours = build(Weights(open_source(tmp_path), "float32"))
+    ours = build(WeightLoader(open_source(tmp_path), "float32"))
     with torch.no_grad():
         torch.testing.assert_close(ours(text(40)), theirs(text(40)).logits, atol=1e-4, rtol=1e-4)
 
@@ -147,7 +147,7 @@ def test_every_output_has_its_own_scale(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     scaled = {name.replace("_scale_inv", "_scale"): tensor for name, tensor in tensors.items()}
     save_file(scaled, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    ours = build(Weights(open_source(tmp_path), "float32"))
+    ours = build(WeightLoader(open_source(tmp_path), "float32"))
     with torch.no_grad():
         torch.testing.assert_close(ours(text(40)), theirs(text(40)).logits, atol=1e-4, rtol=1e-4)
 
@@ -161,7 +161,7 @@ def test_blocks_of_compressed_tensors(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     scaled = {name.replace("_scale_inv", "_scale"): tensor for name, tensor in tensors.items()}
     save_file(scaled, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    ours = build(Weights(open_source(tmp_path), "float32"))
+    ours = build(WeightLoader(open_source(tmp_path), "float32"))
     with torch.no_grad():
         torch.testing.assert_close(ours(text(40)), theirs(text(40)).logits, atol=1e-4, rtol=1e-4)
 
@@ -202,12 +202,12 @@ def test_what_does_not_add_up_is_refused(damage: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=message):
-        build(Weights(open_source(tmp_path), "float32"))
+        build(WeightLoader(open_source(tmp_path), "float32"))
 
 
 def test_blocks_larger_than_the_matrix_cost_no_more_than_it(tmp_path: Path) -> None:
     theirs = original("llama", {})
     write(tmp_path, theirs, 2**30, 2**30)
-    ours = build(Weights(open_source(tmp_path), "float32"))
+    ours = build(WeightLoader(open_source(tmp_path), "float32"))
     with torch.no_grad():
         torch.testing.assert_close(ours(text(9)), theirs(text(9)).logits, atol=1e-4, rtol=1e-4)

@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.open import open_source
 from lmstate.models.families import build
 from tests.zoo import pair, text
 
 Config = dict[str, Any]
 Tensors = dict[str, Tensor]
-Change = Callable[[Config, Tensors], None]
+SlotCommit = Callable[[Config, Tensors], None]
 
 
 def lfm2(config: Config, tensors: Tensors) -> None:
@@ -243,6 +243,6 @@ def test_a_published_layout_gives_the_same_logits(case: str, tmp_path: Path) -> 
     assert (json.dumps(config), set(tensors)) != before
     path.write_text(json.dumps(config))
     save_file(tensors, weights, metadata={"format": "pt"})
-    again = build(Weights(open_source(tmp_path), "float32"))
+    again = build(WeightLoader(open_source(tmp_path), "float32"))
     ids = text(40)
     torch.testing.assert_close(again(ids), ours(ids), atol=0, rtol=0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lmstate import kv
-from lmstate.state import FoldState
+from lmstate.state import RecurrentState
 from tests.zoo import ours, text
 
 POLICIES = {
@@ -46,7 +46,9 @@ def test_a_copied_state_goes_on_with_the_same_weights(case: str) -> None:
     model(ids, state)
     twin, (other, both) = copy.deepcopy(state), copy.deepcopy((model, state))
     for mixers, copied in ((model.blocks, twin), (other.blocks, both)):
-        folds = [part.fold.__self__ for layer in copied.layers for part in layer.parts() if isinstance(part, FoldState)]
+        folds = [
+            part.fold.__self__ for layer in copied.layers for part in layer.parts() if isinstance(part, RecurrentState)
+        ]
         known = {id(mixer) for block in mixers for mixer in (block.mixer, getattr(block.mixer, "other", None))}
         assert folds and {id(mixer) for mixer in folds} <= known
     for which, copied in ((model, twin), (other, both)):

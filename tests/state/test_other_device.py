@@ -15,7 +15,7 @@ import torch
 
 import lmstate
 from lmstate import kv
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.open import open_source
 from lmstate.generation import generate
 from lmstate.models.families import build
@@ -34,8 +34,8 @@ def both(case: str, kind: str = "float32") -> tuple[lmstate.Model, lmstate.Model
     theirs, _ = pair(case)
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
-        here = build(Weights(open_source(Path(folder)), kind))
-        return here, build(Weights(open_source(Path(folder)), kind, device=DEVICE))
+        here = build(WeightLoader(open_source(Path(folder)), kind))
+        return here, build(WeightLoader(open_source(Path(folder)), kind, device=DEVICE))
 
 
 def story(model: lmstate.Model, folder: Path, **settings: Any) -> list[torch.Tensor]:

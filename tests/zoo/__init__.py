@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import lmstate
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.open import open_source
 from lmstate.models.families import build
 
@@ -78,7 +78,7 @@ def pair(case: str) -> tuple[Any, lmstate.Model]:
     randomise(theirs)
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
-        ours = build(Weights(open_source(Path(folder)), "float32"))
+        ours = build(WeightLoader(open_source(Path(folder)), "float32"))
     return theirs, ours
 
 

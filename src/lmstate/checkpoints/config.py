@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar, overload
 from lmstate.errors import ModelError
 
 T = TypeVar("T")
-# Inside `Fields` the names `int`, `float`, `bool` and `str` are its methods; its signatures use these.
+# Inside `Config` the names `int`, `float`, `bool` and `str` are its methods; its signatures use these.
 Whole: TypeAlias = int
 Real: TypeAlias = float
 Truth: TypeAlias = bool
@@ -23,7 +23,7 @@ class _Required:
 REQUIRED = _Required()
 
 
-class Fields(Mapping[str, Any]):
+class Config(Mapping[str, Any]):
     """A config dict that hands out checked values; `where` names it in the messages ("config.json", "rope_scaling").
 
     A field that is absent or null takes its default (but a null `bool` is false); without a default it is an error. All
@@ -47,7 +47,7 @@ class Fields(Mapping[str, Any]):
         return len(self._values)
 
     def __repr__(self) -> Text:
-        return f"Fields({self._values!r}, where={self.where!r})"
+        return f"Config({self._values!r}, where={self.where!r})"
 
     def given(self, name: Text) -> Truth:
         """Whether the field is there and not null."""
@@ -145,10 +145,10 @@ class Fields(Mapping[str, Any]):
                 raise self._bad(name, item, expected)
         return tuple(items)
 
-    def fields(self, name: Text, default: Fields | None = None) -> Fields | None:
-        """A nested object (`rope_scaling`, `text_config`), itself as `Fields`; `default` where it is absent or null."""
+    def fields(self, name: Text, default: Config | None = None) -> Config | None:
+        """A nested object (`rope_scaling`, `text_config`), itself as `Config`; `default` where it is absent or null."""
         value = self._values.get(name)
-        return default if value is None else Fields(value, f"{self.where}: {name}")
+        return default if value is None else Config(value, f"{self.where}: {name}")
 
     def _take(self, name: Text, default: Any, expected: Text) -> Any:
         """The raw value, or None where the default applies."""

@@ -29,7 +29,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SPARE_BYTES = 2**30  # leave this many bytes of the disk free
 
 
-class Packed:
+class ConversionCache:
     """The matrices of one checkpoint in one storage, by the names that they were asked for with."""
 
     def __init__(self, path: Path) -> None:

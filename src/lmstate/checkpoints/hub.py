@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from lmstate.checkpoints.config import Fields
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.config import Config
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.open import open_cached
 from lmstate.errors import ModelError
 from lmstate.text.tokenizer import Tokenizer
@@ -95,7 +95,7 @@ def open_checkpoint(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     progress: bool = True,
-) -> tuple[Weights, Tokenizer | None, dict[str, Any]]:
+) -> tuple[WeightLoader, Tokenizer | None, dict[str, Any]]:
     """Open a model by name: its weights (not read yet), its tokenizer (None without one), its generation defaults.
 
     The defaults always hold `eos_token_id`, a list of ids that end a text (possibly empty), and what
@@ -103,7 +103,7 @@ def open_checkpoint(
     `repetition_penalty`.
     """
     source = open_cached(resolve(name), cache_dir())
-    held = Weights(source, weights, dtype, device or "cpu", cache_dir(), progress)
+    held = WeightLoader(source, weights, dtype, device or "cpu", cache_dir(), progress)
     defaults = generation_defaults(source.generation, source.config)
     files = source.tokenizer_files()
     tokenizer = Tokenizer(files, defaults["eos_token_id"]) if files is not None else None
@@ -114,7 +114,7 @@ def open_checkpoint(
 
 def generation_defaults(generation: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     """The part of generation_config.json that lmstate follows, checked; the ids fall back to config.json's."""
-    fields, model = Fields(generation, "generation_config.json"), Fields(config, "config.json")
+    fields, model = Config(generation, "generation_config.json"), Config(config, "config.json")
     checked: dict[str, Any] = {
         "bos_token_id": fields.int("bos_token_id", default=model.int("bos_token_id", default=None)),
         "do_sample": fields.bool("do_sample", default=None),
@@ -129,7 +129,7 @@ def generation_defaults(generation: dict[str, Any], config: dict[str, Any]) -> d
     return defaults
 
 
-def _ids(fields: Fields, name: str) -> list[int]:
+def _ids(fields: Config, name: str) -> list[int]:
     """Ids that a config gives as one number, a list, or not at all. -1 is how some configs say "none"."""
     value = fields.get(name)
     if value is None or value == -1:

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, overload
 import torch
 from torch import Tensor
 
-from lmstate.checkpoints.config import Fields
-from lmstate.checkpoints.conversion_cache import Packed
+from lmstate.checkpoints.config import Config
+from lmstate.checkpoints.conversion_cache import ConversionCache
 from lmstate.checkpoints.source import GroupedQuant, Source, floats
 from lmstate.errors import ModelError
 from lmstate.ops.memory import spare
 from lmstate.ops.processor import multiplies_bfloat16
 from lmstate.ops.types.weight import FLOAT_KINDS, Weight
-from lmstate.ops.weights.bfloat12 import squeeze
+from lmstate.ops.weights.bfloat12 import to_bfloat12
 from lmstate.ops.weights.grouped import FloatWeight, Int4Weight, Int8Weight, quantize
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ Numbers: TypeAlias = Tensor | GroupedQuant
 Make: TypeAlias = Callable[..., Numbers]
 
 
-class Weights:
+class WeightLoader:
     """Hands out the parameters of one checkpoint, and knows which of them nobody asked for.
 
     `kind`: the storage of the matrices. "auto" keeps the precision of a quantised file; float checkpoints become
@@ -61,7 +61,7 @@ class Weights:
             raise ModelError(f"dtype={dtype} is not supported; choose torch.float32 or torch.bfloat16")
         self.source = source
         self.device = torch.device(device)
-        self.config = Fields(source.config, f"config of {source.path}")
+        self.config = Config(source.config, f"config of {source.path}")
         self.float_kind = "bfloat16" if multiplies_bfloat16(self.device) else "float32"
         self.kind = kind
         if dtype is None:
@@ -69,16 +69,18 @@ class Weights:
             stays_float32 = kind == "float32" or (kind == "auto" and self.float_kind == "float32" and not quantised)
             dtype = torch.float32 if stays_float32 else torch.bfloat16
         self.dtype = dtype
-        self._packed = Packed(cache / source.key() / f"{kind}-{self.float_kind}.safetensors") if cache else None
+        self._packed = (
+            ConversionCache(cache / source.key() / f"{kind}-{self.float_kind}.safetensors") if cache else None
+        )
         self._spare = spare()
         self._made: dict[str, Weight] = {}
         self._asked: set[str] = set()
         self._bar = _Bar(progress, len(source.names()))
 
-    def over(self, source: Source) -> Weights:
+    def over(self, source: Source) -> WeightLoader:
         """The same demands on another source, the text part of a checkpoint say. Before anything was asked for."""
         other = copy.copy(self)
-        other.source, other.config = source, Fields(source.config, f"config of {source.path}")
+        other.source, other.config = source, Config(source.config, f"config of {source.path}")
         return other
 
     def has(self, name: str) -> bool:
@@ -221,7 +223,7 @@ class Weights:
             return weight.to(self.device)
         if weight.nbytes > self._spare:
             return weight  # where it lies, in a mapped file say
-        settled = squeeze(weight.in_large_pages())
+        settled = to_bfloat12(weight.in_large_pages())
         self._spare -= settled.nbytes if settled is not weight else 0
         return settled
 

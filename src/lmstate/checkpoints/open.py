@@ -46,7 +46,7 @@ def open_cached(path: Path, cache: Path | None) -> Source:
         return recalled
     source = GgufSource.open(path)
     files = source.tokenizer_files()
-    record: dict[str, Any] = {"format": FORMAT, "source": source.remember(), "settings": None}
+    record: dict[str, Any] = {"format": FORMAT, "source": source.to_json(), "settings": None}
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         if files is not None and isinstance(files.tokenizer_json, str):
@@ -68,6 +68,6 @@ def _recall(path: Path, memory: Path, tokenizer: Path) -> GgufSource | None:
             if tokenizer.stat().st_size != record["tokenizer_bytes"]:
                 return None
             files = TokenizerFiles(tokenizer, record["settings"])
-        return GgufSource.recall(path, record["source"], files)
+        return GgufSource.from_json(path, record["source"], files)
     except (OSError, ModelError, KeyError, TypeError, ValueError, AttributeError):
         return None  # never written, cut short, or edited: opening the file itself puts it right

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.renamed import BASES, HEAD, Renamed, require_head, with_head
 from lmstate.checkpoints.source import Source
 from lmstate.errors import ModelError
@@ -17,14 +17,14 @@ TEXT_HEAD = re.compile(r"(model\.)?((language|text)_model\.)?lm_head\.")
 OWN = (*BASES.values(), HEAD)
 
 
-class TextPart(Renamed):
+class TextModelSource(Renamed):
     """A `Source` over the text model of a wrapper: its `text_config`, its tensors under their plain names.
 
     What lies outside of the text model is another part's, whatever its name, and left out; what lies inside is all
     there, so that a tensor which the text model does not use stays an error. Raises `ModelError` if there is none.
     """
 
-    def __init__(self, whole: Source, text_config: Fields) -> None:
+    def __init__(self, whole: Source, text_config: Config) -> None:
         config: dict[str, Any] = dict(text_config)
         for name in ("tie_word_embeddings", "quantization_config"):  # some wrappers say it outside only
             if config.get(name) is None and whole.config.get(name) is not None:

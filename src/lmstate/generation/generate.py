@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from lmstate.errors import CapacityError, PendingError
 from lmstate.generation.answer import CONTEXT, Answer, Finish
 from lmstate.generation.prompts import Prompt, as_token_lists
-from lmstate.generation.sampling import Picker, Sampler
+from lmstate.generation.sampling import Sampler, TokenPicker
 from lmstate.generation.stopping import as_stops
 from lmstate.state.validate import token_ids, whole_number
 
@@ -96,7 +96,7 @@ class Generation:
             Answer(model.tokenizer.stream(), stops, before=[*self.state.tokens(row)[-CONTEXT:], *prompt])
             for row, prompt in enumerate(self.prompts)
         ]
-        self._picker = Picker(sampler or Sampler(), len(self.prompts))
+        self._picker = TokenPicker(sampler or Sampler(), len(self.prompts))
         self._last: dict[int, int] = {}  # the newest token of rows that go on: given out, not yet computed
         self._seconds = [0.0, 0.0]  # prefill, decode
         self._first_tokens = 0

@@ -34,7 +34,7 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Sampler:
-    """How the next token is chosen. Immutable; the random streams are in `Picker`.
+    """How the next token is chosen. Immutable; the random streams are in `TokenPicker`.
 
     temperature         0.0 takes the most likely token (greedy); the filters below then change nothing
     top_k               only the k most likely tokens (None: all)
@@ -103,7 +103,7 @@ class Sampler:
         return Candidates(scores.softmax(-1), ids)
 
 
-class Picker:
+class TokenPicker:
     """Picks the next token of every row: a `Sampler` plus what it must remember (random streams, tokens seen)."""
 
     def __init__(self, sampler: Sampler, rows: int) -> None:
@@ -124,7 +124,7 @@ class Picker:
         if self.sampler.repetition_penalty != 1.0:
             logits = self.sampler.penalised(logits, self._seen(logits, rows))
         if self.sampler.greedy:
-            best, ids = ops.best(logits)
+            best, ids = ops.argmax(logits)
             _check_numbers(best)
             picked: list[int] = ids.tolist()
         else:

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from lmstate import ops
 from lmstate.models.layers.attention import Attention
-from lmstate.models.layers.base import Halves, JoiningMixer, Mixer
+from lmstate.models.layers.base import JoiningMixer, Mixer, Sublayers
 from lmstate.models.layers.mlp import MLP, FeedForward
 from lmstate.models.layers.moe import MixtureOfExperts
 from lmstate.ops import Norm, Residual
-from lmstate.state import CompositeState, FoldState, KeyValueState, LayerState, Layout, SharedState, Step
+from lmstate.state import CompositeState, KeyValueState, LayerState, Layout, RecurrentState, SharedState, Step
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,17 +28,17 @@ class Block:
     mlp: FeedForward | None
     mixer_norm: Norm | None = None
     mlp_norm: Norm | None = None
-    after_mixer: Norm | None = None
-    after_mlp: Norm | None = None
+    mixer_post_norm: Norm | None = None
+    mlp_post_norm: Norm | None = None
     scale: float = 1.0  # of what each part adds to the stream
     parallel: bool = False  # both parts read the same input
-    ending: Callable[[Tensor, Step], Tensor] | None = None  # what becomes of the stream behind both, `[R, T, E]`
+    output_hook: Callable[[Tensor, Step], Tensor] | None = None  # what becomes of the stream behind both, `[R, T, E]`
 
     def __call__(self, x: Tensor, step: Step, memory: LayerState) -> Tensor:
         """x float32 `[R, T, E]` -> `[R, T, E]`."""
         mixed = self._mixed(x, step, memory)
         fed = mixed if self.mlp is None else self._fed(x if self.parallel else mixed, mixed)
-        return fed if self.ending is None else self.ending(fed, step)
+        return fed if self.output_hook is None else self.output_hook(fed, step)
 
     def join(self, run: ops.Run, step: Step, memory: LayerState) -> None:
         """The same to the stream of a run: what can wait there does, the rest runs at once."""
@@ -55,8 +55,8 @@ class Block:
             run.put(self._mixed(run.stream(), step, memory))
         if self.mlp is not None and (feed_forward is None or not run.feeds(feed_forward)):
             run.put(self._fed(x := run.stream(), x))
-        if self.ending is not None:
-            run.put(self.ending(run.stream(), step))
+        if self.output_hook is not None:
+            run.put(self.output_hook(run.stream(), step))
 
     def _joins(self, run: ops.Run, step: Step, memory: LayerState) -> bool:
         """Have the mixer wait; False where it cannot."""
@@ -66,26 +66,26 @@ class Block:
         return mixer.joins(run, half, step, memory)
 
     def _mixed(self, x: Tensor, step: Step, memory: LayerState) -> Tensor:
-        return self.mixer(x, step, memory, self.mixer_norm, Residual(x, self.after_mixer, self.scale))
+        return self.mixer(x, step, memory, self.mixer_norm, Residual(x, self.mixer_post_norm, self.scale))
 
     def _fed(self, x: Tensor, mixed: Tensor) -> Tensor:
         assert self.mlp is not None
-        return self.mlp(x, self.mlp_norm, Residual(mixed, self.after_mlp, self.scale))
+        return self.mlp(x, self.mlp_norm, Residual(mixed, self.mlp_post_norm, self.scale))
 
     @cached_property
-    def _joining(self) -> tuple[JoiningMixer, Halves] | None:
+    def _joining(self) -> tuple[JoiningMixer, Sublayers] | None:
         """The mixer and what waits of it, where it is one of those that may wait in a run."""
         if not isinstance(self.mixer, JoiningMixer):
             return None
-        half = self.mixer.half(self.mixer_norm, self.after_mixer, self.scale)
+        half = self.mixer.half(self.mixer_norm, self.mixer_post_norm, self.scale)
         return None if half is None else (self.mixer, half)
 
     @cached_property
-    def _feed_forward(self) -> ops.FeedForwardHalf | ops.ExpertsHalf | None:
+    def _feed_forward(self) -> ops.MLPSublayer | ops.MoESublayer | None:
         """The feed-forward part, where it is."""
         if not isinstance(self.mlp, (MLP, MixtureOfExperts)):
             return None
-        return self.mlp.half(self.mlp_norm, self.after_mlp, self.scale, self.parallel)
+        return self.mlp.half(self.mlp_norm, self.mlp_post_norm, self.scale, self.parallel)
 
 
 def new_layers(blocks: Iterable[Block], layouts: Iterable[Layout]) -> list[LayerState]:
@@ -129,7 +129,7 @@ def _repeated(run: ops.Run, blocks: Sequence[Block], step: Step, layers: Sequenc
     kept, members = (_kept.get(layers[0]) if layers else None), _members(layers)
     if kept is None or len(kept.blocks) != len(blocks) or not all(map(is_, kept.blocks, blocks)):
         return False
-    folds = [memory for memory in members if isinstance(memory, FoldState)]
+    folds = [memory for memory in members if isinstance(memory, RecurrentState)]
     carries = [carry for memory in folds if (carry := memory.at_once(step))]
     rings = [ring for memory in members if isinstance(memory, KeyValueState) and (ring := memory.rings(step))]
     rotations = [one for turner in kept.turners if (one := turner.rotation(step))]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
-from lmstate.ops import SqueezedWeight
+from lmstate.ops import Bfloat12Weight
 
 STATIC_CHUNK = 128
 """Tokens of a row that one forward of a static state takes. Its rings hold as many beside their window."""
@@ -50,7 +50,7 @@ def check_static(model: Model, capacity: int | None, kv: torch.dtype | Policies 
             )
 
 
-def hold_still(model: Model, state: State) -> None:
+def mark_static(model: Model, state: State) -> None:
     """Tell torch's compiler that neither the weights nor the state ever move.
 
     Otherwise a CUDA graph copies them to a place of its own before every step, and refuses to change them in place. The
@@ -85,7 +85,7 @@ Thing = TypeVar("Thing")
 
 
 def plain(thing: Thing) -> Thing:
-    """A tree of dataclasses, lists and tuples with every `SqueezedWeight` as a matrix; itself if there is none."""
+    """A tree of dataclasses, lists and tuples with every `Bfloat12Weight` as a matrix; itself if there is none."""
     done: dict[int, Any] = {}  # what is shared stays shared
 
     def walk(thing: Any) -> Any:
@@ -94,7 +94,7 @@ def plain(thing: Thing) -> Thing:
         return done[id(thing)]
 
     def made(thing: Any) -> Any:
-        if isinstance(thing, SqueezedWeight):
+        if isinstance(thing, Bfloat12Weight):
             return thing.plain()
         if is_dataclass(thing) and not isinstance(thing, type):
             parts = {part.name: getattr(thing, part.name) for part in fields(thing) if part.init}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmstate.ops import SqueezedWeight, Weight
+from lmstate.ops import Bfloat12Weight, Weight
 
 SAMPLE = 64  # elements hashed of each tensor
 
@@ -43,7 +43,7 @@ def fingerprint(config: Any, parts: Any) -> str:
 
 def _samples(weight: Tensor | Weight) -> Iterator[tuple[str, Sequence[int], Tensor]]:
     """Name, shape and some elements of each tensor of it."""
-    if isinstance(weight, SqueezedWeight):  # the same model as where its numbers lie in a matrix
+    if isinstance(weight, Bfloat12Weight):  # the same model as where its numbers lie in a matrix
         n, k = weight.shape
         at = torch.arange(0, n * k, max(1, n * k // SAMPLE))
         yield "matrix", weight.shape, weight.rows(at // k)[torch.arange(len(at)), at % k].to(torch.bfloat16)

@@ -14,9 +14,9 @@ from torch import Tensor
 from lmstate import ops
 from lmstate.errors import StateError
 from lmstate.models.block import Block, new_layers, run_blocks
-from lmstate.models.compiled import STATIC_CHUNK, check_static, device_logits, hold_still, plain
+from lmstate.models.compiled import STATIC_CHUNK, check_static, device_logits, mark_static, plain
 from lmstate.models.fingerprint import fingerprint
-from lmstate.models.layers.embedding import Entry, Exit, LearnedPositions
+from lmstate.models.layers.embedding import EmbeddingHook, LearnedPositions, OutputHook
 from lmstate.models.layers.rope import Rope
 from lmstate.ops import Norm, Weight
 from lmstate.state import LayerState, Layout, State, Step
@@ -57,8 +57,8 @@ class Model:
     norm: Norm
     head: Weight  # [V, E]; the embedding itself where they are tied
     head_bias: Tensor | None = None
-    entry: Entry | None = None
-    exit: Exit | None = None
+    entry: EmbeddingHook | None = None
+    exit: OutputHook | None = None
     dtype: torch.dtype = torch.float32  # of stored keys and values, and of large matrix products
     name: str = ""
     eos_ids: frozenset[int] = frozenset()
@@ -124,7 +124,7 @@ class Model:
         if static:
             if self._traced is None and (traced := plain(self)) is not self:
                 self._traced = traced
-            hold_still(self._traced or self, state)
+            mark_static(self._traced or self, state)
         return state
 
     def _new_state(self, layout: Layout, kv: Policies | None = None) -> State:
@@ -198,7 +198,7 @@ class Model:
             return self(ids, self._new_state(layout), logits or "all", commit=False)
         self._refuse_other(state)
         self._catch_up(state, ids, logits or "last")
-        step = state.plan(ids, tentative=not commit)
+        step = state.plan(ids, speculative=not commit)
         try:
             out = self._forward(ids, step, state, logits or "last")
             state.ran(out)
@@ -278,7 +278,7 @@ class Model:
         """Hidden states `[..., E]` -> float32 logits `[..., V]`."""
         # By blocks of few rows, whose bodies sum and answer in float32: a large product of bfloat16 would round logits
         # to 8 bits, and near ties with them.
-        rows = hidden.flatten(0, -2).split(ops.FEW)
+        rows = hidden.flatten(0, -2).split(ops.GEMV_ROWS)
         blocks = [ops.linear(block, self.head, self.head_bias, norm=self.norm) for block in rows]
         logits = (blocks[0] if len(blocks) == 1 else torch.cat(blocks)).unflatten(0, hidden.shape[:-1])
         if self.config.logit_scale != 1.0:

@@ -4,52 +4,57 @@ from lmstate.ops.attention.attend import attend, rotate_attend
 from lmstate.ops.attention.kv_store import append
 from lmstate.ops.attention.rope import rope
 from lmstate.ops.dense.activations import ACTIVATIONS, activation, glu, sigmoid
-from lmstate.ops.dense.argmax import best
-from lmstate.ops.dense.linear import FEW, linear, linear_beside
+from lmstate.ops.dense.argmax import argmax
+from lmstate.ops.dense.linear import GEMV_ROWS, linear, linear_beside
 from lmstate.ops.dense.mlp import feed_forward
 from lmstate.ops.dense.norm import add_residual, norm
 from lmstate.ops.dispatch import info
 from lmstate.ops.fused.graph import Chain, Run
-from lmstate.ops.types.moe_sublayer import Expert, ExpertsHalf
-from lmstate.ops.types.params import EVERYTHING, Coded, Norm, Residual, Rings, Rotation, Scoring, Sight
-from lmstate.ops.types.recurrent_sublayers import ConvHalf, DeltaHalf, RecurrentHalf, SsdHalf
-from lmstate.ops.types.sublayers import AttentionHalf, FeedForwardHalf, Half
+from lmstate.ops.types.moe_sublayer import Expert, MoESublayer
+from lmstate.ops.types.params import FULL_CAUSAL, AttentionParams, CausalMask, Coded, KVView, Norm, Residual, RopeTables
+from lmstate.ops.types.recurrent_sublayers import (
+    GatedDeltaSublayer,
+    Mamba2Sublayer,
+    RecurrentSublayer,
+    ShortConvSublayer,
+)
+from lmstate.ops.types.sublayers import AttentionSublayer, MLPSublayer, Sublayer
 from lmstate.ops.types.weight import Weight
-from lmstate.ops.weights.bfloat12 import SqueezedWeight, squeeze
+from lmstate.ops.weights.bfloat12 import Bfloat12Weight, to_bfloat12
 from lmstate.ops.weights.grouped import FloatWeight, Int4Weight, Int8Weight, quantize
 
 __all__ = [
     "ACTIVATIONS",
-    "EVERYTHING",
-    "FEW",
-    "AttentionHalf",
+    "FULL_CAUSAL",
+    "GEMV_ROWS",
+    "AttentionParams",
+    "AttentionSublayer",
+    "Bfloat12Weight",
+    "CausalMask",
     "Chain",
     "Coded",
-    "ConvHalf",
-    "DeltaHalf",
     "Expert",
-    "ExpertsHalf",
-    "FeedForwardHalf",
     "FloatWeight",
-    "Half",
+    "GatedDeltaSublayer",
     "Int4Weight",
     "Int8Weight",
+    "KVView",
+    "MLPSublayer",
+    "Mamba2Sublayer",
+    "MoESublayer",
     "Norm",
-    "RecurrentHalf",
+    "RecurrentSublayer",
     "Residual",
-    "Rings",
-    "Rotation",
+    "RopeTables",
     "Run",
-    "Scoring",
-    "Sight",
-    "SqueezedWeight",
-    "SsdHalf",
+    "ShortConvSublayer",
+    "Sublayer",
     "Weight",
     "activation",
     "add_residual",
     "append",
+    "argmax",
     "attend",
-    "best",
     "feed_forward",
     "glu",
     "info",
@@ -60,5 +65,5 @@ __all__ = [
     "rope",
     "rotate_attend",
     "sigmoid",
-    "squeeze",
+    "to_bfloat12",
 ]

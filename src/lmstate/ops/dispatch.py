@@ -68,7 +68,7 @@ def native(*tensors: Tensor | None) -> Library | None:
     return choice().library
 
 
-def watched() -> bool:
+def is_intercepted() -> bool:
     """Whether torch traces, transforms or intercepts operations (`jit.trace`, `func.vmap`, forward derivatives,
     dispatch modes) and would miss a native one. Asked where others' models come in; there is no public way to ask."""
     return (

@@ -6,7 +6,7 @@ from lmstate.state.layers.attention import AttentionState, KeyValueState
 from lmstate.state.layers.base import LayerState, Layout
 from lmstate.state.layers.composite import CompositeState
 from lmstate.state.layers.latent import LatentState
-from lmstate.state.layers.recurrent import FoldState
+from lmstate.state.layers.recurrent import RecurrentState
 from lmstate.state.layers.shared_kv import SharedState
 from lmstate.state.snapshot import Snapshot
 from lmstate.state.state import State
@@ -16,11 +16,11 @@ __all__ = [
     "AttentionState",
     "CompositeState",
     "EvictingLatentState",
-    "FoldState",
     "KeyValueState",
     "LatentState",
     "LayerState",
     "Layout",
+    "RecurrentState",
     "SharedState",
     "Snapshot",
     "State",

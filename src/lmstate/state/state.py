@@ -100,7 +100,7 @@ class State(Transaction):
         """
         row, own = self._row(row)
         self._refuse_pending("mark", row)
-        layers = {i: layer.capture(row, own.cached) for i, layer in enumerate(self.layers) if layer.forgets}
+        layers = {i: layer.capture(row, own.cached) for i, layer in enumerate(self.layers) if layer.lossy}
         logits = own.logits if own.cached == len(own.tokens) else None
         others = [mark for mark in own.marks if mark.at != own.cached]
         own.marks = [*others, Mark(own.cached, own.regime, layers, logits)][-MARKS:]

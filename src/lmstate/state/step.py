@@ -21,17 +21,17 @@ class Step:
 
     `starts` and `counts` are host integers, for eager code; `starts_t` and `counts_t` are the same on the device, for
     kernels. Row r's new tokens have the positions `starts[r] .. starts[r] + counts[r] - 1`; what lies to the right of
-    them in a `[R, T]` tensor is padding. `horizons[r]` is the length that row r's rotary frequencies are made for (it
-    matters only to the ropes whose frequencies depend on the length of the text).
+    them in a `[R, T]` tensor is padding. `rope_lengths[r]` is the length that row r's rotary frequencies are made for
+    (it matters only to the ropes whose frequencies depend on the length of the text).
     """
 
     starts: tuple[int, ...]
     counts: tuple[int, ...]
     device: torch.device
-    horizons: tuple[int, ...]
-    tentative: bool = False  # a verdict may accept a prefix of it
+    rope_lengths: tuple[int, ...]
+    speculative: bool = False  # a verdict may accept a prefix of it
     chunk: int = 512  # tokens of a row that one forward takes; a longer step runs as several
-    _memo: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+    _cached: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def rows(self) -> int:
@@ -72,12 +72,12 @@ class Step:
         """int64 [R, T]; a padding token has the position that it would have."""
         return self.starts_t[:, None] + torch.arange(self.width, device=self.device)
 
-    def memo(self, key: Hashable, build: Callable[[], Built]) -> Built:
+    def cached(self, key: Hashable, build: Callable[[], Built]) -> Built:
         """`build()`, done once in the step for each key: rope tables, masks, index tensors shared by the layers."""
         try:
-            return self._memo[key]
+            return self._cached[key]
         except KeyError:
-            built = self._memo[key] = build()
+            built = self._cached[key] = build()
             return built
 
     def parts(self) -> Iterator[tuple[int, Step]]:
@@ -88,7 +88,7 @@ class Step:
         for offset in range(0, self.width, self.chunk):
             starts = tuple(start + min(offset, count) for start, count in zip(self.starts, self.counts))
             counts = tuple(min(max(count - offset, 0), self.chunk) for count in self.counts)
-            yield offset, Step(starts, counts, self.device, self.horizons, self.tentative, self.chunk)
+            yield offset, Step(starts, counts, self.device, self.rope_lengths, self.speculative, self.chunk)
 
 
 class DeviceStep(Step):

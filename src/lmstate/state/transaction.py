@@ -31,7 +31,7 @@ class Pending:
 
 
 @dataclass(frozen=True)
-class Left:
+class DeviceResult:
     """What a step that ran from device tensors leaves; nobody on the host has seen it yet."""
 
     tokens: Tensor  # int64 [R, T]
@@ -72,7 +72,7 @@ class Transaction:
         self._pending: Pending | None = None
         # Of a static state: where each row's next token goes, int64 [R], and a step that ran without the host.
         self._positions = torch.zeros(layout.rows if layout.static else 0, dtype=torch.int64, device=layout.device)
-        self._left: Left | None = None
+        self._left: DeviceResult | None = None
 
     @property
     def rows(self) -> int:
@@ -96,11 +96,11 @@ class Transaction:
 
     # ---- a step, for the model that runs it
 
-    def plan(self, ids: Sequence[Sequence[int]], *, tentative: bool = False) -> Step:
+    def plan(self, ids: Sequence[Sequence[int]], *, speculative: bool = False) -> Step:
         """Reserve room for new tokens in every layer, or in none: the step is pending until `commit` or `discard`."""
         counts = tuple(map(len, ids))
         assert all(row.cached == len(row.tokens) for row in self._rows), "plan before the backlog was computed"
-        return self._reserve([list(row) for row in ids], tentative, self._horizons(counts))
+        return self._reserve([list(row) for row in ids], speculative, self._rope_lengths(counts))
 
     def backlog(self, counts: Sequence[int], *, logits: bool) -> list[list[int]]:
         """The committed tokens that the layers must see (again) before a step of `counts` new tokens can run.
@@ -112,8 +112,8 @@ class Transaction:
         if len(counts) != self.rows:
             raise StateError(f"{len(counts)} rows of tokens were given to a state of {self.rows}; idle rows are []")
         self._fits(counts)
-        horizons = self._horizons(counts)
-        for index, (row, count, horizon) in enumerate(zip(self._rows, counts, horizons)):
+        rope_lengths = self._rope_lengths(counts)
+        for index, (row, count, horizon) in enumerate(zip(self._rows, counts, rope_lengths)):
             regime = self._regime(horizon)
             if row.cached and regime != row.regime:
                 self._forget(index, 0)
@@ -126,7 +126,7 @@ class Transaction:
 
     def plan_backlog(self, ids: list[list[int]], counts: Sequence[int]) -> Step:
         """Reserve room for the backlog; `commit_backlog` makes it real. `counts`: the new tokens that come after it."""
-        return self._reserve(ids, False, self._horizons(counts))
+        return self._reserve(ids, False, self._rope_lengths(counts))
 
     def commit_backlog(self, last: Tensor | None) -> None:
         """The layers have seen the backlog; `last` float32 `[R, V]` are the logits after it."""
@@ -173,7 +173,7 @@ class Transaction:
 
     def left(self, tokens: Tensor, counts: Tensor | None, logits: Tensor) -> None:
         """A device step ran over `tokens` int64 `[R, T]`: they are pending."""
-        self._left = Left(tokens, counts, logits)
+        self._left = DeviceResult(tokens, counts, logits)
 
     def last_logits(self) -> list[Tensor | None]:
         """Of each row: float32 `[V]` after its last committed token, where known."""
@@ -247,13 +247,13 @@ class Transaction:
             if max_positions is not None and len(row.tokens) + count > max_positions:
                 raise CapacityError(f"{given}; the model has learned {max_positions} positions and knows no others")
 
-    def _horizons(self, counts: Sequence[int]) -> tuple[int, ...]:
+    def _rope_lengths(self, counts: Sequence[int]) -> tuple[int, ...]:
         return tuple(len(row.tokens) + count for row, count in zip(self._rows, counts))
 
-    def _reserve(self, ids: list[list[int]], tentative: bool, horizons: tuple[int, ...]) -> Step:
+    def _reserve(self, ids: list[list[int]], speculative: bool, rope_lengths: tuple[int, ...]) -> Step:
         counts = tuple(map(len, ids))
         starts = tuple(row.cached for row in self._rows)
-        step = Step(starts, counts, self.layout.device, horizons, tentative, self.layout.chunk)
+        step = Step(starts, counts, self.layout.device, rope_lengths, speculative, self.layout.chunk)
         try:
             for layer in self.layers:
                 layer.reserve(step)
@@ -294,7 +294,7 @@ class Transaction:
         ends = tuple(start + count for start, count in zip(starts, counts))
         step = Step(starts, tuple(counts), self.layout.device, ends, True, self.layout.chunk)
         for layer in self.layers:
-            layer.adopt(step)
+            layer.adopt_device_step(step)
         self._pending = Pending(step, [ids[:n] for ids, n in zip(tokens, counts)], left.logits, refused)
 
     def _publish(self) -> None:
@@ -339,7 +339,7 @@ class Transaction:
             return
         installs = []
         for index, layer in enumerate(self.layers):
-            if mark is not None and layer.forgets:
+            if mark is not None and layer.lossy:
                 installs.append(layer.restore(row, base, mark.layers[index]))
             elif base == 0:
                 installs.append(layer.restore(row, 0, {}))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.gguf.reader import TensorPlace
 from lmstate.errors import ModelError
 
@@ -41,9 +41,9 @@ BLOCK = r"blk\.(0|[1-9]\d{0,4})\."
 # Tensors that hold rope frequencies: they become config values.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
-Config = dict[str, Any]
+HFConfig = dict[str, Any]
 Tensors = dict[str, TensorPlace]
-Extra = Callable[[Fields, str, Config, Tensors], None]
+Extra = Callable[[Config, str, HFConfig, Tensors], None]
 Change = Literal["convolution", "vector", "decay", "decay vector", "one more"]
 """What the converter made of a tensor: it took the middle axis out of a convolution's taps [F, 1, C], it gave a vector
 another shape, it stored -exp(A_log) for A_log, or both of these, or it added 1 to a norm's weight."""
@@ -55,7 +55,7 @@ its columns."""
 
 
 @dataclass(frozen=True)
-class Tiled:
+class HeadTiling:
     """Value heads that the converter dealt out over the key heads: `v0 of k0, v0 of k1, ..., v1 of k0, ...`.
 
     ggml repeats keys as a whole; Hugging Face has the value heads of one key head side by side. `width`: how many rows
@@ -83,7 +83,7 @@ class Architecture:
     `paired`: the converter reordered rows of q and k from halves to neighbouring pairs, for ggml's rope.
     `whole`: the same as `layer` for names whose endings differ, with them. `outside`: the tensors outside of blocks.
     `layers`: what comes before a layer's number. `changed`: end of a Hugging Face name -> what the converter changed.
-    `tiled`: the same -> what of it is in the order of `Tiled`, in models with fewer key than value heads.
+    `tiled`: the same -> what of it is in the order of `HeadTiling`, in models with fewer key than value heads.
     `eps`: what the config calls the number that norms add; that of layer norms has a key of its own in the file.
     `hybrid`: not every layer has attention or a feed-forward part; their counts may be 0.
     `varied`: they differ from layer to layer, which `extra` sorts out.
@@ -106,14 +106,14 @@ class Architecture:
 
 
 @dataclass(frozen=True)
-class Located:
+class TensorLocation:
     """Where a Hugging Face tensor lies in a GGUF file: a tensor, one expert of it, and what was done to it."""
 
     place: TensorPlace
     expert: int | None = None
     paired_heads: int | None = None
     change: Change | None = None
-    tiled: Tiled | None = None
+    tiled: HeadTiling | None = None
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -127,7 +127,7 @@ class Located:
         return (math.prod(shape),) if self.change in ("vector", "decay vector") else shape
 
 
-def layer_kinds(metadata: Fields, prefix: str, layers: int, blocks: int = 0) -> list[str] | None:
+def layer_kinds(metadata: Config, prefix: str, layers: int, blocks: int = 0) -> list[str] | None:
     """Each layer's kind, where the file lists which of them have a window; None where it has no list.
 
     A list may be of all `blocks`, of which heads for multi-token prediction come behind the layers. Raises `ModelError`

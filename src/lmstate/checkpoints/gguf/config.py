@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.gguf.architecture import (
     ATTENTION,
     BLOCK,
@@ -24,8 +24,8 @@ from lmstate.checkpoints.gguf.architecture import (
     STANDARD,
     Architecture,
     Change,
-    Located,
-    Tiled,
+    HeadTiling,
+    TensorLocation,
 )
 from lmstate.checkpoints.gguf.architectures.delta import DELTAS
 from lmstate.checkpoints.gguf.architectures.dense import DENSE
@@ -39,7 +39,7 @@ from lmstate.errors import ModelError
 MOST_STACKED = 64  # matrices in a tensor outside of blocks
 
 
-def _llama(metadata: Fields, prefix: str, config: dict[str, Any], tensors: dict[str, TensorPlace]) -> None:
+def _llama(metadata: Config, prefix: str, config: dict[str, Any], tensors: dict[str, TensorPlace]) -> None:
     config["attention_bias"] = "blk.0.attn_q.bias" in tensors
     config["mlp_bias"] = "blk.0.ffn_gate.bias" in tensors
     if count := metadata.int(f"{prefix}.expert_count", 0, 4096, default=0):
@@ -47,11 +47,11 @@ def _llama(metadata: Fields, prefix: str, config: dict[str, Any], tensors: dict[
         config["num_experts_per_tok"] = metadata.int(f"{prefix}.expert_used_count", 1, count)
 
 
-def _attention_bias(metadata: Fields, prefix: str, config: dict[str, Any], tensors: dict[str, TensorPlace]) -> None:
+def _attention_bias(metadata: Config, prefix: str, config: dict[str, Any], tensors: dict[str, TensorPlace]) -> None:
     config["attention_bias"] = "blk.0.attn_q.bias" in tensors
 
 
-def _qwen3_moe(metadata: Fields, prefix: str, config: dict[str, Any], tensors: dict[str, TensorPlace]) -> None:
+def _qwen3_moe(metadata: Config, prefix: str, config: dict[str, Any], tensors: dict[str, TensorPlace]) -> None:
     _attention_bias(metadata, prefix, config, tensors)
     config["num_experts"] = metadata.int(f"{prefix}.expert_count", 1, 4096)
     config["num_experts_per_tok"] = metadata.int(f"{prefix}.expert_used_count", 1, 4096)
@@ -59,14 +59,14 @@ def _qwen3_moe(metadata: Fields, prefix: str, config: dict[str, Any], tensors: d
     config |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
-def _smollm3(metadata: Fields, prefix: str, config: dict[str, Any], tensors: dict[str, TensorPlace]) -> None:
+def _smollm3(metadata: Config, prefix: str, config: dict[str, Any], tensors: dict[str, TensorPlace]) -> None:
     # GGUF does not say which layers go without rope; llama.cpp fixes it at every fourth, as the released model has it.
     _llama(metadata, prefix, config, tensors)
     config["no_rope_layer_interval"] = 4
     config["no_rope_layers"] = [int((layer + 1) % 4 != 0) for layer in range(config["num_hidden_layers"])]
 
 
-def _phi3(metadata: Fields, prefix: str, config: dict[str, Any], tensors: dict[str, TensorPlace]) -> None:
+def _phi3(metadata: Config, prefix: str, config: dict[str, Any], tensors: dict[str, TensorPlace]) -> None:
     config["sliding_window"] = metadata.int(f"{prefix}.attention.sliding_window", 1, default=None)
 
 
@@ -116,7 +116,7 @@ ARCHITECTURES = {
 }
 
 
-def architecture(metadata: Fields) -> tuple[str, Architecture]:
+def architecture(metadata: Config) -> tuple[str, Architecture]:
     """The prefix of the architecture's metadata keys, and its entry in the table."""
     name = metadata.str("general.architecture")
     if name not in ARCHITECTURES:
@@ -129,7 +129,7 @@ def architecture(metadata: Fields) -> tuple[str, Architecture]:
 
 def config_of(contents: GgufContents, rope_factors: dict[str, list[float]], where: str) -> dict[str, Any]:
     """The model's config.json, from metadata. `rope_factors`: the values of those `ROPE_TENSORS` that are there."""
-    metadata, tensors = Fields(contents.metadata, where), contents.tensors
+    metadata, tensors = Config(contents.metadata, where), contents.tensors
     prefix, arch = architecture(metadata)
     if "token_embd.weight" not in tensors:
         raise ModelError(f"{where} has no tensor 'token_embd.weight'; the file is incomplete")
@@ -178,7 +178,7 @@ def _eps_key(arch: Architecture) -> str:
     return "layer_norm_rms_epsilon" if arch.eps == "rms_norm_eps" else "layer_norm_epsilon"
 
 
-def _of_layers(metadata: Fields, name: str, layers: int, default: int | None, least: int, varied: bool) -> int:
+def _of_layers(metadata: Config, name: str, layers: int, default: int | None, least: int, varied: bool) -> int:
     """A number that GGUF may give once or per layer; it must be the same in all layers that have any (if `least` is 0).
 
     0 if none has; one of them where they may be `varied`.
@@ -194,7 +194,7 @@ def _of_layers(metadata: Fields, name: str, layers: int, default: int | None, le
 
 
 def _rope_scaling(
-    metadata: Fields, prefix: str, config: dict[str, Any], factors: dict[str, list[float]]
+    metadata: Config, prefix: str, config: dict[str, Any], factors: dict[str, list[float]]
 ) -> dict[str, Any] | None:
     key = f"{prefix}.rope.scaling"
     longest = config["max_position_embeddings"]
@@ -236,13 +236,13 @@ def _rope_scaling(
     return {"rope_type": "linear", "factor": factor} if factor != 1.0 else None
 
 
-def locate(contents: GgufContents, config: dict[str, Any], where: str) -> dict[str, Located]:
+def locate(contents: GgufContents, config: dict[str, Any], where: str) -> dict[str, TensorLocation]:
     """Every tensor under its Hugging Face name. One that the table does not know keeps its own name.
 
     Raises `ModelError` for tensors that do not fit the config, and for two that are the same one.
     """
-    _, arch = architecture(Fields(contents.metadata, where))
-    found: dict[str, Located] = {}
+    _, arch = architecture(Config(contents.metadata, where))
+    found: dict[str, TensorLocation] = {}
     for name, place in contents.tensors.items():
         if name in ROPE_TENSORS:
             continue
@@ -255,19 +255,19 @@ def locate(contents: GgufContents, config: dict[str, Any], where: str) -> dict[s
 
 def _located(
     arch: Architecture, name: str, place: TensorPlace, config: dict[str, Any], where: str
-) -> Iterator[tuple[str, Located]]:
+) -> Iterator[tuple[str, TensorLocation]]:
     """What one tensor of the file is under Hugging Face names: one tensor, or one for each expert."""
     match = re.fullmatch(BLOCK + r"(([\w.]+?)(?:\.(weight|bias))?)", name)
     inside = _inside(arch, match[2], match[3], match[4]) if match else None
     if match is None or inside is None:
         outside = arch.outside.get(name, name)
         if "{each}" not in outside:
-            yield outside, Located(place, change=_change(arch, outside))
+            yield outside, TensorLocation(place, change=_change(arch, outside))
             return
         if len(place.shape) != 3 or place.shape[0] > MOST_STACKED:
             raise ModelError(f"{where}: tensor {name!r} has the shape {place.shape}, not a few matrices")
         for each in range(place.shape[0]):
-            yield outside.format(each=each), Located(place, each)
+            yield outside.format(each=each), TensorLocation(place, each)
         return
     full = f"{arch.layers}.{match[1]}.{inside}"
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]} if arch.paired else {}
@@ -276,19 +276,19 @@ def _located(
         raise ModelError(f"{where}: tensor {name!r} has {place.shape[0]} rows, which {paired} heads cannot share")
     if "{expert}" not in full:
         tiled = _tiled(arch, full, config, place, where)
-        yield full, Located(place, paired_heads=paired, change=_change(arch, full), tiled=tiled)
+        yield full, TensorLocation(place, paired_heads=paired, change=_change(arch, full), tiled=tiled)
         return
     if len(place.shape) != 3 or place.shape[0] != config.get("num_experts"):
         raise ModelError(f"{where}: tensor {name!r} has the shape {place.shape}, not one matrix per expert")
     for expert in range(place.shape[0]):
-        yield full.format(expert=expert), Located(place, expert)
+        yield full.format(expert=expert), TensorLocation(place, expert)
 
 
 def _change(arch: Architecture, name: str) -> Change | None:
     return next((change for end, change in arch.changed.items() if name.endswith(end)), None)
 
 
-def _tiled(arch: Architecture, name: str, config: dict[str, Any], place: TensorPlace, where: str) -> Tiled | None:
+def _tiled(arch: Architecture, name: str, config: dict[str, Any], place: TensorPlace, where: str) -> HeadTiling | None:
     """How the value heads of a tensor are ordered in the file; None if they are as Hugging Face has them."""
     spans = next((spans for end, spans in arch.tiled.items() if name.endswith(end)), None)
     if spans is None or config["linear_num_key_heads"] == config["linear_num_value_heads"]:
@@ -300,7 +300,7 @@ def _tiled(arch: Architecture, name: str, config: dict[str, Any], place: TensorP
         raise ModelError(
             f"{where}: {values} value heads of {width} over {keys} key heads cannot share the {extent} of {name!r}"
         )
-    return Tiled(keys, values // keys, width, spans == "columns")
+    return HeadTiling(keys, values // keys, width, spans == "columns")
 
 
 def _inside(arch: Architecture, whole: str, stem: str, ending: str | None) -> str | None:

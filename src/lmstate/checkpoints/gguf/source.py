@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmstate.checkpoints.config import Fields
-from lmstate.checkpoints.gguf.architecture import Located, Tiled
+from lmstate.checkpoints.config import Config
+from lmstate.checkpoints.gguf.architecture import HeadTiling, TensorLocation
 from lmstate.checkpoints.gguf.blocks import FORMATS, take_apart
 from lmstate.checkpoints.gguf.config import ROPE_TENSORS, config_of, locate
 from lmstate.checkpoints.gguf.reader import GgufContents, TensorPlace, check_places, open_gguf
@@ -22,14 +22,15 @@ from lmstate.files.mmap_file import MappedFile, fingerprint
 
 
 class GgufSource:
-    """A `Source` over one .gguf file. `open` parses the file; `recall` takes what a cache remembers of that instead."""
+    """A `Source` over one .gguf file. `open` parses the file; `from_json` takes what a cache remembers of that
+    instead."""
 
     def __init__(
         self,
         path: Path,
         config: dict[str, Any],
         generation: dict[str, Any],
-        tensors: dict[str, Located],
+        tensors: dict[str, TensorLocation],
         tokenizer: TokenizerFiles | None,
     ) -> None:
         self.path = path
@@ -43,7 +44,7 @@ class GgufSource:
         file, contents = open_gguf(path)
         factors = {name: _floats(file, contents, name) for name in ROPE_TENSORS if name in contents.tensors}
         config = config_of(contents, factors, str(path))
-        metadata = Fields(contents.metadata, str(path))
+        metadata = Config(contents.metadata, str(path))
         tensors = locate(contents, config, str(path))
         return cls(path, config, generation_of(metadata, config["vocab_size"]), tensors, tokenizer_of(metadata))
 
@@ -81,7 +82,7 @@ class GgufSource:
             return _columns(numbers, order) if located.tiled.columns else _rows(numbers, order)
         return numbers
 
-    def _undone(self, numbers: Tensor | GroupedQuant, located: Located, name: str) -> Tensor:
+    def _undone(self, numbers: Tensor | GroupedQuant, located: TensorLocation, name: str) -> Tensor:
         """A small tensor as it was before the converter changed it."""
         whole = floats(numbers)
         if located.change in ("decay", "decay vector"):
@@ -98,8 +99,8 @@ class GgufSource:
     def tokenizer_files(self) -> TokenizerFiles | None:
         return self._tokenizer
 
-    def remember(self) -> dict[str, Any]:
-        """What `recall` needs, as JSON values: everything but the tokenizer."""
+    def to_json(self) -> dict[str, Any]:
+        """What `from_json` needs, as JSON values: everything but the tokenizer."""
         tensors = {
             name: [
                 *(at.place.start, list(at.place.shape), at.place.format, at.expert, at.paired_heads, at.change),
@@ -110,9 +111,11 @@ class GgufSource:
         return {"config": self.config, "generation": self.generation, "tensors": tensors}
 
     @classmethod
-    def recall(cls, path: Path, memory: dict[str, Any], tokenizer: TokenizerFiles | None) -> GgufSource:
+    def from_json(cls, path: Path, memory: dict[str, Any], tokenizer: TokenizerFiles | None) -> GgufSource:
         tensors = {
-            name: Located(TensorPlace(tuple(shape), format_, start), expert, heads, change, tiled and Tiled(*tiled))
+            name: TensorLocation(
+                TensorPlace(tuple(shape), format_, start), expert, heads, change, tiled and HeadTiling(*tiled)
+            )
             for name, (start, shape, format_, expert, heads, change, tiled) in memory["tensors"].items()
         }
         return cls(path, memory["config"], memory["generation"], tensors, tokenizer)

@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.source import TokenizerFiles
 from lmstate.errors import ModelError
 
@@ -83,7 +83,7 @@ SPLITTINGS = {
 }
 
 
-def tokenizer_of(metadata: Fields) -> TokenizerFiles | None:
+def tokenizer_of(metadata: Config) -> TokenizerFiles | None:
     """The tokenizer that a GGUF file carries, None if it carries none. `ModelError` for kinds that are not known."""
     if not metadata.given("tokenizer.ggml.model"):
         return None
@@ -123,7 +123,7 @@ def tokenizer_of(metadata: Fields) -> TokenizerFiles | None:
     return TokenizerFiles(json.dumps(document, ensure_ascii=False), settings)
 
 
-def generation_of(metadata: Fields, vocab_size: int) -> dict[str, Any]:
+def generation_of(metadata: Config, vocab_size: int) -> dict[str, Any]:
     """What generation_config.json would say: the ids that begin and end a text, and the sampling that is suggested."""
     tokens = metadata.strs("tokenizer.ggml.tokens", default=())
     types = metadata.ints("tokenizer.ggml.token_type", default=())
@@ -142,7 +142,7 @@ def generation_of(metadata: Fields, vocab_size: int) -> dict[str, Any]:
     return defaults | given | ({"do_sample": True} if draws else {})
 
 
-def _settings(metadata: Fields, tokens: tuple[str, ...]) -> dict[str, Any]:
+def _settings(metadata: Config, tokens: tuple[str, ...]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         index = metadata.int(f"tokenizer.ggml.{theirs}_token_id", 0, len(tokens) - 1, default=None)
@@ -166,7 +166,7 @@ def _vocabulary(tokens: tuple[str, ...]) -> dict[str, int]:
     return vocabulary
 
 
-def _byte_level(metadata: Fields, tokens: tuple[str, ...]) -> dict[str, Any]:
+def _byte_level(metadata: Config, tokens: tuple[str, ...]) -> dict[str, Any]:
     pre = metadata.str("tokenizer.ggml.pre", default="gpt-2")
     if pre not in SPLITTINGS:
         raise ModelError(
@@ -203,7 +203,7 @@ def _byte_level(metadata: Fields, tokens: tuple[str, ...]) -> dict[str, Any]:
     return document
 
 
-def _listed_merges(metadata: Fields) -> list[tuple[str, str]]:
+def _listed_merges(metadata: Config) -> list[tuple[str, str]]:
     merges = []
     for merge in metadata.strs("tokenizer.ggml.merges"):
         left, space, right = merge.partition(" ")
@@ -217,7 +217,7 @@ def _bytes(gpt2_pattern: bool) -> dict[str, Any]:
     return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": gpt2_pattern}
 
 
-def _sentencepiece(metadata: Fields, tokens: tuple[str, ...]) -> dict[str, Any]:
+def _sentencepiece(metadata: Config, tokens: tuple[str, ...]) -> dict[str, Any]:
     vocabulary = _vocabulary(tokens)
     if metadata.str("tokenizer.ggml.model") == "gemma4":
         merges = _listed_merges(metadata)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.huggingface import fp8
 from lmstate.checkpoints.source import dtype_name
 from lmstate.errors import ModelError
@@ -21,14 +21,14 @@ FORMS = ("format", "checkpoint_format", "quant_algo")  # where tools say which o
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def settings(config: dict[str, Any], path: Path) -> Fields:
+def settings(config: dict[str, Any], path: Path) -> Config:
     """A config's `quantization_config`, which some wrappers have in their `text_config`; empty if there is none."""
-    whole = Fields(config, f"config of {path}")
-    inner = whole.fields("text_config", None) or Fields({})
-    return whole.fields("quantization_config", None) or inner.fields("quantization_config", None) or Fields({})
+    whole = Config(config, f"config of {path}")
+    inner = whole.fields("text_config", None) or Config({})
+    return whole.fields("quantization_config", None) or inner.fields("quantization_config", None) or Config({})
 
 
-def check_read(quantisation: Fields, tensors: Mapping[str, Entry], path: Path) -> None:
+def check_read(quantisation: Config, tensors: Mapping[str, Entry], path: Path) -> None:
     """Raises `ModelError` if the config names how matrices were quantised, and some are in a way that is not read.
 
     What the tensors are decides: tools name themselves in the configs of models that they left as they were.

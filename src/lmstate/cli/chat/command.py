@@ -55,7 +55,7 @@ def chat(
 
 def talk(conversation: Conversation, stats: bool) -> None:
     """Read, answer, repeat, until the input ends or /exit. Errors of a turn are told, and the conversation goes on."""
-    from lmstate.cli.chat.slash_commands import COMMANDS, Ask, Leave, run_command
+    from lmstate.cli.chat.slash_commands import COMMANDS, AskQuestion, ExitChat, run_command
 
     while (typed := read()) is not None:
         if not typed.text.strip():
@@ -65,9 +65,9 @@ def talk(conversation: Conversation, stats: bool) -> None:
                 print(run_command(typed.text, COMMANDS, conversation))
             else:
                 answer(conversation, typed.text, stats)
-        except Leave:
+        except ExitChat:
             return
-        except Ask as edited:
+        except AskQuestion as edited:
             answer(conversation, edited.question, stats)
         except (ValueError, OSError) as error:
             note(f"lmstate: {error}")

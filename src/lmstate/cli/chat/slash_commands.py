@@ -11,11 +11,11 @@ from lmstate.cli.chat.conversation import Conversation
 from lmstate.cli.output import size
 
 
-class Leave(Exception):
+class ExitChat(Exception):
     """The chat is over."""
 
 
-class Ask(Exception):
+class AskQuestion(Exception):
     """A command ends in a question for the model."""
 
     @property
@@ -55,7 +55,7 @@ def _help(conversation: Conversation, argument: str) -> str:
 
 
 def _exit(conversation: Conversation, argument: str) -> str:
-    raise Leave
+    raise ExitChat
 
 
 def _reset(conversation: Conversation, argument: str) -> str:
@@ -87,7 +87,7 @@ def _edit(conversation: Conversation, argument: str) -> str:
     if not argument:
         raise ValueError("/edit needs the question that takes the place of the last one")
     conversation.undo(1)
-    raise Ask(argument)
+    raise AskQuestion(argument)
 
 
 def _fork(conversation: Conversation, argument: str) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from lmstate.checkpoints.config import Fields
-from lmstate.checkpoints.loader import Weights
-from lmstate.checkpoints.text_model import TextPart
+from lmstate.checkpoints.config import Config
+from lmstate.checkpoints.loader import WeightLoader
+from lmstate.checkpoints.text_model import TextModelSource
 from lmstate.errors import ModelError
 from lmstate.models.families.defaults import completed
 from lmstate.models.model import Model
@@ -114,18 +114,18 @@ FAMILIES = {
 FLAT = {"qwen2_5_vl": "qwen2_5_vl_text", "qwen2_vl": "qwen2_vl_text"}
 
 
-def build(w: Weights) -> Model:
+def build(w: WeightLoader) -> Model:
     """The model of an open checkpoint; of a multimodal one, its text model.
 
     Raises `ModelError` for a family that is not in the table.
     """
     text, family = w.config.fields("text_config"), w.config.str("model_type", default="")
     if text is None and family in FLAT:
-        text = Fields({**w.config, "model_type": FLAT[family]}, w.config.where)
+        text = Config({**w.config, "model_type": FLAT[family]}, w.config.where)
     if family == "paligemma" and text is not None and not text.given("use_bidirectional_attention"):
-        text = Fields({**text, "use_bidirectional_attention": True}, text.where)  # which its class takes for granted
+        text = Config({**text, "use_bidirectional_attention": True}, text.where)  # which its class takes for granted
     if text is not None:
-        w = w.over(TextPart(w.source, text))
+        w = w.over(TextModelSource(w.source, text))
     family = w.config.str("model_type")
     if family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))

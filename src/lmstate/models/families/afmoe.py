@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families.builders.decoder import (
     MOST,
-    Shape,
+    Dims,
     activation,
     biases,
     decoder,
@@ -25,8 +25,8 @@ from lmstate.models.layers.rope import Rope, make_rope
 from lmstate.models.model import Block, Model
 
 
-def build(w: Weights) -> Model:
-    config, shape = w.config, Shape.of(w.config)
+def build(w: WeightLoader) -> Model:
+    config, shape = w.config, Dims.of(w.config)
     inner, act, count = config.int("intermediate_size", low=1, high=MOST), activation(config), expert_count(config)
     every = config.int("global_attn_every_n_layers", low=1, default=4)
     window = windows(config, shape.layers, full_every=every, switch=False)
@@ -43,9 +43,9 @@ def build(w: Weights) -> Model:
             scores(w, f"{prefix}.router.gate.weight", count, shape.hidden),
             top_k(config, count),
             "sigmoid",
-            normalise=config.bool("route_norm", default=True),
+            normalize=config.bool("route_norm", default=True),
             scale=config.float("route_scale", default=1.0),
-            correction=w.tensor(f"{prefix}.expert_bias", (count,)),
+            e_score_correction_bias=w.tensor(f"{prefix}.expert_bias", (count,)),
         )
         return deepseek_mixture(w, prefix, shape, router, shared=shared)
 
@@ -64,7 +64,7 @@ def build(w: Weights) -> Model:
     return decoder(w, shape, block, embed_scale=embed_scale)
 
 
-def gated_attention(w: Weights, prefix: str, shape: Shape, rope: Rope | None, window: int | None) -> Attention:
+def gated_attention(w: WeightLoader, prefix: str, shape: Dims, rope: Rope | None, window: int | None) -> Attention:
     """Attention whose gate is a projection of its own, `gate_proj`, as wide as the query's."""
     width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     qkv = w.linear(
@@ -94,7 +94,7 @@ def gated_attention(w: Weights, prefix: str, shape: Shape, rope: Rope | None, wi
     )
 
 
-def _by_head(shape: Shape) -> Tensor:
+def _by_head(shape: Dims) -> Tensor:
     """The order of rows in which each head's gate follows its query; stored are all queries, all gates, keys, values.
 
     int64 `[2 * H * D + 2 * K * D]`

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lmstate import ops
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families.builders.decoder import (
     MOST,
-    Shape,
+    Dims,
     activation,
     attention,
     decoder,
@@ -48,8 +48,8 @@ class XieluMLP:
         return ops.linear(bent + self.slope * hidden, self.down, residual=residual)
 
 
-def build(w: Weights) -> Model:
-    config, shape = w.config, Shape.of(w.config)
+def build(w: WeightLoader) -> Model:
+    config, shape = w.config, Dims.of(w.config)
     inner, act = config.int("intermediate_size", low=1, high=MOST), config.str("hidden_act", default="xielu")
     rope = make_rope(config, shape.head_dim).to(w.device)
 

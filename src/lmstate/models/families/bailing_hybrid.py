@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from lmstate.checkpoints.config import Fields
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.config import Config
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.renamed import Renamed
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import MOST, POSITIONS, Shape, decoder, drafting, pre_norm, rms_norms
+from lmstate.models.families.builders.decoder import MOST, POSITIONS, Dims, decoder, drafting, pre_norm, rms_norms
 from lmstate.models.families.builders.delta import channel_delta
 from lmstate.models.families.builders.moe import deepseek_feed_forward
 from lmstate.models.families.deepseek import latent_attention, latent_scale
@@ -41,7 +41,7 @@ PARTS = (
 KINDS = ("linear_attention", "full_attention")
 
 
-def build(w: Weights) -> Model:
+def build(w: WeightLoader) -> Model:
     w = w.over(Renamed(w.source, [(_plain(name), name) for name in w.source.names()], w.source.config))
     w.config = config = _named(completed(w.config))
     if not any(name.endswith(".dt_bias") for name in w.source.names()):
@@ -49,7 +49,7 @@ def build(w: Weights) -> Model:
             f"{w.source.path}: none of its layers has the delta rule of Ling 3.0. Earlier models of this name have "
             "lightning attention instead, and are not supported"
         )
-    shape = Shape.of(config)
+    shape = Dims.of(config)
     every = config.int("layer_group_size", low=1, default=6)
     kinds = config.strs("layer_types", shape.layers, KINDS, default=None) or [
         KINDS[(index + 1) % every == 0] for index in range(shape.layers)
@@ -80,21 +80,21 @@ def _plain(name: str) -> str:
     return name
 
 
-def _named(config: Fields) -> Fields:
+def _named(config: Config) -> Config:
     """The config with every field of `NAMES` under the first of its names."""
     values = dict(config)
     for name, other, default in NAMES:
         given = [config[each] for each in (name, other) if config.given(each)]
         values[name] = given[0] if given else default
-    return Fields(values, config.where)
+    return Config(values, config.where)
 
 
-def _whole(config: Fields) -> Fields:
+def _whole(config: Config) -> Config:
     """The config for its rope: a default one turns all features, whatever part of them it names."""
     rope = rope_fields(config)
     if rope.str("rope_type") != "default":
         return config
-    return Fields(
+    return Config(
         {**config, "rope_parameters": {**rope, "partial_rotary_factor": None}, "partial_rotary_factor": None},
         config.where,
     )

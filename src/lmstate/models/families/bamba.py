@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from lmstate.checkpoints.loader import Weights
-from lmstate.models.families.builders.decoder import MOST, Shape, activation, attention, decoder, mlp, norm
+from lmstate.checkpoints.loader import WeightLoader
+from lmstate.models.families.builders.decoder import MOST, Dims, activation, attention, decoder, mlp, norm
 from lmstate.models.families.builders.mamba import Mamba2Shape, gated_norm, mamba2
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Block, Model
 
 
-def build(w: Weights) -> Model:
-    config, shape = w.config, Shape.of(w.config)
+def build(w: WeightLoader) -> Model:
+    config, shape = w.config, Dims.of(w.config)
     sizes = Mamba2Shape.of(config, shape)
     inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
     rope = make_rope(config, shape.head_dim, fraction=0.5).to(w.device)

@@ -6,10 +6,10 @@ its own.
 
 from __future__ import annotations
 
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families.builders.decoder import (
     MOST,
-    Shape,
+    Dims,
     activation,
     attention,
     decoder,
@@ -22,8 +22,8 @@ from lmstate.models.model import Block, Model
 from lmstate.ops import Norm
 
 
-def build(w: Weights) -> Model:
-    config, shape = w.config, Shape.of(w.config, eps="layer_norm_eps")
+def build(w: WeightLoader) -> Model:
+    config, shape = w.config, Dims.of(w.config, eps="layer_norm_eps")
     second = config.str("model_type") == "cohere2"
     inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
     rope, normed = (

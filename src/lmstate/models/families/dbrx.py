@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import torch
 
-from lmstate.checkpoints.config import Fields
-from lmstate.checkpoints.loader import Numbers, Weights
+from lmstate.checkpoints.config import Config
+from lmstate.checkpoints.loader import Numbers, WeightLoader
 from lmstate.checkpoints.source import floats
 from lmstate.models.families.builders.decoder import (
     ACTIVATIONS,
     MOST,
-    Shape,
+    Dims,
     decoder,
     fused_attention,
     layer_norms,
@@ -34,12 +34,12 @@ USUAL = {
 }
 
 
-def build(w: Weights) -> Model:
-    attends, feeds = (w.config.fields(f"{part}_config") or Fields({}) for part in ("attn", "ffn"))
+def build(w: WeightLoader) -> Model:
+    attends, feeds = (w.config.fields(f"{part}_config") or Config({}) for part in ("attn", "ffn"))
     values = {USUAL.get(name, name): value for name, value in w.config.items()}
     values["num_key_value_heads"] = attends.int("kv_n_heads", low=1, high=MOST, default=1)
-    w.config = Fields(values, w.config.where)
-    shape = replace(Shape.of(w.config), eps=1e-5)
+    w.config = Config(values, w.config.where)
+    shape = replace(Dims.of(w.config), eps=1e-5)
     theta = attends.float("rope_theta", low=1.0, high=1e12, default=10_000.0)
     rope = make_rope(w.config, shape.head_dim, theta=theta).to(w.device)
     clip = attends.float("clip_qkv", low=0.0, default=None)
@@ -52,17 +52,17 @@ def build(w: Weights) -> Model:
     return decoder(w, shape, block, embed="transformer.wte", final_norm=normed("transformer.norm_f"))
 
 
-def mixture(w: Weights, prefix: str, shape: Shape, config: Fields) -> MixtureOfExperts:
+def mixture(w: WeightLoader, prefix: str, shape: Dims, config: Config) -> MixtureOfExperts:
     count = config.int("moe_num_experts", low=1, high=MOST, default=4)
     inner = config.int("ffn_hidden_size", low=1, high=MOST, default=3584)
-    named = config.fields("ffn_act_fn") or Fields({})
+    named = config.fields("ffn_act_fn") or Config({})
     act = ACTIVATIONS[named.str("name", allowed=tuple(ACTIVATIONS), default="silu")]
     # Weights are brought to a norm of 1: of the sum, or of none at all.
     power = config.float("moe_normalize_expert_weights", low=1.0, high=1.0, default=None)
     router = Router(
         scores(w, f"{prefix}.router.layer.weight", count, shape.hidden),
         config.int("moe_top_k", low=1, high=count, default=1),
-        normalise=power is not None,
+        normalize=power is not None,
     )
     inside = f"{prefix}.experts.mlp"
     for name in ("w1", "v1", "w2"):

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import torch
 
-from lmstate.checkpoints.config import Fields
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.config import Config
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families.builders.decoder import (
     MOST,
-    Shape,
+    Dims,
     activation,
     biases,
     decoder,
@@ -27,7 +27,7 @@ from lmstate.models.families.builders.decoder import (
 )
 from lmstate.models.families.builders.moe import deepseek_mixture, expert_count, scores, sparse_layers, top_k
 from lmstate.models.families.mistral import temperature_of
-from lmstate.models.layers.mla import LatentAttention
+from lmstate.models.layers.mla import MultiHeadLatentAttention
 from lmstate.models.layers.mlp import FeedForward
 from lmstate.models.layers.moe import Router
 from lmstate.models.layers.rope import Rope, make_rope, rope_fields
@@ -36,8 +36,8 @@ from lmstate.models.model import Block, Model
 LATENT_EPS = 1e-6  # of the norms inside the attention, whatever the config says of the others
 
 
-def build(w: Weights) -> Model:
-    config, shape = w.config, Shape.of(w.config)
+def build(w: WeightLoader) -> Model:
+    config, shape = w.config, Dims.of(w.config)
     inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
     rope_dim = config.int("qk_rope_head_dim", low=2, high=MOST)
     rope = _rope(config, rope_dim).to(w.device)
@@ -60,24 +60,30 @@ def build(w: Weights) -> Model:
             feed_forward(index, f"{layer}.mlp"),
             normed(f"{layer}.input_layernorm"),
             normed(f"{layer}.post_attention_layernorm"),
-            after_mlp=normed(after.removesuffix(".weight")) if normed_after and sparse[index] else None,
+            mlp_post_norm=normed(after.removesuffix(".weight")) if normed_after and sparse[index] else None,
         )
 
     return decoder(w, shape, block, ignore=drafting(config, shape))
 
 
-def _rope(config: Fields, rope_dim: int) -> Rope:
+def _rope(config: Config, rope_dim: int) -> Rope:
     """That of the features of a head that rotate, `rope_dim` in number."""
     interleaved = config.bool("rope_interleave", default=True)
     if config.str("model_type") == "mistral4":  # its config says which part of a head they are
         settings = {**rope_fields(config), "partial_rotary_factor": 1.0}
-        config = Fields({**config, "rope_parameters": settings}, config.where)
+        config = Config({**config, "rope_parameters": settings}, config.where)
     return make_rope(config, rope_dim, interleaved=interleaved)
 
 
 def latent_attention(
-    w: Weights, prefix: str, shape: Shape, rope: Rope | None, rope_dim: int, scale: float, head_gate: str | None = None
-) -> LatentAttention:
+    w: WeightLoader,
+    prefix: str,
+    shape: Dims,
+    rope: Rope | None,
+    rope_dim: int,
+    scale: float,
+    head_gate: str | None = None,
+) -> MultiHeadLatentAttention:
     """Latent attention under DeepSeek's names: `q_proj`, or `q_a_proj` and `q_b_proj`; `kv_a_proj_with_mqa`, ...
 
     `head_gate`: the name of a projection that gives one number a head, without a bias.
@@ -105,7 +111,7 @@ def latent_attention(
         query_bias = w.tensor(f"{prefix}.{first}.bias", (width,), optional=True)
         query_bias = down_bias.new_zeros(width) if query_bias is None else query_bias
         down_bias = torch.cat([query_bias, down_bias, down_bias.new_zeros(sum(heights[2:]))])
-    return LatentAttention(
+    return MultiHeadLatentAttention(
         w.linear(*(f"{prefix}.{name}.weight" for name in names), shape=(heights, shape.hidden)),
         key_up.to(w.dtype).contiguous(),
         value_up.to(w.dtype).mT.contiguous(),
@@ -122,7 +128,7 @@ def latent_attention(
     )
 
 
-def latent_scale(config: Fields) -> float:
+def latent_scale(config: Config) -> float:
     """Of the scores: by the width of a key, and sharper where yarn stretched the positions."""
     width = config.int("qk_nope_head_dim", low=1, high=MOST) + config.int("qk_rope_head_dim", low=2, high=MOST)
     rope = rope_fields(config)
@@ -133,7 +139,7 @@ def latent_scale(config: Fields) -> float:
     return width**-0.5 * (0.1 * over * math.log(factor) + 1.0) ** 2
 
 
-def _router(w: Weights, gate: str, hidden: int) -> Router | None:
+def _router(w: WeightLoader, gate: str, hidden: int) -> Router | None:
     """DeepSeek-V2's router, and Mistral 4's; None for DeepSeek-V3's, which others have as well."""
     config, family = w.config, w.config.str("model_type")
     if family not in ("deepseek_v2", "mistral4"):
@@ -147,9 +153,9 @@ def _router(w: Weights, gate: str, hidden: int) -> Router | None:
     return Router(
         scores(w, gate, count, hidden),
         top_k(config, count),
-        normalise=family == "mistral4" and config.bool("norm_topk_prob", default=True),
+        normalize=family == "mistral4" and config.bool("norm_topk_prob", default=True),
         scale=config.float("routed_scaling_factor", default=1.0),
         groups=groups,
-        kept_groups=kept,
-        group_score="best" if family == "deepseek_v2" else "two best",
+        topk_groups=kept,
+        group_score="top1" if family == "deepseek_v2" else "top2",
     )

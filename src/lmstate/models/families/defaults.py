@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.config import Config
 
 EPS = {"rms_norm_eps": 1e-5}
 UNWINDOWED = {"use_sliding_window": False, "sliding_window": 4096}
@@ -326,6 +326,6 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
 }
 
 
-def completed(config: Fields) -> Fields:
+def completed(config: Config) -> Config:
     """The config with the defaults of its family."""
-    return Fields({**DEFAULTS.get(config.str("model_type"), {}), **config}, config.where)
+    return Config({**DEFAULTS.get(config.str("model_type"), {}), **config}, config.where)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from lmstate.checkpoints.loader import Weights
-from lmstate.models.families.builders.decoder import Shape, attention, decoder, head_norms, pre_norm, rms_norms, windows
+from lmstate.checkpoints.loader import WeightLoader
+from lmstate.models.families.builders.decoder import Dims, attention, decoder, head_norms, pre_norm, rms_norms, windows
 from lmstate.models.families.builders.moe import deepseek_feed_forward
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
 
 
-def build(w: Weights) -> Model:
-    config, shape = w.config, Shape.of(w.config)
+def build(w: WeightLoader) -> Model:
+    config, shape = w.config, Dims.of(w.config)
     rope, window = make_rope(config, shape.head_dim).to(w.device), windows(config, shape.layers, switch=False)
 
     def mixer(index: int, prefix: str) -> Mixer:

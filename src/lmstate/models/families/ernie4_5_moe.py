@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families.builders.decoder import (
     MOST,
-    Shape,
+    Dims,
     activation,
     attention,
     decoder,
@@ -22,8 +22,8 @@ from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
 
 
-def build(w: Weights) -> Model:
-    config, shape = w.config, Shape.of(w.config)
+def build(w: WeightLoader) -> Model:
+    config, shape = w.config, Dims.of(w.config)
     inner, act, count = config.int("intermediate_size", low=1, high=MOST), activation(config), expert_count(config)
     biased = config.bool("use_bias", default=False)
     rope = make_rope(config, shape.head_dim, theta=500_000.0, interleaved=True).to(w.device)
@@ -43,8 +43,10 @@ def build(w: Weights) -> Model:
         router = Router(
             scores(w, f"{prefix}.gate.weight", count, shape.hidden),
             top_k(config, count, "moe_k" if config.given("moe_k") else "num_experts_per_tok"),
-            normalise=True,
-            correction=w.tensor(statics, (1, count) if len(w.shape(statics)) == 2 else (count,)).view(count),
+            normalize=True,
+            e_score_correction_bias=w.tensor(statics, (1, count) if len(w.shape(statics)) == 2 else (count,)).view(
+                count
+            ),
             # Theirs is the least that a sum may be, this is added to it: below any sum that is, the two are one.
             floor=config.float("moe_norm_min", low=0.0, high=1e-9, default=1e-12),
         )

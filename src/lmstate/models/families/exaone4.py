@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families.builders.decoder import (
     MOST,
-    Shape,
+    Dims,
     activation,
     attention,
     decoder,
@@ -18,8 +18,8 @@ from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Block, Model
 
 
-def build(w: Weights) -> Model:
-    config, shape = w.config, Shape.of(w.config)
+def build(w: WeightLoader) -> Model:
+    config, shape = w.config, Dims.of(w.config)
     inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
     rope, normed = make_rope(config, shape.head_dim).to(w.device), rms_norms(w, shape)
     window = windows(config, shape.layers, full_every=4)
@@ -32,8 +32,8 @@ def build(w: Weights) -> Model:
         return Block(
             attention(w, f"{layer}.self_attn", shape, turns, window=size, q_norm=q_norm, k_norm=k_norm),
             mlp(w, f"{layer}.mlp", shape.hidden, inner, act),
-            after_mixer=normed(f"{layer}.post_attention_layernorm"),
-            after_mlp=normed(f"{layer}.post_feedforward_layernorm"),
+            mixer_post_norm=normed(f"{layer}.post_attention_layernorm"),
+            mlp_post_norm=normed(f"{layer}.post_feedforward_layernorm"),
         )
 
     return decoder(w, shape, block)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families.builders.decoder import (
     MOST,
-    Shape,
+    Dims,
     activation,
     attention,
     decoder,
@@ -24,8 +24,8 @@ from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
 
 
-def build(w: Weights) -> Model:
-    config, shape = w.config, Shape.of(w.config)
+def build(w: WeightLoader) -> Model:
+    config, shape = w.config, Dims.of(w.config)
     inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
     rope = make_rope(config, shape.head_dim).to(w.device)
     config.int("sliding_window", low=1)  # without one no layer would know positions
@@ -42,8 +42,8 @@ def build(w: Weights) -> Model:
         if not sparse[index]:
             return mlp(w, prefix, shape.hidden, inner, act)
         name = "e_score_correction_bias"
-        correction = there(w, f"{prefix}.{name}", f"{prefix}.gate.{name}")
-        router = corrected_router(w, f"{prefix}.gate.weight", correction, shape.hidden)
+        e_score_correction_bias = there(w, f"{prefix}.{name}", f"{prefix}.gate.{name}")
+        router = corrected_router(w, f"{prefix}.gate.weight", e_score_correction_bias, shape.hidden)
         return deepseek_mixture(w, prefix, shape, router, shared=shared)
 
     return decoder(

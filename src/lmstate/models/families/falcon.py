@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
 from lmstate.models.families.builders.decoder import (
     MOST,
-    Shape,
+    Dims,
     activation,
     decoder,
     fused_attention,
@@ -19,8 +19,8 @@ from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Block, Model
 
 
-def build(w: Weights) -> Model:
-    config, shape = w.config, Shape.of(w.config, eps="layer_norm_epsilon")
+def build(w: WeightLoader) -> Model:
+    config, shape = w.config, Dims.of(w.config, eps="layer_norm_epsilon")
     if config.bool("alibi", default=False):
         raise ModelError(f"{config.where} asks for ALiBi, positions that are added to scores, which lmstate cannot do")
     grouped = config.bool("new_decoder_architecture", default=False)

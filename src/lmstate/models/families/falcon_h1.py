@@ -7,21 +7,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lmstate.checkpoints.config import Fields
-from lmstate.checkpoints.loader import Weights
-from lmstate.models.families.builders.decoder import MOST, Shape, activation, attention, decoder, mlp, norm
+from lmstate.checkpoints.config import Config
+from lmstate.checkpoints.loader import WeightLoader
+from lmstate.models.families.builders.decoder import MOST, Dims, activation, attention, decoder, mlp, norm
 from lmstate.models.families.builders.mamba import Mamba2Shape, gated_norm, mamba2
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.mamba2 import Mamba2
 from lmstate.models.layers.mlp import MLP
-from lmstate.models.layers.parallel_hybrid import Parallel
+from lmstate.models.layers.parallel_hybrid import ParallelHybrid
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Block, Model
 
 
-def build(w: Weights) -> Model:
+def build(w: WeightLoader) -> Model:
     """Multipliers that a product or a norm does not undo are moved to where they cost nothing."""
-    config, shape = w.config, Shape.of(w.config)
+    config, shape = w.config, Dims.of(w.config)
     sizes = Mamba2Shape.of(config, shape)
     inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
     rope = make_rope(config, shape.head_dim).to(w.device)
@@ -57,7 +57,7 @@ def build(w: Weights) -> Model:
     def block(index: int) -> Block:
         layer = f"model.layers.{index}"
         return Block(
-            Parallel(seen(layer), space(layer), into * out_of, _multiplier(config, "ssm_out_multiplier")),
+            ParallelHybrid(seen(layer), space(layer), into * out_of, _multiplier(config, "ssm_out_multiplier")),
             feed_forward(f"{layer}.feed_forward"),
             norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps),
             norm(w, f"{layer}.pre_ff_layernorm.weight", shape.hidden, shape.eps),
@@ -73,7 +73,7 @@ def build(w: Weights) -> Model:
     )
 
 
-def _multiplier(config: Fields, name: str) -> float:
+def _multiplier(config: Config, name: str) -> float:
     return config.float(name, low=1e-9, high=1e9, default=1.0)
 
 
@@ -81,7 +81,7 @@ def _divided(bias: Tensor | None, by: float) -> Tensor | None:
     return None if bias is None else bias / by
 
 
-def _feature_scale(config: Fields, sizes: Mamba2Shape) -> Tensor:
+def _feature_scale(config: Config, sizes: Mamba2Shape) -> Tensor:
     """The factor on each feature that a Mamba-2 projects: one on all of gate, x, B, C and dt each."""
     groups = sizes.groups * sizes.state_size
     factors = config.floats("ssm_multipliers", 5, default=(1.0,) * 5)

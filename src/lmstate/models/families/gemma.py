@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
 from lmstate.models.families.builders.decoder import (
     MOST,
-    Shape,
+    Dims,
     activation,
     attention,
     decoder,
@@ -18,8 +18,8 @@ from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
 
 
-def build(w: Weights) -> Model:
-    config, shape = w.config, Shape.of(w.config)
+def build(w: WeightLoader) -> Model:
+    config, shape = w.config, Dims.of(w.config)
     if config.bool("use_bidirectional_attention", default=False):
         raise ModelError(f"{config.where} asks for attention in both directions, which is no language model's")
     inner = config.int("intermediate_size", low=1, high=MOST)

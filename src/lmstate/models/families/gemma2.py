@@ -6,16 +6,16 @@ layers rotate faster than its full ones.
 
 from __future__ import annotations
 
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import MOST, Shape, activation, attention, decoder, mlp, norm, windows
+from lmstate.models.families.builders.decoder import MOST, Dims, activation, attention, decoder, mlp, norm, windows
 from lmstate.models.layers.rope import make_rope, ropes_by_kind
 from lmstate.models.model import Block, Model
 
 
-def build(w: Weights) -> Model:
+def build(w: WeightLoader) -> Model:
     third = w.config.str("model_type") == "gemma3_text"
-    config, shape = w.config, Shape.of(w.config)
+    config, shape = w.config, Dims.of(w.config)
     if config.bool("use_bidirectional_attention", default=False):
         raise ModelError(f"{config.where} asks for attention in both directions, which is no language model's")
     inner = config.int("intermediate_size", low=1, high=MOST)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lmstate import ops
-from lmstate.checkpoints.config import Fields
-from lmstate.checkpoints.loader import Weights
-from lmstate.models.families.builders.decoder import MOST, Shape, activation, decoder, mlp, rms_norms
+from lmstate.checkpoints.config import Config
+from lmstate.checkpoints.loader import WeightLoader
+from lmstate.models.families.builders.decoder import MOST, Dims, activation, decoder, mlp, rms_norms
 from lmstate.models.families.gemma4 import (
     FULL,
     LOCAL,
@@ -123,8 +123,8 @@ def _mean_square(x: Tensor) -> Tensor:
     return x.square().mean(-1, keepdim=True)
 
 
-def build(w: Weights) -> Model:
-    config, shape = w.config, Shape.of(w.config)
+def build(w: WeightLoader) -> Model:
+    config, shape = w.config, Dims.of(w.config)
     act = activation(config, "hidden_activation", "gelu_pytorch_tanh")
     kinds = layer_kinds(config, shape.layers, full_every=5)
     reads = shared_layers(config, kinds)
@@ -185,14 +185,14 @@ def build(w: Weights) -> Model:
     )
 
 
-def _inner(config: Fields, layers: int) -> Sequence[int]:
+def _inner(config: Config, layers: int) -> Sequence[int]:
     """The width inside each layer's feed-forward part: one for all, or one each."""
     if isinstance(config.get("intermediate_size"), (list, tuple)):
         return config.ints("intermediate_size", layers, low=1, high=MOST)
     return [config.int("intermediate_size", low=1, high=MOST)] * layers
 
 
-def _sparsity(config: Fields, layers: int) -> Sequence[float]:
+def _sparsity(config: Config, layers: int) -> Sequence[float]:
     """The share of each layer's gates that does not count; where the config says nothing, much of the first ten."""
     default = [0.95] * 10 + [0.0] * (layers - 10) if layers > 10 else [0.0] * layers
     return config.floats("activation_sparsity_pattern", layers, low=0.0, high=0.999999, default=None) or default

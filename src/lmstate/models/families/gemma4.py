@@ -9,12 +9,12 @@ from functools import cache
 from torch import Tensor
 
 from lmstate import ops
-from lmstate.checkpoints.config import Fields
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.config import Config
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
 from lmstate.models.families.builders.decoder import (
     MOST,
-    Shape,
+    Dims,
     activation,
     attention,
     decoder,
@@ -71,8 +71,8 @@ class Ending:
         return added * self.gain
 
 
-def build(w: Weights) -> Model:
-    config, shape = w.config, Shape.of(w.config)
+def build(w: WeightLoader) -> Model:
+    config, shape = w.config, Dims.of(w.config)
     if config.str("use_bidirectional_attention", default=None) == "all":
         raise ModelError(f"{config.where} asks for attention in both directions, which is no language model's")
     inner, act = (
@@ -114,7 +114,7 @@ def build(w: Weights) -> Model:
             normed(f"{layer}.pre_feedforward_layernorm"),
             normed(f"{layer}.post_attention_layernorm"),
             normed(f"{layer}.post_feedforward_layernorm"),
-            ending=Ending(
+            output_hook=Ending(
                 per_layer_input(w, layer, index, shape, width, act) if width else None,
                 w.tensor(f"{layer}.layer_scalar", (1,)),
             ),
@@ -131,13 +131,13 @@ def build(w: Weights) -> Model:
     )
 
 
-def layer_kinds(config: Fields, layers: int, full_every: int) -> Sequence[str]:
+def layer_kinds(config: Config, layers: int, full_every: int) -> Sequence[str]:
     """Each layer's kind; where the config names none, one in `full_every` sees everything."""
     kinds = config.strs("layer_types", layers, (LOCAL, FULL), default=None)
     return kinds or [LOCAL if (index + 1) % full_every else FULL for index in range(layers)]
 
 
-def shared_layers(config: Fields, kinds: Sequence[str]) -> list[int | None]:
+def shared_layers(config: Config, kinds: Sequence[str]) -> list[int | None]:
     """For each layer the earlier one whose keys and values it reads: of its kind, the last that has any."""
     count = config.int("num_kv_shared_layers", high=len(kinds), default=0)
     own = len(kinds) - count
@@ -157,7 +157,7 @@ def unread(reads: Sequence[int | None]) -> tuple[str, ...]:
 
 
 def sharing_attention(
-    w: Weights, prefix: str, shape: Shape, rope: Rope, *, window: int | None, reads: int | None,
+    w: WeightLoader, prefix: str, shape: Dims, rope: Rope, *, window: int | None, reads: int | None,
     value: str = "v_proj",
 ) -> Attention:  # fmt: skip
     """Attention whose queries, keys and values are normalised head by head; the scores have no other scale."""
@@ -170,7 +170,7 @@ def sharing_attention(
     )  # fmt: skip
 
 
-def per_layer_inputs(w: Weights, shape: Shape, width: int) -> PerLayerInputs:
+def per_layer_inputs(w: WeightLoader, shape: Dims, width: int) -> PerLayerInputs:
     rows = w.config.int("vocab_size_per_layer_input", low=1, high=2**24, default=262_144)
     return PerLayerInputs(
         w.linear("model.embed_tokens_per_layer.weight", shape=(rows, shape.layers * width)),
@@ -179,7 +179,7 @@ def per_layer_inputs(w: Weights, shape: Shape, width: int) -> PerLayerInputs:
     )
 
 
-def per_layer_input(w: Weights, layer: str, index: int, shape: Shape, width: int, act: str) -> PerLayerInput:
+def per_layer_input(w: WeightLoader, layer: str, index: int, shape: Dims, width: int, act: str) -> PerLayerInput:
     return PerLayerInput(
         index,
         w.linear(f"{layer}.per_layer_input_gate.weight", shape=(width, shape.hidden)),
@@ -189,13 +189,13 @@ def per_layer_input(w: Weights, layer: str, index: int, shape: Shape, width: int
     )
 
 
-def _layer_shape(config: Fields, shape: Shape, index: int, full: bool) -> Shape:
+def _layer_shape(config: Config, shape: Dims, index: int, full: bool) -> Dims:
     """The sizes of a layer: those that see everything have heads of their own, which newer configs list by layer."""
     head_dim, kv_heads, listed = shape.head_dim, shape.kv_heads, config.fields("per_layer_config")
     if listed is not None:
         # Numbers of layers are as wide as the last one's: 04, of more than ten.
         name = next((name for name in listed if name.isdecimal() and int(name) == index), str(index))
-        own = listed.fields(name) or Fields({}, listed.where)
+        own = listed.fields(name) or Config({}, listed.where)
         head_dim = own.int("head_dim", low=1, high=MOST, default=head_dim)
         kv_heads = own.int("num_key_value_heads", low=1, high=MOST, default=kv_heads)
     elif full:
@@ -205,7 +205,7 @@ def _layer_shape(config: Fields, shape: Shape, index: int, full: bool) -> Shape:
     return replace(shape, head_dim=head_dim, kv_heads=kv_heads)
 
 
-def _feed_forward(w: Weights, layer: str, shape: Shape, inner: int, act: str) -> FeedForward:
+def _feed_forward(w: WeightLoader, layer: str, shape: Dims, inner: int, act: str) -> FeedForward:
     config, dense = w.config, mlp(w, f"{layer}.mlp", shape.hidden, inner, act)
     if not config.bool("enable_moe_block", default=False):
         return dense
@@ -214,7 +214,7 @@ def _feed_forward(w: Weights, layer: str, shape: Shape, inner: int, act: str) ->
     router = Router(
         scores(w, f"{layer}.router.proj.weight", count, shape.hidden),
         top_k(config, count, "top_k_experts"),
-        normalise=True,
+        normalize=True,
         floor=0.0,
         expert_scale=w.tensor(f"{layer}.router.per_expert_scale", (count,)),
     )

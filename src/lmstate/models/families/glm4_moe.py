@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families.builders.decoder import (
-    Shape,
+    Dims,
     attention,
     decoder,
     drafting,
@@ -18,8 +18,8 @@ from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
 
 
-def build(w: Weights) -> Model:
-    config, shape = w.config, Shape.of(w.config)
+def build(w: WeightLoader) -> Model:
+    config, shape = w.config, Dims.of(w.config)
     rope = make_rope(config, shape.head_dim).to(w.device)
     normed = config.bool("use_qk_norm", default=False)
 

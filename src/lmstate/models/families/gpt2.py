@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lmstate.checkpoints.config import Fields
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.config import Config
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.source import floats
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import MOST, POSITIONS, Shape, activation, decoder, layer_norms, pre_norm
+from lmstate.models.families.builders.decoder import MOST, POSITIONS, Dims, activation, decoder, layer_norms, pre_norm
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.embedding import LearnedPositions
 from lmstate.models.layers.mlp import MLP
@@ -23,10 +23,10 @@ NAMES = {
 }
 
 
-def build(w: Weights) -> Model:
+def build(w: WeightLoader) -> Model:
     usual = {usual: w.config[own] for own, usual in NAMES.items() if w.config.given(own)}
-    w.config = Fields({**w.config, **usual}, w.config.where)
-    config, shape = w.config, Shape.of(w.config, eps="layer_norm_epsilon")
+    w.config = Config({**w.config, **usual}, w.config.where)
+    config, shape = w.config, Dims.of(w.config, eps="layer_norm_epsilon")
     if shape.heads * shape.head_dim != shape.hidden:
         raise ModelError(f"{config.where}: {shape.heads} heads cannot share a width of {shape.hidden} evenly")
     if config.bool("add_cross_attention", default=False):

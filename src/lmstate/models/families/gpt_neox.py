@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lmstate.checkpoints.config import Fields
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.config import Config
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families.builders.decoder import (
     MOST,
-    Shape,
+    Dims,
     activation,
     decoder,
     fused_attention,
@@ -19,12 +19,12 @@ from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Block, Model
 
 
-def build(w: Weights) -> Model:
-    config, shape = w.config, Shape.of(w.config, eps="layer_norm_eps")
+def build(w: WeightLoader) -> Model:
+    config, shape = w.config, Dims.of(w.config, eps="layer_norm_eps")
     shape = replace(shape, kv_heads=shape.heads)
     inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config, default="gelu")
     names = {"rope_theta": config.get("rotary_emb_base"), "partial_rotary_factor": config.get("rotary_pct")}
-    rope, normed = make_rope(Fields({**config, **names}), shape.head_dim).to(w.device), layer_norms(w, shape)
+    rope, normed = make_rope(Config({**config, **names}), shape.head_dim).to(w.device), layer_norms(w, shape)
     biased = config.bool("attention_bias", default=False)
     parallel = config.bool("use_parallel_residual", default=False)
 

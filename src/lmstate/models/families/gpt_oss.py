@@ -9,9 +9,9 @@ from torch import Tensor
 
 from lmstate import ops
 from lmstate.checkpoints.huggingface import mxfp4
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.source import GroupedQuant
-from lmstate.models.families.builders.decoder import MOST, Shape, attention, decoder, norm, windows
+from lmstate.models.families.builders.decoder import MOST, Dims, attention, decoder, norm, windows
 from lmstate.models.families.builders.moe import expert_count
 from lmstate.models.layers.mlp import MLP, FeedForward
 from lmstate.models.layers.moe import MixtureOfExperts, Router
@@ -40,8 +40,8 @@ class ClampedExpert:
         return ops.linear((up + 1) * gate * (self.alpha * gate).sigmoid(), self.down, self.down_bias, residual=residual)
 
 
-def build(w: Weights) -> Model:
-    config, shape = w.config, Shape.of(w.config)
+def build(w: WeightLoader) -> Model:
+    config, shape = w.config, Dims.of(w.config)
     inner = config.int("intermediate_size", low=1, high=MOST)
     count = expert_count(config)
     rope = make_rope(config, shape.head_dim, theta=150_000.0).to(w.device)
@@ -51,7 +51,7 @@ def build(w: Weights) -> Model:
     def mixture(prefix: str) -> MixtureOfExperts:
         gate = FloatWeight(w.tensor(f"{prefix}.router.weight", (count, shape.hidden)))
         router_bias = w.tensor(f"{prefix}.router.bias", (count,))
-        router = Router(gate, config.int("num_experts_per_tok", low=1, high=count), normalise=True, bias=router_bias)
+        router = Router(gate, config.int("num_experts_per_tok", low=1, high=count), normalize=True, bias=router_bias)
         inside = f"{prefix}.experts"
         up_biases, down_biases = _biases(w, inside, count, inner, shape.hidden)
         matrices = [_expert(w, inside, index, count, inner, shape.hidden) for index in range(count)]
@@ -76,7 +76,7 @@ def build(w: Weights) -> Model:
     return decoder(w, shape, block)
 
 
-def _biases(w: Weights, prefix: str, count: int, inner: int, hidden: int) -> tuple[Tensor, Tensor]:
+def _biases(w: WeightLoader, prefix: str, count: int, inner: int, hidden: int) -> tuple[Tensor, Tensor]:
     """Of gate and up, then of down: float32 `[experts, 2 * F]` and `[experts, E]`."""
     down = w.tensor(f"{prefix}.down_proj_bias", (count, hidden))
     if w.has(f"{prefix}.gate_proj_bias"):
@@ -87,7 +87,7 @@ def _biases(w: Weights, prefix: str, count: int, inner: int, hidden: int) -> tup
     return torch.cat(parts, dim=1), down
 
 
-def _expert(w: Weights, prefix: str, index: int, count: int, inner: int, hidden: int) -> tuple[Weight, Weight]:
+def _expert(w: WeightLoader, prefix: str, index: int, count: int, inner: int, hidden: int) -> tuple[Weight, Weight]:
     """One expert's gate over up `[2 * F, E]`, and its down `[E, F]`, from any of three forms.
 
     Matrices of its own (GGUF); MXFP4 blocks `[experts, N, K / 32, 16]`; floats `[experts, K, N]`. In the last two, rows

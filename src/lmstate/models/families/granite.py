@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import MOST, Shape, activation, attention, decoder, mlp, rms_norms, there
+from lmstate.models.families.builders.decoder import MOST, Dims, activation, attention, decoder, mlp, rms_norms, there
 from lmstate.models.families.builders.mamba import Mamba2Shape, gated_norm, layer_kinds, mamba2
 from lmstate.models.families.builders.moe import experts, scores, top_k
 from lmstate.models.layers.base import Mixer
@@ -16,12 +16,12 @@ from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Block, Model
 
 
-def build(w: Weights) -> Model:
+def build(w: WeightLoader) -> Model:
     """Every part's output is scaled before it is added; so are the embedding, the scores and the logits.
 
     Only hybrids may go without rotary positions.
     """
-    config, shape = w.config, Shape.of(w.config)
+    config, shape = w.config, Dims.of(w.config)
     hybrid = config.str("model_type") == "granitemoehybrid"
     kinds = layer_kinds(config, ("layer_types", "layers_block_type"), shape.layers) if hybrid else None
     kinds = kinds or ("mamba" if hybrid else "attention",) * shape.layers
@@ -51,7 +51,7 @@ def build(w: Weights) -> Model:
     return granite(w, shape, block)
 
 
-def granite(w: Weights, shape: Shape, block: Callable[[int], Block]) -> Model:
+def granite(w: WeightLoader, shape: Dims, block: Callable[[int], Block]) -> Model:
     """The blocks between an embedding and logits that are scaled."""
     config = w.config
     logits_scaling = config.float("logits_scaling", default=1.0)
@@ -62,7 +62,7 @@ def granite(w: Weights, shape: Shape, block: Callable[[int], Block]) -> Model:
     )
 
 
-def feed_forward(w: Weights, layer: str, shape: Shape) -> FeedForward:
+def feed_forward(w: WeightLoader, layer: str, shape: Dims) -> FeedForward:
     """Experts, a part that every token goes through, or both; one of the older kind if the config has neither."""
     config, act = w.config, activation(w.config)
     count = config.int("num_local_experts", high=MOST, default=0)
@@ -77,11 +77,11 @@ def feed_forward(w: Weights, layer: str, shape: Shape) -> FeedForward:
     router = there(w, f"{moe}.router.layer.weight", f"{moe}.router.weight")
     each = granite_experts(w, moe, count, shape.hidden, inner, act)
     return MixtureOfExperts(
-        Router(scores(w, router, count, shape.hidden), top_k(config, count), normalise=True), each, common
+        Router(scores(w, router, count, shape.hidden), top_k(config, count), normalize=True), each, common
     )
 
 
-def shared_mlp(w: Weights, prefix: str, hidden: int, inner: int, act: str) -> MLP:
+def shared_mlp(w: WeightLoader, prefix: str, hidden: int, inner: int, act: str) -> MLP:
     """A gated feed-forward part with gate and up in one matrix; GGUF has them apart."""
     if w.has(f"{prefix}.gate_proj.weight"):
         return mlp(w, prefix, hidden, inner, act)
@@ -92,7 +92,7 @@ def shared_mlp(w: Weights, prefix: str, hidden: int, inner: int, act: str) -> ML
     )
 
 
-def granite_experts(w: Weights, prefix: str, count: int, hidden: int, inner: int, act: str) -> list[FeedForward]:
+def granite_experts(w: WeightLoader, prefix: str, count: int, hidden: int, inner: int, act: str) -> list[FeedForward]:
     """Experts in one tensor each for their ways in and out, under two names; GGUF has them one by one."""
     if not w.has(f"{prefix}.input_linear.weight"):
         return experts(w, f"{prefix}.experts", count, hidden, inner, act)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
-from lmstate.checkpoints.config import Fields
-from lmstate.checkpoints.loader import Weights
-from lmstate.models.families.builders.decoder import Shape, attention, one_window, pre_norm, rms_norms
+from lmstate.checkpoints.config import Config
+from lmstate.checkpoints.loader import WeightLoader
+from lmstate.models.families.builders.decoder import Dims, attention, config_window, pre_norm, rms_norms
 from lmstate.models.families.granite import feed_forward, granite
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.rope import Rope, make_rope, rope_fields
@@ -17,11 +17,11 @@ from lmstate.models.model import Model
 KINDS = ("full_attention", "sliding_attention")
 
 
-def build(w: Weights) -> Model:
-    config, shape = w.config, Shape.of(w.config)
+def build(w: WeightLoader) -> Model:
+    config, shape = w.config, Dims.of(w.config)
     kinds = config.strs("layer_types", shape.layers, allowed=KINDS, default=None)
     kinds = kinds or tuple(KINDS[bool(index % 4)] for index in range(shape.layers))
-    size, scale = one_window(config, switch=False), config.float("attention_multiplier", default=1.0)
+    size, scale = config_window(config, switch=False), config.float("attention_multiplier", default=1.0)
     rope = each_rope(w, shape)
 
     def mixer(index: int, name: str) -> Attention:
@@ -38,7 +38,7 @@ def build(w: Weights) -> Model:
     return granite(w, shape, block)
 
 
-def each_rope(w: Weights, shape: Shape) -> Callable[[int], Rope | None]:
+def each_rope(w: WeightLoader, shape: Dims) -> Callable[[int], Rope | None]:
     """The rope of a layer; layers of one base share it, and those of base 0 know no positions."""
     rope = rope_fields(w.config)
     theta = rope.float("rope_theta", low=0.0, high=1e12, default=10_000.0)
@@ -47,7 +47,7 @@ def each_rope(w: Weights, shape: Shape) -> Callable[[int], Rope | None]:
 
     @cache
     def made(theta: float) -> Rope | None:
-        config = Fields({**w.config, "rope_parameters": {**rope, "rope_theta": theta}})
+        config = Config({**w.config, "rope_parameters": {**rope, "rope_theta": theta}})
         return make_rope(config, shape.head_dim).to(w.device) if theta else None
 
     return lambda index: made(thetas[index])

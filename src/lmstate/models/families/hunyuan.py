@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lmstate.checkpoints.config import Fields
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.config import Config
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
 from lmstate.models.families.builders.decoder import (
     MOST,
-    Shape,
+    Dims,
     activation,
     attention,
     decoder,
@@ -26,8 +26,8 @@ from lmstate.models.layers.rope import Rope, make_rope, rope_fields
 from lmstate.models.model import Model
 
 
-def build(w: Weights) -> Model:
-    config, shape = w.config, Shape.of(w.config)
+def build(w: WeightLoader) -> Model:
+    config, shape = w.config, Dims.of(w.config)
     inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
     rope = stretched(config, shape.head_dim).to(w.device)
     # The weights of both norms multiply the queries, so that the keys that are stored are rotations and nothing else.
@@ -49,17 +49,17 @@ def build(w: Weights) -> Model:
     return decoder(w, shape, pre_norm(rms_norms(w, shape), mixer, feed_forward))
 
 
-def mixture(w: Weights, prefix: str, shape: Shape, inner: int, chosen: int) -> MixtureOfExperts:
+def mixture(w: WeightLoader, prefix: str, shape: Dims, inner: int, chosen: int) -> MixtureOfExperts:
     """Experts beside one that every token goes through, all of one width; a token goes to `chosen` of them."""
     count, act = expert_count(w.config), activation(w.config)
     return MixtureOfExperts(
-        Router(scores(w, f"{prefix}.gate.wg.weight", count, shape.hidden), chosen, normalise=True),
+        Router(scores(w, f"{prefix}.gate.wg.weight", count, shape.hidden), chosen, normalize=True),
         experts(w, f"{prefix}.experts", count, shape.hidden, inner, act),
         mlp(w, f"{prefix}.shared_mlp", shape.hidden, inner, act),
     )
 
 
-def stretched(config: Fields, head_dim: int) -> Rope:
+def stretched(config: Config, head_dim: int) -> Rope:
     """The rope; one that is called dynamic and has an alpha is slower at any length (NTK-aware scaling)."""
     rope = rope_fields(config)
     alpha = rope.float("alpha", low=0.0, high=1e9, default=0.0) if rope.str("rope_type") == "dynamic" else 0.0
@@ -68,4 +68,4 @@ def stretched(config: Fields, head_dim: int) -> Rope:
     if head_dim < 4:
         raise ModelError(f"{rope.where}: a rope of {head_dim} features has nothing to stretch")
     theta = rope.float("rope_theta", low=1.0, high=1e12, default=10_000.0) * alpha ** (head_dim / (head_dim - 2))
-    return make_rope(Fields({"rope_theta": theta}, rope.where), head_dim)
+    return make_rope(Config({"rope_theta": theta}, rope.where), head_dim)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lmstate.checkpoints.loader import Weights
-from lmstate.models.families.builders.decoder import MOST, Shape, activation, attention, decoder, mlp, norm
+from lmstate.checkpoints.loader import WeightLoader
+from lmstate.models.families.builders.decoder import MOST, Dims, activation, attention, decoder, mlp, norm
 from lmstate.models.families.builders.mamba import MambaShape, dt_rank, expanded, mamba, only_silu
 from lmstate.models.families.builders.moe import experts
 from lmstate.models.layers.base import Mixer
@@ -13,8 +13,8 @@ from lmstate.models.model import Block, Model
 from lmstate.ops import FloatWeight
 
 
-def build(w: Weights) -> Model:
-    config, shape = w.config, Shape.of(w.config)
+def build(w: WeightLoader) -> Model:
+    config, shape = w.config, Dims.of(w.config)
     only_silu(config)
     sizes = MambaShape(
         expanded(config, "mamba_expand", shape.hidden),

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lmstate.checkpoints.config import Fields
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.config import Config
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
 from lmstate.models.families.builders.decoder import (
     MOST,
     W1_W3_W2,
-    Shape,
+    Dims,
     activation,
     decoder,
     drafting,
@@ -33,11 +33,11 @@ from lmstate.models.model import Block, Model
 KINDS = ("linear_attention", "full_attention")
 
 
-def build(w: Weights) -> Model:
-    config, shape = w.config, Shape.of(w.config)
+def build(w: WeightLoader) -> Model:
+    config, shape = w.config, Dims.of(w.config)
     # The published config keeps what is linear apart; transformers saves it flat.
     published = config.fields("linear_attn_config")
-    linear = published or Fields(
+    linear = published or Config(
         {
             "head_dim": config.get("linear_head_dim"),
             "num_heads": config.get("linear_num_heads"),
@@ -69,7 +69,7 @@ def build(w: Weights) -> Model:
     return decoder(w, shape, block, ignore=("model.mtp.*", *drafting(config, shape)))
 
 
-def _kinds(linear: Fields, layers: int) -> Sequence[str]:
+def _kinds(linear: Config, layers: int) -> Sequence[str]:
     """Each layer's kind, from lists of layers that count from 1; without them every fourth has attention."""
     attends = linear.ints("full_attn_layers", low=1, high=layers, default=None)
     recurs = linear.ints("kda_layers", low=1, high=layers, default=None)
@@ -80,14 +80,14 @@ def _kinds(linear: Fields, layers: int) -> Sequence[str]:
     return [KINDS[index + 1 in attends] for index in range(layers)]
 
 
-def delta(w: Weights, prefix: str, shape: Shape, linear: Fields) -> GatedDelta:
+def delta(w: WeightLoader, prefix: str, shape: Dims, linear: Config) -> GatedDelta:
     heads = linear.int("num_heads", low=1, high=MOST, default=32)
     dim = linear.int("head_dim", low=1, high=MOST, default=128)
     kernel = linear.int("short_conv_kernel_size", low=1, high=256, default=4)
     return channel_delta(w, prefix, shape, heads, dim, kernel)
 
 
-def feed_forward(w: Weights, layer: str, shape: Shape, dense: bool) -> FeedForward:
+def feed_forward(w: WeightLoader, layer: str, shape: Dims, dense: bool) -> FeedForward:
     config, act, hidden = w.config, activation(w.config), shape.hidden
     if dense:
         gate = there(w, f"{layer}.mlp.gate_proj.weight", f"{layer}.block_sparse_moe.gate_proj.weight")
@@ -103,10 +103,10 @@ def feed_forward(w: Weights, layer: str, shape: Shape, dense: bool) -> FeedForwa
         "sigmoid",
         config.bool("moe_renormalize", default=True),
         config.float("routed_scaling_factor", default=1.0),
-        correction=w.tensor(f"{prefix}.gate.e_score_correction_bias", (count,)),
+        e_score_correction_bias=w.tensor(f"{prefix}.gate.e_score_correction_bias", (count,)),
         groups=groups,
-        kept_groups=config.int("topk_group", low=1, high=groups, default=1),
-        group_score="two best",
+        topk_groups=config.int("topk_group", low=1, high=groups, default=1),
+        group_score="top2",
     )
     inner = config.int("moe_intermediate_size", low=1, high=MOST)
     common = inner * config.int("num_shared_experts", high=1024, default=1)

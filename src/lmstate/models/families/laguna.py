@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lmstate.checkpoints.config import Fields
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.config import Config
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
 from lmstate.models.families.builders.decoder import (
     MOST,
-    Shape,
+    Dims,
     activation,
     attention,
     decoder,
@@ -28,8 +28,8 @@ from lmstate.models.layers.rope import ropes_by_kind
 from lmstate.models.model import Model
 
 
-def build(w: Weights) -> Model:
-    config, shape = w.config, Shape.of(w.config)
+def build(w: WeightLoader) -> Model:
+    config, shape = w.config, Dims.of(w.config)
     _refuse(config)
     inner, act, count = config.int("intermediate_size", low=1, high=MOST), activation(config), expert_count(config)
     heads = config.ints("num_attention_heads_per_layer", shape.layers, low=1, high=MOST, default=None)
@@ -51,12 +51,12 @@ def build(w: Weights) -> Model:
         if not sparse[index]:
             return mlp(w, prefix, shape.hidden, inner, act)
         name = "e_score_correction_bias"
-        correction = there(w, f"{prefix}.experts.{name}", f"{prefix}.gate.{name}")
+        e_score_correction_bias = there(w, f"{prefix}.experts.{name}", f"{prefix}.gate.{name}")
         scale = config.float("moe_routed_scaling_factor", default=1.0)
         beside = there(w, f"{prefix}.shared_expert.down_proj.weight", f"{prefix}.shared_experts.down_proj.weight")
         width = config.int("shared_expert_intermediate_size", low=1, high=MOST, default=512)
         return MixtureOfExperts(
-            corrected_router(w, f"{prefix}.gate.weight", correction, shape.hidden, scale=scale),
+            corrected_router(w, f"{prefix}.gate.weight", e_score_correction_bias, shape.hidden, scale=scale),
             experts(w, f"{prefix}.experts", count, shape.hidden, expert_width(config), act),
             mlp(w, beside.removesuffix(".down_proj.weight"), shape.hidden, width, act),
         )
@@ -64,7 +64,7 @@ def build(w: Weights) -> Model:
     return decoder(w, shape, pre_norm(rms_norms(w, shape), mixer, feed_forward))
 
 
-def _refuse(config: Fields) -> None:
+def _refuse(config: Config) -> None:
     if config.get("moe_router_logit_softcapping"):
         raise ModelError(f"{config.where} asks for moe_router_logit_softcapping, which lmstate cannot do")
     if config.bool("moe_apply_router_weight_on_input", default=False):

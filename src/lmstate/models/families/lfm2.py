@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lmstate.checkpoints.config import Fields
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.config import Config
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families.builders.decoder import (
     MOST,
     W1_W3_W2,
-    Shape,
+    Dims,
     attention,
     biases,
     decoder,
@@ -30,9 +30,9 @@ from lmstate.ops.weights.grouped import FloatWeight
 KINDS = ("conv", "full_attention")
 
 
-def build(w: Weights) -> Model:
+def build(w: WeightLoader) -> Model:
     config = w.config
-    shape = replace(Shape.of(config), eps=config.float("norm_eps", low=0.0, high=1.0, default=1e-5))
+    shape = replace(Dims.of(config), eps=config.float("norm_eps", low=0.0, high=1.0, default=1e-5))
     rope = make_rope(config, shape.head_dim, theta=1e6).to(w.device)
     kinds, inner, normed = _kinds(config, shape.layers), _inner(config), rms_norms(w, shape)
     dense = config.int("num_dense_layers", default=2) if expert_count(config) else shape.layers
@@ -60,14 +60,14 @@ def build(w: Weights) -> Model:
     return decoder(w, shape, block, final_norm=normed("model.embedding_norm"))
 
 
-def _kinds(config: Fields, layers: int) -> Sequence[str]:
+def _kinds(config: Config, layers: int) -> Sequence[str]:
     """Each layer's kind; older configs list the layers of attention."""
     kinds = config.strs("layer_types", layers, KINDS, default=None)
     attends = config.ints("full_attn_idxs", default=range(layers))
     return kinds or [KINDS[index in attends] for index in range(layers)]
 
 
-def _inner(config: Fields) -> int:
+def _inner(config: Config) -> int:
     """The width inside the feed-forward blocks, which a config of the dense model gives before its adjustment."""
     inner = config.int("block_ff_dim", low=1, high=MOST, default=0) or config.int("intermediate_size", low=1, high=MOST)
     if config.str("model_type") != "lfm2" or not config.bool("block_auto_adjust_ff_dim", default=True):
@@ -78,7 +78,7 @@ def _inner(config: Fields) -> int:
     return multiple * -(-inner // multiple)
 
 
-def short_conv(w: Weights, prefix: str, shape: Shape, *, kernel: int = 3) -> ShortConv:
+def short_conv(w: WeightLoader, prefix: str, shape: Dims, *, kernel: int = 3) -> ShortConv:
     """`kernel`: of the convolution, where the config does not say."""
     kernel = w.config.int("conv_L_cache", low=1, high=256, default=kernel)
     return ShortConv(
@@ -91,7 +91,7 @@ def short_conv(w: Weights, prefix: str, shape: Shape, *, kernel: int = 3) -> Sho
     )
 
 
-def mixture(w: Weights, prefix: str, shape: Shape) -> MixtureOfExperts:
+def mixture(w: WeightLoader, prefix: str, shape: Dims) -> MixtureOfExperts:
     config, count = w.config, expert_count(w.config)
     router = Router(
         FloatWeight(w.tensor(f"{prefix}.gate.weight", (count, shape.hidden))),
@@ -99,7 +99,7 @@ def mixture(w: Weights, prefix: str, shape: Shape) -> MixtureOfExperts:
         "sigmoid",
         config.bool("norm_topk_prob", default=True),
         config.float("routed_scaling_factor", default=1.0),
-        correction=w.tensor(f"{prefix}.expert_bias", (count,))
+        e_score_correction_bias=w.tensor(f"{prefix}.expert_bias", (count,))
         if config.bool("use_expert_bias", default=True)
         else None,
         floor=1e-6,

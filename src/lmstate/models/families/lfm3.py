@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lmstate.checkpoints.config import Fields
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.config import Config
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families.builders.decoder import (
     MOST,
     W1_W3_W2,
-    Shape,
+    Dims,
     attention,
     decoder,
     head_norms,
@@ -29,12 +29,12 @@ ROPES = {
 }
 
 
-def build(w: Weights) -> Model:
+def build(w: WeightLoader) -> Model:
     config = w.config
-    shape = Shape.of(config, eps="norm_eps")
+    shape = Dims.of(config, eps="norm_eps")
     inner = config.int("intermediate_size", low=1, high=MOST)
     kinds, window = _kinds(config, shape.layers), config.int("sliding_window", low=1, default=None)
-    settings = Fields({**config, "rope_parameters": config.get("rope_parameters") or ROPES}, config.where)
+    settings = Config({**config, "rope_parameters": config.get("rope_parameters") or ROPES}, config.where)
     full, local = (rope.to(w.device) for rope in ropes_by_kind(settings, shape.head_dim, theta=1e6, local_theta=1e4))
     gated = config.bool("use_attention_gate", default=True)
     sandwich, normed = config.bool("use_sandwich_norm", default=True), rms_norms(w, shape)
@@ -63,7 +63,7 @@ def build(w: Weights) -> Model:
     return decoder(w, shape, block, final_norm=normed("model.embedding_norm"))
 
 
-def _kinds(config: Fields, layers: int) -> Sequence[str]:
+def _kinds(config: Config, layers: int) -> Sequence[str]:
     """Each layer's kind; without a list every second one attends, but for the first, by turns far and near."""
     plan = {2: "full_attention", 0: "sliding_attention"}
     default = [plan.get(index % 4, "conv") if index else "conv" for index in range(layers)]

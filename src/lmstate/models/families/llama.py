@@ -6,11 +6,11 @@ part by itself whether it has biases, and the feed-forward part of Arcee has no 
 
 from __future__ import annotations
 
-from lmstate.checkpoints.config import Fields
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.config import Config
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families.builders.decoder import (
     MOST,
-    Shape,
+    Dims,
     activation,
     attention,
     decoder,
@@ -31,9 +31,9 @@ BIASES = {
 }
 
 
-def build(w: Weights) -> Model:
+def build(w: WeightLoader) -> Model:
     """Pre-norm blocks of rotary attention and a feed-forward part. Qwen2 differs by its biases alone."""
-    config, shape = w.config, Shape.of(w.config)
+    config, shape = w.config, Dims.of(w.config)
     family = config.str("model_type")
     inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
     rope = make_rope(config, shape.head_dim, interleaved=family in NEIGHBOURS).to(w.device)
@@ -47,5 +47,5 @@ def build(w: Weights) -> Model:
     return decoder(w, shape, block)
 
 
-def _says(config: Fields, name: str | None) -> bool:
+def _says(config: Config, name: str | None) -> bool:
     return name is not None and config.bool(name, default=False)

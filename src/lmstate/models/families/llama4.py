@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families.builders.decoder import (
     MOST,
-    Shape,
+    Dims,
     activation,
     attention,
     decoder,
@@ -27,8 +27,8 @@ from lmstate.models.model import Block, Model
 from lmstate.ops import FloatWeight, Weight
 
 
-def build(w: Weights) -> Model:
-    config, shape = w.config, Shape.of(w.config)
+def build(w: WeightLoader) -> Model:
+    config, shape = w.config, Dims.of(w.config)
     inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
     dense_inner = config.int("intermediate_size_mlp", low=1, high=MOST, default=inner)
     count = expert_count(config)
@@ -82,7 +82,7 @@ def build(w: Weights) -> Model:
                 for each in range(count)
             ],
             shared=mlp(w, f"{prefix}.shared_expert", shape.hidden, inner, act),
-            weigh_input=True,
+            scale_input=True,
         )
 
     def block(index: int) -> Block:

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from lmstate import ops
-from lmstate.checkpoints.config import Fields
-from lmstate.checkpoints.loader import Weights
-from lmstate.models.families.builders.decoder import MOST, Shape, activation, biases, decoder, mlp, rms_norms
+from lmstate.checkpoints.config import Config
+from lmstate.checkpoints.loader import WeightLoader
+from lmstate.models.families.builders.decoder import MOST, Dims, activation, biases, decoder, mlp, rms_norms
 from lmstate.models.families.builders.moe import expert_count, experts, scores, top_k
 from lmstate.models.families.deepseek import latent_attention, latent_scale
-from lmstate.models.layers.mla import LatentAttention
+from lmstate.models.layers.mla import MultiHeadLatentAttention
 from lmstate.models.layers.mlp import MLP, FeedForward
 from lmstate.models.layers.moe import MixtureOfExperts, Router
 from lmstate.models.layers.rope import Rope, make_rope
@@ -25,10 +25,10 @@ from lmstate.state import CompositeState, LayerState, Layout, Step
 
 
 @dataclass(frozen=True, eq=False)
-class Half:
+class Sublayer:
     """An attention and the dense part behind it, with the norm before each."""
 
-    attention: LatentAttention
+    attention: MultiHeadLatentAttention
     mlp: MLP
     attention_norm: Norm
     mlp_norm: Norm
@@ -41,8 +41,8 @@ class Shortcut:
     Its input is the stream itself, to which all parts add; so it stands in a block without norms or a part behind it.
     """
 
-    first: Half
-    second: Half
+    first: Sublayer
+    second: Sublayer
     experts: FeedForward
 
     @property
@@ -80,17 +80,17 @@ class Same:
         return x if residual is None else ops.add_residual(residual, x)
 
 
-def build(w: Weights) -> Model:
+def build(w: WeightLoader) -> Model:
     layers = w.config.int("num_layers", low=1, high=4096)
-    w.config = Fields({**w.config, "num_hidden_layers": layers}, w.config.where)
-    config, shape = w.config, Shape.of(w.config)
+    w.config = Config({**w.config, "num_hidden_layers": layers}, w.config.where)
+    config, shape = w.config, Dims.of(w.config)
     inner, act = config.int("ffn_hidden_size", low=1, high=MOST), activation(config)
     rope_dim = config.int("qk_rope_head_dim", low=2, high=MOST)
     rope = make_rope(config, rope_dim, theta=1e7, interleaved=True).to(w.device)
     normed = rms_norms(w, shape)
 
-    def half(layer: str, index: int) -> Half:
-        return Half(
+    def half(layer: str, index: int) -> Sublayer:
+        return Sublayer(
             scaled_attention(w, f"{layer}.self_attn.{index}", shape, rope, rope_dim),
             mlp(w, f"{layer}.mlps.{index}", shape.hidden, inner, act),
             normed(f"{layer}.input_layernorm.{index}"),
@@ -107,7 +107,7 @@ def build(w: Weights) -> Model:
     return decoder(w, shape, block, ignore=("model.mtp.*", *unused))
 
 
-def scaled_attention(w: Weights, prefix: str, shape: Shape, rope: Rope, rope_dim: int) -> LatentAttention:
+def scaled_attention(w: WeightLoader, prefix: str, shape: Dims, rope: Rope, rope_dim: int) -> MultiHeadLatentAttention:
     """Both latents are multiplied by the root of how much narrower than the stream they are."""
     made = latent_attention(w, prefix, shape, rope, rope_dim, latent_scale(w.config))
 
@@ -118,7 +118,7 @@ def scaled_attention(w: Weights, prefix: str, shape: Shape, rope: Rope, rope_dim
     return replace(made, q_norm=grown(made.q_norm), latent_norm=grown(made.latent_norm))
 
 
-def mixture(w: Weights, prefix: str, shape: Shape) -> MixtureOfExperts:
+def mixture(w: WeightLoader, prefix: str, shape: Dims) -> MixtureOfExperts:
     config, count = w.config, expert_count(w.config)
     every = count + _idle(config)
     gate = f"{prefix}.router.classifier"
@@ -127,14 +127,14 @@ def mixture(w: Weights, prefix: str, shape: Shape) -> MixtureOfExperts:
         top_k(config, every, "moe_topk"),
         scale=config.float("routed_scaling_factor", default=6.0),
         bias=biases(w, f"{gate}.bias", wanted=config.bool("router_bias", default=False)),
-        correction=w.tensor(f"{prefix}.router.e_score_correction_bias", (every,)),
+        e_score_correction_bias=w.tensor(f"{prefix}.router.e_score_correction_bias", (every,)),
     )
     inner = config.int("expert_ffn_hidden_size", low=1, high=MOST)
     each = experts(w, f"{prefix}.experts", count, shape.hidden, inner, activation(config))
     return MixtureOfExperts(router, [*each, *(Same() for _ in range(_idle(config)))])
 
 
-def _idle(config: Fields) -> int:
+def _idle(config: Config) -> int:
     """How many experts do nothing."""
     config.str("zero_expert_type", allowed=("identity",), default="identity")
     return config.int("zero_expert_num", high=MOST, default=0)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families.builders.decoder import MOST, decoder, norm
 from lmstate.models.families.builders.mamba import MambaShape, attention_free, dt_rank, expanded, mamba, only_silu
 from lmstate.models.model import Block, Model
 from lmstate.ops import Norm
 
 
-def build(w: Weights) -> Model:
+def build(w: WeightLoader) -> Model:
     config, shape = w.config, attention_free(w.config)
     only_silu(config)
     sizes = MambaShape(

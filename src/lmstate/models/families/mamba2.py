@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families.builders.decoder import MOST, decoder, norm
 from lmstate.models.families.builders.mamba import Mamba2Shape, attention_free, dt_limits, gated_norm, mamba2, only_silu
 from lmstate.models.model import Block, Model
 
 
-def build(w: Weights) -> Model:
+def build(w: WeightLoader) -> Model:
     config, shape = w.config, attention_free(w.config)
     only_silu(config)
     sizes = Mamba2Shape(

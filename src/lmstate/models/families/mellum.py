@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families.builders.decoder import (
     MOST,
-    Shape,
+    Dims,
     activation,
     attention,
     decoder,
@@ -22,8 +22,8 @@ from lmstate.models.layers.rope import ropes_by_kind
 from lmstate.models.model import Model
 
 
-def build(w: Weights) -> Model:
-    config, shape = w.config, Shape.of(w.config)
+def build(w: WeightLoader) -> Model:
+    config, shape = w.config, Dims.of(w.config)
     window = windows(config, shape.layers, full_every=1, switch=False)
     full, local = (
         rope.to(w.device) for rope in ropes_by_kind(config, shape.head_dim, theta=500_000.0, local_theta=10_000.0)
@@ -39,7 +39,7 @@ def build(w: Weights) -> Model:
     def feed_forward(index: int, prefix: str) -> FeedForward:
         if not sparse[index]:
             return mlp(w, prefix, shape.hidden, config.int("intermediate_size", low=1, high=MOST), activation(config))
-        normalise = config.bool("norm_topk_prob", default=True)
-        return softmax_mixture(w, prefix, shape, expert_width(config), normalise=normalise)
+        normalize = config.bool("norm_topk_prob", default=True)
+        return softmax_mixture(w, prefix, shape, expert_width(config), normalize=normalize)
 
     return decoder(w, shape, pre_norm(rms_norms(w, shape), mixer, feed_forward), ignore=("mtp.*",))

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lmstate import ops
-from lmstate.checkpoints.config import Fields
-from lmstate.checkpoints.loader import Weights
-from lmstate.models.families.builders.decoder import MOST, Shape, biases, decoder, pre_norm, rms_norms, there
+from lmstate.checkpoints.config import Config
+from lmstate.checkpoints.loader import WeightLoader
+from lmstate.models.families.builders.decoder import MOST, Dims, biases, decoder, pre_norm, rms_norms, there
 from lmstate.models.families.builders.moe import deepseek_feed_forward
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.rope import Rope, make_rope, rope_fields
@@ -43,13 +43,13 @@ class NarrowValues(Attention):
         q, k = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k))  # [R, T, H, D], [R, T, K, D]
         v = v.unflatten(-1, (-1, self.value_dim)) * self.value_scale
         v = pad(v, (0, self.head_dim - self.value_dim))  # [R, T, K, D]
-        scoring = ops.Scoring(self.scale, self.softcap, self.sinks)
+        scoring = ops.AttentionParams(self.scale, self.softcap, self.sinks)
         seen = memory.attend(q, (k, v), step, scoring, self.rotation(step))  # [R, T, H, D]
         return ops.linear(seen[..., : self.value_dim].flatten(-2), self.out, self.out_bias, residual=residual)
 
 
-def build(w: Weights) -> Model:
-    config, shape = w.config, Shape.of(w.config)
+def build(w: WeightLoader) -> Model:
+    config, shape = w.config, Dims.of(w.config)
     kinds = _kinds(config, shape.layers)
     # Published configs count the tokens before a token, not the token itself.
     before = config.int("sliding_window_size", low=0, default=None)
@@ -68,7 +68,7 @@ def build(w: Weights) -> Model:
     return decoder(w, shape, block, ignore=("model.mtp.*",))
 
 
-def narrow_attention(w: Weights, prefix: str, shape: Shape, rope: Rope) -> NarrowValues:
+def narrow_attention(w: WeightLoader, prefix: str, shape: Dims, rope: Rope) -> NarrowValues:
     config = w.config
     value_dim = config.int("v_head_dim", low=1, high=shape.head_dim)
     widths = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.kv_heads * value_dim
@@ -87,7 +87,7 @@ def narrow_attention(w: Weights, prefix: str, shape: Shape, rope: Rope) -> Narro
     )
 
 
-def _kinds(config: Fields, layers: int) -> Sequence[str]:
+def _kinds(config: Config, layers: int) -> Sequence[str]:
     """Each layer's kind; published configs give numbers, 1 where there is a window."""
     numbers = config.ints("hybrid_layer_pattern", layers, high=1, default=None)
     default = [F if index == 0 or (index + 1) % 6 == 0 else S for index in range(layers)]
@@ -95,12 +95,12 @@ def _kinds(config: Fields, layers: int) -> Sequence[str]:
     return config.strs("layer_types", layers, allowed=(F, S), default=default)
 
 
-def _rope(config: Fields, head_dim: int, kind: str) -> Rope:
+def _rope(config: Config, head_dim: int, kind: str) -> Rope:
     """Published configs give the rate of windowed layers beside that of the others.
 
     Where nothing says which part of a head rotates, that is a third, and all of it if the rope is stretched.
     """
     name, theta = ("rope_theta", 5e6) if kind == F else ("swa_rope_theta", 1e4)
-    beside = Fields({**config, "rope_theta": config.float(name, low=1.0, high=1e12, default=theta)}, config.where)
+    beside = Config({**config, "rope_theta": config.float(name, low=1.0, high=1e12, default=theta)}, config.where)
     plain = rope_fields(beside, kind).str("rope_type") == "default"
     return make_rope(beside, head_dim, kind=kind, fraction=0.334 if plain else 1.0)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lmstate import ops
-from lmstate.checkpoints.loader import Weights
-from lmstate.models.families.builders.decoder import MOST, W1_W3_W2, Shape, activation, attention, decoder, norm, there
+from lmstate.checkpoints.loader import WeightLoader
+from lmstate.models.families.builders.decoder import MOST, W1_W3_W2, Dims, activation, attention, decoder, norm, there
 from lmstate.models.families.builders.moe import expert_count, experts
 from lmstate.models.layers.lightning import Lightning
 from lmstate.models.layers.moe import MixtureOfExperts, Router
@@ -44,8 +44,8 @@ class NormedBlock(Block):
         run.put(self(run.stream(), step, memory))
 
 
-def build(w: Weights) -> Model:
-    config, shape = w.config, Shape.of(w.config)
+def build(w: WeightLoader) -> Model:
+    config, shape = w.config, Dims.of(w.config)
     rope = make_rope(config, shape.head_dim, theta=1e6).to(w.device)
     window = config.int("sliding_window", low=1, default=None)
     kinds = config.strs("layer_types", shape.layers, KINDS, default=None) or [
@@ -71,7 +71,7 @@ def build(w: Weights) -> Model:
     return decoder(w, shape, block, ignore=BUFFERS)
 
 
-def lightning(w: Weights, prefix: str, shape: Shape, index: int) -> Lightning:
+def lightning(w: WeightLoader, prefix: str, shape: Dims, index: int) -> Lightning:
     """Heads forget ever more slowly from the first to the last, and all of them more slowly in later layers."""
     width = shape.heads * shape.head_dim
     rates = 2.0 ** (-8.0 / shape.heads * torch.arange(1, shape.heads + 1, dtype=torch.float32))  # [H], as in ALiBi
@@ -85,13 +85,13 @@ def lightning(w: Weights, prefix: str, shape: Shape, index: int) -> Lightning:
     )
 
 
-def mixture(w: Weights, layer: str, shape: Shape) -> MixtureOfExperts:
+def mixture(w: WeightLoader, layer: str, shape: Dims) -> MixtureOfExperts:
     config, count = w.config, expert_count(w.config)
     gate = there(w, f"{layer}.block_sparse_moe.gate.weight", f"{layer}.mlp.gate.weight")
     router = Router(
         FloatWeight(w.tensor(gate, (count, shape.hidden))),
         config.int("num_experts_per_tok", low=1, high=count),
-        normalise=True,
+        normalize=True,
     )
     inner, prefix = config.int("intermediate_size", low=1, high=MOST), gate.removesuffix("gate.weight")
     return MixtureOfExperts(

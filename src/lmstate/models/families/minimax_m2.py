@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families.builders.decoder import (
     MOST,
-    Shape,
+    Dims,
     activation,
     attention,
     decoder,
@@ -22,8 +22,8 @@ from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
 
 
-def build(w: Weights) -> Model:
-    config, shape = w.config, Shape.of(w.config)
+def build(w: WeightLoader) -> Model:
+    config, shape = w.config, Dims.of(w.config)
     inner, count = config.int("intermediate_size", low=1, high=MOST), expert_count(config)
     # Published configs say how many features of a head rotate, and not which part of it.
     turning = config.int("rotary_dim", low=2, high=shape.head_dim, default=shape.head_dim)
@@ -40,8 +40,8 @@ def build(w: Weights) -> Model:
             scores(w, gate, count, shape.hidden),
             top_k(config, count),
             "sigmoid",
-            normalise=True,
-            correction=w.tensor(f"{inside}.e_score_correction_bias", (count,)),
+            normalize=True,
+            e_score_correction_bias=w.tensor(f"{inside}.e_score_correction_bias", (count,)),
         )
         each = experts(w, f"{inside}.experts", count, shape.hidden, inner, activation(config))
         return MixtureOfExperts(router, each)

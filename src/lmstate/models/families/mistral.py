@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lmstate.checkpoints.config import Fields
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.config import Config
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families.builders.decoder import (
     MOST,
-    Shape,
+    Dims,
     activation,
     attention,
+    config_window,
     decoder,
     mlp,
-    one_window,
     pre_norm,
     rms_norms,
     there,
@@ -29,10 +29,10 @@ from lmstate.models.layers.rope import make_rope, rope_fields
 from lmstate.models.model import Model
 
 
-def build(w: Weights) -> Model:
-    config, shape = w.config, Shape.of(w.config)
+def build(w: WeightLoader) -> Model:
+    config, shape = w.config, Dims.of(w.config)
     inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
-    rope, window = make_rope(config, shape.head_dim).to(w.device), [one_window(config, switch=False)] * shape.layers
+    rope, window = make_rope(config, shape.head_dim).to(w.device), [config_window(config, switch=False)] * shape.layers
     if config.str("model_type") in ("mistral", "ministral") and config.given("layer_types"):
         window = windows(config, shape.layers)  # Ministral, under the older name too
     temperature = temperature_of(rope_fields(config)) if config.str("model_type") == "ministral3" else None
@@ -44,12 +44,12 @@ def build(w: Weights) -> Model:
         if not expert_count(config):
             return mlp(w, prefix, shape.hidden, inner, act)
         gate = there(w, f"{prefix}.gate.weight", f"model.layers.{index}.block_sparse_moe.gate.weight")
-        return softmax_mixture(w, gate.removesuffix(".gate.weight"), shape, inner, normalise=True)
+        return softmax_mixture(w, gate.removesuffix(".gate.weight"), shape, inner, normalize=True)
 
     return decoder(w, shape, pre_norm(rms_norms(w, shape), mixer, feed_forward))
 
 
-def temperature_of(rope: Fields) -> Temperature | None:
+def temperature_of(rope: Config) -> Temperature | None:
     """How queries grow past each multiple of the length that the model was made for."""
     strength = rope.float("llama_4_scaling_beta", low=0.0, default=0.0)
     if not strength:

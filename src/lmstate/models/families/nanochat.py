@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families.builders.decoder import (
     MOST,
-    Shape,
+    Dims,
     activation,
     attention,
     decoder,
@@ -14,13 +14,13 @@ from lmstate.models.families.builders.decoder import (
     pre_norm,
     ungated_mlp,
 )
-from lmstate.models.layers.embedding import NormedEntry
+from lmstate.models.layers.embedding import NormedEmbedding
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
 
 
-def build(w: Weights) -> Model:
-    config, shape = w.config, Shape.of(w.config)
+def build(w: WeightLoader) -> Model:
+    config, shape = w.config, Dims.of(w.config)
     inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config, default="relu2")
     head_norm, rope = norm_after_rope(w, shape, make_rope(config, shape.head_dim).backwards().to(w.device))
     norm = plain_norm(w, shape.hidden, shape.eps)
@@ -30,4 +30,4 @@ def build(w: Weights) -> Model:
         lambda _, name: ungated_mlp(w, name, shape.hidden, inner, act, ("fc1", "fc2"), biased=False),
     )
     softcap = config.float("final_logit_softcapping", low=1e-6, default=None)
-    return decoder(w, shape, block, final_norm=norm, logit_softcap=softcap, entry=NormedEntry(norm))
+    return decoder(w, shape, block, final_norm=norm, logit_softcap=softcap, entry=NormedEmbedding(norm))

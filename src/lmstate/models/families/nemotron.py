@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families.builders.decoder import (
     MOST,
-    Shape,
+    Dims,
     activation,
     attention,
     decoder,
@@ -17,8 +17,8 @@ from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
 
 
-def build(w: Weights) -> Model:
-    config, shape = w.config, Shape.of(w.config, eps="norm_eps")
+def build(w: WeightLoader) -> Model:
+    config, shape = w.config, Dims.of(w.config, eps="norm_eps")
     inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config, default="relu2")
     rope, normed = make_rope(config, shape.head_dim).to(w.device), layer_norms(w, shape, plus_one=True)
     block = pre_norm(

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lmstate import ops
-from lmstate.checkpoints.config import Fields
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.config import Config
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import MOST, Shape, activation, attention, decoder, norm
+from lmstate.models.families.builders.decoder import MOST, Dims, activation, attention, decoder, norm
 from lmstate.models.families.builders.mamba import Mamba2Shape, gated_norm, layer_kinds, mamba2, only_silu
-from lmstate.models.layers.identity import Nothing
+from lmstate.models.layers.identity import Identity
 from lmstate.models.layers.mlp import MLP, FeedForward
 from lmstate.models.layers.moe import MixtureOfExperts, Router
 from lmstate.models.model import Block, Model
@@ -44,9 +44,9 @@ class LatentExperts:
         return out if residual is None else ops.add_residual(residual, out)
 
 
-def build(w: Weights) -> Model:
+def build(w: WeightLoader) -> Model:
     kinds = _pattern(w.config)
-    config = Fields(
+    config = Config(
         {
             **w.config,
             "num_hidden_layers": len(kinds),
@@ -55,7 +55,7 @@ def build(w: Weights) -> Model:
         },
         w.config.where,
     )
-    shape, act = Shape.of(config), activation(config, "mlp_hidden_act", "relu2")
+    shape, act = Dims.of(config), activation(config, "mlp_hidden_act", "relu2")
     only_silu(config, "mamba_hidden_act")
     sizes = Mamba2Shape(
         config.int("mamba_num_heads", low=1, high=MOST),
@@ -87,12 +87,12 @@ def build(w: Weights) -> Model:
                 FloatWeight(w.tensor(f"{prefix}.gate.weight", (count, shape.hidden))),
                 config.int("num_experts_per_tok", low=1, high=count),
                 scoring="sigmoid",
-                normalise=config.bool("norm_topk_prob", default=True),
+                normalize=config.bool("norm_topk_prob", default=True),
                 scale=config.float("routed_scaling_factor", default=1.0),
-                correction=w.tensor(f"{prefix}.gate.e_score_correction_bias", (count,)),
+                e_score_correction_bias=w.tensor(f"{prefix}.gate.e_score_correction_bias", (count,)),
                 groups=config.int("n_group", low=1, high=count, default=1),
-                kept_groups=config.int("topk_group", low=1, high=count, default=1),
-                group_score="two best",
+                topk_groups=config.int("topk_group", low=1, high=count, default=1),
+                group_score="top2",
             ),
             [plain(f"{prefix}.experts.{index}", latent or shape.hidden, inner) for index in range(count)],
             plain(f"{prefix}.shared_experts", shape.hidden, common),
@@ -117,16 +117,16 @@ def build(w: Weights) -> Model:
         if kind == "attention":
             return Block(attention(w, f"{layer}.mixer", shape, None), None, before)
         if kind == "moe":
-            return Block(Nothing(), experts(f"{layer}.mixer"), mlp_norm=before)
+            return Block(Identity(), experts(f"{layer}.mixer"), mlp_norm=before)
         inner = config.int("intermediate_size", low=1, high=MOST)
-        return Block(Nothing(), plain(f"{layer}.mixer", shape.hidden, inner), mlp_norm=before)
+        return Block(Identity(), plain(f"{layer}.mixer", shape.hidden, inner), mlp_norm=before)
 
     final = norm(w, "backbone.norm_f.weight", shape.hidden, shape.eps)
     # Multi-token prediction heads (`mtp.*`) draft tokens; the model is whole without them.
     return decoder(w, shape, block, embed="backbone.embeddings", final_norm=final, ignore=("mtp.*", "backbone.mtp.*"))
 
 
-def _pattern(config: Fields) -> tuple[str, ...]:
+def _pattern(config: Config) -> tuple[str, ...]:
     """The kind of each block, from a list, or from the string of letters that published configs have."""
     kinds = layer_kinds(config, ("layers_block_type", "layer_types"), None)
     if kinds is None:

@@ -6,10 +6,10 @@ Three of four layers of OLMo 3 have a window, and stretched rotary positions are
 
 from __future__ import annotations
 
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families.builders.decoder import (
     MOST,
-    Shape,
+    Dims,
     activation,
     attention,
     decoder,
@@ -24,8 +24,8 @@ from lmstate.models.layers.rope import make_rope, ropes_by_kind
 from lmstate.models.model import Block, Model
 
 
-def build(w: Weights) -> Model:
-    config, shape = w.config, Shape.of(w.config)
+def build(w: WeightLoader) -> Model:
+    config, shape = w.config, Dims.of(w.config)
     inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
     family, normed = config.str("model_type"), rms_norms(w, shape)
     if family == "olmo3":
@@ -38,7 +38,7 @@ def build(w: Weights) -> Model:
     def feed_forward(prefix: str) -> FeedForward:
         if family != "flex_olmo":
             return mlp(w, prefix, shape.hidden, inner, act)
-        return softmax_mixture(w, prefix, shape, inner, normalise=config.bool("norm_topk_prob", default=False))
+        return softmax_mixture(w, prefix, shape, inner, normalize=config.bool("norm_topk_prob", default=False))
 
     def block(index: int) -> Block:
         layer = f"model.layers.{index}"
@@ -48,8 +48,8 @@ def build(w: Weights) -> Model:
         return Block(
             attention(w, f"{layer}.self_attn", shape, rope, window=size, q_norm=q_norm, k_norm=k_norm),
             feed_forward(f"{layer}.mlp"),
-            after_mixer=normed(f"{layer}.post_attention_layernorm"),
-            after_mlp=normed(f"{layer}.post_feedforward_layernorm"),
+            mixer_post_norm=normed(f"{layer}.post_attention_layernorm"),
+            mlp_post_norm=normed(f"{layer}.post_feedforward_layernorm"),
         )
 
     return decoder(w, shape, block)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from lmstate.checkpoints.loader import Weights
-from lmstate.models.families.builders.decoder import MOST, Shape, activation, attention, decoder, mlp, norm, there
+from lmstate.checkpoints.loader import WeightLoader
+from lmstate.models.families.builders.decoder import MOST, Dims, activation, attention, decoder, mlp, norm, there
 from lmstate.models.families.builders.delta import check_shared, short_conv
 from lmstate.models.layers.gated_delta_net import GatedDelta
 from lmstate.models.layers.rope import make_rope, rope_fields
@@ -17,9 +17,9 @@ KINDS = ("linear_attention", "full_attention")
 GATED_NORM_EPS = 1e-5  # not in the config: what the model was trained with
 
 
-def build(w: Weights) -> Model:
+def build(w: WeightLoader) -> Model:
     """Attention has its norms after each part, and over whole projections; the delta rule has them before."""
-    config, shape = w.config, Shape.of(w.config)
+    config, shape = w.config, Dims.of(w.config)
     inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
     kinds = config.strs("layer_types", shape.layers, KINDS, default=None) or [
         KINDS[index % 4 == 3] for index in range(shape.layers)
@@ -47,14 +47,14 @@ def build(w: Weights) -> Model:
             attention(w, f"{layer}.self_attn", shape, rope, q_norm=q_norm, k_norm=k_norm),
             feed_forward,
             # transformers saves the first under the name that it gives to the delta rule's second norm.
-            after_mixer=layer_norm("post_attention_layernorm", "feedforward_layer_norm"),
-            after_mlp=layer_norm("post_feedforward_layernorm"),
+            mixer_post_norm=layer_norm("post_attention_layernorm", "feedforward_layer_norm"),
+            mlp_post_norm=layer_norm("post_feedforward_layernorm"),
         )
 
     return decoder(w, shape, block)
 
 
-def delta(w: Weights, prefix: str, shape: Shape) -> GatedDelta:
+def delta(w: WeightLoader, prefix: str, shape: Dims) -> GatedDelta:
     config = w.config
     key_heads = config.int("linear_num_key_heads", low=1, high=MOST, default=shape.heads)
     heads = config.int("linear_num_value_heads", low=1, high=MOST, default=shape.heads)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import MOST, Shape, attention, decoder, pre_norm, rms_norms, whole_norms
+from lmstate.models.families.builders.decoder import MOST, Dims, attention, decoder, pre_norm, rms_norms, whole_norms
 from lmstate.models.families.builders.moe import softmax_mixture
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.mlp import FeedForward
@@ -12,8 +12,8 @@ from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
 
 
-def build(w: Weights) -> Model:
-    config, shape = w.config, Shape.of(w.config)
+def build(w: WeightLoader) -> Model:
+    config, shape = w.config, Dims.of(w.config)
     inner = config.int("intermediate_size", low=1, high=MOST)
     if config.given("clip_qkv"):
         raise ModelError(
@@ -27,6 +27,6 @@ def build(w: Weights) -> Model:
         return attention(w, prefix, shape, rope, window=window, q_norm=q_norm, k_norm=k_norm)
 
     def feed_forward(index: int, prefix: str) -> FeedForward:
-        return softmax_mixture(w, prefix, shape, inner, normalise=config.bool("norm_topk_prob", default=False))
+        return softmax_mixture(w, prefix, shape, inner, normalize=config.bool("norm_topk_prob", default=False))
 
     return decoder(w, shape, pre_norm(rms_norms(w, shape), mixer, feed_forward))

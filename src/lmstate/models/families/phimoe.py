@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from lmstate import ops
-from lmstate.checkpoints.config import Fields
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.config import Config
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
 from lmstate.models.families.builders.decoder import (
     MOST,
-    Shape,
+    Dims,
     activation,
     attention,
+    config_window,
     decoder,
     layer_norms,
-    one_window,
     pre_norm,
     there,
 )
@@ -56,12 +56,12 @@ class SparseMixer:
         return left.masked_fill(far, float("-inf")).softmax(-1).gather(-1, best), best
 
 
-def build(w: Weights) -> Model:
-    config, shape = w.config, Shape.of(w.config)
+def build(w: WeightLoader) -> Model:
+    config, shape = w.config, Dims.of(w.config)
     inner, act, count = config.int("intermediate_size", low=1, high=MOST), activation(config), expert_count(config)
     if config.int("num_experts_per_tok", low=1, default=2) != 2 or count < 2:
         raise ModelError(f"{config.where} asks for another choice than of two experts, which is all its router does")
-    rope, window = _rope(config, shape.head_dim).to(w.device), one_window(config, switch=False)
+    rope, window = _rope(config, shape.head_dim).to(w.device), config_window(config, switch=False)
     near = config.float("router_jitter_noise", low=0.0, default=0.01)
     normed = layer_norms(w, shape)
 
@@ -79,7 +79,7 @@ def build(w: Weights) -> Model:
     return decoder(w, shape, block, head_biased=biased, final_norm=normed("model.norm"))
 
 
-def _rope(config: Fields, head_dim: int) -> Rope:
+def _rope(config: Config, head_dim: int) -> Rope:
     """Its longrope has a factor on cosines and sines for short texts and one for long ones."""
     rope, fields = make_rope(config, head_dim, theta=1e6), rope_fields(config)
     if fields.str("rope_type") == "default":

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lmstate.checkpoints.config import Fields
-from lmstate.checkpoints.loader import Weights
-from lmstate.models.families.builders.decoder import Shape, attention, decoder, one_window, pre_norm, rms_norms, windows
+from lmstate.checkpoints.config import Config
+from lmstate.checkpoints.loader import WeightLoader
+from lmstate.models.families.builders.decoder import (
+    Dims,
+    attention,
+    config_window,
+    decoder,
+    pre_norm,
+    rms_norms,
+    windows,
+)
 from lmstate.models.families.builders.moe import qwen_feed_forward
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.mlp import FeedForward
@@ -14,22 +22,22 @@ from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
 
 
-def build(w: Weights) -> Model:
-    config, shape = w.config, Shape.of(w.config)
+def build(w: WeightLoader) -> Model:
+    config, shape = w.config, Dims.of(w.config)
     rope, window = make_rope(config, shape.head_dim).to(w.device), _windows(config, shape.layers)
 
     def mixer(index: int, prefix: str) -> Mixer:
         return attention(w, prefix, shape, rope, window=window[index])
 
     def feed_forward(index: int, prefix: str) -> FeedForward:
-        return qwen_feed_forward(w, index, prefix, shape, normalise=False)
+        return qwen_feed_forward(w, index, prefix, shape, normalize=False)
 
     return decoder(w, shape, pre_norm(rms_norms(w, shape), mixer, feed_forward))
 
 
-def _windows(config: Fields, layers: int) -> Sequence[int | None]:
+def _windows(config: Config, layers: int) -> Sequence[int | None]:
     """Each layer's window; without a list of kinds, every second layer of a mixture's first ones slides."""
     if config.str("model_type") != "qwen2_moe" or config.given("layer_types"):
         return windows(config, layers)
-    size, last = one_window(config, switch=True), config.int("max_window_layers", default=28)
+    size, last = config_window(config, switch=True), config.int("max_window_layers", default=28)
     return [size if index % 2 == 0 and index < last else None for index in range(layers)]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families.builders.decoder import (
-    Shape,
+    Dims,
     attention,
+    config_window,
     decoder,
     head_norms,
-    one_window,
     pre_norm,
     rms_norms,
     windows,
@@ -20,12 +20,12 @@ from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
 
 
-def build(w: Weights) -> Model:
-    config, shape = w.config, Shape.of(w.config)
+def build(w: WeightLoader) -> Model:
+    config, shape = w.config, Dims.of(w.config)
     rope, window = make_rope(config, shape.head_dim).to(w.device), windows(config, shape.layers)
     family = config.str("model_type")
     if family == "qwen3_moe":  # its config may name layers, which its published code does not ask
-        window = [one_window(config, switch=True)] * shape.layers
+        window = [config_window(config, switch=True)] * shape.layers
     elif family == "qwen3_vl_moe_text":
         window = [None] * shape.layers
 
@@ -34,6 +34,6 @@ def build(w: Weights) -> Model:
         return attention(w, prefix, shape, rope, window=window[index], q_norm=q_norm, k_norm=k_norm)
 
     def feed_forward(index: int, prefix: str) -> FeedForward:
-        return qwen_feed_forward(w, index, prefix, shape, normalise=family == "qwen3_vl_moe_text")
+        return qwen_feed_forward(w, index, prefix, shape, normalize=family == "qwen3_vl_moe_text")
 
     return decoder(w, shape, pre_norm(rms_norms(w, shape), mixer, feed_forward))

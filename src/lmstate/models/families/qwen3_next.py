@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lmstate.checkpoints.loader import Weights
-from lmstate.models.families.builders.decoder import MOST, Shape, attention, decoder, drafting, norm
+from lmstate.checkpoints.loader import WeightLoader
+from lmstate.models.families.builders.decoder import MOST, Dims, attention, decoder, drafting, norm
 from lmstate.models.families.builders.delta import check_shared, short_conv
 from lmstate.models.families.builders.moe import qwen_feed_forward
 from lmstate.models.layers.base import Mixer
@@ -22,8 +22,8 @@ from lmstate.ops.weights.grouped import FloatWeight
 KINDS = ("linear_attention", "full_attention")
 
 
-def build(w: Weights) -> Model:
-    config, shape = w.config, Shape.of(w.config)
+def build(w: WeightLoader) -> Model:
+    config, shape = w.config, Dims.of(w.config)
     rope = make_rope(config, shape.head_dim, fraction=0.25).to(w.device)
     every = config.int("full_attention_interval", low=1, default=4)
     kinds = config.strs("layer_types", shape.layers, KINDS, default=None) or [
@@ -42,7 +42,7 @@ def build(w: Weights) -> Model:
         layer = f"model.layers.{index}"
         return Block(
             mixer(index, layer),
-            qwen_feed_forward(w, index, f"{layer}.mlp", shape, normalise=True),
+            qwen_feed_forward(w, index, f"{layer}.mlp", shape, normalize=True),
             norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps, plus_one=True),
             norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps, plus_one=True),
         )
@@ -53,7 +53,7 @@ def build(w: Weights) -> Model:
     )  # fmt: skip
 
 
-def delta(w: Weights, prefix: str, shape: Shape) -> GatedDelta:
+def delta(w: WeightLoader, prefix: str, shape: Dims) -> GatedDelta:
     config = w.config
     key_heads = config.int("linear_num_key_heads", low=1, high=MOST)
     heads = config.int("linear_num_value_heads", low=1, high=MOST)
@@ -90,7 +90,7 @@ def _parted(key_heads: int, sizes: tuple[int, ...]) -> Tensor:
     return torch.cat([part.flatten() for part in rows.split(sizes, dim=1)])
 
 
-def _gates(w: Weights, prefix: str, key_heads: int, heads: int, hidden: int) -> Tensor:
+def _gates(w: WeightLoader, prefix: str, key_heads: int, heads: int, hidden: int) -> Tensor:
     """Rows of beta, then of the decay, float32 `[2 * H, E]`."""
     if not w.has(f"{prefix}.in_proj_ba.weight"):
         return torch.cat([w.tensor(f"{prefix}.in_proj_{part}.weight", (heads, hidden)) for part in "ba"])

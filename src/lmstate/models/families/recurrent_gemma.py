@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import MOST, Shape, activation, attention, decoder, mlp, norm
+from lmstate.models.families.builders.decoder import MOST, Dims, activation, attention, decoder, mlp, norm
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.rg_lru import RecurrentBlock
 from lmstate.models.layers.rope import make_rope
@@ -16,8 +16,8 @@ from lmstate.ops import quantize
 KINDS = ("recurrent", "attention")
 
 
-def build(w: Weights) -> Model:
-    config, shape = w.config, Shape.of(w.config)
+def build(w: WeightLoader) -> Model:
+    config, shape = w.config, Dims.of(w.config)
     inner = config.int("intermediate_size", low=2, high=MOST) // 2
     act = activation(config, "hidden_activation", "gelu_pytorch_tanh")
     rope = make_rope(config, shape.head_dim, fraction=0.5).to(w.device)
@@ -46,7 +46,7 @@ def build(w: Weights) -> Model:
     )  # fmt: skip
 
 
-def recurrent_block(w: Weights, prefix: str, shape: Shape, act: str) -> RecurrentBlock:
+def recurrent_block(w: WeightLoader, prefix: str, shape: Dims, act: str) -> RecurrentBlock:
     width = w.config.int("lru_width", low=1, high=MOST, default=shape.hidden)
     kernel = w.config.int("conv1d_width", low=1, high=256, default=4)
     if width % shape.heads:

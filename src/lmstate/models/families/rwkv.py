@@ -7,11 +7,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
 from lmstate.models.families.builders.decoder import MOST, decoder
 from lmstate.models.families.builders.mamba import attention_free
-from lmstate.models.layers.embedding import NormedEntry
+from lmstate.models.layers.embedding import NormedEmbedding
 from lmstate.models.layers.rwkv import ChannelMix, TimeMix
 from lmstate.models.model import Block, Model
 from lmstate.ops import Norm, Weight
@@ -20,7 +20,7 @@ MOST_HALVINGS = 100  # of a float32 number
 LAST_EPS = 1e-5  # of the norm after all, whatever the config says of the others
 
 
-def build(w: Weights) -> Model:
+def build(w: WeightLoader) -> Model:
     config, shape = w.config, attention_free(w.config)
     hidden = shape.hidden
     width = config.int("attention_hidden_size", low=1, high=MOST, default=hidden)
@@ -75,6 +75,6 @@ def build(w: Weights) -> Model:
         replace(shape, layers=2 * shape.layers),
         block,
         embed="rwkv.embeddings",
-        entry=NormedEntry(layer_norm("rwkv.blocks.0.pre_ln", 0)),
+        entry=NormedEmbedding(layer_norm("rwkv.blocks.0.pre_ln", 0)),
         final_norm=layer_norm("rwkv.ln_out", shape.layers, LAST_EPS),
     )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from lmstate.checkpoints.loader import Weights
-from lmstate.models.families.builders.decoder import MOST, Shape, activation, attention, decoder, mlp, norm, windows
+from lmstate.checkpoints.loader import WeightLoader
+from lmstate.models.families.builders.decoder import MOST, Dims, activation, attention, decoder, mlp, norm, windows
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Block, Model
 
 
-def build(w: Weights) -> Model:
-    config, shape = w.config, Shape.of(w.config)
+def build(w: WeightLoader) -> Model:
+    config, shape = w.config, Dims.of(w.config)
     inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
     every = config.int("no_rope_layer_interval", low=1, default=4)
     rotates = config.ints("no_rope_layers", length=shape.layers, default=None)

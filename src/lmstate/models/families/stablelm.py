@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import torch
 
-from lmstate.checkpoints.loader import Weights
-from lmstate.models.families.builders.decoder import MOST, Shape, activation, attention, decoder, layer_norms, mlp
+from lmstate.checkpoints.loader import WeightLoader
+from lmstate.models.families.builders.decoder import MOST, Dims, activation, attention, decoder, layer_norms, mlp
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Block, Model
 from lmstate.ops import Norm
 
 
-def build(w: Weights) -> Model:
-    config, shape = w.config, Shape.of(w.config, eps="layer_norm_eps")
+def build(w: WeightLoader) -> Model:
+    config, shape = w.config, Dims.of(w.config, eps="layer_norm_eps")
     inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
     rope, normed = make_rope(config, shape.head_dim).to(w.device), layer_norms(w, shape)
     biased, heads_normed = config.bool("use_qkv_bias", default=False), config.bool("qk_layernorm", default=False)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families.builders.decoder import (
     MOST,
-    Shape,
+    Dims,
     activation,
     attention,
+    config_window,
     decoder,
     layer_norms,
-    one_window,
     pre_norm,
     ungated_mlp,
 )
@@ -18,11 +18,11 @@ from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
 
 
-def build(w: Weights) -> Model:
-    config, shape = w.config, Shape.of(w.config, eps="norm_epsilon")
+def build(w: WeightLoader) -> Model:
+    config, shape = w.config, Dims.of(w.config, eps="norm_epsilon")
     inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config, default="gelu_pytorch_tanh")
     rope, normed = make_rope(config, shape.head_dim).to(w.device), layer_norms(w, shape)
-    window, biased = one_window(config, switch=False), config.bool("use_bias", default=True)
+    window, biased = config_window(config, switch=False), config.bool("use_bias", default=True)
     block = pre_norm(
         normed,
         lambda _, name: attention(w, name, shape, rope, window=window, biased=biased),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from lmstate.checkpoints.config import Fields
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.config import Config
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import MOST, Shape, biases, decoder, mlp
+from lmstate.models.families.builders.decoder import MOST, Dims, biases, decoder, mlp
 from lmstate.models.layers.mlp import MLP
 from lmstate.models.layers.mlstm import MLSTM
 from lmstate.models.model import Block, Model
@@ -16,7 +16,7 @@ from lmstate.ops import FloatWeight, Norm
 MOST_CAP = 40.0  # exp of it, and a long sum of such, is a float32 number
 
 
-def build(w: Weights) -> Model:
+def build(w: WeightLoader) -> Model:
     config = w.config
     hidden = config.int("hidden_size", low=1, high=MOST, default=None) or config.int("embedding_dim", low=1, high=MOST)
     if config.int("embedding_dim", default=hidden) != hidden:
@@ -26,7 +26,7 @@ def build(w: Weights) -> Model:
         )
     layers = config.int("num_blocks", low=1, high=4096, default=None) or config.int("num_hidden_layers", 1, 4096)
     vocab = config.int("vocab_size", low=1, high=2**24)
-    shape = Shape(hidden, layers, 0, 0, 0, vocab, config.float("norm_eps", low=0.0, high=1.0, default=1e-6))
+    shape = Dims(hidden, layers, 0, 0, 0, vocab, config.float("norm_eps", low=0.0, high=1.0, default=1e-6))
     biased = config.bool("use_bias", default=False)
     inner = _inner(config, hidden)
 
@@ -53,14 +53,14 @@ def build(w: Weights) -> Model:
     )
 
 
-def _inner(config: Fields, hidden: int) -> int:
+def _inner(config: Config, hidden: int) -> int:
     """The width inside the feed-forward parts, a multiple of a number."""
     multiple = config.int("ffn_round_up_to_multiple_of", low=1, high=MOST, default=64)
     width = hidden * config.float("ffn_proj_factor", low=1e-3, high=1e3, default=2.667)
     return int((width + multiple - 1) // multiple * multiple)
 
 
-def memory(w: Weights, prefix: str, shape: Shape, biased: bool) -> MLSTM:
+def memory(w: WeightLoader, prefix: str, shape: Dims, biased: bool) -> MLSTM:
     config, hidden = w.config, shape.hidden
     heads = config.int("num_heads", low=1, high=MOST, default=8)
     keys, values = (
@@ -97,7 +97,7 @@ def memory(w: Weights, prefix: str, shape: Shape, biased: bool) -> MLSTM:
     )
 
 
-def feed_forward(w: Weights, prefix: str, hidden: int, inner: int) -> MLP:
+def feed_forward(w: WeightLoader, prefix: str, hidden: int, inner: int) -> MLP:
     if not w.has(f"{prefix}.proj_up_gate_z.weight"):
         return mlp(w, prefix, hidden, inner, "silu", ("proj_up_gate", "proj_up", "proj_down"))
     return MLP(

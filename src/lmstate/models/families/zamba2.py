@@ -7,27 +7,27 @@ import math
 from torch import Tensor
 
 from lmstate import ops
-from lmstate.checkpoints.config import Fields
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.config import Config
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import MOST, Shape, activation, biases, decoder, norm
+from lmstate.models.families.builders.decoder import MOST, Dims, activation, biases, decoder, norm
 from lmstate.models.families.builders.mamba import Mamba2Shape, expanded, gated_norm, layer_kinds, mamba2
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.mamba2 import Mamba2
 from lmstate.models.layers.mlp import MLP
 from lmstate.models.layers.rope import make_rope
-from lmstate.models.layers.zamba_hybrid import EMBEDDING, Adapter, SharedHybrid, SharedTransformer
+from lmstate.models.layers.zamba_hybrid import EMBEDDING, Adapter, SharedTransformer, ZambaHybrid
 from lmstate.models.model import Block, Model
 from lmstate.state import LayerState, Step
 
 NORM_EPS = 1e-5  # of the gated norms, whatever the config says of the others
 
 
-def build(w: Weights) -> Model:
+def build(w: WeightLoader) -> Model:
     config = w.config
     heads = config.int("num_attention_heads", low=1, high=MOST)
     double = 2 * config.int("hidden_size", low=1, high=MOST)
-    shape = Shape.of(Fields({**config, "head_dim": double // heads}, config.where))
+    shape = Dims.of(Config({**config, "head_dim": double // heads}, config.where))
     width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     kinds = layer_kinds(config, ("layers_block_type", "layer_types"), shape.layers)
     hybrids = [index for index, kind in enumerate(kinds or ()) if kind == "hybrid"]
@@ -91,7 +91,7 @@ def build(w: Weights) -> Model:
         link = w.linear(f"{layer}.linear.weight", shape=(shape.hidden, shape.hidden))
         before = norm(w, f"{layer}.mamba_decoder.input_layernorm.weight", shape.hidden, shape.eps)
         shared = transformer(hybrids.index(index))
-        return make(SharedHybrid(shared, link, space(f"{layer}.mamba_decoder"), before), None)
+        return make(ZambaHybrid(shared, link, space(f"{layer}.mamba_decoder"), before), None)
 
     final = norm(w, "model.final_layernorm.weight", shape.hidden, shape.eps)
     # A file that holds the block in each layer that uses it holds all of its adapters with each.
@@ -102,15 +102,15 @@ class FirstBlock(Block):
     """A block that leaves its input, the embedding of the step's tokens, where hybrid layers find it."""
 
     def __call__(self, x: Tensor, step: Step, memory: LayerState) -> Tensor:
-        step.memo(EMBEDDING, lambda: x)
+        step.cached(EMBEDDING, lambda: x)
         return super().__call__(x, step, memory)
 
     def join(self, run: ops.Run, step: Step, memory: LayerState) -> None:
-        step.memo(EMBEDDING, run.stream)
+        step.cached(EMBEDDING, run.stream)
         super().join(run, step, memory)
 
 
-def _mamba2_shape(config: Fields, hidden: int) -> Mamba2Shape:
+def _mamba2_shape(config: Config, hidden: int) -> Mamba2Shape:
     heads = config.int("n_mamba_heads", low=1, high=MOST, default=8)
     return Mamba2Shape(
         heads,

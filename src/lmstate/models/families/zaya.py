@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lmstate import ops
-from lmstate.checkpoints.config import Fields
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.config import Config
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families.builders.decoder import (
     MOST,
-    Shape,
+    Dims,
     activation,
     biases,
     decoder,
@@ -24,7 +24,7 @@ from lmstate.models.families.builders.decoder import (
 )
 from lmstate.models.families.builders.moe import expert_count, experts
 from lmstate.models.layers.attention import Attention
-from lmstate.models.layers.cca import ConvolvedAttention
+from lmstate.models.layers.cca import CompressedConvAttention
 from lmstate.models.layers.moe import MixtureOfExperts, Router
 from lmstate.models.layers.rope import Rope, make_rope
 from lmstate.models.model import Block, Model
@@ -145,9 +145,9 @@ class ChainedBlock(Block):
         run.put(self(run.stream(), step, memory))
 
 
-def build(w: Weights) -> Model:
+def build(w: WeightLoader) -> Model:
     config = w.config
-    shape = Shape.of(config)
+    shape = Dims.of(config)
     normed = rms_norms(w, shape)
     kinds = config.strs("layer_types", shape.layers, KINDS, default=["hybrid"] * shape.layers)
     window = config.int("sliding_window", low=1) if "hybrid_sliding" in kinds else None
@@ -178,15 +178,17 @@ def build(w: Weights) -> Model:
     return decoder(w, shape, block, head_biased=biased, entry=opening, exit=Closing(shape.hidden))
 
 
-def _rope(config: Fields, head_dim: int, kind: str) -> Rope:
+def _rope(config: Config, head_dim: int, kind: str) -> Rope:
     """That of a kind of layers. Without any in the config, half of a head's features turn."""
     if config.fields("rope_parameters") is None:
         rope: dict[str, Any] = {"rope_theta": THETAS[kind], "partial_rotary_factor": 0.5}
-        config = Fields({**config, "rope_parameters": rope}, config.where)
+        config = Config({**config, "rope_parameters": rope}, config.where)
     return make_rope(config, head_dim, kind=kind)
 
 
-def convolved_attention(w: Weights, prefix: str, shape: Shape, rope: Rope, window: int | None) -> ConvolvedAttention:
+def convolved_attention(
+    w: WeightLoader, prefix: str, shape: Dims, rope: Rope, window: int | None
+) -> CompressedConvAttention:
     config, dim, inside = w.config, shape.head_dim, f"{prefix}.qkv_proj"
     first, second = (config.int(name, low=1, high=256, default=2) for name in ("cca_time0", "cca_time1"))
     heads = shape.heads + shape.kv_heads
@@ -220,7 +222,7 @@ def convolved_attention(w: Weights, prefix: str, shape: Shape, rope: Rope, windo
         qkv_bias=bias,
         out_bias=biases(w, f"{prefix}.o_proj.bias", wanted=biased),
     )
-    return ConvolvedAttention(
+    return CompressedConvAttention(
         attention,
         taps,
         matrices.contiguous(),
@@ -231,12 +233,12 @@ def convolved_attention(w: Weights, prefix: str, shape: Shape, rope: Rope, windo
     )
 
 
-def router_width(config: Fields) -> int:
+def router_width(config: Config) -> int:
     """B, the features that a router reads of a token."""
     return config.int("router_hidden_size", low=1, high=MOST, default=256)
 
 
-def mixture(w: Weights, prefix: str, shape: Shape, *, first: bool) -> ChainedMixture:
+def mixture(w: WeightLoader, prefix: str, shape: Dims, *, first: bool) -> ChainedMixture:
     config, count, router = w.config, expert_count(w.config), f"{prefix}.gate"
     config.int("num_experts_per_tok", low=1, high=1, default=1)
     size = router_width(config)
@@ -251,7 +253,7 @@ def mixture(w: Weights, prefix: str, shape: Shape, *, first: bool) -> ChainedMix
     last = Router(
         matrix("router_mlp.out_proj", size, count + 1),
         top_k=1,
-        correction=w.tensor(f"{router}.balancing_biases", (count + 1,)),
+        e_score_correction_bias=w.tensor(f"{router}.balancing_biases", (count + 1,)),
     )
     return ChainedMixture(
         matrix("down_proj", shape.hidden),

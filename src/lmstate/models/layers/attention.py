@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from lmstate import ops
-from lmstate.models.layers.base import Halves, JoiningMixer
+from lmstate.models.layers.base import JoiningMixer, Sublayers
 from lmstate.models.layers.rope import Rope
 from lmstate.ops import Norm, Residual, Weight
 from lmstate.state import KeyValueState, LayerState, Layout, Step, attention_state
@@ -29,7 +29,7 @@ class Temperature:
 
     def at(self, step: Step) -> Tensor:
         """The factors of a step's queries, float32 `[R, T, 1, 1]`."""
-        return step.memo(self, lambda: self._factors(step.positions)[..., None, None])
+        return step.cached(self, lambda: self._factors(step.positions)[..., None, None])
 
     def _factors(self, positions: Tensor) -> Tensor:
         return 1.0 + self.strength * torch.log1p(((positions + self.first) // self.every).float())
@@ -82,23 +82,23 @@ class Attention(JoiningMixer):
 
     def new_state(self, layout: Layout) -> LayerState:
         return attention_state(
-            layout, self.kv_heads, self.head_dim, sight=ops.Sight(self.window, self.chunk),
+            layout, self.kv_heads, self.head_dim, sight=ops.CausalMask(self.window, self.chunk),
             shift=self.rope.shift if self.rope is not None else None, heads=self.heads, scale=self.scale,
         )  # fmt: skip
 
-    def half(self, norm: Norm | None, after: Norm | None, scale: float) -> ops.AttentionHalf | None:
+    def half(self, norm: Norm | None, after: Norm | None, scale: float) -> ops.AttentionSublayer | None:
         apart = self.temperature is not None or self.clip is not None or self.turned_weight is not None
         if apart or self.gates not in (0, self.heads) or self.gate_act != "sigmoid":
             return None
-        return ops.AttentionHalf(self, norm, after, scale)
+        return ops.AttentionSublayer(self, norm, after, scale)
 
-    def joins(self, run: ops.Run, half: Halves, step: Step, memory: LayerState) -> bool:
-        assert isinstance(memory, KeyValueState) and isinstance(half, ops.AttentionHalf)
+    def joins(self, run: ops.Run, half: Sublayers, step: Step, memory: LayerState) -> bool:
+        assert isinstance(memory, KeyValueState) and isinstance(half, ops.AttentionSublayer)
         if not run.native or (rings := memory.rings(step)) is None:
             return False
         return run.attends(half, rings, self.rotation(step))
 
-    def rotation(self, step: Step) -> ops.Rotation | None:
+    def rotation(self, step: Step) -> ops.RopeTables | None:
         return None if self.rope is None else self.rope.rotation(step)
 
     def apart(self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
@@ -125,7 +125,7 @@ class Attention(JoiningMixer):
             q = ops.rope(q, *rotation) * self.turned_weight
             new = None if new is None else (ops.rope(new[0], *rotation), new[1])
             rotation = None
-        scoring = ops.Scoring(self.scale, self.softcap, self.sinks)
+        scoring = ops.AttentionParams(self.scale, self.softcap, self.sinks)
         seen = memory.attend(q, new, step, scoring, rotation)
         if self.gates:
             seen = gated(seen, behind, self.gate_act)

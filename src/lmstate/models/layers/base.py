@@ -9,9 +9,9 @@ from torch import Tensor
 
 from lmstate import ops
 from lmstate.ops import Norm, Residual
-from lmstate.state import FoldState, LayerState, Layout, Step
+from lmstate.state import LayerState, Layout, RecurrentState, Step
 
-Halves: TypeAlias = ops.Half[Any] | tuple[ops.Half[Any], ops.Half[Any]]
+Sublayers: TypeAlias = ops.Sublayer[Any] | tuple[ops.Sublayer[Any], ops.Sublayer[Any]]
 
 
 class Mixer(Protocol):
@@ -36,14 +36,14 @@ class JoiningMixer(ABC):
     """One that may wait in a run of layers, as a half of its block. Called alone, it is a run of its own if it can."""
 
     @abstractmethod
-    def half(self, norm: Norm | None, after: Norm | None, scale: float) -> Halves | None:
+    def half(self, norm: Norm | None, after: Norm | None, scale: float) -> Sublayers | None:
         """What waits, with the norms before and after it; None if this one never does."""
 
     @abstractmethod
-    def joins(self, run: ops.Run, half: Halves, step: Step, memory: LayerState) -> bool:
+    def joins(self, run: ops.Run, half: Sublayers, step: Step, memory: LayerState) -> bool:
         """Have its half wait in a run; False where it cannot."""
 
-    def rotation(self, step: Step) -> ops.Rotation | None:
+    def rotation(self, step: Step) -> ops.RopeTables | None:
         """How a step's positions turn what it compares."""
         return None
 
@@ -66,8 +66,8 @@ class JoiningMixer(ABC):
 class RecurrentMixer(JoiningMixer):
     """One whose memory is a fold with a convolution's tail, and mostly a state."""
 
-    def joins(self, run: ops.Run, half: Halves, step: Step, memory: LayerState) -> bool:
-        assert isinstance(memory, FoldState) and isinstance(half, ops.RecurrentHalf)
+    def joins(self, run: ops.Run, half: Sublayers, step: Step, memory: LayerState) -> bool:
+        assert isinstance(memory, RecurrentState) and isinstance(half, ops.RecurrentSublayer)
         if not run.native or (carry := memory.at_once(step)) is None:
             return False
         if (folded := run.folds(half, carry)) is None:

@@ -11,14 +11,14 @@ from lmstate import ops
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.rope import Rope
 from lmstate.ops import Norm, Residual
-from lmstate.ops.recurrent.causal_conv import causal_conv, taps_apart
+from lmstate.ops.recurrent.causal_conv import causal_conv, tap_major
 from lmstate.ops.recurrent.grouped_conv import head_conv
-from lmstate.state import CompositeState, FoldState, LayerState, Layout, Step
+from lmstate.state import CompositeState, LayerState, Layout, RecurrentState, Step
 from lmstate.state.layers.recurrent import Carry
 
 
 @dataclass(frozen=True, eq=False)
-class ConvolvedAttention:
+class CompressedConvAttention:
     """Compressed convolutional attention (ZAYA1).
 
     `attention.qkv` gives queries and keys, then the half of the values that the next token will have, then the half
@@ -38,7 +38,7 @@ class ConvolvedAttention:
     late_bias: Tensor | None = None  # [K * D / 2], of the values that come late
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "conv", taps_apart(self.conv))
+        object.__setattr__(self, "conv", tap_major(self.conv))
 
     @property
     def kind(self) -> str:
@@ -56,7 +56,7 @@ class ConvolvedAttention:
     def new_state(self, layout: Layout) -> LayerState:
         (width, kernel), (heads, size, dim) = self.conv.shape, self.head_conv.shape
         shapes = [(kernel - 1, width), (size // dim - 1, heads, dim)]
-        convs = FoldState(layout, self.fold, shapes, width, names=["conv", "head_conv"])
+        convs = RecurrentState(layout, self.fold, shapes, width, names=["conv", "head_conv"])
         return CompositeState([self.attention.new_state(layout), convs])
 
     def fold(self, inputs: Tensor, carry: Carry, counts: Tensor, beside: Tensor | None) -> tuple[Tensor, Carry]:
@@ -73,7 +73,7 @@ class ConvolvedAttention:
     ) -> Tensor:
         assert isinstance(memory, CompositeState)
         of_attention, of_convs = memory.members
-        assert isinstance(of_convs, FoldState)
+        assert isinstance(of_convs, RecurrentState)
         heads, kv_heads = self.heads
         inputs, v = ops.linear(x, self.attention.qkv, self.attention.qkv_bias, norm=norm).tensor_split(
             [len(self.conv)], dim=-1

@@ -12,20 +12,20 @@ from lmstate.ops import Norm, Weight
 from lmstate.state import Step
 
 
-class Entry(Protocol):
+class EmbeddingHook(Protocol):
     """Between the embedding and the first block: x float32 `[R, T, E]` and tokens int64 `[R, T]` -> the stream."""
 
     def __call__(self, x: Tensor, tokens: Tensor, step: Step) -> Tensor: ...
 
 
-class Exit(Protocol):
+class OutputHook(Protocol):
     """Between the last block and the last norm: the stream -> float32 `[R, T, E]`."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, eq=False)
-class NormedEntry:
+class NormedEmbedding:
     """Normalises the embedding."""
 
     norm: Norm

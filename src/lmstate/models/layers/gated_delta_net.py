@@ -11,9 +11,9 @@ from torch import Tensor
 from lmstate import ops
 from lmstate.models.layers.base import RecurrentMixer
 from lmstate.ops import Norm, Residual, Weight
-from lmstate.ops.recurrent.causal_conv import taps_apart
+from lmstate.ops.recurrent.causal_conv import tap_major
 from lmstate.ops.recurrent.gated_delta_mixer import delta_mixer
-from lmstate.state import FoldState, LayerState, Layout, Step
+from lmstate.state import LayerState, Layout, RecurrentState, Step
 from lmstate.state.layers.recurrent import Carry
 
 
@@ -57,7 +57,7 @@ class GatedDelta(RecurrentMixer):
     gate_up: LowRank | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "conv", taps_apart(self.conv))
+        object.__setattr__(self, "conv", tap_major(self.conv))
 
     @property
     def kind(self) -> str:
@@ -71,7 +71,7 @@ class GatedDelta(RecurrentMixer):
     def new_state(self, layout: Layout) -> LayerState:
         width, kernel = self.conv.shape
         shapes = [(kernel - 1, width), (self.heads, self.key_dim, self.value_dim)]
-        return FoldState(
+        return RecurrentState(
             layout, self.fold, shapes, width + self.heads + len(self.dt_bias), names=["conv", "recurrent"]
         )  # fmt: skip
 
@@ -94,12 +94,12 @@ class GatedDelta(RecurrentMixer):
             floor=self.floor,
         )
 
-    def half(self, norm: Norm | None, after: Norm | None, scale: float) -> ops.DeltaHalf | None:
+    def half(self, norm: Norm | None, after: Norm | None, scale: float) -> ops.GatedDeltaSublayer | None:
         plain = self.decay_up is None and self.floor is None
-        return ops.DeltaHalf(self, norm, after, scale) if plain else None
+        return ops.GatedDeltaSublayer(self, norm, after, scale) if plain else None
 
     def apart(self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
-        assert isinstance(memory, FoldState)
+        assert isinstance(memory, RecurrentState)
         if norm is not None:
             x = ops.norm(x, norm)
         inputs, z = self._projected(x)

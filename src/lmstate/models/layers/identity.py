@@ -8,7 +8,7 @@ from lmstate.ops import Norm, Residual
 from lmstate.state import CompositeState, LayerState, Layout, Step
 
 
-class Nothing:
+class Identity:
     """Mixes no tokens, adds nothing and remembers nothing."""
 
     @property

@@ -9,7 +9,7 @@ from torch import Tensor
 from lmstate import ops
 from lmstate.ops import Norm, Residual, Weight
 from lmstate.ops.recurrent.linear_attention import lightning
-from lmstate.state import FoldState, LayerState, Layout, Step
+from lmstate.state import LayerState, Layout, RecurrentState, Step
 from lmstate.state.layers.recurrent import Carry
 
 
@@ -38,7 +38,7 @@ class Lightning:
 
     def new_state(self, layout: Layout) -> LayerState:
         shape = (len(self.slope), self.head_dim, self.head_dim)
-        return FoldState(layout, self.fold, [shape], 3 * self.width, names=["recurrent"])
+        return RecurrentState(layout, self.fold, [shape], 3 * self.width, names=["recurrent"])
 
     def fold(self, inputs: Tensor, carry: Carry, counts: Tensor, beside: Tensor | None) -> tuple[Tensor, Carry]:
         """q, k, v of each head, before their activation `[R, T, 3 * H * D]` -> `[R, T, H * D]`."""
@@ -50,7 +50,7 @@ class Lightning:
     def __call__(
         self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
     ) -> Tensor:
-        assert isinstance(memory, FoldState)
+        assert isinstance(memory, RecurrentState)
         projected = ops.linear(x, self.project, norm=norm)
         inputs, gate = projected.split([3 * self.width, self.width], dim=-1)
         y = ops.norm(memory.advance(inputs, step), self.norm) * gate.sigmoid()

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from lmstate import ops
 from lmstate.ops import Norm, Residual, Weight
-from lmstate.ops.recurrent.causal_conv import causal_conv, taps_apart
+from lmstate.ops.recurrent.causal_conv import causal_conv, tap_major
 from lmstate.ops.recurrent.selective_scan import selective_scan
-from lmstate.state import FoldState, LayerState, Layout, Step
+from lmstate.state import LayerState, Layout, RecurrentState, Step
 from lmstate.state.layers.recurrent import Carry
 
 
@@ -39,7 +39,7 @@ class Mamba:
     out_bias: Tensor | None = None
 
     def __post_init__(self) -> None:
-        self.conv = taps_apart(self.conv)
+        self.conv = tap_major(self.conv)
 
     @property
     def kind(self) -> str:
@@ -47,7 +47,9 @@ class Mamba:
 
     def new_state(self, layout: Layout) -> LayerState:
         inner, kernel = self.conv.shape
-        return FoldState(layout, self.fold, [(kernel - 1, inner), tuple(self.A.shape)], inner, names=["conv", "ssm"])
+        return RecurrentState(
+            layout, self.fold, [(kernel - 1, inner), tuple(self.A.shape)], inner, names=["conv", "ssm"]
+        )
 
     def fold(self, inputs: Tensor, carry: Carry, counts: Tensor, beside: Tensor | None) -> tuple[Tensor, Carry]:
         """x `[R, T, I]`, beside it the gate -> y `[R, T, I]`."""
@@ -63,7 +65,7 @@ class Mamba:
     def __call__(
         self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
     ) -> Tensor:
-        assert isinstance(memory, FoldState)
+        assert isinstance(memory, RecurrentState)
         x, gate = ops.linear(x, self.project, self.bias, norm=norm).chunk(2, dim=-1)
         y = memory.advance(x, step, beside=gate)
         return ops.linear(y, self.out, self.out_bias, residual=residual)

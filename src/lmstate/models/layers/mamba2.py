@@ -9,9 +9,9 @@ from torch import Tensor
 from lmstate import ops
 from lmstate.models.layers.base import RecurrentMixer
 from lmstate.ops import Norm, Residual, Weight
-from lmstate.ops.recurrent.causal_conv import taps_apart
+from lmstate.ops.recurrent.causal_conv import tap_major
 from lmstate.ops.recurrent.mamba2_mixer import ssd_mixer
-from lmstate.state import FoldState, LayerState, Layout, Step
+from lmstate.state import LayerState, Layout, RecurrentState, Step
 from lmstate.state.layers.recurrent import Carry
 
 
@@ -49,7 +49,7 @@ class Mamba2(RecurrentMixer):
     scale: Tensor | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "conv", taps_apart(self.conv))
+        object.__setattr__(self, "conv", tap_major(self.conv))
 
     @property
     def kind(self) -> str:
@@ -63,7 +63,7 @@ class Mamba2(RecurrentMixer):
     def new_state(self, layout: Layout) -> LayerState:
         width, kernel = self.conv.shape
         shapes = [(kernel - 1, width), (len(self.A), self.head_dim, self.state_size)]
-        return FoldState(layout, self.fold, shapes, width + len(self.A), names=["conv", "ssm"])
+        return RecurrentState(layout, self.fold, shapes, width + len(self.A), names=["conv", "ssm"])
 
     def fold(self, inputs: Tensor, carry: Carry, counts: Tensor, beside: Tensor | None) -> tuple[Tensor, Carry]:
         """x, B, C | dt `[R, T, (I + 2 * G * N) + H]`, beside them the gate -> `[R, T, I]`."""
@@ -87,11 +87,11 @@ class Mamba2(RecurrentMixer):
             gate_last=gated is not None and gated.gate_last,
         )
 
-    def half(self, norm: Norm | None, after: Norm | None, scale: float, parallel: bool = False) -> ops.SsdHalf:
-        return ops.SsdHalf(self, norm, after, scale, parallel)
+    def half(self, norm: Norm | None, after: Norm | None, scale: float, parallel: bool = False) -> ops.Mamba2Sublayer:
+        return ops.Mamba2Sublayer(self, norm, after, scale, parallel)
 
     def apart(self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
-        assert isinstance(memory, FoldState)
+        assert isinstance(memory, RecurrentState)
         projected = ops.linear(x, self.project, self.bias, norm=norm)
         projected = projected if self.scale is None else projected * self.scale
         y = memory.advance(projected[..., self.inner :], step, beside=projected[..., : self.inner])

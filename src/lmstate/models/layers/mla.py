@@ -11,7 +11,7 @@ from lmstate import ops
 from lmstate.models.layers.attention import Temperature, gated
 from lmstate.models.layers.rope import Rope
 from lmstate.ops import Norm, Residual, Weight
-from lmstate.ops.dense.per_head import by_head
+from lmstate.ops.dense.per_head import per_head_matmul
 from lmstate.state import EvictingLatentState, LatentState, LayerState, Layout, Step, latent_state
 
 EXPANDED = 1 << 25
@@ -19,7 +19,7 @@ EXPANDED = 1 << 25
 
 
 @dataclass(eq=False)
-class LatentAttention:
+class MultiHeadLatentAttention:
     """Attention of H heads whose keys are `[key_up[h] @ c ; r]` and values `c @ value_up[h]`, of a stored c and r.
 
     Few new tokens attend to the latents: `key_up` goes into the query and `value_up` into the output, and nothing is
@@ -89,9 +89,9 @@ class LatentAttention:
         self, q_nope: Tensor, q_rope: Tensor, memory: LatentState | EvictingLatentState, step: Step
     ) -> Tensor:
         """Attention over the latents as they are stored -> `[R, T, H * Dv]`."""
-        q_latent = by_head(q_nope, self.key_up)  # [R, T, H, Lat]
+        q_latent = per_head_matmul(q_nope, self.key_up)  # [R, T, H, Lat]
         seen = memory.attend_latents(q_latent, q_rope, step, scale=self.scale)
-        return by_head(seen, self.value_up).flatten(-2)
+        return per_head_matmul(seen, self.value_up).flatten(-2)
 
     def _expanded(
         self, q_nope: Tensor, q_rope: Tensor, memory: LatentState | EvictingLatentState, step: Step
@@ -108,8 +108,8 @@ class LatentAttention:
             keys = torch.cat([nope, rope_key.expand(-1, nope.shape[1], -1, -1)], dim=-1)
             values = latent @ self.value_up[some]  # [R, h, S, Dv]
             seen.append(
-                ops.attend(query[:, :, some], keys, values, memory.starts(step), step.counts_t, ops.Scoring(self.scale))
-            )  # fmt: skip
+                ops.attend(query[:, :, some], keys, values, memory.starts(step), step.counts_t,
+            ops.AttentionParams(self.scale)) )  # fmt: skip
         return torch.cat(seen, dim=2).flatten(-2)
 
     def _expands(self, width: int, end: int) -> bool:
@@ -117,7 +117,7 @@ class LatentAttention:
 
         A few new tokens never expand: what they give must not depend on how long other rows are.
         """
-        if width <= ops.FEW:
+        if width <= ops.GEMV_ROWS:
             return False
         _, nope, latent = self.key_up.shape
         value = self.value_up.shape[2]

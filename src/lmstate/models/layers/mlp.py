@@ -44,10 +44,10 @@ class MLP:
             return ops.linear(hidden, self.down, self.down_bias, gate=self.act, residual=residual)
         return ops.linear(ops.activation(self.act)(hidden), self.down, self.down_bias, residual=residual)
 
-    def half(self, norm: Norm | None, after: Norm | None, scale: float, parallel: bool) -> ops.FeedForwardHalf | None:
+    def half(self, norm: Norm | None, after: Norm | None, scale: float, parallel: bool) -> ops.MLPSublayer | None:
         """What may wait in a run of layers, with the norms before and after it; None if this one never does."""
         if not self.gated:
             return None
-        return ops.FeedForwardHalf(
+        return ops.MLPSublayer(
             self.up, self.down, self.act, norm, after, scale, self.up_bias, self.down_bias, parallel, self.factors
         )  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor
 from lmstate import ops
 from lmstate.ops import Norm, Residual, Weight
 from lmstate.ops.recurrent.mlstm import mlstm
-from lmstate.state import FoldState, LayerState, Layout, Step
+from lmstate.state import LayerState, Layout, RecurrentState, Step
 from lmstate.state.layers.recurrent import Carry
 
 
@@ -46,7 +46,7 @@ class MLSTM:
 
     def new_state(self, layout: Layout) -> LayerState:
         shapes = [(self.heads, self.key_dim, self.value_dim + 1), (self.heads,)]
-        return FoldState(layout, self.fold, shapes, sum(self.widths) + 2 * self.heads, names=["recurrent", "peak"])
+        return RecurrentState(layout, self.fold, shapes, sum(self.widths) + 2 * self.heads, names=["recurrent", "peak"])
 
     def fold(self, inputs: Tensor, carry: Carry, counts: Tensor, beside: Tensor | None) -> tuple[Tensor, Carry]:
         """q, k, v | input and forget gates before their bound `[R, T, F]` -> answers `[R, T, H * Dv]`."""
@@ -61,7 +61,7 @@ class MLSTM:
     def __call__(
         self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
     ) -> Tensor:
-        assert isinstance(memory, FoldState)
+        assert isinstance(memory, RecurrentState)
         if norm is not None:
             x = ops.norm(x, norm)
         gates = ops.linear(x, self.gates, self.gates_bias)

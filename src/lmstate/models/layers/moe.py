@@ -15,7 +15,7 @@ from lmstate.models.layers.mlp import MLP, FeedForward
 from lmstate.ops import Norm, Residual, Weight
 
 
-class Chooser(Protocol):
+class RouterFn(Protocol):
     """x float32 `[M, E]` -> (weights float32 `[M, top_k]`, expert numbers int64 `[M, top_k]`), of each token alone."""
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]: ...
@@ -26,36 +26,36 @@ class Router:
     """Which `top_k` of N experts a token goes to, and with what weights.
 
     Every expert has a score in 0..1: the softmax over all of them, or the sigmoid of its own logit. The best `top_k`
-    are chosen and weighted by their scores, which `normalise` brings to a sum of 1 (after a softmax that is the same as
+    are chosen and weighted by their scores, which `normalize` brings to a sum of 1 (after a softmax that is the same as
     a softmax over the chosen alone) and `scale` multiplies.
 
-    `correction` is added to the scores for the choice and not for the weights; it keeps experts evenly used without a
-    loss (Wang et al. 2024). With `groups` > 1 the experts lie in that many equal groups, and only those of the
-    `kept_groups` best ones can be chosen: a group is as good as its best expert, or its two best added up (DeepSeek-V2
-    and V3).
+    `e_score_correction_bias` is added to the scores for the choice and not for the weights; it keeps experts evenly
+    used without a loss (Wang et al. 2024). With `groups` > 1 the experts lie in that many equal groups, and only those
+    of the `topk_groups` best ones can be chosen: a group is as good as its best expert, or its two best added up
+    (DeepSeek-V2 and V3).
     """
 
     weight: Weight  # [N, E]; keep it float32, a choice is not to be rounded
     top_k: int
     scoring: Literal["softmax", "sigmoid"] = "softmax"
-    normalise: bool = False
+    normalize: bool = False
     scale: float = 1.0
     bias: Tensor | None = None  # float32 [N], on the logits
-    correction: Tensor | None = None  # float32 [N]
+    e_score_correction_bias: Tensor | None = None  # float32 [N]
     groups: int = 1
-    kept_groups: int = 1
-    group_score: Literal["best", "two best"] = "best"
+    topk_groups: int = 1
+    group_score: Literal["top1", "top2"] = "top1"
     floor: float = 1e-20  # added to the sum that weights are divided by
     expert_scale: Tensor | None = None  # float32 [N], multiplies an expert's weight last
 
     def __post_init__(self) -> None:
-        experts, least = self.weight.out_features, 2 if self.groups > 1 and self.group_score == "two best" else 1
+        experts, least = self.weight.out_features, 2 if self.groups > 1 and self.group_score == "top2" else 1
         size = experts // self.groups
-        if experts % self.groups or size < least or self.kept_groups > self.groups:
-            raise ModelError(f"{experts} experts cannot lie in {self.groups} groups of which {self.kept_groups} count")
-        if self.top_k > self.kept_groups * size:
+        if experts % self.groups or size < least or self.topk_groups > self.groups:
+            raise ModelError(f"{experts} experts cannot lie in {self.groups} groups of which {self.topk_groups} count")
+        if self.top_k > self.topk_groups * size:
             raise ModelError(
-                f"{self.top_k} of {experts} experts cannot be chosen from {self.kept_groups} of {self.groups} groups"
+                f"{self.top_k} of {experts} experts cannot be chosen from {self.topk_groups} of {self.groups} groups"
             )
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,12 +65,12 @@ class Router:
         # experts and weights must not depend on where in a batch it stands.
         wide = logits.double()
         scores = (wide.softmax(-1) if self.scoring == "softmax" else wide.sigmoid()).float()
-        choice = scores if self.correction is None else scores + self.correction
+        choice = scores if self.e_score_correction_bias is None else scores + self.e_score_correction_bias
         if self.groups > 1:
             choice = self._of_best_groups(choice)
         chosen = choice.topk(self.top_k, dim=-1).indices
         weights = scores.gather(-1, chosen)
-        if self.normalise:
+        if self.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + self.floor)
         if self.expert_scale is not None:
             weights = weights * self.expert_scale[chosen]
@@ -80,7 +80,7 @@ class Router:
         """`choice` `[M, N]` with minus infinity for the experts of the groups that are left out."""
         grouped = choice.unflatten(-1, (self.groups, -1))  # [M, groups, N / groups]
         counted = 1 if self.group_score == "best" else 2
-        best = grouped.topk(counted, dim=-1).values.sum(-1).topk(self.kept_groups, dim=-1).indices
+        best = grouped.topk(counted, dim=-1).values.sum(-1).topk(self.topk_groups, dim=-1).indices
         left_out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)
         return grouped.masked_fill(left_out[..., None], float("-inf")).flatten(-2)
 
@@ -94,15 +94,15 @@ def _plain(expert: FeedForward) -> TypeGuard[MLP]:
 class MixtureOfExperts:
     """Each token goes through the experts that `router` chose, and through `shared` where there is one.
 
-    A weight multiplies what its expert gives, or what it is given if `weigh_input` (Llama 4). `shared_gate` `[1, E]`:
+    A weight multiplies what its expert gives, or what it is given if `scale_input` (Llama 4). `shared_gate` `[1, E]`:
     the sigmoid of its product with the token weighs the shared expert.
     """
 
-    router: Chooser
+    router: RouterFn
     experts: Sequence[FeedForward]
     shared: FeedForward | None = None
     shared_gate: Weight | None = None
-    weigh_input: bool = False
+    scale_input: bool = False
 
     def __call__(self, x: Tensor, norm: Norm | None = None, residual: Residual | None = None) -> Tensor:
         if norm is not None:
@@ -113,15 +113,15 @@ class MixtureOfExperts:
             out = out + (common if self.shared_gate is None else common * ops.linear(x, self.shared_gate).sigmoid())
         return out if residual is None else ops.add_residual(residual, out)
 
-    def half(self, norm: Norm | None, after: Norm | None, scale: float, parallel: bool) -> ops.ExpertsHalf | None:
+    def half(self, norm: Norm | None, after: Norm | None, scale: float, parallel: bool) -> ops.MoESublayer | None:
         """What may wait in a run of layers, with the norms before and after it; None if this one never does."""
         experts, shared = [expert for expert in self.experts if _plain(expert)], self.shared
         if parallel or len(experts) < len(self.experts) or not (shared is None or _plain(shared)):
             return None
         if not isinstance(self.router, Router) or self.router.expert_scale is not None:
             return None
-        return ops.ExpertsHalf(
-            self.router, experts, shared, self.shared_gate, self.weigh_input, norm, after, scale
+        return ops.MoESublayer(
+            self.router, experts, shared, self.shared_gate, self.scale_input, norm, after, scale
         )  # fmt: skip
 
     def mixed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -135,11 +135,11 @@ class MixtureOfExperts:
         order = chosen.flatten().argsort(stable=True)  # of the M * top_k visits
         token = order // chosen.shape[1]
         weight = weights.flatten()[order, None]
-        visitors = x[token] * weight if self.weigh_input else x[token]
+        visitors = x[token] * weight if self.scale_input else x[token]
         counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
         parts = visitors.split(counts)
         done = torch.cat([expert(part) for expert, part in zip(self.experts, parts) if len(part)] or [visitors])
-        return torch.zeros_like(x).index_add(0, token, done if self.weigh_input else done * weight)
+        return torch.zeros_like(x).index_add(0, token, done if self.scale_input else done * weight)
 
     def _of_all(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """`mixed` for a traced graph, whose shapes cannot follow the router: every expert sees every token."""
@@ -149,6 +149,6 @@ class MixtureOfExperts:
         out = torch.zeros_like(x)
         for n, expert in enumerate(self.experts):
             weight = share[:, n, None]
-            part = expert(x * weight) if self.weigh_input else expert(x) * weight
+            part = expert(x * weight) if self.scale_input else expert(x) * weight
             out = out + torch.where(visits[:, n, None], part, 0.0)
         return out

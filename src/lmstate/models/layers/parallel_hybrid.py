@@ -9,15 +9,15 @@ from torch import Tensor
 
 from lmstate import ops
 from lmstate.models.layers.attention import Attention
-from lmstate.models.layers.base import Halves, JoiningMixer
+from lmstate.models.layers.base import JoiningMixer, Sublayers
 from lmstate.models.layers.mamba2 import Mamba2
 from lmstate.models.layers.rope import Rope
 from lmstate.ops import Norm, Residual
-from lmstate.state import CompositeState, FoldState, LayerState, Layout, Step
+from lmstate.state import CompositeState, LayerState, Layout, RecurrentState, Step
 
 
 @dataclass(frozen=True, eq=False)
-class Parallel(JoiningMixer):
+class ParallelHybrid(JoiningMixer):
     """Attention and a state space that read the same input; what they give is scaled and added."""
 
     attention: Attention
@@ -36,19 +36,19 @@ class Parallel(JoiningMixer):
     def new_state(self, layout: Layout) -> LayerState:
         return CompositeState([self.attention.new_state(layout), self.other.new_state(layout)])
 
-    def rotation(self, step: Step) -> ops.Rotation | None:
+    def rotation(self, step: Step) -> ops.RopeTables | None:
         return self.attention.rotation(step)
 
-    def half(self, norm: Norm | None, after: Norm | None, scale: float) -> Halves | None:
+    def half(self, norm: Norm | None, after: Norm | None, scale: float) -> Sublayers | None:
         first = self.attention.half(norm, None, scale * self.attention_scale)
         if first is None or after is not None:  # a norm is of the sum, which no half has
             return None
         return first, self.other.half(norm, None, scale * self.other_scale, parallel=True)
 
-    def joins(self, run: ops.Run, half: Halves, step: Step, memory: LayerState) -> bool:
+    def joins(self, run: ops.Run, half: Sublayers, step: Step, memory: LayerState) -> bool:
         assert isinstance(memory, CompositeState) and isinstance(half, tuple)
         (first, second), (of_attention, of_other) = half, memory.members
-        assert isinstance(of_other, FoldState) and isinstance(second, ops.RecurrentHalf)
+        assert isinstance(of_other, RecurrentState) and isinstance(second, ops.RecurrentSublayer)
         if not run.native or (carry := of_other.at_once(step)) is None or run.foldable(second, carry) is None:
             return False  # neither waits, or both
         if not self.attention.joins(run, first, step, of_attention):

@@ -27,7 +27,7 @@ class PerLayerInputs:
     norm: Norm  # of P numbers
 
     def __call__(self, x: Tensor, tokens: Tensor, step: Step) -> Tensor:
-        step.memo(PER_LAYER, lambda: self.of(x, tokens))
+        step.cached(PER_LAYER, lambda: self.of(x, tokens))
         return x
 
     def of(self, x: Tensor, tokens: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class PerLayerInput:
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         """x float32 `[R, T, E]` -> `[R, T, E]`."""
-        own = step.memo(PER_LAYER, _nobody)[..., self.block, :]  # [R, T, P]
+        own = step.cached(PER_LAYER, _nobody)[..., self.block, :]  # [R, T, P]
         gated = ops.activation(self.act)(ops.linear(x, self.gate)) * own
         return ops.norm(ops.linear(gated, self.out), self.after)
 

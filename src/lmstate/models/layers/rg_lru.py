@@ -9,9 +9,9 @@ from torch import Tensor
 
 from lmstate import ops
 from lmstate.ops import Norm, Residual, Weight
-from lmstate.ops.recurrent.causal_conv import causal_conv, taps_apart
+from lmstate.ops.recurrent.causal_conv import causal_conv, tap_major
 from lmstate.ops.recurrent.rg_lru import rg_lru
-from lmstate.state import FoldState, LayerState, Layout, Step
+from lmstate.state import LayerState, Layout, RecurrentState, Step
 from lmstate.state.layers.recurrent import Carry
 
 
@@ -35,7 +35,7 @@ class RecurrentBlock:
     act: str = "gelu_tanh"
 
     def __post_init__(self) -> None:
-        self.conv = taps_apart(self.conv)
+        self.conv = tap_major(self.conv)
 
     @property
     def kind(self) -> str:
@@ -44,7 +44,7 @@ class RecurrentBlock:
     def new_state(self, layout: Layout) -> LayerState:
         width, kernel = self.conv.shape
         shapes = [(kernel - 1, width), (width,), ()]
-        return FoldState(layout, self.fold, shapes, width, names=["conv", "recurrent", "seen"])
+        return RecurrentState(layout, self.fold, shapes, width, names=["conv", "recurrent", "seen"])
 
     def fold(self, inputs: Tensor, carry: Carry, counts: Tensor, beside: Tensor | None) -> tuple[Tensor, Carry]:
         """x `[R, T, F]` -> the states of the recurrence `[R, T, F]`."""
@@ -60,7 +60,7 @@ class RecurrentBlock:
     def __call__(
         self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
     ) -> Tensor:
-        assert isinstance(memory, FoldState)
+        assert isinstance(memory, RecurrentState)
         x, beside = ops.linear(x, self.project, self.bias, norm=norm).chunk(2, dim=-1)
         # ops.linear gates as act(first half) * second half.
         both = torch.cat([beside, memory.advance(x, step)], dim=-1)

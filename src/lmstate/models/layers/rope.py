@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lmstate import ops
-from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.config import Config
 from lmstate.errors import ModelError
 from lmstate.state import Step
 
@@ -44,23 +44,23 @@ class Rope:
             return self.frequencies
         return self.stretched(horizon)
 
-    def rotation(self, step: Step) -> ops.Rotation:
+    def rotation(self, step: Step) -> ops.RopeTables:
         """How a step's positions turn queries and keys."""
-        return step.memo(self, lambda: self._rotation(step))
+        return step.cached(self, lambda: self._rotation(step))
 
-    def _rotation(self, step: Step) -> ops.Rotation:
+    def _rotation(self, step: Step) -> ops.RopeTables:
         frequencies: Tensor = self.frequencies
         scale: float | Tensor = self.scale
         if self.native is not None:
-            frequencies = torch.stack([self.at(horizon) for horizon in step.horizons])[:, None]  # [R, 1, rot / 2]
+            frequencies = torch.stack([self.at(horizon) for horizon in step.rope_lengths])[:, None]  # [R, 1, rot / 2]
             if self.stretched_scale is not None:
-                scales = [self.stretched_scale if self.regime(horizon) else self.scale for horizon in step.horizons]
+                scales = [self.stretched_scale if self.regime(horizon) else self.scale for horizon in step.rope_lengths]
                 scale = torch.tensor(scales, dtype=torch.float32, device=frequencies.device)[:, None, None]
         angles = step.positions[..., None].float() * frequencies
         cos, sin = angles.cos(), angles.sin()
         if isinstance(scale, Tensor) or scale != 1.0:
             cos, sin = cos * scale, sin * scale
-        return ops.Rotation(cos, sin, self.interleaved)
+        return ops.RopeTables(cos, sin, self.interleaved)
 
     def shift(self, keys: Tensor, delta: int) -> Tensor:
         """Rotate keys `[K, S, D]` as if each had stood `delta` positions farther on; float32."""
@@ -81,12 +81,12 @@ class Rope:
         return replace(self, frequencies=change(self.frequencies), stretched=changed)
 
 
-def rope_fields(config: Fields, kind: str | None = None) -> Fields:
+def rope_fields(config: Config, kind: str | None = None) -> Config:
     """The rope settings of a config, old layout (`rope_theta`, `rope_scaling`) or new (`rope_parameters`).
 
     `kind` picks among several in one config, those of `sliding_attention` layers, say.
     """
-    given = config.fields("rope_parameters") or config.fields("rope_scaling") or Fields({}, "config.rope_scaling")
+    given = config.fields("rope_parameters") or config.fields("rope_scaling") or Config({}, "config.rope_scaling")
     if kind is not None and isinstance(given.get(kind), dict):
         given = given.fields(kind) or given
     values = dict(given)
@@ -98,11 +98,11 @@ def rope_fields(config: Fields, kind: str | None = None) -> Fields:
     values.setdefault("rope_type", values.get("type", "default"))
     if values["rope_type"] == "mrope":  # of positions on several axes, which in a text are all the same
         values["rope_type"] = "default"
-    return Fields(values, "config.rope_parameters")
+    return Config(values, "config.rope_parameters")
 
 
 def make_rope(
-    config: Fields, head_dim: int, *, theta: float = 10_000.0, kind: str | None = None, interleaved: bool = False,
+    config: Config, head_dim: int, *, theta: float = 10_000.0, kind: str | None = None, interleaved: bool = False,
     fraction: float = 1.0,
 ) -> Rope:  # fmt: skip
     """The rope that a config asks for. Raises `ModelError` if it asks for one that is not known or not complete.
@@ -153,7 +153,7 @@ def make_rope(
 
 
 def ropes_by_kind(
-    config: Fields, head_dim: int, *, theta: float, local_theta: float | None = None
+    config: Config, head_dim: int, *, theta: float, local_theta: float | None = None
 ) -> tuple[Rope, Rope]:
     """The ropes of full and of sliding layers. Configs of the old layout stretch those of full layers alone."""
     full = make_rope(config, head_dim, theta=theta, kind="full_attention")
@@ -162,10 +162,10 @@ def ropes_by_kind(
     base = config.float("rope_local_base_freq", low=1.0, default=local_theta)
     base = base or rope_fields(config, "full_attention").float("rope_theta", low=1.0, default=theta)
     plain = {**config, "rope_parameters": None, "rope_scaling": None, "rope_theta": base}
-    return full, make_rope(Fields(plain, config.where), head_dim)
+    return full, make_rope(Config(plain, config.where), head_dim)
 
 
-def _llama3(base: Tensor, rope: Fields, config: Fields) -> Tensor:
+def _llama3(base: Tensor, rope: Config, config: Config) -> Tensor:
     """Slow frequencies divided by `factor`, fast ones kept, those between blended (Llama 3.1)."""
     factor = rope.float("factor", low=1e-6)
     low, high = rope.float("low_freq_factor", low=1e-6), rope.float("high_freq_factor", low=1e-6)
@@ -179,7 +179,7 @@ def _llama3(base: Tensor, rope: Fields, config: Fields) -> Tensor:
     return torch.where(fast, base, torch.where(slow, base / factor, middle))
 
 
-def _yarn(base: Tensor, theta: float, rot: int, rope: Fields, config: Fields) -> tuple[Tensor, float]:
+def _yarn(base: Tensor, theta: float, rot: int, rope: Config, config: Config) -> tuple[Tensor, float]:
     """Interpolate slow dimensions, keep fast ones, ramp between (Peng et al. 2023); and the factor on cos and sin."""
     native = rope.int("original_max_position_embeddings", low=1, default=None)
     native = native or config.int("max_position_embeddings", low=1)
@@ -208,7 +208,7 @@ def _yarn(base: Tensor, theta: float, rot: int, rope: Fields, config: Fields) ->
     return (base / factor) * ramp + base * (1 - ramp), scale
 
 
-def _longrope(base: Tensor, rope: Fields, most: int, rot: int, interleaved: bool) -> Rope:
+def _longrope(base: Tensor, rope: Config, most: int, rot: int, interleaved: bool) -> Rope:
     """One factor a dimension, a set for short texts and a set for long ones (Ding et al. 2024)."""
     native = rope.int("original_max_position_embeddings", low=2, default=None) or most
     short, long = (

@@ -11,7 +11,7 @@ from lmstate import ops
 from lmstate.ops import Norm, Residual, Weight
 from lmstate.ops.recurrent.causal_conv import causal_conv
 from lmstate.ops.recurrent.wkv import wkv
-from lmstate.state import FoldState, LayerState, Layout, Step
+from lmstate.state import LayerState, Layout, RecurrentState, Step
 from lmstate.state.layers.recurrent import Carry
 
 
@@ -45,7 +45,7 @@ class TimeMix:
     def new_state(self, layout: Layout) -> LayerState:
         width, embed = self.key.shape
         shapes = [(1, embed), (width,), (width,), (width,)]
-        return FoldState(layout, self.fold, shapes, embed, names=["late", "numerator", "denominator", "peak"])
+        return RecurrentState(layout, self.fold, shapes, embed, names=["late", "numerator", "denominator", "peak"])
 
     def fold(self, inputs: Tensor, carry: Carry, counts: Tensor, beside: Tensor | None) -> tuple[Tensor, Carry]:
         """The stream, normalised `[R, T, E]` -> gated averages `[R, T, F]`."""
@@ -62,7 +62,7 @@ class TimeMix:
     def __call__(
         self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
     ) -> Tensor:
-        assert isinstance(memory, FoldState)
+        assert isinstance(memory, RecurrentState)
         x = x if norm is None else ops.norm(x, norm)
         return ops.linear(memory.advance(x, step), self.out, residual=residual)
 
@@ -82,7 +82,7 @@ class ChannelMix:
 
     def new_state(self, layout: Layout) -> LayerState:
         embed = self.key.in_features
-        return FoldState(layout, self.fold, [(1, embed)], embed, names=["late"])
+        return RecurrentState(layout, self.fold, [(1, embed)], embed, names=["late"])
 
     def fold(self, inputs: Tensor, carry: Carry, counts: Tensor, beside: Tensor | None) -> tuple[Tensor, Carry]:
         """The stream, normalised `[R, T, E]` -> the same a token late."""
@@ -92,7 +92,7 @@ class ChannelMix:
     def __call__(
         self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
     ) -> Tensor:
-        assert isinstance(memory, FoldState)
+        assert isinstance(memory, RecurrentState)
         x = x if norm is None else ops.norm(x, norm)
         late = memory.advance(x, step)
         of_key, of_receptance = self.shares

@@ -9,8 +9,8 @@ from torch import Tensor
 from lmstate import ops
 from lmstate.models.layers.base import RecurrentMixer
 from lmstate.ops import Norm, Residual, Weight
-from lmstate.ops.recurrent.causal_conv import causal_conv, taps_apart
-from lmstate.state import FoldState, LayerState, Layout, Step
+from lmstate.ops.recurrent.causal_conv import causal_conv, tap_major
+from lmstate.state import LayerState, Layout, RecurrentState, Step
 from lmstate.state.layers.recurrent import Carry
 
 
@@ -29,7 +29,7 @@ class ShortConv(RecurrentMixer):
     out_bias: Tensor | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "conv", taps_apart(self.conv))
+        object.__setattr__(self, "conv", tap_major(self.conv))
 
     @property
     def kind(self) -> str:
@@ -37,18 +37,18 @@ class ShortConv(RecurrentMixer):
 
     def new_state(self, layout: Layout) -> LayerState:
         width, kernel = self.conv.shape
-        return FoldState(layout, self.fold, [(kernel - 1, width)], width, names=["conv"])
+        return RecurrentState(layout, self.fold, [(kernel - 1, width)], width, names=["conv"])
 
     def fold(self, inputs: Tensor, carry: Carry, counts: Tensor, beside: Tensor | None) -> tuple[Tensor, Carry]:
         """b * x `[R, T, E]` -> its convolution `[R, T, E]`."""
         y, tail = causal_conv(inputs, carry[0], self.conv, self.conv_bias, counts)
         return y, (tail,)
 
-    def half(self, norm: Norm | None, after: Norm | None, scale: float) -> ops.ConvHalf:
-        return ops.ConvHalf(self, norm, after, scale)
+    def half(self, norm: Norm | None, after: Norm | None, scale: float) -> ops.ShortConvSublayer:
+        return ops.ShortConvSublayer(self, norm, after, scale)
 
     def apart(self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
-        assert isinstance(memory, FoldState)
+        assert isinstance(memory, RecurrentState)
         before, after, x = ops.linear(x, self.project, self.bias, norm=norm).chunk(3, dim=-1)
         y = memory.advance(before * x, step)
         return ops.linear(after * y, self.out, self.out_bias, residual=residual)

@@ -49,7 +49,7 @@ class SharedTransformer:
     attention_adapter: Adapter | None = None
 
     def __call__(self, x: Tensor, step: Step, memory: LayerState) -> Tensor:
-        both = torch.cat([x, step.memo(EMBEDDING, lambda: x)], dim=-1)  # [R, T, 2E]
+        both = torch.cat([x, step.cached(EMBEDDING, lambda: x)], dim=-1)  # [R, T, 2E]
         both = ops.norm(both, self.attention_norm)
         qkv = ops.linear(both, self.attention.qkv, self.attention.qkv_bias)
         if self.attention_adapter is not None:
@@ -60,7 +60,7 @@ class SharedTransformer:
 
 
 @dataclass(eq=False)
-class SharedHybrid:
+class ZambaHybrid:
     """A Mamba-2 whose input is the stream and, through a matrix of this layer's own, the shared transformer's output.
 
     Glorioso et al. 2024 (2411.15242). The transformer's output goes into the state space alone, not into the stream.

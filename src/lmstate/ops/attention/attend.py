@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from lmstate.ops import dispatch
 from lmstate.ops.attention.kv_store import append
 from lmstate.ops.attention.rope import rope
-from lmstate.ops.types.params import EVERYTHING, Rotation, Scoring, Sight
+from lmstate.ops.types.params import FULL_CAUSAL, AttentionParams, CausalMask, RopeTables
 
 MOST = 512
 """New tokens a row that one native call takes: its memory grows with them, their results do not depend on it."""
@@ -28,8 +28,8 @@ def attend(
     v: Tensor,
     starts: Tensor,
     counts: Tensor,
-    scoring: Scoring,
-    sight: Sight = EVERYTHING,
+    scoring: AttentionParams,
+    sight: CausalMask = FULL_CAUSAL,
 ) -> Tensor:
     """Attend from new tokens to the stored ones; float32 `[R, T, H, Dv]`, zero where a query is padding.
 
@@ -58,8 +58,8 @@ def attend_reference(
     v: Tensor,
     starts: Tensor,
     counts: Tensor,
-    scoring: Scoring,
-    sight: Sight = EVERYTHING,
+    scoring: AttentionParams,
+    sight: CausalMask = FULL_CAUSAL,
 ) -> Tensor:
     """Plain torch in the dtype of k and v."""
     if torch.compiler.is_compiling() or not starts.is_cpu:
@@ -82,7 +82,9 @@ def attend_reference(
     return torch.cat(out) if rows else q.new_zeros(0, q.shape[1], q.shape[2], v.shape[3])
 
 
-def attend_span(q: Tensor, k: Tensor, v: Tensor, start: int, low: int, scoring: Scoring, sight: Sight) -> Tensor:
+def attend_span(
+    q: Tensor, k: Tensor, v: Tensor, start: int, low: int, scoring: AttentionParams, sight: CausalMask
+) -> Tensor:
     """q `[R, T, H, D]` at positions start.., k and v `[R, K, L, D]` at positions low.. -> `[R, T, H, Dv]` float32."""
     count, end = q.shape[1], start + q.shape[1]
     if count == 0:
@@ -116,7 +118,7 @@ def unroll(ring: Tensor, low: int, end: int) -> Tensor:
 
 
 def _attend_on_device(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, counts: Tensor, scoring: Scoring, sight: Sight
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, counts: Tensor, scoring: AttentionParams, sight: CausalMask
 ) -> Tensor:
     """The same without reading starts and counts on the host: every slot takes part, under a mask `[R, 1, T, S]`."""
     slots = torch.arange(k.shape[2], device=q.device)
@@ -134,13 +136,13 @@ def rotate_attend(
     q: Tensor,
     k_new: Tensor,
     v_new: Tensor,
-    rotation: Rotation,
+    rotation: RopeTables,
     k: Tensor,
     v: Tensor,
     starts: Tensor,
     counts: Tensor,
-    scoring: Scoring,
-    sight: Sight = EVERYTHING,
+    scoring: AttentionParams,
+    sight: CausalMask = FULL_CAUSAL,
 ) -> Tensor:
     """Rotate q `[R, T, H, D]` and k_new `[R, T, K, D]`, store k_new and v_new in the rings k and v, attend.
 

@@ -21,7 +21,7 @@ from lmstate.ops.attention.kv_store import append_one
 from lmstate.ops.attention.rope import rope
 from lmstate.ops.types import kv_format
 from lmstate.ops.types.kv_format import BLOCK
-from lmstate.ops.types.params import EVERYTHING, Columns, Held, Rotation, Scoring, Sight
+from lmstate.ops.types.params import FULL_CAUSAL, AttentionParams, AttentionSums, CausalMask, Held, RopeTables
 
 if TYPE_CHECKING:
     from lmstate.ops.cpu.codes import Codes
@@ -33,17 +33,17 @@ WHOLE = 512
 def attend_quantized(
     q: Tensor,
     new: tuple[Tensor, Tensor] | None,
-    rotation: Rotation | None,
+    rotation: RopeTables | None,
     held: Held,
     tail: Tensor | None,
     starts: Tensor,
     counts: Tensor,
-    scoring: Scoring,
-    sight: Sight = EVERYTHING,
+    scoring: AttentionParams,
+    sight: CausalMask = FULL_CAUSAL,
     *,
     bits: int,
     dtype: torch.dtype = torch.float32,
-    columns: Columns | None = None,
+    columns: AttentionSums | None = None,
 ) -> Tensor:
     """Store new keys and values `[R, T, K, D]`, and attend: q float32 `[R, T, H, D]` -> float32 `[R, T, H, Dv]`.
 
@@ -137,8 +137,8 @@ def _attend_blocks(
     counts: Tensor,
     bits: int,
     dtype: torch.dtype,
-    scoring: Scoring,
-    sight: Sight,
+    scoring: AttentionParams,
+    sight: CausalMask,
 ) -> Tensor:
     """The queries of one block of positions after another; values stay turned."""
     rows, tokens, heads, _ = q.shape

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lmstate.ops import dispatch
-from lmstate.ops.types.params import EVERYTHING, Columns, Scoring, Sight
+from lmstate.ops.types.params import FULL_CAUSAL, AttentionParams, AttentionSums, CausalMask
 
 OBSERVED = 64
 """New tokens a row that one native call observes: the weights of them all are kept until the sums are known."""
@@ -20,8 +20,8 @@ def attend_observed(
     v: Tensor,
     starts: Tensor,
     counts: Tensor,
-    scoring: Scoring,
-    columns: Columns,
+    scoring: AttentionParams,
+    columns: AttentionSums,
 ) -> Tensor:
     """`ops.attend` over rings that have not wrapped; adds what each slot receives to `columns`."""
     library = dispatch.native(q, k, v, scoring.sinks)
@@ -29,7 +29,7 @@ def attend_observed(
         slots = torch.arange(k.shape[2], device=k.device).expand(k.shape[:3])
         return attend_slots(q, k, v, slots, starts, counts, scoring, columns=columns)
     out = [
-        library.attend(block, k, v, starts + first, (counts - first).clamp(0, OBSERVED), scoring, EVERYTHING, columns)
+        library.attend(block, k, v, starts + first, (counts - first).clamp(0, OBSERVED), scoring, FULL_CAUSAL, columns)
         for first, block in zip(range(0, max(q.shape[1], 1), OBSERVED), q.split(OBSERVED, dim=1))
     ]
     return out[0] if len(out) == 1 else torch.cat(out, dim=1)
@@ -42,9 +42,9 @@ def attend_slots(
     positions: Tensor,
     starts: Tensor,
     counts: Tensor,
-    scoring: Scoring,
-    sight: Sight = EVERYTHING,
-    columns: Columns | None = None,
+    scoring: AttentionParams,
+    sight: CausalMask = FULL_CAUSAL,
+    columns: AttentionSums | None = None,
 ) -> Tensor:
     """Attend from new tokens to the slots of their row and kv head -> float32 `[R, T, H, Dv]`, zero where padding.
 
@@ -74,7 +74,7 @@ def attend_slots(
     return torch.stack(outs) if rows else padding
 
 
-def _weights(q: Tensor, k: Tensor, where: Tensor, own: Tensor, scoring: Scoring, sight: Sight) -> Tensor:
+def _weights(q: Tensor, k: Tensor, where: Tensor, own: Tensor, scoring: AttentionParams, sight: CausalMask) -> Tensor:
     """q `[t, H, D]` at positions own `[t, 1]`, k `[K, S, D]` at `where` -> softmax float32 `[K, G, t, S]`."""
     count, heads, _ = q.shape
     group = heads // len(k)

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from lmstate.ops import dispatch
-from lmstate.ops.types.slot_table import NONE, Change, Lowest, SlotLists
+from lmstate.ops.types.slot_table import NONE, EvictLowest, SlotCommit, SlotTable
 
 if TYPE_CHECKING:
     pass
 
 
-def settle(changes: Sequence[Change], starts: Tensor, counts: Tensor, accepted: Tensor) -> None:
+def commit_slots(changes: Sequence[SlotCommit], starts: Tensor, counts: Tensor, accepted: Tensor) -> None:
     """Make the first accepted[r] of the counts[r] tokens real that lie behind row r's filled slots, then evict.
 
     Of any number of layers at once. starts, counts, accepted: int64 `[R]`; a row that accepts none stays as it is. All
@@ -27,32 +27,32 @@ def settle(changes: Sequence[Change], starts: Tensor, counts: Tensor, accepted: 
     """
     library = dispatch.native(starts, counts, accepted)
     if library is not None:
-        from lmstate.ops.cpu.settle import settle as native
+        from lmstate.ops.cpu.commit_slots import commit_slots as native
 
         native(library.variant)(changes, starts, counts, accepted)
     else:
         for change in changes:
-            settle_reference(change, starts, counts, accepted)
+            commit_slots_reference(change, starts, counts, accepted)
 
 
-class Settling:
+class SlotCommits:
     """The end of a step for all layers that share it: each adds its change, and the first to install has all done."""
 
     def __init__(self, starts: Tensor, counts: Tensor, accepted: Tensor) -> None:
         self._spans = starts, counts, accepted
-        self._waiting: dict[object, Change] = {}
+        self._waiting: dict[object, SlotCommit] = {}
 
-    def add(self, layer: object, change: Change) -> None:
+    def add(self, layer: object, change: SlotCommit) -> None:
         """A layer that prepares twice, because another one failed meanwhile, is settled once."""
         self._waiting[layer] = change
 
     def run(self) -> None:
         if self._waiting:
             changes, self._waiting = list(self._waiting.values()), {}
-            settle(changes, *self._spans)
+            commit_slots(changes, *self._spans)
 
 
-def settle_reference(change: Change, starts: Tensor, counts: Tensor, accepted: Tensor) -> None:
+def commit_slots_reference(change: SlotCommit, starts: Tensor, counts: Tensor, accepted: Tensor) -> None:
     """Plain torch, a row and head after another."""
     lists, columns, evicted = change.lists, change.columns, change.evicted
     kept, heads = lists.kept, range(lists.live.shape[1])
@@ -69,7 +69,7 @@ def settle_reference(change: Change, starts: Tensor, counts: Tensor, accepted: T
                     scores[(start + token + 1) % len(scores), : len(after)] = after
             kept["position"][r, h, live : live + n] = new.int()
             lists.live[r, h] = live + n
-            if isinstance(evicted, Lowest):
+            if isinstance(evicted, EvictLowest):
                 for left in range(live + n, live + n - evicted.excess(live + n), -1):
                     position = kept["position"][r, h, :left]
                     ranks = kept["scores"][r, h, length % kept["scores"].shape[2]] if evicted.by_scores else position
@@ -86,7 +86,7 @@ def settle_reference(change: Change, starts: Tensor, counts: Tensor, accepted: T
 def scores_after(before: Tensor, columns: Tensor, live: int, count: int, n: int) -> list[tuple[int, Tensor]]:
     """A head's scores after some of a step's first n tokens: (number of the token, float32 `[live + count]`).
 
-    before `[S]`: those before the step, of which the first `live` count. columns `[n, S']`: as in `settle`.
+    before `[S]`: those before the step, of which the first `live` count. columns `[n, S']`: as in `commit_slots`.
     """
     scores = torch.zeros_like(columns[0, : live + count])
     scores[:live] = before[:live]
@@ -117,7 +117,7 @@ def lowest(ranks: Tensor, positions: Tensor, counts: Tensor) -> Tensor:
     return (below | (torch.zeros_like(tied).scatter_(-1, oldest, first) & tied)) & (counts > 0)
 
 
-def evict(lists: SlotLists, r: int, h: int, gone: Tensor, length: int) -> None:
+def evict(lists: SlotTable, r: int, h: int, gone: Tensor, length: int) -> None:
     """Bury the slots of a head that are `gone`, bool `[S]`, at a length of its row."""
     live, graves = int(lists.live[r, h]), lists.buried["died"].shape[2]
     order, slots = list(range(live)), gone[:live].nonzero()[:, 0].tolist()[::-1]
@@ -139,7 +139,7 @@ def evict(lists: SlotLists, r: int, h: int, gone: Tensor, length: int) -> None:
     lists.live[r, h], lists.dug[r, h] = len(order), first + len(where)
 
 
-def unsettle(lists: SlotLists, to: int) -> None:
+def undo_evictions(lists: SlotTable, to: int) -> None:
     """Take every row back to length `to`: what was evicted since comes back, what came since goes. All in place.
 
     The scores of that length lie where the slots do then.

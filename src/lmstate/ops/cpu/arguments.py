@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lmstate.ops.types.params import Norm, Residual, Scoring, Sight
+from lmstate.ops.types.params import AttentionParams, CausalMask, Norm, Residual
 
 if TYPE_CHECKING:
-    from lmstate.ops.types.params import Columns
+    from lmstate.ops.types.params import AttentionSums
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 WEIGHT_KINDS = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4, "bfloat16 in 12 bits": 5}
@@ -102,10 +102,10 @@ def attend_fields(
     v: Tensor,
     starts: Tensor,
     counts: Tensor,
-    scoring: Scoring,
-    sight: Sight,
+    scoring: AttentionParams,
+    sight: CausalMask,
     out: Tensor,
-    columns: Columns | None = None,
+    columns: AttentionSums | None = None,
 ) -> tuple[float, ...]:
     rows, tokens, heads, dim = q.shape
     _, kv_heads, slots, dim_v = v.shape
@@ -122,7 +122,7 @@ def attend_fields(
     )  # fmt: skip
 
 
-def column_pointers(columns: Columns | None, slots: tuple[int, ...]) -> tuple[int, int]:
+def column_pointers(columns: AttentionSums | None, slots: tuple[int, ...]) -> tuple[int, int]:
     """Of the sums over slots `[R, K, S]`, and of the ends."""
     if columns is None:
         return 0, 0
@@ -133,11 +133,11 @@ def column_pointers(columns: Columns | None, slots: tuple[int, ...]) -> tuple[in
     return sums, integers(columns.ends, "ends", rows).data_ptr()
 
 
-def sinks_pointer(scoring: Scoring, heads: int) -> int:
+def sinks_pointer(scoring: AttentionParams, heads: int) -> int:
     return 0 if scoring.sinks is None else float_pointer(scoring.sinks, "sinks", (heads,))
 
 
-def rule_fields(scoring: Scoring, sight: Sight) -> tuple[int, int, int, float, float]:
+def rule_fields(scoring: AttentionParams, sight: CausalMask) -> tuple[int, int, int, float, float]:
     """The end of the arguments of every attention; it runs on torch's threads."""
     threads = torch.get_num_threads()
     return sight.window or 0, sight.chunk or 0, threads, scoring.scale, scoring.softcap or 0.0

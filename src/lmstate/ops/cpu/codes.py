@@ -22,7 +22,7 @@ from lmstate.ops.cpu.arguments import (
     sinks_pointer,
 )
 from lmstate.ops.types import kv_format
-from lmstate.ops.types.params import Columns, Held, Rotation, Scoring, Sight
+from lmstate.ops.types.params import AttentionParams, AttentionSums, CausalMask, Held, RopeTables
 
 _ARGUMENTS = Struct("4P10q" * 2 + "2P6q" + "2q" + "4P2q" + "9P21q2d")
 _NO_ROTATION = (0,) * 28
@@ -52,15 +52,15 @@ class Codes:
         self,
         q: Tensor,
         new: tuple[Tensor, Tensor] | None,
-        rotation: Rotation | None,
+        rotation: RopeTables | None,
         held: Held,
         tail: Tensor | None,
         starts: Tensor,
         counts: Tensor,
         bits: int,
-        scoring: Scoring,
-        sight: Sight,
-        columns: Columns | None = None,
+        scoring: AttentionParams,
+        sight: CausalMask,
+        columns: AttentionSums | None = None,
         *,
         dtype: torch.dtype = torch.float32,
         stores_only: bool = False,

@@ -26,8 +26,8 @@ from lmstate.ops.types.params import Held, Norm
 
 if TYPE_CHECKING:
     from lmstate.ops.fused.graph import Waiting
-    from lmstate.ops.types.params import Rings, Rotation
-    from lmstate.ops.types.sublayers import AttentionHalf, FeedForwardHalf
+    from lmstate.ops.types.params import KVView, RopeTables
+    from lmstate.ops.types.sublayers import AttentionSublayer, MLPSublayer
 
 _ATTENTION = Struct("q10P12q8d")
 _STARTS = Struct("P")
@@ -46,7 +46,7 @@ class Fused:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._run = function(library, "lmstate_run")
 
-    def attention(self, half: AttentionHalf) -> bytes:
+    def attention(self, half: AttentionSublayer) -> bytes:
         """The start of the arguments of attention, before those of its starts, its rings and its rotation."""
         parts, norm = half.parts, half.norm
         heads, kv_heads, dim, qkv, out = parts.heads, parts.kv_heads, parts.head_dim, parts.qkv, parts.out
@@ -74,7 +74,7 @@ class Fused:
         """The arguments of attention that say where a layer's tokens start, if not where the step's do."""
         return _STARTS.pack(0 if starts is None else integers(starts, "starts", rows).data_ptr())
 
-    def knows(self, rings: Rings) -> bool:
+    def knows(self, rings: KVView) -> bool:
         """Whether a layer with these rings may run here."""
         k, v, dim, coded = rings.k, rings.v, rings.heads[2], rings.coded
         if not (k.is_cpu and k.dtype == v.dtype and k.shape[3] == v.shape[3] and dim <= MAX_HEAD_DIM and dim % 8 == 0):
@@ -83,7 +83,7 @@ class Fused:
             return coded.tail is None or coded.tail.dtype in KINDS
         return k.dtype in KINDS and k.stride(3) == v.stride(3) == 1
 
-    def rings(self, rings: Rings) -> bytes:
+    def rings(self, rings: KVView) -> bytes:
         """The arguments that keys and values are; pointers to what `rings` holds, but for its starts."""
         (window, chunk), columns, coded = rings.sight, rings.columns, rings.coded
         (rows, kv_heads, dim), slots = rings.heads, rings.k.shape[2]
@@ -106,7 +106,7 @@ class Fused:
             window or 0, chunk or 0, *codes,
         )  # fmt: skip
 
-    def rotation(self, rotation: Rotation | None, rows: int, tokens: int) -> bytes:
+    def rotation(self, rotation: RopeTables | None, rows: int, tokens: int) -> bytes:
         """The end of the arguments of attention."""
         if rotation is None:
             return _ROTATION.pack(0, 0, 0, 0)
@@ -114,7 +114,9 @@ class Fused:
         cos, sin = (float_pointer(table, "cos and sin", (rows, tokens, half)) for table in rotation[:2])
         return _ROTATION.pack(cos, sin, half, rotation.interleaved)
 
-    def check(self, half: AttentionHalf, rings: Rings, rotation: Rotation | None, rows: int, tokens: int) -> None:
+    def check(
+        self, half: AttentionSublayer, rings: KVView, rotation: RopeTables | None, rows: int, tokens: int
+    ) -> None:
         """ValueError where these do not go together."""
         heads, kv_heads, dim = half.heads
         if rings.heads != (rows, kv_heads, dim):
@@ -127,7 +129,7 @@ class Fused:
         if rings.queries is not None and rings.queries.shape != (rows, tokens, heads, dim):
             raise ValueError(f"{list(rings.queries.shape)} has no room for {tokens} queries of {heads} heads")
 
-    def feed_forward(self, half: FeedForwardHalf, gate: int) -> bytes:
+    def feed_forward(self, half: MLPSublayer, gate: int) -> bytes:
         """The arguments of a feed-forward part with a gate of `Library.GATES`."""
         up, down = half.up, half.down
         inputs, hidden, outputs = up.in_features, down.in_features, down.out_features

@@ -12,17 +12,17 @@ from lmstate.ops.cpu.arguments import WEIGHT_KINDS, factor, norm_fields, optiona
 from lmstate.ops.cpu.fused import HALF
 
 if TYPE_CHECKING:
-    from lmstate.ops.types.moe_sublayer import Expert, ExpertsHalf
+    from lmstate.ops.types.moe_sublayer import Expert, MoESublayer
 
 _EXPERTS = Struct("q7P14q5d")
 _TABLE = Struct("4P3q")
 
 
-def experts(half: ExpertsHalf, gate: int) -> tuple[bytes, Tensor]:
+def experts(half: MoESublayer, gate: int) -> tuple[bytes, Tensor]:
     """The arguments of a mixture with a gate of `Library.GATES`; and the table of its experts, to which they point."""
     router, shared, shared_gate = half.router, half.shared, half.shared_gate
     inputs, outputs, count, hidden = half.inputs, half.outputs, len(half.experts), half.experts[0].down.in_features
-    if router.weight.shape != (count, inputs) or not 0 < router.top_k <= router.kept_groups * (count // router.groups):
+    if router.weight.shape != (count, inputs) or not 0 < router.top_k <= router.topk_groups * (count // router.groups):
         raise ValueError(f"{router.weight} does not fit a choice of {router.top_k} of {count} experts")
     if any(each.down.in_features != hidden for each in half.experts):
         raise ValueError("experts of different widths")
@@ -34,11 +34,11 @@ def experts(half: ExpertsHalf, gate: int) -> tuple[bytes, Tensor]:
     after, after_eps = norm_fields(half.after, outputs)
     arguments = _EXPERTS.pack(
         4, norm, router.weight.storage.data_ptr(), optional_pointer(router.bias, "the router's bias", (count,)),
-        optional_pointer(router.correction, "the correction", (count,)), table.data_ptr(),
+        optional_pointer(router.e_score_correction_bias, "the correction", (count,)), table.data_ptr(),
         0 if shared_gate is None else shared_gate.storage.data_ptr(), after, inputs, outputs,
         WEIGHT_KINDS[router.weight.kind], 0 if shared_gate is None else WEIGHT_KINDS[shared_gate.kind], count,
-        router.top_k, shared is not None, gate, router.scoring == "sigmoid", router.normalise, router.groups,
-        router.kept_groups, router.group_score == "two best", half.weigh_input,
+        router.top_k, shared is not None, gate, router.scoring == "sigmoid", router.normalize, router.groups,
+        router.topk_groups, router.group_score == "top2", half.scale_input,
         eps, after_eps, factor(half.scale), router.scale, router.floor,
     )  # fmt: skip
     return arguments.ljust(HALF, b"\0"), table

@@ -13,7 +13,7 @@ from lmstate.ops.cpu.fused import HALF
 from lmstate.ops.cpu.recurrent_mixers import MixerParts, delta_parts, ssd_parts
 
 if TYPE_CHECKING:
-    from lmstate.ops.types.recurrent_sublayers import Carry, ConvHalf, DeltaHalf, SsdHalf
+    from lmstate.ops.types.recurrent_sublayers import Carry, GatedDeltaSublayer, Mamba2Sublayer, ShortConvSublayer
     from lmstate.ops.types.weight import Weight
 
 _LAYER = Struct("q8P7q3d")
@@ -32,7 +32,7 @@ class Recurrence(NamedTuple):
     first: int
 
 
-def delta(half: DeltaHalf) -> Recurrence:
+def delta(half: GatedDeltaSublayer) -> Recurrence:
     """A layer of the gated delta rule."""
     of, gates = half.parts, half.parts.gates
     parts = delta_parts(
@@ -45,7 +45,7 @@ def delta(half: DeltaHalf) -> Recurrence:
     return Recurrence(layer, parts, parts.inputs, 0)
 
 
-def ssd(half: SsdHalf) -> Recurrence:
+def ssd(half: Mamba2Sublayer) -> Recurrence:
     """A layer of Mamba-2."""
     of = half.parts
     gated = (None, 1, False) if (own := of.norm) is None else (own.norm, own.groups, own.gate_last)
@@ -58,7 +58,7 @@ def ssd(half: SsdHalf) -> Recurrence:
     return Recurrence(layer, parts, of.project.out_features, parts.outputs)
 
 
-def conv(half: ConvHalf) -> Recurrence:
+def conv(half: ShortConvSublayer) -> Recurrence:
     """A gated short convolution."""
     of = half.parts
     taps = of.conv.t()
@@ -88,7 +88,7 @@ def room(layer: Recurrence, rows: int, tokens: int) -> tuple[Carry, Tensor]:
 
 def _layer(
     kind: int,
-    half: ConvHalf | DeltaHalf | SsdHalf,
+    half: ShortConvSublayer | GatedDeltaSublayer | Mamba2Sublayer,
     project: Weight,
     bias: Tensor | None,
     gates: Weight | None,

@@ -67,8 +67,8 @@ class Latent:
         check_attended(self._attend(arguments), q_latent, latent[:, None], starts, counts)
         return out
 
-    def by_head(self, x: Tensor, matrices: Tensor) -> Tensor:
-        """`by_head` of contiguous matrices."""
+    def per_head_matmul(self, x: Tensor, matrices: Tensor) -> Tensor:
+        """`per_head_matmul` of contiguous matrices."""
         *outer, heads, inputs = x.shape
         outputs = matrices.shape[2]
         if matrices.shape != (heads, inputs, outputs):

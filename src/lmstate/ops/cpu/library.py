@@ -28,11 +28,11 @@ from lmstate.ops.cpu.arguments import (
 )
 from lmstate.ops.cpu.fused import Fused
 from lmstate.ops.memory import scratch
-from lmstate.ops.types.params import Norm, Residual, Scoring, Sight
+from lmstate.ops.types.params import AttentionParams, CausalMask, Norm, Residual
 from lmstate.ops.types.weight import Weight
 
 if TYPE_CHECKING:
-    from lmstate.ops.types.params import Columns
+    from lmstate.ops.types.params import AttentionSums
 
 _LINEAR = Struct("7P6q3dP")
 _ROWS = Struct("3P6qd")
@@ -136,8 +136,8 @@ class Library:
         self._glu(_ROWS.pack(x.data_ptr(), 0, y.data_ptr(), rows, width, self.GATES[act], *kinds, threads, 0.0))
         return y
 
-    def best(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """`ops.best`."""
+    def argmax(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`ops.argmax`."""
         x = x.contiguous()
         rows, width = x.shape
         if width == 0:
@@ -189,9 +189,9 @@ class Library:
         v: Tensor,
         starts: Tensor,
         counts: Tensor,
-        scoring: Scoring,
-        sight: Sight,
-        columns: Columns | None = None,
+        scoring: AttentionParams,
+        sight: CausalMask,
+        columns: AttentionSums | None = None,
     ) -> Tensor:
         """`ops.attend`, or `ops.attend_observed`."""
         out = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float32)
@@ -212,8 +212,8 @@ class Library:
         v: Tensor,
         starts: Tensor,
         counts: Tensor,
-        scoring: Scoring,
-        sight: Sight,
+        scoring: AttentionParams,
+        sight: CausalMask,
     ) -> Tensor:
         """`ops.rotate_attend`, in one call."""
         shapes = (q.shape, k_new.shape, (*q.shape[:3], v.shape[3]))

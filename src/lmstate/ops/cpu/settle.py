@@ -15,14 +15,14 @@ from lmstate.ops import cpu
 from lmstate.ops.cpu.arguments import float_pointer, function, integers
 
 if TYPE_CHECKING:
-    from lmstate.ops.types.slot_table import Change
+    from lmstate.ops.types.slot_table import SlotCommit
 
 ARRAYS = 8
 _HEADER = Struct("3P3q")
 _CHANGE = Struct("2Pq" * ARRAYS + "10P16q")
 
 
-class Packed(NamedTuple):
+class PackedSlotCommit(NamedTuple):
     """The arguments of one layer."""
 
     fields: bytes
@@ -35,8 +35,8 @@ class Settle:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._settle = function(library, "lmstate_settle")
 
-    def __call__(self, changes: Sequence[Change], starts: Tensor, counts: Tensor, accepted: Tensor) -> None:
-        """`settle`."""
+    def __call__(self, changes: Sequence[SlotCommit], starts: Tensor, counts: Tensor, accepted: Tensor) -> None:
+        """`commit_slots`."""
         rows = len(starts)
         spans = tuple(integers(x, "starts, counts and accepted", rows) for x in (starts, counts, accepted))
         packed = [change.packed for change in changes]
@@ -46,7 +46,7 @@ class Settle:
         self._settle(b"".join([header, *(each.fields for each in packed)]))
 
 
-def packed(change: Change) -> Packed:
+def packed(change: SlotCommit) -> PackedSlotCommit:
     """Checked once: a change is not given other tensors, nor these other memory."""
     kept, buried, live, dug = change.lists.kept, change.lists.buried, change.lists.live, change.lists.dug
     rows, heads, slots = kept["position"].shape
@@ -86,10 +86,10 @@ def packed(change: Change) -> Packed:
         heads, slots, graves, count, 0 if scores is None else scores.shape[2],
         planes, wide, change.evicted is lowest, *lowest, tokens, width, size,
     )  # fmt: skip
-    return Packed(packed, rows)
+    return PackedSlotCommit(packed, rows)
 
 
 @lru_cache
-def settle(variant: str) -> Settle:
+def commit_slots(variant: str) -> Settle:
     """The body of the same variant as a `Library`."""
     return Settle(ctypes.CDLL(str(cpu.path_of(variant))))

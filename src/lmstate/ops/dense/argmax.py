@@ -8,7 +8,7 @@ from torch import Tensor
 from lmstate.ops import dispatch
 
 
-def best(x: Tensor) -> tuple[Tensor, Tensor]:
+def argmax(x: Tensor) -> tuple[Tensor, Tensor]:
     """x: float32 `[R, V]` -> the largest number of each row, float32 `[R]`, and its first place, int64 `[R]`.
 
     As in `torch.max`, what is no number counts as larger than all.
@@ -17,4 +17,4 @@ def best(x: Tensor) -> tuple[Tensor, Tensor]:
     if library is None or x.dtype != torch.float32:
         largest, where = x.max(-1)
         return largest, where
-    return library.best(x)
+    return library.argmax(x)

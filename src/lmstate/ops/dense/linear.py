@@ -14,7 +14,7 @@ from lmstate.ops.dense.norm import norm as apply_norm
 from lmstate.ops.types.params import Norm, Residual
 from lmstate.ops.types.weight import Weight
 
-FEW = 32
+GEMV_ROWS = 32
 """Up to this many rows are multiplied in float32, or in bytes where the weights are, bit for bit alike however many.
 More are multiplied in bfloat16 even where bytes would be faster (AVX-512): activations rounded to bytes move logits
 much farther than bfloat16 does, and a prompt is where a text takes its course."""
@@ -40,7 +40,7 @@ def linear(
     """
     stream = None if residual is None else residual.stream
     library = dispatch.native(x, weight.storage, stream)
-    if library is not None and few_rows(x):
+    if library is not None and is_gemv(x):
         if residual is not None and not residual.simple:
             return add_residual(residual, linear(x, weight, bias, norm=norm, gate=gate))
         if norm is not None and (gate is not None or not norm.simple):
@@ -59,15 +59,15 @@ def linear_beside(x: Tensor, weight: Weight, width: int, beside: Tensor) -> tupl
     The products of many rows are written where they are to lie, which a concatenation would copy.
     """
     library = dispatch.native(x, weight.storage, beside)
-    if library is None or few_rows(x) or weight.kind == "float32":
+    if library is None or is_gemv(x) or weight.kind == "float32":
         y = linear(x, weight)
         return torch.cat([y[..., :width], beside], dim=-1), y[..., width:]
     return linear_panels_beside(library, x, weight, width, beside)
 
 
-def few_rows(x: Tensor) -> bool:
+def is_gemv(x: Tensor) -> bool:
     """Whether the native bodies multiply x."""
-    return x.numel() <= FEW * x.shape[-1] and x.dtype == torch.float32
+    return x.numel() <= GEMV_ROWS * x.shape[-1] and x.dtype == torch.float32
 
 
 def linear_reference(

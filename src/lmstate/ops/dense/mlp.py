@@ -7,10 +7,10 @@ from torch import Tensor
 
 from lmstate.ops import dispatch
 from lmstate.ops.dense.gemm import linear_panels, rounded
-from lmstate.ops.dense.linear import few_rows, linear
+from lmstate.ops.dense.linear import is_gemv, linear
 from lmstate.ops.fused.graph import fused_feed_forward
 from lmstate.ops.types.params import Norm, Residual
-from lmstate.ops.types.sublayers import FeedForwardHalf
+from lmstate.ops.types.sublayers import MLPSublayer
 from lmstate.ops.types.weight import Weight
 
 
@@ -30,11 +30,11 @@ def feed_forward(
     x: float32 `[..., K]`; up: `[2F, K]`; down: `[N, F]`. Bit for bit the same as two `linear`.
     """
     stream, after, scale = residual or (None, None, 1.0)
-    half = FeedForwardHalf(up, down, act, norm, after, scale, up_bias, down_bias)
-    if few_rows(x) and (y := fused_feed_forward(x, half, stream)) is not None:
+    half = MLPSublayer(up, down, act, norm, after, scale, up_bias, down_bias)
+    if is_gemv(x) and (y := fused_feed_forward(x, half, stream)) is not None:
         return y
     library = dispatch.native(x, up.storage, down.storage, stream)
-    if library is not None and not few_rows(x) and library.can_multiply(up) and act in library.GATES:
+    if library is not None and not is_gemv(x) and library.can_multiply(up) and act in library.GATES:
         x = rounded(x, torch.bfloat16, norm)
         hidden = torch.empty(*x.shape[:-1], down.in_features, dtype=torch.bfloat16)
         flat = x.reshape(-1, up.in_features)

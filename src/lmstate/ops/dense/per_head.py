@@ -7,18 +7,18 @@ from torch import Tensor
 
 from lmstate.ops import dispatch
 from lmstate.ops.cpu.latent import latent as native_body
-from lmstate.ops.dense.linear import FEW
+from lmstate.ops.dense.linear import GEMV_ROWS
 
 
-def by_head(x: Tensor, matrices: Tensor) -> Tensor:
+def per_head_matmul(x: Tensor, matrices: Tensor) -> Tensor:
     """A matrix for each head: x float32 `[R, T, H, A]`, matrices `[H, A, B]` -> float32 `[R, T, H, B]`.
 
     Up to 32 rows are multiplied as they are; more are rounded to the matrices' dtype. All is float64 where these are.
     """
     rows, width, heads, _ = x.shape
     library = dispatch.native(x, matrices)
-    if library is not None and rows * width <= FEW and x.dtype == torch.float32 and matrices.is_contiguous():
-        return native_body(library.variant).by_head(x, matrices)
+    if library is not None and rows * width <= GEMV_ROWS and x.dtype == torch.float32 and matrices.is_contiguous():
+        return native_body(library.variant).per_head_matmul(x, matrices)
     product = x.to(matrices.dtype).flatten(0, 1).transpose(0, 1) @ matrices  # [H, R * T, B]
     product = product.transpose(0, 1).reshape(rows, width, heads, -1)
     return product.to(torch.promote_types(product.dtype, torch.float32))

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from lmstate.ops import dispatch
 from lmstate.ops.cpu.fused_recurrent import Recurrence, carried, room
-from lmstate.ops.dense.linear import few_rows
-from lmstate.ops.types.moe_sublayer import ExpertsHalf
-from lmstate.ops.types.params import Rings, Rotation
-from lmstate.ops.types.recurrent_sublayers import Folded, RecurrentHalf
-from lmstate.ops.types.sublayers import AttentionHalf, FeedForwardHalf, Half, pointers, requires_grad, storage
+from lmstate.ops.dense.linear import is_gemv
+from lmstate.ops.types.moe_sublayer import MoESublayer
+from lmstate.ops.types.params import KVView, RopeTables
+from lmstate.ops.types.recurrent_sublayers import Folded, RecurrentSublayer
+from lmstate.ops.types.sublayers import AttentionSublayer, MLPSublayer, Sublayer, pointers, requires_grad, storage
 
 if TYPE_CHECKING:
     from lmstate.ops.cpu import Library
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 class Waiting:
     """Halves that are to run, the rings of those that attend, their arguments, and what else these point to."""
 
-    halves: list[Half[Any]] = field(default_factory=list)
-    rings: dict[int, Rings] = field(default_factory=dict)
+    halves: list[Sublayer[Any]] = field(default_factory=list)
+    rings: dict[int, KVView] = field(default_factory=dict)
     arguments: list[bytes] = field(default_factory=list)
     folds: dict[int, Recurrence] = field(default_factory=dict)  # of those that are recurrent, by their arguments' place
     held: list[Tensor] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Chain:
         library: Library,
         rows: int,
         waiting: Waiting,
-        turns: list[tuple[Rotation | None, bytes]],
+        turns: list[tuple[RopeTables | None, bytes]],
         starts: list[tuple[Tensor | None, bytes]],
     ):
         self.library, self.rows, self.halves, self.arguments = library, rows, waiting.halves, waiting.arguments
@@ -99,7 +99,7 @@ class Run:
 
     def __init__(self, x: Tensor, starts: Tensor | None = None, counts: Tensor | None = None):
         self._starts, self._counts = starts, counts
-        self._turns: dict[int, tuple[Rotation | None, bytes]] = {}
+        self._turns: dict[int, tuple[RopeTables | None, bytes]] = {}
         self._places: dict[int, tuple[Tensor | None, bytes]] = {}
         self._shape = x.shape[:2]
         self.add_to(x, x)
@@ -113,7 +113,7 @@ class Run:
     def add_to(self, residual: Tensor | None, x: Tensor) -> None:
         """Go on with x, and add the next half to `residual` (None: to nothing) instead of to it."""
         self._x, self._residual = x, residual
-        self._library = dispatch.native(x, residual) if few_rows(x) else None
+        self._library = dispatch.native(x, residual) if is_gemv(x) else None
         self._width: int = x.shape[-1]
         self._waiting = Waiting()
 
@@ -122,11 +122,11 @@ class Run:
         """Whether anything may wait here: native bodies know no other device, no gradient to follow, no long step."""
         return self._library is not None
 
-    def takes(self, half: Half[Any] | None) -> bool:
+    def takes(self, half: Sublayer[Any] | None) -> bool:
         """Whether a half may wait here."""
         return half is not None and self._library is not None and half.ready(self._library) is not None
 
-    def attends(self, half: AttentionHalf, rings: Rings, rotation: Rotation | None) -> bool:
+    def attends(self, half: AttentionSublayer, rings: KVView, rotation: RopeTables | None) -> bool:
         """Have attention wait; False where no native body does it."""
         library = self._library
         if library is None or self._counts is None or (constant := half.ready(library)) is None:
@@ -146,14 +146,14 @@ class Run:
         self._wait(half, constant, placed[1], rings.packed, turned[1], rings=rings)
         return True
 
-    def feeds(self, half: FeedForwardHalf | ExpertsHalf) -> bool:
+    def feeds(self, half: MLPSublayer | MoESublayer) -> bool:
         """Have a feed-forward part or a mixture of them wait; False where no native body does it."""
         if self._library is None or (packed := half.ready(self._library)) is None:
             return False
         self._wait(half, packed)
         return True
 
-    def folds(self, half: RecurrentHalf, carry: Sequence[Tensor]) -> Folded | None:
+    def folds(self, half: RecurrentSublayer, carry: Sequence[Tensor]) -> Folded | None:
         """Have a recurrent layer wait; None where no native body does it. What it gives is there once the run goes."""
         layer = self.foldable(half, carry)
         if layer is None:
@@ -163,7 +163,7 @@ class Run:
         self._waiting.folds[place] = layer
         return self._waiting.carry(place, layer, carry, *self._shape)
 
-    def foldable(self, half: RecurrentHalf, carry: Sequence[Tensor]) -> Recurrence | None:
+    def foldable(self, half: RecurrentSublayer, carry: Sequence[Tensor]) -> Recurrence | None:
         """What of a recurrent layer would wait; None where no native body does it."""
         if self._library is None or self._counts is None:
             return None
@@ -180,7 +180,7 @@ class Run:
         return None if chain.single and self._shape[1] > 1 else chain
 
     def repeats(
-        self, chain: Chain, rings: list[Rings], carries: Sequence[Sequence[Tensor]], rotations: Sequence[Rotation]
+        self, chain: Chain, rings: list[KVView], carries: Sequence[Sequence[Tensor]], rotations: Sequence[RopeTables]
     ) -> list[Folded] | None:
         """Have a chain wait with other starts, carries and rotations; None where something moved or is another."""
         library, (rows, tokens) = self._library, self._shape
@@ -216,7 +216,7 @@ class Run:
             self.put(y)
         return self._x
 
-    def _wait(self, half: Half[Any], *arguments: bytes, rings: Rings | None = None) -> None:
+    def _wait(self, half: Sublayer[Any], *arguments: bytes, rings: KVView | None = None) -> None:
         if half.inputs != self._width:
             raise ValueError(f"{half.ends[0]} does not fit a stream of {self._width} features")
         self._width = half.outputs
@@ -227,7 +227,7 @@ class Run:
         waiting.arguments += arguments
 
 
-def fused_feed_forward(x: Tensor, half: FeedForwardHalf, stream: Tensor | None) -> Tensor | None:
+def fused_feed_forward(x: Tensor, half: MLPSublayer, stream: Tensor | None) -> Tensor | None:
     """A feed-forward part in one native call, x `[..., K]` -> float32 `[..., N]`; None where no body does it."""
     run = Run(x.reshape(1, -1, x.shape[-1]))
     run.add_to(None if stream is None else stream.reshape(1, -1, stream.shape[-1]), run.stream())

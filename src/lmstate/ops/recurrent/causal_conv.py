@@ -60,7 +60,7 @@ def causal_conv(
     return y, last_inputs(joined, counts, kernel - 1, full=mask is None).to(tail.dtype)
 
 
-def taps_apart(weight: Tensor) -> Tensor:
+def tap_major(weight: Tensor) -> Tensor:
     """The same [F, C], laid out tap by tap: what the native body reads without a copy."""
     return weight.t().contiguous().t()
 

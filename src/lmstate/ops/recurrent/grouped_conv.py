@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lmstate.ops.dense.per_head import by_head
+from lmstate.ops.dense.per_head import per_head_matmul
 from lmstate.ops.ragged import blank, padding
 from lmstate.ops.recurrent.causal_conv import last_inputs
 
@@ -31,4 +31,4 @@ def head_conv(x: Tensor, tail: Tensor, matrices: Tensor, counts: Tensor) -> tupl
     joined = torch.cat([tail.to(x.dtype), blank(x, mask)], 1)  # [R, C-1+T, H, D]
     windows = joined.unfold(1, kernel, 1).mT.reshape(rows, width, heads, kernel * dim)  # unfolded [R, T, H, D, C]
     last = last_inputs(joined.flatten(2), counts, kernel - 1, full=mask is None)
-    return by_head(windows, matrices), last.view_as(tail).to(tail.dtype)
+    return per_head_matmul(windows, matrices), last.view_as(tail).to(tail.dtype)

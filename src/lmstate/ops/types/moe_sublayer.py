@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lmstate.ops.cpu import fused_experts
 from lmstate.ops.types.params import Norm
-from lmstate.ops.types.sublayers import Half, simple, tensors_of
+from lmstate.ops.types.sublayers import Sublayer, simple, tensors_of
 from lmstate.ops.types.weight import Weight
 
 if TYPE_CHECKING:
@@ -31,19 +31,19 @@ class RouterParts(Protocol):
     @property
     def scoring(self) -> Literal["softmax", "sigmoid"]: ...
     @property
-    def normalise(self) -> bool: ...
+    def normalize(self) -> bool: ...
     @property
     def scale(self) -> float: ...
     @property
     def bias(self) -> Tensor | None: ...
     @property
-    def correction(self) -> Tensor | None: ...
+    def e_score_correction_bias(self) -> Tensor | None: ...
     @property
     def groups(self) -> int: ...
     @property
-    def kept_groups(self) -> int: ...
+    def topk_groups(self) -> int: ...
     @property
-    def group_score(self) -> Literal["best", "two best"]: ...
+    def group_score(self) -> Literal["top1", "top2"]: ...
     @property
     def floor(self) -> float: ...
 
@@ -64,14 +64,14 @@ class Expert(Protocol):
 
 
 @dataclass(eq=False)
-class ExpertsHalf(Half[bytes]):
+class MoESublayer(Sublayer[bytes]):
     """`stream + scale * after(sum of weight * expert(norm(x)) + shared(norm(x)))`; see `models.moe`."""
 
     router: RouterParts
     experts: Sequence[Expert]
     shared: Expert | None = None
     shared_gate: Weight | None = None
-    weigh_input: bool = False
+    scale_input: bool = False
     norm: Norm | None = None
     after: Norm | None = None
     scale: float = 1.0
@@ -94,7 +94,7 @@ class ExpertsHalf(Half[bytes]):
     @cached_property
     def others(self) -> list[Tensor]:
         biases = [bias for expert in self._all for bias in (expert.up_bias, expert.down_bias)]
-        return tensors_of(self.norm, self.after, self.router.bias, self.router.correction, *biases)
+        return tensors_of(self.norm, self.after, self.router.bias, self.router.e_score_correction_bias, *biases)
 
     def pack(self, library: Library) -> bytes | None:
         acts = {expert.act for expert in self._all}

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-class Scoring(NamedTuple):
+class AttentionParams(NamedTuple):
     """Scores are q k^T * scale, through softcap * tanh(scores / softcap) where there is one (Gemma 2).
 
     `sinks`: float32 `[H]`, a logit a head that takes part in the softmax and has no value (GPT-OSS).
@@ -46,7 +46,7 @@ class Scoring(NamedTuple):
         return torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
 
 
-class Sight(NamedTuple):
+class CausalMask(NamedTuple):
     """What a query sees besides its own position and those before it: the last `window` positions, its own included;
     those of its own `chunk` of positions (Llama 4)."""
 
@@ -77,7 +77,7 @@ class Sight(NamedTuple):
         return lost
 
 
-EVERYTHING = Sight()
+FULL_CAUSAL = CausalMask()
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +108,7 @@ class Residual(NamedTuple):
         return self.norm is None or self.norm.simple
 
 
-class Rotation(NamedTuple):
+class RopeTables(NamedTuple):
     """How a step's positions turn queries and keys: see `ops.rope`."""
 
     cos: Tensor  # float32 [R, T, rot / 2]
@@ -116,7 +116,7 @@ class Rotation(NamedTuple):
     interleaved: bool = False
 
 
-class Columns(NamedTuple):
+class AttentionSums(NamedTuple):
     """Where the attention that slots receive is added up, averaged over the query heads of a group.
 
     sums: float32 `[R, K, n, S]`: in the last plane what the token before position ends[r] gave, in those before it what
@@ -150,18 +150,18 @@ class Coded(NamedTuple):
 
 
 @dataclass(eq=False)
-class Rings:
+class KVView:
     """Keys `[R, K, S, D]` and values `[R, K, S, Dv]` as they are, position p in slot p % S, and what a query sees.
 
     A layer that has evicted some counts what it kept instead of positions: `starts` int64 `[R]` says how many (these
     alone may be replaced). It may ask for two things to be filled in: `columns` float32 `[R, K, n, S]` with the
-    attention that slots receive (see `ops.attend_slots.Columns`; what lies behind the filled ones stays as it is), and
-    `queries` float32 `[R, T, H, D]` with the queries as they attend.
+    attention that slots receive (see `ops.attend_slots.AttentionSums`; what lies behind the filled ones stays as it
+    is), and `queries` float32 `[R, T, H, D]` with the queries as they attend.
     """
 
     k: Tensor
     v: Tensor
-    sight: Sight = EVERYTHING
+    sight: CausalMask = FULL_CAUSAL
     starts: Tensor | None = None
     columns: Tensor | None = None
     queries: Tensor | None = None

@@ -15,7 +15,7 @@ from lmstate.ops.cpu import fused_recurrent
 from lmstate.ops.cpu.fused_recurrent import Recurrence
 from lmstate.ops.cpu.recurrent import all_float32
 from lmstate.ops.types.params import Gate, Norm
-from lmstate.ops.types.sublayers import Half, simple, tensors_of
+from lmstate.ops.types.sublayers import Sublayer, simple, tensors_of
 from lmstate.ops.types.weight import Weight
 
 if TYPE_CHECKING:
@@ -108,12 +108,12 @@ class StateSpaceParts(ConvParts, Protocol):
     def scale(self) -> Tensor | None: ...
 
 
-class RecurrentHalf(Half[Recurrence]):
+class RecurrentSublayer(Sublayer[Recurrence]):
     """A layer whose mixer is a fold."""
 
 
 @dataclass(eq=False)
-class DeltaHalf(RecurrentHalf):
+class GatedDeltaSublayer(RecurrentSublayer):
     """`stream + scale * after(out(delta_mixer(qkvz(norm(x)), gates(norm(x)))))`."""
 
     parts: DeltaParts
@@ -141,7 +141,7 @@ class DeltaHalf(RecurrentHalf):
 
 
 @dataclass(eq=False)
-class SsdHalf(RecurrentHalf):
+class Mamba2Sublayer(RecurrentSublayer):
     """`stream + scale * after(out(ssd_mixer(project(norm(x)))))`."""
 
     parts: StateSpaceParts
@@ -149,7 +149,7 @@ class SsdHalf(RecurrentHalf):
     after: Norm | None = None
     scale: float = 1.0
     parallel: bool = False
-    """As in `FeedForwardHalf`."""
+    """As in `MLPSublayer`."""
 
     @cached_property
     def ends(self) -> tuple[Weight, Weight]:
@@ -169,7 +169,7 @@ class SsdHalf(RecurrentHalf):
 
 
 @dataclass(eq=False)
-class ConvHalf(RecurrentHalf):
+class ShortConvSublayer(RecurrentSublayer):
     """`stream + scale * after(out(c * conv(b * x)))` with b | c | x = `project(norm(stream))`."""
 
     parts: ConvParts
@@ -192,5 +192,5 @@ class ConvHalf(RecurrentHalf):
 
 
 def _in_place(conv: Tensor, *others: Tensor | None) -> bool:
-    """Whether the bodies read these as they are; see `taps_apart`."""
+    """Whether the bodies read these as they are; see `tap_major`."""
     return all_float32(conv, *others) and conv.t().is_contiguous()

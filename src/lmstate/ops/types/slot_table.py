@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from lmstate.ops.cpu.settle import Packed
+    from lmstate.ops.cpu.commit_slots import PackedSlotCommit
 
 
 NONE = 2**31 - 1
 
 
 @dataclass(frozen=True, eq=False)
-class SlotLists:
+class SlotTable:
     """Slots `[R, K, S]`, the first `live[r, k]` of them filled, and `[R, K, G]` that were evicted lately.
 
     `kept` has `position` int32 `[R, K, S]` and any tensors `[R, K, S, width]`. `buried` has the same of G slots, and
@@ -44,7 +44,7 @@ class SlotLists:
         return self.buried["position"].shape[2]
 
 
-class Lowest(NamedTuple):
+class EvictLowest(NamedTuple):
     """The slots of lowest score, or position, of every head that has more than `budget`; the oldest among equals."""
 
     budget: int
@@ -59,7 +59,7 @@ class Lowest(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Change:
+class SlotCommit:
     """What a step does to one layer. The same from step to step where nothing but numbers in tensors changes.
 
     columns: float32 `[R, K, n, S']`, what each of a row's last n tokens gave to the slots, and in the first what all
@@ -67,13 +67,13 @@ class Change:
     `[R, T, H, D]`, for a ring `[R, Q, H, D]`: position p's in p % Q.
     """
 
-    lists: SlotLists
+    lists: SlotTable
     columns: Tensor | None = None
-    evicted: Tensor | Lowest | None = None
+    evicted: Tensor | EvictLowest | None = None
     queries: Tensor | None = None
     ring: Tensor | None = None
 
-    def like(self, *parts: SlotLists | Tensor | Lowest | None) -> bool:
+    def like(self, *parts: SlotTable | Tensor | EvictLowest | None) -> bool:
         """Whether it is made of these."""
         return all(map(is_, parts, (self.lists, self.columns, self.evicted, self.queries, self.ring)))
 
@@ -82,8 +82,8 @@ class Change:
         return {name: value for name, value in vars(self).items() if name != "packed"}
 
     @cached_property
-    def packed(self) -> Packed:
+    def packed(self) -> PackedSlotCommit:
         """For a native body."""
-        from lmstate.ops.cpu.settle import packed
+        from lmstate.ops.cpu.commit_slots import packed
 
         return packed(self)

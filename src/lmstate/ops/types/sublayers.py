@@ -21,7 +21,7 @@ Packed = TypeVar("Packed")
 storage, requires_grad = attrgetter("storage"), attrgetter("requires_grad")
 
 
-class Half(ABC, Generic[Packed]):
+class Sublayer(ABC, Generic[Packed]):
     """A half of a block: what it tells the native call is packed once, for as long as its weights stay in place.
 
     A step looks at every half when all that it needs of them has left the caches: it should touch little.
@@ -113,7 +113,7 @@ class AttentionParts(Protocol):
 
 
 @dataclass(eq=False)
-class AttentionHalf(Half[bytes]):
+class AttentionSublayer(Sublayer[bytes]):
     """`stream + scale * after(out(attend(qkv(norm(x)))))`."""
 
     parts: AttentionParts
@@ -141,7 +141,7 @@ class AttentionHalf(Half[bytes]):
 
 
 @dataclass(eq=False)
-class FeedForwardHalf(Half[bytes]):
+class MLPSublayer(Sublayer[bytes]):
     """`stream + scale * after(down(act(gate) * up))` with gate | up = `factors * up(norm(x))`."""
 
     up: Weight

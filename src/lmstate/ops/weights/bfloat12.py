@@ -34,7 +34,7 @@ MOST_RARE = 1 / 64
 """The part of a matrix that may be rare numbers; more would cost what is saved."""
 
 
-class SqueezedWeight(Weight):
+class Bfloat12Weight(Weight):
     """A matrix of bfloat16 numbers `[N, K]` in 12 bits each, exactly. K is a multiple of 64."""
 
     kind = "bfloat16 in 12 bits"
@@ -91,7 +91,7 @@ class SqueezedWeight(Weight):
         return FloatWeight(self.dequantize(torch.bfloat16))
 
 
-def squeeze(weight: Weight) -> Weight:
+def to_bfloat12(weight: Weight) -> Weight:
     """The same numbers in fewer bytes: a bfloat16 matrix on the processor in 12 bits, where a native body reads them.
 
     Anything else comes back as it is: K that is no multiple of 64, or a matrix with many numbers of rare magnitude.
@@ -110,7 +110,7 @@ def squeeze(weight: Weight) -> Weight:
     packed = zeroed(least + rare * RARE_BYTES)
     packed[spans + 1 : spans + TABLE] = often.indices.to(torch.uint8)
     library.squeeze(weight.storage, packed)
-    return SqueezedWeight(packed, n, k)
+    return Bfloat12Weight(packed, n, k)
 
 
 def _sizes(n: int, k: int) -> tuple[int, int]:

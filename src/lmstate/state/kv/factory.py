@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from lmstate.ops import EVERYTHING, Sight
+from lmstate.ops import FULL_CAUSAL, CausalMask
 from lmstate.state.kv.eviction.attention import EvictingState
 from lmstate.state.kv.eviction.latent import EvictingLatentState
 from lmstate.state.kv.policies.base import Evicting
@@ -27,7 +27,7 @@ def attention_state(
     head_dim: int,
     value_dim: int | None = None,
     *,
-    sight: Sight = EVERYTHING,
+    sight: CausalMask = FULL_CAUSAL,
     shift: Shift | None = None,
     heads: int,
     scale: float,

@@ -17,7 +17,7 @@ from lmstate.state.step import Step
 class KeyValueState(LayerState):
     """The memory of a layer that attends to keys and values, however it stores them and whatever it forgets."""
 
-    def rings(self, step: Step) -> ops.Rings | None:
+    def rings(self, step: Step) -> ops.KVView | None:
         """The keys and values themselves, where a step may store and read them as `ops.Run` does."""
         return None
 
@@ -27,8 +27,8 @@ class KeyValueState(LayerState):
         q: Tensor,
         new: tuple[Tensor, Tensor] | None,
         step: Step,
-        scoring: ops.Scoring,
-        rotation: ops.Rotation | None = None,
+        scoring: ops.AttentionParams,
+        rotation: ops.RopeTables | None = None,
     ) -> Tensor:
         """Store new keys `[R, T, K, D]` and values `[R, T, K, Dv]`, then attend: q `[R, T, H, D]` -> float32
         `[R, T, H, Dv]`.
@@ -54,7 +54,7 @@ class AttentionState(SlotState, KeyValueState):
         head_dim: int,
         value_dim: int | None = None,
         *,
-        sight: ops.Sight = ops.EVERYTHING,
+        sight: ops.CausalMask = ops.FULL_CAUSAL,
         shift: Callable[[Tensor, int], Tensor] | None = None,
     ):
         """`sight`: what a query sees, and so what is remembered.
@@ -75,13 +75,13 @@ class AttentionState(SlotState, KeyValueState):
         """The buffers that hold keys and values of these widths, without rows and slots, and the dtypes of some."""
         return {name: (kv_heads, dim) for name, dim in dims.items()}, {}
 
-    def rings(self, step: Step) -> ops.Rings | None:
+    def rings(self, step: Step) -> ops.KVView | None:
         if not self.as_rings:
             self.as_rings.append(self.made_rings())
         return self.as_rings[0]
 
-    def made_rings(self) -> ops.Rings:
-        return ops.Rings(self.buffers["k"], self.buffers["v"], self.sight)
+    def made_rings(self) -> ops.KVView:
+        return ops.KVView(self.buffers["k"], self.buffers["v"], self.sight)
 
     @property
     def k(self) -> Tensor:
@@ -96,8 +96,8 @@ class AttentionState(SlotState, KeyValueState):
         q: Tensor,
         new: tuple[Tensor, Tensor] | None,
         step: Step,
-        scoring: ops.Scoring,
-        rotation: ops.Rotation | None = None,
+        scoring: ops.AttentionParams,
+        rotation: ops.RopeTables | None = None,
     ) -> Tensor:
         memory = self.k, self.v, step.starts_t, step.counts_t
         if new is not None and rotation is not None:

@@ -45,7 +45,7 @@ class LayerState(ABC):
     """
 
     kind: str  # how `State.memory` groups it
-    forgets: bool  # whether it drops what a rewind far back would need
+    lossy: bool  # whether it drops what a rewind far back would need
 
     @abstractmethod
     def reserve(self, step: Step) -> None:
@@ -94,7 +94,7 @@ class LayerState(ABC):
         """Forget the positions `start .. stop - 1` and move the later ones up. Only where `refuses_drop` is None."""
         raise UnsupportedError(f"a {self.kind} layer cannot drop a span")
 
-    def adopt(self, step: Step) -> None:
+    def adopt_device_step(self, step: Step) -> None:
         """A `DeviceStep` ran, and `step` says in host integers what it was: from here it is pending like any other."""
         self.reserve(step)
 

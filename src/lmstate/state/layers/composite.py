@@ -19,7 +19,7 @@ class CompositeState(LayerState):
 
     def __init__(self, members: Sequence[LayerState]):
         self.members = tuple(members)
-        self.forgets = any(member.forgets for member in members)
+        self.lossy = any(member.lossy for member in members)
 
     def _both(self, change: Callable[[LayerState], Install | None]) -> Install | None:
         installs = [half for member in self.members if (half := change(member)) is not None]
@@ -79,9 +79,9 @@ class CompositeState(LayerState):
     def drop(self, row: int, length: int, start: int, stop: int) -> Install | None:
         return self._both(lambda member: member.drop(row, length, start, stop))
 
-    def adopt(self, step: Step) -> None:
+    def adopt_device_step(self, step: Step) -> None:
         for member in self.members:
-            member.adopt(step)
+            member.adopt_device_step(step)
 
     def fixed(self) -> dict[str, Tensor]:
         return {f"{i}.{name}": t for i, member in enumerate(self.members) for name, t in member.fixed().items()}

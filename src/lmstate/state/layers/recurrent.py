@@ -25,14 +25,14 @@ Fold = Callable[[Tensor, Carry, Tensor, Tensor | None], tuple[Tensor, Carry]]
 
 
 @dataclass
-class Anchor:
+class Checkpoint:
     """The carry that some rows had at a multiple of `rewind`: `positions[r]`, or None where row r has none."""
 
     positions: list[int | None]
     carry: Carry
 
 
-class FoldState(LayerState):
+class RecurrentState(LayerState):
     """The carry of every row, float32 `[R, ...]` each, at the row's committed length.
 
     A step folds into a second carry, which `commit` adopts. If only a prefix was accepted, the step's inputs are folded
@@ -44,7 +44,7 @@ class FoldState(LayerState):
     """
 
     kind = "fold"
-    forgets = True
+    lossy = True
 
     def __init__(
         self,
@@ -62,18 +62,18 @@ class FoldState(LayerState):
         self.carry: Carry = tuple(torch.zeros(rows, *shape, dtype=torch.float32, device=device) for shape in shapes)
         self._next: Carry | None = None
         self._inputs: list[tuple[Step, Tensor]] = []
-        self._passed: list[Anchor] = []
+        self._passed: list[Checkpoint] = []
         self._step: Step | None = None
         self.period = layout.rewind
         if self.period:
             self.log = torch.zeros(rows, 2 * self.period, inputs, dtype=torch.float32, device=device)
-            self.anchors = [Anchor([at] * rows, tuple(map(torch.zeros_like, self.carry))) for at in (0, None)]
+            self.anchors = [Checkpoint([at] * rows, tuple(map(torch.zeros_like, self.carry))) for at in (0, None)]
         else:
             self.log, self.anchors = torch.zeros(rows, 0, inputs, dtype=torch.float32, device=device), []
         self.second: Carry = tuple(map(torch.zeros_like, self.carry)) if layout.static else ()
         self.taken = torch.zeros(rows, layout.chunk if layout.static else 0, inputs, dtype=torch.float32, device=device)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FoldState:
+    def __deepcopy__(self, memo: dict[int, Any]) -> RecurrentState:
         """A copy of what is remembered, which goes on with the same weights, unless their model is copied with it."""
         if id(getattr(self.fold, "__self__", None)) not in memo:
             memo[id(self.fold)] = self.fold
@@ -123,17 +123,17 @@ class FoldState(LayerState):
         Or will be before anything else is asked of this state: both are only kept.
         """
         ends = self._log(step, inputs)
-        self._passed += [Anchor(positions, carry) for _, positions in self._stops(step, ends)]
+        self._passed += [Checkpoint(positions, carry) for _, positions in self._stops(step, ends)]
         self._next = carry
 
-    def adopt(self, step: Step) -> None:
+    def adopt_device_step(self, step: Step) -> None:
         self.reserve(step)
         self._next = self.second
         inputs = self.taken[:, : step.width]
         self._inputs = [(step, inputs)]
         cuts = self._stops(step, step.ends)
         if all(stops == list(step.counts) for stops, _ in cuts):
-            self._passed = [Anchor(positions, self.second) for _, positions in cuts]
+            self._passed = [Checkpoint(positions, self.second) for _, positions in cuts]
         else:  # an anchor inside the step is not what the device has kept
             self._passed = self._run(inputs, self.carry, step, step.ends)[2]
 
@@ -217,7 +217,7 @@ class FoldState(LayerState):
 
         carry, log = tuple(map(picked, self.carry)), picked(self.log)
         anchors = [
-            Anchor(
+            Checkpoint(
                 [(None if i else 0) if row is None else anchor.positions[row] for row in rows],
                 tuple(map(picked, anchor.carry)),
             )
@@ -255,7 +255,7 @@ class FoldState(LayerState):
             if self.anchors:
                 positions: list[int | None] = [None] * len(self.carry[0])
                 positions[row] = length
-                self._keep(Anchor(positions, self.carry), [length] * len(positions))
+                self._keep(Checkpoint(positions, self.carry), [length] * len(positions))
 
         return install
 
@@ -269,7 +269,7 @@ class FoldState(LayerState):
 
     def _run(
         self, inputs: Tensor, carry: Carry, step: Step, ends: Sequence[int], beside: Tensor | None = None
-    ) -> tuple[Tensor, Carry, list[Anchor]]:
+    ) -> tuple[Tensor, Carry, list[Checkpoint]]:
         """Fold a step, stopping for the carry at the last two multiples of `period` before each row's end."""
         cuts = self._stops(step, ends)
         if not cuts:
@@ -284,36 +284,36 @@ class FoldState(LayerState):
                 folded, carry = self.fold(piece, carry, torch.tensor(counts, device=inputs.device), gate)
                 pieces.append((folded, counts))
             if positions is not None:
-                passed.append(Anchor(positions, carry))
+                passed.append(Checkpoint(positions, carry))
             done = stops
         return _rows_joined(pieces), carry, passed
 
     def _stops(self, step: Step, ends: Sequence[int]) -> list[tuple[list[int], list[int | None]]]:
-        return step.memo(("cuts", self.period, tuple(ends)), lambda: _cuts(step, ends, self.period))
+        return step.cached(("cuts", self.period, tuple(ends)), lambda: _cuts(step, ends, self.period))
 
     def _log(self, step: Step, inputs: Tensor) -> Sequence[int]:
         """Keep a part's inputs if they may be folded again. Returns where the rows of the whole step end."""
         assert self._step is not None, "a step without reserve"
         ends = self._step.ends
-        if step.tentative or any(
+        if step.speculative or any(
             n and end > last - 2 * self.period for n, end, last in zip(step.counts, step.ends, ends)
         ):
             self._inputs.append((step, inputs))
         return ends
 
-    def _replay(self, step: Step, accepted: tuple[int, ...]) -> tuple[Carry, list[Anchor]]:
+    def _replay(self, step: Step, accepted: tuple[int, ...]) -> tuple[Carry, list[Checkpoint]]:
         """The carry after the accepted prefixes: rows accepted in part are folded again from the committed carry."""
         assert self._next is not None
         again = tuple(n if n < count else 0 for n, count in zip(accepted, step.counts))
         partly = [n < count for n, count in zip(accepted, step.counts)]
         redone = self.carry
-        passed: list[Anchor] = []
+        passed: list[Checkpoint] = []
         if any(again):
             inputs = torch.cat([piece for _, piece in self._inputs], dim=1)[:, : max(again)]
-            short = Step(step.starts, again, step.device, step.horizons)
+            short = Step(step.starts, again, step.device, step.rope_lengths)
             _, redone, passed = self._run(inputs, self.carry, short, short.ends)
         whole = [
-            Anchor([None if p else at for p, at in zip(partly, anchor.positions)], anchor.carry)
+            Checkpoint([None if p else at for p, at in zip(partly, anchor.positions)], anchor.carry)
             for anchor in self._passed
         ]
         if not all(p or not count for p, count in zip(partly, step.counts)):
@@ -328,7 +328,7 @@ class FoldState(LayerState):
         writes = []
         for part, inputs in self._inputs:
             key = ("log", self.period, accepted)
-            slots, sources = part.memo(key, lambda part=part: self._log_index(part, step, accepted))  # type: ignore[misc]
+            slots, sources = part.cached(key, lambda part=part: self._log_index(part, step, accepted))  # type: ignore[misc]
             rows = inputs.flatten(0, 1)
             writes.append((slots, rows if len(sources) == len(rows) else rows[sources]))
         return writes
@@ -351,7 +351,7 @@ class FoldState(LayerState):
         first, last = start % size, (stop - 1) % size + 1
         return own[:, first:last] if first < last else torch.cat([own[:, first:], own[:, :last]], dim=1)
 
-    def _keep(self, anchor: Anchor, lengths: Sequence[int]) -> None:
+    def _keep(self, anchor: Checkpoint, lengths: Sequence[int]) -> None:
         """Put an anchor's rows into the slot that its position falls in, for rows that reached it."""
         reached = [at if at is not None and at <= length else None for at, length in zip(anchor.positions, lengths)]
         for index, slot in enumerate(self.anchors):

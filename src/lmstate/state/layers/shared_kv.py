@@ -18,12 +18,12 @@ class SharedState(KeyValueState):
     that moves, forgets or saves them happens there."""
 
     kind = "shared"
-    forgets = False
+    lossy = False
 
     def __init__(self, source: KeyValueState):
         self.source = source
 
-    def rings(self, step: Step) -> ops.Rings | None:
+    def rings(self, step: Step) -> ops.KVView | None:
         return self.source.rings(step)
 
     def attend(
@@ -31,8 +31,8 @@ class SharedState(KeyValueState):
         q: Tensor,
         new: tuple[Tensor, Tensor] | None,
         step: Step,
-        scoring: ops.Scoring,
-        rotation: ops.Rotation | None = None,
+        scoring: ops.AttentionParams,
+        rotation: ops.RopeTables | None = None,
     ) -> Tensor:
         assert new is None, "a layer that shares another one's memory stores nothing"
         return self.source.attend(q, None, step, scoring, rotation)

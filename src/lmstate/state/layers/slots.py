@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lmstate.errors import CapacityError, SnapshotError
-from lmstate.ops import Rings
+from lmstate.ops import KVView
 from lmstate.state.layers.base import Install, LayerState, Layout
 from lmstate.state.step import Step
 
@@ -45,9 +45,9 @@ class SlotState(LayerState):
         """
         self.layout = layout
         self.span = span
-        self.as_rings: list[Rings] = []
+        self.as_rings: list[KVView] = []
         """The buffers as attention reads them, once it was asked for. Buffers that are read together share the list."""
-        self.forgets = span is not None
+        self.lossy = span is not None
         slots = layout.capacity or 0
         if span is not None:
             slots = min(slots, span + (layout.chunk if layout.static else 1))
@@ -80,7 +80,7 @@ class SlotState(LayerState):
             self.high = [max(high, end) for high, end in zip(self.high, step.ends)]
             return
         # A tentative step may be accepted in part, so all of it must stay; a certain one may overwrite its own past.
-        fresh = [count if step.tentative else min(count, step.chunk) for count in step.counts]
+        fresh = [count if step.speculative else min(count, step.chunk) for count in step.counts]
         need = max((min(end, self.span + new) for end, new in zip(step.ends, fresh)), default=0)
         overwrites = any(
             count and end - max(self.slots, need) > max(0, start - self.span)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.gguf.architecture import (
     ATTENTION,
     EXPERTS,
@@ -12,7 +12,7 @@ from lmstate.checkpoints.gguf.architecture import (
     OUTSIDE,
     Architecture,
     Change,
-    Config,
+    HFConfig,
     Spans,
     Tensors,
 )
@@ -79,7 +79,7 @@ LFM2 = {
 LFM2_OUTSIDE = {**OUTSIDE, "token_embd_norm.weight": "model.embedding_norm.weight"}
 
 
-def _qwen_config(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+def _qwen_config(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     heads = metadata.int(f"{prefix}.ssm.time_step_rank", 1, MOST_WIDTH)
     inner = metadata.int(f"{prefix}.ssm.inner_size", 1, MOST_WIDTH)
     if inner % heads:
@@ -98,7 +98,7 @@ def _qwen_config(metadata: Fields, prefix: str, config: Config, tensors: Tensors
         config["shared_expert_intermediate_size"] = shared
 
 
-def _qwen3_5_config(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+def _qwen3_5_config(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     """Blocks past the last layer are heads for multi-token prediction."""
     _qwen_config(metadata, prefix, config, tensors)
     drafts = metadata.int(f"{prefix}.nextn_predict_layers", 0, config["num_hidden_layers"] - 1, default=0)
@@ -106,7 +106,7 @@ def _qwen3_5_config(metadata: Fields, prefix: str, config: Config, tensors: Tens
     config["num_nextn_predict_layers"] = drafts
 
 
-def _lfm2_config(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+def _lfm2_config(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     layers = range(config["num_hidden_layers"])
     attends = [f"blk.{layer}.attn_q.weight" in tensors for layer in layers]
     config |= {
@@ -120,7 +120,7 @@ def _lfm2_config(metadata: Fields, prefix: str, config: Config, tensors: Tensors
     config["use_expert_bias"] = any(name.endswith("exp_probs_b.bias") for name in tensors)
 
 
-def _experts(metadata: Fields, prefix: str, config: Config) -> None:
+def _experts(metadata: Config, prefix: str, config: HFConfig) -> None:
     config["num_experts"] = metadata.int(f"{prefix}.expert_count", 0, 4096, default=0)
     if config["num_experts"]:
         config["num_experts_per_tok"] = metadata.int(f"{prefix}.expert_used_count", 1, 4096)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.gguf.architecture import (
     ATTENTION,
     HEAD_NORMS,
@@ -12,7 +12,7 @@ from lmstate.checkpoints.gguf.architecture import (
     STANDARD,
     Architecture,
     Change,
-    Config,
+    HFConfig,
     Tensors,
     layer_kinds,
 )
@@ -29,7 +29,7 @@ PHI_OUTSIDE = {
 ONE_MORE: dict[str, Change] = {"norm.weight": "one more"}
 
 
-def _biases(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+def _biases(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     """Which parts have biases follows from what is there."""
     config |= {
         "attention_bias": "blk.0.attn_q.bias" in tensors,
@@ -39,16 +39,16 @@ def _biases(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> 
     }
 
 
-def _relu2(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+def _relu2(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     _biases(metadata, prefix, config, tensors)
     config["hidden_act"] = "relu2"
 
 
-def _gemma(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+def _gemma(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     config["hidden_act"] = "gelu_pytorch_tanh"
 
 
-def _phi(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+def _phi(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     if "blk.0.attn_qkv.weight" in tensors:
         raise ModelError(
             f"{metadata.where} was made from a Phi of 2023, whose queries, keys and values are one matrix, which "
@@ -57,28 +57,28 @@ def _phi(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> Non
     config["hidden_act"] = "gelu_new"
 
 
-def _glm4(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+def _glm4(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     if metadata.given(f"{prefix}.rope.dimension_sections"):
         raise ModelError(f"{metadata.where} is the text model of GLM-4V, whose heads lie otherwise; lmstate has none")
     _biases(metadata, prefix, config, tensors)
 
 
-def _exaone4(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+def _exaone4(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     config["sliding_window"] = metadata.int(f"{prefix}.attention.sliding_window", 1, default=None)
     config["layer_types"] = layer_kinds(metadata, prefix, config["num_hidden_layers"])
 
 
-def _command_r(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+def _command_r(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     _biases(metadata, prefix, config, tensors)
     config["logit_scale"] = metadata.float(f"{prefix}.logit_scale", default=0.0625)
     config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in tensors
 
 
-def _olmo(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+def _olmo(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     config["clip_qkv"] = metadata.float(f"{prefix}.attention.clamp_kqv", 0.0, default=0.0) or None
 
 
-def _mistral3(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+def _mistral3(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     config["sliding_window"] = metadata.int(f"{prefix}.attention.sliding_window", 1, default=None)
     scaling = config.get("rope_scaling")
     if scaling is None:
@@ -90,7 +90,7 @@ def _mistral3(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -
             scaling["llama_4_scaling_beta"] = strength
 
 
-def _apertus(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+def _apertus(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     _biases(metadata, prefix, config, tensors)
     config["hidden_act"] = "xielu"
     # What the activation of each layer has learned, which are tensors elsewhere.
@@ -99,7 +99,7 @@ def _apertus(metadata: Fields, prefix: str, config: Config, tensors: Tensors) ->
     config.setdefault("rope_scaling", {"rope_type": "default"})  # and not what the published models have
 
 
-def _stablelm(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+def _stablelm(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     config |= {
         "use_qkv_bias": "blk.0.attn_q.bias" in tensors,
         "qk_layernorm": "blk.0.attn_q_norm.weight" in tensors,

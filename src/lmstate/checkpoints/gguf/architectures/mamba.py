@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.gguf.architecture import (
     ATTENTION,
     BLOCK,
@@ -12,7 +12,7 @@ from lmstate.checkpoints.gguf.architecture import (
     PRE_NORMS,
     Architecture,
     Change,
-    Config,
+    HFConfig,
     Tensors,
 )
 from lmstate.errors import ModelError
@@ -58,7 +58,7 @@ def _mamba2_changes(inside: str) -> dict[str, Change]:
     return {"conv1d.weight": "convolution", "A_log": "decay vector", ".D": "vector", f"{inside}.norm.weight": "vector"}
 
 
-def _mamba_config(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+def _mamba_config(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     config |= {
         "layer_norm_epsilon": config["rms_norm_eps"],
         "state_size": metadata.int(f"{prefix}.ssm.state_size", 1, MOST),
@@ -71,7 +71,7 @@ def _mamba_config(metadata: Fields, prefix: str, config: Config, tensors: Tensor
         config |= {"model_type": "falcon_mamba", "architectures": ["FalconMambaForCausalLM"], "mixer_rms_eps": 1e-6}
 
 
-def _mamba2_config(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+def _mamba2_config(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     heads, groups = _heads(metadata, prefix)
     config |= {
         "layer_norm_epsilon": config["rms_norm_eps"],
@@ -83,7 +83,7 @@ def _mamba2_config(metadata: Fields, prefix: str, config: Config, tensors: Tenso
     }
 
 
-def _jamba_config(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+def _jamba_config(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     layers, where = config["num_hidden_layers"], metadata.where
     attention = _every(layers_with("attn_q.weight", tensors), layers, "attention", where)
     experts = _every(layers_with("ffn_gate_exps.weight", tensors), layers, "experts", where)
@@ -101,7 +101,7 @@ def _jamba_config(metadata: Fields, prefix: str, config: Config, tensors: Tensor
     }
 
 
-def _granite_config(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+def _granite_config(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     """Granite with state space layers, and without: there every layer is attention with rotary positions."""
     layers = config["num_hidden_layers"]
     spaces = layers_with("ssm_in.weight", tensors)
@@ -126,14 +126,14 @@ def _granite_config(metadata: Fields, prefix: str, config: Config, tensors: Tens
     }
 
 
-def _falcon_h1_config(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+def _falcon_h1_config(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     """Its multipliers are in the weights already."""
     _bamba(metadata, prefix, config)
     config["mamba_rms_norm"] = bool(layers_with("ssm_norm.weight", tensors))
     config["mamba_norm_before_gate"] = False
 
 
-def _nemotron_h_config(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+def _nemotron_h_config(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     heads, groups = _heads(metadata, prefix)
     parts = {
         "mamba": "ssm_in.weight",
@@ -175,7 +175,7 @@ def layers_with(name: str, tensors: Tensors) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
-def _bamba(metadata: Fields, prefix: str, config: Config) -> None:
+def _bamba(metadata: Config, prefix: str, config: HFConfig) -> None:
     """Mamba-2 as Bamba's heirs name its sizes."""
     heads, groups = _heads(metadata, prefix)
     config |= {
@@ -187,11 +187,11 @@ def _bamba(metadata: Fields, prefix: str, config: Config) -> None:
     }
 
 
-def _inner(metadata: Fields, prefix: str) -> int:
+def _inner(metadata: Config, prefix: str) -> int:
     return metadata.int(f"{prefix}.ssm.inner_size", 1, MOST)
 
 
-def _heads(metadata: Fields, prefix: str) -> tuple[int, int]:
+def _heads(metadata: Config, prefix: str) -> tuple[int, int]:
     """Heads, which GGUF calls the time step's rank, and groups."""
     return (
         metadata.int(f"{prefix}.ssm.time_step_rank", 1, MOST),

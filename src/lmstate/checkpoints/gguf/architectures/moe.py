@@ -6,7 +6,7 @@ to a sum of 1, say.
 
 from __future__ import annotations
 
-from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.gguf.architecture import (
     ATTENTION,
     EXPERTS,
@@ -16,7 +16,7 @@ from lmstate.checkpoints.gguf.architecture import (
     MOST_WIDTH,
     PRE_NORMS,
     Architecture,
-    Config,
+    HFConfig,
     Tensors,
     layer_kinds,
 )
@@ -34,7 +34,7 @@ DEEPSEEK = {**SPARSE, **MLP, **HEAD_NORMS, **SHARED}
 CORRECTION = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 
 
-def _experts(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+def _experts(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     config |= {
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "num_experts": metadata.int(f"{prefix}.expert_count", 1, 4096),
@@ -45,30 +45,30 @@ def _experts(metadata: Fields, prefix: str, config: Config, tensors: Tensors) ->
     }
 
 
-def _qwen2_moe(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+def _qwen2_moe(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     _experts(metadata, prefix, config, tensors)
     common = metadata.int(f"{prefix}.expert_shared_feed_forward_length", 1, MOST_WIDTH)
     config |= {"shared_expert_intermediate_size": common, "norm_topk_prob": False}
     del config["attention_bias"]  # which would be of the output as well
 
 
-def _qwen3_vl_moe(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+def _qwen3_vl_moe(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     _experts(metadata, prefix, config, tensors)
     config["norm_topk_prob"] = True
 
 
-def _olmoe(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+def _olmoe(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     _experts(metadata, prefix, config, tensors)
     clip = metadata.float(f"{prefix}.attention.clamp_kqv", low=0.0, default=None)
     config |= {"norm_topk_prob": False, "clip_qkv": clip}
 
 
-def _minimax_m2(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+def _minimax_m2(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     _experts(metadata, prefix, config, tensors)
     config["intermediate_size"] = config["moe_intermediate_size"]
 
 
-def _deepseek(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+def _deepseek(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     """What the models with DeepSeek-V3's experts say; heads for multi-token prediction count as blocks."""
     _experts(metadata, prefix, config, tensors)
     drafts = metadata.int(f"{prefix}.nextn_predict_layers", 0, config["num_hidden_layers"] - 1, default=0)
@@ -85,17 +85,17 @@ def _deepseek(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -
     }
 
 
-def _glm4_moe(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+def _glm4_moe(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     _deepseek(metadata, prefix, config, tensors)
     config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in tensors
 
 
-def _dots1(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+def _dots1(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     _deepseek(metadata, prefix, config, tensors)
     config["sliding_window"] = metadata.int(f"{prefix}.attention.sliding_window", 1, default=None)
 
 
-def _exaone_moe(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+def _exaone_moe(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     blocks = config["num_hidden_layers"]
     _deepseek(metadata, prefix, config, tensors)
     config["num_shared_experts"] = config["n_shared_experts"]
@@ -103,7 +103,7 @@ def _exaone_moe(metadata: Fields, prefix: str, config: Config, tensors: Tensors)
     config["layer_types"] = layer_kinds(metadata, prefix, config["num_hidden_layers"], blocks)
 
 
-def _ernie(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+def _ernie(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     _experts(metadata, prefix, config, tensors)
     config |= {
         "use_bias": "blk.0.attn_q.bias" in tensors,
@@ -113,7 +113,7 @@ def _ernie(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> N
     }
 
 
-def _afmoe(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+def _afmoe(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     _experts(metadata, prefix, config, tensors)
     config |= {
         "num_dense_layers": metadata.int(f"{prefix}.leading_dense_block_count", 0, MOST_LAYERS, default=0),
@@ -126,7 +126,7 @@ def _afmoe(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> N
     }
 
 
-def _hunyuan_moe(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+def _hunyuan_moe(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     _experts(metadata, prefix, config, tensors)
     config["moe_topk"] = config["num_experts_per_tok"]
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from statistics import NormalDist
 
-from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.gguf.architecture import (
     HEAD_NORMS,
     MOST_LAYERS,
     MOST_WIDTH,
     OUTSIDE,
     Architecture,
-    Config,
+    HFConfig,
     Tensors,
     layer_kinds,
 )
@@ -23,7 +23,7 @@ UNTURNED = 1e20
 """A divisor of a rotary frequency beyond which it is none."""
 
 
-def _shared(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+def _shared(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     layers = config["num_hidden_layers"]
     config["hidden_activation"] = "gelu_pytorch_tanh"
     config["sliding_window"] = metadata.int(f"{prefix}.attention.sliding_window", 1)
@@ -41,7 +41,7 @@ def _shared(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> 
     config["rope_local_base_freq"] = metadata.float(f"{prefix}.rope.freq_base_swa", 1.0, 1e18, default=10_000.0)
 
 
-def _gemma3n(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+def _gemma3n(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     _shared(metadata, prefix, config, tensors)
     if (low := tensors.get("blk.0.laurel_l.weight")) is not None:
         config["laurel_rank"] = low.shape[0]
@@ -54,7 +54,7 @@ def _gemma3n(metadata: Fields, prefix: str, config: Config, tensors: Tensors) ->
     config["activation_sparsity_pattern"] = [NormalDist().cdf(scale) for scale in scales]
 
 
-def _gemma4(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+def _gemma4(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     _shared(metadata, prefix, config, tensors)
     layers, full = config["num_hidden_layers"], [kind == "full_attention" for kind in config["layer_types"]]
     config["global_head_dim"] = metadata.int(f"{prefix}.attention.key_length", 1, MOST_WIDTH)
@@ -90,7 +90,7 @@ def _gemma4(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> 
         config["moe_intermediate_size"] = metadata.int(f"{prefix}.expert_feed_forward_length", 1, MOST_WIDTH)
 
 
-def _by_layer(metadata: Fields, name: str, layers: int) -> tuple[int, ...]:
+def _by_layer(metadata: Config, name: str, layers: int) -> tuple[int, ...]:
     """A number that GGUF gives once or per layer, for every layer."""
     if isinstance(metadata.get(name), list):
         return metadata.ints(name, layers, 1, MOST_WIDTH)

@@ -6,7 +6,7 @@ largest Gemmas scale their scores.
 
 from __future__ import annotations
 
-from lmstate.checkpoints.config import Fields
+from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.gguf.architecture import (
     ATTENTION,
     EXPERTS,
@@ -17,7 +17,7 @@ from lmstate.checkpoints.gguf.architecture import (
     PRE_NORMS,
     Architecture,
     Change,
-    Config,
+    HFConfig,
     Tensors,
 )
 
@@ -32,7 +32,7 @@ GEMMA = {
 GEMMA_NORMS: dict[str, Change] = {"norm.weight": "one more"}
 
 
-def _gemma(metadata: Fields, prefix: str, config: Config, largest: int) -> None:
+def _gemma(metadata: Config, prefix: str, config: HFConfig, largest: int) -> None:
     """`largest`: layers of the model whose scores are scaled by the hidden size's share of a head."""
     scaled_by_hidden = config["num_hidden_layers"] == largest
     by_hidden = config["hidden_size"] / config["num_attention_heads"]
@@ -41,20 +41,20 @@ def _gemma(metadata: Fields, prefix: str, config: Config, largest: int) -> None:
     config["sliding_window"] = metadata.int(f"{prefix}.attention.sliding_window", 1)
 
 
-def _gemma2(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+def _gemma2(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     _gemma(metadata, prefix, config, largest=46)
     config["attn_logit_softcapping"] = metadata.float(f"{prefix}.attn_logit_softcapping", 1e-6, default=50.0)
     config["final_logit_softcapping"] = metadata.float(f"{prefix}.final_logit_softcapping", 1e-6, default=30.0)
 
 
-def _gemma3(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+def _gemma3(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     _gemma(metadata, prefix, config, largest=62)
     config["final_logit_softcapping"] = metadata.float(f"{prefix}.final_logit_softcapping", 1e-6, default=None)
     config["rope_theta"] = metadata.float(f"{prefix}.rope.freq_base", 1.0, 1e18, default=1_000_000.0)
     config["rope_local_base_freq"] = metadata.float(f"{prefix}.rope.freq_base_swa", 1.0, 1e18, default=10_000.0)
 
 
-def _gpt_oss(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+def _gpt_oss(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     _experts(metadata, prefix, config)
     config["num_local_experts"] = config["num_experts"]
     config["intermediate_size"] = config["moe_intermediate_size"]
@@ -63,7 +63,7 @@ def _gpt_oss(metadata: Fields, prefix: str, config: Config, tensors: Tensors) ->
         config["rope_scaling"]["truncate"] = False
 
 
-def _deepseek2(metadata: Fields, prefix: str, config: Config, tensors: Tensors) -> None:
+def _deepseek2(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     rope_dim = metadata.int(f"{prefix}.rope.dimension_count", 2, MOST_WIDTH)
     # Files of 2025 on give the widths of latents as key and value length, and those of heads apart.
     ending = "_mla" if f"{prefix}.attention.key_length_mla" in metadata else ""
@@ -101,7 +101,7 @@ def _deepseek2(metadata: Fields, prefix: str, config: Config, tensors: Tensors) 
         config |= {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "topk_method": "noaux_tc"}
 
 
-def _experts(metadata: Fields, prefix: str, config: Config) -> None:
+def _experts(metadata: Config, prefix: str, config: HFConfig) -> None:
     config["num_experts"] = metadata.int(f"{prefix}.expert_count", 1, 4096)
     config["num_experts_per_tok"] = metadata.int(f"{prefix}.expert_used_count", 1, 4096)
     config["moe_intermediate_size"] = metadata.int(f"{prefix}.expert_feed_forward_length", 1, MOST_WIDTH)

@@ -54,7 +54,7 @@ class Call:
         return given
 
 
-class History:
+class InputHistory:
     """Token ids `[R, n]` and positions of all that was fed, and the last call whole."""
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class History:
         return {name: x[..., : self.length].clone() for name, x in held.items() if x is not None}
 
     @classmethod
-    def of(cls, length: int, known: int, tensors: dict[str, Tensor]) -> History:
+    def of(cls, length: int, known: int, tensors: dict[str, Tensor]) -> InputHistory:
         history = cls()
         history.ids, history.positions, history.mask = (tensors.get(name) for name in ("ids", "positions", "mask"))
         history.length, history.known = length, known if history.ids is not None else length

@@ -76,7 +76,7 @@ def before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     call = Call(cache.get_seq_length(), cache.get_seq_length() + fed.shape[1], inputs)
     outputs = {key: value for key, value in given.items() if key in OUTPUTS}
     kept = outputs.get("logits_to_keep")
-    if cache.one_by_one and call.start and fed.shape[1] > 1:
+    if cache.feeds_singly and call.start and fed.shape[1] > 1:
         call = cache.feed_one_by_one(call, fed.shape[1] if not isinstance(kept, int) or kept == 0 else kept)
     elif isinstance(kept, int) and 0 < kept < fed.shape[1] and cache.feeds_apart(call, outputs):
         # A rejected draft would cost the prompt a second time; so the prompt, whose logits nobody wants, goes first.

@@ -14,10 +14,10 @@ from transformers.cache_utils import CacheLayerMixin, DummyLayer, DynamicCache
 
 from lmstate.errors import RewindError, StateError, UnsupportedError
 from lmstate.integrations.transformers.cache import hooks
-from lmstate.integrations.transformers.cache.history import Call, History
-from lmstate.integrations.transformers.cache.layers.base import Kept, Tensors
+from lmstate.integrations.transformers.cache.history import Call, InputHistory
+from lmstate.integrations.transformers.cache.layers.base import RewindableLayer, Tensors
 from lmstate.integrations.transformers.cache.layers.hybrid import HybridWindowLayer
-from lmstate.integrations.transformers.cache.layers.recurrent import FoldLayer, is_fold
+from lmstate.integrations.transformers.cache.layers.recurrent import RecurrentLayer, is_fold
 from lmstate.integrations.transformers.cache.layers.sliding import WindowLayer
 
 ONE_BY_ONE = frozenset({"falcon_mamba", "jamba", "mamba", "zamba"})
@@ -27,7 +27,7 @@ EVERY = 256
 
 
 @dataclass
-class Anchor:
+class Checkpoint:
     """The carries of every recurrent layer at one position."""
 
     position: int
@@ -44,22 +44,22 @@ class Rollback(DynamicCache):
         layers = self.layers
         self._model = weakref.ref(model)
         self._encoder = bool(model.config.is_encoder_decoder)
-        self._folds = [i for i, layer in enumerate(layers) if isinstance(layer, FoldLayer)]
+        self._folds = [i for i, layer in enumerate(layers) if isinstance(layer, RecurrentLayer)]
         self._feeds = any(is_fold(layer) for layer in layers)  # going back feeds tokens again
         self._attention = next((layer for layer in layers if isinstance(layer, CacheLayerMixin)), None)
-        self._forgets = any(isinstance(layer, FoldLayer | WindowLayer) for layer in layers)
+        self._forgets = any(isinstance(layer, RecurrentLayer | WindowLayer) for layer in layers)
         self._recording = False
-        self.one_by_one = config.model_type in ONE_BY_ONE and self._feeds
+        self.feeds_singly = config.model_type in ONE_BY_ONE and self._feeds
         """Whether tokens that follow others are fed singly, since the model would get them wrong together."""
         self.recomputed = 0
         """Tokens that going back had to feed again, since the cache was made."""
-        self._anchors: deque[Anchor] = deque(maxlen=max(anchors, 0))
+        self._anchors: deque[Checkpoint] = deque(maxlen=max(anchors, 0))
         self._clear()
 
     def _clear(self) -> None:
-        self._history = History()
+        self._history = InputHistory()
         self._anchors.clear()
-        self._draft: Anchor | None = None  # before the last call, while recording
+        self._draft: Checkpoint | None = None  # before the last call, while recording
         self._call: Call | None = None  # the call that runs now
         self._seen = 0  # tokens fed, for models without attention
         self._last = 0  # tokens of the last call
@@ -199,7 +199,7 @@ class Rollback(DynamicCache):
     @property
     def rows(self) -> int:
         """Rows of the batch; 0 before the first call."""
-        rows = (layer.rows() for layer in self.layers if isinstance(layer, Kept))
+        rows = (layer.rows() for layer in self.layers if isinstance(layer, RewindableLayer))
         return next((n for n in rows if n is not None), 0)
 
     # ---- inside
@@ -211,10 +211,10 @@ class Rollback(DynamicCache):
                 "that the cache was made for"
             )
 
-    def _kept(self, what: str) -> list[Kept]:
+    def _kept(self, what: str) -> list[RewindableLayer]:
         """The layers that hold something, all of them ours."""
         layers = [layer for layer in self.layers if not isinstance(layer, DummyLayer)]
-        foreign = sorted({type(layer).__name__ for layer in layers if not isinstance(layer, Kept)})
+        foreign = sorted({type(layer).__name__ for layer in layers if not isinstance(layer, RewindableLayer)})
         if foreign:
             raise UnsupportedError(f"{what} is not possible for a model with layers of the kind {', '.join(foreign)}")
         return layers
@@ -227,7 +227,7 @@ class Rollback(DynamicCache):
             raise RewindError(f"rewind(to={to}): the cache holds {length} tokens; go to 0 up to that")
         return length
 
-    def _start(self, length: int, to: int) -> Anchor | None:
+    def _start(self, length: int, to: int) -> Checkpoint | None:
         """Where tokens have to be fed from to reach `to`; None if none have to be."""
         kept = self._kept("going back")
         if not self._lost and (to == length or all(layer.reach(length) <= to for layer in kept)):
@@ -235,7 +235,7 @@ class Rollback(DynamicCache):
         if self._encoder:
             raise UnsupportedError("going back farther than the sliding window keeps needs the encoder's output again")
         candidates = [*self._anchors, *([self._draft] if self._draft is not None else [])]
-        best = Anchor(0, {})
+        best = Checkpoint(0, {})
         for anchor in candidates:
             others = (layer for i, layer in enumerate(self.layers) if i not in anchor.carries)
             reached = all(
@@ -249,7 +249,7 @@ class Rollback(DynamicCache):
         layer = self.layers[index]
         return WindowLayer.reach(layer, length) if isinstance(layer, HybridWindowLayer) else 0
 
-    def _go(self, length: int, anchor: Anchor) -> None:
+    def _go(self, length: int, anchor: Checkpoint) -> None:
         """Back to an anchor, feeding nothing."""
         for index, layer in enumerate(self.layers):
             if isinstance(layer, DummyLayer):
@@ -271,13 +271,13 @@ class Rollback(DynamicCache):
         if self._draft is not None and self._draft.position > to:
             self._draft = None
 
-    def _anchor(self, position: int) -> Anchor:
-        return Anchor(position, {i: self.layers[i].carry() for i in self._folds})
+    def _anchor(self, position: int) -> Checkpoint:
+        return Checkpoint(position, {i: self.layers[i].carry() for i in self._folds})
 
     def _undo(self, call: Call) -> None:
         """A call broke off: some layers have its tokens and some have not."""
         for layer in self.layers:
-            if isinstance(layer, CacheLayerMixin) and isinstance(layer, Kept):
+            if isinstance(layer, CacheLayerMixin) and isinstance(layer, RewindableLayer):
                 length = layer.get_seq_length()
                 if isinstance(layer, WindowLayer) and WindowLayer.reach(layer, length) > call.start:
                     self._lost = True  # the call pushed out what comes before it

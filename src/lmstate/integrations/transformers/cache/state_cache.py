@@ -21,23 +21,23 @@ from transformers.cache_utils import (
 
 from lmstate.errors import StateError, UnsupportedError
 from lmstate.integrations.transformers.cache import hooks
-from lmstate.integrations.transformers.cache.history import Call, History
-from lmstate.integrations.transformers.cache.layers.base import Kept
-from lmstate.integrations.transformers.cache.layers.full import GrowingLayer, IndexedLayer
-from lmstate.integrations.transformers.cache.layers.growable import Room
+from lmstate.integrations.transformers.cache.history import Call, InputHistory
+from lmstate.integrations.transformers.cache.layers.base import RewindableLayer
+from lmstate.integrations.transformers.cache.layers.full import FullAttentionLayer, IndexedLayer
+from lmstate.integrations.transformers.cache.layers.growable import GrowableTensor
 from lmstate.integrations.transformers.cache.layers.hybrid import HybridLayer, HybridWindowLayer
-from lmstate.integrations.transformers.cache.layers.recurrent import ConvLayer, FoldLayer
+from lmstate.integrations.transformers.cache.layers.recurrent import ConvLayer, RecurrentLayer
 from lmstate.integrations.transformers.cache.layers.sliding import WindowLayer
 from lmstate.integrations.transformers.cache.rollback import Rollback
 from lmstate.integrations.transformers.cache.snapshot import CacheSnapshot, fingerprint_of, load, save
 
-OURS: dict[str, type[Kept]] = {
-    "full_attention": GrowingLayer,
+OURS: dict[str, type[RewindableLayer]] = {
+    "full_attention": FullAttentionLayer,
     "sliding_attention": WindowLayer,
     "chunked_attention": WindowLayer,
     "indexed_attention": IndexedLayer,
     "conv": ConvLayer,
-    "linear_attention": FoldLayer,
+    "linear_attention": RecurrentLayer,
     "hybrid": HybridLayer,
     "hybrid_sliding": HybridWindowLayer,
 }
@@ -129,7 +129,7 @@ class StateCache(Rollback):
         """Forget the last `-tokens_to_remove` tokens, exactly, for every kind of layer. 0: they are here to stay."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): pass minus the number of tokens to remove, or use rewind(to=)")
-        if not all(isinstance(layer, Kept | DummyLayer) for layer in self.layers):
+        if not all(isinstance(layer, RewindableLayer | DummyLayer) for layer in self.layers):
             Cache.crop(self, tokens_to_remove)  # as far as transformers' own layers can
             return
         self.rewind(to=max(0, self.get_seq_length() + tokens_to_remove))
@@ -137,7 +137,7 @@ class StateCache(Rollback):
             if isinstance(layer, WindowLayer):
                 layer.crop(0)
             elif isinstance(layer, ConvLayer):
-                layer.settle()
+                layer.commit_slots()
 
     def reset(self) -> None:
         super().reset()
@@ -186,7 +186,7 @@ class StateCache(Rollback):
             layer.put(snapshot.length, {name: tensor.to(device) for name, tensor in tensors.items()})
         self._clear()
         self._seen = snapshot.length
-        self._history = History.of(
+        self._history = InputHistory.of(
             snapshot.length, snapshot.known, {name: x.to(device) for name, x in snapshot.history.items()}
         )
 
@@ -203,13 +203,13 @@ class StateCache(Rollback):
 
     def nbytes(self) -> int:
         """Bytes of memory held by the layers, room to grow included."""
-        return sum(layer.nbytes() for layer in self.layers if isinstance(layer, Kept))
+        return sum(layer.nbytes() for layer in self.layers if isinstance(layer, RewindableLayer))
 
     # ---- inside
 
     def _select(self, rows: Tensor) -> None:
         for layer in self.layers:
-            if isinstance(layer, Kept):
+            if isinstance(layer, RewindableLayer):
                 layer.select(rows)
             else:
                 layer.reorder_cache(rows)
@@ -240,7 +240,9 @@ def _computed(value: object) -> Iterator[Tensor]:
     elif isinstance(value, dict | list | tuple):
         for part in value.values() if isinstance(value, dict) else value:
             yield from _computed(part)
-    elif isinstance(value, Kept | CacheLayerMixin | LinearAttentionCacheLayerMixin | Room | History | Call):
+    elif isinstance(
+        value, RewindableLayer | CacheLayerMixin | LinearAttentionCacheLayerMixin | GrowableTensor | InputHistory | Call
+    ):
         yield from _computed(vars(value))
 
 

@@ -19,7 +19,7 @@ from transformers.masking_utils import sdpa_mask
 
 from lmstate import ops
 from lmstate.ops import dispatch
-from lmstate.ops.dense.linear import FEW
+from lmstate.ops.dense.linear import GEMV_ROWS
 
 NAME = "lmstate"
 
@@ -31,7 +31,7 @@ def register() -> None:
 
 
 @dataclass(frozen=True)
-class Sight:
+class VisibleRange:
     """What T queries at the end of S keys see: the keys from `low` on up to their own, the last `window` of them."""
 
     low: int
@@ -39,20 +39,20 @@ class Sight:
 
 
 def mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """The mask of sdpa (it takes what that takes), with a `Sight` where there is one; None for a single query that sees
-    everything."""
+    """The mask of sdpa (it takes what that takes), with a `VisibleRange` where there is one; None for a single query
+    that sees everything."""
     seen = sdpa_mask(*args, **kwargs)
     if seen is None or not seen.is_cpu or torch.compiler.is_compiling():
         return seen
     sight = sight_of(seen)
-    if sight == Sight(0, None) and seen.shape[2] == 1 and kwargs.get("allow_is_causal_skip", True):
+    if sight == VisibleRange(0, None) and seen.shape[2] == 1 and kwargs.get("allow_is_causal_skip", True):
         return None
     if sight is not None:
         seen.lmstate_sight = sight  # type: ignore[attr-defined]
     return seen
 
 
-def sight_of(seen: Tensor) -> Sight | None:
+def sight_of(seen: Tensor) -> VisibleRange | None:
     """What a boolean mask `[R, 1, T, S]` says, if it is that of queries at the end of the keys, alike in all rows."""
     if seen.dtype != torch.bool or seen.ndim != 4 or seen.shape[1] != 1:
         return None
@@ -67,9 +67,9 @@ def sight_of(seen: Tensor) -> Sight | None:
         return None
     low, high = int(lows[0]), int(lows[-1])
     if low == high:
-        return Sight(low, None)
+        return VisibleRange(low, None)
     if bool((lows == (own - (own[-1] - high)).clamp(min=low)).all()):
-        return Sight(low, int(own[-1]) - high + 1)
+        return VisibleRange(low, int(own[-1]) - high + 1)
     return None
 
 
@@ -97,16 +97,16 @@ def attention(
     if attention_mask is not None:
         sight = getattr(attention_mask, "lmstate_sight", None)
     elif tokens == 1 or (causal and tokens == stored):
-        sight = Sight(0, None)
+        sight = VisibleRange(0, None)
     library = dispatch.native(query, key, value, sinks)
     native = (
         sight is not None
         and library is not None
-        and (tokens <= FEW or (library.multiplies and key.dtype == torch.bfloat16))
+        and (tokens <= GEMV_ROWS or (library.multiplies and key.dtype == torch.bfloat16))
         and dropout == 0.0
         and position_bias is None
         and kwargs.get("cache") is None
-        and not dispatch.watched()
+        and not dispatch.is_intercepted()
     )
     if native and sight is not None:
         q = query.transpose(1, 2).float()  # [R, T, H, D]
@@ -114,7 +114,9 @@ def attention(
         starts, counts = _places(query.shape[0], stored - sight.low - tokens, tokens)
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         sinks = None if sinks is None else sinks.detach().float().reshape(-1)
-        y = ops.attend(q, k, v, starts, counts, ops.Scoring(scale, softcap, sinks), ops.Sight(sight.window))
+        y = ops.attend(
+            q, k, v, starts, counts, ops.AttentionParams(scale, softcap, sinks), ops.CausalMask(sight.window)
+        )
         return y.to(query.dtype), None
     if softcap is not None or sinks is not None:
         return _scored(module, query, key, value, attention_mask, dropout, scaling, causal, softcap, sinks), None

@@ -68,5 +68,5 @@ def _applies(module: Any, x: Tensor, into: Tensor, back: Tensor) -> bool:
         and type(x) is Tensor
         and all(type(w) is nn.Parameter and w.dtype == x.dtype and w.is_contiguous() for w in (into, back))
         and not torch.is_autocast_enabled("cpu")
-        and not dispatch.watched()
+        and not dispatch.is_intercepted()
     )

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from lmstate.ops import dispatch
 from lmstate.ops.cpu import Library
-from lmstate.ops.dense.linear import FEW
+from lmstate.ops.dense.linear import GEMV_ROWS
 from lmstate.ops.weights.grouped import FloatWeight
 
 # Up to so many rows the native body is the faster one. It computes in float32; processors multiply bfloat16 themselves.
-MOST = {torch.float32: FEW, torch.float16: FEW, torch.bfloat16: 12}
+MOST = {torch.float32: GEMV_ROWS, torch.float16: GEMV_ROWS, torch.bfloat16: 12}
 
 
 class NativeLinear(nn.Linear):
@@ -71,5 +71,5 @@ def _applies(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and (bias is None or (type(bias) is nn.Parameter and bias.dtype == dtype))
         and weight.is_contiguous()
         and not torch.is_autocast_enabled("cpu")
-        and not dispatch.watched()
+        and not dispatch.is_intercepted()
     )

@@ -9,12 +9,12 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from lmstate.checkpoints.config import Fields
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.config import Config
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.base import Mixer
-from lmstate.models.layers.embedding import Entry, Exit
+from lmstate.models.layers.embedding import EmbeddingHook, OutputHook
 from lmstate.models.layers.mlp import MLP, FeedForward
 from lmstate.models.layers.rope import Rope
 from lmstate.models.model import Block, Model, ModelConfig
@@ -38,12 +38,12 @@ GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 UP_DOWN = ("up_proj", "down_proj")
 W1_W3_W2 = ("w1", "w3", "w2")  # the same three matrices
 
-Normed: TypeAlias = Callable[[str], Norm]
+NormBuilder: TypeAlias = Callable[[str], Norm]
 """The norm of that name, without its `.weight`."""
 
 
 @dataclass(frozen=True)
-class Shape:
+class Dims:
     """The sizes that nearly every config names alike."""
 
     hidden: int
@@ -59,7 +59,7 @@ class Shape:
             raise ModelError(f"{self.heads} query heads cannot share {self.kv_heads} key/value heads evenly")
 
     @classmethod
-    def of(cls, config: Fields, *, eps: str = "rms_norm_eps") -> Shape:
+    def of(cls, config: Config, *, eps: str = "rms_norm_eps") -> Dims:
         """`eps`: the name under which the config has the number that norms add."""
         hidden = config.int("hidden_size", low=1, high=MOST)
         heads = config.int("num_attention_heads", low=1, high=MOST)
@@ -74,23 +74,23 @@ class Shape:
         )
 
 
-def activation(config: Fields, name: str = "hidden_act", default: str = "silu") -> str:
+def activation(config: Config, name: str = "hidden_act", default: str = "silu") -> str:
     """The name that `ops` gives to a config's activation."""
     return ACTIVATIONS[config.str(name, allowed=tuple(ACTIVATIONS), default=default)]
 
 
-def norm(w: Weights, name: str, width: int, eps: float, *, plus_one: bool = False) -> Norm:
+def norm(w: WeightLoader, name: str, width: int, eps: float, *, plus_one: bool = False) -> Norm:
     """An RMS norm's weight; `plus_one` where the checkpoint stores w - 1."""
     weight = w.tensor(name, (width,))
     return Norm(weight + 1.0 if plus_one else weight, eps)
 
 
-def rms_norms(w: Weights, shape: Shape, *, plus_one: bool = False) -> Normed:
+def rms_norms(w: WeightLoader, shape: Dims, *, plus_one: bool = False) -> NormBuilder:
     """RMS norms of the residual stream."""
     return lambda name: norm(w, f"{name}.weight", shape.hidden, shape.eps, plus_one=plus_one)
 
 
-def layer_norms(w: Weights, shape: Shape, *, biased: bool = True, plus_one: bool = False) -> Normed:
+def layer_norms(w: WeightLoader, shape: Dims, *, biased: bool = True, plus_one: bool = False) -> NormBuilder:
     """Layer norms of the residual stream."""
 
     def layer_norm(name: str) -> Norm:
@@ -101,12 +101,12 @@ def layer_norms(w: Weights, shape: Shape, *, biased: bool = True, plus_one: bool
     return layer_norm
 
 
-def plain_norm(w: Weights, width: int, eps: float, kind: Literal["rms", "layer"] = "rms") -> Norm:
+def plain_norm(w: WeightLoader, width: int, eps: float, kind: Literal["rms", "layer"] = "rms") -> Norm:
     """A norm without weights."""
     return Norm(torch.ones(width, dtype=torch.float32, device=w.device), eps, kind)
 
 
-def norm_after_rope(w: Weights, shape: Shape, rope: Rope) -> tuple[Norm, Rope]:
+def norm_after_rope(w: WeightLoader, shape: Dims, rope: Rope) -> tuple[Norm, Rope]:
     """A norm of each head without weights that comes after its rotation: one that may come before, and that rotation.
 
     A rotation keeps lengths. A factor on all features the norm would take away again, but for its share in epsilon.
@@ -115,9 +115,9 @@ def norm_after_rope(w: Weights, shape: Shape, rope: Rope) -> tuple[Norm, Rope]:
 
 
 def attention(
-    w: Weights,
+    w: WeightLoader,
     prefix: str,
-    shape: Shape,
+    shape: Dims,
     rope: Rope | None,
     *,
     window: int | None = None,
@@ -173,8 +173,8 @@ def attention(
 
 
 def fused_attention(
-    w: Weights,
-    shape: Shape,
+    w: WeightLoader,
+    shape: Dims,
     rope: Rope,
     fused: str,
     out: str,
@@ -212,7 +212,7 @@ def fused_attention(
 
 
 def mlp(
-    w: Weights,
+    w: WeightLoader,
     prefix: str,
     hidden: int,
     inner: int,
@@ -235,7 +235,7 @@ def mlp(
     )
 
 
-def fused_mlp(w: Weights, prefix: str, hidden: int, inner: int, act: str) -> MLP:
+def fused_mlp(w: WeightLoader, prefix: str, hidden: int, inner: int, act: str) -> MLP:
     """A gated feed-forward block whose gate and up are one matrix: `gate_up_proj`, `down_proj`."""
     return MLP(
         w.linear(f"{prefix}.gate_up_proj.weight", shape=(2 * inner, hidden)),
@@ -245,7 +245,7 @@ def fused_mlp(w: Weights, prefix: str, hidden: int, inner: int, act: str) -> MLP
 
 
 def ungated_mlp(
-    w: Weights,
+    w: WeightLoader,
     prefix: str,
     hidden: int,
     inner: int,
@@ -267,7 +267,7 @@ def ungated_mlp(
 
 
 def pre_norm(
-    normed: Normed,
+    normed: NormBuilder,
     mixer: Callable[[int, str], Mixer],
     feed_forward: Callable[[int, str], FeedForward],
     names: tuple[str, str, str, str] = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"),
@@ -287,7 +287,7 @@ def pre_norm(
     return block
 
 
-def biases(w: Weights, *names: str, wanted: bool = False) -> Tensor | None:
+def biases(w: WeightLoader, *names: str, wanted: bool = False) -> Tensor | None:
     """The biases of stacked projections in one vector, as long as those are high; None if the checkpoint has none.
 
     `wanted`: it is an error if there are none.
@@ -301,14 +301,14 @@ def biases(w: Weights, *names: str, wanted: bool = False) -> Tensor | None:
     return torch.cat(found) if found else None
 
 
-def there(w: Weights, *names: str) -> str:
+def there(w: WeightLoader, *names: str) -> str:
     """The first of the names that the checkpoint has; the first of all if it has none of them."""
     return next((name for name in names if w.has(name)), names[0])
 
 
 def decoder(
-    w: Weights,
-    shape: Shape,
+    w: WeightLoader,
+    shape: Dims,
     block: Callable[[int], Block],
     *,
     prefix: str = "model",
@@ -318,8 +318,8 @@ def decoder(
     embed_scale: float = 1.0,
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
-    entry: Entry | None = None,
-    exit: Exit | None = None,
+    entry: EmbeddingHook | None = None,
+    exit: OutputHook | None = None,
     ignore: tuple[str, ...] = (),
 ) -> Model:
     """A stack of `shape.layers` blocks between `embed_tokens` and `lm_head` (the embedding itself where they are tied).
@@ -359,14 +359,14 @@ def decoder(
 
 
 def head_norms(
-    w: Weights, prefix: str, shape: Shape, names: tuple[str, str] = ("q_norm", "k_norm")
+    w: WeightLoader, prefix: str, shape: Dims, names: tuple[str, str] = ("q_norm", "k_norm")
 ) -> tuple[Norm, Norm]:
     """The norms of each head's queries and keys; `names`: theirs under `prefix`."""
     q_norm, k_norm = (norm(w, f"{prefix}.{name}.weight", shape.head_dim, shape.eps) for name in names)
     return q_norm, k_norm
 
 
-def whole_norms(w: Weights, prefix: str, shape: Shape) -> tuple[Norm, Norm]:
+def whole_norms(w: WeightLoader, prefix: str, shape: Dims) -> tuple[Norm, Norm]:
     """The norms of the whole query projection and the whole key projection."""
     q_norm, k_norm = (
         norm(w, f"{prefix}.{part}_norm.weight", heads * shape.head_dim, shape.eps)
@@ -375,7 +375,7 @@ def whole_norms(w: Weights, prefix: str, shape: Shape) -> tuple[Norm, Norm]:
     return q_norm, k_norm
 
 
-def one_window(config: Fields, switch: bool) -> int | None:
+def config_window(config: Config, switch: bool) -> int | None:
     """The sliding window of a config; `switch`: of a family where `use_sliding_window` may turn it off."""
     if switch and not config.bool("use_sliding_window", default=True):
         return None
@@ -383,14 +383,14 @@ def one_window(config: Fields, switch: bool) -> int | None:
 
 
 def windows(
-    config: Fields, layers: int, *, full_every: int | None = None, switch: bool = True
+    config: Config, layers: int, *, full_every: int | None = None, switch: bool = True
 ) -> list[int | None]:  # fmt: skip
     """Each layer's sliding window, from `layer_types` where the config has them and uses them.
 
     `full_every`: where it has none, one layer in so many sees everything (a config may say another number). `switch`:
     `use_sliding_window` may turn all of them off.
     """
-    size = one_window(config, switch)
+    size = config_window(config, switch)
     if size is None:
         return [None] * layers
     kinds = config.strs("layer_types", layers, allowed=("sliding_attention", "full_attention"), default=None)
@@ -403,7 +403,7 @@ def windows(
     return [size if index >= first else None for index in range(layers)]
 
 
-def drafting(config: Fields, shape: Shape) -> tuple[str, ...]:
+def drafting(config: Config, shape: Dims) -> tuple[str, ...]:
     """Patterns of the tensors of layers past the last one: heads for multi-token prediction, which are not run."""
     drafts = config.int("num_nextn_predict_layers", high=64, default=0)
     return tuple(f"{start}.{shape.layers + extra}.*" for start in ("model.layers", "blk") for extra in range(drafts))

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import Shape, norm, there
+from lmstate.models.families.builders.decoder import Dims, norm, there
 from lmstate.models.families.builders.mamba import only_silu
 from lmstate.models.layers.gated_delta_net import GatedDelta, LowRank
 from lmstate.ops.weights.grouped import FloatWeight
 
 
-def short_conv(w: Weights, prefix: str, width: int, kernel: int) -> Tensor:
+def short_conv(w: WeightLoader, prefix: str, width: int, kernel: int) -> Tensor:
     """The convolutions of q, k and v in one, `[F, C]`: stored so (`conv1d`), or in three parts (`q_conv1d`, ...)."""
     only_silu(w.config)  # follows them
     if w.has(f"{prefix}.conv1d.weight"):
@@ -29,7 +29,7 @@ def short_conv(w: Weights, prefix: str, width: int, kernel: int) -> Tensor:
 
 
 def channel_delta(
-    w: Weights, prefix: str, shape: Shape, heads: int, dim: int, kernel: int, *, floor: float | None = None
+    w: WeightLoader, prefix: str, shape: Dims, heads: int, dim: int, kernel: int, *, floor: float | None = None
 ) -> GatedDelta:
     """Kimi Delta Attention, a decay a channel: H heads of D features each.
 
@@ -71,7 +71,7 @@ def channel_delta(
     )  # fmt: skip
 
 
-def _of_heads(w: Weights, name: str, heads: int) -> Tensor:
+def _of_heads(w: WeightLoader, name: str, heads: int) -> Tensor:
     """A number a head `[H]`, which some files keep as `[1, 1, H, 1]`."""
     numbers = w.tensor(name)
     if numbers.numel() != heads:
@@ -79,7 +79,7 @@ def _of_heads(w: Weights, name: str, heads: int) -> Tensor:
     return numbers.reshape(heads)
 
 
-def check_shared(w: Weights, heads: int, key_heads: int) -> None:
+def check_shared(w: WeightLoader, heads: int, key_heads: int) -> None:
     """`ModelError` unless every key head serves as many value heads as the others."""
     if heads % key_heads:
         raise ModelError(f"{w.source.path}: {heads} value heads cannot share {key_heads} key heads evenly")

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lmstate.checkpoints.config import Fields
-from lmstate.checkpoints.loader import Weights
+from lmstate.checkpoints.config import Config
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import MOST, Shape, biases
+from lmstate.models.families.builders.decoder import MOST, Dims, biases
 from lmstate.models.layers.mamba import Mamba
 from lmstate.models.layers.mamba2 import GatedNorm, Mamba2
 from lmstate.ops import Norm
@@ -36,7 +36,7 @@ class Mamba2Shape:
             raise ModelError(f"{self.heads} state space heads cannot share {self.groups} groups evenly")
 
     @classmethod
-    def of(cls, config: Fields, shape: Shape) -> Mamba2Shape:
+    def of(cls, config: Config, shape: Dims) -> Mamba2Shape:
         """As Bamba and its heirs name them: `mamba_n_heads`, `mamba_d_state`, ..."""
         only_silu(config)
         heads = config.int("mamba_n_heads", low=1, high=MOST)
@@ -46,7 +46,7 @@ class Mamba2Shape:
             head_dim = config.int("mamba_d_ssm", low=1, high=MOST, default=inner) // heads
         return cls(
             heads,
-            Fields({"mamba_d_head": head_dim}, config.where).int("mamba_d_head", low=1, high=MOST),
+            Config({"mamba_d_head": head_dim}, config.where).int("mamba_d_head", low=1, high=MOST),
             config.int("mamba_d_state", low=1, high=MOST),
             config.int("mamba_n_groups", low=1, high=MOST, default=1),
             config.int("mamba_d_conv", low=1, high=MOST, default=4),
@@ -74,25 +74,25 @@ class MambaShape:
     kernel: int
 
 
-def dt_rank(config: Fields, name: str, hidden: int) -> int:
+def dt_rank(config: Config, name: str, hidden: int) -> int:
     """The rank of Mamba's time steps, which may be "auto"."""
     if config.get(name, "auto") == "auto":
         return -(-hidden // 16)
     return config.int(name, low=1, high=MOST)
 
 
-def expanded(config: Fields, name: str, hidden: int) -> int:
+def expanded(config: Config, name: str, hidden: int) -> int:
     """The features inside a mixer: a multiple of the hidden size."""
     return int(config.float(name, low=1 / 64, high=64.0, default=2.0) * hidden)
 
 
-def dt_limits(config: Fields, name: str = "time_step_limit") -> tuple[float, float]:
+def dt_limits(config: Config, name: str = "time_step_limit") -> tuple[float, float]:
     """The limits of a time step. The upper one is mostly infinite, for which JSON has no number."""
     given = config.get(name)
     if isinstance(given, (list, tuple)):
         infinite = (math.inf, "Infinity", {"__float__": "Infinity"})
         given = [UNLIMITED if value in infinite else value for value in given]
-    low, high = Fields({name: given}, config.where).floats(name, 2, low=0.0, default=NO_LIMITS)
+    low, high = Config({name: given}, config.where).floats(name, 2, low=0.0, default=NO_LIMITS)
     return low, math.inf if high >= UNLIMITED else high
 
 
@@ -109,20 +109,20 @@ KINDS = {
 }
 
 
-def layer_kinds(config: Fields, names: tuple[str, ...], layers: int | None) -> tuple[str, ...] | None:
+def layer_kinds(config: Config, names: tuple[str, ...], layers: int | None) -> tuple[str, ...] | None:
     """The kind of each layer, a value of `KINDS`, from whichever of the fields `names` is given; None if none is."""
     name = next((name for name in names if config.given(name)), None)
     return None if name is None else tuple(KINDS[kind] for kind in config.strs(name, layers, allowed=tuple(KINDS)))
 
 
-def only_silu(config: Fields, name: str = "hidden_act") -> None:
+def only_silu(config: Config, name: str = "hidden_act") -> None:
     """The convolutions and gates of these models know one activation."""
     config.str(name, ("silu", "swish"), default="silu")
 
 
-def attention_free(config: Fields) -> Shape:
+def attention_free(config: Config) -> Dims:
     """The sizes of a model of state space blocks alone."""
-    return Shape(
+    return Dims(
         config.int("hidden_size", low=1, high=MOST),
         config.int("num_hidden_layers", low=1, high=4096),
         heads=0,
@@ -134,7 +134,7 @@ def attention_free(config: Fields) -> Shape:
 
 
 def mamba2(
-    w: Weights, prefix: str, sizes: Mamba2Shape, hidden: int, *, norm: GatedNorm | None = None
+    w: WeightLoader, prefix: str, sizes: Mamba2Shape, hidden: int, *, norm: GatedNorm | None = None
 ) -> Mamba2:  # fmt: skip
     """A Mamba-2 mixer whose parameters are `in_proj`, `conv1d`, `A_log`, ... under `prefix`, with or without biases.
 
@@ -159,7 +159,7 @@ def mamba2(
     )
 
 
-def mamba(w: Weights, prefix: str, sizes: MambaShape, hidden: int, norms: tuple[Norm, ...] = ()) -> Mamba:
+def mamba(w: WeightLoader, prefix: str, sizes: MambaShape, hidden: int, norms: tuple[Norm, ...] = ()) -> Mamba:
     """A Mamba mixer whose parameters are `in_proj`, `conv1d`, `x_proj`, ... under `prefix`; `norms`: of dt, B and C."""
     inner, size = sizes.inner, sizes.state_size
     dt_norm, b_norm, c_norm = norms or (None, None, None)
@@ -181,15 +181,15 @@ def mamba(w: Weights, prefix: str, sizes: MambaShape, hidden: int, norms: tuple[
     )
 
 
-def _conv_biased(config: Fields) -> bool:
+def _conv_biased(config: Config) -> bool:
     return config.bool("use_conv_bias", default=config.bool("mamba_conv_bias", default=False))
 
 
-def gated_norm(w: Weights, name: str, sizes: Mamba2Shape, *, gate_last: bool = False) -> GatedNorm:
+def gated_norm(w: WeightLoader, name: str, sizes: Mamba2Shape, *, gate_last: bool = False) -> GatedNorm:
     """The norm between a Mamba-2's state space and its output projection, over each group alone."""
     return GatedNorm(Norm(w.tensor(name, (sizes.inner,)), sizes.eps), sizes.groups, gate_last)
 
 
-def convolution(w: Weights, name: str, width: int, kernel: int) -> Tensor:
+def convolution(w: WeightLoader, name: str, width: int, kernel: int) -> Tensor:
     """The taps `[width, kernel]` of a depthwise convolution, which `nn.Conv1d` keeps as `[width, 1, kernel]`."""
     return w.tensor(name, (width, 1, kernel)).squeeze(1)

@@ -6,29 +6,29 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from lmstate.checkpoints.config import Fields
-from lmstate.checkpoints.loader import Weights
-from lmstate.models.families.builders.decoder import GATE_UP_DOWN, MOST, W1_W3_W2, Shape, activation, fused_mlp, mlp
+from lmstate.checkpoints.config import Config
+from lmstate.checkpoints.loader import WeightLoader
+from lmstate.models.families.builders.decoder import GATE_UP_DOWN, MOST, W1_W3_W2, Dims, activation, fused_mlp, mlp
 from lmstate.models.layers.mlp import MLP, FeedForward
 from lmstate.models.layers.moe import MixtureOfExperts, Router
 from lmstate.ops import FloatWeight, Weight
 
 
-def scores(w: Weights, name: str, count: int, hidden: int) -> Weight:
+def scores(w: WeightLoader, name: str, count: int, hidden: int) -> Weight:
     """A router's matrix, which stays float32."""
     return FloatWeight(w.tensor(name, (count, hidden)))
 
 
-def top_k(config: Fields, count: int, name: str = "num_experts_per_tok") -> int:
+def top_k(config: Config, count: int, name: str = "num_experts_per_tok") -> int:
     """To how many of `count` experts a token goes."""
     return config.int(name, low=1, high=count)
 
 
-def expert_width(config: Fields) -> int:
+def expert_width(config: Config) -> int:
     return config.int("moe_intermediate_size", low=1, high=MOST)
 
 
-def sparse_layers(config: Fields, layers: int) -> Sequence[bool]:
+def sparse_layers(config: Config, layers: int) -> Sequence[bool]:
     """Which layers have experts: those that `mlp_layer_types` says, or all behind the first dense ones."""
     kinds = config.strs("mlp_layer_types", layers, allowed=("dense", "sparse"), default=None)
     if kinds is not None:
@@ -40,19 +40,19 @@ def sparse_layers(config: Fields, layers: int) -> Sequence[bool]:
     return [index >= dense and index % every == 0 for index in range(layers)]
 
 
-def softmax_mixture(w: Weights, prefix: str, shape: Shape, inner: int, *, normalise: bool) -> MixtureOfExperts:
+def softmax_mixture(w: WeightLoader, prefix: str, shape: Dims, inner: int, *, normalize: bool) -> MixtureOfExperts:
     """Experts chosen by the softmax of `gate`, without more."""
     count = expert_count(w.config)
     router = Router(
-        scores(w, f"{prefix}.gate.weight", count, shape.hidden), top_k(w.config, count), normalise=normalise
+        scores(w, f"{prefix}.gate.weight", count, shape.hidden), top_k(w.config, count), normalize=normalize
     )
     return MixtureOfExperts(router, experts(w, f"{prefix}.experts", count, shape.hidden, inner, activation(w.config)))
 
 
-def qwen_feed_forward(w: Weights, index: int, prefix: str, shape: Shape, *, normalise: bool) -> FeedForward:
+def qwen_feed_forward(w: WeightLoader, index: int, prefix: str, shape: Dims, *, normalize: bool) -> FeedForward:
     """Dense or sparse; experts may lie beside one that every token goes through, weighed by a gate of its own.
 
-    `normalise`: the weights of the chosen, where the config does not say.
+    `normalize`: the weights of the chosen, where the config does not say.
     """
     config, hidden, act = w.config, shape.hidden, activation(w.config)
     every = config.int("decoder_sparse_step", low=1, default=1)
@@ -60,7 +60,7 @@ def qwen_feed_forward(w: Weights, index: int, prefix: str, shape: Shape, *, norm
     if not expert_count(config) or index in dense or (index + 1) % every:
         return mlp(w, prefix, hidden, config.int("intermediate_size", low=1, high=MOST), act)
     mixture = softmax_mixture(
-        w, prefix, shape, expert_width(config), normalise=config.bool("norm_topk_prob", default=normalise)
+        w, prefix, shape, expert_width(config), normalize=config.bool("norm_topk_prob", default=normalize)
     )
     common = config.int("shared_expert_intermediate_size", high=MOST, default=0)
     if not common:
@@ -76,11 +76,11 @@ def qwen_feed_forward(w: Weights, index: int, prefix: str, shape: Shape, *, norm
 
 
 def corrected_router(
-    w: Weights, gate: str, correction: str, hidden: int, *, scale: float | None = None
+    w: WeightLoader, gate: str, e_score_correction_bias: str, hidden: int, *, scale: float | None = None
 ) -> Router:  # fmt: skip
     """DeepSeek-V3's router: sigmoids, corrected for the choice, which is made inside the best groups.
 
-    `gate`, `correction`: the names of its tensors. `scale`: of the weights, instead of the config's.
+    `gate`, `e_score_correction_bias`: the names of its tensors. `scale`: of the weights, instead of the config's.
     """
     config, count = w.config, expert_count(w.config)
     groups = config.int("n_group", low=1, high=count, default=1)
@@ -88,17 +88,17 @@ def corrected_router(
         scores(w, gate, count, hidden),
         top_k(config, count),
         "sigmoid",
-        normalise=config.bool("norm_topk_prob", default=True),
+        normalize=config.bool("norm_topk_prob", default=True),
         scale=config.float("routed_scaling_factor", default=1.0) if scale is None else scale,
-        correction=w.tensor(correction, (count,)),
+        e_score_correction_bias=w.tensor(e_score_correction_bias, (count,)),
         groups=groups,
-        kept_groups=config.int("topk_group", low=1, high=groups, default=1),
-        group_score="two best",
+        topk_groups=config.int("topk_group", low=1, high=groups, default=1),
+        group_score="top2",
     )
 
 
 def deepseek_mixture(
-    w: Weights, prefix: str, shape: Shape, router: Router | None = None, *, shared: int | None = None
+    w: WeightLoader, prefix: str, shape: Dims, router: Router | None = None, *, shared: int | None = None
 ) -> MixtureOfExperts:
     """Experts beside `shared` ones that every token goes through, which are one feed-forward part.
 
@@ -117,7 +117,7 @@ def deepseek_mixture(
     )
 
 
-def deepseek_feed_forward(w: Weights, shape: Shape) -> Callable[[int, str], FeedForward]:
+def deepseek_feed_forward(w: WeightLoader, shape: Dims) -> Callable[[int, str], FeedForward]:
     """A layer's feed-forward part, of its number and its tensors' prefix: DeepSeek-V3's experts, or a dense one."""
     config, sparse = w.config, sparse_layers(w.config, shape.layers)
 
@@ -130,7 +130,7 @@ def deepseek_feed_forward(w: Weights, shape: Shape) -> Callable[[int, str], Feed
 
 
 def experts(
-    w: Weights,
+    w: WeightLoader,
     prefix: str,
     count: int,
     hidden: int,
@@ -158,7 +158,7 @@ def experts(
     return [mlp(w, f"{prefix}.{index}", hidden, inner, act, names) for index in range(count)]
 
 
-def _of_all(w: Weights, name: str, index: int, shape: tuple[int, int, int]) -> Weight:
+def _of_all(w: WeightLoader, name: str, index: int, shape: tuple[int, int, int]) -> Weight:
     """One expert's matrix of a tensor `[experts, N, K]`; some checkpoints hold `[experts, K, N]`."""
     count, height, width = shape
     if height == width or w.shape(name) != (count, width, height):
@@ -170,7 +170,7 @@ def _of_all(w: Weights, name: str, index: int, shape: tuple[int, int, int]) -> W
     return w.derived(f"{name}[{index}]", name, make=turned, shape=(height, width))
 
 
-def expert_count(config: Fields) -> int:
+def expert_count(config: Config) -> int:
     """Experts of each mixture, under whichever of its names the config has it; 0 if none."""
     names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     return next((config.int(name, low=0, high=MOST) for name in names if config.get(name) is not None), 0)

@@ -10,13 +10,13 @@ from torch import Tensor
 from lmstate import ops
 from lmstate.ops.attention.attend_quantized import attend_quantized
 from lmstate.ops.attention.attend_slots import attend_observed, attend_slots
-from lmstate.ops.attention.slots import Settling
-from lmstate.ops.types.params import Columns
-from lmstate.ops.types.slot_table import Change
+from lmstate.ops.attention.slots import SlotCommits
+from lmstate.ops.types.params import AttentionSums
+from lmstate.ops.types.slot_table import SlotCommit
 from lmstate.state.kv.eviction.codec import Codec
-from lmstate.state.kv.eviction.planner import Judge, Part, numbers
+from lmstate.state.kv.eviction.planner import EvictionPlanner, StepChunk, numbers
 from lmstate.state.kv.eviction.query_ring import LastQueries
-from lmstate.state.kv.eviction.slot_store import Arrays, Kept
+from lmstate.state.kv.eviction.slot_store import Arrays, SlotStore
 from lmstate.state.kv.policies.base import Evicting
 from lmstate.state.kv.quantized.attention import held
 from lmstate.state.layers.attention import KeyValueState
@@ -27,7 +27,7 @@ ROOM = 16  # slots to spare when the arrays are made anew
 
 
 class EvictingState(KeyValueState):
-    """Slots of keys and values in lists that are filled from the front, in no order; see `Kept`.
+    """Slots of keys and values in lists that are filled from the front, in no order; see `SlotStore`.
 
     A step's tokens lie behind the filled slots, where a discard leaves them. The commit counts them as filled, and has
     what the policy evicts moved to the graves, from where a rewind inside the window brings it back. So attention reads
@@ -35,7 +35,7 @@ class EvictingState(KeyValueState):
     parts evicts between them, in copies.
     """
 
-    forgets = True
+    lossy = True
     rotated = "k"  # the part that is turned where positions move
 
     def __init__(
@@ -46,7 +46,7 @@ class EvictingState(KeyValueState):
         head_dim: int,
         value_dim: int | None = None,
         *,
-        sight: ops.Sight = ops.EVERYTHING,
+        sight: ops.CausalMask = ops.FULL_CAUSAL,
         shift: Callable[[Tensor, int], Tensor] | None = None,
         heads: int,
         scale: float,
@@ -57,17 +57,17 @@ class EvictingState(KeyValueState):
         The other arguments are `AttentionState`'s.
         """
         self.layout, self.policy, self.shift, self.sight = layout, policy, shift, sight
-        self._sees_all = sight == ops.EVERYTHING
+        self._sees_all = sight == ops.FULL_CAUSAL
         self.kind = "attention" if sight.reach is None else "window"
         self.codec = Codec(policy.storage, {"k": head_dim, "v": value_dim or head_dim}, layout.dtype)
         self.history = layout.rewind + 1 if policy.observes else 0  # lengths whose scores are kept, one in n % history
-        self.held = Kept.empty(layout.rows, kv_heads, self.codec.parts, self.history, layout.device)
+        self.held = SlotStore.empty(layout.rows, kv_heads, self.codec.parts, self.history, layout.device)
         self.queries = LastQueries(policy.asks, layout, heads, query_dim or head_dim) if policy.asks else None
         exact = self.history > 0 or self.queries is not None
-        self.judge = Judge(policy, sight, layout.rewind, scale, exact=exact)
-        self._part: Part | None = None
+        self.judge = EvictionPlanner(policy, sight, layout.rewind, scale, exact=exact)
+        self._part: StepChunk | None = None
         self._tentative = False
-        self._saved: tuple[Kept, LastQueries | None] | None = None
+        self._saved: tuple[SlotStore, LastQueries | None] | None = None
 
     @property
     def slots(self) -> int:
@@ -82,15 +82,15 @@ class EvictingState(KeyValueState):
 
     def reserve(self, step: Step) -> None:
         self.discard()
-        self._tentative = step.tentative
+        self._tentative = step.speculative
         before = (self.held, self.queries)
-        if not step.tentative and step.width > step.chunk:  # settles its parts one by one
+        if not step.speculative and step.width > step.chunk:  # settles its parts one by one
             self.held = self.held.clone()
             self.queries = None if self.queries is None else self.queries.clone()
-        self._make_room(step.width if step.tentative else min(step.width, step.chunk))
+        self._make_room(step.width if step.speculative else min(step.width, step.chunk))
         self._saved = before if self.held is not before[0] else None
 
-    def rings(self, step: Step) -> ops.Rings | None:
+    def rings(self, step: Step) -> ops.KVView | None:
         part = self._enter(step)
         held = self.held
         if not self._as_rings(step) or not held.ledger.even:
@@ -98,7 +98,7 @@ class EvictingState(KeyValueState):
         rings, kept = held.rings, held.lists.kept
         if rings is None or rings.columns is not part.columns or rings.queries is not part.queries:
             coded = None if (bits := self.codec.bits) is None else ops.Coded(bits, kept["k.scale"], kept["v.scale"])
-            rings = held.rings = ops.Rings(
+            rings = held.rings = ops.KVView(
                 kept["k"], kept["v"], columns=part.columns, queries=part.queries, coded=coded
             )  # fmt: skip
         rings.starts = part.starts
@@ -109,13 +109,13 @@ class EvictingState(KeyValueState):
         q: Tensor,
         new: tuple[Tensor, Tensor] | None,
         step: Step,
-        scoring: ops.Scoring,
-        rotation: ops.Rotation | None = None,
+        scoring: ops.AttentionParams,
+        rotation: ops.RopeTables | None = None,
     ) -> Tensor:
         part = self._enter(step)
         even = self.held.ledger.even and self._as_rings(step)
         ends = part.starts + step.counts_t
-        columns = None if new is None or part.columns is None else Columns(part.columns, ends)
+        columns = None if new is None or part.columns is None else AttentionSums(part.columns, ends)
         if columns is not None:
             columns.sums.zero_()
         if self.codec.bits is not None and even and self.queries is None:
@@ -146,7 +146,7 @@ class EvictingState(KeyValueState):
         if self._part is None:
             return self.discard
         # The parts of a certain step are settled but for the last, and such a step is accepted whole.
-        install_last = self._settle(accepted if step.tentative else self._part.step.counts)
+        install_last = self._settle(accepted if step.speculative else self._part.step.counts)
         if self._saved is None:
             return install_last
 
@@ -231,7 +231,7 @@ class EvictingState(KeyValueState):
     def refuses_drop(self, row: int) -> str | None:
         if self.codec.bits is not None:
             return "its keys are quantised as they were rotated, and never a second time"
-        return None if self.sight == ops.EVERYTHING else "its window has forgotten earlier tokens"
+        return None if self.sight == ops.FULL_CAUSAL else "its window has forgotten earlier tokens"
 
     def drop(self, row: int, length: int, start: int, stop: int) -> Install | None:
         one = self.held.selected([row])
@@ -267,7 +267,7 @@ class EvictingState(KeyValueState):
 
     # ---- the parts of it
 
-    def _hold(self, held: Kept) -> None:
+    def _hold(self, held: SlotStore) -> None:
         """A row changed while others are pending: a discard may no longer go back to the arrays before the step."""
         self.held, self._saved = held, None
 
@@ -288,7 +288,7 @@ class EvictingState(KeyValueState):
         elif slots > least + least // 8 + 2 * ROOM:
             self.held = self.held.resized(least)
 
-    def _enter(self, step: Step) -> Part:
+    def _enter(self, step: Step) -> StepChunk:
         """Have a part of the step before it done with, and room for this one."""
         part = self._part
         if part is not None and part.step is step:
@@ -296,7 +296,7 @@ class EvictingState(KeyValueState):
         if part is not None:
             self._settle(part.step.counts)()
             self._make_room(step.width)
-        part = self._part = Part(step, numbers(step, self.held.most))
+        part = self._part = StepChunk(step, numbers(step, self.held.most))
         if (spare := self.held.change) is not None and step.width == 1:
             part.columns, part.queries = spare.columns, spare.queries
             return part
@@ -333,10 +333,10 @@ class EvictingState(KeyValueState):
         self,
         q: Tensor,
         new: tuple[Tensor, Tensor] | None,
-        rotation: ops.Rotation | None,
-        part: Part,
-        scoring: ops.Scoring,
-        columns: Columns | None,
+        rotation: ops.RopeTables | None,
+        part: StepChunk,
+        scoring: ops.AttentionParams,
+        columns: AttentionSums | None,
     ) -> Tensor:
         bits, arrays = self.codec.bits, self.arrays
         assert bits is not None
@@ -355,8 +355,8 @@ class EvictingState(KeyValueState):
         ring = None if self.queries is None else self.queries.made()
         change = held.change
         if change is None or not change.like(held.lists, part.columns, evicted, part.queries, ring):
-            change = Change(held.lists, part.columns, evicted, part.queries, ring)
-        settling = step.memo(("settling", accepted), lambda: _settling(step, accepted))
+            change = SlotCommit(held.lists, part.columns, evicted, part.queries, ring)
+        settling = step.cached(("settling", accepted), lambda: _settling(step, accepted))
         settling.add(self, change)
 
         def install() -> None:
@@ -382,5 +382,5 @@ class EvictingState(KeyValueState):
         return self.codec.turn(k.float()), self.codec.turn(v.float())
 
 
-def _settling(step: Step, accepted: tuple[int, ...]) -> Settling:
-    return Settling(step.starts_t, step.counts_t, numbers(step, accepted))
+def _settling(step: Step, accepted: tuple[int, ...]) -> SlotCommits:
+    return SlotCommits(step.starts_t, step.counts_t, numbers(step, accepted))

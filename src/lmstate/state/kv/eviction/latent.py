@@ -10,7 +10,7 @@ from torch import Tensor
 from lmstate import ops
 from lmstate.ops.attention.attend_latent import latent_attend
 from lmstate.ops.attention.attend_slots import attend_slots
-from lmstate.ops.types.params import Columns
+from lmstate.ops.types.params import AttentionSums
 from lmstate.state.kv.eviction.attention import EvictingState
 from lmstate.state.kv.eviction.slot_store import Arrays
 from lmstate.state.kv.policies.base import Evicting
@@ -75,9 +75,9 @@ class EvictingLatentState(EvictingState):
         columns = None
         if part.columns is not None:
             part.columns.zero_()
-            columns = Columns(part.columns[..., : keys.shape[2]], part.starts + step.counts_t)
+            columns = AttentionSums(part.columns[..., : keys.shape[2]], part.starts + step.counts_t)
         where = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
-        values, scoring = latent[:, None], ops.Scoring(scale)
+        values, scoring = latent[:, None], ops.AttentionParams(scale)
         return attend_slots(q, keys, values, where, part.starts, step.counts_t, scoring, columns=columns)
 
     def read(self, arrays: Arrays) -> tuple[Tensor, Tensor]:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from lmstate import ops
 from lmstate.ops.attention.slots import scores_after
-from lmstate.ops.types.slot_table import Lowest
+from lmstate.ops.types.slot_table import EvictLowest
 from lmstate.state.kv.eviction.query_ring import LastQueries
-from lmstate.state.kv.eviction.slot_store import Arrays, Kept, Ledger
+from lmstate.state.kv.eviction.slot_store import Arrays, Occupancy, SlotStore
 from lmstate.state.kv.policies.base import Budget, Evicting, Slots
 from lmstate.state.step import Step
 
@@ -21,27 +21,27 @@ FEW = 32  # slots of a head that are looked for one after another
 
 
 @dataclass
-class Part:
+class StepChunk:
     """A step, or a part of one, whose tokens lie behind the filled slots, and what its queries saw."""
 
     step: Step
     starts: Tensor  # int64 [R]: how many slots were filled before, of the fullest head
-    columns: Tensor | None = None  # float32 [R, K, n, S]: see `ops.attend_slots.Columns`
+    columns: Tensor | None = None  # float32 [R, K, n, S]: see `ops.attend_slots.AttentionSums`
     queries: Tensor | None = None  # float32 [R, T, H, D]
 
 
-class Verdict(NamedTuple):
+class EvictionPlan(NamedTuple):
     """What a commit evicts, how many graves that takes, and what the host knows then."""
 
-    evicted: Tensor | Lowest | None
+    evicted: Tensor | EvictLowest | None
     graves: int
-    after: Ledger
+    after: Occupancy
 
 
-class Judged(Protocol):
+class EvictingLayer(Protocol):
     """A layer that forgets."""
 
-    held: Kept
+    held: SlotStore
     queries: LastQueries | None
 
     def read(self, arrays: Arrays) -> tuple[Tensor, Tensor]:
@@ -53,25 +53,25 @@ class Judged(Protocol):
         ...
 
 
-class Judge:
+class EvictionPlanner:
     """Asks a layer's policy what goes, where the numbers of slots do not tell.
 
     `exact`: something else of the layer reaches no farther back than `rewind`. `scale`: of query-key products. The
     layer is given to each call and not held, so that a state that is dropped is gone at once.
     """
 
-    def __init__(self, policy: Evicting, sight: ops.Sight, rewind: int, scale: float, *, exact: bool):
+    def __init__(self, policy: Evicting, sight: ops.CausalMask, rewind: int, scale: float, *, exact: bool):
         self.policy, self.sight, self.rewind, self.scale, self.exact = policy, sight, rewind, scale, exact
         self._lowest = policy.lowest if isinstance(policy, Budget) and policy.plain else None
-        self.foresees = sight == ops.EVERYTHING and policy.excess(0) is not None
+        self.foresees = sight == ops.FULL_CAUSAL and policy.excess(0) is not None
         """Whether heads that are alike in number stay so."""
 
-    def verdict(self, layer: Judged, part: Part, accepted: tuple[int, ...]) -> Verdict:
+    def verdict(self, layer: EvictingLayer, part: StepChunk, accepted: tuple[int, ...]) -> EvictionPlan:
         """Of the first `accepted` tokens of a part; the same one for all layers that fare alike, if foreseen."""
         step, held, queries = part.step, layer.held, layer.queries
         if self.foresees and held.ledger.even:
             key = ("verdict", id(self.policy), accepted, held.ledger)
-            if (verdict := step.memo(key, lambda: self._foreseen(held, step, accepted))) is not None:
+            if (verdict := step.cached(key, lambda: self._foreseen(held, step, accepted))) is not None:
                 return verdict
         positions, filled = held.with_new(step.starts, accepted)
         scores = None
@@ -98,7 +98,7 @@ class Judge:
 
     def evicted(
         self,
-        layer: Judged,
+        layer: EvictingLayer,
         arrays: Arrays,
         alive: Tensor,
         scores: Tensor | None,
@@ -109,7 +109,7 @@ class Judge:
         """bool `[R, K, S]`: what goes of the slots that are `alive`, once the policy has had its say; None: nothing."""
         position, gone = arrays["position"], None
         at = torch.tensor(lengths, device=position.device)[:, None, None]
-        if self.sight != ops.EVERYTHING:
+        if self.sight != ops.FULL_CAUSAL:
             gone = alive & self.sight.lost(position, at)
             alive = alive & ~gone
         if not alive.numel() or int(alive.sum(-1).max()) <= self.policy.most:
@@ -122,7 +122,7 @@ class Judge:
         evicted = self.policy.evict(slots) & alive
         return evicted if gone is None else gone | evicted
 
-    def _foreseen(self, held: Kept, step: Step, accepted: tuple[int, ...]) -> Verdict | None:
+    def _foreseen(self, held: SlotStore, step: Step, accepted: tuple[int, ...]) -> EvictionPlan | None:
         """The verdict where as many slots of all heads of a row go, and it is clear which; else None."""
         lost = tuple(self.policy.excess(most + n) or 0 if n else 0 for most, n in zip(held.most, accepted))
         if not any(lost):
@@ -132,8 +132,13 @@ class Judge:
         return self._verdict(held, step, accepted, self._lowest, lost)
 
     def _verdict(
-        self, held: Kept, step: Step, accepted: tuple[int, ...], evicted: Tensor | Lowest | None, lost: tuple[int, ...]
-    ) -> Verdict:
+        self,
+        held: SlotStore,
+        step: Step,
+        accepted: tuple[int, ...],
+        evicted: Tensor | EvictLowest | None,
+        lost: tuple[int, ...],
+    ) -> EvictionPlan:
         """`lost`: how many slots of each row's heads go, or of the head that loses most."""
         ledger, rewind = held.ledger, self.rewind
         after = tuple(
@@ -142,10 +147,10 @@ class Judge:
         )
         wanted = max(row.buried + gone for row, gone in zip(ledger.rows, lost)) if rewind else 0
         # One for all that have come to the same: what they ask the step for next time, they ask for with this.
-        same = step.memo(("ledger", after, ledger.even), lambda: Ledger(after, ledger.even))
-        return Verdict(evicted, wanted, same)
+        same = step.cached(("ledger", after, ledger.even), lambda: Occupancy(after, ledger.even))
+        return EvictionPlan(evicted, wanted, same)
 
 
 def numbers(step: Step, values: tuple[int, ...]) -> Tensor:
     """int64 `[R]`, made once in a step for all layers that have the same."""
-    return step.memo(("numbers", values), lambda: torch.tensor(values, dtype=torch.int64, device=step.device))
+    return step.cached(("numbers", values), lambda: torch.tensor(values, dtype=torch.int64, device=step.device))

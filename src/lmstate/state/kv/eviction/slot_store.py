@@ -11,44 +11,44 @@ import torch
 from torch import Tensor
 
 from lmstate.errors import SnapshotError
-from lmstate.ops import Rings
-from lmstate.ops.attention.slots import evict, unsettle
-from lmstate.ops.types.slot_table import NONE, Change, SlotLists
+from lmstate.ops import KVView
+from lmstate.ops.attention.slots import evict, undo_evictions
+from lmstate.ops.types.slot_table import NONE, SlotCommit, SlotTable
 
 Arrays = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Account:
+class RowOccupancy:
     """What the host knows of a row's lists, so that it need not ask."""
 
     most: int = 0  # the filled slots of its fullest head
     floor: int = 0  # a rewind to here or later finds all that was evicted since
-    burials: tuple[tuple[int, int], ...] = ()
+    evictions: tuple[tuple[int, int], ...] = ()
     """When it evicted, and how many slots of the head that lost most: as far back as a rewind may want them."""
 
     @property
     def buried(self) -> int:
-        return sum(count for _, count in self.burials)
+        return sum(count for _, count in self.evictions)
 
     @property
     def slots(self) -> int:
         """As many as its fullest head has filled at any length that a rewind may want, or more."""
         return self.most + self.buried
 
-    def settled(self, added: int, lost: int, length: int, rewind: int, *, exact: bool) -> Account:
+    def settled(self, added: int, lost: int, length: int, rewind: int, *, exact: bool) -> RowOccupancy:
         """The row added slots and lost some. `exact`: something else of it reaches no farther back than a rewind."""
         horizon = length - rewind
-        burials = (*self.burials, (length, lost)) if lost else self.burials
-        floor = max([self.floor, horizon if exact else 0, *(at for at, _ in burials if at <= horizon)])
-        return Account(self.most + added - lost, floor, tuple(one for one in burials if one[0] > horizon))
+        evictions = (*self.evictions, (length, lost)) if lost else self.evictions
+        floor = max([self.floor, horizon if exact else 0, *(at for at, _ in evictions if at <= horizon)])
+        return RowOccupancy(self.most + added - lost, floor, tuple(one for one in evictions if one[0] > horizon))
 
 
 @dataclass(frozen=True, eq=False)
-class Ledger:
+class Occupancy:
     """The accounts of every row. Never changed: layers that fare alike share one, and what a step makes of it."""
 
-    rows: tuple[Account, ...]
+    rows: tuple[RowOccupancy, ...]
     even: bool = True  # whether every head of a row has as many slots as its fullest one
 
     @cached_property
@@ -56,24 +56,24 @@ class Ledger:
         """Of each row."""
         return tuple(row.most for row in self.rows)
 
-    def set(self, row: int, account: Account) -> Ledger:
-        return Ledger((*self.rows[:row], account, *self.rows[row + 1 :]), self.even)
+    def set(self, row: int, account: RowOccupancy) -> Occupancy:
+        return Occupancy((*self.rows[:row], account, *self.rows[row + 1 :]), self.even)
 
 
 @dataclass
-class Kept:
-    """`lists` says what lies where (`ops.settle.SlotLists`), and `ledger` what the host knows of it."""
+class SlotStore:
+    """`lists` says what lies where (`ops.commit_slots.SlotTable`), and `ledger` what the host knows of it."""
 
-    lists: SlotLists
-    ledger: Ledger
-    change: Change | None = field(default=None, init=False)
+    lists: SlotTable
+    ledger: Occupancy
+    change: SlotCommit | None = field(default=None, init=False)
     """What the last step did to the lists, if a next one of a token may do the same: its buffers serve again."""
-    rings: Rings | None = field(default=None, init=False)  # with those buffers
+    rings: KVView | None = field(default=None, init=False)  # with those buffers
 
     @classmethod
     def empty(
         cls, rows: int, heads: int, parts: Mapping[str, tuple[int, torch.dtype]], history: int, device: torch.device
-    ) -> Kept:
+    ) -> SlotStore:
         """No slots yet. `parts`: width and dtype of what is stored; `history`: for how many lengths scores are."""
         arrays = {
             name: torch.zeros(rows, heads, 0, w, dtype=dtype, device=device) for name, (w, dtype) in parts.items()
@@ -83,8 +83,8 @@ class Kept:
         buried = {**arrays, "died": arrays["position"], "slot": arrays["position"]}
         if history:
             arrays["scores"] = torch.zeros(rows, heads, history, 0, dtype=torch.float32, device=device)
-        lists = SlotLists(arrays, buried, none, none.clone())
-        return cls(lists, Ledger((Account(),) * rows))
+        lists = SlotTable(arrays, buried, none, none.clone())
+        return cls(lists, Occupancy((RowOccupancy(),) * rows))
 
     @property
     def most(self) -> tuple[int, ...]:
@@ -101,19 +101,19 @@ class Kept:
         """G."""
         return self.lists.graves
 
-    def clone(self) -> Kept:
+    def clone(self) -> SlotStore:
         kept, buried, live, dug = self.lists.kept, self.lists.buried, self.lists.live, self.lists.dug
-        lists = SlotLists(_each(kept, Tensor.clone), _each(buried, Tensor.clone), live.clone(), dug.clone())
-        return Kept(lists, self.ledger)
+        lists = SlotTable(_each(kept, Tensor.clone), _each(buried, Tensor.clone), live.clone(), dug.clone())
+        return SlotStore(lists, self.ledger)
 
-    def selected(self, rows: Sequence[int | None]) -> Kept:
+    def selected(self, rows: Sequence[int | None]) -> SlotStore:
         source = torch.tensor([0 if row is None else row for row in rows], device=self.lists.live.device)
         kept, buried, live, dug = self.lists.kept, self.lists.buried, self.lists.live, self.lists.dug
-        lists = SlotLists(
+        lists = SlotTable(
             _each(kept, lambda x: x[source]), _each(buried, lambda x: x[source]), live[source], dug[source]
         )
-        accounts = tuple(Account() if row is None else self.ledger.rows[row] for row in rows)
-        chosen = Kept(lists, Ledger(accounts, self.ledger.even))
+        accounts = tuple(RowOccupancy() if row is None else self.ledger.rows[row] for row in rows)
+        chosen = SlotStore(lists, Occupancy(accounts, self.ledger.even))
         for i, row in enumerate(rows):
             if row is None:
                 chosen.empty_row(i)
@@ -121,14 +121,14 @@ class Kept:
 
     def empty_row(self, row: int) -> None:
         self.lists.live[row], self.lists.dug[row], self.lists.buried["died"][row] = 0, 0, 0
-        self.ledger = self.ledger.set(row, Account())
+        self.ledger = self.ledger.set(row, RowOccupancy())
 
     def count(self) -> None:
         """Ask how many slots the heads have filled, where what was evicted does not say."""
         live = self.lists.live.tolist()
         most = [max(row, default=0) for row in live]
         even = all(min(row, default=0) == n for row, n in zip(live, most))
-        self.ledger = Ledger(tuple(replace(row, most=n) for row, n in zip(self.ledger.rows, most)), even)
+        self.ledger = Occupancy(tuple(replace(row, most=n) for row, n in zip(self.ledger.rows, most)), even)
 
     def reaches(self, row: int, floor: int) -> None:
         """No rewind of the row goes back before `floor`."""
@@ -136,11 +136,11 @@ class Kept:
 
     # ---- room
 
-    def resized(self, slots: int) -> Kept:
+    def resized(self, slots: int) -> SlotStore:
         """The same with another number of slots, which holds what is filled and more; the arrays are copies."""
         return replace(self, lists=replace(self.lists, kept=_sized(self.lists.kept, slots)))
 
-    def reburied(self, graves: int) -> Kept:
+    def reburied(self, graves: int) -> SlotStore:
         """The same with another number of graves, for those that were evicted last; the arrays are copies."""
         count = min(self.graves, graves)
         newest = torch.arange(-count, 0, device=self.lists.dug.device) + self.lists.dug[..., None]
@@ -170,8 +170,8 @@ class Kept:
 
     def went_back(self, to: int) -> None:
         """Take every row back to length `to`, which its graves reach."""
-        unsettle(self.lists, to)
-        rows = (replace(row, burials=tuple(one for one in row.burials if one[0] <= to)) for row in self.ledger.rows)
+        undo_evictions(self.lists, to)
+        rows = (replace(row, evictions=tuple(one for one in row.evictions if one[0] <= to)) for row in self.ledger.rows)
         self.ledger = replace(self.ledger, rows=tuple(rows))
         self.count()
 
@@ -180,11 +180,11 @@ class Kept:
         for r, h in product(*map(range, gone.shape[:2])):
             evict(self.lists, r, h, gone[r, h], length)
         if count:
-            rows = (replace(row, burials=(*row.burials, (length, count))) for row in self.ledger.rows)
+            rows = (replace(row, evictions=(*row.evictions, (length, count))) for row in self.ledger.rows)
             self.ledger = replace(self.ledger, rows=tuple(rows))
         self.count()
 
-    def assign(self, row: int, other: Kept) -> None:
+    def assign(self, row: int, other: SlotStore) -> None:
         """Make a row what the only row of `other` is, whose slots and graves are as many."""
         for mine, theirs in zip(self.tensors(), other.tensors()):
             mine[row] = theirs[0]

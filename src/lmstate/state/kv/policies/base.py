@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lmstate.errors import StateError
 from lmstate.ops.attention.slots import behind_all, lowest
-from lmstate.ops.types.slot_table import Lowest
+from lmstate.ops.types.slot_table import EvictLowest
 from lmstate.state.kv.policies.storage import Dense, Policy, Storage
 
 
@@ -131,9 +131,9 @@ class Budget(Evicting):
         return self.lowest.excess(held)
 
     @property
-    def lowest(self) -> Lowest:
+    def lowest(self) -> EvictLowest:
         """What goes where ranks are the default ones."""
-        return Lowest(self.budget, self.batch, self.sinks, self.newest, self.observes)
+        return EvictLowest(self.budget, self.batch, self.sinks, self.newest, self.observes)
 
     def evict(self, slots: Slots) -> Tensor:
         positions = slots.positions

@@ -35,7 +35,7 @@ class QuantizedAttentionState(AttentionState):
     ) -> tuple[dict[str, tuple[int, ...]], dict[str, torch.dtype]]:
         return coded_buffers(dims, 8, kv_heads, most=WHOLE)
 
-    def made_rings(self) -> ops.Rings:
+    def made_rings(self) -> ops.KVView:
         return coded_rings(self.buffers, None, 8, self.sight)
 
     def attend(
@@ -43,8 +43,8 @@ class QuantizedAttentionState(AttentionState):
         q: Tensor,
         new: tuple[Tensor, Tensor] | None,
         step: Step,
-        scoring: ops.Scoring,
-        rotation: ops.Rotation | None = None,
+        scoring: ops.AttentionParams,
+        rotation: ops.RopeTables | None = None,
     ) -> Tensor:
         return attend_quantized(
             q, new, rotation, held(self.buffers), None, step.starts_t, step.counts_t, scoring, self.sight,
@@ -106,8 +106,8 @@ def held(buffers: dict[str, Tensor]) -> Held:
     return Held(buffers["k"], buffers["v"], buffers["k.scale"], buffers["v.scale"])
 
 
-def coded_rings(buffers: dict[str, Tensor], tail: Tensor | None, bits: int, sight: ops.Sight) -> ops.Rings:
-    return ops.Rings(
+def coded_rings(buffers: dict[str, Tensor], tail: Tensor | None, bits: int, sight: ops.CausalMask) -> ops.KVView:
+    return ops.KVView(
         buffers["k"], buffers["v"], sight, coded=ops.Coded(bits, buffers["k.scale"], buffers["v.scale"], tail)
     )
 

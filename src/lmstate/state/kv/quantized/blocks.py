@@ -42,7 +42,7 @@ class BlockState(CompositeState, KeyValueState):
         head_dim: int,
         value_dim: int | None = None,
         *,
-        sight: ops.Sight = ops.EVERYTHING,
+        sight: ops.CausalMask = ops.FULL_CAUSAL,
     ):
         self.layout, self.bits, self.sight = layout, storage.bits, sight
         dims = {"k": head_dim, "v": value_dim or head_dim}
@@ -51,7 +51,7 @@ class BlockState(CompositeState, KeyValueState):
         self.kind = "attention" if sight.reach is None else "window"
         self.tail.as_rings = self.codes.as_rings
 
-    def rings(self, step: Step) -> ops.Rings | None:
+    def rings(self, step: Step) -> ops.KVView | None:
         as_rings = self.codes.as_rings
         if not as_rings:
             as_rings.append(coded_rings(self.codes.buffers, self.tail.buffers["k"], self.bits, self.sight))
@@ -62,8 +62,8 @@ class BlockState(CompositeState, KeyValueState):
         q: Tensor,
         new: tuple[Tensor, Tensor] | None,
         step: Step,
-        scoring: ops.Scoring,
-        rotation: ops.Rotation | None = None,
+        scoring: ops.AttentionParams,
+        rotation: ops.RopeTables | None = None,
     ) -> Tensor:
         return attend_quantized(
             q, new, rotation, held(self.codes.buffers), self.tail.buffers["k"], step.starts_t, step.counts_t, scoring,
@@ -92,7 +92,7 @@ class Codes(SlotState):
 
     kind, what = "attention", "blocks of quantised keys and values"
 
-    def __init__(self, layout: Layout, bits: int, kv_heads: int, dims: dict[str, int], sight: ops.Sight):
+    def __init__(self, layout: Layout, bits: int, kv_heads: int, dims: dict[str, int], sight: ops.CausalMask):
         span, slack = None, layout.rewind
         if sight.reach is not None:
             need = sight.reach - 1 + BLOCK - 1  # of the first block in sight all slots: its scales lie across them

@@ -12,7 +12,7 @@ from lmstate.errors import SnapshotError
 Tensors = dict[str, Tensor]
 
 
-class Kept(ABC):
+class RewindableLayer(ABC):
     """What `StateCache` asks of a layer beyond the interface of transformers."""
 
     kind: str  # names it in a file

@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
 from lmstate.errors import SnapshotError
 from lmstate.integrations.transformers.cache.layers.base import (
-    Kept,
+    RewindableLayer,
     Tensors,
     check_pair,
     chosen,
@@ -22,10 +22,10 @@ from lmstate.integrations.transformers.cache.layers.base import (
     storage_bytes,
     whole,
 )
-from lmstate.integrations.transformers.cache.layers.growable import Room
+from lmstate.integrations.transformers.cache.layers.growable import GrowableTensor
 
 
-class GrowingLayer(DynamicLayer, Kept):
+class FullAttentionLayer(DynamicLayer, RewindableLayer):
     """All keys `[R, K, n, D]` and values `[R, K, n, Dv]`, as views of memory that doubles when it is full."""
 
     kind = "full"
@@ -34,7 +34,7 @@ class GrowingLayer(DynamicLayer, Kept):
 
     def __init__(self) -> None:
         super().__init__()
-        self._k, self._v = Room(), Room()
+        self._k, self._v = GrowableTensor(), GrowableTensor()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -46,7 +46,7 @@ class GrowingLayer(DynamicLayer, Kept):
     ) -> tuple[Tensor, Tensor]:
         """Store new keys and values; all that are stored. The views are valid until tokens are removed."""
         if not self.is_initialized:
-            GrowingLayer.lazy_initialization(self, key_states, value_states)
+            FullAttentionLayer.lazy_initialization(self, key_states, value_states)
         self.keys = self._k.extend(self.keys, key_states)
         self.values = self._v.extend(self.values, value_states)
         return self.keys, self.values
@@ -56,7 +56,7 @@ class GrowingLayer(DynamicLayer, Kept):
             raise ValueError(f"crop({tokens_to_remove}): pass minus the number of tokens to remove")
         if self.is_initialized:
             length = self.keys.shape[-2]
-            GrowingLayer.cut(self, length, max(0, length + tokens_to_remove))
+            FullAttentionLayer.cut(self, length, max(0, length + tokens_to_remove))
 
     def reset(self) -> None:
         self.keys = self.values = None
@@ -102,7 +102,7 @@ class GrowingLayer(DynamicLayer, Kept):
         check_pair(self.kind, tensors, length, length)
 
     def put(self, length: int, tensors: Tensors) -> None:
-        GrowingLayer.reset(self)
+        FullAttentionLayer.reset(self)
         if tensors:
             k, v = tensors["k"], tensors["v"]
             self.dtype, self.device, self.is_initialized = k.dtype, k.device, True
@@ -113,7 +113,7 @@ class GrowingLayer(DynamicLayer, Kept):
         return storage_bytes(held)
 
 
-class IndexedLayer(GrowingLayer, DynamicIndexedLayer):
+class IndexedLayer(FullAttentionLayer, DynamicIndexedLayer):
     """Full attention, with the keys `[R, n, D]` of an indexer that chooses what to attend to (DeepSeek)."""
 
     kind = "indexed"
@@ -125,7 +125,7 @@ class IndexedLayer(GrowingLayer, DynamicIndexedLayer):
         self.indexer_keys = None
         self.indexer_position_ids = None
         self.is_indexer_initialized = False
-        self._i = Room()
+        self._i = GrowableTensor()
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         if not self.is_indexer_initialized:
@@ -135,7 +135,7 @@ class IndexedLayer(GrowingLayer, DynamicIndexedLayer):
         return self.indexer_keys
 
     def crop(self, tokens_to_remove: int) -> None:
-        GrowingLayer.crop(self, 0)  # refuses what is positive
+        FullAttentionLayer.crop(self, 0)  # refuses what is positive
         if self.is_initialized:
             length = self.keys.shape[-2]
             self.cut(length, max(0, length + tokens_to_remove))

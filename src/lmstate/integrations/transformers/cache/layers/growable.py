@@ -8,7 +8,7 @@ from torch import Tensor
 FIRST_SLOTS = 64
 
 
-class Room:
+class GrowableTensor:
     """The memory `[..., S, D]` that a view `[..., n, D]` of it (n <= S) can grow into, along the next-to-last axis.
 
     The view is the truth, and its owner may replace it: a tensor that is no view of this memory is taken over at the

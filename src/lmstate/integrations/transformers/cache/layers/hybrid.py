@@ -7,12 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from lmstate.integrations.transformers.cache.layers.base import Tensors
-from lmstate.integrations.transformers.cache.layers.full import GrowingLayer
-from lmstate.integrations.transformers.cache.layers.recurrent import FoldLayer
+from lmstate.integrations.transformers.cache.layers.full import FullAttentionLayer
+from lmstate.integrations.transformers.cache.layers.recurrent import RecurrentLayer
 from lmstate.integrations.transformers.cache.layers.sliding import WindowLayer
 
 
-class HybridLayer(FoldLayer, GrowingLayer):
+class HybridLayer(RecurrentLayer, FullAttentionLayer):
     """Full attention and a recurrence side by side in one layer."""
 
     kind = "hybrid"
@@ -20,49 +20,49 @@ class HybridLayer(FoldLayer, GrowingLayer):
     device: Any
 
     def __init__(self, number_of_states: int = 1) -> None:
-        GrowingLayer.__init__(self)
-        FoldLayer.__init__(self, number_of_states=number_of_states)
+        FullAttentionLayer.__init__(self)
+        RecurrentLayer.__init__(self, number_of_states=number_of_states)
 
     def offload(self) -> None:
-        FoldLayer.offload(self)
-        GrowingLayer.offload(self)
+        RecurrentLayer.offload(self)
+        FullAttentionLayer.offload(self)
 
     def prefetch(self) -> None:
-        FoldLayer.prefetch(self)
-        GrowingLayer.prefetch(self)
+        RecurrentLayer.prefetch(self)
+        FullAttentionLayer.prefetch(self)
 
     def reset(self) -> None:
-        FoldLayer.reset(self)
-        GrowingLayer.reset(self)
+        RecurrentLayer.reset(self)
+        FullAttentionLayer.reset(self)
 
     def cut(self, length: int, to: int) -> None:
-        GrowingLayer.cut(self, length, to)
+        FullAttentionLayer.cut(self, length, to)
 
     def select(self, rows: Tensor) -> None:
-        FoldLayer.select(self, rows)
-        GrowingLayer.select(self, rows)
+        RecurrentLayer.select(self, rows)
+        FullAttentionLayer.select(self, rows)
 
     def rows(self) -> int | None:
-        return GrowingLayer.rows(self) or FoldLayer.rows(self)
+        return FullAttentionLayer.rows(self) or RecurrentLayer.rows(self)
 
     def capture(self) -> Tensors:
-        return {**self.carry(), **GrowingLayer.capture(self)}
+        return {**self.carry(), **FullAttentionLayer.capture(self)}
 
     def check(self, length: int, tensors: Tensors) -> None:
         attention, carry = divided(tensors)
-        GrowingLayer.check(self, length, attention)
-        FoldLayer.check(self, length, carry)
+        FullAttentionLayer.check(self, length, attention)
+        RecurrentLayer.check(self, length, carry)
 
     def put(self, length: int, tensors: Tensors) -> None:
         attention, carry = divided(tensors)
-        GrowingLayer.put(self, length, attention)
+        FullAttentionLayer.put(self, length, attention)
         self.put_carry(carry)
 
     def nbytes(self) -> int:
-        return GrowingLayer.nbytes(self) + FoldLayer.nbytes(self)
+        return FullAttentionLayer.nbytes(self) + RecurrentLayer.nbytes(self)
 
 
-class HybridWindowLayer(FoldLayer, WindowLayer):
+class HybridWindowLayer(RecurrentLayer, WindowLayer):
     """A sliding window and a recurrence side by side in one layer."""
 
     kind = "hybrid-window"
@@ -71,32 +71,32 @@ class HybridWindowLayer(FoldLayer, WindowLayer):
 
     def __init__(self, sliding_window: int, number_of_states: int = 1, rewind: int = 16) -> None:
         WindowLayer.__init__(self, sliding_window, rewind)
-        FoldLayer.__init__(self, number_of_states=number_of_states)
+        RecurrentLayer.__init__(self, number_of_states=number_of_states)
 
     def activate_past_recording(self) -> None:
-        """Nothing to do, for the recurrence cannot go back either: see `FoldLayer`."""
+        """Nothing to do, for the recurrence cannot go back either: see `RecurrentLayer`."""
 
     def offload(self) -> None:
-        FoldLayer.offload(self)
+        RecurrentLayer.offload(self)
         WindowLayer.offload(self)
 
     def prefetch(self) -> None:
-        FoldLayer.prefetch(self)
+        RecurrentLayer.prefetch(self)
         WindowLayer.prefetch(self)
 
     def reset(self) -> None:
-        FoldLayer.reset(self)
+        RecurrentLayer.reset(self)
         WindowLayer.reset(self)
 
     def cut(self, length: int, to: int) -> None:
         WindowLayer.cut(self, length, to)
 
     def select(self, rows: Tensor) -> None:
-        FoldLayer.select(self, rows)
+        RecurrentLayer.select(self, rows)
         WindowLayer.select(self, rows)
 
     def rows(self) -> int | None:
-        return WindowLayer.rows(self) or FoldLayer.rows(self)
+        return WindowLayer.rows(self) or RecurrentLayer.rows(self)
 
     def capture(self) -> Tensors:
         return {**self.carry(), **WindowLayer.capture(self)}
@@ -104,7 +104,7 @@ class HybridWindowLayer(FoldLayer, WindowLayer):
     def check(self, length: int, tensors: Tensors) -> None:
         attention, carry = divided(tensors)
         WindowLayer.check(self, length, attention)
-        FoldLayer.check(self, length, carry)
+        RecurrentLayer.check(self, length, carry)
 
     def put(self, length: int, tensors: Tensors) -> None:
         attention, carry = divided(tensors)
@@ -112,7 +112,7 @@ class HybridWindowLayer(FoldLayer, WindowLayer):
         self.put_carry(carry)
 
     def nbytes(self) -> int:
-        return WindowLayer.nbytes(self) + FoldLayer.nbytes(self)
+        return WindowLayer.nbytes(self) + RecurrentLayer.nbytes(self)
 
 
 def divided(tensors: Tensors) -> tuple[Tensors, Tensors]:

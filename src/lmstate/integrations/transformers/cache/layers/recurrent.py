@@ -1,8 +1,8 @@
 """Recurrent layers of the cache: convolution tails and carries, alone or beside attention.
 
-Why these are not `lmstate.state.FoldState`: transformers never shows the cache what a layer folded, only the carry that
-came out, and some models change it in place. Nothing here can be folded again; so a layer only hands out copies of its
-carry and takes them back, and `StateCache` feeds the model again from there.
+Why these are not `lmstate.state.RecurrentState`: transformers never shows the cache what a layer folded, only the carry
+that came out, and some models change it in place. Nothing here can be folded again; so a layer only hands out copies of
+its carry and takes them back, and `StateCache` feeds the model again from there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from lmstate.errors import SnapshotError
 from lmstate.integrations.transformers.cache.layers.base import (
-    Kept,
+    RewindableLayer,
     Tensors,
     chosen,
     repeated,
@@ -25,7 +25,7 @@ from lmstate.integrations.transformers.cache.layers.base import (
 from lmstate.integrations.transformers.cache.layers.growable import frozen
 
 
-class FoldLayer(LinearAttentionLayer, Kept):
+class RecurrentLayer(LinearAttentionLayer, RewindableLayer):
     """Convolution tails `[R, F, C]` and carries `[R, ...]`, by state index. It has no length of its own.
 
     Going back is the business of `StateCache`, so nothing is recorded here and models take their single-token path.
@@ -120,7 +120,7 @@ class FoldLayer(LinearAttentionLayer, Kept):
         return {name: tensor for name, tensor in held.items() if tensor is not None}
 
 
-class ConvLayer(FoldLayer):
+class ConvLayer(RecurrentLayer):
     """Convolution tails alone. While the past is recorded they keep earlier inputs: going back recomputes nothing."""
 
     kind = "conv"
@@ -151,7 +151,7 @@ class ConvLayer(FoldLayer):
             if held is not None and to != length:
                 self.conv_states[i] = held[..., : held.shape[-1] - (length - to)]
 
-    def settle(self) -> None:
+    def commit_slots(self) -> None:
         """Let go of what only a rewind would need."""
         for i, held in self.conv_states.items():
             if held is not None and self.record_past:
@@ -169,4 +169,4 @@ class ConvLayer(FoldLayer):
 
 def is_fold(layer: object) -> bool:
     """Whether going back in this layer takes a carry from before."""
-    return isinstance(layer, FoldLayer) and not isinstance(layer, ConvLayer)
+    return isinstance(layer, RecurrentLayer) and not isinstance(layer, ConvLayer)

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from lmstate.integrations.transformers.cache.layers.base import (
-    Kept,
+    RewindableLayer,
     Tensors,
     check_pair,
     chosen,
@@ -19,10 +19,10 @@ from lmstate.integrations.transformers.cache.layers.base import (
     storage_bytes,
     whole,
 )
-from lmstate.integrations.transformers.cache.layers.growable import Room
+from lmstate.integrations.transformers.cache.layers.growable import GrowableTensor
 
 
-class WindowLayer(DynamicSlidingWindowLayer, Kept):
+class WindowLayer(DynamicSlidingWindowLayer, RewindableLayer):
     """The last keys `[R, K, n, D]` and values of a sliding or chunked layer, n >= what the next query may see.
 
     Memory holds the window, `rewind` tokens before it, and slack. When the slack is used up, what is still needed moves
@@ -38,7 +38,7 @@ class WindowLayer(DynamicSlidingWindowLayer, Kept):
         super().__init__(sliding_window=sliding_window)
         self.past = sliding_window - 1  # as many earlier tokens may be seen
         self.rewind = rewind
-        self._k, self._v = Room(), Room()
+        self._k, self._v = GrowableTensor(), GrowableTensor()
         self._held: tuple[Tensor, Tensor] | None = None  # views: all that is stored
         self._settled = 0  # length at the last crop: recording keeps all that came after
 
@@ -175,7 +175,7 @@ class WindowLayer(DynamicSlidingWindowLayer, Kept):
             self._v.drop()
             self._hold(k.to(device, non_blocking=True), v.to(device, non_blocking=True))
 
-    def _grow(self, room: Room, held: Tensor, new: Tensor, full: int) -> Tensor:
+    def _grow(self, room: GrowableTensor, held: Tensor, new: Tensor, full: int) -> Tensor:
         need = held.shape[-2] + new.shape[-2]
         if room.slots is None or held is not room.view or need > room.slots.shape[-2]:
             if torch.is_grad_enabled() and (new.requires_grad or held.requires_grad):

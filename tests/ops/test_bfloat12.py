@@ -10,9 +10,9 @@ import lmstate.ops as ops
 from lmstate.models.block import Block, run_blocks
 from lmstate.models.compiled import plain
 from lmstate.models.fingerprint import fingerprint
-from lmstate.models.layers.identity import Nothing
+from lmstate.models.layers.identity import Identity
 from lmstate.models.layers.mlp import MLP
-from lmstate.ops import FloatWeight, SqueezedWeight, dispatch
+from lmstate.ops import Bfloat12Weight, FloatWeight, dispatch
 from lmstate.state import Layout, Step
 from tests.zoo import ours
 
@@ -32,9 +32,9 @@ def bits(x: Tensor) -> Tensor:
     return x.view(torch.int16)
 
 
-def squeezed(matrix: Tensor) -> SqueezedWeight:
-    weight = ops.squeeze(FloatWeight(matrix))
-    assert isinstance(weight, SqueezedWeight)
+def squeezed(matrix: Tensor) -> Bfloat12Weight:
+    weight = ops.to_bfloat12(FloatWeight(matrix))
+    assert isinstance(weight, Bfloat12Weight)
     return weight
 
 
@@ -84,30 +84,30 @@ def test_what_saves_nothing_stays_as_it_is(variant: str) -> None:
     anything = torch.randint(-(2**15), 2**15, (16, 64), dtype=torch.int16).view(torch.bfloat16)
     for matrix in (anything, torch.randn(8, 96).bfloat16(), torch.randn(8, 64), torch.zeros(0, 64).bfloat16()):
         weight = FloatWeight(matrix)
-        assert ops.squeeze(weight) is weight
+        assert ops.to_bfloat12(weight) is weight
     int8 = ops.quantize(torch.randn(8, 64), "int8")
-    assert ops.squeeze(int8) is int8
+    assert ops.to_bfloat12(int8) is int8
 
 
 def test_a_damaged_packing_is_refused(variant: str, tolerant: None) -> None:
     weight = squeezed(special(5, 64))
     n, k = weight.shape
     with pytest.raises(ValueError, match="12 bits is uint8"):
-        SqueezedWeight(weight.storage[:-1], n, k)
+        Bfloat12Weight(weight.storage[:-1], n, k)
     with pytest.raises(ValueError, match="12 bits is uint8"):
-        SqueezedWeight(weight.storage[:50], n, k)
+        Bfloat12Weight(weight.storage[:50], n, k)
     for damage in (lambda w: w._rare[0, 0].fill_(64), lambda w: w._first[1].fill_(-1), lambda w: w._first[-1].add_(1)):
-        damaged = SqueezedWeight(weight.storage.clone(), n, k)
+        damaged = Bfloat12Weight(weight.storage.clone(), n, k)
         damage(damaged)
         with pytest.raises(ValueError, match="damaged"):
-            SqueezedWeight(damaged.storage, n, k)
+            Bfloat12Weight(damaged.storage, n, k)
 
 
 def test_a_run_of_layers_gives_what_its_products_give(variant: str) -> None:
     torch.manual_seed(0)
     up, down = squeezed(torch.randn(256, 64).bfloat16() / 8), squeezed(torch.randn(64, 128).bfloat16() / 8)
     norm = ops.Norm(torch.rand(64) + 0.5, 1e-5)
-    block = Block(Nothing(), MLP(up, down), mlp_norm=norm)
+    block = Block(Identity(), MLP(up, down), mlp_norm=norm)
     x, counts = torch.randn(2, 3, 64), (3, 2)
     step = Step((0, 0), counts, x.device, (3, 3))
     memory = block.mixer.new_state(Layout(2, x.device, torch.float32))
