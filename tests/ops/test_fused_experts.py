@@ -25,7 +25,7 @@ def expert(kind: str, hidden: int = HIDDEN, act: str = "silu", biased: bool = Fa
 
 def mixture(kinds: str | list[str], top_k: int, shared: MLP | None = None, **options: Any) -> MixtureOfExperts:
     own = {name: options.pop(name) for name in ("act", "biased") if name in options}
-    rest = {name: options.pop(name) for name in ("shared_gate", "weigh_input") if name in options}
+    rest = {name: options.pop(name) for name in ("shared_gate", "scale_input") if name in options}
     kinds = [kinds] * EXPERTS if isinstance(kinds, str) else kinds
     router = Router(ops.FloatWeight(torch.randn(EXPERTS, EMBED)), top_k, **options)
     return MixtureOfExperts(router, [expert(kind, **own) for kind in kinds], shared, **rest)
