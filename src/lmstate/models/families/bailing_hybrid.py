@@ -12,9 +12,11 @@ from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.renamed import Renamed
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import MOST, POSITIONS, Dims, decoder, drafting, pre_norm, rms_norms
+from lmstate.models.families.builders.decoder import decoder, pre_norm
 from lmstate.models.families.builders.delta import channel_delta
+from lmstate.models.families.builders.dims import MOST, POSITIONS, Dims, drafting
 from lmstate.models.families.builders.moe import deepseek_feed_forward
+from lmstate.models.families.builders.norms import rms_norms
 from lmstate.models.families.deepseek import latent_attention, latent_scale
 from lmstate.models.families.defaults import completed
 from lmstate.models.layers.base import Mixer

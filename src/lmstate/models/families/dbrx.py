@@ -9,16 +9,12 @@ import torch
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import Numbers, WeightLoader
 from lmstate.checkpoints.source import floats
-from lmstate.models.families.builders.decoder import (
-    ACTIVATIONS,
-    MOST,
-    Dims,
-    decoder,
-    fused_attention,
-    layer_norms,
-    pre_norm,
-)
+from lmstate.models.families.builders.attention import fused_attention
+from lmstate.models.families.builders.decoder import decoder, pre_norm
+from lmstate.models.families.builders.dims import MOST, Dims
+from lmstate.models.families.builders.mlp import ACTIVATIONS
 from lmstate.models.families.builders.moe import scores
+from lmstate.models.families.builders.norms import layer_norms
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.mlp import MLP, FeedForward
 from lmstate.models.layers.moe import MixtureOfExperts, Router

@@ -13,19 +13,12 @@ import torch
 
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    biases,
-    decoder,
-    drafting,
-    mlp,
-    norm,
-    rms_norms,
-    there,
-)
+from lmstate.models.families.builders.attention import biases
+from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.dims import MOST, Dims, drafting, there
+from lmstate.models.families.builders.mlp import activation, mlp
 from lmstate.models.families.builders.moe import deepseek_mixture, expert_count, scores, sparse_layers, top_k
+from lmstate.models.families.builders.norms import norm, rms_norms
 from lmstate.models.families.mistral import temperature_of
 from lmstate.models.layers.mla import MultiHeadLatentAttention
 from lmstate.models.layers.mlp import FeedForward

@@ -12,7 +12,10 @@ from torch import Tensor
 from lmstate import ops
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import MOST, Dims, activation, decoder, mlp, rms_norms
+from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.dims import MOST, Dims
+from lmstate.models.families.builders.mlp import activation, mlp
+from lmstate.models.families.builders.norms import rms_norms
 from lmstate.models.families.gemma4 import (
     FULL,
     LOCAL,

@@ -8,7 +8,10 @@ from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.source import floats
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import MOST, POSITIONS, Dims, activation, decoder, layer_norms, pre_norm
+from lmstate.models.families.builders.decoder import decoder, pre_norm
+from lmstate.models.families.builders.dims import MOST, POSITIONS, Dims
+from lmstate.models.families.builders.mlp import activation
+from lmstate.models.families.builders.norms import layer_norms
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.embedding import LearnedPositions
 from lmstate.models.layers.mlp import MLP

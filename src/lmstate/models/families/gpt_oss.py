@@ -11,8 +11,11 @@ from lmstate import ops
 from lmstate.checkpoints.huggingface import mxfp4
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.source import GroupedQuant
-from lmstate.models.families.builders.decoder import MOST, Dims, attention, decoder, norm, windows
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.dims import MOST, Dims, windows
 from lmstate.models.families.builders.moe import expert_count
+from lmstate.models.families.builders.norms import norm
 from lmstate.models.layers.mlp import MLP, FeedForward
 from lmstate.models.layers.moe import MixtureOfExperts, Router
 from lmstate.models.layers.rope import make_rope

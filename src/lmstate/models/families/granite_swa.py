@@ -8,7 +8,10 @@ from functools import cache
 
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import Dims, attention, config_window, pre_norm, rms_norms
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import pre_norm
+from lmstate.models.families.builders.dims import Dims, config_window
+from lmstate.models.families.builders.norms import rms_norms
 from lmstate.models.families.granite import feed_forward, granite
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.rope import Rope, make_rope, rope_fields

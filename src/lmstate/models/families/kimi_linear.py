@@ -10,19 +10,12 @@ from collections.abc import Sequence
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    W1_W3_W2,
-    Dims,
-    activation,
-    decoder,
-    drafting,
-    mlp,
-    norm,
-    there,
-)
+from lmstate.models.families.builders.decoder import W1_W3_W2, decoder
 from lmstate.models.families.builders.delta import channel_delta
+from lmstate.models.families.builders.dims import MOST, Dims, drafting, there
+from lmstate.models.families.builders.mlp import activation, mlp
 from lmstate.models.families.builders.moe import expert_count, experts, scores, top_k
+from lmstate.models.families.builders.norms import norm
 from lmstate.models.families.deepseek import latent_attention
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.gated_delta_net import GatedDelta

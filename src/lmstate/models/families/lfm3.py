@@ -6,17 +6,11 @@ from collections.abc import Sequence
 
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    W1_W3_W2,
-    Dims,
-    attention,
-    decoder,
-    head_norms,
-    mlp,
-    rms_norms,
-    there,
-)
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import W1_W3_W2, decoder
+from lmstate.models.families.builders.dims import MOST, Dims, there
+from lmstate.models.families.builders.mlp import mlp
+from lmstate.models.families.builders.norms import head_norms, rms_norms
 from lmstate.models.families.lfm2 import short_conv
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.rope import ropes_by_kind

@@ -12,8 +12,12 @@ from torch import Tensor
 from lmstate import ops
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import MOST, Dims, activation, biases, decoder, mlp, rms_norms
+from lmstate.models.families.builders.attention import biases
+from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.dims import MOST, Dims
+from lmstate.models.families.builders.mlp import activation, mlp
 from lmstate.models.families.builders.moe import expert_count, experts, scores, top_k
+from lmstate.models.families.builders.norms import rms_norms
 from lmstate.models.families.deepseek import latent_attention, latent_scale
 from lmstate.models.layers.mla import MultiHeadLatentAttention
 from lmstate.models.layers.mlp import MLP, FeedForward

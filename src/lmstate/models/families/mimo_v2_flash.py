@@ -11,8 +11,11 @@ from torch.nn.functional import pad
 from lmstate import ops
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import MOST, Dims, biases, decoder, pre_norm, rms_norms, there
+from lmstate.models.families.builders.attention import biases
+from lmstate.models.families.builders.decoder import decoder, pre_norm
+from lmstate.models.families.builders.dims import MOST, Dims, there
 from lmstate.models.families.builders.moe import deepseek_feed_forward
+from lmstate.models.families.builders.norms import rms_norms
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.rope import Rope, make_rope, rope_fields
 from lmstate.models.model import Model

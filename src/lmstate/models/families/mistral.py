@@ -9,20 +9,12 @@ from dataclasses import replace
 
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    attention,
-    config_window,
-    decoder,
-    mlp,
-    pre_norm,
-    rms_norms,
-    there,
-    windows,
-)
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import decoder, pre_norm
+from lmstate.models.families.builders.dims import MOST, Dims, config_window, there, windows
+from lmstate.models.families.builders.mlp import activation, mlp
 from lmstate.models.families.builders.moe import expert_count, softmax_mixture
+from lmstate.models.families.builders.norms import rms_norms
 from lmstate.models.layers.attention import Attention, Temperature
 from lmstate.models.layers.mlp import FeedForward
 from lmstate.models.layers.rope import make_rope, rope_fields

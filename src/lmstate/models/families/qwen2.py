@@ -6,16 +6,11 @@ from collections.abc import Sequence
 
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    Dims,
-    attention,
-    config_window,
-    decoder,
-    pre_norm,
-    rms_norms,
-    windows,
-)
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import decoder, pre_norm
+from lmstate.models.families.builders.dims import Dims, config_window, windows
 from lmstate.models.families.builders.moe import qwen_feed_forward
+from lmstate.models.families.builders.norms import rms_norms
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.mlp import FeedForward
 from lmstate.models.layers.rope import make_rope

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import MOST, decoder
+from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.dims import MOST
 from lmstate.models.families.builders.mamba import attention_free
 from lmstate.models.layers.embedding import NormedEmbedding
 from lmstate.models.layers.rwkv import ChannelMix, TimeMix

@@ -7,7 +7,10 @@ import torch
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import MOST, Dims, biases, decoder, mlp
+from lmstate.models.families.builders.attention import biases
+from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.dims import MOST, Dims
+from lmstate.models.families.builders.mlp import mlp
 from lmstate.models.layers.mlp import MLP
 from lmstate.models.layers.mlstm import MLSTM
 from lmstate.models.model import Block, Model

@@ -10,8 +10,12 @@ from lmstate import ops
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import MOST, Dims, activation, biases, decoder, norm
+from lmstate.models.families.builders.attention import biases
+from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.dims import MOST, Dims
 from lmstate.models.families.builders.mamba import Mamba2Shape, expanded, gated_norm, layer_kinds, mamba2
+from lmstate.models.families.builders.mlp import activation
+from lmstate.models.families.builders.norms import norm
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.mamba2 import Mamba2
 from lmstate.models.layers.mlp import MLP

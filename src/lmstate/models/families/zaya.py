@@ -12,17 +12,12 @@ from torch.nn import functional as F
 from lmstate import ops
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    biases,
-    decoder,
-    norm,
-    plain_norm,
-    rms_norms,
-)
+from lmstate.models.families.builders.attention import biases
+from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.dims import MOST, Dims
+from lmstate.models.families.builders.mlp import activation
 from lmstate.models.families.builders.moe import expert_count, experts
+from lmstate.models.families.builders.norms import norm, plain_norm, rms_norms
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.cca import CompressedConvAttention
 from lmstate.models.layers.moe import MixtureOfExperts, Router
