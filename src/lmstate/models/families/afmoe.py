@@ -8,6 +8,7 @@ from torch import Tensor
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families.builders.attention import biases
 from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.defaults import EPS, Defaults
 from lmstate.models.families.builders.dims import MOST, Dims, windows
 from lmstate.models.families.builders.mlp import activation, mlp
 from lmstate.models.families.builders.moe import deepseek_mixture, expert_count, scores, top_k
@@ -17,6 +18,8 @@ from lmstate.models.layers.mlp import FeedForward
 from lmstate.models.layers.moe import Router
 from lmstate.models.layers.rope import Rope, make_rope
 from lmstate.models.model import Block, Model
+
+DEFAULTS: Defaults = {"afmoe": {**EPS, "head_dim": 128, "sliding_window": 1024}}
 
 
 def build(w: WeightLoader) -> Model:

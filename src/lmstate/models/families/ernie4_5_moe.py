@@ -5,6 +5,7 @@ from __future__ import annotations
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families.builders.attention import attention
 from lmstate.models.families.builders.decoder import decoder, pre_norm
+from lmstate.models.families.builders.defaults import EPS, Defaults
 from lmstate.models.families.builders.dims import MOST, Dims, there
 from lmstate.models.families.builders.mlp import activation, mlp
 from lmstate.models.families.builders.moe import deepseek_mixture, expert_count, scores, top_k
@@ -14,6 +15,8 @@ from lmstate.models.layers.mlp import FeedForward
 from lmstate.models.layers.moe import Router
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
+
+DEFAULTS: Defaults = {"ernie4_5_moe": EPS}
 
 
 def build(w: WeightLoader) -> Model:

@@ -6,11 +6,14 @@ from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
 from lmstate.models.families.builders.attention import attention
 from lmstate.models.families.builders.decoder import decoder, pre_norm
+from lmstate.models.families.builders.defaults import Defaults
 from lmstate.models.families.builders.dims import MOST, Dims
 from lmstate.models.families.builders.mlp import activation, mlp
 from lmstate.models.families.builders.norms import rms_norms
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
+
+DEFAULTS: Defaults = {"gemma": {"head_dim": 256, "tie_word_embeddings": True}}
 
 
 def build(w: WeightLoader) -> Model:

@@ -11,6 +11,7 @@ from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
 from lmstate.models.families.builders.decoder import W1_W3_W2, decoder
+from lmstate.models.families.builders.defaults import EPS, Defaults
 from lmstate.models.families.builders.delta import channel_delta
 from lmstate.models.families.builders.dims import MOST, Dims, drafting, there
 from lmstate.models.families.builders.mlp import activation, mlp
@@ -22,6 +23,8 @@ from lmstate.models.layers.gated_delta_net import GatedDelta
 from lmstate.models.layers.mlp import FeedForward
 from lmstate.models.layers.moe import MixtureOfExperts, Router
 from lmstate.models.model import Block, Model
+
+DEFAULTS: Defaults = {"kimi_linear": {**EPS, "routed_scaling_factor": 2.446}}
 
 KINDS = ("linear_attention", "full_attention")
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families.builders.attention import attention
 from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.defaults import EPS, Defaults
 from lmstate.models.families.builders.dims import MOST, Dims
 from lmstate.models.families.builders.mlp import activation, mlp
 from lmstate.models.families.builders.moe import expert_count
@@ -20,6 +21,8 @@ from lmstate.models.layers.moe import MixtureOfExperts, Router
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Block, Model
 from lmstate.ops import FloatWeight, Weight
+
+DEFAULTS: Defaults = {"llama4_text": EPS}
 
 
 def build(w: WeightLoader) -> Model:

@@ -14,6 +14,7 @@ from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families.builders.attention import biases
 from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.defaults import EPS, Defaults
 from lmstate.models.families.builders.dims import MOST, Dims
 from lmstate.models.families.builders.mlp import activation, mlp
 from lmstate.models.families.builders.moe import expert_count, experts, scores, top_k
@@ -26,6 +27,8 @@ from lmstate.models.layers.rope import Rope, make_rope
 from lmstate.models.model import Block, Model
 from lmstate.ops import Norm, Residual
 from lmstate.state import CompositeState, LayerState, Layout, Step
+
+DEFAULTS: Defaults = {"longcat_flash": {**EPS, "zero_expert_num": 256}}
 
 
 @dataclass(frozen=True, eq=False)

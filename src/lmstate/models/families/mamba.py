@@ -6,11 +6,14 @@ import torch
 
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.defaults import Defaults
 from lmstate.models.families.builders.dims import MOST
 from lmstate.models.families.builders.mamba import MambaShape, attention_free, dt_rank, expanded, mamba, only_silu
 from lmstate.models.families.builders.norms import norm
 from lmstate.models.model import Block, Model
 from lmstate.ops import Norm
+
+DEFAULTS: Defaults = {}
 
 
 def build(w: WeightLoader) -> Model:

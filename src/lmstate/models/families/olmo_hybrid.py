@@ -7,6 +7,7 @@ import torch
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families.builders.attention import attention
 from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.defaults import Defaults
 from lmstate.models.families.builders.delta import check_shared, short_conv
 from lmstate.models.families.builders.dims import MOST, Dims, there
 from lmstate.models.families.builders.mlp import activation, mlp
@@ -16,6 +17,8 @@ from lmstate.models.layers.rope import make_rope, rope_fields
 from lmstate.models.model import Block, Model
 from lmstate.ops import Norm
 from lmstate.ops.weights.grouped import FloatWeight
+
+DEFAULTS: Defaults = {}
 
 KINDS = ("linear_attention", "full_attention")
 GATED_NORM_EPS = 1e-5  # not in the config: what the model was trained with

@@ -13,6 +13,7 @@ from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
 from lmstate.models.families.builders.attention import attention
 from lmstate.models.families.builders.decoder import decoder, pre_norm
+from lmstate.models.families.builders.defaults import EPS, Defaults
 from lmstate.models.families.builders.dims import MOST, Dims, config_window, there
 from lmstate.models.families.builders.mlp import activation
 from lmstate.models.families.builders.moe import expert_count, experts, scores
@@ -23,6 +24,8 @@ from lmstate.models.layers.moe import MixtureOfExperts
 from lmstate.models.layers.rope import Rope, make_rope, rope_fields
 from lmstate.models.model import Model
 from lmstate.ops import Weight
+
+DEFAULTS: Defaults = {"phimoe": EPS}
 
 
 @dataclass(frozen=True, eq=False)
