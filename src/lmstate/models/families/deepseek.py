@@ -93,7 +93,7 @@ def build(w: WeightLoader) -> Model:
 
 
 def _rope(config: Config, rope_dim: int) -> Rope:
-    """That of the features of a head that rotate, `rope_dim` in number."""
+    """Rope of the `rope_dim` features of a head that rotate."""
     interleaved = config.bool("rope_interleave", default=True)
     if config.str("model_type") == "mistral4":  # its config says which part of a head they are
         settings = {**rope_fields(config), "partial_rotary_factor": 1.0}

@@ -157,7 +157,7 @@ def shared_layers(config: Config, kinds: Sequence[str]) -> list[int | None]:
 
 
 def unread(reads: Sequence[int | None]) -> tuple[str, ...]:
-    """What checkpoints may hold for layers that share: projections that nobody asks for."""
+    """Unused projections that checkpoints may hold for layers that share keys and values."""
     layers = [f"model.layers.{index}.self_attn" for index, source in enumerate(reads) if source is not None]
     return tuple(f"{layer}.{name}.*" for layer in layers for name in ("k_proj", "v_proj", "k_norm", "v_norm"))
 

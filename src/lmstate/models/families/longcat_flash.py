@@ -138,6 +138,6 @@ def mixture(w: WeightLoader, prefix: str, shape: b.Dims) -> MixtureOfExperts:
 
 
 def _idle(config: Config) -> int:
-    """How many experts do nothing."""
+    """Number of experts that return their input."""
     config.str("zero_expert_type", allowed=("identity",), default="identity")
     return config.int("zero_expert_num", high=b.MAX_SIZE, default=0)

@@ -46,7 +46,7 @@ class NarrowValues(Attention):
         return None
 
     def mix(self, qkv: Tensor, step: Step, memory: LayerState, residual: Residual | None = None) -> Tensor:
-        """What comes after the projections, `[R, T, (H + K) * D + K * Dv]` -> `[R, T, E]`."""
+        """Attention after the projections, `[R, T, (H + K) * D + K * Dv]` -> `[R, T, E]`."""
         assert isinstance(memory, KeyValueState)
         widths = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.value_dim
         q, k, v = qkv.split(widths, dim=-1)

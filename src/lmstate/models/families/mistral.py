@@ -65,7 +65,7 @@ def build(w: WeightLoader) -> Model:
 
 
 def temperature_of(rope: Config) -> Temperature | None:
-    """How queries grow past each multiple of the length that the model was made for."""
+    """Growth of queries past each multiple of the length that the model was trained for."""
     strength = rope.float("llama_4_scaling_beta", low=0.0, default=0.0)
     if not strength:
         return None

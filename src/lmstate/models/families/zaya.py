@@ -55,7 +55,7 @@ class Affine:
 
 @dataclass(frozen=True, eq=False)
 class Sum:
-    """What a part gives and the stream before it, added up after an affine map of each."""
+    """Sum of a layer's output and the stream before it, after an affine map of each."""
 
     part: Affine
     stream: Affine
@@ -184,7 +184,7 @@ def build(w: WeightLoader) -> Model:
 
 
 def _rope(config: Config, head_dim: int, kind: str) -> Rope:
-    """That of a kind of layers. Without any in the config, half of a head's features turn."""
+    """Rope of a kind of layers. Without one in the config, half of a head's features rotate."""
     if config.fields("rope_parameters") is None:
         rope: dict[str, Any] = {"rope_theta": THETAS[kind], "partial_rotary_factor": 0.5}
         config = Config({**config, "rope_parameters": rope}, config.where)

@@ -72,7 +72,9 @@ def commit_slots_reference(change: SlotCommit, starts: Tensor, counts: Tensor, a
             if isinstance(evicted, EvictLowest):
                 for left in range(filled + n, filled + n - evicted.excess(filled + n), -1):
                     position = stored["position"][r, h, :left]
-                    ranks = stored["scores"][r, h, length % stored["scores"].shape[2]] if evicted.by_scores else position
+                    ranks = (
+                        stored["scores"][r, h, length % stored["scores"].shape[2]] if evicted.by_scores else position
+                    )
                     guarded = (position < evicted.sinks) | (position >= length - evicted.newest)
                     ranks = behind_all(ranks[:left].float(), guarded)
                     evict(lists, r, h, lowest(ranks, position, torch.ones_like(position[:1])), length)
@@ -135,7 +137,9 @@ def evict(lists: SlotTable, r: int, h: int, gone: Tensor, length: int) -> None:
         lists.undo_log[name][r, h, where] = array[r, h, slots if undo_slots else []]
         array[r, h, : len(order)] = array[r, h, order]
     lists.undo_log["evicted_at"][r, h, where] = length
-    lists.undo_log["slot"][r, h, where] = torch.tensor(slots if undo_slots else [], dtype=torch.int32, device=gone.device)
+    lists.undo_log["slot"][r, h, where] = torch.tensor(
+        slots if undo_slots else [], dtype=torch.int32, device=gone.device
+    )
     lists.filled[r, h], lists.undo_head[r, h] = len(order), first + len(where)
 
 

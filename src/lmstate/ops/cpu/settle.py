@@ -48,7 +48,12 @@ class Settle:
 
 def packed(change: SlotCommit) -> PackedSlotCommit:
     """Checked once: a change is not given other tensors, nor these other memory."""
-    stored, undo_log, filled, undo_head = change.lists.stored, change.lists.undo_log, change.lists.filled, change.lists.undo_head
+    stored, undo_log, filled, undo_head = (
+        change.lists.stored,
+        change.lists.undo_log,
+        change.lists.filled,
+        change.lists.undo_head,
+    )
     rows, heads, slots = stored["position"].shape
     undo_slots = undo_log["position"].shape[2]
     fields: list[int] = []

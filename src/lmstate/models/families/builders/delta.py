@@ -1,4 +1,4 @@
-"""What the families of the gated delta rule share."""
+"""Layers of the gated delta rule under their usual Hugging Face names."""
 
 from __future__ import annotations
 

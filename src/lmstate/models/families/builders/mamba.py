@@ -1,4 +1,4 @@
-"""What the families of state space models share: their mixers under the usual Hugging Face names."""
+"""Mamba and Mamba-2 layers under their usual Hugging Face names."""
 
 from __future__ import annotations
 
