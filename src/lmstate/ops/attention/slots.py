@@ -27,7 +27,7 @@ def commit_slots(changes: Sequence[SlotCommit], starts: Tensor, counts: Tensor, 
     """
     library = dispatch.native(starts, counts, accepted)
     if library is not None:
-        from lmstate.ops.cpu.commit_slots import commit_slots as native
+        from lmstate.ops.cpu.settle import commit_slots as native
 
         native(library.variant)(changes, starts, counts, accepted)
     else:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from lmstate.ops.cpu.commit_slots import PackedSlotCommit
+    from lmstate.ops.cpu.settle import PackedSlotCommit
 
 
 NONE = 2**31 - 1
@@ -84,6 +84,6 @@ class SlotCommit:
     @cached_property
     def packed(self) -> PackedSlotCommit:
         """For a native body."""
-        from lmstate.ops.cpu.commit_slots import packed
+        from lmstate.ops.cpu.settle import packed
 
         return packed(self)
