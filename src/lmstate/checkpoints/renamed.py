@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lmstate.checkpoints.source import GroupedQuant, Source, TokenizerFiles
+from lmstate.checkpoints.source import GroupedQuant, Source
 from lmstate.errors import ModelError
+from lmstate.text.tokenizer import TokenizerFiles
 
 # The embedding of a model saved without its head, and what its tensors' names begin with where there is a head.
 BASES = {

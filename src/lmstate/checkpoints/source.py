@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from lmstate.text.tokenizer import TokenizerFiles
 
 GROUP = 32  # quantised matrices share one scale among this many neighbours along the input axis
 
@@ -48,17 +50,6 @@ class GroupedQuant:
 def floats(numbers: Tensor | GroupedQuant) -> Tensor:
     """The floats that a file has, or that its integers stand for."""
     return numbers.dequantize() if isinstance(numbers, GroupedQuant) else numbers
-
-
-@dataclass(frozen=True)
-class TokenizerFiles:
-    """What a tokenizer is made of: tokenizer.json (its path or its text), and the settings that lie beside it.
-
-    `settings` are those of tokenizer_config.json: `bos_token`, `eos_token`, `add_bos_token`, `chat_template`, ...
-    """
-
-    tokenizer_json: Path | str
-    settings: dict[str, Any] = field(default_factory=dict)
 
 
 class Source(Protocol):

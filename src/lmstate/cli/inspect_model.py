@@ -70,12 +70,12 @@ def state_rows(model: Model) -> list[tuple[str, ...]]:
     growing: Counter[str] = Counter()
     fixed: Counter[str] = Counter()
     for one, two in zip(
-        (part for layer in model.new_state(rows=1, capacity=1, rewind=0).layers for part in layer.parts()),
-        (part for layer in model.new_state(rows=1, capacity=2, rewind=0).layers for part in layer.parts()),
+        (part for layer in model.new_state(rows=1, capacity=1, rewind=0).layers for part in layer.leaves()),
+        (part for layer in model.new_state(rows=1, capacity=2, rewind=0).layers for part in layer.leaves()),
     ):
         kind = one.kind
-        if isinstance(one, AttentionState) and one.span is not None:
-            kind = f"{kind} (the last {one.span + 1:,} tokens)"
+        if isinstance(one, AttentionState) and one.window_span is not None:
+            kind = f"{kind} (the last {one.window_span + 1:,} tokens)"
         layers[kind] += 1
         growing[kind] += two.nbytes() - one.nbytes()
         fixed[kind] += 2 * one.nbytes() - two.nbytes()

@@ -16,9 +16,10 @@ from lmstate.checkpoints.gguf.blocks import FORMATS, take_apart
 from lmstate.checkpoints.gguf.config import ROPE_TENSORS, config_of, locate
 from lmstate.checkpoints.gguf.reader import GgufContents, TensorPlace, check_places, open_gguf
 from lmstate.checkpoints.gguf.tokenizer import generation_of, tokenizer_of
-from lmstate.checkpoints.source import GROUP, GroupedQuant, TokenizerFiles, floats
+from lmstate.checkpoints.source import GROUP, GroupedQuant, floats
 from lmstate.errors import ModelError
 from lmstate.files.mmap_file import MappedFile, fingerprint
+from lmstate.text.tokenizer import TokenizerFiles
 
 
 class GgufSource:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmstate.checkpoints.config import Config
-from lmstate.checkpoints.source import TokenizerFiles
 from lmstate.errors import ModelError
+from lmstate.text.tokenizer import TokenizerFiles
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # values of tokenizer.ggml.token_type
 MOST_TOKENS = 2**22

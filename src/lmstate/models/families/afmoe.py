@@ -6,23 +6,20 @@ import torch
 from torch import Tensor
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    biases,
-    decoder,
-    head_norms,
-    mlp,
-    rms_norms,
-    windows,
-)
+from lmstate.models.families.builders.attention import biases
+from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.defaults import EPS, Defaults
+from lmstate.models.families.builders.dims import MOST, Dims, windows
+from lmstate.models.families.builders.mlp import activation, mlp
 from lmstate.models.families.builders.moe import deepseek_mixture, expert_count, scores, top_k
+from lmstate.models.families.builders.norms import head_norms, rms_norms
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.mlp import FeedForward
 from lmstate.models.layers.moe import Router
 from lmstate.models.layers.rope import Rope, make_rope
 from lmstate.models.model import Block, Model
+
+DEFAULTS: Defaults = {"afmoe": {**EPS, "head_dim": 128, "sliding_window": 1024}}
 
 
 def build(w: WeightLoader) -> Model:

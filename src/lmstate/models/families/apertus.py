@@ -10,22 +10,31 @@ from torch.nn import functional as F
 
 from lmstate import ops
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    attention,
-    decoder,
-    head_norms,
-    pre_norm,
-    rms_norms,
-    ungated_mlp,
-)
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import decoder, pre_norm
+from lmstate.models.families.builders.defaults import EPS, Defaults
+from lmstate.models.families.builders.dims import MOST, Dims
+from lmstate.models.families.builders.mlp import activation, ungated_mlp
+from lmstate.models.families.builders.norms import head_norms, rms_norms
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.mlp import FeedForward
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
 from lmstate.ops import Norm, Residual, Weight
+
+DEFAULTS: Defaults = {
+    "apertus": {
+        **EPS,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "rope_theta": 12e6,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        },
+    }
+}
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,14 +12,35 @@ from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.renamed import Renamed
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import MOST, POSITIONS, Dims, decoder, drafting, pre_norm, rms_norms
+from lmstate.models.families.builders.decoder import decoder, pre_norm
+from lmstate.models.families.builders.defaults import Defaults, completed
 from lmstate.models.families.builders.delta import channel_delta
+from lmstate.models.families.builders.dims import MOST, POSITIONS, Dims, drafting
 from lmstate.models.families.builders.moe import deepseek_feed_forward
+from lmstate.models.families.builders.norms import rms_norms
 from lmstate.models.families.deepseek import latent_attention, latent_scale
-from lmstate.models.families.defaults import completed
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.rope import make_rope, rope_fields
 from lmstate.models.model import Model
+
+DEFAULTS: Defaults = {
+    "bailing_hybrid": {
+        "vocab_size": 157_184,
+        "hidden_size": 2560,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 42,
+        "num_attention_heads": 32,
+        "head_dim": 128,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "first_k_dense_replace": 2,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+    }
+}
 
 # Fields that go by two names: the one that other families have too, another; and what they are where neither is there.
 NAMES: tuple[tuple[str, str, Any], ...] = (
@@ -43,7 +64,7 @@ KINDS = ("linear_attention", "full_attention")
 
 def build(w: WeightLoader) -> Model:
     w = w.over(Renamed(w.source, [(_plain(name), name) for name in w.source.names()], w.source.config))
-    w.config = config = _named(completed(w.config))
+    w.config = config = _named(completed(w.config, DEFAULTS["bailing_hybrid"]))
     if not any(name.endswith(".dt_bias") for name in w.source.names()):
         raise ModelError(
             f"{w.source.path}: none of its layers has the delta rule of Ling 3.0. Earlier models of this name have "

@@ -7,19 +7,28 @@ its own.
 from __future__ import annotations
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    attention,
-    decoder,
-    layer_norms,
-    mlp,
-    windows,
-)
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.defaults import LAYER_NORM_EPS, Defaults
+from lmstate.models.families.builders.dims import MOST, Dims, windows
+from lmstate.models.families.builders.mlp import activation, mlp
+from lmstate.models.families.builders.norms import layer_norms
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Block, Model
 from lmstate.ops import Norm
+
+DEFAULTS: Defaults = {
+    "cohere": {**LAYER_NORM_EPS, "rope_theta": 500_000.0},
+    "cohere2": {
+        **LAYER_NORM_EPS,
+        "vocab_size": 256_000,
+        "hidden_size": 8192,
+        "intermediate_size": 22_528,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 64,
+        "sliding_window": 4096,
+    },
+}
 
 
 def build(w: WeightLoader) -> Model:

@@ -9,21 +9,20 @@ import torch
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import Numbers, WeightLoader
 from lmstate.checkpoints.source import floats
-from lmstate.models.families.builders.decoder import (
-    ACTIVATIONS,
-    MOST,
-    Dims,
-    decoder,
-    fused_attention,
-    layer_norms,
-    pre_norm,
-)
+from lmstate.models.families.builders.attention import fused_attention
+from lmstate.models.families.builders.decoder import decoder, pre_norm
+from lmstate.models.families.builders.defaults import Defaults
+from lmstate.models.families.builders.dims import MOST, Dims
+from lmstate.models.families.builders.mlp import ACTIVATIONS
 from lmstate.models.families.builders.moe import scores
+from lmstate.models.families.builders.norms import layer_norms
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.mlp import MLP, FeedForward
 from lmstate.models.layers.moe import MixtureOfExperts, Router
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
+
+DEFAULTS: Defaults = {}
 
 NAMES = ("norm_attn_norm.norm_1", "norm_attn_norm.attn", "norm_attn_norm.norm_2", "ffn")
 USUAL = {

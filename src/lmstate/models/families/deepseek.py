@@ -13,25 +13,57 @@ import torch
 
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    biases,
-    decoder,
-    drafting,
-    mlp,
-    norm,
-    rms_norms,
-    there,
-)
+from lmstate.models.families.builders.attention import biases
+from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.defaults import EPS, Defaults
+from lmstate.models.families.builders.dims import MOST, Dims, drafting, there
+from lmstate.models.families.builders.mlp import activation, mlp
 from lmstate.models.families.builders.moe import deepseek_mixture, expert_count, scores, sparse_layers, top_k
+from lmstate.models.families.builders.norms import norm, rms_norms
 from lmstate.models.families.mistral import temperature_of
 from lmstate.models.layers.mla import MultiHeadLatentAttention
 from lmstate.models.layers.mlp import FeedForward
 from lmstate.models.layers.moe import Router
 from lmstate.models.layers.rope import Rope, make_rope, rope_fields
 from lmstate.models.model import Block, Model
+
+DEEPSEEK_V3 = {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4}
+DEFAULTS: Defaults = {
+    "axk1": {
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        "n_group": 8,
+        "topk_group": 4,
+    },
+    "deepseek_v3": DEEPSEEK_V3,
+    "glm4_moe_lite": {**EPS, "routed_scaling_factor": 1.8, "first_k_dense_replace": 1, "n_shared_experts": 1},
+    "kimi_k2": DEEPSEEK_V3,
+    "mistral4": {
+        "vocab_size": 131_072,
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "n_shared_experts": 1,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 4,
+        "kv_lora_rank": 256,
+        "q_lora_rank": 1024,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 64,
+        "v_head_dim": 128,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 128.0,
+            "original_max_position_embeddings": 8192,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+}
 
 LATENT_EPS = 1e-6  # of the norms inside the attention, whatever the config says of the others
 

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import Dims, attention, decoder, head_norms, pre_norm, rms_norms, windows
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import decoder, pre_norm
+from lmstate.models.families.builders.defaults import Defaults
+from lmstate.models.families.builders.dims import Dims, windows
 from lmstate.models.families.builders.moe import deepseek_feed_forward
+from lmstate.models.families.builders.norms import head_norms, rms_norms
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
+
+DEFAULTS: Defaults = {"dots1": {"sliding_window": 4096, "max_window_layers": 62, "norm_topk_prob": False}}
 
 
 def build(w: WeightLoader) -> Model:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    attention,
-    decoder,
-    head_norms,
-    mlp,
-    rms_norms,
-    windows,
-)
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.defaults import EPS, Defaults
+from lmstate.models.families.builders.dims import MOST, Dims, windows
+from lmstate.models.families.builders.mlp import activation, mlp
+from lmstate.models.families.builders.norms import head_norms, rms_norms
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Block, Model
+
+DEFAULTS: Defaults = {
+    "exaone4": {
+        **EPS,
+        "vocab_size": 102_400,
+        "hidden_size": 4096,
+        "intermediate_size": 16_384,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "sliding_window": 4096,
+    }
+}
 
 
 def build(w: WeightLoader) -> Model:

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    attention,
-    decoder,
-    drafting,
-    head_norms,
-    mlp,
-    pre_norm,
-    rms_norms,
-    there,
-    windows,
-)
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import decoder, pre_norm
+from lmstate.models.families.builders.defaults import EPS, Defaults
+from lmstate.models.families.builders.dims import MOST, Dims, drafting, there, windows
+from lmstate.models.families.builders.mlp import activation, mlp
 from lmstate.models.families.builders.moe import corrected_router, deepseek_mixture, sparse_layers
+from lmstate.models.families.builders.norms import head_norms, rms_norms
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.mlp import FeedForward
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
+
+DEFAULTS: Defaults = {
+    "exaone_moe": {**EPS, "sliding_window": 4096, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5}
+}
 
 
 def build(w: WeightLoader) -> Model:

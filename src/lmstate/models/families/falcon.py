@@ -6,17 +6,18 @@ from dataclasses import replace
 
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    decoder,
-    fused_attention,
-    layer_norms,
-    ungated_mlp,
-)
+from lmstate.models.families.builders.attention import fused_attention
+from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.defaults import Defaults
+from lmstate.models.families.builders.dims import MOST, Dims
+from lmstate.models.families.builders.mlp import activation, ungated_mlp
+from lmstate.models.families.builders.norms import layer_norms
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Block, Model
+
+DEFAULTS: Defaults = {
+    "falcon": {"layer_norm_epsilon": 1e-5, "multi_query": True, "parallel_attn": True, "tie_word_embeddings": True}
+}
 
 
 def build(w: WeightLoader) -> Model:

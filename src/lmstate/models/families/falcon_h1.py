@@ -9,14 +9,21 @@ from torch import Tensor
 
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import MOST, Dims, activation, attention, decoder, mlp, norm
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.defaults import EPS, Defaults
+from lmstate.models.families.builders.dims import MOST, Dims
 from lmstate.models.families.builders.mamba import Mamba2Shape, gated_norm, mamba2
+from lmstate.models.families.builders.mlp import activation, mlp
+from lmstate.models.families.builders.norms import norm
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.mamba2 import Mamba2
 from lmstate.models.layers.mlp import MLP
 from lmstate.models.layers.parallel_hybrid import ParallelHybrid
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Block, Model
+
+DEFAULTS: Defaults = {"falcon_h1": EPS}
 
 
 def build(w: WeightLoader) -> Model:

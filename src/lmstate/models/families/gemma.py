@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    attention,
-    decoder,
-    mlp,
-    pre_norm,
-    rms_norms,
-)
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import decoder, pre_norm
+from lmstate.models.families.builders.defaults import Defaults
+from lmstate.models.families.builders.dims import MOST, Dims
+from lmstate.models.families.builders.mlp import activation, mlp
+from lmstate.models.families.builders.norms import rms_norms
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
+
+DEFAULTS: Defaults = {"gemma": {"head_dim": 256, "tie_word_embeddings": True}}
 
 
 def build(w: WeightLoader) -> Model:

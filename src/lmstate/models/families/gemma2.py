@@ -8,9 +8,27 @@ from __future__ import annotations
 
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import MOST, Dims, activation, attention, decoder, mlp, norm, windows
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.defaults import Defaults
+from lmstate.models.families.builders.dims import MOST, Dims, windows
+from lmstate.models.families.builders.mlp import activation, mlp
+from lmstate.models.families.builders.norms import norm
 from lmstate.models.layers.rope import make_rope, ropes_by_kind
 from lmstate.models.model import Block, Model
+
+DEFAULTS: Defaults = {
+    "gemma2": {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "gemma3_text": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262_208,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+    },
+}
 
 
 def build(w: WeightLoader) -> Model:

@@ -12,7 +12,11 @@ from torch import Tensor
 from lmstate import ops
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import MOST, Dims, activation, decoder, mlp, rms_norms
+from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.defaults import Defaults
+from lmstate.models.families.builders.dims import MOST, Dims
+from lmstate.models.families.builders.mlp import activation, mlp
+from lmstate.models.families.builders.norms import rms_norms
 from lmstate.models.families.gemma4 import (
     FULL,
     LOCAL,
@@ -29,6 +33,22 @@ from lmstate.models.layers.rope import ropes_by_kind
 from lmstate.models.model import Block, Model
 from lmstate.ops import Norm, Residual, Weight
 from lmstate.state import LayerState, Step
+
+DEFAULTS: Defaults = {
+    "gemma3n_text": {
+        "vocab_size": 262_400,
+        "hidden_size": 2048,
+        "intermediate_size": 16_384,
+        "num_hidden_layers": 35,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "sliding_window": 512,
+        "final_logit_softcapping": 30.0,
+        "num_kv_shared_layers": 15,
+        "laurel_rank": 64,
+    }
+}
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,18 +12,13 @@ from lmstate import ops
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    attention,
-    decoder,
-    mlp,
-    norm,
-    plain_norm,
-    rms_norms,
-)
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.defaults import Defaults
+from lmstate.models.families.builders.dims import MOST, Dims
+from lmstate.models.families.builders.mlp import activation, mlp
 from lmstate.models.families.builders.moe import expert_width, experts, scores, top_k
+from lmstate.models.families.builders.norms import norm, plain_norm, rms_norms
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.mlp import MLP, FeedForward
 from lmstate.models.layers.moe import MixtureOfExperts, Router
@@ -32,6 +27,23 @@ from lmstate.models.layers.rope import Rope, make_rope
 from lmstate.models.model import Block, Model
 from lmstate.ops import Norm, Residual
 from lmstate.state import Step
+
+DEFAULTS: Defaults = {
+    "gemma4_text": {
+        "vocab_size": 262_144,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 512,
+        "rope_scaling": {
+            "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+            "sliding_attention": {"rope_theta": 10_000.0},
+        },
+    }
+}
 
 LOCAL, FULL = "sliding_attention", "full_attention"
 

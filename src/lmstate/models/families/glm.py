@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import MOST, Dims, activation, attention, decoder, fused_mlp, rms_norms
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.defaults import Defaults
+from lmstate.models.families.builders.dims import MOST, Dims
+from lmstate.models.families.builders.mlp import activation, fused_mlp
+from lmstate.models.families.builders.norms import rms_norms
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Block, Model
+
+GLM = {
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "rms_norm_eps": 1.5625e-7,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+}
+DEFAULTS: Defaults = {"glm": GLM, "glm4": GLM}
 
 
 def build(w: WeightLoader) -> Model:

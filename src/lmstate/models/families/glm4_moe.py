@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    Dims,
-    attention,
-    decoder,
-    drafting,
-    head_norms,
-    pre_norm,
-    rms_norms,
-)
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import decoder, pre_norm
+from lmstate.models.families.builders.defaults import EPS, Defaults
+from lmstate.models.families.builders.dims import Dims, drafting
 from lmstate.models.families.builders.moe import deepseek_feed_forward
+from lmstate.models.families.builders.norms import head_norms, rms_norms
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
+
+DEFAULTS: Defaults = {
+    "glm4_moe": {**EPS, "partial_rotary_factor": 0.5, "first_k_dense_replace": 1, "n_shared_experts": 1},
+    "solar_open": {**EPS, "head_dim": 128, "n_shared_experts": 1, "rope_theta": 1e6},
+}
 
 
 def build(w: WeightLoader) -> Model:

@@ -8,12 +8,20 @@ from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.source import floats
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import MOST, POSITIONS, Dims, activation, decoder, layer_norms, pre_norm
+from lmstate.models.families.builders.decoder import decoder, pre_norm
+from lmstate.models.families.builders.defaults import Defaults
+from lmstate.models.families.builders.dims import MOST, POSITIONS, Dims
+from lmstate.models.families.builders.mlp import activation
+from lmstate.models.families.builders.norms import layer_norms
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.embedding import LearnedPositions
 from lmstate.models.layers.mlp import MLP
 from lmstate.models.model import Model
 from lmstate.ops import FloatWeight, Weight
+
+DEFAULTS: Defaults = {
+    "gpt2": {"layer_norm_epsilon": 1e-5, "n_positions": 1024, "scale_attn_weights": True, "tie_word_embeddings": True}
+}
 
 NAMES = {
     "n_embd": "hidden_size",

@@ -6,17 +6,24 @@ from dataclasses import replace
 
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    decoder,
-    fused_attention,
-    layer_norms,
-    ungated_mlp,
-)
+from lmstate.models.families.builders.attention import fused_attention
+from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.defaults import LAYER_NORM_EPS, Defaults
+from lmstate.models.families.builders.dims import MOST, Dims
+from lmstate.models.families.builders.mlp import activation, ungated_mlp
+from lmstate.models.families.builders.norms import layer_norms
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Block, Model
+
+DEFAULTS: Defaults = {
+    "gpt_neox": {
+        **LAYER_NORM_EPS,
+        "attention_bias": True,
+        "use_parallel_residual": True,
+        "rotary_emb_base": 10_000.0,
+        "rotary_pct": 0.25,
+    }
+}
 
 
 def build(w: WeightLoader) -> Model:

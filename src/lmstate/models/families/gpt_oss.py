@@ -11,13 +11,32 @@ from lmstate import ops
 from lmstate.checkpoints.huggingface import mxfp4
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.source import GroupedQuant
-from lmstate.models.families.builders.decoder import MOST, Dims, attention, decoder, norm, windows
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.defaults import EPS, Defaults
+from lmstate.models.families.builders.dims import MOST, Dims, windows
 from lmstate.models.families.builders.moe import expert_count
+from lmstate.models.families.builders.norms import norm
 from lmstate.models.layers.mlp import MLP, FeedForward
 from lmstate.models.layers.moe import MixtureOfExperts, Router
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Block, Model
 from lmstate.ops import FloatWeight, Norm, Residual, Weight
+
+DEFAULTS: Defaults = {
+    "gpt_oss": {
+        **EPS,
+        "sliding_window": 128,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    }
+}
 
 
 @dataclass(eq=False)

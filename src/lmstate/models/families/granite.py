@@ -6,14 +6,21 @@ from collections.abc import Callable
 
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import MOST, Dims, activation, attention, decoder, mlp, rms_norms, there
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.defaults import Defaults
+from lmstate.models.families.builders.dims import MOST, Dims, there
 from lmstate.models.families.builders.mamba import Mamba2Shape, gated_norm, layer_kinds, mamba2
+from lmstate.models.families.builders.mlp import activation, mlp
 from lmstate.models.families.builders.moe import experts, scores, top_k
+from lmstate.models.families.builders.norms import rms_norms
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.mlp import MLP, FeedForward
 from lmstate.models.layers.moe import MixtureOfExperts, Router
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Block, Model
+
+DEFAULTS: Defaults = {}
 
 
 def build(w: WeightLoader) -> Model:

@@ -8,11 +8,20 @@ from functools import cache
 
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import Dims, attention, config_window, pre_norm, rms_norms
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import pre_norm
+from lmstate.models.families.builders.defaults import EPS, Defaults
+from lmstate.models.families.builders.dims import Dims, config_window
+from lmstate.models.families.builders.norms import rms_norms
 from lmstate.models.families.granite import feed_forward, granite
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.rope import Rope, make_rope, rope_fields
 from lmstate.models.model import Model
+
+DEFAULTS: Defaults = {
+    "granite_swa": {**EPS, "num_key_value_heads": 4, "sliding_window": 128, "tie_word_embeddings": True},
+    "granitemoe_swa": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128},
+}
 
 KINDS = ("full_attention", "sliding_attention")
 

@@ -7,23 +7,20 @@ from dataclasses import replace
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    attention,
-    decoder,
-    mlp,
-    norm_after_rope,
-    pre_norm,
-    rms_norms,
-)
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import decoder, pre_norm
+from lmstate.models.families.builders.defaults import EPS, Defaults
+from lmstate.models.families.builders.dims import MOST, Dims
+from lmstate.models.families.builders.mlp import activation, mlp
 from lmstate.models.families.builders.moe import expert_count, experts, scores
+from lmstate.models.families.builders.norms import norm_after_rope, rms_norms
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.mlp import FeedForward
 from lmstate.models.layers.moe import MixtureOfExperts, Router
 from lmstate.models.layers.rope import Rope, make_rope, rope_fields
 from lmstate.models.model import Model
+
+DEFAULTS: Defaults = {"hunyuan_v1_dense": EPS, "hunyuan_v1_moe": EPS}
 
 
 def build(w: WeightLoader) -> Model:

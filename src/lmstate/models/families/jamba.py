@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import MOST, Dims, activation, attention, decoder, mlp, norm
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.defaults import Defaults
+from lmstate.models.families.builders.dims import MOST, Dims
 from lmstate.models.families.builders.mamba import MambaShape, dt_rank, expanded, mamba, only_silu
+from lmstate.models.families.builders.mlp import activation, mlp
 from lmstate.models.families.builders.moe import experts
+from lmstate.models.families.builders.norms import norm
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.mlp import FeedForward
 from lmstate.models.layers.moe import MixtureOfExperts, Router
 from lmstate.models.model import Block, Model
 from lmstate.ops import FloatWeight
+
+DEFAULTS: Defaults = {}
 
 
 def build(w: WeightLoader) -> Model:

@@ -10,25 +10,21 @@ from collections.abc import Sequence
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    W1_W3_W2,
-    Dims,
-    activation,
-    decoder,
-    drafting,
-    mlp,
-    norm,
-    there,
-)
+from lmstate.models.families.builders.decoder import W1_W3_W2, decoder
+from lmstate.models.families.builders.defaults import EPS, Defaults
 from lmstate.models.families.builders.delta import channel_delta
+from lmstate.models.families.builders.dims import MOST, Dims, drafting, there
+from lmstate.models.families.builders.mlp import activation, mlp
 from lmstate.models.families.builders.moe import expert_count, experts, scores, top_k
+from lmstate.models.families.builders.norms import norm
 from lmstate.models.families.deepseek import latent_attention
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.gated_delta_net import GatedDelta
 from lmstate.models.layers.mlp import FeedForward
 from lmstate.models.layers.moe import MixtureOfExperts, Router
 from lmstate.models.model import Block, Model
+
+DEFAULTS: Defaults = {"kimi_linear": {**EPS, "routed_scaling_factor": 2.446}}
 
 KINDS = ("linear_attention", "full_attention")
 

@@ -7,25 +7,30 @@ from dataclasses import replace
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    attention,
-    decoder,
-    head_norms,
-    mlp,
-    pre_norm,
-    rms_norms,
-    there,
-    windows,
-)
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import decoder, pre_norm
+from lmstate.models.families.builders.defaults import Defaults
+from lmstate.models.families.builders.dims import MOST, Dims, there, windows
+from lmstate.models.families.builders.mlp import activation, mlp
 from lmstate.models.families.builders.moe import corrected_router, expert_count, expert_width, experts, sparse_layers
+from lmstate.models.families.builders.norms import head_norms, rms_norms
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.mlp import FeedForward
 from lmstate.models.layers.moe import MixtureOfExperts
 from lmstate.models.layers.rope import ropes_by_kind
 from lmstate.models.model import Model
+
+DEFAULTS: Defaults = {
+    "laguna": {
+        "head_dim": 128,
+        "sliding_window": 512,
+        "first_k_dense_replace": 1,
+        "rope_scaling": {
+            "full_attention": {"rope_theta": 500_000.0, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_theta": 10_000.0},
+        },
+    }
+}
 
 
 def build(w: WeightLoader) -> Model:

@@ -7,18 +7,13 @@ from dataclasses import replace
 
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    W1_W3_W2,
-    Dims,
-    attention,
-    biases,
-    decoder,
-    head_norms,
-    mlp,
-    rms_norms,
-)
+from lmstate.models.families.builders.attention import attention, biases
+from lmstate.models.families.builders.decoder import W1_W3_W2, decoder
+from lmstate.models.families.builders.defaults import Defaults
+from lmstate.models.families.builders.dims import MOST, Dims
+from lmstate.models.families.builders.mlp import mlp
 from lmstate.models.families.builders.moe import expert_count, experts
+from lmstate.models.families.builders.norms import head_norms, rms_norms
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.mlp import FeedForward
 from lmstate.models.layers.moe import MixtureOfExperts, Router
@@ -26,6 +21,8 @@ from lmstate.models.layers.rope import make_rope
 from lmstate.models.layers.short_conv import ShortConv
 from lmstate.models.model import Block, Model
 from lmstate.ops.weights.grouped import FloatWeight
+
+DEFAULTS: Defaults = {}
 
 KINDS = ("conv", "full_attention")
 

@@ -6,21 +6,31 @@ from collections.abc import Sequence
 
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    W1_W3_W2,
-    Dims,
-    attention,
-    decoder,
-    head_norms,
-    mlp,
-    rms_norms,
-    there,
-)
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import W1_W3_W2, decoder
+from lmstate.models.families.builders.defaults import Defaults
+from lmstate.models.families.builders.dims import MOST, Dims, there
+from lmstate.models.families.builders.mlp import mlp
+from lmstate.models.families.builders.norms import head_norms, rms_norms
 from lmstate.models.families.lfm2 import short_conv
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.rope import ropes_by_kind
 from lmstate.models.model import Block, Model
+
+DEFAULTS: Defaults = {
+    "lfm3": {
+        "vocab_size": 128_000,
+        "hidden_size": 2048,
+        "intermediate_size": 7680,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "sliding_window": 256,
+        "norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    }
+}
 
 KINDS = ("conv", "sliding_attention", "full_attention")
 ROPES = {

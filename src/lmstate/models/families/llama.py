@@ -8,19 +8,28 @@ from __future__ import annotations
 
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    attention,
-    decoder,
-    mlp,
-    pre_norm,
-    rms_norms,
-    ungated_mlp,
-)
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import decoder, pre_norm
+from lmstate.models.families.builders.defaults import EPS, LLAMA, Defaults
+from lmstate.models.families.builders.dims import MOST, Dims
+from lmstate.models.families.builders.mlp import activation, mlp, ungated_mlp
+from lmstate.models.families.builders.norms import rms_norms
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
+
+DEFAULTS: Defaults = {
+    "arcee": {**EPS, "hidden_act": "relu2"},
+    "ernie4_5": {
+        **EPS,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "rope_theta": 500_000.0,
+        "tie_word_embeddings": True,
+    },
+    "helium": {"rms_norm_eps": 1e-8, "head_dim": 128, "rope_theta": 100_000.0},
+    "llama": LLAMA,
+    "seed_oss": {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
+}
 
 NEIGHBOURS = ("ernie4_5", "helium")
 # Whose fields for the biases of q, k and v, of the projection after attention, and of the feed-forward part differ.

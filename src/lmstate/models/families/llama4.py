@@ -8,23 +8,21 @@ from dataclasses import replace
 from torch import Tensor
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    attention,
-    decoder,
-    mlp,
-    norm,
-    norm_after_rope,
-)
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.defaults import EPS, Defaults
+from lmstate.models.families.builders.dims import MOST, Dims
+from lmstate.models.families.builders.mlp import activation, mlp
 from lmstate.models.families.builders.moe import expert_count
+from lmstate.models.families.builders.norms import norm, norm_after_rope
 from lmstate.models.layers.attention import Attention, Temperature
 from lmstate.models.layers.mlp import MLP, FeedForward
 from lmstate.models.layers.moe import MixtureOfExperts, Router
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Block, Model
 from lmstate.ops import FloatWeight, Weight
+
+DEFAULTS: Defaults = {"llama4_text": EPS}
 
 
 def build(w: WeightLoader) -> Model:

@@ -12,8 +12,13 @@ from torch import Tensor
 from lmstate import ops
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import MOST, Dims, activation, biases, decoder, mlp, rms_norms
+from lmstate.models.families.builders.attention import biases
+from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.defaults import EPS, Defaults
+from lmstate.models.families.builders.dims import MOST, Dims
+from lmstate.models.families.builders.mlp import activation, mlp
 from lmstate.models.families.builders.moe import expert_count, experts, scores, top_k
+from lmstate.models.families.builders.norms import rms_norms
 from lmstate.models.families.deepseek import latent_attention, latent_scale
 from lmstate.models.layers.mla import MultiHeadLatentAttention
 from lmstate.models.layers.mlp import MLP, FeedForward
@@ -22,6 +27,8 @@ from lmstate.models.layers.rope import Rope, make_rope
 from lmstate.models.model import Block, Model
 from lmstate.ops import Norm, Residual
 from lmstate.state import CompositeState, LayerState, Layout, Step
+
+DEFAULTS: Defaults = {"longcat_flash": {**EPS, "zero_expert_num": 256}}
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,10 +5,15 @@ from __future__ import annotations
 import torch
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import MOST, decoder, norm
+from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.defaults import Defaults
+from lmstate.models.families.builders.dims import MOST
 from lmstate.models.families.builders.mamba import MambaShape, attention_free, dt_rank, expanded, mamba, only_silu
+from lmstate.models.families.builders.norms import norm
 from lmstate.models.model import Block, Model
 from lmstate.ops import Norm
+
+DEFAULTS: Defaults = {}
 
 
 def build(w: WeightLoader) -> Model:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import MOST, decoder, norm
+from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.defaults import Defaults
+from lmstate.models.families.builders.dims import MOST
 from lmstate.models.families.builders.mamba import Mamba2Shape, attention_free, dt_limits, gated_norm, mamba2, only_silu
+from lmstate.models.families.builders.norms import norm
 from lmstate.models.model import Block, Model
+
+DEFAULTS: Defaults = {}
 
 
 def build(w: WeightLoader) -> Model:

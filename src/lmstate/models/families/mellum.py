@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    attention,
-    decoder,
-    head_norms,
-    mlp,
-    pre_norm,
-    rms_norms,
-    windows,
-)
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import decoder, pre_norm
+from lmstate.models.families.builders.defaults import Defaults
+from lmstate.models.families.builders.dims import MOST, Dims, windows
+from lmstate.models.families.builders.mlp import activation, mlp
 from lmstate.models.families.builders.moe import expert_width, softmax_mixture, sparse_layers
+from lmstate.models.families.builders.norms import head_norms, rms_norms
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.mlp import FeedForward
 from lmstate.models.layers.rope import ropes_by_kind
 from lmstate.models.model import Model
+
+DEFAULTS: Defaults = {"mellum": {"head_dim": 128, "sliding_window": 1024}}
 
 
 def build(w: WeightLoader) -> Model:

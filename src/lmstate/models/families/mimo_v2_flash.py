@@ -11,13 +11,28 @@ from torch.nn.functional import pad
 from lmstate import ops
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import MOST, Dims, biases, decoder, pre_norm, rms_norms, there
+from lmstate.models.families.builders.attention import biases
+from lmstate.models.families.builders.decoder import decoder, pre_norm
+from lmstate.models.families.builders.defaults import EPS, Defaults
+from lmstate.models.families.builders.dims import MOST, Dims, there
 from lmstate.models.families.builders.moe import deepseek_feed_forward
+from lmstate.models.families.builders.norms import rms_norms
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.rope import Rope, make_rope, rope_fields
 from lmstate.models.model import Model
 from lmstate.ops import Residual
 from lmstate.state import KeyValueState, LayerState, Step
+
+DEFAULTS: Defaults = {
+    "mimo_v2_flash": {
+        **EPS,
+        "head_dim": 192,
+        "v_head_dim": 128,
+        "sliding_window": 129,
+        "first_k_dense_replace": 1,
+        "attention_value_scale": 0.707,
+    }
+}
 
 F, S = "full_attention", "sliding_attention"
 

@@ -9,14 +9,21 @@ from torch import Tensor
 
 from lmstate import ops
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import MOST, W1_W3_W2, Dims, activation, attention, decoder, norm, there
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import W1_W3_W2, decoder
+from lmstate.models.families.builders.defaults import EPS, Defaults
+from lmstate.models.families.builders.dims import MOST, Dims, there
+from lmstate.models.families.builders.mlp import activation
 from lmstate.models.families.builders.moe import expert_count, experts
+from lmstate.models.families.builders.norms import norm
 from lmstate.models.layers.lightning import Lightning
 from lmstate.models.layers.moe import MixtureOfExperts, Router
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Block, Model
 from lmstate.ops.weights.grouped import FloatWeight
 from lmstate.state import LayerState, Step
+
+DEFAULTS: Defaults = {"minimax": EPS}
 
 KINDS = ("full_attention", "linear_attention")
 GATED_NORM_EPS = 1e-6  # not in the config

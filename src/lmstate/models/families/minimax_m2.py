@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    attention,
-    decoder,
-    pre_norm,
-    rms_norms,
-    there,
-    whole_norms,
-)
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import decoder, pre_norm
+from lmstate.models.families.builders.defaults import Defaults
+from lmstate.models.families.builders.dims import MOST, Dims, there
+from lmstate.models.families.builders.mlp import activation
 from lmstate.models.families.builders.moe import expert_count, experts, scores, top_k
+from lmstate.models.families.builders.norms import rms_norms, whole_norms
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.mlp import FeedForward
 from lmstate.models.layers.moe import MixtureOfExperts, Router
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
+
+DEFAULTS: Defaults = {"minimax_m2": {"head_dim": 128}}
 
 
 def build(w: WeightLoader) -> Model:

@@ -9,24 +9,42 @@ from dataclasses import replace
 
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    attention,
-    config_window,
-    decoder,
-    mlp,
-    pre_norm,
-    rms_norms,
-    there,
-    windows,
-)
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import decoder, pre_norm
+from lmstate.models.families.builders.defaults import EPS, LLAMA, Defaults
+from lmstate.models.families.builders.dims import MOST, Dims, config_window, there, windows
+from lmstate.models.families.builders.mlp import activation, mlp
 from lmstate.models.families.builders.moe import expert_count, softmax_mixture
+from lmstate.models.families.builders.norms import rms_norms
 from lmstate.models.layers.attention import Attention, Temperature
 from lmstate.models.layers.mlp import FeedForward
 from lmstate.models.layers.rope import make_rope, rope_fields
 from lmstate.models.model import Model
+
+DEFAULTS: Defaults = {
+    "ministral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "ministral3": {
+        **EPS,
+        "vocab_size": 131_072,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16_384,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    "mistral": {**LLAMA, "intermediate_size": 14_336, "num_key_value_heads": 8, "sliding_window": 4096},
+    "mixtral": {**EPS, "rope_theta": 1e6},
+}
 
 
 def build(w: WeightLoader) -> Model:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    attention,
-    decoder,
-    norm_after_rope,
-    plain_norm,
-    pre_norm,
-    ungated_mlp,
-)
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import decoder, pre_norm
+from lmstate.models.families.builders.defaults import Defaults
+from lmstate.models.families.builders.dims import MOST, Dims
+from lmstate.models.families.builders.mlp import activation, ungated_mlp
+from lmstate.models.families.builders.norms import norm_after_rope, plain_norm
 from lmstate.models.layers.embedding import NormedEmbedding
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
+
+DEFAULTS: Defaults = {"nanochat": {"hidden_act": "relu2", "final_logit_softcapping": 15.0}}
 
 
 def build(w: WeightLoader) -> Model:

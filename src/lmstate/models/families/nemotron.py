@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    attention,
-    decoder,
-    layer_norms,
-    pre_norm,
-    ungated_mlp,
-)
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import decoder, pre_norm
+from lmstate.models.families.builders.defaults import Defaults
+from lmstate.models.families.builders.dims import MOST, Dims
+from lmstate.models.families.builders.mlp import activation, ungated_mlp
+from lmstate.models.families.builders.norms import layer_norms
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
+
+DEFAULTS: Defaults = {"nemotron": {"norm_eps": 1e-5, "partial_rotary_factor": 0.5}}
 
 
 def build(w: WeightLoader) -> Model:

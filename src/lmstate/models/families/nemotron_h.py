@@ -10,13 +10,20 @@ from lmstate import ops
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import MOST, Dims, activation, attention, decoder, norm
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.defaults import Defaults
+from lmstate.models.families.builders.dims import MOST, Dims
 from lmstate.models.families.builders.mamba import Mamba2Shape, gated_norm, layer_kinds, mamba2, only_silu
+from lmstate.models.families.builders.mlp import activation
+from lmstate.models.families.builders.norms import norm
 from lmstate.models.layers.identity import Identity
 from lmstate.models.layers.mlp import MLP, FeedForward
 from lmstate.models.layers.moe import MixtureOfExperts, Router
 from lmstate.models.model import Block, Model
 from lmstate.ops import FloatWeight, Norm, Residual, Weight
+
+DEFAULTS: Defaults = {}
 
 LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    attention,
-    decoder,
-    mlp,
-    plain_norm,
-    pre_norm,
-)
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import decoder, pre_norm
+from lmstate.models.families.builders.defaults import Defaults
+from lmstate.models.families.builders.dims import MOST, Dims
+from lmstate.models.families.builders.mlp import activation, mlp
+from lmstate.models.families.builders.norms import plain_norm
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
+
+DEFAULTS: Defaults = {}
 
 
 def build(w: WeightLoader) -> Model:

@@ -7,21 +7,18 @@ Three of four layers of OLMo 3 have a window, and stretched rotary positions are
 from __future__ import annotations
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    attention,
-    decoder,
-    mlp,
-    rms_norms,
-    whole_norms,
-    windows,
-)
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.defaults import EPS, Defaults
+from lmstate.models.families.builders.dims import MOST, Dims, windows
+from lmstate.models.families.builders.mlp import activation, mlp
 from lmstate.models.families.builders.moe import softmax_mixture
+from lmstate.models.families.builders.norms import rms_norms, whole_norms
 from lmstate.models.layers.mlp import FeedForward
 from lmstate.models.layers.rope import make_rope, ropes_by_kind
 from lmstate.models.model import Block, Model
+
+DEFAULTS: Defaults = {"flex_olmo": {"rope_theta": 500_000.0}, "olmo2": EPS, "olmo3": {**EPS, "sliding_window": 4096}}
 
 
 def build(w: WeightLoader) -> Model:

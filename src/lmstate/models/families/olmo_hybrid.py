@@ -5,13 +5,20 @@ from __future__ import annotations
 import torch
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import MOST, Dims, activation, attention, decoder, mlp, norm, there
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.defaults import Defaults
 from lmstate.models.families.builders.delta import check_shared, short_conv
+from lmstate.models.families.builders.dims import MOST, Dims, there
+from lmstate.models.families.builders.mlp import activation, mlp
+from lmstate.models.families.builders.norms import norm
 from lmstate.models.layers.gated_delta_net import GatedDelta
 from lmstate.models.layers.rope import make_rope, rope_fields
 from lmstate.models.model import Block, Model
 from lmstate.ops import Norm
 from lmstate.ops.weights.grouped import FloatWeight
+
+DEFAULTS: Defaults = {}
 
 KINDS = ("linear_attention", "full_attention")
 GATED_NORM_EPS = 1e-5  # not in the config: what the model was trained with

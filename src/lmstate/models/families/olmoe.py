@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import MOST, Dims, attention, decoder, pre_norm, rms_norms, whole_norms
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import decoder, pre_norm
+from lmstate.models.families.builders.defaults import EPS, Defaults
+from lmstate.models.families.builders.dims import MOST, Dims
 from lmstate.models.families.builders.moe import softmax_mixture
+from lmstate.models.families.builders.norms import rms_norms, whole_norms
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.mlp import FeedForward
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
+
+DEFAULTS: Defaults = {"olmoe": EPS}
 
 
 def build(w: WeightLoader) -> Model:

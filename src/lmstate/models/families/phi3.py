@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    decoder,
-    fused_attention,
-    fused_mlp,
-    pre_norm,
-    rms_norms,
-)
+from lmstate.models.families.builders.attention import fused_attention
+from lmstate.models.families.builders.decoder import decoder, pre_norm
+from lmstate.models.families.builders.defaults import EPS, Defaults
+from lmstate.models.families.builders.dims import MOST, Dims
+from lmstate.models.families.builders.mlp import activation, fused_mlp
+from lmstate.models.families.builders.norms import rms_norms
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
+
+DEFAULTS: Defaults = {"phi3": EPS}
 
 
 def build(w: WeightLoader) -> Model:

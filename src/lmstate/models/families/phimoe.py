@@ -11,24 +11,21 @@ from lmstate import ops
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    attention,
-    config_window,
-    decoder,
-    layer_norms,
-    pre_norm,
-    there,
-)
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import decoder, pre_norm
+from lmstate.models.families.builders.defaults import EPS, Defaults
+from lmstate.models.families.builders.dims import MOST, Dims, config_window, there
+from lmstate.models.families.builders.mlp import activation
 from lmstate.models.families.builders.moe import expert_count, experts, scores
+from lmstate.models.families.builders.norms import layer_norms
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.mlp import FeedForward
 from lmstate.models.layers.moe import MixtureOfExperts
 from lmstate.models.layers.rope import Rope, make_rope, rope_fields
 from lmstate.models.model import Model
 from lmstate.ops import Weight
+
+DEFAULTS: Defaults = {"phimoe": EPS}
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,20 +6,31 @@ from collections.abc import Sequence
 
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    Dims,
-    attention,
-    config_window,
-    decoder,
-    pre_norm,
-    rms_norms,
-    windows,
-)
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import decoder, pre_norm
+from lmstate.models.families.builders.defaults import EPS, LLAMA, UNWINDOWED, Defaults
+from lmstate.models.families.builders.dims import Dims, config_window, windows
 from lmstate.models.families.builders.moe import qwen_feed_forward
+from lmstate.models.families.builders.norms import rms_norms
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.mlp import FeedForward
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
+
+QWEN2 = {**LLAMA, **UNWINDOWED, "vocab_size": 151_936, "intermediate_size": 22_016, "max_window_layers": 28}
+QWEN2_VL = {
+    **QWEN2,
+    **EPS,
+    "vocab_size": 152_064,
+    "hidden_size": 8192,
+    "intermediate_size": 29_568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_window_layers": 80,
+    "rope_theta": 1e6,
+}
+DEFAULTS: Defaults = {"qwen2": QWEN2, "qwen2_5_vl_text": QWEN2_VL, "qwen2_moe": UNWINDOWED, "qwen2_vl_text": QWEN2_VL}
 
 
 def build(w: WeightLoader) -> Model:

@@ -3,21 +3,41 @@
 from __future__ import annotations
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    Dims,
-    attention,
-    config_window,
-    decoder,
-    head_norms,
-    pre_norm,
-    rms_norms,
-    windows,
-)
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import decoder, pre_norm
+from lmstate.models.families.builders.defaults import LLAMA, UNWINDOWED, Defaults
+from lmstate.models.families.builders.dims import Dims, config_window, windows
 from lmstate.models.families.builders.moe import qwen_feed_forward
+from lmstate.models.families.builders.norms import head_norms, rms_norms
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.mlp import FeedForward
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
+
+DEFAULTS: Defaults = {
+    "qwen3": {**UNWINDOWED, "max_window_layers": 28},
+    "qwen3_moe": UNWINDOWED,
+    "qwen3_vl_moe_text": {
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "rope_theta": 500_000.0,
+        "tie_word_embeddings": True,
+    },
+    "qwen3_vl_text": {
+        **LLAMA,
+        "vocab_size": 151_936,
+        "intermediate_size": 22_016,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "rope_theta": 500_000.0,
+    },
+}
 
 
 def build(w: WeightLoader) -> Model:

@@ -10,14 +10,20 @@ import torch
 from torch import Tensor
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import MOST, Dims, attention, decoder, drafting, norm
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.defaults import Defaults
 from lmstate.models.families.builders.delta import check_shared, short_conv
+from lmstate.models.families.builders.dims import MOST, Dims, drafting
 from lmstate.models.families.builders.moe import qwen_feed_forward
+from lmstate.models.families.builders.norms import norm
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.gated_delta_net import GatedDelta
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Block, Model
 from lmstate.ops.weights.grouped import FloatWeight
+
+DEFAULTS: Defaults = {}
 
 KINDS = ("linear_attention", "full_attention")
 

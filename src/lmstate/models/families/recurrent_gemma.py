@@ -6,12 +6,19 @@ import torch
 
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import MOST, Dims, activation, attention, decoder, mlp, norm
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.defaults import Defaults
+from lmstate.models.families.builders.dims import MOST, Dims
+from lmstate.models.families.builders.mlp import activation, mlp
+from lmstate.models.families.builders.norms import norm
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.rg_lru import RecurrentBlock
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Block, Model
 from lmstate.ops import quantize
+
+DEFAULTS: Defaults = {}
 
 KINDS = ("recurrent", "attention")
 

@@ -9,12 +9,16 @@ from torch import Tensor
 
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import MOST, decoder
+from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.defaults import Defaults
+from lmstate.models.families.builders.dims import MOST
 from lmstate.models.families.builders.mamba import attention_free
 from lmstate.models.layers.embedding import NormedEmbedding
 from lmstate.models.layers.rwkv import ChannelMix, TimeMix
 from lmstate.models.model import Block, Model
 from lmstate.ops import Norm, Weight
+
+DEFAULTS: Defaults = {"rwkv": {"vocab_size": 50_277, "hidden_size": 4096, "num_hidden_layers": 32}}
 
 MOST_HALVINGS = 100  # of a float32 number
 LAST_EPS = 1e-5  # of the norm after all, whatever the config says of the others

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import MOST, Dims, activation, attention, decoder, mlp, norm, windows
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.defaults import Defaults
+from lmstate.models.families.builders.dims import MOST, Dims, windows
+from lmstate.models.families.builders.mlp import activation, mlp
+from lmstate.models.families.builders.norms import norm
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Block, Model
+
+DEFAULTS: Defaults = {"smollm3": {"use_sliding_window": False, "rope_theta": 2e6}}
 
 
 def build(w: WeightLoader) -> Model:

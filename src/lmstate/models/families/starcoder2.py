@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    attention,
-    config_window,
-    decoder,
-    layer_norms,
-    pre_norm,
-    ungated_mlp,
-)
+from lmstate.models.families.builders.attention import attention
+from lmstate.models.families.builders.decoder import decoder, pre_norm
+from lmstate.models.families.builders.defaults import Defaults
+from lmstate.models.families.builders.dims import MOST, Dims, config_window
+from lmstate.models.families.builders.mlp import activation, ungated_mlp
+from lmstate.models.families.builders.norms import layer_norms
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
+
+DEFAULTS: Defaults = {"starcoder2": {"norm_epsilon": 1e-5, "num_key_value_heads": 2, "tie_word_embeddings": True}}
 
 
 def build(w: WeightLoader) -> Model:

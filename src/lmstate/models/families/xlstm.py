@@ -7,11 +7,25 @@ import torch
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import MOST, Dims, biases, decoder, mlp
+from lmstate.models.families.builders.attention import biases
+from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.defaults import Defaults
+from lmstate.models.families.builders.dims import MOST, Dims
+from lmstate.models.families.builders.mlp import mlp
 from lmstate.models.layers.mlp import MLP
 from lmstate.models.layers.mlstm import MLSTM
 from lmstate.models.model import Block, Model
 from lmstate.ops import FloatWeight, Norm
+
+DEFAULTS: Defaults = {
+    "xlstm": {
+        "vocab_size": 50_304,
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "gate_soft_cap": 15.0,
+        "output_logit_soft_cap": 30.0,
+    }
+}
 
 MOST_CAP = 40.0  # exp of it, and a long sum of such, is a float32 number
 

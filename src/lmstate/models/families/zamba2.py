@@ -10,8 +10,13 @@ from lmstate import ops
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import MOST, Dims, activation, biases, decoder, norm
+from lmstate.models.families.builders.attention import biases
+from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.defaults import EPS, Defaults
+from lmstate.models.families.builders.dims import MOST, Dims
 from lmstate.models.families.builders.mamba import Mamba2Shape, expanded, gated_norm, layer_kinds, mamba2
+from lmstate.models.families.builders.mlp import activation
+from lmstate.models.families.builders.norms import norm
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.mamba2 import Mamba2
 from lmstate.models.layers.mlp import MLP
@@ -19,6 +24,8 @@ from lmstate.models.layers.rope import make_rope
 from lmstate.models.layers.zamba_hybrid import EMBEDDING, Adapter, SharedTransformer, ZambaHybrid
 from lmstate.models.model import Block, Model
 from lmstate.state import LayerState, Step
+
+DEFAULTS: Defaults = {"zamba2": EPS}
 
 NORM_EPS = 1e-5  # of the gated norms, whatever the config says of the others
 

@@ -12,17 +12,13 @@ from torch.nn import functional as F
 from lmstate import ops
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    biases,
-    decoder,
-    norm,
-    plain_norm,
-    rms_norms,
-)
+from lmstate.models.families.builders.attention import biases
+from lmstate.models.families.builders.decoder import decoder
+from lmstate.models.families.builders.defaults import EPS, Defaults
+from lmstate.models.families.builders.dims import MOST, Dims
+from lmstate.models.families.builders.mlp import activation
 from lmstate.models.families.builders.moe import expert_count, experts
+from lmstate.models.families.builders.norms import norm, plain_norm, rms_norms
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.cca import CompressedConvAttention
 from lmstate.models.layers.moe import MixtureOfExperts, Router
@@ -30,6 +26,21 @@ from lmstate.models.layers.rope import Rope, make_rope
 from lmstate.models.model import Block, Model
 from lmstate.ops import FloatWeight, Norm, Residual, Weight
 from lmstate.state import LayerState, Step
+
+DEFAULTS: Defaults = {
+    "zaya": {
+        **EPS,
+        "vocab_size": 262_272,
+        "hidden_size": 2048,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "num_experts": 16,
+        "tie_word_embeddings": True,
+    }
+}
 
 KINDS = ("hybrid", "hybrid_sliding")
 THETAS = {"hybrid": 5e6, "hybrid_sliding": 1e4}

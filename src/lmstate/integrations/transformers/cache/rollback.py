@@ -34,7 +34,7 @@ class Checkpoint:
     carries: dict[int, Tensors] = field(repr=False)
 
 
-class Rollback(DynamicCache):
+class Rollback(DynamicCache, hooks.CallObserver):
     """The part of `StateCache` that goes back; `layers` are set before it is initialised."""
 
     layers: list[Any]  # Kept, DummyLayer, or a layer of transformers' own
@@ -50,7 +50,6 @@ class Rollback(DynamicCache):
         self._forgets = any(isinstance(layer, RecurrentLayer | WindowLayer) for layer in layers)
         self._recording = False
         self.feeds_singly = config.model_type in ONE_BY_ONE and self._feeds
-        """Whether tokens that follow others are fed singly, since the model would get them wrong together."""
         self.recomputed = 0
         """Tokens that going back had to feed again, since the cache was made."""
         self._anchors: deque[Checkpoint] = deque(maxlen=max(anchors, 0))

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import Dims, norm, there
+from lmstate.models.families.builders.dims import Dims, there
 from lmstate.models.families.builders.mamba import only_silu
+from lmstate.models.families.builders.norms import norm
 from lmstate.models.layers.gated_delta_net import GatedDelta, LowRank
 from lmstate.ops.weights.grouped import FloatWeight
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import MOST, Dims, biases
+from lmstate.models.families.builders.attention import biases
+from lmstate.models.families.builders.dims import MOST, Dims
 from lmstate.models.layers.mamba import Mamba
 from lmstate.models.layers.mamba2 import GatedNorm, Mamba2
 from lmstate.ops import Norm

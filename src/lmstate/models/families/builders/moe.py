@@ -8,7 +8,9 @@ from torch import Tensor
 
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import GATE_UP_DOWN, MOST, W1_W3_W2, Dims, activation, fused_mlp, mlp
+from lmstate.models.families.builders.decoder import W1_W3_W2
+from lmstate.models.families.builders.dims import MOST, Dims
+from lmstate.models.families.builders.mlp import GATE_UP_DOWN, activation, fused_mlp, mlp
 from lmstate.models.layers.mlp import MLP, FeedForward
 from lmstate.models.layers.moe import MixtureOfExperts, Router
 from lmstate.ops import FloatWeight, Weight
