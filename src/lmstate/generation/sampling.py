@@ -26,7 +26,7 @@ HEAD = 1024
 
 @dataclass(frozen=True)
 class Candidates:
-    """Distribution of the next token: `probabilities` [R, k] float64 (rows sum to 1, zeros allowed) of tokens `ids` [R, k] int64."""
+    """Distribution of the next token: `probabilities` [R, k] float64 (rows sum to 1, zeros allowed) of `ids` [R, k]."""
 
     probabilities: Tensor
     ids: Tensor

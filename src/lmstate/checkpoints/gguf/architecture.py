@@ -45,13 +45,13 @@ HFConfig = dict[str, Any]
 Tensors = dict[str, TensorPlace]
 Extra = Callable[[Config, str, HFConfig, Tensors], None]
 Change = Literal["convolution", "vector", "decay", "decay vector", "one more"]
-"""Change that the converter made to a tensor: it took the middle axis out of a convolution's taps [F, 1, C], it gave a vector
-another shape, it stored -exp(A_log) for A_log, or both of these, or it added 1 to a norm's weight."""
+"""Change that the converter made to a tensor: it took the middle axis out of a convolution's taps [F, 1, C], it gave a
+vector another shape, it stored -exp(A_log) for A_log, or both of these, or it added 1 to a norm's weight."""
 
 
 Spans = Literal["rows", "row each", "columns"]
-"""The part of a tensor that belongs to the value heads of a delta rule: its last rows, `linear_value_head_dim` a head or one, or
-its columns."""
+"""The part of a tensor that belongs to the value heads of a delta rule: its last rows, `linear_value_head_dim` a head
+or one, or its columns."""
 
 
 @dataclass(frozen=True)

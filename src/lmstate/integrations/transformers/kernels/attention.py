@@ -53,7 +53,7 @@ def mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def sight_of(seen: Tensor) -> VisibleRange | None:
-    """Visible range of a boolean mask `[R, 1, T, S]`, if it is that of queries at the end of the keys, alike in all rows."""
+    """Visible range of a boolean mask `[R, 1, T, S]` of queries at the end of the keys, alike in all rows; else None."""
     if seen.dtype != torch.bool or seen.ndim != 4 or seen.shape[1] != 1:
         return None
     tokens, stored = seen.shape[2:]
