@@ -53,7 +53,7 @@ def mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def sight_of(seen: Tensor) -> VisibleRange | None:
-    """Visible range of a boolean mask `[R, 1, T, S]` of queries at the end of the keys, alike in all rows; else None."""
+    """Visible range of a boolean mask `[R, 1, T, S]` of queries at the end of the keys, if it has one for all rows."""
     if seen.dtype != torch.bool or seen.ndim != 4 or seen.shape[1] != 1:
         return None
     tokens, stored = seen.shape[2:]
