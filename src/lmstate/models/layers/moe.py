@@ -79,7 +79,7 @@ class Router:
     def _of_best_groups(self, choice: Tensor) -> Tensor:
         """`choice` `[M, N]` with minus infinity for the experts of the groups that are left out."""
         grouped = choice.unflatten(-1, (self.groups, -1))  # [M, groups, N / groups]
-        counted = 1 if self.group_score == "best" else 2
+        counted = 1 if self.group_score == "top1" else 2
         best = grouped.topk(counted, dim=-1).values.sum(-1).topk(self.topk_groups, dim=-1).indices
         left_out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)
         return grouped.masked_fill(left_out[..., None], float("-inf")).flatten(-2)
