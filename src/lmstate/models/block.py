@@ -34,39 +34,39 @@ class Block:
     parallel: bool = False  # both parts read the same input
     output_hook: Callable[[Tensor, Step], Tensor] | None = None  # what becomes of the stream behind both, `[R, T, E]`
 
-    def __call__(self, x: Tensor, step: Step, memory: LayerState) -> Tensor:
+    def __call__(self, x: Tensor, step: Step, cache: LayerState) -> Tensor:
         """x float32 `[R, T, E]` -> `[R, T, E]`."""
-        mixed = self._mixed(x, step, memory)
+        mixed = self._mixed(x, step, cache)
         fed = mixed if self.mlp is None else self._fed(x if self.parallel else mixed, mixed)
         return fed if self.output_hook is None else self.output_hook(fed, step)
 
-    def join(self, run: ops.Run, step: Step, memory: LayerState) -> None:
+    def join(self, run: ops.Run, step: Step, cache: LayerState) -> None:
         """The same to the stream of a run: what can wait there does, the rest runs at once."""
         if not run.native:  # a tracer, say, which cannot follow the lock of a cached property
-            run.put(self(run.stream(), step, memory))
+            run.put(self(run.stream(), step, cache))
             return
         feed_forward = self._feed_forward
         # Parts that read the same input wait both, or neither.
-        joined = (not self.parallel or run.takes(feed_forward)) and self._joins(run, step, memory)
+        joined = (not self.parallel or run.takes(feed_forward)) and self._joins(run, step, cache)
         if self.parallel and not joined:
-            run.put(self(run.stream(), step, memory))
+            run.put(self(run.stream(), step, cache))
             return
         if not joined:
-            run.put(self._mixed(run.stream(), step, memory))
+            run.put(self._mixed(run.stream(), step, cache))
         if self.mlp is not None and (feed_forward is None or not run.feeds(feed_forward)):
             run.put(self._fed(x := run.stream(), x))
         if self.output_hook is not None:
             run.put(self.output_hook(run.stream(), step))
 
-    def _joins(self, run: ops.Run, step: Step, memory: LayerState) -> bool:
+    def _joins(self, run: ops.Run, step: Step, cache: LayerState) -> bool:
         """Have the mixer wait; False where it cannot."""
         if self._joining is None:
             return False
         mixer, half = self._joining
-        return mixer.joins(run, half, step, memory)
+        return mixer.joins(run, half, step, cache)
 
-    def _mixed(self, x: Tensor, step: Step, memory: LayerState) -> Tensor:
-        return self.mixer(x, step, memory, self.mixer_norm, Residual(x, self.mixer_post_norm, self.scale))
+    def _mixed(self, x: Tensor, step: Step, cache: LayerState) -> Tensor:
+        return self.mixer(x, step, cache, self.mixer_norm, Residual(x, self.mixer_post_norm, self.scale))
 
     def _fed(self, x: Tensor, mixed: Tensor) -> Tensor:
         assert self.mlp is not None
@@ -106,8 +106,8 @@ def run_blocks(blocks: Sequence[Block], x: Tensor, step: Step, layers: Sequence[
     """The blocks one after the other, x float32 `[R, T, E]` -> `[R, T, E]`."""
     run = ops.Run(x, step.starts_t, step.counts_t)
     if not run.native or not _repeated(run, blocks, step, layers):
-        for block, memory in zip(blocks, layers):
-            block.join(run, step, memory)
+        for block, cache in zip(blocks, layers):
+            block.join(run, step, cache)
         if run.native:
             _keep(run, blocks, step, layers)
     return run.stream()
@@ -129,24 +129,24 @@ def _repeated(run: ops.Run, blocks: Sequence[Block], step: Step, layers: Sequenc
     kept, members = (_kept.get(layers[0]) if layers else None), _members(layers)
     if kept is None or len(kept.blocks) != len(blocks) or not all(map(is_, kept.blocks, blocks)):
         return False
-    folds = [memory for memory in members if isinstance(memory, RecurrentState)]
-    carries = [carry for memory in folds if (carry := memory.at_once(step))]
-    rings = [ring for memory in members if isinstance(memory, KeyValueState) and (ring := memory.rings(step))]
+    folds = [cache for cache in members if isinstance(cache, RecurrentState)]
+    carries = [carry for cache in folds if (carry := cache.at_once(step))]
+    rings = [ring for cache in members if isinstance(cache, KeyValueState) and (ring := cache.rings(step))]
     rotations = [one for turner in kept.turners if (one := turner.rotation(step))]
     folded = run.repeats(kept.chain, rings, carries, rotations)
-    for memory, each in zip(folds, folded or ()):
-        memory.took(step, *each)
+    for cache, each in zip(folds, folded or ()):
+        cache.took(step, *each)
     return folded is not None
 
 
 def _members(layers: Sequence[LayerState]) -> list[LayerState]:
     """What attends or folds alone: the layer states, and of one that does both its members."""
     members: list[LayerState] = []
-    for memory in layers:
-        if isinstance(memory, CompositeState) and not isinstance(memory, KeyValueState):
-            members += memory.members
+    for cache in layers:
+        if isinstance(cache, CompositeState) and not isinstance(cache, KeyValueState):
+            members += cache.members
         else:
-            members.append(memory)
+            members.append(cache)
     return members
 
 

@@ -65,7 +65,7 @@ class StreamsBlock(Block):
     low_rank_norm: Norm
     per_layer_input: PerLayerInput
 
-    def __call__(self, x: Tensor, step: Step, memory: LayerState) -> Tensor:
+    def __call__(self, x: Tensor, step: Step, cache: LayerState) -> Tensor:
         streams = x.unflatten(-1, (self.streams, -1))  # [R, T, N, E]
         mix = (self._modes(streams[..., self.active, :]) @ self.predict.mT).unflatten(-1, (self.streams, -1))
         streams = streams + mix @ streams
@@ -73,7 +73,7 @@ class StreamsBlock(Block):
         assert self.mixer_norm is not None
         given = ops.norm(active, self.mixer_norm)
         beside = given + ops.norm(ops.linear(ops.linear(given, self.left), self.right), self.low_rank_norm)
-        mixed = (self._mixed(active, step, memory) + beside) * 2**-0.5
+        mixed = (self._mixed(active, step, cache) + beside) * 2**-0.5
         done = self._fed(mixed, mixed)
         share = self._modes(done) @ self.correct.mT + 1.0  # [R, T, N]
         streams = streams + (done - active)[..., None, :] * share[..., None]
@@ -82,8 +82,8 @@ class StreamsBlock(Block):
         added = self.per_layer_input(first, step)
         return torch.cat([streams[..., :1, :], streams[..., 1:, :] + added[..., None, :]], dim=-2).flatten(-2)
 
-    def join(self, run: ops.Run, step: Step, memory: LayerState) -> None:
-        run.put(self(run.stream(), step, memory))
+    def join(self, run: ops.Run, step: Step, cache: LayerState) -> None:
+        run.put(self(run.stream(), step, cache))
 
     def _modes(self, x: Tensor) -> Tensor:
         """x float32 `[R, T, E]` -> `[R, T, N]`."""

@@ -101,13 +101,13 @@ def build(w: WeightLoader) -> Model:
 class FirstBlock(Block):
     """A block that leaves its input, the embedding of the step's tokens, where hybrid layers find it."""
 
-    def __call__(self, x: Tensor, step: Step, memory: LayerState) -> Tensor:
+    def __call__(self, x: Tensor, step: Step, cache: LayerState) -> Tensor:
         step.cached(EMBEDDING, lambda: x)
-        return super().__call__(x, step, memory)
+        return super().__call__(x, step, cache)
 
-    def join(self, run: ops.Run, step: Step, memory: LayerState) -> None:
+    def join(self, run: ops.Run, step: Step, cache: LayerState) -> None:
         step.cached(EMBEDDING, run.stream)
-        super().join(run, step, memory)
+        super().join(run, step, cache)
 
 
 def _mamba2_shape(config: Config, hidden: int) -> Mamba2Shape:

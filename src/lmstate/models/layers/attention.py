@@ -92,21 +92,21 @@ class Attention(JoiningMixer):
             return None
         return ops.AttentionSublayer(self, norm, after, scale)
 
-    def joins(self, run: ops.Run, half: Sublayers, step: Step, memory: LayerState) -> bool:
-        assert isinstance(memory, KeyValueState) and isinstance(half, ops.AttentionSublayer)
-        if not run.native or (rings := memory.rings(step)) is None:
+    def joins(self, run: ops.Run, half: Sublayers, step: Step, cache: LayerState) -> bool:
+        assert isinstance(cache, KeyValueState) and isinstance(half, ops.AttentionSublayer)
+        if not run.native or (rings := cache.rings(step)) is None:
             return False
         return run.attends(half, rings, self.rotation(step))
 
     def rotation(self, step: Step) -> ops.RopeTables | None:
         return None if self.rope is None else self.rope.rotation(step)
 
-    def apart(self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
-        return self.mix(ops.linear(x, self.qkv, self.qkv_bias, norm=norm), step, memory, residual)
+    def apart(self, x: Tensor, step: Step, cache: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
+        return self.mix(ops.linear(x, self.qkv, self.qkv_bias, norm=norm), step, cache, residual)
 
-    def mix(self, qkv: Tensor, step: Step, memory: LayerState, residual: Residual | None = None) -> Tensor:
+    def mix(self, qkv: Tensor, step: Step, cache: LayerState, residual: Residual | None = None) -> Tensor:
         """What comes after the projections, as wide as `qkv` is high -> `[R, T, E]`."""
-        assert isinstance(memory, KeyValueState)
+        assert isinstance(cache, KeyValueState)
         qkv, behind = qkv.tensor_split([qkv.shape[-1] - self.gates], dim=-1)
         kv_width = 0 if self.reads is not None else self.kv_heads * self.head_dim
         qkv = qkv if self.clip is None else qkv.clamp(-self.clip, self.clip)
@@ -126,7 +126,7 @@ class Attention(JoiningMixer):
             new = None if new is None else (ops.rope(new[0], *rotation), new[1])
             rotation = None
         scoring = ops.AttentionParams(self.scale, self.softcap, self.sinks)
-        seen = memory.attend(q, new, step, scoring, rotation)
+        seen = cache.attend(q, new, step, scoring, rotation)
         if self.gates:
             seen = gated(seen, behind, self.gate_act)
         mixed = seen.flatten(-2) if gate is None else seen.flatten(-2) * gate.sigmoid()

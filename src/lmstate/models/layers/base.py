@@ -15,18 +15,18 @@ Sublayers: TypeAlias = ops.Sublayer[Any] | tuple[ops.Sublayer[Any], ops.Sublayer
 
 
 class Mixer(Protocol):
-    """`x [R, T, E] -> [R, T, E]`. What it remembers lies in the `memory` that it made with `new_state`.
+    """`x [R, T, E] -> [R, T, E]`. What it remembers lies in the `cache` that it made with `new_state`.
 
     `norm` is applied to x first; `residual` is added last.
     """
 
     @property
     def kind(self) -> str:
-        """The layer kind, as in `State.memory`."""
+        """The layer kind, as in `State.cache`."""
         ...
 
     def __call__(
-        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
+        self, x: Tensor, step: Step, cache: LayerState, norm: Norm | None = None, residual: Residual | None = None
     ) -> Tensor: ...
 
     def new_state(self, layout: Layout) -> LayerState: ...
@@ -40,7 +40,7 @@ class JoiningMixer(ABC):
         """What waits, with the norms before and after it; None if this one never does."""
 
     @abstractmethod
-    def joins(self, run: ops.Run, half: Sublayers, step: Step, memory: LayerState) -> bool:
+    def joins(self, run: ops.Run, half: Sublayers, step: Step, cache: LayerState) -> bool:
         """Have its half wait in a run; False where it cannot."""
 
     def rotation(self, step: Step) -> ops.RopeTables | None:
@@ -48,29 +48,29 @@ class JoiningMixer(ABC):
         return None
 
     @abstractmethod
-    def apart(self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
+    def apart(self, x: Tensor, step: Step, cache: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
         """The same as operations one after the other."""
 
     def __call__(
-        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
+        self, x: Tensor, step: Step, cache: LayerState, norm: Norm | None = None, residual: Residual | None = None
     ) -> Tensor:
         stream, after, scale = residual or (None, None, 1.0)
         run = ops.Run(x, step.starts_t, step.counts_t)
         run.add_to(stream, x)
         half = self.half(norm, after, scale) if run.native else None
-        if half is not None and self.joins(run, half, step, memory):
+        if half is not None and self.joins(run, half, step, cache):
             return run.stream()
-        return self.apart(x, step, memory, norm, residual)
+        return self.apart(x, step, cache, norm, residual)
 
 
 class RecurrentMixer(JoiningMixer):
     """One whose memory is a fold with a convolution's tail, and mostly a state."""
 
-    def joins(self, run: ops.Run, half: Sublayers, step: Step, memory: LayerState) -> bool:
-        assert isinstance(memory, RecurrentState) and isinstance(half, ops.RecurrentSublayer)
-        if not run.native or (carry := memory.at_once(step)) is None:
+    def joins(self, run: ops.Run, half: Sublayers, step: Step, cache: LayerState) -> bool:
+        assert isinstance(cache, RecurrentState) and isinstance(half, ops.RecurrentSublayer)
+        if not run.native or (carry := cache.at_once(step)) is None:
             return False
         if (folded := run.folds(half, carry)) is None:
             return False
-        memory.took(step, *folded)
+        cache.took(step, *folded)
         return True

@@ -98,12 +98,12 @@ class GatedDelta(RecurrentMixer):
         plain = self.decay_up is None and self.floor is None
         return ops.GatedDeltaSublayer(self, norm, after, scale) if plain else None
 
-    def apart(self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
-        assert isinstance(memory, RecurrentState)
+    def apart(self, x: Tensor, step: Step, cache: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
+        assert isinstance(cache, RecurrentState)
         if norm is not None:
             x = ops.norm(x, norm)
         inputs, z = self._projected(x)
-        return ops.linear(memory.advance(inputs, step, beside=z), self.out, residual=residual)
+        return ops.linear(cache.advance(inputs, step, beside=z), self.out, residual=residual)
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """q, k, v | beta | decay `[R, T, F]`; z `[R, T, H * Dv]`."""

@@ -90,9 +90,9 @@ class Mamba2(RecurrentMixer):
     def half(self, norm: Norm | None, after: Norm | None, scale: float, parallel: bool = False) -> ops.Mamba2Sublayer:
         return ops.Mamba2Sublayer(self, norm, after, scale, parallel)
 
-    def apart(self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
-        assert isinstance(memory, RecurrentState)
+    def apart(self, x: Tensor, step: Step, cache: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
+        assert isinstance(cache, RecurrentState)
         projected = ops.linear(x, self.project, self.bias, norm=norm)
         projected = projected if self.scale is None else projected * self.scale
-        y = memory.advance(projected[..., self.inner :], step, beside=projected[..., : self.inner])
+        y = cache.advance(projected[..., self.inner :], step, beside=projected[..., : self.inner])
         return ops.linear(y, self.out, self.out_bias, residual=residual)

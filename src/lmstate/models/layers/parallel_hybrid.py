@@ -45,9 +45,9 @@ class ParallelHybrid(JoiningMixer):
             return None
         return first, self.other.half(norm, None, scale * self.other_scale, parallel=True)
 
-    def joins(self, run: ops.Run, half: Sublayers, step: Step, memory: LayerState) -> bool:
-        assert isinstance(memory, CompositeState) and isinstance(half, tuple)
-        (first, second), (of_attention, of_other) = half, memory.members
+    def joins(self, run: ops.Run, half: Sublayers, step: Step, cache: LayerState) -> bool:
+        assert isinstance(cache, CompositeState) and isinstance(half, tuple)
+        (first, second), (of_attention, of_other) = half, cache.members
         assert isinstance(of_other, RecurrentState) and isinstance(second, ops.RecurrentSublayer)
         if not run.native or (carry := of_other.at_once(step)) is None or run.foldable(second, carry) is None:
             return False  # neither waits, or both
@@ -58,9 +58,9 @@ class ParallelHybrid(JoiningMixer):
         of_other.took(step, *folded)
         return True
 
-    def apart(self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
-        assert isinstance(memory, CompositeState)
-        of_attention, of_other = memory.members
+    def apart(self, x: Tensor, step: Step, cache: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
+        assert isinstance(cache, CompositeState)
+        of_attention, of_other = cache.members
         alone = residual is None or residual.norm is not None
         stream, scale = (torch.zeros_like(x), 1.0) if alone or residual is None else (residual.stream, residual.scale)
         y = self.attention(x, step, of_attention, norm, Residual(stream, scale=scale * self.attention_scale))

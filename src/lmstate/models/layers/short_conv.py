@@ -47,8 +47,8 @@ class ShortConv(RecurrentMixer):
     def half(self, norm: Norm | None, after: Norm | None, scale: float) -> ops.ShortConvSublayer:
         return ops.ShortConvSublayer(self, norm, after, scale)
 
-    def apart(self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
-        assert isinstance(memory, RecurrentState)
+    def apart(self, x: Tensor, step: Step, cache: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
+        assert isinstance(cache, RecurrentState)
         before, after, x = ops.linear(x, self.project, self.bias, norm=norm).chunk(3, dim=-1)
-        y = memory.advance(before * x, step)
+        y = cache.advance(before * x, step)
         return ops.linear(after * y, self.out, self.out_bias, residual=residual)

@@ -48,13 +48,13 @@ class SharedTransformer:
     mlp_adapter: Adapter
     attention_adapter: Adapter | None = None
 
-    def __call__(self, x: Tensor, step: Step, memory: LayerState) -> Tensor:
+    def __call__(self, x: Tensor, step: Step, cache: LayerState) -> Tensor:
         both = torch.cat([x, step.cached(EMBEDDING, lambda: x)], dim=-1)  # [R, T, 2E]
         both = ops.norm(both, self.attention_norm)
         qkv = ops.linear(both, self.attention.qkv, self.attention.qkv_bias)
         if self.attention_adapter is not None:
             qkv = qkv + self.attention_adapter(both)
-        x = ops.norm(self.attention.mix(qkv, step, memory), self.mlp_norm)  # [R, T, E]
+        x = ops.norm(self.attention.mix(qkv, step, cache), self.mlp_norm)  # [R, T, E]
         hidden = ops.linear(x, self.mlp.up, self.mlp.up_bias) + self.mlp_adapter(x)
         return ops.linear(hidden, self.mlp.down, self.mlp.down_bias, gate=self.mlp.act)
 
@@ -83,9 +83,9 @@ class ZambaHybrid:
         return CompositeState([self.transformer.attention.new_state(layout), self.mamba.new_state(layout)])
 
     def __call__(
-        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
+        self, x: Tensor, step: Step, cache: LayerState, norm: Norm | None = None, residual: Residual | None = None
     ) -> Tensor:
-        assert isinstance(memory, CompositeState) and norm is None, "the stream itself goes into the transformer"
-        of_attention, of_mamba = memory.members
+        assert isinstance(cache, CompositeState) and norm is None, "the stream itself goes into the transformer"
+        of_attention, of_mamba = cache.members
         joined = ops.linear(self.transformer(x, step, of_attention), self.link, residual=Residual(x))
         return self.mamba(joined, step, of_mamba, self.mamba_norm, residual)
