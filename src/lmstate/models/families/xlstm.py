@@ -37,7 +37,7 @@ def build(w: WeightLoader) -> Model:
     def block(index: int) -> Block:
         layer = f"backbone.blocks.{index}"
         return Block(
-            cache(w, f"{layer}.mlstm_layer", shape, biased),
+            mlstm(w, f"{layer}.mlstm_layer", shape, biased),
             feed_forward(w, f"{layer}.ffn", hidden, inner),
             layer_norm(f"{layer}.norm_mlstm"),
             layer_norm(f"{layer}.norm_ffn"),
@@ -60,7 +60,7 @@ def _inner(config: Config, hidden: int) -> int:
     return int((width + multiple - 1) // multiple * multiple)
 
 
-def cache(w: WeightLoader, prefix: str, shape: Dims, biased: bool) -> MLSTM:
+def mlstm(w: WeightLoader, prefix: str, shape: Dims, biased: bool) -> MLSTM:
     config, hidden = w.config, shape.hidden
     heads = config.int("num_heads", low=1, high=MOST, default=8)
     keys, values = (

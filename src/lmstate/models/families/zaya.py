@@ -72,8 +72,8 @@ class Skip:
 class ChainedMixture:
     """A mixture whose router reads a few features of the token, and of what the router of the layer before read.
 
-    `down` gives those B features; what came from the layer before is added, `state_scale` times it. `first` and `second`
-    are the router's MLP, up to its last matrix, which `experts.router` has.
+    `down` gives those B features; what came from the layer before is added, `state_scale` times it. `first` and
+    `second` are the router's MLP, up to its last matrix, which `experts.router` has.
     """
 
     down: Weight  # [B, E]

@@ -22,7 +22,7 @@ class Mixer(Protocol):
 
     @property
     def kind(self) -> str:
-        """The layer kind, as in `State.cache`."""
+        """The layer kind, as in `State.memory`."""
         ...
 
     def __call__(

@@ -85,17 +85,13 @@ class MultiHeadLatentAttention:
             seen = gated(seen.unflatten(-1, (heads, -1)), gate).flatten(-2)
         return ops.linear(seen, self.out, self.out_bias, residual=residual)
 
-    def _absorbed(
-        self, q_nope: Tensor, q_rope: Tensor, cache: LatentState | EvictingLatentState, step: Step
-    ) -> Tensor:
+    def _absorbed(self, q_nope: Tensor, q_rope: Tensor, cache: LatentState | EvictingLatentState, step: Step) -> Tensor:
         """Attention over the latents as they are stored -> `[R, T, H * Dv]`."""
         q_latent = per_head_matmul(q_nope, self.key_up)  # [R, T, H, Lat]
         seen = cache.attend_latents(q_latent, q_rope, step, scale=self.scale)
         return per_head_matmul(seen, self.value_up).flatten(-2)
 
-    def _expanded(
-        self, q_nope: Tensor, q_rope: Tensor, cache: LatentState | EvictingLatentState, step: Step
-    ) -> Tensor:
+    def _expanded(self, q_nope: Tensor, q_rope: Tensor, cache: LatentState | EvictingLatentState, step: Step) -> Tensor:
         """The same over keys `[R, H, S, Dn + Dr]` and values, made for some heads at a time -> `[R, T, H * Dv]`."""
         latent, rope_key = (part.to(self.key_up.dtype)[:, None] for part in cache.stored(step))  # [R, 1, S, ...]
         query = torch.cat([q_nope, q_rope], dim=-1)
