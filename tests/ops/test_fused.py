@@ -89,7 +89,8 @@ def run(
         memory.reserve(step)
         if fused:
             alone = ops.Run(x, step.starts_t, step.counts_t)
-            assert mixer.joins(alone, ops.AttentionSublayer(mixer, norm, *onto(x)[1:]), step, memory)
+            half = mixer.half(norm, *onto(x)[1:])
+            assert half is not None and mixer.joins(alone, half, step, memory)
             y = alone.stream()
         else:
             y = mixer.mix(ops.linear(x, mixer.qkv, mixer.qkv_bias, norm=norm), step, memory, onto(x))
@@ -316,7 +317,7 @@ def test_attention_and_recurrences_wait_together(variant: str, monkeypatch: pyte
 def test_a_weight_that_was_replaced_is_read(variant: str) -> None:
     x, norm = torch.randn(1, 1, EMBED), norm_fixed()
     up, down = ops.FloatWeight(torch.randn(320, EMBED)), ops.FloatWeight(torch.randn(EMBED, 160))
-    half = ops.MLPSublayer(up, down, "silu", norm)
+    half = ops.MLPSublayer(up, down, "silu", norm=norm)
 
     def fed() -> Tensor:
         run = ops.Run(x)
@@ -336,7 +337,8 @@ def test_what_does_not_fit_is_refused(variant: str) -> None:
     up, down = ops.quantize(torch.randn(64, 32), "int8"), ops.quantize(torch.randn(32, 64), "int8")
     with pytest.raises(ValueError, match="do not fit each other"):
         ops.feed_forward(torch.randn(1, 32), up, down, "silu")
-    half = ops.AttentionSublayer(attention("int4", 4, 2, 32, rope=rope(16)))
+    half = attention("int4", 4, 2, 32, rope=rope(16)).half(None, None, 1.0)
+    assert half is not None
     rings = ops.KVView(torch.zeros(1, 2, 8, 32), torch.zeros(1, 2, 8, 32))
     x, one = torch.randn(1, 1, EMBED), torch.tensor([1])
     rotation = rope(16).rotation(step_of([8], [1]))

@@ -90,7 +90,12 @@ class Attention(JoiningMixer):
         apart = self.temperature is not None or self.clip is not None or self.turned_weight is not None
         if apart or self.gates not in (0, self.heads) or self.gate_act != "sigmoid":
             return None
-        return ops.AttentionSublayer(self, norm, after, scale)
+        return ops.AttentionSublayer(
+            self.qkv, self.out, self.heads, self.kv_heads, self.head_dim,
+            ops.AttentionParams(self.scale, self.softcap, self.sinks), self.q_norm, self.k_norm, self.v_norm,
+            self.qkv_bias, self.out_bias, self.gate, self.gates, self.reads is not None,
+            norm=norm, post_norm=after, scale=scale,
+        )  # fmt: skip
 
     def joins(self, run: ops.Run, half: Sublayers, step: Step, cache: LayerState) -> bool:
         assert isinstance(cache, KeyValueState) and isinstance(half, ops.AttentionSublayer)

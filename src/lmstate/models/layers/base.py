@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from lmstate import ops
 from lmstate.ops import Norm, Residual
 from lmstate.state import LayerState, Layout, RecurrentState, Step
 
-Sublayers: TypeAlias = ops.Sublayer[Any] | tuple[ops.Sublayer[Any], ops.Sublayer[Any]]
+Sublayers: TypeAlias = ops.Sublayer | tuple[ops.Sublayer, ops.Sublayer]
 
 
 class Mixer(Protocol):

@@ -95,8 +95,12 @@ class GatedDelta(RecurrentMixer):
         )
 
     def half(self, norm: Norm | None, after: Norm | None, scale: float) -> ops.GatedDeltaSublayer | None:
-        plain = self.decay_up is None and self.floor is None
-        return ops.GatedDeltaSublayer(self, norm, after, scale) if plain else None
+        if self.decay_up is not None or self.floor is not None:
+            return None
+        return ops.GatedDeltaSublayer(
+            self.qkvz, self.gates, self.out, self.conv, self.A, self.dt_bias, self.norm, self.key_heads, self.key_dim,
+            self.gate_act, self.beta_scale, norm=norm, post_norm=after, scale=scale,
+        )  # fmt: skip
 
     def apart(self, x: Tensor, step: Step, cache: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
         assert isinstance(cache, RecurrentState)

@@ -88,7 +88,14 @@ class Mamba2(RecurrentMixer):
         )
 
     def half(self, norm: Norm | None, after: Norm | None, scale: float, parallel: bool = False) -> ops.Mamba2Sublayer:
-        return ops.Mamba2Sublayer(self, norm, after, scale, parallel)
+        gated_norm, groups, gate_last = None, 1, False
+        if self.norm is not None:
+            gated_norm, groups, gate_last = self.norm.norm, self.norm.groups, self.norm.gate_last
+        return ops.Mamba2Sublayer(
+            self.project, self.out, self.conv, self.conv_bias, self.A, self.D, self.dt_bias, self.groups,
+            self.head_dim, self.dt_limits, gated_norm, groups, gate_last, self.bias, self.out_bias,
+            self.scale, parallel, norm=norm, post_norm=after, scale=scale,
+        )  # fmt: skip
 
     def apart(self, x: Tensor, step: Step, cache: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
         assert isinstance(cache, RecurrentState)

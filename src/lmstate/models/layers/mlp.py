@@ -49,5 +49,6 @@ class MLP:
         if not self.gated:
             return None
         return ops.MLPSublayer(
-            self.up, self.down, self.act, norm, after, scale, self.up_bias, self.down_bias, parallel, self.factors
+            self.up, self.down, self.act, self.up_bias, self.down_bias, self.factors, parallel,
+            norm=norm, post_norm=after, scale=scale,
         )  # fmt: skip

@@ -58,6 +58,14 @@ class Router:
                 f"{self.top_k} of {experts} experts cannot be chosen from {self.topk_groups} of {self.groups} groups"
             )
 
+    @property
+    def params(self) -> ops.RouterParams:
+        """The choice as the native bodies are told it; they know no `expert_scale`."""
+        return ops.RouterParams(
+            self.weight, self.top_k, self.scoring, self.normalize, self.scale, self.bias, self.e_score_correction_bias,
+            self.groups, self.topk_groups, self.group_score, self.floor,
+        )  # fmt: skip
+
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x float32 `[M, E]` -> (weights float32 `[M, top_k]`, expert numbers int64 `[M, top_k]`)."""
         logits = ops.linear(x, self.weight, self.bias)  # [M, N]
@@ -83,6 +91,10 @@ class Router:
         best = grouped.topk(counted, dim=-1).values.sum(-1).topk(self.topk_groups, dim=-1).indices
         left_out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)
         return grouped.masked_fill(left_out[..., None], float("-inf")).flatten(-2)
+
+
+def _expert(expert: MLP) -> ops.Expert:
+    return ops.Expert(expert.up, expert.down, expert.act, expert.up_bias, expert.down_bias)
 
 
 def _plain(expert: FeedForward) -> TypeGuard[MLP]:
@@ -121,7 +133,9 @@ class MixtureOfExperts:
         if not isinstance(self.router, Router) or self.router.expert_scale is not None:
             return None
         return ops.MoESublayer(
-            self.router, experts, shared, self.shared_gate, self.scale_input, norm, after, scale
+            self.router.params, tuple(_expert(expert) for expert in experts),
+            None if shared is None else _expert(shared), self.shared_gate, self.scale_input,
+            norm=norm, post_norm=after, scale=scale,
         )  # fmt: skip
 
     def mixed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:

@@ -45,7 +45,10 @@ class ShortConv(RecurrentMixer):
         return y, (tail,)
 
     def half(self, norm: Norm | None, after: Norm | None, scale: float) -> ops.ShortConvSublayer:
-        return ops.ShortConvSublayer(self, norm, after, scale)
+        return ops.ShortConvSublayer(
+            self.project, self.out, self.conv, self.conv_bias, self.bias, self.out_bias,
+            norm=norm, post_norm=after, scale=scale,
+        )  # fmt: skip
 
     def apart(self, x: Tensor, step: Step, cache: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
         assert isinstance(cache, RecurrentState)

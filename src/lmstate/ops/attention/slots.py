@@ -7,16 +7,12 @@ that attention reads a list as it reads a ring that has not wrapped: what order 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lmstate.ops import dispatch
 from lmstate.ops.types.slot_table import NONE, EvictLowest, SlotCommit, SlotTable
-
-if TYPE_CHECKING:
-    pass
 
 
 def commit_slots(changes: Sequence[SlotCommit], starts: Tensor, counts: Tensor, accepted: Tensor) -> None:
@@ -27,9 +23,7 @@ def commit_slots(changes: Sequence[SlotCommit], starts: Tensor, counts: Tensor, 
     """
     library = dispatch.native(starts, counts, accepted)
     if library is not None:
-        from lmstate.ops.cpu.commit_slots import commit_slots as native
-
-        native(library.variant)(changes, starts, counts, accepted)
+        library.slots.commit(changes, starts, counts, accepted)
     else:
         for change in changes:
             commit_slots_reference(change, starts, counts, accepted)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import is_not
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import ref
 
 import torch
@@ -19,10 +19,18 @@ from torch import Tensor
 from lmstate.ops import dispatch
 from lmstate.ops.cpu.fused_recurrent import Recurrence, carried, room
 from lmstate.ops.dense.linear import is_gemv
-from lmstate.ops.types.moe_sublayer import MoESublayer
 from lmstate.ops.types.params import KVView, RopeTables
-from lmstate.ops.types.recurrent_sublayers import Folded, RecurrentSublayer
-from lmstate.ops.types.sublayers import AttentionSublayer, MLPSublayer, Sublayer, pointers, requires_grad, storage
+from lmstate.ops.types.sublayers import (
+    AttentionSublayer,
+    MLPSublayer,
+    MoESublayer,
+    RecurrentResult,
+    RecurrentSublayer,
+    Sublayer,
+    pointers,
+    requires_grad,
+    storage,
+)
 
 if TYPE_CHECKING:
     from lmstate.ops.cpu import Library
@@ -32,19 +40,19 @@ if TYPE_CHECKING:
 class Waiting:
     """Halves that are to run, the rings of those that attend, their arguments, and what else these point to."""
 
-    halves: list[Sublayer[Any]] = field(default_factory=list)
+    halves: list[Sublayer] = field(default_factory=list)
     rings: dict[int, KVView] = field(default_factory=dict)
     arguments: list[bytes] = field(default_factory=list)
     folds: dict[int, Recurrence] = field(default_factory=dict)  # of those that are recurrent, by their arguments' place
     held: list[Tensor] = field(default_factory=list)
 
-    def carry(self, place: int, layer: Recurrence, carry: Sequence[Tensor], rows: int, tokens: int) -> Folded:
+    def carry(self, place: int, layer: Recurrence, carry: Sequence[Tensor], rows: int, tokens: int) -> RecurrentResult:
         """Have a recurrent layer take a carry, with all of its arguments in that place."""
         before = tuple(part.contiguous() for part in carry)
         new, kept = room(layer, rows, tokens)
         self.arguments[place] = carried(layer, before, new, kept)
         self.held += (*before, *new, kept)
-        return Folded(kept[..., layer.first :], new)
+        return RecurrentResult(kept[..., layer.first :], new)
 
 
 class Chain:
@@ -122,14 +130,14 @@ class Run:
         """Whether anything may wait here: native bodies know no other device, no gradient to follow, no long step."""
         return self._library is not None
 
-    def takes(self, half: Sublayer[Any] | None) -> bool:
+    def takes(self, half: Sublayer | None) -> bool:
         """Whether a half may wait here."""
-        return half is not None and self._library is not None and half.ready(self._library) is not None
+        return half is not None and self._library is not None and self._library.fused.pack(half) is not None
 
     def attends(self, half: AttentionSublayer, rings: KVView, rotation: RopeTables | None) -> bool:
         """Have attention wait; False where no native body does it."""
         library = self._library
-        if library is None or self._counts is None or (constant := half.ready(library)) is None:
+        if library is None or self._counts is None or (constant := library.fused.pack(half)) is None:
             return False
         fused, (rows, tokens) = library.fused, self._shape
         if rings.packed is None and not fused.knows(rings):
@@ -148,12 +156,12 @@ class Run:
 
     def feeds(self, half: MLPSublayer | MoESublayer) -> bool:
         """Have a feed-forward part or a mixture of them wait; False where no native body does it."""
-        if self._library is None or (packed := half.ready(self._library)) is None:
+        if self._library is None or (packed := self._library.fused.pack(half)) is None:
             return False
         self._wait(half, packed)
         return True
 
-    def folds(self, half: RecurrentSublayer, carry: Sequence[Tensor]) -> Folded | None:
+    def folds(self, half: RecurrentSublayer, carry: Sequence[Tensor]) -> RecurrentResult | None:
         """Have a recurrent layer wait; None where no native body does it. What it gives is there once the run goes."""
         layer = self.foldable(half, carry)
         if layer is None:
@@ -169,7 +177,7 @@ class Run:
             return None
         if torch.is_grad_enabled() and any(map(requires_grad, carry)):
             return None
-        return half.ready(self._library)
+        return self._library.fused.pack(half)
 
     def chain(self) -> Chain | None:
         """All that waits, for later steps; None where that is not all there was, or more will differ in them."""
@@ -181,11 +189,11 @@ class Run:
 
     def repeats(
         self, chain: Chain, rings: list[KVView], carries: Sequence[Sequence[Tensor]], rotations: Sequence[RopeTables]
-    ) -> list[Folded] | None:
+    ) -> list[RecurrentResult] | None:
         """Have a chain wait with other starts, carries and rotations; None where something moved or is another."""
         library, (rows, tokens) = self._library, self._shape
         alike = all(one.cos.shape[-1] == other.cos.shape[-1] for one, other in zip(rotations, chain.rotations))
-        fits = rows == chain.rows and (tokens == 1 or not chain.single) and self._width == chain.halves[0].inputs
+        fits = rows == chain.rows and (tokens == 1 or not chain.single) and self._width == chain.halves[0].in_features
         if library is not chain.library or not (fits and alike) or [at() for at in chain.rings.values()] != rings:
             return None
         if len(carries) != len(chain.folds) or not chain.stays():
@@ -204,7 +212,7 @@ class Run:
         for new, places in zip(packed, chain.turned + chain.placed, strict=True):
             for place in places:
                 waiting.arguments[place] = new
-        self._width = chain.halves[-1].outputs
+        self._width = chain.halves[-1].out_features
         folds = zip(chain.folds.items(), carries)
         return [waiting.carry(place, layer, carry, rows, tokens) for (place, layer), carry in folds]
 
@@ -216,10 +224,10 @@ class Run:
             self.put(y)
         return self._x
 
-    def _wait(self, half: Sublayer[Any], *arguments: bytes, rings: KVView | None = None) -> None:
-        if half.inputs != self._width:
+    def _wait(self, half: Sublayer, *arguments: bytes, rings: KVView | None = None) -> None:
+        if half.in_features != self._width:
             raise ValueError(f"{half.ends[0]} does not fit a stream of {self._width} features")
-        self._width = half.outputs
+        self._width = half.out_features
         waiting = self._waiting
         if rings is not None:
             waiting.rings[len(waiting.halves)] = rings
