@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -53,6 +54,8 @@ class StreamsBlock(Block):
     mixer runs a product of low rank (LAuReL, 2411.07501).
     """
 
+    fusable: ClassVar[bool] = False
+
     streams: int
     active: int
     router_norm: Norm
@@ -73,17 +76,14 @@ class StreamsBlock(Block):
         assert self.mixer_norm is not None
         given = ops.norm(active, self.mixer_norm)
         beside = given + ops.norm(ops.linear(ops.linear(given, self.left), self.right), self.low_rank_norm)
-        mixed = (self._mixed(active, step, cache) + beside) * 2**-0.5
-        done = self._fed(mixed, mixed)
+        mixed = (self.mix(active, step, cache) + beside) * 2**-0.5
+        done = self.feed(mixed, mixed)
         share = self._modes(done) @ self.correct.mT + 1.0  # [R, T, N]
         streams = streams + (done - active)[..., None, :] * share[..., None]
         first = streams[..., self.active, :]
         first = first if self.corrected_scale is None else first * self.corrected_scale
         added = self.per_layer_input(first, step)
         return torch.cat([streams[..., :1, :], streams[..., 1:, :] + added[..., None, :]], dim=-2).flatten(-2)
-
-    def join(self, run: ops.Run, step: Step, cache: LayerState) -> None:
-        run.put(self(run.stream(), step, cache))
 
     def _modes(self, x: Tensor) -> Tensor:
         """x float32 `[R, T, E]` -> `[R, T, N]`."""

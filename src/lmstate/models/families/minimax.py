@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ class NormedBlock(Block):
     `weights`: of the input and of the part, for the mixer and for the feed-forward part.
     """
 
+    fusable: ClassVar[bool] = False
+
     weights: tuple[tuple[float, float], tuple[float, float]] = ((1.0, 1.0), (1.0, 1.0))
 
     def __call__(self, x: Tensor, step: Step, cache: LayerState) -> Tensor:
@@ -39,9 +42,6 @@ class NormedBlock(Block):
         x = x * keep + self.mixer(x, step, cache) * add
         x = ops.norm(x, self.mlp_norm)
         return x * keep_fed + self.mlp(x) * add_fed
-
-    def join(self, run: ops.Run, step: Step, cache: LayerState) -> None:
-        run.put(self(run.stream(), step, cache))
 
 
 def build(w: WeightLoader) -> Model:

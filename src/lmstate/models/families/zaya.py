@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -130,6 +130,8 @@ class ChainedBlock(Block):
     `mixer_norm`, `mlp_norm`, and the sums after the parts are of the stream alone.
     """
 
+    fusable: ClassVar[bool] = False
+
     mixture: ChainedMixture | None = None
     after: tuple[Sum, Sum] | None = None
 
@@ -140,9 +142,6 @@ class ChainedBlock(Block):
         x = self.after[0](self.mixer(x, step, cache, self.mixer_norm), x)
         fed, read = self.mixture(ops.norm(x, self.mlp_norm), before)
         return torch.cat([self.after[1](fed, x), read], dim=-1)
-
-    def join(self, run: ops.Run, step: Step, cache: LayerState) -> None:
-        run.put(self(run.stream(), step, cache))
 
 
 def build(w: WeightLoader) -> Model:

@@ -15,8 +15,14 @@ from lmstate.models.layers.rope import Rope
 from lmstate.ops import Norm, Residual, Weight
 from lmstate.state import CompositeState, LayerState, Layout, Step
 
-EMBEDDING = "embedding"
-"""Under this key a step keeps what its first block was given: the embedding of its tokens."""
+
+@dataclass(frozen=True, eq=False)
+class KeptEmbedding:
+    """Leaves the embedding of a step's tokens where hybrid layers find it."""
+
+    def __call__(self, x: Tensor, tokens: Tensor, step: Step) -> Tensor:
+        step.extras.embedding = x
+        return x
 
 
 @dataclass(eq=False)
@@ -49,7 +55,8 @@ class SharedTransformer:
     attention_adapter: Adapter | None = None
 
     def __call__(self, x: Tensor, step: Step, cache: LayerState) -> Tensor:
-        both = torch.cat([x, step.cached(EMBEDDING, lambda: x)], dim=-1)  # [R, T, 2E]
+        assert step.extras.embedding is not None, "the model's entry keeps it"
+        both = torch.cat([x, step.extras.embedding], dim=-1)  # [R, T, 2E]
         both = ops.norm(both, self.attention_norm)
         qkv = ops.linear(both, self.attention.qkv, self.attention.qkv_bias)
         if self.attention_adapter is not None:
