@@ -202,7 +202,7 @@ class Model:
         step = state.plan(ids, speculative=not commit)
         try:
             out = self._forward(ids, step, state, logits or "last")
-            state.ran(out)
+            state.record_logits(out)
             if commit:
                 state.commit()
         except BaseException:
@@ -259,7 +259,7 @@ class Model:
         """Run the blocks over a step, part by part: (offset, part, hidden float32 `[R, t, E]`)."""
         if not step.width:
             return
-        for offset, part in step.parts():
+        for offset, part in step.chunks():
             width = part.width
             rows = [row[offset : offset + width] for row in ids]
             padded = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self.device)
@@ -317,7 +317,7 @@ class Model:
         model = self._traced if torch.compiler.is_compiling() and self._traced is not None else self
         hidden = model.run_layers(tokens, step, state.layers, state)
         out = device_logits(hidden, model.logits, step, room, logits)
-        state.left(tokens.clone(), None if counts is None else counts.clone(), out)
+        state.record_device_step(tokens.clone(), None if counts is None else counts.clone(), out)
         return out
 
     def _ids(self, tokens: Tokens) -> list[list[int]]:

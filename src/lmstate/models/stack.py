@@ -166,7 +166,7 @@ class FusedSegment:
         for index, _ in self._mixers:
             for cache in simple_caches(layers[index]):
                 if isinstance(cache, RecurrentState):
-                    if (carry := cache.at_once(step)) is None:
+                    if (carry := cache.single_scan_carry(step)) is None:
                         return False
                     carries.append(carry)
                     recurrent.append(cache)
@@ -179,5 +179,5 @@ class FusedSegment:
         if results is None:
             return False
         for cache, result in zip(recurrent, results, strict=True):
-            cache.took(step, *result)
+            cache.record(step, *result)
         return True

@@ -81,7 +81,7 @@ def add_sublayers(
         if place < len(caches):
             cache = caches[place]
             if isinstance(cache, RecurrentState):
-                carry = cache.at_once(step)
+                carry = cache.single_scan_carry(step)
             elif isinstance(cache, KeyValueState):
                 view = cache.rings(step)
         if (one := graph.fusable(sublayer, view=view, carry=carry, tables=tables)) is None:
@@ -91,5 +91,5 @@ def add_sublayers(
         if (result := graph.add(one)) is not None:
             cache = caches[place]
             assert isinstance(cache, RecurrentState)
-            cache.took(step, *result)
+            cache.record(step, *result)
     return True
