@@ -55,7 +55,7 @@ def test_a_layer_equals_its_operations(variant: str, name: str, kind: str, monke
     apart, expected = run(mixer, xs, apart=True)
     assert all(torch.equal(got, want) for got, want in zip(outs, apart))
     assert all(torch.equal(got, want) for got, want in zip(memory.tensors(), expected.tensors()))
-    assert [each.positions for each in memory.anchors] == [each.positions for each in expected.anchors]
+    assert [each.positions for each in memory.checkpoints] == [each.positions for each in expected.checkpoints]
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int4"])

@@ -84,9 +84,7 @@ class CompositeState(LayerState):
             member.adopt_device_step(step)
 
     def static_tensors(self) -> dict[str, Tensor]:
-        return {
-            f"{i}.{name}": t for i, member in enumerate(self.members) for name, t in member.static_tensors().items()
-        }
+        return {f"{i}.{name}": t for i, member in enumerate(self.members) for name, t in member.static_tensors().items()}
 
     def rebind(self, tensors: dict[str, Tensor]) -> None:
         for i, member in enumerate(self.members):

@@ -71,9 +71,7 @@ class RecurrentState(LayerState):
         else:
             self.log, self.checkpoints = torch.zeros(rows, 0, inputs, dtype=torch.float32, device=device), []
         self.next_carry: Carry = tuple(map(torch.zeros_like, self.carry)) if layout.static else ()
-        self.step_inputs = torch.zeros(
-            rows, layout.chunk if layout.static else 0, inputs, dtype=torch.float32, device=device
-        )
+        self.step_inputs = torch.zeros(rows, layout.chunk if layout.static else 0, inputs, dtype=torch.float32, device=device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RecurrentState:
         """A copy of what is remembered, which goes on with the same weights, unless their model is copied with it."""
@@ -179,19 +177,13 @@ class RecurrentState(LayerState):
     # ---- moving about
 
     def earliest_rewind(self, row: int, length: int) -> int:
-        return min(
-            (at for checkpoint in self.checkpoints if (at := checkpoint.positions[row]) is not None), default=length
-        )
+        return min((at for checkpoint in self.checkpoints if (at := checkpoint.positions[row]) is not None), default=length)
 
     def rewind(self, row: int, length: int, to: int) -> Install | None:
         if to == length:
             return None
         base, checkpoint = max(
-            (
-                (at, checkpoint)
-                for checkpoint in self.checkpoints
-                if (at := checkpoint.positions[row]) is not None and at <= to
-            ),
+            ((at, checkpoint) for checkpoint in self.checkpoints if (at := checkpoint.positions[row]) is not None and at <= to),
             key=lambda found: found[0],
         )
         # A single row's carry may be an anchor's own, as after a commit; one of several is put beside the others.

@@ -93,9 +93,7 @@ class SlotState(LayerState):
             )
         self._save()
         if need > self.slots:
-            self.buffers, self.written_to = _resized(
-                self.buffers, self.written_to, self._grown(need, self.window_span + max(fresh))
-            )
+            self.buffers, self.written_to = _resized(self.buffers, self.written_to, self._grown(need, self.window_span + max(fresh)))
         elif overwrites:
             copies = {name: buffer.clone() for name, buffer in self.buffers.items()}
             if self.layout.static:

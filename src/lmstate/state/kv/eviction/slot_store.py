@@ -102,23 +102,13 @@ class SlotStore:
         return self.lists.undo_slots
 
     def clone(self) -> SlotStore:
-        kept, undo_log, filled, undo_head = (
-            self.lists.stored,
-            self.lists.undo_log,
-            self.lists.filled,
-            self.lists.undo_head,
-        )
+        kept, undo_log, filled, undo_head = self.lists.stored, self.lists.undo_log, self.lists.filled, self.lists.undo_head
         lists = SlotTable(_each(kept, Tensor.clone), _each(undo_log, Tensor.clone), filled.clone(), undo_head.clone())
         return SlotStore(lists, self.ledger)
 
     def selected(self, rows: Sequence[int | None]) -> SlotStore:
         source = torch.tensor([0 if row is None else row for row in rows], device=self.lists.filled.device)
-        kept, undo_log, filled, undo_head = (
-            self.lists.stored,
-            self.lists.undo_log,
-            self.lists.filled,
-            self.lists.undo_head,
-        )
+        kept, undo_log, filled, undo_head = self.lists.stored, self.lists.undo_log, self.lists.filled, self.lists.undo_head
         lists = SlotTable(
             _each(kept, lambda x: x[source]), _each(undo_log, lambda x: x[source]), filled[source], undo_head[source]
         )
