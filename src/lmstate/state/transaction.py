@@ -73,6 +73,7 @@ class Transaction:
         # Of a static state: where each row's next token goes, int64 [R], and a step that ran without the host.
         self._positions = torch.zeros(layout.rows if layout.static else 0, dtype=torch.int64, device=layout.device)
         self._left: DeviceResult | None = None
+        self.decode_plan: object = None  # of the model that runs the layers, see `lmstate.models.stack`
 
     @property
     def rows(self) -> int:
