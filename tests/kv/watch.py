@@ -13,7 +13,7 @@ from torch import Tensor
 
 import lmstate
 from lmstate.ops import FULL_CAUSAL, AttentionParams, CausalMask, RopeTables
-from lmstate.ops.attention import rope
+from lmstate.ops.attention.rope import rope
 from lmstate.state import CompositeState, KeyValueState, LatentState, LayerState, SharedState, Step
 from tests.invariants.mirror import PROBE, bytes_held, close
 

@@ -53,8 +53,8 @@ class Slots:
 
 def pack(change: SlotCommit) -> PackedSlotCommit:
     """The arguments of one layer. ValueError where its tensors do not fit each other."""
-    lists = change.lists
-    stored, undo_log, filled, undo_head = lists.stored, lists.undo_log, lists.filled, lists.undo_head
+    table = change.lists
+    stored, undo_log, filled, undo_head = table.stored, table.undo_log, table.filled, table.undo_head
     rows, heads, slots = stored["position"].shape
     undo_slots = undo_log["position"].shape[2]
     fields: list[int] = []
