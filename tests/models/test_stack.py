@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import pickle
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -12,10 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from lmstate import kv
+from lmstate import kv, ops
+from lmstate.models.block import Block
 from lmstate.models.layers.moe import MixtureOfExperts
-from lmstate.models.stack import FusedSegment, Part
+from lmstate.models.stack import EagerSegment, FusedSegment, Part, Plan
 from lmstate.ops import dispatch
+from lmstate.ops.fused.graph import fuses
+from lmstate.state import Layout
+from tests.ops.small_mixers import MIXERS
+from tests.other_device import DEVICE, OtherDevice
 from tests.zoo import ours, text
 
 CASES = [
@@ -46,6 +52,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Part]]:
     noted("fuse")
     noted("run")
     yield asked
+
+
+class Apart(Block):
+    """A block that runs whole."""
+
+    fusable = False
 
 
 def twin(model: Any, state: Any) -> Any:
@@ -199,3 +211,151 @@ def test_what_was_stored_before_it_grew_is_freed() -> None:
         assert old() is None
     finally:
         gc.enable()
+
+
+@native
+def test_a_weight_changed_in_place_is_read_and_nothing_is_fused_again(asked: list[Part]) -> None:
+    model = copy.deepcopy(ours("llama"))
+    state = model.new_state()
+    for token in (1, 2, 3):
+        model([[token]], state)
+    before = model([[4]], twin(model, state))
+    model.blocks[0].mlp.down.storage.mul_(2)
+    want = model([[4]], twin(model, state))
+    asked.clear()
+    got = model([[4]], state)
+    assert not asked and torch.equal(got, want) and not torch.equal(got, before)
+
+
+@native
+def test_a_copied_state_goes_on_alone() -> None:
+    model = ours("qwen3_5")
+    state = model.new_state()
+    for token in (1, 2, 3):
+        model([[token]], state)
+    assert isinstance(state.decode_plan, Plan)
+    other = copy.deepcopy(state)
+    assert other.decode_plan is None, "a plan points to the caches of its own state"
+    assert pickle.loads(pickle.dumps(state.decode_plan)) is None
+    bytes_before = [tensor.clone() for layer in other.layers for tensor in layer.tensors()]
+    want = model([[4]], state)
+    assert all(map(torch.equal, bytes_before, (tensor for layer in other.layers for tensor in layer.tensors())))
+    assert torch.equal(model([[4]], other), want)
+
+
+@native
+def test_a_plan_serves_its_own_blocks_alone() -> None:
+    model = copy.deepcopy(ours("llama"))
+    state = model.new_state()
+    model([[1]], state)
+    plan = state.decode_plan
+    model([[2]], state)
+    assert state.decode_plan is plan
+    model.blocks = model.blocks[:1]
+    assert not plan.holds(model.blocks)
+    model.blocks = [dataclasses.replace(block) for block in ours("llama").blocks]
+    assert not plan.holds(model.blocks)
+
+
+@native
+def test_a_captured_graph_is_for_its_rows_its_tables_and_its_carries() -> None:
+    mixer = MIXERS["delta"]("bfloat16", 64, 64)
+    (sublayer,) = mixer.sublayers(None, None, 1.0)
+    cache = mixer.new_state(Layout(1, torch.device("cpu"), torch.float32))
+    x, one = torch.randn(1, 1, 64), torch.tensor([1])
+    graph = ops.FusedGraph(x, one * 0, one)
+    fusable = graph.fusable(sublayer, carry=cache.carry)
+    assert fusable is not None
+    graph.add(fusable)
+    captured = graph.capture()
+    assert captured is not None
+
+    def replays(x: torch.Tensor, *carries: Any) -> bool:
+        counts = torch.ones(x.shape[0], dtype=torch.int64)
+        return ops.FusedGraph(x, counts * 0, counts).replay(captured, [], carries, []) is not None
+
+    assert replays(x, cache.carry)
+    assert not replays(torch.randn(2, 1, 64), cache.carry), "two rows"
+    assert not replays(torch.randn(1, 1, 32), cache.carry), "a narrower stream"
+    assert not replays(x), "no carry"
+    assert not replays(x.clone().requires_grad_(), cache.carry)
+    follow = tuple(part.clone().requires_grad_() for part in cache.carry)
+    assert not replays(x, follow), "a gradient is to follow"
+    with torch.no_grad():
+        assert replays(x, follow)
+
+
+@native
+def test_a_part_that_nothing_fuses_leaves_its_neighbours_captured(asked: list[Part]) -> None:
+    model = copy.deepcopy(ours("llama"))
+    model.blocks *= 2
+    model.blocks[1] = dataclasses.replace(model.blocks[1], mlp=dataclasses.replace(model.blocks[1].mlp, act="gelu"))
+    state, eager = model.new_state(), model.new_state()
+    for token in (1, 2, 3):
+        model([[token]], state)
+        asked.clear()
+        model([[token]], eager)
+    assert isinstance(state.decode_plan, Plan) and state.decode_plan.segments is not None
+    kinds = [type(segment) for segment in state.decode_plan.segments]
+    assert kinds == [FusedSegment, EagerSegment, FusedSegment]
+    asked.clear()
+    got = model([[4]], state)
+    assert [part.index for part in asked] == [1] and not asked[0].sublayers
+    model.blocks = [
+        Apart(**{f.name: getattr(block, f.name) for f in dataclasses.fields(block)}) for block in model.blocks
+    ]
+    assert torch.equal(model([[4]], eager), got)
+
+
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_fusing_can_be_switched_off(value: str, asked: list[Part], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = ours("qwen3_5"), text(12)[0].tolist()
+    state = model.new_state()
+    want = [model([[token]], state) for token in ids]
+    asked.clear()
+    monkeypatch.setenv("LMSTATE_FUSE", value)
+    fuses.cache_clear()
+    try:
+        state = model.new_state()
+        got = [model([[token]], state) for token in ids]
+    finally:
+        monkeypatch.undo()
+        fuses.cache_clear()
+    assert bool(asked) == (value == "1" and dispatch.choice().library is not None)
+    for one, other in zip(got, want):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)  # torch's sigmoid of a gate rounds otherwise
+
+
+def test_another_value_of_the_switch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMSTATE_FUSE", "maybe")
+    fuses.cache_clear()
+    try:
+        with pytest.raises(ValueError, match="LMSTATE_FUSE=maybe: 1 fuses"):
+            fuses()
+    finally:
+        monkeypatch.undo()
+        fuses.cache_clear()
+
+
+def test_a_traced_step_makes_no_plan() -> None:
+    model = ours("llama")
+    state = model.new_state(static=True, capacity=16)
+    compiled = torch.compile(model.decode_step, backend="eager", fullgraph=True)
+    compiled(torch.tensor([[1]]), state)
+    state.commit()
+    assert state.decode_plan is None
+    assert torch.isfinite(model.decode_step(torch.tensor([[2]]), state)).all()
+
+
+@native
+def test_a_weight_on_another_device_is_not_fused() -> None:
+    with OtherDevice():
+        mixer = MIXERS["delta"]("bfloat16", 64, 64)
+        (sublayer,) = mixer.sublayers(None, None, 1.0)
+        cache = mixer.new_state(Layout(1, torch.device("cpu"), torch.float32))
+        one = torch.tensor([1])
+        graph = ops.FusedGraph(torch.randn(1, 1, 64), one * 0, one)
+        assert graph.fusable(sublayer, carry=cache.carry) is not None
+        sublayer.out.storage = sublayer.out.storage.to(DEVICE)
+        assert graph.fusable(sublayer, carry=cache.carry) is None
+        assert not ops.FusedGraph(torch.randn(1, 1, 64).to(DEVICE), one * 0, one).enabled

@@ -6,10 +6,10 @@ from lmstate.ops.attention.rope import rope
 from lmstate.ops.dense.activations import ACTIVATIONS, activation, glu, sigmoid
 from lmstate.ops.dense.argmax import argmax
 from lmstate.ops.dense.linear import GEMV_ROWS, linear, linear_beside
-from lmstate.ops.dense.mlp import feed_forward
 from lmstate.ops.dense.norm import add_residual, norm
 from lmstate.ops.dispatch import info
 from lmstate.ops.fused.graph import CapturedGraph, Fusable, FusedGraph, packable
+from lmstate.ops.fused.mlp import feed_forward
 from lmstate.ops.types.params import FULL_CAUSAL, AttentionParams, CausalMask, Coded, KVView, Norm, Residual, RopeTables
 from lmstate.ops.types.sublayers import (
     AttentionSublayer,

@@ -24,7 +24,7 @@ class PerLayerInputs:
     norm: Norm  # of P numbers
 
     def __call__(self, x: Tensor, tokens: Tensor, step: Step) -> Tensor:
-        step.extras.per_layer_inputs = self.of(x, tokens)
+        step.extras["per_layer_inputs"] = self.of(x, tokens)
         return x
 
     def of(self, x: Tensor, tokens: Tensor) -> Tensor:
@@ -49,7 +49,6 @@ class PerLayerInput:
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         """x float32 `[R, T, E]` -> `[R, T, E]`."""
-        assert step.extras.per_layer_inputs is not None, "the model's entry makes them"
-        own = step.extras.per_layer_inputs[..., self.block, :]  # [R, T, P]
+        own = step.extras["per_layer_inputs"][..., self.block, :]  # [R, T, P]
         gated = ops.activation(self.act)(ops.linear(x, self.gate)) * own
         return ops.norm(ops.linear(gated, self.out), self.after)

@@ -21,7 +21,7 @@ class KeptEmbedding:
     """Leaves the embedding of a step's tokens where hybrid layers find it."""
 
     def __call__(self, x: Tensor, tokens: Tensor, step: Step) -> Tensor:
-        step.extras.embedding = x
+        step.extras["embedding"] = x
         return x
 
 
@@ -55,8 +55,7 @@ class SharedTransformer:
     attention_adapter: Adapter | None = None
 
     def __call__(self, x: Tensor, step: Step, cache: LayerState) -> Tensor:
-        assert step.extras.embedding is not None, "the model's entry keeps it"
-        both = torch.cat([x, step.extras.embedding], dim=-1)  # [R, T, 2E]
+        both = torch.cat([x, step.extras["embedding"]], dim=-1)  # [R, T, 2E]
         both = ops.norm(both, self.attention_norm)
         qkv = ops.linear(both, self.attention.qkv, self.attention.qkv_bias)
         if self.attention_adapter is not None:
