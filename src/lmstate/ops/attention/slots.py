@@ -6,17 +6,13 @@ that attention reads a list as it reads a ring that has not wrapped: what order 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from lmstate.ops import dispatch
 from lmstate.ops.types.slot_table import NONE, EvictLowest, SlotCommit, SlotTable
-
-if TYPE_CHECKING:
-    pass
 
 
 def commit_slots(changes: Sequence[SlotCommit], starts: Tensor, counts: Tensor, accepted: Tensor) -> None:
@@ -35,21 +31,21 @@ def commit_slots(changes: Sequence[SlotCommit], starts: Tensor, counts: Tensor, 
             commit_slots_reference(change, starts, counts, accepted)
 
 
-class SlotCommits:
-    """The end of a step for all layers that share it: each adds its change, and the first to install has all done."""
+def prepare_commit(
+    starts: Tensor, counts: Tensor, accepted: Tensor
+) -> Callable[[Sequence[SlotCommit]], tuple[Callable[[bytes], object], bytes]] | None:
+    """`commit_slots` in two halves, for a caller that must not fail between them; None without a native body.
 
-    def __init__(self, starts: Tensor, counts: Tensor, accepted: Tensor) -> None:
-        self._spans = starts, counts, accepted
-        self._waiting: dict[object, SlotCommit] = {}
+    Given the commits of all layers, it checks and packs them: a function of C, and the argument that it is to be called
+    with while these tensors live.
+    """
+    library = dispatch.native(starts, counts, accepted)
+    if library is None:
+        return None
+    from lmstate.ops.cpu.settle import commit_slots as native
 
-    def add(self, layer: object, change: SlotCommit) -> None:
-        """A layer that prepares twice, because another one failed meanwhile, is settled once."""
-        self._waiting[layer] = change
-
-    def run(self) -> None:
-        if self._waiting:
-            changes, self._waiting = list(self._waiting.values()), {}
-            commit_slots(changes, *self._spans)
+    body = native(library.variant)
+    return lambda commits: body.prepare(commits, starts, counts, accepted)
 
 
 def commit_slots_reference(change: SlotCommit, starts: Tensor, counts: Tensor, accepted: Tensor) -> None:
@@ -72,7 +68,9 @@ def commit_slots_reference(change: SlotCommit, starts: Tensor, counts: Tensor, a
             if isinstance(evicted, EvictLowest):
                 for left in range(filled + n, filled + n - evicted.excess(filled + n), -1):
                     position = stored["position"][r, h, :left]
-                    ranks = stored["scores"][r, h, length % stored["scores"].shape[2]] if evicted.by_scores else position
+                    ranks = (
+                        stored["scores"][r, h, length % stored["scores"].shape[2]] if evicted.by_scores else position
+                    )
                     guarded = (position < evicted.sinks) | (position >= length - evicted.newest)
                     ranks = behind_all(ranks[:left].float(), guarded)
                     evict(lists, r, h, lowest(ranks, position, torch.ones_like(position[:1])), length)
@@ -135,7 +133,9 @@ def evict(lists: SlotTable, r: int, h: int, gone: Tensor, length: int) -> None:
         lists.undo_log[name][r, h, where] = array[r, h, slots if undo_slots else []]
         array[r, h, : len(order)] = array[r, h, order]
     lists.undo_log["evicted_at"][r, h, where] = length
-    lists.undo_log["slot"][r, h, where] = torch.tensor(slots if undo_slots else [], dtype=torch.int32, device=gone.device)
+    lists.undo_log["slot"][r, h, where] = torch.tensor(
+        slots if undo_slots else [], dtype=torch.int32, device=gone.device
+    )
     lists.filled[r, h], lists.undo_head[r, h] = len(order), first + len(where)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from struct import Struct
 from typing import TYPE_CHECKING, NamedTuple
@@ -37,18 +37,30 @@ class Settle:
 
     def __call__(self, changes: Sequence[SlotCommit], starts: Tensor, counts: Tensor, accepted: Tensor) -> None:
         """`commit_slots`."""
+        settle, packed = self.prepare(changes, starts, counts, accepted)
+        settle(packed)
+
+    def prepare(
+        self, changes: Sequence[SlotCommit], starts: Tensor, counts: Tensor, accepted: Tensor
+    ) -> tuple[Callable[[bytes], int], bytes]:
+        """The function of C and its argument, which points to the tensors."""
         rows = len(starts)
         spans = tuple(integers(x, "starts, counts and accepted", rows) for x in (starts, counts, accepted))
         packed = [change.packed for change in changes]
         if any(each.rows != rows for each in packed):
             raise ValueError(f"lists of other numbers of rows were given with the starts of {rows}")
         header = _HEADER.pack(*(x.data_ptr() for x in spans), len(changes), rows, torch.get_num_threads())
-        self._settle(b"".join([header, *(each.fields for each in packed)]))
+        return self._settle, b"".join([header, *(each.fields for each in packed)])
 
 
 def packed(change: SlotCommit) -> PackedSlotCommit:
     """Checked once: a change is not given other tensors, nor these other memory."""
-    stored, undo_log, filled, undo_head = change.lists.stored, change.lists.undo_log, change.lists.filled, change.lists.undo_head
+    stored, undo_log, filled, undo_head = (
+        change.lists.stored,
+        change.lists.undo_log,
+        change.lists.filled,
+        change.lists.undo_head,
+    )
     rows, heads, slots = stored["position"].shape
     undo_slots = undo_log["position"].shape[2]
     fields: list[int] = []
