@@ -1,4 +1,4 @@
-"""What every checkpoint format looks like to the rest of lmstate: a config, Hugging Face tensor names, and numbers."""
+"""The interface of every checkpoint format: a config, Hugging Face tensor names, and values."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Source(Protocol):
         ...
 
     def tokenizer_files(self) -> TokenizerFiles | None:
-        """What the tokenizer is built from; None for a checkpoint without one."""
+        """Files of the tokenizer; None for a checkpoint without one."""
         ...
 
 

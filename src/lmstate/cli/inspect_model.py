@@ -1,4 +1,4 @@
-"""What `lmstate inspect` tells of a loaded model."""
+"""Facts of a loaded model for `lmstate inspect`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def model_rows(model: Model) -> list[tuple[str, str]]:
 
 
 def _sampling(model: Model) -> str:
-    """What `lmstate generate` and `chat` follow where nothing else is asked for."""
+    """Sampling that `lmstate generate` and `chat` use by default."""
     sampler = Sampler.suggested(model.defaults)
     plain = Sampler()
     values = [(part.name, getattr(sampler, part.name)) for part in fields(sampler)]

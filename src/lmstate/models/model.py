@@ -13,11 +13,13 @@ from torch import Tensor
 
 from lmstate import ops
 from lmstate.errors import StateError
-from lmstate.models.block import Block, new_layers, run_blocks
-from lmstate.models.compiled import STATIC_CHUNK, check_static, device_logits, mark_static, plain
+from lmstate.generation import generate, stream
+from lmstate.models.block import Block, new_layers
+from lmstate.models.compiled import STATIC_CHUNK, check_static, device_logits, mark_static, traceable
 from lmstate.models.fingerprint import fingerprint
 from lmstate.models.layers.embedding import EmbeddingHook, LearnedPositions, OutputHook
 from lmstate.models.layers.rope import Rope
+from lmstate.models.stack import run_stack
 from lmstate.ops import Norm, Weight
 from lmstate.state import LayerState, Layout, State, Step
 from lmstate.state.kv.policies.per_layer import Policies, policy_of
@@ -25,7 +27,6 @@ from lmstate.state.snapshot import differences
 from lmstate.state.validate import token_ids, whole_number
 
 if TYPE_CHECKING:
-    from lmstate.generation.prompts import Prompt
     from lmstate.text.tokenizer import Tokenizer
 
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -114,7 +115,7 @@ class Model:
             known = ", ".join(map(str, KV_DTYPES))
             raise StateError(f"new_state(kv={kv}) was asked for; keys and values are stored in {known}")
         if static:
-            check_static(self, capacity, kv)
+            check_static(capacity, kv, max_positions=self.max_positions, stretched=self.stretched_ropes)
         dtype = kv if isinstance(kv, torch.dtype) else self.dtype
         chunk = STATIC_CHUNK if static else Layout.chunk
         layout = Layout(
@@ -122,9 +123,9 @@ class Model:
         )
         state = self._new_state(layout, None if isinstance(kv, torch.dtype) else kv)
         if static:
-            if self._traced is None and (traced := plain(self)) is not self:
+            if self._traced is None and (traced := traceable(self)) is not self:
                 self._traced = traced
-            mark_static(self._traced or self, state)
+            mark_static((self._traced or self).parts, state)
         return state
 
     def _new_state(self, layout: Layout, kv: Policies | None = None) -> State:
@@ -161,10 +162,10 @@ class Model:
         return self.entry.count if isinstance(self.entry, LearnedPositions) else None
 
     def _regime(self, horizon: int) -> int:
-        return max((rope.regime(horizon) for rope in self._stretching), default=0)
+        return max((rope.regime(horizon) for rope in self.stretched_ropes), default=0)
 
     @cached_property
-    def _stretching(self) -> list[Rope]:
+    def stretched_ropes(self) -> list[Rope]:
         """The ropes whose frequencies depend on the length of the text."""
         ropes = [getattr(block.mixer, "rope", None) for block in self.blocks]
         return [rope for rope in ropes if isinstance(rope, Rope) and rope.native is not None]
@@ -262,16 +263,21 @@ class Model:
             width = part.width
             rows = [row[offset : offset + width] for row in ids]
             padded = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self.device)
-            yield offset, part, self.hidden(padded, part, state.layers)
+            yield offset, part, self.run_layers(padded, part, state.layers, state)
 
-    def hidden(self, tokens: Tensor, step: Step, layers: Sequence[LayerState]) -> Tensor:
-        """Run the blocks: tokens int64 `[R, T]` -> float32 `[R, T, E]`."""
+    def run_layers(
+        self, tokens: Tensor, step: Step, layers: Sequence[LayerState], state: State | None = None
+    ) -> Tensor:
+        """Run the blocks over a step: tokens int64 `[R, T]` -> the stream behind them, float32 `[R, T, E]`.
+
+        Eagerly, unless `state`, whose layers these are, keeps the plan.
+        """
         x = self.embed.rows(tokens)
         if self.config.embed_scale != 1.0:
             x = x * self.config.embed_scale
         if self.entry is not None:
             x = self.entry(x, tokens, step)
-        x = run_blocks(self.blocks, x, step, layers)
+        x = run_stack(self.blocks, x, step, layers, state)
         return x if self.exit is None else self.exit(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -309,7 +315,8 @@ class Model:
         self._refuse_other(state)
         step, room = state.device_step(tokens.shape[1], counts)
         model = self._traced if torch.compiler.is_compiling() and self._traced is not None else self
-        out = device_logits(model, tokens, step, room, state.layers, logits)
+        hidden = model.run_layers(tokens, step, state.layers, state)
+        out = device_logits(hidden, model.logits, step, room, logits)
         state.record_device_step(tokens.clone(), None if counts is None else counts.clone(), out)
         return out
 
@@ -327,42 +334,5 @@ class Model:
 
     # ---- generation
 
-    def generate(
-        self,
-        prompt: Prompt,
-        state: State | None = None,
-        max_new_tokens: int = 256,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float = 1.0,
-        stop: str | Sequence[str] = (),
-        seed: int | None = None,
-    ) -> str | list[str]:
-        """The text that continues a prompt, or each of a list of prompts; see `lmstate.generation.generate`."""
-        from lmstate.generation import generate
-
-        return generate(
-            self, prompt, state, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop, seed
-        )
-
-    def stream(
-        self,
-        prompt: Prompt,
-        state: State | None = None,
-        max_new_tokens: int = 256,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float = 1.0,
-        stop: str | Sequence[str] = (),
-        seed: int | None = None,
-    ) -> Iterator[str]:
-        """The same for one prompt, piece by piece; see `lmstate.generation.stream`."""
-        from lmstate.generation import stream
-
-        return stream(
-            self, prompt, state, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop, seed
-        )
+    generate = generate
+    stream = stream

@@ -9,16 +9,20 @@ from lmstate.ops.dense.linear import GEMV_ROWS, linear, linear_beside
 from lmstate.ops.dense.mlp import feed_forward
 from lmstate.ops.dense.norm import add_residual, norm
 from lmstate.ops.dispatch import info
-from lmstate.ops.fused.graph import Chain, Run
-from lmstate.ops.types.moe_sublayer import Expert, MoESublayer
+from lmstate.ops.fused.graph import CapturedGraph, Fusable, FusedGraph, packable
 from lmstate.ops.types.params import FULL_CAUSAL, AttentionParams, CausalMask, Coded, KVView, Norm, Residual, RopeTables
-from lmstate.ops.types.recurrent_sublayers import (
+from lmstate.ops.types.sublayers import (
+    AttentionSublayer,
+    Expert,
     GatedDeltaSublayer,
     Mamba2Sublayer,
+    MLPSublayer,
+    MoESublayer,
     RecurrentSublayer,
+    RouterParams,
     ShortConvSublayer,
+    Sublayer,
 )
-from lmstate.ops.types.sublayers import AttentionSublayer, MLPSublayer, Sublayer
 from lmstate.ops.types.weight import Weight
 from lmstate.ops.weights.bfloat12 import Bfloat12Weight, to_bfloat12
 from lmstate.ops.weights.grouped import FloatWeight, Int4Weight, Int8Weight, quantize
@@ -30,11 +34,13 @@ __all__ = [
     "AttentionParams",
     "AttentionSublayer",
     "Bfloat12Weight",
+    "CapturedGraph",
     "CausalMask",
-    "Chain",
     "Coded",
     "Expert",
     "FloatWeight",
+    "Fusable",
+    "FusedGraph",
     "GatedDeltaSublayer",
     "Int4Weight",
     "Int8Weight",
@@ -46,7 +52,7 @@ __all__ = [
     "RecurrentSublayer",
     "Residual",
     "RopeTables",
-    "Run",
+    "RouterParams",
     "ShortConvSublayer",
     "Sublayer",
     "Weight",
@@ -61,6 +67,7 @@ __all__ = [
     "linear",
     "linear_beside",
     "norm",
+    "packable",
     "quantize",
     "rope",
     "rotate_attend",

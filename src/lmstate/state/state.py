@@ -68,6 +68,7 @@ class State:
         self._rows = [Row.of() for _ in range(layout.rows)]
         self._pending: Pending | None = None
         self._device = DeviceSteps(layout)
+        self.decode_plan: object = None  # of the model that runs the layers, see `lmstate.models.stack`
 
     # ---- content
 

@@ -15,6 +15,14 @@ from lmstate.state.validate import whole_number
 Built = TypeVar("Built")
 
 
+@dataclass
+class Extras:
+    """Tensors of a step that the model's embedding hook leaves for its blocks, in addition to the stream."""
+
+    embedding: Tensor | None = None  # float32 [R, T, E], of the tokens (Zamba2)
+    per_layer_inputs: Tensor | None = None  # float32 [R, T, L, P], one vector for each of L blocks (Gemma 3n, Gemma 4)
+
+
 @dataclass(frozen=True)
 class Step:
     """What a layer sees of the outside. Built once per forward and handed to every layer.
@@ -31,6 +39,7 @@ class Step:
     rope_lengths: tuple[int, ...]
     speculative: bool = False  # a verdict may accept a prefix of it
     chunk: int = 512  # tokens of a row that one forward takes; a longer step runs as several
+    extras: Extras = field(default_factory=Extras, repr=False, compare=False)
     _cached: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property

@@ -160,13 +160,13 @@ class TextStream:
         return piece
 
     def flush(self) -> str:
-        """What is still held back when no more tokens come, broken characters shown as U+FFFD."""
+        """Return the text still held back when no more tokens come, broken characters shown as U+FFFD."""
         piece = self._give(self._decode(self._window)) if self._window else ""
         self._window, self._given, self._fresh = [], "", 0
         return piece
 
     def _give(self, text: str) -> str:
-        """What of the window's text was not given out yet."""
+        """Text of the window that was not returned yet."""
         piece = text[len(self._given) :]
         self._given = text if piece else self._given
         return piece
@@ -197,7 +197,7 @@ def _build(source: Path | str) -> tokenizers.Tokenizer:
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What a tokenizer is made of: tokenizer.json (its path or its text), and the settings that lie beside it.
+    """Files of a tokenizer: tokenizer.json (its path or its text), and the settings that lie beside it.
 
     `settings` are those of tokenizer_config.json: `bos_token`, `eos_token`, `add_bos_token`, `chat_template`, ...
     """

@@ -1,4 +1,4 @@
-"""What may be typed in a chat besides questions: a table of commands. A new one is a function and a line here."""
+"""Slash commands of a chat: a table. A new command is a function and a line here."""
 
 from __future__ import annotations
 

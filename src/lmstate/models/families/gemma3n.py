@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,11 +13,7 @@ from torch import Tensor
 from lmstate import ops
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import decoder
-from lmstate.models.families.builders.defaults import Defaults
-from lmstate.models.families.builders.dims import MOST, Dims
-from lmstate.models.families.builders.mlp import activation, mlp
-from lmstate.models.families.builders.norms import rms_norms
+from lmstate.models.families import builders as b
 from lmstate.models.families.gemma4 import (
     FULL,
     LOCAL,
@@ -34,7 +31,7 @@ from lmstate.models.model import Block, Model
 from lmstate.ops import Norm, Residual, Weight
 from lmstate.state import LayerState, Step
 
-DEFAULTS: Defaults = {
+DEFAULTS: b.Defaults = {
     "gemma3n_text": {
         "vocab_size": 262_400,
         "hidden_size": 2048,
@@ -73,6 +70,8 @@ class StreamsBlock(Block):
     mixer runs a product of low rank (LAuReL, 2411.07501).
     """
 
+    fusable: ClassVar[bool] = False
+
     streams: int
     active: int
     router_norm: Norm
@@ -85,7 +84,7 @@ class StreamsBlock(Block):
     low_rank_norm: Norm
     per_layer_input: PerLayerInput
 
-    def __call__(self, x: Tensor, step: Step, memory: LayerState) -> Tensor:
+    def __call__(self, x: Tensor, step: Step, cache: LayerState) -> Tensor:
         streams = x.unflatten(-1, (self.streams, -1))  # [R, T, N, E]
         mix = (self._modes(streams[..., self.active, :]) @ self.predict.mT).unflatten(-1, (self.streams, -1))
         streams = streams + mix @ streams
@@ -93,17 +92,14 @@ class StreamsBlock(Block):
         assert self.mixer_norm is not None
         given = ops.norm(active, self.mixer_norm)
         beside = given + ops.norm(ops.linear(ops.linear(given, self.left), self.right), self.low_rank_norm)
-        mixed = (self._mixed(active, step, memory) + beside) * 2**-0.5
-        done = self._fed(mixed, mixed)
+        mixed = (self.mix(active, step, cache) + beside) * 2**-0.5
+        done = self.feed(mixed, mixed)
         share = self._modes(done) @ self.correct.mT + 1.0  # [R, T, N]
         streams = streams + (done - active)[..., None, :] * share[..., None]
         first = streams[..., self.active, :]
         first = first if self.corrected_scale is None else first * self.corrected_scale
         added = self.per_layer_input(first, step)
         return torch.cat([streams[..., :1, :], streams[..., 1:, :] + added[..., None, :]], dim=-2).flatten(-2)
-
-    def join(self, run: ops.Run, step: Step, memory: LayerState) -> None:
-        run.put(self(run.stream(), step, memory))
 
     def _modes(self, x: Tensor) -> Tensor:
         """x float32 `[R, T, E]` -> `[R, T, N]`."""
@@ -144,8 +140,8 @@ def _mean_square(x: Tensor) -> Tensor:
 
 
 def build(w: WeightLoader) -> Model:
-    config, shape = w.config, Dims.of(w.config)
-    act = activation(config, "hidden_activation", "gelu_pytorch_tanh")
+    config, shape = w.config, b.Dims.of(w.config)
+    act = b.activation(config, "hidden_activation", "gelu_pytorch_tanh")
     kinds = layer_kinds(config, shape.layers, full_every=5)
     reads = shared_layers(config, kinds)
     full, local = ropes_by_kind(config, shape.head_dim, theta=1_000_000.0, local_theta=10_000.0)
@@ -153,12 +149,12 @@ def build(w: WeightLoader) -> Model:
     inner, sparsity = _inner(config, shape.layers), _sparsity(config, shape.layers)
     streams = config.int("altup_num_inputs", low=2, high=64, default=4)
     active = config.int("altup_active_idx", high=streams - 1, default=0)
-    rank = config.int("laurel_rank", low=1, high=MOST)
-    width = config.int("hidden_size_per_layer_input", low=1, high=MOST, default=256)
-    normed = rms_norms(w, shape)
+    rank = config.int("laurel_rank", low=1, high=b.MAX_SIZE)
+    width = config.int("hidden_size_per_layer_input", low=1, high=b.MAX_SIZE, default=256)
+    normed = b.rms_norms(w, shape)
 
     def feed_forward(index: int, prefix: str) -> FeedForward:
-        dense = mlp(w, prefix, shape.hidden, inner[index], act)
+        dense = b.mlp(w, prefix, shape.hidden, inner[index], act)
         return dense if not sparsity[index] else SparseMLP(dense, NormalDist().inv_cdf(sparsity[index]))
 
     def block(index: int) -> Block:
@@ -193,7 +189,7 @@ def build(w: WeightLoader) -> Model:
         square = (shape.hidden, shape.hidden)
         return [w.linear(f"model.{name}.{other}.weight", shape=square) for other in range(streams - 1)]
 
-    return decoder(
+    return b.decoder(
         w,
         shape,
         block,
@@ -208,8 +204,8 @@ def build(w: WeightLoader) -> Model:
 def _inner(config: Config, layers: int) -> Sequence[int]:
     """The width inside each layer's feed-forward part: one for all, or one each."""
     if isinstance(config.get("intermediate_size"), (list, tuple)):
-        return config.ints("intermediate_size", layers, low=1, high=MOST)
-    return [config.int("intermediate_size", low=1, high=MOST)] * layers
+        return config.ints("intermediate_size", layers, low=1, high=b.MAX_SIZE)
+    return [config.int("intermediate_size", low=1, high=b.MAX_SIZE)] * layers
 
 
 def _sparsity(config: Config, layers: int) -> Sequence[float]:

@@ -9,22 +9,16 @@ from dataclasses import replace
 
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.attention import attention
-from lmstate.models.families.builders.decoder import decoder, pre_norm
-from lmstate.models.families.builders.defaults import EPS, LLAMA, Defaults
-from lmstate.models.families.builders.dims import MOST, Dims, config_window, there, windows
-from lmstate.models.families.builders.mlp import activation, mlp
-from lmstate.models.families.builders.moe import expert_count, softmax_mixture
-from lmstate.models.families.builders.norms import rms_norms
+from lmstate.models.families import builders as b
 from lmstate.models.layers.attention import Attention, Temperature
 from lmstate.models.layers.mlp import FeedForward
 from lmstate.models.layers.rope import make_rope, rope_fields
 from lmstate.models.model import Model
 
-DEFAULTS: Defaults = {
+DEFAULTS: b.Defaults = {
     "ministral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "ministral3": {
-        **EPS,
+        **b.EPS,
         "vocab_size": 131_072,
         "hidden_size": 4096,
         "intermediate_size": 14_336,
@@ -42,33 +36,36 @@ DEFAULTS: Defaults = {
             "llama_4_scaling_beta": 0.1,
         },
     },
-    "mistral": {**LLAMA, "intermediate_size": 14_336, "num_key_value_heads": 8, "sliding_window": 4096},
-    "mixtral": {**EPS, "rope_theta": 1e6},
+    "mistral": {**b.LLAMA, "intermediate_size": 14_336, "num_key_value_heads": 8, "sliding_window": 4096},
+    "mixtral": {**b.EPS, "rope_theta": 1e6},
 }
 
 
 def build(w: WeightLoader) -> Model:
-    config, shape = w.config, Dims.of(w.config)
-    inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
-    rope, window = make_rope(config, shape.head_dim).to(w.device), [config_window(config, switch=False)] * shape.layers
+    config, shape = w.config, b.Dims.of(w.config)
+    inner, act = config.int("intermediate_size", low=1, high=b.MAX_SIZE), b.activation(config)
+    rope, window = (
+        make_rope(config, shape.head_dim).to(w.device),
+        [b.config_window(config, switch=False)] * shape.layers,
+    )
     if config.str("model_type") in ("mistral", "ministral") and config.given("layer_types"):
-        window = windows(config, shape.layers)  # Ministral, under the older name too
+        window = b.layer_windows(config, shape.layers)  # Ministral, under the older name too
     temperature = temperature_of(rope_fields(config)) if config.str("model_type") == "ministral3" else None
 
     def mixer(index: int, prefix: str) -> Attention:
-        return replace(attention(w, prefix, shape, rope, window=window[index]), temperature=temperature)
+        return replace(b.attention(w, prefix, shape, rope, window=window[index]), temperature=temperature)
 
     def feed_forward(index: int, prefix: str) -> FeedForward:
-        if not expert_count(config):
-            return mlp(w, prefix, shape.hidden, inner, act)
-        gate = there(w, f"{prefix}.gate.weight", f"model.layers.{index}.block_sparse_moe.gate.weight")
-        return softmax_mixture(w, gate.removesuffix(".gate.weight"), shape, inner, normalize=True)
+        if not b.expert_count(config):
+            return b.mlp(w, prefix, shape.hidden, inner, act)
+        gate = b.first_present(w, f"{prefix}.gate.weight", f"model.layers.{index}.block_sparse_moe.gate.weight")
+        return b.softmax_mixture(w, gate.removesuffix(".gate.weight"), shape, inner, normalize=True)
 
-    return decoder(w, shape, pre_norm(rms_norms(w, shape), mixer, feed_forward))
+    return b.decoder(w, shape, b.pre_norm(b.rms_norms(w, shape), mixer, feed_forward))
 
 
 def temperature_of(rope: Config) -> Temperature | None:
-    """How queries grow past each multiple of the length that the model was made for."""
+    """Growth of queries past each multiple of the length that the model was trained for."""
     strength = rope.float("llama_4_scaling_beta", low=0.0, default=0.0)
     if not strength:
         return None

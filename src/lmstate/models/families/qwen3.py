@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.attention import attention
-from lmstate.models.families.builders.decoder import decoder, pre_norm
-from lmstate.models.families.builders.defaults import LLAMA, UNWINDOWED, Defaults
-from lmstate.models.families.builders.dims import Dims, config_window, windows
-from lmstate.models.families.builders.moe import qwen_feed_forward
-from lmstate.models.families.builders.norms import head_norms, rms_norms
+from lmstate.models.families import builders as b
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.mlp import FeedForward
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
 
-DEFAULTS: Defaults = {
-    "qwen3": {**UNWINDOWED, "max_window_layers": 28},
-    "qwen3_moe": UNWINDOWED,
+DEFAULTS: b.Defaults = {
+    "qwen3": {**b.UNWINDOWED, "max_window_layers": 28},
+    "qwen3_moe": b.UNWINDOWED,
     "qwen3_vl_moe_text": {
         "vocab_size": 151_936,
         "hidden_size": 2048,
@@ -30,7 +25,7 @@ DEFAULTS: Defaults = {
         "tie_word_embeddings": True,
     },
     "qwen3_vl_text": {
-        **LLAMA,
+        **b.LLAMA,
         "vocab_size": 151_936,
         "intermediate_size": 22_016,
         "num_key_value_heads": 32,
@@ -41,19 +36,19 @@ DEFAULTS: Defaults = {
 
 
 def build(w: WeightLoader) -> Model:
-    config, shape = w.config, Dims.of(w.config)
-    rope, window = make_rope(config, shape.head_dim).to(w.device), windows(config, shape.layers)
+    config, shape = w.config, b.Dims.of(w.config)
+    rope, window = make_rope(config, shape.head_dim).to(w.device), b.layer_windows(config, shape.layers)
     family = config.str("model_type")
     if family == "qwen3_moe":  # its config may name layers, which its published code does not ask
-        window = [config_window(config, switch=True)] * shape.layers
+        window = [b.config_window(config, switch=True)] * shape.layers
     elif family == "qwen3_vl_moe_text":
         window = [None] * shape.layers
 
     def mixer(index: int, prefix: str) -> Mixer:
-        q_norm, k_norm = head_norms(w, prefix, shape)
-        return attention(w, prefix, shape, rope, window=window[index], q_norm=q_norm, k_norm=k_norm)
+        q_norm, k_norm = b.head_norms(w, prefix, shape)
+        return b.attention(w, prefix, shape, rope, window=window[index], q_norm=q_norm, k_norm=k_norm)
 
     def feed_forward(index: int, prefix: str) -> FeedForward:
-        return qwen_feed_forward(w, index, prefix, shape, normalize=family == "qwen3_vl_moe_text")
+        return b.qwen_feed_forward(w, index, prefix, shape, normalize=family == "qwen3_vl_moe_text")
 
-    return decoder(w, shape, pre_norm(rms_norms(w, shape), mixer, feed_forward))
+    return b.decoder(w, shape, b.pre_norm(b.rms_norms(w, shape), mixer, feed_forward))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,13 +12,7 @@ from torch.nn import functional as F
 from lmstate import ops
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.attention import biases
-from lmstate.models.families.builders.decoder import decoder
-from lmstate.models.families.builders.defaults import EPS, Defaults
-from lmstate.models.families.builders.dims import MOST, Dims
-from lmstate.models.families.builders.mlp import activation
-from lmstate.models.families.builders.moe import expert_count, experts
-from lmstate.models.families.builders.norms import norm, plain_norm, rms_norms
+from lmstate.models.families import builders as b
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.cca import CompressedConvAttention
 from lmstate.models.layers.moe import MixtureOfExperts, Router
@@ -27,9 +21,9 @@ from lmstate.models.model import Block, Model
 from lmstate.ops import FloatWeight, Norm, Residual, Weight
 from lmstate.state import LayerState, Step
 
-DEFAULTS: Defaults = {
+DEFAULTS: b.Defaults = {
     "zaya": {
-        **EPS,
+        **b.EPS,
         "vocab_size": 262_272,
         "hidden_size": 2048,
         "moe_intermediate_size": 2048,
@@ -61,7 +55,7 @@ class Affine:
 
 @dataclass(frozen=True, eq=False)
 class Sum:
-    """What a part gives and the stream before it, added up after an affine map of each."""
+    """Sum of a layer's output and the stream before it, after an affine map of each."""
 
     part: Affine
     stream: Affine
@@ -83,13 +77,13 @@ class Skip:
 class ChainedMixture:
     """A mixture whose router reads a few features of the token, and of what the router of the layer before read.
 
-    `down` gives those B features; what came from the layer before is added, `memory` times it. `first` and `second`
-    are the router's MLP, up to its last matrix, which `experts.router` has.
+    `down` gives those B features; what came from the layer before is added, `state_scale` times it. `first` and
+    `second` are the router's MLP, up to its last matrix, which `experts.router` has.
     """
 
     down: Weight  # [B, E]
     down_bias: Tensor
-    memory: Tensor | None  # [B]; None: of the first layer
+    state_scale: Tensor | None  # [B]; None: of the first layer
     norm: Norm
     first: Weight  # [B, B]
     first_bias: Tensor
@@ -100,8 +94,8 @@ class ChainedMixture:
     def __call__(self, x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         """x `[R, T, E]`, and what the layer before read, `[R, T, B]` -> `[R, T, E]`, and what this one read."""
         read = ops.linear(x, self.down, self.down_bias)
-        if self.memory is not None:
-            read = read + before * self.memory
+        if self.state_scale is not None:
+            read = read + before * self.state_scale
         features = _gelu(ops.linear(read, self.first, self.first_bias, norm=self.norm))
         features = _gelu(ops.linear(features, self.second, self.second_bias))
         chosen = self.experts.router(features.flatten(0, -2))
@@ -141,25 +135,24 @@ class ChainedBlock(Block):
     `mixer_norm`, `mlp_norm`, and the sums after the parts are of the stream alone.
     """
 
+    fusable: ClassVar[bool] = False
+
     mixture: ChainedMixture | None = None
     after: tuple[Sum, Sum] | None = None
 
-    def __call__(self, x: Tensor, step: Step, memory: LayerState) -> Tensor:
+    def __call__(self, x: Tensor, step: Step, cache: LayerState) -> Tensor:
         """x float32 `[R, T, E + B]` -> `[R, T, E + B]`."""
         assert self.mixture is not None and self.after is not None and self.mlp_norm is not None
         x, before = x.tensor_split([self.mixture.down.in_features], dim=-1)
-        x = self.after[0](self.mixer(x, step, memory, self.mixer_norm), x)
+        x = self.after[0](self.mixer(x, step, cache, self.mixer_norm), x)
         fed, read = self.mixture(ops.norm(x, self.mlp_norm), before)
         return torch.cat([self.after[1](fed, x), read], dim=-1)
-
-    def join(self, run: ops.Run, step: Step, memory: LayerState) -> None:
-        run.put(self(run.stream(), step, memory))
 
 
 def build(w: WeightLoader) -> Model:
     config = w.config
-    shape = Dims.of(config)
-    normed = rms_norms(w, shape)
+    shape = b.Dims.of(config)
+    normed = b.rms_norms(w, shape)
     kinds = config.strs("layer_types", shape.layers, KINDS, default=["hybrid"] * shape.layers)
     window = config.int("sliding_window", low=1) if "hybrid_sliding" in kinds else None
     ropes = {kind: _rope(config, shape.head_dim, kind).to(w.device) for kind in set(kinds)}
@@ -186,11 +179,11 @@ def build(w: WeightLoader) -> Model:
 
     opening = Opening(affine("model", "input_hidden_states"), router_width(config))
     biased = config.bool("lm_head_bias", default=False)
-    return decoder(w, shape, block, head_biased=biased, entry=opening, exit=Closing(shape.hidden))
+    return b.decoder(w, shape, block, head_biased=biased, entry=opening, exit=Closing(shape.hidden))
 
 
 def _rope(config: Config, head_dim: int, kind: str) -> Rope:
-    """That of a kind of layers. Without any in the config, half of a head's features turn."""
+    """Rope of a kind of layers. Without one in the config, half of a head's features rotate."""
     if config.fields("rope_parameters") is None:
         rope: dict[str, Any] = {"rope_theta": THETAS[kind], "partial_rotary_factor": 0.5}
         config = Config({**config, "rope_parameters": rope}, config.where)
@@ -198,7 +191,7 @@ def _rope(config: Config, head_dim: int, kind: str) -> Rope:
 
 
 def convolved_attention(
-    w: WeightLoader, prefix: str, shape: Dims, rope: Rope, window: int | None
+    w: WeightLoader, prefix: str, shape: b.Dims, rope: Rope, window: int | None
 ) -> CompressedConvAttention:
     config, dim, inside = w.config, shape.head_dim, f"{prefix}.qkv_proj"
     first, second = (config.int(name, low=1, high=256, default=2) for name in ("cca_time0", "cca_time1"))
@@ -208,7 +201,7 @@ def convolved_attention(
     heights = (shape.heads * dim, shape.kv_heads * dim, half, half)
     qkv = w.linear(*(f"{name}.weight" for name in names), shape=(heights, shape.hidden))
     biased = config.bool("attention_bias", default=False)
-    bias, late = biases(w, *(f"{name}.bias" for name in names), wanted=biased), None
+    bias, late = b.biases(w, *(f"{name}.bias" for name in names), wanted=biased), None
     if bias is not None:
         late = bias[width : width + half].clone()
         bias[width : width + half] = 0
@@ -231,14 +224,14 @@ def convolved_attention(
         rope,
         window,
         qkv_bias=bias,
-        out_bias=biases(w, f"{prefix}.o_proj.bias", wanted=biased),
+        out_bias=b.biases(w, f"{prefix}.o_proj.bias", wanted=biased),
     )
     return CompressedConvAttention(
         attention,
         taps,
         matrices.contiguous(),
         (w.tensor(f"{inside}.conv_qk_grouped.bias", (width,)).double() + through).float(),
-        plain_norm(w, dim, UNIT_EPS),
+        b.plain_norm(w, dim, UNIT_EPS),
         w.tensor(f"{prefix}.qk_norm.temp", (shape.kv_heads,)),
         late,
     )
@@ -246,14 +239,14 @@ def convolved_attention(
 
 def router_width(config: Config) -> int:
     """B, the features that a router reads of a token."""
-    return config.int("router_hidden_size", low=1, high=MOST, default=256)
+    return config.int("router_hidden_size", low=1, high=b.MAX_SIZE, default=256)
 
 
-def mixture(w: WeightLoader, prefix: str, shape: Dims, *, first: bool) -> ChainedMixture:
-    config, count, router = w.config, expert_count(w.config), f"{prefix}.gate"
+def mixture(w: WeightLoader, prefix: str, shape: b.Dims, *, first: bool) -> ChainedMixture:
+    config, count, router = w.config, b.expert_count(w.config), f"{prefix}.gate"
     config.int("num_experts_per_tok", low=1, high=1, default=1)
     size = router_width(config)
-    inner, act = config.int("moe_intermediate_size", low=1, high=MOST), activation(config)
+    inner, act = config.int("moe_intermediate_size", low=1, high=b.MAX_SIZE), b.activation(config)
 
     def matrix(name: str, inputs: int, outputs: int = size) -> Weight:
         return FloatWeight(w.tensor(f"{router}.{name}.weight", (outputs, inputs)))
@@ -270,10 +263,10 @@ def mixture(w: WeightLoader, prefix: str, shape: Dims, *, first: bool) -> Chaine
         matrix("down_proj", shape.hidden),
         bias("down_proj"),
         None if first else w.tensor(f"{router}.router_states_scale", (size,)),
-        norm(w, f"{router}.router_mlp.norm.weight", size, shape.eps),
+        b.norm(w, f"{router}.router_mlp.norm.weight", size, shape.eps),
         matrix("router_mlp.fc1", size),
         bias("router_mlp.fc1"),
         matrix("router_mlp.fc2", size),
         bias("router_mlp.fc2"),
-        MixtureOfExperts(last, [*experts(w, f"{prefix}.experts", count, shape.hidden, inner, act), Skip()]),
+        MixtureOfExperts(last, [*b.experts(w, f"{prefix}.experts", count, shape.hidden, inner, act), Skip()]),
     )

@@ -58,6 +58,14 @@ class Router:
                 f"{self.top_k} of {experts} experts cannot be chosen from {self.topk_groups} of {self.groups} groups"
             )
 
+    @property
+    def params(self) -> ops.RouterParams:
+        """The choice as the native bodies are told it; they know no `expert_scale`."""
+        return ops.RouterParams(
+            self.weight, self.top_k, self.scoring, self.normalize, self.scale, self.bias, self.e_score_correction_bias,
+            self.groups, self.topk_groups, self.group_score, self.floor,
+        )  # fmt: skip
+
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x float32 `[M, E]` -> (weights float32 `[M, top_k]`, expert numbers int64 `[M, top_k]`)."""
         logits = ops.linear(x, self.weight, self.bias)  # [M, N]
@@ -79,10 +87,14 @@ class Router:
     def _of_best_groups(self, choice: Tensor) -> Tensor:
         """`choice` `[M, N]` with minus infinity for the experts of the groups that are left out."""
         grouped = choice.unflatten(-1, (self.groups, -1))  # [M, groups, N / groups]
-        counted = 1 if self.group_score == "best" else 2
+        counted = 1 if self.group_score == "top1" else 2
         best = grouped.topk(counted, dim=-1).values.sum(-1).topk(self.topk_groups, dim=-1).indices
         left_out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)
         return grouped.masked_fill(left_out[..., None], float("-inf")).flatten(-2)
+
+
+def _expert(expert: MLP) -> ops.Expert:
+    return ops.Expert(expert.up, expert.down, expert.act, expert.up_bias, expert.down_bias)
 
 
 def _plain(expert: FeedForward) -> TypeGuard[MLP]:
@@ -113,16 +125,21 @@ class MixtureOfExperts:
             out = out + (common if self.shared_gate is None else common * ops.linear(x, self.shared_gate).sigmoid())
         return out if residual is None else ops.add_residual(residual, out)
 
-    def half(self, norm: Norm | None, after: Norm | None, scale: float, parallel: bool) -> ops.MoESublayer | None:
-        """What may wait in a run of layers, with the norms before and after it; None if this one never does."""
+    def sublayers(
+        self, norm: Norm | None, post_norm: Norm | None, scale: float, parallel: bool
+    ) -> tuple[ops.Sublayer, ...]:
+        """The mixture with the norms around it as native bodies know it; empty where they do not."""
         experts, shared = [expert for expert in self.experts if _plain(expert)], self.shared
         if parallel or len(experts) < len(self.experts) or not (shared is None or _plain(shared)):
-            return None
+            return ()
         if not isinstance(self.router, Router) or self.router.expert_scale is not None:
-            return None
-        return ops.MoESublayer(
-            self.router, experts, shared, self.shared_gate, self.scale_input, norm, after, scale
+            return ()
+        sublayer = ops.MoESublayer(
+            self.router.params, tuple(_expert(expert) for expert in experts),
+            None if shared is None else _expert(shared), self.shared_gate, self.scale_input,
+            norm=norm, post_norm=post_norm, scale=scale,
         )  # fmt: skip
+        return (sublayer,)
 
     def mixed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """The routed experts: x `[M, E]`, weights and chosen `[M, top_k]` -> `[M, E]`.

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from lmstate.ops import dispatch
-from lmstate.ops.cpu.latent import latent as native_body
 
 STORED_BLOCK = 1024
 """Stored tokens that are scored at a time."""
@@ -52,7 +51,7 @@ def latent_attend(
     """
     library = dispatch.native(q_latent, q_rope, latent, rope_key)
     if library is not None and q_latent.shape[1] <= MOST:
-        body = native_body(library.variant)
+        body = library.latent
         if body.can_attend(q_latent, q_rope, latent, rope_key):
             return body.attend(q_latent, q_rope, latent, rope_key, starts, counts, scale, window)
     return latent_attend_reference(q_latent, q_rope, latent, rope_key, starts, counts, scale=scale, window=window)

@@ -99,9 +99,7 @@ def _native(
     library = dispatch.native(q, *(new or ()), held.k, sinks)
     if library is None:
         return None
-    from lmstate.ops.cpu.codes import codes
-
-    body = codes(library.variant)
+    body = library.codes
     return body if body.can(q, held, tail, bits) else None
 
 

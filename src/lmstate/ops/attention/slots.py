@@ -23,9 +23,7 @@ def commit_slots(changes: Sequence[SlotCommit], starts: Tensor, counts: Tensor, 
     """
     library = dispatch.native(starts, counts, accepted)
     if library is not None:
-        from lmstate.ops.cpu.settle import commit_slots as native
-
-        native(library.variant)(changes, starts, counts, accepted)
+        library.slots.commit(changes, starts, counts, accepted)
     else:
         for change in changes:
             commit_slots_reference(change, starts, counts, accepted)
@@ -42,10 +40,7 @@ def prepare_commit(
     library = dispatch.native(starts, counts, accepted)
     if library is None:
         return None
-    from lmstate.ops.cpu.settle import commit_slots as native
-
-    body = native(library.variant)
-    return lambda commits: body.prepare(commits, starts, counts, accepted)
+    return lambda commits: library.slots.prepare(commits, starts, counts, accepted)
 
 
 def commit_slots_reference(change: SlotCommit, starts: Tensor, counts: Tensor, accepted: Tensor) -> None:

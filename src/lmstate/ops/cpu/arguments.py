@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from struct import Struct
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,13 @@ if TYPE_CHECKING:
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 WEIGHT_KINDS = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4, "bfloat16 in 12 bits": 5}
 
+GATES = {"silu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "swigluoai": 5}
+
 MAX_HEAD_DIM = 512
+
+ATTENTION, STARTS, RINGS, ROTATION = Struct("q10P12q8d"), Struct("P"), Struct("4P11q4P2q"), Struct("2P2q")
+SUBLAYER = ATTENTION.size + STARTS.size + RINGS.size + ROTATION.size
+"""Bytes that the arguments of a sublayer take; those of attention are the longest."""
 
 
 def function(library: ctypes.CDLL, name: str) -> Callable[[bytes], int]:
@@ -43,6 +50,11 @@ def optional_pointer(x: Tensor | None, name: str, shape: tuple[int, ...]) -> int
 def norm_fields(norm: Norm | None, width: int) -> tuple[int, float]:
     """Pointer to the weight and epsilon of a norm, 0 where there is none."""
     return (0, 0.0) if norm is None else (float_pointer(norm.weight, "the norm's weight", (width,)), norm.eps)
+
+
+def simple(*norms: Norm | None) -> bool:
+    """Whether the native bodies know them all."""
+    return all(norm is None or norm.simple for norm in norms)
 
 
 def factor(scale: float) -> float:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
 from struct import Struct
 
 import torch
 from torch import Tensor
 
-from lmstate.ops import cpu
 from lmstate.ops.cpu.arguments import (
     KINDS,
     MAX_HEAD_DIM,
@@ -108,12 +106,6 @@ class Codes:
         )  # fmt: skip
         check_attended(self._attend(arguments), q, held.k, starts, counts)
         return out
-
-
-@lru_cache
-def codes(variant: str) -> Codes:
-    """The bodies of the same variant as a `Library`."""
-    return Codes(ctypes.CDLL(str(cpu.path_of(variant))))
 
 
 def check_held(held: Held, tail: Tensor | None, rows: tuple[int, int], dim: int, dim_v: int, bits: int) -> None:

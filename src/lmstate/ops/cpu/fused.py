@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping, Sequence
 from struct import Struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, overload
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from lmstate.ops.cpu import fused_experts, fused_recurrent
 from lmstate.ops.cpu.arguments import (
+    ATTENTION,
+    GATES,
     KINDS,
     MAX_HEAD_DIM,
+    RINGS,
+    ROTATION,
+    STARTS,
+    SUBLAYER,
     WEIGHT_KINDS,
     check_attended,
     factor,
@@ -20,24 +29,33 @@ from lmstate.ops.cpu.arguments import (
     integers,
     norm_fields,
     optional_pointer,
+    simple,
 )
 from lmstate.ops.cpu.codes import check_held
+from lmstate.ops.cpu.fused_recurrent import Recurrence
 from lmstate.ops.types.params import Held, Norm
+from lmstate.ops.types.sublayers import (
+    AttentionSublayer,
+    MLPSublayer,
+    MoESublayer,
+    RecurrentSublayer,
+    Sublayer,
+    pointers,
+    requires_grad,
+)
 
 if TYPE_CHECKING:
-    from lmstate.ops.fused.graph import Waiting
     from lmstate.ops.types.params import KVView, RopeTables
-    from lmstate.ops.types.sublayers import AttentionSublayer, MLPSublayer
 
-_ATTENTION = Struct("q10P12q8d")
-_STARTS = Struct("P")
-_RINGS = Struct("4P11q4P2q")
-_ROTATION = Struct("2P2q")
 _FEED_FORWARD = Struct("q7P7q3d")
 _RUN = Struct("5P4q")
 
-HALF = _ATTENTION.size + _STARTS.size + _RINGS.size + _ROTATION.size
-"""Bytes that the arguments of a half take; those of attention are the longest."""
+
+class _Packed(NamedTuple):
+    arguments: bytes | Recurrence | None
+    table: Tensor | None = None
+    """Memory that the arguments point to, beside the sublayer's tensors."""
+    pointers: Sequence[int] = ()
 
 
 class Fused:
@@ -45,34 +63,32 @@ class Fused:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._run = function(library, "lmstate_run")
+        self._packed: WeakKeyDictionary[Sublayer, _Packed] = WeakKeyDictionary()
 
-    def attention(self, half: AttentionSublayer) -> bytes:
-        """The start of the arguments of attention, before those of its starts, its rings and its rotation."""
-        parts, norm = half.parts, half.norm
-        heads, kv_heads, dim, qkv, out = parts.heads, parts.kv_heads, parts.head_dim, parts.qkv, parts.out
-        width, inputs, outputs = qkv.out_features, qkv.in_features, out.out_features
-        stored = 0 if parts.reads is not None else kv_heads
-        if (
-            width != (heads * (2 if parts.gate else 1) + 2 * stored) * dim + parts.gates
-            or out.in_features != heads * dim
-        ):
-            raise ValueError(f"projections {qkv} and {out} do not fit {heads} heads of {dim}")
-        q_norm, q_width, q_eps = _head_norm(parts.q_norm, dim, heads)
-        k_norm, k_width, k_eps = _head_norm(parts.k_norm, dim, kv_heads)
-        v_norm, _, v_eps = _head_norm(parts.v_norm, dim, 1)
-        return _ATTENTION.pack(
-            0, *norm_fields(norm, inputs)[:1], qkv.storage.data_ptr(),
-            optional_pointer(parts.qkv_bias, "the bias of qkv", (width,)), q_norm, k_norm, v_norm,
-            optional_pointer(parts.sinks, "sinks", (heads,)), out.storage.data_ptr(),
-            optional_pointer(parts.out_bias, "the bias of out", (outputs,)), norm_fields(half.after, outputs)[0],
-            inputs, outputs, heads, kv_heads, dim, parts.gate, q_width, k_width, WEIGHT_KINDS[qkv.kind],
-            WEIGHT_KINDS[out.kind], parts.reads is not None, parts.gates, norm_fields(norm, inputs)[1], q_eps,
-            k_eps, v_eps, parts.scale, parts.softcap or 0.0, norm_fields(half.after, outputs)[1], factor(half.scale),
-        )  # fmt: skip
+    @overload
+    def pack(self, sublayer: RecurrentSublayer) -> Recurrence | None: ...
+    @overload
+    def pack(self, sublayer: AttentionSublayer | MLPSublayer | MoESublayer) -> bytes | None: ...
+    @overload
+    def pack(self, sublayer: Sublayer) -> bytes | Recurrence | None: ...
+
+    def pack(self, sublayer: Sublayer) -> bytes | Recurrence | None:
+        """The arguments that do not change from step to step, packed once for as long as its tensors stay in place.
+
+        None where no native body runs it: a norm that they do not know, another device, a gradient to follow.
+        """
+        tensors = sublayer.tensors()
+        if torch.is_grad_enabled() and any(map(requires_grad, tensors)):
+            return None
+        at, known = pointers(tensors), self._packed.get(sublayer)
+        if known is None or known.pointers != at:
+            packed = _pack(sublayer) if all(tensor.is_cpu for tensor in tensors) else _Packed(None)
+            known = self._packed[sublayer] = packed._replace(pointers=at)
+        return known.arguments
 
     def starts(self, starts: Tensor | None, rows: int) -> bytes:
         """The arguments of attention that say where a layer's tokens start, if not where the step's do."""
-        return _STARTS.pack(0 if starts is None else integers(starts, "starts", rows).data_ptr())
+        return STARTS.pack(0 if starts is None else integers(starts, "starts", rows).data_ptr())
 
     def knows(self, rings: KVView) -> bool:
         """Whether a layer with these rings may run here."""
@@ -99,7 +115,7 @@ class Fused:
         kind = 0 if floats[0] is None else KINDS[floats[0].dtype]
         planes = 0 if columns is None else columns.shape[2]
         queries = 0 if rings.queries is None else float_pointer(rings.queries, "queries", tuple(rings.queries.shape))
-        return _RINGS.pack(
+        return RINGS.pack(
             *(0 if x is None else x.data_ptr() for x in floats),
             optional_pointer(columns, "columns", (rows, kv_heads, planes, slots)), queries,
             slots, *(n for x in floats for n in ((0, 0, 0) if x is None else x.stride()[:3])), planes, kind,
@@ -109,16 +125,16 @@ class Fused:
     def rotation(self, rotation: RopeTables | None, rows: int, tokens: int) -> bytes:
         """The end of the arguments of attention."""
         if rotation is None:
-            return _ROTATION.pack(0, 0, 0, 0)
+            return ROTATION.pack(0, 0, 0, 0)
         half = rotation.cos.shape[-1]
         cos, sin = (float_pointer(table, "cos and sin", (rows, tokens, half)) for table in rotation[:2])
-        return _ROTATION.pack(cos, sin, half, rotation.interleaved)
+        return ROTATION.pack(cos, sin, half, rotation.interleaved)
 
     def check(
         self, half: AttentionSublayer, rings: KVView, rotation: RopeTables | None, rows: int, tokens: int
     ) -> None:
         """ValueError where these do not go together."""
-        heads, kv_heads, dim = half.heads
+        heads, kv_heads, dim = half.heads, half.kv_heads, half.head_dim
         if rings.heads != (rows, kv_heads, dim):
             raise ValueError(
                 f"rings of {rings.heads[0]} rows, {rings.heads[1]} heads of {rings.heads[2]} do not fit {rows} rows, "
@@ -129,45 +145,94 @@ class Fused:
         if rings.queries is not None and rings.queries.shape != (rows, tokens, heads, dim):
             raise ValueError(f"{list(rings.queries.shape)} has no room for {tokens} queries of {heads} heads")
 
-    def feed_forward(self, half: MLPSublayer, gate: int) -> bytes:
-        """The arguments of a feed-forward part with a gate of `Library.GATES`."""
-        up, down = half.up, half.down
-        inputs, hidden, outputs = up.in_features, down.in_features, down.out_features
-        if up.out_features != 2 * hidden:
-            raise ValueError(f"{up} and {down} do not fit each other")
-        norm, eps = norm_fields(half.norm, inputs)
-        after, after_eps = norm_fields(half.after, outputs)
-        return _FEED_FORWARD.pack(
-            1, norm, up.storage.data_ptr(), optional_pointer(half.up_bias, "the bias of up", (2 * hidden,)),
-            down.storage.data_ptr(), optional_pointer(half.down_bias, "the bias of down", (outputs,)), after,
-            optional_pointer(half.factors, "the factors of up", (2 * hidden,)),
-            inputs, hidden, outputs, WEIGHT_KINDS[up.kind], WEIGHT_KINDS[down.kind], gate, half.parallel,
-            eps, after_eps, factor(half.scale),
-        ).ljust(HALF, b"\0")  # fmt: skip
-
     def run(
-        self, x: Tensor, residual: Tensor | None, starts: Tensor | None, counts: Tensor | None, waiting: Waiting
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        starts: Tensor | None,
+        counts: Tensor | None,
+        sublayers: Sequence[Sublayer],
+        arguments: Sequence[bytes],
+        views: Mapping[int, KVView],
     ) -> Tensor:
-        """x `[R, T, E]` through the halves, in one parallel region."""
-        (rows, tokens, _), halves = x.shape, waiting.halves
+        """x `[R, T, E]` through the sublayers, in one parallel region; `views` by their places among them."""
+        rows, tokens, _ = x.shape
         stream = x.contiguous()
-        y = torch.empty(rows, tokens, halves[-1].outputs, dtype=torch.float32)
+        y = torch.empty(rows, tokens, sublayers[-1].out_features, dtype=torch.float32)
         beside = stream if residual is x else residual
-        added = optional_pointer(beside, "the residual", (rows, tokens, halves[0].outputs))
+        added = optional_pointer(beside, "the residual", (rows, tokens, sublayers[0].out_features))
         if starts is not None and counts is not None:
             starts, counts = integers(starts, "starts", rows), integers(counts, "counts", rows)
-        arguments = _RUN.pack(
+        head = _RUN.pack(
             stream.data_ptr(), added, y.data_ptr(), 0 if starts is None else starts.data_ptr(),
-            0 if counts is None else counts.data_ptr(), rows, tokens, len(halves), torch.get_num_threads(),
+            0 if counts is None else counts.data_ptr(), rows, tokens, len(sublayers), torch.get_num_threads(),
         )  # fmt: skip
-        status = self._run(b"".join([arguments, *waiting.arguments]))
+        status = self._run(b"".join([head, *arguments]))
         if status:
-            each, failed = divmod(status, len(halves)) if status > 0 else (status, 0)
-            rings = waiting.rings.get(failed)
+            each, failed = divmod(status, len(sublayers)) if status > 0 else (status, 0)
+            rings = views.get(failed)
             if each < 0 or rings is None or starts is None or counts is None:
                 raise MemoryError(f"no memory for the activations of {rows} rows of {tokens} tokens")
             check_attended(each, x, rings.k, starts if rings.starts is None else rings.starts, counts)
         return y
+
+
+def _pack(sublayer: Sublayer) -> _Packed:
+    match sublayer:
+        case AttentionSublayer():
+            return _Packed(_pack_attention(sublayer))
+        case MLPSublayer():
+            return _Packed(_pack_mlp(sublayer))
+        case MoESublayer():
+            arguments, table = fused_experts.pack(sublayer)
+            return _Packed(arguments, table)
+        case RecurrentSublayer():
+            return _Packed(fused_recurrent.pack(sublayer))
+    raise TypeError(f"no native body runs a {type(sublayer).__name__}")
+
+
+def _pack_attention(of: AttentionSublayer) -> bytes | None:
+    """The start of the arguments of attention, before those of its starts, its rings and its rotation."""
+    if not simple(of.norm, of.post_norm, of.q_norm, of.k_norm, of.v_norm):
+        return None
+    heads, kv_heads, dim, qkv, out = of.heads, of.kv_heads, of.head_dim, of.qkv, of.out
+    width, inputs, outputs = qkv.out_features, qkv.in_features, out.out_features
+    stored = 0 if of.shared_kv else kv_heads
+    expected = (heads * (2 if of.gate else 1) + 2 * stored) * dim + of.gates
+    if width != expected or out.in_features != heads * dim:
+        raise ValueError(f"projections {qkv} and {out} do not fit {heads} heads of {dim}")
+    q_norm, q_width, q_eps = _head_norm(of.q_norm, dim, heads)
+    k_norm, k_width, k_eps = _head_norm(of.k_norm, dim, kv_heads)
+    v_norm, _, v_eps = _head_norm(of.v_norm, dim, 1)
+    return ATTENTION.pack(
+        0, *norm_fields(of.norm, inputs)[:1], qkv.storage.data_ptr(),
+        optional_pointer(of.qkv_bias, "the bias of qkv", (width,)), q_norm, k_norm, v_norm,
+        optional_pointer(of.params.sinks, "sinks", (heads,)), out.storage.data_ptr(),
+        optional_pointer(of.out_bias, "the bias of out", (outputs,)), norm_fields(of.post_norm, outputs)[0],
+        inputs, outputs, heads, kv_heads, dim, of.gate, q_width, k_width, WEIGHT_KINDS[qkv.kind],
+        WEIGHT_KINDS[out.kind], of.shared_kv, of.gates, norm_fields(of.norm, inputs)[1], q_eps,
+        k_eps, v_eps, of.params.scale, of.params.softcap or 0.0, norm_fields(of.post_norm, outputs)[1],
+        factor(of.scale),
+    )  # fmt: skip
+
+
+def _pack_mlp(of: MLPSublayer) -> bytes | None:
+    """The arguments of an MLP."""
+    if of.act not in GATES or not simple(of.norm, of.post_norm):
+        return None
+    up, down = of.up, of.down
+    inputs, hidden, outputs = up.in_features, down.in_features, down.out_features
+    if up.out_features != 2 * hidden:
+        raise ValueError(f"{up} and {down} do not fit each other")
+    norm, eps = norm_fields(of.norm, inputs)
+    after, after_eps = norm_fields(of.post_norm, outputs)
+    return _FEED_FORWARD.pack(
+        1, norm, up.storage.data_ptr(), optional_pointer(of.up_bias, "the bias of up", (2 * hidden,)),
+        down.storage.data_ptr(), optional_pointer(of.down_bias, "the bias of down", (outputs,)), after,
+        optional_pointer(of.factors, "the factors of up", (2 * hidden,)),
+        inputs, hidden, outputs, WEIGHT_KINDS[up.kind], WEIGHT_KINDS[down.kind], GATES[of.act], of.parallel,
+        eps, after_eps, factor(of.scale),
+    ).ljust(SUBLAYER, b"\0")  # fmt: skip
 
 
 def _head_norm(norm: Norm | None, dim: int, heads: int) -> tuple[int, int, float]:

@@ -1,4 +1,4 @@
-"""Recurrent layers as halves of blocks: their arguments to the call of `fused`, checked as there."""
+"""Arguments of recurrent sublayers to the fused call, checked as in `fused`."""
 
 from __future__ import annotations
 
@@ -8,19 +8,33 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from lmstate.ops.cpu.arguments import WEIGHT_KINDS, factor, float_pointer, norm_fields, optional_pointer
-from lmstate.ops.cpu.fused import HALF
+from lmstate.ops.cpu.arguments import (
+    SUBLAYER,
+    WEIGHT_KINDS,
+    factor,
+    float_pointer,
+    norm_fields,
+    optional_pointer,
+    simple,
+)
+from lmstate.ops.cpu.recurrent import all_float32
 from lmstate.ops.cpu.recurrent_mixers import MixerParts, delta_parts, ssd_parts
+from lmstate.ops.types.sublayers import (
+    Carry,
+    GatedDeltaSublayer,
+    Mamba2Sublayer,
+    RecurrentSublayer,
+    ShortConvSublayer,
+)
 
 if TYPE_CHECKING:
-    from lmstate.ops.types.recurrent_sublayers import Carry, GatedDeltaSublayer, Mamba2Sublayer, ShortConvSublayer
     from lmstate.ops.types.weight import Weight
 
 _LAYER = Struct("q8P7q3d")
 _PARTS = 17 * 8  # the larger of the mixers' parts
 _CONV = Struct("2Pq")
 _CARRY = Struct("5P")
-_REST = b"\0" * (HALF - _LAYER.size - _PARTS - _CARRY.size)
+_REST = b"\0" * (SUBLAYER - _LAYER.size - _PARTS - _CARRY.size)
 
 
 class Recurrence(NamedTuple):
@@ -32,42 +46,58 @@ class Recurrence(NamedTuple):
     first: int
 
 
-def delta(half: GatedDeltaSublayer) -> Recurrence:
+def pack(sublayer: RecurrentSublayer) -> Recurrence | None:
+    """A recurrent layer's arguments; None where the bodies do not read its tensors as they are."""
+    if not simple(sublayer.norm, sublayer.post_norm):
+        return None
+    match sublayer:
+        case GatedDeltaSublayer(conv=conv, A=A, dt_bias=dt_bias, gated_norm=norm):
+            return _delta(sublayer) if _in_place(conv, A, dt_bias, norm.weight) else None
+        case Mamba2Sublayer(conv=conv, conv_bias=conv_bias, A=A, D=D, dt_bias=dt_bias):
+            return _ssd(sublayer) if _in_place(conv, conv_bias, A, D, dt_bias) else None
+        case ShortConvSublayer(conv=conv, conv_bias=conv_bias):
+            return _conv(sublayer) if _in_place(conv, conv_bias) else None
+    raise TypeError(f"no native body runs a {type(sublayer).__name__}")
+
+
+def _in_place(conv: Tensor, *others: Tensor | None) -> bool:
+    """Whether the bodies read these as they are; see `tap_major`."""
+    return all_float32(conv, *others) and conv.t().is_contiguous()
+
+
+def _delta(of: GatedDeltaSublayer) -> Recurrence:
     """A layer of the gated delta rule."""
-    of, gates = half.parts, half.parts.gates
     parts = delta_parts(
-        of.conv.t(), of.A, of.dt_bias, of.norm, of.key_heads, of.key_dim, of.gate_act == "silu", of.beta_scale
+        of.conv.t(), of.A, of.dt_bias, of.gated_norm, of.key_heads, of.key_dim, of.gate_act == "silu", of.beta_scale
     )
     width, embed = parts.carry[0][1], of.qkvz.in_features
-    if of.qkvz.out_features != width + parts.outputs or gates.shape != (parts.inputs - width, embed):
-        raise ValueError(f"{of.qkvz} and {gates} do not fit {width} features before {parts.outputs} values")
-    layer = _layer(2, half, of.qkvz, None, gates, of.out, None, parts)
+    if of.qkvz.out_features != width + parts.outputs or of.gates.shape != (parts.inputs - width, embed):
+        raise ValueError(f"{of.qkvz} and {of.gates} do not fit {width} features before {parts.outputs} values")
+    layer = _layer(2, of, of.qkvz, None, of.gates, of.out, None, parts)
     return Recurrence(layer, parts, parts.inputs, 0)
 
 
-def ssd(half: Mamba2Sublayer) -> Recurrence:
+def _ssd(of: Mamba2Sublayer) -> Recurrence:
     """A layer of Mamba-2."""
-    of = half.parts
-    gated = (None, 1, False) if (own := of.norm) is None else (own.norm, own.groups, own.gate_last)
     parts = ssd_parts(
-        of.conv.t(), of.conv_bias, of.A, of.D, of.dt_bias, of.head_dim, of.groups, of.dt_limits, *gated
+        of.conv.t(), of.conv_bias, of.A, of.D, of.dt_bias, of.head_dim, of.groups, of.dt_limits,
+        of.gated_norm, of.norm_groups, of.gate_last,
     )  # fmt: skip
     if of.project.out_features != parts.outputs + parts.inputs:
         raise ValueError(f"{of.project} and {len(of.A)} heads of {of.head_dim} do not fit each other")
-    layer = _layer(3, half, of.project, of.bias, None, of.out, of.out_bias, parts, of.scale, half.parallel)
+    layer = _layer(3, of, of.project, of.bias, None, of.out, of.out_bias, parts, of.factors, of.parallel)
     return Recurrence(layer, parts, of.project.out_features, parts.outputs)
 
 
-def conv(half: ShortConvSublayer) -> Recurrence:
+def _conv(of: ShortConvSublayer) -> Recurrence:
     """A gated short convolution."""
-    of = half.parts
     taps = of.conv.t()
     kernel, width = taps.shape
     if of.project.out_features != 3 * width:
         raise ValueError(f"{of.project} does not give three times the {width} features of a convolution")
     arguments = _CONV.pack(taps.data_ptr(), optional_pointer(of.conv_bias, "the convolution's bias", (width,)), kernel)
     parts = MixerParts(arguments, width, width, ((kernel - 1, width),))
-    layer = _layer(5, half, of.project, of.bias, None, of.out, of.out_bias, parts)
+    layer = _layer(5, of, of.project, of.bias, None, of.out, of.out_bias, parts)
     return Recurrence(layer, parts, width, 0)
 
 
@@ -88,7 +118,7 @@ def room(layer: Recurrence, rows: int, tokens: int) -> tuple[Carry, Tensor]:
 
 def _layer(
     kind: int,
-    half: ShortConvSublayer | GatedDeltaSublayer | Mamba2Sublayer,
+    of: ShortConvSublayer | GatedDeltaSublayer | Mamba2Sublayer,
     project: Weight,
     bias: Tensor | None,
     gates: Weight | None,
@@ -101,13 +131,13 @@ def _layer(
     inputs, projected, outputs = project.in_features, project.out_features, out.out_features
     if out.in_features != parts.outputs:
         raise ValueError(f"{out} does not fit a mixer of {parts.outputs} features")
-    before, eps = norm_fields(half.norm, inputs)
-    behind, after_eps = norm_fields(half.after, outputs)
+    before, eps = norm_fields(of.norm, inputs)
+    behind, after_eps = norm_fields(of.post_norm, outputs)
     return _LAYER.pack(
         kind, before, project.storage.data_ptr(), optional_pointer(bias, "the bias", (projected,)),
         0 if gates is None else gates.storage.data_ptr(), out.storage.data_ptr(),
         optional_pointer(out_bias, "the bias of out", (outputs,)), behind,
         optional_pointer(factors, "the factors", (projected,)), inputs, projected, outputs,
         WEIGHT_KINDS[project.kind], 0 if gates is None else WEIGHT_KINDS[gates.kind], WEIGHT_KINDS[out.kind], parallel,
-        eps, after_eps, factor(half.scale),
+        eps, after_eps, factor(of.scale),
     ) + parts.arguments.ljust(_PARTS, b"\0")  # fmt: skip

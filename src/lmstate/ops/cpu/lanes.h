@@ -12,6 +12,12 @@
 #define INLINE static inline __attribute__((always_inline))
 /* Small loops over arrays of vectors must vanish, or the vectors live in memory. */
 #define UNROLL _Pragma("GCC unroll 8")
+/* Over rows whose vectors live in memory anyway (the portable ones of 16 floats), copies only cost time to compile. */
+#if defined LMSTATE_AVX512 || defined LMSTATE_AVX2
+#define UNROLL_ROWS UNROLL
+#else
+#define UNROLL_ROWS _Pragma("GCC unroll 1")
+#endif
 #define UNROLL16 _Pragma("GCC unroll 16")
 
 /* How keys, values and float weights are stored; lmstate.ops.cpu has the same numbers. Then codes of keys and values,

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
 from struct import Struct
 
 import torch
 from torch import Tensor
 
-from lmstate.ops import cpu
 from lmstate.ops.cpu.arguments import KINDS, check_attended, function, integers
 
 _ATTEND = Struct("7P19qd")
@@ -82,9 +80,3 @@ class Latent:
         )  # fmt: skip
         self._by_head(arguments)
         return y
-
-
-@lru_cache
-def latent(variant: str) -> Latent:
-    """The bodies of the same variant as a `Library`."""
-    return Latent(ctypes.CDLL(str(cpu.path_of(variant))))

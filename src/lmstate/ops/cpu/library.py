@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lmstate.ops.cpu.arguments import (
+    GATES,
     KINDS,
     MAX_HEAD_DIM,
     WEIGHT_KINDS,
@@ -26,7 +27,12 @@ from lmstate.ops.cpu.arguments import (
     optional_pointer,
     rope_fields,
 )
+from lmstate.ops.cpu.codes import Codes
 from lmstate.ops.cpu.fused import Fused
+from lmstate.ops.cpu.latent import Latent
+from lmstate.ops.cpu.recurrent import Recurrent
+from lmstate.ops.cpu.recurrent_mixers import Mixers
+from lmstate.ops.cpu.slots import Slots
 from lmstate.ops.memory import scratch
 from lmstate.ops.types.params import AttentionParams, CausalMask, Norm, Residual
 from lmstate.ops.types.weight import Weight
@@ -54,13 +60,16 @@ _FEW = 16384
 class Library:
     """The bodies of one variant. Every method returns new tensors, float32 and contiguous, except `append`."""
 
-    GATES: ClassVar[dict[str, int]] = {
-        "silu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "swigluoai": 5
-    }  # fmt: skip
+    GATES: ClassVar[dict[str, int]] = GATES
 
     def __init__(self, variant: str, library: ctypes.CDLL) -> None:
         self.variant = variant
         self.fused = Fused(library)
+        self.codes = Codes(library)
+        self.latent = Latent(library)
+        self.mixers = Mixers(library)
+        self.recurrent = Recurrent(library, variant)
+        self.slots = Slots(library)
         self._linear = function(library, "lmstate_linear")
         self._rms_norm = function(library, "lmstate_rms_norm")
         self._glu = function(library, "lmstate_glu")

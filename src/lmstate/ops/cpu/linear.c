@@ -67,17 +67,22 @@ static const float *prologue(const linear_args *a, int64_t row, float *scratch) 
   return scratch;
 }
 
-INLINE void finish(const linear_args *a, float *tile, int64_t row, int64_t first, int64_t count) {
-  float *y = a->y + row * a->outputs + first;
-  for (int64_t n = 0; n < count; n++) {
-    float v = tile[n];
-    if (a->bias) v += a->bias[first + n];
-    if (a->factors) v *= a->factors[first + n];
-    if (!a->after) {
-      if (a->scale != 0) v *= (float)a->scale;
-      if (a->residual) v += a->residual[row * a->outputs + first + n];
+/* The outputs first..first + count of `rows` rows from `row` on, of which `tile` has `width` each. Not inlined: a copy in
+ * every tile below is most of what this file takes to compile. */
+static __attribute__((noinline)) void finish(const linear_args *a, const float *tile, int64_t width, int64_t row, int rows,
+                                             int64_t first, int64_t count) {
+  for (int64_t m = row; m < row + rows; m++, tile += width) {
+    float *y = a->y + m * a->outputs + first;
+    for (int64_t n = 0; n < count; n++) {
+      float v = tile[n];
+      if (a->bias) v += a->bias[first + n];
+      if (a->factors) v *= a->factors[first + n];
+      if (!a->after) {
+        if (a->scale != 0) v *= (float)a->scale;
+        if (a->residual) v += a->residual[m * a->outputs + first + n];
+      }
+      y[n] = v;
     }
-    y[n] = v;
   }
 }
 
@@ -98,7 +103,7 @@ static void finish_rows(const linear_args *a) {
 INLINE void grouped_tile(const linear_args *a, const rounded *x, const uint8_t *p, int64_t block, int64_t row, int rows,
                          int bits) {
   f16x acc[8];
-  UNROLL for (int m = 0; m < rows; m++) acc[m] = lanes_zero();
+  UNROLL_ROWS for (int m = 0; m < rows; m++) acc[m] = lanes_zero();
   x += row;
   for (int64_t g = 0; g < a->inputs / GROUP; g++, x += a->rows) {
     if (rows > 3)
@@ -106,7 +111,7 @@ INLINE void grouped_tile(const linear_args *a, const rounded *x, const uint8_t *
     if (bits == 4) {
       const group w = unpack4(p);
       const f16x scale = lanes_load_f16(p + 256), minimum = lanes_load_f16(p + 288);
-      UNROLL for (int m = 0; m < rows; m++) {
+      UNROLL_ROWS for (int m = 0; m < rows; m++) {
         acc[m] = lanes_fma(scaled_dot(&w, x + m, 4), scale, acc[m]);
         acc[m] = lanes_fma1(minimum, x[m].scaled_sum, acc[m]);
       }
@@ -114,16 +119,14 @@ INLINE void grouped_tile(const linear_args *a, const rounded *x, const uint8_t *
     } else {
       const group w = unpack8(p);
       const f16x scale = lanes_load_f16(p + 512);
-      UNROLL for (int m = 0; m < rows; m++) acc[m] = lanes_fma(scaled_dot(&w, x + m, 8), scale, acc[m]);
+      UNROLL_ROWS for (int m = 0; m < rows; m++) acc[m] = lanes_fma(scaled_dot(&w, x + m, 8), scale, acc[m]);
       p += BYTES8;
     }
   }
   const int64_t first = block * BLOCK, left = a->outputs - first;
-  UNROLL for (int m = 0; m < rows; m++) {
-    float tile[BLOCK];
-    lanes_store(tile, acc[m]);
-    finish(a, tile, row + m, first, left < BLOCK ? left : BLOCK);
-  }
+  float tile[8][BLOCK];
+  UNROLL_ROWS for (int m = 0; m < rows; m++) lanes_store(tile[m], acc[m]);
+  finish(a, tile[0], BLOCK, row, rows, first, left < BLOCK ? left : BLOCK);
 }
 
 INLINE void grouped_block(const linear_args *a, const rounded *x, int64_t block, int bits) {
@@ -175,11 +178,9 @@ INLINE void float_tile(const linear_args *a, const float *x, int64_t first, int6
     }
   }
   const int64_t left = a->outputs - first;
-  UNROLL for (int m = 0; m < rows; m++) {
-    float tile[4];
-    vf_sum4(acc[m][0], acc[m][1], acc[m][2], acc[m][3], tile);
-    finish(a, tile, row + m, first, left < 4 ? left : 4);
-  }
+  float tile[4][4];
+  UNROLL for (int m = 0; m < rows; m++) vf_sum4(acc[m][0], acc[m][1], acc[m][2], acc[m][3], tile[m]);
+  finish(a, tile[0], 4, row, rows, first, left < 4 ? left : 4);
 }
 
 INLINE void float_block(const linear_args *a, const float *x, int64_t first, int kind) {
@@ -215,14 +216,13 @@ INLINE void squeezed_tile(const linear_args *a, const squeezed *w, const float *
           acc[m][n] = vf_fma(vf_load(xr + m * k + i + j * VL), numbers[j], acc[m][n]);
     }
   }
-  UNROLL for (int m = 0; m < rows; m++) {
-    float tile[BESIDE];
-    vf_sum4(acc[m][0], acc[m][1], acc[m][2], acc[m][3], tile);
+  float tile[4][BESIDE];
+  UNROLL for (int m = 0; m < rows; m++) vf_sum4(acc[m][0], acc[m][1], acc[m][2], acc[m][3], tile[m]);
+  for (int m = 0; m < rows; m++)
     for (int64_t n = 0; n < BESIDE && n < left; n++)
       for (int32_t r = w->first[first + n]; r < w->first[first + n + 1]; r++)
-        tile[n] += w->rares[r].value * xr[m * k + w->rares[r].column];
-    finish(a, tile, row + m, first, left < BESIDE ? left : BESIDE);
-  }
+        tile[m][n] += w->rares[r].value * xr[m * k + w->rares[r].column];
+  finish(a, tile[0], BESIDE, row, rows, first, left < BESIDE ? left : BESIDE);
 }
 
 static void squeezed_block(const linear_args *a, const squeezed *w, const float *x, int64_t first) {

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 from struct import Struct
 
 import torch
 from torch import Tensor
 
-from lmstate.ops import cpu
-from lmstate.ops.cpu.library import Library
+from lmstate.ops.cpu.arguments import function
 from lmstate.ops.types.params import Norm
 
 _CONV = Struct("7P9q")
@@ -39,8 +37,10 @@ class Recurrent:
     longest: int
     """Steps of up to this many tokens run faster here than as matrix products."""
 
-    def __init__(self, library: ctypes.CDLL, longest: int) -> None:
-        self.longest = longest
+    def __init__(self, library: ctypes.CDLL, variant: str) -> None:
+        # Measured on 16 heads of 128 x 128: 26 to 28 us a token and layer on one core with vectors, 80 without; the
+        # chunked form in torch takes 45 to 55.
+        self.longest = RUN if variant == "portable" else sys.maxsize
         self._conv = function(library, "lmstate_conv")
         self._delta = function(library, "lmstate_delta")
         self._ssd = function(library, "lmstate_ssd")
@@ -214,24 +214,6 @@ class Recurrent:
         )  # fmt: skip
         self._gated_norm(arguments)
         return out
-
-
-def recurrent(library: Library) -> Recurrent:
-    """The recurrent bodies of the same variant."""
-    return _opened(library.variant)
-
-
-@lru_cache
-def _opened(variant: str) -> Recurrent:
-    # Measured on 16 heads of 128 x 128: 26 to 28 us a token and layer on one core with vectors, 80 without; the
-    # chunked form in torch takes 45 to 55.
-    return Recurrent(ctypes.CDLL(str(cpu.path_of(variant))), RUN if variant == "portable" else sys.maxsize)
-
-
-def function(library: ctypes.CDLL, name: str) -> Callable[[bytes], int]:
-    found = library[name]
-    found.argtypes, found.restype = [ctypes.c_char_p], ctypes.c_int64
-    return found
 
 
 def all_float32(*tensors: Tensor | None) -> bool:

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import lru_cache
 from struct import Struct
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lmstate.ops import cpu
-from lmstate.ops.cpu.library import Library
-from lmstate.ops.cpu.recurrent import counted, expect, function, optional, threads_for
+from lmstate.ops.cpu.arguments import function
+from lmstate.ops.cpu.recurrent import counted, expect, optional, threads_for
 from lmstate.ops.types.params import Norm
 
 _FOLD = Struct("8P7q")
@@ -87,16 +85,6 @@ class Mixers:
             taps, conv_bias, A, D, dt_bias, head_dim, groups, dt_limits, norm, norm_groups, gate_last
         )  # fmt: skip
         return _folded(self._ssd, parts, inputs, gate, carry, counts, parts.outputs)
-
-
-def mixers(library: Library) -> Mixers:
-    """The mixers of the same variant."""
-    return _opened(library.variant)
-
-
-@lru_cache
-def _opened(variant: str) -> Mixers:
-    return Mixers(ctypes.CDLL(str(cpu.path_of(variant))))
 
 
 def delta_parts(

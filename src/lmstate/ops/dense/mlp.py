@@ -30,7 +30,7 @@ def feed_forward(
     x: float32 `[..., K]`; up: `[2F, K]`; down: `[N, F]`. Bit for bit the same as two `linear`.
     """
     stream, after, scale = residual or (None, None, 1.0)
-    half = MLPSublayer(up, down, act, norm, after, scale, up_bias, down_bias)
+    half = MLPSublayer(up, down, act, up_bias, down_bias, norm=norm, post_norm=after, scale=scale)
     if is_gemv(x) and (y := fused_feed_forward(x, half, stream)) is not None:
         return y
     library = dispatch.native(x, up.storage, down.storage, stream)

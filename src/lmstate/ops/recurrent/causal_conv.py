@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lmstate.ops import dispatch
-from lmstate.ops.cpu.recurrent import all_float32, recurrent
+from lmstate.ops.cpu.recurrent import all_float32
 from lmstate.ops.ragged import blank, padding
 
 Activation = Literal["silu"]
@@ -50,7 +50,7 @@ def causal_conv(
         raise ValueError(f"causal_conv knows the activation 'silu' and None, not {activation!r}")
     library = dispatch.native(x, tail, weight, bias)
     if library is not None and all_float32(x, tail, weight, bias):
-        return recurrent(library).conv(x, tail, weight, bias, counts, activation == "silu")
+        return library.recurrent.conv(x, tail, weight, bias, counts, activation == "silu")
     mask = padding(counts, width)
     joined = torch.cat([tail.to(x.dtype), blank(x, mask)], 1)  # [R, C-1+T, F]
     body = convolve_windows if width <= WINDOW_UP_TO else convolve_shifts

@@ -23,7 +23,6 @@ from torch.nn import functional as F
 
 from lmstate.ops import dispatch
 from lmstate.ops.cpu.recurrent import all_float32
-from lmstate.ops.cpu.recurrent import recurrent as native_bodies
 from lmstate.ops.ragged import blank, carry_dtype, padding
 
 RECURRENT_UP_TO = 3
@@ -69,7 +68,7 @@ def gated_delta_rule(
     dtype, width = carry_dtype(carry), q.shape[1]
     library = dispatch.native(q, k, v, g, beta, carry)
     if library is not None and all_float32(q, k, v, g, beta, carry):
-        bodies = native_bodies(library)
+        bodies = library.recurrent
         if width <= bodies.longest:
             return bodies.delta(q, k, v, g, beta, carry, counts, scale, normalize)
     mask = padding(counts, width)

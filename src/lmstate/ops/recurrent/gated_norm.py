@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lmstate.ops import dispatch
-from lmstate.ops.cpu.recurrent import all_float32, recurrent
+from lmstate.ops.cpu.recurrent import all_float32
 from lmstate.ops.types.params import Gate, Norm
 
 
@@ -21,7 +21,7 @@ def gated_norm(y: Tensor, gate: Tensor, norm: Norm, *, act: Gate = "silu", group
     """
     library = dispatch.native(y, gate, norm.weight)
     if library is not None and all_float32(y, gate, norm.weight):
-        return recurrent(library).gated_norm(y, gate, norm, act == "silu", groups, gate_last)
+        return library.recurrent.gated_norm(y, gate, norm, act == "silu", groups, gate_last)
     return gated_norm_reference(y, gate, norm, act=act, groups=groups, gate_last=gate_last)
 
 

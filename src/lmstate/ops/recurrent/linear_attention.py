@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lmstate.ops import dispatch
 from lmstate.ops.cpu.recurrent import all_float32
-from lmstate.ops.cpu.recurrent import recurrent as native_bodies
 from lmstate.ops.ragged import blank, carry_dtype, padding
 from lmstate.ops.recurrent.ssd import RECURRENT_UP_TO, chunked, recurrent
 
@@ -35,7 +34,7 @@ def linear_attention(
     dtype = carry_dtype(carry)
     library = dispatch.native(q, k, v, g, carry)
     if library is not None and all_float32(q, k, v, g, carry):
-        bodies = native_bodies(library)
+        bodies = library.recurrent
         if q.shape[1] <= bodies.longest:
             return bodies.delta(q, k, v, g, None, carry, counts, scale=1.0, normalize=False)
     mask = padding(counts, q.shape[1])

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lmstate.ops import dispatch
-from lmstate.ops.cpu.recurrent import all_float32, recurrent
-from lmstate.ops.cpu.recurrent_mixers import Carry, mixers
+from lmstate.ops.cpu.recurrent import all_float32
+from lmstate.ops.cpu.recurrent_mixers import Carry
 from lmstate.ops.recurrent.causal_conv import causal_conv
 from lmstate.ops.recurrent.gated_norm import gated_norm
 from lmstate.ops.recurrent.ssd import ssd
@@ -50,8 +50,8 @@ def ssd_mixer(
     weight = None if norm is None else norm.weight
     library = dispatch.native(inputs, gate, *carry, conv, conv_bias, A, D, dt_bias, weight)
     known = all_float32(inputs, gate, *carry, conv, conv_bias, A, D, dt_bias, weight)
-    if library is not None and known and inputs.shape[1] <= recurrent(library).longest:
-        return mixers(library).ssd(
+    if library is not None and known and inputs.shape[1] <= library.recurrent.longest:
+        return library.mixers.ssd(
             inputs, gate, carry, counts, conv, conv_bias, A, D, dt_bias, head_dim, groups, dt_limits, norm, norm_groups,
             gate_last,
         )  # fmt: skip

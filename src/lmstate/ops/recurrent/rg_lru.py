@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from lmstate.ops import dispatch
 from lmstate.ops.cpu.recurrent import all_float32
-from lmstate.ops.cpu.recurrent import recurrent as native_bodies
 from lmstate.ops.ragged import blank, carry_dtype, padding
 from lmstate.ops.recurrent.scan import scan, split
 
@@ -48,7 +47,7 @@ def rg_lru(
     h, seen = carry
     library = dispatch.native(x, input_gate, recurrence_gate, recurrent_param, h, seen)
     if library is not None and all_float32(x, input_gate, recurrence_gate, recurrent_param, h, seen):
-        return native_bodies(library).lru(x, input_gate, recurrence_gate, recurrent_param, carry, counts)
+        return library.recurrent.lru(x, input_gate, recurrence_gate, recurrent_param, carry, counts)
     dtype, width = carry_dtype(h), x.shape[1]
     mask = padding(counts, width)
     x, input_gate, recurrence_gate = (blank(each.to(dtype), mask) for each in (x, input_gate, recurrence_gate))

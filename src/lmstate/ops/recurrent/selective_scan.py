@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from lmstate.ops import dispatch
 from lmstate.ops.cpu.recurrent import all_float32
-from lmstate.ops.cpu.recurrent import recurrent as native_bodies
 from lmstate.ops.ragged import blank, carry_dtype, padding
 from lmstate.ops.recurrent.scan import scan, split
 
@@ -55,7 +54,7 @@ def selective_scan(
     dtype, width = carry_dtype(carry), x.shape[1]
     library = dispatch.native(x, dt, A, B, C, D, carry, gate)
     if library is not None and all_float32(x, dt, A, B, C, D, carry, gate):
-        return native_bodies(library).scan(x, dt, A, B, C, D, carry, counts, softplus, gate)
+        return library.recurrent.scan(x, dt, A, B, C, D, carry, counts, softplus, gate)
     dt = F.softplus(dt) if softplus else dt
     mask = padding(counts, width)
     x, dt, B, C = (blank(each.to(dtype), mask) for each in (x, dt, B, C))  # dt = 0 makes padding the identity

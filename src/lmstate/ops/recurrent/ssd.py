@@ -21,7 +21,6 @@ from torch.nn import functional as F
 
 from lmstate.ops import dispatch
 from lmstate.ops.cpu.recurrent import all_float32
-from lmstate.ops.cpu.recurrent import recurrent as native_bodies
 from lmstate.ops.ragged import blank, carry_dtype, padding
 
 RECURRENT_UP_TO = 3
@@ -65,7 +64,7 @@ def ssd(
     dtype, width = carry_dtype(carry), x.shape[1]
     library = dispatch.native(x, dt, A, B, C, D, carry, dt_bias)
     if library is not None and all_float32(x, dt, A, B, C, D, carry, dt_bias):
-        bodies = native_bodies(library)
+        bodies = library.recurrent
         if width <= bodies.longest:
             return bodies.ssd(x, dt, A, B, C, D, carry, counts, dt_bias, dt_limits)
     mask = padding(counts, width)

@@ -5,13 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from operator import is_
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from lmstate.ops.cpu.settle import PackedSlotCommit
-
 
 NONE = 2**31 - 1
 
@@ -76,14 +72,3 @@ class SlotCommit:
     def like(self, *parts: SlotTable | Tensor | EvictLowest | None) -> bool:
         """Whether it is made of these."""
         return all(map(is_, parts, (self.lists, self.columns, self.evicted, self.queries, self.ring)))
-
-    def __getstate__(self) -> dict[str, object]:
-        # "packed" points to these tensors, not to those of a copy.
-        return {name: value for name, value in vars(self).items() if name != "packed"}
-
-    @cached_property
-    def packed(self) -> PackedSlotCommit:
-        """For a native body."""
-        from lmstate.ops.cpu.settle import packed
-
-        return packed(self)

@@ -1,184 +1,241 @@
-"""The halves of a block that may wait in a `Run`: attention, a gated feed-forward part; more in `recurrent_halves`."""
+"""Sublayers of a block that a `FusedGraph` can run: attention, MLP, mixture of experts, recurrent layers.
+
+Each is its weights and sizes, from the residual stream and back to it; `lmstate.ops.cpu` packs them by type.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
-from lmstate.ops.types.params import Norm
+from lmstate.ops.types.params import AttentionParams, Gate, Norm
 from lmstate.ops.types.weight import Weight
 
-if TYPE_CHECKING:
-    from lmstate.ops.cpu import Library
-
-Packed = TypeVar("Packed")
+Carry = tuple[Tensor, ...]
 storage, requires_grad = attrgetter("storage"), attrgetter("requires_grad")
 
 
-class Sublayer(ABC, Generic[Packed]):
-    """A half of a block: what it tells the native call is packed once, for as long as its weights stay in place.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Sublayer(ABC):
+    """`stream + scale * post_norm(f(norm(stream)))`.
 
-    A step looks at every half when all that it needs of them has left the caches: it should touch little.
+    Called for every sublayer at each decode step, cold in cache: keep it short.
     """
 
-    _packed: Packed | None = None
-    _pointers: list[int] | None = None
+    norm: Norm | None = None
+    post_norm: Norm | None = None
+    scale: float = 1.0
 
     @property
     @abstractmethod
     def ends(self) -> tuple[Weight, Weight]:
         """The first product and the last."""
 
-    @property
-    def weights(self) -> tuple[Weight, ...]:
-        """Every product."""
-        return self.ends
-
-    @property
-    @abstractmethod
-    def others(self) -> list[Tensor]:
-        """Norms, biases and the like."""
-
-    def tensors(self) -> list[Tensor]:
-        """All that its arguments point to, as it is now."""
-        return [*map(storage, self.weights), *self.others]
-
     @cached_property
-    def inputs(self) -> int:
+    def in_features(self) -> int:
         """Features of the stream that it reads."""
         return self.ends[0].in_features
 
     @cached_property
-    def outputs(self) -> int:
-        """Features of the stream that it gives."""
+    def out_features(self) -> int:
+        """Features of the stream that it returns."""
         return self.ends[1].out_features
 
-    @abstractmethod
-    def pack(self, library: Library) -> Packed | None:
-        """What does not change from step to step; None if it has a norm, say, that the bodies do not know."""
-
-    def ready(self, library: Library) -> Packed | None:
-        """The same; None where no native body does it."""
-        tensors = self.tensors()
-        at = pointers(tensors)
-        if at != self._pointers:
-            self._packed = self.pack(library) if all(tensor.is_cpu for tensor in tensors) else None
-            self._pointers = at
-        if torch.is_grad_enabled() and any(map(requires_grad, tensors)):
-            return None
-        return self._packed
-
-
-class AttentionParts(Protocol):
-    """What a layer of attention is made of; see `models.mixers.attention.Attention`."""
-
-    @property
-    def qkv(self) -> Weight: ...
-    @property
-    def out(self) -> Weight: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def scale(self) -> float: ...
-    @property
-    def softcap(self) -> float | None: ...
-    @property
-    def sinks(self) -> Tensor | None: ...
-    @property
-    def q_norm(self) -> Norm | None: ...
-    @property
-    def k_norm(self) -> Norm | None: ...
-    @property
-    def v_norm(self) -> Norm | None: ...
-    @property
-    def qkv_bias(self) -> Tensor | None: ...
-    @property
-    def out_bias(self) -> Tensor | None: ...
-    @property
-    def gate(self) -> bool: ...
-    @property
-    def gates(self) -> int: ...
-    @property
-    def reads(self) -> int | None: ...
-
-
-@dataclass(eq=False)
-class AttentionSublayer(Sublayer[bytes]):
-    """`stream + scale * after(out(attend(qkv(norm(x)))))`."""
-
-    parts: AttentionParts
-    norm: Norm | None = None
-    after: Norm | None = None
-    scale: float = 1.0
+    @cached_property
+    def weights(self) -> tuple[Weight, ...]:
+        """Every product."""
+        return tuple(leaf for leaf in _leaves(tuple(vars(self).values())) if isinstance(leaf, Weight))
 
     @cached_property
-    def heads(self) -> tuple[int, int, int]:
-        """H, K and D."""
-        return self.parts.heads, self.parts.kv_heads, self.parts.head_dim
+    def parameters(self) -> list[Tensor]:
+        """Norms, biases and the like."""
+        return [leaf for leaf in _leaves(tuple(vars(self).values())) if isinstance(leaf, Tensor)]
 
-    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """All tensors that its arguments point to; a weight may have got another storage since the last call."""
+        return [*map(storage, self.weights), *self.parameters]
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionSublayer(Sublayer):
+    """`out(attend(qkv(x)))` of H query heads over K key/value heads of D features.
+
+    `gate`: each query head's rows of `qkv` are followed by as many of a gate; `gates`: the last rows of `qkv` gate
+    whole heads. `shared_kv`: `qkv` gives queries alone; keys and values are another layer's.
+    """
+
+    qkv: Weight
+    out: Weight
+    heads: int
+    kv_heads: int
+    head_dim: int
+    params: AttentionParams
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    v_norm: Norm | None = None
+    qkv_bias: Tensor | None = None
+    out_bias: Tensor | None = None
+    gate: bool = False
+    gates: int = 0
+    shared_kv: bool = False
+
+    @property
     def ends(self) -> tuple[Weight, Weight]:
-        return self.parts.qkv, self.parts.out
-
-    @cached_property
-    def others(self) -> list[Tensor]:
-        p = self.parts
-        return tensors_of(self.norm, self.after, p.q_norm, p.k_norm, p.v_norm, p.qkv_bias, p.out_bias, p.sinks)
-
-    def pack(self, library: Library) -> bytes | None:
-        known = simple(self.norm, self.after, self.parts.q_norm, self.parts.k_norm, self.parts.v_norm)
-        return library.fused.attention(self) if known else None
+        return self.qkv, self.out
 
 
-@dataclass(eq=False)
-class MLPSublayer(Sublayer[bytes]):
-    """`stream + scale * after(down(act(gate) * up))` with gate | up = `factors * up(norm(x))`."""
+@dataclass(frozen=True, eq=False)
+class MLPSublayer(Sublayer):
+    """`down(act(gate) * up)` with gate | up = `factors * up(x)`."""
 
     up: Weight
     down: Weight
     act: str
-    norm: Norm | None = None
-    after: Norm | None = None
-    scale: float = 1.0
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
-    parallel: bool = False
-    """It reads what the half before it read, and is added to what that one gave."""
     factors: Tensor | None = None
+    parallel: bool = False
+    """It reads the input of the sublayer before it, and is added to that one's output."""
 
-    @cached_property
+    @property
     def ends(self) -> tuple[Weight, Weight]:
         return self.up, self.down
 
-    @cached_property
-    def others(self) -> list[Tensor]:
-        return tensors_of(self.norm, self.after, self.up_bias, self.down_bias, self.factors)
 
-    def pack(self, library: Library) -> bytes | None:
-        known = self.act in library.GATES and simple(self.norm, self.after)
-        return library.fused.feed_forward(self, library.GATES[self.act]) if known else None
+class Expert(NamedTuple):
+    """`down(act(gate) * up)` with gate | up = `up(x)`."""
+
+    up: Weight
+    down: Weight
+    act: str
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+class RouterParams(NamedTuple):
+    """The choice of experts and their weights; `models.layers.moe.Router` has the meaning of each."""
+
+    weight: Weight
+    top_k: int
+    scoring: Literal["softmax", "sigmoid"]
+    normalize: bool
+    scale: float
+    bias: Tensor | None
+    e_score_correction_bias: Tensor | None
+    groups: int
+    topk_groups: int
+    group_score: Literal["top1", "top2"]
+    floor: float
+
+
+@dataclass(frozen=True, eq=False)
+class MoESublayer(Sublayer):
+    """`sum of weight * expert(x) + shared(x)`; see `models.layers.moe`."""
+
+    router: RouterParams
+    experts: tuple[Expert, ...]
+    shared: Expert | None = None
+    shared_gate: Weight | None = None
+    scale_input: bool = False
+
+    @property
+    def ends(self) -> tuple[Weight, Weight]:
+        return self.router.weight, self.experts[0].down
+
+
+class RecurrentResult(NamedTuple):
+    """A recurrent sublayer's step, for its layer's state; valid after `flush()`."""
+
+    inputs: Tensor  # [R, T, F], of the scan
+    carry: Carry
+
+
+class RecurrentSublayer(Sublayer):
+    """A layer whose mixer is a recurrence."""
+
+
+@dataclass(frozen=True, eq=False)
+class GatedDeltaSublayer(RecurrentSublayer):
+    """`out(delta_mixer(qkvz(x), gates(x)))`; shapes as in `models.layers.gated_delta_net.GatedDelta`."""
+
+    qkvz: Weight
+    gates: Weight
+    out: Weight
+    conv: Tensor
+    A: Tensor
+    dt_bias: Tensor
+    gated_norm: Norm
+    key_heads: int
+    key_dim: int
+    gate_act: Gate
+    beta_scale: float
+
+    @property
+    def ends(self) -> tuple[Weight, Weight]:
+        return self.qkvz, self.out
+
+
+@dataclass(frozen=True, eq=False)
+class Mamba2Sublayer(RecurrentSublayer):
+    """`out(ssd_mixer(factors * project(x)))`; shapes as in `models.layers.mamba2.Mamba2`."""
+
+    project: Weight
+    out: Weight
+    conv: Tensor
+    conv_bias: Tensor | None
+    A: Tensor
+    D: Tensor
+    dt_bias: Tensor
+    groups: int
+    head_dim: int
+    dt_limits: tuple[float, float]
+    gated_norm: Norm | None = None
+    norm_groups: int = 1
+    gate_last: bool = False
+    bias: Tensor | None = None
+    out_bias: Tensor | None = None
+    factors: Tensor | None = None
+    parallel: bool = False
+    """As in `MLPSublayer`."""
+
+    @property
+    def ends(self) -> tuple[Weight, Weight]:
+        return self.project, self.out
+
+
+@dataclass(frozen=True, eq=False)
+class ShortConvSublayer(RecurrentSublayer):
+    """`out(c * conv(b * x))` with b | c | x = `project(x)`."""
+
+    project: Weight
+    out: Weight
+    conv: Tensor
+    conv_bias: Tensor | None = None
+    bias: Tensor | None = None
+    out_bias: Tensor | None = None
+
+    @property
+    def ends(self) -> tuple[Weight, Weight]:
+        return self.project, self.out
 
 
 def pointers(tensors: list[Tensor]) -> list[int]:
-    """Where they lie."""
+    """Their addresses."""
     return list(map(Tensor.data_ptr, tensors))
 
 
-def tensors_of(*parts: Norm | Tensor | None) -> list[Tensor]:
-    """The tensors of what is there."""
-    return [part.weight if isinstance(part, Norm) else part for part in parts if part is not None]
-
-
-def simple(*norms: Norm | None) -> bool:
-    """Whether the native bodies know them all."""
-    return all(norm is None or norm.simple for norm in norms)
+def _leaves(value: object) -> Iterator[Weight | Tensor]:
+    """Weights and tensors of a sublayer's fields."""
+    if isinstance(value, (Weight, Tensor)):
+        yield value
+    elif isinstance(value, Norm):
+        yield from _leaves((value.weight, value.bias))
+    elif isinstance(value, tuple):
+        for each in value:
+            yield from _leaves(each)

@@ -1,4 +1,4 @@
-"""How a cache goes back: what it notes of every call, and how it feeds again what a recurrent layer cannot undo."""
+"""Rewinding of a cache: a record of every call, and feeding again what a recurrent layer cannot undo."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Rollback(DynamicCache, hooks.CallObserver):
     # ---- moving
 
     def rewind_cost(self, to: int) -> int:
-        """How many tokens `rewind(to=to)` would feed again. Raises what it would raise."""
+        """Number of tokens that `rewind(to=to)` would feed again. Raises as it would."""
         length = self._checked(to)
         start = self._start(length, to)
         if start is None:
@@ -227,7 +227,7 @@ class Rollback(DynamicCache, hooks.CallObserver):
         return length
 
     def _start(self, length: int, to: int) -> Checkpoint | None:
-        """Where tokens have to be fed from to reach `to`; None if none have to be."""
+        """Checkpoint from which tokens have to be fed to reach `to`; None if none have to be."""
         kept = self._kept("going back")
         if not self._lost and (to == length or all(layer.reach(length) <= to for layer in kept)):
             return None

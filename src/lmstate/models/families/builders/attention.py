@@ -90,7 +90,7 @@ def fused_attention(
     height = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
 
     def order() -> Tensor:
-        """Which stored row comes first, and so on, int64 `[(H + 2 * K) * D]`."""
+        """Order of the stored rows, int64 `[(H + 2 * K) * D]`."""
         rows = torch.arange(height).view(shape.kv_heads, -1, shape.head_dim)  # [K, H / K + 2, D]
         return torch.cat([rows[:, :-2].flatten(), rows[:, -2].flatten(), rows[:, -1].flatten()])
 

@@ -1,4 +1,4 @@
-"""What families share: the parts of a block under their usual Hugging Face names."""
+"""Decoders of blocks under their usual Hugging Face names."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from lmstate.errors import ModelError
 POSITIONS = "max_position_embeddings"
 
 
-MOST = 2**20  # of heads, layers, experts, widths: more is a damaged file
+MAX_SIZE = 2**20  # of heads, layers, experts, widths: more is a damaged file
 
 
 @dataclass(frozen=True)
@@ -33,20 +33,20 @@ class Dims:
     @classmethod
     def of(cls, config: Config, *, eps: str = "rms_norm_eps") -> Dims:
         """`eps`: the name under which the config has the number that norms add."""
-        hidden = config.int("hidden_size", low=1, high=MOST)
-        heads = config.int("num_attention_heads", low=1, high=MOST)
+        hidden = config.int("hidden_size", low=1, high=MAX_SIZE)
+        heads = config.int("num_attention_heads", low=1, high=MAX_SIZE)
         return cls(
             hidden,
             config.int("num_hidden_layers", low=1, high=4096),
             heads,
-            config.int("num_key_value_heads", low=1, high=MOST, default=heads),
-            config.int("head_dim", low=1, high=MOST, default=0) or max(1, hidden // heads),
+            config.int("num_key_value_heads", low=1, high=MAX_SIZE, default=heads),
+            config.int("head_dim", low=1, high=MAX_SIZE, default=0) or max(1, hidden // heads),
             config.int("vocab_size", low=1, high=2**24),
             config.float(eps, low=0.0, high=1.0, default=1e-6),
         )
 
 
-def there(w: WeightLoader, *names: str) -> str:
+def first_present(w: WeightLoader, *names: str) -> str:
     """The first of the names that the checkpoint has; the first of all if it has none of them."""
     return next((name for name in names if w.has(name)), names[0])
 
@@ -58,7 +58,7 @@ def config_window(config: Config, switch: bool) -> int | None:
     return config.int("sliding_window", low=1, default=None)
 
 
-def windows(
+def layer_windows(
     config: Config, layers: int, *, full_every: int | None = None, switch: bool = True
 ) -> list[int | None]:  # fmt: skip
     """Each layer's sliding window, from `layer_types` where the config has them and uses them.
@@ -79,7 +79,7 @@ def windows(
     return [size if index >= first else None for index in range(layers)]
 
 
-def drafting(config: Config, shape: Dims) -> tuple[str, ...]:
+def mtp_tensors(config: Config, shape: Dims) -> tuple[str, ...]:
     """Patterns of the tensors of layers past the last one: heads for multi-token prediction, which are not run."""
     drafts = config.int("num_nextn_predict_layers", high=64, default=0)
     return tuple(f"{start}.{shape.layers + extra}.*" for start in ("model.layers", "blk") for extra in range(drafts))

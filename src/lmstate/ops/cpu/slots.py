@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from struct import Struct
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from lmstate.ops import cpu
 from lmstate.ops.cpu.arguments import float_pointer, function, integers
-
-if TYPE_CHECKING:
-    from lmstate.ops.types.slot_table import SlotCommit
+from lmstate.ops.types.slot_table import SlotCommit
 
 ARRAYS = 8
 _HEADER = Struct("3P3q")
@@ -29,13 +26,14 @@ class PackedSlotCommit(NamedTuple):
     rows: int
 
 
-class Settle:
+class Slots:
     """The body of one variant."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._settle = function(library, "lmstate_settle")
+        self._packed: WeakKeyDictionary[SlotCommit, PackedSlotCommit] = WeakKeyDictionary()
 
-    def __call__(self, changes: Sequence[SlotCommit], starts: Tensor, counts: Tensor, accepted: Tensor) -> None:
+    def commit(self, changes: Sequence[SlotCommit], starts: Tensor, counts: Tensor, accepted: Tensor) -> None:
         """`commit_slots`."""
         settle, packed = self.prepare(changes, starts, counts, accepted)
         settle(packed)
@@ -46,21 +44,24 @@ class Settle:
         """The function of C and its argument, which points to the tensors."""
         rows = len(starts)
         spans = tuple(integers(x, "starts, counts and accepted", rows) for x in (starts, counts, accepted))
-        packed = [change.packed for change in changes]
+        packed = [self._pack(change) for change in changes]
         if any(each.rows != rows for each in packed):
             raise ValueError(f"lists of other numbers of rows were given with the starts of {rows}")
         header = _HEADER.pack(*(x.data_ptr() for x in spans), len(changes), rows, torch.get_num_threads())
         return self._settle, b"".join([header, *(each.fields for each in packed)])
 
+    def _pack(self, change: SlotCommit) -> PackedSlotCommit:
+        """Checked once: a change is not given other tensors, nor these other memory."""
+        packed = self._packed.get(change)
+        if packed is None:
+            packed = self._packed[change] = pack(change)
+        return packed
 
-def packed(change: SlotCommit) -> PackedSlotCommit:
-    """Checked once: a change is not given other tensors, nor these other memory."""
-    stored, undo_log, filled, undo_head = (
-        change.lists.stored,
-        change.lists.undo_log,
-        change.lists.filled,
-        change.lists.undo_head,
-    )
+
+def pack(change: SlotCommit) -> PackedSlotCommit:
+    """The arguments of one layer. ValueError where its tensors do not fit each other."""
+    table = change.lists
+    stored, undo_log, filled, undo_head = table.stored, table.undo_log, table.filled, table.undo_head
     rows, heads, slots = stored["position"].shape
     undo_slots = undo_log["position"].shape[2]
     fields: list[int] = []
@@ -99,9 +100,3 @@ def packed(change: SlotCommit) -> PackedSlotCommit:
         planes, wide, change.evicted is lowest, *lowest, tokens, width, size,
     )  # fmt: skip
     return PackedSlotCommit(packed, rows)
-
-
-@lru_cache
-def commit_slots(variant: str) -> Settle:
-    """The body of the same variant as a `Library`."""
-    return Settle(ctypes.CDLL(str(cpu.path_of(variant))))

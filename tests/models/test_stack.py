@@ -1,4 +1,4 @@
-"""A step whose layers all wait in a run has them wait as in the step before, for as long as nothing moved."""
+"""A state's plan runs its steps as the blocks themselves would, and captured segments replay while nothing moved."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from lmstate import kv
-from lmstate.models import block as blocks_of
-from lmstate.models.block import Block
 from lmstate.models.layers.moe import MixtureOfExperts
+from lmstate.models.stack import FusedSegment, Part
 from lmstate.ops import dispatch
 from tests.zoo import ours, text
 
@@ -32,21 +31,21 @@ CASES = [
     "lfm3",
     "falcon_h1",
 ]
-native = pytest.mark.skipif(dispatch.choice().library is None, reason="the references have no run of blocks")
+native = pytest.mark.skipif(dispatch.choice().library is None, reason="the references fuse nothing")
 
 
 @pytest.fixture
-def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Block]]:
-    """The blocks that waited one by one."""
-    joined: list[Block] = []
-    one = Block.join
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Part]]:
+    """The parts that were fused, or run, one by one."""
+    asked: list[Part] = []
 
-    def noted(block: Block, *given: Any) -> None:
-        joined.append(block)
-        one(block, *given)
+    def noted(name: str) -> None:
+        one = getattr(Part, name)
+        monkeypatch.setattr(Part, name, lambda part, *given: (asked.append(part), one(part, *given))[1])
 
-    monkeypatch.setattr(Block, "join", noted)
-    yield joined
+    noted("fuse")
+    noted("run")
+    yield asked
 
 
 def twin(model: Any, state: Any) -> Any:
@@ -85,7 +84,7 @@ def talk(case: str, policy: kv.Policy | None) -> list[torch.Tensor]:
 @pytest.mark.parametrize("case", CASES)
 def test_repeated_steps_give_the_same_bits(case: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     got = talk(case, POLICIES[policy])
-    monkeypatch.setattr(blocks_of, "_repeated", lambda *given: False)
+    monkeypatch.setattr(FusedSegment, "_replay", lambda *given: False)
     assert all(torch.equal(one, other) for one, other in zip(got, talk(case, POLICIES[policy]), strict=True))
 
 
@@ -99,17 +98,17 @@ def test_repeated_steps_give_the_same_bits(case: str, policy: str, monkeypatch: 
         ("qwen3_5", "h2o"),
     ],
 )
-def test_the_next_step_asks_no_block(case: str, policy: str, joined: list[Block]) -> None:
+def test_the_next_step_asks_no_part(case: str, policy: str, asked: list[Part]) -> None:
     model = ours(case)
     state = model.new_state(kv=POLICIES[policy])
     for token in text(20)[0].tolist():
         model([[token]], state)
-    joined.clear()
+    asked.clear()
     model([[1]], state)
     if policy in ("all", "4 bits"):
         model([[2, 3]], state, commit=False)
         state.discard()
-    assert not joined
+    assert not asked
 
 
 def changed(model: Any) -> Iterator[str]:
