@@ -195,6 +195,7 @@ class SlotStore:
         for mine, theirs in zip(whole.tensors(), other.tensors()):
             mine[row] = theirs[0]
         whole.occupancy = self.occupancy.set(row, other.occupancy.rows[0])
+        whole.count()
         return whole
 
     def captured(self, row: int, length: int) -> Arrays:
