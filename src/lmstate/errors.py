@@ -1,4 +1,4 @@
-"""What lmstate raises. Each message says what was asked, what stands in the way, what to do."""
+"""Exceptions of lmstate. Each message says what was asked, what stands in the way, what to do."""
 
 
 class StateError(ValueError):

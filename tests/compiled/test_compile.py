@@ -81,7 +81,7 @@ def test_compiles_once_for_each_width_and_never_again(case: str) -> None:
 def test_a_ring_wraps_within_one_graph() -> None:
     own = StaticMirror(ours("mistral"), compiled("mistral"), capacity=400)
     own.feed([ids(1)])
-    slots = own.state.layers[0].fixed()["k"].shape[2]
+    slots = own.state.layers[0].static_tensors()["k"].shape[2]
     with torch._dynamo.config.patch(error_on_recompile=True):
         own.extend([ids(slots - 3, 1)])
         for seed in range(40):

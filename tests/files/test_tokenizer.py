@@ -9,9 +9,8 @@ from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.gguf.tokenizer import SPLITTINGS, generation_of, tokenizer_of
 from lmstate.checkpoints.hub import open_checkpoint
 from lmstate.checkpoints.open import open_source
-from lmstate.checkpoints.source import TokenizerFiles
 from lmstate.errors import ModelError
-from lmstate.text.tokenizer import Tokenizer
+from lmstate.text.tokenizer import Tokenizer, TokenizerFiles
 from tests import real_model
 from tests.files.texts import HARD_TEXTS
 

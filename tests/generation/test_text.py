@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmstate.checkpoints.source import TokenizerFiles
 from lmstate.generation.answer import Answer
-from lmstate.text.tokenizer import Tokenizer
+from lmstate.text.tokenizer import Tokenizer, TokenizerFiles
 
 
 def byte_level() -> Tokenizer:

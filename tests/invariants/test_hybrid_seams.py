@@ -23,7 +23,7 @@ PREFILL, MORE = 37, 16
 def folds(model: Model) -> Iterator[LayerState]:
     """The recurrent layers' states of an empty state of the model."""
     for layer in model.new_state().layers:
-        yield from (part for part in layer.parts() if isinstance(part, RecurrentState))
+        yield from (part for part in layer.leaves() if isinstance(part, RecurrentState))
 
 
 # The zoo's kinds with recurrent layers, less the cases of theirs that run without any.

@@ -79,7 +79,7 @@ def test_any_interleaving_sees_what_was_kept(policy: str, data: st.DataObject) -
 def reach(watch: Watch, row: int) -> int:
     """The earliest position that costs nothing, and the later ones neither."""
     length = len(watch.rows[row])
-    return max(layer.reach(row, length) for layer in watch.state.layers)
+    return max(layer.earliest_rewind(row, length) for layer in watch.state.layers)
 
 
 @every_policy

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import lmstate
 from lmstate.ops import FULL_CAUSAL, AttentionParams, CausalMask, RopeTables
-from lmstate.ops.attention import rope
+from lmstate.ops.attention.rope import rope
 from lmstate.state import CompositeState, KeyValueState, LatentState, LayerState, SharedState, Step
 from tests.invariants.mirror import PROBE, bytes_held, close
 
@@ -103,7 +103,7 @@ class Watch:
 
 
 def attention_of(layer: LayerState) -> KeyValueState | None:
-    return next((part for part in layer.parts() if isinstance(part, KeyValueState)), None)
+    return next((part for part in layer.leaves() if isinstance(part, KeyValueState)), None)
 
 
 class Masked(KeyValueState):
@@ -153,7 +153,7 @@ class Masked(KeyValueState):
     def reserve(self, step: Step) -> None: ...
     def commit(self, step: Step, accepted: tuple[int, ...]) -> None: ...
     def discard(self) -> None: ...
-    def reach(self, row: int, length: int) -> int:
+    def earliest_rewind(self, row: int, length: int) -> int:
         return 0
 
     def rewind(self, row: int, length: int, to: int) -> None: ...

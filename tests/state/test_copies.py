@@ -47,7 +47,7 @@ def test_a_copied_state_goes_on_with_the_same_weights(case: str) -> None:
     twin, (other, both) = copy.deepcopy(state), copy.deepcopy((model, state))
     for mixers, copied in ((model.blocks, twin), (other.blocks, both)):
         folds = [
-            part.fold.__self__ for layer in copied.layers for part in layer.parts() if isinstance(part, RecurrentState)
+            part.scan.__self__ for layer in copied.layers for part in layer.leaves() if isinstance(part, RecurrentState)
         ]
         known = {id(mixer) for block in mixers for mixer in (block.mixer, getattr(block.mixer, "other", None))}
         assert folds and {id(mixer) for mixer in folds} <= known

@@ -15,7 +15,7 @@ from tests.zoo import CASES, ours, text
 
 def attention_only(case: str) -> bool:
     layers = ours(case).new_state().layers
-    return all(type(part) is AttentionState and part.span is None for layer in layers for part in layer.parts())
+    return all(type(part) is AttentionState and part.window_span is None for layer in layers for part in layer.leaves())
 
 
 FAMILIES = (
@@ -40,8 +40,8 @@ def test_kept_keys_equal_keys_that_were_rotated_there_in_the_first_place(case: s
         # The oracle: undo each stored key's own rotation, and rotate it at the position where it now stands.
         rope, keys = block.mixer.rope, whole.k[0, :, :60].clone()
         for position in range(25, 60) if rope is not None else ():
-            bare = rope.shift(keys[:, position : position + 1], -position)
-            keys[:, position : position + 1] = rope.shift(bare, position - 20)
+            bare = rope.rotate_by(keys[:, position : position + 1], -position)
+            keys[:, position : position + 1] = rope.rotate_by(bare, position - 20)
         kept = torch.cat([keys[:, :5], keys[:, 25:]], 1)
         torch.testing.assert_close(dropped.k[0, :, :40], kept, atol=BOUND, rtol=BOUND)
         torch.testing.assert_close(dropped.v[0, :, 5:40], whole.v[0, :, 25:60], atol=0, rtol=0)
@@ -90,7 +90,7 @@ def test_models_that_fold_refuse_before_anything_changes(case: str) -> None:
     state, other = model.new_state(), model.new_state()
     model([ids], state)
     model([ids], other)
-    with pytest.raises(lmstate.UnsupportedError, match=r"layer \d+ \((fold|composite)\)"):
+    with pytest.raises(lmstate.UnsupportedError, match=r"layer \d+ \((recurrent|composite)\)"):
         state.drop(0, 3, 9)
     assert state.tokens(0) == ids
     torch.testing.assert_close(model([[5]], state), model([[5]], other), atol=0, rtol=0)

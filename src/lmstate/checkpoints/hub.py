@@ -54,7 +54,7 @@ def aliases() -> dict[str, str]:
 
 
 def cache_dir() -> Path:
-    """Where downloads and conversions are kept: `LMSTATE_CACHE`, else the platform's place for caches."""
+    """Folder of downloads and conversions: `LMSTATE_CACHE`, else the platform's place for caches."""
     chosen = os.environ.get("LMSTATE_CACHE")
     if chosen:
         return Path(chosen).expanduser()

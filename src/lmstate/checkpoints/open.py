@@ -9,11 +9,12 @@ from typing import Any
 
 from lmstate.checkpoints.conversion_cache import FORMAT
 from lmstate.checkpoints.gguf.source import GgufSource
-from lmstate.checkpoints.source import Source, TokenizerFiles
+from lmstate.checkpoints.source import Source
 from lmstate.errors import ModelError
 from lmstate.files.atomic import atomic_write
 from lmstate.files.json_object import read_object
 from lmstate.files.mmap_file import fingerprint
+from lmstate.text.tokenizer import TokenizerFiles
 
 
 def open_source(path: Path) -> Source:

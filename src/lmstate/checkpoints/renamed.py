@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lmstate.checkpoints.source import GroupedQuant, Source, TokenizerFiles
+from lmstate.checkpoints.source import GroupedQuant, Source
 from lmstate.errors import ModelError
+from lmstate.text.tokenizer import TokenizerFiles
 
 # The embedding of a model saved without its head, and what its tensors' names begin with where there is a head.
 BASES = {
@@ -77,7 +78,7 @@ def _plain(name: str) -> str:
 
 
 def with_head(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Where the new names are those of a base model, the names of the model with a head; else the same."""
+    """Renames from a base model's names to those of the model with a head, where the names are a base model's."""
     new = {name for name, _ in pairs}
     base = next((base for embedding, base in BASES.items() if embedding in new), "")
     return [(name if name.startswith(HEAD) else base + name, there) for name, there in pairs]

@@ -1,13 +1,15 @@
-"""What every checkpoint format looks like to the rest of lmstate: a config, Hugging Face tensor names, and numbers."""
+"""The interface of every checkpoint format: a config, Hugging Face tensor names, and values."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from lmstate.text.tokenizer import TokenizerFiles
 
 GROUP = 32  # quantised matrices share one scale among this many neighbours along the input axis
 
@@ -50,17 +52,6 @@ def floats(numbers: Tensor | GroupedQuant) -> Tensor:
     return numbers.dequantize() if isinstance(numbers, GroupedQuant) else numbers
 
 
-@dataclass(frozen=True)
-class TokenizerFiles:
-    """What a tokenizer is made of: tokenizer.json (its path or its text), and the settings that lie beside it.
-
-    `settings` are those of tokenizer_config.json: `bos_token`, `eos_token`, `add_bos_token`, `chat_template`, ...
-    """
-
-    tokenizer_json: Path | str
-    settings: dict[str, Any] = field(default_factory=dict)
-
-
 class Source(Protocol):
     """An open checkpoint. Tensor names are those of Hugging Face, whatever the file calls them."""
 
@@ -85,7 +76,7 @@ class Source(Protocol):
         ...
 
     def tokenizer_files(self) -> TokenizerFiles | None:
-        """What the tokenizer is built from; None for a checkpoint without one."""
+        """Files of the tokenizer; None for a checkpoint without one."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What `lmstate inspect` tells of a loaded model."""
+"""Facts of a loaded model for `lmstate inspect`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def model_rows(model: Model) -> list[tuple[str, str]]:
 
 
 def _sampling(model: Model) -> str:
-    """What `lmstate generate` and `chat` follow where nothing else is asked for."""
+    """Sampling that `lmstate generate` and `chat` use by default."""
     sampler = Sampler.suggested(model.defaults)
     plain = Sampler()
     values = [(part.name, getattr(sampler, part.name)) for part in fields(sampler)]
@@ -70,12 +70,12 @@ def state_rows(model: Model) -> list[tuple[str, ...]]:
     growing: Counter[str] = Counter()
     fixed: Counter[str] = Counter()
     for one, two in zip(
-        (part for layer in model.new_state(rows=1, capacity=1, rewind=0).layers for part in layer.parts()),
-        (part for layer in model.new_state(rows=1, capacity=2, rewind=0).layers for part in layer.parts()),
+        (part for layer in model.new_state(rows=1, capacity=1, rewind=0).layers for part in layer.leaves()),
+        (part for layer in model.new_state(rows=1, capacity=2, rewind=0).layers for part in layer.leaves()),
     ):
         kind = one.kind
-        if isinstance(one, AttentionState) and one.span is not None:
-            kind = f"{kind} (the last {one.span + 1:,} tokens)"
+        if isinstance(one, AttentionState) and one.window_span is not None:
+            kind = f"{kind} (the last {one.window_span + 1:,} tokens)"
         layers[kind] += 1
         growing[kind] += two.nbytes() - one.nbytes()
         fixed[kind] += 2 * one.nbytes() - two.nbytes()

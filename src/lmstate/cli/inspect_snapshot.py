@@ -1,4 +1,4 @@
-"""What `lmstate inspect` tells of a snapshot."""
+"""Facts of a snapshot for `lmstate inspect`."""
 
 from __future__ import annotations
 

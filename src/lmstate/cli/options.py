@@ -18,7 +18,7 @@ DEFAULT_MODEL = "smollm2"
 
 
 class WeightKind(StrEnum):
-    """How the weights are stored in memory."""
+    """Storage of the weights in memory."""
 
     auto = "auto"
     int4 = "int4"
@@ -69,7 +69,7 @@ def usage() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Sampling:
-    """What was asked for on the command line; None: what the model's makers suggest. A `top_k` of 0 is all tokens.
+    """Sampling options of the command line; None: the checkpoint's suggestion. A `top_k` of 0 is all tokens.
 
     Raises `typer.BadParameter` for numbers out of range.
     """

@@ -1,4 +1,4 @@
-"""What goes where: answers and tables to stdout, everything about them to stderr."""
+"""Output of the program: answers and tables to stdout, everything about them to stderr."""
 
 from __future__ import annotations
 

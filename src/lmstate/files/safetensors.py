@@ -39,7 +39,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a tensor lies: `start` is a byte offset from the beginning of the file."""
+    """Location of a tensor: `start` is a byte offset from the beginning of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

@@ -56,7 +56,7 @@ class Answer:
         return piece + rest
 
     def kept(self) -> int:
-        """How many of `tokens` the state is to hold: all, or those wholly before the stop string.
+        """Number of `tokens` that the state is to hold: all, or those wholly before the stop string.
 
         Tokens at the edge without text of their own go too: they may be the first bytes of the stop string's character.
         """

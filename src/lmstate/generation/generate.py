@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """What a generation did, summed over the rows. Seconds exclude the time that the caller held the iterator."""
+    """Statistics of a generation, summed over the rows. Seconds exclude the time that the caller held the iterator."""
 
     fed: int  # tokens computed before the first one: the prompt, and what the state had queued
     reused: int  # tokens that the state had computed before

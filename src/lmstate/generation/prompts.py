@@ -1,4 +1,4 @@
-"""What a caller may give as a prompt, turned into one list of token ids per row."""
+"""Conversion of prompts to one list of token ids per row."""
 
 from __future__ import annotations
 

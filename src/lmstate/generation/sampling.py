@@ -26,7 +26,7 @@ HEAD = 1024
 
 @dataclass(frozen=True)
 class Candidates:
-    """What may be drawn: `probabilities` [R, k] float64 (rows sum to 1, zeros allowed) of tokens `ids` [R, k] int64."""
+    """Distribution of the next token: `probabilities` [R, k] float64 (rows sum to 1, zeros allowed) of `ids` [R, k]."""
 
     probabilities: Tensor
     ids: Tensor
@@ -34,7 +34,7 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Sampler:
-    """How the next token is chosen. Immutable; the random streams are in `TokenPicker`.
+    """Sampling parameters. Immutable; the random streams are in `TokenPicker`.
 
     temperature         0.0 takes the most likely token (greedy); the filters below then change nothing
     top_k               only the k most likely tokens (None: all)
@@ -62,7 +62,7 @@ class Sampler:
 
     @classmethod
     def suggested(cls, defaults: Mapping[str, Any]) -> Sampler:
-        """What the makers of a checkpoint suggest (`model.defaults`), read as transformers reads it.
+        """Sampling parameters that a checkpoint suggests (`model.defaults`), read as transformers reads them.
 
         Without `do_sample` that is greedy; with it, a temperature of 1 and the 50 most likely tokens unless they say
         otherwise. A `top_k` of 0 or less, and a `top_p` of 0, are how some say "all".

@@ -67,11 +67,11 @@ class ExportedStep(nn.Module):
         self.layers = new_layers(model.blocks, repeat(layout))
         # Which buffers each layer has: layer -> the layer's own name -> the module's.
         self._names = [
-            {name: f"layer{i}_{name.replace('.', '_')}" for name in layer.fixed()}
+            {name: f"layer{i}_{name.replace('.', '_')}" for name in layer.static_tensors()}
             for i, layer in enumerate(self.layers)
         ]
         for layer, names in zip(self.layers, self._names):
-            for name, tensor in layer.fixed().items():
+            for name, tensor in layer.static_tensors().items():
                 self.register_buffer(names[name], tensor)
         self.register_buffer(POSITIONS, torch.zeros(rows, dtype=torch.int64, device=model.device))
 
@@ -83,7 +83,7 @@ class ExportedStep(nn.Module):
         step = DeviceStep(self.positions, counts, self.tokens)
         logits = device_logits(self.model, tokens, step, room, self.layers, "last")
         for layer in self.layers:
-            layer.accept()
+            layer.commit_on_device()
         self.positions.add_(counts)
         return logits
 

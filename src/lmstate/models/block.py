@@ -130,12 +130,12 @@ def _repeated(run: ops.Run, blocks: Sequence[Block], step: Step, layers: Sequenc
     if kept is None or len(kept.blocks) != len(blocks) or not all(map(is_, kept.blocks, blocks)):
         return False
     folds = [memory for memory in members if isinstance(memory, RecurrentState)]
-    carries = [carry for memory in folds if (carry := memory.at_once(step))]
+    carries = [carry for memory in folds if (carry := memory.single_scan_carry(step))]
     rings = [ring for memory in members if isinstance(memory, KeyValueState) and (ring := memory.rings(step))]
     rotations = [one for turner in kept.turners if (one := turner.rotation(step))]
     folded = run.repeats(kept.chain, rings, carries, rotations)
     for memory, each in zip(folds, folded or ()):
-        memory.took(step, *each)
+        memory.record(step, *each)
     return folded is not None
 
 

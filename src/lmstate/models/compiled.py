@@ -57,7 +57,7 @@ def mark_static(model: Model, state: State) -> None:
     addresses are no guards: for another state of the same size the graph is recorded again, and not compiled again.
     """
     held = [part.tensors().values() if isinstance(part, Weight) else [part] for _, part in weights_in(model.parts)]
-    for tensor in itertools.chain(*held, state.fixed()):
+    for tensor in itertools.chain(*held, state.static_tensors()):
         torch._dynamo.mark_static_address(tensor, guard=False)
 
 

@@ -201,7 +201,7 @@ class Model:
         step = state.plan(ids, speculative=not commit)
         try:
             out = self._forward(ids, step, state, logits or "last")
-            state.ran(out)
+            state.record_logits(out)
             if commit:
                 state.commit()
         except BaseException:
@@ -258,7 +258,7 @@ class Model:
         """Run the blocks over a step, part by part: (offset, part, hidden float32 `[R, t, E]`)."""
         if not step.width:
             return
-        for offset, part in step.parts():
+        for offset, part in step.chunks():
             width = part.width
             rows = [row[offset : offset + width] for row in ids]
             padded = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self.device)
@@ -310,7 +310,7 @@ class Model:
         step, room = state.device_step(tokens.shape[1], counts)
         model = self._traced if torch.compiler.is_compiling() and self._traced is not None else self
         out = device_logits(model, tokens, step, room, state.layers, logits)
-        state.left(tokens.clone(), None if counts is None else counts.clone(), out)
+        state.record_device_step(tokens.clone(), None if counts is None else counts.clone(), out)
         return out
 
     def _ids(self, tokens: Tokens) -> list[list[int]]:

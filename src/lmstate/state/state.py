@@ -44,7 +44,7 @@ class State(Transaction):
         self._adopt()
         held: dict[str, int] = {"positions": self._positions.nbytes} if self.layout.static else {}
         for layer in self.layers:
-            for part in layer.parts():
+            for part in layer.leaves():
                 held[part.kind] = held.get(part.kind, 0) + part.nbytes()
         logits = {row.logits.data_ptr(): row.logits.nbytes for row in self._rows if row.logits is not None}
         if self._pending is not None and self._pending.logits is not None:

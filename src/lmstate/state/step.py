@@ -80,7 +80,7 @@ class Step:
             built = self._cached[key] = build()
             return built
 
-    def parts(self) -> Iterator[tuple[int, Step]]:
+    def chunks(self) -> Iterator[tuple[int, Step]]:
         """The step cut into steps of at most `chunk` tokens a row: (offset of the part's first token, part)."""
         if self.width <= self.chunk:
             yield 0, self

@@ -140,7 +140,7 @@ class Transaction:
         self._pending = None
         self._publish()
 
-    def ran(self, logits: Tensor | None) -> None:
+    def record_logits(self, logits: Tensor | None) -> None:
         """The pending step's forward is done; its logits are `[R, T, V]`, or `[R, V]` of the last tokens."""
         assert self._pending is not None
         self._pending = Pending(self._pending.step, self._pending.ids, logits)
@@ -167,11 +167,11 @@ class Transaction:
         room = (counts >= 0) & (counts <= width) & (self._positions + counts <= self.layout.capacity)
         return DeviceStep(self._positions, torch.where(room, counts, 0), width), room
 
-    def fixed(self) -> list[Tensor]:
+    def static_tensors(self) -> list[Tensor]:
         """Of a static state, all that a device step reads and changes: these tensors never move."""
-        return [self._positions, *(tensor for layer in self.layers for tensor in layer.fixed().values())]
+        return [self._positions, *(tensor for layer in self.layers for tensor in layer.static_tensors().values())]
 
-    def left(self, tokens: Tensor, counts: Tensor | None, logits: Tensor) -> None:
+    def record_device_step(self, tokens: Tensor, counts: Tensor | None, logits: Tensor) -> None:
         """A device step ran over `tokens` int64 `[R, T]`: they are pending."""
         self._left = DeviceResult(tokens, counts, logits)
 
@@ -325,7 +325,7 @@ class Transaction:
         own = self._rows[row]
         if to >= own.cached:
             return own.cached, None
-        if to >= max((layer.reach(row, own.cached) for layer in self.layers), default=0):
+        if to >= max((layer.earliest_rewind(row, own.cached) for layer in self.layers), default=0):
             return to, None
         marks = [mark for mark in own.marks if mark.at <= to and mark.regime == own.regime]
         last = max(marks, key=lambda mark: mark.at, default=None)

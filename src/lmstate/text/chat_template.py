@@ -221,7 +221,7 @@ def _check_format(text: str, arguments: Sequence[Any]) -> None:
 
 
 def _check_arguments(owner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """What a call may be given: no width or count beyond reason, no replacement or join that multiplies without end."""
+    """Check the arguments of a call: no width or count beyond reason, no text that multiplies without end."""
     given = [*args, *kwargs.values()]
     if isinstance(owner, str):
         if any(isinstance(value, int) and value > WIDEST for value in given):

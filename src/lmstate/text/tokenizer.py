@@ -7,7 +7,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lmstate.checkpoints.source import TokenizerFiles
 from lmstate.errors import ModelError
 from lmstate.files.json_object import MOST_BYTES
 
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     import tokenizers
 
     from lmstate.text.chat_template import ChatTemplate
+from dataclasses import dataclass, field
 
 BROKEN = "\ufffd"  # what stands in decoded text for bytes that are not UTF-8, or not yet
 HELD = 4  # tokens that may be held back for the rest of a character; UTF-8 has at most 4 bytes in one
@@ -160,13 +160,13 @@ class TextStream:
         return piece
 
     def flush(self) -> str:
-        """What is still held back when no more tokens come, broken characters shown as U+FFFD."""
+        """Return the text still held back when no more tokens come, broken characters shown as U+FFFD."""
         piece = self._give(self._decode(self._window)) if self._window else ""
         self._window, self._given, self._fresh = [], "", 0
         return piece
 
     def _give(self, text: str) -> str:
-        """What of the window's text was not given out yet."""
+        """Text of the window that was not returned yet."""
         piece = text[len(self._given) :]
         self._given = text if piece else self._given
         return piece
@@ -193,3 +193,14 @@ def _build(source: Path | str) -> tokenizers.Tokenizer:
     except BaseException as error:  # the library raises bare Exception, and its panics are not even that
         raise ModelError(f"{where} is damaged or of a newer kind: {str(error)[:200]}") from error
     return inner
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """Files of a tokenizer: tokenizer.json (its path or its text), and the settings that lie beside it.
+
+    `settings` are those of tokenizer_config.json: `bos_token`, `eos_token`, `add_bos_token`, `chat_template`, ...
+    """
+
+    tokenizer_json: Path | str
+    settings: dict[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What a GGUF architecture is to lmstate: the names of its tensors, and what the converter did to them."""
+"""Description of a GGUF architecture: the names of its tensors, and the changes that the converter made to them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ EXPERTS = {  # [experts, N, K] in GGUF, one matrix per expert under the Hugging 
 }
 STANDARD = {**ATTENTION, **MLP, **PRE_NORMS}
 BLOCK = r"blk\.(0|[1-9]\d{0,4})\."
-"""How the name of a tensor inside a block begins. A number has one spelling: 00 is no layer."""
+"""Prefix of the name of a tensor inside a block. A number has one spelling: 00 is no layer."""
 # Tensors that hold rope frequencies: they become config values.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -45,13 +45,13 @@ HFConfig = dict[str, Any]
 Tensors = dict[str, TensorPlace]
 Extra = Callable[[Config, str, HFConfig, Tensors], None]
 Change = Literal["convolution", "vector", "decay", "decay vector", "one more"]
-"""What the converter made of a tensor: it took the middle axis out of a convolution's taps [F, 1, C], it gave a vector
-another shape, it stored -exp(A_log) for A_log, or both of these, or it added 1 to a norm's weight."""
+"""Change that the converter made to a tensor: it took the middle axis out of a convolution's taps [F, 1, C], it gave a
+vector another shape, it stored -exp(A_log) for A_log, or both of these, or it added 1 to a norm's weight."""
 
 
 Spans = Literal["rows", "row each", "columns"]
-"""What of a tensor belongs to the value heads of a delta rule: its last rows, `linear_value_head_dim` a head or one, or
-its columns."""
+"""The part of a tensor that belongs to the value heads of a delta rule: its last rows, `linear_value_head_dim` a head
+or one, or its columns."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class HeadTiling:
     columns: bool
 
     def order(self, extent: int) -> Tensor:
-        """Where each of `extent` rows or columns in Hugging Face's order lies in the file, int64 `[extent]`."""
+        """Index in the file of each of `extent` rows or columns in Hugging Face's order, int64 `[extent]`."""
         order = torch.arange(extent)
         first = extent - self.keys * self.per_key * self.width
         heads = order[first:].view(self.per_key, self.keys, self.width)
@@ -107,7 +107,7 @@ class Architecture:
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Where a Hugging Face tensor lies in a GGUF file: a tensor, one expert of it, and what was done to it."""
+    """Location of a Hugging Face tensor in a GGUF file: a tensor, one expert of it, and what was done to it."""
 
     place: TensorPlace
     expert: int | None = None

@@ -1,4 +1,4 @@
-"""How each architecture of GGUF maps onto Hugging Face: config values, tensor names, and what the converter permuted.
+"""Map of each GGUF architecture onto Hugging Face: config values, tensor names, permutations of the converter.
 
 A new architecture is one entry of `ARCHITECTURES`. Metadata keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md;
 the conversions undone here are those of llama.cpp's convert_hf_to_gguf.py.
@@ -256,7 +256,7 @@ def locate(contents: GgufContents, config: dict[str, Any], where: str) -> dict[s
 def _located(
     arch: Architecture, name: str, place: TensorPlace, config: dict[str, Any], where: str
 ) -> Iterator[tuple[str, TensorLocation]]:
-    """What one tensor of the file is under Hugging Face names: one tensor, or one for each expert."""
+    """Hugging Face names of one tensor of the file: one tensor, or one for each expert."""
     match = re.fullmatch(BLOCK + r"(([\w.]+?)(?:\.(weight|bias))?)", name)
     inside = _inside(arch, match[2], match[3], match[4]) if match else None
     if match is None or inside is None:
@@ -289,7 +289,7 @@ def _change(arch: Architecture, name: str) -> Change | None:
 
 
 def _tiled(arch: Architecture, name: str, config: dict[str, Any], place: TensorPlace, where: str) -> HeadTiling | None:
-    """How the value heads of a tensor are ordered in the file; None if they are as Hugging Face has them."""
+    """Order of the value heads of a tensor in the file; None if it is Hugging Face's."""
     spans = next((spans for end, spans in arch.tiled.items() if name.endswith(end)), None)
     if spans is None or config["linear_num_key_heads"] == config["linear_num_value_heads"]:
         return None

@@ -40,7 +40,7 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class GgufContents:
-    """What the front part of a GGUF file says."""
+    """Header of a GGUF file: metadata and the places of its tensors."""
 
     metadata: dict[str, Any]
     tensors: dict[str, TensorPlace]

@@ -16,9 +16,10 @@ from lmstate.checkpoints.gguf.blocks import FORMATS, take_apart
 from lmstate.checkpoints.gguf.config import ROPE_TENSORS, config_of, locate
 from lmstate.checkpoints.gguf.reader import GgufContents, TensorPlace, check_places, open_gguf
 from lmstate.checkpoints.gguf.tokenizer import generation_of, tokenizer_of
-from lmstate.checkpoints.source import GROUP, GroupedQuant, TokenizerFiles, floats
+from lmstate.checkpoints.source import GROUP, GroupedQuant, floats
 from lmstate.errors import ModelError
 from lmstate.files.mmap_file import MappedFile, fingerprint
+from lmstate.text.tokenizer import TokenizerFiles
 
 
 class GgufSource:
@@ -100,7 +101,7 @@ class GgufSource:
         return self._tokenizer
 
     def to_json(self) -> dict[str, Any]:
-        """What `from_json` needs, as JSON values: everything but the tokenizer."""
+        """JSON values that `from_json` reads: everything but the tokenizer."""
         tensors = {
             name: [
                 *(at.place.start, list(at.place.shape), at.place.format, at.expert, at.paired_heads, at.change),
@@ -161,7 +162,7 @@ def _columns(numbers: Tensor | GroupedQuant, order: Tensor) -> Tensor | GroupedQ
 
 
 def _halves_from_pairs(rows: int, heads: int) -> Tensor:
-    """Where each row of a q or k projection in Hugging Face's order lies in the file, int64 [rows].
+    """Index in the file of each row of a q or k projection in Hugging Face's order, int64 [rows].
 
     ggml's rope turns neighbouring rows (2i, 2i+1) of a head, Hugging Face's the rows (i, i + D/2).
     """

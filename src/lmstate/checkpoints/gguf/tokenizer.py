@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmstate.checkpoints.config import Config
-from lmstate.checkpoints.source import TokenizerFiles
 from lmstate.errors import ModelError
+from lmstate.text.tokenizer import TokenizerFiles
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # values of tokenizer.ggml.token_type
 MOST_TOKENS = 2**22
@@ -34,7 +34,7 @@ TAIL = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 @dataclass(frozen=True)
 class Splitting:
-    """How text is cut before byte-pair merging: patterns in turn, then bytes (with GPT-2's own pattern or without)."""
+    """Pre-tokenizer of byte-pair merging: patterns in turn, then bytes (with GPT-2's own pattern or without)."""
 
     patterns: tuple[str, ...] = ()
     single_digits: bool = False
@@ -124,7 +124,7 @@ def tokenizer_of(metadata: Config) -> TokenizerFiles | None:
 
 
 def generation_of(metadata: Config, vocab_size: int) -> dict[str, Any]:
-    """What generation_config.json would say: the ids that begin and end a text, and the sampling that is suggested."""
+    """The generation config of the file: the ids that begin and end a text, and the sampling that is suggested."""
     tokens = metadata.strs("tokenizer.ggml.tokens", default=())
     types = metadata.ints("tokenizer.ggml.token_type", default=())
     ends = {

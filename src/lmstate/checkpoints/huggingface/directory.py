@@ -8,11 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from lmstate.checkpoints.huggingface import fp8, quantization
-from lmstate.checkpoints.source import GroupedQuant, TokenizerFiles, dtype_name
+from lmstate.checkpoints.source import GroupedQuant, dtype_name
 from lmstate.errors import ModelError
 from lmstate.files.json_object import read_object
 from lmstate.files.mmap_file import fingerprint
 from lmstate.files.safetensors import TensorFile
+from lmstate.text.tokenizer import TokenizerFiles
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MOST_SHARDS = 4096

@@ -26,5 +26,5 @@ def whole_numbers(nibbles: Tensor) -> Tensor:
 
 
 def scale(exponents: Tensor) -> Tensor:
-    """What doubled values are multiplied by, float32: an exponent e stands for 2 ** (e - 127)."""
+    """Scale of doubled values, float32: an exponent e stands for 2 ** (e - 127)."""
     return torch.exp2(exponents.float() - 128.0)

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, cast
 
-from lmstate.cli.chat.branches import Branches, shared
+from lmstate.cli.chat.branches import Branches
+from lmstate.cli.chat.messages import Message, common_prefix
 from lmstate.cli.progress import warn_of_length
 from lmstate.generation import Generation, Report, Sampler
 
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
 
     from lmstate.generation import Piece
     from lmstate.models.model import Model
-
-Message = dict[str, str]
 
 
 class Conversation:
@@ -74,7 +73,7 @@ class Conversation:
             )
         messages = self.messages[: begins[-turns]]
         kept = self.model.tokenizer.chat(messages) if messages else []
-        to = shared(self.state.tokens(0), kept)
+        to = common_prefix(self.state.tokens(0), kept)
         cost = self.state.rewind_cost(0, to)
         self.state.rewind(0, to)
         self.messages = messages
@@ -83,7 +82,7 @@ class Conversation:
     def _align(self, ids: Sequence[int]) -> list[int]:
         """Rewind the state to the longest beginning that it shares with `ids`; returns what is to be fed after it."""
         held = self.state.tokens(0)
-        same = min(shared(held, list(ids)), len(ids) - 1)  # one token at least is fed, to have logits from
+        same = min(common_prefix(held, list(ids)), len(ids) - 1)  # one token at least is fed, to have logits from
         if same < len(held):
             self.state.rewind(0, same)
         return list(ids[same:])

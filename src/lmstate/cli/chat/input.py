@@ -1,4 +1,4 @@
-"""What is typed in a chat: lines, and messages of several lines.
+"""Input of a chat: lines, and messages of several lines.
 
 A line that ends in a backslash goes on in the next one. Lines between two times three double quotes are one message,
 taken as they are: also where they look like a command.
@@ -66,7 +66,7 @@ def _message() -> Typed | None:
 
 
 def _block(line: str) -> str:
-    """What comes after the opening quotes, up to the closing ones (or the end of the input)."""
+    """Text after the opening quotes, up to the closing ones (or the end of the input)."""
     lines = [line]
     while not lines[-1].rstrip().endswith(QUOTES):
         more = _line(MORE)

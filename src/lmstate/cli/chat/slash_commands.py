@@ -1,4 +1,4 @@
-"""What may be typed in a chat besides questions: a table of commands. A new one is a function and a line here."""
+"""Slash commands of a chat: a table. A new command is a function and a line here."""
 
 from __future__ import annotations
 
@@ -91,30 +91,32 @@ def _edit(conversation: Conversation, argument: str) -> str:
 
 
 def _fork(conversation: Conversation, argument: str) -> str:
-    conversation.branches.fork(conversation, argument)
+    conversation.branches.fork(conversation.messages, conversation.state, argument)
     return f"on {argument} from here; /switch goes back"
 
 
 def _switch(conversation: Conversation, argument: str) -> str:
-    cost = conversation.branches.switch(conversation, argument)
-    return f"on {argument}, {conversation.state.lengths[0]} tokens; {_priced(cost)}"
+    state = conversation.state
+    conversation.messages = conversation.branches.switch(conversation.messages, state, argument)
+    cost = state.rewind_cost(0, state.lengths[0])
+    return f"on {argument}, {state.lengths[0]} tokens; {_priced(cost)}"
 
 
 def _tree(conversation: Conversation, argument: str) -> str:
-    return conversation.branches.tree(conversation)
+    return conversation.branches.tree(conversation.messages, conversation.state)
 
 
 def _save(conversation: Conversation, argument: str) -> str:
     if not argument:
         raise ValueError("/save needs a file name")
-    snapshot = save(conversation, Path(argument))
+    snapshot = save(conversation.messages, conversation.state, Path(argument))
     return f"saved {snapshot.length} tokens, {size(snapshot.nbytes)}, to {argument}"
 
 
 def _load(conversation: Conversation, argument: str) -> str:
     if not argument:
         raise ValueError("/load needs a file name")
-    snapshot = load(conversation, Path(argument))
+    snapshot, conversation.messages = load(conversation.state, Path(argument))
     return f"{snapshot.length} tokens from {argument}; {_priced(snapshot.length - snapshot.cached)}"
 
 

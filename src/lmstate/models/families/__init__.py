@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
+from types import ModuleType
+from typing import Any
 
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.text_model import TextModelSource
 from lmstate.errors import ModelError
-from lmstate.models.families.defaults import completed
+from lmstate.models.families.builders.defaults import completed
 from lmstate.models.model import Model
 
 # model_type of a config -> the module that builds it.
@@ -19,8 +22,8 @@ FAMILIES = {
     "axk1": "deepseek",
     "bailing_hybrid": "bailing_hybrid",
     "bamba": "bamba",
-    "cohere": "cohere2",
-    "cohere2": "cohere2",
+    "cohere": "cohere",
+    "cohere2": "cohere",
     "dbrx": "dbrx",
     "deepseek_v2": "deepseek",
     "deepseek_v3": "deepseek",
@@ -33,9 +36,9 @@ FAMILIES = {
     "falcon_h1": "falcon_h1",
     "falcon_mamba": "mamba",
     "flex_olmo": "olmo2",
-    "gemma": "gemma1",
-    "gemma2": "gemma",
-    "gemma3_text": "gemma",
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma2",
     "gemma3n_text": "gemma3n",
     "gemma4_text": "gemma4",
     "glm": "glm",
@@ -45,12 +48,12 @@ FAMILIES = {
     "gpt2": "gpt2",
     "gpt_neox": "gpt_neox",
     "gpt_oss": "gpt_oss",
-    "granite": "granitemoehybrid",
+    "granite": "granite",
     "granite_swa": "granite_swa",
-    "granitemoe": "granitemoehybrid",
+    "granitemoe": "granite",
     "granitemoe_swa": "granite_swa",
-    "granitemoehybrid": "granitemoehybrid",
-    "granitemoeshared": "granitemoehybrid",
+    "granitemoehybrid": "granite",
+    "granitemoeshared": "granite",
     "helium": "llama",
     "hunyuan_v1_dense": "hunyuan",
     "hunyuan_v1_moe": "hunyuan",
@@ -130,6 +133,16 @@ def build(w: WeightLoader) -> Model:
     if family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise ModelError(f"models of the family {family!r} are not supported; supported are {known}")
-    w.config = completed(w.config)
-    model: Model = import_module(f"lmstate.models.families.{FAMILIES[family]}").build(w)
+    w.config = completed(w.config, defaults(family))
+    model: Model = _module(family).build(w)
     return model
+
+
+def defaults(family: str) -> Mapping[str, Any]:
+    """The defaults of a family's config class, for the fields that its configs may leave out."""
+    found: Mapping[str, Any] = _module(family).DEFAULTS.get(family, {})
+    return found
+
+
+def _module(family: str) -> ModuleType:
+    return import_module(f"lmstate.models.families.{FAMILIES[family]}")

@@ -6,48 +6,43 @@ import torch
 from torch import Tensor
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    biases,
-    decoder,
-    head_norms,
-    mlp,
-    rms_norms,
-    windows,
-)
-from lmstate.models.families.builders.moe import deepseek_mixture, expert_count, scores, top_k
+from lmstate.models.families import builders as b
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.mlp import FeedForward
 from lmstate.models.layers.moe import Router
 from lmstate.models.layers.rope import Rope, make_rope
 from lmstate.models.model import Block, Model
 
+DEFAULTS: b.Defaults = {"afmoe": {**b.EPS, "head_dim": 128, "sliding_window": 1024}}
+
 
 def build(w: WeightLoader) -> Model:
-    config, shape = w.config, Dims.of(w.config)
-    inner, act, count = config.int("intermediate_size", low=1, high=MOST), activation(config), expert_count(config)
+    config, shape = w.config, b.Dims.of(w.config)
+    inner, act, count = (
+        config.int("intermediate_size", low=1, high=b.MAX_SIZE),
+        b.activation(config),
+        b.expert_count(config),
+    )
     every = config.int("global_attn_every_n_layers", low=1, default=4)
-    window = windows(config, shape.layers, full_every=every, switch=False)
+    window = b.layer_windows(config, shape.layers, full_every=every, switch=False)
     rope = make_rope(config, shape.head_dim).to(w.device)
     dense = config.int("num_dense_layers", default=1)
-    shared = config.int("num_shared_experts", high=MOST, default=2)
+    shared = config.int("num_shared_experts", high=b.MAX_SIZE, default=2)
     config.str("score_func", allowed=("sigmoid",), default="sigmoid")
-    normed = rms_norms(w, shape)
+    normed = b.rms_norms(w, shape)
 
     def feed_forward(index: int, prefix: str) -> FeedForward:
         if index < dense:
-            return mlp(w, prefix, shape.hidden, inner, act)
+            return b.mlp(w, prefix, shape.hidden, inner, act)
         router = Router(
-            scores(w, f"{prefix}.router.gate.weight", count, shape.hidden),
-            top_k(config, count),
+            b.router_weight(w, f"{prefix}.router.gate.weight", count, shape.hidden),
+            b.top_k(config, count),
             "sigmoid",
             normalize=config.bool("route_norm", default=True),
             scale=config.float("route_scale", default=1.0),
             e_score_correction_bias=w.tensor(f"{prefix}.expert_bias", (count,)),
         )
-        return deepseek_mixture(w, prefix, shape, router, shared=shared)
+        return b.deepseek_mixture(w, prefix, shape, router, shared=shared)
 
     def block(index: int) -> Block:
         layer, size = f"model.layers.{index}", window[index]
@@ -61,10 +56,10 @@ def build(w: WeightLoader) -> Model:
         )
 
     embed_scale = shape.hidden**0.5 if config.bool("mup_enabled", default=False) else 1.0
-    return decoder(w, shape, block, embed_scale=embed_scale)
+    return b.decoder(w, shape, block, embed_scale=embed_scale)
 
 
-def gated_attention(w: WeightLoader, prefix: str, shape: Dims, rope: Rope | None, window: int | None) -> Attention:
+def gated_attention(w: WeightLoader, prefix: str, shape: b.Dims, rope: Rope | None, window: int | None) -> Attention:
     """Attention whose gate is a projection of its own, `gate_proj`, as wide as the query's."""
     width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     qkv = w.linear(
@@ -73,10 +68,10 @@ def gated_attention(w: WeightLoader, prefix: str, shape: Dims, rope: Rope | None
         order=lambda: _by_head(shape),
     )
     wanted = w.config.bool("attention_bias", default=False)
-    bias = biases(w, *(f"{prefix}.{part}_proj.bias" for part in "qkv"), wanted=wanted)
+    bias = b.biases(w, *(f"{prefix}.{part}_proj.bias" for part in "qkv"), wanted=wanted)
     if bias is not None:  # the gate has none
         bias = torch.cat([bias[:width], bias.new_zeros(width), bias[width:]])[_by_head(shape).to(bias.device)]
-    q_norm, k_norm = head_norms(w, prefix, shape)
+    q_norm, k_norm = b.head_norms(w, prefix, shape)
     return Attention(
         qkv,
         w.linear(f"{prefix}.o_proj.weight", shape=(shape.hidden, width)),
@@ -89,12 +84,12 @@ def gated_attention(w: WeightLoader, prefix: str, shape: Dims, rope: Rope | None
         q_norm=q_norm,
         k_norm=k_norm,
         qkv_bias=bias,
-        out_bias=biases(w, f"{prefix}.o_proj.bias", wanted=wanted),
+        out_bias=b.biases(w, f"{prefix}.o_proj.bias", wanted=wanted),
         gate=True,
     )
 
 
-def _by_head(shape: Dims) -> Tensor:
+def _by_head(shape: b.Dims) -> Tensor:
     """The order of rows in which each head's gate follows its query; stored are all queries, all gates, keys, values.
 
     int64 `[2 * H * D + 2 * K * D]`

@@ -10,22 +10,26 @@ from torch.nn import functional as F
 
 from lmstate import ops
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    attention,
-    decoder,
-    head_norms,
-    pre_norm,
-    rms_norms,
-    ungated_mlp,
-)
+from lmstate.models.families import builders as b
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.mlp import FeedForward
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
 from lmstate.ops import Norm, Residual, Weight
+
+DEFAULTS: b.Defaults = {
+    "apertus": {
+        **b.EPS,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "rope_theta": 12e6,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        },
+    }
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,13 +53,13 @@ class XieluMLP:
 
 
 def build(w: WeightLoader) -> Model:
-    config, shape = w.config, Dims.of(w.config)
-    inner, act = config.int("intermediate_size", low=1, high=MOST), config.str("hidden_act", default="xielu")
+    config, shape = w.config, b.Dims.of(w.config)
+    inner, act = config.int("intermediate_size", low=1, high=b.MAX_SIZE), config.str("hidden_act", default="xielu")
     rope = make_rope(config, shape.head_dim).to(w.device)
 
     def mixer(_: int, name: str) -> Attention:
-        q_norm, k_norm = head_norms(w, name, shape)
-        return attention(w, name, shape, rope, q_norm=q_norm, k_norm=k_norm)
+        q_norm, k_norm = b.head_norms(w, name, shape)
+        return b.attention(w, name, shape, rope, q_norm=q_norm, k_norm=k_norm)
 
     def learned(index: int, name: str, part: str) -> Tensor:
         """A number of a layer's activation, float32 `[1]`; GGUF has those of all layers in its metadata."""
@@ -66,7 +70,7 @@ def build(w: WeightLoader) -> Model:
 
     def feed_forward(index: int, name: str) -> FeedForward:
         if act != "xielu":
-            return ungated_mlp(w, name, shape.hidden, inner, activation(config))
+            return b.ungated_mlp(w, name, shape.hidden, inner, b.activation(config))
         above, below, slope, floor = (learned(index, name, part) for part in ("alpha_p", "alpha_n", "beta", "eps"))
         return XieluMLP(
             w.linear(f"{name}.up_proj.weight", shape=(inner, shape.hidden)),
@@ -77,4 +81,4 @@ def build(w: WeightLoader) -> Model:
         )
 
     names = ("attention_layernorm", "self_attn", "feedforward_layernorm", "mlp")
-    return decoder(w, shape, pre_norm(rms_norms(w, shape), mixer, feed_forward, names))
+    return b.decoder(w, shape, b.pre_norm(b.rms_norms(w, shape), mixer, feed_forward, names))

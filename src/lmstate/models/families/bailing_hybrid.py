@@ -12,14 +12,30 @@ from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.renamed import Renamed
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import MOST, POSITIONS, Dims, decoder, drafting, pre_norm, rms_norms
-from lmstate.models.families.builders.delta import channel_delta
-from lmstate.models.families.builders.moe import deepseek_feed_forward
+from lmstate.models.families import builders as b
 from lmstate.models.families.deepseek import latent_attention, latent_scale
-from lmstate.models.families.defaults import completed
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.rope import make_rope, rope_fields
 from lmstate.models.model import Model
+
+DEFAULTS: b.Defaults = {
+    "bailing_hybrid": {
+        "vocab_size": 157_184,
+        "hidden_size": 2560,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 42,
+        "num_attention_heads": 32,
+        "head_dim": 128,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "first_k_dense_replace": 2,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+    }
+}
 
 # Fields that go by two names: the one that other families have too, another; and what they are where neither is there.
 NAMES: tuple[tuple[str, str, Any], ...] = (
@@ -29,7 +45,7 @@ NAMES: tuple[tuple[str, str, Any], ...] = (
     ("n_shared_experts", "num_shared_experts", 1),
     ("num_experts", "num_local_experts", 512),
     ("num_nextn_predict_layers", "num_mtp_layers", 1),
-    (POSITIONS, "model_max_length", 262_144),
+    (b.POSITIONS, "model_max_length", 262_144),
 )
 # How parts are called in files, and here.
 PARTS = (
@@ -43,35 +59,35 @@ KINDS = ("linear_attention", "full_attention")
 
 def build(w: WeightLoader) -> Model:
     w = w.over(Renamed(w.source, [(_plain(name), name) for name in w.source.names()], w.source.config))
-    w.config = config = _named(completed(w.config))
+    w.config = config = _named(b.completed(w.config, DEFAULTS["bailing_hybrid"]))
     if not any(name.endswith(".dt_bias") for name in w.source.names()):
         raise ModelError(
             f"{w.source.path}: none of its layers has the delta rule of Ling 3.0. Earlier models of this name have "
             "lightning attention instead, and are not supported"
         )
-    shape = Dims.of(config)
+    shape = b.Dims.of(config)
     every = config.int("layer_group_size", low=1, default=6)
     kinds = config.strs("layer_types", shape.layers, KINDS, default=None) or [
         KINDS[(index + 1) % every == 0] for index in range(shape.layers)
     ]
-    rope_dim = config.int("qk_rope_head_dim", low=2, high=MOST)
+    rope_dim = config.int("qk_rope_head_dim", low=2, high=b.MAX_SIZE)
     rope = make_rope(_whole(config), rope_dim, theta=6e6, interleaved=True).to(w.device)
     floor = None
     if config.bool("kda_safe_gate", default=True):
         floor = config.float("kda_lower_bound", high=0.0, default=-5.0)
     # What transformers saves as head_dim is that of the rope; the one of the delta rule then has a field of its own.
-    heads = config.int("linear_num_heads", low=1, high=MOST, default=shape.heads)
-    head_dim = config.int("linear_head_dim", low=1, high=MOST, default=shape.head_dim)
+    heads = config.int("linear_num_heads", low=1, high=b.MAX_SIZE, default=shape.heads)
+    head_dim = config.int("linear_head_dim", low=1, high=b.MAX_SIZE, default=shape.head_dim)
     kernel = config.int("short_conv_kernel_size", low=1, high=256, default=4)
     kernel = config.int("linear_conv_kernel_dim", low=1, high=256, default=kernel)
 
     def mixer(index: int, prefix: str) -> Mixer:
         if kinds[index] == "linear_attention":
-            return channel_delta(w, prefix, shape, heads, head_dim, kernel, floor=floor)
+            return b.channel_delta(w, prefix, shape, heads, head_dim, kernel, floor=floor)
         return latent_attention(w, prefix, shape, rope, rope_dim, latent_scale(config), head_gate="g_proj")
 
-    block = pre_norm(rms_norms(w, shape), mixer, deepseek_feed_forward(w, shape))
-    return decoder(w, shape, block, ignore=drafting(config, shape))
+    block = b.pre_norm(b.rms_norms(w, shape), mixer, b.deepseek_feed_forward(w, shape))
+    return b.decoder(w, shape, block, ignore=b.mtp_tensors(config, shape))
 
 
 def _plain(name: str) -> str:

@@ -7,30 +7,34 @@ its own.
 from __future__ import annotations
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    attention,
-    decoder,
-    layer_norms,
-    mlp,
-    windows,
-)
+from lmstate.models.families import builders as b
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Block, Model
 from lmstate.ops import Norm
 
+DEFAULTS: b.Defaults = {
+    "cohere": {**b.LAYER_NORM_EPS, "rope_theta": 500_000.0},
+    "cohere2": {
+        **b.LAYER_NORM_EPS,
+        "vocab_size": 256_000,
+        "hidden_size": 8192,
+        "intermediate_size": 22_528,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 64,
+        "sliding_window": 4096,
+    },
+}
+
 
 def build(w: WeightLoader) -> Model:
-    config, shape = w.config, Dims.of(w.config, eps="layer_norm_eps")
+    config, shape = w.config, b.Dims.of(w.config, eps="layer_norm_eps")
     second = config.str("model_type") == "cohere2"
-    inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
+    inner, act = config.int("intermediate_size", low=1, high=b.MAX_SIZE), b.activation(config)
     rope, normed = (
         make_rope(config, shape.head_dim, interleaved=True).to(w.device),
-        layer_norms(w, shape, biased=False),
+        b.layer_norms(w, shape, biased=False),
     )
-    window = windows(config, shape.layers, full_every=4) if second else [None] * shape.layers
+    window = b.layer_windows(config, shape.layers, full_every=4) if second else [None] * shape.layers
     heads_normed = not second and config.bool("use_qk_norm", default=False)
 
     def head_norm(name: str, heads: int) -> Norm | None:
@@ -40,18 +44,18 @@ def build(w: WeightLoader) -> Model:
         layer = f"model.layers.{index}"
         both, size = normed(f"{layer}.input_layernorm"), window[index]
         return Block(
-            attention(
+            b.attention(
                 w, f"{layer}.self_attn", shape, None if second and size is None else rope, window=size,
                 q_norm=head_norm(f"{layer}.self_attn.q_norm", shape.heads),
                 k_norm=head_norm(f"{layer}.self_attn.k_norm", shape.kv_heads),
             ),
-            mlp(w, f"{layer}.mlp", shape.hidden, inner, act),
+            b.mlp(w, f"{layer}.mlp", shape.hidden, inner, act),
             both,
             both,
             parallel=True,
         )  # fmt: skip
 
-    return decoder(
+    return b.decoder(
         w,
         shape,
         block,

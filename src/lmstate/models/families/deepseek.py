@@ -13,19 +13,7 @@ import torch
 
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    biases,
-    decoder,
-    drafting,
-    mlp,
-    norm,
-    rms_norms,
-    there,
-)
-from lmstate.models.families.builders.moe import deepseek_mixture, expert_count, scores, sparse_layers, top_k
+from lmstate.models.families import builders as b
 from lmstate.models.families.mistral import temperature_of
 from lmstate.models.layers.mla import MultiHeadLatentAttention
 from lmstate.models.layers.mlp import FeedForward
@@ -33,27 +21,65 @@ from lmstate.models.layers.moe import Router
 from lmstate.models.layers.rope import Rope, make_rope, rope_fields
 from lmstate.models.model import Block, Model
 
+DEEPSEEK_V3 = {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4}
+DEFAULTS: b.Defaults = {
+    "axk1": {
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        "n_group": 8,
+        "topk_group": 4,
+    },
+    "deepseek_v3": DEEPSEEK_V3,
+    "glm4_moe_lite": {**b.EPS, "routed_scaling_factor": 1.8, "first_k_dense_replace": 1, "n_shared_experts": 1},
+    "kimi_k2": DEEPSEEK_V3,
+    "mistral4": {
+        "vocab_size": 131_072,
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "n_shared_experts": 1,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 4,
+        "kv_lora_rank": 256,
+        "q_lora_rank": 1024,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 64,
+        "v_head_dim": 128,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 128.0,
+            "original_max_position_embeddings": 8192,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+}
+
 LATENT_EPS = 1e-6  # of the norms inside the attention, whatever the config says of the others
 
 
 def build(w: WeightLoader) -> Model:
-    config, shape = w.config, Dims.of(w.config)
-    inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
-    rope_dim = config.int("qk_rope_head_dim", low=2, high=MOST)
+    config, shape = w.config, b.Dims.of(w.config)
+    inner, act = config.int("intermediate_size", low=1, high=b.MAX_SIZE), b.activation(config)
+    rope_dim = config.int("qk_rope_head_dim", low=2, high=b.MAX_SIZE)
     rope = _rope(config, rope_dim).to(w.device)
     temperature = temperature_of(rope_fields(config)) if config.str("model_type") == "mistral4" else None
-    normed = rms_norms(w, shape)
+    normed = b.rms_norms(w, shape)
     normed_after = config.str("model_type") == "axk1"  # what the experts and those beside them give together
-    sparse = sparse_layers(config, shape.layers) if expert_count(config) else [False] * shape.layers
+    sparse = b.sparse_layers(config, shape.layers) if b.expert_count(config) else [False] * shape.layers
 
     def feed_forward(index: int, prefix: str) -> FeedForward:
         if not sparse[index]:
-            return mlp(w, prefix, shape.hidden, inner, act)
-        return deepseek_mixture(w, prefix, shape, _router(w, f"{prefix}.gate.weight", shape.hidden))
+            return b.mlp(w, prefix, shape.hidden, inner, act)
+        return b.deepseek_mixture(w, prefix, shape, _router(w, f"{prefix}.gate.weight", shape.hidden))
 
     def block(index: int) -> Block:
         layer = f"model.layers.{index}"
-        after = there(w, f"{layer}.post_mlp_layernorm.weight", f"{layer}.mlp.post_mlp_layernorm.weight")
+        after = b.first_present(w, f"{layer}.post_mlp_layernorm.weight", f"{layer}.mlp.post_mlp_layernorm.weight")
         mixer = latent_attention(w, f"{layer}.self_attn", shape, rope, rope_dim, latent_scale(config))
         return Block(
             replace(mixer, temperature=temperature),
@@ -63,11 +89,11 @@ def build(w: WeightLoader) -> Model:
             mlp_post_norm=normed(after.removesuffix(".weight")) if normed_after and sparse[index] else None,
         )
 
-    return decoder(w, shape, block, ignore=drafting(config, shape))
+    return b.decoder(w, shape, block, ignore=b.mtp_tensors(config, shape))
 
 
 def _rope(config: Config, rope_dim: int) -> Rope:
-    """That of the features of a head that rotate, `rope_dim` in number."""
+    """Rope of the `rope_dim` features of a head that rotate."""
     interleaved = config.bool("rope_interleave", default=True)
     if config.str("model_type") == "mistral4":  # its config says which part of a head they are
         settings = {**rope_fields(config), "partial_rotary_factor": 1.0}
@@ -78,7 +104,7 @@ def _rope(config: Config, rope_dim: int) -> Rope:
 def latent_attention(
     w: WeightLoader,
     prefix: str,
-    shape: Dims,
+    shape: b.Dims,
     rope: Rope | None,
     rope_dim: int,
     scale: float,
@@ -89,10 +115,10 @@ def latent_attention(
     `head_gate`: the name of a projection that gives one number a head, without a bias.
     """
     config = w.config
-    latent = config.int("kv_lora_rank", low=1, high=MOST)
-    nope = config.int("qk_nope_head_dim", low=1, high=MOST)
-    value = config.int("v_head_dim", low=1, high=MOST)
-    query_latent = config.int("q_lora_rank", low=1, high=MOST, default=None)
+    latent = config.int("kv_lora_rank", low=1, high=b.MAX_SIZE)
+    nope = config.int("qk_nope_head_dim", low=1, high=b.MAX_SIZE)
+    value = config.int("v_head_dim", low=1, high=b.MAX_SIZE)
+    query_latent = config.int("q_lora_rank", low=1, high=b.MAX_SIZE, default=None)
     query = shape.heads * (nope + rope_dim)
     first = "q_proj" if query_latent is None else "q_a_proj"
     width = query_latent or query
@@ -103,7 +129,7 @@ def latent_attention(
         up = w.tensor(f"{prefix}.kv_b_proj.weight", (shape.heads * (nope + value), latent))
         key_up, value_up = up.view(shape.heads, nope + value, latent).split([nope, value], dim=1)
     # The plain query projection has no bias where that of the latent may have one.
-    down_bias = biases(w, f"{prefix}.kv_a_proj_with_mqa.bias")
+    down_bias = b.biases(w, f"{prefix}.kv_a_proj_with_mqa.bias")
     names, heights = [first, "kv_a_proj_with_mqa"], [width, latent + rope_dim]
     if head_gate is not None:
         names, heights = [*names, head_gate], [*heights, shape.heads]
@@ -116,21 +142,23 @@ def latent_attention(
         key_up.to(w.dtype).contiguous(),
         value_up.to(w.dtype).mT.contiguous(),
         w.linear(f"{prefix}.o_proj.weight", shape=(shape.hidden, shape.heads * value)),
-        norm(w, f"{prefix}.kv_a_layernorm.weight", latent, LATENT_EPS),
+        b.norm(w, f"{prefix}.kv_a_layernorm.weight", latent, LATENT_EPS),
         rope_dim,
         scale,
         rope,
-        None if query_latent is None else norm(w, f"{prefix}.q_a_layernorm.weight", query_latent, LATENT_EPS),
+        None if query_latent is None else b.norm(w, f"{prefix}.q_a_layernorm.weight", query_latent, LATENT_EPS),
         None if query_latent is None else w.linear(f"{prefix}.q_b_proj.weight", shape=(query, query_latent)),
         down_bias,
-        biases(w, f"{prefix}.o_proj.bias"),
+        b.biases(w, f"{prefix}.o_proj.bias"),
         head_gate is not None,
     )
 
 
 def latent_scale(config: Config) -> float:
     """Of the scores: by the width of a key, and sharper where yarn stretched the positions."""
-    width = config.int("qk_nope_head_dim", low=1, high=MOST) + config.int("qk_rope_head_dim", low=2, high=MOST)
+    width = config.int("qk_nope_head_dim", low=1, high=b.MAX_SIZE) + config.int(
+        "qk_rope_head_dim", low=2, high=b.MAX_SIZE
+    )
     rope = rope_fields(config)
     over = rope.float("mscale_all_dim", default=0.0)
     factor = rope.float("factor", low=1e-6, default=1.0)
@@ -144,15 +172,15 @@ def _router(w: WeightLoader, gate: str, hidden: int) -> Router | None:
     config, family = w.config, w.config.str("model_type")
     if family not in ("deepseek_v2", "mistral4"):
         return None
-    count = expert_count(config)
+    count = b.expert_count(config)
     groups = config.int("n_group", low=1, high=count, default=1)
     kept = config.int("topk_group", low=1, high=groups, default=1)
     if family == "deepseek_v2":
         method = config.str("topk_method", allowed=("greedy", "group_limited_greedy"), default="greedy")
         groups, kept = (groups, kept) if method == "group_limited_greedy" else (1, 1)
     return Router(
-        scores(w, gate, count, hidden),
-        top_k(config, count),
+        b.router_weight(w, gate, count, hidden),
+        b.top_k(config, count),
         normalize=family == "mistral4" and config.bool("norm_topk_prob", default=True),
         scale=config.float("routed_scaling_factor", default=1.0),
         groups=groups,

@@ -3,46 +3,41 @@
 from __future__ import annotations
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    attention,
-    decoder,
-    mlp,
-    pre_norm,
-    rms_norms,
-    there,
-)
-from lmstate.models.families.builders.moe import deepseek_mixture, expert_count, scores, top_k
+from lmstate.models.families import builders as b
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.mlp import FeedForward
 from lmstate.models.layers.moe import Router
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
 
+DEFAULTS: b.Defaults = {"ernie4_5_moe": b.EPS}
+
 
 def build(w: WeightLoader) -> Model:
-    config, shape = w.config, Dims.of(w.config)
-    inner, act, count = config.int("intermediate_size", low=1, high=MOST), activation(config), expert_count(config)
+    config, shape = w.config, b.Dims.of(w.config)
+    inner, act, count = (
+        config.int("intermediate_size", low=1, high=b.MAX_SIZE),
+        b.activation(config),
+        b.expert_count(config),
+    )
     biased = config.bool("use_bias", default=False)
     rope = make_rope(config, shape.head_dim, theta=500_000.0, interleaved=True).to(w.device)
     first, every = config.int("moe_layer_start_index", default=1), config.int("moe_layer_interval", low=1, default=1)
     last = config.int("moe_layer_end_index", low=-1, default=-1)
     last = shape.layers - 1 if last == -1 else last
-    shared = config.int("moe_num_shared_experts", high=MOST, default=2)
+    shared = config.int("moe_num_shared_experts", high=b.MAX_SIZE, default=2)
 
     def mixer(index: int, prefix: str) -> Mixer:
-        return attention(w, prefix, shape, rope, biased=biased)
+        return b.attention(w, prefix, shape, rope, biased=biased)
 
     def feed_forward(index: int, prefix: str) -> FeedForward:
         if not first <= index <= last or (index + 1) % every:
-            return mlp(w, prefix, shape.hidden, inner, act, biased=biased)
+            return b.mlp(w, prefix, shape.hidden, inner, act, biased=biased)
         statics = "moe_statics.e_score_correction_bias"
-        statics = there(w, f"{prefix}.{statics}", f"{prefix}.gate.{statics}")
+        statics = b.first_present(w, f"{prefix}.{statics}", f"{prefix}.gate.{statics}")
         router = Router(
-            scores(w, f"{prefix}.gate.weight", count, shape.hidden),
-            top_k(config, count, "moe_k" if config.given("moe_k") else "num_experts_per_tok"),
+            b.router_weight(w, f"{prefix}.gate.weight", count, shape.hidden),
+            b.top_k(config, count, "moe_k" if config.given("moe_k") else "num_experts_per_tok"),
             normalize=True,
             e_score_correction_bias=w.tensor(statics, (1, count) if len(w.shape(statics)) == 2 else (count,)).view(
                 count
@@ -50,8 +45,8 @@ def build(w: WeightLoader) -> Model:
             # Theirs is the least that a sum may be, this is added to it: below any sum that is, the two are one.
             floor=config.float("moe_norm_min", low=0.0, high=1e-9, default=1e-12),
         )
-        return deepseek_mixture(w, prefix, shape, router, shared=shared)
+        return b.deepseek_mixture(w, prefix, shape, router, shared=shared)
 
-    return decoder(
-        w, shape, pre_norm(rms_norms(w, shape), mixer, feed_forward), head_biased=biased, ignore=("*mtp*",)
+    return b.decoder(
+        w, shape, b.pre_norm(b.rms_norms(w, shape), mixer, feed_forward), head_biased=biased, ignore=("*mtp*",)
     )  # fmt: skip

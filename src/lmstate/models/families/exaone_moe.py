@@ -3,49 +3,42 @@
 from __future__ import annotations
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    attention,
-    decoder,
-    drafting,
-    head_norms,
-    mlp,
-    pre_norm,
-    rms_norms,
-    there,
-    windows,
-)
-from lmstate.models.families.builders.moe import corrected_router, deepseek_mixture, sparse_layers
+from lmstate.models.families import builders as b
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.mlp import FeedForward
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
 
+DEFAULTS: b.Defaults = {
+    "exaone_moe": {**b.EPS, "sliding_window": 4096, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5}
+}
+
 
 def build(w: WeightLoader) -> Model:
-    config, shape = w.config, Dims.of(w.config)
-    inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
+    config, shape = w.config, b.Dims.of(w.config)
+    inner, act = config.int("intermediate_size", low=1, high=b.MAX_SIZE), b.activation(config)
     rope = make_rope(config, shape.head_dim).to(w.device)
     config.int("sliding_window", low=1)  # without one no layer would know positions
-    window = windows(config, shape.layers, full_every=4, switch=False)
-    sparse = sparse_layers(config, shape.layers)
-    shared = config.int("num_shared_experts", high=MOST, default=1)
+    window = b.layer_windows(config, shape.layers, full_every=4, switch=False)
+    sparse = b.sparse_layers(config, shape.layers)
+    shared = config.int("num_shared_experts", high=b.MAX_SIZE, default=1)
 
     def mixer(index: int, prefix: str) -> Mixer:
-        q_norm, k_norm = head_norms(w, prefix, shape)
+        q_norm, k_norm = b.head_norms(w, prefix, shape)
         size = window[index]
-        return attention(w, prefix, shape, None if size is None else rope, window=size, q_norm=q_norm, k_norm=k_norm)
+        return b.attention(w, prefix, shape, None if size is None else rope, window=size, q_norm=q_norm, k_norm=k_norm)
 
     def feed_forward(index: int, prefix: str) -> FeedForward:
         if not sparse[index]:
-            return mlp(w, prefix, shape.hidden, inner, act)
+            return b.mlp(w, prefix, shape.hidden, inner, act)
         name = "e_score_correction_bias"
-        e_score_correction_bias = there(w, f"{prefix}.{name}", f"{prefix}.gate.{name}")
-        router = corrected_router(w, f"{prefix}.gate.weight", e_score_correction_bias, shape.hidden)
-        return deepseek_mixture(w, prefix, shape, router, shared=shared)
+        e_score_correction_bias = b.first_present(w, f"{prefix}.{name}", f"{prefix}.gate.{name}")
+        router = b.corrected_router(w, f"{prefix}.gate.weight", e_score_correction_bias, shape.hidden)
+        return b.deepseek_mixture(w, prefix, shape, router, shared=shared)
 
-    return decoder(
-        w, shape, pre_norm(rms_norms(w, shape), mixer, feed_forward), ignore=("mtp.*", *drafting(config, shape))
+    return b.decoder(
+        w,
+        shape,
+        b.pre_norm(b.rms_norms(w, shape), mixer, feed_forward),
+        ignore=("mtp.*", *b.mtp_tensors(config, shape)),
     )

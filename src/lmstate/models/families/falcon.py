@@ -6,21 +6,17 @@ from dataclasses import replace
 
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    decoder,
-    fused_attention,
-    layer_norms,
-    ungated_mlp,
-)
+from lmstate.models.families import builders as b
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Block, Model
 
+DEFAULTS: b.Defaults = {
+    "falcon": {"layer_norm_epsilon": 1e-5, "multi_query": True, "parallel_attn": True, "tie_word_embeddings": True}
+}
+
 
 def build(w: WeightLoader) -> Model:
-    config, shape = w.config, Dims.of(w.config, eps="layer_norm_epsilon")
+    config, shape = w.config, b.Dims.of(w.config, eps="layer_norm_epsilon")
     if config.bool("alibi", default=False):
         raise ModelError(f"{config.where} asks for ALiBi, positions that are added to scores, which lmstate cannot do")
     grouped = config.bool("new_decoder_architecture", default=False)
@@ -29,14 +25,14 @@ def build(w: WeightLoader) -> Model:
         raise ModelError(f"{config.where} asks for Falcon's new architecture one part after the other; there is none")
     kv_heads = shape.heads
     if grouped:
-        kv_heads = config.int("num_kv_heads", low=1, high=MOST, default=shape.heads)
+        kv_heads = config.int("num_kv_heads", low=1, high=b.MAX_SIZE, default=shape.heads)
     elif config.bool("multi_query", default=True):
         kv_heads = 1
     shape = replace(shape, kv_heads=kv_heads)
     two_norms = grouped and config.int("num_ln_in_parallel_attn", low=1, high=2, default=2) == 2
-    inner = config.int("ffn_hidden_size", low=1, high=MOST, default=4 * shape.hidden)
-    act, biased = activation(config, "activation", "gelu"), config.bool("bias", default=False)
-    rope, normed = make_rope(config, shape.head_dim).to(w.device), layer_norms(w, shape)
+    inner = config.int("ffn_hidden_size", low=1, high=b.MAX_SIZE, default=4 * shape.hidden)
+    act, biased = b.activation(config, "activation", "gelu"), config.bool("bias", default=False)
+    rope, normed = make_rope(config, shape.head_dim).to(w.device), b.layer_norms(w, shape)
 
     def block(index: int) -> Block:
         layer = f"transformer.h.{index}"
@@ -46,15 +42,15 @@ def build(w: WeightLoader) -> Model:
         if two_norms or not parallel:
             second = normed(f"{layer}.{'ln_mlp' if two_norms else 'post_attention_layernorm'}")
         return Block(
-            fused_attention(
+            b.fused_attention(
                 w, shape, rope, f"{inside}.query_key_value", f"{inside}.dense", grouped=True, biased=biased
             ),
-            ungated_mlp(w, f"{layer}.mlp", shape.hidden, inner, act, ("dense_h_to_4h", "dense_4h_to_h"), biased),
+            b.ungated_mlp(w, f"{layer}.mlp", shape.hidden, inner, act, ("dense_h_to_4h", "dense_4h_to_h"), biased),
             first,
             second,
             parallel=parallel,
         )
 
-    return decoder(
+    return b.decoder(
         w, shape, block, embed="transformer.word_embeddings", final_norm=normed("transformer.ln_f")
     )  # fmt: skip

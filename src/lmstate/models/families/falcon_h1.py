@@ -9,8 +9,7 @@ from torch import Tensor
 
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import MOST, Dims, activation, attention, decoder, mlp, norm
-from lmstate.models.families.builders.mamba import Mamba2Shape, gated_norm, mamba2
+from lmstate.models.families import builders as b
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.mamba2 import Mamba2
 from lmstate.models.layers.mlp import MLP
@@ -18,12 +17,14 @@ from lmstate.models.layers.parallel_hybrid import ParallelHybrid
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Block, Model
 
+DEFAULTS: b.Defaults = {"falcon_h1": b.EPS}
+
 
 def build(w: WeightLoader) -> Model:
     """Multipliers that a product or a norm does not undo are moved to where they cost nothing."""
-    config, shape = w.config, Dims.of(w.config)
-    sizes = Mamba2Shape.of(config, shape)
-    inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
+    config, shape = w.config, b.Dims.of(w.config)
+    sizes = b.Mamba2Shape.of(config, shape)
+    inner, act = config.int("intermediate_size", low=1, high=b.MAX_SIZE), b.activation(config)
     rope = make_rope(config, shape.head_dim).to(w.device)
     gate_scale, down_scale = config.floats("mlp_multipliers", 2, default=(1.0, 1.0))
     into, out_of = _multiplier(config, "attention_in_multiplier"), _multiplier(config, "attention_out_multiplier")
@@ -38,20 +39,20 @@ def build(w: WeightLoader) -> Model:
     factors = torch.tensor([gate_scale, down_scale], dtype=torch.float32, device=w.device).repeat_interleave(inner)
 
     def seen(layer: str) -> Attention:
-        plain = attention(w, f"{layer}.self_attn", shape, rope, scale=scale)
+        plain = b.attention(w, f"{layer}.self_attn", shape, rope, scale=scale)
         return replace(plain, qkv_bias=_divided(plain.qkv_bias, into), out_bias=_divided(plain.out_bias, into))
 
     def space(layer: str) -> Mamba2:
         gated = None
         if config.bool("mamba_rms_norm", default=False):
             gate_last = config.bool("mamba_norm_before_gate", default=True)
-            gated = gated_norm(w, f"{layer}.mamba.norm.weight", sizes, gate_last=gate_last)
-        plain = mamba2(w, f"{layer}.mamba", sizes, shape.hidden, norm=gated)
+            gated = b.gated_norm(w, f"{layer}.mamba.norm.weight", sizes, gate_last=gate_last)
+        plain = b.mamba2(w, f"{layer}.mamba", sizes, shape.hidden, norm=gated)
         within = _multiplier(config, "ssm_in_multiplier")
         return replace(plain, scale=features * within, bias=_divided(plain.bias, within))
 
     def feed_forward(prefix: str) -> MLP:
-        plain = mlp(w, prefix, shape.hidden, inner, act)
+        plain = b.mlp(w, prefix, shape.hidden, inner, act)
         return replace(plain, factors=factors, down_bias=_divided(plain.down_bias, 1 / down_scale))
 
     def block(index: int) -> Block:
@@ -59,15 +60,15 @@ def build(w: WeightLoader) -> Model:
         return Block(
             ParallelHybrid(seen(layer), space(layer), into * out_of, _multiplier(config, "ssm_out_multiplier")),
             feed_forward(f"{layer}.feed_forward"),
-            norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps),
-            norm(w, f"{layer}.pre_ff_layernorm.weight", shape.hidden, shape.eps),
+            b.norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps),
+            b.norm(w, f"{layer}.pre_ff_layernorm.weight", shape.hidden, shape.eps),
         )
 
-    return decoder(
+    return b.decoder(
         w,
         shape,
         block,
-        final_norm=norm(w, "model.final_layernorm.weight", shape.hidden, shape.eps),
+        final_norm=b.norm(w, "model.final_layernorm.weight", shape.hidden, shape.eps),
         embed_scale=_multiplier(config, "embedding_multiplier"),
         logit_scale=_multiplier(config, "lm_head_multiplier"),
     )
@@ -81,7 +82,7 @@ def _divided(bias: Tensor | None, by: float) -> Tensor | None:
     return None if bias is None else bias / by
 
 
-def _feature_scale(config: Config, sizes: Mamba2Shape) -> Tensor:
+def _feature_scale(config: Config, sizes: b.Mamba2Shape) -> Tensor:
     """The factor on each feature that a Mamba-2 projects: one on all of gate, x, B, C and dt each."""
     groups = sizes.groups * sizes.state_size
     factors = config.floats("ssm_multipliers", 5, default=(1.0,) * 5)

@@ -4,31 +4,24 @@ from __future__ import annotations
 
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    attention,
-    decoder,
-    mlp,
-    pre_norm,
-    rms_norms,
-)
+from lmstate.models.families import builders as b
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
 
+DEFAULTS: b.Defaults = {"gemma": {"head_dim": 256, "tie_word_embeddings": True}}
+
 
 def build(w: WeightLoader) -> Model:
-    config, shape = w.config, Dims.of(w.config)
+    config, shape = w.config, b.Dims.of(w.config)
     if config.bool("use_bidirectional_attention", default=False):
         raise ModelError(f"{config.where} asks for attention in both directions, which is no language model's")
-    inner = config.int("intermediate_size", low=1, high=MOST)
-    act = activation(config, default="gelu_pytorch_tanh")
+    inner = config.int("intermediate_size", low=1, high=b.MAX_SIZE)
+    act = b.activation(config, default="gelu_pytorch_tanh")
     act = "gelu_tanh" if act == "gelu" else act  # the first configs say gelu, and mean the one that was trained
-    rope, normed = make_rope(config, shape.head_dim).to(w.device), rms_norms(w, shape, plus_one=True)
-    block = pre_norm(
+    rope, normed = make_rope(config, shape.head_dim).to(w.device), b.rms_norms(w, shape, plus_one=True)
+    block = b.pre_norm(
         normed,
-        lambda _, name: attention(w, name, shape, rope),
-        lambda _, name: mlp(w, name, shape.hidden, inner, act),
+        lambda _, name: b.attention(w, name, shape, rope),
+        lambda _, name: b.mlp(w, name, shape.hidden, inner, act),
     )
-    return decoder(w, shape, block, final_norm=normed("model.norm"), embed_scale=shape.hidden**0.5)
+    return b.decoder(w, shape, block, final_norm=normed("model.norm"), embed_scale=shape.hidden**0.5)

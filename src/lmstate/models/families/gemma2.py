@@ -8,19 +8,32 @@ from __future__ import annotations
 
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import MOST, Dims, activation, attention, decoder, mlp, norm, windows
+from lmstate.models.families import builders as b
 from lmstate.models.layers.rope import make_rope, ropes_by_kind
 from lmstate.models.model import Block, Model
+
+DEFAULTS: b.Defaults = {
+    "gemma2": {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "gemma3_text": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262_208,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+    },
+}
 
 
 def build(w: WeightLoader) -> Model:
     third = w.config.str("model_type") == "gemma3_text"
-    config, shape = w.config, Dims.of(w.config)
+    config, shape = w.config, b.Dims.of(w.config)
     if config.bool("use_bidirectional_attention", default=False):
         raise ModelError(f"{config.where} asks for attention in both directions, which is no language model's")
-    inner = config.int("intermediate_size", low=1, high=MOST)
-    act = activation(config, "hidden_activation", "gelu_pytorch_tanh")
-    window = windows(config, shape.layers, full_every=6 if third else 2)
+    inner = config.int("intermediate_size", low=1, high=b.MAX_SIZE)
+    act = b.activation(config, "hidden_activation", "gelu_pytorch_tanh")
+    window = b.layer_windows(config, shape.layers, full_every=6 if third else 2)
     if third:
         full, local = (
             rope.to(w.device) for rope in ropes_by_kind(config, shape.head_dim, theta=1_000_000.0, local_theta=10_000.0)
@@ -33,33 +46,33 @@ def build(w: WeightLoader) -> Model:
     def block(index: int) -> Block:
         layer = f"model.layers.{index}"
         norms = {
-            name: norm(w, f"{layer}.{name}_layernorm.weight", shape.hidden, shape.eps, plus_one=True)
+            name: b.norm(w, f"{layer}.{name}_layernorm.weight", shape.hidden, shape.eps, plus_one=True)
             for name in ("input", "post_attention", "pre_feedforward", "post_feedforward")
         }
         q_norm, k_norm = (
-            norm(w, f"{layer}.self_attn.{part}_norm.weight", shape.head_dim, shape.eps, plus_one=True)
+            b.norm(w, f"{layer}.self_attn.{part}_norm.weight", shape.head_dim, shape.eps, plus_one=True)
             if third
             else None
             for part in "qk"
         )
-        mixer = attention(
+        mixer = b.attention(
             w, f"{layer}.self_attn", shape, full if window[index] is None else local,
             window=window[index], q_norm=q_norm, k_norm=k_norm, scale=scale, softcap=softcap,
         )  # fmt: skip
         return Block(
             mixer,
-            mlp(w, f"{layer}.mlp", shape.hidden, inner, act),
+            b.mlp(w, f"{layer}.mlp", shape.hidden, inner, act),
             norms["input"],
             norms["pre_feedforward"],
             norms["post_attention"],
             norms["post_feedforward"],
         )
 
-    return decoder(
+    return b.decoder(
         w,
         shape,
         block,
-        final_norm=norm(w, "model.norm.weight", shape.hidden, shape.eps, plus_one=True),
+        final_norm=b.norm(w, "model.norm.weight", shape.hidden, shape.eps, plus_one=True),
         embed_scale=shape.hidden**0.5,
         logit_softcap=config.float("final_logit_softcapping", low=1e-6, default=None),
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 from lmstate import ops
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import MOST, Dims, activation, decoder, mlp, rms_norms
+from lmstate.models.families import builders as b
 from lmstate.models.families.gemma4 import (
     FULL,
     LOCAL,
@@ -29,6 +29,22 @@ from lmstate.models.layers.rope import ropes_by_kind
 from lmstate.models.model import Block, Model
 from lmstate.ops import Norm, Residual, Weight
 from lmstate.state import LayerState, Step
+
+DEFAULTS: b.Defaults = {
+    "gemma3n_text": {
+        "vocab_size": 262_400,
+        "hidden_size": 2048,
+        "intermediate_size": 16_384,
+        "num_hidden_layers": 35,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "sliding_window": 512,
+        "final_logit_softcapping": 30.0,
+        "num_kv_shared_layers": 15,
+        "laurel_rank": 64,
+    }
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,8 +140,8 @@ def _mean_square(x: Tensor) -> Tensor:
 
 
 def build(w: WeightLoader) -> Model:
-    config, shape = w.config, Dims.of(w.config)
-    act = activation(config, "hidden_activation", "gelu_pytorch_tanh")
+    config, shape = w.config, b.Dims.of(w.config)
+    act = b.activation(config, "hidden_activation", "gelu_pytorch_tanh")
     kinds = layer_kinds(config, shape.layers, full_every=5)
     reads = shared_layers(config, kinds)
     full, local = ropes_by_kind(config, shape.head_dim, theta=1_000_000.0, local_theta=10_000.0)
@@ -133,12 +149,12 @@ def build(w: WeightLoader) -> Model:
     inner, sparsity = _inner(config, shape.layers), _sparsity(config, shape.layers)
     streams = config.int("altup_num_inputs", low=2, high=64, default=4)
     active = config.int("altup_active_idx", high=streams - 1, default=0)
-    rank = config.int("laurel_rank", low=1, high=MOST)
-    width = config.int("hidden_size_per_layer_input", low=1, high=MOST, default=256)
-    normed = rms_norms(w, shape)
+    rank = config.int("laurel_rank", low=1, high=b.MAX_SIZE)
+    width = config.int("hidden_size_per_layer_input", low=1, high=b.MAX_SIZE, default=256)
+    normed = b.rms_norms(w, shape)
 
     def feed_forward(index: int, prefix: str) -> FeedForward:
-        dense = mlp(w, prefix, shape.hidden, inner[index], act)
+        dense = b.mlp(w, prefix, shape.hidden, inner[index], act)
         return dense if not sparsity[index] else SparseMLP(dense, NormalDist().inv_cdf(sparsity[index]))
 
     def block(index: int) -> Block:
@@ -173,7 +189,7 @@ def build(w: WeightLoader) -> Model:
         square = (shape.hidden, shape.hidden)
         return [w.linear(f"model.{name}.{other}.weight", shape=square) for other in range(streams - 1)]
 
-    return decoder(
+    return b.decoder(
         w,
         shape,
         block,
@@ -188,8 +204,8 @@ def build(w: WeightLoader) -> Model:
 def _inner(config: Config, layers: int) -> Sequence[int]:
     """The width inside each layer's feed-forward part: one for all, or one each."""
     if isinstance(config.get("intermediate_size"), (list, tuple)):
-        return config.ints("intermediate_size", layers, low=1, high=MOST)
-    return [config.int("intermediate_size", low=1, high=MOST)] * layers
+        return config.ints("intermediate_size", layers, low=1, high=b.MAX_SIZE)
+    return [config.int("intermediate_size", low=1, high=b.MAX_SIZE)] * layers
 
 
 def _sparsity(config: Config, layers: int) -> Sequence[float]:

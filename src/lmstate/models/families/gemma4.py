@@ -12,18 +12,7 @@ from lmstate import ops
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    attention,
-    decoder,
-    mlp,
-    norm,
-    plain_norm,
-    rms_norms,
-)
-from lmstate.models.families.builders.moe import expert_width, experts, scores, top_k
+from lmstate.models.families import builders as b
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.mlp import MLP, FeedForward
 from lmstate.models.layers.moe import MixtureOfExperts, Router
@@ -32,6 +21,23 @@ from lmstate.models.layers.rope import Rope, make_rope
 from lmstate.models.model import Block, Model
 from lmstate.ops import Norm, Residual
 from lmstate.state import Step
+
+DEFAULTS: b.Defaults = {
+    "gemma4_text": {
+        "vocab_size": 262_144,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 512,
+        "rope_scaling": {
+            "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+            "sliding_attention": {"rope_theta": 10_000.0},
+        },
+    }
+}
 
 LOCAL, FULL = "sliding_attention", "full_attention"
 
@@ -72,12 +78,12 @@ class Ending:
 
 
 def build(w: WeightLoader) -> Model:
-    config, shape = w.config, Dims.of(w.config)
+    config, shape = w.config, b.Dims.of(w.config)
     if config.str("use_bidirectional_attention", default=None) == "all":
         raise ModelError(f"{config.where} asks for attention in both directions, which is no language model's")
     inner, act = (
-        config.int("intermediate_size", low=1, high=MOST),
-        activation(config, "hidden_activation", "gelu_pytorch_tanh"),
+        config.int("intermediate_size", low=1, high=b.MAX_SIZE),
+        b.activation(config, "hidden_activation", "gelu_pytorch_tanh"),
     )
     kinds = [*layer_kinds(config, shape.layers, full_every=6)[:-1], FULL]  # the last one is, whatever the config says
     reads = shared_layers(config, kinds)
@@ -89,8 +95,8 @@ def build(w: WeightLoader) -> Model:
 
     one_projection = config.bool("attention_k_eq_v", default=False)
     wide = config.bool("use_double_wide_mlp", default=False)
-    width = config.int("hidden_size_per_layer_input", high=MOST, default=256)
-    normed = rms_norms(w, shape)
+    width = config.int("hidden_size_per_layer_input", high=b.MAX_SIZE, default=256)
+    normed = b.rms_norms(w, shape)
 
     for layer, source in enumerate(reads):
         if source is not None and shapes[layer] != shapes[source]:
@@ -120,7 +126,7 @@ def build(w: WeightLoader) -> Model:
             ),
         )
 
-    return decoder(
+    return b.decoder(
         w,
         shape,
         block,
@@ -151,69 +157,69 @@ def shared_layers(config: Config, kinds: Sequence[str]) -> list[int | None]:
 
 
 def unread(reads: Sequence[int | None]) -> tuple[str, ...]:
-    """What checkpoints may hold for layers that share: projections that nobody asks for."""
+    """Unused projections that checkpoints may hold for layers that share keys and values."""
     layers = [f"model.layers.{index}.self_attn" for index, source in enumerate(reads) if source is not None]
     return tuple(f"{layer}.{name}.*" for layer in layers for name in ("k_proj", "v_proj", "k_norm", "v_norm"))
 
 
 def sharing_attention(
-    w: WeightLoader, prefix: str, shape: Dims, rope: Rope, *, window: int | None, reads: int | None,
+    w: WeightLoader, prefix: str, shape: b.Dims, rope: Rope, *, window: int | None, reads: int | None,
     value: str = "v_proj",
 ) -> Attention:  # fmt: skip
     """Attention whose queries, keys and values are normalised head by head; the scores have no other scale."""
-    q_norm = norm(w, f"{prefix}.q_norm.weight", shape.head_dim, shape.eps)
-    k_norm = None if reads is not None else norm(w, f"{prefix}.k_norm.weight", shape.head_dim, shape.eps)
-    v_norm = None if reads is not None else plain_norm(w, shape.head_dim, shape.eps)
-    return attention(
+    q_norm = b.norm(w, f"{prefix}.q_norm.weight", shape.head_dim, shape.eps)
+    k_norm = None if reads is not None else b.norm(w, f"{prefix}.k_norm.weight", shape.head_dim, shape.eps)
+    v_norm = None if reads is not None else b.plain_norm(w, shape.head_dim, shape.eps)
+    return b.attention(
         w, prefix, shape, rope, window=window, q_norm=q_norm, k_norm=k_norm, v_norm=v_norm, scale=1.0, reads=reads,
         value=value,
     )  # fmt: skip
 
 
-def per_layer_inputs(w: WeightLoader, shape: Dims, width: int) -> PerLayerInputs:
+def per_layer_inputs(w: WeightLoader, shape: b.Dims, width: int) -> PerLayerInputs:
     rows = w.config.int("vocab_size_per_layer_input", low=1, high=2**24, default=262_144)
     return PerLayerInputs(
         w.linear("model.embed_tokens_per_layer.weight", shape=(rows, shape.layers * width)),
         w.linear("model.per_layer_model_projection.weight", shape=(shape.layers * width, shape.hidden)),
-        norm(w, "model.per_layer_projection_norm.weight", width, shape.eps),
+        b.norm(w, "model.per_layer_projection_norm.weight", width, shape.eps),
     )
 
 
-def per_layer_input(w: WeightLoader, layer: str, index: int, shape: Dims, width: int, act: str) -> PerLayerInput:
+def per_layer_input(w: WeightLoader, layer: str, index: int, shape: b.Dims, width: int, act: str) -> PerLayerInput:
     return PerLayerInput(
         index,
         w.linear(f"{layer}.per_layer_input_gate.weight", shape=(width, shape.hidden)),
         act,
         w.linear(f"{layer}.per_layer_projection.weight", shape=(shape.hidden, width)),
-        norm(w, f"{layer}.post_per_layer_input_norm.weight", shape.hidden, shape.eps),
+        b.norm(w, f"{layer}.post_per_layer_input_norm.weight", shape.hidden, shape.eps),
     )
 
 
-def _layer_shape(config: Config, shape: Dims, index: int, full: bool) -> Dims:
+def _layer_shape(config: Config, shape: b.Dims, index: int, full: bool) -> b.Dims:
     """The sizes of a layer: those that see everything have heads of their own, which newer configs list by layer."""
     head_dim, kv_heads, listed = shape.head_dim, shape.kv_heads, config.fields("per_layer_config")
     if listed is not None:
         # Numbers of layers are as wide as the last one's: 04, of more than ten.
         name = next((name for name in listed if name.isdecimal() and int(name) == index), str(index))
         own = listed.fields(name) or Config({}, listed.where)
-        head_dim = own.int("head_dim", low=1, high=MOST, default=head_dim)
-        kv_heads = own.int("num_key_value_heads", low=1, high=MOST, default=kv_heads)
+        head_dim = own.int("head_dim", low=1, high=b.MAX_SIZE, default=head_dim)
+        kv_heads = own.int("num_key_value_heads", low=1, high=b.MAX_SIZE, default=kv_heads)
     elif full:
-        head_dim = config.int("global_head_dim", low=1, high=MOST, default=512)
+        head_dim = config.int("global_head_dim", low=1, high=b.MAX_SIZE, default=512)
         if config.bool("attention_k_eq_v", default=False):
-            kv_heads = config.int("num_global_key_value_heads", low=1, high=MOST, default=kv_heads)
+            kv_heads = config.int("num_global_key_value_heads", low=1, high=b.MAX_SIZE, default=kv_heads)
     return replace(shape, head_dim=head_dim, kv_heads=kv_heads)
 
 
-def _feed_forward(w: WeightLoader, layer: str, shape: Dims, inner: int, act: str) -> FeedForward:
-    config, dense = w.config, mlp(w, f"{layer}.mlp", shape.hidden, inner, act)
+def _feed_forward(w: WeightLoader, layer: str, shape: b.Dims, inner: int, act: str) -> FeedForward:
+    config, dense = w.config, b.mlp(w, f"{layer}.mlp", shape.hidden, inner, act)
     if not config.bool("enable_moe_block", default=False):
         return dense
-    count = config.int("num_experts", low=1, high=MOST)
-    normed = rms_norms(w, shape)
+    count = config.int("num_experts", low=1, high=b.MAX_SIZE)
+    normed = b.rms_norms(w, shape)
     router = Router(
-        scores(w, f"{layer}.router.proj.weight", count, shape.hidden),
-        top_k(config, count, "top_k_experts"),
+        b.router_weight(w, f"{layer}.router.proj.weight", count, shape.hidden),
+        b.top_k(config, count, "top_k_experts"),
         normalize=True,
         floor=0.0,
         expert_scale=w.tensor(f"{layer}.router.per_expert_scale", (count,)),
@@ -221,7 +227,7 @@ def _feed_forward(w: WeightLoader, layer: str, shape: Dims, inner: int, act: str
     return DenseAndExperts(
         dense,
         normed(f"{layer}.post_feedforward_layernorm_1"),
-        MixtureOfExperts(router, experts(w, f"{layer}.experts", count, shape.hidden, expert_width(config), act)),
+        MixtureOfExperts(router, b.experts(w, f"{layer}.experts", count, shape.hidden, b.expert_width(config), act)),
         normed(f"{layer}.pre_feedforward_layernorm_2"),
         Norm(w.tensor(f"{layer}.router.scale", (shape.hidden,)) * shape.hidden**-0.5, shape.eps),
         normed(f"{layer}.post_feedforward_layernorm_2"),

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import MOST, Dims, activation, attention, decoder, fused_mlp, rms_norms
+from lmstate.models.families import builders as b
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Block, Model
 
+GLM = {
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "rms_norm_eps": 1.5625e-7,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+}
+DEFAULTS: b.Defaults = {"glm": GLM, "glm4": GLM}
+
 
 def build(w: WeightLoader) -> Model:
-    config, shape = w.config, Dims.of(w.config)
-    inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
-    rope, normed = make_rope(config, shape.head_dim, interleaved=True).to(w.device), rms_norms(w, shape)
+    config, shape = w.config, b.Dims.of(w.config)
+    inner, act = config.int("intermediate_size", low=1, high=b.MAX_SIZE), b.activation(config)
+    rope, normed = make_rope(config, shape.head_dim, interleaved=True).to(w.device), b.rms_norms(w, shape)
     sandwich = config.str("model_type") == "glm4"
 
     def block(index: int) -> Block:
         layer = f"model.layers.{index}"
         return Block(
-            attention(w, f"{layer}.self_attn", shape, rope, out_biased=False),
-            fused_mlp(w, f"{layer}.mlp", shape.hidden, inner, act),
+            b.attention(w, f"{layer}.self_attn", shape, rope, out_biased=False),
+            b.fused_mlp(w, f"{layer}.mlp", shape.hidden, inner, act),
             normed(f"{layer}.input_layernorm"),
             normed(f"{layer}.post_attention_layernorm"),
             normed(f"{layer}.post_self_attn_layernorm") if sandwich else None,
             normed(f"{layer}.post_mlp_layernorm") if sandwich else None,
         )
 
-    return decoder(w, shape, block)
+    return b.decoder(w, shape, block)

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    Dims,
-    attention,
-    decoder,
-    drafting,
-    head_norms,
-    pre_norm,
-    rms_norms,
-)
-from lmstate.models.families.builders.moe import deepseek_feed_forward
+from lmstate.models.families import builders as b
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
 
+DEFAULTS: b.Defaults = {
+    "glm4_moe": {**b.EPS, "partial_rotary_factor": 0.5, "first_k_dense_replace": 1, "n_shared_experts": 1},
+    "solar_open": {**b.EPS, "head_dim": 128, "n_shared_experts": 1, "rope_theta": 1e6},
+}
+
 
 def build(w: WeightLoader) -> Model:
-    config, shape = w.config, Dims.of(w.config)
+    config, shape = w.config, b.Dims.of(w.config)
     rope = make_rope(config, shape.head_dim).to(w.device)
     normed = config.bool("use_qk_norm", default=False)
 
     def mixer(index: int, prefix: str) -> Mixer:
-        q_norm, k_norm = head_norms(w, prefix, shape) if normed else (None, None)
-        return attention(w, prefix, shape, rope, q_norm=q_norm, k_norm=k_norm, out_biased=False)
+        q_norm, k_norm = b.head_norms(w, prefix, shape) if normed else (None, None)
+        return b.attention(w, prefix, shape, rope, q_norm=q_norm, k_norm=k_norm, out_biased=False)
 
-    return decoder(
-        w, shape, pre_norm(rms_norms(w, shape), mixer, deepseek_feed_forward(w, shape)), ignore=drafting(config, shape)
+    return b.decoder(
+        w,
+        shape,
+        b.pre_norm(b.rms_norms(w, shape), mixer, b.deepseek_feed_forward(w, shape)),
+        ignore=b.mtp_tensors(config, shape),
     )

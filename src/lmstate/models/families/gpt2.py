@@ -8,31 +8,35 @@ from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.source import floats
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import MOST, POSITIONS, Dims, activation, decoder, layer_norms, pre_norm
+from lmstate.models.families import builders as b
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.embedding import LearnedPositions
 from lmstate.models.layers.mlp import MLP
 from lmstate.models.model import Model
 from lmstate.ops import FloatWeight, Weight
 
+DEFAULTS: b.Defaults = {
+    "gpt2": {"layer_norm_epsilon": 1e-5, "n_positions": 1024, "scale_attn_weights": True, "tie_word_embeddings": True}
+}
+
 NAMES = {
     "n_embd": "hidden_size",
     "n_head": "num_attention_heads",
     "n_layer": "num_hidden_layers",
-    "n_positions": POSITIONS,
+    "n_positions": b.POSITIONS,
 }
 
 
 def build(w: WeightLoader) -> Model:
     usual = {usual: w.config[own] for own, usual in NAMES.items() if w.config.given(own)}
     w.config = Config({**w.config, **usual}, w.config.where)
-    config, shape = w.config, Dims.of(w.config, eps="layer_norm_epsilon")
+    config, shape = w.config, b.Dims.of(w.config, eps="layer_norm_epsilon")
     if shape.heads * shape.head_dim != shape.hidden:
         raise ModelError(f"{config.where}: {shape.heads} heads cannot share a width of {shape.hidden} evenly")
     if config.bool("add_cross_attention", default=False):
         raise ModelError(f"{config.where} asks for attention to another text, which lmstate cannot do")
-    inner = config.int("n_inner", low=1, high=MOST, default=4 * shape.hidden)
-    act = activation(config, "activation_function", "gelu_new")
+    inner = config.int("n_inner", low=1, high=b.MAX_SIZE, default=4 * shape.hidden)
+    act = b.activation(config, "activation_function", "gelu_new")
     scale = shape.head_dim**-0.5 if config.bool("scale_attn_weights", default=True) else 1.0
     by_layer = config.bool("scale_attn_by_inverse_layer_idx", default=False)
 
@@ -57,10 +61,10 @@ def build(w: WeightLoader) -> Model:
         down, down_bias = matrix(f"{name}.c_proj", shape.hidden, inner)
         return MLP(up, down, act, gated=False, up_bias=up_bias, down_bias=down_bias)
 
-    normed = layer_norms(w, shape)
-    table = w.tensor("transformer.wpe.weight", (config.int(POSITIONS, low=1), shape.hidden))
-    block = pre_norm(normed, mixer, feed_forward, ("ln_1", "attn", "ln_2", "mlp"), layers="transformer.h")
-    return decoder(
+    normed = b.layer_norms(w, shape)
+    table = w.tensor("transformer.wpe.weight", (config.int(b.POSITIONS, low=1), shape.hidden))
+    block = b.pre_norm(normed, mixer, feed_forward, ("ln_1", "attn", "ln_2", "mlp"), layers="transformer.h")
+    return b.decoder(
         w,
         shape,
         block,

@@ -6,25 +6,27 @@ from dataclasses import replace
 
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    decoder,
-    fused_attention,
-    layer_norms,
-    ungated_mlp,
-)
+from lmstate.models.families import builders as b
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Block, Model
 
+DEFAULTS: b.Defaults = {
+    "gpt_neox": {
+        **b.LAYER_NORM_EPS,
+        "attention_bias": True,
+        "use_parallel_residual": True,
+        "rotary_emb_base": 10_000.0,
+        "rotary_pct": 0.25,
+    }
+}
+
 
 def build(w: WeightLoader) -> Model:
-    config, shape = w.config, Dims.of(w.config, eps="layer_norm_eps")
+    config, shape = w.config, b.Dims.of(w.config, eps="layer_norm_eps")
     shape = replace(shape, kv_heads=shape.heads)
-    inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config, default="gelu")
+    inner, act = config.int("intermediate_size", low=1, high=b.MAX_SIZE), b.activation(config, default="gelu")
     names = {"rope_theta": config.get("rotary_emb_base"), "partial_rotary_factor": config.get("rotary_pct")}
-    rope, normed = make_rope(Config({**config, **names}), shape.head_dim).to(w.device), layer_norms(w, shape)
+    rope, normed = make_rope(Config({**config, **names}), shape.head_dim).to(w.device), b.layer_norms(w, shape)
     biased = config.bool("attention_bias", default=False)
     parallel = config.bool("use_parallel_residual", default=False)
 
@@ -32,10 +34,10 @@ def build(w: WeightLoader) -> Model:
         layer = f"gpt_neox.layers.{index}"
         inside = f"{layer}.attention"
         return Block(
-            fused_attention(
+            b.fused_attention(
                 w, shape, rope, f"{inside}.query_key_value", f"{inside}.dense", grouped=True, biased=biased
             ),
-            ungated_mlp(
+            b.ungated_mlp(
                 w, f"{layer}.mlp", shape.hidden, inner, act, ("dense_h_to_4h", "dense_4h_to_h"), biased=True
             ),
             normed(f"{layer}.input_layernorm"),
@@ -43,7 +45,7 @@ def build(w: WeightLoader) -> Model:
             parallel=parallel,
         )  # fmt: skip
 
-    return decoder(
+    return b.decoder(
         w,
         shape,
         block,

@@ -11,13 +11,27 @@ from lmstate import ops
 from lmstate.checkpoints.huggingface import mxfp4
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.source import GroupedQuant
-from lmstate.models.families.builders.decoder import MOST, Dims, attention, decoder, norm, windows
-from lmstate.models.families.builders.moe import expert_count
+from lmstate.models.families import builders as b
 from lmstate.models.layers.mlp import MLP, FeedForward
 from lmstate.models.layers.moe import MixtureOfExperts, Router
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Block, Model
 from lmstate.ops import FloatWeight, Norm, Residual, Weight
+
+DEFAULTS: b.Defaults = {
+    "gpt_oss": {
+        **b.EPS,
+        "sliding_window": 128,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    }
+}
 
 
 @dataclass(eq=False)
@@ -41,11 +55,11 @@ class ClampedExpert:
 
 
 def build(w: WeightLoader) -> Model:
-    config, shape = w.config, Dims.of(w.config)
-    inner = config.int("intermediate_size", low=1, high=MOST)
-    count = expert_count(config)
+    config, shape = w.config, b.Dims.of(w.config)
+    inner = config.int("intermediate_size", low=1, high=b.MAX_SIZE)
+    count = b.expert_count(config)
     rope = make_rope(config, shape.head_dim, theta=150_000.0).to(w.device)
-    window = windows(config, shape.layers, full_every=2)
+    window = b.layer_windows(config, shape.layers, full_every=2)
     alpha, limit = config.float("swiglu_alpha", default=1.702), config.float("swiglu_limit", low=0.0, default=7.0)
 
     def mixture(prefix: str) -> MixtureOfExperts:
@@ -65,15 +79,15 @@ def build(w: WeightLoader) -> Model:
 
     def block(index: int) -> Block:
         layer = f"model.layers.{index}"
-        mixer = attention(w, f"{layer}.self_attn", shape, rope, window=window[index])
+        mixer = b.attention(w, f"{layer}.self_attn", shape, rope, window=window[index])
         return Block(
             replace(mixer, sinks=w.tensor(f"{layer}.self_attn.sinks", (shape.heads,))),
             mixture(f"{layer}.mlp"),
-            norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps),
-            norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps),
+            b.norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps),
+            b.norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps),
         )
 
-    return decoder(w, shape, block)
+    return b.decoder(w, shape, block)
 
 
 def _biases(w: WeightLoader, prefix: str, count: int, inner: int, hidden: int) -> tuple[Tensor, Tensor]:

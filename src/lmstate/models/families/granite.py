@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import MOST, Dims, activation, attention, decoder, mlp, rms_norms, there
-from lmstate.models.families.builders.mamba import Mamba2Shape, gated_norm, layer_kinds, mamba2
-from lmstate.models.families.builders.moe import experts, scores, top_k
+from lmstate.models.families import builders as b
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.mlp import MLP, FeedForward
 from lmstate.models.layers.moe import MixtureOfExperts, Router
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Block, Model
+
+DEFAULTS: b.Defaults = {}
 
 
 def build(w: WeightLoader) -> Model:
@@ -21,22 +21,22 @@ def build(w: WeightLoader) -> Model:
 
     Only hybrids may go without rotary positions.
     """
-    config, shape = w.config, Dims.of(w.config)
+    config, shape = w.config, b.Dims.of(w.config)
     hybrid = config.str("model_type") == "granitemoehybrid"
-    kinds = layer_kinds(config, ("layer_types", "layers_block_type"), shape.layers) if hybrid else None
+    kinds = b.layer_kinds(config, ("layer_types", "layers_block_type"), shape.layers) if hybrid else None
     kinds = kinds or ("mamba" if hybrid else "attention",) * shape.layers
-    sizes = Mamba2Shape.of(config, shape) if "mamba" in kinds else None
+    sizes = b.Mamba2Shape.of(config, shape) if "mamba" in kinds else None
     rotary = not hybrid or config.get("position_embedding_type") == "rope"
     rope = make_rope(config, shape.head_dim).to(w.device) if rotary else None
     scale = config.float("attention_multiplier", default=1.0)
 
     def mixer(index: int, layer: str) -> Mixer:
         if kinds[index] == "attention" or sizes is None:
-            return attention(w, f"{layer}.self_attn", shape, rope, scale=scale)
-        gated = gated_norm(w, f"{layer}.mamba.norm.weight", sizes)
-        return mamba2(w, f"{layer}.mamba", sizes, shape.hidden, norm=gated)
+            return b.attention(w, f"{layer}.self_attn", shape, rope, scale=scale)
+        gated = b.gated_norm(w, f"{layer}.mamba.norm.weight", sizes)
+        return b.mamba2(w, f"{layer}.mamba", sizes, shape.hidden, norm=gated)
 
-    normed = rms_norms(w, shape)
+    normed = b.rms_norms(w, shape)
 
     def block(index: int) -> Block:
         layer = f"model.layers.{index}"
@@ -51,40 +51,40 @@ def build(w: WeightLoader) -> Model:
     return granite(w, shape, block)
 
 
-def granite(w: WeightLoader, shape: Dims, block: Callable[[int], Block]) -> Model:
+def granite(w: WeightLoader, shape: b.Dims, block: Callable[[int], Block]) -> Model:
     """The blocks between an embedding and logits that are scaled."""
     config = w.config
     logits_scaling = config.float("logits_scaling", default=1.0)
     if logits_scaling == 0.0:
         raise ModelError(f"{config.where} has logits_scaling = 0, by which logits would be divided")
-    return decoder(
+    return b.decoder(
         w, shape, block, embed_scale=config.float("embedding_multiplier", default=1.0), logit_scale=1 / logits_scaling
     )
 
 
-def feed_forward(w: WeightLoader, layer: str, shape: Dims) -> FeedForward:
+def feed_forward(w: WeightLoader, layer: str, shape: b.Dims) -> FeedForward:
     """Experts, a part that every token goes through, or both; one of the older kind if the config has neither."""
-    config, act = w.config, activation(w.config)
-    count = config.int("num_local_experts", high=MOST, default=0)
-    shared = config.int("shared_intermediate_size", high=MOST, default=0)
-    inner = config.int("intermediate_size", low=1, high=MOST)
+    config, act = w.config, b.activation(w.config)
+    count = config.int("num_local_experts", high=b.MAX_SIZE, default=0)
+    shared = config.int("shared_intermediate_size", high=b.MAX_SIZE, default=0)
+    inner = config.int("intermediate_size", low=1, high=b.MAX_SIZE)
     if not count and not shared:
-        return mlp(w, f"{layer}.mlp", shape.hidden, inner, act)
+        return b.mlp(w, f"{layer}.mlp", shape.hidden, inner, act)
     common = shared_mlp(w, f"{layer}.shared_mlp", shape.hidden, shared, act) if shared else None
     if not count and common is not None:
         return common
     moe = f"{layer}.block_sparse_moe"
-    router = there(w, f"{moe}.router.layer.weight", f"{moe}.router.weight")
+    router = b.first_present(w, f"{moe}.router.layer.weight", f"{moe}.router.weight")
     each = granite_experts(w, moe, count, shape.hidden, inner, act)
     return MixtureOfExperts(
-        Router(scores(w, router, count, shape.hidden), top_k(config, count), normalize=True), each, common
+        Router(b.router_weight(w, router, count, shape.hidden), b.top_k(config, count), normalize=True), each, common
     )
 
 
 def shared_mlp(w: WeightLoader, prefix: str, hidden: int, inner: int, act: str) -> MLP:
     """A gated feed-forward part with gate and up in one matrix; GGUF has them apart."""
     if w.has(f"{prefix}.gate_proj.weight"):
-        return mlp(w, prefix, hidden, inner, act)
+        return b.mlp(w, prefix, hidden, inner, act)
     return MLP(
         w.linear(f"{prefix}.input_linear.weight", shape=(2 * inner, hidden)),
         w.linear(f"{prefix}.output_linear.weight", shape=(hidden, inner)),
@@ -95,7 +95,7 @@ def shared_mlp(w: WeightLoader, prefix: str, hidden: int, inner: int, act: str) 
 def granite_experts(w: WeightLoader, prefix: str, count: int, hidden: int, inner: int, act: str) -> list[FeedForward]:
     """Experts in one tensor each for their ways in and out, under two names; GGUF has them one by one."""
     if not w.has(f"{prefix}.input_linear.weight"):
-        return experts(w, f"{prefix}.experts", count, hidden, inner, act)
+        return b.experts(w, f"{prefix}.experts", count, hidden, inner, act)
     return [
         MLP(
             w.stacked(f"{prefix}.input_linear.weight", index, shape=(count, 2 * inner, hidden)),

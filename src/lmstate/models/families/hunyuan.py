@@ -7,55 +7,46 @@ from dataclasses import replace
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    attention,
-    decoder,
-    mlp,
-    norm_after_rope,
-    pre_norm,
-    rms_norms,
-)
-from lmstate.models.families.builders.moe import expert_count, experts, scores
+from lmstate.models.families import builders as b
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.mlp import FeedForward
 from lmstate.models.layers.moe import MixtureOfExperts, Router
 from lmstate.models.layers.rope import Rope, make_rope, rope_fields
 from lmstate.models.model import Model
 
+DEFAULTS: b.Defaults = {"hunyuan_v1_dense": b.EPS, "hunyuan_v1_moe": b.EPS}
+
 
 def build(w: WeightLoader) -> Model:
-    config, shape = w.config, Dims.of(w.config)
-    inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
+    config, shape = w.config, b.Dims.of(w.config)
+    inner, act = config.int("intermediate_size", low=1, high=b.MAX_SIZE), b.activation(config)
     rope = stretched(config, shape.head_dim).to(w.device)
     # The weights of both norms multiply the queries, so that the keys that are stored are rotations and nothing else.
-    plain, rope = norm_after_rope(w, shape, rope)
+    plain, rope = b.norm_after_rope(w, shape, rope)
     if isinstance(config.get("moe_topk"), list):  # published configs say it of each layer
-        chosen = config.ints("moe_topk", shape.layers, low=1, high=MOST)
+        chosen = config.ints("moe_topk", shape.layers, low=1, high=b.MAX_SIZE)
     else:
-        chosen = (config.int("moe_topk", low=1, high=MOST, default=1),) * shape.layers
+        chosen = (config.int("moe_topk", low=1, high=b.MAX_SIZE, default=1),) * shape.layers
 
     def mixer(_: int, name: str) -> Attention:
         of_q, of_k = (w.tensor(f"{name}.{part}_layernorm.weight", (shape.head_dim,)) for part in ("query", "key"))
-        return replace(attention(w, name, shape, rope, q_norm=plain, k_norm=plain), turned_weight=of_q * of_k)
+        return replace(b.attention(w, name, shape, rope, q_norm=plain, k_norm=plain), turned_weight=of_q * of_k)
 
     def feed_forward(index: int, name: str) -> FeedForward:
         if config.str("model_type") == "hunyuan_v1_dense":
-            return mlp(w, name, shape.hidden, inner, act)
+            return b.mlp(w, name, shape.hidden, inner, act)
         return mixture(w, name, shape, inner, chosen[index])
 
-    return decoder(w, shape, pre_norm(rms_norms(w, shape), mixer, feed_forward))
+    return b.decoder(w, shape, b.pre_norm(b.rms_norms(w, shape), mixer, feed_forward))
 
 
-def mixture(w: WeightLoader, prefix: str, shape: Dims, inner: int, chosen: int) -> MixtureOfExperts:
+def mixture(w: WeightLoader, prefix: str, shape: b.Dims, inner: int, chosen: int) -> MixtureOfExperts:
     """Experts beside one that every token goes through, all of one width; a token goes to `chosen` of them."""
-    count, act = expert_count(w.config), activation(w.config)
+    count, act = b.expert_count(w.config), b.activation(w.config)
     return MixtureOfExperts(
-        Router(scores(w, f"{prefix}.gate.wg.weight", count, shape.hidden), chosen, normalize=True),
-        experts(w, f"{prefix}.experts", count, shape.hidden, inner, act),
-        mlp(w, f"{prefix}.shared_mlp", shape.hidden, inner, act),
+        Router(b.router_weight(w, f"{prefix}.gate.wg.weight", count, shape.hidden), chosen, normalize=True),
+        b.experts(w, f"{prefix}.experts", count, shape.hidden, inner, act),
+        b.mlp(w, f"{prefix}.shared_mlp", shape.hidden, inner, act),
     )
 
 

@@ -10,19 +10,7 @@ from collections.abc import Sequence
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    W1_W3_W2,
-    Dims,
-    activation,
-    decoder,
-    drafting,
-    mlp,
-    norm,
-    there,
-)
-from lmstate.models.families.builders.delta import channel_delta
-from lmstate.models.families.builders.moe import expert_count, experts, scores, top_k
+from lmstate.models.families import builders as b
 from lmstate.models.families.deepseek import latent_attention
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.gated_delta_net import GatedDelta
@@ -30,11 +18,13 @@ from lmstate.models.layers.mlp import FeedForward
 from lmstate.models.layers.moe import MixtureOfExperts, Router
 from lmstate.models.model import Block, Model
 
+DEFAULTS: b.Defaults = {"kimi_linear": {**b.EPS, "routed_scaling_factor": 2.446}}
+
 KINDS = ("linear_attention", "full_attention")
 
 
 def build(w: WeightLoader) -> Model:
-    config, shape = w.config, Dims.of(w.config)
+    config, shape = w.config, b.Dims.of(w.config)
     # The published config keeps what is linear apart; transformers saves it flat.
     published = config.fields("linear_attn_config")
     linear = published or Config(
@@ -48,8 +38,8 @@ def build(w: WeightLoader) -> Model:
     kinds = config.strs("layer_types", shape.layers, KINDS, default=None) or _kinds(linear, shape.layers)
     ffns = config.strs("mlp_layer_types", shape.layers, ("dense", "sparse"), default=None)
     dense = config.int("first_k_dense_replace", default=1)
-    rope_dim = config.int("qk_rope_head_dim", low=1, high=MOST)
-    scale = (config.int("qk_nope_head_dim", low=1, high=MOST) + rope_dim) ** -0.5
+    rope_dim = config.int("qk_rope_head_dim", low=1, high=b.MAX_SIZE)
+    scale = (config.int("qk_nope_head_dim", low=1, high=b.MAX_SIZE) + rope_dim) ** -0.5
 
     def mixer(index: int, prefix: str) -> Mixer:
         if kinds[index] == "linear_attention":
@@ -62,11 +52,11 @@ def build(w: WeightLoader) -> Model:
         return Block(
             mixer(index, f"{layer}.self_attn"),
             feed_forward(w, layer, shape, is_dense),
-            norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps),
-            norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps),
+            b.norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps),
+            b.norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps),
         )
 
-    return decoder(w, shape, block, ignore=("model.mtp.*", *drafting(config, shape)))
+    return b.decoder(w, shape, block, ignore=("model.mtp.*", *b.mtp_tensors(config, shape)))
 
 
 def _kinds(linear: Config, layers: int) -> Sequence[str]:
@@ -80,26 +70,26 @@ def _kinds(linear: Config, layers: int) -> Sequence[str]:
     return [KINDS[index + 1 in attends] for index in range(layers)]
 
 
-def delta(w: WeightLoader, prefix: str, shape: Dims, linear: Config) -> GatedDelta:
-    heads = linear.int("num_heads", low=1, high=MOST, default=32)
-    dim = linear.int("head_dim", low=1, high=MOST, default=128)
+def delta(w: WeightLoader, prefix: str, shape: b.Dims, linear: Config) -> GatedDelta:
+    heads = linear.int("num_heads", low=1, high=b.MAX_SIZE, default=32)
+    dim = linear.int("head_dim", low=1, high=b.MAX_SIZE, default=128)
     kernel = linear.int("short_conv_kernel_size", low=1, high=256, default=4)
-    return channel_delta(w, prefix, shape, heads, dim, kernel)
+    return b.channel_delta(w, prefix, shape, heads, dim, kernel)
 
 
-def feed_forward(w: WeightLoader, layer: str, shape: Dims, dense: bool) -> FeedForward:
-    config, act, hidden = w.config, activation(w.config), shape.hidden
+def feed_forward(w: WeightLoader, layer: str, shape: b.Dims, dense: bool) -> FeedForward:
+    config, act, hidden = w.config, b.activation(w.config), shape.hidden
     if dense:
-        gate = there(w, f"{layer}.mlp.gate_proj.weight", f"{layer}.block_sparse_moe.gate_proj.weight")
-        inner = config.int("intermediate_size", low=1, high=MOST)
-        return mlp(w, gate.removesuffix(".gate_proj.weight"), hidden, inner, act)
-    count = expert_count(config)
-    gate = there(w, f"{layer}.block_sparse_moe.gate.weight", f"{layer}.mlp.gate.weight")
+        gate = b.first_present(w, f"{layer}.mlp.gate_proj.weight", f"{layer}.block_sparse_moe.gate_proj.weight")
+        inner = config.int("intermediate_size", low=1, high=b.MAX_SIZE)
+        return b.mlp(w, gate.removesuffix(".gate_proj.weight"), hidden, inner, act)
+    count = b.expert_count(config)
+    gate = b.first_present(w, f"{layer}.block_sparse_moe.gate.weight", f"{layer}.mlp.gate.weight")
     prefix = gate.removesuffix(".gate.weight")
-    groups = config.int("num_expert_group", low=1, high=MOST, default=1)
+    groups = config.int("num_expert_group", low=1, high=b.MAX_SIZE, default=1)
     router = Router(
-        scores(w, gate, count, hidden),
-        top_k(config, count, "num_experts_per_token"),
+        b.router_weight(w, gate, count, hidden),
+        b.top_k(config, count, "num_experts_per_token"),
         "sigmoid",
         config.bool("moe_renormalize", default=True),
         config.float("routed_scaling_factor", default=1.0),
@@ -108,10 +98,10 @@ def feed_forward(w: WeightLoader, layer: str, shape: Dims, dense: bool) -> FeedF
         topk_groups=config.int("topk_group", low=1, high=groups, default=1),
         group_score="top2",
     )
-    inner = config.int("moe_intermediate_size", low=1, high=MOST)
+    inner = config.int("moe_intermediate_size", low=1, high=b.MAX_SIZE)
     common = inner * config.int("num_shared_experts", high=1024, default=1)
     return MixtureOfExperts(
         router,
-        experts(w, f"{prefix}.experts", count, hidden, inner, act, W1_W3_W2),
-        mlp(w, f"{prefix}.shared_experts", hidden, common, act) if common else None,
+        b.experts(w, f"{prefix}.experts", count, hidden, inner, act, b.W1_W3_W2),
+        b.mlp(w, f"{prefix}.shared_experts", hidden, common, act) if common else None,
     )

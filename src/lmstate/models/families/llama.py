@@ -8,19 +8,23 @@ from __future__ import annotations
 
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    attention,
-    decoder,
-    mlp,
-    pre_norm,
-    rms_norms,
-    ungated_mlp,
-)
+from lmstate.models.families import builders as b
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
+
+DEFAULTS: b.Defaults = {
+    "arcee": {**b.EPS, "hidden_act": "relu2"},
+    "ernie4_5": {
+        **b.EPS,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "rope_theta": 500_000.0,
+        "tie_word_embeddings": True,
+    },
+    "helium": {"rms_norm_eps": 1e-8, "head_dim": 128, "rope_theta": 100_000.0},
+    "llama": b.LLAMA,
+    "seed_oss": {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
+}
 
 NEIGHBOURS = ("ernie4_5", "helium")
 # Whose fields for the biases of q, k and v, of the projection after attention, and of the feed-forward part differ.
@@ -33,18 +37,18 @@ BIASES = {
 
 def build(w: WeightLoader) -> Model:
     """Pre-norm blocks of rotary attention and a feed-forward part. Qwen2 differs by its biases alone."""
-    config, shape = w.config, Dims.of(w.config)
+    config, shape = w.config, b.Dims.of(w.config)
     family = config.str("model_type")
-    inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
+    inner, act = config.int("intermediate_size", low=1, high=b.MAX_SIZE), b.activation(config)
     rope = make_rope(config, shape.head_dim, interleaved=family in NEIGHBOURS).to(w.device)
     qkv, out, inside = (_says(config, name) for name in BIASES.get(family, ("attention_bias",) * 2 + ("mlp_bias",)))
-    made = ungated_mlp if family == "arcee" else mlp
-    block = pre_norm(
-        rms_norms(w, shape),
-        lambda _, name: attention(w, name, shape, rope, biased=qkv, out_biased=out),
+    made = b.ungated_mlp if family == "arcee" else b.mlp
+    block = b.pre_norm(
+        b.rms_norms(w, shape),
+        lambda _, name: b.attention(w, name, shape, rope, biased=qkv, out_biased=out),
         lambda _, name: made(w, name, shape.hidden, inner, act, biased=inside),
     )
-    return decoder(w, shape, block)
+    return b.decoder(w, shape, block)
 
 
 def _says(config: Config, name: str | None) -> bool:

@@ -8,17 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    attention,
-    decoder,
-    mlp,
-    norm,
-    norm_after_rope,
-)
-from lmstate.models.families.builders.moe import expert_count
+from lmstate.models.families import builders as b
 from lmstate.models.layers.attention import Attention, Temperature
 from lmstate.models.layers.mlp import MLP, FeedForward
 from lmstate.models.layers.moe import MixtureOfExperts, Router
@@ -26,12 +16,14 @@ from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Block, Model
 from lmstate.ops import FloatWeight, Weight
 
+DEFAULTS: b.Defaults = {"llama4_text": b.EPS}
+
 
 def build(w: WeightLoader) -> Model:
-    config, shape = w.config, Dims.of(w.config)
-    inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
-    dense_inner = config.int("intermediate_size_mlp", low=1, high=MOST, default=inner)
-    count = expert_count(config)
+    config, shape = w.config, b.Dims.of(w.config)
+    inner, act = config.int("intermediate_size", low=1, high=b.MAX_SIZE), b.activation(config)
+    dense_inner = config.int("intermediate_size_mlp", low=1, high=b.MAX_SIZE, default=inner)
+    count = b.expert_count(config)
     step = config.int("interleave_moe_layer_step", low=1, default=1)
     sparse = config.ints("moe_layers", default=None)
     sparse = tuple(range(step - 1, shape.layers, step)) if sparse is None else sparse
@@ -46,7 +38,7 @@ def build(w: WeightLoader) -> Model:
     rope = make_rope(config, shape.head_dim, theta=500_000.0, interleaved=True).to(w.device)
     head_norm = None
     if config.bool("use_qk_norm", default=True):
-        head_norm, rope = norm_after_rope(w, shape, rope)
+        head_norm, rope = b.norm_after_rope(w, shape, rope)
     temperature = None
     if config.get("attn_temperature_tuning", True):  # a number in early files
         temperature = Temperature(
@@ -55,9 +47,9 @@ def build(w: WeightLoader) -> Model:
 
     def mixer(index: int, prefix: str) -> Attention:
         if rotates[index]:
-            mixer = attention(w, prefix, shape, rope, q_norm=head_norm, k_norm=head_norm)
+            mixer = b.attention(w, prefix, shape, rope, q_norm=head_norm, k_norm=head_norm)
         else:
-            mixer = replace(attention(w, prefix, shape, None), temperature=temperature)
+            mixer = replace(b.attention(w, prefix, shape, None), temperature=temperature)
         return replace(mixer, chunk=chunk if kinds[index] == "chunked_attention" else None)
 
     def expert(name: str, index: int, size: tuple[int, int]) -> Weight:
@@ -69,7 +61,7 @@ def build(w: WeightLoader) -> Model:
 
     def feed_forward(index: int, prefix: str) -> FeedForward:
         if index not in sparse:
-            return mlp(w, prefix, shape.hidden, dense_inner, act)
+            return b.mlp(w, prefix, shape.hidden, dense_inner, act)
         gate = FloatWeight(w.tensor(f"{prefix}.router.weight", (count, shape.hidden)))
         return MixtureOfExperts(
             Router(gate, config.int("num_experts_per_tok", low=1, high=count), "sigmoid"),
@@ -81,7 +73,7 @@ def build(w: WeightLoader) -> Model:
                 )
                 for each in range(count)
             ],
-            shared=mlp(w, f"{prefix}.shared_expert", shape.hidden, inner, act),
+            shared=b.mlp(w, f"{prefix}.shared_expert", shape.hidden, inner, act),
             scale_input=True,
         )
 
@@ -90,8 +82,8 @@ def build(w: WeightLoader) -> Model:
         return Block(
             mixer(index, f"{layer}.self_attn"),
             feed_forward(index, f"{layer}.feed_forward"),
-            norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps),
-            norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps),
+            b.norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps),
+            b.norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps),
         )
 
-    return decoder(w, shape, block)
+    return b.decoder(w, shape, block)

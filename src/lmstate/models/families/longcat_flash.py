@@ -12,8 +12,7 @@ from torch import Tensor
 from lmstate import ops
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import MOST, Dims, activation, biases, decoder, mlp, rms_norms
-from lmstate.models.families.builders.moe import expert_count, experts, scores, top_k
+from lmstate.models.families import builders as b
 from lmstate.models.families.deepseek import latent_attention, latent_scale
 from lmstate.models.layers.mla import MultiHeadLatentAttention
 from lmstate.models.layers.mlp import MLP, FeedForward
@@ -22,6 +21,8 @@ from lmstate.models.layers.rope import Rope, make_rope
 from lmstate.models.model import Block, Model
 from lmstate.ops import Norm, Residual
 from lmstate.state import CompositeState, LayerState, Layout, Step
+
+DEFAULTS: b.Defaults = {"longcat_flash": {**b.EPS, "zero_expert_num": 256}}
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,16 +84,16 @@ class Same:
 def build(w: WeightLoader) -> Model:
     layers = w.config.int("num_layers", low=1, high=4096)
     w.config = Config({**w.config, "num_hidden_layers": layers}, w.config.where)
-    config, shape = w.config, Dims.of(w.config)
-    inner, act = config.int("ffn_hidden_size", low=1, high=MOST), activation(config)
-    rope_dim = config.int("qk_rope_head_dim", low=2, high=MOST)
+    config, shape = w.config, b.Dims.of(w.config)
+    inner, act = config.int("ffn_hidden_size", low=1, high=b.MAX_SIZE), b.activation(config)
+    rope_dim = config.int("qk_rope_head_dim", low=2, high=b.MAX_SIZE)
     rope = make_rope(config, rope_dim, theta=1e7, interleaved=True).to(w.device)
-    normed = rms_norms(w, shape)
+    normed = b.rms_norms(w, shape)
 
     def half(layer: str, index: int) -> Sublayer:
         return Sublayer(
             scaled_attention(w, f"{layer}.self_attn.{index}", shape, rope, rope_dim),
-            mlp(w, f"{layer}.mlps.{index}", shape.hidden, inner, act),
+            b.mlp(w, f"{layer}.mlps.{index}", shape.hidden, inner, act),
             normed(f"{layer}.input_layernorm.{index}"),
             normed(f"{layer}.post_attention_layernorm.{index}"),
         )
@@ -102,12 +103,14 @@ def build(w: WeightLoader) -> Model:
         return Block(Shortcut(half(layer, 0), half(layer, 1), mixture(w, f"{layer}.mlp", shape)), None)
 
     # transformers makes room for the first matrix of experts that have none.
-    count = expert_count(config)
+    count = b.expert_count(config)
     unused = [f"*.mlp.experts.{count + index}.*" for index in range(_idle(config))]
-    return decoder(w, shape, block, ignore=("model.mtp.*", *unused))
+    return b.decoder(w, shape, block, ignore=("model.mtp.*", *unused))
 
 
-def scaled_attention(w: WeightLoader, prefix: str, shape: Dims, rope: Rope, rope_dim: int) -> MultiHeadLatentAttention:
+def scaled_attention(
+    w: WeightLoader, prefix: str, shape: b.Dims, rope: Rope, rope_dim: int
+) -> MultiHeadLatentAttention:
     """Both latents are multiplied by the root of how much narrower than the stream they are."""
     made = latent_attention(w, prefix, shape, rope, rope_dim, latent_scale(w.config))
 
@@ -118,23 +121,23 @@ def scaled_attention(w: WeightLoader, prefix: str, shape: Dims, rope: Rope, rope
     return replace(made, q_norm=grown(made.q_norm), latent_norm=grown(made.latent_norm))
 
 
-def mixture(w: WeightLoader, prefix: str, shape: Dims) -> MixtureOfExperts:
-    config, count = w.config, expert_count(w.config)
+def mixture(w: WeightLoader, prefix: str, shape: b.Dims) -> MixtureOfExperts:
+    config, count = w.config, b.expert_count(w.config)
     every = count + _idle(config)
     gate = f"{prefix}.router.classifier"
     router = Router(
-        scores(w, f"{gate}.weight", every, shape.hidden),
-        top_k(config, every, "moe_topk"),
+        b.router_weight(w, f"{gate}.weight", every, shape.hidden),
+        b.top_k(config, every, "moe_topk"),
         scale=config.float("routed_scaling_factor", default=6.0),
-        bias=biases(w, f"{gate}.bias", wanted=config.bool("router_bias", default=False)),
+        bias=b.biases(w, f"{gate}.bias", wanted=config.bool("router_bias", default=False)),
         e_score_correction_bias=w.tensor(f"{prefix}.router.e_score_correction_bias", (every,)),
     )
-    inner = config.int("expert_ffn_hidden_size", low=1, high=MOST)
-    each = experts(w, f"{prefix}.experts", count, shape.hidden, inner, activation(config))
+    inner = config.int("expert_ffn_hidden_size", low=1, high=b.MAX_SIZE)
+    each = b.experts(w, f"{prefix}.experts", count, shape.hidden, inner, b.activation(config))
     return MixtureOfExperts(router, [*each, *(Same() for _ in range(_idle(config)))])
 
 
 def _idle(config: Config) -> int:
-    """How many experts do nothing."""
+    """Number of experts that return their input."""
     config.str("zero_expert_type", allowed=("identity",), default="identity")
-    return config.int("zero_expert_num", high=MOST, default=0)
+    return config.int("zero_expert_num", high=b.MAX_SIZE, default=0)

@@ -5,20 +5,21 @@ from __future__ import annotations
 import torch
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import MOST, decoder, norm
-from lmstate.models.families.builders.mamba import MambaShape, attention_free, dt_rank, expanded, mamba, only_silu
+from lmstate.models.families import builders as b
 from lmstate.models.model import Block, Model
 from lmstate.ops import Norm
 
+DEFAULTS: b.Defaults = {}
+
 
 def build(w: WeightLoader) -> Model:
-    config, shape = w.config, attention_free(w.config)
-    only_silu(config)
-    sizes = MambaShape(
-        expanded(config, "expand", shape.hidden),
-        config.int("state_size", low=1, high=MOST, default=16),
-        dt_rank(config, "time_step_rank", shape.hidden),
-        config.int("conv_kernel", low=1, high=MOST, default=4),
+    config, shape = w.config, b.attention_free(w.config)
+    b.only_silu(config)
+    sizes = b.MambaShape(
+        b.expanded(config, "expand", shape.hidden),
+        config.int("state_size", low=1, high=b.MAX_SIZE, default=16),
+        b.dt_rank(config, "time_step_rank", shape.hidden),
+        config.int("conv_kernel", low=1, high=b.MAX_SIZE, default=4),
     )
     norms: tuple[Norm, ...] = ()
     if config.str("model_type") == "falcon_mamba":
@@ -28,8 +29,8 @@ def build(w: WeightLoader) -> Model:
 
     def block(index: int) -> Block:
         layer = f"backbone.layers.{index}"
-        mixer = mamba(w, f"{layer}.mixer", sizes, shape.hidden, norms)
-        return Block(mixer, None, norm(w, f"{layer}.norm.weight", shape.hidden, shape.eps))
+        mixer = b.mamba(w, f"{layer}.mixer", sizes, shape.hidden, norms)
+        return Block(mixer, None, b.norm(w, f"{layer}.norm.weight", shape.hidden, shape.eps))
 
-    final = norm(w, "backbone.norm_f.weight", shape.hidden, shape.eps)
-    return decoder(w, shape, block, embed="backbone.embeddings", final_norm=final)
+    final = b.norm(w, "backbone.norm_f.weight", shape.hidden, shape.eps)
+    return b.decoder(w, shape, block, embed="backbone.embeddings", final_norm=final)

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import MOST, decoder, norm
-from lmstate.models.families.builders.mamba import Mamba2Shape, attention_free, dt_limits, gated_norm, mamba2, only_silu
+from lmstate.models.families import builders as b
 from lmstate.models.model import Block, Model
+
+DEFAULTS: b.Defaults = {}
 
 
 def build(w: WeightLoader) -> Model:
-    config, shape = w.config, attention_free(w.config)
-    only_silu(config)
-    sizes = Mamba2Shape(
-        config.int("num_heads", low=1, high=MOST),
-        config.int("head_dim", low=1, high=MOST),
-        config.int("state_size", low=1, high=MOST),
-        config.int("n_groups", low=1, high=MOST),
-        config.int("conv_kernel", low=1, high=MOST),
+    config, shape = w.config, b.attention_free(w.config)
+    b.only_silu(config)
+    sizes = b.Mamba2Shape(
+        config.int("num_heads", low=1, high=b.MAX_SIZE),
+        config.int("head_dim", low=1, high=b.MAX_SIZE),
+        config.int("state_size", low=1, high=b.MAX_SIZE),
+        config.int("n_groups", low=1, high=b.MAX_SIZE),
+        config.int("conv_kernel", low=1, high=b.MAX_SIZE),
         shape.eps,
-        dt_limits(config),
+        b.dt_limits(config),
     )
 
     def block(index: int) -> Block:
         layer = f"backbone.layers.{index}"
-        gated = gated_norm(w, f"{layer}.mixer.norm.weight", sizes)
-        mixer = mamba2(w, f"{layer}.mixer", sizes, shape.hidden, norm=gated)
-        return Block(mixer, None, norm(w, f"{layer}.norm.weight", shape.hidden, shape.eps))
+        gated = b.gated_norm(w, f"{layer}.mixer.norm.weight", sizes)
+        mixer = b.mamba2(w, f"{layer}.mixer", sizes, shape.hidden, norm=gated)
+        return Block(mixer, None, b.norm(w, f"{layer}.norm.weight", shape.hidden, shape.eps))
 
-    final = norm(w, "backbone.norm_f.weight", shape.hidden, shape.eps)
-    return decoder(w, shape, block, embed="backbone.embeddings", final_norm=final)
+    final = b.norm(w, "backbone.norm_f.weight", shape.hidden, shape.eps)
+    return b.decoder(w, shape, block, embed="backbone.embeddings", final_norm=final)

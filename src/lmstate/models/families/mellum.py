@@ -3,43 +3,35 @@
 from __future__ import annotations
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    attention,
-    decoder,
-    head_norms,
-    mlp,
-    pre_norm,
-    rms_norms,
-    windows,
-)
-from lmstate.models.families.builders.moe import expert_width, softmax_mixture, sparse_layers
+from lmstate.models.families import builders as b
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.mlp import FeedForward
 from lmstate.models.layers.rope import ropes_by_kind
 from lmstate.models.model import Model
 
+DEFAULTS: b.Defaults = {"mellum": {"head_dim": 128, "sliding_window": 1024}}
+
 
 def build(w: WeightLoader) -> Model:
-    config, shape = w.config, Dims.of(w.config)
-    window = windows(config, shape.layers, full_every=1, switch=False)
+    config, shape = w.config, b.Dims.of(w.config)
+    window = b.layer_windows(config, shape.layers, full_every=1, switch=False)
     full, local = (
         rope.to(w.device) for rope in ropes_by_kind(config, shape.head_dim, theta=500_000.0, local_theta=10_000.0)
     )
-    sparse = sparse_layers(config, shape.layers)
+    sparse = b.sparse_layers(config, shape.layers)
 
     def mixer(index: int, prefix: str) -> Mixer:
-        q_norm, k_norm = head_norms(w, prefix, shape)
+        q_norm, k_norm = b.head_norms(w, prefix, shape)
         size = window[index]
         rope = full if size is None else local
-        return attention(w, prefix, shape, rope, window=size, q_norm=q_norm, k_norm=k_norm)
+        return b.attention(w, prefix, shape, rope, window=size, q_norm=q_norm, k_norm=k_norm)
 
     def feed_forward(index: int, prefix: str) -> FeedForward:
         if not sparse[index]:
-            return mlp(w, prefix, shape.hidden, config.int("intermediate_size", low=1, high=MOST), activation(config))
+            return b.mlp(
+                w, prefix, shape.hidden, config.int("intermediate_size", low=1, high=b.MAX_SIZE), b.activation(config)
+            )
         normalize = config.bool("norm_topk_prob", default=True)
-        return softmax_mixture(w, prefix, shape, expert_width(config), normalize=normalize)
+        return b.softmax_mixture(w, prefix, shape, b.expert_width(config), normalize=normalize)
 
-    return decoder(w, shape, pre_norm(rms_norms(w, shape), mixer, feed_forward), ignore=("mtp.*",))
+    return b.decoder(w, shape, b.pre_norm(b.rms_norms(w, shape), mixer, feed_forward), ignore=("mtp.*",))

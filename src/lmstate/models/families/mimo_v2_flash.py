@@ -11,13 +11,23 @@ from torch.nn.functional import pad
 from lmstate import ops
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import MOST, Dims, biases, decoder, pre_norm, rms_norms, there
-from lmstate.models.families.builders.moe import deepseek_feed_forward
+from lmstate.models.families import builders as b
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.rope import Rope, make_rope, rope_fields
 from lmstate.models.model import Model
 from lmstate.ops import Residual
 from lmstate.state import KeyValueState, LayerState, Step
+
+DEFAULTS: b.Defaults = {
+    "mimo_v2_flash": {
+        **b.EPS,
+        "head_dim": 192,
+        "v_head_dim": 128,
+        "sliding_window": 129,
+        "first_k_dense_replace": 1,
+        "attention_value_scale": 0.707,
+    }
+}
 
 F, S = "full_attention", "sliding_attention"
 
@@ -36,7 +46,7 @@ class NarrowValues(Attention):
         return None
 
     def mix(self, qkv: Tensor, step: Step, memory: LayerState, residual: Residual | None = None) -> Tensor:
-        """What comes after the projections, `[R, T, (H + K) * D + K * Dv]` -> `[R, T, E]`."""
+        """Attention after the projections, `[R, T, (H + K) * D + K * Dv]` -> `[R, T, E]`."""
         assert isinstance(memory, KeyValueState)
         widths = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.value_dim
         q, k, v = qkv.split(widths, dim=-1)
@@ -49,26 +59,26 @@ class NarrowValues(Attention):
 
 
 def build(w: WeightLoader) -> Model:
-    config, shape = w.config, Dims.of(w.config)
+    config, shape = w.config, b.Dims.of(w.config)
     kinds = _kinds(config, shape.layers)
     # Published configs count the tokens before a token, not the token itself.
     before = config.int("sliding_window_size", low=0, default=None)
     window = config.int("sliding_window", low=1) if before is None else before + 1
     ropes = {kind: _rope(config, shape.head_dim, kind).to(w.device) for kind in (F, S)}
-    near_kv_heads = config.int("swa_num_key_value_heads", low=1, high=MOST, default=2 * shape.kv_heads)
+    near_kv_heads = config.int("swa_num_key_value_heads", low=1, high=b.MAX_SIZE, default=2 * shape.kv_heads)
 
     def mixer(index: int, prefix: str) -> Attention:
         if kinds[index] == F:
             return narrow_attention(w, prefix, shape, ropes[F])
         near = narrow_attention(w, prefix, replace(shape, kv_heads=near_kv_heads), ropes[S])
-        sinks = there(w, f"{prefix}.attention_sink_bias", f"{prefix}.sinks")
+        sinks = b.first_present(w, f"{prefix}.attention_sink_bias", f"{prefix}.sinks")
         return replace(near, window=window, sinks=w.tensor(sinks, (shape.heads,)))
 
-    block = pre_norm(rms_norms(w, shape), mixer, deepseek_feed_forward(w, shape))
-    return decoder(w, shape, block, ignore=("model.mtp.*",))
+    block = b.pre_norm(b.rms_norms(w, shape), mixer, b.deepseek_feed_forward(w, shape))
+    return b.decoder(w, shape, block, ignore=("model.mtp.*",))
 
 
-def narrow_attention(w: WeightLoader, prefix: str, shape: Dims, rope: Rope) -> NarrowValues:
+def narrow_attention(w: WeightLoader, prefix: str, shape: b.Dims, rope: Rope) -> NarrowValues:
     config = w.config
     value_dim = config.int("v_head_dim", low=1, high=shape.head_dim)
     widths = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.kv_heads * value_dim
@@ -81,7 +91,7 @@ def narrow_attention(w: WeightLoader, prefix: str, shape: Dims, rope: Rope) -> N
         shape.head_dim,
         shape.head_dim**-0.5,
         rope,
-        qkv_bias=biases(w, *(f"{name}.bias" for name in names), wanted=config.bool("attention_bias", default=False)),
+        qkv_bias=b.biases(w, *(f"{name}.bias" for name in names), wanted=config.bool("attention_bias", default=False)),
         value_dim=value_dim,
         value_scale=config.float("attention_value_scale", default=1.0),
     )

@@ -9,14 +9,15 @@ from torch import Tensor
 
 from lmstate import ops
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import MOST, W1_W3_W2, Dims, activation, attention, decoder, norm, there
-from lmstate.models.families.builders.moe import expert_count, experts
+from lmstate.models.families import builders as b
 from lmstate.models.layers.lightning import Lightning
 from lmstate.models.layers.moe import MixtureOfExperts, Router
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Block, Model
 from lmstate.ops.weights.grouped import FloatWeight
 from lmstate.state import LayerState, Step
+
+DEFAULTS: b.Defaults = {"minimax": b.EPS}
 
 KINDS = ("full_attention", "linear_attention")
 GATED_NORM_EPS = 1e-6  # not in the config
@@ -45,7 +46,7 @@ class NormedBlock(Block):
 
 
 def build(w: WeightLoader) -> Model:
-    config, shape = w.config, Dims.of(w.config)
+    config, shape = w.config, b.Dims.of(w.config)
     rope = make_rope(config, shape.head_dim, theta=1e6).to(w.device)
     window = config.int("sliding_window", low=1, default=None)
     kinds = config.strs("layer_types", shape.layers, KINDS, default=None) or [
@@ -61,17 +62,17 @@ def build(w: WeightLoader) -> Model:
         linear = kinds[index] == "linear_attention"
         prefix = f"{layer}.self_attn"
         return NormedBlock(
-            lightning(w, prefix, shape, index) if linear else attention(w, prefix, shape, rope, window=window),
+            lightning(w, prefix, shape, index) if linear else b.attention(w, prefix, shape, rope, window=window),
             mixture(w, layer, shape),
-            norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps),
-            norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps),
+            b.norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps),
+            b.norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps),
             weights=(weights("linear_attn" if linear else "full_attn"), weights("mlp")),
         )
 
-    return decoder(w, shape, block, ignore=BUFFERS)
+    return b.decoder(w, shape, block, ignore=BUFFERS)
 
 
-def lightning(w: WeightLoader, prefix: str, shape: Dims, index: int) -> Lightning:
+def lightning(w: WeightLoader, prefix: str, shape: b.Dims, index: int) -> Lightning:
     """Heads forget ever more slowly from the first to the last, and all of them more slowly in later layers."""
     width = shape.heads * shape.head_dim
     rates = 2.0 ** (-8.0 / shape.heads * torch.arange(1, shape.heads + 1, dtype=torch.float32))  # [H], as in ALiBi
@@ -79,21 +80,21 @@ def lightning(w: WeightLoader, prefix: str, shape: Dims, index: int) -> Lightnin
         w.linear(f"{prefix}.qkv_proj.weight", f"{prefix}.output_gate.weight", shape=((3 * width, width), shape.hidden)),
         w.linear(f"{prefix}.out_proj.weight", shape=(shape.hidden, width)),
         (rates * (1 - index / (shape.layers - 1 + 1e-5) + 1e-5)).to(w.device),
-        norm(w, f"{prefix}.norm.weight", width, GATED_NORM_EPS),
+        b.norm(w, f"{prefix}.norm.weight", width, GATED_NORM_EPS),
         shape.head_dim,
-        activation(w.config),
+        b.activation(w.config),
     )
 
 
-def mixture(w: WeightLoader, layer: str, shape: Dims) -> MixtureOfExperts:
-    config, count = w.config, expert_count(w.config)
-    gate = there(w, f"{layer}.block_sparse_moe.gate.weight", f"{layer}.mlp.gate.weight")
+def mixture(w: WeightLoader, layer: str, shape: b.Dims) -> MixtureOfExperts:
+    config, count = w.config, b.expert_count(w.config)
+    gate = b.first_present(w, f"{layer}.block_sparse_moe.gate.weight", f"{layer}.mlp.gate.weight")
     router = Router(
         FloatWeight(w.tensor(gate, (count, shape.hidden))),
         config.int("num_experts_per_tok", low=1, high=count),
         normalize=True,
     )
-    inner, prefix = config.int("intermediate_size", low=1, high=MOST), gate.removesuffix("gate.weight")
+    inner, prefix = config.int("intermediate_size", low=1, high=b.MAX_SIZE), gate.removesuffix("gate.weight")
     return MixtureOfExperts(
-        router, experts(w, f"{prefix}experts", count, shape.hidden, inner, activation(config), W1_W3_W2)
+        router, b.experts(w, f"{prefix}experts", count, shape.hidden, inner, b.activation(config), b.W1_W3_W2)
     )  # fmt: skip

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    attention,
-    decoder,
-    layer_norms,
-    pre_norm,
-    ungated_mlp,
-)
+from lmstate.models.families import builders as b
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
 
+DEFAULTS: b.Defaults = {"nemotron": {"norm_eps": 1e-5, "partial_rotary_factor": 0.5}}
+
 
 def build(w: WeightLoader) -> Model:
-    config, shape = w.config, Dims.of(w.config, eps="norm_eps")
-    inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config, default="relu2")
-    rope, normed = make_rope(config, shape.head_dim).to(w.device), layer_norms(w, shape, plus_one=True)
-    block = pre_norm(
+    config, shape = w.config, b.Dims.of(w.config, eps="norm_eps")
+    inner, act = config.int("intermediate_size", low=1, high=b.MAX_SIZE), b.activation(config, default="relu2")
+    rope, normed = make_rope(config, shape.head_dim).to(w.device), b.layer_norms(w, shape, plus_one=True)
+    block = b.pre_norm(
         normed,
-        lambda _, name: attention(w, name, shape, rope),
-        lambda _, name: ungated_mlp(w, name, shape.hidden, inner, act),
+        lambda _, name: b.attention(w, name, shape, rope),
+        lambda _, name: b.ungated_mlp(w, name, shape.hidden, inner, act),
     )
-    return decoder(w, shape, block, final_norm=normed("model.norm"))
+    return b.decoder(w, shape, block, final_norm=normed("model.norm"))

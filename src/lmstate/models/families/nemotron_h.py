@@ -10,13 +10,14 @@ from lmstate import ops
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import MOST, Dims, activation, attention, decoder, norm
-from lmstate.models.families.builders.mamba import Mamba2Shape, gated_norm, layer_kinds, mamba2, only_silu
+from lmstate.models.families import builders as b
 from lmstate.models.layers.identity import Identity
 from lmstate.models.layers.mlp import MLP, FeedForward
 from lmstate.models.layers.moe import MixtureOfExperts, Router
 from lmstate.models.model import Block, Model
 from lmstate.ops import FloatWeight, Norm, Residual, Weight
+
+DEFAULTS: b.Defaults = {}
 
 LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 
@@ -55,14 +56,14 @@ def build(w: WeightLoader) -> Model:
         },
         w.config.where,
     )
-    shape, act = Dims.of(config), activation(config, "mlp_hidden_act", "relu2")
-    only_silu(config, "mamba_hidden_act")
-    sizes = Mamba2Shape(
-        config.int("mamba_num_heads", low=1, high=MOST),
-        config.int("mamba_head_dim", low=1, high=MOST),
-        config.int("ssm_state_size", low=1, high=MOST),
-        config.int("n_groups", low=1, high=MOST),
-        config.int("conv_kernel", low=1, high=MOST),
+    shape, act = b.Dims.of(config), b.activation(config, "mlp_hidden_act", "relu2")
+    b.only_silu(config, "mamba_hidden_act")
+    sizes = b.Mamba2Shape(
+        config.int("mamba_num_heads", low=1, high=b.MAX_SIZE),
+        config.int("mamba_head_dim", low=1, high=b.MAX_SIZE),
+        config.int("ssm_state_size", low=1, high=b.MAX_SIZE),
+        config.int("n_groups", low=1, high=b.MAX_SIZE),
+        config.int("conv_kernel", low=1, high=b.MAX_SIZE),
         shape.eps,
         (config.float("time_step_min", low=0.0, default=0.001), float("inf")),
     )
@@ -78,10 +79,10 @@ def build(w: WeightLoader) -> Model:
         )
 
     def experts(prefix: str) -> FeedForward:
-        count = config.int("n_routed_experts", low=1, high=MOST)
-        latent = config.int("moe_latent_size", low=1, high=MOST, default=None)
-        inner = config.int("moe_intermediate_size", low=1, high=MOST)
-        common = config.int("moe_shared_expert_intermediate_size", low=1, high=MOST)
+        count = config.int("n_routed_experts", low=1, high=b.MAX_SIZE)
+        latent = config.int("moe_latent_size", low=1, high=b.MAX_SIZE, default=None)
+        inner = config.int("moe_intermediate_size", low=1, high=b.MAX_SIZE)
+        common = config.int("moe_shared_expert_intermediate_size", low=1, high=b.MAX_SIZE)
         mixture = MixtureOfExperts(
             Router(
                 FloatWeight(w.tensor(f"{prefix}.gate.weight", (count, shape.hidden))),
@@ -110,25 +111,25 @@ def build(w: WeightLoader) -> Model:
 
     def block(index: int) -> Block:
         kind, layer = kinds[index], f"backbone.layers.{index}"
-        before = norm(w, f"{layer}.norm.weight", shape.hidden, shape.eps)
+        before = b.norm(w, f"{layer}.norm.weight", shape.hidden, shape.eps)
         if kind == "mamba":
-            gated = gated_norm(w, f"{layer}.mixer.norm.weight", sizes)
-            return Block(mamba2(w, f"{layer}.mixer", sizes, shape.hidden, norm=gated), None, before)
+            gated = b.gated_norm(w, f"{layer}.mixer.norm.weight", sizes)
+            return Block(b.mamba2(w, f"{layer}.mixer", sizes, shape.hidden, norm=gated), None, before)
         if kind == "attention":
-            return Block(attention(w, f"{layer}.mixer", shape, None), None, before)
+            return Block(b.attention(w, f"{layer}.mixer", shape, None), None, before)
         if kind == "moe":
             return Block(Identity(), experts(f"{layer}.mixer"), mlp_norm=before)
-        inner = config.int("intermediate_size", low=1, high=MOST)
+        inner = config.int("intermediate_size", low=1, high=b.MAX_SIZE)
         return Block(Identity(), plain(f"{layer}.mixer", shape.hidden, inner), mlp_norm=before)
 
-    final = norm(w, "backbone.norm_f.weight", shape.hidden, shape.eps)
+    final = b.norm(w, "backbone.norm_f.weight", shape.hidden, shape.eps)
     # Multi-token prediction heads (`mtp.*`) draft tokens; the model is whole without them.
-    return decoder(w, shape, block, embed="backbone.embeddings", final_norm=final, ignore=("mtp.*", "backbone.mtp.*"))
+    return b.decoder(w, shape, block, embed="backbone.embeddings", final_norm=final, ignore=("mtp.*", "backbone.mtp.*"))
 
 
 def _pattern(config: Config) -> tuple[str, ...]:
     """The kind of each block, from a list, or from the string of letters that published configs have."""
-    kinds = layer_kinds(config, ("layers_block_type", "layer_types"), None)
+    kinds = b.layer_kinds(config, ("layers_block_type", "layer_types"), None)
     if kinds is None:
         letters = config.str("hybrid_override_pattern")
         kinds = tuple(LETTERS.get(letter, letter) for letter in letters)

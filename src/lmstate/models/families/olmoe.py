@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import MOST, Dims, attention, decoder, pre_norm, rms_norms, whole_norms
-from lmstate.models.families.builders.moe import softmax_mixture
+from lmstate.models.families import builders as b
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.mlp import FeedForward
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
 
+DEFAULTS: b.Defaults = {"olmoe": b.EPS}
+
 
 def build(w: WeightLoader) -> Model:
-    config, shape = w.config, Dims.of(w.config)
-    inner = config.int("intermediate_size", low=1, high=MOST)
+    config, shape = w.config, b.Dims.of(w.config)
+    inner = config.int("intermediate_size", low=1, high=b.MAX_SIZE)
     if config.given("clip_qkv"):
         raise ModelError(
             f"{config.where} asks for clip_qkv, by which OLMoE clips queries and keys behind their norms; lmstate "
@@ -23,10 +24,10 @@ def build(w: WeightLoader) -> Model:
     rope, window = make_rope(config, shape.head_dim).to(w.device), config.int("sliding_window", low=1, default=None)
 
     def mixer(index: int, prefix: str) -> Mixer:
-        q_norm, k_norm = whole_norms(w, prefix, shape)
-        return attention(w, prefix, shape, rope, window=window, q_norm=q_norm, k_norm=k_norm)
+        q_norm, k_norm = b.whole_norms(w, prefix, shape)
+        return b.attention(w, prefix, shape, rope, window=window, q_norm=q_norm, k_norm=k_norm)
 
     def feed_forward(index: int, prefix: str) -> FeedForward:
-        return softmax_mixture(w, prefix, shape, inner, normalize=config.bool("norm_topk_prob", default=False))
+        return b.softmax_mixture(w, prefix, shape, inner, normalize=config.bool("norm_topk_prob", default=False))
 
-    return decoder(w, shape, pre_norm(rms_norms(w, shape), mixer, feed_forward))
+    return b.decoder(w, shape, b.pre_norm(b.rms_norms(w, shape), mixer, feed_forward))

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    attention,
-    decoder,
-    layer_norms,
-    ungated_mlp,
-)
+from lmstate.models.families import builders as b
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Block, Model
 from lmstate.ops import Norm
 
+DEFAULTS: b.Defaults = {"phi": {**b.LAYER_NORM_EPS, "partial_rotary_factor": 0.5}}
+
 
 def build(w: WeightLoader) -> Model:
-    config, shape = w.config, Dims.of(w.config, eps="layer_norm_eps")
-    inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config, default="gelu_new")
-    rope, normed = make_rope(config, shape.head_dim).to(w.device), layer_norms(w, shape)
+    config, shape = w.config, b.Dims.of(w.config, eps="layer_norm_eps")
+    inner, act = config.int("intermediate_size", low=1, high=b.MAX_SIZE), b.activation(config, default="gelu_new")
+    rope, normed = make_rope(config, shape.head_dim).to(w.device), b.layer_norms(w, shape)
     heads_normed = config.bool("qk_layernorm", default=False)
 
     def head_norm(name: str) -> Norm | None:
@@ -33,14 +27,14 @@ def build(w: WeightLoader) -> Model:
         layer = f"model.layers.{index}"
         both = normed(f"{layer}.input_layernorm")
         return Block(
-            attention(
+            b.attention(
                 w, f"{layer}.self_attn", shape, rope, out="dense", biased=True,
                 q_norm=head_norm(f"{layer}.self_attn.q_layernorm"), k_norm=head_norm(f"{layer}.self_attn.k_layernorm"),
             ),
-            ungated_mlp(w, f"{layer}.mlp", shape.hidden, inner, act, ("fc1", "fc2"), biased=True),
+            b.ungated_mlp(w, f"{layer}.mlp", shape.hidden, inner, act, ("fc1", "fc2"), biased=True),
             both,
             both,
             parallel=True,
         )  # fmt: skip
 
-    return decoder(w, shape, block, final_norm=normed("model.final_layernorm"), head_biased=True)
+    return b.decoder(w, shape, block, final_norm=normed("model.final_layernorm"), head_biased=True)

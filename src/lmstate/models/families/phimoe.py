@@ -11,24 +11,15 @@ from lmstate import ops
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    attention,
-    config_window,
-    decoder,
-    layer_norms,
-    pre_norm,
-    there,
-)
-from lmstate.models.families.builders.moe import expert_count, experts, scores
+from lmstate.models.families import builders as b
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.mlp import FeedForward
 from lmstate.models.layers.moe import MixtureOfExperts
 from lmstate.models.layers.rope import Rope, make_rope, rope_fields
 from lmstate.models.model import Model
 from lmstate.ops import Weight
+
+DEFAULTS: b.Defaults = {"phimoe": b.EPS}
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,26 +48,30 @@ class SparseMixer:
 
 
 def build(w: WeightLoader) -> Model:
-    config, shape = w.config, Dims.of(w.config)
-    inner, act, count = config.int("intermediate_size", low=1, high=MOST), activation(config), expert_count(config)
+    config, shape = w.config, b.Dims.of(w.config)
+    inner, act, count = (
+        config.int("intermediate_size", low=1, high=b.MAX_SIZE),
+        b.activation(config),
+        b.expert_count(config),
+    )
     if config.int("num_experts_per_tok", low=1, default=2) != 2 or count < 2:
         raise ModelError(f"{config.where} asks for another choice than of two experts, which is all its router does")
-    rope, window = _rope(config, shape.head_dim).to(w.device), config_window(config, switch=False)
+    rope, window = _rope(config, shape.head_dim).to(w.device), b.config_window(config, switch=False)
     near = config.float("router_jitter_noise", low=0.0, default=0.01)
-    normed = layer_norms(w, shape)
+    normed = b.layer_norms(w, shape)
 
     def mixer(index: int, prefix: str) -> Mixer:
-        return attention(w, prefix, shape, rope, window=window)
+        return b.attention(w, prefix, shape, rope, window=window)
 
     def feed_forward(index: int, prefix: str) -> FeedForward:
-        gate = there(w, f"{prefix}.router.weight", f"model.layers.{index}.block_sparse_moe.gate.weight")
+        gate = b.first_present(w, f"{prefix}.router.weight", f"model.layers.{index}.block_sparse_moe.gate.weight")
         inside = gate.removesuffix(".router.weight").removesuffix(".gate.weight")
-        each = experts(w, f"{inside}.experts", count, shape.hidden, inner, act)
-        return MixtureOfExperts(SparseMixer(scores(w, gate, count, shape.hidden), near), each)
+        each = b.experts(w, f"{inside}.experts", count, shape.hidden, inner, act)
+        return MixtureOfExperts(SparseMixer(b.router_weight(w, gate, count, shape.hidden), near), each)
 
     biased = config.bool("lm_head_bias", default=False)
-    block = pre_norm(normed, mixer, feed_forward)
-    return decoder(w, shape, block, head_biased=biased, final_norm=normed("model.norm"))
+    block = b.pre_norm(normed, mixer, feed_forward)
+    return b.decoder(w, shape, block, head_biased=biased, final_norm=normed("model.norm"))
 
 
 def _rope(config: Config, head_dim: int) -> Rope:

@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import MOST, Dims, attention, decoder, drafting, norm
-from lmstate.models.families.builders.delta import check_shared, short_conv
-from lmstate.models.families.builders.moe import qwen_feed_forward
+from lmstate.models.families import builders as b
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.gated_delta_net import GatedDelta
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Block, Model
 from lmstate.ops.weights.grouped import FloatWeight
 
+DEFAULTS: b.Defaults = {}
+
 KINDS = ("linear_attention", "full_attention")
 
 
 def build(w: WeightLoader) -> Model:
-    config, shape = w.config, Dims.of(w.config)
+    config, shape = w.config, b.Dims.of(w.config)
     rope = make_rope(config, shape.head_dim, fraction=0.25).to(w.device)
     every = config.int("full_attention_interval", low=1, default=4)
     kinds = config.strs("layer_types", shape.layers, KINDS, default=None) or [
@@ -34,33 +34,34 @@ def build(w: WeightLoader) -> Model:
         if kinds[index] == "linear_attention":
             return delta(w, f"{layer}.linear_attn", shape)
         q_norm, k_norm = (
-            norm(w, f"{layer}.self_attn.{part}_norm.weight", shape.head_dim, shape.eps, plus_one=True) for part in "qk"
+            b.norm(w, f"{layer}.self_attn.{part}_norm.weight", shape.head_dim, shape.eps, plus_one=True)
+            for part in "qk"
         )
-        return attention(w, f"{layer}.self_attn", shape, rope, q_norm=q_norm, k_norm=k_norm, gate=True)
+        return b.attention(w, f"{layer}.self_attn", shape, rope, q_norm=q_norm, k_norm=k_norm, gate=True)
 
     def block(index: int) -> Block:
         layer = f"model.layers.{index}"
         return Block(
             mixer(index, layer),
-            qwen_feed_forward(w, index, f"{layer}.mlp", shape, normalize=True),
-            norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps, plus_one=True),
-            norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps, plus_one=True),
+            b.qwen_feed_forward(w, index, f"{layer}.mlp", shape, normalize=True),
+            b.norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps, plus_one=True),
+            b.norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps, plus_one=True),
         )
 
-    final = norm(w, "model.norm.weight", shape.hidden, shape.eps, plus_one=True)
-    return decoder(
-        w, shape, block, final_norm=final, ignore=("mtp.*", "model.mtp.*", *drafting(config, shape))
+    final = b.norm(w, "model.norm.weight", shape.hidden, shape.eps, plus_one=True)
+    return b.decoder(
+        w, shape, block, final_norm=final, ignore=("mtp.*", "model.mtp.*", *b.mtp_tensors(config, shape))
     )  # fmt: skip
 
 
-def delta(w: WeightLoader, prefix: str, shape: Dims) -> GatedDelta:
+def delta(w: WeightLoader, prefix: str, shape: b.Dims) -> GatedDelta:
     config = w.config
-    key_heads = config.int("linear_num_key_heads", low=1, high=MOST)
-    heads = config.int("linear_num_value_heads", low=1, high=MOST)
-    key_dim = config.int("linear_key_head_dim", low=1, high=MOST)
-    value_dim = config.int("linear_value_head_dim", low=1, high=MOST)
+    key_heads = config.int("linear_num_key_heads", low=1, high=b.MAX_SIZE)
+    heads = config.int("linear_num_value_heads", low=1, high=b.MAX_SIZE)
+    key_dim = config.int("linear_key_head_dim", low=1, high=b.MAX_SIZE)
+    value_dim = config.int("linear_value_head_dim", low=1, high=b.MAX_SIZE)
     kernel = config.int("linear_conv_kernel_dim", low=1, high=256)
-    check_shared(w, heads, key_heads)
+    b.check_shared(w, heads, key_heads)
     values = heads * value_dim
     width = 2 * key_heads * key_dim + values
     if w.has(together := f"{prefix}.in_proj_qkvz.weight"):
@@ -74,10 +75,10 @@ def delta(w: WeightLoader, prefix: str, shape: Dims) -> GatedDelta:
         qkvz,
         FloatWeight(_gates(w, prefix, key_heads, heads, shape.hidden)),
         w.linear(f"{prefix}.out_proj.weight", shape=(shape.hidden, values)),
-        short_conv(w, prefix, width, kernel),
+        b.short_conv(w, prefix, width, kernel),
         -w.tensor(f"{prefix}.A_log", (heads,)).exp(),
         w.tensor(f"{prefix}.dt_bias", (heads,)),
-        norm(w, f"{prefix}.norm.weight", value_dim, shape.eps),
+        b.norm(w, f"{prefix}.norm.weight", value_dim, shape.eps),
         key_heads,
         key_dim,
         value_dim,

@@ -6,20 +6,22 @@ import torch
 
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import MOST, Dims, activation, attention, decoder, mlp, norm
+from lmstate.models.families import builders as b
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.rg_lru import RecurrentBlock
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Block, Model
 from lmstate.ops import quantize
 
+DEFAULTS: b.Defaults = {}
+
 KINDS = ("recurrent", "attention")
 
 
 def build(w: WeightLoader) -> Model:
-    config, shape = w.config, Dims.of(w.config)
-    inner = config.int("intermediate_size", low=2, high=MOST) // 2
-    act = activation(config, "hidden_activation", "gelu_pytorch_tanh")
+    config, shape = w.config, b.Dims.of(w.config)
+    inner = config.int("intermediate_size", low=2, high=b.MAX_SIZE) // 2
+    act = b.activation(config, "hidden_activation", "gelu_pytorch_tanh")
     rope = make_rope(config, shape.head_dim, fraction=0.5).to(w.device)
     window = config.int("attention_window_size", low=1, default=2048)
     pattern = config.strs("block_types", None, KINDS, default=None) or ("recurrent", "recurrent", "attention")
@@ -27,27 +29,27 @@ def build(w: WeightLoader) -> Model:
     def mixer(index: int, prefix: str) -> Mixer:
         if pattern[index % len(pattern)] == "recurrent":
             return recurrent_block(w, prefix, shape, act)
-        return attention(w, prefix, shape, rope, window=window)
+        return b.attention(w, prefix, shape, rope, window=window)
 
     def block(index: int) -> Block:
         layer = f"model.layers.{index}"
         return Block(
             mixer(index, f"{layer}.temporal_block"),
-            mlp(w, f"{layer}.mlp_block", shape.hidden, inner, act),
-            norm(w, f"{layer}.temporal_pre_norm.weight", shape.hidden, shape.eps, plus_one=True),
-            norm(w, f"{layer}.channel_pre_norm.weight", shape.hidden, shape.eps, plus_one=True),
+            b.mlp(w, f"{layer}.mlp_block", shape.hidden, inner, act),
+            b.norm(w, f"{layer}.temporal_pre_norm.weight", shape.hidden, shape.eps, plus_one=True),
+            b.norm(w, f"{layer}.channel_pre_norm.weight", shape.hidden, shape.eps, plus_one=True),
         )
 
-    return decoder(
+    return b.decoder(
         w, shape, block,
-        final_norm=norm(w, "model.final_norm.weight", shape.hidden, shape.eps, plus_one=True),
+        final_norm=b.norm(w, "model.final_norm.weight", shape.hidden, shape.eps, plus_one=True),
         embed_scale=float(torch.tensor(shape.hidden**0.5, dtype=torch.bfloat16)),  # as the model was trained
         logit_softcap=config.float("logits_soft_cap", low=1e-3, default=30.0),
     )  # fmt: skip
 
 
-def recurrent_block(w: WeightLoader, prefix: str, shape: Dims, act: str) -> RecurrentBlock:
-    width = w.config.int("lru_width", low=1, high=MOST, default=shape.hidden)
+def recurrent_block(w: WeightLoader, prefix: str, shape: b.Dims, act: str) -> RecurrentBlock:
+    width = w.config.int("lru_width", low=1, high=b.MAX_SIZE, default=shape.hidden)
     kernel = w.config.int("conv1d_width", low=1, high=256, default=4)
     if width % shape.heads:
         raise ModelError(f"{w.source.path}: lru_width {width} cannot be cut in {shape.heads} equal blocks")

@@ -9,23 +9,24 @@ from torch import Tensor
 
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import MOST, decoder
-from lmstate.models.families.builders.mamba import attention_free
+from lmstate.models.families import builders as b
 from lmstate.models.layers.embedding import NormedEmbedding
 from lmstate.models.layers.rwkv import ChannelMix, TimeMix
 from lmstate.models.model import Block, Model
 from lmstate.ops import Norm, Weight
+
+DEFAULTS: b.Defaults = {"rwkv": {"vocab_size": 50_277, "hidden_size": 4096, "num_hidden_layers": 32}}
 
 MOST_HALVINGS = 100  # of a float32 number
 LAST_EPS = 1e-5  # of the norm after all, whatever the config says of the others
 
 
 def build(w: WeightLoader) -> Model:
-    config, shape = w.config, attention_free(w.config)
+    config, shape = w.config, b.attention_free(w.config)
     hidden = shape.hidden
-    width = config.int("attention_hidden_size", low=1, high=MOST, default=hidden)
-    inner = config.int("intermediate_size", low=1, high=MOST, default=4 * hidden)
-    every = config.int("rescale_every", low=-MOST, high=MOST, default=6)
+    width = config.int("attention_hidden_size", low=1, high=b.MAX_SIZE, default=hidden)
+    inner = config.int("intermediate_size", low=1, high=b.MAX_SIZE, default=4 * hidden)
+    every = config.int("rescale_every", low=-b.MAX_SIZE, high=b.MAX_SIZE, default=6)
     if every > 0 and shape.layers // every > MOST_HALVINGS:
         raise ModelError(
             f"{config.where} asks for {shape.layers} layers and for half a stream after every {every}, which leaves "
@@ -70,7 +71,7 @@ def build(w: WeightLoader) -> Model:
             return Block(channel_mix(f"{prefix}.feed_forward"), None, layer_norm(f"{prefix}.ln2", layer))
         return Block(time_mix(f"{prefix}.attention"), None, layer_norm(f"{prefix}.ln1", layer))
 
-    return decoder(
+    return b.decoder(
         w,
         replace(shape, layers=2 * shape.layers),
         block,

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import MOST, Dims, activation, attention, decoder, mlp, norm, windows
+from lmstate.models.families import builders as b
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Block, Model
 
+DEFAULTS: b.Defaults = {"smollm3": {"use_sliding_window": False, "rope_theta": 2e6}}
+
 
 def build(w: WeightLoader) -> Model:
-    config, shape = w.config, Dims.of(w.config)
-    inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
+    config, shape = w.config, b.Dims.of(w.config)
+    inner, act = config.int("intermediate_size", low=1, high=b.MAX_SIZE), b.activation(config)
     every = config.int("no_rope_layer_interval", low=1, default=4)
     rotates = config.ints("no_rope_layers", length=shape.layers, default=None)
     rotates = rotates or tuple(int((index + 1) % every != 0) for index in range(shape.layers))
-    rope, window = make_rope(config, shape.head_dim).to(w.device), windows(config, shape.layers)
+    rope, window = make_rope(config, shape.head_dim).to(w.device), b.layer_windows(config, shape.layers)
 
     def block(index: int) -> Block:
         layer = f"model.layers.{index}"
         return Block(
-            attention(w, f"{layer}.self_attn", shape, rope if rotates[index] else None, window=window[index]),
-            mlp(w, f"{layer}.mlp", shape.hidden, inner, act),
-            norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps),
-            norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps),
+            b.attention(w, f"{layer}.self_attn", shape, rope if rotates[index] else None, window=window[index]),
+            b.mlp(w, f"{layer}.mlp", shape.hidden, inner, act),
+            b.norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps),
+            b.norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps),
         )
 
-    return decoder(w, shape, block)
+    return b.decoder(w, shape, block)

@@ -6,16 +6,18 @@ from __future__ import annotations
 import torch
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import MOST, Dims, activation, attention, decoder, layer_norms, mlp
+from lmstate.models.families import builders as b
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Block, Model
 from lmstate.ops import Norm
 
+DEFAULTS: b.Defaults = {"stablelm": {**b.LAYER_NORM_EPS, "partial_rotary_factor": 0.25}}
+
 
 def build(w: WeightLoader) -> Model:
-    config, shape = w.config, Dims.of(w.config, eps="layer_norm_eps")
-    inner, act = config.int("intermediate_size", low=1, high=MOST), activation(config)
-    rope, normed = make_rope(config, shape.head_dim).to(w.device), layer_norms(w, shape)
+    config, shape = w.config, b.Dims.of(w.config, eps="layer_norm_eps")
+    inner, act = config.int("intermediate_size", low=1, high=b.MAX_SIZE), b.activation(config)
+    rope, normed = make_rope(config, shape.head_dim).to(w.device), b.layer_norms(w, shape)
     biased, heads_normed = config.bool("use_qkv_bias", default=False), config.bool("qk_layernorm", default=False)
     parallel = config.bool("use_parallel_residual", default=False)
 
@@ -31,15 +33,15 @@ def build(w: WeightLoader) -> Model:
         layer = f"model.layers.{index}"
         first = normed(f"{layer}.input_layernorm")
         return Block(
-            attention(
+            b.attention(
                 w, f"{layer}.self_attn", shape, rope, biased=biased, out_biased=False,
                 q_norm=head_norms(f"{layer}.self_attn.q_layernorm", shape.heads),
                 k_norm=head_norms(f"{layer}.self_attn.k_layernorm", shape.kv_heads),
             ),
-            mlp(w, f"{layer}.mlp", shape.hidden, inner, act),
+            b.mlp(w, f"{layer}.mlp", shape.hidden, inner, act),
             first,
             first if parallel else normed(f"{layer}.post_attention_layernorm"),
             parallel=parallel,
         )  # fmt: skip
 
-    return decoder(w, shape, block, final_norm=normed("model.norm"))
+    return b.decoder(w, shape, block, final_norm=normed("model.norm"))

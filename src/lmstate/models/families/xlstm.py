@@ -7,18 +7,30 @@ import torch
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import MOST, Dims, biases, decoder, mlp
+from lmstate.models.families import builders as b
 from lmstate.models.layers.mlp import MLP
 from lmstate.models.layers.mlstm import MLSTM
 from lmstate.models.model import Block, Model
 from lmstate.ops import FloatWeight, Norm
+
+DEFAULTS: b.Defaults = {
+    "xlstm": {
+        "vocab_size": 50_304,
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "gate_soft_cap": 15.0,
+        "output_logit_soft_cap": 30.0,
+    }
+}
 
 MOST_CAP = 40.0  # exp of it, and a long sum of such, is a float32 number
 
 
 def build(w: WeightLoader) -> Model:
     config = w.config
-    hidden = config.int("hidden_size", low=1, high=MOST, default=None) or config.int("embedding_dim", low=1, high=MOST)
+    hidden = config.int("hidden_size", low=1, high=b.MAX_SIZE, default=None) or config.int(
+        "embedding_dim", low=1, high=b.MAX_SIZE
+    )
     if config.int("embedding_dim", default=hidden) != hidden:
         raise ModelError(
             f"{config.where}: embedding_dim is {config['embedding_dim']}, and hidden_size {hidden}; they must be one "
@@ -26,7 +38,7 @@ def build(w: WeightLoader) -> Model:
         )
     layers = config.int("num_blocks", low=1, high=4096, default=None) or config.int("num_hidden_layers", 1, 4096)
     vocab = config.int("vocab_size", low=1, high=2**24)
-    shape = Dims(hidden, layers, 0, 0, 0, vocab, config.float("norm_eps", low=0.0, high=1.0, default=1e-6))
+    shape = b.Dims(hidden, layers, 0, 0, 0, vocab, config.float("norm_eps", low=0.0, high=1.0, default=1e-6))
     biased = config.bool("use_bias", default=False)
     inner = _inner(config, hidden)
 
@@ -43,7 +55,7 @@ def build(w: WeightLoader) -> Model:
             layer_norm(f"{layer}.norm_ffn"),
         )
 
-    return decoder(
+    return b.decoder(
         w,
         shape,
         block,
@@ -55,14 +67,14 @@ def build(w: WeightLoader) -> Model:
 
 def _inner(config: Config, hidden: int) -> int:
     """The width inside the feed-forward parts, a multiple of a number."""
-    multiple = config.int("ffn_round_up_to_multiple_of", low=1, high=MOST, default=64)
+    multiple = config.int("ffn_round_up_to_multiple_of", low=1, high=b.MAX_SIZE, default=64)
     width = hidden * config.float("ffn_proj_factor", low=1e-3, high=1e3, default=2.667)
     return int((width + multiple - 1) // multiple * multiple)
 
 
-def memory(w: WeightLoader, prefix: str, shape: Dims, biased: bool) -> MLSTM:
+def memory(w: WeightLoader, prefix: str, shape: b.Dims, biased: bool) -> MLSTM:
     config, hidden = w.config, shape.hidden
-    heads = config.int("num_heads", low=1, high=MOST, default=8)
+    heads = config.int("num_heads", low=1, high=b.MAX_SIZE, default=8)
     keys, values = (
         int(hidden * config.float(f"{part}_dim_factor", low=1e-3, high=1e3, default=default))
         for part, default in (("qk", 0.5), ("v", 1.0))
@@ -92,18 +104,18 @@ def memory(w: WeightLoader, prefix: str, shape: Dims, biased: bool) -> MLSTM:
         values // heads,
         config.float("gate_soft_cap", low=1e-3, high=MOST_CAP),
         config.float("eps", low=0.0, high=1.0, default=1e-6),
-        biases(w, *(f"{name}.bias" for name in names), wanted=biased),
-        biases(w, f"{prefix}.out_proj.bias", wanted=biased),
+        b.biases(w, *(f"{name}.bias" for name in names), wanted=biased),
+        b.biases(w, f"{prefix}.out_proj.bias", wanted=biased),
     )
 
 
 def feed_forward(w: WeightLoader, prefix: str, hidden: int, inner: int) -> MLP:
     if not w.has(f"{prefix}.proj_up_gate_z.weight"):
-        return mlp(w, prefix, hidden, inner, "silu", ("proj_up_gate", "proj_up", "proj_down"))
+        return b.mlp(w, prefix, hidden, inner, "silu", ("proj_up_gate", "proj_up", "proj_down"))
     return MLP(
         w.linear(f"{prefix}.proj_up_gate_z.weight", shape=(2 * inner, hidden)),
         w.linear(f"{prefix}.proj_down.weight", shape=(hidden, inner)),
         "silu",
-        up_bias=biases(w, f"{prefix}.proj_up_gate_z.bias"),
-        down_bias=biases(w, f"{prefix}.proj_down.bias"),
+        up_bias=b.biases(w, f"{prefix}.proj_up_gate_z.bias"),
+        down_bias=b.biases(w, f"{prefix}.proj_down.bias"),
     )

@@ -10,8 +10,7 @@ from lmstate import ops
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import MOST, Dims, activation, biases, decoder, norm
-from lmstate.models.families.builders.mamba import Mamba2Shape, expanded, gated_norm, layer_kinds, mamba2
+from lmstate.models.families import builders as b
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.mamba2 import Mamba2
 from lmstate.models.layers.mlp import MLP
@@ -20,23 +19,25 @@ from lmstate.models.layers.zamba_hybrid import EMBEDDING, Adapter, SharedTransfo
 from lmstate.models.model import Block, Model
 from lmstate.state import LayerState, Step
 
+DEFAULTS: b.Defaults = {"zamba2": b.EPS}
+
 NORM_EPS = 1e-5  # of the gated norms, whatever the config says of the others
 
 
 def build(w: WeightLoader) -> Model:
     config = w.config
-    heads = config.int("num_attention_heads", low=1, high=MOST)
-    double = 2 * config.int("hidden_size", low=1, high=MOST)
-    shape = Dims.of(Config({**config, "head_dim": double // heads}, config.where))
+    heads = config.int("num_attention_heads", low=1, high=b.MAX_SIZE)
+    double = 2 * config.int("hidden_size", low=1, high=b.MAX_SIZE)
+    shape = b.Dims.of(Config({**config, "head_dim": double // heads}, config.where))
     width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    kinds = layer_kinds(config, ("layers_block_type", "layer_types"), shape.layers)
+    kinds = b.layer_kinds(config, ("layers_block_type", "layer_types"), shape.layers)
     hybrids = [index for index, kind in enumerate(kinds or ()) if kind == "hybrid"]
     if kinds is None or not {"mamba", "hybrid"} >= set(kinds):
         raise ModelError(f'{config.where} must give each layer\'s kind in "layers_block_type", "mamba" or "hybrid"')
-    blocks = config.int("num_mem_blocks", low=1, high=MOST, default=1)
-    inner = config.int("intermediate_size", low=1, high=MOST, default=2 * double)
-    act = activation(config, default="gelu")
-    rank = config.int("adapter_rank", low=1, high=MOST, default=128)
+    blocks = config.int("num_mem_blocks", low=1, high=b.MAX_SIZE, default=1)
+    inner = config.int("intermediate_size", low=1, high=b.MAX_SIZE, default=2 * double)
+    act = b.activation(config, default="gelu")
+    rank = config.int("adapter_rank", low=1, high=b.MAX_SIZE, default=128)
     rope = make_rope(config, shape.head_dim).to(w.device) if config.bool("use_mem_rope", default=False) else None
     sizes = _mamba2_shape(config, shape.hidden)
 
@@ -62,15 +63,15 @@ def build(w: WeightLoader) -> Model:
                 (shape.head_dim / 2) ** -0.5,
                 rope,
             ),
-            norm(w, f"{prefix}.input_layernorm.weight", double, shape.eps),
+            b.norm(w, f"{prefix}.input_layernorm.weight", double, shape.eps),
             MLP(
                 w.linear(f"{fed}.gate_up_proj.weight", shape=(2 * inner, shape.hidden)),
                 w.linear(f"{fed}.down_proj.weight", shape=(shape.hidden, inner)),
                 act,
-                up_bias=biases(w, f"{fed}.gate_up_proj.bias"),
-                down_bias=biases(w, f"{fed}.down_proj.bias"),
+                up_bias=b.biases(w, f"{fed}.gate_up_proj.bias"),
+                down_bias=b.biases(w, f"{fed}.down_proj.bias"),
             ),
-            norm(w, f"{prefix}.pre_ff_layernorm.weight", shape.hidden, shape.eps),
+            b.norm(w, f"{prefix}.pre_ff_layernorm.weight", shape.hidden, shape.eps),
             adapter(f"{fed}.gate_up_proj_adapter_list.{use}", inputs=shape.hidden, outputs=(2 * inner,)),
             attention_adapter,
         )
@@ -81,21 +82,21 @@ def build(w: WeightLoader) -> Model:
         return Adapter(down, tuple(ups))
 
     def space(prefix: str) -> Mamba2:
-        gated = gated_norm(w, f"{prefix}.mamba.norm.weight", sizes)
-        return mamba2(w, f"{prefix}.mamba", sizes, shape.hidden, norm=gated)
+        gated = b.gated_norm(w, f"{prefix}.mamba.norm.weight", sizes)
+        return b.mamba2(w, f"{prefix}.mamba", sizes, shape.hidden, norm=gated)
 
     def block(index: int) -> Block:
         layer, make = f"model.layers.{index}", FirstBlock if index == 0 else Block
         if kinds[index] == "mamba":
-            return make(space(layer), None, norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps))
+            return make(space(layer), None, b.norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps))
         link = w.linear(f"{layer}.linear.weight", shape=(shape.hidden, shape.hidden))
-        before = norm(w, f"{layer}.mamba_decoder.input_layernorm.weight", shape.hidden, shape.eps)
+        before = b.norm(w, f"{layer}.mamba_decoder.input_layernorm.weight", shape.hidden, shape.eps)
         shared = transformer(hybrids.index(index))
         return make(ZambaHybrid(shared, link, space(f"{layer}.mamba_decoder"), before), None)
 
-    final = norm(w, "model.final_layernorm.weight", shape.hidden, shape.eps)
+    final = b.norm(w, "model.final_layernorm.weight", shape.hidden, shape.eps)
     # A file that holds the block in each layer that uses it holds all of its adapters with each.
-    return decoder(w, shape, block, final_norm=final, ignore=("model.layers.*.shared_transformer.*adapter_list.*",))
+    return b.decoder(w, shape, block, final_norm=final, ignore=("model.layers.*.shared_transformer.*adapter_list.*",))
 
 
 class FirstBlock(Block):
@@ -110,14 +111,14 @@ class FirstBlock(Block):
         super().join(run, step, memory)
 
 
-def _mamba2_shape(config: Config, hidden: int) -> Mamba2Shape:
-    heads = config.int("n_mamba_heads", low=1, high=MOST, default=8)
-    return Mamba2Shape(
+def _mamba2_shape(config: Config, hidden: int) -> b.Mamba2Shape:
+    heads = config.int("n_mamba_heads", low=1, high=b.MAX_SIZE, default=8)
+    return b.Mamba2Shape(
         heads,
-        max(1, expanded(config, "mamba_expand", hidden) // heads),
-        config.int("mamba_d_state", low=1, high=MOST, default=64),
-        config.int("mamba_ngroups", low=1, high=MOST, default=1),
-        config.int("mamba_d_conv", low=1, high=MOST, default=4),
+        max(1, b.expanded(config, "mamba_expand", hidden) // heads),
+        config.int("mamba_d_state", low=1, high=b.MAX_SIZE, default=64),
+        config.int("mamba_ngroups", low=1, high=b.MAX_SIZE, default=1),
+        config.int("mamba_d_conv", low=1, high=b.MAX_SIZE, default=4),
         NORM_EPS,
         (config.float("time_step_min", low=0.0, default=0.001), math.inf),
     )

@@ -12,17 +12,7 @@ from torch.nn import functional as F
 from lmstate import ops
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import (
-    MOST,
-    Dims,
-    activation,
-    biases,
-    decoder,
-    norm,
-    plain_norm,
-    rms_norms,
-)
-from lmstate.models.families.builders.moe import expert_count, experts
+from lmstate.models.families import builders as b
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.cca import CompressedConvAttention
 from lmstate.models.layers.moe import MixtureOfExperts, Router
@@ -30,6 +20,21 @@ from lmstate.models.layers.rope import Rope, make_rope
 from lmstate.models.model import Block, Model
 from lmstate.ops import FloatWeight, Norm, Residual, Weight
 from lmstate.state import LayerState, Step
+
+DEFAULTS: b.Defaults = {
+    "zaya": {
+        **b.EPS,
+        "vocab_size": 262_272,
+        "hidden_size": 2048,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "num_experts": 16,
+        "tie_word_embeddings": True,
+    }
+}
 
 KINDS = ("hybrid", "hybrid_sliding")
 THETAS = {"hybrid": 5e6, "hybrid_sliding": 1e4}
@@ -50,7 +55,7 @@ class Affine:
 
 @dataclass(frozen=True, eq=False)
 class Sum:
-    """What a part gives and the stream before it, added up after an affine map of each."""
+    """Sum of a layer's output and the stream before it, after an affine map of each."""
 
     part: Affine
     stream: Affine
@@ -147,8 +152,8 @@ class ChainedBlock(Block):
 
 def build(w: WeightLoader) -> Model:
     config = w.config
-    shape = Dims.of(config)
-    normed = rms_norms(w, shape)
+    shape = b.Dims.of(config)
+    normed = b.rms_norms(w, shape)
     kinds = config.strs("layer_types", shape.layers, KINDS, default=["hybrid"] * shape.layers)
     window = config.int("sliding_window", low=1) if "hybrid_sliding" in kinds else None
     ropes = {kind: _rope(config, shape.head_dim, kind).to(w.device) for kind in set(kinds)}
@@ -175,11 +180,11 @@ def build(w: WeightLoader) -> Model:
 
     opening = Opening(affine("model", "input_hidden_states"), router_width(config))
     biased = config.bool("lm_head_bias", default=False)
-    return decoder(w, shape, block, head_biased=biased, entry=opening, exit=Closing(shape.hidden))
+    return b.decoder(w, shape, block, head_biased=biased, entry=opening, exit=Closing(shape.hidden))
 
 
 def _rope(config: Config, head_dim: int, kind: str) -> Rope:
-    """That of a kind of layers. Without any in the config, half of a head's features turn."""
+    """Rope of a kind of layers. Without one in the config, half of a head's features rotate."""
     if config.fields("rope_parameters") is None:
         rope: dict[str, Any] = {"rope_theta": THETAS[kind], "partial_rotary_factor": 0.5}
         config = Config({**config, "rope_parameters": rope}, config.where)
@@ -187,7 +192,7 @@ def _rope(config: Config, head_dim: int, kind: str) -> Rope:
 
 
 def convolved_attention(
-    w: WeightLoader, prefix: str, shape: Dims, rope: Rope, window: int | None
+    w: WeightLoader, prefix: str, shape: b.Dims, rope: Rope, window: int | None
 ) -> CompressedConvAttention:
     config, dim, inside = w.config, shape.head_dim, f"{prefix}.qkv_proj"
     first, second = (config.int(name, low=1, high=256, default=2) for name in ("cca_time0", "cca_time1"))
@@ -197,7 +202,7 @@ def convolved_attention(
     heights = (shape.heads * dim, shape.kv_heads * dim, half, half)
     qkv = w.linear(*(f"{name}.weight" for name in names), shape=(heights, shape.hidden))
     biased = config.bool("attention_bias", default=False)
-    bias, late = biases(w, *(f"{name}.bias" for name in names), wanted=biased), None
+    bias, late = b.biases(w, *(f"{name}.bias" for name in names), wanted=biased), None
     if bias is not None:
         late = bias[width : width + half].clone()
         bias[width : width + half] = 0
@@ -220,14 +225,14 @@ def convolved_attention(
         rope,
         window,
         qkv_bias=bias,
-        out_bias=biases(w, f"{prefix}.o_proj.bias", wanted=biased),
+        out_bias=b.biases(w, f"{prefix}.o_proj.bias", wanted=biased),
     )
     return CompressedConvAttention(
         attention,
         taps,
         matrices.contiguous(),
         (w.tensor(f"{inside}.conv_qk_grouped.bias", (width,)).double() + through).float(),
-        plain_norm(w, dim, UNIT_EPS),
+        b.plain_norm(w, dim, UNIT_EPS),
         w.tensor(f"{prefix}.qk_norm.temp", (shape.kv_heads,)),
         late,
     )
@@ -235,14 +240,14 @@ def convolved_attention(
 
 def router_width(config: Config) -> int:
     """B, the features that a router reads of a token."""
-    return config.int("router_hidden_size", low=1, high=MOST, default=256)
+    return config.int("router_hidden_size", low=1, high=b.MAX_SIZE, default=256)
 
 
-def mixture(w: WeightLoader, prefix: str, shape: Dims, *, first: bool) -> ChainedMixture:
-    config, count, router = w.config, expert_count(w.config), f"{prefix}.gate"
+def mixture(w: WeightLoader, prefix: str, shape: b.Dims, *, first: bool) -> ChainedMixture:
+    config, count, router = w.config, b.expert_count(w.config), f"{prefix}.gate"
     config.int("num_experts_per_tok", low=1, high=1, default=1)
     size = router_width(config)
-    inner, act = config.int("moe_intermediate_size", low=1, high=MOST), activation(config)
+    inner, act = config.int("moe_intermediate_size", low=1, high=b.MAX_SIZE), b.activation(config)
 
     def matrix(name: str, inputs: int, outputs: int = size) -> Weight:
         return FloatWeight(w.tensor(f"{router}.{name}.weight", (outputs, inputs)))
@@ -259,10 +264,10 @@ def mixture(w: WeightLoader, prefix: str, shape: Dims, *, first: bool) -> Chaine
         matrix("down_proj", shape.hidden),
         bias("down_proj"),
         None if first else w.tensor(f"{router}.router_states_scale", (size,)),
-        norm(w, f"{router}.router_mlp.norm.weight", size, shape.eps),
+        b.norm(w, f"{router}.router_mlp.norm.weight", size, shape.eps),
         matrix("router_mlp.fc1", size),
         bias("router_mlp.fc1"),
         matrix("router_mlp.fc2", size),
         bias("router_mlp.fc2"),
-        MixtureOfExperts(last, [*experts(w, f"{prefix}.experts", count, shape.hidden, inner, act), Skip()]),
+        MixtureOfExperts(last, [*b.experts(w, f"{prefix}.experts", count, shape.hidden, inner, act), Skip()]),
     )

@@ -83,7 +83,7 @@ class Attention(JoiningMixer):
     def new_state(self, layout: Layout) -> LayerState:
         return attention_state(
             layout, self.kv_heads, self.head_dim, sight=ops.CausalMask(self.window, self.chunk),
-            shift=self.rope.shift if self.rope is not None else None, heads=self.heads, scale=self.scale,
+            rotate_by=self.rope.rotate_by if self.rope is not None else None, heads=self.heads, scale=self.scale,
         )  # fmt: skip
 
     def half(self, norm: Norm | None, after: Norm | None, scale: float) -> ops.AttentionSublayer | None:

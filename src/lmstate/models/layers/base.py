@@ -68,9 +68,9 @@ class RecurrentMixer(JoiningMixer):
 
     def joins(self, run: ops.Run, half: Sublayers, step: Step, memory: LayerState) -> bool:
         assert isinstance(memory, RecurrentState) and isinstance(half, ops.RecurrentSublayer)
-        if not run.native or (carry := memory.at_once(step)) is None:
+        if not run.native or (carry := memory.single_scan_carry(step)) is None:
             return False
         if (folded := run.folds(half, carry)) is None:
             return False
-        memory.took(step, *folded)
+        memory.record(step, *folded)
         return True

@@ -56,10 +56,10 @@ class CompressedConvAttention:
     def new_state(self, layout: Layout) -> LayerState:
         (width, kernel), (heads, size, dim) = self.conv.shape, self.head_conv.shape
         shapes = [(kernel - 1, width), (size // dim - 1, heads, dim)]
-        convs = RecurrentState(layout, self.fold, shapes, width, names=["conv", "head_conv"])
+        convs = RecurrentState(layout, self.scan, shapes, width, names=["conv", "head_conv"])
         return CompositeState([self.attention.new_state(layout), convs])
 
-    def fold(self, inputs: Tensor, carry: Carry, counts: Tensor, beside: Tensor | None) -> tuple[Tensor, Carry]:
+    def scan(self, inputs: Tensor, carry: Carry, counts: Tensor, gate: Tensor | None) -> tuple[Tensor, Carry]:
         """Queries, keys, values to come `[R, T, F]` -> the first two convolved, the last a token late `[R, T, F]`."""
         tail, of_heads = carry
         y, tail = causal_conv(inputs, tail, self.conv, None, counts)

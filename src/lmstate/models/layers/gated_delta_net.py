@@ -61,7 +61,7 @@ class GatedDelta(RecurrentMixer):
 
     @property
     def kind(self) -> str:
-        return "fold"
+        return "recurrent"
 
     @property
     def heads(self) -> int:
@@ -72,15 +72,15 @@ class GatedDelta(RecurrentMixer):
         width, kernel = self.conv.shape
         shapes = [(kernel - 1, width), (self.heads, self.key_dim, self.value_dim)]
         return RecurrentState(
-            layout, self.fold, shapes, width + self.heads + len(self.dt_bias), names=["conv", "recurrent"]
+            layout, self.scan, shapes, width + self.heads + len(self.dt_bias), names=["conv", "recurrent"]
         )  # fmt: skip
 
-    def fold(self, inputs: Tensor, carry: Carry, counts: Tensor, beside: Tensor | None) -> tuple[Tensor, Carry]:
+    def scan(self, inputs: Tensor, carry: Carry, counts: Tensor, gate: Tensor | None) -> tuple[Tensor, Carry]:
         """q, k, v | beta | decay `[R, T, F]`, beside them z -> `[R, T, H * Dv]`."""
         tail, state = carry
         return delta_mixer(
             inputs,
-            beside,
+            gate,
             (tail, state),
             counts,
             conv=self.conv,
@@ -107,7 +107,7 @@ class GatedDelta(RecurrentMixer):
         if norm is not None:
             x = ops.norm(x, norm)
         inputs, z = self._projected(x)
-        return ops.linear(memory.advance(inputs, step, beside=z), self.out, residual=residual)
+        return ops.linear(memory.advance(inputs, step, gate=z), self.out, residual=residual)
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """q, k, v | beta | decay `[R, T, F]`; z `[R, T, H * Dv]`."""

@@ -29,7 +29,7 @@ class Lightning:
 
     @property
     def kind(self) -> str:
-        return "fold"
+        return "recurrent"
 
     @property
     def width(self) -> int:
@@ -38,9 +38,9 @@ class Lightning:
 
     def new_state(self, layout: Layout) -> LayerState:
         shape = (len(self.slope), self.head_dim, self.head_dim)
-        return RecurrentState(layout, self.fold, [shape], 3 * self.width, names=["recurrent"])
+        return RecurrentState(layout, self.scan, [shape], 3 * self.width, names=["recurrent"])
 
-    def fold(self, inputs: Tensor, carry: Carry, counts: Tensor, beside: Tensor | None) -> tuple[Tensor, Carry]:
+    def scan(self, inputs: Tensor, carry: Carry, counts: Tensor, gate: Tensor | None) -> tuple[Tensor, Carry]:
         """q, k, v of each head, before their activation `[R, T, 3 * H * D]` -> `[R, T, H * D]`."""
         qkv = ops.activation(self.act)(inputs).unflatten(-1, (len(self.slope), 3, self.head_dim))
         q, k, v = qkv.unbind(-2)  # [R, T, H, D]

@@ -43,15 +43,15 @@ class Mamba:
 
     @property
     def kind(self) -> str:
-        return "fold"
+        return "recurrent"
 
     def new_state(self, layout: Layout) -> LayerState:
         inner, kernel = self.conv.shape
         return RecurrentState(
-            layout, self.fold, [(kernel - 1, inner), tuple(self.A.shape)], inner, names=["conv", "ssm"]
+            layout, self.scan, [(kernel - 1, inner), tuple(self.A.shape)], inner, names=["conv", "ssm"]
         )
 
-    def fold(self, inputs: Tensor, carry: Carry, counts: Tensor, beside: Tensor | None) -> tuple[Tensor, Carry]:
+    def scan(self, inputs: Tensor, carry: Carry, counts: Tensor, gate: Tensor | None) -> tuple[Tensor, Carry]:
         """x `[R, T, I]`, beside it the gate -> y `[R, T, I]`."""
         tail, state = carry
         x, tail = causal_conv(inputs, tail, self.conv, self.conv_bias, counts, "silu")
@@ -59,7 +59,7 @@ class Mamba:
         dt, B, C = ops.linear(x, self.select).split([self.dt_project.in_features, size, size], dim=-1)
         B, C = (part if norm is None else ops.norm(part, norm) for part, norm in ((B, self.b_norm), (C, self.c_norm)))
         dt = ops.linear(dt, self.dt_project, self.dt_bias, norm=self.dt_norm)  # [R, T, I]
-        y, state = selective_scan(x, dt, self.A, B, C, self.D, state, counts, softplus=True, gate=beside)
+        y, state = selective_scan(x, dt, self.A, B, C, self.D, state, counts, softplus=True, gate=gate)
         return y, (tail, state)
 
     def __call__(
@@ -67,5 +67,5 @@ class Mamba:
     ) -> Tensor:
         assert isinstance(memory, RecurrentState)
         x, gate = ops.linear(x, self.project, self.bias, norm=norm).chunk(2, dim=-1)
-        y = memory.advance(x, step, beside=gate)
+        y = memory.advance(x, step, gate=gate)
         return ops.linear(y, self.out, self.out_bias, residual=residual)

@@ -53,7 +53,7 @@ class Mamba2(RecurrentMixer):
 
     @property
     def kind(self) -> str:
-        return "fold"
+        return "recurrent"
 
     @property
     def inner(self) -> int:
@@ -63,15 +63,15 @@ class Mamba2(RecurrentMixer):
     def new_state(self, layout: Layout) -> LayerState:
         width, kernel = self.conv.shape
         shapes = [(kernel - 1, width), (len(self.A), self.head_dim, self.state_size)]
-        return RecurrentState(layout, self.fold, shapes, width + len(self.A), names=["conv", "ssm"])
+        return RecurrentState(layout, self.scan, shapes, width + len(self.A), names=["conv", "ssm"])
 
-    def fold(self, inputs: Tensor, carry: Carry, counts: Tensor, beside: Tensor | None) -> tuple[Tensor, Carry]:
+    def scan(self, inputs: Tensor, carry: Carry, counts: Tensor, gate: Tensor | None) -> tuple[Tensor, Carry]:
         """x, B, C | dt `[R, T, (I + 2 * G * N) + H]`, beside them the gate -> `[R, T, I]`."""
         tail, state = carry
         gated = self.norm
         return ssd_mixer(
             inputs,
-            beside,
+            gate,
             (tail, state),
             counts,
             conv=self.conv,
@@ -101,5 +101,5 @@ class Mamba2(RecurrentMixer):
         assert isinstance(memory, RecurrentState)
         projected = ops.linear(x, self.project, self.bias, norm=norm)
         projected = projected if self.scale is None else projected * self.scale
-        y = memory.advance(projected[..., self.inner :], step, beside=projected[..., : self.inner])
+        y = memory.advance(projected[..., self.inner :], step, gate=projected[..., : self.inner])
         return ops.linear(y, self.out, self.out_bias, residual=residual)

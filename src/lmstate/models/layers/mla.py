@@ -52,9 +52,9 @@ class MultiHeadLatentAttention:
         return self.key_up.shape[2]
 
     def new_state(self, layout: Layout) -> LayerState:
-        shift = self.rope.shift if self.rope is not None else None
+        rotate_by = self.rope.rotate_by if self.rope is not None else None
         return latent_state(
-            layout, self.latent_dim, self.rope_dim, shift=shift, heads=len(self.key_up), scale=self.scale
+            layout, self.latent_dim, self.rope_dim, rotate_by=rotate_by, heads=len(self.key_up), scale=self.scale
         )  # fmt: skip
 
     def __call__(

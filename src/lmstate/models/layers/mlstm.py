@@ -37,7 +37,7 @@ class MLSTM:
 
     @property
     def kind(self) -> str:
-        return "fold"
+        return "recurrent"
 
     @property
     def widths(self) -> tuple[int, int, int]:
@@ -46,9 +46,9 @@ class MLSTM:
 
     def new_state(self, layout: Layout) -> LayerState:
         shapes = [(self.heads, self.key_dim, self.value_dim + 1), (self.heads,)]
-        return RecurrentState(layout, self.fold, shapes, sum(self.widths) + 2 * self.heads, names=["recurrent", "peak"])
+        return RecurrentState(layout, self.scan, shapes, sum(self.widths) + 2 * self.heads, names=["recurrent", "peak"])
 
-    def fold(self, inputs: Tensor, carry: Carry, counts: Tensor, beside: Tensor | None) -> tuple[Tensor, Carry]:
+    def scan(self, inputs: Tensor, carry: Carry, counts: Tensor, gate: Tensor | None) -> tuple[Tensor, Carry]:
         """q, k, v | input and forget gates before their bound `[R, T, F]` -> answers `[R, T, H * Dv]`."""
         state, peak = carry
         q, k, v, gates = inputs.split([*self.widths, 2 * self.heads], dim=-1)

@@ -49,13 +49,13 @@ class ParallelHybrid(JoiningMixer):
         assert isinstance(memory, CompositeState) and isinstance(half, tuple)
         (first, second), (of_attention, of_other) = half, memory.members
         assert isinstance(of_other, RecurrentState) and isinstance(second, ops.RecurrentSublayer)
-        if not run.native or (carry := of_other.at_once(step)) is None or run.foldable(second, carry) is None:
+        if not run.native or (carry := of_other.single_scan_carry(step)) is None or run.foldable(second, carry) is None:
             return False  # neither waits, or both
         if not self.attention.joins(run, first, step, of_attention):
             return False
         folded = run.folds(second, carry)
         assert folded is not None
-        of_other.took(step, *folded)
+        of_other.record(step, *folded)
         return True
 
     def apart(self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:

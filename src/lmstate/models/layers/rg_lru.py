@@ -39,14 +39,14 @@ class RecurrentBlock:
 
     @property
     def kind(self) -> str:
-        return "fold"
+        return "recurrent"
 
     def new_state(self, layout: Layout) -> LayerState:
         width, kernel = self.conv.shape
         shapes = [(kernel - 1, width), (width,), ()]
-        return RecurrentState(layout, self.fold, shapes, width, names=["conv", "recurrent", "seen"])
+        return RecurrentState(layout, self.scan, shapes, width, names=["conv", "recurrent", "seen"])
 
-    def fold(self, inputs: Tensor, carry: Carry, counts: Tensor, beside: Tensor | None) -> tuple[Tensor, Carry]:
+    def scan(self, inputs: Tensor, carry: Carry, counts: Tensor, gate: Tensor | None) -> tuple[Tensor, Carry]:
         """x `[R, T, F]` -> the states of the recurrence `[R, T, F]`."""
         tail, h, seen = carry
         x, tail = causal_conv(inputs, tail, self.conv, self.conv_bias, counts)
@@ -61,7 +61,7 @@ class RecurrentBlock:
         self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
     ) -> Tensor:
         assert isinstance(memory, RecurrentState)
-        x, beside = ops.linear(x, self.project, self.bias, norm=norm).chunk(2, dim=-1)
+        x, gate = ops.linear(x, self.project, self.bias, norm=norm).chunk(2, dim=-1)
         # ops.linear gates as act(first half) * second half.
-        both = torch.cat([beside, memory.advance(x, step)], dim=-1)
+        both = torch.cat([gate, memory.advance(x, step)], dim=-1)
         return ops.linear(both, self.out, self.out_bias, gate=self.act, residual=residual)

@@ -62,7 +62,7 @@ class Rope:
             cos, sin = cos * scale, sin * scale
         return ops.RopeTables(cos, sin, self.interleaved)
 
-    def shift(self, keys: Tensor, delta: int) -> Tensor:
+    def rotate_by(self, keys: Tensor, delta: int) -> Tensor:
         """Rotate keys `[K, S, D]` as if each had stood `delta` positions farther on; float32."""
         angles = (self.frequencies * delta)[None, None]  # [1, 1, rot / 2]: a row of one token, its heads the slots
         turned = ops.rope(keys.float().reshape(1, 1, -1, keys.shape[-1]), angles.cos(), angles.sin(), self.interleaved)

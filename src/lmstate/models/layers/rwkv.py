@@ -40,14 +40,14 @@ class TimeMix:
 
     @property
     def kind(self) -> str:
-        return "fold"
+        return "recurrent"
 
     def new_state(self, layout: Layout) -> LayerState:
         width, embed = self.key.shape
         shapes = [(1, embed), (width,), (width,), (width,)]
-        return RecurrentState(layout, self.fold, shapes, embed, names=["late", "numerator", "denominator", "peak"])
+        return RecurrentState(layout, self.scan, shapes, embed, names=["late", "numerator", "denominator", "peak"])
 
-    def fold(self, inputs: Tensor, carry: Carry, counts: Tensor, beside: Tensor | None) -> tuple[Tensor, Carry]:
+    def scan(self, inputs: Tensor, carry: Carry, counts: Tensor, gate: Tensor | None) -> tuple[Tensor, Carry]:
         """The stream, normalised `[R, T, E]` -> gated averages `[R, T, F]`."""
         tail, *average = carry
         late, tail = one_late(inputs, tail, counts)
@@ -78,13 +78,13 @@ class ChannelMix:
 
     @property
     def kind(self) -> str:
-        return "fold"
+        return "recurrent"
 
     def new_state(self, layout: Layout) -> LayerState:
         embed = self.key.in_features
-        return RecurrentState(layout, self.fold, [(1, embed)], embed, names=["late"])
+        return RecurrentState(layout, self.scan, [(1, embed)], embed, names=["late"])
 
-    def fold(self, inputs: Tensor, carry: Carry, counts: Tensor, beside: Tensor | None) -> tuple[Tensor, Carry]:
+    def scan(self, inputs: Tensor, carry: Carry, counts: Tensor, gate: Tensor | None) -> tuple[Tensor, Carry]:
         """The stream, normalised `[R, T, E]` -> the same a token late."""
         late, tail = one_late(inputs, carry[0], counts)
         return late, (tail,)

@@ -33,13 +33,13 @@ class ShortConv(RecurrentMixer):
 
     @property
     def kind(self) -> str:
-        return "fold"
+        return "recurrent"
 
     def new_state(self, layout: Layout) -> LayerState:
         width, kernel = self.conv.shape
-        return RecurrentState(layout, self.fold, [(kernel - 1, width)], width, names=["conv"])
+        return RecurrentState(layout, self.scan, [(kernel - 1, width)], width, names=["conv"])
 
-    def fold(self, inputs: Tensor, carry: Carry, counts: Tensor, beside: Tensor | None) -> tuple[Tensor, Carry]:
+    def scan(self, inputs: Tensor, carry: Carry, counts: Tensor, gate: Tensor | None) -> tuple[Tensor, Carry]:
         """b * x `[R, T, E]` -> its convolution `[R, T, E]`."""
         y, tail = causal_conv(inputs, carry[0], self.conv, self.conv_bias, counts)
         return y, (tail,)

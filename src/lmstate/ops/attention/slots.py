@@ -49,24 +49,26 @@ class SlotCommits:
 def commit_slots_reference(change: SlotCommit, starts: Tensor, counts: Tensor, accepted: Tensor) -> None:
     """Plain torch, a row and head after another."""
     lists, columns, evicted = change.lists, change.columns, change.evicted
-    kept, heads = lists.kept, range(lists.live.shape[1])
+    stored, heads = lists.stored, range(lists.filled.shape[1])
     spans = zip(starts.tolist(), counts.tolist(), accepted.tolist())
     for r, (start, count, n) in enumerate(spans):
         if not n:
             continue
         length = start + n
         new = torch.arange(start, length, device=starts.device)
-        for h, live in zip(heads, lists.live[r].tolist()):
-            if "scores" in kept and columns is not None:
-                scores = kept["scores"][r, h]
-                for token, after in scores_after(scores[start % len(scores)], columns[r, h], live, count, n):
+        for h, filled in zip(heads, lists.filled[r].tolist()):
+            if "scores" in stored and columns is not None:
+                scores = stored["scores"][r, h]
+                for token, after in scores_after(scores[start % len(scores)], columns[r, h], filled, count, n):
                     scores[(start + token + 1) % len(scores), : len(after)] = after
-            kept["position"][r, h, live : live + n] = new.int()
-            lists.live[r, h] = live + n
+            stored["position"][r, h, filled : filled + n] = new.int()
+            lists.filled[r, h] = filled + n
             if isinstance(evicted, EvictLowest):
-                for left in range(live + n, live + n - evicted.excess(live + n), -1):
-                    position = kept["position"][r, h, :left]
-                    ranks = kept["scores"][r, h, length % kept["scores"].shape[2]] if evicted.by_scores else position
+                for left in range(filled + n, filled + n - evicted.excess(filled + n), -1):
+                    position = stored["position"][r, h, :left]
+                    ranks = (
+                        stored["scores"][r, h, length % stored["scores"].shape[2]] if evicted.by_scores else position
+                    )
                     guarded = (position < evicted.sinks) | (position >= length - evicted.newest)
                     ranks = behind_all(ranks[:left].float(), guarded)
                     evict(lists, r, h, lowest(ranks, position, torch.ones_like(position[:1])), length)
@@ -77,18 +79,18 @@ def commit_slots_reference(change: SlotCommit, starts: Tensor, counts: Tensor, a
             change.ring[r, new[-size:] % size] = change.queries[r, :n][-size:].to(change.ring)
 
 
-def scores_after(before: Tensor, columns: Tensor, live: int, count: int, n: int) -> list[tuple[int, Tensor]]:
-    """A head's scores after some of a step's first n tokens: (number of the token, float32 `[live + count]`).
+def scores_after(before: Tensor, columns: Tensor, filled: int, count: int, n: int) -> list[tuple[int, Tensor]]:
+    """A head's scores after some of a step's first n tokens: (number of the token, float32 `[filled + count]`).
 
-    before `[S]`: those before the step, of which the first `live` count. columns `[n, S']`: as in `commit_slots`.
+    before `[S]`: those before the step, of which the first `filled` count. columns `[n, S']`: as in `commit_slots`.
     """
-    scores = torch.zeros_like(columns[0, : live + count])
-    scores[:live] = before[:live]
+    scores = torch.zeros_like(columns[0, : filled + count])
+    scores[:filled] = before[:filled]
     out = []
     for plane in range(max(0, len(columns) - count), len(columns)):
         token = plane + count - len(columns)
         if token < n:
-            scores = scores + columns[plane, : live + count]
+            scores = scores + columns[plane, : filled + count]
             out.append((token, scores))
     return out
 
@@ -113,24 +115,26 @@ def lowest(ranks: Tensor, positions: Tensor, counts: Tensor) -> Tensor:
 
 def evict(lists: SlotTable, r: int, h: int, gone: Tensor, length: int) -> None:
     """Bury the slots of a head that are `gone`, bool `[S]`, at a length of its row."""
-    live, graves = int(lists.live[r, h]), lists.buried["died"].shape[2]
-    order, slots = list(range(live)), gone[:live].nonzero()[:, 0].tolist()[::-1]
+    filled, undo_slots = int(lists.filled[r, h]), lists.undo_log["evicted_at"].shape[2]
+    order, slots = list(range(filled)), gone[:filled].nonzero()[:, 0].tolist()[::-1]
     for slot in slots:  # from the last one on, so that what fills a hole stays
         last = order.pop()
         if slot < len(order):
             order[slot] = last
-    first = int(lists.dug[r, h])
-    where = [(first + i) % graves for i in range(len(slots))] if graves else []
-    for name, array in lists.kept.items():
+    first = int(lists.undo_head[r, h])
+    where = [(first + i) % undo_slots for i in range(len(slots))] if undo_slots else []
+    for name, array in lists.stored.items():
         if name == "scores":
             scores = array[r, h, length % array.shape[2]]
             scores[: len(order)] = scores[order]
             continue
-        lists.buried[name][r, h, where] = array[r, h, slots if graves else []]
+        lists.undo_log[name][r, h, where] = array[r, h, slots if undo_slots else []]
         array[r, h, : len(order)] = array[r, h, order]
-    lists.buried["died"][r, h, where] = length
-    lists.buried["slot"][r, h, where] = torch.tensor(slots if graves else [], dtype=torch.int32, device=gone.device)
-    lists.live[r, h], lists.dug[r, h] = len(order), first + len(where)
+    lists.undo_log["evicted_at"][r, h, where] = length
+    lists.undo_log["slot"][r, h, where] = torch.tensor(
+        slots if undo_slots else [], dtype=torch.int32, device=gone.device
+    )
+    lists.filled[r, h], lists.undo_head[r, h] = len(order), first + len(where)
 
 
 def undo_evictions(lists: SlotTable, to: int) -> None:
@@ -138,16 +142,16 @@ def undo_evictions(lists: SlotTable, to: int) -> None:
 
     The scores of that length lie where the slots do then.
     """
-    slots, graves = lists.kept["position"].shape[2], lists.buried["died"].shape[2]
-    for r, rows in enumerate(lists.live.tolist()):
-        for h, live in enumerate(rows):
-            order, dug = list(range(live)), int(lists.dug[r, h])
-            died, where = lists.buried["died"][r, h].tolist(), lists.buried["slot"][r, h].tolist()
-            position = torch.cat([lists.kept["position"][r, h], lists.buried["position"][r, h]]).tolist()
+    slots, undo_slots = lists.stored["position"].shape[2], lists.undo_log["evicted_at"].shape[2]
+    for r, rows in enumerate(lists.filled.tolist()):
+        for h, filled in enumerate(rows):
+            order, undo_head = list(range(filled)), int(lists.undo_head[r, h])
+            evicted_at, where = lists.undo_log["evicted_at"][r, h].tolist(), lists.undo_log["slot"][r, h].tolist()
+            position = torch.cat([lists.stored["position"][r, h], lists.undo_log["position"][r, h]]).tolist()
             undone: list[int] = []
-            while len(undone) < graves and died[grave := (dug - 1 - len(undone)) % graves] > to:
+            while len(undone) < undo_slots and evicted_at[grave := (undo_head - 1 - len(undone)) % undo_slots] > to:
                 slot, victim = where[grave], slots + grave
-                while order and position[order[-1]] >= died[grave]:
+                while order and position[order[-1]] >= evicted_at[grave]:
                     order.pop()  # it came after
                 if slot < len(order):
                     order.append(order[slot])
@@ -157,8 +161,8 @@ def undo_evictions(lists: SlotTable, to: int) -> None:
                 undone.append(grave)
             while order and position[order[-1]] >= to:
                 order.pop()
-            for name, array in lists.kept.items():
+            for name, array in lists.stored.items():
                 if name != "scores":
-                    array[r, h, : len(order)] = torch.cat([array[r, h], lists.buried[name][r, h]])[order]
-            lists.buried["died"][r, h, undone] = 0
-            lists.live[r, h], lists.dug[r, h] = len(order), dug - len(undone)
+                    array[r, h, : len(order)] = torch.cat([array[r, h], lists.undo_log[name][r, h]])[order]
+            lists.undo_log["evicted_at"][r, h, undone] = 0
+            lists.filled[r, h], lists.undo_head[r, h] = len(order), undo_head - len(undone)

@@ -53,19 +53,20 @@ class Slots:
 
 def pack(change: SlotCommit) -> PackedSlotCommit:
     """The arguments of one layer. ValueError where its tensors do not fit each other."""
-    kept, buried, live, dug = change.lists.kept, change.lists.buried, change.lists.live, change.lists.dug
-    rows, heads, slots = kept["position"].shape
-    graves = buried["position"].shape[2]
+    table = change.lists
+    stored, undo_log, filled, undo_head = table.stored, table.undo_log, table.filled, table.undo_head
+    rows, heads, slots = stored["position"].shape
+    undo_slots = undo_log["position"].shape[2]
     fields: list[int] = []
-    for name, array in kept.items():
+    for name, array in stored.items():
         if name == "scores":
             continue
         width = array.shape[3] if array.ndim == 4 else 1
-        for x, count in ((array, slots), (buried[name], graves)):
+        for x, count in ((array, slots), (undo_log[name], undo_slots)):
             if x.numel() != rows * heads * count * width or not x.is_contiguous():
                 raise ValueError(f"{name} {list(x.shape)} does not fit {rows} rows, {heads} heads and {count} slots")
-        fields += [array.data_ptr(), buried[name].data_ptr(), width * array.element_size()]
-    count, scores = len(fields) // 3, kept.get("scores")
+        fields += [array.data_ptr(), undo_log[name].data_ptr(), width * array.element_size()]
+    count, scores = len(fields) // 3, stored.get("scores")
     if count > ARRAYS:
         raise ValueError(f"slots of {count} tensors were given; there is room for {ARRAYS}")
     seen = gone = queries = ring = planes = wide = tokens = width = size = 0
@@ -85,10 +86,10 @@ def pack(change: SlotCommit) -> PackedSlotCommit:
         queries = float_pointer(change.queries, "queries", (rows, tokens, *each))
         ring, width = float_pointer(change.ring, "ring", (rows, size, *each)), each[0] * each[1]
     packed = _CHANGE.pack(
-        *fields, *(0,) * (3 * (ARRAYS - count)), kept["position"].data_ptr(),
-        0 if scores is None else scores.data_ptr(), buried["died"].data_ptr(), buried["slot"].data_ptr(),
-        live.data_ptr(), dug.data_ptr(), seen, gone, queries, ring,
-        heads, slots, graves, count, 0 if scores is None else scores.shape[2],
+        *fields, *(0,) * (3 * (ARRAYS - count)), stored["position"].data_ptr(),
+        0 if scores is None else scores.data_ptr(), undo_log["evicted_at"].data_ptr(), undo_log["slot"].data_ptr(),
+        filled.data_ptr(), undo_head.data_ptr(), seen, gone, queries, ring,
+        heads, slots, undo_slots, count, 0 if scores is None else scores.shape[2],
         planes, wide, change.evicted is lowest, *lowest, tokens, width, size,
     )  # fmt: skip
     return PackedSlotCommit(packed, rows)

@@ -14,30 +14,30 @@ NONE = 2**31 - 1
 
 @dataclass(frozen=True, eq=False)
 class SlotTable:
-    """Slots `[R, K, S]`, the first `live[r, k]` of them filled, and `[R, K, G]` that were evicted lately.
+    """Slots `[R, K, S]`, the first `filled[r, k]` of them filled, and `[R, K, G]` that were evicted lately.
 
-    `kept` has `position` int32 `[R, K, S]` and any tensors `[R, K, S, width]`. `buried` has the same of G slots, and
-    int32 `[R, K, G]` each: `died`, the length at which a slot was evicted (0: none was), and `slot`, where it lay. The
-    next one goes to `dug[r, k] % G`: read backwards, the graves tell how to undo evictions one by one.
+    `stored` has `position` int32 `[R, K, S]` and any tensors `[R, K, S, width]`. `undo_log` has the same of G slots, and
+    int32 `[R, K, G]` each: `evicted_at`, the length at which a slot was evicted (0: none was), and `slot`, where it lay. The
+    next one goes to `undo_head[r, k] % G`: read backwards, the graves tell how to undo evictions one by one.
 
-    Where attention is summed, `kept` has `scores` float32 `[R, K, n, S]` too: the sums at length L in L % n, of the
+    Where attention is summed, `stored` has `scores` float32 `[R, K, n, S]` too: the sums at length L in L % n, of the
     slots as they lay then.
     """
 
-    kept: dict[str, Tensor]
-    buried: dict[str, Tensor]
-    live: Tensor  # int64 [R, K]
-    dug: Tensor  # int64 [R, K]
+    stored: dict[str, Tensor]
+    undo_log: dict[str, Tensor]
+    filled: Tensor  # int64 [R, K]
+    undo_head: Tensor  # int64 [R, K]
 
     @cached_property
     def slots(self) -> int:
         """S."""
-        return self.kept["position"].shape[2]
+        return self.stored["position"].shape[2]
 
     @cached_property
-    def graves(self) -> int:
+    def undo_slots(self) -> int:
         """G."""
-        return self.buried["position"].shape[2]
+        return self.undo_log["position"].shape[2]
 
 
 class EvictLowest(NamedTuple):

@@ -28,7 +28,7 @@ def attention_state(
     value_dim: int | None = None,
     *,
     sight: CausalMask = FULL_CAUSAL,
-    shift: Shift | None = None,
+    rotate_by: Shift | None = None,
     heads: int,
     scale: float,
 ) -> KeyValueState:
@@ -40,14 +40,22 @@ def attention_state(
     if isinstance(policy, Evicting):
         if sight.reach is None or sight.reach > policy.most:
             return EvictingState(
-                layout, policy, kv_heads, head_dim, value_dim, sight=sight, shift=shift, heads=heads, scale=scale
+                layout,
+                policy,
+                kv_heads,
+                head_dim,
+                value_dim,
+                sight=sight,
+                rotate_by=rotate_by,
+                heads=heads,
+                scale=scale,
             )
         policy = policy.storage
     if isinstance(policy, Quantized) and policy.bits == 8:
         return QuantizedAttentionState(layout, kv_heads, head_dim, value_dim, sight=sight)
     if isinstance(policy, Quantized):
         return BlockState(layout, policy, kv_heads, head_dim, value_dim, sight=sight)
-    return AttentionState(stored_as(layout, policy), kv_heads, head_dim, value_dim, sight=sight, shift=shift)
+    return AttentionState(stored_as(layout, policy), kv_heads, head_dim, value_dim, sight=sight, rotate_by=rotate_by)
 
 
 def latent_state(
@@ -55,17 +63,17 @@ def latent_state(
     latent_dim: int,
     rope_dim: int,
     *,
-    shift: Shift | None = None,
+    rotate_by: Shift | None = None,
     heads: int,
     scale: float,
 ) -> LatentState | EvictingLatentState:
     """What a layer of latent attention remembers under `layout.kv`."""
     policy = layout.kv
     if isinstance(policy, Evicting):
-        return EvictingLatentState(layout, policy, latent_dim, rope_dim, shift=shift, heads=heads, scale=scale)
+        return EvictingLatentState(layout, policy, latent_dim, rope_dim, rotate_by=rotate_by, heads=heads, scale=scale)
     if isinstance(policy, Quantized):
-        return QuantizedLatentState(layout, policy, latent_dim, rope_dim, shift=shift)
-    return LatentState(stored_as(layout, policy), latent_dim, rope_dim, shift=shift)
+        return QuantizedLatentState(layout, policy, latent_dim, rope_dim, rotate_by=rotate_by)
+    return LatentState(stored_as(layout, policy), latent_dim, rope_dim, rotate_by=rotate_by)
 
 
 def stored_as(layout: Layout, policy: object) -> Layout:

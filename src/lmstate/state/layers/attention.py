@@ -55,19 +55,19 @@ class AttentionState(SlotState, KeyValueState):
         value_dim: int | None = None,
         *,
         sight: ops.CausalMask = ops.FULL_CAUSAL,
-        shift: Callable[[Tensor, int], Tensor] | None = None,
+        rotate_by: Callable[[Tensor, int], Tensor] | None = None,
     ):
         """`sight`: what a query sees, and so what is remembered.
 
-        `shift(keys [K, S, D], delta)` rotates keys as if each had stood `delta` positions farther on (None: keys have
+        `rotate_by(keys [K, S, D], delta)` rotates keys as if each had stood `delta` positions farther on (None: keys have
         no position); `State.drop` closes a gap with it.
         """
-        self.sight, self.shift = sight, shift
+        self.sight, self.rotate_by = sight, rotate_by
         # The positions in sight, and as many as a rewind brings in sight.
-        span = None if sight.reach is None else sight.reach - 1 + layout.rewind
-        self.kind = "attention" if span is None else "window"
+        window_span = None if sight.reach is None else sight.reach - 1 + layout.rewind
+        self.kind = "attention" if window_span is None else "window"
         widths, dtypes = self.stored_as(kv_heads, {"k": head_dim, "v": value_dim or head_dim})
-        super().__init__(layout, widths, span, dtypes)
+        super().__init__(layout, widths, window_span, dtypes)
 
     def stored_as(
         self, kv_heads: int, dims: dict[str, int]
@@ -115,4 +115,4 @@ class AttentionState(SlotState, KeyValueState):
         return "its chunks begin at fixed positions" if self.sight.chunk is not None else super().refuses_drop(row)
 
     def moved(self, name: str, stored: Tensor, delta: int) -> Tensor:
-        return stored if name != "k" or self.shift is None else self.shift(stored, delta).to(stored)
+        return stored if name != "k" or self.rotate_by is None else self.rotate_by(stored, delta).to(stored)

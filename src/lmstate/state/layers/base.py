@@ -60,12 +60,12 @@ class LayerState(ABC):
         """The step that was reserved never happened. Cannot fail; harmless when nothing is reserved."""
 
     @abstractmethod
-    def reach(self, row: int, length: int) -> int:
+    def earliest_rewind(self, row: int, length: int) -> int:
         """The earliest position that `rewind` reaches in a row of this length."""
 
     @abstractmethod
     def rewind(self, row: int, length: int, to: int) -> Install | None:
-        """Take a row from `length` back to `to`, `reach <= to <= length`, exactly."""
+        """Take a row from `length` back to `to`, `earliest_rewind <= to <= length`, exactly."""
 
     @abstractmethod
     def select(self, rows: Sequence[int | None]) -> Install | None:
@@ -98,15 +98,15 @@ class LayerState(ABC):
         """A `DeviceStep` ran, and `step` says in host integers what it was: from here it is pending like any other."""
         self.reserve(step)
 
-    def fixed(self) -> dict[str, Tensor]:
+    def static_tensors(self) -> dict[str, Tensor]:
         """The tensors that a `DeviceStep` reads and writes, by name. Of a static layout, always the same."""
         return {}
 
     def rebind(self, tensors: dict[str, Tensor]) -> None:
-        """Use these instead of `fixed()`: for a program that owns them."""
+        """Use these instead of `static_tensors()`: for a program that owns them."""
         assert not tensors, f"a {self.kind} layer has no fixed tensors"
 
-    def accept(self) -> None:  # noqa: B027
+    def commit_on_device(self) -> None:  # noqa: B027
         """Make all of a `DeviceStep` real, on the device: for a program without a host."""
 
     @abstractmethod
@@ -116,6 +116,6 @@ class LayerState(ABC):
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors())
 
-    def parts(self) -> list[LayerState]:
+    def leaves(self) -> list[LayerState]:
         """The simple layer states in it: itself, unless it is a composite."""
         return [self]

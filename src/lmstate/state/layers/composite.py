@@ -41,8 +41,8 @@ class CompositeState(LayerState):
         for member in self.members:
             member.discard()
 
-    def reach(self, row: int, length: int) -> int:
-        return max((member.reach(row, length) for member in self.members), default=0)
+    def earliest_rewind(self, row: int, length: int) -> int:
+        return max((member.earliest_rewind(row, length) for member in self.members), default=0)
 
     def rewind(self, row: int, length: int, to: int) -> Install | None:
         return self._both(lambda member: member.rewind(row, length, to))
@@ -68,7 +68,7 @@ class CompositeState(LayerState):
         return self._both(lambda member: member.restore(row, length, pairs[id(member)]))
 
     def kept(self, row: int, length: int) -> list[list[int]]:
-        for part in self.parts():
+        for part in self.leaves():
             if isinstance(part, KeyValueState):
                 return part.kept(row, length)
         return super().kept(row, length)
@@ -83,19 +83,21 @@ class CompositeState(LayerState):
         for member in self.members:
             member.adopt_device_step(step)
 
-    def fixed(self) -> dict[str, Tensor]:
-        return {f"{i}.{name}": t for i, member in enumerate(self.members) for name, t in member.fixed().items()}
+    def static_tensors(self) -> dict[str, Tensor]:
+        return {
+            f"{i}.{name}": t for i, member in enumerate(self.members) for name, t in member.static_tensors().items()
+        }
 
     def rebind(self, tensors: dict[str, Tensor]) -> None:
         for i, member in enumerate(self.members):
-            member.rebind({name: tensors[f"{i}.{name}"] for name in member.fixed()})
+            member.rebind({name: tensors[f"{i}.{name}"] for name in member.static_tensors()})
 
-    def accept(self) -> None:
+    def commit_on_device(self) -> None:
         for member in self.members:
-            member.accept()
+            member.commit_on_device()
 
     def tensors(self) -> list[Tensor]:
         return [tensor for member in self.members for tensor in member.tensors()]
 
-    def parts(self) -> list[LayerState]:
-        return [part for member in self.members for part in member.parts()]
+    def leaves(self) -> list[LayerState]:
+        return [part for member in self.members for part in member.leaves()]

@@ -22,11 +22,16 @@ class LatentState(SlotState):
     """Whether it wants to know what is attended to: then nothing is expanded, and all goes through `attend`."""
 
     def __init__(
-        self, layout: Layout, latent_dim: int, rope_dim: int, *, shift: Callable[[Tensor, int], Tensor] | None = None
+        self,
+        layout: Layout,
+        latent_dim: int,
+        rope_dim: int,
+        *,
+        rotate_by: Callable[[Tensor, int], Tensor] | None = None,
     ):
-        """`shift(keys [K, S, Dr], delta)` rotates rope keys as if each had stood `delta` positions farther on."""
-        self.shift = shift
-        super().__init__(layout, {"latent": (latent_dim,), "rope": (rope_dim,)}, span=None)
+        """`rotate_by(keys [K, S, Dr], delta)` rotates rope keys as if each had stood `delta` positions farther on."""
+        self.rotate_by = rotate_by
+        super().__init__(layout, {"latent": (latent_dim,), "rope": (rope_dim,)}, window_span=None)
 
     def store(self, latent: Tensor, rope_key: Tensor, step: Step) -> None:
         """Store the new tokens' latents `[R, T, Lat]` and rotated rope keys `[R, T, Dr]`."""
@@ -47,7 +52,7 @@ class LatentState(SlotState):
         return self.buffers["latent"][:, :end], self.buffers["rope"][:, :end]
 
     def moved(self, name: str, stored: Tensor, delta: int) -> Tensor:
-        return stored if name != "rope" or self.shift is None else self.shift(stored[None], delta)[0].to(stored)
+        return stored if name != "rope" or self.rotate_by is None else self.rotate_by(stored[None], delta)[0].to(stored)
 
     def attend_latents(self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float) -> Tensor:
         """Attend to the latents themselves: q `[R, T, H, Lat]` and `[R, T, H, Dr]` -> float32 `[R, T, H, Lat]`."""

@@ -1,7 +1,7 @@
 """The state of a recurrent layer: the carry of a fold, and what it takes to go back.
 
-A fold is `(inputs [R, T, F], carry, counts [R], beside) -> (outputs [R, T, G], carry)`: it is given what the layer
-projected and nothing that it derived from that, so that a log of inputs replays exactly. `beside [R, T, B]` is what the
+A fold is `(inputs [R, T, F], carry, counts [R], gate) -> (outputs [R, T, G], carry)`: it is given what the layer
+projected and nothing that it derived from that, so that a log of inputs replays exactly. `gate [R, T, B]` is what the
 outputs need and the carry does not (a gate, say); where only the carry is wanted, it is None. A fold writes into none
 of its arguments.
 """
@@ -21,7 +21,7 @@ from lmstate.state.layers.base import Install, LayerState, Layout
 from lmstate.state.step import DeviceStep, Step
 
 Carry = tuple[Tensor, ...]
-Fold = Callable[[Tensor, Carry, Tensor, Tensor | None], tuple[Tensor, Carry]]
+Scan = Callable[[Tensor, Carry, Tensor, Tensor | None], tuple[Tensor, Carry]]
 
 
 @dataclass
@@ -43,20 +43,20 @@ class RecurrentState(LayerState):
     Of a static layout, the second carry and the step's inputs have tensors of their own, that a `DeviceStep` fills.
     """
 
-    kind = "fold"
+    kind = "recurrent"
     lossy = True
 
     def __init__(
         self,
         layout: Layout,
-        fold: Fold,
+        scan: Scan,
         shapes: Sequence[tuple[int, ...]],
         inputs: int,
         *,
         names: Sequence[str] | None = None,
     ):
         """`shapes`: of each part of the carry, without rows; `inputs`: F, the width of the fold's input."""
-        self.layout, self.fold = layout, fold
+        self.layout, self.scan = layout, scan
         self.names = tuple(names or (f"carry.{i}" for i in range(len(shapes))))
         rows, device = layout.rows, layout.device
         self.carry: Carry = tuple(torch.zeros(rows, *shape, dtype=torch.float32, device=device) for shape in shapes)
@@ -67,16 +67,18 @@ class RecurrentState(LayerState):
         self.period = layout.rewind
         if self.period:
             self.log = torch.zeros(rows, 2 * self.period, inputs, dtype=torch.float32, device=device)
-            self.anchors = [Checkpoint([at] * rows, tuple(map(torch.zeros_like, self.carry))) for at in (0, None)]
+            self.checkpoints = [Checkpoint([at] * rows, tuple(map(torch.zeros_like, self.carry))) for at in (0, None)]
         else:
-            self.log, self.anchors = torch.zeros(rows, 0, inputs, dtype=torch.float32, device=device), []
-        self.second: Carry = tuple(map(torch.zeros_like, self.carry)) if layout.static else ()
-        self.taken = torch.zeros(rows, layout.chunk if layout.static else 0, inputs, dtype=torch.float32, device=device)
+            self.log, self.checkpoints = torch.zeros(rows, 0, inputs, dtype=torch.float32, device=device), []
+        self.next_carry: Carry = tuple(map(torch.zeros_like, self.carry)) if layout.static else ()
+        self.step_inputs = torch.zeros(
+            rows, layout.chunk if layout.static else 0, inputs, dtype=torch.float32, device=device
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RecurrentState:
         """A copy of what is remembered, which goes on with the same weights, unless their model is copied with it."""
-        if id(getattr(self.fold, "__self__", None)) not in memo:
-            memo[id(self.fold)] = self.fold
+        if id(getattr(self.scan, "__self__", None)) not in memo:
+            memo[id(self.scan)] = self.scan
         twin = memo[id(self)] = object.__new__(type(self))
         twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
         return twin
@@ -87,28 +89,28 @@ class RecurrentState(LayerState):
         self.discard()
         self._step = step
 
-    def advance(self, inputs: Tensor, step: Step, beside: Tensor | None = None) -> Tensor:
+    def advance(self, inputs: Tensor, step: Step, gate: Tensor | None = None) -> Tensor:
         """Fold a step's inputs `[R, T, F]` -> `[R, T, G]`, from where the part before it ended."""
         if isinstance(step, DeviceStep):
-            outputs, carry = self.fold(inputs, self.carry, step.counts_t, beside)
-            self._fill(self.second, carry)
-            self.taken[:, : step.width].copy_(inputs)
+            outputs, carry = self.scan(inputs, self.carry, step.counts_t, gate)
+            self._fill(self.next_carry, carry)
+            self.step_inputs[:, : step.width].copy_(inputs)
             return outputs
-        if (whole := self.at_once(step)) is not None:
-            outputs, carry = self.fold(inputs, whole, step.counts_t, beside)
-            self.took(step, inputs, carry)
+        if (whole := self.single_scan_carry(step)) is not None:
+            outputs, carry = self.scan(inputs, whole, step.counts_t, gate)
+            self.record(step, inputs, carry)
             return outputs
         ends = self._log(step, inputs)
         carry = self.carry if self._next is None else self._next
-        outputs, self._next, passed = self._run(inputs, carry, step, ends, beside)
+        outputs, self._next, passed = self._run(inputs, carry, step, ends, gate)
         self._passed += passed
         return outputs
 
-    def at_once(self, step: Step) -> Carry | None:
+    def single_scan_carry(self, step: Step) -> Carry | None:
         """The carry that all of a step's inputs are folded from at once; None where an anchor lies between them.
 
         None for a `DeviceStep` too, which copies what it gets. Whoever folds them (and makes them in the same call,
-        say) says so with `took`.
+        say) says so with `record`.
         """
         if isinstance(step, DeviceStep):
             return None
@@ -117,8 +119,8 @@ class RecurrentState(LayerState):
             return None
         return self.carry if self._next is None else self._next
 
-    def took(self, step: Step, inputs: Tensor, carry: Carry) -> None:
-        """A step's inputs `[R, T, F]` were folded from `at_once`, and gave this carry.
+    def record(self, step: Step, inputs: Tensor, carry: Carry) -> None:
+        """A step's inputs `[R, T, F]` were folded from `single_scan_carry`, and gave this carry.
 
         Or will be before anything else is asked of this state: both are only kept.
         """
@@ -128,27 +130,27 @@ class RecurrentState(LayerState):
 
     def adopt_device_step(self, step: Step) -> None:
         self.reserve(step)
-        self._next = self.second
-        inputs = self.taken[:, : step.width]
+        self._next = self.next_carry
+        inputs = self.step_inputs[:, : step.width]
         self._inputs = [(step, inputs)]
         cuts = self._stops(step, step.ends)
         if all(stops == list(step.counts) for stops, _ in cuts):
-            self._passed = [Checkpoint(positions, self.second) for _, positions in cuts]
+            self._passed = [Checkpoint(positions, self.next_carry) for _, positions in cuts]
         else:  # an anchor inside the step is not what the device has kept
             self._passed = self._run(inputs, self.carry, step, step.ends)[2]
 
-    def fixed(self) -> dict[str, Tensor]:
-        parts = {name: (own, second) for name, own, second in zip(self.names, self.carry, self.second)}
+    def static_tensors(self) -> dict[str, Tensor]:
+        parts = {name: (own, next_carry) for name, own, next_carry in zip(self.names, self.carry, self.next_carry)}
         named = {f"{name}.{i}": tensor for name, pair in parts.items() for i, tensor in enumerate(pair)}
-        return {**named, "taken": self.taken}
+        return {**named, "taken": self.step_inputs}
 
     def rebind(self, tensors: dict[str, Tensor]) -> None:
         self.carry = tuple(tensors[f"{name}.0"] for name in self.names)
-        self.second = tuple(tensors[f"{name}.1"] for name in self.names)
-        self.taken = tensors["taken"]
+        self.next_carry = tuple(tensors[f"{name}.1"] for name in self.names)
+        self.step_inputs = tensors["taken"]
 
-    def accept(self) -> None:
-        self._fill(self.carry, self.second)
+    def commit_on_device(self) -> None:
+        self._fill(self.carry, self.next_carry)
 
     def commit(self, step: Step, accepted: tuple[int, ...]) -> Install | None:
         if self._next is None:
@@ -161,8 +163,8 @@ class RecurrentState(LayerState):
 
         def install() -> None:
             self._hold(carry)
-            for anchor in passed:
-                self._keep(anchor, lengths)
+            for checkpoint in passed:
+                self._keep(checkpoint, lengths)
             flat = self.log.flatten(0, 1)
             for slots, rows in writes:
                 flat.index_copy_(0, slots, rows)
@@ -176,22 +178,28 @@ class RecurrentState(LayerState):
 
     # ---- moving about
 
-    def reach(self, row: int, length: int) -> int:
-        return min((at for anchor in self.anchors if (at := anchor.positions[row]) is not None), default=length)
+    def earliest_rewind(self, row: int, length: int) -> int:
+        return min(
+            (at for checkpoint in self.checkpoints if (at := checkpoint.positions[row]) is not None), default=length
+        )
 
     def rewind(self, row: int, length: int, to: int) -> Install | None:
         if to == length:
             return None
-        base, anchor = max(
-            ((at, anchor) for anchor in self.anchors if (at := anchor.positions[row]) is not None and at <= to),
+        base, checkpoint = max(
+            (
+                (at, checkpoint)
+                for checkpoint in self.checkpoints
+                if (at := checkpoint.positions[row]) is not None and at <= to
+            ),
             key=lambda found: found[0],
         )
         # A single row's carry may be an anchor's own, as after a commit; one of several is put beside the others.
         alone = len(self.carry[0]) == 1 and self._next is None
-        carry: Carry = anchor.carry if alone else tuple(part[row : row + 1] for part in anchor.carry)
+        carry: Carry = checkpoint.carry if alone else tuple(part[row : row + 1] for part in checkpoint.carry)
         if to > base:
             counts = torch.tensor([to - base], device=self.log.device)
-            _, carry = self.fold(self._logged(row, base, to), carry, counts, None)
+            _, carry = self.scan(self._logged(row, base, to), carry, counts, None)
         if not alone:
             self._unshare()
 
@@ -200,9 +208,9 @@ class RecurrentState(LayerState):
                 self._hold(carry)
             else:
                 self._put(row, carry)
-            for anchor in self.anchors:
-                at = anchor.positions[row]
-                anchor.positions[row] = None if at is None or at > to else at
+            for checkpoint in self.checkpoints:
+                at = checkpoint.positions[row]
+                checkpoint.positions[row] = None if at is None or at > to else at
 
         return install
 
@@ -216,17 +224,17 @@ class RecurrentState(LayerState):
             return part
 
         carry, log = tuple(map(picked, self.carry)), picked(self.log)
-        anchors = [
+        checkpoints = [
             Checkpoint(
-                [(None if i else 0) if row is None else anchor.positions[row] for row in rows],
-                tuple(map(picked, anchor.carry)),
+                [(None if i else 0) if row is None else checkpoint.positions[row] for row in rows],
+                tuple(map(picked, checkpoint.carry)),
             )
-            for i, anchor in enumerate(self.anchors)
+            for i, checkpoint in enumerate(self.checkpoints)
         ]
 
         def install() -> None:
             self._hold(carry)
-            self.log, self.anchors = log, anchors
+            self.log, self.checkpoints = log, checkpoints
 
         return install
 
@@ -250,9 +258,9 @@ class RecurrentState(LayerState):
 
         def install() -> None:
             self._put(row, carry)
-            for anchor in self.anchors:
-                anchor.positions[row] = None
-            if self.anchors:
+            for checkpoint in self.checkpoints:
+                checkpoint.positions[row] = None
+            if self.checkpoints:
                 positions: list[int | None] = [None] * len(self.carry[0])
                 positions[row] = length
                 self._keep(Checkpoint(positions, self.carry), [length] * len(positions))
@@ -260,28 +268,28 @@ class RecurrentState(LayerState):
         return install
 
     def tensors(self) -> list[Tensor]:
-        held = [*self.carry, self.log, *(part for anchor in self.anchors for part in anchor.carry)]
-        held += [part for anchor in self._passed for part in anchor.carry]
-        held += [*(self._next or ()), *(inputs for _, inputs in self._inputs), *self.second, self.taken]
-        return list({tensor.data_ptr(): tensor for tensor in held}.values())  # inputs may be a part of `taken`
+        held = [*self.carry, self.log, *(part for checkpoint in self.checkpoints for part in checkpoint.carry)]
+        held += [part for checkpoint in self._passed for part in checkpoint.carry]
+        held += [*(self._next or ()), *(inputs for _, inputs in self._inputs), *self.next_carry, self.step_inputs]
+        return list({tensor.data_ptr(): tensor for tensor in held}.values())  # inputs may be a part of `step_inputs`
 
     # ---- the parts of it
 
     def _run(
-        self, inputs: Tensor, carry: Carry, step: Step, ends: Sequence[int], beside: Tensor | None = None
+        self, inputs: Tensor, carry: Carry, step: Step, ends: Sequence[int], gate: Tensor | None = None
     ) -> tuple[Tensor, Carry, list[Checkpoint]]:
         """Fold a step, stopping for the carry at the last two multiples of `period` before each row's end."""
         cuts = self._stops(step, ends)
         if not cuts:
-            outputs, carry = self.fold(inputs, carry, step.counts_t, beside)
+            outputs, carry = self.scan(inputs, carry, step.counts_t, gate)
             return outputs, carry, []
         done, pieces, passed = [0] * step.rows, [], []
         for stops, positions in [*cuts, (list(step.counts), None)]:
             counts = [stop - begin for stop, begin in zip(stops, done)]
             if any(counts):
                 piece = _rows_between(inputs, done, stops)
-                gate = None if beside is None else _rows_between(beside, done, stops)
-                folded, carry = self.fold(piece, carry, torch.tensor(counts, device=inputs.device), gate)
+                part_gate = None if gate is None else _rows_between(gate, done, stops)
+                folded, carry = self.scan(piece, carry, torch.tensor(counts, device=inputs.device), part_gate)
                 pieces.append((folded, counts))
             if positions is not None:
                 passed.append(Checkpoint(positions, carry))
@@ -313,8 +321,8 @@ class RecurrentState(LayerState):
             short = Step(step.starts, again, step.device, step.rope_lengths)
             _, redone, passed = self._run(inputs, self.carry, short, short.ends)
         whole = [
-            Checkpoint([None if p else at for p, at in zip(partly, anchor.positions)], anchor.carry)
-            for anchor in self._passed
+            Checkpoint([None if p else at for p, at in zip(partly, checkpoint.positions)], checkpoint.carry)
+            for checkpoint in self._passed
         ]
         if not all(p or not count for p, count in zip(partly, step.counts)):
             mask = torch.tensor(partly, device=self.log.device)
@@ -351,25 +359,25 @@ class RecurrentState(LayerState):
         first, last = start % size, (stop - 1) % size + 1
         return own[:, first:last] if first < last else torch.cat([own[:, first:], own[:, :last]], dim=1)
 
-    def _keep(self, anchor: Checkpoint, lengths: Sequence[int]) -> None:
+    def _keep(self, checkpoint: Checkpoint, lengths: Sequence[int]) -> None:
         """Put an anchor's rows into the slot that its position falls in, for rows that reached it."""
-        reached = [at if at is not None and at <= length else None for at, length in zip(anchor.positions, lengths)]
-        for index, slot in enumerate(self.anchors):
+        reached = [at if at is not None and at <= length else None for at, length in zip(checkpoint.positions, lengths)]
+        for index, slot in enumerate(self.checkpoints):
             rows = [row for row, at in enumerate(reached) if at is not None and at // self.period % 2 == index]
             for row in rows:
                 slot.positions[row] = reached[row]
             if len(rows) == len(reached) and not self.layout.static:
-                slot.carry = anchor.carry  # folds never write into it, so that it may be the layer's own
+                slot.carry = checkpoint.carry  # folds never write into it, so that it may be the layer's own
                 continue
             for row in rows:
-                for own, part in zip(slot.carry, anchor.carry):
+                for own, part in zip(slot.carry, checkpoint.carry):
                     own[row] = part[row]
 
     def _unshare(self) -> None:
         """Give anchors that hold the layer's own carry a copy: `_put` is about to write into it."""
-        for anchor in self.anchors:
-            if anchor.carry[0] is self.carry[0]:
-                anchor.carry = tuple(part.clone() for part in self.carry)
+        for checkpoint in self.checkpoints:
+            if checkpoint.carry[0] is self.carry[0]:
+                checkpoint.carry = tuple(part.clone() for part in self.carry)
 
     def _hold(self, carry: Carry) -> None:
         if self.layout.static:

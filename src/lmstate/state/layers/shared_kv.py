@@ -49,7 +49,7 @@ class SharedState(KeyValueState):
     def discard(self) -> None:
         pass
 
-    def reach(self, row: int, length: int) -> int:
+    def earliest_rewind(self, row: int, length: int) -> int:
         return 0
 
     def rewind(self, row: int, length: int, to: int) -> Install | None:

@@ -22,7 +22,7 @@ class SlotState(LayerState):
 
     Without a span S grows by doubling and nothing wraps. With one, S stops growing when it holds the span and the step,
     and the same slots become a ring: one code path before, at and after the wrap. Nothing says where a row ends but the
-    step. A row's slots hold the positions from `high[r] - S` on, where `high[r]` is the farthest that was ever written:
+    step. A row's slots hold the positions from `written_to[r] - S` on, where `written_to[r]` is the farthest that was ever written:
     writing position p overwrites `p - S`, also in a step that is discarded.
 
     `buffers` is replaced as a whole and never changed, so that what a step may have to bring back is one reference. Of
@@ -35,28 +35,28 @@ class SlotState(LayerState):
         self,
         layout: Layout,
         widths: Mapping[str, tuple[int, ...]],
-        span: int | None,
+        window_span: int | None,
         dtypes: Mapping[str, torch.dtype] | None = None,
     ):
         """`widths`: the shape of each buffer without rows and slots, `(K, D)` say.
 
-        `span`: the stored positions that some query may still need, those that a rewind brings in sight included; None
+        `window_span`: the stored positions that some query may still need, those that a rewind brings in sight included; None
         for all of them. `dtypes`: of the buffers that are not in the layout's.
         """
         self.layout = layout
-        self.span = span
+        self.window_span = window_span
         self.as_rings: list[KVView] = []
         """The buffers as attention reads them, once it was asked for. Buffers that are read together share the list."""
-        self.lossy = span is not None
+        self.lossy = window_span is not None
         slots = layout.capacity or 0
-        if span is not None:
-            slots = min(slots, span + (layout.chunk if layout.static else 1))
+        if window_span is not None:
+            slots = min(slots, window_span + (layout.chunk if layout.static else 1))
         self.buffers = {
             name: torch.zeros(layout.rows, *heads, slots, width, dtype=dtype, device=layout.device)
             for name, (*heads, width) in widths.items()
             for dtype in [(dtypes or {}).get(name, layout.dtype)]
         }
-        self.high = [0] * layout.rows
+        self.written_to = [0] * layout.rows
         self._saved: tuple[Buffers, list[int]] | None = None
 
     @property
@@ -73,17 +73,17 @@ class SlotState(LayerState):
     # ---- the step
 
     def reserve(self, step: Step) -> None:
-        if self.span is None:
+        if self.window_span is None:
             if (need := step.longest) > self.slots:
                 self._save()
-                self.buffers, self.high = _resized(self.buffers, self.high, self._grown(need, None))
-            self.high = [max(high, end) for high, end in zip(self.high, step.ends)]
+                self.buffers, self.written_to = _resized(self.buffers, self.written_to, self._grown(need, None))
+            self.written_to = [max(written_to, end) for written_to, end in zip(self.written_to, step.ends)]
             return
         # A tentative step may be accepted in part, so all of it must stay; a certain one may overwrite its own past.
         fresh = [count if step.speculative else min(count, step.chunk) for count in step.counts]
-        need = max((min(end, self.span + new) for end, new in zip(step.ends, fresh)), default=0)
+        need = max((min(end, self.window_span + new) for end, new in zip(step.ends, fresh)), default=0)
         overwrites = any(
-            count and end - max(self.slots, need) > max(0, start - self.span)
+            count and end - max(self.slots, need) > max(0, start - self.window_span)
             for start, count, end in zip(step.starts, step.counts, step.ends)
         )
         if need > self.slots and self.layout.static:
@@ -93,32 +93,34 @@ class SlotState(LayerState):
             )
         self._save()
         if need > self.slots:
-            self.buffers, self.high = _resized(self.buffers, self.high, self._grown(need, self.span + max(fresh)))
+            self.buffers, self.written_to = _resized(
+                self.buffers, self.written_to, self._grown(need, self.window_span + max(fresh))
+            )
         elif overwrites:
             copies = {name: buffer.clone() for name, buffer in self.buffers.items()}
             if self.layout.static:
-                self._saved = (copies, list(self.high))
+                self._saved = (copies, list(self.written_to))
             else:
                 self.buffers = copies
-        self.high = [max(high, end) for high, end in zip(self.high, step.ends)]
+        self.written_to = [max(written_to, end) for written_to, end in zip(self.written_to, step.ends)]
 
     def commit(self, step: Step, accepted: tuple[int, ...]) -> Install | None:
         return self._release if self._saved is not None else None
 
     def discard(self) -> None:
         if self._saved is not None:
-            buffers, high = self._saved
+            buffers, written_to = self._saved
             if buffers is not self.buffers:  # the step wrote elsewhere: what it overwrote is whole in the old slots
-                self._hold(buffers, high)
+                self._hold(buffers, written_to)
             self._saved = None
 
     # ---- moving about
 
-    def reach(self, row: int, length: int) -> int:
-        if self.span is None:
+    def earliest_rewind(self, row: int, length: int) -> int:
+        if self.window_span is None:
             return 0
-        lost = self.high[row] - self.slots  # positions below it are overwritten
-        return max(0, lost + self.span - self.layout.rewind) if lost > 0 else 0
+        lost = self.written_to[row] - self.slots  # positions below it are overwritten
+        return max(0, lost + self.window_span - self.layout.rewind) if lost > 0 else 0
 
     def rewind(self, row: int, length: int, to: int) -> Install | None:
         return None  # a length is all that changes, and it is not kept here
@@ -129,20 +131,20 @@ class SlotState(LayerState):
         buffers = {name: buffer[source] for name, buffer in self.buffers.items()}
         for buffer in buffers.values():
             buffer[empty] = 0
-        high = [0 if row is None else self.high[row] for row in rows]
+        written_to = [0 if row is None else self.written_to[row] for row in rows]
 
-        return lambda: self._hold(buffers, high)
+        return lambda: self._hold(buffers, written_to)
 
     def capture(self, row: int, length: int) -> dict[str, Tensor]:
         # From the earliest position that is whole in the slots and still needed by someone.
-        first = 0 if self.span is None else max(0, length - self.span, self.high[row] - self.slots)
+        first = 0 if self.window_span is None else max(0, length - self.window_span, self.written_to[row] - self.slots)
         where = torch.arange(first, length, device=self.layout.device) % max(self.slots, 1)
         return {name: buffer[row][..., where, :].contiguous() for name, buffer in self.buffers.items()}
 
     def restore(self, row: int, length: int, tensors: dict[str, Tensor]) -> Install | None:
         stored = self._checked(length, tensors)
         count = next(iter(stored.values())).shape[-2]
-        current, high = self._with_room(count, self.buffers, self.high)
+        current, written_to = self._with_room(count, self.buffers, self.written_to)
         saved = self._saved
         if saved is not None:
             # Other rows are pending: what a discard brings back must hold this row as well, and have room for it.
@@ -153,8 +155,8 @@ class SlotState(LayerState):
             if saved is not None:
                 _store(stored, saved[0], row, length, saved[1])
                 self._saved = saved
-            self._hold(current, high)
-            _store(stored, self.buffers, row, length, self.high)
+            self._hold(current, written_to)
+            _store(stored, self.buffers, row, length, self.written_to)
 
         return install
 
@@ -168,7 +170,7 @@ class SlotState(LayerState):
         return 0
 
     def refuses_drop(self, row: int) -> str | None:
-        return "its window has forgotten earlier tokens" if self.high[row] > self.slots else None
+        return "its window has forgotten earlier tokens" if self.written_to[row] > self.slots else None
 
     def drop(self, row: int, length: int, start: int, stop: int) -> Install | None:
         # Nothing has wrapped, so that position p lies in slot p.
@@ -185,7 +187,7 @@ class SlotState(LayerState):
         """What is stored under a name, `[..., n, D]`, as it would be if its tokens had stood `delta` positions on."""
         return stored
 
-    def fixed(self) -> dict[str, Tensor]:
+    def static_tensors(self) -> dict[str, Tensor]:
         return dict(self.buffers)
 
     def rebind(self, tensors: dict[str, Tensor]) -> None:
@@ -205,13 +207,13 @@ class SlotState(LayerState):
         limits = [limit for limit in (most, self.layout.capacity) if limit is not None]
         return max(need, min([slots, *limits]))
 
-    def _with_room(self, count: int, buffers: Buffers, high: list[int]) -> tuple[Buffers, list[int]]:
-        """Buffers and their `high`, in slots for the last `count` positions of a row. Those of a static layout stay."""
+    def _with_room(self, count: int, buffers: Buffers, written_to: list[int]) -> tuple[Buffers, list[int]]:
+        """Buffers and their `written_to`, in slots for the last `count` positions of a row. Those of a static layout stay."""
         if count <= _slots(buffers) or self.layout.static:
-            return buffers, list(high)
-        return _resized(buffers, high, self._grown(count, None if self.span is None else count))
+            return buffers, list(written_to)
+        return _resized(buffers, written_to, self._grown(count, None if self.window_span is None else count))
 
-    def _hold(self, buffers: Buffers, high: list[int]) -> None:
+    def _hold(self, buffers: Buffers, written_to: list[int]) -> None:
         """Have what is in `buffers`: in them, or, of a static layout, in the ones that there are."""
         if self.layout.static:
             for name, own in self.buffers.items():
@@ -219,10 +221,10 @@ class SlotState(LayerState):
                     own.copy_(buffers[name])
         else:
             self.buffers = buffers
-        self.high = high
+        self.written_to = written_to
 
     def _save(self) -> None:
-        self._saved = (self.buffers, list(self.high))
+        self._saved = (self.buffers, list(self.written_to))
 
     def _release(self) -> None:
         self._saved = None
@@ -244,7 +246,7 @@ class SlotState(LayerState):
                 kind = "floating point" if buffer.is_floating_point() else buffer.dtype
                 raise SnapshotError(f"the snapshot's {name} is {tensor.dtype}; {self.what} are {kind} here")
         counts = [tensors[name].shape[-2] for name in self.buffers]
-        least = length if self.span is None else min(length, self.span - self.layout.rewind)
+        least = length if self.window_span is None else min(length, self.window_span - self.layout.rewind)
         if len(set(counts)) != 1 or not least <= counts[0] <= length:
             raise SnapshotError(
                 f"the snapshot stores {', '.join(map(str, counts))} positions of this layer's {names}; a row of "
@@ -258,21 +260,21 @@ def _slots(buffers: Buffers) -> int:
     return next(iter(buffers.values())).shape[-2]
 
 
-def _resized(buffers: Buffers, high: list[int], slots: int) -> tuple[Buffers, list[int]]:
-    """Copies with more slots, each position moved to where it now belongs. In their `high` what was lost stays lost."""
+def _resized(buffers: Buffers, written_to: list[int], slots: int) -> tuple[Buffers, list[int]]:
+    """Copies with more slots, each position moved to where it now belongs. In their `written_to` what was lost stays lost."""
     old = _slots(buffers)
     larger = {name: b.new_zeros(*b.shape[:-2], slots, b.shape[-1]) for name, b in buffers.items()}
-    for row, end in enumerate(high):
+    for row, end in enumerate(written_to):
         for name, buffer in buffers.items():
             if end <= old:
                 larger[name][row][..., :end, :] = buffer[row][..., :end, :]
             else:
                 positions = torch.arange(end - old, end, device=buffer.device)
                 larger[name][row][..., positions % slots, :] = buffer[row][..., positions % old, :]
-    return larger, [end if end <= old else end - old + slots for end in high]
+    return larger, [end if end <= old else end - old + slots for end in written_to]
 
 
-def _store(stored: Buffers, buffers: Buffers, row: int, length: int, high: list[int]) -> None:
+def _store(stored: Buffers, buffers: Buffers, row: int, length: int, written_to: list[int]) -> None:
     """Put the last positions before `length`, `[..., n, D]` each, in a row of the slots, as many as there are."""
     for name, buffer in buffers.items():
         count, slots = stored[name].shape[-2], buffer.shape[-2]
@@ -280,4 +282,4 @@ def _store(stored: Buffers, buffers: Buffers, row: int, length: int, high: list[
         where = torch.arange(length - kept, length, device=buffer.device) % max(slots, 1)
         buffer[row][..., where, :] = stored[name][..., count - kept :, :].to(buffer)
         # Only what was put is whole: as if all before it had been overwritten.
-        high[row] = length if kept == length else length - kept + slots
+        written_to[row] = length if kept == length else length - kept + slots

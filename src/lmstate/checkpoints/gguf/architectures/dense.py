@@ -30,7 +30,7 @@ ONE_MORE: dict[str, Change] = {"norm.weight": "one more"}
 
 
 def _biases(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
-    """Which parts have biases follows from what is there."""
+    """Bias flags of the config, from the tensors that are there."""
     config |= {
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "attention_out_bias": "blk.0.attn_output.bias" in tensors,

@@ -69,7 +69,7 @@ def _minimax_m2(metadata: Config, prefix: str, config: HFConfig, tensors: Tensor
 
 
 def _deepseek(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
-    """What the models with DeepSeek-V3's experts say; heads for multi-token prediction count as blocks."""
+    """Config of the models with DeepSeek-V3's experts; heads for multi-token prediction count as blocks."""
     _experts(metadata, prefix, config, tensors)
     drafts = metadata.int(f"{prefix}.nextn_predict_layers", 0, config["num_hidden_layers"] - 1, default=0)
     groups = metadata.int(f"{prefix}.expert_group_count", 1, 4096, default=1)

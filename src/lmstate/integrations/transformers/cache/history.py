@@ -1,4 +1,4 @@
-"""What a cache was fed: enough to feed any part of it again."""
+"""Inputs of a cache's calls: enough to feed any part of them again."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Call:
     given: dict[str, Any]
 
     def part(self, stop: int) -> dict[str, Any]:
-        """What feeds only the tokens start..stop of it."""
+        """Inputs that feed only the tokens start..stop of it."""
         return self._between(self.start, stop)
 
     def rest(self, start: int) -> Call:
@@ -82,7 +82,7 @@ class InputHistory:
         self.length, self.call = call.stop, call
 
     def since(self, start: int, stop: int) -> dict[str, Any]:
-        """What feeds the tokens start..stop again. Raises `UnsupportedError` if that was not kept."""
+        """Inputs that feed the tokens start..stop again. Raises `UnsupportedError` if that was not kept."""
         if self.call is not None and self.call.start == start and stop <= self.call.stop:
             return self.call.part(stop)
         if start < self.known or stop > self.length or self.ids is None:

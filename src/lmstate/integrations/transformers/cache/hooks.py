@@ -1,6 +1,6 @@
-"""What a model of transformers is given so that its cache sees each call: two forward hooks, and doors in `generate`.
+"""Two forward hooks, and wrappers around three methods of `generate`, that let a cache observe each call of its model.
 
-All is added to the one model and does nothing for calls with another cache. The doors stand before methods that
+All are added to the one model and do nothing for calls with another cache. The wrappers stand before methods that
 `generate` calls, not before `generate` itself: in `model.generate(..., past_key_values=StateCache(model))` Python has
 taken that from the model before the cache is made.
 """
@@ -8,20 +8,53 @@ taken that from the model before the cache is made.
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import lru_cache
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lmstate.integrations.transformers.cache.history import EMBEDS, IDS, OUTPUTS, Call
 
-if TYPE_CHECKING:
-    from lmstate.integrations.transformers.cache.state_cache import StateCache
-
 CACHE, PARAMS = "past_key_values", "cache_params"  # Mamba's models call it so
+
+
+class CallObserver(ABC):
+    """A cache that is told of each call of its model, before and after."""
+
+    feeds_singly: bool
+    """Whether tokens that follow others are fed singly, since the model would get them wrong together."""
+
+    @abstractmethod
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens held, left padding included."""
+
+    @abstractmethod
+    def admit(self, model: nn.Module, rows: int) -> None:
+        """Raise `StateError` unless a call of this model with so many rows may go on from here."""
+
+    @abstractmethod
+    def feeds_apart(self, call: Call, outputs: dict[str, Any]) -> bool:
+        """Whether the part of a call whose logits nothing asked for should be fed before the rest."""
+
+    @abstractmethod
+    def begin(self, call: Call) -> None:
+        """A call is about to run."""
+
+    @abstractmethod
+    def end(self, failed: bool) -> list[Tensor]:
+        """It has run, or failed; the logits `[R, n, V]` of those tokens of it that were fed singly."""
+
+    @abstractmethod
+    def feed(self, given: dict[str, Any]) -> Tensor:
+        """Run the model over some tokens, for what it leaves in the cache; the logits `[R, 1, V]` after the last."""
+
+    @abstractmethod
+    def feed_one_by_one(self, call: Call, kept: int) -> Call:
+        """Feed all tokens of a call but the last, keeping the logits of its last `kept`; the call for that one."""
 
 
 def attach(model: nn.Module) -> None:
@@ -30,8 +63,8 @@ def attach(model: nn.Module) -> None:
         model.register_forward_pre_hook(before, with_kwargs=True)
         model.register_forward_hook(after, with_kwargs=True, always_call=True)
     if getattr(model, "_is_stateful", False):
-        for door in (_validate_model_kwargs, _validate_generation_mode, _prepare_cache_for_generation):
-            vars(model)[door.__name__] = MethodType(door, model)
+        for wrapper in (_validate_model_kwargs, _validate_generation_mode, _prepare_cache_for_generation):
+            vars(model)[wrapper.__name__] = MethodType(wrapper, model)
 
 
 def parameters(kind: type[nn.Module]) -> tuple[str, ...]:
@@ -48,12 +81,10 @@ def cache_name(model: nn.Module) -> str:
     return PARAMS if PARAMS in parameters(type(model)) else CACHE
 
 
-def cache_of(given: dict[str, Any]) -> StateCache | None:
-    """The cache of ours that a call was given, if any."""
-    from lmstate.integrations.transformers.cache.state_cache import StateCache
-
+def cache_of(given: dict[str, Any]) -> CallObserver | None:
+    """The observing cache that a call was given, if any."""
     for name in (CACHE, PARAMS):
-        if isinstance(cache := given.get(name), StateCache):
+        if isinstance(cache := given.get(name), CallObserver):
             return cache
     return None
 
@@ -79,7 +110,7 @@ def before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     if cache.feeds_singly and call.start and fed.shape[1] > 1:
         call = cache.feed_one_by_one(call, fed.shape[1] if not isinstance(kept, int) or kept == 0 else kept)
     elif isinstance(kept, int) and 0 < kept < fed.shape[1] and cache.feeds_apart(call, outputs):
-        # A rejected draft would cost the prompt a second time; so the prompt, whose logits nobody wants, goes first.
+        # A rejected draft would cost the prompt a second time; so the prompt, whose logits are not wanted, goes first.
         split = call.stop - kept
         cache.feed(call.part(split))
         call = call.rest(split)
@@ -103,7 +134,7 @@ def after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outpu
     return None
 
 
-# ---- the doors: under the names of the methods that they stand before, and with what those take
+# ---- wrappers: under the names of the methods that they stand before, with the same parameters
 
 
 def _validate_model_kwargs(self: Any, model_kwargs: dict[str, Any]) -> None:

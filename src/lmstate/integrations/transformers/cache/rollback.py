@@ -1,4 +1,4 @@
-"""How a cache goes back: what it notes of every call, and how it feeds again what a recurrent layer cannot undo."""
+"""Rewinding of a cache: a record of every call, and feeding again what a recurrent layer cannot undo."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Checkpoint:
     carries: dict[int, Tensors] = field(repr=False)
 
 
-class Rollback(DynamicCache):
+class Rollback(DynamicCache, hooks.CallObserver):
     """The part of `StateCache` that goes back; `layers` are set before it is initialised."""
 
     layers: list[Any]  # Kept, DummyLayer, or a layer of transformers' own
@@ -50,7 +50,6 @@ class Rollback(DynamicCache):
         self._forgets = any(isinstance(layer, RecurrentLayer | WindowLayer) for layer in layers)
         self._recording = False
         self.feeds_singly = config.model_type in ONE_BY_ONE and self._feeds
-        """Whether tokens that follow others are fed singly, since the model would get them wrong together."""
         self.recomputed = 0
         """Tokens that going back had to feed again, since the cache was made."""
         self._anchors: deque[Checkpoint] = deque(maxlen=max(anchors, 0))
@@ -87,7 +86,7 @@ class Rollback(DynamicCache):
     # ---- moving
 
     def rewind_cost(self, to: int) -> int:
-        """How many tokens `rewind(to=to)` would feed again. Raises what it would raise."""
+        """Number of tokens that `rewind(to=to)` would feed again. Raises as it would."""
         length = self._checked(to)
         start = self._start(length, to)
         if start is None:
@@ -228,7 +227,7 @@ class Rollback(DynamicCache):
         return length
 
     def _start(self, length: int, to: int) -> Checkpoint | None:
-        """Where tokens have to be fed from to reach `to`; None if none have to be."""
+        """Checkpoint from which tokens have to be fed to reach `to`; None if none have to be."""
         kept = self._kept("going back")
         if not self._lost and (to == length or all(layer.reach(length) <= to for layer in kept)):
             return None

@@ -137,7 +137,7 @@ class StateCache(Rollback):
             if isinstance(layer, WindowLayer):
                 layer.crop(0)
             elif isinstance(layer, ConvLayer):
-                layer.commit_slots()
+                layer.trim()
 
     def reset(self) -> None:
         super().reset()

@@ -32,7 +32,7 @@ def register() -> None:
 
 @dataclass(frozen=True)
 class VisibleRange:
-    """What T queries at the end of S keys see: the keys from `low` on up to their own, the last `window` of them."""
+    """Keys that T queries at the end of S keys see: those from `low` on up to their own, the last `window` of them."""
 
     low: int
     window: int | None
@@ -53,7 +53,7 @@ def mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def sight_of(seen: Tensor) -> VisibleRange | None:
-    """What a boolean mask `[R, 1, T, S]` says, if it is that of queries at the end of the keys, alike in all rows."""
+    """Visible range of a boolean mask `[R, 1, T, S]` of queries at the end of the keys, if it has one for all rows."""
     if seen.dtype != torch.bool or seen.ndim != 4 or seen.shape[1] != 1:
         return None
     tokens, stored = seen.shape[2:]
@@ -136,7 +136,7 @@ def attention(
 
 @lru_cache(maxsize=8)
 def _places(rows: int, start: int, count: int) -> tuple[Tensor, Tensor]:
-    """Where each row starts and how many tokens come, int64 `[R]`: the same in all layers of a step."""
+    """Starts and counts of the rows, int64 `[R]`: the same in all layers of a step."""
     return torch.full((rows,), start, device="cpu"), torch.full((rows,), count, device="cpu")
 
 

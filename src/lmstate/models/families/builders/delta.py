@@ -1,4 +1,4 @@
-"""What the families of the gated delta rule share."""
+"""Layers of the gated delta rule under their usual Hugging Face names."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from torch import Tensor
 
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import Dims, norm, there
+from lmstate.models.families.builders.dims import Dims, first_present
 from lmstate.models.families.builders.mamba import only_silu
+from lmstate.models.families.builders.norms import norm
 from lmstate.models.layers.gated_delta_net import GatedDelta, LowRank
 from lmstate.ops.weights.grouped import FloatWeight
 
@@ -37,7 +38,7 @@ def channel_delta(
     features (`f_a_proj`, `f_b_proj`, ...). `floor`: of the log decay.
     """
     width, hidden = heads * dim, shape.hidden
-    decay = there(w, f"{prefix}.A_log", f"{prefix}.forget_gate.A_log").removesuffix("A_log")
+    decay = first_present(w, f"{prefix}.A_log", f"{prefix}.forget_gate.A_log").removesuffix("A_log")
     straight = w.has(f"{decay}f_proj.weight")
     beside = [f"{prefix}.g_proj.weight"] if straight else [f"{decay}f_a_proj.weight", f"{prefix}.g_a_proj.weight"]
     gates = w.tensor(f"{prefix}.b_proj.weight", (heads, hidden))

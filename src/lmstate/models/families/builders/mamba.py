@@ -1,4 +1,4 @@
-"""What the families of state space models share: their mixers under the usual Hugging Face names."""
+"""Mamba and Mamba-2 layers under their usual Hugging Face names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.decoder import MOST, Dims, biases
+from lmstate.models.families.builders.attention import biases
+from lmstate.models.families.builders.dims import MAX_SIZE, Dims
 from lmstate.models.layers.mamba import Mamba
 from lmstate.models.layers.mamba2 import GatedNorm, Mamba2
 from lmstate.ops import Norm
@@ -39,17 +40,17 @@ class Mamba2Shape:
     def of(cls, config: Config, shape: Dims) -> Mamba2Shape:
         """As Bamba and its heirs name them: `mamba_n_heads`, `mamba_d_state`, ..."""
         only_silu(config)
-        heads = config.int("mamba_n_heads", low=1, high=MOST)
+        heads = config.int("mamba_n_heads", low=1, high=MAX_SIZE)
         head_dim = config.get("mamba_d_head", "auto")
         if head_dim == "auto":
             inner = expanded(config, "mamba_expand", shape.hidden)
-            head_dim = config.int("mamba_d_ssm", low=1, high=MOST, default=inner) // heads
+            head_dim = config.int("mamba_d_ssm", low=1, high=MAX_SIZE, default=inner) // heads
         return cls(
             heads,
-            Config({"mamba_d_head": head_dim}, config.where).int("mamba_d_head", low=1, high=MOST),
-            config.int("mamba_d_state", low=1, high=MOST),
-            config.int("mamba_n_groups", low=1, high=MOST, default=1),
-            config.int("mamba_d_conv", low=1, high=MOST, default=4),
+            Config({"mamba_d_head": head_dim}, config.where).int("mamba_d_head", low=1, high=MAX_SIZE),
+            config.int("mamba_d_state", low=1, high=MAX_SIZE),
+            config.int("mamba_n_groups", low=1, high=MAX_SIZE, default=1),
+            config.int("mamba_d_conv", low=1, high=MAX_SIZE, default=4),
             shape.eps,
             dt_limits(config),
         )
@@ -78,7 +79,7 @@ def dt_rank(config: Config, name: str, hidden: int) -> int:
     """The rank of Mamba's time steps, which may be "auto"."""
     if config.get(name, "auto") == "auto":
         return -(-hidden // 16)
-    return config.int(name, low=1, high=MOST)
+    return config.int(name, low=1, high=MAX_SIZE)
 
 
 def expanded(config: Config, name: str, hidden: int) -> int:
@@ -123,7 +124,7 @@ def only_silu(config: Config, name: str = "hidden_act") -> None:
 def attention_free(config: Config) -> Dims:
     """The sizes of a model of state space blocks alone."""
     return Dims(
-        config.int("hidden_size", low=1, high=MOST),
+        config.int("hidden_size", low=1, high=MAX_SIZE),
         config.int("num_hidden_layers", low=1, high=4096),
         heads=0,
         kv_heads=0,

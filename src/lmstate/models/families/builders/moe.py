@@ -8,13 +8,15 @@ from torch import Tensor
 
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.decoder import GATE_UP_DOWN, MOST, W1_W3_W2, Dims, activation, fused_mlp, mlp
+from lmstate.models.families.builders.decoder import W1_W3_W2
+from lmstate.models.families.builders.dims import MAX_SIZE, Dims
+from lmstate.models.families.builders.mlp import GATE_UP_DOWN, activation, fused_mlp, mlp
 from lmstate.models.layers.mlp import MLP, FeedForward
 from lmstate.models.layers.moe import MixtureOfExperts, Router
 from lmstate.ops import FloatWeight, Weight
 
 
-def scores(w: WeightLoader, name: str, count: int, hidden: int) -> Weight:
+def router_weight(w: WeightLoader, name: str, count: int, hidden: int) -> Weight:
     """A router's matrix, which stays float32."""
     return FloatWeight(w.tensor(name, (count, hidden)))
 
@@ -25,11 +27,11 @@ def top_k(config: Config, count: int, name: str = "num_experts_per_tok") -> int:
 
 
 def expert_width(config: Config) -> int:
-    return config.int("moe_intermediate_size", low=1, high=MOST)
+    return config.int("moe_intermediate_size", low=1, high=MAX_SIZE)
 
 
 def sparse_layers(config: Config, layers: int) -> Sequence[bool]:
-    """Which layers have experts: those that `mlp_layer_types` says, or all behind the first dense ones."""
+    """Layers with experts: those of `mlp_layer_types`, or all behind the first dense ones."""
     kinds = config.strs("mlp_layer_types", layers, allowed=("dense", "sparse"), default=None)
     if kinds is not None:
         return [kind == "sparse" for kind in kinds]
@@ -44,7 +46,7 @@ def softmax_mixture(w: WeightLoader, prefix: str, shape: Dims, inner: int, *, no
     """Experts chosen by the softmax of `gate`, without more."""
     count = expert_count(w.config)
     router = Router(
-        scores(w, f"{prefix}.gate.weight", count, shape.hidden), top_k(w.config, count), normalize=normalize
+        router_weight(w, f"{prefix}.gate.weight", count, shape.hidden), top_k(w.config, count), normalize=normalize
     )
     return MixtureOfExperts(router, experts(w, f"{prefix}.experts", count, shape.hidden, inner, activation(w.config)))
 
@@ -58,11 +60,11 @@ def qwen_feed_forward(w: WeightLoader, index: int, prefix: str, shape: Dims, *, 
     every = config.int("decoder_sparse_step", low=1, default=1)
     dense = config.ints("mlp_only_layers", default=()) or ()
     if not expert_count(config) or index in dense or (index + 1) % every:
-        return mlp(w, prefix, hidden, config.int("intermediate_size", low=1, high=MOST), act)
+        return mlp(w, prefix, hidden, config.int("intermediate_size", low=1, high=MAX_SIZE), act)
     mixture = softmax_mixture(
         w, prefix, shape, expert_width(config), normalize=config.bool("norm_topk_prob", default=normalize)
     )
-    common = config.int("shared_expert_intermediate_size", high=MOST, default=0)
+    common = config.int("shared_expert_intermediate_size", high=MAX_SIZE, default=0)
     if not common:
         return mixture
     gate = f"{prefix}.shared_expert_gate.weight"  # a vector in GGUF
@@ -85,7 +87,7 @@ def corrected_router(
     config, count = w.config, expert_count(w.config)
     groups = config.int("n_group", low=1, high=count, default=1)
     return Router(
-        scores(w, gate, count, hidden),
+        router_weight(w, gate, count, hidden),
         top_k(config, count),
         "sigmoid",
         normalize=config.bool("norm_topk_prob", default=True),
@@ -109,7 +111,7 @@ def deepseek_mixture(
         gate = f"{prefix}.gate"
         router = corrected_router(w, f"{gate}.weight", f"{gate}.e_score_correction_bias", shape.hidden)
     if shared is None:
-        shared = config.int("n_shared_experts", high=MOST, default=0)
+        shared = config.int("n_shared_experts", high=MAX_SIZE, default=0)
     return MixtureOfExperts(
         router,
         experts(w, f"{prefix}.experts", expert_count(config), shape.hidden, inner, act),
@@ -124,7 +126,7 @@ def deepseek_feed_forward(w: WeightLoader, shape: Dims) -> Callable[[int, str], 
     def feed_forward(index: int, prefix: str) -> FeedForward:
         if sparse[index]:
             return deepseek_mixture(w, prefix, shape)
-        return mlp(w, prefix, shape.hidden, config.int("intermediate_size", low=1, high=MOST), activation(config))
+        return mlp(w, prefix, shape.hidden, config.int("intermediate_size", low=1, high=MAX_SIZE), activation(config))
 
     return feed_forward
 
@@ -173,4 +175,4 @@ def _of_all(w: WeightLoader, name: str, index: int, shape: tuple[int, int, int])
 def expert_count(config: Config) -> int:
     """Experts of each mixture, under whichever of its names the config has it; 0 if none."""
     names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    return next((config.int(name, low=0, high=MOST) for name in names if config.get(name) is not None), 0)
+    return next((config.int(name, low=0, high=MAX_SIZE) for name in names if config.get(name) is not None), 0)

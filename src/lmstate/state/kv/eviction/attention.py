@@ -47,7 +47,7 @@ class EvictingState(KeyValueState):
         value_dim: int | None = None,
         *,
         sight: ops.CausalMask = ops.FULL_CAUSAL,
-        shift: Callable[[Tensor, int], Tensor] | None = None,
+        rotate_by: Callable[[Tensor, int], Tensor] | None = None,
         heads: int,
         scale: float,
         query_dim: int | None = None,
@@ -56,7 +56,7 @@ class EvictingState(KeyValueState):
 
         The other arguments are `AttentionState`'s.
         """
-        self.layout, self.policy, self.shift, self.sight = layout, policy, shift, sight
+        self.layout, self.policy, self.rotate_by, self.sight = layout, policy, rotate_by, sight
         self._sees_all = sight == ops.FULL_CAUSAL
         self.kind = "attention" if sight.reach is None else "window"
         self.codec = Codec(policy.storage, {"k": head_dim, "v": value_dim or head_dim}, layout.dtype)
@@ -76,7 +76,7 @@ class EvictingState(KeyValueState):
 
     @property
     def arrays(self) -> Arrays:
-        return self.held.lists.kept
+        return self.held.lists.stored
 
     # ---- the step
 
@@ -95,7 +95,7 @@ class EvictingState(KeyValueState):
         held = self.held
         if not self._as_rings(step) or not held.ledger.even:
             return None
-        rings, kept = held.rings, held.lists.kept
+        rings, kept = held.rings, held.lists.stored
         if rings is None or rings.columns is not part.columns or rings.queries is not part.queries:
             coded = None if (bits := self.codec.bits) is None else ops.Coded(bits, kept["k.scale"], kept["v.scale"])
             rings = held.rings = ops.KVView(
@@ -165,7 +165,7 @@ class EvictingState(KeyValueState):
 
     # ---- moving about
 
-    def reach(self, row: int, length: int) -> int:
+    def earliest_rewind(self, row: int, length: int) -> int:
         return min(self.held.ledger.rows[row].floor, length)
 
     def rewind(self, row: int, length: int, to: int) -> Install | None:
@@ -173,12 +173,12 @@ class EvictingState(KeyValueState):
             return None
         held, one = self.held, self.held.selected([row])
         one.went_back(to)
-        scores = one.lists.kept["scores"][:, :, to % self.history] if self.history else None
+        scores = one.lists.stored["scores"][:, :, to % self.history] if self.history else None
         # As if the row's last commit had ended here: a step that went farther evicted later.
-        gone = self.judge.evicted(self, one.lists.kept, one.filled(), scores, [to], [row], self.queries)
+        gone = self.judge.evicted(self, one.lists.stored, one.filled(), scores, [to], [row], self.queries)
         if gone is not None:
             count = int(gone.sum(-1).max())
-            if self.layout.rewind and (wanted := one.ledger.rows[0].buried + count) > held.graves:
+            if self.layout.rewind and (wanted := one.ledger.rows[0].undoable + count) > held.undo_slots:
                 held, one = held.reburied(wanted), one.reburied(wanted)
             one.evict(gone, to, count)
 
@@ -224,9 +224,9 @@ class EvictingState(KeyValueState):
         return install
 
     def kept(self, row: int, length: int) -> list[list[int]]:
-        positions, live = self.arrays["position"][row], self.held.lists.live[row].tolist()
+        positions, filled = self.arrays["position"][row], self.held.lists.filled[row].tolist()
         low = self.sight.low(length)
-        return [sorted(p for p in head[:n].tolist() if p >= low) for head, n in zip(positions, live)]
+        return [sorted(p for p in head[:n].tolist() if p >= low) for head, n in zip(positions, filled)]
 
     def refuses_drop(self, row: int) -> str | None:
         if self.codec.bits is not None:
@@ -235,12 +235,12 @@ class EvictingState(KeyValueState):
 
     def drop(self, row: int, length: int, start: int, stop: int) -> Install | None:
         one = self.held.selected([row])
-        arrays, alive = one.lists.kept, one.filled()
+        arrays, alive = one.lists.stored, one.filled()
         position = arrays["position"]
         later, left = position >= stop, alive & ((position < start) | (position >= stop))
         arrays["position"] = torch.where(later, position - (stop - start), position)
         stored = arrays[self.rotated]
-        turned = stored[0] if self.shift is None else self.shift(stored[0], start - stop).to(stored)
+        turned = stored[0] if self.rotate_by is None else self.rotate_by(stored[0], start - stop).to(stored)
         arrays[self.rotated] = torch.where(later[..., None], turned, stored)
         if self.history:
             scores = arrays["scores"]
@@ -302,7 +302,7 @@ class EvictingState(KeyValueState):
             return part
         if self.history:
             planes = step.width if self._tentative else min(step.width, self.history)
-            shape = (*self.held.lists.live.shape, planes, self.held.slots)
+            shape = (*self.held.lists.filled.shape, planes, self.held.slots)
             part.columns = torch.empty(shape, dtype=torch.float32, device=self.layout.device)
         part.queries = None if self.queries is None else self.queries.room(step.width)
         return part
@@ -318,14 +318,14 @@ class EvictingState(KeyValueState):
 
     def _store(self, new: tuple[Tensor, Tensor], step: Step) -> None:
         """Put keys and values `[R, T, K, D]` behind the filled slots."""
-        live, arrays = self.held.lists.live, self.arrays
+        filled, arrays = self.held.lists.filled, self.arrays
         coded = self.codec.encode(*new)
         if self.held.ledger.even and self.codec.bits is None:
             assert self._part is not None
             ops.append(coded["k"], coded["v"], arrays["k"], arrays["v"], self._part.starts, step.counts_t)
             return
         for r, count in enumerate(step.counts):
-            for h, first in enumerate(live[r].tolist()):
+            for h, first in enumerate(filled[r].tolist()):
                 for name, stored in coded.items():
                     arrays[name][r, h, first : first + count] = stored[r, :count, h].to(arrays[name])
 
@@ -350,7 +350,7 @@ class EvictingState(KeyValueState):
         assert part is not None
         step = part.step
         evicted, wanted, after = self.judge.verdict(self, part, accepted)
-        if wanted > held.graves or held.graves > 2 * wanted + 4 * ROOM:
+        if wanted > held.undo_slots or held.undo_slots > 2 * wanted + 4 * ROOM:
             held = held.reburied(wanted + ROOM if wanted else 0)
         ring = None if self.queries is None else self.queries.made()
         change = held.change
@@ -375,7 +375,7 @@ class EvictingState(KeyValueState):
         return install
 
     def turn(self, x: Tensor, delta: int) -> Tensor:
-        return x if self.shift is None else self.shift(x, delta)
+        return x if self.rotate_by is None else self.rotate_by(x, delta)
 
     def read(self, arrays: Arrays) -> tuple[Tensor, Tensor]:
         k, v = self.codec.decode(arrays)

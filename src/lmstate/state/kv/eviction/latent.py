@@ -34,12 +34,12 @@ class EvictingLatentState(EvictingState):
         latent_dim: int,
         rope_dim: int,
         *,
-        shift: Callable[[Tensor, int], Tensor] | None = None,
+        rotate_by: Callable[[Tensor, int], Tensor] | None = None,
         heads: int,
         scale: float,
     ):
         super().__init__(
-            layout, policy, 1, latent_dim, rope_dim, shift=shift, heads=heads, scale=scale,
+            layout, policy, 1, latent_dim, rope_dim, rotate_by=rotate_by, heads=heads, scale=scale,
             query_dim=latent_dim + rope_dim,
         )  # fmt: skip
         self.kind, self.latent_dim = "latent", latent_dim

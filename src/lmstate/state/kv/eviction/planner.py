@@ -34,7 +34,7 @@ class EvictionPlan(NamedTuple):
     """What a commit evicts, how many graves that takes, and what the host knows then."""
 
     evicted: Tensor | EvictLowest | None
-    graves: int
+    undo_slots: int
     after: Occupancy
 
 
@@ -77,11 +77,11 @@ class EvictionPlanner:
         scores = None
         if part.columns is not None:
             scores = torch.zeros(positions.shape, dtype=torch.float32, device=positions.device)
-            live, before = held.lists.live.tolist(), held.lists.kept["scores"]
+            counted, before = held.lists.filled.tolist(), held.lists.stored["scores"]
             for r, (start, count, n) in enumerate(zip(step.starts, step.counts, accepted)):
                 for h in range(scores.shape[1]) if n else ():
                     own = before[r, h, start % before.shape[2]]
-                    *_, (_, last) = scores_after(own, part.columns[r, h], live[r][h], count, n)
+                    *_, (_, last) = scores_after(own, part.columns[r, h], counted[r][h], count, n)
                     scores[r, h, : len(last)] = last
         if queries is not None and part.queries is not None:
             queries = queries.clone()
@@ -89,7 +89,7 @@ class EvictionPlanner:
                 if n:
                     queries.put(row, step.starts[row], part.queries[row, :n])
         lengths = [start + n for start, n in zip(step.starts, accepted)]
-        arrays = {**held.lists.kept, "position": positions}
+        arrays = {**held.lists.stored, "position": positions}
         gone = self.evicted(layer, arrays, filled, scores, lengths, range(step.rows), queries)
         if gone is None:
             return self._verdict(held, step, accepted, None, (0,) * step.rows)
@@ -145,7 +145,7 @@ class EvictionPlanner:
             row.settled(n, gone, start + n, rewind, exact=self.exact) if n else row
             for row, start, n, gone in zip(ledger.rows, step.starts, accepted, lost)
         )
-        wanted = max(row.buried + gone for row, gone in zip(ledger.rows, lost)) if rewind else 0
+        wanted = max(row.undoable + gone for row, gone in zip(ledger.rows, lost)) if rewind else 0
         # One for all that have come to the same: what they ask the step for next time, they ask for with this.
         same = step.cached(("ledger", after, ledger.even), lambda: Occupancy(after, ledger.even))
         return EvictionPlan(evicted, wanted, same)

@@ -28,13 +28,13 @@ class RowOccupancy:
     """When it evicted, and how many slots of the head that lost most: as far back as a rewind may want them."""
 
     @property
-    def buried(self) -> int:
+    def undoable(self) -> int:
         return sum(count for _, count in self.evictions)
 
     @property
     def slots(self) -> int:
         """As many as its fullest head has filled at any length that a rewind may want, or more."""
-        return self.most + self.buried
+        return self.most + self.undoable
 
     def settled(self, added: int, lost: int, length: int, rewind: int, *, exact: bool) -> RowOccupancy:
         """The row added slots and lost some. `exact`: something else of it reaches no farther back than a rewind."""
@@ -80,10 +80,10 @@ class SlotStore:
         }
         arrays["position"] = torch.zeros(rows, heads, 0, dtype=torch.int32, device=device)
         none = torch.zeros(rows, heads, dtype=torch.int64, device=device)
-        buried = {**arrays, "died": arrays["position"], "slot": arrays["position"]}
+        undo_log = {**arrays, "evicted_at": arrays["position"], "slot": arrays["position"]}
         if history:
             arrays["scores"] = torch.zeros(rows, heads, history, 0, dtype=torch.float32, device=device)
-        lists = SlotTable(arrays, buried, none, none.clone())
+        lists = SlotTable(arrays, undo_log, none, none.clone())
         return cls(lists, Occupancy((RowOccupancy(),) * rows))
 
     @property
@@ -97,20 +97,30 @@ class SlotStore:
         return self.lists.slots
 
     @property
-    def graves(self) -> int:
+    def undo_slots(self) -> int:
         """G."""
-        return self.lists.graves
+        return self.lists.undo_slots
 
     def clone(self) -> SlotStore:
-        kept, buried, live, dug = self.lists.kept, self.lists.buried, self.lists.live, self.lists.dug
-        lists = SlotTable(_each(kept, Tensor.clone), _each(buried, Tensor.clone), live.clone(), dug.clone())
+        kept, undo_log, filled, undo_head = (
+            self.lists.stored,
+            self.lists.undo_log,
+            self.lists.filled,
+            self.lists.undo_head,
+        )
+        lists = SlotTable(_each(kept, Tensor.clone), _each(undo_log, Tensor.clone), filled.clone(), undo_head.clone())
         return SlotStore(lists, self.ledger)
 
     def selected(self, rows: Sequence[int | None]) -> SlotStore:
-        source = torch.tensor([0 if row is None else row for row in rows], device=self.lists.live.device)
-        kept, buried, live, dug = self.lists.kept, self.lists.buried, self.lists.live, self.lists.dug
+        source = torch.tensor([0 if row is None else row for row in rows], device=self.lists.filled.device)
+        kept, undo_log, filled, undo_head = (
+            self.lists.stored,
+            self.lists.undo_log,
+            self.lists.filled,
+            self.lists.undo_head,
+        )
         lists = SlotTable(
-            _each(kept, lambda x: x[source]), _each(buried, lambda x: x[source]), live[source], dug[source]
+            _each(kept, lambda x: x[source]), _each(undo_log, lambda x: x[source]), filled[source], undo_head[source]
         )
         accounts = tuple(RowOccupancy() if row is None else self.ledger.rows[row] for row in rows)
         chosen = SlotStore(lists, Occupancy(accounts, self.ledger.even))
@@ -120,14 +130,14 @@ class SlotStore:
         return chosen
 
     def empty_row(self, row: int) -> None:
-        self.lists.live[row], self.lists.dug[row], self.lists.buried["died"][row] = 0, 0, 0
+        self.lists.filled[row], self.lists.undo_head[row], self.lists.undo_log["evicted_at"][row] = 0, 0, 0
         self.ledger = self.ledger.set(row, RowOccupancy())
 
     def count(self) -> None:
         """Ask how many slots the heads have filled, where what was evicted does not say."""
-        live = self.lists.live.tolist()
-        most = [max(row, default=0) for row in live]
-        even = all(min(row, default=0) == n for row, n in zip(live, most))
+        filled = self.lists.filled.tolist()
+        most = [max(row, default=0) for row in filled]
+        even = all(min(row, default=0) == n for row, n in zip(filled, most))
         self.ledger = Occupancy(tuple(replace(row, most=n) for row, n in zip(self.ledger.rows, most)), even)
 
     def reaches(self, row: int, floor: int) -> None:
@@ -138,35 +148,35 @@ class SlotStore:
 
     def resized(self, slots: int) -> SlotStore:
         """The same with another number of slots, which holds what is filled and more; the arrays are copies."""
-        return replace(self, lists=replace(self.lists, kept=_sized(self.lists.kept, slots)))
+        return replace(self, lists=replace(self.lists, stored=_sized(self.lists.stored, slots)))
 
-    def reburied(self, graves: int) -> SlotStore:
+    def reburied(self, undo_slots: int) -> SlotStore:
         """The same with another number of graves, for those that were evicted last; the arrays are copies."""
-        count = min(self.graves, graves)
-        newest = torch.arange(-count, 0, device=self.lists.dug.device) + self.lists.dug[..., None]
-        buried = _sized(taken(self.lists.buried, newest % max(self.graves, 1)), graves)
-        dug = torch.full_like(self.lists.dug, count)
-        return replace(self, lists=replace(self.lists, buried=buried, dug=dug))
+        count = min(self.undo_slots, undo_slots)
+        newest = torch.arange(-count, 0, device=self.lists.undo_head.device) + self.lists.undo_head[..., None]
+        undo_log = _sized(taken(self.lists.undo_log, newest % max(self.undo_slots, 1)), undo_slots)
+        undo_head = torch.full_like(self.lists.undo_head, count)
+        return replace(self, lists=replace(self.lists, undo_log=undo_log, undo_head=undo_head))
 
     # ---- a row
 
     def filled(self) -> Tensor:
         """bool `[R, K, S]`"""
-        return torch.arange(self.slots, device=self.lists.live.device) < self.lists.live[..., None]
+        return torch.arange(self.slots, device=self.lists.filled.device) < self.lists.filled[..., None]
 
     def with_new(self, starts: Sequence[int], counts: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Positions int32 `[R, K, S]` with each row's first `counts` new tokens, and which slots are filled then."""
-        first, more = (torch.tensor(n, device=self.lists.live.device)[:, None, None] for n in (starts, counts))
-        behind = torch.arange(self.slots, device=self.lists.live.device) - self.lists.live[..., None]
-        positions = torch.where(behind >= 0, first + behind, self.lists.kept["position"])
+        first, more = (torch.tensor(n, device=self.lists.filled.device)[:, None, None] for n in (starts, counts))
+        behind = torch.arange(self.slots, device=self.lists.filled.device) - self.lists.filled[..., None]
+        positions = torch.where(behind >= 0, first + behind, self.lists.stored["position"])
         return positions.int(), behind < more
 
     def put(self, row: int, arrays: Arrays, there: Tensor) -> None:
         """Fill a row's slots with those of `arrays` `[1, K, n]` that are `there`, by position; there is room."""
         order = torch.where(there, arrays["position"], NONE).argsort(dim=-1)[..., : int(there.sum(-1).max())]
-        for name, array in taken({name: arrays[name] for name in self.lists.kept}, order).items():
-            self.lists.kept[name][row].narrow(_axis(name) - 1, 0, order.shape[2]).copy_(array[0])
-        self.lists.live[row] = there[0].sum(-1)
+        for name, array in taken({name: arrays[name] for name in self.lists.stored}, order).items():
+            self.lists.stored[name][row].narrow(_axis(name) - 1, 0, order.shape[2]).copy_(array[0])
+        self.lists.filled[row] = there[0].sum(-1)
 
     def went_back(self, to: int) -> None:
         """Take every row back to length `to`, which its graves reach."""
@@ -192,7 +202,7 @@ class SlotStore:
 
     def captured(self, row: int, length: int) -> Arrays:
         """Copies of a row's slots, by position, without a row axis; -1 and zeros where a head has fewer than others."""
-        kept = {name: x[row : row + 1] for name, x in self.lists.kept.items()}
+        kept = {name: x[row : row + 1] for name, x in self.lists.stored.items()}
         there = self.filled()[row : row + 1]
         order = torch.where(there, kept["position"], NONE).argsort(dim=-1)[..., : self.most[row]]
         absent = ~there.gather(-1, order)
@@ -206,7 +216,7 @@ class SlotStore:
 
     def restorable(self, length: int, tensors: Arrays) -> Arrays:
         """What `captured` gave, as `put` takes it. Raises `SnapshotError` if it cannot be of a row of `length`."""
-        kept = self.lists.kept
+        kept = self.lists.stored
         position = check(kept, length, tensors)
         count, stored = position.shape[-1], {}
         for name, array in kept.items():
@@ -215,7 +225,7 @@ class SlotStore:
         return stored
 
     def tensors(self) -> list[Tensor]:
-        return [*self.lists.kept.values(), *self.lists.buried.values(), self.lists.live, self.lists.dug]
+        return [*self.lists.stored.values(), *self.lists.undo_log.values(), self.lists.filled, self.lists.undo_head]
 
     def spare(self) -> list[Tensor]:
         """What a next step may use."""

@@ -67,9 +67,9 @@ class QuantizedLatentState(LatentState):
         latent_dim: int,
         rope_dim: int,
         *,
-        shift: Callable[[Tensor, int], Tensor] | None = None,
+        rotate_by: Callable[[Tensor, int], Tensor] | None = None,
     ):
-        self.bits, self.shift = storage.bits, shift
+        self.bits, self.rotate_by = storage.bits, rotate_by
         widths, dtypes = coded_buffers({"latent": latent_dim, "rope": rope_dim}, self.bits)
         SlotState.__init__(self, layout, widths, None, dtypes)
 

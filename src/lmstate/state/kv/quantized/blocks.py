@@ -83,7 +83,7 @@ class BlockState(CompositeState, KeyValueState):
     def refuses_drop(self, row: int) -> str | None:
         return REFUSAL
 
-    def parts(self) -> list[KeyValueState]:  # type: ignore[override]  # narrower, as the list is only read
+    def leaves(self) -> list[KeyValueState]:  # type: ignore[override]  # narrower, as the list is only read
         return [self]
 
 
@@ -93,15 +93,15 @@ class Codes(SlotState):
     kind, what = "attention", "blocks of quantised keys and values"
 
     def __init__(self, layout: Layout, bits: int, kv_heads: int, dims: dict[str, int], sight: ops.CausalMask):
-        span, slack = None, layout.rewind
+        window_span, slack = None, layout.rewind
         if sight.reach is not None:
             need = sight.reach - 1 + BLOCK - 1  # of the first block in sight all slots: its scales lie across them
-            span = _filled(need + layout.rewind + 1) - 1
-            slack = span - need  # filled blocks reach farther back than was asked for
+            window_span = _filled(need + layout.rewind + 1) - 1
+            slack = window_span - need  # filled blocks reach farther back than was asked for
         widths, dtypes = coded_buffers(dims, bits, kv_heads, most=WHOLE)
         widths["k.scale"] = (kv_heads, kv_format.block_scales(dims["k"]))
         capacity = None if layout.capacity is None else _filled(layout.capacity)
-        super().__init__(replace(layout, capacity=capacity, rewind=slack), widths, span, dtypes)
+        super().__init__(replace(layout, capacity=capacity, rewind=slack), widths, window_span, dtypes)
 
     def _grown(self, need: int, most: int | None) -> int:
         return _filled(super()._grown(need, most))
@@ -116,17 +116,17 @@ class Floats(SlotState):
         super().__init__(replace(layout, capacity=None), {"k": (kv_heads, dim)}, BLOCK - 1 + layout.rewind)
 
     def reserve(self, step: Step) -> None:
-        assert self.span is not None
-        if (smaller := self._shrunk(self.span + max(step.width, 1), step.starts)) is not None:
+        assert self.window_span is not None
+        if (smaller := self._shrunk(self.window_span + max(step.width, 1), step.starts)) is not None:
             self._hold(*smaller)
         super().reserve(step)
 
     def commit(self, step: Step, accepted: tuple[int, ...]) -> Install | None:
-        assert self.span is not None
+        assert self.window_span is not None
         release = super().commit(step, accepted)
         # Where an idle row ends is known when a step begins: it may have been rewound or restored since.
         ends = [start + n for start, n in zip(step.starts, accepted)] if all(step.counts) else None
-        if ends is None or (smaller := self._shrunk(self.span + 1, ends)) is None:
+        if ends is None or (smaller := self._shrunk(self.window_span + 1, ends)) is None:
             return release
 
         def install() -> None:
@@ -137,20 +137,20 @@ class Floats(SlotState):
         return install
 
     def _shrunk(self, slots: int, ends: Sequence[int]) -> tuple[Buffers, list[int]] | None:
-        """Copies with so many slots for rows that end there, and their `high`; None where there are few more.
+        """Copies with so many slots for rows that end there, and their `written_to`; None where there are few more.
 
         A long step needed room for all its tokens: it is given back.
         """
         if self.slots <= slots + SHORT:
             return None
         smaller = {name: b.new_zeros(*b.shape[:-2], slots, b.shape[-1]) for name, b in self.buffers.items()}
-        high = []
+        written_to = []
         for row, end in enumerate(ends):
-            lost = self.high[row] - self.slots
+            lost = self.written_to[row] - self.slots
             positions = torch.arange(max(0, end - slots, lost), end, device=self.layout.device)
             smaller["k"][row][..., positions % slots, :] = self.buffers["k"][row][..., positions % self.slots, :]
-            high.append(max(end, lost + slots))  # what was lost there is lost here
-        return smaller, high
+            written_to.append(max(end, lost + slots))  # what was lost there is lost here
+        return smaller, written_to
 
 
 def _filled(slots: int) -> int:

@@ -1,4 +1,4 @@
-"""What the cache asks of a layer beyond the interface of transformers, and what layers share."""
+"""Interface of a rewindable cache layer beyond that of transformers, and helpers of the layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Tensors = dict[str, Tensor]
 
 
 class RewindableLayer(ABC):
-    """What `StateCache` asks of a layer beyond the interface of transformers."""
+    """Interface of a layer of `StateCache` beyond that of transformers."""
 
     kind: str  # names it in a file
 

@@ -116,6 +116,6 @@ class HybridWindowLayer(RecurrentLayer, WindowLayer):
 
 
 def divided(tensors: Tensors) -> tuple[Tensors, Tensors]:
-    """What `capture` gave of attention, and of the recurrence."""
+    """Split captured tensors into those of attention and those of the recurrence."""
     attention = {name: tensor for name, tensor in tensors.items() if name in ("k", "v")}
     return attention, {name: tensor for name, tensor in tensors.items() if name not in attention}

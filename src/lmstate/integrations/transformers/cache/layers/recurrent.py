@@ -151,7 +151,7 @@ class ConvLayer(RecurrentLayer):
             if held is not None and to != length:
                 self.conv_states[i] = held[..., : held.shape[-1] - (length - to)]
 
-    def commit_slots(self) -> None:
+    def trim(self) -> None:
         """Let go of what only a rewind would need."""
         for i, held in self.conv_states.items():
             if held is not None and self.record_past:
