@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lmstate.ops import dispatch
+from lmstate.ops.cpu.abi import GATES
 from lmstate.ops.dense.activations import glu
 from lmstate.ops.dense.norm import add_residual
 from lmstate.ops.dense.norm import norm as apply_norm
@@ -82,8 +83,8 @@ def products(
 
     x: `[M, K]` in `product_dtype`. bias: `[N]`. y and the residual may be some columns of wider tensors.
     """
-    if library.can_multiply(weight):
-        library.product(x, weight, y, first=first, bias=bias, residual=residual)
+    if library.dense.can_gemm(weight):
+        library.dense.gemm(x, weight, y, first=first, bias=bias, residual=residual)
         return
     for at, panel in panels(library, weight, x.dtype, first, y.shape[1]):
         y[:, at : at + len(panel)] = F.linear(x, panel)
@@ -97,7 +98,7 @@ def product_dtype(weight: Weight, library: Library | None) -> torch.dtype:
     """What the products of many rows multiply: bfloat16, unless the weight is more than that or it would be slower."""
     if weight.kind == "float32":
         return torch.float32
-    native = library is not None and library.can_multiply(weight)
+    native = library is not None and library.dense.can_gemm(weight)
     fast = native or torch.compiler.is_compiling() or multiplies_bfloat16(weight.device)
     return torch.bfloat16 if fast else torch.float32
 
@@ -107,9 +108,9 @@ def rounded(x: Tensor, dtype: torch.dtype, norm: Norm | None = None, gate: str |
     library = dispatch.native(x)
     if library is not None:
         if norm is not None and gate is None and norm.simple and x.dtype == torch.float32:
-            return library.rms_norm(x, norm.weight, norm.eps, dtype)
-        if norm is None and gate in library.GATES:
-            return library.glu(x, gate, dtype)
+            return library.dense.rms_norm(x, norm.weight, norm.eps, dtype)
+        if norm is None and gate in GATES:
+            return library.dense.glu(x, gate, dtype)
     x = x if norm is None else apply_norm(x, norm)
     return (x if gate is None else glu(x, gate)).to(dtype)
 
@@ -126,5 +127,5 @@ def panels(
     for at in range(0, count, step):
         n = min(step, count - at)
         panel = scratch(k * n, dtype).view(n, k)
-        library.dequantize(weight, first + at, panel)
+        library.dense.dequantize(weight, first + at, panel)
         yield at, panel

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lmstate.ops import dispatch
+from lmstate.ops.cpu.abi import GATES
 from lmstate.ops.dense.activations import glu, glu_reference
 from lmstate.ops.dense.gemm import linear_panels, linear_panels_beside
 from lmstate.ops.dense.norm import add_residual, norm_reference
@@ -45,9 +46,9 @@ def linear(
             return add_residual(residual, linear(x, weight, bias, norm=norm, gate=gate))
         if norm is not None and (gate is not None or not norm.simple):
             x, norm = apply_norm(x, norm), None
-        if gate is not None and gate not in library.GATES:
+        if gate is not None and gate not in GATES:
             x, gate = glu(x, gate), None
-        return library.linear(x, weight, bias, norm, library.GATES[gate] if gate else 0, residual)
+        return library.dense.linear(x, weight, bias, norm, GATES[gate] if gate else 0, residual)
     if dispatch.exact(x, weight.storage, stream):
         return linear_reference(x, weight, bias, norm=norm, gate=gate, residual=residual)
     return linear_panels(x, weight, bias, norm=norm, gate=gate, residual=residual)
