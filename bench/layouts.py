@@ -16,7 +16,7 @@ import torch
 
 import lmstate
 from lmstate import Model
-from lmstate.models.compiled import plain
+from lmstate.models.compiled import traceable
 
 PROMPT, ROUNDS, STEPS = 512, 8, 8
 
@@ -58,7 +58,7 @@ def main() -> None:
             mapped = lmstate.load("smollm2")
         compare("int4 mapped, in large pages: decode", mapped, lmstate.load("smollm2"), prefill=False)
     squeezed = lmstate.load(options.folder or "smollm2", weights="bfloat16")
-    matrix = plain(squeezed)
+    matrix = traceable(squeezed)
     compare("bfloat16 as a matrix, in 12 bits: decode", matrix, squeezed, prefill=False)
     compare(f"the same: prefill of {PROMPT}", matrix, squeezed, prefill=True)
 

@@ -1,6 +1,7 @@
 import pytest
 
 from lmstate.errors import ModelError
+from lmstate.text import chat_template
 from lmstate.text.chat_template import ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "Hi <&>"}, {"role": "assistant", "content": " yo "}]
@@ -83,13 +84,40 @@ HOSTILE = {
     "unknown filter": "{{ 1 | nope }}",
     "wrong types": "{{ messages + 3 }}",
     "division": "{{ 1 / 0 }}",
+    "batches": "{{ [1] | batch(1000000000, 0) | list }}",
+    "slices of a filter": "{{ [1] | slice(1000000000, 0) | list }}",
+    "indent of json": "{{ [[1]] | tojson(indent=1000000000) }}",
+    "kept slices": "{% set n = namespace(x=[]) %}{% set a = 'a' * 9999999 %}"
+    "{% for i in range(999) %}{% set n.x = n.x + [a[i:]] %}{% endfor %}",
+    "kept slices of lists": "{% set n = namespace(x=[]) %}{% set a = [1] * 99999 %}"
+    "{% for i in range(9999) %}{% set n.x = [a[i:], n.x] %}{% endfor %}",
+    "bytes": "{% set n = namespace(x='a'.encode()) %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "macros that call twice": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}"
+    "{{ m(60) }}",
+    "nested tuples": "{% set n = namespace(x=(1,)) %}{% for i in range(60) %}{% set n.x = (n.x, n.x) %}{% endfor %}",
+    "nested namespaces": "{% set n = namespace(x=namespace()) %}{% for i in range(60) %}"
+    "{% set m = namespace() %}{% set m.a = n.x %}{% set m.b = n.x %}{% set n.x = m %}{% endfor %}{{ n.x }}",
+    "searches of a long text": "{% set a = 'a' * 9999999 %}"
+    "{% for i in range(99999) %}{% if 'b' in a %}{% endif %}{% endfor %}",
+    "comparisons of long texts": "{% set a = 'a' * 9999999 %}{% set b = 'a' * 9999998 ~ 'a' %}"
+    "{% for i in range(99999) %}{% if a == b %}{% endif %}{% endfor %}",
+    "counts in a long text": "{% set a = 'a' * 9999999 %}{% for i in range(99999) %}{{ a.count('ab') }}{% endfor %}",
+    "wrapping": "{{ ('a' * 9999999) | wordwrap(1) }}",
+    "quoting": "{{ ('%' * 9999999) | urlencode }}",
 }
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_hostile_templates_end_in_an_error(what):
+def test_hostile_templates_end_in_an_error(what, monkeypatch):
+    monkeypatch.setattr(chat_template, "SECONDS", 1.0)
     with pytest.raises(ModelError, match="chat template"):
         render(HOSTILE[what])
+
+
+def test_seconds_of_a_render_are_bounded(monkeypatch):
+    monkeypatch.setattr(chat_template, "SECONDS", 0.05)
+    with pytest.raises(ModelError, match="seconds"):
+        render("{% for i in range(99999) %}{{ messages | tojson | length }}{% endfor %}")
 
 
 def test_the_budget_is_that_of_one_conversation():

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 import lmstate
 from lmstate.models.block import Block
-from lmstate.ops import Run
 from lmstate.state import LayerState, Step
 
 BOUND = 1e-4
@@ -127,18 +126,26 @@ class Fault(Exception):
     """Thrown by a test into the middle of something."""
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FailingBlock(Block):
+    """Raises, before or after another block has run in its place."""
+
+    fusable: ClassVar[bool] = False
+
+    whole: Block
+    after: bool
+
+    def __call__(self, x: Tensor, step: Step, cache: LayerState) -> Tensor:
+        if self.after:
+            self.whole(x, step, cache)
+        raise Fault
+
+
 @contextmanager
 def failing_layer(model: lmstate.Model, index: int, *, after: bool) -> Iterator[None]:
     """Layer `index` raises, before or after it has run."""
     block = model.blocks[index]
-
-    def fail(run: Run, step: Step, memory: LayerState) -> None:
-        if after:
-            block.join(run, step, memory)
-            run.stream()
-        raise Fault
-
-    model.blocks[index] = cast(Block, SimpleNamespace(join=fail, mixer=block.mixer))
+    model.blocks[index] = FailingBlock(block.mixer, None, whole=block, after=after)
     try:
         yield
     finally:

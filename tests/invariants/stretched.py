@@ -29,7 +29,7 @@ def stretched(case: str, continuous: bool = False) -> lmstate.Model:
     model = ours(case)
     blocks = [replace(block, mixer=of(block.mixer)) for block in model.blocks]
     made = replace(model, blocks=blocks, _fingerprint=None)
-    assert made._stretching, "no layer of it has a rope"
+    assert made.stretched_ropes, "no layer of it has a rope"
     return made
 
 

@@ -85,7 +85,7 @@ def test_only_experts_of_the_kept_groups_are_chosen() -> None:
 
 @pytest.mark.parametrize(
     ("top_k", "groups", "kept", "score"),
-    [(3, 3, 1, "best"), (3, 4, 1, "best"), (2, 4, 5, "best"), (2, 8, 4, "top2"), (9, 1, 1, "best")],
+    [(3, 3, 1, "top1"), (3, 4, 1, "top1"), (2, 4, 5, "top1"), (2, 8, 4, "top2"), (9, 1, 1, "top1")],
 )
 def test_groups_that_cannot_be_are_refused(top_k: int, groups: int, kept: int, score: Any) -> None:
     with pytest.raises(ModelError, match="8 experts cannot"):

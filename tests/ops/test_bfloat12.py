@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 import lmstate.ops as ops
-from lmstate.models.block import Block, run_blocks
-from lmstate.models.compiled import plain
+from lmstate.models.block import Block
+from lmstate.models.compiled import traceable
 from lmstate.models.fingerprint import fingerprint
 from lmstate.models.layers.identity import Identity
 from lmstate.models.layers.mlp import MLP
+from lmstate.models.stack import Plan
 from lmstate.ops import Bfloat12Weight, FloatWeight, dispatch
 from lmstate.state import Layout, Step
 from tests.zoo import ours
@@ -112,7 +113,7 @@ def test_a_run_of_layers_gives_what_its_products_give(variant: str) -> None:
     step = Step((0, 0), counts, x.device, (3, 3))
     memory = block.mixer.new_state(Layout(2, x.device, torch.float32))
     apart = x + ops.linear(ops.linear(x, up, norm=norm), down, gate="silu")
-    assert torch.equal(run_blocks([block], x, step, [memory]), apart)
+    assert torch.equal(Plan([block]).run(x, step, [memory]), apart)
 
 
 def test_a_model_is_the_same_model_however_its_numbers_lie(variant: str) -> None:
@@ -125,9 +126,9 @@ def test_a_model_is_the_same_model_however_its_numbers_lie(variant: str) -> None
 
 def test_plain_keeps_what_is_shared_and_changes_nothing_else(variant: str) -> None:
     model = ours("llama")
-    assert plain(model) is model, "there is nothing to change"
+    assert traceable(model) is model, "there is nothing to change"
     embed = squeezed(torch.randn(*model.embed.shape[:1], 64).bfloat16())
     other = type(model)(model.config, embed, model.blocks, model.norm, embed)
-    flat = plain(other)
+    flat = traceable(other)
     assert isinstance(flat.embed, FloatWeight) and flat.head is flat.embed and flat.blocks is model.blocks
     assert torch.equal(flat.embed.matrix, embed.dequantize(torch.bfloat16)) and other.embed is embed

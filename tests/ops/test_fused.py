@@ -11,14 +11,17 @@ from torch import Tensor
 
 import lmstate.ops as ops
 from lmstate import kv
-from lmstate.models.block import Block, new_layers, run_blocks
+from lmstate.models.block import Block, new_layers
 from lmstate.models.layers.attention import Attention
+from lmstate.models.layers.base import add_sublayers
 from lmstate.models.layers.mlp import MLP
 from lmstate.models.layers.parallel_hybrid import ParallelHybrid
 from lmstate.models.layers.rope import Rope
+from lmstate.models.stack import Plan
 from lmstate.ops import Norm
 from lmstate.ops.cpu.fused import Fused
-from lmstate.state import KeyValueState, LayerState, Layout, Step
+from lmstate.state import KeyValueState, Layout, Step
+from lmstate.state.changes import Changes
 from tests.ops.small_mixers import MIXERS
 
 EMBED = 96
@@ -88,14 +91,15 @@ def run(
         step = step_of(starts, counts)
         memory.reserve(step)
         if fused:
-            alone = ops.Run(x, step.starts_t, step.counts_t)
-            half = mixer.half(norm, *onto(x)[1:])
-            assert half is not None and mixer.joins(alone, half, step, memory)
-            y = alone.stream()
+            graph = ops.FusedGraph(x, step.starts_t, step.counts_t)
+            sublayers = mixer.sublayers(norm, *onto(x)[1:])
+            assert sublayers and add_sublayers(graph, sublayers, [memory], step, mixer.rope_tables(step))
+            y = graph.flush()
         else:
             y = mixer.mix(ops.linear(x, mixer.qkv, mixer.qkv_bias, norm=norm), step, memory, onto(x))
-        if (install := memory.commit(step, tuple(counts))) is not None:
-            install()
+        changes = Changes()
+        memory.commit(step, tuple(counts), changes)
+        changes.apply()
         outs += [y[row, :count] for row, count in enumerate(counts)]
         starts = [start + count for start, count in zip(starts, counts)]
     return outs
@@ -164,10 +168,11 @@ def test_a_layer_that_reads_another_ones_memory_equals_its_operations(
             step = step_of(starts, counts)
             for layer in layers:
                 layer.reserve(step)
-            outs.append(run_blocks(blocks[kind], x, step, layers))
+            outs.append(Plan(blocks[kind]).run(x, step, layers))
             for layer in layers:
-                if (install := layer.commit(step, tuple(counts))) is not None:
-                    install()
+                changes = Changes()
+                layer.commit(step, tuple(counts), changes)
+                changes.apply()
         for row, count in enumerate(counts):
             assert torch.equal(outs[0][row, :count], outs[1][row, :count])
         starts = [start + count for start, count in zip(starts, counts)]
@@ -206,10 +211,9 @@ def test_feed_forward_equals_its_operations(variant: str, kind: str, act: str) -
 
 
 class Apart(Block):
-    """Runs at once what the others let wait."""
+    """Runs at once what the others fuse."""
 
-    def join(self, run: ops.Run, step: Step, memory: LayerState) -> None:
-        run.put(self(run.stream(), step, memory))
+    fusable = False
 
 
 def stack(kind: type[Block]) -> list[Block]:
@@ -262,18 +266,20 @@ def test_a_run_of_blocks_equals_one_after_the_other(variant: str) -> None:
     for kind in (Block, Apart):
         blocks, layout = stack(kind), Layout(2, torch.device("cpu"), torch.float32, rewind=4)
         memories, starts, out = [block.mixer.new_state(layout) for block in blocks], [0, 0], []
+        plan = Plan(blocks)
         torch.manual_seed(6)
         for counts in ([3, 7], [1, 1], [0, 1], [4, 4], [2, 1], [1, 1], [1, 1]):
             step = step_of(starts, counts)
             for memory in memories:
                 memory.reserve(step)
             x = torch.randn(2, step.width, EMBED)
-            y = run_blocks(blocks, x, step, memories)
+            y = plan.run(x, step, memories)
             out += [y[row, :count] for row, count in enumerate(counts)]
             starts = list(step.ends)
             for memory in memories:
-                if (install := memory.commit(step, tuple(counts))) is not None:
-                    install()
+                changes = Changes()
+                memory.commit(step, tuple(counts), changes)
+                changes.apply()
         outs.append([*out, *(kept for memory in memories for kept in memory.tensors())])
     assert all(torch.equal(got, want) for got, want in zip(*outs, strict=True))
 
@@ -301,7 +307,7 @@ def test_attention_and_recurrences_wait_together(variant: str, monkeypatch: pyte
     runs, one = [], Fused.run
 
     def counted(fused: Fused, x: Tensor, *given: Any) -> Tensor:
-        runs.append(len(given[-1].halves))
+        runs.append(len(given[3]))
         return one(fused, x, *given)
 
     monkeypatch.setattr(Fused, "run", counted)
@@ -309,7 +315,7 @@ def test_attention_and_recurrences_wait_together(variant: str, monkeypatch: pyte
     memories = [block.mixer.new_state(layout) for block in blocks]
     for memory in memories:
         memory.reserve(step)
-    run_blocks(blocks, torch.randn(2, 2, EMBED), step, memories)
+    Plan(blocks).run(torch.randn(2, 2, EMBED), step, memories)
     halves = [(block.mlp is not None) + 1 + isinstance(block.mixer, ParallelHybrid) for block in blocks]
     assert runs == [sum(halves)]
 
@@ -320,31 +326,38 @@ def test_a_weight_that_was_replaced_is_read(variant: str) -> None:
     half = ops.MLPSublayer(up, down, "silu", norm=norm)
 
     def fed() -> Tensor:
-        run = ops.Run(x)
-        assert run.feeds(half)
-        return run.stream()
+        graph = ops.FusedGraph(x)
+        fusable = graph.fusable(half)
+        assert fusable is not None
+        graph.add(fusable)
+        return graph.flush()
 
     before = fed()
     down.storage = -down.storage
     torch.testing.assert_close(fed() - x, x - before)
     norm.weight.requires_grad_()
-    assert not ops.Run(x).feeds(half)  # a gradient is to follow
+    assert ops.FusedGraph(x).fusable(half) is None  # a gradient is to follow
     with torch.no_grad():
-        assert ops.Run(x).feeds(half)
+        assert ops.FusedGraph(x).fusable(half) is not None
 
 
 def test_what_does_not_fit_is_refused(variant: str) -> None:
     up, down = ops.quantize(torch.randn(64, 32), "int8"), ops.quantize(torch.randn(32, 64), "int8")
     with pytest.raises(ValueError, match="do not fit each other"):
         ops.feed_forward(torch.randn(1, 32), up, down, "silu")
-    half = attention("int4", 4, 2, 32, rope=rope(16)).half(None, None, 1.0)
-    assert half is not None
-    rings = ops.KVView(torch.zeros(1, 2, 8, 32), torch.zeros(1, 2, 8, 32))
+    (sublayer,) = attention("int4", 4, 2, 32, rope=rope(16)).sublayers(None, None, 1.0)
+    view = ops.KVView(torch.zeros(1, 2, 8, 32), torch.zeros(1, 2, 8, 32))
     x, one = torch.randn(1, 1, EMBED), torch.tensor([1])
-    rotation = rope(16).rotation(step_of([8], [1]))
+    tables = rope(16).rotation(step_of([8], [1]))
+
+    def attend(starts: Tensor, view: ops.KVView) -> Tensor:
+        graph = ops.FusedGraph(x, starts, one)
+        fusable = graph.fusable(sublayer, view=view, tables=tables)
+        assert fusable is not None
+        graph.add(fusable)
+        return graph.flush()
+
     with pytest.raises(ValueError, match="ring of 8 slots"):
-        waiting = ops.Run(x, torch.tensor([8]), one)
-        waiting.attends(half, rings, rotation)
-        waiting.stream()
+        attend(torch.tensor([8]), view)
     with pytest.raises(ValueError, match="do not fit 1 rows"):
-        ops.Run(x, one * 0, one).attends(half, ops.KVView(torch.zeros(1, 3, 8, 32), rings.v), rotation)
+        attend(one * 0, ops.KVView(torch.zeros(1, 3, 8, 32), view.v))

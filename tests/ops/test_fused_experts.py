@@ -55,11 +55,13 @@ def norm_of(seed: int) -> Norm:
 
 
 def waited(block: MixtureOfExperts, x: Tensor, counts: Tensor, norm: Norm | None, joined: Residual) -> Tensor:
-    run = ops.Run(x, counts * 0, counts)
-    run.add_to(joined.stream, x)
-    half = block.half(norm, joined.norm, joined.scale, False)
-    assert half is not None and run.feeds(half)
-    return run.stream()
+    graph = ops.FusedGraph(x, counts * 0, counts)
+    graph.set_residual(joined.stream, x)
+    (sublayer,) = block.sublayers(norm, joined.norm, joined.scale, False)
+    fusable = graph.fusable(sublayer)
+    assert fusable is not None
+    graph.add(fusable)
+    return graph.flush()
 
 
 @pytest.mark.parametrize("after", [None, norm_of(2)], ids=["", "a norm after it"])
@@ -107,13 +109,14 @@ def test_a_nan_stays_with_its_token(variant: str) -> None:
 def test_an_expert_that_was_replaced_is_read(variant: str) -> None:
     torch.manual_seed(5)
     block, x, one = CASES["sigmoid, corrected, scaled, in groups"](), torch.randn(1, 1, EMBED), torch.tensor([1])
-    half = block.half(None, None, 1.0, False)
-    assert half is not None
+    (sublayer,) = block.sublayers(None, None, 1.0, False)
 
     def mixed() -> Tensor:
-        run = ops.Run(x, one * 0, one)
-        assert run.feeds(half)
-        return run.stream() - x
+        graph = ops.FusedGraph(x, one * 0, one)
+        fusable = graph.fusable(sublayer)
+        assert fusable is not None
+        graph.add(fusable)
+        return graph.flush() - x
 
     before = mixed()
     for each in block.experts:
@@ -125,10 +128,10 @@ def test_an_expert_that_was_replaced_is_read(variant: str) -> None:
 def test_what_no_body_knows_does_not_wait(variant: str) -> None:
     block, x, one = CASES["softmax"](), torch.randn(1, 1, EMBED), torch.tensor([1])
     plain = replace(block, experts=[replace(each, gated=False) for each in block.experts])  # type: ignore[type-var]
-    assert plain.half(None, None, 1.0, False) is None and block.half(None, None, 1.0, True) is None
+    assert plain.sublayers(None, None, 1.0, False) == () and block.sublayers(None, None, 1.0, True) == ()
     other = replace(block, experts=[replace(each, act="gelu") for each in block.experts])  # type: ignore[type-var]
-    half = other.half(None, None, 1.0, False)
-    assert half is not None and not ops.Run(x, one * 0, one).feeds(half)
+    (sublayer,) = other.sublayers(None, None, 1.0, False)
+    assert ops.FusedGraph(x, one * 0, one).fusable(sublayer) is None
 
 
 def test_experts_that_do_not_fit_are_refused(variant: str) -> None:
@@ -137,7 +140,6 @@ def test_experts_that_do_not_fit_are_refused(variant: str) -> None:
         ([*block.experts[:-1], expert("int4", 32)], "of different widths"),
         (block.experts[:-1], "does not fit a choice of 3 of 11"),
     ):
-        half = replace(block, experts=experts).half(None, None, 1.0, False)
-        assert half is not None
+        (sublayer,) = replace(block, experts=experts).sublayers(None, None, 1.0, False)
         with pytest.raises(ValueError, match=what):
-            ops.Run(x, one * 0, one).feeds(half)
+            ops.FusedGraph(x, one * 0, one).fusable(sublayer)

@@ -32,7 +32,7 @@ def run(
         step = Step(tuple(starts), tuple(counts), CPU, tuple(starts))
         memory.reserve(step)
         residual = Residual(x[..., :OUT].contiguous(), after, 0.3)
-        y = mixer.apart(x, step, memory, norm, residual) if apart else mixer(x, step, memory, norm, residual)
+        y = mixer.forward(x, step, memory, norm, residual) if apart else mixer(x, step, memory, norm, residual)
         install = memory.commit(step, tuple(counts))
         assert install is not None
         install()
@@ -48,14 +48,14 @@ def test_a_layer_equals_its_operations(variant: str, name: str, kind: str, monke
     mixer = MIXERS[name](kind, EMBED, OUT)
     counts = [[3, 7], [1, 1], [0, 1], [4, 4], [1, 1], [1, 1], [1, 1]]  # ragged, with an idle row, past some anchors
     xs = [(each, torch.randn(2, max(each), EMBED)) for each in counts]
-    folded, folds = [], ops.Run.folds
-    monkeypatch.setattr(ops.Run, "folds", lambda *given: folded.append(folds(*given)) or folded[-1])
+    added, add = [], ops.FusedGraph.add
+    monkeypatch.setattr(ops.FusedGraph, "add", lambda *given: added.append(add(*given)) or added[-1])
     outs, memory = run(mixer, xs)
-    assert folded and None not in folded
+    assert added and None not in added
     apart, expected = run(mixer, xs, apart=True)
     assert all(torch.equal(got, want) for got, want in zip(outs, apart))
     assert all(torch.equal(got, want) for got, want in zip(memory.tensors(), expected.tensors()))
-    assert [each.positions for each in memory.anchors] == [each.positions for each in expected.anchors]
+    assert [each.positions for each in memory.checkpoints] == [each.positions for each in expected.checkpoints]
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int4"])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import fields
 
 from torch import Tensor
 
 from lmstate.cli.output import size
 from lmstate.generation import Sampler
-from lmstate.models.fingerprint import weights_in
+from lmstate.models.describe import bytes_by_kind, parameter_count, stored_weights
 from lmstate.models.model import Model
 from lmstate.ops import Weight
 from lmstate.state import AttentionState
@@ -17,16 +18,16 @@ from lmstate.state import AttentionState
 
 def model_rows(model: Model) -> list[tuple[str, str]]:
     """Names and values for `lmstate inspect`."""
-    config = model.config
+    config, weights = model.config, stored_weights(model.parts)
     limit = "unknown" if config.max_positions is None else f"{config.max_positions:,} tokens"
     return [
         ("family", config.family),
-        ("parameters", f"{sum(_count(weight) for weight in _stored(model)):,}"),
+        ("parameters", f"{sum(map(parameter_count, weights)):,}"),
         ("layers", str(len(model.blocks))),
         ("hidden size", f"{config.hidden_size:,}"),
         ("vocabulary", f"{config.vocab_size:,}"),
         ("made for", limit),
-        ("weights", _weights(model)),
+        ("weights", _weights(weights)),
         ("computes in", str(model.dtype).removeprefix("torch.")),
         ("suggested sampling", _sampling(model)),
     ]
@@ -41,24 +42,11 @@ def _sampling(model: Model) -> str:
     return ", ".join(told) or "none: the most likely token"
 
 
-def _weights(model: Model) -> str:
+def _weights(weights: Sequence[Tensor | Weight]) -> str:
     """Bytes of all weights, and of each storage: "70.3 MiB (int4 61.0 MiB, float32 0.1 MiB)"."""
-    by_kind: Counter[str] = Counter()
-    for weight in _stored(model):
-        kind = str(weight.dtype).removeprefix("torch.") if isinstance(weight, Tensor) else weight.kind
-        by_kind[kind] += weight.nbytes
+    by_kind = bytes_by_kind(weights)
     parts = ", ".join(f"{kind} {size(count)}" for kind, count in by_kind.most_common())
     return f"{size(by_kind.total())} ({parts})"
-
-
-def _stored(model: Model) -> list[Tensor | Weight]:
-    """Every weight once (an embedding may be the head too). Rope frequencies follow from the config: they are none."""
-    found = {id(weight): weight for path, weight in weights_in(model.parts) if not path.endswith(".frequencies")}
-    return list(found.values())
-
-
-def _count(weight: Tensor | Weight) -> int:
-    return weight.numel() if isinstance(weight, Tensor) else weight.out_features * weight.in_features
 
 
 def state_rows(model: Model) -> list[tuple[str, ...]]:

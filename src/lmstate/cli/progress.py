@@ -49,8 +49,10 @@ class Watched(Model):
                 self._progress.stop()
                 self._progress = None
 
-    def hidden(self, tokens: Tensor, step: Step, layers: Sequence[LayerState]) -> Tensor:
-        hidden = super().hidden(tokens, step, layers)
+    def run_layers(
+        self, tokens: Tensor, step: Step, layers: Sequence[LayerState], state: State | None = None
+    ) -> Tensor:
+        hidden = super().run_layers(tokens, step, layers, state)
         if step.width < self._total:
             self._advance(step.width)
         return hidden

@@ -1,8 +1,9 @@
-"""Reading JSON that somebody else wrote: bounded, and with errors that name the file."""
+"""JSON from outside: bounded, and with errors that name the file."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,7 @@ def parse_object(text: str | bytes, where: str) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
         if len(values) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in values if names.count(name) > 1)
+            twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
             raise ModelError(f"{where} gives {twice[:80]!r} twice; the file is damaged")
         return values
 

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from lmstate.errors import CapacityError, PendingError
 from lmstate.generation.answer import CONTEXT, Answer, Finish
 from lmstate.generation.prompts import Prompt, as_token_lists
+from lmstate.generation.protocol import LanguageModel
 from lmstate.generation.sampling import Sampler, TokenPicker
 from lmstate.generation.stopping import as_stops
 from lmstate.state.validate import token_ids, whole_number
 
 if TYPE_CHECKING:
-    from lmstate.models.model import Model
     from lmstate.state import State
 
 MAX_NEW_TOKENS = 256
@@ -71,7 +71,7 @@ class Generation:
 
     def __init__(
         self,
-        model: Model,
+        model: LanguageModel,
         prompts: Sequence[Sequence[int]],
         state: State | None = None,
         *,
@@ -212,7 +212,7 @@ class Generation:
 
 
 def generate(
-    model: Model,
+    model: LanguageModel,
     prompt: Prompt,
     state: State | None = None,
     max_new_tokens: int = MAX_NEW_TOKENS,
@@ -243,7 +243,7 @@ def generate(
 
 
 def stream(
-    model: Model,
+    model: LanguageModel,
     prompt: Prompt,
     state: State | None = None,
     max_new_tokens: int = MAX_NEW_TOKENS,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lmstate.errors import UnsupportedError
 from lmstate.models.block import new_layers
-from lmstate.models.compiled import check_static, device_logits, plain
+from lmstate.models.compiled import check_static, device_logits, traceable
 from lmstate.models.fingerprint import weights_in
 from lmstate.models.model import Model
 from lmstate.ops import FloatWeight, Weight
@@ -48,14 +48,14 @@ class ExportedStep(nn.Module):
         `capacity`; `StateError` where T does not fit.
         """
         super().__init__()
-        check_static(model, capacity)
+        check_static(capacity, max_positions=model.max_positions, stretched=model.stretched_ropes)
         longest = tokens if longest is None else longest
         if not 1 <= tokens <= longest <= capacity or rows < 1:
             raise UnsupportedError(
                 f"a step of {tokens} tokens and {rows} rows was asked for, the longest {longest}, in a capacity of "
                 f"{capacity}; there must be a row, and the three numbers must not decrease, from 1"
             )
-        model = plain(model)
+        model = traceable(model)
         for path, weight in weights_in(model.parts):
             if isinstance(weight, Weight) and not isinstance(weight, FloatWeight):
                 raise UnsupportedError(
@@ -81,7 +81,8 @@ class ExportedStep(nn.Module):
         room = self.positions + counts <= self.capacity
         counts = torch.where(room, counts, 0)
         step = DeviceStep(self.positions, counts, self.tokens)
-        logits = device_logits(self.model, tokens, step, room, self.layers, "last")
+        hidden = self.model.run_layers(tokens, step, self.layers)
+        logits = device_logits(hidden, self.model.logits, step, room, "last")
         for layer in self.layers:
             layer.commit_on_device()
         self.positions.add_(counts)

@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Iterable
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from lmstate.errors import StateError, UnsupportedError
 from lmstate.models.fingerprint import weights_in
-from lmstate.ops import Weight
-from lmstate.state import LayerState, State
+from lmstate.models.layers.rope import Rope
+from lmstate.ops import Bfloat12Weight, Weight
+from lmstate.state import State
 from lmstate.state.kv.policies.per_layer import Policies
 from lmstate.state.step import Step
-
-if TYPE_CHECKING:
-    from lmstate.models.model import Model
-from dataclasses import fields, is_dataclass, replace
-from typing import Any, TypeVar
-
-from lmstate.ops import Bfloat12Weight
 
 STATIC_CHUNK = 128
 """Tokens of a row that one forward of a static state takes. Its rings hold as many beside their window."""
 
 
-def check_static(model: Model, capacity: int | None, kv: torch.dtype | Policies | None = None) -> None:
-    """Raise `StateError` or `UnsupportedError` if this model has no static state of this capacity and storage."""
+def check_static(
+    capacity: int | None,
+    kv: torch.dtype | Policies | None = None,
+    *,
+    max_positions: int | None,
+    stretched: Iterable[Rope],
+) -> None:
+    """Raise `StateError` or `UnsupportedError` if a model has no static state of this capacity and storage.
+
+    max_positions: how many the model has learned. stretched: its ropes whose frequencies depend on a text's length.
+    """
     if kv is not None and not isinstance(kv, torch.dtype):
         raise UnsupportedError(
             f"a static state was asked for with kv={kv}; it stores all keys and values as floats: give a dtype or "
@@ -36,12 +40,12 @@ def check_static(model: Model, capacity: int | None, kv: torch.dtype | Policies 
         )
     if capacity is None:
         raise StateError("new_state(static=True) was asked for without a capacity; say how many tokens a row may hold")
-    if model.max_positions is not None and capacity > model.max_positions:
+    if max_positions is not None and capacity > max_positions:
         raise UnsupportedError(
-            f"a static state of {capacity} tokens was asked for, but this model has learned "
-            f"{model.max_positions} positions: use capacity={model.max_positions} or less"
+            f"a static state of {capacity} tokens was asked for, but this model has learned {max_positions} positions: "
+            f"use capacity={max_positions} or less"
         )
-    for rope in model._stretching:
+    for rope in stretched:
         if rope.native is not None and capacity > rope.native:
             raise UnsupportedError(
                 f"a static state of {capacity} tokens was asked for, but this model's rotary frequencies change at "
@@ -50,41 +54,38 @@ def check_static(model: Model, capacity: int | None, kv: torch.dtype | Policies 
             )
 
 
-def mark_static(model: Model, state: State) -> None:
-    """Tell torch's compiler that neither the weights nor the state ever move.
+def mark_static(weights: Any, state: State) -> None:
+    """Tell torch's compiler that neither the weights of a tree nor the state ever move.
 
     Otherwise a CUDA graph copies them to a place of its own before every step, and refuses to change them in place. The
     addresses are no guards: for another state of the same size the graph is recorded again, and not compiled again.
     """
-    held = [part.tensors().values() if isinstance(part, Weight) else [part] for _, part in weights_in(model.parts)]
+    held = [part.tensors().values() if isinstance(part, Weight) else [part] for _, part in weights_in(weights)]
     for tensor in itertools.chain(*held, state.static_tensors()):
         torch._dynamo.mark_static_address(tensor, guard=False)
 
 
 def device_logits(
-    model: Model,
-    tokens: Tensor,
-    step: Step,
-    room: Tensor,
-    layers: Sequence[LayerState],
-    logits: Literal["last", "all"],
+    hidden: Tensor, head: Callable[[Tensor], Tensor], step: Step, room: Tensor, logits: Literal["last", "all"]
 ) -> Tensor:
-    """Run a `DeviceStep`: tokens int64 `[R, T]` -> float32 `[R, V]` or `[R, T, V]`; NaN for rows without room."""
-    hidden = model.hidden(tokens, step, layers)
+    """The logits of a `DeviceStep`: hidden `[R, T, E]` -> float32 `[R, V]` or `[R, T, V]`; NaN for rows without room.
+
+    head: hidden states `[..., E]` -> float32 logits `[..., V]`.
+    """
     counts = step.counts_t
     if logits == "all":
-        out = model.logits(hidden)
-        real = torch.arange(tokens.shape[1], device=out.device) < counts[:, None]
+        out = head(hidden)
+        real = torch.arange(hidden.shape[1], device=out.device) < counts[:, None]
         return out.masked_fill(~real[..., None], 0.0).masked_fill(~room[:, None, None], float("nan"))
     index = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, hidden.shape[-1])
-    out = model.logits(hidden.gather(1, index)[:, 0])
+    out = head(hidden.gather(1, index)[:, 0])
     return out.masked_fill((counts == 0)[:, None], float("nan"))
 
 
 Thing = TypeVar("Thing")
 
 
-def plain(thing: Thing) -> Thing:
+def traceable(thing: Thing) -> Thing:
     """A tree of dataclasses, lists and tuples with every `Bfloat12Weight` as a matrix; itself if there is none."""
     done: dict[int, Any] = {}  # what is shared stays shared
 

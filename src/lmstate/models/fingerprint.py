@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lmstate.ops import Bfloat12Weight, Weight
 
+VERSION = 2  # of what is hashed: paths of fields are; a change makes the snapshots of before foreign
 SAMPLE = 64  # elements hashed of each tensor
 
 
@@ -38,7 +39,7 @@ def fingerprint(config: Any, parts: Any) -> str:
         for name, shape, sample in _samples(weight):
             digest.update(f"{path}.{name} {tuple(shape)} {sample.dtype};".encode())
             digest.update(sample.contiguous().cpu().view(torch.uint8).numpy().tobytes())
-    return " ".join([*words, f"weights={digest.hexdigest()}"])
+    return " ".join([f"fingerprint={VERSION}", *words, f"weights={digest.hexdigest()}"])
 
 
 def _samples(weight: Tensor | Weight) -> Iterator[tuple[str, Sequence[int], Tensor]]:

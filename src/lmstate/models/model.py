@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,11 +13,16 @@ from torch import Tensor
 
 from lmstate import ops
 from lmstate.errors import StateError
-from lmstate.models.block import Block, new_layers, run_blocks
-from lmstate.models.compiled import STATIC_CHUNK, check_static, device_logits, mark_static, plain
+from lmstate.generation import generate, stream
+from lmstate.models.block import Block, new_layers
+from lmstate.models.compiled import STATIC_CHUNK, check_static, device_logits, mark_static, traceable
+from lmstate.models.config import ModelConfig
+from lmstate.models.describe import describe
 from lmstate.models.fingerprint import fingerprint
 from lmstate.models.layers.embedding import EmbeddingHook, LearnedPositions, OutputHook
 from lmstate.models.layers.rope import Rope
+from lmstate.models.stack import run_eager, run_stack
+from lmstate.models.trace import OnSublayer, Traced, traced_blocks
 from lmstate.ops import Norm, Weight
 from lmstate.state import LayerState, Layout, State, Step
 from lmstate.state.kv.policies.per_layer import Policies, policy_of
@@ -25,29 +30,17 @@ from lmstate.state.snapshot import differences
 from lmstate.state.validate import token_ids, whole_number
 
 if TYPE_CHECKING:
-    from lmstate.generation.prompts import Prompt
     from lmstate.text.tokenizer import Tokenizer
 
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Logits = Literal["last", "all", "none"]
 Tokens = Tensor | Sequence[Sequence[int]]
+Run = Callable[[Tensor, Step, State], Tensor]
+"""Tokens int64 `[R, t]` of one part of a step -> the stream behind the blocks, float32 `[R, t, E]`."""
 
 
-@dataclass(frozen=True)
-class ModelConfig:
-    """What does not depend on a layer."""
-
-    family: str
-    vocab_size: int
-    hidden_size: int
-    max_positions: int | None = None  # tokens that the model was made for; longer texts run, and are the caller's risk
-    embed_scale: float = 1.0
-    logit_scale: float = 1.0
-    logit_softcap: float | None = None
-
-
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Model:
     """A language model: `model(tokens, state)` -> logits. Made by `lmstate.load`."""
 
@@ -66,6 +59,9 @@ class Model:
     _tokenizer: Tokenizer | None = None
     _fingerprint: str | None = None
     _traced: Model | None = field(default=None, init=False, repr=False)  # what compiled graphs hold
+
+    def __repr__(self) -> str:
+        return describe(self.name, self.config, self.blocks, self.parts, self.dtype, self.device)
 
     @property
     def device(self) -> torch.device:
@@ -114,7 +110,7 @@ class Model:
             known = ", ".join(map(str, KV_DTYPES))
             raise StateError(f"new_state(kv={kv}) was asked for; keys and values are stored in {known}")
         if static:
-            check_static(self, capacity, kv)
+            check_static(capacity, kv, max_positions=self.max_positions, stretched=self.stretched_ropes)
         dtype = kv if isinstance(kv, torch.dtype) else self.dtype
         chunk = STATIC_CHUNK if static else Layout.chunk
         layout = Layout(
@@ -122,9 +118,9 @@ class Model:
         )
         state = self._new_state(layout, None if isinstance(kv, torch.dtype) else kv)
         if static:
-            if self._traced is None and (traced := plain(self)) is not self:
+            if self._traced is None and (traced := traceable(self)) is not self:
                 self._traced = traced
-            mark_static(self._traced or self, state)
+            mark_static((self._traced or self).parts, state)
         return state
 
     def _new_state(self, layout: Layout, kv: Policies | None = None) -> State:
@@ -161,10 +157,10 @@ class Model:
         return self.entry.count if isinstance(self.entry, LearnedPositions) else None
 
     def _regime(self, horizon: int) -> int:
-        return max((rope.regime(horizon) for rope in self._stretching), default=0)
+        return max((rope.regime(horizon) for rope in self.stretched_ropes), default=0)
 
     @cached_property
-    def _stretching(self) -> list[Rope]:
+    def stretched_ropes(self) -> list[Rope]:
         """The ropes whose frequencies depend on the length of the text."""
         ropes = [getattr(block.mixer, "rope", None) for block in self.blocks]
         return [rope for rope in ropes if isinstance(rope, Rope) and rope.native is not None]
@@ -187,6 +183,91 @@ class Model:
         """
         if logits not in (None, "last", "all", "none"):
             raise StateError(f'logits={logits!r} was asked for; there are "last", "all" and "none"')
+        return self._extend(tokens, state, logits, commit, self._run, self.logits)
+
+    def hidden(
+        self,
+        tokens: Tokens,
+        state: State | None = None,
+        *,
+        commit: bool = True,
+        start: int = 0,
+        inputs: Tensor | None = None,
+    ) -> Tensor:
+        """Features without the head: the stream behind the last block, float32 `[rows, T, E]`, zero at padding.
+
+        tokens, state, commit, errors: as of a call. `model.logits(hidden)` gives the logits; `lmstate.ops.norm(hidden,
+        model.norm)` what transformers calls the last hidden state.
+
+        inputs: float32 `[rows, T, E]`, the stream in front of block `start` (a traced output of the block before, say),
+        which stands in for what the tokens' embeddings would have become; `start` may be the number of blocks. A state
+        is then only read, and nothing is left pending: the blocks before `start` have not seen these tokens.
+        """
+        if inputs is None:
+            if start:
+                raise StateError(f"hidden(start={start}) was asked for without inputs; give the stream in front of it")
+            return self._features(tokens, state, commit, self._run)
+        start, ids = whole_number(start, "start"), self._ids(tokens)
+        if not 0 <= start <= len(self.blocks):
+            raise StateError(f"hidden(start={start}) was asked for; the model has blocks 0 to {len(self.blocks) - 1}")
+        length, offset = max(map(len, ids)), 0
+
+        def run(part: Tensor, step: Step, state: State) -> Tensor:
+            nonlocal offset
+            x = self.embedded(part, step)  # also what blocks read beside the stream
+            expected = [x.shape[0], length, x.shape[2]]
+            if list(inputs.shape) != expected or inputs.dtype != torch.float32:
+                raise StateError(
+                    f"inputs are {inputs.dtype} {list(inputs.shape)}; the stream of these tokens is float32 {expected}"
+                )
+            x, offset = inputs[:, offset : offset + step.width].to(x.device), offset + step.width
+            x = run_eager(self.blocks[start:], x, step, state.layers[start:])
+            return x if self.exit is None else self.exit(x)
+
+        out = self._features(ids, state, False, run)
+        if state is not None:
+            state.discard()
+        return out
+
+    def trace(self, tokens: Tokens, state: State | None = None, *, on: OnSublayer, commit: bool = True) -> Tensor:
+        """A call with `logits="all"` that runs block by block, and tells what every sublayer reads and gives.
+
+        `on(name, input, output)` is called with `embed` (the tokens, their stream), for each block with its parts
+        `blocks.3.mixer`, `blocks.3.mlp` and then itself, `blocks.3`; last with `exit`, where there is one, and `head`
+        (the stream, the logits). A mixer or feed-forward part reads the stream, and gives it with its own contribution
+        added, unless the block adds that itself. A step longer than the state's chunk comes in several parts. An
+        exception in `on` is one in the forward: nothing happened.
+        """
+        blocks = traced_blocks(self.blocks, on)
+
+        def run(ids: Tensor, step: Step, state: State) -> Tensor:
+            x = self.embedded(ids, step)
+            on("embed", ids, x)
+            x = run_eager(blocks, x, step, state.layers)
+            return x if self.exit is None else Traced(self.exit, "exit", on)(x)
+
+        out = self._extend(tokens, state, "all", commit, run, Traced(self.logits, "head", on))
+        assert out is not None
+        return out
+
+    def _features(self, tokens: Tokens, state: State | None, commit: bool, run: Run) -> Tensor:
+        out = self._extend(tokens, state, "all", commit, run, None)
+        assert out is not None
+        return out
+
+    def _run(self, tokens: Tensor, step: Step, state: State) -> Tensor:
+        return self.run_layers(tokens, step, state.layers, state)
+
+    def _extend(
+        self,
+        tokens: Tokens,
+        state: State | None,
+        logits: Logits | None,
+        commit: bool,
+        run: Run,
+        head: Callable[[Tensor], Tensor] | None,
+    ) -> Tensor | None:
+        """The transaction of a call; without a head, what it gives is not logits but hidden states."""
         ids = self._ids(tokens)
         if state is None:
             # Whole sequences are one step of a state that nobody keeps; in one part, so that gradients can follow.
@@ -195,13 +276,13 @@ class Model:
             layout = Layout(
                 len(ids), self.device, self.dtype, width, rewind=0, chunk=width, max_positions=self.max_positions
             )
-            return self(ids, self._new_state(layout), logits or "all", commit=False)
+            return self._extend(ids, self._new_state(layout), logits or "all", False, run, head)
         self._refuse_other(state)
         self._catch_up(state, ids, logits or "last")
         step = state.plan(ids, speculative=not commit)
         try:
-            out = self._forward(ids, step, state, logits or "last")
-            state.record_logits(out)
+            out = self._forward(ids, step, state, logits or "last", run, head)
+            state.record_logits(None if head is None else out)
             if commit:
                 state.commit()
         except BaseException:
@@ -217,20 +298,30 @@ class Model:
             step = state.plan_backlog(backlog, counts)
             try:
                 idle = any(not count and late for count, late in zip(counts, backlog))
-                last = self._forward(backlog, step, state, "last" if idle else "none")
+                last = self._forward(backlog, step, state, "last" if idle else "none", self._run, self.logits)
                 state.commit_backlog(last)
             except BaseException:
                 state.discard()
                 raise
 
-    def _forward(self, ids: list[list[int]], step: Step, state: State, want: Logits) -> Tensor | None:
+    def _forward(
+        self,
+        ids: list[list[int]],
+        step: Step,
+        state: State,
+        want: Logits,
+        run: Run,
+        head: Callable[[Tensor], Tensor] | None,
+    ) -> Tensor | None:
         if want == "none":
-            for _ in self._parts(ids, step, state):
+            for _ in self._parts(ids, step, state, run):
                 pass
             return None
         if want == "all":
-            pieces = [self.logits(hidden) for _, _, hidden in self._parts(ids, step, state)]
-            none = torch.zeros(step.rows, 0, self.config.vocab_size, dtype=torch.float32, device=self.device)
+            parts = self._parts(ids, step, state, run)
+            pieces = [hidden if head is None else head(hidden) for _, _, hidden in parts]
+            width = self.config.hidden_size if head is None else self.config.vocab_size
+            none = torch.zeros(step.rows, 0, width, dtype=torch.float32, device=self.device)
             whole = torch.cat(pieces, dim=1) if pieces else none
             if not step.uniform:
                 padding = torch.arange(step.width, device=self.device) >= step.counts_t[:, None]
@@ -238,7 +329,7 @@ class Model:
             return whole
         rows: list[int] = []
         last: list[Tensor] = []  # [n, E] hidden at the last tokens of the next n of `rows`
-        for offset, part, hidden in self._parts(ids, step, state):
+        for offset, part, hidden in self._parts(ids, step, state, run):
             ends = {row: n - 1 - offset for row, n in enumerate(step.counts) if 0 <= n - 1 - offset < part.width}
             if ends:
                 together = len(ends) == step.rows and len(set(ends.values())) == 1
@@ -254,7 +345,7 @@ class Model:
             out[rows] = self.logits(torch.cat(last))
         return out
 
-    def _parts(self, ids: list[list[int]], step: Step, state: State) -> Iterator[tuple[int, Step, Tensor]]:
+    def _parts(self, ids: list[list[int]], step: Step, state: State, run: Run) -> Iterator[tuple[int, Step, Tensor]]:
         """Run the blocks over a step, part by part: (offset, part, hidden float32 `[R, t, E]`)."""
         if not step.width:
             return
@@ -262,17 +353,24 @@ class Model:
             width = part.width
             rows = [row[offset : offset + width] for row in ids]
             padded = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self.device)
-            yield offset, part, self.hidden(padded, part, state.layers)
+            yield offset, part, run(padded, part, state)
 
-    def hidden(self, tokens: Tensor, step: Step, layers: Sequence[LayerState]) -> Tensor:
-        """Run the blocks: tokens int64 `[R, T]` -> float32 `[R, T, E]`."""
+    def run_layers(
+        self, tokens: Tensor, step: Step, layers: Sequence[LayerState], state: State | None = None
+    ) -> Tensor:
+        """Run the blocks over a step: tokens int64 `[R, T]` -> the stream behind them, float32 `[R, T, E]`.
+
+        Eagerly, unless `state`, whose layers these are, keeps the plan.
+        """
+        x = run_stack(self.blocks, self.embedded(tokens, step), step, layers, state)
+        return x if self.exit is None else self.exit(x)
+
+    def embedded(self, tokens: Tensor, step: Step) -> Tensor:
+        """The stream in front of the first block: tokens int64 `[R, T]` -> float32 `[R, T, E]`."""
         x = self.embed.rows(tokens)
         if self.config.embed_scale != 1.0:
             x = x * self.config.embed_scale
-        if self.entry is not None:
-            x = self.entry(x, tokens, step)
-        x = run_blocks(self.blocks, x, step, layers)
-        return x if self.exit is None else self.exit(x)
+        return x if self.entry is None else self.entry(x, tokens, step)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states `[..., E]` -> float32 logits `[..., V]`."""
@@ -309,7 +407,8 @@ class Model:
         self._refuse_other(state)
         step, room = state.device_step(tokens.shape[1], counts)
         model = self._traced if torch.compiler.is_compiling() and self._traced is not None else self
-        out = device_logits(model, tokens, step, room, state.layers, logits)
+        hidden = model.run_layers(tokens, step, state.layers, state)
+        out = device_logits(hidden, model.logits, step, room, logits)
         state.record_device_step(tokens.clone(), None if counts is None else counts.clone(), out)
         return out
 
@@ -327,42 +426,5 @@ class Model:
 
     # ---- generation
 
-    def generate(
-        self,
-        prompt: Prompt,
-        state: State | None = None,
-        max_new_tokens: int = 256,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float = 1.0,
-        stop: str | Sequence[str] = (),
-        seed: int | None = None,
-    ) -> str | list[str]:
-        """The text that continues a prompt, or each of a list of prompts; see `lmstate.generation.generate`."""
-        from lmstate.generation import generate
-
-        return generate(
-            self, prompt, state, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop, seed
-        )
-
-    def stream(
-        self,
-        prompt: Prompt,
-        state: State | None = None,
-        max_new_tokens: int = 256,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float = 1.0,
-        stop: str | Sequence[str] = (),
-        seed: int | None = None,
-    ) -> Iterator[str]:
-        """The same for one prompt, piece by piece; see `lmstate.generation.stream`."""
-        from lmstate.generation import stream
-
-        return stream(
-            self, prompt, state, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop, seed
-        )
+    generate = generate
+    stream = stream

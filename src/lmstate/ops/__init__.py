@@ -6,10 +6,10 @@ from lmstate.ops.attention.rope import rope
 from lmstate.ops.dense.activations import ACTIVATIONS, activation, glu, sigmoid
 from lmstate.ops.dense.argmax import argmax
 from lmstate.ops.dense.linear import GEMV_ROWS, linear, linear_beside
-from lmstate.ops.dense.mlp import feed_forward
 from lmstate.ops.dense.norm import add_residual, norm
 from lmstate.ops.dispatch import info
-from lmstate.ops.fused.graph import Chain, Run
+from lmstate.ops.fused.graph import CapturedGraph, Fusable, FusedGraph, packable
+from lmstate.ops.fused.mlp import feed_forward
 from lmstate.ops.types.params import FULL_CAUSAL, AttentionParams, CausalMask, Coded, KVView, Norm, Residual, RopeTables
 from lmstate.ops.types.sublayers import (
     AttentionSublayer,
@@ -34,11 +34,13 @@ __all__ = [
     "AttentionParams",
     "AttentionSublayer",
     "Bfloat12Weight",
+    "CapturedGraph",
     "CausalMask",
-    "Chain",
     "Coded",
     "Expert",
     "FloatWeight",
+    "Fusable",
+    "FusedGraph",
     "GatedDeltaSublayer",
     "Int4Weight",
     "Int8Weight",
@@ -51,7 +53,6 @@ __all__ = [
     "Residual",
     "RopeTables",
     "RouterParams",
-    "Run",
     "ShortConvSublayer",
     "Sublayer",
     "Weight",
@@ -66,6 +67,7 @@ __all__ = [
     "linear",
     "linear_beside",
     "norm",
+    "packable",
     "quantize",
     "rope",
     "rotate_attend",

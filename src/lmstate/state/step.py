@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,13 @@ from torch import Tensor
 from lmstate.state.validate import whole_number
 
 Built = TypeVar("Built")
+
+
+class Extras(TypedDict, total=False):
+    """Tensors of a step that the model's embedding hook leaves for its blocks, in addition to the stream."""
+
+    embedding: Tensor  # float32 [R, T, E], of the tokens (Zamba2)
+    per_layer_inputs: Tensor  # float32 [R, T, L, P], one vector for each of L blocks (Gemma 3n, Gemma 4)
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,7 @@ class Step:
     rope_lengths: tuple[int, ...]
     speculative: bool = False  # a verdict may accept a prefix of it
     chunk: int = 512  # tokens of a row that one forward takes; a longer step runs as several
+    extras: Extras = field(default_factory=dict, repr=False, compare=False)  # type: ignore[assignment]
     _cached: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property

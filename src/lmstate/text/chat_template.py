@@ -1,8 +1,8 @@
 """Chat templates: Jinja programs that come with a checkpoint and are trusted with nothing.
 
-They run in Jinja's sandbox with the functions that templates in use expect, and within a budget: so many loop steps, so
-many characters. The language can build a value of any size out of a few letters in a dozen ways; each is bounded where
-it is computed, so a template fails with a `ModelError` instead of filling the memory.
+They run in Jinja's sandbox with the filters, methods and functions that templates in use expect and no others, and
+within a budget: steps, characters and seconds. The language can build a value of any size out of a few letters in a
+dozen ways; each is charged where it is computed, so a template fails with a `ModelError` instead of filling the memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from datetime import datetime
+from time import monotonic
 from typing import Any
 
 import jinja2
@@ -21,12 +23,55 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from lmstate.errors import ModelError
 
 MOST_SOURCE, MOST_TEXT, MOST_STEPS, WIDEST = 2**20, 2**24, 2 * 10**6, 10**5
-_steps_left: ContextVar[int] = ContextVar("steps_left", default=MOST_STEPS)
+MOST_CHARACTERS = 2**27
+"""Characters and bytes that one render may create, those that are thrown away included."""
+SECONDS = 10.0
+_FILTERS = """
+abs attr capitalize count d default dictsort e escape first float forceescape format groupby indent int items join last
+length list lower map max min reject rejectattr replace reverse round safe select selectattr sort string striptags sum
+title trim truncate unique upper wordcount
+"""
+_STR_METHODS = """
+capitalize casefold count endswith find format index isalnum isalpha isascii isdecimal isdigit islower isnumeric isspace
+istitle isupper join lower lstrip partition removeprefix removesuffix replace rfind rindex rpartition rsplit rstrip
+split splitlines startswith strip swapcase title upper
+"""
+FILTERS = frozenset(_FILTERS.split())
+METHODS: dict[type, frozenset[str]] = {
+    str: frozenset(_STR_METHODS.split()),
+    dict: frozenset(["copy", "get", "items", "keys", "values"]),
+    list: frozenset(["copy", "count", "index"]),
+    tuple: frozenset(["count", "index"]),
+}
+"""Methods that a template may call; other types of values have none but those of Jinja's own objects."""
+
+
+@dataclass
+class _Budget:
+    """What one render may still spend."""
+
+    deadline: float
+    steps: int = MOST_STEPS
+    characters: int = MOST_CHARACTERS
+
+    def charge(self, steps: int = 1, characters: int = 0) -> None:
+        self.steps -= steps
+        self.characters -= characters
+        if self.steps < 0:
+            raise TooMuch(f"it takes more than {MOST_STEPS} steps")
+        if self.characters < 0:
+            raise TooMuch(f"it creates texts of more than {MOST_CHARACTERS} characters in all")
+        if monotonic() > self.deadline:
+            raise TooMuch(f"it takes more than {SECONDS:g} seconds")
+
+
+_budget: ContextVar[_Budget] = ContextVar("budget")
 
 
 class TooMuch(jinja2.TemplateError):
@@ -45,7 +90,7 @@ class ChatTemplate:
             raise ModelError(f"the chat template is not valid Jinja: {error}") from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        token = _steps_left.set(MOST_STEPS)
+        token = _budget.set(_Budget(monotonic() + SECONDS))
         pieces, length = [], 0
         try:
             for piece in self._template.generate(messages=[dict(message) for message in messages], **variables):
@@ -58,7 +103,7 @@ class ChatTemplate:
         except (RecursionError, MemoryError) as error:
             raise ModelError("the model's chat template asks for more memory than a conversation can need") from error
         finally:
-            _steps_left.reset(token)
+            _budget.reset(token)
         return "".join(pieces)
 
 
@@ -68,9 +113,17 @@ class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
-        self.filters = {name: _bounded(function) for name, function in self.filters.items()}
-        self.filters |= {"tojson": _bounded(_tojson), "_counted": _counted, "_checked": _checked, "_joined": _joined}
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols], finalize=_checked
+        )
+        self.filters = {name: _bounded(function) for name, function in self.filters.items() if name in FILTERS}
+        self.filters |= {
+            "tojson": _bounded(_tojson),
+            "_counted": _counted,
+            "_checked": _checked,
+            "_joined": _joined,
+            "_searched": _searched,
+        }
         self.globals |= {"raise_exception": _refuse, "strftime_now": _strftime_now}
         del self.globals["lipsum"]
 
@@ -91,9 +144,16 @@ class _Environment(ImmutableSandboxedEnvironment):
         _check_arguments(getattr(inspect.unwrap(__obj), "__self__", None), args, kwargs)
         return _checked(super().call(__context, __obj, *args, **kwargs))
 
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        if callable(value):
+            allowed = next((names for kind, names in METHODS.items() if isinstance(obj, kind)), None)
+            if attr not in allowed if allowed is not None else isinstance(obj, (bytes, int, float)):
+                return False
+        return bool(super().is_safe_attribute(obj, attr, value))
+
 
 class _Bounds(NodeTransformer):
-    """Routes loops, `~`, lists and captured blocks of a parsed template through the filters that count and measure."""
+    """Route loops, `~`, comparisons, containers and captured blocks of a template through filters that charge."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
@@ -109,6 +169,23 @@ class _Bounds(NodeTransformer):
         return nodes.Filter(node, "_checked", [], [], None, None)
 
     visit_Dict = visit_List
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
+        if node.ctx != "load":
+            return node
+        self.generic_visit(node)
+        return nodes.Filter(node, "_checked", [], [], None, None)
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        if isinstance(node.arg, nodes.Slice):  # which compiled templates take without asking the environment
+            return nodes.Filter(node, "_checked", [], [], None, None)
+        return node
+
+    def visit_Operand(self, node: nodes.Operand) -> nodes.Operand:
+        self.generic_visit(node)
+        node.expr = nodes.Filter(node.expr, "_searched", [], [], None, None)
+        return node
 
     def visit_AssignBlock(self, node: nodes.AssignBlock) -> nodes.AssignBlock:
         self.generic_visit(node)
@@ -147,38 +224,55 @@ def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
 
 
-def _charge(steps: int) -> None:
-    left = _steps_left.get() - steps
-    if left < 0:
-        raise TooMuch(f"it takes more than {MOST_STEPS} steps")
-    _steps_left.set(left)
-
-
 def _counted(items: Iterable[Any]) -> Iterator[Any]:
     """The items of a loop, each charged to the budget of the render."""
+    budget = _budget.get()
     for item in items:
-        _charge(1)
+        budget.charge()
         yield item
 
 
+def _searched(value: Any) -> Any:
+    """A value that another is compared with or looked for in."""
+    _budget.get().charge(1 + len(value) // 64 if isinstance(value, (str, list, tuple)) else 1)
+    return value
+
+
 def _checked(value: Any) -> Any:
-    """The value itself, if its size is reasonable.
+    """The value itself, charged to the budget, if its size is reasonable.
 
     Containers are charged for all that is in them, so that one that holds itself twice, which holds itself twice, ...
-    cannot be built: whatever walks through it would never end.
+    cannot be built or printed: whatever walks through it would never end.
     """
-    if isinstance(value, (list, tuple, dict)):
+    if value is None or isinstance(value, (jinja2.Undefined, bool, float)):
+        return value
+    budget = _budget.get(None)
+    if budget is None:  # a constant that is folded while the template compiles
+        return value
+    if isinstance(value, (str, bytes)):
+        budget.charge(1, len(value))
+        if len(value) > MOST_TEXT:
+            raise TooMuch(f"it builds a text of {len(value)} characters")
+    elif isinstance(value, int):
+        if value.bit_length() > 1024:
+            raise TooMuch("it computes with absurdly large numbers")
+    elif isinstance(value, CONTAINERS):
         open_: list[Any] = [value]
         while open_:
             inside = open_.pop()
-            _charge(len(inside) + 1)
-            items = inside.values() if isinstance(inside, dict) else inside
-            open_ += [item for item in items if isinstance(item, (list, tuple, dict))]
-    if isinstance(value, str) and len(value) > MOST_TEXT:
-        raise TooMuch(f"it builds a text of {len(value)} characters")
-    if isinstance(value, int) and value.bit_length() > 1024:
-        raise TooMuch("it computes with absurdly large numbers")
+            items = _items(inside)
+            budget.charge(len(items) + 1)
+            open_ += [item for item in items if isinstance(item, CONTAINERS)]
     return value
+
+
+CONTAINERS = (list, tuple, dict, Namespace)
+
+
+def _items(container: Any) -> list[Any]:
+    if isinstance(container, Namespace):
+        container = object.__getattribute__(container, "_Namespace__attrs")
+    return list(container.values() if isinstance(container, dict) else container)
 
 
 def _joined(parts: list[Any]) -> str:
@@ -223,9 +317,12 @@ def _check_format(text: str, arguments: Sequence[Any]) -> None:
 def _check_arguments(owner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Check the arguments of a call: no width or count beyond reason, no text that multiplies without end."""
     given = [*args, *kwargs.values()]
+    if any(isinstance(value, int) and value > WIDEST for value in given):
+        raise TooMuch(f"it passes a width or count of more than {WIDEST} to a function")
+    for value in given:
+        _searched(_checked(value))
     if isinstance(owner, str):
-        if any(isinstance(value, int) and value > WIDEST for value in given):
-            raise TooMuch("it passes an absurd width to a function of texts")
+        _searched(owner)
         texts = [len(value) for value in given if isinstance(value, str)]
         _check_total([len(owner) + (len(owner) + 1) * longest for longest in texts[-1:]])
         if given and re.search(r"[{%]", owner):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -69,6 +70,8 @@ class StreamsBlock(Block):
     mixer runs a product of low rank (LAuReL, 2411.07501).
     """
 
+    fusable: ClassVar[bool] = False
+
     streams: int
     active: int
     router_norm: Norm
@@ -81,7 +84,7 @@ class StreamsBlock(Block):
     low_rank_norm: Norm
     per_layer_input: PerLayerInput
 
-    def __call__(self, x: Tensor, step: Step, memory: LayerState) -> Tensor:
+    def __call__(self, x: Tensor, step: Step, cache: LayerState) -> Tensor:
         streams = x.unflatten(-1, (self.streams, -1))  # [R, T, N, E]
         mix = (self._modes(streams[..., self.active, :]) @ self.predict.mT).unflatten(-1, (self.streams, -1))
         streams = streams + mix @ streams
@@ -89,17 +92,14 @@ class StreamsBlock(Block):
         assert self.mixer_norm is not None
         given = ops.norm(active, self.mixer_norm)
         beside = given + ops.norm(ops.linear(ops.linear(given, self.left), self.right), self.low_rank_norm)
-        mixed = (self._mixed(active, step, memory) + beside) * 2**-0.5
-        done = self._fed(mixed, mixed)
+        mixed = (self.mix(active, step, cache) + beside) * 2**-0.5
+        done = self.feed(mixed, mixed)
         share = self._modes(done) @ self.correct.mT + 1.0  # [R, T, N]
         streams = streams + (done - active)[..., None, :] * share[..., None]
         first = streams[..., self.active, :]
         first = first if self.corrected_scale is None else first * self.corrected_scale
         added = self.per_layer_input(first, step)
         return torch.cat([streams[..., :1, :], streams[..., 1:, :] + added[..., None, :]], dim=-2).flatten(-2)
-
-    def join(self, run: ops.Run, step: Step, memory: LayerState) -> None:
-        run.put(self(run.stream(), step, memory))
 
     def _modes(self, x: Tensor) -> Tensor:
         """x float32 `[R, T, E]` -> `[R, T, N]`."""

@@ -58,12 +58,12 @@ class Shortcut:
         return CompositeState([half.attention.new_state(layout) for half in (self.first, self.second)])
 
     def __call__(
-        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
+        self, x: Tensor, step: Step, cache: LayerState, norm: Norm | None = None, residual: Residual | None = None
     ) -> Tensor:
-        assert isinstance(memory, CompositeState) and norm is None
+        assert isinstance(cache, CompositeState) and norm is None
         assert residual is not None and residual.stream is x and residual.norm is None and residual.scale == 1.0
         skipped = None
-        for half, own in zip((self.first, self.second), memory.members):
+        for half, own in zip((self.first, self.second), cache.members):
             x = half.attention(x, step, own, half.attention_norm, Residual(x))
             if skipped is None:
                 skipped = self.experts(x, half.mlp_norm)

@@ -42,19 +42,19 @@ class NarrowValues(Attention):
     value_dim: int = 0
     value_scale: float = 1.0
 
-    def half(self, norm: ops.Norm | None, after: ops.Norm | None, scale: float) -> None:
-        return None
+    def sublayers(self, norm: ops.Norm | None, post_norm: ops.Norm | None, scale: float) -> tuple[ops.Sublayer, ...]:
+        return ()
 
-    def mix(self, qkv: Tensor, step: Step, memory: LayerState, residual: Residual | None = None) -> Tensor:
+    def mix(self, qkv: Tensor, step: Step, cache: LayerState, residual: Residual | None = None) -> Tensor:
         """Attention after the projections, `[R, T, (H + K) * D + K * Dv]` -> `[R, T, E]`."""
-        assert isinstance(memory, KeyValueState)
+        assert isinstance(cache, KeyValueState)
         widths = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.value_dim
         q, k, v = qkv.split(widths, dim=-1)
         q, k = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k))  # [R, T, H, D], [R, T, K, D]
         v = v.unflatten(-1, (-1, self.value_dim)) * self.value_scale
         v = pad(v, (0, self.head_dim - self.value_dim))  # [R, T, K, D]
         scoring = ops.AttentionParams(self.scale, self.softcap, self.sinks)
-        seen = memory.attend(q, (k, v), step, scoring, self.rotation(step))  # [R, T, H, D]
+        seen = cache.attend(q, (k, v), step, scoring, self.rope_tables(step))  # [R, T, H, D]
         return ops.linear(seen[..., : self.value_dim].flatten(-2), self.out, self.out_bias, residual=residual)
 
 

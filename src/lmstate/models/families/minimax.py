@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -31,18 +32,17 @@ class NormedBlock(Block):
     `weights`: of the input and of the part, for the mixer and for the feed-forward part.
     """
 
+    fusable: ClassVar[bool] = False
+
     weights: tuple[tuple[float, float], tuple[float, float]] = ((1.0, 1.0), (1.0, 1.0))
 
-    def __call__(self, x: Tensor, step: Step, memory: LayerState) -> Tensor:
+    def __call__(self, x: Tensor, step: Step, cache: LayerState) -> Tensor:
         assert self.mlp is not None and self.mixer_norm is not None and self.mlp_norm is not None
         (keep, add), (keep_fed, add_fed) = self.weights
         x = ops.norm(x, self.mixer_norm)
-        x = x * keep + self.mixer(x, step, memory) * add
+        x = x * keep + self.mixer(x, step, cache) * add
         x = ops.norm(x, self.mlp_norm)
         return x * keep_fed + self.mlp(x) * add_fed
-
-    def join(self, run: ops.Run, step: Step, memory: LayerState) -> None:
-        run.put(self(run.stream(), step, memory))
 
 
 def build(w: WeightLoader) -> Model:

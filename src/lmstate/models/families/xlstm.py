@@ -49,7 +49,7 @@ def build(w: WeightLoader) -> Model:
     def block(index: int) -> Block:
         layer = f"backbone.blocks.{index}"
         return Block(
-            memory(w, f"{layer}.mlstm_layer", shape, biased),
+            mlstm(w, f"{layer}.mlstm_layer", shape, biased),
             feed_forward(w, f"{layer}.ffn", hidden, inner),
             layer_norm(f"{layer}.norm_mlstm"),
             layer_norm(f"{layer}.norm_ffn"),
@@ -72,7 +72,7 @@ def _inner(config: Config, hidden: int) -> int:
     return int((width + multiple - 1) // multiple * multiple)
 
 
-def memory(w: WeightLoader, prefix: str, shape: b.Dims, biased: bool) -> MLSTM:
+def mlstm(w: WeightLoader, prefix: str, shape: b.Dims, biased: bool) -> MLSTM:
     config, hidden = w.config, shape.hidden
     heads = config.int("num_heads", low=1, high=b.MAX_SIZE, default=8)
     keys, values = (

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import math
 
-from torch import Tensor
-
-from lmstate import ops
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
@@ -15,9 +12,8 @@ from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.mamba2 import Mamba2
 from lmstate.models.layers.mlp import MLP
 from lmstate.models.layers.rope import make_rope
-from lmstate.models.layers.zamba_hybrid import EMBEDDING, Adapter, SharedTransformer, ZambaHybrid
+from lmstate.models.layers.zamba_hybrid import Adapter, KeptEmbedding, SharedTransformer, ZambaHybrid
 from lmstate.models.model import Block, Model
-from lmstate.state import LayerState, Step
 
 DEFAULTS: b.Defaults = {"zamba2": b.EPS}
 
@@ -86,29 +82,18 @@ def build(w: WeightLoader) -> Model:
         return b.mamba2(w, f"{prefix}.mamba", sizes, shape.hidden, norm=gated)
 
     def block(index: int) -> Block:
-        layer, make = f"model.layers.{index}", FirstBlock if index == 0 else Block
+        layer = f"model.layers.{index}"
         if kinds[index] == "mamba":
-            return make(space(layer), None, b.norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps))
+            return Block(space(layer), None, b.norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps))
         link = w.linear(f"{layer}.linear.weight", shape=(shape.hidden, shape.hidden))
         before = b.norm(w, f"{layer}.mamba_decoder.input_layernorm.weight", shape.hidden, shape.eps)
         shared = transformer(hybrids.index(index))
-        return make(ZambaHybrid(shared, link, space(f"{layer}.mamba_decoder"), before), None)
+        return Block(ZambaHybrid(shared, link, space(f"{layer}.mamba_decoder"), before), None)
 
     final = b.norm(w, "model.final_layernorm.weight", shape.hidden, shape.eps)
     # A file that holds the block in each layer that uses it holds all of its adapters with each.
-    return b.decoder(w, shape, block, final_norm=final, ignore=("model.layers.*.shared_transformer.*adapter_list.*",))
-
-
-class FirstBlock(Block):
-    """A block that leaves its input, the embedding of the step's tokens, where hybrid layers find it."""
-
-    def __call__(self, x: Tensor, step: Step, memory: LayerState) -> Tensor:
-        step.cached(EMBEDDING, lambda: x)
-        return super().__call__(x, step, memory)
-
-    def join(self, run: ops.Run, step: Step, memory: LayerState) -> None:
-        step.cached(EMBEDDING, run.stream)
-        super().join(run, step, memory)
+    ignore = ("model.layers.*.shared_transformer.*adapter_list.*",)
+    return b.decoder(w, shape, block, final_norm=final, ignore=ignore, entry=KeptEmbedding())
 
 
 def _mamba2_shape(config: Config, hidden: int) -> b.Mamba2Shape:

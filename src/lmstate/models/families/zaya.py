@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -77,13 +77,13 @@ class Skip:
 class ChainedMixture:
     """A mixture whose router reads a few features of the token, and of what the router of the layer before read.
 
-    `down` gives those B features; what came from the layer before is added, `memory` times it. `first` and `second`
-    are the router's MLP, up to its last matrix, which `experts.router` has.
+    `down` gives those B features; what came from the layer before is added, `state_scale` times it. `first` and
+    `second` are the router's MLP, up to its last matrix, which `experts.router` has.
     """
 
     down: Weight  # [B, E]
     down_bias: Tensor
-    memory: Tensor | None  # [B]; None: of the first layer
+    state_scale: Tensor | None  # [B]; None: of the first layer
     norm: Norm
     first: Weight  # [B, B]
     first_bias: Tensor
@@ -94,8 +94,8 @@ class ChainedMixture:
     def __call__(self, x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         """x `[R, T, E]`, and what the layer before read, `[R, T, B]` -> `[R, T, E]`, and what this one read."""
         read = ops.linear(x, self.down, self.down_bias)
-        if self.memory is not None:
-            read = read + before * self.memory
+        if self.state_scale is not None:
+            read = read + before * self.state_scale
         features = _gelu(ops.linear(read, self.first, self.first_bias, norm=self.norm))
         features = _gelu(ops.linear(features, self.second, self.second_bias))
         chosen = self.experts.router(features.flatten(0, -2))
@@ -135,19 +135,18 @@ class ChainedBlock(Block):
     `mixer_norm`, `mlp_norm`, and the sums after the parts are of the stream alone.
     """
 
+    fusable: ClassVar[bool] = False
+
     mixture: ChainedMixture | None = None
     after: tuple[Sum, Sum] | None = None
 
-    def __call__(self, x: Tensor, step: Step, memory: LayerState) -> Tensor:
+    def __call__(self, x: Tensor, step: Step, cache: LayerState) -> Tensor:
         """x float32 `[R, T, E + B]` -> `[R, T, E + B]`."""
         assert self.mixture is not None and self.after is not None and self.mlp_norm is not None
         x, before = x.tensor_split([self.mixture.down.in_features], dim=-1)
-        x = self.after[0](self.mixer(x, step, memory, self.mixer_norm), x)
+        x = self.after[0](self.mixer(x, step, cache, self.mixer_norm), x)
         fed, read = self.mixture(ops.norm(x, self.mlp_norm), before)
         return torch.cat([self.after[1](fed, x), read], dim=-1)
-
-    def join(self, run: ops.Run, step: Step, memory: LayerState) -> None:
-        run.put(self(run.stream(), step, memory))
 
 
 def build(w: WeightLoader) -> Model:

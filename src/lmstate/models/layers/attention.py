@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from lmstate import ops
-from lmstate.models.layers.base import JoiningMixer, Sublayers
+from lmstate.models.layers.base import FusableLayer
 from lmstate.models.layers.rope import Rope
 from lmstate.ops import Norm, Residual, Weight
 from lmstate.state import KeyValueState, LayerState, Layout, Step, attention_state
@@ -36,7 +36,7 @@ class Temperature:
 
 
 @dataclass(frozen=True, eq=False)
-class Attention(JoiningMixer):
+class Attention(FusableLayer):
     """Attention of H query heads over K key/value heads (Vaswani et al. 2017; Ainslie et al. 2023).
 
     `qkv [H * D + 2 * K * D, E]` are the three projections in one matrix. `q_norm` and `k_norm` normalise each head, or
@@ -86,32 +86,27 @@ class Attention(JoiningMixer):
             rotate_by=self.rope.rotate_by if self.rope is not None else None, heads=self.heads, scale=self.scale,
         )  # fmt: skip
 
-    def half(self, norm: Norm | None, after: Norm | None, scale: float) -> ops.AttentionSublayer | None:
-        apart = self.temperature is not None or self.clip is not None or self.turned_weight is not None
-        if apart or self.gates not in (0, self.heads) or self.gate_act != "sigmoid":
-            return None
-        return ops.AttentionSublayer(
+    def sublayers(self, norm: Norm | None, post_norm: Norm | None, scale: float) -> tuple[ops.Sublayer, ...]:
+        unknown = self.temperature is not None or self.clip is not None or self.turned_weight is not None
+        if unknown or self.gates not in (0, self.heads) or self.gate_act != "sigmoid":
+            return ()
+        sublayer = ops.AttentionSublayer(
             self.qkv, self.out, self.heads, self.kv_heads, self.head_dim,
             ops.AttentionParams(self.scale, self.softcap, self.sinks), self.q_norm, self.k_norm, self.v_norm,
             self.qkv_bias, self.out_bias, self.gate, self.gates, self.reads is not None,
-            norm=norm, post_norm=after, scale=scale,
+            norm=norm, post_norm=post_norm, scale=scale,
         )  # fmt: skip
+        return (sublayer,)
 
-    def joins(self, run: ops.Run, half: Sublayers, step: Step, memory: LayerState) -> bool:
-        assert isinstance(memory, KeyValueState) and isinstance(half, ops.AttentionSublayer)
-        if not run.native or (rings := memory.rings(step)) is None:
-            return False
-        return run.attends(half, rings, self.rotation(step))
-
-    def rotation(self, step: Step) -> ops.RopeTables | None:
+    def rope_tables(self, step: Step) -> ops.RopeTables | None:
         return None if self.rope is None else self.rope.rotation(step)
 
-    def apart(self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
-        return self.mix(ops.linear(x, self.qkv, self.qkv_bias, norm=norm), step, memory, residual)
+    def forward(self, x: Tensor, step: Step, cache: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
+        return self.mix(ops.linear(x, self.qkv, self.qkv_bias, norm=norm), step, cache, residual)
 
-    def mix(self, qkv: Tensor, step: Step, memory: LayerState, residual: Residual | None = None) -> Tensor:
+    def mix(self, qkv: Tensor, step: Step, cache: LayerState, residual: Residual | None = None) -> Tensor:
         """What comes after the projections, as wide as `qkv` is high -> `[R, T, E]`."""
-        assert isinstance(memory, KeyValueState)
+        assert isinstance(cache, KeyValueState)
         qkv, behind = qkv.tensor_split([qkv.shape[-1] - self.gates], dim=-1)
         kv_width = 0 if self.reads is not None else self.kv_heads * self.head_dim
         qkv = qkv if self.clip is None else qkv.clamp(-self.clip, self.clip)
@@ -125,13 +120,13 @@ class Attention(JoiningMixer):
             new = _normed(k, self.k_norm, self.head_dim), _normed(v, self.v_norm, self.head_dim)  # [R, T, K, D] each
         if self.temperature is not None:
             q = q * self.temperature.at(step)  # a number a token, which no rotation touches
-        rotation = self.rotation(step)
+        rotation = self.rope_tables(step)
         if self.turned_weight is not None and rotation is not None:
             q = ops.rope(q, *rotation) * self.turned_weight
             new = None if new is None else (ops.rope(new[0], *rotation), new[1])
             rotation = None
         scoring = ops.AttentionParams(self.scale, self.softcap, self.sinks)
-        seen = memory.attend(q, new, step, scoring, rotation)
+        seen = cache.attend(q, new, step, scoring, rotation)
         if self.gates:
             seen = gated(seen, behind, self.gate_act)
         mixed = seen.flatten(-2) if gate is None else seen.flatten(-2) * gate.sigmoid()

@@ -1,21 +1,20 @@
-"""What mixes tokens in a block: attention or a recurrence. It has weights and no memory."""
+"""The contract of mixers: layers that mix tokens in a block, by attention or a recurrence. Weights, and no state."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Protocol, TypeAlias
+from collections.abc import Sequence
+from typing import Protocol
 
 from torch import Tensor
 
 from lmstate import ops
 from lmstate.ops import Norm, Residual
-from lmstate.state import LayerState, Layout, RecurrentState, Step
-
-Sublayers: TypeAlias = ops.Sublayer | tuple[ops.Sublayer, ops.Sublayer]
+from lmstate.state import CompositeState, KeyValueState, LayerState, Layout, RecurrentState, Step
 
 
 class Mixer(Protocol):
-    """`x [R, T, E] -> [R, T, E]`. What it remembers lies in the `memory` that it made with `new_state`.
+    """`x [R, T, E] -> [R, T, E]`. What it remembers lies in the `cache` that it made with `new_state`.
 
     `norm` is applied to x first; `residual` is added last.
     """
@@ -26,51 +25,71 @@ class Mixer(Protocol):
         ...
 
     def __call__(
-        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
+        self, x: Tensor, step: Step, cache: LayerState, norm: Norm | None = None, residual: Residual | None = None
     ) -> Tensor: ...
 
     def new_state(self, layout: Layout) -> LayerState: ...
 
 
-class JoiningMixer(ABC):
-    """One that may wait in a run of layers, as a half of its block. Called alone, it is a run of its own if it can."""
+class FusableLayer(ABC):
+    """A mixer that native bodies know whole, from the residual stream and back to it."""
 
     @abstractmethod
-    def half(self, norm: Norm | None, after: Norm | None, scale: float) -> Sublayers | None:
-        """What waits, with the norms before and after it; None if this one never does."""
+    def sublayers(self, norm: Norm | None, post_norm: Norm | None, scale: float) -> tuple[ops.Sublayer, ...]:
+        """The layer with the norms around it, one sublayer for each of its caches; empty where no native body does."""
 
-    @abstractmethod
-    def joins(self, run: ops.Run, half: Sublayers, step: Step, memory: LayerState) -> bool:
-        """Have its half wait in a run; False where it cannot."""
-
-    def rotation(self, step: Step) -> ops.RopeTables | None:
-        """How a step's positions turn what it compares."""
+    def rope_tables(self, step: Step) -> ops.RopeTables | None:
+        """The rotation of a step's queries and keys."""
         return None
 
     @abstractmethod
-    def apart(self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
-        """The same as operations one after the other."""
+    def forward(self, x: Tensor, step: Step, cache: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
+        """The layer as operations one after the other."""
 
     def __call__(
-        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
+        self, x: Tensor, step: Step, cache: LayerState, norm: Norm | None = None, residual: Residual | None = None
     ) -> Tensor:
-        stream, after, scale = residual or (None, None, 1.0)
-        run = ops.Run(x, step.starts_t, step.counts_t)
-        run.add_to(stream, x)
-        half = self.half(norm, after, scale) if run.native else None
-        if half is not None and self.joins(run, half, step, memory):
-            return run.stream()
-        return self.apart(x, step, memory, norm, residual)
+        """`forward`, as one native call where that can be."""
+        stream, post_norm, scale = residual or (None, None, 1.0)
+        graph = ops.FusedGraph(x, step.starts_t, step.counts_t)
+        graph.set_residual(stream, x)
+        sublayers = self.sublayers(norm, post_norm, scale) if graph.enabled else ()
+        if sublayers and add_sublayers(graph, sublayers, simple_caches(cache), step, self.rope_tables(step)):
+            return graph.flush()
+        return self.forward(x, step, cache, norm, residual)
 
 
-class RecurrentMixer(JoiningMixer):
-    """One whose memory is a fold with a convolution's tail, and mostly a state."""
+def simple_caches(cache: LayerState) -> Sequence[LayerState]:
+    """The caches that attend or scan in it, each alone: itself, or its members if it does both."""
+    return cache.members if isinstance(cache, CompositeState) and not isinstance(cache, KeyValueState) else (cache,)
 
-    def joins(self, run: ops.Run, half: Sublayers, step: Step, memory: LayerState) -> bool:
-        assert isinstance(memory, RecurrentState) and isinstance(half, ops.RecurrentSublayer)
-        if not run.native or (carry := memory.single_scan_carry(step)) is None:
+
+def add_sublayers(
+    graph: ops.FusedGraph,
+    sublayers: Sequence[ops.Sublayer],
+    caches: Sequence[LayerState],
+    step: Step,
+    tables: ops.RopeTables | None,
+) -> bool:
+    """Add sublayers to a graph, all or none; False where one of them cannot be fused in this step.
+
+    caches: of the first sublayers, one each; the rest, feed-forward parts, need none.
+    """
+    fusable = []
+    for place, sublayer in enumerate(sublayers):
+        view = carry = None
+        if place < len(caches):
+            cache = caches[place]
+            if isinstance(cache, RecurrentState):
+                carry = cache.single_scan_carry(step)
+            elif isinstance(cache, KeyValueState):
+                view = cache.rings(step)
+        if (one := graph.fusable(sublayer, view=view, carry=carry, tables=tables)) is None:
             return False
-        if (folded := run.folds(half, carry)) is None:
-            return False
-        memory.record(step, *folded)
-        return True
+        fusable.append(one)
+    for place, one in enumerate(fusable):
+        if (result := graph.add(one)) is not None:
+            cache = caches[place]
+            assert isinstance(cache, RecurrentState)
+            cache.record(step, *result)
+    return True

@@ -69,10 +69,10 @@ class CompressedConvAttention:
         return torch.cat([qk.flatten(-2), late], dim=-1), (tail, of_heads)
 
     def __call__(
-        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
+        self, x: Tensor, step: Step, cache: LayerState, norm: Norm | None = None, residual: Residual | None = None
     ) -> Tensor:
-        assert isinstance(memory, CompositeState)
-        of_attention, of_convs = memory.members
+        assert isinstance(cache, CompositeState)
+        of_attention, of_convs = cache.members
         assert isinstance(of_convs, RecurrentState)
         heads, kv_heads = self.heads
         inputs, v = ops.linear(x, self.attention.qkv, self.attention.qkv_bias, norm=norm).tensor_split(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lmstate import ops
-from lmstate.models.layers.base import RecurrentMixer
+from lmstate.models.layers.base import FusableLayer
 from lmstate.ops import Norm, Residual, Weight
 from lmstate.ops.recurrent.causal_conv import tap_major
 from lmstate.ops.recurrent.gated_delta_mixer import delta_mixer
@@ -29,7 +29,7 @@ class LowRank:
 
 
 @dataclass(frozen=True, eq=False)
-class GatedDelta(RecurrentMixer):
+class GatedDelta(FusableLayer):
     """Gated DeltaNet (Yang et al. 2024, 2412.06464), and Kimi Delta Attention (2510.26692), a decay a channel.
 
     H value heads of Dv features read K <= H key heads of D features, each of them H / K times. `qkvz` gives q, k, v and
@@ -94,20 +94,21 @@ class GatedDelta(RecurrentMixer):
             floor=self.floor,
         )
 
-    def half(self, norm: Norm | None, after: Norm | None, scale: float) -> ops.GatedDeltaSublayer | None:
+    def sublayers(self, norm: Norm | None, post_norm: Norm | None, scale: float) -> tuple[ops.Sublayer, ...]:
         if self.decay_up is not None or self.floor is not None:
-            return None
-        return ops.GatedDeltaSublayer(
+            return ()
+        sublayer = ops.GatedDeltaSublayer(
             self.qkvz, self.gates, self.out, self.conv, self.A, self.dt_bias, self.norm, self.key_heads, self.key_dim,
-            self.gate_act, self.beta_scale, norm=norm, post_norm=after, scale=scale,
+            self.gate_act, self.beta_scale, norm=norm, post_norm=post_norm, scale=scale,
         )  # fmt: skip
+        return (sublayer,)
 
-    def apart(self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
-        assert isinstance(memory, RecurrentState)
+    def forward(self, x: Tensor, step: Step, cache: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
+        assert isinstance(cache, RecurrentState)
         if norm is not None:
             x = ops.norm(x, norm)
         inputs, z = self._projected(x)
-        return ops.linear(memory.advance(inputs, step, gate=z), self.out, residual=residual)
+        return ops.linear(cache.advance(inputs, step, gate=z), self.out, residual=residual)
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """q, k, v | beta | decay `[R, T, F]`; z `[R, T, H * Dv]`."""

@@ -19,6 +19,6 @@ class Identity:
         return CompositeState([])
 
     def __call__(
-        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
+        self, x: Tensor, step: Step, cache: LayerState, norm: Norm | None = None, residual: Residual | None = None
     ) -> Tensor:
         return x.new_zeros(()).expand_as(x) if residual is None else residual.stream

@@ -48,10 +48,10 @@ class Lightning:
         return y.flatten(-2), (state,)
 
     def __call__(
-        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
+        self, x: Tensor, step: Step, cache: LayerState, norm: Norm | None = None, residual: Residual | None = None
     ) -> Tensor:
-        assert isinstance(memory, RecurrentState)
+        assert isinstance(cache, RecurrentState)
         projected = ops.linear(x, self.project, norm=norm)
         inputs, gate = projected.split([3 * self.width, self.width], dim=-1)
-        y = ops.norm(memory.advance(inputs, step), self.norm) * gate.sigmoid()
+        y = ops.norm(cache.advance(inputs, step), self.norm) * gate.sigmoid()
         return ops.linear(y, self.out, residual=residual)

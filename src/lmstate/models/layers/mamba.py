@@ -63,9 +63,9 @@ class Mamba:
         return y, (tail, state)
 
     def __call__(
-        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
+        self, x: Tensor, step: Step, cache: LayerState, norm: Norm | None = None, residual: Residual | None = None
     ) -> Tensor:
-        assert isinstance(memory, RecurrentState)
+        assert isinstance(cache, RecurrentState)
         x, gate = ops.linear(x, self.project, self.bias, norm=norm).chunk(2, dim=-1)
-        y = memory.advance(x, step, gate=gate)
+        y = cache.advance(x, step, gate=gate)
         return ops.linear(y, self.out, self.out_bias, residual=residual)

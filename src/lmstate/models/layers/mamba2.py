@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lmstate import ops
-from lmstate.models.layers.base import RecurrentMixer
+from lmstate.models.layers.base import FusableLayer
 from lmstate.ops import Norm, Residual, Weight
 from lmstate.ops.recurrent.causal_conv import tap_major
 from lmstate.ops.recurrent.mamba2_mixer import ssd_mixer
@@ -25,7 +25,7 @@ class GatedNorm:
 
 
 @dataclass(frozen=True, eq=False)
-class Mamba2(RecurrentMixer):
+class Mamba2(FusableLayer):
     """The mixer of Dao and Gu 2024 (2405.21060), of H heads of P features, their states N wide, in G groups.
 
     `project [I + (I + 2 * G * N) + H, E]` gives gate | x, B, C | dt, with I = H * P. The fold takes x, B, C and dt; the
@@ -87,19 +87,22 @@ class Mamba2(RecurrentMixer):
             gate_last=gated is not None and gated.gate_last,
         )
 
-    def half(self, norm: Norm | None, after: Norm | None, scale: float, parallel: bool = False) -> ops.Mamba2Sublayer:
+    def sublayers(
+        self, norm: Norm | None, post_norm: Norm | None, scale: float, parallel: bool = False
+    ) -> tuple[ops.Sublayer, ...]:
         gated_norm, groups, gate_last = None, 1, False
         if self.norm is not None:
             gated_norm, groups, gate_last = self.norm.norm, self.norm.groups, self.norm.gate_last
-        return ops.Mamba2Sublayer(
+        sublayer = ops.Mamba2Sublayer(
             self.project, self.out, self.conv, self.conv_bias, self.A, self.D, self.dt_bias, self.groups,
             self.head_dim, self.dt_limits, gated_norm, groups, gate_last, self.bias, self.out_bias,
-            self.scale, parallel, norm=norm, post_norm=after, scale=scale,
+            self.scale, parallel, norm=norm, post_norm=post_norm, scale=scale,
         )  # fmt: skip
+        return (sublayer,)
 
-    def apart(self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
-        assert isinstance(memory, RecurrentState)
+    def forward(self, x: Tensor, step: Step, cache: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
+        assert isinstance(cache, RecurrentState)
         projected = ops.linear(x, self.project, self.bias, norm=norm)
         projected = projected if self.scale is None else projected * self.scale
-        y = memory.advance(projected[..., self.inner :], step, gate=projected[..., : self.inner])
+        y = cache.advance(projected[..., self.inner :], step, gate=projected[..., : self.inner])
         return ops.linear(y, self.out, self.out_bias, residual=residual)

@@ -58,9 +58,9 @@ class MultiHeadLatentAttention:
         )  # fmt: skip
 
     def __call__(
-        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
+        self, x: Tensor, step: Step, cache: LayerState, norm: Norm | None = None, residual: Residual | None = None
     ) -> Tensor:
-        assert isinstance(memory, LatentState | EvictingLatentState)
+        assert isinstance(cache, LatentState | EvictingLatentState)
         heads, nope, latent_dim = self.key_up.shape
         projected = ops.linear(x, self.down, self.down_bias, norm=norm)
         gates = heads if self.head_gate else 0
@@ -76,28 +76,24 @@ class MultiHeadLatentAttention:
             cos, sin, _ = self.rope.rotation(step)
             q_rope = ops.rope(q_rope, cos, sin, self.rope.interleaved)
             rope_key = ops.rope(rope_key[:, :, None], cos, sin, self.rope.interleaved)[:, :, 0]
-        memory.store(ops.norm(latent, self.latent_norm), rope_key, step)
+        cache.store(ops.norm(latent, self.latent_norm), rope_key, step)
         attend = (
-            self._expanded if not memory.observed and self._expands(step.width, memory.extent(step)) else self._absorbed
+            self._expanded if not cache.observed and self._expands(step.width, cache.extent(step)) else self._absorbed
         )
-        seen = attend(q_nope, q_rope, memory, step)  # [R, T, H * Dv]
+        seen = attend(q_nope, q_rope, cache, step)  # [R, T, H * Dv]
         if self.head_gate:
             seen = gated(seen.unflatten(-1, (heads, -1)), gate).flatten(-2)
         return ops.linear(seen, self.out, self.out_bias, residual=residual)
 
-    def _absorbed(
-        self, q_nope: Tensor, q_rope: Tensor, memory: LatentState | EvictingLatentState, step: Step
-    ) -> Tensor:
+    def _absorbed(self, q_nope: Tensor, q_rope: Tensor, cache: LatentState | EvictingLatentState, step: Step) -> Tensor:
         """Attention over the latents as they are stored -> `[R, T, H * Dv]`."""
         q_latent = per_head_matmul(q_nope, self.key_up)  # [R, T, H, Lat]
-        seen = memory.attend_latents(q_latent, q_rope, step, scale=self.scale)
+        seen = cache.attend_latents(q_latent, q_rope, step, scale=self.scale)
         return per_head_matmul(seen, self.value_up).flatten(-2)
 
-    def _expanded(
-        self, q_nope: Tensor, q_rope: Tensor, memory: LatentState | EvictingLatentState, step: Step
-    ) -> Tensor:
+    def _expanded(self, q_nope: Tensor, q_rope: Tensor, cache: LatentState | EvictingLatentState, step: Step) -> Tensor:
         """The same over keys `[R, H, S, Dn + Dr]` and values, made for some heads at a time -> `[R, T, H * Dv]`."""
-        latent, rope_key = (part.to(self.key_up.dtype)[:, None] for part in memory.stored(step))  # [R, 1, S, ...]
+        latent, rope_key = (part.to(self.key_up.dtype)[:, None] for part in cache.stored(step))  # [R, 1, S, ...]
         query = torch.cat([q_nope, q_rope], dim=-1)
         per_head = latent[..., 0].numel() * (query.shape[-1] + self.value_up.shape[2])
         size = max(1, EXPANDED // max(per_head, 1))
@@ -108,7 +104,7 @@ class MultiHeadLatentAttention:
             keys = torch.cat([nope, rope_key.expand(-1, nope.shape[1], -1, -1)], dim=-1)
             values = latent @ self.value_up[some]  # [R, h, S, Dv]
             seen.append(
-                ops.attend(query[:, :, some], keys, values, memory.starts(step), step.counts_t,
+                ops.attend(query[:, :, some], keys, values, cache.starts(step), step.counts_t,
             ops.AttentionParams(self.scale)) )  # fmt: skip
         return torch.cat(seen, dim=2).flatten(-2)
 

@@ -44,11 +44,14 @@ class MLP:
             return ops.linear(hidden, self.down, self.down_bias, gate=self.act, residual=residual)
         return ops.linear(ops.activation(self.act)(hidden), self.down, self.down_bias, residual=residual)
 
-    def half(self, norm: Norm | None, after: Norm | None, scale: float, parallel: bool) -> ops.MLPSublayer | None:
-        """What may wait in a run of layers, with the norms before and after it; None if this one never does."""
+    def sublayers(
+        self, norm: Norm | None, post_norm: Norm | None, scale: float, parallel: bool
+    ) -> tuple[ops.Sublayer, ...]:
+        """The MLP with the norms around it as native bodies know it; empty where they do not."""
         if not self.gated:
-            return None
-        return ops.MLPSublayer(
+            return ()
+        sublayer = ops.MLPSublayer(
             self.up, self.down, self.act, self.up_bias, self.down_bias, self.factors, parallel,
-            norm=norm, post_norm=after, scale=scale,
+            norm=norm, post_norm=post_norm, scale=scale,
         )  # fmt: skip
+        return (sublayer,)

@@ -59,13 +59,13 @@ class MLSTM:
         return y.flatten(-2), carry
 
     def __call__(
-        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
+        self, x: Tensor, step: Step, cache: LayerState, norm: Norm | None = None, residual: Residual | None = None
     ) -> Tensor:
-        assert isinstance(memory, RecurrentState)
+        assert isinstance(cache, RecurrentState)
         if norm is not None:
             x = ops.norm(x, norm)
         gates = ops.linear(x, self.gates, self.gates_bias)
         qkv, gate = ops.linear(x, self.project, self.bias).tensor_split([sum(self.widths)], dim=-1)
-        y = memory.advance(torch.cat([qkv, gates], dim=-1), step).unflatten(-1, (self.heads, -1))
+        y = cache.advance(torch.cat([qkv, gates], dim=-1), step).unflatten(-1, (self.heads, -1))
         y = ops.norm(y, self.norm).flatten(-2)
         return ops.linear(gate.sigmoid() * y, self.out, self.out_bias, residual=residual)

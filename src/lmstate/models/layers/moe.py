@@ -87,7 +87,7 @@ class Router:
     def _of_best_groups(self, choice: Tensor) -> Tensor:
         """`choice` `[M, N]` with minus infinity for the experts of the groups that are left out."""
         grouped = choice.unflatten(-1, (self.groups, -1))  # [M, groups, N / groups]
-        counted = 1 if self.group_score == "best" else 2
+        counted = 1 if self.group_score == "top1" else 2
         best = grouped.topk(counted, dim=-1).values.sum(-1).topk(self.topk_groups, dim=-1).indices
         left_out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)
         return grouped.masked_fill(left_out[..., None], float("-inf")).flatten(-2)
@@ -125,18 +125,21 @@ class MixtureOfExperts:
             out = out + (common if self.shared_gate is None else common * ops.linear(x, self.shared_gate).sigmoid())
         return out if residual is None else ops.add_residual(residual, out)
 
-    def half(self, norm: Norm | None, after: Norm | None, scale: float, parallel: bool) -> ops.MoESublayer | None:
-        """What may wait in a run of layers, with the norms before and after it; None if this one never does."""
+    def sublayers(
+        self, norm: Norm | None, post_norm: Norm | None, scale: float, parallel: bool
+    ) -> tuple[ops.Sublayer, ...]:
+        """The mixture with the norms around it as native bodies know it; empty where they do not."""
         experts, shared = [expert for expert in self.experts if _plain(expert)], self.shared
         if parallel or len(experts) < len(self.experts) or not (shared is None or _plain(shared)):
-            return None
+            return ()
         if not isinstance(self.router, Router) or self.router.expert_scale is not None:
-            return None
-        return ops.MoESublayer(
+            return ()
+        sublayer = ops.MoESublayer(
             self.router.params, tuple(_expert(expert) for expert in experts),
             None if shared is None else _expert(shared), self.shared_gate, self.scale_input,
-            norm=norm, post_norm=after, scale=scale,
+            norm=norm, post_norm=post_norm, scale=scale,
         )  # fmt: skip
+        return (sublayer,)
 
     def mixed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """The routed experts: x `[M, E]`, weights and chosen `[M, top_k]` -> `[M, E]`.

@@ -11,9 +11,6 @@ from lmstate import ops
 from lmstate.ops import Norm, Weight
 from lmstate.state import Step
 
-PER_LAYER = "per-layer inputs"
-"""Under this key a step keeps them, float32 `[R, T, L, P]`."""
-
 
 @dataclass(frozen=True, eq=False)
 class PerLayerInputs:
@@ -27,7 +24,7 @@ class PerLayerInputs:
     norm: Norm  # of P numbers
 
     def __call__(self, x: Tensor, tokens: Tensor, step: Step) -> Tensor:
-        step.cached(PER_LAYER, lambda: self.of(x, tokens))
+        step.extras["per_layer_inputs"] = self.of(x, tokens)
         return x
 
     def of(self, x: Tensor, tokens: Tensor) -> Tensor:
@@ -52,10 +49,6 @@ class PerLayerInput:
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         """x float32 `[R, T, E]` -> `[R, T, E]`."""
-        own = step.cached(PER_LAYER, _nobody)[..., self.block, :]  # [R, T, P]
+        own = step.extras["per_layer_inputs"][..., self.block, :]  # [R, T, P]
         gated = ops.activation(self.act)(ops.linear(x, self.gate)) * own
         return ops.norm(ops.linear(gated, self.out), self.after)
-
-
-def _nobody() -> Tensor:
-    raise AssertionError("the model's entry did not make the per-layer inputs of its blocks")

@@ -58,10 +58,10 @@ class RecurrentBlock:
         return y, (tail, h, seen)
 
     def __call__(
-        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
+        self, x: Tensor, step: Step, cache: LayerState, norm: Norm | None = None, residual: Residual | None = None
     ) -> Tensor:
-        assert isinstance(memory, RecurrentState)
+        assert isinstance(cache, RecurrentState)
         x, gate = ops.linear(x, self.project, self.bias, norm=norm).chunk(2, dim=-1)
         # ops.linear gates as act(first half) * second half.
-        both = torch.cat([gate, memory.advance(x, step)], dim=-1)
+        both = torch.cat([gate, cache.advance(x, step)], dim=-1)
         return ops.linear(both, self.out, self.out_bias, gate=self.act, residual=residual)

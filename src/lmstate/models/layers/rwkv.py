@@ -60,11 +60,11 @@ class TimeMix:
         return ops.sigmoid(r) * y, (tail, *new)
 
     def __call__(
-        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
+        self, x: Tensor, step: Step, cache: LayerState, norm: Norm | None = None, residual: Residual | None = None
     ) -> Tensor:
-        assert isinstance(memory, RecurrentState)
+        assert isinstance(cache, RecurrentState)
         x = x if norm is None else ops.norm(x, norm)
-        return ops.linear(memory.advance(x, step), self.out, residual=residual)
+        return ops.linear(cache.advance(x, step), self.out, residual=residual)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,11 +90,11 @@ class ChannelMix:
         return late, (tail,)
 
     def __call__(
-        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
+        self, x: Tensor, step: Step, cache: LayerState, norm: Norm | None = None, residual: Residual | None = None
     ) -> Tensor:
-        assert isinstance(memory, RecurrentState)
+        assert isinstance(cache, RecurrentState)
         x = x if norm is None else ops.norm(x, norm)
-        late = memory.advance(x, step)
+        late = cache.advance(x, step)
         of_key, of_receptance = self.shares
         hidden = ops.linear(mixed(x, late, of_key), self.key).relu().square()
         y = ops.sigmoid(ops.linear(mixed(x, late, of_receptance), self.receptance)) * ops.linear(hidden, self.value)

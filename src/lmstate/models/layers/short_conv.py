@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lmstate import ops
-from lmstate.models.layers.base import RecurrentMixer
+from lmstate.models.layers.base import FusableLayer
 from lmstate.ops import Norm, Residual, Weight
 from lmstate.ops.recurrent.causal_conv import causal_conv, tap_major
 from lmstate.state import LayerState, Layout, RecurrentState, Step
@@ -15,7 +15,7 @@ from lmstate.state.layers.recurrent import Carry
 
 
 @dataclass(frozen=True, eq=False)
-class ShortConv(RecurrentMixer):
+class ShortConv(FusableLayer):
     """`out(c * conv(b * x))`, where `project [3 * E, E]` gives b, c and x (Liquid AI, LFM2).
 
     The fold is the convolution alone; c needs no memory.
@@ -44,14 +44,15 @@ class ShortConv(RecurrentMixer):
         y, tail = causal_conv(inputs, carry[0], self.conv, self.conv_bias, counts)
         return y, (tail,)
 
-    def half(self, norm: Norm | None, after: Norm | None, scale: float) -> ops.ShortConvSublayer:
-        return ops.ShortConvSublayer(
+    def sublayers(self, norm: Norm | None, post_norm: Norm | None, scale: float) -> tuple[ops.Sublayer, ...]:
+        sublayer = ops.ShortConvSublayer(
             self.project, self.out, self.conv, self.conv_bias, self.bias, self.out_bias,
-            norm=norm, post_norm=after, scale=scale,
+            norm=norm, post_norm=post_norm, scale=scale,
         )  # fmt: skip
+        return (sublayer,)
 
-    def apart(self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
-        assert isinstance(memory, RecurrentState)
+    def forward(self, x: Tensor, step: Step, cache: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
+        assert isinstance(cache, RecurrentState)
         before, after, x = ops.linear(x, self.project, self.bias, norm=norm).chunk(3, dim=-1)
-        y = memory.advance(before * x, step)
+        y = cache.advance(before * x, step)
         return ops.linear(after * y, self.out, self.out_bias, residual=residual)

@@ -15,8 +15,14 @@ from lmstate.models.layers.rope import Rope
 from lmstate.ops import Norm, Residual, Weight
 from lmstate.state import CompositeState, LayerState, Layout, Step
 
-EMBEDDING = "embedding"
-"""Under this key a step keeps what its first block was given: the embedding of its tokens."""
+
+@dataclass(frozen=True, eq=False)
+class KeptEmbedding:
+    """Leaves the embedding of a step's tokens where hybrid layers find it."""
+
+    def __call__(self, x: Tensor, tokens: Tensor, step: Step) -> Tensor:
+        step.extras["embedding"] = x
+        return x
 
 
 @dataclass(eq=False)
@@ -48,13 +54,13 @@ class SharedTransformer:
     mlp_adapter: Adapter
     attention_adapter: Adapter | None = None
 
-    def __call__(self, x: Tensor, step: Step, memory: LayerState) -> Tensor:
-        both = torch.cat([x, step.cached(EMBEDDING, lambda: x)], dim=-1)  # [R, T, 2E]
+    def __call__(self, x: Tensor, step: Step, cache: LayerState) -> Tensor:
+        both = torch.cat([x, step.extras["embedding"]], dim=-1)  # [R, T, 2E]
         both = ops.norm(both, self.attention_norm)
         qkv = ops.linear(both, self.attention.qkv, self.attention.qkv_bias)
         if self.attention_adapter is not None:
             qkv = qkv + self.attention_adapter(both)
-        x = ops.norm(self.attention.mix(qkv, step, memory), self.mlp_norm)  # [R, T, E]
+        x = ops.norm(self.attention.mix(qkv, step, cache), self.mlp_norm)  # [R, T, E]
         hidden = ops.linear(x, self.mlp.up, self.mlp.up_bias) + self.mlp_adapter(x)
         return ops.linear(hidden, self.mlp.down, self.mlp.down_bias, gate=self.mlp.act)
 
@@ -83,9 +89,9 @@ class ZambaHybrid:
         return CompositeState([self.transformer.attention.new_state(layout), self.mamba.new_state(layout)])
 
     def __call__(
-        self, x: Tensor, step: Step, memory: LayerState, norm: Norm | None = None, residual: Residual | None = None
+        self, x: Tensor, step: Step, cache: LayerState, norm: Norm | None = None, residual: Residual | None = None
     ) -> Tensor:
-        assert isinstance(memory, CompositeState) and norm is None, "the stream itself goes into the transformer"
-        of_attention, of_mamba = memory.members
+        assert isinstance(cache, CompositeState) and norm is None, "the stream itself goes into the transformer"
+        of_attention, of_mamba = cache.members
         joined = ops.linear(self.transformer(x, step, of_attention), self.link, residual=Residual(x))
         return self.mamba(joined, step, of_mamba, self.mamba_norm, residual)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, overload
 from weakref import WeakKeyDictionary
 
@@ -36,7 +36,6 @@ from lmstate.ops.types.sublayers import (
 )
 
 if TYPE_CHECKING:
-    from lmstate.ops.fused.graph import Waiting
     from lmstate.ops.types.params import KVView, RopeTables
 
 
@@ -135,24 +134,31 @@ class Fused:
             raise ValueError(f"{list(rings.queries.shape)} has no room for {tokens} queries of {heads} heads")
 
     def run(
-        self, x: Tensor, residual: Tensor | None, starts: Tensor | None, counts: Tensor | None, waiting: Waiting
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        starts: Tensor | None,
+        counts: Tensor | None,
+        sublayers: Sequence[Sublayer],
+        arguments: Sequence[bytes],
+        views: Mapping[int, KVView],
     ) -> Tensor:
-        """x `[R, T, E]` through the halves, in one parallel region."""
-        (rows, tokens, _), halves = x.shape, waiting.halves
+        """x `[R, T, E]` through the sublayers, in one parallel region; `views` by their places among them."""
+        rows, tokens, _ = x.shape
         stream = x.contiguous()
-        y = torch.empty(rows, tokens, halves[-1].out_features, dtype=torch.float32)
+        y = torch.empty(rows, tokens, sublayers[-1].out_features, dtype=torch.float32)
         beside = stream if residual is x else residual
-        added = optional_pointer(beside, "the residual", (rows, tokens, halves[0].out_features))
+        added = optional_pointer(beside, "the residual", (rows, tokens, sublayers[0].out_features))
         if starts is not None and counts is not None:
             starts, counts = integers(starts, "starts", rows), integers(counts, "counts", rows)
-        arguments = abi.FUSED.pack(
+        head = abi.FUSED.pack(
             stream.data_ptr(), added, y.data_ptr(), 0 if starts is None else starts.data_ptr(),
-            0 if counts is None else counts.data_ptr(), rows, tokens, len(halves), torch.get_num_threads(),
+            0 if counts is None else counts.data_ptr(), rows, tokens, len(sublayers), torch.get_num_threads(),
         )  # fmt: skip
-        status = self._run(b"".join([arguments, *waiting.arguments]))
+        status = self._run(b"".join([head, *arguments]))
         if status:
-            each, failed = divmod(status, len(halves)) if status > 0 else (status, 0)
-            rings = waiting.rings.get(failed)
+            each, failed = divmod(status, len(sublayers)) if status > 0 else (status, 0)
+            rings = views.get(failed)
             if each < 0 or rings is None or starts is None or counts is None:
                 raise MemoryError(f"no memory for the activations of {rows} rows of {tokens} tokens")
             check_attended(each, x, rings.k, starts if rings.starts is None else rings.starts, counts)

@@ -1,16 +1,21 @@
-"""A run of layers of a decoder as one operation on the residual stream.
+"""Sublayers of a decoder fused into one operation on the residual stream.
 
-A block has two halves, attention or a recurrent layer and a gated feed-forward part. Halves that follow each other wait
-in a `Run` until their stream is asked for, and then go through one native call, in one parallel region. What they give
-is bit for bit what their operations give one after the other (but for the sigmoid of attention's gate).
+A block has two sublayers: attention or a recurrent layer, and a gated feed-forward part or a mixture of experts. Those
+that are added to a `FusedGraph` run at its `flush`, in one native call and one parallel region, and give bit for bit
+what their operations give one after the other (but for the sigmoid of attention's gate). Sublayers that were added once
+can be captured, and replayed in later steps.
+
+`LMSTATE_FUSE=0` switches it off: every operation then runs by itself. It is read once, at the first operation.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from operator import is_not
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import ref
 
 import torch
@@ -22,10 +27,10 @@ from lmstate.ops.dense.linear import is_gemv
 from lmstate.ops.types.params import KVView, RopeTables
 from lmstate.ops.types.sublayers import (
     AttentionSublayer,
+    Carry,
     MLPSublayer,
     MoESublayer,
     RecurrentResult,
-    RecurrentSublayer,
     Sublayer,
     pointers,
     requires_grad,
@@ -35,208 +40,260 @@ from lmstate.ops.types.sublayers import (
 if TYPE_CHECKING:
     from lmstate.ops.cpu import Library
 
+VARIABLE = "LMSTATE_FUSE"
+
+
+@lru_cache(maxsize=1)
+def fuses() -> bool:
+    """Whether sublayers may be fused at all. ValueError where the variable is neither 0 nor 1."""
+    asked = os.environ.get(VARIABLE, "").strip() or "1"
+    if asked not in ("0", "1"):
+        raise ValueError(f"{VARIABLE}={asked}: 1 fuses sublayers where native bodies can, 0 runs every operation alone")
+    return asked == "1"
+
+
+def packable(sublayers: Sequence[Sublayer]) -> bool:
+    """Whether there are native bodies for all of these, gradients aside."""
+    library = dispatch.choice().library if fuses() else None
+    with torch.no_grad():
+        return library is not None and all(library.fused.pack(sublayer) is not None for sublayer in sublayers)
+
+
+class Fusable(NamedTuple):
+    """A sublayer that a native body runs in this step, and its operands."""
+
+    sublayer: Sublayer
+    packed: bytes | Recurrence
+    view: KVView | None
+    carry: Carry | None
+    tables: RopeTables | None
+
 
 @dataclass(slots=True)
-class Waiting:
-    """Halves that are to run, the rings of those that attend, their arguments, and what else these point to."""
+class PendingSublayers:
+    """Sublayers to run, in order, with their arguments and everything that these point to."""
 
-    halves: list[Sublayer] = field(default_factory=list)
-    rings: dict[int, KVView] = field(default_factory=dict)
+    sublayers: list[Sublayer] = field(default_factory=list)
     arguments: list[bytes] = field(default_factory=list)
-    folds: dict[int, Recurrence] = field(default_factory=dict)  # of those that are recurrent, by their arguments' place
+    views: dict[int, KVView] = field(default_factory=dict)  # of those that attend, by their place in `sublayers`
+    recurrences: dict[int, Recurrence] = field(default_factory=dict)  # of recurrent ones, by their place in `arguments`
     held: list[Tensor] = field(default_factory=list)
 
-    def carry(self, place: int, layer: Recurrence, carry: Sequence[Tensor], rows: int, tokens: int) -> RecurrentResult:
-        """Have a recurrent layer take a carry, with all of its arguments in that place."""
+    def set_carry(
+        self, place: int, recurrence: Recurrence, carry: Sequence[Tensor], rows: int, tokens: int
+    ) -> RecurrentResult:
+        """Complete the arguments of a recurrent layer, in their place, for a step from this carry."""
         before = tuple(part.contiguous() for part in carry)
-        new, kept = room(layer, rows, tokens)
-        self.arguments[place] = carried(layer, before, new, kept)
+        new, kept = room(recurrence, rows, tokens)
+        self.arguments[place] = carried(recurrence, before, new, kept)
         self.held += (*before, *new, kept)
-        return RecurrentResult(kept[..., layer.first :], new)
+        return RecurrentResult(kept[..., recurrence.first :], new)
 
 
-class Chain:
-    """Halves that waited, for the runs of later steps: while nothing moves, these differ in rotations, starts, carries.
+class CapturedGraph:
+    """Sublayers that were added once, to be replayed while nothing that they point to moves.
 
-    A step begins when all that it looks at has left the caches: to ask once whether anything moved, of nothing but the
-    tensors, takes half of the time that having every half wait again does.
+    Steps differ in rope tables, starts and carries alone. A step begins with cold caches: to ask once whether anything
+    moved, of the tensors alone, takes half the time of adding each sublayer again.
     """
 
     def __init__(
         self,
         library: Library,
         rows: int,
-        waiting: Waiting,
-        turns: list[tuple[RopeTables | None, bytes]],
+        pending: PendingSublayers,
+        tables: list[tuple[RopeTables | None, bytes]],
         starts: list[tuple[Tensor | None, bytes]],
     ):
-        self.library, self.rows, self.halves, self.arguments = library, rows, waiting.halves, waiting.arguments
-        self.single = any(each.columns is not None or each.queries is not None for each in waiting.rings.values())
-        """Whether something is as long as the step, so that it is only for steps of one token."""
-        self.rings = {place: ref(rings) for place, rings in waiting.rings.items()}
-        """Those of its halves; what they hold may be freed while the chain is there."""
-        self.folds = waiting.folds
-        turned = [(rotation, packed) for rotation, packed in turns if rotation is not None]
-        self.rotations = [rotation for rotation, _ in turned]
-        """Those of this step, in whose places another has its own."""
-        self.turned = [self._places(packed) for _, packed in turned]
-        self.placed = [self._places(packed) for _, packed in starts]
-        kinds = [id(each) for each, _ in starts]
-        self.starts = [kinds.index(id(rings.starts)) for rings in waiting.rings.values()]
-        """For each of the rings, which of `placed` its starts are."""
-        self._tensors = [tensor for half in waiting.halves for tensor in half.tensors()]
+        self.library, self.rows, self.sublayers, self.arguments = library, rows, pending.sublayers, pending.arguments
+        self.single_token = any(view.columns is not None or view.queries is not None for view in pending.views.values())
+        """Whether a view has buffers as long as the step, so that the graph is only for steps of one token."""
+        self.views = {place: ref(view) for place, view in pending.views.items()}
+        """Weak: the buffers of a view may be freed while the graph exists."""
+        self.recurrences = pending.recurrences
+        used = [(each, places) for each, packed in tables if each is not None and (places := self._places(packed))]
+        self.tables = [each for each, _ in used]
+        """Those of the captured step; a later one has its own in their places."""
+        self.table_places = [places for _, places in used]
+        begins = [(each, places) for each, packed in starts if (places := self._places(packed))]
+        self.start_places = [places for _, places in begins]
+        kinds = [id(each) for each, _ in begins]
+        self.starts = [kinds.index(id(view.starts)) for view in pending.views.values()]
+        """For each view, which of `start_places` its starts have."""
+        self._tensors = [tensor for sublayer in pending.sublayers for tensor in sublayer.tensors()]
         self._pointers = pointers(self._tensors)
-        self._weights = [weight for half in waiting.halves for weight in half.weights]
+        self._weights = [weight for sublayer in pending.sublayers for weight in sublayer.weights]
         self._storages = [weight.storage for weight in self._weights]
 
     def _places(self, packed: bytes) -> list[int]:
         return [place for place, each in enumerate(self.arguments) if each is packed]
 
-    def stays(self) -> bool:
-        """Whether nothing moved, and no gradient is to follow."""
+    def is_valid(self) -> bool:
+        """Whether no weight was replaced or moved, and no gradient is to follow."""
         if any(map(is_not, map(storage, self._weights), self._storages)) or pointers(self._tensors) != self._pointers:
             return False
         return not (torch.is_grad_enabled() and any(map(requires_grad, self._tensors)))
 
 
-class Run:
-    """A stream float32 `[R, T, E]`, and the halves that are still to change it.
+class FusedGraph:
+    """A residual stream float32 `[R, T, E]`, and the sublayers that are still to be applied to it.
 
-    starts, counts: int64 `[R]`, where a row's tokens start and how many there are; feed-forward parts need none.
+    starts, counts: int64 `[R]`, where a row's tokens start and how many there are; feed-forward sublayers need none.
     """
 
     def __init__(self, x: Tensor, starts: Tensor | None = None, counts: Tensor | None = None):
         self._starts, self._counts = starts, counts
-        self._turns: dict[int, tuple[RopeTables | None, bytes]] = {}
-        self._places: dict[int, tuple[Tensor | None, bytes]] = {}
+        self._tables: dict[int, tuple[RopeTables | None, bytes]] = {}
+        self._begins: dict[int, tuple[Tensor | None, bytes]] = {}
         self._shape = x.shape[:2]
-        self.add_to(x, x)
-        self._whole = True
+        self.restart(x)
 
-    def put(self, x: Tensor) -> None:
-        """Go on with another stream."""
-        self.add_to(x, x)
-        self._whole = False
+    def restart(self, x: Tensor) -> None:
+        """Go on with another stream; nothing may be pending."""
+        self.set_residual(x, x)
 
-    def add_to(self, residual: Tensor | None, x: Tensor) -> None:
-        """Go on with x, and add the next half to `residual` (None: to nothing) instead of to it."""
+    def set_residual(self, residual: Tensor | None, x: Tensor) -> None:
+        """Go on with x, and add the next sublayer's output to `residual` (None: to nothing) instead of to it."""
         self._x, self._residual = x, residual
         self._library = dispatch.native(x, residual) if is_gemv(x) else None
+        if self._library is not None and not fuses():
+            self._library = None
         self._width: int = x.shape[-1]
-        self._waiting = Waiting()
+        self._pending = PendingSublayers()
 
     @property
-    def native(self) -> bool:
-        """Whether anything may wait here: native bodies know no other device, no gradient to follow, no long step."""
+    def enabled(self) -> bool:
+        """Whether anything can be fused: native bodies know no other device, no gradient to follow, no long step."""
         return self._library is not None
 
-    def takes(self, half: Sublayer | None) -> bool:
-        """Whether a half may wait here."""
-        return half is not None and self._library is not None and self._library.fused.pack(half) is not None
+    def fusable(
+        self,
+        sublayer: Sublayer,
+        *,
+        view: KVView | None = None,
+        carry: Carry | None = None,
+        tables: RopeTables | None = None,
+    ) -> Fusable | None:
+        """The sublayer with its operands, for `add`; None where no native body runs it, or its operand is missing.
 
-    def attends(self, half: AttentionSublayer, rings: KVView, rotation: RopeTables | None) -> bool:
-        """Have attention wait; False where no native body does it."""
+        Attention needs a view, a recurrent layer a carry.
+        """
         library = self._library
-        if library is None or self._counts is None or (constant := library.fused.pack(half)) is None:
-            return False
-        fused, (rows, tokens) = library.fused, self._shape
-        if rings.packed is None and not fused.knows(rings):
-            return False
-        if rings.k.requires_grad and torch.is_grad_enabled():
-            return False
-        fused.check(half, rings, rotation, rows, tokens)
-        if rings.packed is None:
-            rings.packed = fused.rings(rings)
-        if (turned := self._turns.get(id(rotation))) is None:
-            turned = self._turns[id(rotation)] = rotation, fused.rotation(rotation, rows, tokens)
-        if (placed := self._places.get(id(rings.starts))) is None:
-            placed = self._places[id(rings.starts)] = rings.starts, fused.starts(rings.starts, rows)
-        self._wait(half, constant, placed[1], rings.packed, turned[1], rings=rings)
-        return True
+        if library is None or (packed := library.fused.pack(sublayer)) is None:
+            return None
+        if not isinstance(sublayer, MLPSublayer | MoESublayer):
+            if self._counts is None or (carry is None and view is None):
+                return None
+            if view is not None and view.packed is None and not library.fused.knows(view):
+                return None
+            if torch.is_grad_enabled() and any(map(requires_grad, (view.k,) if view is not None else carry or ())):
+                return None
+        return Fusable(sublayer, packed, view, carry, tables)
 
-    def feeds(self, half: MLPSublayer | MoESublayer) -> bool:
-        """Have a feed-forward part or a mixture of them wait; False where no native body does it."""
-        if self._library is None or (packed := self._library.fused.pack(half)) is None:
-            return False
-        self._wait(half, packed)
-        return True
+    def add(self, fusable: Fusable) -> RecurrentResult | None:
+        """Apply a sublayer to the stream at the next flush.
 
-    def folds(self, half: RecurrentSublayer, carry: Sequence[Tensor]) -> RecurrentResult | None:
-        """Have a recurrent layer wait; None where no native body does it. What it gives is there once the run goes."""
-        layer = self.foldable(half, carry)
-        if layer is None:
-            return None
-        self._wait(half, b"")
-        place = len(self._waiting.arguments) - 1
-        self._waiting.folds[place] = layer
-        return self._waiting.carry(place, layer, carry, *self._shape)
+        Returns what a recurrent layer's state is to keep: tensors that are filled by then. Raises `ValueError` where
+        the operands do not fit the sublayer.
+        """
+        sublayer, packed, view, carry, tables = fusable
+        if sublayer.in_features != self._width:
+            raise ValueError(f"{sublayer.ends[0]} does not fit a stream of {self._width} features")
+        pending, result = self._pending, None
+        if isinstance(packed, Recurrence):
+            assert carry is not None
+            place = len(pending.arguments)
+            pending.arguments.append(b"")
+            result = pending.set_carry(place, packed, carry, *self._shape)
+            pending.recurrences[place] = packed
+        elif view is not None:
+            assert isinstance(sublayer, AttentionSublayer)
+            pending.arguments += self._attention(sublayer, packed, view, tables)
+            pending.views[len(pending.sublayers)] = view
+        else:
+            pending.arguments.append(packed)
+        self._width = sublayer.out_features
+        pending.sublayers.append(sublayer)
+        return result
 
-    def foldable(self, half: RecurrentSublayer, carry: Sequence[Tensor]) -> Recurrence | None:
-        """What of a recurrent layer would wait; None where no native body does it."""
-        if self._library is None or self._counts is None:
-            return None
-        if torch.is_grad_enabled() and any(map(requires_grad, carry)):
-            return None
-        return self._library.fused.pack(half)
-
-    def chain(self) -> Chain | None:
-        """All that waits, for later steps; None where that is not all there was, or more will differ in them."""
-        if self._library is None or not self._whole:
-            return None
-        turns, starts = list(self._turns.values()), list(self._places.values())
-        chain = Chain(self._library, self._shape[0], self._waiting, turns, starts)
-        return None if chain.single and self._shape[1] > 1 else chain
-
-    def repeats(
-        self, chain: Chain, rings: list[KVView], carries: Sequence[Sequence[Tensor]], rotations: Sequence[RopeTables]
-    ) -> list[RecurrentResult] | None:
-        """Have a chain wait with other starts, carries and rotations; None where something moved or is another."""
-        library, (rows, tokens) = self._library, self._shape
-        alike = all(one.cos.shape[-1] == other.cos.shape[-1] for one, other in zip(rotations, chain.rotations))
-        fits = rows == chain.rows and (tokens == 1 or not chain.single) and self._width == chain.halves[0].in_features
-        if library is not chain.library or not (fits and alike) or [at() for at in chain.rings.values()] != rings:
-            return None
-        if len(carries) != len(chain.folds) or not chain.stays():
-            return None
-        changed = [*(each.k for each in rings), *(part for carry in carries for part in carry)]
-        if torch.is_grad_enabled() and any(map(requires_grad, changed)):
-            return None
-        starts: list[Tensor | None] = [None] * len(chain.placed)
-        for each, kind in zip(rings, chain.starts):
-            starts[kind] = each.starts
-        if any(each.starts is not starts[kind] for each, kind in zip(rings, chain.starts)):
-            return None
-        waiting = self._waiting = Waiting(chain.halves, dict(zip(chain.rings, rings)), chain.arguments.copy())
-        packed = [library.fused.rotation(rotation, rows, tokens) for rotation in rotations]
-        packed += [library.fused.starts(each, rows) for each in starts]
-        for new, places in zip(packed, chain.turned + chain.placed, strict=True):
-            for place in places:
-                waiting.arguments[place] = new
-        self._width = chain.halves[-1].out_features
-        folds = zip(chain.folds.items(), carries)
-        return [waiting.carry(place, layer, carry, rows, tokens) for (place, layer), carry in folds]
-
-    def stream(self) -> Tensor:
-        """What has become of it."""
-        if self._waiting.halves:
+    def flush(self) -> Tensor:
+        """Apply the pending sublayers: the stream after them, float32 `[R, T, E]`."""
+        if self._pending.sublayers:
             assert self._library is not None
-            y = self._library.fused.run(self._x, self._residual, self._starts, self._counts, self._waiting)
-            self.put(y)
+            pending, stream = self._pending, (self._x, self._residual, self._starts, self._counts)
+            self.restart(self._library.fused.run(*stream, pending.sublayers, pending.arguments, pending.views))
         return self._x
 
-    def _wait(self, half: Sublayer, *arguments: bytes, rings: KVView | None = None) -> None:
-        if half.in_features != self._width:
-            raise ValueError(f"{half.ends[0]} does not fit a stream of {self._width} features")
-        self._width = half.out_features
-        waiting = self._waiting
-        if rings is not None:
-            waiting.rings[len(waiting.halves)] = rings
-        waiting.halves.append(half)
-        waiting.arguments += arguments
+    def capture(self) -> CapturedGraph | None:
+        """What is pending, for later steps; None where more than `CapturedGraph` says will differ in them."""
+        if self._library is None or not self._pending.sublayers:
+            return None
+        tables, starts = list(self._tables.values()), list(self._begins.values())
+        captured = CapturedGraph(self._library, self._shape[0], self._pending, tables, starts)
+        return None if captured.single_token and self._shape[1] > 1 else captured
+
+    def replay(
+        self,
+        captured: CapturedGraph,
+        views: Sequence[KVView],
+        carries: Sequence[Carry],
+        tables: Sequence[RopeTables],
+    ) -> list[RecurrentResult] | None:
+        """Add all of a captured graph where nothing is pending; None where something moved, or is another.
+
+        views, carries: of its attention and of its recurrent layers, in their order. tables: instead of its `tables`.
+        """
+        library, (rows, tokens) = self._library, self._shape
+        alike = all(one.cos.shape[-1] == other.cos.shape[-1] for one, other in zip(tables, captured.tables))
+        fits = rows == captured.rows and (tokens == 1 or not captured.single_token)
+        if library is not captured.library or self._width != captured.sublayers[0].in_features or not (fits and alike):
+            return None
+        if [view() for view in captured.views.values()] != list(views) or len(carries) != len(captured.recurrences):
+            return None
+        if not captured.is_valid():
+            return None
+        if torch.is_grad_enabled():
+            changed = [*(view.k for view in views), *(part for carry in carries for part in carry)]
+            if any(map(requires_grad, changed)):
+                return None
+        starts: list[Tensor | None] = [None] * len(captured.start_places)
+        for view, kind in zip(views, captured.starts):
+            starts[kind] = view.starts
+        if any(view.starts is not starts[kind] for view, kind in zip(views, captured.starts)):
+            return None
+        pending = self._pending = PendingSublayers(
+            captured.sublayers, captured.arguments.copy(), dict(zip(captured.views, views))
+        )
+        packed = [library.fused.rotation(each, rows, tokens) for each in tables]
+        packed += [library.fused.starts(each, rows) for each in starts]
+        for new, places in zip(packed, captured.table_places + captured.start_places, strict=True):
+            for place in places:
+                pending.arguments[place] = new
+        self._width = captured.sublayers[-1].out_features
+        recurrent = zip(captured.recurrences.items(), carries)
+        return [pending.set_carry(place, each, carry, rows, tokens) for (place, each), carry in recurrent]
+
+    def _attention(
+        self, sublayer: AttentionSublayer, packed: bytes, view: KVView, tables: RopeTables | None
+    ) -> tuple[bytes, ...]:
+        """The arguments of attention. Those that layers share are packed once: a replay finds them by identity."""
+        assert self._library is not None
+        fused, (rows, tokens) = self._library.fused, self._shape
+        fused.check(sublayer, view, tables, rows, tokens)
+        if view.packed is None:
+            view.packed = fused.rings(view)
+        if (turned := self._tables.get(id(tables))) is None:
+            turned = self._tables[id(tables)] = tables, fused.rotation(tables, rows, tokens)
+        if (placed := self._begins.get(id(view.starts))) is None:
+            placed = self._begins[id(view.starts)] = view.starts, fused.starts(view.starts, rows)
+        return packed, placed[1], view.packed, turned[1]
 
 
-def fused_feed_forward(x: Tensor, half: MLPSublayer, stream: Tensor | None) -> Tensor | None:
+def fused_feed_forward(x: Tensor, sublayer: MLPSublayer, stream: Tensor | None) -> Tensor | None:
     """A feed-forward part in one native call, x `[..., K]` -> float32 `[..., N]`; None where no body does it."""
-    run = Run(x.reshape(1, -1, x.shape[-1]))
-    run.add_to(None if stream is None else stream.reshape(1, -1, stream.shape[-1]), run.stream())
-    return run.stream().view(*x.shape[:-1], -1) if run.feeds(half) else None
+    graph = FusedGraph(x.reshape(1, -1, x.shape[-1]))
+    graph.set_residual(None if stream is None else stream.reshape(1, -1, stream.shape[-1]), graph.flush())
+    if (fusable := graph.fusable(sublayer)) is None:
+        return None
+    graph.add(fusable)
+    return graph.flush().view(*x.shape[:-1], -1)

@@ -1,0 +1,18 @@
+"""Settings of a model that do not depend on a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Settings of a model that do not depend on a layer."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    max_positions: int | None = None  # tokens that the model was made for; longer texts run, and are the caller's risk
+    embed_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None

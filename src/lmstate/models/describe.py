@@ -1,0 +1,51 @@
+"""A model in a few lines, for `repr`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmstate.models.block import Block
+from lmstate.models.config import ModelConfig
+from lmstate.models.fingerprint import weights_in
+from lmstate.ops import Weight
+
+
+def stored_weights(parts: Any) -> list[Tensor | Weight]:
+    """Every weight of a tree once (an embedding may be the head too); not rope frequencies, which a config gives."""
+    found = {id(weight): weight for path, weight in weights_in(parts) if not path.endswith(".frequencies")}
+    return list(found.values())
+
+
+def parameter_count(weight: Tensor | Weight) -> int:
+    """Elements of a weight, however they are stored."""
+    return weight.numel() if isinstance(weight, Tensor) else weight.out_features * weight.in_features
+
+
+def bytes_by_kind(weights: Sequence[Tensor | Weight]) -> Counter[str]:
+    """Bytes of each storage: int4, bfloat16, float32, ..."""
+    kinds: Counter[str] = Counter()
+    for weight in weights:
+        kinds[str(weight.dtype).removeprefix("torch.") if isinstance(weight, Tensor) else weight.kind] += weight.nbytes
+    return kinds
+
+
+def describe(
+    name: str, config: ModelConfig, blocks: Sequence[Block], parts: Any, dtype: torch.dtype, device: torch.device
+) -> str:
+    """Family, size, layers by kind, storage of the weights."""
+    weights = stored_weights(parts)
+    kinds = Counter(block.mixer.kind for block in blocks)
+    layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    stored = ", ".join(f"{kind} {size / 2**20:,.1f} MiB" for kind, size in bytes_by_kind(weights).most_common())
+    made_for = "unknown" if config.max_positions is None else f"{config.max_positions:,}"
+    return (
+        f"Model({name or config.family}: {config.family}, {sum(map(parameter_count, weights)):,} parameters\n"
+        f"  layers: {len(blocks)} ({layers}), hidden size {config.hidden_size:,}, vocabulary {config.vocab_size:,}\n"
+        f"  weights: {stored}; computes in {str(dtype).removeprefix('torch.')} on {device}\n"
+        f"  made for: {made_for} positions)"
+    )

@@ -1,0 +1,183 @@
+"""A stack of blocks, compiled once into a plan: segments of sublayers that run as one native call.
+
+Blocks are plain code, which `run_eager` runs. A `Plan` gives the same to the bit (but for the sigmoid of attention's
+gate): it takes from each block what its parts say of themselves (`sublayers`), groups those that follow each other, and
+falls back to the block's own code where a native body does not know a part, or cannot take it in this step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import is_
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lmstate import ops
+from lmstate.models.block import Block
+from lmstate.models.layers.base import FusableLayer, add_sublayers, simple_caches
+from lmstate.state import KeyValueState, LayerState, RecurrentState, Step
+
+
+def run_eager(blocks: Sequence[Block], x: Tensor, step: Step, layers: Sequence[LayerState]) -> Tensor:
+    """The blocks one after the other: x float32 `[R, T, E]` -> `[R, T, E]`."""
+    for block, cache in zip(blocks, layers):
+        x = block(x, step, cache)
+    return x
+
+
+class PlanOwner(Protocol):
+    """A state: it has the layers' caches, and keeps the plan that runs them."""
+
+    decode_plan: object
+
+
+def run_stack(
+    blocks: Sequence[Block], x: Tensor, step: Step, layers: Sequence[LayerState], owner: PlanOwner | None
+) -> Tensor:
+    """The same, by the owner's plan if it still holds, else by a new one; eagerly if there is no owner."""
+    if owner is None or torch.compiler.is_compiling():
+        return run_eager(blocks, x, step, layers)
+    plan = owner.decode_plan
+    if not isinstance(plan, Plan) or not plan.holds(blocks):
+        plan = owner.decode_plan = Plan(blocks)
+    return plan.run(x, step, layers)
+
+
+class Plan:
+    """A compiled stack. It belongs to one state: what it captured points to that one's caches."""
+
+    def __init__(self, blocks: Sequence[Block]):
+        self.blocks = tuple(blocks)
+        self.segments: list[FusedSegment | EagerSegment] | None = None
+
+    def holds(self, blocks: Sequence[Block]) -> bool:
+        """Whether it is of these very blocks."""
+        return len(blocks) == len(self.blocks) and all(map(is_, blocks, self.blocks))
+
+    def run(self, x: Tensor, step: Step, layers: Sequence[LayerState]) -> Tensor:
+        """As `run_eager`."""
+        graph = ops.FusedGraph(x, step.starts_t, step.counts_t)
+        if not graph.enabled:
+            return run_eager(self.blocks, x, step, layers)
+        if self.segments is None:
+            self.segments = compile_blocks(self.blocks)
+        for segment in self.segments:
+            segment.run(graph, step, layers)
+        return graph.flush()
+
+    def __deepcopy__(self, memo: object) -> None:
+        """None: a copy of a state makes its own, of its own caches."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Sublayers of a block that are fused together or not at all, and the block's own code for them."""
+
+    index: int  # of the block
+    sublayers: tuple[ops.Sublayer, ...]  # empty: never fused
+    eager: Callable[[Tensor, Step, LayerState], Tensor]
+    mixer: FusableLayer | None = None  # which the first of the sublayers are, if it is in the part
+
+    def run(self, graph: ops.FusedGraph, step: Step, layers: Sequence[LayerState]) -> None:
+        """Run eagerly, after all that is pending."""
+        graph.restart(self.eager(graph.flush(), step, layers[self.index]))
+
+    def fuse(self, graph: ops.FusedGraph, step: Step, layers: Sequence[LayerState]) -> bool:
+        """Add it to the graph; False where it cannot be fused in this step."""
+        if self.mixer is None:
+            return add_sublayers(graph, self.sublayers, (), step, None)
+        caches = simple_caches(layers[self.index])
+        return add_sublayers(graph, self.sublayers, caches, step, self.mixer.rope_tables(step))
+
+
+def compile_blocks(blocks: Sequence[Block]) -> list[FusedSegment | EagerSegment]:
+    """The segments of a stack: parts that native bodies know, and between them those that they do not."""
+    parts = [part for index, block in enumerate(blocks) for part in _parts(index, block)]
+    grouped = groupby(parts, lambda part: bool(part.sublayers))
+    return [FusedSegment(list(group)) if fused else EagerSegment(list(group)) for fused, group in grouped]
+
+
+def _parts(index: int, block: Block) -> Iterator[Part]:
+    if not block.fusable:
+        yield Part(index, (), block)
+        return
+    mixer = block.mixer if isinstance(block.mixer, FusableLayer) else None
+    mixing, feeding = (each if ops.packable(each) else () for each in (block.mixer_sublayers, block.mlp_sublayers))
+    if block.parallel and block.mlp is not None:
+        both = (*mixing, *feeding) if mixing and feeding else ()
+        yield Part(index, both, lambda x, step, cache: block.feed(x, block.mix(x, step, cache)), mixer)
+    else:
+        yield Part(index, mixing, block.mix, mixer)
+        if block.mlp is not None:
+            yield Part(index, feeding, lambda x, step, cache: block.feed(x, x))
+    if (hook := block.output_hook) is not None:
+        yield Part(index, (), lambda x, step, cache: hook(x, step))
+
+
+class EagerSegment:
+    """Parts that run one by one."""
+
+    def __init__(self, parts: list[Part]):
+        self.parts = parts
+
+    def run(self, graph: ops.FusedGraph, step: Step, layers: Sequence[LayerState]) -> None:
+        for part in self.parts:
+            part.run(graph, step, layers)
+
+
+class Captured(NamedTuple):
+    """A segment's sublayers as they ran in a step, and the mixers of which each gives one of their rope tables."""
+
+    graph: ops.CapturedGraph
+    ropes: list[FusableLayer]
+
+
+class FusedSegment:
+    """Parts that run as one native call, captured in one step and replayed in the next ones."""
+
+    def __init__(self, parts: list[Part]):
+        self.parts = parts
+        self._mixers = [(part.index, part.mixer) for part in parts if part.mixer is not None]
+        self._captured: Captured | None = None
+
+    def run(self, graph: ops.FusedGraph, step: Step, layers: Sequence[LayerState]) -> None:
+        """Add the parts to the graph; where one cannot be fused in this step, it runs eagerly in between."""
+        if self._captured is not None and self._replay(self._captured, graph, step, layers):
+            return
+        whole = True
+        for part in self.parts:
+            if not part.fuse(graph, step, layers):
+                part.run(graph, step, layers)
+                whole = False
+        if whole and (captured := graph.capture()) is not None:
+            ropes = {id(mixer.rope_tables(step)): mixer for _, mixer in self._mixers}
+            self._captured = Captured(captured, [ropes[id(tables)] for tables in captured.tables])
+
+    def _replay(self, captured: Captured, graph: ops.FusedGraph, step: Step, layers: Sequence[LayerState]) -> bool:
+        """Add all parts as in the captured step; False where that does not hold any more."""
+        views, carries, recurrent = [], [], []
+        for index, _ in self._mixers:
+            for cache in simple_caches(layers[index]):
+                if isinstance(cache, RecurrentState):
+                    if (carry := cache.single_scan_carry(step)) is None:
+                        return False
+                    carries.append(carry)
+                    recurrent.append(cache)
+                elif isinstance(cache, KeyValueState):
+                    if (view := cache.rings(step)) is None:
+                        return False
+                    views.append(view)
+        tables = [each for mixer in captured.ropes if (each := mixer.rope_tables(step)) is not None]
+        results = graph.replay(captured.graph, views, carries, tables)
+        if results is None:
+            return False
+        for cache, result in zip(recurrent, results, strict=True):
+            cache.record(step, *result)
+        return True
