@@ -130,7 +130,7 @@ def test_torchs_product_takes_its_place(kind: str, dtype: torch.dtype, monkeypat
 def test_it_needs_nobody_to_tell_what_the_processor_can(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no /proc/cpuinfo to read, say."""
     x, weight, beside = torch.randn(40, 64), stored(torch.randn(50, 64), "int8"), torch.randn(40, 3)
-    want, cut = ops.linear(x, weight), ops.linear_beside(x, weight, 20, beside)
+    want, cut = ops.linear(x, weight), ops.linear_split_concat(x, weight, 20, beside)
     monkeypatch.setattr(sys.modules["lmstate.ops.dense.gemm"], "multiplies_bfloat16", lambda device: False)
     assert torch.equal(ops.linear(x, weight), want)
-    assert all(torch.equal(a, b) for a, b in zip(ops.linear_beside(x, weight, 20, beside), cut))
+    assert all(torch.equal(a, b) for a, b in zip(ops.linear_split_concat(x, weight, 20, beside), cut))

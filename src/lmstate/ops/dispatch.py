@@ -92,7 +92,7 @@ _ALIKE = (
     "rope",
     "append",
     "glu",
-    "best",
+    "argmax",
     "causal_conv",
     "gated_norm",
     "selective_scan",
