@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from lmstate.errors import CapacityError, RewindError, SnapshotError, StateError, UnsupportedError
@@ -21,6 +22,14 @@ class State(Transaction):
     """
 
     # ---- what it holds
+
+    def __repr__(self) -> str:
+        """Lengths, pending tokens, layers and bytes; changes nothing, not even a device step that awaits the host."""
+        kinds = Counter(layer.kind for layer in self.layers)
+        layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        held = sum(layer.nbytes() for layer in self.layers)
+        pending = "" if self._pending is None else f", pending {list(self._pending.step.counts)}"
+        return f"State({self.rows} rows of lengths {self.lengths}{pending}; layers: {layers}; {held / 2**20:,.1f} MiB)"
 
     def tokens(self, row: int) -> list[int]:
         """The ids of a row's committed tokens."""
