@@ -53,4 +53,4 @@ class StaticMirror(Mirror):
 def addresses(state: lmstate.State) -> list[int]:
     """Of every tensor that a step uses."""
     held = [tensor for layer in state.layers for tensor in layer.static_tensors().values()]
-    return [tensor.data_ptr() for tensor in [*held, state._positions]]
+    return [tensor.data_ptr() for tensor in [*held, state._device.positions]]

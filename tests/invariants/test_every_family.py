@@ -132,7 +132,7 @@ def test_the_oracle_can_fail() -> None:
     mirror = Mirror(ours("llama"))
     mirror.extend([ids(12)])
     mirror.rows[0][3] = (mirror.rows[0][3] + 1) % VOCAB
-    mirror.state._rows[0].tokens[3] = mirror.rows[0][3]
+    mirror.state._rows[0].ids[3] = mirror.rows[0][3]
     with pytest.raises(AssertionError):
         mirror.check()
     assert BOUND < 1e-3

@@ -221,7 +221,7 @@ def test_kept_slots_hold_what_was_stored_at_their_position(policy: str, storage:
     model([state.tokens(0)], whole)
     layer, reference = attention_of(state.layers[0]), whole.snapshot().layers[0]
     assert layer is not None
-    position, alive = layer.arrays["position"][0], layer.held.filled()[0]
+    position, alive = layer.arrays["position"][0], layer.slot_store.filled()[0]
     bound = {"Dense": 0.01 if storage == kv.Dense(torch.bfloat16) else 1e-6, "Quantized": 0}[type(storage).__name__]
     for name, stored in zip("kv", layer.read(layer.arrays)):
         for head in range(position.shape[0]):

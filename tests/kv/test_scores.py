@@ -18,6 +18,7 @@ from lmstate.ops.types import kv_format
 from lmstate.ops.types.params import AttentionSums, Held
 from lmstate.ops.types.slot_table import EvictLowest, SlotCommit, SlotTable
 from lmstate.state import Layout, Step, attention_state
+from lmstate.state.changes import Changes
 from tests.zoo import ours
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
@@ -89,9 +90,9 @@ def test_kept_equals_brute_force(policy: kv.Budget, steps: list[int]) -> None:
         step = Step((start,), (count,), layout.device, (start + count,))
         state.reserve(step)
         state.attend(q, (k, v), step, AttentionParams(DIM**-0.5))
-        install = state.commit(step, (count,))
-        assert install is not None
-        install()
+        changes = Changes()
+        state.commit(step, (count,), changes)
+        changes.apply()
         start += count
         brute.step(q[0], k[0])
         assert state.kept(0, start) == brute.kept
@@ -183,19 +184,19 @@ def test_observed_codes_equal_what_they_stand_for(bits: int, width: int, dim: in
 
 @pytest.mark.parametrize("by_scores", [False, True])
 def test_settled_slots_equal_the_references(by_scores: bool) -> None:
-    """Random steps of two layers at once through the native body and the plain one: the same lists, graves and scores;
+    """Random steps of two layers at once through the native body and the plain one: the same lists, undo logs and scores;
     and undone."""
     generator = torch.Generator().manual_seed(11)
-    rows, heads, slots, graves, history = 2, 3, 40, 24, 5
+    rows, heads, slots, undo_slots, history = 2, 3, 40, 24, 5
 
     def lists() -> SlotTable:
         kept = {"k": torch.zeros(rows, heads, slots, 6), "position": torch.zeros(rows, heads, slots, dtype=torch.int32)}
-        buried = {name: x[:, :, :graves].clone() for name, x in kept.items()}
-        numbers = {name: torch.zeros(rows, heads, graves, dtype=torch.int32) for name in ("died", "slot")}
+        undo_log = {name: x[:, :, :undo_slots].clone() for name, x in kept.items()}
+        numbers = {name: torch.zeros(rows, heads, undo_slots, dtype=torch.int32) for name in ("evicted_at", "slot")}
         if by_scores:
             kept["scores"] = torch.zeros(rows, heads, history, slots)
         none = torch.zeros(rows, heads, dtype=torch.int64)
-        return SlotTable(kept, {**buried, **numbers}, none, none.clone())
+        return SlotTable(kept, {**undo_log, **numbers}, none, none.clone())
 
     mine, beside, plain = lists(), lists(), lists()
     lengths, past = [0] * rows, {}
@@ -203,7 +204,7 @@ def test_settled_slots_equal_the_references(by_scores: bool) -> None:
         counts = torch.randint(1, 5, (rows,), generator=generator)
         accepted = (counts - torch.tensor([0, turn % 2])).clamp(min=0)
         columns = torch.rand(rows, heads, 4, slots, generator=generator) if by_scores else None
-        live = mine.live[:, 0] + accepted
+        live = mine.filled[:, 0] + accepted
         evicted: Tensor | EvictLowest = EvictLowest(20, turn % 2, 2, 4, by_scores)
         if turn % 3 == 0:
             evicted = torch.rand(rows, heads, slots, generator=generator) < 0
@@ -212,32 +213,32 @@ def test_settled_slots_equal_the_references(by_scores: bool) -> None:
         for one in (mine, beside, plain):
             for r in range(rows):
                 for h in range(heads):
-                    first = int(one.live[r, h])
-                    one.kept["k"][r, h, first : first + 5] = new[r, h, : slots - first]
+                    first = int(one.filled[r, h])
+                    one.stored["k"][r, h, first : first + 5] = new[r, h, : slots - first]
         starts = torch.tensor(lengths)
         commit_slots([SlotCommit(one, columns, evicted) for one in (beside, mine)], starts, counts, accepted)
-        assert all(torch.equal(mine.kept[name], array) for name, array in beside.kept.items())
+        assert all(torch.equal(mine.stored[name], array) for name, array in beside.stored.items())
         commit_slots_reference(SlotCommit(plain, columns, evicted), starts, counts, accepted)
         lengths = [start + n for start, n in zip(lengths, accepted.tolist())]
-        assert torch.equal(mine.live, plain.live) and torch.equal(mine.dug, plain.dug)
-        n = int(mine.live.max())
-        for name, array in mine.kept.items():
+        assert torch.equal(mine.filled, plain.filled) and torch.equal(mine.undo_head, plain.undo_head)
+        n = int(mine.filled.max())
+        for name, array in mine.stored.items():
             if name != "scores":
-                filled = torch.arange(slots) < mine.live[..., None]
-                assert torch.equal(array[filled], plain.kept[name][filled])
-        for name, array in mine.buried.items():
-            assert torch.equal(array, plain.buried[name])
+                filled = torch.arange(slots) < mine.filled[..., None]
+                assert torch.equal(array[filled], plain.stored[name][filled])
+        for name, array in mine.undo_log.items():
+            assert torch.equal(array, plain.undo_log[name])
         if by_scores:
             for r, length in enumerate(lengths):
-                got, wanted = (x.kept["scores"][r, :, length % history, :n] for x in (mine, plain))
+                got, wanted = (x.stored["scores"][r, :, length % history, :n] for x in (mine, plain))
                 torch.testing.assert_close(got, wanted)
-        past[lengths[0]] = mine.kept["k"][0, :, :n].clone(), mine.kept["position"][0, :, :n].clone()
+        past[lengths[0]] = mine.stored["k"][0, :, :n].clone(), mine.stored["position"][0, :, :n].clone()
     before = max(length for length in past if length <= lengths[0] - 3)
-    dug = mine.dug.clone()
+    dug = mine.undo_head.clone()
     undo_evictions(mine, before)
-    assert (mine.dug[0] < dug[0]).all()
-    for got, then in zip((mine.kept["k"], mine.kept["position"]), past[before]):
-        assert torch.equal(got[0, :, : int(mine.live[0, 0])], then[:, : int(mine.live[0, 0])])
+    assert (mine.undo_head[0] < dug[0]).all()
+    for got, then in zip((mine.stored["k"], mine.stored["position"]), past[before]):
+        assert torch.equal(got[0, :, : int(mine.filled[0, 0])], then[:, : int(mine.filled[0, 0])])
 
 
 def test_sums_that_end_before_the_queries_are_refused() -> None:
@@ -286,7 +287,7 @@ def test_scores_that_are_no_numbers_evict(score: float, body: Any) -> None:
     kept = {"position": position.clone(), "scores": torch.full((1, 1, 1, 6), score)}
     none = torch.zeros(1, 1, 0, dtype=torch.int32)
     live, dug = torch.tensor([[5]]), torch.zeros(1, 1, dtype=torch.int64)
-    lists = SlotTable(kept, {"position": none, "died": none, "slot": none}, live, dug)
+    lists = SlotTable(kept, {"position": none, "evicted_at": none, "slot": none}, live, dug)
     change = SlotCommit(lists, torch.zeros(1, 1, 1, 6), EvictLowest(5, 0, 1, 1, True))
     step = torch.tensor([5]), torch.tensor([1]), torch.tensor([1])
     if body == "native":

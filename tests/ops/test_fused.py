@@ -21,6 +21,7 @@ from lmstate.models.stack import Plan
 from lmstate.ops import Norm
 from lmstate.ops.cpu.fused import Fused
 from lmstate.state import KeyValueState, Layout, Step
+from lmstate.state.changes import Changes
 from tests.ops.small_mixers import MIXERS
 
 EMBED = 96
@@ -96,8 +97,9 @@ def run(
             y = graph.flush()
         else:
             y = mixer.mix(ops.linear(x, mixer.qkv, mixer.qkv_bias, norm=norm), step, memory, onto(x))
-        if (install := memory.commit(step, tuple(counts))) is not None:
-            install()
+        changes = Changes()
+        memory.commit(step, tuple(counts), changes)
+        changes.apply()
         outs += [y[row, :count] for row, count in enumerate(counts)]
         starts = [start + count for start, count in zip(starts, counts)]
     return outs
@@ -168,8 +170,9 @@ def test_a_layer_that_reads_another_ones_memory_equals_its_operations(
                 layer.reserve(step)
             outs.append(Plan(blocks[kind]).run(x, step, layers))
             for layer in layers:
-                if (install := layer.commit(step, tuple(counts))) is not None:
-                    install()
+                changes = Changes()
+                layer.commit(step, tuple(counts), changes)
+                changes.apply()
         for row, count in enumerate(counts):
             assert torch.equal(outs[0][row, :count], outs[1][row, :count])
         starts = [start + count for start, count in zip(starts, counts)]
@@ -274,8 +277,9 @@ def test_a_run_of_blocks_equals_one_after_the_other(variant: str) -> None:
             out += [y[row, :count] for row, count in enumerate(counts)]
             starts = list(step.ends)
             for memory in memories:
-                if (install := memory.commit(step, tuple(counts))) is not None:
-                    install()
+                changes = Changes()
+                memory.commit(step, tuple(counts), changes)
+                changes.apply()
         outs.append([*out, *(kept for memory in memories for kept in memory.tensors())])
     assert all(torch.equal(got, want) for got, want in zip(*outs, strict=True))
 

@@ -72,20 +72,29 @@ def cache_dir() -> Path:
 def resolve(name: str | os.PathLike[str]) -> Path:
     """The directory or .gguf file that a name stands for, downloaded if need be.
 
-    An alias (`aliases()`), a path that exists, or a Hub id `organisation/model`. Raises `FileNotFoundError` for a name
+    An alias (`aliases()`), a path that exists, a Hub id `organization/model`, or one .gguf file of a Hub repository,
+    `organization/model/file.gguf`. Raises `FileNotFoundError` for a name
     that is none of these, `ConnectionError` where a download is needed and impossible, `ModelError` for a damaged one.
     """
-    text = os.fspath(name)
+    try:
+        text = os.fspath(name)
+    except TypeError:
+        raise ValueError(
+            f"a model is named by a text or a path; {name!r:.80} ({type(name).__name__}) was given"
+        ) from None
     if text in ALIASES:
         return _fetch_alias(text, ALIASES[text])
     path = Path(text).expanduser()
     if text and path.exists():
         return path
+    repository, _, file = text.rpartition("/")
+    if path.suffix == ".gguf" and _looks_like_hub_id(repository):
+        return _fetch_from_hub(repository, file)
     if path.suffix != ".gguf" and _looks_like_hub_id(text):
         return _fetch_from_hub(text)
     raise FileNotFoundError(
         f"no model called {text!r}: it is no alias ({', '.join(ALIASES)}), no file or directory, and no Hub id of the "
-        f"form organisation/model"
+        f"form organization/model or organization/model/file.gguf"
     )
 
 
@@ -214,12 +223,16 @@ def _looks_like_hub_id(text: str) -> bool:
     )
 
 
-def _fetch_from_hub(name: str) -> Path:
+def _fetch_from_hub(name: str, file: str | None = None) -> Path:
     import huggingface_hub
     from huggingface_hub import errors
 
     try:
+        if file is not None:
+            return Path(huggingface_hub.hf_hub_download(name, file))
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=HUB_FILES))
+    except errors.RemoteEntryNotFoundError as error:
+        raise FileNotFoundError(f"the Hub's repository {name!r} has no file {file!r}") from error
     except (errors.RepositoryNotFoundError, errors.GatedRepoError) as error:
         raise FileNotFoundError(
             f"the Hub has no model {name!r} that you may read, and no file or directory has that name; for a gated or "

@@ -25,6 +25,13 @@ def as_token_lists(tokenizer: Tokenizer, prompt: Prompt, state: State | None) ->
     `state` gets no begin token.
     """
     given: Any = prompt.tolist() if isinstance(prompt, Tensor) else prompt
+    if not isinstance(given, Sequence):
+        raise ValueError(
+            f"a prompt must be a text, a list of token ids, or a list of these; {given!r:.80} ({type(given).__name__}) "
+            "was given"
+        )
+    if not isinstance(given, str) and not given and state is None:
+        raise ValueError("the prompt is an empty list: give a text, token ids, or a prompt for each row")
     single = isinstance(given, str) or _are_ids(given)
     rows = []
     for row, one in enumerate([given] if single else given):

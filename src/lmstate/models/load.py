@@ -27,7 +27,8 @@ def load(
     from lmstate.checkpoints.hub import open_checkpoint
     from lmstate.models.families import build
 
-    opened, tokenizer, defaults = open_checkpoint(os.fspath(name), weights, dtype, device)
+    _check_device(device)
+    opened, tokenizer, defaults = open_checkpoint(name, weights, dtype, device)
     model = build(opened)
     model.name = str(name)
     model.defaults = defaults
@@ -35,3 +36,14 @@ def load(
     eos = defaults.get("eos_token_id")
     model.eos_ids = frozenset(eos if isinstance(eos, list | tuple) else [] if eos is None else [eos])
     return model
+
+
+def _check_device(device: torch.device | str | None) -> None:
+    """Raise ValueError for a device that torch does not know or cannot use here."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"load(device={str(device)!r}) was asked for, but torch cannot use it here ({str(error).splitlines()[0]}); "
+            "leave device out for the CPU"
+        ) from error

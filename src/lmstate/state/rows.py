@@ -1,16 +1,17 @@
-"""What a state knows of one sequence beside its layers: tokens, and places to come back to."""
+"""The host's record of one sequence: token ids, and checkpoints to come back to."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Mark:
-    """What a row was at one position, for the layers that forget."""
+    """A checkpoint of a row at one position, for the layers that forget."""
 
     at: int
     regime: int  # the row's, when it was made
@@ -23,15 +24,36 @@ class Mark:
             yield self.logits
 
 
-@dataclass
-class Row:
-    """What the state knows of one sequence."""
+class Row(NamedTuple):
+    """A sequence as of now; a change of it is another `Row`."""
 
-    tokens: list[int] = field(default_factory=list)
+    ids: list[int]
+    """The ids of its tokens, `length` of them; those behind count for nothing, and the next ones take their places."""
+    length: int = 0
     cached: int = 0  # how many of the tokens the layers have seen; the rest is computed by the next call
     regime: int = 0  # what the cached keys were rotated for, see State
     logits: Tensor | None = None  # [V] after the last token, as a text of this length has them
-    marks: list[Mark] = field(default_factory=list)
+    marks: tuple[Mark, ...] = ()
+
+    @staticmethod
+    def of(tokens: Iterable[int] = (), cached: int = 0, regime: int = 0, logits: Tensor | None = None) -> Row:
+        ids = list(tokens)
+        return Row(ids, len(ids), cached, regime, logits)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.ids[: self.length]
+
+    @property
+    def backlog(self) -> list[int]:
+        """The tokens that the layers have not seen."""
+        return self.ids[self.cached : self.length]
 
     def fork(self) -> Row:
-        return Row(list(self.tokens), self.cached, self.regime, self.logits, list(self.marks))
+        return self._replace(ids=self.tokens)
+
+    def extended(self, ids: Sequence[int]) -> Row:
+        """With more tokens, behind the present ones in the same list: only one such row can come to be."""
+        del self.ids[self.length :]
+        self.ids.extend(ids)
+        return self._replace(length=self.length + len(ids))

@@ -70,10 +70,10 @@ class Snapshot:
             raise SnapshotError("the snapshot is damaged: what it has of its layers is not tensors")
         logits = self.logits
         if logits is None:
-            return Row(tokens, cached, regime)
+            return Row.of(tokens, cached, regime)
         if not isinstance(logits, Tensor) or logits.shape != (vocab_size,) or not logits.is_floating_point():
             raise SnapshotError(f"the snapshot's logits are {_shown(logits)}; this model gives float32 [{vocab_size}]")
-        return Row(tokens, cached, regime, logits.to(device, torch.float32, copy=True))
+        return Row.of(tokens, cached, regime, logits.to(device, torch.float32, copy=True))
 
     @property
     def nbytes(self) -> int:

@@ -3,38 +3,111 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from lmstate.errors import CapacityError, RewindError, SnapshotError, StateError, UnsupportedError
+from torch import Tensor
+
+from lmstate.errors import CapacityError, PendingError, RewindError, SnapshotError, StateError, UnsupportedError
+from lmstate.state.changes import Changes
+from lmstate.state.device import DeviceResult, DeviceSteps
+from lmstate.state.layers.base import LayerState, Layout
 from lmstate.state.rows import Mark, Row
 from lmstate.state.snapshot import Snapshot, differences
-from lmstate.state.transaction import Transaction
+from lmstate.state.step import DeviceStep, Step, as_counts
 from lmstate.state.validate import token_ids, whole_number
 
 MARKS = 8  # checkpoints that a row keeps; the oldest goes first
 
 
-class State(Transaction):
+@dataclass(frozen=True)
+class Pending:
+    """A step that was planned. It awaits its verdict once it is `ready`; one that never got so counts for nothing."""
+
+    step: Step
+    ids: list[list[int]]
+    logits: Tensor | None = None  # [R, T, V] of every token, or [R, V] of the last ones
+    refused: StateError | None = None  # why no verdict but `discard` can be given
+    ready: bool = False  # its forward is done
+
+    @property
+    def waits(self) -> bool:
+        """Whether nothing else can come before a verdict. A step of no tokens may be given one, and needs none."""
+        return self.ready and (any(self.step.counts) or self.refused is not None)
+
+
+class State:
     """Everything that a model remembers of `rows` sequences. Made by `model.new_state`.
 
-    A step is planned, run by the model, and then committed, in part or not at all; only a commit moves a length. Every
-    method either does all of what it says or raises a `StateError` and changes nothing.
+    A step is planned (every layer reserves room, or none), run by the model, and then committed, in part or not at all;
+    only a commit moves a length. Rows whose layers miss tokens (after a rewind far back, say) have a backlog, which a
+    step of its own computes first. Every method either does all of what it says or raises a `StateError` and changes
+    nothing: it computes first, and then applies its `Changes` at once, which no signal interrupts.
     """
 
-    # ---- what it holds
+    def __init__(
+        self,
+        layers: Sequence[LayerState],
+        layout: Layout,
+        *,
+        vocab_size: int,
+        fingerprint: Callable[[], str],
+        user: Callable[[], object],
+        regime: Callable[[int], int],
+    ):
+        """`fingerprint()` names the model; it is asked for only by snapshots, and for a model that is not `user()`.
+
+        `regime(length)` is for ropes whose frequencies depend on the length of the text: two lengths of the same regime
+        rotate alike, and a row that passes from one to another is computed again from its start.
+        """
+        self.layers = list(layers)
+        self.layout = layout
+        self._vocab_size = vocab_size
+        self._fingerprint = fingerprint
+        self.user = user  # the model that has the state now, a weak reference: a copy of the state copies no model
+        self._regime = regime
+        self._rows = [Row.of() for _ in range(layout.rows)]
+        self._pending: Pending | None = None
+        self._device = DeviceSteps(layout)
+        self.decode_plan: object = None  # of the model that runs the layers, see `lmstate.models.stack`
+
+    # ---- content
+
+    @property
+    def rows(self) -> int:
+        return len(self._rows)
+
+    @property
+    def fingerprint(self) -> str:
+        """The name of the model that made it, see `Snapshot`."""
+        return self._fingerprint()
+
+    @property
+    def lengths(self) -> list[int]:
+        """Committed tokens of each row."""
+        return [row.length for row in self._rows]
+
+    @property
+    def pending(self) -> list[int]:
+        """Tokens of each row that await a verdict."""
+        self._read_device_step()
+        ready = self._pending is not None and self._pending.ready
+        return list(self._pending.step.counts) if self._pending and ready else [0] * self.rows
 
     def __repr__(self) -> str:
         """Lengths, pending tokens, layers and bytes; changes nothing, not even a device step that awaits the host."""
         kinds = Counter(layer.kind for layer in self.layers)
         layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         held = sum(layer.nbytes() for layer in self.layers)
-        pending = "" if self._pending is None else f", pending {list(self._pending.step.counts)}"
+        pending = (
+            "" if self._pending is None or not self._pending.ready else f", pending {list(self._pending.step.counts)}"
+        )
         return f"State({self.rows} rows of lengths {self.lengths}{pending}; layers: {layers}; {held / 2**20:,.1f} MiB)"
 
     def tokens(self, row: int) -> list[int]:
         """The ids of a row's committed tokens."""
         _, own = self._row(row)
-        return list(own.tokens)
+        return own.tokens
 
     def kept(self, row: int, layer: int) -> list[list[int]]:
         """For each kv head of an attention layer, the positions of a row whose keys and values it still has in sight.
@@ -50,11 +123,11 @@ class State(Transaction):
 
     def memory(self) -> dict[str, int]:
         """Bytes held now, by layer kind; `logits`, `marks` and `positions` beside them where there are any."""
-        self._adopt()
-        held: dict[str, int] = {"positions": self._positions.nbytes} if self.layout.static else {}
+        self._read_device_step()
+        held: dict[str, int] = {"positions": self._device.positions.nbytes} if self.layout.static else {}
         for layer in self.layers:
-            for part in layer.leaves():
-                held[part.kind] = held.get(part.kind, 0) + part.nbytes()
+            for leaf in layer.leaves():
+                held[leaf.kind] = held.get(leaf.kind, 0) + leaf.nbytes()
         logits = {row.logits.data_ptr(): row.logits.nbytes for row in self._rows if row.logits is not None}
         if self._pending is not None and self._pending.logits is not None:
             logits[self._pending.logits.data_ptr()] = self._pending.logits.nbytes
@@ -65,6 +138,125 @@ class State(Transaction):
                 held[name] = sum(sizes.values())
         return held
 
+    # ---- a step, for the model that runs it
+
+    def backlog(self, counts: Sequence[int], *, logits: bool) -> list[list[int]]:
+        """The committed tokens that the layers must see (again) before a step of `counts` new tokens can run.
+
+        With `logits`, an idle row whose last logits are unknown reads its last token again. Raises `PendingError` or
+        `CapacityError` if the step cannot be.
+        """
+        self._refuse_pending("take more tokens")
+        if len(counts) != self.rows:
+            raise StateError(f"{len(counts)} rows of tokens were given to a state of {self.rows}; idle rows are []")
+        self._check_capacity(counts)
+        changes, rows = Changes(), []
+        for index, (row, count) in enumerate(zip(self._rows, counts)):
+            regime = self._regime(row.length + count)
+            to = 0 if row.cached and regime != row.regime else row.cached
+            if logits and not count and row.logits is None and row.cached == row.length > 0:
+                to = min(to, row.length - 1)
+            row = self._rewind_layers(index, to, changes)
+            rows.append(row if row.cached or row.regime == regime else row._replace(regime=regime))
+        if any(new is not old for new, old in zip(rows, self._rows)):
+            self._apply(changes, rows)
+        return [row.backlog for row in self._rows]
+
+    def plan_backlog(self, ids: list[list[int]], counts: Sequence[int]) -> Step:
+        """Reserve room for the backlog; `commit_backlog` makes it real. `counts`: the new tokens that come after it."""
+        return self._reserve(ids, False, self._rope_lengths(counts))
+
+    def commit_backlog(self, last: Tensor | None) -> None:
+        """The layers have seen the backlog; `last` float32 `[R, V]` are the logits after it."""
+        assert self._pending is not None
+        step, changes, rows = self._pending.step, Changes(), []
+        for layer in self.layers:
+            layer.commit(step, step.counts, changes)
+        for index, (row, count) in enumerate(zip(self._rows, step.counts)):
+            row = row._replace(cached=row.cached + count)
+            if count and last is not None:
+                row = row._replace(logits=self._logits_if_valid(row, last[index]))
+            rows.append(row)
+        self._apply(changes, rows, ends_step=True)
+
+    def plan(self, ids: Sequence[Sequence[int]], *, speculative: bool = False) -> Step:
+        """Reserve room for new tokens in every layer, or in none; `record_logits` makes the step pending."""
+        counts = tuple(map(len, ids))
+        assert all(row.cached == row.length for row in self._rows), "plan before the backlog was computed"
+        return self._reserve([list(row) for row in ids], speculative, self._rope_lengths(counts))
+
+    def record_logits(self, logits: Tensor | None) -> None:
+        """The planned step's forward is done; its logits are `[R, T, V]`, or `[R, V]` of the last tokens."""
+        assert self._pending is not None
+        self._pending = replace(self._pending, logits=logits, ready=True)
+
+    def last_logits(self) -> list[Tensor | None]:
+        """Of each row: float32 `[V]` after its last committed token, where known."""
+        return [row.logits for row in self._rows]
+
+    def device_step(self, width: int, counts: Tensor | None = None) -> tuple[DeviceStep, Tensor]:
+        """A step of `width` tokens a row, planned without a look at the host; and which rows take part, bool `[R]`.
+
+        `counts` int64 `[R]`: how many of them are real; None: all. A row that has no room for them, or whose layers
+        miss some of its tokens, or whose count is none of 0 to `width`, takes no part: nothing of it is written, and
+        `commit` says why. Only a static state has such steps. `record_device_step` makes the tokens pending.
+        """
+        if self._device.result is not None or (self._pending is not None and self._pending.waits):
+            raise PendingError("cannot take more tokens: there are pending ones; call commit or discard first")
+        planned = self._device.plan(width, counts)
+        self.discard()
+        return planned
+
+    def record_device_step(self, tokens: Tensor, counts: Tensor | None, logits: Tensor) -> None:
+        """A device step ran over `tokens` int64 `[R, T]`: they are pending."""
+        self._device.result = DeviceResult(tokens, counts, logits)
+
+    def static_tensors(self) -> list[Tensor]:
+        """Of a static state, all that a device step reads and changes: these tensors never move."""
+        return [self._device.positions, *(t for layer in self.layers for t in layer.static_tensors().values())]
+
+    # ---- the verdict
+
+    def commit(self, counts: int | Sequence[int] | None = None) -> None:
+        """Make the first `counts[r]` pending tokens of each row real: all by default, a number for every row alike.
+
+        The rest never happened. Raises `PendingError` if nothing is pending or a count is more than is pending.
+        """
+        self._read_device_step()
+        pending = self._pending
+        if pending is None or not pending.ready:
+            self.discard()
+            raise PendingError("commit was asked for, but nothing is pending; call the model with commit=False first")
+        if pending.refused is not None:
+            self.discard()
+            raise pending.refused
+        step = pending.step
+        accepted = as_counts(counts, step.counts)
+        if accepted is None:
+            raise PendingError(f"commit({counts}) does not fit: the pending tokens of the rows are {list(step.counts)}")
+        if not any(accepted):
+            self.discard()
+            return
+        changes, rows = Changes(), []
+        for layer in self.layers:
+            layer.commit(step, accepted, changes)
+        for index, (row, ids, n) in enumerate(zip(self._rows, pending.ids, accepted)):
+            if n:
+                row = row.extended(ids[:n])._replace(cached=row.cached + n)
+                logits = _logits_at(pending.logits, index, n, step.counts[index])
+                row = row._replace(logits=self._logits_if_valid(row, logits))
+            rows.append(row)
+        self._apply(changes, rows, ends_step=True)
+
+    def discard(self) -> None:
+        """The pending tokens never happened. Harmless if nothing is pending."""
+        self._read_device_step()
+        if self._pending is not None:
+            self._pending = replace(self._pending, ready=False)  # whatever interrupts the rest of it
+            for layer in self.layers:
+                layer.discard()
+            self._pending = None
+
     # ---- moving about
 
     def queue(self, row: int, ids: Sequence[int]) -> None:
@@ -72,10 +264,8 @@ class State(Transaction):
         row, own = self._row(row)
         self._refuse_pending("queue tokens", row)
         if ids := token_ids(ids, f"row {row}", self._vocab_size):
-            self._fits([len(ids) if i == row else 0 for i in range(self.rows)])
-            own.tokens += ids
-            own.logits = None
-            self._publish()
+            self._check_capacity([len(ids) if i == row else 0 for i in range(self.rows)])
+            self._apply(Changes(), self._with(row, own.extended(ids)._replace(logits=None)))
 
     def rewind(self, row: int, to: int) -> None:
         """Take a row back to its first `to` tokens, exactly. `rewind_cost` tells what the next call recomputes.
@@ -83,14 +273,12 @@ class State(Transaction):
         Other rows may have pending tokens, this one may not. Raises `RewindError` if the row never was at `to`.
         """
         row, to, own = self._rewindable(row, to)
-        if to == len(own.tokens):
+        if to == own.length:
             return
-        known = next((mark.logits for mark in own.marks if mark.at == to), None)
-        self._forget(row, to)
-        del own.tokens[to:]
-        own.marks = [mark for mark in own.marks if mark.at <= to]
-        own.logits = known
-        self._publish()
+        changes, marks = Changes(), tuple(mark for mark in own.marks if mark.at <= to)
+        known = next((mark.logits for mark in marks if mark.at == to), None)
+        back = self._rewind_layers(row, to, changes)._replace(length=to, logits=known, marks=marks)
+        self._apply(changes, self._with(row, back))
 
     def rewind_cost(self, row: int, to: int) -> int:
         """How many tokens the next call recomputes after `rewind(row, to)`: 0 inside the rewind window.
@@ -99,7 +287,7 @@ class State(Transaction):
         then computes it from the start.
         """
         row, to, own = self._rewindable(row, to)
-        base, _ = self._base(row, to)
+        base, _ = self._nearest_checkpoint(row, to)
         return to - base if own.regime == self._regime(to + 1) else to
 
     def mark(self, row: int) -> None:
@@ -110,9 +298,10 @@ class State(Transaction):
         row, own = self._row(row)
         self._refuse_pending("mark", row)
         layers = {i: layer.capture(row, own.cached) for i, layer in enumerate(self.layers) if layer.lossy}
-        logits = own.logits if own.cached == len(own.tokens) else None
+        logits = own.logits if own.cached == own.length else None
         others = [mark for mark in own.marks if mark.at != own.cached]
-        own.marks = [*others, Mark(own.cached, own.regime, layers, logits)][-MARKS:]
+        marks = (*others, Mark(own.cached, own.regime, layers, logits))[-MARKS:]
+        self._apply(Changes(), self._with(row, own._replace(marks=marks)))
 
     def select(self, rows: Sequence[int | None]) -> None:
         """Make a new batch: row i is a copy of the old row `rows[i]`, or empty for None. Rows not named are dropped."""
@@ -125,9 +314,10 @@ class State(Transaction):
                 f"select was given {len(sources)} rows; a static state keeps the {self.rows} that it was made with: "
                 "name as many, None for empty ones, or make another state"
             )
-        self._install([layer.select(sources) for layer in self.layers])
-        self._rows = [Row() if row is None else self._rows[row].fork() for row in sources]
-        self._publish()
+        changes = Changes()
+        for layer in self.layers:
+            layer.select(sources, changes)
+        self._apply(changes, [Row.of() if row is None else self._rows[row].fork() for row in sources])
 
     def snapshot(self, row: int = 0) -> Snapshot:
         """A copy of one row, of every layer, with its token ids and last logits."""
@@ -138,7 +328,7 @@ class State(Transaction):
         return Snapshot(tuple(own.tokens), own.cached, own.regime, logits, layers, self.fingerprint)
 
     def drop(self, row: int, start: int, stop: int) -> None:
-        """Forget the tokens `start .. stop - 1` of a row and close the gap: later keys turn to their new positions.
+        """Forget the tokens `start .. stop - 1` of a row and close the gap: later keys are rotated to their new positions.
 
         What later tokens read from the forgotten ones stays in their values, as everywhere where spans are dropped; the
         last logits stay too. Raises `UnsupportedError` if a layer cannot do it exactly, `RewindError` for a bad span.
@@ -146,10 +336,8 @@ class State(Transaction):
         row, own = self._row(row)
         start, stop = whole_number(start, "the start of a span"), whole_number(stop, "the end of a span")
         self._refuse_pending("drop a span")
-        if not 0 <= start <= stop <= len(own.tokens):
-            raise RewindError(
-                f"drop of {start} to {stop} was asked for; row {row} has positions 0 to {len(own.tokens)}"
-            )
+        if not 0 <= start <= stop <= own.length:
+            raise RewindError(f"drop of {start} to {stop} was asked for; row {row} has positions 0 to {own.length}")
         if self.layout.max_positions is not None:
             raise UnsupportedError(
                 f"a span of row {row} cannot be dropped: the model has learned each position by itself, and what it "
@@ -169,16 +357,18 @@ class State(Transaction):
             shown = "; ".join(refusals[:3]) + ("; ..." if len(refusals) > 3 else "")
             raise UnsupportedError(f"a span of row {row} cannot be dropped: {shown}. Rewind, or feed the shorter text")
         first, last = min(start, own.cached), min(stop, own.cached)
+        changes, tokens = Changes(), own.tokens
         if first < last:
-            self._install([layer.drop(row, own.cached, first, last) for layer in self.layers])
-        own.cached -= last - first
-        del own.tokens[start:stop]
-        own.marks = [mark for mark in own.marks if mark.at <= start]
-        self._publish()
+            for layer in self.layers:
+                layer.drop(row, own.cached, first, last, changes)
+        del tokens[start:stop]
+        marks = tuple(mark for mark in own.marks if mark.at <= start)
+        closed = Row(tokens, len(tokens), own.cached - (last - first), own.regime, own.logits, marks)
+        self._apply(changes, self._with(row, closed))
 
     def restore(self, row: int, snapshot: Snapshot) -> None:
         """Put a snapshot in a row, whose own content is lost. The snapshot is checked whole before anything moves."""
-        row, _ = self._row(row)
+        row, own = self._row(row)
         self._refuse_pending("restore", row)
         if not isinstance(snapshot, Snapshot):
             raise SnapshotError(
@@ -189,19 +379,157 @@ class State(Transaction):
         restored = snapshot.as_row(self._vocab_size, self.layout.device)
         if len(snapshot.layers) != len(self.layers):
             raise SnapshotError(f"the snapshot has {len(snapshot.layers)} layers; this state has {len(self.layers)}")
-        if self.layout.capacity is not None and len(restored.tokens) > self.layout.capacity:
+        if self.layout.capacity is not None and restored.length > self.layout.capacity:
             raise CapacityError(
                 f"the snapshot has {snapshot.length} tokens; this state was made with capacity={self.layout.capacity}"
             )
-        self._install([layer.restore(row, restored.cached, kept) for layer, kept in zip(self.layers, snapshot.layers)])
-        self._rows[row] = restored
-        self._publish()
+        changes = Changes()
+        for layer, captured in zip(self.layers, snapshot.layers):
+            layer.restore(row, restored.cached, captured, changes, empty=not own.cached)
+        self._apply(changes, self._with(row, restored))
+
+    # ---- the parts of it
+
+    def _row(self, row: int) -> tuple[int, Row]:
+        """A row that a caller named: its index as a plain int, and its record."""
+        number = whole_number(row, "a row")
+        if not 0 <= number < self.rows:
+            raise StateError(f"row {row} was asked for; the state has the rows 0 to {self.rows - 1}")
+        return number, self._rows[number]
 
     def _rewindable(self, row: int, to: int) -> tuple[int, int, Row]:
-        """Row and position as plain ints, and what is known of the row."""
+        """Row and position as plain ints, and the record of the row."""
         row, own = self._row(row)
         to = whole_number(to, "a position")
         self._refuse_pending("rewind", row)
-        if not 0 <= to <= len(own.tokens):
-            raise RewindError(f"rewind of row {row} to {to} was asked for; it has the positions 0 to {len(own.tokens)}")
+        if not 0 <= to <= own.length:
+            raise RewindError(f"rewind of row {row} to {to} was asked for; it has the positions 0 to {own.length}")
         return row, to, own
+
+    def _refuse_pending(self, what: str, row: int | None = None) -> None:
+        pending = self.pending
+        waits = self._pending is not None and self._pending.waits
+        if waits and (row is None or pending[row]):
+            raise PendingError(f"cannot {what}: the rows have {pending} pending tokens; call commit or discard first")
+        if not waits:
+            self.discard()
+
+    def _check_capacity(self, counts: Sequence[int]) -> None:
+        capacity, max_positions = self.layout.capacity, self.layout.max_positions
+        for index, (row, count) in enumerate(zip(self._rows, counts)):
+            given = f"row {index} holds {row.length} tokens and was given {count} more"
+            if capacity is not None and row.length + count > capacity:
+                raise CapacityError(
+                    f"{given}; the state was made with capacity={capacity}: rewind or drop tokens, or make a larger "
+                    "state"
+                )
+            if max_positions is not None and row.length + count > max_positions:
+                raise CapacityError(f"{given}; the model has learned {max_positions} positions and knows no others")
+
+    def _rope_lengths(self, counts: Sequence[int]) -> tuple[int, ...]:
+        return tuple(row.length + count for row, count in zip(self._rows, counts))
+
+    def _reserve(self, ids: list[list[int]], speculative: bool, rope_lengths: tuple[int, ...]) -> Step:
+        counts = tuple(map(len, ids))
+        starts = tuple(row.cached for row in self._rows)
+        step = Step(starts, counts, self.layout.device, rope_lengths, speculative, self.layout.chunk)
+        self._pending = Pending(step, ids)
+        try:
+            for layer in self.layers:
+                layer.reserve(step)
+        except BaseException:
+            self.discard()
+            raise
+        return step
+
+    def _read_device_step(self) -> None:
+        """If a device step has run, make it the pending step: the one place where the host waits for its tokens."""
+        if (result := self._device.result) is None:
+            return
+        tokens, wanted = result.read()
+        counts, refused = list(wanted), None
+        for index, (row, count) in enumerate(zip(self._rows, wanted)):
+            if not 0 <= count <= len(tokens[index]):
+                refused = StateError(
+                    f"{count} tokens of row {index} were said to be real, in a step of {len(tokens[index])}: give "
+                    f"counts from 0 to {len(tokens[index])}"
+                )
+            elif (late := row.length - row.cached) and count:
+                refused = StateError(
+                    f"{late} tokens of row {index} are still to be computed, and a device step cannot do it: run "
+                    "model([[]] * rows, state) first"
+                )
+            else:
+                try:
+                    self._check_capacity([count if i == index else 0 for i in range(self.rows)])
+                    continue
+                except CapacityError as error:
+                    refused = error
+            counts[index] = 0
+        starts = tuple(row.cached for row in self._rows)
+        ends = tuple(start + count for start, count in zip(starts, counts))
+        step = Step(starts, tuple(counts), self.layout.device, ends, True, self.layout.chunk)
+        for layer in self.layers:
+            layer.adopt_device_step(step)
+        ids = [row[:n] for row, n in zip(tokens, counts)]
+        changes = Changes()
+        changes.assign(self, "_pending", Pending(step, ids, result.logits, refused, ready=True))
+        changes.assign(self._device, "result", None)
+        changes.apply()
+
+    def _with(self, row: int, new: Row) -> list[Row]:
+        return [*self._rows[:row], new, *self._rows[row + 1 :]]
+
+    def _apply(self, changes: Changes, rows: list[Row], *, ends_step: bool = False) -> None:
+        """Make the changes of the layers real, and these the rows."""
+        self._device.sync(rows, changes)
+        changes.assign(self, "_rows", rows)
+        if ends_step:
+            changes.assign(self, "_pending", None)
+        changes.apply()
+
+    def _logits_if_valid(self, row: Row, logits: Tensor | None) -> Tensor | None:
+        """A copy of the logits after a row's last token, where its layers are of the regime of a text of its length.
+
+        A draft may pass a border that what is accepted of it does not: they are unknown until a call asks for them.
+        """
+        return logits.clone() if logits is not None and row.regime == self._regime(row.length) else None
+
+    def _nearest_checkpoint(self, row: int, to: int) -> tuple[int, Mark | None]:
+        """The last position at or before `to` that needs no token computed, and the mark that holds it, if one does.
+
+        A mark is of use only beside layers of its own regime: it holds those that forget, and the others as they are
+        now go on from it.
+        """
+        own = self._rows[row]
+        if to >= own.cached:
+            return own.cached, None
+        if to >= max((layer.earliest_rewind(row, own.cached) for layer in self.layers), default=0):
+            return to, None
+        marks = [mark for mark in own.marks if mark.at <= to and mark.regime == own.regime]
+        last = max(marks, key=lambda mark: mark.at, default=None)
+        return (0, None) if last is None else (last.at, last)
+
+    def _rewind_layers(self, row: int, to: int, changes: Changes) -> Row:
+        """Take the layers of a row back to `to`, or as little before it as can be. Its tokens stay."""
+        own = self._rows[row]
+        base, mark = self._nearest_checkpoint(row, to)
+        if base == own.cached:
+            return own
+        for index, layer in enumerate(self.layers):
+            if mark is not None and layer.lossy:
+                layer.restore(row, base, mark.layers[index], changes)
+            elif base == 0:
+                layer.restore(row, 0, {}, changes)
+            else:
+                layer.rewind(row, own.cached, base, changes)
+        return own._replace(cached=base)
+
+
+def _logits_at(logits: Tensor | None, row: int, accepted: int, count: int) -> Tensor | None:
+    """The logits after a row's last accepted token, if the forward computed them."""
+    if logits is None:
+        return None
+    if logits.ndim == 3:
+        return logits[row, accepted - 1]
+    return logits[row] if accepted == count else None

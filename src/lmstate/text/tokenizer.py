@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +17,6 @@ if TYPE_CHECKING:
     import tokenizers
 
     from lmstate.text.chat_template import ChatTemplate
-from dataclasses import dataclass, field
 
 BROKEN = "\ufffd"  # what stands in decoded text for bytes that are not UTF-8, or not yet
 HELD = 4  # tokens that may be held back for the rest of a character; UTF-8 has at most 4 bytes in one
@@ -52,9 +54,11 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text, with the begin and end tokens that the model expects around it unless told otherwise.
 
-        A special token written in the text becomes that token. Text of strangers should be put in a chat message only
-        after removing such names.
+        A special token written in the text becomes that token; in the messages of `chat` it does not.
+        Raises ValueError for what is no text.
         """
+        if not isinstance(text, str):
+            raise ValueError(f"encode takes a text; it was given {text!r:.80} ({type(text).__name__})")
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -64,9 +68,12 @@ class Tokenizer:
         return list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of ids. Those past the vocabulary (logits may be padded) have none; a negative one is an error."""
+        """The text of ids. Those past the vocabulary have none: logits may be padded, by less than as many again.
+
+        Raises ValueError for ids that no logits of this vocabulary can give.
+        """
         ids = [int(token) for token in ids]
-        if any(not 0 <= token < MOST_IDS for token in ids):
+        if any(not 0 <= token < min(2 * self.vocab_size, MOST_IDS) for token in ids):
             raise ValueError(
                 f"token ids are whole numbers from 0 to {self.vocab_size - 1}; got {min(ids)} to {max(ids)}"
             )
@@ -88,9 +95,45 @@ class Tokenizer:
             )
         return text
 
-    def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> list[int]:
-        """The ids of `chat_text`: a template writes its own begin tokens."""
-        return self.encode(self.chat_text(messages, add_generation_prompt, **variables), add_special_tokens=False)
+    def chat(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        control_tokens: bool = False,
+        **variables: Any,
+    ) -> list[int]:
+        """The ids of `chat_text`: a template writes its own begin tokens.
+
+        A control token (`<|im_end|>`, say) that is written in the content of a message is plain text there: it neither
+        ends a turn nor begins one. With `control_tokens=True` it becomes that token.
+        """
+        if control_tokens:
+            return self.encode(self.chat_text(messages, add_generation_prompt, **variables), add_special_tokens=False)
+        marks: dict[str, str] = {}
+        messages = [_marked(message, self._control_tokens, marks) for message in messages]
+        text = self.chat_text(messages, add_generation_prompt, **variables)
+        ids: list[int] = []
+        for piece in re.split(f"([{''.join(marks)}])", text) if marks else [text]:
+            if piece in marks:
+                with self._special_tokens_as_text():
+                    ids += self.encode(marks[piece], add_special_tokens=False)
+            elif piece:
+                ids += self.encode(piece, add_special_tokens=False)
+        return ids
+
+    @cached_property
+    def _control_tokens(self) -> list[str]:
+        """The texts of special tokens, the longest first."""
+        added = self._inner.get_added_tokens_decoder().values()
+        return sorted({token.content for token in added if token.special}, key=len, reverse=True)
+
+    @contextmanager
+    def _special_tokens_as_text(self) -> Iterator[None]:
+        self._inner.encode_special_tokens = True
+        try:
+            yield
+        finally:
+            self._inner.encode_special_tokens = False
 
     @property
     def has_chat_template(self) -> bool:
@@ -204,3 +247,20 @@ class TokenizerFiles:
 
     tokenizer_json: Path | str
     settings: dict[str, Any] = field(default_factory=dict)
+
+
+MARKS = range(0xF0000, 0xFFFFE)  # a private use plane: characters that no text has
+
+
+def _marked(message: Message, tokens: Sequence[str], marks: dict[str, str]) -> Message:
+    """The message with each control token in its content replaced by a character that stands for it in `marks`."""
+    content = message.get("content")
+    if not isinstance(content, str) or not any(token in content for token in tokens):
+        return message
+    stands = {token: mark for mark, token in marks.items()}
+    for token in tokens:
+        if token in content:
+            mark = stands.get(token) or chr(MARKS[len(marks)])
+            marks[mark] = token
+            content = content.replace(token, mark)
+    return {**message, "content": content}

@@ -30,6 +30,13 @@ class Branches:
         self.known: dict[str, Branch] = {FIRST: Branch(None, [], [])}
         self.current = FIRST
 
+    def copy(self) -> Branches:
+        """The same branches; what happens to one copy does not show in the other."""
+        other = Branches()
+        other.known = {name: dataclasses.replace(branch) for name, branch in self.known.items()}
+        other.current = self.current
+        return other
+
     def fork(self, messages: list[Message], state: State, name: str) -> None:
         """Begin a branch here and go on in it. Raises ValueError for a name that is taken or empty."""
         if not name or name in self.known:
@@ -75,8 +82,14 @@ class Branches:
         branch.messages, branch.tokens, branch.snapshot = list(messages), list(snapshot.tokens), snapshot
 
 
-def save(messages: list[Message], state: State, path: Path) -> Snapshot:
-    """Write the state and the messages of the current branch. Raises OSError where the file cannot be written."""
+def save(messages: list[Message], state: State, path: Path, force: bool = False) -> Snapshot:
+    """Write the state and the messages of the current branch.
+
+    Raises OSError where the file cannot be written, FileExistsError where there is one and `force` does not ask to
+    replace it.
+    """
+    if path.exists() and not force:
+        raise FileExistsError(f"{path} exists; /save --force {path} replaces it")
     snapshot = dataclasses.replace(state.snapshot(0), notes=json.dumps({"messages": messages}))
     try:
         snapshot.save(path)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from lmstate.cli.chat.branches import Branches
+from lmstate.cli.chat.branches import Branches, load
 from lmstate.cli.chat.messages import Message, common_prefix
 from lmstate.cli.progress import warn_of_length
 from lmstate.generation import Generation, Report, Sampler
@@ -16,6 +18,17 @@ if TYPE_CHECKING:
 
     from lmstate.generation import Piece
     from lmstate.models.model import Model
+    from lmstate.state import Snapshot, State
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """A conversation as it was before `what` took its place."""
+
+    what: str
+    messages: list[Message]
+    state: State
+    branches: Branches
 
 
 class Conversation:
@@ -34,18 +47,37 @@ class Conversation:
         self.sampler = sampler or Sampler()
         self.max_new_tokens = max_new_tokens
         self.report: Report | None = None  # of the last answer
-        self.reset()
+        self.messages: list[Message] = []
+        self._replaced: Replaced | None = None
+        self._begin()
 
     def reset(self) -> None:
-        """Forget everything but the system message."""
-        self.messages: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
+        """Begin again with the system message alone; `undo` brings back all that was."""
+        if self.state.lengths[0] or len(self.branches.known) > 1:
+            self._remember("the reset")
+        self._begin()
+
+    def load(self, path: Path) -> Snapshot:
+        """Go on from a saved conversation in the place of this one, which `undo_replacement` brings back."""
+        state = self.model.new_state(rows=1)
+        snapshot, messages = load(state, path)
+        self._remember(f"the load of {path}")
+        self.messages, self.state = messages, state
+        return snapshot
+
+    def _begin(self) -> None:
+        self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         self.state = self.model.new_state(rows=1)
         self.branches = Branches()
+
+    def _remember(self, what: str) -> None:
+        self._replaced = Replaced(what, self.messages, self.state, self.branches.copy())
 
     def ask(self, question: str) -> Generator[str]:
         """The answer, piece by piece. What was given out is kept, also if the iterator is closed or an error ends it;
         a question without any answer leaves no trace.
         """
+        self._replaced = None
         self.state.mark(0)  # an /undo of this turn comes back here
         messages = [*self.messages, {"role": "user", "content": question}]
         ids = self.model.tokenizer.chat(messages, add_generation_prompt=True)
@@ -62,6 +94,14 @@ class Conversation:
             self.report = generation.report()
             if self.report.generated or self.report.finished[0] is not None:
                 self.messages = [*messages, {"role": "assistant", "content": generation.texts[0]}]
+
+    def undo_replacement(self) -> str | None:
+        """Bring back what a reset or a load replaced, if nothing was asked since; returns its name, None if nothing."""
+        if (before := self._replaced) is None:
+            return None
+        self.messages, self.state, self.branches = before.messages, before.state, before.branches
+        self._replaced = None
+        return before.what
 
     def undo(self, turns: int) -> int:
         """Take back the last turns. Returns the tokens that the next answer must recompute because of it."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmstate.cli.chat.branches import load, save
+from lmstate.cli.chat.branches import save
 from lmstate.cli.chat.conversation import Conversation
 from lmstate.cli.output import size
 
@@ -61,7 +61,8 @@ def _exit(conversation: Conversation, argument: str) -> str:
 def _reset(conversation: Conversation, argument: str) -> str:
     held = conversation.state.lengths[0]
     conversation.reset()
-    return f"forgot {held} tokens; the system message stays" if conversation.system else f"forgot {held} tokens"
+    stays = "; the system message stays" if conversation.system else ""
+    return f"forgot {held} tokens{stays}; /undo brings them back"
 
 
 def _tokens(conversation: Conversation, argument: str) -> str:
@@ -78,6 +79,8 @@ def _memory(conversation: Conversation, argument: str) -> str:
 def _undo(conversation: Conversation, argument: str) -> str:
     if argument and not argument.isdecimal():
         raise ValueError(f"/undo takes a number of turns, not {argument!r}")
+    if not argument and (what := conversation.undo_replacement()):
+        return f"took back {what}; {conversation.state.lengths[0]} tokens held"
     turns = int(argument or 1)
     cost = conversation.undo(turns)
     return f"took back {turns} turn{'s' * (turns > 1)}; {_priced(cost)}"
@@ -96,6 +99,8 @@ def _fork(conversation: Conversation, argument: str) -> str:
 
 
 def _switch(conversation: Conversation, argument: str) -> str:
+    if not argument:
+        raise ValueError(f"/switch needs the name of a branch; there are {', '.join(conversation.branches.known)}")
     state = conversation.state
     conversation.messages = conversation.branches.switch(conversation.messages, state, argument)
     cost = state.rewind_cost(0, state.lengths[0])
@@ -107,16 +112,18 @@ def _tree(conversation: Conversation, argument: str) -> str:
 
 
 def _save(conversation: Conversation, argument: str) -> str:
-    if not argument:
+    force = argument.startswith("--force ")
+    name = argument.removeprefix("--force").strip()
+    if not name:
         raise ValueError("/save needs a file name")
-    snapshot = save(conversation.messages, conversation.state, Path(argument))
-    return f"saved {snapshot.length} tokens, {size(snapshot.nbytes)}, to {argument}"
+    snapshot = save(conversation.messages, conversation.state, Path(name), force)
+    return f"saved {snapshot.length} tokens, {size(snapshot.nbytes)}, to {name}"
 
 
 def _load(conversation: Conversation, argument: str) -> str:
     if not argument:
         raise ValueError("/load needs a file name")
-    snapshot, conversation.messages = load(conversation.state, Path(argument))
+    snapshot = conversation.load(Path(argument))
     return f"{snapshot.length} tokens from {argument}; {_priced(snapshot.length - snapshot.cached)}"
 
 
@@ -135,14 +142,15 @@ COMMANDS: dict[str, Command] = {
         Command("/help", "show this", _help),
         Command("/tokens", "how many tokens the state holds", _tokens),
         Command("/memory", "bytes that the state holds, by layer kind", _memory),
-        Command("/undo [N]", "take back the last N turns (1)", _undo),
+        Command("/undo [N]", "take back the last N turns (1), or the last /reset or /load", _undo),
         Command("/edit TEXT", "ask TEXT in the place of the last question", _edit),
         Command("/fork NAME", "begin a branch here and go on in it", _fork),
         Command("/switch NAME", "go to another branch", _switch),
         Command("/tree", "the branches, and the tokens that they share", _tree),
-        Command("/save FILE", "write this conversation with its state", _save),
-        Command("/load FILE", "go on from a saved conversation", _load),
-        Command("/reset", "begin again", _reset),
+        Command("/save [--force] FILE", "write this conversation with its state; --force replaces a file", _save),
+        Command("/load FILE", "go on from a saved conversation; /undo comes back", _load),
+        Command("/reset", "begin again; /undo comes back", _reset),
         Command("/exit", "leave (so does Ctrl-D)", _exit),
+        Command("/quit", "the same", _exit),
     )
 }

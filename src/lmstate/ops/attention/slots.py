@@ -6,7 +6,7 @@ that attention reads a list as it reads a ring that has not wrapped: what order 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,21 +29,18 @@ def commit_slots(changes: Sequence[SlotCommit], starts: Tensor, counts: Tensor, 
             commit_slots_reference(change, starts, counts, accepted)
 
 
-class SlotCommits:
-    """The end of a step for all layers that share it: each adds its change, and the first to install has all done."""
+def prepare_commit(
+    starts: Tensor, counts: Tensor, accepted: Tensor
+) -> Callable[[Sequence[SlotCommit]], tuple[Callable[[bytes], object], bytes]] | None:
+    """`commit_slots` in two halves, for a caller that must not fail between them; None without a native body.
 
-    def __init__(self, starts: Tensor, counts: Tensor, accepted: Tensor) -> None:
-        self._spans = starts, counts, accepted
-        self._waiting: dict[object, SlotCommit] = {}
-
-    def add(self, layer: object, change: SlotCommit) -> None:
-        """A layer that prepares twice, because another one failed meanwhile, is settled once."""
-        self._waiting[layer] = change
-
-    def run(self) -> None:
-        if self._waiting:
-            changes, self._waiting = list(self._waiting.values()), {}
-            commit_slots(changes, *self._spans)
+    Given the commits of all layers, it checks and packs them: a function of C, and the argument that it is to be called
+    with while these tensors live.
+    """
+    library = dispatch.native(starts, counts, accepted)
+    if library is None:
+        return None
+    return lambda commits: library.slots.prepare(commits, starts, counts, accepted)
 
 
 def commit_slots_reference(change: SlotCommit, starts: Tensor, counts: Tensor, accepted: Tensor) -> None:

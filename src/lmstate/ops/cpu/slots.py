@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from struct import Struct
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -35,13 +35,20 @@ class Slots:
 
     def commit(self, changes: Sequence[SlotCommit], starts: Tensor, counts: Tensor, accepted: Tensor) -> None:
         """`commit_slots`."""
+        settle, packed = self.prepare(changes, starts, counts, accepted)
+        settle(packed)
+
+    def prepare(
+        self, changes: Sequence[SlotCommit], starts: Tensor, counts: Tensor, accepted: Tensor
+    ) -> tuple[Callable[[bytes], int], bytes]:
+        """The function of C and its argument, which points to the tensors."""
         rows = len(starts)
         spans = tuple(integers(x, "starts, counts and accepted", rows) for x in (starts, counts, accepted))
         packed = [self._pack(change) for change in changes]
         if any(each.rows != rows for each in packed):
             raise ValueError(f"lists of other numbers of rows were given with the starts of {rows}")
         header = _HEADER.pack(*(x.data_ptr() for x in spans), len(changes), rows, torch.get_num_threads())
-        self._settle(b"".join([header, *(each.fields for each in packed)]))
+        return self._settle, b"".join([header, *(each.fields for each in packed)])
 
     def _pack(self, change: SlotCommit) -> PackedSlotCommit:
         """Checked once: a change is not given other tensors, nor these other memory."""

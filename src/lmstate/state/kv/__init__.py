@@ -6,7 +6,8 @@ from lmstate.state.kv.policies.h2o import H2O
 from lmstate.state.kv.policies.per_layer import PerLayer, pyramid
 from lmstate.state.kv.policies.recent import Recent
 from lmstate.state.kv.policies.snapkv import SnapKV
-from lmstate.state.kv.policies.storage import Dense, Policy, Quantized, Storage
+from lmstate.state.kv.policies.storage import Dense, Quantized, Storage
+from lmstate.state.layers.base import Policy
 
 __all__ = [
     "H2O",

@@ -40,7 +40,15 @@ def attention_state(
     if isinstance(policy, Evicting):
         if sight.reach is None or sight.reach > policy.most:
             return EvictingState(
-                layout, policy, kv_heads, head_dim, value_dim, sight=sight, rotate_by=rotate_by, heads=heads, scale=scale
+                layout,
+                policy,
+                kv_heads,
+                head_dim,
+                value_dim,
+                sight=sight,
+                rotate_by=rotate_by,
+                heads=heads,
+                scale=scale,
             )
         policy = policy.storage
     if isinstance(policy, Quantized) and policy.bits == 8:

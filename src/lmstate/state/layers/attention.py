@@ -15,7 +15,7 @@ from lmstate.state.step import Step
 
 
 class KeyValueState(LayerState):
-    """The memory of a layer that attends to keys and values, however it stores them and whatever it forgets."""
+    """The state of a layer that attends to keys and values, however it stores them and whatever it forgets."""
 
     def rings(self, step: Step) -> ops.KVView | None:
         """The keys and values themselves, where a step may store and read them as `ops.Run` does."""
@@ -76,11 +76,11 @@ class AttentionState(SlotState, KeyValueState):
         return {name: (kv_heads, dim) for name, dim in dims.items()}, {}
 
     def rings(self, step: Step) -> ops.KVView | None:
-        if not self.as_rings:
-            self.as_rings.append(self.made_rings())
-        return self.as_rings[0]
+        if not self.view_cache:
+            self.view_cache.append(self.new_view())
+        return self.view_cache[0]
 
-    def made_rings(self) -> ops.KVView:
+    def new_view(self) -> ops.KVView:
         return ops.KVView(self.buffers["k"], self.buffers["v"], self.sight)
 
     @property

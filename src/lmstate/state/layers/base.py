@@ -1,28 +1,26 @@
-"""What one layer remembers: the contract between a layer's state, its mixer and the state that owns it."""
+"""The contract between the state of a layer, its mixer and the state of the model that owns it."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lmstate.errors import UnsupportedError
+from lmstate.state.changes import Changes
 from lmstate.state.step import Step
 
-if TYPE_CHECKING:
-    from lmstate.state.kv.policies.storage import Policy
 
-Install = Callable[[], None]
-"""The second half of a change. The first half, which returned it, did all that can fail and changed nothing."""
+class Policy:
+    """The value of `new_state(kv=...)` for a layer: a `Storage` keeps every token, an `Evicting` policy forgets."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a state was asked to be; every layer state is made from it."""
+    """The options of `new_state`; every layer state is made from them."""
 
     rows: int
     device: torch.device
@@ -39,9 +37,9 @@ class LayerState(ABC):
     """One layer's memory of every row.
 
     It holds no length: the committed length of a row comes with each call. Between `reserve` and `commit`/`discard` it
-    is pending, and what was committed stays whole. `commit`, `rewind`, `select` and `restore` come in two halves: the
-    call prepares (and may fail, having changed nothing), the returned `Install` makes it so and cannot fail. None means
-    that there is nothing to install. The state calls the second halves only once every layer has done the first.
+    is pending, and what was committed stays whole. `commit`, `rewind`, `select`, `restore` and `drop` compute what is to
+    be, change nothing that counts (they may write where nothing committed lies), and add the assignments to `changes`:
+    the state applies those of all layers at once, when every layer has computed its own.
     """
 
     kind: str  # how `State.memory` groups it
@@ -52,23 +50,23 @@ class LayerState(ABC):
         """Make room for `step`. Nothing committed is lost; `discard` brings back what was."""
 
     @abstractmethod
-    def commit(self, step: Step, accepted: tuple[int, ...]) -> Install | None:
+    def commit(self, step: Step, accepted: tuple[int, ...], changes: Changes) -> None:
         """Make the first `accepted[r]` tokens of the step real in each row; the rest never happened."""
 
     @abstractmethod
     def discard(self) -> None:
-        """The step that was reserved never happened. Cannot fail; harmless when nothing is reserved."""
+        """The step that was reserved never happened. Harmless when nothing is reserved, or when called again."""
 
     @abstractmethod
     def earliest_rewind(self, row: int, length: int) -> int:
         """The earliest position that `rewind` reaches in a row of this length."""
 
     @abstractmethod
-    def rewind(self, row: int, length: int, to: int) -> Install | None:
+    def rewind(self, row: int, length: int, to: int, changes: Changes) -> None:
         """Take a row from `length` back to `to`, `earliest_rewind <= to <= length`, exactly."""
 
     @abstractmethod
-    def select(self, rows: Sequence[int | None]) -> Install | None:
+    def select(self, rows: Sequence[int | None], changes: Changes) -> None:
         """Make row i of the new batch a copy of row `rows[i]` of the old one; empty where that is None."""
 
     @abstractmethod
@@ -76,8 +74,12 @@ class LayerState(ABC):
         """Copies of all that the row needs to go on from `length`, without a row axis."""
 
     @abstractmethod
-    def restore(self, row: int, length: int, tensors: dict[str, Tensor]) -> Install | None:
-        """Put what `capture` gave at `length` in a row. Length 0 with no tensors empties it.
+    def restore(
+        self, row: int, length: int, tensors: dict[str, Tensor], changes: Changes, *, empty: bool = False
+    ) -> None:
+        """Put copies of what `capture` gave at `length` in a row. Length 0 with no tensors empties it.
+
+        `empty`: nothing of the row is committed, so that its place may be written at once.
 
         Raises `SnapshotError` if the tensors are not what this layer would have captured.
         """
@@ -88,9 +90,9 @@ class LayerState(ABC):
 
     def refuses_drop(self, row: int) -> str | None:
         """Why no span of the row can be dropped exactly; None if one can."""
-        return "what it remembers of the span cannot be told from the rest"
+        return "its memory of the span cannot be told from the rest"
 
-    def drop(self, row: int, length: int, start: int, stop: int) -> Install | None:
+    def drop(self, row: int, length: int, start: int, stop: int, changes: Changes) -> None:
         """Forget the positions `start .. stop - 1` and move the later ones up. Only where `refuses_drop` is None."""
         raise UnsupportedError(f"a {self.kind} layer cannot drop a span")
 
@@ -117,5 +119,5 @@ class LayerState(ABC):
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def leaves(self) -> list[LayerState]:
-        """The simple layer states in it: itself, unless it is a composite."""
+        """The layer states in it that are no composites: itself, most often."""
         return [self]

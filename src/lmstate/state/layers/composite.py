@@ -1,14 +1,15 @@
-"""Two kinds of memory in one layer: attention and a recurrence side by side, say."""
+"""The state of a layer with several mixers: attention and a recurrence side by side, say."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from lmstate.errors import SnapshotError
+from lmstate.state.changes import Changes
 from lmstate.state.layers.attention import KeyValueState
-from lmstate.state.layers.base import Install, LayerState
+from lmstate.state.layers.base import LayerState
 from lmstate.state.step import Step
 
 
@@ -21,21 +22,13 @@ class CompositeState(LayerState):
         self.members = tuple(members)
         self.lossy = any(member.lossy for member in members)
 
-    def _both(self, change: Callable[[LayerState], Install | None]) -> Install | None:
-        installs = [half for member in self.members if (half := change(member)) is not None]
-
-        def install() -> None:
-            for half in installs:
-                half()
-
-        return install if installs else None
-
     def reserve(self, step: Step) -> None:
         for member in self.members:
             member.reserve(step)
 
-    def commit(self, step: Step, accepted: tuple[int, ...]) -> Install | None:
-        return self._both(lambda member: member.commit(step, accepted))
+    def commit(self, step: Step, accepted: tuple[int, ...], changes: Changes) -> None:
+        for member in self.members:
+            member.commit(step, accepted, changes)
 
     def discard(self) -> None:
         for member in self.members:
@@ -44,11 +37,13 @@ class CompositeState(LayerState):
     def earliest_rewind(self, row: int, length: int) -> int:
         return max((member.earliest_rewind(row, length) for member in self.members), default=0)
 
-    def rewind(self, row: int, length: int, to: int) -> Install | None:
-        return self._both(lambda member: member.rewind(row, length, to))
+    def rewind(self, row: int, length: int, to: int, changes: Changes) -> None:
+        for member in self.members:
+            member.rewind(row, length, to, changes)
 
-    def select(self, rows: Sequence[int | None]) -> Install | None:
-        return self._both(lambda member: member.select(rows))
+    def select(self, rows: Sequence[int | None], changes: Changes) -> None:
+        for member in self.members:
+            member.select(rows, changes)
 
     def capture(self, row: int, length: int) -> dict[str, Tensor]:
         return {
@@ -57,34 +52,39 @@ class CompositeState(LayerState):
             for name, tensor in member.capture(row, length).items()
         }
 
-    def restore(self, row: int, length: int, tensors: dict[str, Tensor]) -> Install | None:
+    def restore(
+        self, row: int, length: int, tensors: dict[str, Tensor], changes: Changes, *, empty: bool = False
+    ) -> None:
         split: list[dict[str, Tensor]] = [{} for _ in self.members]
         for name, tensor in tensors.items():
             index = name.partition(".")[0]
             if index not in map(str, range(len(self.members))):
                 raise SnapshotError(f"the snapshot has a tensor {name!r} that no part of this layer holds")
             split[int(index)][name[len(index) + 1 :]] = tensor
-        pairs = dict(zip(map(id, self.members), split))
-        return self._both(lambda member: member.restore(row, length, pairs[id(member)]))
+        for member, own in zip(self.members, split):
+            member.restore(row, length, own, changes, empty=empty)
 
     def kept(self, row: int, length: int) -> list[list[int]]:
-        for part in self.leaves():
-            if isinstance(part, KeyValueState):
-                return part.kept(row, length)
+        for leaf in self.leaves():
+            if isinstance(leaf, KeyValueState):
+                return leaf.kept(row, length)
         return super().kept(row, length)
 
     def refuses_drop(self, row: int) -> str | None:
         return next((why for member in self.members if (why := member.refuses_drop(row)) is not None), None)
 
-    def drop(self, row: int, length: int, start: int, stop: int) -> Install | None:
-        return self._both(lambda member: member.drop(row, length, start, stop))
+    def drop(self, row: int, length: int, start: int, stop: int, changes: Changes) -> None:
+        for member in self.members:
+            member.drop(row, length, start, stop, changes)
 
     def adopt_device_step(self, step: Step) -> None:
         for member in self.members:
             member.adopt_device_step(step)
 
     def static_tensors(self) -> dict[str, Tensor]:
-        return {f"{i}.{name}": t for i, member in enumerate(self.members) for name, t in member.static_tensors().items()}
+        return {
+            f"{i}.{name}": t for i, member in enumerate(self.members) for name, t in member.static_tensors().items()
+        }
 
     def rebind(self, tensors: dict[str, Tensor]) -> None:
         for i, member in enumerate(self.members):
@@ -98,4 +98,4 @@ class CompositeState(LayerState):
         return [tensor for member in self.members for tensor in member.tensors()]
 
     def leaves(self) -> list[LayerState]:
-        return [part for member in self.members for part in member.leaves()]
+        return [leaf for member in self.members for leaf in member.leaves()]

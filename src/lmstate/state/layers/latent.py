@@ -22,7 +22,12 @@ class LatentState(SlotState):
     """Whether it wants to know what is attended to: then nothing is expanded, and all goes through `attend`."""
 
     def __init__(
-        self, layout: Layout, latent_dim: int, rope_dim: int, *, rotate_by: Callable[[Tensor, int], Tensor] | None = None
+        self,
+        layout: Layout,
+        latent_dim: int,
+        rope_dim: int,
+        *,
+        rotate_by: Callable[[Tensor, int], Tensor] | None = None,
     ):
         """`rotate_by(keys [K, S, Dr], delta)` rotates rope keys as if each had stood `delta` positions farther on."""
         self.rotate_by = rotate_by

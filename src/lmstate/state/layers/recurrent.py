@@ -1,9 +1,9 @@
-"""The state of a recurrent layer: the carry of a fold, and what it takes to go back.
+"""The state of a recurrent layer: the carry of a scan, and what it takes to go back.
 
-A fold is `(inputs [R, T, F], carry, counts [R], gate) -> (outputs [R, T, G], carry)`: it is given what the layer
-projected and nothing that it derived from that, so that a log of inputs replays exactly. `gate [R, T, B]` is what the
-outputs need and the carry does not (a gate, say); where only the carry is wanted, it is None. A fold writes into none
-of its arguments.
+A scan is `(inputs [R, T, F], carry, counts [R], gate) -> (outputs [R, T, G], carry)`, as `lax.scan`'s over a step: it is
+given what the layer projected and nothing that it derived from that, so that a log of inputs replays exactly.
+`gate [R, T, B]` is what the outputs need and the carry does not (an output gate, say); where only the carry is wanted,
+it is None. A scan writes into none of its arguments.
 """
 
 from __future__ import annotations
@@ -11,22 +11,30 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lmstate.errors import SnapshotError
-from lmstate.state.layers.base import Install, LayerState, Layout
+from lmstate.state.changes import Changes
+from lmstate.state.layers.base import LayerState, Layout
 from lmstate.state.step import DeviceStep, Step
 
 Carry = tuple[Tensor, ...]
 Scan = Callable[[Tensor, Carry, Tensor, Tensor | None], tuple[Tensor, Carry]]
 
 
-@dataclass
-class Checkpoint:
-    """The carry that some rows had at a multiple of `rewind`: `positions[r]`, or None where row r has none."""
+class Checkpoint(NamedTuple):
+    """The carry of one row at a position, `[1, ...]` each; never written into."""
+
+    position: int
+    carry: Carry
+
+
+@dataclass(frozen=True)
+class Passage:
+    """The carry `[R, ...]` of a step where some rows pass a multiple of `rewind`: row r's, or None."""
 
     positions: list[int | None]
     carry: Carry
@@ -35,12 +43,12 @@ class Checkpoint:
 class RecurrentState(LayerState):
     """The carry of every row, float32 `[R, ...]` each, at the row's committed length.
 
-    A step folds into a second carry, which `commit` adopts. If only a prefix was accepted, the step's inputs are folded
-    again from the old carry. To go back, the carry at the last two multiples of `rewind` (the anchors) and the inputs
-    since the older of them (the log, a ring) are kept: any of the last `rewind` positions, and usually more, is reached
-    by folding again from an anchor.
+    A step scans to a next carry, which `commit` adopts. If only a prefix was accepted, the step's inputs are scanned
+    again from the old carry. To go back, each row's carry at the last two multiples of `rewind` (its checkpoints) and
+    the inputs since the older of them (the log, a ring) are kept: any of the last `rewind` positions, and usually more,
+    is reached by scanning again from a checkpoint. No tensor of a carry is written into, so that they are shared freely.
 
-    Of a static layout, the second carry and the step's inputs have tensors of their own, that a `DeviceStep` fills.
+    Of a static layout, carry, next carry and the step's inputs have tensors of their own, that a `DeviceStep` fills.
     """
 
     kind = "recurrent"
@@ -55,23 +63,24 @@ class RecurrentState(LayerState):
         *,
         names: Sequence[str] | None = None,
     ):
-        """`shapes`: of each part of the carry, without rows; `inputs`: F, the width of the fold's input."""
+        """`shapes`: of each part of the carry, without rows; `inputs`: F, the width of the scan's input."""
         self.layout, self.scan = layout, scan
         self.names = tuple(names or (f"carry.{i}" for i in range(len(shapes))))
         rows, device = layout.rows, layout.device
         self.carry: Carry = tuple(torch.zeros(rows, *shape, dtype=torch.float32, device=device) for shape in shapes)
+        self._zero: Carry = tuple(torch.zeros(1, *shape, dtype=torch.float32, device=device) for shape in shapes)
         self._next: Carry | None = None
         self._inputs: list[tuple[Step, Tensor]] = []
-        self._passed: list[Checkpoint] = []
+        self._passed: list[Passage] = []
         self._step: Step | None = None
         self.period = layout.rewind
-        if self.period:
-            self.log = torch.zeros(rows, 2 * self.period, inputs, dtype=torch.float32, device=device)
-            self.checkpoints = [Checkpoint([at] * rows, tuple(map(torch.zeros_like, self.carry))) for at in (0, None)]
-        else:
-            self.log, self.checkpoints = torch.zeros(rows, 0, inputs, dtype=torch.float32, device=device), []
+        self.log = torch.zeros(rows, 2 * self.period, inputs, dtype=torch.float32, device=device)
+        self.checkpoints = [self._start() for _ in range(rows)]
+        """Of each row, those at an even and at an odd multiple of `period`."""
         self.next_carry: Carry = tuple(map(torch.zeros_like, self.carry)) if layout.static else ()
-        self.step_inputs = torch.zeros(rows, layout.chunk if layout.static else 0, inputs, dtype=torch.float32, device=device)
+        self.step_inputs = torch.zeros(
+            rows, layout.chunk if layout.static else 0, inputs, dtype=torch.float32, device=device
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RecurrentState:
         """A copy of what is remembered, which goes on with the same weights, unless their model is copied with it."""
@@ -88,7 +97,7 @@ class RecurrentState(LayerState):
         self._step = step
 
     def advance(self, inputs: Tensor, step: Step, gate: Tensor | None = None) -> Tensor:
-        """Fold a step's inputs `[R, T, F]` -> `[R, T, G]`, from where the part before it ended."""
+        """Scan a step's inputs `[R, T, F]` -> `[R, T, G]`, from where the chunk before it ended."""
         if isinstance(step, DeviceStep):
             outputs, carry = self.scan(inputs, self.carry, step.counts_t, gate)
             self._fill(self.next_carry, carry)
@@ -105,9 +114,9 @@ class RecurrentState(LayerState):
         return outputs
 
     def single_scan_carry(self, step: Step) -> Carry | None:
-        """The carry that all of a step's inputs are folded from at once; None where an anchor lies between them.
+        """The carry that all of a step's inputs are scanned from at once; None where a checkpoint lies between them.
 
-        None for a `DeviceStep` too, which copies what it gets. Whoever folds them (and makes them in the same call,
+        None for a `DeviceStep` too, which copies what it gets. Whoever scans them (and makes them in the same call,
         say) says so with `record`.
         """
         if isinstance(step, DeviceStep):
@@ -118,12 +127,12 @@ class RecurrentState(LayerState):
         return self.carry if self._next is None else self._next
 
     def record(self, step: Step, inputs: Tensor, carry: Carry) -> None:
-        """A step's inputs `[R, T, F]` were folded from `single_scan_carry`, and gave this carry.
+        """A step's inputs `[R, T, F]` were scanned from `single_scan_carry`, and gave this carry.
 
         Or will be before anything else is asked of this state: both are only kept.
         """
         ends = self._log(step, inputs)
-        self._passed += [Checkpoint(positions, carry) for _, positions in self._stops(step, ends)]
+        self._passed += [Passage(positions, carry) for _, positions in self._stops(step, ends)]
         self._next = carry
 
     def adopt_device_step(self, step: Step) -> None:
@@ -133,80 +142,75 @@ class RecurrentState(LayerState):
         self._inputs = [(step, inputs)]
         cuts = self._stops(step, step.ends)
         if all(stops == list(step.counts) for stops, _ in cuts):
-            self._passed = [Checkpoint(positions, self.next_carry) for _, positions in cuts]
-        else:  # an anchor inside the step is not what the device has kept
+            self._passed = [Passage(positions, self.next_carry) for _, positions in cuts]
+        else:  # a checkpoint inside the step is not what the device has kept
             self._passed = self._run(inputs, self.carry, step, step.ends)[2]
 
     def static_tensors(self) -> dict[str, Tensor]:
         parts = {name: (own, next_carry) for name, own, next_carry in zip(self.names, self.carry, self.next_carry)}
         named = {f"{name}.{i}": tensor for name, pair in parts.items() for i, tensor in enumerate(pair)}
-        return {**named, "taken": self.step_inputs}
+        return {**named, "step_inputs": self.step_inputs}
 
     def rebind(self, tensors: dict[str, Tensor]) -> None:
         self.carry = tuple(tensors[f"{name}.0"] for name in self.names)
         self.next_carry = tuple(tensors[f"{name}.1"] for name in self.names)
-        self.step_inputs = tensors["taken"]
+        self.step_inputs = tensors["step_inputs"]
 
     def commit_on_device(self) -> None:
         self._fill(self.carry, self.next_carry)
 
-    def commit(self, step: Step, accepted: tuple[int, ...]) -> Install | None:
+    def commit(self, step: Step, accepted: tuple[int, ...], changes: Changes) -> None:
+        self._leave(changes)
         if self._next is None:
-            return self.discard
+            return
         carry, passed = self._next, self._passed
         if accepted != step.counts:
             carry, passed = self._replay(step, accepted)
+        self._hold(carry, changes)
+        if not self.period:
+            return
         lengths = [start + n for start, n in zip(step.starts, accepted)]
-        writes = self._log_writes(step, accepted) if self.period else []
-
-        def install() -> None:
-            self._hold(carry)
-            for checkpoint in passed:
-                self._keep(checkpoint, lengths)
-            flat = self.log.flatten(0, 1)
-            for slots, rows in writes:
-                flat.index_copy_(0, slots, rows)
-            self.discard()
-
-        return install
+        if passed:
+            changes.assign(self, "checkpoints", self._with_passed(passed, lengths))
+        # A log is written where no rewind before this commit reads, or it is a copy.
+        spare = self.log.shape[1]
+        taken = any(
+            n and length - spare > self.earliest_rewind(row, 0)
+            for row, (n, length) in enumerate(zip(accepted, lengths))
+        )
+        log = self.log.clone() if taken or self.log.requires_grad else self.log
+        for slots, rows in self._log_writes(step, accepted):
+            log.flatten(0, 1).index_copy_(0, slots, rows)
+        if log is not self.log:
+            changes.assign(self, "log", log)
 
     def discard(self) -> None:
         self._next, self._step = None, None
         self._inputs, self._passed = [], []
 
+    def _leave(self, changes: Changes) -> None:
+        """`discard`, as a part of a change."""
+        for name, value in (("_next", None), ("_step", None), ("_inputs", []), ("_passed", [])):
+            changes.assign(self, name, value)
+
     # ---- moving about
 
     def earliest_rewind(self, row: int, length: int) -> int:
-        return min((at for checkpoint in self.checkpoints if (at := checkpoint.positions[row]) is not None), default=length)
+        return min((one.position for one in self.checkpoints[row] if one is not None), default=length)
 
-    def rewind(self, row: int, length: int, to: int) -> Install | None:
+    def rewind(self, row: int, length: int, to: int, changes: Changes) -> None:
         if to == length:
-            return None
-        base, checkpoint = max(
-            ((at, checkpoint) for checkpoint in self.checkpoints if (at := checkpoint.positions[row]) is not None and at <= to),
-            key=lambda found: found[0],
+            return
+        base, carry = max(
+            (one for one in self.checkpoints[row] if one is not None and one.position <= to), key=_position
         )
-        # A single row's carry may be an anchor's own, as after a commit; one of several is put beside the others.
-        alone = len(self.carry[0]) == 1 and self._next is None
-        carry: Carry = checkpoint.carry if alone else tuple(part[row : row + 1] for part in checkpoint.carry)
         if to > base:
             counts = torch.tensor([to - base], device=self.log.device)
             _, carry = self.scan(self._logged(row, base, to), carry, counts, None)
-        if not alone:
-            self._unshare()
+        even, odd = (None if one is None or one.position > to else one for one in self.checkpoints[row])
+        self._put(row, carry, (even, odd), changes)
 
-        def install() -> None:
-            if alone:
-                self._hold(carry)
-            else:
-                self._put(row, carry)
-            for checkpoint in self.checkpoints:
-                at = checkpoint.positions[row]
-                checkpoint.positions[row] = None if at is None or at > to else at
-
-        return install
-
-    def select(self, rows: Sequence[int | None]) -> Install | None:
+    def select(self, rows: Sequence[int | None], changes: Changes) -> None:
         source = torch.tensor([0 if row is None else row for row in rows], device=self.log.device)
         empty = [i for i, row in enumerate(rows) if row is None]
 
@@ -215,25 +219,17 @@ class RecurrentState(LayerState):
             part[empty] = 0
             return part
 
-        carry, log = tuple(map(picked, self.carry)), picked(self.log)
-        checkpoints = [
-            Checkpoint(
-                [(None if i else 0) if row is None else checkpoint.positions[row] for row in rows],
-                tuple(map(picked, checkpoint.carry)),
-            )
-            for i, checkpoint in enumerate(self.checkpoints)
-        ]
-
-        def install() -> None:
-            self._hold(carry)
-            self.log, self.checkpoints = log, checkpoints
-
-        return install
+        self._hold(tuple(map(picked, self.carry)), changes)
+        changes.assign(self, "log", picked(self.log))
+        checkpoints = [self._start() if row is None else self.checkpoints[row] for row in rows]
+        changes.assign(self, "checkpoints", checkpoints)
 
     def capture(self, row: int, length: int) -> dict[str, Tensor]:
         return {name: part[row].clone() for name, part in zip(self.names, self.carry)}
 
-    def restore(self, row: int, length: int, tensors: dict[str, Tensor]) -> Install | None:
+    def restore(
+        self, row: int, length: int, tensors: dict[str, Tensor], changes: Changes, *, empty: bool = False
+    ) -> None:
         if length == 0 and not tensors:
             tensors = {name: torch.zeros_like(part[0]) for name, part in zip(self.names, self.carry)}
         if set(tensors) != set(self.names):
@@ -245,23 +241,15 @@ class RecurrentState(LayerState):
                     f"the snapshot's {name} is {given.dtype} {list(given.shape)}; "
                     f"this layer holds {list(own.shape[1:])}"
                 )
-        carry: Carry = tuple(tensors[name][None].to(own) for name, own in zip(self.names, self.carry))
-        self._unshare()
-
-        def install() -> None:
-            self._put(row, carry)
-            for checkpoint in self.checkpoints:
-                checkpoint.positions[row] = None
-            if self.checkpoints:
-                positions: list[int | None] = [None] * len(self.carry[0])
-                positions[row] = length
-                self._keep(Checkpoint(positions, self.carry), [length] * len(positions))
-
-        return install
+        carry: Carry = tuple(tensors[name][None].to(own, copy=True) for name, own in zip(self.names, self.carry))
+        here = Checkpoint(length, carry)
+        even = not self.period or length // self.period % 2 == 0
+        self._put(row, carry, (here, None) if even else (None, here), changes)
 
     def tensors(self) -> list[Tensor]:
-        held = [*self.carry, self.log, *(part for checkpoint in self.checkpoints for part in checkpoint.carry)]
-        held += [part for checkpoint in self._passed for part in checkpoint.carry]
+        held = [*self.carry, *self._zero, self.log]
+        held += [part for pair in self.checkpoints for one in pair if one is not None for part in one.carry]
+        held += [part for passage in self._passed for part in passage.carry]
         held += [*(self._next or ()), *(inputs for _, inputs in self._inputs), *self.next_carry, self.step_inputs]
         return list({tensor.data_ptr(): tensor for tensor in held}.values())  # inputs may be a part of `step_inputs`
 
@@ -269,8 +257,8 @@ class RecurrentState(LayerState):
 
     def _run(
         self, inputs: Tensor, carry: Carry, step: Step, ends: Sequence[int], gate: Tensor | None = None
-    ) -> tuple[Tensor, Carry, list[Checkpoint]]:
-        """Fold a step, stopping for the carry at the last two multiples of `period` before each row's end."""
+    ) -> tuple[Tensor, Carry, list[Passage]]:
+        """Scan a step, stopping for the carry at the last two multiples of `period` before each row's end."""
         cuts = self._stops(step, ends)
         if not cuts:
             outputs, carry = self.scan(inputs, carry, step.counts_t, gate)
@@ -284,7 +272,7 @@ class RecurrentState(LayerState):
                 folded, carry = self.scan(piece, carry, torch.tensor(counts, device=inputs.device), part_gate)
                 pieces.append((folded, counts))
             if positions is not None:
-                passed.append(Checkpoint(positions, carry))
+                passed.append(Passage(positions, carry))
             done = stops
         return _rows_joined(pieces), carry, passed
 
@@ -292,7 +280,7 @@ class RecurrentState(LayerState):
         return step.cached(("cuts", self.period, tuple(ends)), lambda: _cuts(step, ends, self.period))
 
     def _log(self, step: Step, inputs: Tensor) -> Sequence[int]:
-        """Keep a part's inputs if they may be folded again. Returns where the rows of the whole step end."""
+        """Keep a chunk's inputs if they may be scanned again. Returns where the rows of the whole step end."""
         assert self._step is not None, "a step without reserve"
         ends = self._step.ends
         if step.speculative or any(
@@ -301,20 +289,20 @@ class RecurrentState(LayerState):
             self._inputs.append((step, inputs))
         return ends
 
-    def _replay(self, step: Step, accepted: tuple[int, ...]) -> tuple[Carry, list[Checkpoint]]:
-        """The carry after the accepted prefixes: rows accepted in part are folded again from the committed carry."""
+    def _replay(self, step: Step, accepted: tuple[int, ...]) -> tuple[Carry, list[Passage]]:
+        """The carry after the accepted prefixes: rows accepted in part are scanned again from the committed carry."""
         assert self._next is not None
         again = tuple(n if n < count else 0 for n, count in zip(accepted, step.counts))
         partly = [n < count for n, count in zip(accepted, step.counts)]
         redone = self.carry
-        passed: list[Checkpoint] = []
+        passed: list[Passage] = []
         if any(again):
             inputs = torch.cat([piece for _, piece in self._inputs], dim=1)[:, : max(again)]
             short = Step(step.starts, again, step.device, step.rope_lengths)
             _, redone, passed = self._run(inputs, self.carry, short, short.ends)
         whole = [
-            Checkpoint([None if p else at for p, at in zip(partly, checkpoint.positions)], checkpoint.carry)
-            for checkpoint in self._passed
+            Passage([None if p else at for p, at in zip(partly, passage.positions)], passage.carry)
+            for passage in self._passed
         ]
         if not all(p or not count for p, count in zip(partly, step.counts)):
             mask = torch.tensor(partly, device=self.log.device)
@@ -351,41 +339,61 @@ class RecurrentState(LayerState):
         first, last = start % size, (stop - 1) % size + 1
         return own[:, first:last] if first < last else torch.cat([own[:, first:], own[:, :last]], dim=1)
 
-    def _keep(self, checkpoint: Checkpoint, lengths: Sequence[int]) -> None:
-        """Put an anchor's rows into the slot that its position falls in, for rows that reached it."""
-        reached = [at if at is not None and at <= length else None for at, length in zip(checkpoint.positions, lengths)]
-        for index, slot in enumerate(self.checkpoints):
-            rows = [row for row, at in enumerate(reached) if at is not None and at // self.period % 2 == index]
-            for row in rows:
-                slot.positions[row] = reached[row]
-            if len(rows) == len(reached) and not self.layout.static:
-                slot.carry = checkpoint.carry  # folds never write into it, so that it may be the layer's own
-                continue
-            for row in rows:
-                for own, part in zip(slot.carry, checkpoint.carry):
-                    own[row] = part[row]
+    def _start(self) -> tuple[Checkpoint | None, Checkpoint | None]:
+        """The checkpoints of an empty row."""
+        return (Checkpoint(0, self._zero) if self.period else None), None
 
-    def _unshare(self) -> None:
-        """Give anchors that hold the layer's own carry a copy: `_put` is about to write into it."""
-        for checkpoint in self.checkpoints:
-            if checkpoint.carry[0] is self.carry[0]:
-                checkpoint.carry = tuple(part.clone() for part in self.carry)
+    def _with_passed(
+        self, passed: Sequence[Passage], lengths: Sequence[int]
+    ) -> list[tuple[Checkpoint | None, Checkpoint | None]]:
+        """The checkpoints once rows of these lengths have passed where they did."""
+        rows = list(self.checkpoints)
+        for passage in passed:
+            for row, (at, length) in enumerate(zip(passage.positions, lengths)):
+                if at is None or at > length:
+                    continue
+                # The only row's is the carry itself, which nothing writes into; of several, each keeps its own alone.
+                shared = len(rows) == 1 and not self.layout.static
+                carry = passage.carry if shared else tuple(part[row : row + 1].clone() for part in passage.carry)
+                even, odd = rows[row]
+                here = Checkpoint(at, carry)
+                rows[row] = (here, odd) if at // self.period % 2 == 0 else (even, here)
+        return rows
 
-    def _hold(self, carry: Carry) -> None:
+    def _hold(self, carry: Carry, changes: Changes) -> None:
         if self.layout.static:
-            self._fill(self.carry, carry)
+            for own, part in zip(self.carry, carry):
+                changes.copy(own, part)
         else:
-            self.carry = carry
+            changes.assign(self, "carry", carry)
+
+    def _put(
+        self, row: int, carry: Carry, checkpoints: tuple[Checkpoint | None, Checkpoint | None], changes: Changes
+    ) -> None:
+        """Give a row a carry `[1, ...]` and checkpoints, also beside a pending step of others."""
+
+        def with_row(parts: Carry) -> Carry:
+            if len(parts[0]) == 1:
+                return carry
+            parts = tuple(part.clone() for part in parts)
+            for part, own in zip(parts, carry):
+                part[row] = own[0]
+            return parts
+
+        self._hold(with_row(self.carry), changes)
+        if self._next is not None:
+            changes.assign(self, "_next", with_row(self._next))
+        if self.period:
+            changes.assign(self, "checkpoints", [*self.checkpoints[:row], checkpoints, *self.checkpoints[row + 1 :]])
 
     @staticmethod
     def _fill(own: Carry, parts: Carry) -> None:
         for tensor, part in zip(own, parts):
             tensor.copy_(part)
 
-    def _put(self, row: int, carry: Carry) -> None:
-        for held in (self.carry, self._next):
-            for own, part in zip(held or (), carry):
-                own[row] = part[0]
+
+def _position(checkpoint: Checkpoint) -> int:
+    return checkpoint.position
 
 
 def _cuts(step: Step, ends: Sequence[int], period: int) -> list[tuple[list[int], list[int | None]]]:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from lmstate import ops
 from lmstate.errors import SnapshotError
+from lmstate.state.changes import Changes
 from lmstate.state.layers.attention import KeyValueState
-from lmstate.state.layers.base import Install
 from lmstate.state.step import Step
 
 
@@ -43,8 +43,8 @@ class SharedState(KeyValueState):
     def reserve(self, step: Step) -> None:
         pass
 
-    def commit(self, step: Step, accepted: tuple[int, ...]) -> Install | None:
-        return None
+    def commit(self, step: Step, accepted: tuple[int, ...], changes: Changes) -> None:
+        pass
 
     def discard(self) -> None:
         pass
@@ -52,25 +52,26 @@ class SharedState(KeyValueState):
     def earliest_rewind(self, row: int, length: int) -> int:
         return 0
 
-    def rewind(self, row: int, length: int, to: int) -> Install | None:
-        return None
+    def rewind(self, row: int, length: int, to: int, changes: Changes) -> None:
+        pass
 
-    def select(self, rows: Sequence[int | None]) -> Install | None:
-        return None
+    def select(self, rows: Sequence[int | None], changes: Changes) -> None:
+        pass
 
     def capture(self, row: int, length: int) -> dict[str, Tensor]:
         return {}
 
-    def restore(self, row: int, length: int, tensors: dict[str, Tensor]) -> Install | None:
+    def restore(
+        self, row: int, length: int, tensors: dict[str, Tensor], changes: Changes, *, empty: bool = False
+    ) -> None:
         if tensors:
             raise SnapshotError(f"the snapshot has {sorted(tensors)} for a layer that shares another one's memory")
-        return None
 
     def refuses_drop(self, row: int) -> str | None:
         return None
 
-    def drop(self, row: int, length: int, start: int, stop: int) -> Install | None:
-        return None
+    def drop(self, row: int, length: int, start: int, stop: int, changes: Changes) -> None:
+        pass
 
     def tensors(self) -> list[Tensor]:
         return []

@@ -1,4 +1,4 @@
-"""Rows of slots that hold something for every position: keys and values, or latents. What attention states share."""
+"""Slots for every position of a row, which keys and values, or latents, lie in: the base of attention states."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lmstate.errors import CapacityError, SnapshotError
 from lmstate.ops import KVView
-from lmstate.state.layers.base import Install, LayerState, Layout
+from lmstate.state.changes import Changes
+from lmstate.state.layers.base import LayerState, Layout
 from lmstate.state.step import Step
 
 FIRST_SLOTS = 64
@@ -45,30 +46,21 @@ class SlotState(LayerState):
         """
         self.layout = layout
         self.window_span = window_span
-        self.as_rings: list[KVView] = []
+        self.view_cache: list[KVView] = []
         """The buffers as attention reads them, once it was asked for. Buffers that are read together share the list."""
         self.lossy = window_span is not None
         slots = layout.capacity or 0
         if window_span is not None:
             slots = min(slots, window_span + (layout.chunk if layout.static else 1))
-        self.buffers = {
+        self.buffers: Buffers = {
             name: torch.zeros(layout.rows, *heads, slots, width, dtype=dtype, device=layout.device)
             for name, (*heads, width) in widths.items()
             for dtype in [(dtypes or {}).get(name, layout.dtype)]
         }
+        self.slots = slots
+        """S."""
         self.written_to = [0] * layout.rows
         self._saved: tuple[Buffers, list[int]] | None = None
-
-    @property
-    def buffers(self) -> Buffers:
-        return self._buffers
-
-    @buffers.setter
-    def buffers(self, buffers: Buffers) -> None:
-        self._buffers = buffers
-        self.slots = _slots(buffers)
-        """S."""
-        self.as_rings.clear()
 
     # ---- the step
 
@@ -76,7 +68,7 @@ class SlotState(LayerState):
         if self.window_span is None:
             if (need := step.longest) > self.slots:
                 self._save()
-                self.buffers, self.written_to = _resized(self.buffers, self.written_to, self._grown(need, None))
+                self._use(*_resized(self.buffers, self.written_to, self._grown(need, None)))
             self.written_to = [max(written_to, end) for written_to, end in zip(self.written_to, step.ends)]
             return
         # A tentative step may be accepted in part, so all of it must stay; a certain one may overwrite its own past.
@@ -93,23 +85,27 @@ class SlotState(LayerState):
             )
         self._save()
         if need > self.slots:
-            self.buffers, self.written_to = _resized(self.buffers, self.written_to, self._grown(need, self.window_span + max(fresh)))
+            slots = self._grown(need, self.window_span + max(fresh))
+            self._use(*_resized(self.buffers, self.written_to, slots))
         elif overwrites:
             copies = {name: buffer.clone() for name, buffer in self.buffers.items()}
             if self.layout.static:
                 self._saved = (copies, list(self.written_to))
             else:
-                self.buffers = copies
+                self._use(copies, self.written_to)
         self.written_to = [max(written_to, end) for written_to, end in zip(self.written_to, step.ends)]
 
-    def commit(self, step: Step, accepted: tuple[int, ...]) -> Install | None:
-        return self._release if self._saved is not None else None
+    def commit(self, step: Step, accepted: tuple[int, ...], changes: Changes) -> None:
+        if self._saved is not None:
+            changes.assign(self, "_saved", None)
 
     def discard(self) -> None:
         if self._saved is not None:
             buffers, written_to = self._saved
             if buffers is not self.buffers:  # the step wrote elsewhere: what it overwrote is whole in the old slots
-                self._hold(buffers, written_to)
+                changes = Changes()
+                self._hold(buffers, written_to, changes)
+                changes.apply()
             self._saved = None
 
     # ---- moving about
@@ -120,18 +116,16 @@ class SlotState(LayerState):
         lost = self.written_to[row] - self.slots  # positions below it are overwritten
         return max(0, lost + self.window_span - self.layout.rewind) if lost > 0 else 0
 
-    def rewind(self, row: int, length: int, to: int) -> Install | None:
-        return None  # a length is all that changes, and it is not kept here
+    def rewind(self, row: int, length: int, to: int, changes: Changes) -> None:
+        pass  # a length is all that changes, and it is not kept here
 
-    def select(self, rows: Sequence[int | None]) -> Install | None:
+    def select(self, rows: Sequence[int | None], changes: Changes) -> None:
         source = torch.tensor([0 if row is None else row for row in rows], device=self.layout.device)
         empty = [i for i, row in enumerate(rows) if row is None]
         buffers = {name: buffer[source] for name, buffer in self.buffers.items()}
         for buffer in buffers.values():
             buffer[empty] = 0
-        written_to = [0 if row is None else self.written_to[row] for row in rows]
-
-        return lambda: self._hold(buffers, written_to)
+        self._hold(buffers, [0 if row is None else self.written_to[row] for row in rows], changes)
 
     def capture(self, row: int, length: int) -> dict[str, Tensor]:
         # From the earliest position that is whole in the slots and still needed by someone.
@@ -139,24 +133,20 @@ class SlotState(LayerState):
         where = torch.arange(first, length, device=self.layout.device) % max(self.slots, 1)
         return {name: buffer[row][..., where, :].contiguous() for name, buffer in self.buffers.items()}
 
-    def restore(self, row: int, length: int, tensors: dict[str, Tensor]) -> Install | None:
+    def restore(
+        self, row: int, length: int, tensors: dict[str, Tensor], changes: Changes, *, empty: bool = False
+    ) -> None:
         stored = self._checked(length, tensors)
-        count = next(iter(stored.values())).shape[-2]
-        current, written_to = self._with_room(count, self.buffers, self.written_to)
-        saved = self._saved
-        if saved is not None:
-            # Other rows are pending: what a discard brings back must hold this row as well, and have room for it.
-            earlier, before = self._with_room(count, *saved)
-            saved = (current if saved[0] is self.buffers else earlier, before)
-
-        def install() -> None:
-            if saved is not None:
-                _store(stored, saved[0], row, length, saved[1])
-                self._saved = saved
-            self._hold(current, written_to)
-            _store(stored, self.buffers, row, length, self.written_to)
-
-        return install
+        in_place = empty and not self.layout.static
+        current, written_to = self._with_row(self.buffers, self.written_to, row, length, stored, in_place)
+        if self._saved is not None:
+            # Other rows are pending: what a discard brings back must hold this row as well.
+            earlier, before = self._saved
+            if earlier is self.buffers:
+                changes.assign(self, "_saved", (current, [*before[:row], written_to[row], *before[row + 1 :]]))
+            else:
+                changes.assign(self, "_saved", self._with_row(earlier, before, row, length, stored, in_place))
+        self._hold(current, written_to, changes)
 
     def kept(self, row: int, length: int) -> list[list[int]]:
         first = next(iter(self.buffers.values()))
@@ -170,16 +160,13 @@ class SlotState(LayerState):
     def refuses_drop(self, row: int) -> str | None:
         return "its window has forgotten earlier tokens" if self.written_to[row] > self.slots else None
 
-    def drop(self, row: int, length: int, start: int, stop: int) -> Install | None:
+    def drop(self, row: int, length: int, start: int, stop: int, changes: Changes) -> None:
         # Nothing has wrapped, so that position p lies in slot p.
-        later = {name: buffer[row][..., stop:length, :] for name, buffer in self.buffers.items()}
-        moved = {name: self.moved(name, tensor, start - stop).clone() for name, tensor in later.items()}
-
-        def install() -> None:
-            for name, tensor in moved.items():
-                self.buffers[name][row][..., start : start + length - stop, :] = tensor
-
-        return install
+        closed = {name: buffer.clone() for name, buffer in self.buffers.items()}
+        for name, buffer in closed.items():
+            later = self.moved(name, self.buffers[name][row][..., stop:length, :], start - stop)
+            buffer[row][..., start : start + length - stop, :] = later
+        self._hold(closed, self.written_to, changes)
 
     def moved(self, name: str, stored: Tensor, delta: int) -> Tensor:
         """What is stored under a name, `[..., n, D]`, as it would be if its tokens had stood `delta` positions on."""
@@ -205,27 +192,45 @@ class SlotState(LayerState):
         limits = [limit for limit in (most, self.layout.capacity) if limit is not None]
         return max(need, min([slots, *limits]))
 
-    def _with_room(self, count: int, buffers: Buffers, written_to: list[int]) -> tuple[Buffers, list[int]]:
-        """Buffers and their `written_to`, in slots for the last `count` positions of a row. Those of a static layout stay."""
-        if count <= _slots(buffers) or self.layout.static:
-            return buffers, list(written_to)
-        return _resized(buffers, written_to, self._grown(count, None if self.window_span is None else count))
+    def _with_row(
+        self, buffers: Buffers, written_to: list[int], row: int, length: int, stored: Buffers, in_place: bool
+    ) -> tuple[Buffers, list[int]]:
+        """Buffers that hold the last positions of a row before `length`, `[..., n, D]` each, and their `written_to`.
 
-    def _hold(self, buffers: Buffers, written_to: list[int]) -> None:
-        """Have what is in `buffers`: in them, or, of a static layout, in the ones that there are."""
+        Copies, with room for them unless the layout is static; `in_place`, those given if there is room.
+        """
+        count = next(iter(stored.values())).shape[-2]
+        if count > _slots(buffers) and not self.layout.static:
+            limit = None if self.window_span is None else count
+            buffers, written_to = _resized(buffers, written_to, self._grown(count, limit))
+        elif not in_place or any(buffer.requires_grad for buffer in buffers.values()):
+            buffers = {name: buffer.clone() for name, buffer in buffers.items()}
+        written_to = list(written_to)
+        _store(stored, buffers, row, length, written_to)
+        return buffers, written_to
+
+    def _hold(self, buffers: Buffers, written_to: list[int], changes: Changes) -> None:
+        """Have the content of `buffers`: in them, or, of a static layout, in the tensors that there are."""
+        changes.assign(self, "written_to", written_to)
         if self.layout.static:
             for name, own in self.buffers.items():
-                if buffers[name] is not own:
-                    own.copy_(buffers[name])
-        else:
-            self.buffers = buffers
-        self.written_to = written_to
+                changes.copy(own, buffers[name])
+        elif buffers is not self.buffers:
+            changes.assign(self, "buffers", buffers)
+            changes.assign(self, "slots", _slots(buffers))
+            changes.clear(self.view_cache)
+
+    def _use(self, buffers: Buffers, written_to: list[int]) -> None:
+        """Go on in these buffers."""
+        changes = Changes()
+        changes.assign(self, "buffers", buffers)
+        changes.assign(self, "slots", _slots(buffers))
+        changes.assign(self, "written_to", written_to)
+        changes.clear(self.view_cache)
+        changes.apply()
 
     def _save(self) -> None:
         self._saved = (self.buffers, list(self.written_to))
-
-    def _release(self) -> None:
-        self._saved = None
 
     def _checked(self, length: int, tensors: dict[str, Tensor]) -> Buffers:
         if length == 0 and not tensors:

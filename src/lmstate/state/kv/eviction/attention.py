@@ -1,4 +1,4 @@
-"""The state of an attention layer that forgets: which slots a policy keeps, in every kv head by itself."""
+"""The state of an attention layer that evicts: slots that a policy keeps, in every kv head by itself."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from torch import Tensor
 from lmstate import ops
 from lmstate.ops.attention.attend_quantized import attend_quantized
 from lmstate.ops.attention.attend_slots import attend_observed, attend_slots
-from lmstate.ops.attention.slots import SlotCommits
+from lmstate.ops.attention.slots import commit_slots_reference, prepare_commit
 from lmstate.ops.types.params import AttentionSums
 from lmstate.ops.types.slot_table import SlotCommit
+from lmstate.state.changes import Changes
 from lmstate.state.kv.eviction.codec import Codec
-from lmstate.state.kv.eviction.planner import EvictionPlanner, StepChunk, numbers
+from lmstate.state.kv.eviction.planner import EvictionPlanner, StepChunk, counts_tensor
 from lmstate.state.kv.eviction.query_ring import LastQueries
 from lmstate.state.kv.eviction.slot_store import Arrays, SlotStore
 from lmstate.state.kv.policies.base import Evicting
-from lmstate.state.kv.quantized.attention import held
+from lmstate.state.kv.quantized.attention import REFUSAL, held
 from lmstate.state.layers.attention import KeyValueState
-from lmstate.state.layers.base import Install, Layout
+from lmstate.state.layers.base import Layout
 from lmstate.state.step import Step
 
 ROOM = 16  # slots to spare when the arrays are made anew
@@ -30,13 +31,13 @@ class EvictingState(KeyValueState):
     """Slots of keys and values in lists that are filled from the front, in no order; see `SlotStore`.
 
     A step's tokens lie behind the filled slots, where a discard leaves them. The commit counts them as filled, and has
-    what the policy evicts moved to the graves, from where a rewind inside the window brings it back. So attention reads
-    a list as it reads a ring that has not wrapped, whose positions are the numbers of slots. A certain step of several
-    parts evicts between them, in copies.
+    what the policy evicts moved to the undo log, from where a rewind inside the window brings it back. So attention
+    reads a list as it reads a ring that has not wrapped, whose positions are the indices of slots. A step of several
+    chunks, which is never speculative, evicts between them, in copies.
     """
 
     lossy = True
-    rotated = "k"  # the part that is turned where positions move
+    rotated = "k"  # the tensor that is rotated where positions move
 
     def __init__(
         self,
@@ -61,48 +62,48 @@ class EvictingState(KeyValueState):
         self.kind = "attention" if sight.reach is None else "window"
         self.codec = Codec(policy.storage, {"k": head_dim, "v": value_dim or head_dim}, layout.dtype)
         self.history = layout.rewind + 1 if policy.observes else 0  # lengths whose scores are kept, one in n % history
-        self.held = SlotStore.empty(layout.rows, kv_heads, self.codec.parts, self.history, layout.device)
+        self.slot_store = SlotStore.empty(layout.rows, kv_heads, self.codec.tensors, self.history, layout.device)
         self.queries = LastQueries(policy.asks, layout, heads, query_dim or head_dim) if policy.asks else None
         exact = self.history > 0 or self.queries is not None
-        self.judge = EvictionPlanner(policy, sight, layout.rewind, scale, exact=exact)
-        self._part: StepChunk | None = None
-        self._tentative = False
+        self.planner = EvictionPlanner(policy, sight, layout.rewind, scale, exact=exact)
+        self._chunk: StepChunk | None = None
+        self._speculative = False
         self._saved: tuple[SlotStore, LastQueries | None] | None = None
 
     @property
     def slots(self) -> int:
         """S."""
-        return self.held.slots
+        return self.slot_store.slots
 
     @property
     def arrays(self) -> Arrays:
-        return self.held.lists.stored
+        return self.slot_store.table.stored
 
     # ---- the step
 
     def reserve(self, step: Step) -> None:
         self.discard()
-        self._tentative = step.speculative
-        before = (self.held, self.queries)
-        if not step.speculative and step.width > step.chunk:  # settles its parts one by one
-            self.held = self.held.clone()
+        self._speculative = step.speculative
+        before = (self.slot_store, self.queries)
+        if not step.speculative and step.width > step.chunk:  # commits its chunks one by one
+            self.slot_store = self.slot_store.clone()
             self.queries = None if self.queries is None else self.queries.clone()
         self._make_room(step.width if step.speculative else min(step.width, step.chunk))
-        self._saved = before if self.held is not before[0] else None
+        self._saved = before if self.slot_store is not before[0] else None
 
     def rings(self, step: Step) -> ops.KVView | None:
-        part = self._enter(step)
-        held = self.held
-        if not self._as_rings(step) or not held.ledger.even:
+        chunk = self._enter(step)
+        store = self.slot_store
+        if not self._as_ring(step) or not store.occupancy.uniform:
             return None
-        rings, kept = held.rings, held.lists.stored
-        if rings is None or rings.columns is not part.columns or rings.queries is not part.queries:
-            coded = None if (bits := self.codec.bits) is None else ops.Coded(bits, kept["k.scale"], kept["v.scale"])
-            rings = held.rings = ops.KVView(
-                kept["k"], kept["v"], columns=part.columns, queries=part.queries, coded=coded
+        view, stored = store.view, store.table.stored
+        if view is None or view.columns is not chunk.columns or view.queries is not chunk.queries:
+            coded = None if (bits := self.codec.bits) is None else ops.Coded(bits, stored["k.scale"], stored["v.scale"])
+            view = store.view = ops.KVView(
+                stored["k"], stored["v"], columns=chunk.columns, queries=chunk.queries, coded=coded
             )  # fmt: skip
-        rings.starts = part.starts
-        return rings
+        view.starts = chunk.starts
+        return view
 
     def attend(
         self,
@@ -112,130 +113,124 @@ class EvictingState(KeyValueState):
         scoring: ops.AttentionParams,
         rotation: ops.RopeTables | None = None,
     ) -> Tensor:
-        part = self._enter(step)
-        even = self.held.ledger.even and self._as_rings(step)
-        ends = part.starts + step.counts_t
-        columns = None if new is None or part.columns is None else AttentionSums(part.columns, ends)
+        chunk = self._enter(step)
+        uniform = self.slot_store.occupancy.uniform and self._as_ring(step)
+        ends = chunk.starts + step.counts_t
+        columns = None if new is None or chunk.columns is None else AttentionSums(chunk.columns, ends)
         if columns is not None:
             columns.sums.zero_()
-        if self.codec.bits is not None and even and self.queries is None:
-            return self._attend_codes(q, new, rotation, part, scoring, columns)
+        if self.codec.bits is not None and uniform and self.queries is None:
+            return self._attend_codes(q, new, rotation, chunk, scoring, columns)
         if rotation is not None:
             q = ops.rope(q, *rotation)
             new = None if new is None else (ops.rope(new[0], *rotation), new[1])
         if new is not None and self.queries is not None:
-            part.queries = q.detach().float().contiguous()
-        if self.codec.bits is not None and even:
-            return self._attend_codes(q, new, None, part, scoring, columns)
+            chunk.queries = q.detach().float().contiguous()
+        if self.codec.bits is not None and uniform:
+            return self._attend_codes(q, new, None, chunk, scoring, columns)
         if new is not None:
             self._store(new, step)
-        turned, (k, v) = self.codec.turn(q), self.codec.decode(self.arrays)
-        if even:
+        transformed, (k, v) = self.codec.transform(q), self.codec.decode(self.arrays)
+        if uniform:
             if columns is None:
-                seen = ops.attend(turned, k, v, part.starts, step.counts_t, scoring)
+                seen = ops.attend(transformed, k, v, chunk.starts, step.counts_t, scoring)
             else:
-                seen = attend_observed(turned, k, v, part.starts, step.counts_t, scoring, columns)
+                seen = attend_observed(transformed, k, v, chunk.starts, step.counts_t, scoring, columns)
         else:
-            where, filled = self.held.with_new(step.starts, step.counts)
+            where, filled = self.slot_store.with_new(step.starts, step.counts)
             columns = None if columns is None else columns._replace(ends=step.starts_t + step.counts_t)
             positions = torch.where(filled, where, -1)
-            seen = attend_slots(turned, k, v, positions, step.starts_t, step.counts_t, scoring, self.sight, columns)
-        return self.codec.turn(seen)
+            seen = attend_slots(
+                transformed, k, v, positions, step.starts_t, step.counts_t, scoring, self.sight, columns
+            )
+        return self.codec.transform(seen)
 
-    def commit(self, step: Step, accepted: tuple[int, ...]) -> Install | None:
-        if self._part is None:
-            return self.discard
-        # The parts of a certain step are settled but for the last, and such a step is accepted whole.
-        install_last = self._settle(accepted if step.speculative else self._part.step.counts)
-        if self._saved is None:
-            return install_last
-
-        def install() -> None:
-            install_last()
-            self._saved = None
-
-        return install
+    def commit(self, step: Step, accepted: tuple[int, ...], changes: Changes) -> None:
+        if self._chunk is None:
+            self._abandon(changes)
+            return
+        # The chunks of a certain step are committed but for the last, and such a step is accepted whole.
+        self._commit_chunk(accepted if step.speculative else self._chunk.step.counts, changes)
+        changes.assign(self, "_saved", None)
 
     def discard(self) -> None:
+        if self._chunk is not None or self._saved is not None:
+            changes = Changes()
+            self._abandon(changes)
+            changes.apply()
+
+    def _abandon(self, changes: Changes) -> None:
+        self._leave(self.slot_store, self.slot_store.slot_commit, changes)
         if self._saved is not None:
-            self._leave()
-            self.held, self.queries = self._saved
-        self._leave()
-        self._saved = None
+            store, queries = self._saved
+            self._leave(store, store.slot_commit, changes)
+            changes.assign(self, "slot_store", store)
+            changes.assign(self, "queries", queries)
+            changes.assign(self, "_saved", None)
 
     # ---- moving about
 
     def earliest_rewind(self, row: int, length: int) -> int:
-        return min(self.held.ledger.rows[row].floor, length)
+        return min(self.slot_store.occupancy.rows[row].floor, length)
 
-    def rewind(self, row: int, length: int, to: int) -> Install | None:
+    def rewind(self, row: int, length: int, to: int, changes: Changes) -> None:
         if to == length:
-            return None
-        held, one = self.held, self.held.selected([row])
-        one.went_back(to)
-        scores = one.lists.stored["scores"][:, :, to % self.history] if self.history else None
+            return
+        store, one = self.slot_store, self.slot_store.selected([row])
+        one.rewind(to)
+        scores = one.table.stored["scores"][:, :, to % self.history] if self.history else None
         # As if the row's last commit had ended here: a step that went farther evicted later.
-        gone = self.judge.evicted(self, one.lists.stored, one.filled(), scores, [to], [row], self.queries)
+        gone = self.planner.evicted(self, one.table.stored, one.filled(), scores, [to], [row], self.queries)
         if gone is not None:
             count = int(gone.sum(-1).max())
-            if self.layout.rewind and (wanted := one.ledger.rows[0].undoable + count) > held.undo_slots:
-                held, one = held.reburied(wanted), one.reburied(wanted)
+            if self.layout.rewind and (wanted := one.occupancy.rows[0].undoable + count) > store.undo_slots:
+                store, one = store.with_undo_slots(wanted), one.with_undo_slots(wanted)
             one.evict(gone, to, count)
+        self._hold(store.with_row(row, one), changes)
 
-        def install() -> None:
-            held.assign(row, one)
-            held.count()
-            self._hold(held)
-
-        return install
-
-    def select(self, rows: Sequence[int | None]) -> Install | None:
-        held = self.held.selected(rows)
-        queries = None if self.queries is None else self.queries.select(rows)
-
-        def install() -> None:
-            self.held, self.queries = held, queries
-
-        return install
+    def select(self, rows: Sequence[int | None], changes: Changes) -> None:
+        changes.assign(self, "slot_store", self.slot_store.selected(rows))
+        if self.queries is not None:
+            changes.assign(self, "queries", self.queries.select(rows))
 
     def capture(self, row: int, length: int) -> dict[str, Tensor]:
-        captured = self.held.captured(row, length)
+        captured = self.slot_store.captured(row, length)
         return captured if self.queries is None else {**captured, "queries": self.queries.held(row, length)}
 
-    def restore(self, row: int, length: int, tensors: dict[str, Tensor]) -> Install | None:
+    def restore(
+        self, row: int, length: int, tensors: dict[str, Tensor], changes: Changes, *, empty: bool = False
+    ) -> None:
         stored, queries = {}, None
         if tensors or length:
             queries = None if self.queries is None else self.queries.check(length, tensors)
             own = tensors if queries is None else {name: x for name, x in tensors.items() if name != "queries"}
-            stored = self.held.restorable(length, own)
+            stored = self.slot_store.restorable(length, own)
         most = stored["position"].shape[-1] if stored else 0
-        held = self.held if most <= self.held.slots else self.held.resized(most)
-
-        def install() -> None:
-            held.empty_row(row)
-            if most:
-                held.put(row, stored, stored["position"] >= 0)
-            held.reaches(row, length)
-            held.count()
-            self._hold(held)
-            if self.queries is not None:
-                self.queries.clear(row, length, queries)
-
-        return install
+        store = (self.slot_store if most <= self.slot_store.slots else self.slot_store.resized(most)).clone()
+        store.empty_row(row)
+        if most:
+            store.put(row, stored, stored["position"] >= 0)
+        store.reaches(row, length)
+        store.count()
+        self._hold(store, changes)
+        if self.queries is not None:
+            ring = self.queries.clone()
+            ring.clear(row, length, queries)
+            changes.assign(self, "queries", ring)
 
     def kept(self, row: int, length: int) -> list[list[int]]:
-        positions, filled = self.arrays["position"][row], self.held.lists.filled[row].tolist()
+        positions, filled = self.arrays["position"][row], self.slot_store.table.filled[row].tolist()
         low = self.sight.low(length)
         return [sorted(p for p in head[:n].tolist() if p >= low) for head, n in zip(positions, filled)]
 
     def refuses_drop(self, row: int) -> str | None:
         if self.codec.bits is not None:
-            return "its keys are quantised as they were rotated, and never a second time"
+            return REFUSAL
         return None if self.sight == ops.FULL_CAUSAL else "its window has forgotten earlier tokens"
 
-    def drop(self, row: int, length: int, start: int, stop: int) -> Install | None:
-        one = self.held.selected([row])
-        arrays, alive = one.lists.stored, one.filled()
+    def drop(self, row: int, length: int, start: int, stop: int, changes: Changes) -> None:
+        one = self.slot_store.selected([row])
+        arrays, alive = one.table.stored, one.filled()
         position = arrays["position"]
         later, left = position >= stop, alive & ((position < start) | (position >= stop))
         arrays["position"] = torch.where(later, position - (stop - start), position)
@@ -246,32 +241,34 @@ class EvictingState(KeyValueState):
             scores = arrays["scores"]
             arrays["scores"] = scores[:, :, length % self.history, None].expand_as(scores)
 
-        def install() -> None:
-            self.held.empty_row(row)
-            self.held.put(row, arrays, left)
-            self.held.reaches(row, length - (stop - start))
-            self.held.count()
-            if self.queries is not None:
-                self.queries.close(row, length, start, stop, self.turn)
-
-        return install
+        store = self.slot_store.clone()
+        store.empty_row(row)
+        store.put(row, arrays, left)
+        store.reaches(row, length - (stop - start))
+        store.count()
+        self._hold(store, changes)
+        if self.queries is not None:
+            queries = self.queries.clone()
+            queries.close(row, length, start, stop, self.rotate)
+            changes.assign(self, "queries", queries)
 
     def tensors(self) -> list[Tensor]:
-        held, queries = (self.held, self.queries) if self._saved is None else self._saved
-        tensors = [*self.held.tensors(), *held.tensors(), *self.held.spare(), *held.spare()]
+        store, queries = (self.slot_store, self.queries) if self._saved is None else self._saved
+        tensors = [*self.slot_store.tensors(), *store.tensors(), *self.slot_store.spare(), *store.spare()]
         for one in (self.queries, queries):
             tensors += one.tensors() if one is not None else []
-        if self._part is not None:
-            tensors += [x for x in (self._part.columns, self._part.queries) if x is not None]
+        if self._chunk is not None:
+            tensors += [x for x in (self._chunk.columns, self._chunk.queries) if x is not None]
         return list({tensor.data_ptr() if tensor.numel() else id(tensor): tensor for tensor in tensors}.values())
 
     # ---- the parts of it
 
-    def _hold(self, held: SlotStore) -> None:
+    def _hold(self, store: SlotStore, changes: Changes) -> None:
         """A row changed while others are pending: a discard may no longer go back to the arrays before the step."""
-        self.held, self._saved = held, None
+        changes.assign(self, "slot_store", store)
+        changes.assign(self, "_saved", None)
 
-    def _as_rings(self, step: Step) -> bool:
+    def _as_ring(self, step: Step) -> bool:
         """Whether a step sees all that is filled: what is out of a token's sight is evicted before it comes."""
         return self._sees_all or step.width == 1
 
@@ -280,49 +277,50 @@ class EvictingState(KeyValueState):
 
         What was evicted lately goes back to where it lay, and its scores are still there: these slots stay.
         """
-        need, slots = max(self.held.most) + width, self.held.slots
+        need, slots = max(self.slot_store.most) + width, self.slot_store.slots
         size = max(need, min(2 * need, self.policy.most + width + ROOM))
-        least = max(size, *(row.slots for row in self.held.ledger.rows))
+        least = max(size, *(row.slots for row in self.slot_store.occupancy.rows))
         if need > slots:
-            self.held = self.held.resized(size)
+            self.slot_store = self.slot_store.resized(size)
         elif slots > least + least // 8 + 2 * ROOM:
-            self.held = self.held.resized(least)
+            self.slot_store = self.slot_store.resized(least)
 
     def _enter(self, step: Step) -> StepChunk:
-        """Have a part of the step before it done with, and room for this one."""
-        part = self._part
-        if part is not None and part.step is step:
-            return part
-        if part is not None:
-            self._settle(part.step.counts)()
+        """Commit the chunk of the step before this one, and have room for this one."""
+        chunk = self._chunk
+        if chunk is not None and chunk.step is step:
+            return chunk
+        if chunk is not None:
+            changes = Changes()
+            self._commit_chunk(chunk.step.counts, changes)
+            changes.apply()
             self._make_room(step.width)
-        part = self._part = StepChunk(step, numbers(step, self.held.most))
-        if (spare := self.held.change) is not None and step.width == 1:
-            part.columns, part.queries = spare.columns, spare.queries
-            return part
+        chunk = self._chunk = StepChunk(step, counts_tensor(step, self.slot_store.most))
+        if (spare := self.slot_store.slot_commit) is not None and step.width == 1:
+            chunk.columns, chunk.queries = spare.columns, spare.queries
+            return chunk
         if self.history:
-            planes = step.width if self._tentative else min(step.width, self.history)
-            shape = (*self.held.lists.filled.shape, planes, self.held.slots)
-            part.columns = torch.empty(shape, dtype=torch.float32, device=self.layout.device)
-        part.queries = None if self.queries is None else self.queries.room(step.width)
-        return part
+            planes = step.width if self._speculative else min(step.width, self.history)
+            shape = (*self.slot_store.table.filled.shape, planes, self.slot_store.slots)
+            chunk.columns = torch.empty(shape, dtype=torch.float32, device=self.layout.device)
+        chunk.queries = None if self.queries is None else self.queries.room(step.width)
+        return chunk
 
-    def _leave(self) -> None:
-        """Be done with the part; what it reads with serves again if its buffers do."""
-        held, self._part = self.held, None
-        rings, change = held.rings, held.change
-        if rings is not None:
-            rings.starts = None
-            if change is None or rings.columns is not change.columns or rings.queries is not change.queries:
-                held.rings = None
+    def _leave(self, store: SlotStore, commit: SlotCommit | None, changes: Changes) -> None:
+        """Be done with the chunk; the view that it read serves again if the buffers of its commit do."""
+        changes.assign(self, "_chunk", None)
+        if (view := store.view) is not None:
+            changes.assign(view, "starts", None)
+            if commit is None or view.columns is not commit.columns or view.queries is not commit.queries:
+                changes.assign(store, "view", None)
 
     def _store(self, new: tuple[Tensor, Tensor], step: Step) -> None:
         """Put keys and values `[R, T, K, D]` behind the filled slots."""
-        filled, arrays = self.held.lists.filled, self.arrays
+        filled, arrays = self.slot_store.table.filled, self.arrays
         coded = self.codec.encode(*new)
-        if self.held.ledger.even and self.codec.bits is None:
-            assert self._part is not None
-            ops.append(coded["k"], coded["v"], arrays["k"], arrays["v"], self._part.starts, step.counts_t)
+        if self.slot_store.occupancy.uniform and self.codec.bits is None:
+            assert self._chunk is not None
+            ops.append(coded["k"], coded["v"], arrays["k"], arrays["v"], self._chunk.starts, step.counts_t)
             return
         for r, count in enumerate(step.counts):
             for h, first in enumerate(filled[r].tolist()):
@@ -334,53 +332,50 @@ class EvictingState(KeyValueState):
         q: Tensor,
         new: tuple[Tensor, Tensor] | None,
         rotation: ops.RopeTables | None,
-        part: StepChunk,
+        chunk: StepChunk,
         scoring: ops.AttentionParams,
         columns: AttentionSums | None,
     ) -> Tensor:
         bits, arrays = self.codec.bits, self.arrays
         assert bits is not None
         return attend_quantized(
-            q, new, rotation, held(arrays), None, part.starts, part.step.counts_t, scoring, bits=bits, columns=columns
+            q, new, rotation, held(arrays), None, chunk.starts, chunk.step.counts_t, scoring, bits=bits, columns=columns
         )
 
-    def _settle(self, accepted: tuple[int, ...]) -> Install:
-        """Make the first accepted tokens of the part real, and evict: prepared, and done by what comes back."""
-        part, held = self._part, self.held
-        assert part is not None
-        step = part.step
-        evicted, wanted, after = self.judge.verdict(self, part, accepted)
-        if wanted > held.undo_slots or held.undo_slots > 2 * wanted + 4 * ROOM:
-            held = held.reburied(wanted + ROOM if wanted else 0)
-        ring = None if self.queries is None else self.queries.made()
-        change = held.change
-        if change is None or not change.like(held.lists, part.columns, evicted, part.queries, ring):
-            change = SlotCommit(held.lists, part.columns, evicted, part.queries, ring)
-        settling = step.cached(("settling", accepted), lambda: _settling(step, accepted))
-        settling.add(self, change)
+    def _commit_chunk(self, accepted: tuple[int, ...], changes: Changes) -> None:
+        """Make the first accepted tokens of the chunk real, and evict."""
+        chunk, store, queries = self._chunk, self.slot_store, self.queries
+        assert chunk is not None
+        step = chunk.step
+        evicted, wanted, after = self.planner.plan(self, chunk, accepted)
+        if wanted > store.undo_slots or store.undo_slots > 2 * wanted + 4 * ROOM:
+            store = store.with_undo_slots(wanted + ROOM if wanted else 0)
+        spans = step.starts_t, step.counts_t, counts_tensor(step, accepted)
+        native = prepare_commit(*spans)
+        if native is None or any(x.requires_grad for x in store.table.stored.values()):
+            store, queries = store.clone(), None if queries is None else queries.clone()
+        ring = None if queries is None else queries.made()
+        commit = store.slot_commit
+        if commit is None or not commit.like(store.table, chunk.columns, evicted, chunk.queries, ring):
+            commit = SlotCommit(store.table, chunk.columns, evicted, chunk.queries, ring)
+        if native is None:
+            commit_slots_reference(commit, *spans)
+        else:
+            changes.batch(("slots", id(step), accepted), native, commit)
+        if queries is not None:
+            rows = enumerate(zip(queries.low, step.starts, accepted))
+            low = [queries.low_after(row, start, start + n) if n else low for row, (low, start, n) in rows]
+            changes.assign(queries, "low", low)
+        again = commit if step.width == 1 and not isinstance(evicted, Tensor) else None
+        changes.assign(store, "occupancy", after)
+        changes.assign(store, "slot_commit", again)
+        changes.assign(self, "slot_store", store)
+        changes.assign(self, "queries", queries)
+        self._leave(store, again, changes)
 
-        def install() -> None:
-            settling.run()
-            held.ledger = after
-            if isinstance(evicted, Tensor) and not (after.even and self.judge.foresees):
-                held.count()
-            if self.queries is not None:
-                for row, (start, n) in enumerate(zip(step.starts, accepted)):
-                    if n:
-                        self.queries.wrote(row, start, start + n)
-            held.change = change if step.width == 1 and not isinstance(evicted, Tensor) else None
-            self.held = held
-            self._leave()
-
-        return install
-
-    def turn(self, x: Tensor, delta: int) -> Tensor:
+    def rotate(self, x: Tensor, delta: int) -> Tensor:
         return x if self.rotate_by is None else self.rotate_by(x, delta)
 
     def read(self, arrays: Arrays) -> tuple[Tensor, Tensor]:
         k, v = self.codec.decode(arrays)
-        return self.codec.turn(k.float()), self.codec.turn(v.float())
-
-
-def _settling(step: Step, accepted: tuple[int, ...]) -> SlotCommits:
-    return SlotCommits(step.starts_t, step.counts_t, numbers(step, accepted))
+        return self.codec.transform(k.float()), self.codec.transform(v.float())

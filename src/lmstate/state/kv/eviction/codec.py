@@ -1,4 +1,4 @@
-"""How an evicting state's slots are stored: the tensors that stand for keys and values, in and out."""
+"""Encoding and decoding of the keys and values in an evicting state's slots."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from lmstate.state.kv.policies.storage import Dense, Quantized, Storage
 
 
 class Codec:
-    """Keys and values as floats, or as turned codes with their scales, by names."""
+    """Keys and values as floats, or as codes with their scales after a Hadamard transform, by names."""
 
     def __init__(self, storage: Storage, dims: dict[str, int], dtype: torch.dtype):
         """`dims`: the widths of "k" and "v"; `dtype`: of floats where the storage names none."""
         self.bits = storage.bits if isinstance(storage, Quantized) else None
         dtype = storage.dtype or dtype if isinstance(storage, Dense) else dtype
-        self.parts: dict[str, tuple[int, torch.dtype]] = {}
+        self.tensors: dict[str, tuple[int, torch.dtype]] = {}
         """Width and dtype of each tensor."""
         for name, dim in dims.items():
             if self.bits is None:
-                self.parts[name] = (dim, dtype)
+                self.tensors[name] = (dim, dtype)
             else:
                 codes, scales = kv_format.widths(dim, self.bits, WHOLE)
-                self.parts[name] = (codes, kv_format.code_dtype(self.bits))
-                self.parts[f"{name}.scale"] = (scales, torch.float16)
+                self.tensors[name] = (codes, kv_format.code_dtype(self.bits))
+                self.tensors[f"{name}.scale"] = (scales, torch.float16)
 
     def encode(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
         """k `[..., D]`, v `[..., Dv]` -> what is stored of them, `[..., width]` each."""
         if self.bits is None:
-            return {name: x.to(self.parts[name][1]) for name, x in (("k", k), ("v", v))}
+            return {name: x.to(self.tensors[name][1]) for name, x in (("k", k), ("v", v))}
         coded: dict[str, Tensor] = {}
         for name, x in (("k", k), ("v", v)):
             coded[name], coded[f"{name}.scale"] = kv_format.encode(kv_format.turned(x), self.bits, WHOLE)
         return coded
 
-    def decode(self, held: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Keys and values as they lie in the slots, turned where the storage turns them."""
+    def decode(self, stored: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values as they lie in the slots, transformed where the storage transforms them."""
         if self.bits is None:
-            return held["k"], held["v"]
-        k, v = (kv_format.decode(held[name], held[f"{name}.scale"], self.bits) for name in ("k", "v"))
+            return stored["k"], stored["v"]
+        k, v = (kv_format.decode(stored[name], stored[f"{name}.scale"], self.bits) for name in ("k", "v"))
         return k, v
 
-    def turn(self, x: Tensor) -> Tensor:
-        """Queries as keys are turned, or outputs turned back."""
+    def transform(self, x: Tensor) -> Tensor:
+        """Queries transformed as keys are, or outputs transformed back."""
         return x if self.bits is None else kv_format.turned(x)

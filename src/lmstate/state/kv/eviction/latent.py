@@ -56,34 +56,34 @@ class EvictingLatentState(EvictingState):
         return self._enter(step).starts
 
     def extent(self, step: Step) -> int:
-        return max(self.held.most) + step.width
+        return max(self.slot_store.most) + step.width
 
     def stored(self, step: Step) -> tuple[Tensor, Tensor]:
-        latent, rope_key = (self.codec.turn(x[:, 0, : self.extent(step)]) for x in self.codec.decode(self.arrays))
+        latent, rope_key = (self.codec.transform(x[:, 0, : self.extent(step)]) for x in self.codec.decode(self.arrays))
         return latent, rope_key
 
     def attend_latents(self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float) -> Tensor:
         """`LatentState.attend_latents`."""
-        part = self._enter(step)
+        chunk = self._enter(step)
         latent, rope_key = self.stored(step)
         if not self.observed:
-            return latent_attend(q_latent, q_rope, latent, rope_key, part.starts, step.counts_t, scale=scale)
+            return latent_attend(q_latent, q_rope, latent, rope_key, chunk.starts, step.counts_t, scale=scale)
         q = torch.cat([q_latent, q_rope], dim=-1).float()
         if self.queries is not None:
-            part.queries = q.detach().contiguous()
+            chunk.queries = q.detach().contiguous()
         keys = torch.cat([latent, rope_key], dim=-1)[:, None]  # [R, 1, S', Lat + Dr]
         columns = None
-        if part.columns is not None:
-            part.columns.zero_()
-            columns = AttentionSums(part.columns[..., : keys.shape[2]], part.starts + step.counts_t)
+        if chunk.columns is not None:
+            chunk.columns.zero_()
+            columns = AttentionSums(chunk.columns[..., : keys.shape[2]], chunk.starts + step.counts_t)
         where = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
         values, scoring = latent[:, None], ops.AttentionParams(scale)
-        return attend_slots(q, keys, values, where, part.starts, step.counts_t, scoring, columns=columns)
+        return attend_slots(q, keys, values, where, chunk.starts, step.counts_t, scoring, columns=columns)
 
     def read(self, arrays: Arrays) -> tuple[Tensor, Tensor]:
         latent, rope_key = super().read(arrays)
         return torch.cat([latent, rope_key], dim=-1), latent
 
-    def turn(self, x: Tensor, delta: int) -> Tensor:
+    def rotate(self, x: Tensor, delta: int) -> Tensor:
         latent, rope_key = x.split([self.latent_dim, x.shape[-1] - self.latent_dim], dim=-1)
-        return torch.cat([latent, super().turn(rope_key, delta)], dim=-1)
+        return torch.cat([latent, super().rotate(rope_key, delta)], dim=-1)

@@ -1,4 +1,4 @@
-"""The last queries of every row, for policies that score slots by what was asked lately."""
+"""A ring of the last queries of every row, for policies that score slots with them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class LastQueries:
     def clone(self) -> LastQueries:
         other = LastQueries.__new__(LastQueries)
         vars(other).update(vars(self))
-        other.ring, other.low = None if self.ring is None else self.ring.clone(), list(self.low)
+        other.ring, other.low = None if self.ring is None else self.ring.detach().clone(), list(self.low)
         return other
 
     def put(self, row: int, start: int, queries: Tensor) -> None:
         """Queries `[n, H, D]` of the positions start, start + 1, ... of a row."""
         ring, end = self.made(), start + len(queries)
-        self.wrote(row, start, end)
+        self.low[row] = self.low_after(row, start, end)
         start = max(start, end - self.size)
         where = torch.arange(start, end, device=self.device) % self.size
         ring[row, where] = queries[len(queries) - len(where) :].to(ring)
@@ -48,9 +48,9 @@ class LastQueries:
         """For the queries of so many tokens, float32 `[R, T, H, D]`."""
         return torch.zeros(self.rows, width, self.heads, self.dim, dtype=torch.float32, device=self.device)
 
-    def wrote(self, row: int, start: int, end: int) -> None:
-        """Those of the positions start .. end - 1 were put in the ring, the last ones of them."""
-        self.low[row] = max(self.low[row] if start else 0, end - self.size)
+    def low_after(self, row: int, start: int, end: int) -> int:
+        """A row's `low` once the last queries of the positions start .. end - 1 are in the ring."""
+        return max(self.low[row] if start else 0, end - self.size)
 
     def check(self, length: int, tensors: dict[str, Tensor]) -> Tensor:
         """The queries of a snapshot. Raises `SnapshotError` where a row of `length` would not have captured them."""
@@ -97,12 +97,12 @@ class LastQueries:
             other.ring = self.ring[[0 if row is None else row for row in rows]]
         return other
 
-    def close(self, row: int, length: int, start: int, stop: int, turn: Callable[[Tensor, int], Tensor]) -> None:
+    def close(self, row: int, length: int, start: int, stop: int, rotate_by: Callable[[Tensor, int], Tensor]) -> None:
         """The positions start .. stop - 1 are gone and the later ones move up."""
         if self.ring is None:
             return
         later = self.held_from(row, max(stop, self.low[row]), length)
-        later = turn(later, start - stop) if len(later) else later
+        later = rotate_by(later, start - stop) if len(later) else later
         earlier = self.held_from(row, max(0, self.low[row], start - self.size + len(later)), start)
         self.low[row] = start - len(earlier) if len(later) == length - stop else start + length - stop - len(later)
         both = torch.cat([earlier, later]) if len(later) == length - stop else later

@@ -13,7 +13,8 @@ from torch import Tensor
 from lmstate.errors import StateError
 from lmstate.ops.attention.slots import behind_all, lowest
 from lmstate.ops.types.slot_table import EvictLowest
-from lmstate.state.kv.policies.storage import Dense, Policy, Storage
+from lmstate.state.kv.policies.storage import Dense, Storage
+from lmstate.state.layers.base import Policy
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from lmstate.errors import StateError
 from lmstate.state.kv.policies.base import Budget
-from lmstate.state.kv.policies.storage import Dense, Policy
+from lmstate.state.kv.policies.storage import Dense
+from lmstate.state.layers.base import Policy
 
 
 @dataclass(frozen=True)

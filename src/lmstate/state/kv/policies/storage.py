@@ -7,10 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from lmstate.errors import StateError
-
-
-class Policy:
-    """What `new_state(kv=...)` takes for a layer: a `Storage` keeps every token, an `Evicting` policy forgets."""
+from lmstate.state.layers.base import Policy
 
 
 class Storage(Policy):

@@ -35,7 +35,7 @@ class QuantizedAttentionState(AttentionState):
     ) -> tuple[dict[str, tuple[int, ...]], dict[str, torch.dtype]]:
         return coded_buffers(dims, 8, kv_heads, most=WHOLE)
 
-    def made_rings(self) -> ops.KVView:
+    def new_view(self) -> ops.KVView:
         return coded_rings(self.buffers, None, 8, self.sight)
 
     def attend(

@@ -12,10 +12,11 @@ from lmstate import ops
 from lmstate.ops.attention.attend_quantized import WHOLE, attend_quantized
 from lmstate.ops.types import kv_format
 from lmstate.ops.types.kv_format import BLOCK
+from lmstate.state.changes import Changes
 from lmstate.state.kv.policies.storage import Quantized
 from lmstate.state.kv.quantized.attention import REFUSAL, coded_buffers, coded_rings, held
 from lmstate.state.layers.attention import KeyValueState
-from lmstate.state.layers.base import Install, Layout
+from lmstate.state.layers.base import Layout
 from lmstate.state.layers.composite import CompositeState
 from lmstate.state.layers.slots import Buffers, SlotState
 from lmstate.state.step import Step
@@ -49,13 +50,13 @@ class BlockState(CompositeState, KeyValueState):
         self.codes, self.tail = Codes(layout, self.bits, kv_heads, dims, sight), Floats(layout, kv_heads, head_dim)
         super().__init__((self.codes, self.tail))
         self.kind = "attention" if sight.reach is None else "window"
-        self.tail.as_rings = self.codes.as_rings
+        self.tail.view_cache = self.codes.view_cache
 
     def rings(self, step: Step) -> ops.KVView | None:
-        as_rings = self.codes.as_rings
-        if not as_rings:
-            as_rings.append(coded_rings(self.codes.buffers, self.tail.buffers["k"], self.bits, self.sight))
-        return as_rings[0]
+        view_cache = self.codes.view_cache
+        if not view_cache:
+            view_cache.append(coded_rings(self.codes.buffers, self.tail.buffers["k"], self.bits, self.sight))
+        return view_cache[0]
 
     def attend(
         self,
@@ -118,23 +119,16 @@ class Floats(SlotState):
     def reserve(self, step: Step) -> None:
         assert self.window_span is not None
         if (smaller := self._shrunk(self.window_span + max(step.width, 1), step.starts)) is not None:
-            self._hold(*smaller)
+            self._use(*smaller)
         super().reserve(step)
 
-    def commit(self, step: Step, accepted: tuple[int, ...]) -> Install | None:
+    def commit(self, step: Step, accepted: tuple[int, ...], changes: Changes) -> None:
         assert self.window_span is not None
-        release = super().commit(step, accepted)
+        super().commit(step, accepted, changes)
         # Where an idle row ends is known when a step begins: it may have been rewound or restored since.
         ends = [start + n for start, n in zip(step.starts, accepted)] if all(step.counts) else None
-        if ends is None or (smaller := self._shrunk(self.window_span + 1, ends)) is None:
-            return release
-
-        def install() -> None:
-            if release is not None:
-                release()
-            self._hold(*smaller)
-
-        return install
+        if ends is not None and (smaller := self._shrunk(self.window_span + 1, ends)) is not None:
+            self._hold(*smaller, changes)
 
     def _shrunk(self, slots: int, ends: Sequence[int]) -> tuple[Buffers, list[int]] | None:
         """Copies with so many slots for rows that end there, and their `written_to`; None where there are few more.
