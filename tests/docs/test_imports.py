@@ -28,7 +28,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"attention", "recurrent", "fused"},
     ],
     "lmstate.state": [
-        {"validate"},
+        {"validate", "changes"},
         {"step", "rows"},
         {"layer_file"},
         {"snapshot"},
