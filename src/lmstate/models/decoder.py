@@ -28,6 +28,7 @@ from lmstate.state.snapshot import differences
 if TYPE_CHECKING:
     from lmstate.generation.prompts import Prompt
     from lmstate.models.tokenizer import Tokenizer
+    from lmstate.speculation.choose import DraftChoice
 
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -340,12 +341,13 @@ class Model:
         repetition_penalty: float = 1.0,
         stop: str | Sequence[str] = (),
         seed: int | None = None,
+        draft: DraftChoice = "auto",
     ) -> str | list[str]:
         """The text that continues a prompt, or each of a list of prompts; see `lmstate.generation.generate`."""
         from lmstate.generation import generate
 
         return generate(
-            self, prompt, state, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop, seed
+            self, prompt, state, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop, seed, draft
         )
 
     def stream(
@@ -360,10 +362,11 @@ class Model:
         repetition_penalty: float = 1.0,
         stop: str | Sequence[str] = (),
         seed: int | None = None,
+        draft: DraftChoice = "auto",
     ) -> Iterator[str]:
         """The same for one prompt, piece by piece; see `lmstate.generation.stream`."""
         from lmstate.generation import stream
 
         return stream(
-            self, prompt, state, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop, seed
+            self, prompt, state, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop, seed, draft
         )

@@ -94,6 +94,21 @@ class Transaction:
         self._adopt()
         return list(self._pending.step.counts) if self._pending else [0] * self.rows
 
+    def step_room(self, row: int, most: int) -> int:
+        """How many of `most` new tokens one step may bring to a row and compute each as if it came alone.
+
+        The rest does not fit, or the frequencies of its rope change on the way, or a policy evicts after each step.
+        """
+        _, own = self._row(row)
+        held = len(own.tokens)
+        limits = (self.layout.capacity, self.layout.max_positions)
+        room = max(0, min([most, *(limit - held for limit in limits if limit is not None)]))
+        if room > 1 and any(part.evicts for layer in self.layers for part in layer.parts()):
+            return 1
+        while room > 1 and self._regime(held + room) != self._regime(held + 1):
+            room -= 1
+        return room
+
     # ---- a step, for the model that runs it
 
     def plan(self, ids: Sequence[Sequence[int]], *, tentative: bool = False) -> Step:

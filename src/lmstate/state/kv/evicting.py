@@ -34,6 +34,7 @@ class EvictingState(KeyValueState):
     """
 
     forgets = True
+    evicts = True
     rotated = "k"  # the part that is turned where positions move
 
     def __init__(
