@@ -6,8 +6,8 @@ What the state holds afterwards, for every row: what it held, the prompt, and th
 - An end-of-sequence token ends the answer and is neither in the text nor in the state. A chat's next turn begins with
   the template's own closing of the turn (`<|im_end|>` and a newline, say), and plain text continued has none inside.
 - A stop string is not in the text, and the state is rewound to the last token wholly before it.
-- Tokens that a drafter proposed (`lmstate.speculation`) are verified several at a step; the text and the state are those
-  without drafts.
+- Tokens that a drafter proposed (`lmstate.speculation`) are verified several at a step; the text and the state are
+  those without drafts.
 - Closing the iterator early keeps every token whose piece was given out. An exception (Ctrl-C, a full state) leaves the
   state at the last token that was computed.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -58,7 +58,7 @@ class Report:
     decode_seconds: float  # the steps after it
     decoded: int  # tokens that those steps gave
     finished: tuple[Finish | None, ...]  # why each row ended; None: it has not, or was interrupted
-    draft: DraftReport = DraftReport()  # what speculation did
+    draft: DraftReport = field(default_factory=DraftReport)  # what speculation did
 
     @property
     def tokens_per_second(self) -> float:
@@ -138,7 +138,7 @@ class Generation:
         self._remember_seen()
         texts = self._first_step()
         while True:
-            given = {row: 0 for row in texts}
+            given = dict.fromkeys(texts, 0)
             try:
                 for row, pieces in texts.items():
                     for piece in pieces:
@@ -146,21 +146,21 @@ class Generation:
                         if piece:
                             yield Piece(row, piece)
             except GeneratorExit:
-                self._close({row: len(pieces) - given[row] for row, pieces in texts.items()})
+                self._close({row: pieces[given[row] :] for row, pieces in texts.items()})
                 raise
             if not self._last:
                 return
             texts = self._step()
 
-    def _close(self, withheld: dict[int, int]) -> None:
-        """Bring the state to the tokens that were given out: all of them but the last `withheld` ones of each row."""
-        for row, count in withheld.items():
+    def _close(self, withheld: dict[int, list[str]]) -> None:
+        """The caller wants no more: answers, and the state, end before the `withheld` pieces of the last step."""
+        for row, pieces in withheld.items():
             answer = self._answers[row]
-            if answer.finished == "eos":  # which has a piece, and is no token of the answer
-                count = max(0, count - 1)
-            if count or answer.finished is None:
+            if pieces:
+                answer.take_back(pieces)
+            if pieces or answer.finished is None:
                 with suppress(CapacityError):  # a full state: it ends one token earlier
-                    self._hold(row, min(answer.kept(), len(answer.tokens) - count))
+                    self._hold(row, answer.kept())
 
     def _first_step(self) -> dict[int, list[str]]:
         """The prompts' forward, and the first token of every row."""
@@ -196,7 +196,7 @@ class Generation:
         texts, accepted = self._choose(logits, drafts, verdict=width > 1)
         if self._speculator is not None:
             self._speculator.verified(drafts, accepted)
-            self._speculator.measured(width, perf_counter() - ran, gained=sum(accepted.values()))
+            self._speculator.measured(width, perf_counter() - ran, len(drafts), gained=sum(accepted.values()))
             self._speculator.observe({row: self._answers[row].tokens[before[row] :] for row in self._last})
         self._seconds[1] += perf_counter() - begin
         return texts
@@ -216,8 +216,8 @@ class Generation:
     ) -> tuple[dict[int, list[str]], dict[int, int]]:
         """Give each row of `drafts` its next tokens, and the state their `verdict` where it awaits one.
 
-        logits: float32 [R, T, V] of all rows. Returns, for each row, the new text token by token, and how many tokens of
-        its draft it accepted.
+        logits: float32 [R, T, V] of all rows. Returns, for each row, the new text token by token, and how many
+        tokens of its draft it accepted.
         """
         rows = list(drafts)
         texts: dict[int, list[str]] = {row: [] for row in rows}

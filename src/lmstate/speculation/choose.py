@@ -10,7 +10,7 @@ from lmstate.speculation.speculator import Speculator
 from lmstate.speculation.text_drafter import TextDrafter
 from lmstate.speculation.translated_drafter import TranslatedDrafter
 
-DraftChoice: TypeAlias = "str | None | Drafter | LanguageModel | Speculator"
+DraftChoice: TypeAlias = "str | Drafter | LanguageModel | Speculator | None"
 
 
 def make_speculator(
@@ -31,7 +31,7 @@ def make_speculator(
 
 
 def _drafter(
-    draft: str | None | Drafter | LanguageModel,
+    draft: str | Drafter | LanguageModel | None,
     model: LanguageModel,
     rows: int,
     sampler: Distribution,

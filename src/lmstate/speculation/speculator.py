@@ -98,11 +98,12 @@ class Speculator:
                 self._verified[at] += 1
                 self._held[at] += at < accepted[row]
 
-    def measured(self, width: int, seconds: float, gained: int) -> None:
-        """A step took so long; `gained`: drafted tokens that it accepted."""
+    def measured(self, width: int, seconds: float, rows: int, gained: int) -> None:
+        """A step over `rows` took so long; `gained`: drafted tokens that it accepted."""
         self.costs.measured(width, seconds)
         if 1 in self.costs:
-            self._saved += gained * self.costs(1) - self._latest - (seconds - self.costs(1) if width > 1 else 0.0)
+            plain = self.costs(1)  # gives a token to each row
+            self._saved += gained * plain / rows - self._latest - (seconds - plain if width > 1 else 0.0)
 
     def report(self) -> DraftReport:
         deepest = max((at + 1 for at, count in enumerate(self._verified) if count), default=0)

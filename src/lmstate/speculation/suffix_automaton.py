@@ -1,4 +1,4 @@
-"""The suffix automaton of a growing sequence of token ids (Blumer et al. 1985), and a cursor that matches against one."""
+"""Suffix automaton of a growing sequence of token ids (Blumer et al. 1985), and a cursor that matches against one."""
 
 from __future__ import annotations
 

@@ -52,10 +52,10 @@ class TranslatedDrafter:
         # Close all but the last tokens, where cutting the text there gives the same tokens again.
         last = ids[-OPEN:]
         rest = self._own.decode(last)
-        if len(ids) > 2 * OPEN and rest and open_text.endswith(rest):
-            if self._own.encode(rest, add_special_tokens=False) == last:
-                self._closed[row] = closed + len(ids) - len(last)
-                self._open[row] = rest
+        closes = len(ids) > 2 * OPEN and rest and open_text.endswith(rest)
+        if closes and self._own.encode(rest, add_special_tokens=False) == last:
+            self._closed[row] = closed + len(ids) - len(last)
+            self._open[row] = rest
 
     def _translate(self, row: int, draft: Draft, depth: int) -> Draft:
         """The draft in the model's tokens, cut where they would follow the row's own."""
