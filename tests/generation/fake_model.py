@@ -38,6 +38,7 @@ class FakeStream:
 
 class FakeTokenizer:
     begin: tuple[int, ...] = ()
+    vocabulary = {piece.decode("latin-1"): token for piece, token in IDS.items()}  # noqa: RUF012
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [*(self.begin if add_special_tokens else ()), *(byte + 1 for byte in text.encode())]

@@ -59,9 +59,11 @@ class Acceptance:
 
     def rates(self, draft: Draft) -> list[float]:
         """For each token of a draft, the probability that it holds if those before it do."""
-        rates = []
+        rates: list[float] = []
         for at in range(len(draft)):
-            level, prior = _level(draft, at)
+            level = _level(draft, at)
+            # Before anything was counted: what the drafter says, or else what held for the place before.
+            prior = draft.confidence[at] if draft.confidence is not None else rates[-1] if rates else 0.5
             trials, held = self._trials.get(level, 0.0), self._held.get(level, 0.0)
             rates.append((held + TRUST * prior) / (trials + TRUST))
         return rates
@@ -69,7 +71,7 @@ class Acceptance:
     def compare(self, draft: Draft, actual: Sequence[int]) -> int:
         """Learn from how a row really went on; returns how many tokens of the draft were right."""
         for at, (drafted, token) in enumerate(zip(draft.tokens, actual)):
-            level, _ = _level(draft, at)
+            level = _level(draft, at)
             trials, held = self._trials.get(level, 0.0), self._held.get(level, 0.0)
             keep = min(1.0, MEMORY / (trials + 1))
             right = drafted == token
@@ -80,13 +82,12 @@ class Acceptance:
         return min(len(draft), len(actual))
 
 
-def _level(draft: Draft, at: int) -> tuple[tuple[str, int], float]:
-    """The class that a token's acceptance is counted in, and the rate assumed before anything was counted."""
+def _level(draft: Draft, at: int) -> tuple[str, int]:
+    """The class that a token's acceptance is counted in: by its place, or by half powers of two of the doubt in it."""
     if draft.confidence is None:
-        return ("place", at), 0.5
-    confidence = draft.confidence[at]
-    doubt = max(1.0 - confidence, 2.0 ** (-LEVELS / 2))
-    return ("confidence", int(-2 * math.log2(min(doubt, 1.0)))), confidence
+        return "place", at
+    doubt = min(1.0, max(1.0 - draft.confidence[at], 2.0 ** (-LEVELS / 2)))
+    return "confidence", int(-2 * math.log2(doubt))
 
 
 def expected(rates: Sequence[float], depth: int) -> float:
