@@ -69,9 +69,10 @@ class TranslatedDrafter:
         text = text[len(before) :]
         tail = self._tails[row]
         seen = self._tokenizer.decode(tail)
+        before_ids = self._tokenizer.encode(seen, add_special_tokens=False)
         ids = self._tokenizer.encode(seen + text, add_special_tokens=False)
-        if ids[: len(tail)] == tail:
-            ids = ids[len(tail) :]
-        else:
-            ids = self._tokenizer.encode(text, add_special_tokens=False)
-        return Draft(tuple(ids[:depth]))
+        if ids[: len(before_ids)] != before_ids:
+            return Draft()
+        ids = ids[len(before_ids) :]
+        whole = ids[:-1] or ids  # more text may change the last token
+        return Draft(tuple(whole[:depth]))
