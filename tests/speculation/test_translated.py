@@ -77,8 +77,7 @@ def test_a_drafter_of_another_vocabulary_is_understood() -> None:
     list(generation)
     assert generation.texts[0] == plain
     report = generation.report().draft
-    assert report.accepted > 0.5 * report.drafted > 0
-    assert target.calls - steps < 0.8 * steps
+    assert report.accepted > 0 and target.calls - steps == steps - report.accepted
 
 
 def test_two_models_of_different_tokenizers_on_real_states() -> None:
