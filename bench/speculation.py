@@ -1,9 +1,9 @@
 """What speculation gives: `python -m bench.speculation [--threads N] [--tokens N]`.
 
 On SmolLM2's real weights: text that is repeated with small changes, free prose, eight rows at once; on a hybrid of
-random weights, a drafter that is right with a given probability; and what verifying several tokens costs over one. Speeds are
-those of plain decoding and of decoding with drafts, by turns in one process; medians of the rounds. With transformers
-installed, its prompt lookup runs on the same text (float32 there).
+random weights, a drafter that is right with a given probability; and what verifying several tokens costs over one.
+Speeds are those of plain decoding and of decoding with drafts, by turns in one process; medians of the rounds. With
+transformers installed, its prompt lookup runs on the same text (float32 there).
 """
 
 from __future__ import annotations

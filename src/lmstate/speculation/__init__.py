@@ -1,6 +1,6 @@
 """Speculative decoding: drafters propose tokens, the model verifies them in one step, and the depth chooses itself."""
 
-from lmstate.speculation.acceptance import verify
+from lmstate.speculation.acceptance import verify, verify_tree
 from lmstate.speculation.choose import DraftChoice, make_speculator
 from lmstate.speculation.drafter import Draft, Drafter
 from lmstate.speculation.model_drafter import ModelDrafter
@@ -19,4 +19,5 @@ __all__ = [
     "TranslatedDrafter",
     "make_speculator",
     "verify",
+    "verify_tree",
 ]

@@ -67,6 +67,29 @@ def verify(
     return accepted
 
 
+def verify_tree(
+    logits: Tensor,
+    row: int,
+    tokens: Sequence[int],
+    parents: Sequence[int],
+    picker: TokenPicker,
+    give: Callable[[int, int], bool],
+) -> list[int]:
+    """The path of a tree that the model itself takes, for `state.commit_path`.
+
+    tokens, parents: node 0 is the row's last token, and the others are drafted; logits: float32 [nodes, V]. Every token
+    is chosen as plain decoding does and followed to the child that has it: the text is the one without drafts.
+    """
+    path = [0]
+    while True:
+        (token,) = picker.pick(logits[path[-1] : path[-1] + 1], [row])
+        children = (node for node, parent in enumerate(parents) if parent == path[-1] and tokens[node] == token)
+        child = next(children, None)
+        if not give(row, token) or child is None:
+            return path
+        path.append(child)
+
+
 def _choose(
     logits: Tensor, at: int, going: list[int], rows: Sequence[int], drafts: Sequence[Draft], picker: TokenPicker
 ) -> list[int]:

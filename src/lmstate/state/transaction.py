@@ -13,6 +13,7 @@ from lmstate.state.integers import whole_number
 from lmstate.state.layer import Install, LayerState, Layout
 from lmstate.state.rows import Mark, Row
 from lmstate.state.step import DeviceStep, Step, as_counts
+from lmstate.state.tree import PendingTree
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Transaction:
         self._regime = regime
         self._rows = [Row() for _ in range(layout.rows)]
         self._pending: Pending | None = None
+        self._tree: PendingTree | None = None
         # Of a static state: where each row's next token goes, int64 [R], and a step that ran without the host.
         self._positions = torch.zeros(layout.rows if layout.static else 0, dtype=torch.int64, device=layout.device)
         self._left: Left | None = None
@@ -92,6 +94,8 @@ class Transaction:
     def pending(self) -> list[int]:
         """Tokens of each row that await a verdict."""
         self._adopt()
+        if self._tree is not None:
+            return list(self._tree.counts)
         return list(self._pending.step.counts) if self._pending else [0] * self.rows
 
     def step_room(self, row: int, most: int) -> int:
@@ -202,6 +206,8 @@ class Transaction:
         The rest never happened. Raises `PendingError` if nothing is pending or a count is more than is pending.
         """
         self._adopt()
+        if self._tree is not None:
+            raise PendingError("commit was asked for, but a tree is pending; call commit_path or discard")
         pending = self._pending
         if pending is None:
             raise PendingError("commit was asked for, but nothing is pending; call the model with commit=False first")
@@ -225,9 +231,36 @@ class Transaction:
         self._pending = None
         self._publish()
 
+    def commit_path(self, paths: Sequence[Sequence[int]]) -> None:
+        """Make one path of each row's pending tree real, and nothing else of it.
+
+        paths: for each row the indices of nodes from the top down; an empty one accepts nothing. Raises `PendingError`
+        if no tree is pending, or a path is none.
+        """
+        tree = self._tree
+        if tree is None:
+            raise PendingError(
+                "commit_path was asked for, but no tree is pending; call the model with parents=... first"
+            )
+        chosen = tree.chosen(paths)
+        counts = [0] * tree.state.rows
+        for branch, path in zip(chosen, paths):
+            counts[branch] = len(path)
+        forked = tree.state
+        self._tree = None
+        forked.commit(counts)
+        forked.select(chosen)
+        self.layers, self._rows = forked.layers, forked._rows
+        self._publish()
+
+    def ran_tree(self, tree: PendingTree) -> None:
+        """A tree's forward is done: it is pending until `commit_path` or `discard`."""
+        self._tree = tree
+
     def discard(self) -> None:
         """The pending tokens never happened. Harmless if nothing is pending."""
         self._adopt()
+        self._tree = None
         if self._pending is not None:
             self._pending = None
             for layer in self.layers:
@@ -244,8 +277,8 @@ class Transaction:
 
     def _refuse_pending(self, what: str, row: int | None = None) -> None:
         pending = self.pending
-        waits = self._pending is not None and self._pending.waits
-        if waits and (row is None or pending[row]):
+        waits = self._tree is not None or (self._pending is not None and self._pending.waits)
+        if waits and (row is None or pending[row] or self._tree is not None):
             raise PendingError(f"cannot {what}: the rows have {pending} pending tokens; call commit or discard first")
         if not waits:
             self.discard()
