@@ -132,7 +132,7 @@ def test_a_failing_step_leaves_the_tokens_computed_before_it() -> None:
 def test_a_text_that_repeats_itself_is_drafted_from_itself() -> None:
     answer = ids("one two three. " * 8)
     model = FakeModel(saying(PROMPT, answer))
-    generation = Generation(model, [PROMPT], draft=always(TextDrafter(1), VOCAB, depth=8))
+    generation = Generation(model, [PROMPT], draft=always(TextDrafter(), VOCAB, depth=8))
     list(generation)
     assert generation.texts[0] == "one two three. " * 8
     assert model.calls < len(answer) / 3

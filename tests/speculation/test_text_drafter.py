@@ -62,19 +62,19 @@ def occurs(part: list[int], whole: list[int]) -> bool:
 
 
 def test_the_latest_occurrence_is_followed() -> None:
-    drafter = TextDrafter(1)
+    drafter = TextDrafter()
     drafter.observe([0], [[1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3]])
     assert drafter.propose([0], 2)[0].tokens == (8, 1)
 
 
 def test_a_text_in_a_circle_goes_on_in_it() -> None:
-    drafter = TextDrafter(1)
+    drafter = TextDrafter()
     drafter.observe([0], [[4, 5, 6, 4, 5, 6, 4]])
     assert drafter.propose([0], 8)[0].tokens == (5, 6, 4, 5, 6, 4, 5, 6)
 
 
 def test_rows_draft_from_their_own_texts_and_from_the_corpus() -> None:
-    drafter = TextDrafter(2, corpus=[[9, 8, 7, 6], [5, 5]])
+    drafter = TextDrafter(corpus=[[9, 8, 7, 6], [5, 5]])
     drafter.observe([0, 1], [[1, 2, 1], [3, 9, 8]])
     first, second = drafter.propose([0, 1], 3)
     assert first.tokens[:1] == (2,)
@@ -84,7 +84,7 @@ def test_rows_draft_from_their_own_texts_and_from_the_corpus() -> None:
 
 
 def test_confidence_rises_with_the_match() -> None:
-    drafter = TextDrafter(2)
+    drafter = TextDrafter()
     drafter.observe([0, 1], [[1, 2, 3, 4, 9, 1, 2, 3, 4], [1, 2, 3, 4, 9, 7, 4]])
     long, short = drafter.propose([0, 1], 2)
     assert long.confidence is not None and short.confidence is not None

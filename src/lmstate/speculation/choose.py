@@ -40,7 +40,7 @@ def _drafter(
     if draft is None or draft == "none":
         return None
     if draft in ("auto", "text"):
-        return TextDrafter(rows)
+        return TextDrafter()
     if isinstance(draft, str):
         raise ValueError(f'draft={draft!r} was asked for; there are "auto", "text" and "none", a model, and a Drafter')
     if isinstance(draft, Drafter):

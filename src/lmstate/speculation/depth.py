@@ -9,7 +9,7 @@ from lmstate.speculation.drafter import Draft
 
 FORGET = 256  # steps after which a cost that was not seen again is looked for anew
 GAIN = 1.03  # drafting must promise this much over plain decoding
-SLOPE = 0.1  # of a plain step, for each more token in a row: assumed until two widths were measured
+SLOPE = 0.1  # of a plain step, for each more token of a row: assumed until two widths were measured
 LEVELS = 12
 TRUST = 4.0  # trials that a drafter's own confidence counts for
 MEMORY = 64.0  # trials over which acceptance is averaged
@@ -18,7 +18,8 @@ MEMORY = 64.0  # trials over which acceptance is averaged
 class StepCosts:
     """Seconds of a step by its width, the tokens of the row that has the most."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int = 1) -> None:
+        self._slope = min(1.0, SLOPE * rows)  # many rows fill a processor with one token each
         self._seconds: dict[int, float] = {}
         self._seen: dict[int, int] = {}
         self._steps = 0
@@ -46,7 +47,7 @@ class StepCosts:
         low = self._seconds[below]
         if above is not None:
             return low + (self._seconds[above] - low) * (width - below) / (above - below)
-        slope = SLOPE * self._seconds[1] if below == 1 else max(0.0, (low - self._seconds[1]) / (below - 1))
+        slope = self._slope * low if below == 1 else max(0.0, (low - self._seconds[1]) / (below - 1))
         return low + slope * (width - below)
 
 

@@ -38,7 +38,7 @@ class Speculator:
     def __init__(self, drafter: Drafter, vocab_size: int, rows: int, depth: int | None = None) -> None:
         """`depth`: draft always so deep (where a drafter has as many tokens), instead of what pays most."""
         self.drafter = drafter
-        self.costs = StepCosts()
+        self.costs = StepCosts(rows)
         self.acceptance = Acceptance()
         self.most = max(0, MOST_TOKENS // rows - 1)
         self._fixed = depth
@@ -61,6 +61,10 @@ class Speculator:
                 self.acceptance.compare(draft, actual)
                 self._places.compare(Draft(draft.tokens), actual)
         self.drafter.observe(list(tokens), list(tokens.values()))
+
+    def forget(self, row: int) -> None:
+        """A row has ended: what comes under its number is another text."""
+        self._proposed.pop(row, None)
 
     def propose(self, room: Mapping[int, int]) -> dict[int, Draft]:
         """Drafts for rows that have room for so many drafted tokens; each may be empty."""

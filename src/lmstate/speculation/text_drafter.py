@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from lmstate.speculation.drafter import Draft
 from lmstate.speculation.suffix_automaton import Cursor, SuffixAutomaton
@@ -16,15 +17,12 @@ class TextDrafter:
     It has no weights and costs microseconds a token: wherever text repeats itself (code under edit, quotations, tables,
     agents that restate their input), it is right for many tokens on end.
 
-    rows     the rows of the batch
     corpus   token ids of other texts (earlier answers, say); `remember` adds more
     """
 
-    def __init__(self, rows: int, corpus: Sequence[Sequence[int]] = ()) -> None:
-        self._texts = [SuffixAutomaton() for _ in range(rows)]
-        self._fresh: list[list[int]] = [[] for _ in range(rows)]  # observed, not yet in the automaton
+    def __init__(self, corpus: Sequence[Sequence[int]] = ()) -> None:
         self._corpus = SuffixAutomaton()
-        self._cursors = [Cursor(self._corpus) for _ in range(rows)]
+        self._rows: dict[int, _Row] = {}
         for text in corpus:
             self.remember(text)
 
@@ -34,21 +32,27 @@ class TextDrafter:
             self._corpus.extend(token)
         self._corpus.extend(BETWEEN)
 
+    def forget(self, row: int) -> None:
+        """Drop a row's text: the row has ended, or begins anew."""
+        self._rows.pop(row, None)
+
     def observe(self, rows: Sequence[int], accepted: Sequence[Sequence[int]]) -> None:
         for row, tokens in zip(rows, accepted):
-            self._fresh[row] += tokens
+            if row not in self._rows:
+                self._rows[row] = _Row(Cursor(self._corpus))
+            self._rows[row].fresh += tokens
 
     def propose(self, rows: Sequence[int], depth: int) -> list[Draft]:
-        return [self._propose(row, depth) for row in rows]
+        return [self._propose(self._rows[row], depth) if row in self._rows else Draft() for row in rows]
 
-    def _propose(self, row: int, depth: int) -> Draft:
-        text, cursor = self._texts[row], self._cursors[row]
+    def _propose(self, row: _Row, depth: int) -> Draft:
+        text, cursor = row.text, row.cursor
         remembers = bool(self._corpus.tokens)
-        for token in self._fresh[row]:
+        for token in row.fresh:
             text.extend(token)
             if remembers:
                 cursor.push(token)
-        self._fresh[row].clear()
+        row.fresh.clear()
         if cursor.match > text.match:
             tokens = self._corpus.tokens[cursor.source : cursor.source + depth]
             if BETWEEN in tokens:
@@ -62,3 +66,12 @@ class TextDrafter:
         else:
             return Draft()
         return Draft(tuple(tokens), tuple(1 - 1 / (match + at + 1) for at in range(len(tokens))))
+
+
+@dataclass
+class _Row:
+    """A row's text."""
+
+    cursor: Cursor  # in the corpus
+    text: SuffixAutomaton = field(default_factory=SuffixAutomaton)
+    fresh: list[int] = field(default_factory=list)  # observed, not yet in the automaton
