@@ -20,6 +20,7 @@ class NoisyOracle:
         self.random = random.Random(seed)
 
     def observe(self, rows: Sequence[int], accepted: Sequence[Sequence[int]]) -> None:
+        assert len(rows) == len(accepted) > 0
         for row, tokens in zip(rows, accepted):
             assert tokens, "a row that goes on has new tokens"
             self.texts[row] += tokens

@@ -60,7 +60,8 @@ class Speculator:
             if (draft := self._proposed.pop(row, None)) is not None:
                 self.acceptance.compare(draft, actual)
                 self._places.compare(Draft(draft.tokens), actual)
-        self.drafter.observe(list(tokens), list(tokens.values()))
+        if tokens:
+            self.drafter.observe(list(tokens), list(tokens.values()))
 
     def forget(self, row: int) -> None:
         """A row has ended: what comes under its number is another text."""
