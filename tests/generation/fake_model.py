@@ -71,6 +71,9 @@ class FakeState:
     def step_room(self, row: int, most: int) -> int:
         return most if self.capacity is None else min(most, self.capacity - self.lengths[row])
 
+    def discard(self) -> None:
+        self.tentative = [[] for _ in range(self.rows)]
+
     def commit(self, counts: Sequence[int]) -> None:
         for row, count in enumerate(counts):
             assert 0 <= count <= len(self.tentative[row])

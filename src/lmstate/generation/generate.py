@@ -190,10 +190,15 @@ class Generation:
             logits = self.model(feed, self.state)  # [R, V]
             assert logits is not None
             logits = logits[:, None]
+            texts, accepted = self._choose(logits, drafts)
         else:
-            logits = self.model(feed, self.state, logits="all", commit=False)  # [R, T, V]
-            assert logits is not None
-        texts, accepted = self._choose(logits, drafts, verdict=width > 1)
+            try:
+                logits = self.model(feed, self.state, logits="all", commit=False)  # [R, T, V]
+                assert logits is not None
+                texts, accepted = self._choose(logits, drafts, verdict=True)
+            except BaseException:
+                self.state.discard()  # of a signal between the two
+                raise
         if self._speculator is not None:
             self._speculator.verified(drafts, accepted)
             self._speculator.measured(width, perf_counter() - ran, len(drafts), gained=sum(accepted.values()))
