@@ -3,7 +3,7 @@
 On SmolLM2's real weights: text that is repeated with small changes, free prose, eight rows at once; on a hybrid of
 random weights, a drafter that is right with a given probability; and what verifying several tokens costs over one.
 Speeds are those of plain decoding and of decoding with drafts, by turns in one process; medians of the rounds. With
-transformers installed, its prompt lookup runs on the same text (float32 there).
+transformers and accelerate installed, its prompt lookup runs on the same text (float32 there).
 """
 
 from __future__ import annotations
@@ -131,9 +131,10 @@ def hybrid(rounds: int, tokens: int) -> tuple[float, float, float]:
 def prompt_lookup(prompt: str, tokens: int) -> str:
     """Tokens a second of transformers, plain and with its prompt lookup."""
     try:
+        import accelerate  # noqa: F401 - transformers reads GGUF files with it
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError:
-        return "transformers is not installed"
+        return "transformers and accelerate are not both installed: no numbers of its prompt lookup"
     from lmstate.models.hub import resolve
 
     path = resolve("smollm2")
