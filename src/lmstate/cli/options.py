@@ -47,6 +47,13 @@ Penalty = Annotated[
 ]
 Seed = Annotated[int | None, typer.Option("--seed", help="The same seed draws the same text.")]
 Stop = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="End before this text. Repeatable.")]
+Draft = Annotated[
+    str,
+    typer.Option(
+        "--draft", metavar="MODEL|text|none",
+        help="Who proposes tokens to verify several at a step: the text so far, or a smaller model. Changes no word.",
+    ),
+]  # fmt: skip
 System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="A system message that comes first.")]
 
 
@@ -56,6 +63,11 @@ def load_model(name: str, weights: WeightKind = WeightKind.auto) -> Model:
     from lmstate.cli.progress import watched
 
     return watched(lmstate.load(name, weights=weights.value))
+
+
+def load_drafter(name: str) -> str | Model:
+    """What `--draft` names: "auto", "text" or "none" as they are, else the model of that name."""
+    return name if name in ("auto", "text", "none") else load_model(name)
 
 
 @contextmanager

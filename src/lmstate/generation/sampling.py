@@ -133,6 +133,22 @@ class TokenPicker:
             self.see(row, (token,))
         return picked
 
+    def distribution(self, logits: Tensor, row: int) -> Tensor:
+        """The distribution that `pick` draws from: float64 [V], from logits [V]."""
+        logits = logits[None]
+        if self.sampler.repetition_penalty != 1.0:
+            logits = self.sampler.penalised(logits, self._seen(logits, [row]))
+        dense = torch.zeros(logits.shape[-1], dtype=torch.float64, device=logits.device)
+        if self.sampler.greedy:
+            dense[ops.argmax(logits)[1]] = 1.0
+            return dense
+        candidates = self.sampler.candidates(logits)
+        return dense.scatter_(0, candidates.ids[0], candidates.probabilities[0])
+
+    def uniform(self, row: int) -> float:
+        """A number in 0..1 from the row's random stream."""
+        return self._streams[row].random()
+
     def _draw(self, candidates: Candidates, rows: Sequence[int]) -> list[int]:
         """Inverse of the cumulative distribution at one uniform number per row."""
         cumulative = candidates.probabilities.cumsum(-1)  # [R, k]

@@ -47,6 +47,11 @@ class Tokenizer:
         """Tokens that have a text, added ones included. A model's logits may be padded to more."""
         return self._inner.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """The id of every token by its text in the vocabulary, added ones included."""
+        return self._inner.get_vocab(with_added_tokens=True)
+
     def id_of(self, token: str) -> int | None:
         """The id of a token given by its text in the vocabulary (`<|im_end|>`), None if there is none."""
         return self._inner.token_to_id(token)
