@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 BROKEN = "\ufffd"  # what stands in decoded text for bytes that are not UTF-8, or not yet
 HELD = 4  # tokens that may be held back for the rest of a character; UTF-8 has at most 4 bytes in one
-MOST_IDS = 2**32  # the tokenizers library keeps ids in 32 bits
+MOST_IDS = 2**22  # an id past this is of no vocabulary
 
 Message = Mapping[str, Any]
 
@@ -73,12 +73,12 @@ class Tokenizer:
         return list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of ids. Those past the vocabulary have none: logits may be padded, by less than as many again.
+        """The text of ids. Those past the vocabulary have none: logits may be padded.
 
-        Raises ValueError for ids that no logits of this vocabulary can give.
+        Raises ValueError for negative ids and those past any vocabulary.
         """
         ids = [int(token) for token in ids]
-        if any(not 0 <= token < min(2 * self.vocab_size, MOST_IDS) for token in ids):
+        if any(not 0 <= token < max(2 * self.vocab_size, MOST_IDS) for token in ids):
             raise ValueError(
                 f"token ids are whole numbers from 0 to {self.vocab_size - 1}; got {min(ids)} to {max(ids)}"
             )
