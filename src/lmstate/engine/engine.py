@@ -21,6 +21,7 @@ from lmstate.engine.conversations import Conversations
 from lmstate.engine.job import Job
 from lmstate.engine.options import Grammar, Options, are_messages, as_bytes, check_length, has_text, options, prompt_ids
 from lmstate.engine.pace import Pace
+from lmstate.engine.prefix.picture import picture
 from lmstate.engine.queue import Queue
 from lmstate.engine.replay import Replay
 from lmstate.engine.request import Request
@@ -290,6 +291,14 @@ class Engine:
         if self._tier is not None:
             now |= {f"{self._tier.name}_{name}": number for name, number in self._tier.counts.items()}
         return now
+
+    def tree(self) -> str:
+        """The prefix store as text, a line for each run of tokens; see `lmstate.engine.prefix.picture`."""
+
+        def decode(ids: Sequence[int]) -> str:
+            return self.model.tokenizer.decode(ids, False) if has_text(self.model) else " ".join(map(str, ids))
+
+        return self._called(lambda _: picture(self._reuse.prefixes, decode))
 
     def close(self) -> None:
         """End all requests as they are, and the thread. Harmless if it was closed."""
