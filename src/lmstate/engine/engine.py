@@ -285,6 +285,7 @@ class Engine:
             "reading": len(scheduler.reading),
             "decoding": len(scheduler.pool),
             "row_bytes": scheduler.row_bytes(),
+            "row_bytes_peak": scheduler.peak,
             "prefix_bytes": prefixes.nbytes,
             **{f"prefixes_{name}": number for name, number in prefixes.counts.items()},
         }
