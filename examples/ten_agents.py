@@ -1,4 +1,4 @@
-"""Ten agents on one model: they share one long system prompt, which is computed once, and each keeps its conversation."""
+"""Ten agents on one model: one long system prompt, computed once, and a conversation for each."""
 
 from __future__ import annotations
 

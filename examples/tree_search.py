@@ -1,4 +1,4 @@
-"""Best of n with rewinds: grow an answer sentence by sentence, keep the likeliest of several, go back from dead ends."""
+"""Best of n with rewinds: an answer sentence by sentence, the likeliest of several, and back from dead ends."""
 
 from __future__ import annotations
 
