@@ -34,8 +34,8 @@ class TokenPicker(Protocol):
     def uniform(self, row: int) -> float:
         """A random number in 0..1 from the row's stream."""
 
-    def see(self, row: int, ids: Sequence[int]) -> None:
-        """The row goes on with these tokens."""
+    def take(self, row: int, token: int) -> None:
+        """The row goes on with this token, which `pick` did not choose."""
 
 
 def verify(
@@ -118,5 +118,5 @@ def _accept_or_redraw(logits: Tensor, row: int, token: int, q: Tensor, picker: T
             point = picker.uniform(row) * total
             below = torch.nextafter(total, torch.zeros_like(total))
             token = int(torch.searchsorted(cumulative, torch.minimum(point, below), right=True))
-    picker.see(row, (token,))
+    picker.take(row, token)
     return token
