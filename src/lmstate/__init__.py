@@ -25,6 +25,7 @@ from lmstate.errors import (
 
 if TYPE_CHECKING:
     from lmstate import kv
+    from lmstate.engine import Engine
     from lmstate.models.decoder import Model
     from lmstate.models.load import load
     from lmstate.state import Snapshot, State
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CapacityError",
+    "Engine",
     "Model",
     "ModelError",
     "PendingError",
@@ -48,6 +50,7 @@ __all__ = [
 
 # Importing torch takes seconds: what needs it is imported when first asked for, so that `lmstate --help` need not wait.
 _LAZY = {
+    "Engine": "lmstate.engine",
     "Model": "lmstate.models.decoder",
     "Snapshot": "lmstate.state",
     "State": "lmstate.state",

@@ -1,0 +1,19 @@
+"""Many requests on one model: continuous batching, reuse of prefixes, sessions."""
+
+from lmstate.engine.engine import Engine
+from lmstate.engine.options import Grammar
+from lmstate.engine.request import Request
+from lmstate.engine.results import Completion, EngineClosed, Piece, QueueFull, Reuse, TokenLogprob, Usage
+
+__all__ = [
+    "Completion",
+    "Engine",
+    "EngineClosed",
+    "Grammar",
+    "Piece",
+    "QueueFull",
+    "Request",
+    "Reuse",
+    "TokenLogprob",
+    "Usage",
+]

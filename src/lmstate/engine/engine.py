@@ -1,0 +1,486 @@
+"""The engine: many requests on one model, in one ragged batch that they join and leave at any step."""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from threading import Condition, Thread, current_thread
+from time import perf_counter
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lmstate import ops
+from lmstate.engine.choice import Choice, logprob
+from lmstate.engine.job import Job
+from lmstate.engine.options import Grammar, options, prompt_ids
+from lmstate.engine.pace import Pace
+from lmstate.engine.queue import Queue
+from lmstate.engine.request import Request
+from lmstate.engine.results import EngineClosed, Finished, Piece
+from lmstate.engine.rows import RowPool
+from lmstate.state import State
+from lmstate.state.integers import whole_number
+
+if TYPE_CHECKING:
+    from lmstate.models.decoder import Model
+
+Result = TypeVar("Result")
+
+COUNTERS = ("requests", "finished", "failed", "prompt_tokens", "reused_tokens", "computed_tokens", "generated_tokens")
+ECHO_CHUNK = 64  # tokens of a prompt read at once where the logits of all of them are wanted
+
+
+class Engine:
+    """Runs requests on a model, many at a time, on a thread of its own. Close it, or use `with` or `async with`.
+
+    rows    sequences that are worked on at a time
+    queue   requests that may wait beside them; more raise `QueueFull`
+    stall   while a prompt is read, a token of another answer may come this many times later than it else would
+    kv      how keys and values are stored, as in `model.new_state`
+    """
+
+    def __init__(self, model: Model, rows: int = 8, *, kv: Any = None, queue: int = 256, stall: float = 3.0) -> None:
+        rows, queue = whole_number(rows, "rows"), whole_number(queue, "queue")
+        if rows < 1 or queue < 1 or not stall > 1.0:
+            raise ValueError(f"rows={rows}, queue={queue}, stall={stall} were asked for; the least are 1, 1, above 1.0")
+        self.model = model
+        self.rows = rows
+        self._kv = kv
+        self._pool: RowPool[Choice] = RowPool(model, self._new_state, rows)
+        self._pace = Pace(stall)
+        self._queue = Queue(queue)
+        self._reading: list[Job] = []  # whose prompts are being read
+        self._answering: list[Job] = []
+        self._jobs: dict[Choice, Job] = {}  # of the choices that have a row
+        self._commands: deque[tuple[Callable[[Model], Any], Future[Any]]] = deque()
+        self._counts: dict[str, float] = dict.fromkeys(COUNTERS, 0)
+        self._changed = Condition()
+        self._closed = False
+        self._order = 0
+        arguments = (weakref.ref(self), self._changed)
+        self._thread = Thread(target=_serve, args=arguments, name="lmstate-engine", daemon=True)
+        self._thread.start()
+        # A daemon thread inside native code while the interpreter goes away can crash it.
+        self._at_exit = _closer(weakref.ref(self))
+        atexit.register(self._at_exit)
+
+    # ---- for any thread
+
+    def submit(
+        self,
+        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
+        *,
+        max_new_tokens: int = 256,
+        n: int = 1,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        grammar: Grammar | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | None = None,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        min_tokens: int = 0,
+        ignore_eos: bool = False,
+    ) -> Request:
+        """Queue a request: a text, token ids, or chat messages. Returns at once.
+
+        n                 answers to the one prompt, which is read once; with a seed, answer i draws as row i of
+                          `model.generate` does
+        logprobs          log probabilities of the tokens of the answers, with this many of the most likely ones beside
+                          them; prompt_logprobs the same for the prompt, all of which is then computed
+        grammar           what may come next, see `Grammar`
+        priority          larger ones first; one step is worth ten seconds of waiting
+        deadline          seconds from now, after which it ends as it is
+        stop_token_ids    end the answer like an end-of-sequence token; ignore_eos: those do not
+        min_tokens        no end-of-sequence or stop token before so many
+
+        Raises ValueError for what is out of range, `QueueFull`, `EngineClosed`.
+        """
+        chosen = options(
+            self.model,
+            max_new_tokens=max_new_tokens,
+            n=n,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            grammar=grammar,
+            priority=priority,
+            deadline=deadline,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=logit_bias,
+            seed=seed,
+            stop=stop,
+            stop_token_ids=stop_token_ids,
+            min_tokens=min_tokens,
+            ignore_eos=ignore_eos,
+        )
+        request = Request(prompt_ids(self.model, prompt), self._wake)
+        with self._changed:
+            self._refuse_closed()
+            self._queue.add(Job(request, chosen, self._order))
+            self._order += 1
+            self._counts["requests"] += 1
+            self._changed.notify_all()
+        return request
+
+    def call(self, function: Callable[[Model], Result]) -> Future[Result]:
+        """Run `function(model)` between two steps, on the thread that owns the model."""
+        future: Future[Result] = Future()
+        with self._changed:
+            self._refuse_closed()
+            self._commands.append((function, future))
+            self._changed.notify_all()
+        return future
+
+    def stats(self) -> dict[str, float]:
+        """Counters since the start, and what is going on now."""
+        now = {
+            "waiting": len(self._queue),
+            "reading": len(self._reading),
+            "decoding": len(self._pool),
+            "row_bytes": self._pool.nbytes(),
+        }
+        return {**self._counts, **now}
+
+    def close(self) -> None:
+        """End all requests as they are, and the thread. Harmless if it was closed."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if current_thread() is not self._thread:
+            self._thread.join()
+        atexit.unregister(self._at_exit)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Engine:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        import asyncio
+
+        await asyncio.to_thread(self.close)
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise EngineClosed("the engine was closed: make another one")
+
+    def _new_state(self, rows: int) -> State:
+        return self.model.new_state(rows=rows, kv=self._kv)
+
+    # ---- the engine's thread
+
+    def _busy(self) -> bool:
+        return bool(self._commands or self._reading or self._answering or len(self._queue))
+
+    def _turn(self) -> None:
+        """One step of everything: what others asked for, a part of a prompt, a token of every answer."""
+        while self._commands:
+            function, future = self._commands.popleft()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function(self.model))
+                except BaseException as error:
+                    future.set_exception(error)
+        self._end_early()
+        self._seat()
+        self._admit()
+        self._read()
+        self._decode()
+
+    def _turn_guarded(self) -> None:
+        try:
+            self._turn()
+        except Exception as error:  # of the engine itself, not of one request: nobody is to wait for ever
+            for job in self._all():
+                self._fail(job, error)
+
+    def _shut(self) -> None:
+        for job in self._all():
+            self._end(job, "cancelled")
+        while self._commands:
+            self._commands.popleft()[1].cancel()
+
+    def _all(self) -> list[Job]:
+        with self._changed:
+            return [*self._queue, *self._reading, *self._answering]
+
+    # ---- beginning
+
+    def _admit(self) -> None:
+        """Start requests while there are rows for them."""
+        while self._free() > 0:
+            with self._changed:
+                job = next(iter(self._queue), None)
+                if job is None:
+                    return
+                self._queue.remove(job)
+            self._guarded(job, self._start)
+
+    def _free(self) -> int:
+        return self.rows - len(self._pool) - len(self._reading) - sum(len(job.unseated) for job in self._answering)
+
+    def _start(self, job: Job) -> None:
+        job.passed()
+        job.state = self._new_state(1)
+        self._reading.append(job)
+
+    # ---- prompts
+
+    def _read(self) -> None:
+        """Read a part of a prompt: of the request that came first among those of the largest priority."""
+        jobs = sorted(self._reading, key=lambda job: (-job.options.priority, job.order))
+        if jobs:
+            self._guarded(jobs[0], self._read_chunk)
+
+    def _read_chunk(self, job: Job) -> None:
+        assert job.state is not None
+        start, echo = job.at, job.options.prompt_logprobs
+        count = job.chunk(min(self._pace.chunk(decoding=len(self._pool) > 0), ECHO_CHUNK if echo is not None else 512))
+        ids = job.prompt[start : start + count]
+        begin = perf_counter()
+        logits = self.model([ids], job.state, logits="last" if echo is None else "all")
+        assert logits is not None
+        self._pace.read(count, perf_counter() - begin)
+        if echo is not None:
+            self._echo(job, logits[0], start)
+            logits = logits[:, -1]
+        job.request.computed += count
+        self._counts["computed_tokens"] += count
+        if job.at == len(job.prompt):
+            self._begin_answers(job, logits[0])
+
+    def _echo(self, job: Job, logits: Tensor, start: int) -> None:
+        """Log probabilities of the prompt's tokens after each of a chunk's. logits float32 `[T, V]`."""
+        top = job.options.prompt_logprobs
+        assert top is not None
+        if not job.prompt_logprobs:
+            job.prompt_logprobs.append(None)
+        for offset, token in enumerate(job.prompt[start + 1 : start + 1 + len(logits)]):
+            job.prompt_logprobs.append(logprob(logits[offset], token, top))
+
+    def _begin_answers(self, job: Job, logits: Tensor) -> None:
+        """The prompt is read: every answer gets its first token from its last logits `[V]`, then a row."""
+        job.passed()
+        self._counts["prompt_tokens"] += len(job.prompt)
+        self._reading.remove(job)
+        self._answering.append(job)
+        job.begin_answers(self.model)
+        job.source, job.state = job.state, None
+        for choice in job.choices:
+            if job.options.max_new_tokens == 0:
+                job.request.push(choice.end("length"))
+            else:
+                self._give(job, choice, choice.pick(logits), logits)
+        job.unseated = [choice for choice in job.choices if choice.finished is None]
+        if len(job.unseated) > 1:
+            assert isinstance(job.source, State)
+            job.source = job.source.snapshot(0)
+        self._settle(job)
+        self._seat()
+
+    def _seat(self) -> None:
+        """Give rows to answers that have none."""
+        for job in list(self._answering):
+            while job.unseated and len(self._pool) < self.rows:
+                choice = job.unseated.pop(0)
+                assert job.source is not None
+                self._pool.join(choice, job.source)
+                self._jobs[choice] = job
+            if not job.unseated:
+                job.source = None
+
+    # ---- answers
+
+    def _decode(self) -> None:
+        """One token for every answer that has a row."""
+        self._pool.tidy()
+        for choice in self._pool.owners:
+            self._end_if_full(choice)
+        choices = self._pool.owners
+        if not choices:
+            return
+        begin = perf_counter()
+        try:
+            logits = self._pool.step({choice: choice.feed for choice in choices})
+        except Exception:
+            self._decode_apart(choices)
+            return
+        self._take(choices, logits)
+        self._pace.decoded(perf_counter() - begin)
+
+    def _decode_apart(self, choices: list[Choice]) -> None:
+        """A step of all failed, and changed nothing: have each row take it by itself, so that one stops no other."""
+        for choice in choices:
+            job = self._jobs.get(choice)
+            if job is not None and choice.finished is None:
+                self._guarded(job, partial(self._decode_one, choice))
+
+    def _decode_one(self, choice: Choice, job: Job) -> None:
+        self._take([choice], self._pool.step({choice: choice.feed}))
+
+    def _take(self, choices: list[Choice], logits: Tensor) -> None:
+        """The next token of each of these, from logits float32 `[R, V]`."""
+        rows = {choice: self._pool.row(choice) for choice in choices}
+        together = [choice for choice in choices if choice.plain]
+        best = dict(zip(together, _best(logits, [rows[choice] for choice in together])))
+        for choice in choices:
+            choice.feed.clear()
+        for choice, row in rows.items():
+            if choice in self._jobs:  # its request may have failed with another answer of it
+                self._guarded(self._jobs[choice], partial(self._next, choice, logits[row], best.get(choice)))
+
+    def _next(self, choice: Choice, logits: Tensor, token: int | None, job: Job) -> None:
+        """One more token of an answer: this one, or None for one picked from logits `[V]`."""
+        self._give(job, choice, choice.pick(logits) if token is None else token, logits)
+        if choice.finished is not None:
+            self._leave(choice)
+            self._settle(job)
+
+    def _give(self, job: Job, choice: Choice, token: int, logits: Tensor) -> None:
+        """Hand one more token of an answer, and those that its grammar leaves no choice about, to the request."""
+        self._push(job, choice.take(token, logits))
+        if (forced := choice.force()) is not None:
+            self._push(job, forced)
+
+    def _push(self, job: Job, piece: Piece) -> None:
+        self._counts["generated_tokens"] += len(piece.tokens)
+        job.request.push(piece)
+
+    def _end_if_full(self, choice: Choice) -> None:
+        most = self.model.max_positions
+        if most is not None and self._pool.length(choice) + len(choice.feed) > most:
+            job = self._jobs[choice]
+            job.request.push(choice.end("capacity"))
+            self._leave(choice)
+            self._settle(job)
+
+    # ---- endings
+
+    def _leave(self, choice: Choice) -> None:
+        """An answer gives its row back."""
+        del self._jobs[choice]
+        self._pool.leave(choice)
+
+    def _settle(self, job: Job) -> None:
+        """Finish a request whose answers all ended."""
+        if job in self._answering and all(choice.finished is not None for choice in job.choices):
+            self._answering.remove(job)
+            self._counts["finished"] += 1
+            job.request.finish(job.completion())
+
+    def _end_early(self) -> None:
+        for job in self._all():
+            if job.request.cancelled:
+                self._end(job, "cancelled")
+            elif job.overdue:
+                self._end(job, "deadline")
+
+    def _end(self, job: Job, why: Finished) -> None:
+        """End a request wherever it is."""
+        if not job.choices:
+            job.begin_answers(self.model)
+        for choice in job.choices:
+            if choice.finished is None:
+                job.request.push(choice.end(why))
+        self._counts["finished"] += 1
+        self._forget(job)
+        job.request.finish(job.completion())
+
+    def _fail(self, job: Job, error: BaseException) -> None:
+        self._counts["failed"] += 1
+        self._forget(job)
+        job.request.finish(error)
+
+    def _forget(self, job: Job) -> None:
+        """Take a request out of everything."""
+        for choice in [choice for choice, owner in self._jobs.items() if owner is job]:
+            self._leave(choice)
+        job.unseated.clear()
+        job.state = job.source = None
+        with self._changed:
+            if job in self._queue:
+                self._queue.remove(job)
+        for jobs in (self._reading, self._answering):
+            if job in jobs:
+                jobs.remove(job)
+
+    def _guarded(self, job: Job, action: Callable[[Job], None]) -> None:
+        """Do it; what it raises is the end of this request, and of no other."""
+        try:
+            action(job)
+        except Exception as error:
+            self._fail(job, error)
+
+
+def _best(logits: Tensor, rows: list[int]) -> list[int | None]:
+    """The most likely token of each of these rows of float32 `[R, V]`; None where the logits are not numbers."""
+    if not rows:
+        return []
+    values, ids = ops.best(logits if len(rows) == len(logits) else logits[rows])
+    return [None if bad else token for token, bad in zip(ids.tolist(), values.isnan().tolist())]
+
+
+def _serve(reference: weakref.ref[Engine], changed: Condition) -> None:
+    """The engine's thread. It holds the engine only while there is work, so that a forgotten engine can go."""
+    with torch.no_grad():
+        while True:
+            engine = reference()
+            if engine is None:
+                return
+            if engine._closed:
+                engine._shut()
+                return
+            if engine._busy():
+                engine._turn_guarded()
+            else:
+                del engine
+                with changed:
+                    engine = reference()
+                    if engine is not None and not engine._closed and not engine._busy():
+                        del engine
+                        changed.wait(1.0)
+
+
+def _closer(reference: weakref.ref[Engine]) -> Callable[[], None]:
+    def close() -> None:
+        engine = reference()
+        if engine is not None:
+            with suppress(Exception):
+                engine.close()
+
+    return close
