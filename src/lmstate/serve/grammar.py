@@ -166,6 +166,10 @@ class Grammars:
                 self._compiled.popitem(last=False)
         return TokenGrammar(matcher, self._vocab)
 
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of a token, special ones as their text."""
+        return self._inner.decode_bytes([token])
+
     @cached_property
     def _inner(self) -> llguidance.LLTokenizer:
         from llguidance import LLTokenizer

@@ -36,6 +36,10 @@ class ToolFormat(ABC):
     def rules(self, tools: Sequence[Tool], literal: Literal) -> Rules:
         """The grammar of calls."""
 
+    def framed(self, lark: str, literal: Literal, *, final: bool) -> str:
+        """A grammar within what this format writes around an answer (`final`) or around calls."""
+        return lark
+
     def call_id(self, id: str) -> str:
         """A call's id as this format's templates accept it."""
         return id

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lmstate.serve.tools.base import Literal, Rules, ToolFormat, arguments, call_object, choice, json_term, quoted
-from lmstate.serve.tools.events import CallArguments, CallStart, Text, Tool
+from lmstate.serve.tools.events import CallStart, Reasoning, Text, Tool
 from lmstate.serve.tools.reader import Parse, Reader
 
 FENCE = "\n```json\n"
@@ -226,8 +226,6 @@ class HarmonyCalls(ToolFormat):
         return "<|channel|>" in template and "<|message|>" in template
 
     def parse(self, reader: Reader, tools: Sequence[Tool]) -> Parse[None]:
-        from lmstate.serve.tools.events import Reasoning
-
         ends = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
         while True:
             header, found = yield from reader.collect(("<|message|>",))
@@ -254,4 +252,10 @@ class HarmonyCalls(ToolFormat):
 
         return Rules((choice("call", tools, term),), "<|channel|>")
 
-
+    def framed(self, lark: str, literal: Literal, *, final: bool) -> str:
+        """Reasoning may come first, in a channel of its own."""
+        channel, message = literal("<|channel|>"), literal("<|message|>")
+        analysis = f'{channel} "analysis" {message} ANALYSIS {literal("<|end|>")} {literal("<|start|>")} "assistant"'
+        head = f'{channel} "final" {message}' if final else ""
+        rules = "ANALYSIS: /(.|\\n)*/\n" + lark.replace("start:", "framed:", 1)
+        return f"start: ({analysis})? {head} framed\n{rules}"
