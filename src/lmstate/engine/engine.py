@@ -20,13 +20,16 @@ from torch import Tensor
 from lmstate import ops
 from lmstate.engine.choice import Choice, logprob
 from lmstate.engine.job import Job
-from lmstate.engine.options import Grammar, options, prompt_ids
+from lmstate.engine.options import Grammar, as_bytes, has_text, options, prompt_ids
 from lmstate.engine.pace import Pace
+from lmstate.engine.prefix import Match, PrefixStore
+from lmstate.engine.prefix.parts import Split
+from lmstate.engine.prefix.tree import shared
 from lmstate.engine.queue import Queue
 from lmstate.engine.request import Request
-from lmstate.engine.results import EngineClosed, Finished, Piece
+from lmstate.engine.results import EngineClosed, Finished, Piece, Reuse
 from lmstate.engine.rows import RowPool
-from lmstate.state import State
+from lmstate.state import Snapshot, State
 from lmstate.state.integers import whole_number
 
 if TYPE_CHECKING:
@@ -35,6 +38,9 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 COUNTERS = ("requests", "finished", "failed", "prompt_tokens", "reused_tokens", "computed_tokens", "generated_tokens")
+WORTH_WAITING = 16  # tokens that another request is about to compute, for which one waits
+LADDER = 2048  # tokens of a prompt between two carries, where nothing else asks for one
+TURNS = 2  # ends of turns in a prompt that get a carry: before and after the last message of its user
 ECHO_CHUNK = 64  # tokens of a prompt read at once where the logits of all of them are wanted
 
 
@@ -42,12 +48,22 @@ class Engine:
     """Runs requests on a model, many at a time, on a thread of its own. Close it, or use `with` or `async with`.
 
     rows    sequences that are worked on at a time
+    memory  bytes for the rows and for what is kept of them for reuse, together: a number, or "4GiB"
     queue   requests that may wait beside them; more raise `QueueFull`
     stall   while a prompt is read, a token of another answer may come this many times later than it else would
     kv      how keys and values are stored, as in `model.new_state`
     """
 
-    def __init__(self, model: Model, rows: int = 8, *, kv: Any = None, queue: int = 256, stall: float = 3.0) -> None:
+    def __init__(
+        self,
+        model: Model,
+        rows: int = 8,
+        memory: int | str = "4GiB",
+        *,
+        kv: Any = None,
+        queue: int = 256,
+        stall: float = 3.0,
+    ) -> None:
         rows, queue = whole_number(rows, "rows"), whole_number(queue, "queue")
         if rows < 1 or queue < 1 or not stall > 1.0:
             raise ValueError(f"rows={rows}, queue={queue}, stall={stall} were asked for; the least are 1, 1, above 1.0")
@@ -56,6 +72,8 @@ class Engine:
         self._kv = kv
         self._pool: RowPool[Choice] = RowPool(model, self._new_state, rows)
         self._pace = Pace(stall)
+        self._memory = as_bytes(memory)
+        self._prefixes = PrefixStore(Split.of(self._new_state(1)), model.fingerprint, self._memory)
         self._queue = Queue(queue)
         self._reading: list[Job] = []  # whose prompts are being read
         self._answering: list[Job] = []
@@ -154,6 +172,19 @@ class Engine:
             self._changed.notify_all()
         return future
 
+    def explain(self, prompt: str | Sequence[int] | Sequence[Mapping[str, Any]]) -> Reuse:
+        """How much of a prompt would be reused now, and why not more."""
+        ids = prompt_ids(self.model, prompt)
+
+        def told(_: Model) -> Reuse:
+            match = self._prefixes.match(ids)
+            return self._told(ids, match, match.length)
+
+        return self._called(told)
+
+    def _called(self, function: Callable[[Model], Result]) -> Result:
+        return function(self.model) if current_thread() is self._thread else self.call(function).result()
+
     def stats(self) -> dict[str, float]:
         """Counters since the start, and what is going on now."""
         now = {
@@ -161,6 +192,8 @@ class Engine:
             "reading": len(self._reading),
             "decoding": len(self._pool),
             "row_bytes": self._pool.nbytes(),
+            "prefix_bytes": self._prefixes.nbytes,
+            **{f"prefixes_{name}": number for name, number in self._prefixes.counts.items()},
         }
         return {**self._counts, **now}
 
@@ -243,21 +276,98 @@ class Engine:
 
     def _admit(self) -> None:
         """Start requests while there are rows for them."""
-        while self._free() > 0:
-            with self._changed:
-                job = next(iter(self._queue), None)
-                if job is None:
-                    return
-                self._queue.remove(job)
-            self._guarded(job, self._start)
+        if self._free() <= 0 or not len(self._queue):
+            return
+        with self._changed:
+            waiting = list(self._queue)
+        for job in waiting:
+            if self._free() <= 0:
+                return
+            if not self._better_wait(job):
+                with self._changed:
+                    self._queue.remove(job)
+                self._guarded(job, self._start)
+
+    def _better_wait(self, job: Job) -> bool:
+        """Whether another request is reading what this one begins with too, and has not come to where they part."""
+        if job.follows is not None:
+            leader, until = job.follows
+            if leader in self._reading and leader.at < until:
+                return True
+            job.follows = None
+            return False
+        for leader in self._reading:
+            until = min(shared(leader.prompt, job.prompt), len(job.prompt) - 1)
+            if until - max(leader.at, self._prefixes.match(job.prompt).length) >= WORTH_WAITING:
+                leader.cuts.add(until)
+                job.follows = (leader, until)
+                return True
+        return False
 
     def _free(self) -> int:
         return self.rows - len(self._pool) - len(self._reading) - sum(len(job.unseated) for job in self._answering)
 
     def _start(self, job: Job) -> None:
         job.passed()
-        job.state = self._new_state(1)
         self._reading.append(job)
+        job.state = self._new_state(1)
+        if job.options.prompt_logprobs is None:  # else all of it is computed
+            match = self._prefixes.match(job.prompt)
+            self._reuse(job, match)
+            job.cuts |= self._worth_keeping(job.prompt, match)
+        if job.at == len(job.prompt):
+            self._begin_answers(job, self._logits(job.state))
+
+    def _reuse(self, job: Job, match: Match) -> None:
+        assert job.state is not None
+        snapshot = self._prefixes.snapshot(match)
+        reused = 0
+        if snapshot is not None:
+            job.state.restore(0, snapshot)
+            reused = match.length - job.state.rewind_cost(0, match.length)
+            job.state.rewind(0, match.length)
+            job.request.computed = match.length
+            self._counts["reused_tokens"] += reused
+        job.reuse = self._told(job.prompt, match, reused)
+
+    def _told(self, prompt: list[int], match: Match, reused: int) -> Reuse:
+        differs = prompt[match.matched] if match.matched < len(prompt) else None
+        return Reuse(
+            reused,
+            len(prompt) - reused,
+            match.tier,
+            match.matched,
+            None if differs is None else match.matched,
+            self.model.tokenizer.decode([differs], False) if differs is not None and has_text(self.model) else "",
+            self._prefixes.split.forced_by if match.length < min(match.matched, len(prompt) - 1) else None,
+        )
+
+    def _worth_keeping(self, prompt: list[int], match: Match) -> set[int]:
+        """Where to cut a prompt and keep what layers that forget hold there: each of these may be come back to."""
+        if not self._prefixes.split.needs_carry:
+            return set()
+        ends = [at for at, token in enumerate(prompt, 1) if token in self.model.eos_ids]
+        wanted = {match.matched, *ends[-TURNS:], *range(LADDER, len(prompt), LADDER)}
+        return {at for at in wanted if match.length < at < len(prompt)}
+
+    def _logits(self, state: State) -> Tensor:
+        """The last logits `[V]` of a state of one row, which are known."""
+        logits = self.model([[]], state)
+        assert logits is not None
+        return logits[0]
+
+    def _keep(self, snapshot: Snapshot) -> None:
+        """Have the prefix store keep it, if there is room. What cannot be kept is no one's error."""
+        self._prefixes.shrink(max(0, self._memory - self._row_bytes()))
+        self._prefixes.seconds_per_token = self._pace.seconds(1) or 1e-3
+        self._prefixes.put(snapshot)
+
+    def _row_bytes(self) -> int:
+        states = [job.state for job in self._reading if job.state is not None]
+        states += [job.source for job in self._answering if isinstance(job.source, State)]
+        sources = [job.source for job in self._answering if isinstance(job.source, Snapshot)]
+        reading = sum(sum(state.memory().values()) for state in states)
+        return self._pool.nbytes() + reading + sum(source.nbytes for source in sources)
 
     # ---- prompts
 
@@ -281,6 +391,8 @@ class Engine:
             logits = logits[:, -1]
         job.request.computed += count
         self._counts["computed_tokens"] += count
+        if job.at in job.cuts or job.at == len(job.prompt):
+            self._keep(job.state.snapshot(0))
         if job.at == len(job.prompt):
             self._begin_answers(job, logits[0])
 
@@ -392,8 +504,10 @@ class Engine:
     # ---- endings
 
     def _leave(self, choice: Choice) -> None:
-        """An answer gives its row back."""
-        del self._jobs[choice]
+        """An answer gives its row back; what the row computed, up to the end of the answer, is kept."""
+        job = self._jobs.pop(choice)
+        self._pool.rewind(choice, len(job.prompt) + choice.kept())
+        self._keep(self._pool.snapshot(choice))
         self._pool.leave(choice)
 
     def _settle(self, job: Job) -> None:
@@ -427,7 +541,10 @@ class Engine:
         job.request.finish(error)
 
     def _forget(self, job: Job) -> None:
-        """Take a request out of everything."""
+        """Take a request out of everything; what was computed is kept."""
+        if job.state is not None and job.at and job in self._reading:
+            with suppress(Exception):
+                self._keep(job.state.snapshot(0))
         for choice in [choice for choice, owner in self._jobs.items() if owner is job]:
             self._leave(choice)
         job.unseated.clear()

@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 class Job:
     """A request from its queue to its end: waiting, then its prompt is read, then its answers are made."""
 
-    def __init__(self, request: Request, options: Options, order: int, boundaries: tuple[int, ...] = ()) -> None:
+    def __init__(self, request: Request, options: Options, order: int) -> None:
         self.request = request
         self.prompt = request.prompt
         self.options = options
         self.order = order
-        self.boundaries = boundaries  # positions of the prompt worth coming back to, see `PrefixStore`
         self.choices: list[Choice] = []
         self.state: State | None = None  # of one row, while the prompt is read
         self.cuts: set[int] = set()  # positions at which a chunk has to end, and a snapshot is kept
         self.source: State | Snapshot | None = None  # what answers without a row begin from
+        self.follows: tuple[Job, int] | None = None  # who reads the same prefix now, up to where
         self.unseated: list[Choice] = []
         self.reuse = Reuse(0, len(self.prompt))
         self.prompt_logprobs: list[TokenLogprob | None] = []

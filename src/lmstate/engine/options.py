@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -129,6 +130,19 @@ def prompt_ids(model: Model, prompt: Any) -> list[int]:
     if most is not None and len(ids) > most:
         raise ValueError(f"the prompt has {len(ids)} tokens; the model has learned {most} positions: shorten it")
     return ids
+
+
+def as_bytes(size: int | str) -> int:
+    """A number of bytes, or a text like "4GiB" or "500 MB"."""
+    if isinstance(size, str):
+        number = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?)(i?)B?\s*", size, re.IGNORECASE)
+        if number is None or number[1].count(".") > 1 or not number[1].strip("."):
+            raise ValueError(f"{size!r} is no size; give bytes, or a text like '4GiB' or '500MB'")
+        power = "KMGT".find(number[2].upper()) + 1 if number[2] else 0
+        size = int(float(number[1]) * (1024 if number[3] else 1000) ** power)
+    if whole_number(size, "a number of bytes") < 0:
+        raise ValueError(f"{size} bytes were asked for; give 0 or more")
+    return int(size)
 
 
 def has_text(model: Model) -> bool:
