@@ -15,7 +15,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from lmstate.serve import models_route, openai_chat, openai_completions, tokens_route
+from lmstate.serve import (
+    anthropic,
+    embeddings,
+    models_route,
+    openai_chat,
+    openai_completions,
+    responses,
+    tokens_route,
+)
 from lmstate.serve.errors import ApiError
 from lmstate.serve.guard import Guard
 from lmstate.serve.http import Handler, endpoint, error_response
@@ -50,6 +58,15 @@ PATHS = (
     Path("POST", "/v1/chat/completions", openai_chat.chat_completions, summary="OpenAI chat completions"),
     Path("POST", "/v1/chat/completions/input_tokens", tokens_route.count_input, summary="Tokens of a chat's prompt"),
     Path("POST", "/v1/completions", openai_completions.completions, summary="OpenAI completions"),
+    Path("POST", "/v1/responses", responses.create_response, summary="OpenAI responses"),
+    Path("POST", "/v1/responses/input_tokens", responses.count_input, summary="Tokens of a response's prompt"),
+    Path("GET", "/v1/responses/{id}", responses.get_response, summary="A stored response"),
+    Path("DELETE", "/v1/responses/{id}", responses.delete_response, summary="Forget a stored response"),
+    Path("GET", "/v1/responses/{id}/input_items", responses.list_input, summary="The input of a stored response"),
+    Path("POST", "/v1/responses/{id}/cancel", responses.cancel_response, summary="Cancel a background response"),
+    Path("POST", "/v1/messages", anthropic.messages, summary="Anthropic messages"),
+    Path("POST", "/v1/messages/count_tokens", anthropic.count_tokens, summary="Tokens of a message's prompt"),
+    Path("POST", "/v1/embeddings", embeddings.embeddings, summary="OpenAI embeddings"),
     Path("POST", "/tokenize", tokens_route.tokenize, summary="Text or messages to token ids"),
     Path("POST", "/detokenize", tokens_route.detokenize, summary="Token ids to text"),
     Path("GET", "/tokenizer_info", tokens_route.tokenizer_info, summary="The tokenizer's special tokens and template"),
@@ -67,6 +84,7 @@ def create_app(engine: Engine, settings: Settings, *, close_engine: bool = True)
         service.cancel_all()
         if close_engine:
             await asyncio.to_thread(engine.close)
+        service.responses.close()
 
     service = Service(engine, settings)
     routes = [

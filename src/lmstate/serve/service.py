@@ -18,6 +18,7 @@ from lmstate.serve.grammar import Grammars, TokenGrammar
 from lmstate.serve.messages import Chat, Prompt, Renderer
 from lmstate.serve.metrics import Metrics
 from lmstate.serve.replay import Replay, Sampled, link
+from lmstate.serve.response_store import ResponseStore
 from lmstate.serve.settings import Settings
 from lmstate.serve.sse import Disconnected, unless_gone
 from lmstate.serve.tools import Event, Tool
@@ -109,6 +110,7 @@ class Service:
         self.grammars = Grammars(self.tokenizer, self.vocab_size)
         self.renderer = Renderer(self.tokenizer, Replay())
         self.metrics = Metrics(engine, settings.model_name)
+        self.responses = ResponseStore(settings.folder, settings.stored_responses)
         self.created = int(time())
         self.running: set[Request] = set()
         self.draining = False
