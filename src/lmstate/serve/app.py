@@ -21,6 +21,7 @@ from lmstate.serve import (
     models_route,
     openai_chat,
     openai_completions,
+    openapi,
     responses,
     tokens_route,
 )
@@ -70,6 +71,7 @@ PATHS = (
     Path("POST", "/tokenize", tokens_route.tokenize, summary="Text or messages to token ids"),
     Path("POST", "/detokenize", tokens_route.detokenize, summary="Token ids to text"),
     Path("GET", "/tokenizer_info", tokens_route.tokenizer_info, summary="The tokenizer's special tokens and template"),
+    Path("GET", "/openapi.json", openapi.openapi, both=False, summary="This document"),
     Path("POST", "/apply-template", tokens_route.apply_template, summary="Messages to the text of the prompt"),
 )
 

@@ -71,7 +71,8 @@ class TokenGrammar:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise ValueError(f"the grammar cannot go on: {first_line(self._matcher.get_error())}")
+            message = f"the constraint is too complex to follow: {first_line(self._matcher.get_error())}"
+            raise ApiError(message, code="unsupported_grammar")
 
 
 class Grammars:
