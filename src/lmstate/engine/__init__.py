@@ -4,6 +4,7 @@ from lmstate.engine.engine import Engine
 from lmstate.engine.options import Grammar
 from lmstate.engine.request import Request
 from lmstate.engine.results import Completion, EngineClosed, Piece, QueueFull, Reuse, TokenLogprob, Usage
+from lmstate.engine.session import Session, SessionBusy
 
 __all__ = [
     "Completion",
@@ -14,6 +15,8 @@ __all__ = [
     "QueueFull",
     "Request",
     "Reuse",
+    "Session",
+    "SessionBusy",
     "TokenLogprob",
     "Usage",
 ]

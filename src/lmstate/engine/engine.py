@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from threading import Condition, Thread, current_thread
 from time import perf_counter
 from types import TracebackType
@@ -20,15 +23,18 @@ from torch import Tensor
 from lmstate import ops
 from lmstate.engine.choice import Choice, logprob
 from lmstate.engine.job import Job
-from lmstate.engine.options import Grammar, as_bytes, has_text, options, prompt_ids
+from lmstate.engine.options import Grammar, Options, are_messages, as_bytes, check_length, has_text, options, prompt_ids
 from lmstate.engine.pace import Pace
 from lmstate.engine.prefix import Match, PrefixStore
 from lmstate.engine.prefix.parts import Split
-from lmstate.engine.prefix.tree import shared
+from lmstate.engine.prefix.tree import Node, shared
 from lmstate.engine.queue import Queue
+from lmstate.engine.replay import Replay
 from lmstate.engine.request import Request
 from lmstate.engine.results import EngineClosed, Finished, Piece, Reuse
 from lmstate.engine.rows import RowPool
+from lmstate.engine.session import Record, Session
+from lmstate.errors import SnapshotError
 from lmstate.state import Snapshot, State
 from lmstate.state.integers import whole_number
 
@@ -78,6 +84,9 @@ class Engine:
         self._reading: list[Job] = []  # whose prompts are being read
         self._answering: list[Job] = []
         self._jobs: dict[Choice, Job] = {}  # of the choices that have a row
+        self._replay = Replay()
+        self._sessions: dict[str, Session] = {}
+        self._pins: dict[Session, list[Node]] = {}  # what live sessions need
         self._commands: deque[tuple[Callable[[Model], Any], Future[Any]]] = deque()
         self._counts: dict[str, float] = dict.fromkeys(COUNTERS, 0)
         self._changed = Condition()
@@ -102,6 +111,7 @@ class Engine:
         prompt_logprobs: int | None = None,
         grammar: Grammar | None = None,
         priority: int = 0,
+        session: str | Session | None = None,
         deadline: float | None = None,
         temperature: float = 0.0,
         top_k: int | None = None,
@@ -125,6 +135,7 @@ class Engine:
                           them; prompt_logprobs the same for the prompt, all of which is then computed
         grammar           what may come next, see `Grammar`
         priority          larger ones first; one step is worth ten seconds of waiting
+        session           a conversation, or its name, that the prompt goes on with: see `Session.send`
         deadline          seconds from now, after which it ends as it is
         stop_token_ids    end the answer like an end-of-sequence token; ignore_eos: those do not
         min_tokens        no end-of-sequence or stop token before so many
@@ -154,14 +165,125 @@ class Engine:
             min_tokens=min_tokens,
             ignore_eos=ignore_eos,
         )
-        request = Request(prompt_ids(self.model, prompt), self._wake)
+        if session is None:
+            return self._queued(self._encoded(prompt), chosen, prompt if are_messages(prompt) else [], None)
+        conversation = self.session(session) if isinstance(session, str) else session
+
+        def begin() -> Request:
+            ids, messages = conversation.continued(prompt, self._encoded)
+            return self._queued(ids, chosen, messages, conversation)
+
+        return conversation.begin(begin)
+
+    def _encoded(self, prompt: Any) -> list[int]:
+        return prompt_ids(self.model, prompt, self._replay)
+
+    def _queued(self, ids: list[int], chosen: Options, messages: Any, session: Session | None) -> Request:
+        check_length(self.model, ids)
+        request = Request(ids, self._wake)
         with self._changed:
             self._refuse_closed()
-            self._queue.add(Job(request, chosen, self._order))
+            self._queue.add(Job(request, chosen, self._order, messages, session))
             self._order += 1
             self._counts["requests"] += 1
             self._changed.notify_all()
         return request
+
+    # ---- conversations
+
+    @property
+    def chats(self) -> bool:
+        """Whether the model has a chat template."""
+        return has_text(self.model) and self.model.tokenizer.has_chat_template
+
+    def session(self, name: str) -> Session:
+        """The conversation of this name; a new one if there is none."""
+        with self._changed:
+            self._refuse_closed()
+            if name not in self._sessions:
+                self._sessions[name] = Session(self, name, Record())
+            return self._sessions[name]
+
+    def sessions(self) -> list[str]:
+        """The names of the conversations that are kept."""
+        with self._changed:
+            return sorted(self._sessions)
+
+    def encode(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
+        """The ids of chat messages, this engine's answers as they were sampled; `variables` as in `Tokenizer.chat`."""
+        return self._replay.encode(self.model.tokenizer, messages, **variables)[0]
+
+    def remember(self, messages: Sequence[Mapping[str, Any]], tokens: Sequence[int], **variables: Any) -> None:
+        """Have `encode` find these tokens for a conversation that ends with an answer in another form, see `Replay`."""
+        self._replay.remember(messages, tokens, **variables)
+
+    def new_session(self, name: str, record: Record) -> Session:
+        """A conversation that begins with what is recorded. Raises ValueError if there is one of this name."""
+        with self._changed:
+            self._refuse_closed()
+            if name in self._sessions:
+                raise ValueError(f"there is a session {name!r} already: close it, or take another name")
+            session = self._sessions[name] = Session(self, name, record)
+        self._remember(record)
+        self.changed(session)
+        return session
+
+    def load_session(self, name: str, path: str | os.PathLike[str]) -> Session:
+        """A conversation from what `Session.save` wrote. Raises SnapshotError for a file that is none, or damaged."""
+        snapshot = Snapshot.load(path)
+        try:
+            record = Record.from_json(list(snapshot.tokens), snapshot.notes)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise SnapshotError(f"{path} holds no session of lmstate: {error}") from None
+
+        def take(_: Model) -> None:
+            state = self._new_state(1)
+            state.restore(0, snapshot)  # checks all of it
+            self._keep(state.snapshot(0))
+
+        self._called(take)
+        return self.new_session(name, record)
+
+    def save_session(self, record: Record, path: Path) -> None:
+        """Write a snapshot with a session's record in its notes."""
+
+        def taken(_: Model) -> Snapshot:
+            match = self._prefixes.match(record.tokens, logits=False)
+            state = self._new_state(1)
+            if (snapshot := self._prefixes.snapshot(match)) is not None:
+                state.restore(0, snapshot)
+                state.rewind(0, match.length)
+            state.queue(0, record.tokens[match.length :])
+            return state.snapshot(0)
+
+        replace(self._called(taken), notes=record.to_json()).save(path)
+
+    def close_session(self, session: Session) -> None:
+        """Forget a conversation."""
+        with self._changed:
+            if self._sessions.get(session.name) is session:
+                del self._sessions[session.name]
+        with suppress(EngineClosed):
+            self.call(lambda _: self._pin(session, []))
+
+    def changed(self, session: Session) -> None:
+        """A session stands elsewhere now: what going on from there needs is to stay."""
+        self._called(lambda _: self._pin(session, [*session.record.marks, len(session.record.tokens)]))
+
+    def _pin(self, session: Session, positions: list[int]) -> None:
+        for node in self._pins.pop(session, []):
+            self._prefixes.unpin(node)
+        tokens = session.record.tokens
+        pinned = [self._prefixes.pin(tokens[:at]) for at in positions if at]
+        nodes = [node for node in pinned if node is not None]
+        if nodes:
+            self._pins[session] = nodes
+
+    def _remember(self, record: Record) -> None:
+        """Have its messages found again as the tokens that they were."""
+        for moment in (*record.turns, record.moment()):
+            if moment.messages and record.messages[moment.messages - 1].get("role") == "assistant":
+                self._replay.remember(record.messages[: moment.messages], record.tokens[: moment.tokens])
 
     def call(self, function: Callable[[Model], Result]) -> Future[Result]:
         """Run `function(model)` between two steps, on the thread that owns the model."""
@@ -174,7 +296,7 @@ class Engine:
 
     def explain(self, prompt: str | Sequence[int] | Sequence[Mapping[str, Any]]) -> Reuse:
         """How much of a prompt would be reused now, and why not more."""
-        ids = prompt_ids(self.model, prompt)
+        ids = self._encoded(prompt)
 
         def told(_: Model) -> Reuse:
             match = self._prefixes.match(ids)
@@ -514,8 +636,25 @@ class Engine:
         """Finish a request whose answers all ended."""
         if job in self._answering and all(choice.finished is not None for choice in job.choices):
             self._answering.remove(job)
-            self._counts["finished"] += 1
-            job.request.finish(job.completion())
+            self._finish(job)
+
+    def _finish(self, job: Job) -> None:
+        """All answers of a request ended: its conversation is what it was and the first of them."""
+        self._counts["finished"] += 1
+        choice = job.choices[0]
+        tokens = [*job.prompt, *choice.answer.tokens[: choice.kept()]]
+        messages = [dict(message) for message in job.messages]
+        begun = bool(choice.answer.tokens) or choice.finished in ("eos", "stop", "length")
+        if messages and begun:
+            messages.append({"role": "assistant", "content": choice.answer.text})
+            self._replay.remember(messages, tokens)
+        if (session := job.session) is not None:
+            if begun:
+                session.adopt(tokens, messages)
+                self._pin(session, [*session.record.marks, len(tokens)])
+            else:
+                session.give_up()
+        job.request.finish(job.completion())
 
     def _end_early(self) -> None:
         for job in self._all():
@@ -531,13 +670,14 @@ class Engine:
         for choice in job.choices:
             if choice.finished is None:
                 job.request.push(choice.end(why))
-        self._counts["finished"] += 1
         self._forget(job)
-        job.request.finish(job.completion())
+        self._finish(job)
 
     def _fail(self, job: Job, error: BaseException) -> None:
         self._counts["failed"] += 1
         self._forget(job)
+        if job.session is not None:
+            job.session.give_up()
         job.request.finish(error)
 
     def _forget(self, job: Job) -> None:

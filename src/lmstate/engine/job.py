@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +15,7 @@ from lmstate.engine.request import Request
 from lmstate.engine.results import Completion, Reuse, TokenLogprob, Usage
 
 if TYPE_CHECKING:
+    from lmstate.engine.session import Session
     from lmstate.models.decoder import Model
     from lmstate.state import Snapshot, State
 
@@ -21,11 +23,20 @@ if TYPE_CHECKING:
 class Job:
     """A request from its queue to its end: waiting, then its prompt is read, then its answers are made."""
 
-    def __init__(self, request: Request, options: Options, order: int) -> None:
+    def __init__(
+        self,
+        request: Request,
+        options: Options,
+        order: int,
+        messages: Sequence[Mapping[str, Any]] = (),
+        session: Session | None = None,
+    ) -> None:
         self.request = request
         self.prompt = request.prompt
         self.options = options
         self.order = order
+        self.messages = messages  # that the prompt was made of, if it was
+        self.session = session
         self.choices: list[Choice] = []
         self.state: State | None = None  # of one row, while the prompt is read
         self.cuts: set[int] = set()  # positions at which a chunk has to end, and a snapshot is kept

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 from torch import Tensor
 
@@ -16,9 +16,35 @@ from lmstate.generation.stopping import as_stops
 from lmstate.state.integers import whole_number
 
 if TYPE_CHECKING:
+    from lmstate.engine.replay import Replay
     from lmstate.models.decoder import Model
 
 MOST_TOP_LOGPROBS = 1024
+
+
+class SubmitOptions(TypedDict, total=False):
+    """The options of `Engine.submit`, which says what they are."""
+
+    max_new_tokens: int
+    n: int
+    logprobs: int | None
+    prompt_logprobs: int | None
+    grammar: Grammar | None
+    priority: int
+    deadline: float | None
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float] | None
+    seed: int | None
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    min_tokens: int
+    ignore_eos: bool
 
 
 class Grammar(Protocol):
@@ -111,25 +137,38 @@ def options(
     )
 
 
-def prompt_ids(model: Model, prompt: Any) -> list[int]:
-    """The ids of a prompt: a text, ids, or chat messages. Raises ValueError if it is none, or empty."""
-    if isinstance(prompt, Sequence) and prompt and all(isinstance(part, Mapping) for part in prompt):
-        ids = model.tokenizer.chat(list(prompt))
+def are_messages(prompt: Any) -> bool:
+    return isinstance(prompt, Sequence) and bool(prompt) and all(isinstance(part, Mapping) for part in prompt)
+
+
+def prompt_ids(model: Model, prompt: Any, replay: Replay) -> list[int]:
+    """The ids of a prompt: a text, ids, or chat messages; `(text,)` follows another text, and gets no begin token.
+
+    Raises ValueError if it is none of these.
+    """
+    if are_messages(prompt):
+        ids, _ = replay.encode(model.tokenizer, prompt)
     elif isinstance(prompt, str):
         ids = model.tokenizer.encode(prompt)
+    elif isinstance(prompt, tuple) and len(prompt) == 1 and isinstance(prompt[0], str):
+        ids = model.tokenizer.encode(prompt[0], add_special_tokens=False)
     else:
         rows, single = as_token_lists(model._tokenizer, prompt, None)  # type: ignore[arg-type]
         if not single:
             raise ValueError(f"submit takes one prompt, and this is a list of {len(rows)}: submit each by itself")
         ids = rows[0]
-    if not ids:
-        raise ValueError("the prompt has no tokens: there is nothing to continue")
     for token in ids:
         _token(token, "the prompt", model.config.vocab_size)
+    return ids
+
+
+def check_length(model: Model, ids: Sequence[int]) -> None:
+    """Raises ValueError for a text that the model cannot continue."""
+    if not ids:
+        raise ValueError("the prompt has no tokens: there is nothing to continue")
     most = model.max_positions
     if most is not None and len(ids) > most:
         raise ValueError(f"the prompt has {len(ids)} tokens; the model has learned {most} positions: shorten it")
-    return ids
 
 
 def as_bytes(size: int | str) -> int:

@@ -115,12 +115,18 @@ class PrefixStore:
         self.counts["stored"] += 1
         return True
 
-    def pin(self, tokens: Sequence[int], by: int = 1) -> None:
-        """Keep what the end of a text needs, however seldom it is asked for; with `by=-1` no longer."""
-        for root in self._roots.values():
-            node, matched = walk(root, tokens)
-            if matched:
-                node.pins = max(0, node.pins + by)
+    def pin(self, tokens: Sequence[int]) -> Node | None:
+        """Keep what going on from the end of a text needs, however seldom it is asked for; None if there is nothing.
+
+        To be undone by `unpin` with what it returned.
+        """
+        node = self.match(tokens, logits=False).node
+        if node is not None:
+            node.pins += 1
+        return node
+
+    def unpin(self, node: Node) -> None:
+        node.pins -= 1
 
     def shrink(self, limit: int) -> None:
         """Hold at most this many bytes from now on, as far as pins allow."""
