@@ -83,7 +83,7 @@ class Guard:
 
     async def _preflight(self, send: Send) -> None:
         headers = [
-            (b"access-control-allow-methods", b"GET, POST, DELETE, OPTIONS"),
+            (b"access-control-allow-methods", b"GET, POST, PUT, DELETE, OPTIONS"),
             (b"access-control-allow-headers", b"*, authorization, content-type, x-api-key"),
             (b"access-control-max-age", b"86400"),
         ]

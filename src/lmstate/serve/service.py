@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from time import time
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import Receive
 
+from lmstate.engine.results import EngineClosed, QueueFull
 from lmstate.errors import StateError
 from lmstate.serve.answers import Answer, AnswerMaker
 from lmstate.serve.errors import ApiError, as_api_error
@@ -121,25 +122,34 @@ class Service:
         return self.model.config.max_positions
 
     def submit(
-        self, tokens: Sequence[int], options: dict[str, Any], *, max_new_tokens: int | None, grammar: Any = None
+        self,
+        prompt: Any,
+        options: dict[str, Any],
+        *,
+        max_new_tokens: int | None,
+        grammar: TokenGrammar | None = None,
+        length: int | None = None,
     ) -> Request:
-        """Queue a request, its length cut to the context. Raises `ApiError`."""
+        """Queue a request, its length cut to the context. Raises `ApiError`.
+
+        `prompt` is token ids, or what a session goes on with; then `length` is how many tokens it comes to.
+        """
         if self.draining:
             raise ApiError("the server is shutting down", 503, code="shutting_down", retry_after=5)
-        if not tokens:
+        if not prompt:
             raise ApiError("the prompt has no tokens: there is nothing to continue", param="prompt")
-        room = self.room(len(tokens))
+        room = self.room(len(prompt) if length is None else length)
         wanted = min(self.settings.max_new_tokens if max_new_tokens is None else max_new_tokens, room)
         try:
             request = self.engine.submit(
-                list(tokens),
+                prompt,
                 max_new_tokens=wanted,
                 grammar=grammar,
                 **{"deadline": self.settings.request_timeout, **options},
             )
         except (StateError, ValueError) as error:
             raise ApiError(str(error)) from None
-        except RuntimeError as error:
+        except (QueueFull, EngineClosed) as error:
             raise as_api_error(error) from None
         self.running.add(request)
         request.when_done(self._done)

@@ -25,6 +25,7 @@ class Settings:
     folder: Path | None = None  # responses and saved sessions; None: memory, and saving is refused
     log_prompts: bool = False
     max_body: int = 16 * 2**20
+    max_snapshot: int = 2**32  # of a session's file that a client sends
     max_new_tokens: int = 4096  # when a request does not say; the context ends an answer too
     max_inputs: int = 2048  # prompts in one completions or embeddings request
     header_timeout: float = 20.0
