@@ -34,7 +34,9 @@ from lmstate.engine.request import Request
 from lmstate.engine.results import EngineClosed, Finished, Piece, Reuse
 from lmstate.engine.rows import RowPool
 from lmstate.engine.session import Record, Session
-from lmstate.errors import SnapshotError
+from lmstate.engine.tiers import SavedSession, Tier, open_tier
+from lmstate.engine.tiers.fetch import Fetch
+from lmstate.errors import SnapshotError, StateError
 from lmstate.state import Snapshot, State
 from lmstate.state.integers import whole_number
 
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 COUNTERS = ("requests", "finished", "failed", "prompt_tokens", "reused_tokens", "computed_tokens", "generated_tokens")
+IDLE = 0.05  # seconds between two looks at requests that cannot begin yet; what they wait for wakes the thread before
+LEAST_PATIENCE = 1.0  # seconds that a tier may take for what would be computed faster than that
 WORTH_WAITING = 16  # tokens that another request is about to compute, for which one waits
 LADDER = 2048  # tokens of a prompt between two carries, where nothing else asks for one
 TURNS = 2  # ends of turns in a prompt that get a carry: before and after the last message of its user
@@ -55,6 +59,8 @@ class Engine:
 
     rows    sequences that are worked on at a time
     memory  bytes for the rows and for what is kept of them for reuse, together: a number, or "4GiB"
+    store   where prefixes and sessions are kept beside memory, and found after a restart: a folder, "redis://host",
+            "s3://bucket/path" and what else obstore knows; a folder holds at most `store_bytes`
     queue   requests that may wait beside them; more raise `QueueFull`
     stall   while a prompt is read, a token of another answer may come this many times later than it else would
     kv      how keys and values are stored, as in `model.new_state`
@@ -65,7 +71,9 @@ class Engine:
         model: Model,
         rows: int = 8,
         memory: int | str = "4GiB",
+        store: str | os.PathLike[str] | Tier | None = None,
         *,
+        store_bytes: int | str = "64GiB",
         kv: Any = None,
         queue: int = 256,
         stall: float = 3.0,
@@ -79,7 +87,11 @@ class Engine:
         self._pool: RowPool[Choice] = RowPool(model, self._new_state, rows)
         self._pace = Pace(stall)
         self._memory = as_bytes(memory)
-        self._prefixes = PrefixStore(Split.of(self._new_state(1)), model.fingerprint, self._memory)
+        namespace = f"{model.fingerprint} dtype={model.dtype} kv={kv!r}"
+        if store is not None and not isinstance(store, Tier):
+            store = open_tier(store, namespace, as_bytes(store_bytes))
+        self._tier: Tier | None = store
+        self._prefixes = PrefixStore(Split.of(self._new_state(1)), model.fingerprint, self._memory, self._tier)
         self._queue = Queue(queue)
         self._reading: list[Job] = []  # whose prompts are being read
         self._answering: list[Job] = []
@@ -92,6 +104,8 @@ class Engine:
         self._changed = Condition()
         self._closed = False
         self._order = 0
+        if self._tier is not None:
+            self._recall(self._tier)
         arguments = (weakref.ref(self), self._changed)
         self._thread = Thread(target=_serve, args=arguments, name="lmstate-engine", daemon=True)
         self._thread.start()
@@ -263,12 +277,31 @@ class Engine:
         with self._changed:
             if self._sessions.get(session.name) is session:
                 del self._sessions[session.name]
+        if self._tier is not None:
+            self._tier.drop_session(session.name)
         with suppress(EngineClosed):
             self.call(lambda _: self._pin(session, []))
 
     def changed(self, session: Session) -> None:
         """A session stands elsewhere now: what going on from there needs is to stay."""
-        self._called(lambda _: self._pin(session, [*session.record.marks, len(session.record.tokens)]))
+        self._called(lambda _: self._hold(session))
+
+    def _hold(self, session: Session) -> None:
+        """Keep what going on from a session's end and its marks needs, and the session itself where there is a tier."""
+        record = session.record
+        self._pin(session, [*record.marks, len(record.tokens)])
+        if self._tier is not None:
+            self._tier.put_session(SavedSession(session.name, list(record.tokens), record.to_json()))
+
+    def _recall(self, tier: Tier) -> None:
+        """The sessions that a tier has."""
+        vocab = self.model.config.vocab_size
+        for saved in tier.sessions():
+            with suppress(ValueError, TypeError, RecursionError):  # not one of ours
+                if all(token < vocab for token in saved.tokens):
+                    record = Record.from_json(saved.tokens, saved.record)
+                    self._sessions[saved.name] = Session(self, saved.name, record)
+                    self._remember(record)
 
     def _pin(self, session: Session, positions: list[int]) -> None:
         for node in self._pins.pop(session, []):
@@ -317,6 +350,8 @@ class Engine:
             "prefix_bytes": self._prefixes.nbytes,
             **{f"prefixes_{name}": number for name, number in self._prefixes.counts.items()},
         }
+        if self._tier is not None:
+            now |= {f"{self._tier.name}_{name}": number for name, number in self._tier.counts.items()}
         return {**self._counts, **now}
 
     def close(self) -> None:
@@ -326,6 +361,8 @@ class Engine:
             self._changed.notify_all()
         if current_thread() is not self._thread:
             self._thread.join()
+            if self._tier is not None:
+                self._tier.close()
         atexit.unregister(self._at_exit)
 
     def __enter__(self) -> Engine:
@@ -377,12 +414,14 @@ class Engine:
         self._read()
         self._decode()
 
-    def _turn_guarded(self) -> None:
+    def _turn_guarded(self) -> bool:
+        """Whether anything could be done."""
         try:
             self._turn()
         except Exception as error:  # of the engine itself, not of one request: nobody is to wait for ever
             for job in self._all():
                 self._fail(job, error)
+        return bool(self._commands or self._reading or self._answering)
 
     def _shut(self) -> None:
         for job in self._all():
@@ -412,6 +451,8 @@ class Engine:
 
     def _better_wait(self, job: Job) -> bool:
         """Whether another request is reading what this one begins with too, and has not come to where they part."""
+        if self._fetching(job):
+            return True
         if job.follows is not None:
             leader, until = job.follows
             if leader in self._reading and leader.at < until:
@@ -429,12 +470,33 @@ class Engine:
     def _free(self) -> int:
         return self.rows - len(self._pool) - len(self._reading) - sum(len(job.unseated) for job in self._answering)
 
+    def _fetching(self, job: Job) -> bool:
+        """Whether something is read from a tier for a request; begins it, and takes what came of it."""
+        if self._tier is None or job.options.prompt_logprobs is not None:
+            return False
+        match = self._prefixes.match(job.prompt)
+        if job.fetch is None:
+            if not (keys := self._prefixes.missing(match)):
+                return False
+            patience = max(LEAST_PATIENCE, 2 * (self._pace.seconds(match.length) or 0.0))
+            job.fetch = Fetch(self._tier, keys, patience, self._wake)
+        if not job.fetch.over:
+            return True
+        if not job.fetch.taken:
+            job.fetch.taken = True
+            self._prefixes.forget_stored(job.fetch.failed)
+            with suppress(RuntimeError, IndexError, AttributeError):  # what was stored has other shapes
+                self._prefixes.fill(match, dict(job.fetch.read))
+        return False
+
     def _start(self, job: Job) -> None:
         job.passed()
         self._reading.append(job)
         job.state = self._new_state(1)
         if job.options.prompt_logprobs is None:  # else all of it is computed
             match = self._prefixes.match(job.prompt)
+            if self._prefixes.missing(match):
+                match = self._prefixes.match(job.prompt, only_memory=True)
             self._reuse(job, match)
             job.cuts |= self._worth_keeping(job.prompt, match)
         if job.at == len(job.prompt):
@@ -442,14 +504,19 @@ class Engine:
 
     def _reuse(self, job: Job, match: Match) -> None:
         assert job.state is not None
-        snapshot = self._prefixes.snapshot(match)
         reused = 0
-        if snapshot is not None:
-            job.state.restore(0, snapshot)
-            reused = match.length - job.state.rewind_cost(0, match.length)
-            job.state.rewind(0, match.length)
-            job.request.computed = match.length
-            self._counts["reused_tokens"] += reused
+        try:
+            if (snapshot := self._prefixes.snapshot(match)) is not None:
+                job.state.restore(0, snapshot)
+                reused = match.length - job.state.rewind_cost(0, match.length)
+                job.state.rewind(0, match.length)
+                job.request.computed = match.length
+                self._counts["reused_tokens"] += reused
+        except (StateError, RuntimeError, IndexError):  # of a file that was made by someone else
+            self._prefixes.discard(match)
+            job.state, reused = self._new_state(1), 0
+        if job.fetch is not None and match.tier == "memory" and self._tier is not None:
+            match = replace(match, tier=self._tier.name)
         job.reuse = self._told(job.prompt, match, reused)
 
     def _told(self, prompt: list[int], match: Match, reused: int) -> Reuse:
@@ -651,7 +718,7 @@ class Engine:
         if (session := job.session) is not None:
             if begun:
                 session.adopt(tokens, messages)
-                self._pin(session, [*session.record.marks, len(tokens)])
+                self._hold(session)
             else:
                 session.give_up()
         job.request.finish(job.completion())
@@ -723,7 +790,10 @@ def _serve(reference: weakref.ref[Engine], changed: Condition) -> None:
                 engine._shut()
                 return
             if engine._busy():
-                engine._turn_guarded()
+                if not engine._turn_guarded():
+                    del engine
+                    with changed:
+                        changed.wait(IDLE)
             else:
                 del engine
                 with changed:

@@ -16,6 +16,7 @@ from lmstate.engine.results import Completion, Reuse, TokenLogprob, Usage
 
 if TYPE_CHECKING:
     from lmstate.engine.session import Session
+    from lmstate.engine.tiers.fetch import Fetch
     from lmstate.models.decoder import Model
     from lmstate.state import Snapshot, State
 
@@ -42,6 +43,7 @@ class Job:
         self.cuts: set[int] = set()  # positions at which a chunk has to end, and a snapshot is kept
         self.source: State | Snapshot | None = None  # what answers without a row begin from
         self.follows: tuple[Job, int] | None = None  # who reads the same prefix now, up to where
+        self.fetch: Fetch | None = None  # what is read from a tier for it
         self.unseated: list[Choice] = []
         self.reuse = Reuse(0, len(self.prompt))
         self.prompt_logprobs: list[TokenLogprob | None] = []

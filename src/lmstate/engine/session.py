@@ -59,7 +59,7 @@ class Record:
 
     def to_json(self) -> str:
         turns = [[turn.tokens, turn.messages] for turn in self.turns]
-        return json.dumps({"messages": self.messages, "turns": turns, "marks": self.marks})
+        return json.dumps({"messages": self.messages, "turns": turns, "marks": self.marks}, default=str)
 
     @staticmethod
     def from_json(tokens: list[int], text: str) -> Record:

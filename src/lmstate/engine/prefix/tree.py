@@ -31,6 +31,7 @@ class Stored:
 
     key: str
     offset: int = 0
+    logits: bool = False  # of a carry, whether its last logits lie with it
 
 
 @dataclass(eq=False)
