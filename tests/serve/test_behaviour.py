@@ -52,7 +52,12 @@ def test_a_key_is_needed_in_every_protocol(engine: Engine) -> None:
             assert answer.status_code == 401
             assert answer.json()["error"]["type"] == "authentication_error"
         body = {**CHAT, "model": "tiny"}
-        for headers in ({}, {"x-api-key": "wrong"}, {"authorization": "Bearer secre"}, {"authorization": "Basic secret"}):
+        for headers in (
+            {},
+            {"x-api-key": "wrong"},
+            {"authorization": "Bearer secre"},
+            {"authorization": "Basic secret"},
+        ):
             answer = client.post("/v1/messages", json=body, headers=headers)
             assert answer.status_code == 401
             assert answer.json()["type"] == "error"

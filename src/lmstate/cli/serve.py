@@ -11,6 +11,7 @@ import typer
 from lmstate.cli import options
 from lmstate.cli.output import note
 
+
 def serve(
     model: options.ModelName = options.DEFAULT_MODEL,
     host: Annotated[str, typer.Option("--host", help="Where to listen; others than loopback need an API key.")] = (
@@ -74,7 +75,7 @@ def serve(
     )
     settings.check(allow_anonymous)
     loaded = options.load_model(model, weights)
-    with Engine(loaded, rows=rows, queue=queue, memory=memory) as engine:
+    with Engine(loaded, rows=rows, memory=memory, store=store, queue=queue) as engine:
         server = make_server(engine, settings)
         server.ready = lambda port: note(banner(settings, port, rows, loaded.config.max_positions))
         server.run()
@@ -96,6 +97,6 @@ def banner(settings: object, port: int, rows: int, context: int | None) -> str:
             f"{'with an API key' if settings.api_keys else 'no API key'})",
             f"  OpenAI clients     OPENAI_BASE_URL={base}/v1 OPENAI_API_KEY={key}",
             f"  Anthropic clients  ANTHROPIC_BASE_URL={base} ANTHROPIC_API_KEY={key}",
-            f"  curl {base}/v1/chat/completions -d '{{\"messages\": [{{\"role\": \"user\", \"content\": \"Hello\"}}]}}'",
+            f'  curl {base}/v1/chat/completions -d \'{{"messages": [{{"role": "user", "content": "Hello"}}]}}\'',
         )
     )

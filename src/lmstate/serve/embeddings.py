@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import struct
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +45,10 @@ def pooled(hidden: Tensor, pooling: str, dimensions: int | None) -> Tensor:
     return vector / vector.norm().clamp_min(1e-12)
 
 
+def embedded(model: Model, tokens: list[int], pooling: str, dimensions: int | None) -> Tensor:
+    return pooled(hidden_states(model, tokens), pooling, dimensions)
+
+
 async def embeddings(service: Service, request: Request) -> ASGIApp:
     """`input`: a text, a list of texts, token ids, or a list of these. `pooling`: mean (default), last or cls."""
     body = await read_body(service, request)
@@ -68,7 +73,7 @@ async def embeddings(service: Service, request: Request) -> ASGIApp:
     # Each is a call of its own, between which the engine goes on with its streams.
     vectors = []
     for tokens in prompts:
-        call = service.engine.call(lambda model, tokens=tokens: pooled(hidden_states(model, tokens), pooling, dimensions))
+        call = service.engine.call(partial(embedded, tokens=tokens, pooling=pooling, dimensions=dimensions))
         vectors.append(await unless_gone(request.receive, asyncio.wrap_future(call)))
     used = sum(map(len, prompts))
     return json_response(

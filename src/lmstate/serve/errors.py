@@ -56,7 +56,7 @@ def is_anthropic(path: str) -> bool:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a failure of the engine or the model means to the client. Others are ours: 500, and nothing of the inside."""
+    """A failure of the engine or the model as the client is told of it; others are a 500 that tells nothing."""
     from lmstate.engine import EngineClosed, QueueFull
 
     if isinstance(error, ApiError):

@@ -160,7 +160,9 @@ class Grammars:
         matcher = LLMatcher(self._inner, LLMatcher.grammar_from_lark(lark), log_level=0, limits=limits)
         if matcher.is_error():
             message = first_line(matcher.get_error())
-            raise ApiError(f"{param} cannot be used as a constraint: {message}", param=param, code="unsupported_grammar")
+            raise ApiError(
+                f"{param} cannot be used as a constraint: {message}", param=param, code="unsupported_grammar"
+            )
         with self._lock:
             self._compiled[lark] = matcher.deep_copy()
             while len(self._compiled) > KEPT:

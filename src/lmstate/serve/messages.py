@@ -15,7 +15,7 @@ from lmstate.serve.reasoning import reasoning_of
 from lmstate.serve.replay import Replay, chain
 from lmstate.serve.tools import HERMES, Tool, ToolFormat, format_of
 
-# Claude Code puts a line that changes with every request at the head of its system prompt: no prefix would ever be reused.
+# Claude Code begins its system prompt with a line that changes with every request: no prefix would ever be reused.
 VOLATILE = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
 
 TOOL_PROMPT = """\
@@ -52,12 +52,18 @@ class Message:
     def canonical(self) -> list[Any]:
         """The message without what clients write in other ways when they send it back."""
         calls = [[call.name, loads(call.arguments)] for call in self.calls]
-        return [self.role, self.content.strip(), self.reasoning.strip(), calls, self.name if self.role == "tool" else ""]
+        return [
+            self.role,
+            self.content.strip(),
+            self.reasoning.strip(),
+            calls,
+            self.name if self.role == "tool" else "",
+        ]
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation to be answered. `thinking` None leaves it to the template; `continued`: go on with the last answer."""
+    """A conversation to be answered. `thinking` None leaves it to the template; `continued`: the last answer goes on."""
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
@@ -109,7 +115,7 @@ class Renderer:
         return None
 
     def resume(self, tokens: list[int], end: int | None, before: str, text: str) -> list[int] | None:
-        """`tokens`, whose text the template writes as `before`, and what `text` has after that; None if it does not fit.
+        """`tokens`, which the template writes as `before`, and what `text` has after that; None if it does not fit.
 
         `end` is the token that ended them, which the template may follow with more (a line break).
         """

@@ -253,6 +253,4 @@ def token_logprobs(service: Service, logprobs: list[TokenLogprob]) -> list[dict[
         raw = service.grammars.token_bytes(token)
         return {"token": raw.decode("utf-8", "replace"), "logprob": max(logprob, -9999.0), "bytes": list(raw)}
 
-    return [
-        {**one(entry.token, entry.logprob), "top_logprobs": [one(*top) for top in entry.top]} for entry in logprobs
-    ]
+    return [{**one(entry.token, entry.logprob), "top_logprobs": [one(*top) for top in entry.top]} for entry in logprobs]

@@ -22,10 +22,10 @@ def read_input(body: Fields) -> tuple[list[Message], list[Any]]:
         raise body.wrong("input", "a string or an array of items")
     messages: list[Message] = []
     items = []
-    for item in body.items("input", MOST_MESSAGES):
-        kind = item.text("type", "message") or "message"
-        _read_item(item, kind, messages)
-        items.append({"id": new_id("item_"), **item.values, "type": kind})
+    for one in body.items("input", MOST_MESSAGES):
+        kind = one.text("type", "message") or "message"
+        _read_item(one, kind, messages)
+        items.append({"id": new_id("item_"), **one.values, "type": kind})
     return messages, items
 
 

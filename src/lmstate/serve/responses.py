@@ -68,7 +68,10 @@ class Output:
         if isinstance(found, Text) and found.text:
             events = [] if self.open == "message" else self._begin_message()
             self.text += found.text
-            return [*events, self.event("response.output_text.delta", **self._part, delta=found.text, logprobs=logprobs)]
+            return [
+                *events,
+                self.event("response.output_text.delta", **self._part, delta=found.text, logprobs=logprobs),
+            ]
         if isinstance(found, Reasoning) and found.text:
             events = [] if self.open == "reasoning" else self._begin_reasoning()
             self.text += found.text
@@ -188,7 +191,7 @@ class ResponseAnswer:
         yield output.event("response.in_progress", response=self.object("in_progress"))
         try:
             told: list[Any] = []
-            async for answer, piece, found in self.task.events():
+            async for _, piece, found in self.task.events():
                 if self.wants_logprobs:
                     told = fields.token_logprobs(self.service, piece.logprobs or [])
                 for one in found:

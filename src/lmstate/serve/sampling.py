@@ -1,4 +1,4 @@
-"""Sampling fields, which OpenAI's and Anthropic's protocols and their local extensions share, as options of the engine."""
+"""Sampling fields, which the protocols and their local extensions share, as options of the engine."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ def _logit_bias(body: Fields, vocab_size: int) -> dict[int, float] | None:
     bias = {}
     for key in given.values:
         if not (key.isascii() and key.isdigit() and len(key) < 20 and int(key) < vocab_size):
-            raise ApiError(f"logit_bias has {key[:40]!r}; its keys are token ids below {vocab_size}", param="logit_bias")
+            raise ApiError(
+                f"logit_bias has {key[:40]!r}; its keys are token ids below {vocab_size}", param="logit_bias"
+            )
         bias[int(key)] = given.number(key, -100.0, 100.0) or 0.0
     return bias
 

@@ -127,7 +127,7 @@ class Service:
         options: dict[str, Any],
         *,
         max_new_tokens: int | None,
-        grammar: TokenGrammar | None = None,
+        grammar: Any = None,
         length: int | None = None,
     ) -> Request:
         """Queue a request, its length cut to the context. Raises `ApiError`.
@@ -219,8 +219,7 @@ class Service:
             from lmstate.serve.tools.base import plain_text
 
             # Without tools, text that looks like a call is text; harmony's channels are no calls.
-            inner = format.parse(reader, use.offered) if use.offered or format.name == "harmony" else plain_text(reader)
-            return inner
+            return format.parse(reader, use.offered) if use.offered or format.name == "harmony" else plain_text(reader)
 
         if reasoning is None:
             return AnswerMaker(self.tokenizer, parse, markers, stops, call_prefix)

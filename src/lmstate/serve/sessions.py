@@ -1,4 +1,4 @@
-"""`/v1/sessions` and `/v1/cache/explain`: conversations that the server keeps, and why a prompt is computed or is not."""
+"""`/v1/sessions` and `/v1/cache`: conversations that the server keeps, and why a prompt is computed or is not."""
 
 from __future__ import annotations
 
@@ -133,11 +133,6 @@ async def upload(service: Service, request: Request) -> ASGIApp:
     finally:
         path.unlink(missing_ok=True)
     return json_response(shown(session), 201)
-
-
-async def tree(service: Service, request: Request) -> ASGIApp:
-    """The prefixes that are kept, as text."""
-    return json_response({"object": "tree", "tree": await asyncio.to_thread(service.engine.tree)})
 
 
 async def explain(service: Service, request: Request) -> ASGIApp:

@@ -4,6 +4,7 @@ llama-server."""
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from starlette.requests import Request
 from starlette.types import ASGIApp
@@ -28,7 +29,7 @@ async def tokenize(service: Service, request: Request) -> ASGIApp:
             raise body.wrong("prompt", "a string, or messages must be given")
         special = body.flag("add_special_tokens", True) if not body.has("add_special") else body.flag("add_special")
         tokens = await asyncio.to_thread(service.tokenizer.encode, text, special)
-    answer = {"count": len(tokens), "max_model_len": service.context, "tokens": tokens}
+    answer: dict[str, Any] = {"count": len(tokens), "max_model_len": service.context, "tokens": tokens}
     if body.flag("return_token_strs") or body.flag("with_pieces"):
         answer["token_strs"] = [service.grammars.token_bytes(token).decode("utf-8", "replace") for token in tokens]
     return json_response(answer)

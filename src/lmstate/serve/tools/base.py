@@ -169,9 +169,7 @@ class ArgumentWriter:
         return CallArguments("}" if self._count else "{}")
 
 
-def stream_value(
-    reader: Reader, writer: ArgumentWriter, key: str, end: str, strip: str = ""
-) -> Parse[str | None]:
+def stream_value(reader: Reader, writer: ArgumentWriter, key: str, end: str, strip: str = "") -> Parse[str | None]:
     """A parameter's value up to `end`. Text of a string parameter is passed on as it comes.
 
     `strip` is what stands around the value (a line break at each side).

@@ -209,7 +209,7 @@ class LlamaCalls(ToolFormat):
 
 @dataclass(frozen=True)
 class HarmonyCalls(ToolFormat):
-    """gpt-oss's messages in channels: `analysis` is reasoning, `final` the answer, and one `to=functions.NAME` a call."""
+    """gpt-oss's messages in channels: `analysis` is reasoning, `final` the answer, one `to=functions.NAME` a call."""
 
     name: str = "harmony"  # type: ignore[misc]
     markers: tuple[str, ...] = (

@@ -26,7 +26,7 @@ from lmstate.serve.tools.reader import Parse, Reader
 class TaggedCalls(ToolFormat):
     """Calls in an outer tag; in it, a tag that names the function; in that, a tag for each parameter.
 
-    qwen_xml  `<tool_call> <function=NAME> <parameter=KEY> VALUE </parameter> </function> </tool_call>` (Qwen3-Coder, 3.5)
+    qwen_xml  `<tool_call> <function=NAME> <parameter=KEY> VALUE </parameter> </function> </tool_call>` (Qwen)
     minimax   `<minimax:tool_call> <invoke name="NAME"> <parameter name="KEY">VALUE</parameter> </invoke> ...`
     dsml      the same with `<｜DSML｜` tags (DeepSeek V3.2)
     """
