@@ -111,7 +111,8 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 WRONG: list[Any] = [
     None, True, -1, 0, 3, 10**30, -(10**30), 1.5, 1e308, "", "x", "\u0000", "y" * 3000, [], [[]], [None], [1, "a"],
-    ["", ""], {}, {"a": {"b": []}}, {"type": "nonsense"}, [{}], [{"role": "user"}], [{"type": "function"}], [-1], [10**9],
+    ["", ""], {}, {"a": {"b": []}}, {"type": "nonsense"}, [{}], [{"role": "user"}], [{"type": "function"}], [-1],
+    [10**9],
 ]  # fmt: skip
 
 

@@ -117,9 +117,12 @@ def test_pages_of_other_origins_may_not_ask_unless_allowed(engine: Engine) -> No
 )
 def test_a_client_that_leaves_ends_its_request(engine: Engine, path: str, body: dict[str, Any]) -> None:
     with running(engine, BASE) as server:
-        with contextlib.suppress(httpx.TimeoutException), server.client(timeout=0.4) as client:
-            with client.stream("POST", path, json=body) as answer:
-                next(answer.iter_bytes())
+        with (
+            contextlib.suppress(httpx.TimeoutException),
+            server.client(timeout=0.4) as client,
+            client.stream("POST", path, json=body) as answer,
+        ):
+            next(answer.iter_bytes())
         service = server.server.service
         wait_until(lambda: not service.running)
         assert engine.stats()["generated_tokens"] < 2 * 1500

@@ -23,8 +23,8 @@ WEATHER: dict[str, Any] = {
     "additionalProperties": False,
 }
 TOOL: Any = {"type": "function", "function": {"name": "get_weather", "description": "Weather.", "parameters": WEATHER}}
-# Tokens that a grammar forces at the end of an answer are given out but never computed: so many may be missing from what
-# is reused. A call that was not found as it was sampled would differ long before.
+# Tokens that a grammar forces at the end of an answer are given out but never computed: so many may not be reused.
+# A call that was not found as it was sampled would differ long before.
 FORCED = 12
 ASK: list[Any] = [{"role": "user", "content": "What is the weather in Paris, in celsius?"}]
 

@@ -40,7 +40,8 @@ SAMPLES = {
     ),
     "granite": f'<|tool_call|>[{{"name": "get_weather", "arguments": {JSON}}}, {{"name": "now", "arguments": {{}}}}]',
     "jamba": (
-        f'<tool_calls>[{{"name": "get_weather", "arguments": {JSON}}}, {{"name": "now", "arguments": {{}}}}]</tool_calls>'
+        f'<tool_calls>[{{"name": "get_weather", "arguments": {JSON}}}, {{"name": "now", "arguments": {{}}}}]'
+        "</tool_calls>"
     ),
     "nemotron": (
         f'<TOOLCALL>[{{"name": "get_weather", "arguments": {JSON}}}, {{"name": "now", "arguments": {{}}}}]</TOOLCALL>'

@@ -124,7 +124,7 @@ class AnswerMaker:
 
 
 def usage_details(usage: Any) -> dict[str, Any]:
-    """What no protocol has a place for: where the prompt's tokens came from, and why not more of them; times."""
+    """Usage that no protocol has a place for: where the prompt's tokens came from, and why not more of them; times."""
     reuse = usage.reuse
     return {
         "reused_tokens": usage.reused,

@@ -63,7 +63,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation to be answered. `thinking` None leaves it to the template; `continued`: the last answer goes on."""
+    """A conversation to be answered. `thinking` None: the template's way; `continued`: the last answer goes on."""
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
@@ -72,7 +72,7 @@ class Chat:
     continued: bool = False
 
     def key(self) -> bytes:
-        """What besides the messages the prompt depends on."""
+        """All that the prompt depends on besides the messages."""
         tools = [tool.described() for tool in self.tools]
         return json.dumps([tools, self.thinking, self.variables], sort_keys=True).encode()
 

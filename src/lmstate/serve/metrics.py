@@ -22,7 +22,7 @@ RENAMED = {"waiting": "num_requests_waiting", "decoding": "num_requests_running"
 
 
 class Metrics:
-    """What a server counts. Thread-safe."""
+    """Counters and histograms of a server. Thread-safe."""
 
     def __init__(self, engine: Engine, model_name: str) -> None:
         self.registry = CollectorRegistry()

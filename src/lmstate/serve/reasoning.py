@@ -1,4 +1,4 @@
-"""What a model thinks before it answers: told from the answer by the markers that its chat template names."""
+"""Reasoning before an answer, told from the answer by the markers that its chat template names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the model sampled, found again when a client sends it back in its own words.
+"""Sampled tokens, found again when a client sends an answer back in its own words.
 
 A client re-serializes the JSON of a call, and a tokenizer may cut a text in another way than the model did: then no
 stored prefix fits. So the tokens of an answer are kept beside a digest of the conversation up to it.

@@ -73,7 +73,7 @@ class ChatTask:
     created: int = field(default_factory=lambda: int(time()))
 
     async def events(self) -> AsyncIterator[tuple[Answer, Piece, list[Event]]]:
-        """What each piece brings to its answer. Closing it cancels the request."""
+        """Each piece with its answer and the events that it brings. Closing it cancels the request."""
         try:
             async for piece in self.request:
                 answer = self.answers[piece.index]
@@ -100,7 +100,7 @@ class ChatTask:
 
 
 class Service:
-    """What the routes work with."""
+    """The engine with all that the routes need beside it."""
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self.engine = engine

@@ -136,7 +136,7 @@ async def upload(service: Service, request: Request) -> ASGIApp:
 
 
 async def explain(service: Service, request: Request) -> ASGIApp:
-    """What of a prompt would be reused, and why not more. `prompt` or `messages`, as in the other endpoints."""
+    """How much of a prompt would be reused, and why not more. `prompt` or `messages`, as in the other endpoints."""
     body = await read_body(service, request)
     if body.has("messages"):
         from lmstate.serve.openai_chat import read_chat
@@ -246,7 +246,7 @@ def checked_name(name: str) -> str:
 
 
 async def done(action: Callable[[], T]) -> T:
-    """What a session does, off the loop. Raises `ApiError` for what it refuses."""
+    """Run an action of a session off the loop. Raises `ApiError` for what it refuses."""
     try:
         return await asyncio.to_thread(action)
     except SessionBusy as error:
