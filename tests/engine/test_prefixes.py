@@ -115,8 +115,8 @@ def test_any_traffic_at_any_budget_gives_what_each_request_gets_alone(kind: str,
                 got = request.result(60)
                 check(model, ids, got)
                 texts.append([*ids, *got.tokens[0]])
-            held = engine.call(lambda _: (engine._prefixes.nbytes, engine._prefixes.counted())).result()
+            held = engine.call(lambda _: (engine._reuse.prefixes.nbytes, engine._reuse.prefixes.counted())).result()
             assert held[0] == held[1]
-            assert held[0] <= engine._prefixes.limit <= engine._memory
+            assert held[0] <= engine._reuse.prefixes.limit <= engine._reuse.memory
         if memory == "1GiB":
             assert engine.stats()["reused_tokens"] > 0

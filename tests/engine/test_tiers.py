@@ -173,7 +173,7 @@ def test_a_tier_that_fails_at_any_call_changes_no_answer(kind: str, tmp_path: Pa
                 got = ask(engine, ids, 4)
                 check(model, ids, got)
                 texts.append([*ids, *got.tokens[0]])
-                assert engine.call(lambda _: engine._prefixes.nbytes == engine._prefixes.counted()).result()
+                assert engine.call(lambda _: engine._reuse.prefixes.nbytes == engine._reuse.prefixes.counted()).result()
 
 
 class Hanging(FolderTier):

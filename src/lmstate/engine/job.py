@@ -47,6 +47,7 @@ class Job:
         self.unseated: list[Choice] = []
         self.reuse = Reuse(0, len(self.prompt))
         self.prompt_logprobs: list[TokenLogprob | None] = []
+        self.error: Exception | None = None  # why it failed
         self._times = [perf_counter()]  # submitted, started, first token
 
     @property
