@@ -19,7 +19,7 @@ from lmstate.serve.tools.reader import Parser
 from tests.serve.byte_tokenizer import TEMPLATE, byte_tokenizer
 
 ONE_SYSTEM = (
-    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('one system') }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('one') }}{% endif %}"
     "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 )
 TEXT_ARGUMENTS = (

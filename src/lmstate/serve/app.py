@@ -81,6 +81,7 @@ PATHS = (
     Path("POST", "/v1/sessions/{name}/save", sessions.save, summary="Save into the server's folder"),
     Path("GET", "/v1/sessions/{name}/snapshot", sessions.download, summary="A session and its state as a file"),
     Path("PUT", "/v1/sessions/{name}/snapshot", sessions.upload, summary="A session from such a file"),
+    Path("GET", "/v1/cache/tree", sessions.tree, summary="The prefixes that are kept"),
     Path("POST", "/v1/cache/explain", sessions.explain, summary="What of a prompt would be reused, and why not more"),
     Path("POST", "/tokenize", tokens_route.tokenize, summary="Text or messages to token ids"),
     Path("POST", "/detokenize", tokens_route.detokenize, summary="Token ids to text"),

@@ -135,6 +135,11 @@ async def upload(service: Service, request: Request) -> ASGIApp:
     return json_response(shown(session), 201)
 
 
+async def tree(service: Service, request: Request) -> ASGIApp:
+    """The prefixes that are kept, as text."""
+    return json_response({"object": "cache.tree", "tree": await asyncio.to_thread(service.engine.tree)})
+
+
 async def explain(service: Service, request: Request) -> ASGIApp:
     """How much of a prompt would be reused, and why not more. `prompt` or `messages`, as in the other endpoints."""
     body = await read_body(service, request)
