@@ -20,9 +20,11 @@ from tests.serve.running import Running, running, wait_until
 @pytest.fixture
 def crowded(tiny_model: lmstate.Model) -> Iterator[Running]:
     """Few rows and little memory: requests wait, prefixes go."""
-    with Engine(tiny_model, rows=3, memory="1MiB", queue=64) as engine:
-        with running(engine, Settings("tiny", port=0)) as server:
-            yield server
+    with (
+        Engine(tiny_model, rows=3, memory="1MiB", queue=64) as engine,
+        running(engine, Settings("tiny", port=0)) as server,
+    ):
+        yield server
 
 
 def test_random_clients_that_share_prefixes_and_leave_get_what_they_get_alone(
