@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from threading import Event
 
 import pytest
@@ -279,6 +280,33 @@ class OneOf:
 
     def copy(self) -> OneOf:
         return OneOf(self.texts, self.at)
+
+
+class OneOrMore(OneOf):
+    """A grammar whose mask says nothing of the end: `complete` does."""
+
+    def __init__(self, at: tuple[int, ...] = ()) -> None:
+        super().__init__([], at)
+
+    ended = False  # type: ignore[assignment]
+
+    @property
+    def complete(self) -> bool:  # type: ignore[override]
+        return len(self.at) >= 3
+
+    def _next(self) -> set[int]:
+        return {7, 8}
+
+    def copy(self) -> OneOrMore:
+        return OneOrMore(self.at)
+
+
+def test_an_answer_may_end_only_where_its_grammar_is_complete() -> None:
+    model = replace(ours("llama"), eos_ids=frozenset({2}))
+    with lmstate.Engine(model) as engine:
+        got = engine.submit([3, 4], grammar=OneOrMore(), logit_bias={2: 1000.0}, max_new_tokens=20).result(60)
+    assert got.finished == ["eos"]
+    assert len(got.tokens[0]) == 3 and set(got.tokens[0]) <= {7, 8}
 
 
 def test_a_grammar_bounds_each_answer_and_its_forced_tokens_come_at_once() -> None:

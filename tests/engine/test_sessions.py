@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import lmstate
-from lmstate.engine import SessionBusy
+from lmstate.engine import EngineClosed, SessionBusy
 from tests.engine.alone import alone
 from tests.engine.chat import chatting
 from tests.engine.test_batching import prompt
@@ -162,6 +162,17 @@ def test_a_session_that_was_saved_goes_on_elsewhere(tmp_path: Path) -> None:
         with pytest.raises(lmstate.SnapshotError):
             engine.load_session("broken", path)
         assert engine.sessions() == ["there"]
+
+
+def test_a_session_of_a_closed_engine_stays_as_it_was() -> None:
+    with lmstate.Engine(ours("llama")) as engine:
+        session = engine.session("s")
+        session.send([1, 2, 3], max_new_tokens=3).result(60)
+    held = session.tokens
+    for change in (session.undo, session.mark, lambda: session.rewind(0), lambda: session.send([4])):
+        with pytest.raises(EngineClosed):
+            change()
+    assert session.tokens == held
 
 
 def test_a_stop_string_ends_what_a_session_holds_before_it() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lmstate.engine.options import Grammar, Options, has_text
 from lmstate.engine.results import Finished, Piece, TokenLogprob
+from lmstate.errors import StateError
 from lmstate.generation.answer import Answer
 from lmstate.generation.sampling import Picker
 
@@ -97,9 +98,13 @@ class Choice:
         """bool `[V]`: what must not come next; None if anything may."""
         allowed = None if self.grammar is None else self.grammar.allowed()
         barred = None if allowed is None else ~allowed.to(logits.device)
+        if barred is not None and self.grammar is not None:
+            barred[list(self._ends)] = not self.grammar.complete
         if self._must_go_on and self._ends:
             barred = torch.zeros_like(logits, dtype=torch.bool) if barred is None else barred
             barred[list(self._ends)] = True
+        if barred is not None and bool(barred.all()):
+            raise StateError("the grammar allows no token here: it is of another vocabulary, or at its end")
         return barred
 
     def _take(self, token: int, logits: Tensor | None, fresh: list[int]) -> str:

@@ -30,7 +30,7 @@ from lmstate.engine.reuse import PrefixReuse
 from lmstate.engine.scheduler import Scheduler
 from lmstate.engine.session import Record, Session
 from lmstate.engine.tiers import Tier, open_tier
-from lmstate.errors import SnapshotError
+from lmstate.errors import SnapshotError, UnsupportedError
 from lmstate.state import Snapshot, State
 from lmstate.state.integers import whole_number
 
@@ -51,6 +51,7 @@ class Engine:
             "s3://bucket/path" and what else obstore knows; a folder holds at most `store_bytes`
     queue   requests that may wait beside them; more raise `QueueFull`
     stall   while a prompt is read, a token of another answer may come this many times later than it else would
+    draft   there are no drafts here yet: None
     kv      how keys and values are stored, as in `model.new_state`
     """
 
@@ -63,12 +64,15 @@ class Engine:
         *,
         store_bytes: int | str = "64GiB",
         kv: Any = None,
+        draft: None = None,
         queue: int = 256,
         stall: float = 3.0,
     ) -> None:
         rows, queue = whole_number(rows, "rows"), whole_number(queue, "queue")
         if rows < 1 or queue < 1 or not stall > 1.0:
             raise ValueError(f"rows={rows}, queue={queue}, stall={stall} were asked for; the least are 1, 1, above 1.0")
+        if draft is not None:
+            raise UnsupportedError(f"draft={draft!r} was asked for; the engine uses no drafts yet: leave it out")
         self.model = model
         self._kv = kv
         namespace = f"{model.fingerprint} dtype={model.dtype} kv={kv!r}"
@@ -177,7 +181,7 @@ class Engine:
         check_length(self.model, ids)
         request = Request(ids, self._wake)
         with self._changed:
-            self._refuse_closed()
+            self.refuse_closed()
             self._queue.add(Job(request, chosen, self._order, messages, session))
             self._order += 1
             self._scheduler.counts["requests"] += 1
@@ -193,7 +197,7 @@ class Engine:
 
     def session(self, name: str) -> Session:
         """The conversation of this name; a new one if there is none."""
-        self._refuse_closed()
+        self.refuse_closed()
         return self._conversations.get(name) or self._conversations.add(Session(self, name, Record()))
 
     def sessions(self) -> list[str]:
@@ -210,7 +214,7 @@ class Engine:
 
     def new_session(self, name: str, record: Record) -> Session:
         """A conversation that begins with what is recorded. Raises ValueError if there is one of this name."""
-        self._refuse_closed()
+        self.refuse_closed()
         session = self._conversations.add(Session(self, name, record), new=True)
         self._conversations.remember(record)
         self.changed(session)
@@ -262,7 +266,7 @@ class Engine:
         """Run `function(model)` between two steps, on the thread that owns the model."""
         future: Future[Result] = Future()
         with self._changed:
-            self._refuse_closed()
+            self.refuse_closed()
             self._commands.append((function, future))
             self._changed.notify_all()
         return future
@@ -285,6 +289,7 @@ class Engine:
             "reading": len(scheduler.reading),
             "decoding": len(scheduler.pool),
             "row_bytes": scheduler.row_bytes(),
+            "row_bytes_peak": scheduler.peak,
             "prefix_bytes": prefixes.nbytes,
             **{f"prefixes_{name}": number for name, number in prefixes.counts.items()},
         }
@@ -333,7 +338,8 @@ class Engine:
         with self._changed:
             self._changed.notify_all()
 
-    def _refuse_closed(self) -> None:
+    def refuse_closed(self) -> None:
+        """Raise EngineClosed if it was closed."""
         if self._closed:
             raise EngineClosed("the engine was closed: make another one")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 SIZES = (8, 16, 32, 64, 128, 256, 512)
 NEW = 0.3  # weight of the newest measurement
+MARGIN = 0.7  # of the time there is, which is planned with: chunks take longer the farther into a prompt they are
 
 
 class Pace:
@@ -38,7 +39,7 @@ class Pace:
         """How many tokens to read now."""
         if not decoding:
             return SIZES[-1]
-        spare = (self.stall - 1) * (self.decode or 0.0)
+        spare = MARGIN * (self.stall - 1) * (self.decode or 0.0)
         fitting = SIZES[0]
         for size in SIZES[1:]:
             cost = self._chunks.get(size)

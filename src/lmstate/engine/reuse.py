@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lmstate.models.decoder import Model
 
 LEAST_PATIENCE = 1.0  # seconds that a tier may take for what would be computed faster than that
-LADDER = 2048  # tokens of a prompt between two carries, where nothing else asks for one
+LADDER = 256, 4096  # tokens of a prompt between two carries, where nothing else asks for one: at least, at most
 TURNS = 2  # ends of turns in a prompt that get a carry: before and after the last message of its user
 
 
@@ -41,6 +41,7 @@ class PrefixReuse:
         self.tier = tier
         self.prefixes = PrefixStore(Split.of(new_state(1)), model.fingerprint, memory, tier)
         self.memory = memory
+        self._ladder = LADDER[1]
         self._model, self._new_state, self._pace, self._wake = model, new_state, pace, wake
 
     # ---- beginning
@@ -109,7 +110,7 @@ class PrefixReuse:
         if not self.prefixes.split.needs_carry:
             return set()
         ends = [at for at, token in enumerate(prompt, 1) if token in self._model.eos_ids]
-        wanted = {match.matched, *ends[-TURNS:], *range(LADDER, len(prompt), LADDER)}
+        wanted = {match.matched, *ends[-TURNS:], *range(self._ladder, len(prompt), self._ladder)}
         return {at for at in wanted if match.length < at < len(prompt)}
 
     # ---- keeping
@@ -119,3 +120,6 @@ class PrefixReuse:
         self.prefixes.shrink(max(0, self.memory - row_bytes))
         self.prefixes.seconds_per_token = self._pace.seconds(1) or 1e-3
         self.prefixes.put(snapshot)
+        # Carries are to take no more than the keys and values between them.
+        carry, tokens = self.prefixes.split.sizes(snapshot)
+        self._ladder = min(max(int(carry / max(tokens, 1)), LADDER[0]), LADDER[1])

@@ -53,6 +53,7 @@ class Scheduler:
         self.answering: list[Job] = []
         self.counts: dict[str, float] = dict.fromkeys(COUNTERS, 0)
         self.pool: RowPool[Choice] = RowPool(model, new_state, rows)
+        self.peak = 0  # most bytes of rows at a time
         self._jobs: dict[Choice, Job] = {}  # of the choices that have a row
         self._pace, self._reuse, self._ended = pace, reuse, ended
 
@@ -319,7 +320,9 @@ class Scheduler:
                 jobs.remove(job)
 
     def _keep(self, snapshot: Snapshot) -> None:
-        self._reuse.keep(snapshot, self.row_bytes())
+        held = self.row_bytes()
+        self.peak = max(self.peak, held)
+        self._reuse.keep(snapshot, held)
 
     def _guarded(self, job: Job, action: Callable[[Job], None]) -> None:
         """Do it; what it raises is the end of this request, and of no other."""

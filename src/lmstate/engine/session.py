@@ -229,6 +229,7 @@ class _Resting:
         self._session = session
 
     def __enter__(self) -> Record:
+        self._session._engine.refuse_closed()
         self._session._lock.acquire()
         try:
             self._session._refuse_busy()

@@ -54,6 +54,15 @@ class Split:
             for layer, names in zip(snapshot.layers, self.per_token)
         )
 
+    def sizes(self, snapshot: Snapshot) -> tuple[int, int]:
+        """Bytes of the carry of a snapshot, and of what one of its tokens left."""
+        tokens = sum(
+            nbytes(({name: layer[name][..., :1, :]},))
+            for layer, names in zip(snapshot.layers, self.per_token)
+            for name in names & layer.keys()
+        )
+        return nbytes(self.carry(snapshot)), tokens
+
     @staticmethod
     def join(runs: Sequence[Layers], carry: Layers | None) -> Layers:
         """The layers of a snapshot, from the runs of its tokens one after the other."""

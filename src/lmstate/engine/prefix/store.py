@@ -143,7 +143,7 @@ class PrefixStore:
         fresh = length - matched
         need = carry.nbytes + 2 * Node(array("q"), 0).nbytes
         absent = sum(len(part.tokens) for part in node.path() if part.run is None)
-        need += fresh * 8 + (fresh + absent) * sum(_token_bytes(snapshot, self.split))
+        need += fresh * 8 + (fresh + absent) * self.split.sizes(snapshot)[1]
         if not self._make_room(need, needed=node):
             self.counts["refused"] += 1
             return False
@@ -384,10 +384,3 @@ def _with_logits(layers: Layers, logits: Tensor | None) -> Layers:
 
 def _without_logits(layers: Layers) -> tuple[Layers, Tensor | None]:
     return layers[:-1], layers[-1].get("logits")
-
-
-def _token_bytes(snapshot: Snapshot, split: Split) -> Iterator[int]:
-    """Bytes of one token in each tensor that has an entry a token."""
-    for layer, names in zip(snapshot.layers, split.per_token):
-        for name in names & layer.keys():
-            yield nbytes(({name: layer[name][..., :1, :]},))
