@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Literal
 
 import torch
 
@@ -14,6 +15,7 @@ def load(
     weights: str = "auto",
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    trainable: bool | Literal["lora"] = False,
 ) -> Model:
     """Load a model by alias ("smollm2"), directory, `.gguf` file or Hub id.
 
@@ -28,7 +30,12 @@ def load(
     from lmstate.models.hub import open_checkpoint
 
     opened, tokenizer, defaults = open_checkpoint(os.fspath(name), weights, dtype, device)
-    model = build(opened)
+    if trainable:
+        from lmstate.training import trainable_model
+
+        model = trainable_model(opened, trainable)
+    else:
+        model = build(opened)
     model.name = str(name)
     model.defaults = defaults
     model._tokenizer = tokenizer
