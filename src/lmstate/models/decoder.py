@@ -267,13 +267,15 @@ class Model:
 
     def hidden(self, tokens: Tensor, step: Step, layers: Sequence[LayerState]) -> Tensor:
         """Run the blocks: tokens int64 `[R, T]` -> float32 `[R, T, E]`."""
+        x = run_blocks(self.blocks, self.embedded(tokens, step), step, layers)
+        return x if self.exit is None else self.exit(x)
+
+    def embedded(self, tokens: Tensor, step: Step) -> Tensor:
+        """The stream that the first block is given: tokens int64 `[R, T]` -> float32 `[R, T, E]`."""
         x = self.embed.rows(tokens)
         if self.config.embed_scale != 1.0:
             x = x * self.config.embed_scale
-        if self.entry is not None:
-            x = self.entry(x, tokens, step)
-        x = run_blocks(self.blocks, x, step, layers)
-        return x if self.exit is None else self.exit(x)
+        return x if self.entry is None else self.entry(x, tokens, step)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states `[..., E]` -> float32 logits `[..., V]`."""

@@ -7,9 +7,10 @@ from typing import Literal
 from lmstate.errors import ModelError
 from lmstate.models.decoder import Model
 from lmstate.models.weights.weights import Weights
+from lmstate.training.loss import loss
 from lmstate.training.model import TrainableModel
 
-__all__ = ["TrainableModel", "trainable_model"]
+__all__ = ["TrainableModel", "loss", "trainable_model"]
 
 
 def trainable_model(weights: Weights, trainable: bool | Literal["lora"]) -> Model:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, Self
 
@@ -61,6 +62,15 @@ class TrainableModel(Model):
         for leaf in self._leaves.tensors.values():
             leaf.grad = None
 
+    @contextmanager
+    def apart(self) -> Iterator[tuple[list[Tensor], Iterator[Model]]]:
+        """Leaves with the same numbers and gradients of their own, in the order of `parameters()`, and models of them.
+
+        Each of the models is built when it is asked for, and good for one backward.
+        """
+        leaves = self._leaves.detached()
+        yield list(leaves.tensors.values()), iter(lambda: self.built(leaves), None)
+
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the model as a checkpoint directory, which `lmstate.load` and transformers load.
 
@@ -82,23 +92,24 @@ class TrainableModel(Model):
         self._traced = None
         self._version = self._leaves.version
 
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
+        """Build the model again where a gradient is to follow, or where its weights have changed."""
         if torch.is_grad_enabled() or self._version != self._leaves.version:
             self._adopt(self.built(self._leaves))
 
     def __call__(
         self, tokens: Tokens, state: State | None = None, logits: Logits | None = None, commit: bool = True
     ) -> Tensor | None:
-        self._refresh()
+        self.refresh()
         return super().__call__(tokens, state, logits, commit)
 
     @property
     def fingerprint(self) -> str:
-        self._refresh()
+        self.refresh()
         return super().fingerprint
 
     def _new_state(self, layout: Layout, kv: Policies | None = None) -> State:
-        self._refresh()
+        self.refresh()
         state = super()._new_state(layout, kv)
         _versions[state] = self._version
         return state
