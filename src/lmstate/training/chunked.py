@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from lmstate.models.block import run_blocks
 from lmstate.models.decoder import Model
+from lmstate.ops import dispatch
 from lmstate.state import Layout, Step
 from lmstate.training.streams import StreamAttention, StreamFold, StreamLatents, follow, simple, stream_layers
 
@@ -45,9 +46,11 @@ class Tape:
     def forward(self, model: Model) -> Tensor:
         """float32 `[R, T, E]`: what the head reads. Padding is zero."""
         out = torch.zeros(len(self.ids), self.width, model.config.hidden_size, device=self.layout.device)
-        for chunk, (first, step) in enumerate(self.steps()):
-            self._enter(chunk)
-            out[:, first : first + step.width] = self._hidden(model, first, step)
+        with dispatch.references():
+            for chunk, (first, step) in enumerate(self.steps()):
+                self._enter(chunk)
+                out[:, first : first + step.width] = self._hidden(model, first, step)
+            self._clear()
         padding = torch.arange(self.width) >= torch.tensor(self.lengths)[:, None]
         return out.masked_fill_(padding[..., None].to(out.device), 0.0)
 
@@ -78,10 +81,8 @@ class Tape:
 
     def _clear(self) -> None:
         for part in self.parts:
-            if isinstance(part, StreamAttention | StreamLatents):
+            if isinstance(part, StreamAttention | StreamLatents | StreamFold):
                 part.clear()
-            elif isinstance(part, StreamFold):
-                part.leave()
 
     def _hidden(self, model: Model, first: int, step: Step) -> Tensor:
         rows = [row[first : first + step.width] for row in self.ids]
@@ -105,7 +106,7 @@ class _Hidden(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.enable_grad(), ctx.model.apart() as (leaves, models):
+        with torch.enable_grad(), dispatch.references(), ctx.model.apart() as (leaves, models):
             ctx.tape.backward(models, grads[0])
         return None, None, *(leaf.grad for leaf in leaves)
 

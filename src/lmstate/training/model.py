@@ -51,15 +51,15 @@ class TrainableModel(Model):
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The name of each parameter in the checkpoint, and the parameter: what a gradient is put in (`.grad`)."""
-        yield from self._leaves.tensors.items()
+        yield from ((name, leaf) for name, leaf in self._leaves.tensors.items() if leaf.requires_grad)
 
     def parameters(self) -> Iterator[Tensor]:
         """The parameters, for an optimiser."""
-        yield from self._leaves.tensors.values()
+        yield from (leaf for _, leaf in self.named_parameters())
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
-        for leaf in self._leaves.tensors.values():
+        for leaf in self.parameters():
             leaf.grad = None
 
     @contextmanager
@@ -69,7 +69,8 @@ class TrainableModel(Model):
         Each of the models is built when it is asked for, and good for one backward.
         """
         leaves = self._leaves.detached()
-        yield list(leaves.tensors.values()), iter(lambda: self.built(leaves), None)
+        parameters = [leaf for leaf in leaves.tensors.values() if leaf.requires_grad]
+        yield parameters, iter(lambda: self.built(leaves), None)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the model as a checkpoint directory, which `lmstate.load` and transformers load.

@@ -22,18 +22,23 @@ class Past:
         self._grads: tuple[Tensor, Tensor] | None = None
 
     def received(self, k: Tensor, v: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """A chunk's own `[R, K, T, D]`, with the gradients of all later chunks joining theirs."""
+        """A chunk's own `[R, K, T, D]`: forward they are stored, backward the gradients of later chunks join theirs."""
+        stop = start + k.shape[2]
+        if not torch.is_grad_enabled():
+            self.k[:, :, start:stop], self.v[:, :, start:stop] = k, v
+            return k, v
         if self._grads is None:
             return k, v
-        stop = start + k.shape[2]
-        own = tuple(grad[:, :, start:stop] for grad in self._grads)
-        joined: tuple[Tensor, Tensor] = _Later.apply(k, v, *own)
+        joined: tuple[Tensor, Tensor] = _Later.apply(k, v, *(grad[:, :, start:stop] for grad in self._grads))
         return joined
 
     def joined(self, k: Tensor, v: Tensor, low: int, start: int) -> tuple[Tensor, Tensor]:
-        """What lies at `low .. start - 1`, as leaves whose gradients are added here, and a chunk's own behind it."""
+        """What lies at `low .. start - 1` and a chunk's own behind it; what comes back to the past is added here."""
         if low == start:
             return k, v
+        if not torch.is_grad_enabled():
+            stop = start + k.shape[2]
+            return self.k[:, :, low:stop], self.v[:, :, low:stop]
         parts = []
         for own, buffer, grads in zip((k, v), (self.k, self.v), self.grads):
             leaf = buffer[:, :, low:start].detach().requires_grad_()

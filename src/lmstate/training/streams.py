@@ -34,7 +34,7 @@ class StreamAttention(AttentionState):
         self._again: tuple[Tensor, Tensor] | None = None
 
     def rings(self, step: Step) -> ops.Rings | None:
-        return None if torch.is_grad_enabled() else super().rings(step)
+        return None
 
     def attend(
         self,
@@ -44,16 +44,15 @@ class StreamAttention(AttentionState):
         scoring: ops.Scoring,
         rotation: ops.Rotation | None = None,
     ) -> Tensor:
-        if not torch.is_grad_enabled():
-            return super().attend(q, new, step, scoring, rotation)
+        start = start_of(step)
         if rotation is not None:
             q = ops.rope(q, *rotation)
         if new is not None:
             k, v = new if rotation is None else (ops.rope(new[0], *rotation), new[1])
             k, v = (part.transpose(1, 2).to(self.k.dtype) for part in (k, v))  # [R, K, T, D]
-            self._again = self.past.received(k, v, start_of(step))
+            self._again = self.past.received(k, v, start)
         assert self._again is not None
-        return attend_past(q, *self._again, self.past, start_of(step), scoring, self.sight)
+        return attend_past(q, *self._again, self.past, start, scoring, self.sight)
 
     def clear(self) -> None:
         """Let go of what a chunk's graph held."""
@@ -69,23 +68,20 @@ class StreamLatents(LatentState):
         self._again: tuple[Tensor, Tensor] | None = None
 
     def store(self, latent: Tensor, rope_key: Tensor, step: Step) -> None:
-        if not torch.is_grad_enabled():
-            super().store(latent, rope_key, step)
-            return
+        start = start_of(step)
         new = (part[:, None].to(self.layout.dtype) for part in (latent, rope_key))  # [R, 1, T, Lat]
-        whole = self.past.joined(*self.past.received(*new, start_of(step)), 0, start_of(step))
+        whole = self.past.joined(*self.past.received(*new, start), 0, start)
         self._again = whole[0][:, 0], whole[1][:, 0]
 
     def stored(self, step: Step) -> tuple[Tensor, Tensor]:
-        return super().stored(step) if self._again is None else self._again
+        assert self._again is not None
+        return self._again
 
     def extent(self, step: Step) -> int:
         return start_of(step) + step.width
 
     def attend_latents(self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float) -> Tensor:
-        if self._again is None:
-            return super().attend_latents(q_latent, q_rope, step, scale=scale)
-        return latent_attend(q_latent, q_rope, *self._again, step.starts_t, step.counts_t, scale=scale)
+        return latent_attend(q_latent, q_rope, *self.stored(step), step.starts_t, step.counts_t, scale=scale)
 
     def clear(self) -> None:
         """Let go of what a chunk's graph held."""
@@ -119,7 +115,7 @@ class StreamFold(FoldState):
     def took(self, step: Step, inputs: Tensor, carry: Carry) -> None:
         self._end = carry
 
-    def leave(self) -> None:
+    def clear(self) -> None:
         """Let go of what a chunk's graph held."""
         self._start = self._end = self.carry
 

@@ -23,6 +23,10 @@ from lmstate.models.weights.weights import Make, Weights, _Bar
 from lmstate.ops.weight import FLOAT_KINDS, FloatWeight, Weight
 
 
+BUFFERS = ("e_score_correction_bias", "balancing_biases", "expert_bias", "layer_scalar", "act_fn.beta", "act_fn.eps")
+"""What names of tensors end with that are set, or moved by other rules than gradients: no parameters."""
+
+
 class Leaves:
     """The tensors of a checkpoint that were asked for, by their names in it; made when they are first asked for."""
 
@@ -37,7 +41,8 @@ class Leaves:
         """The leaf of that name, made in `dtype` if there is none yet."""
         if name not in self.tensors:
             read = floats(self.source.read(name))
-            self.tensors[name] = read.to(self.device, dtype, copy=True).contiguous().requires_grad_()
+            leaf = read.to(self.device, dtype, copy=True).contiguous()
+            self.tensors[name] = leaf.requires_grad_(not name.endswith(BUFFERS))
         return self.tensors[name]
 
     def stack(self, names: Sequence[str]) -> Tensor:
