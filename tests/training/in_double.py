@@ -48,4 +48,3 @@ class InDouble(TorchFunctionMode):
         Tape.backward = self._backward  # type: ignore[method-assign]
         torch.set_default_dtype(torch.float32)
         del weight._NAMES[torch.float64]
-

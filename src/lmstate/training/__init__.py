@@ -1,20 +1,52 @@
-"""Training through the state."""
+"""Training through the state: models with parameters, the loss of long texts in chunks, LoRA adapters."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from typing import Literal
 
 from lmstate.errors import ModelError
 from lmstate.models.decoder import Model
 from lmstate.models.weights.weights import Weights
-from lmstate.training.loss import loss
-from lmstate.training.model import TrainableModel
+from lmstate.training.adapted import AdaptedModel, LoraModel, adapted_model
+from lmstate.training.chunked import hidden_states
+from lmstate.training.lora import Adapter, LoraConfig
+from lmstate.training.loss import loss, next_token_loss
+from lmstate.training.model import ParameterModel, TrainableModel
 
-__all__ = ["TrainableModel", "loss", "trainable_model"]
+__all__ = [
+    "AdaptedModel",
+    "Adapter",
+    "LoraConfig",
+    "LoraModel",
+    "ParameterModel",
+    "TrainableModel",
+    "hidden_states",
+    "loss",
+    "next_token_loss",
+    "open_model",
+]
+
+Folder = str | os.PathLike[str]
 
 
-def trainable_model(weights: Weights, trainable: bool | Literal["lora"]) -> Model:
-    """The model of an open checkpoint, ready to be trained; see `lmstate.load`."""
+def open_model(
+    weights: Weights,
+    trainable: bool | Literal["lora"],
+    lora: LoraConfig | None,
+    adapter: Folder | Mapping[str, Folder] | None,
+    merge: bool,
+) -> Model:
+    """The model of an open checkpoint with parameters or adapters; see `lmstate.load`."""
+    if trainable not in (True, False, "lora"):
+        raise ModelError(f'trainable={trainable!r:.80} was asked for; there are True, False and "lora"')
+    if lora is not None and (trainable != "lora" or adapter is not None):
+        raise ModelError('lora=... describes a new adapter that is trained: it goes with trainable="lora" alone')
+    if trainable and (merge or isinstance(adapter, Mapping) or (trainable is True and adapter is not None)):
+        raise ModelError('one adapter can be trained on, with trainable="lora"; it is not merged')
     if trainable is True:
         return TrainableModel(weights)
-    raise ModelError(f'trainable={trainable!r} was asked for; there are True, False and "lora"')
+    if trainable:
+        return LoraModel(weights, lora or LoraConfig(), None if adapter is None else Adapter.load(adapter))  # type: ignore[arg-type]
+    return adapted_model(weights, adapter, merge)

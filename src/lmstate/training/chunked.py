@@ -17,6 +17,7 @@ from lmstate.models.block import run_blocks
 from lmstate.models.decoder import Model
 from lmstate.ops import dispatch
 from lmstate.state import Layout, Step
+from lmstate.training.model import ParameterModel
 from lmstate.training.streams import StreamAttention, StreamFold, StreamLatents, follow, simple, stream_layers
 
 
@@ -100,7 +101,7 @@ class _Hidden(torch.autograd.Function):
     """`Tape.forward` as a function of parameters."""
 
     @staticmethod
-    def forward(ctx: Any, model: Any, tape: Tape, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, model: ParameterModel, tape: Tape, *parameters: Tensor) -> Tensor:
         ctx.model, ctx.tape = model, tape
         return tape.forward(model)
 
@@ -111,10 +112,8 @@ class _Hidden(torch.autograd.Function):
         return None, None, *(leaf.grad for leaf in leaves)
 
 
-def hidden_states(model: Any, ids: Sequence[Sequence[int]], chunk: int, checkpoint: bool) -> Tensor:
+def hidden_states(model: ParameterModel, ids: Sequence[Sequence[int]], chunk: int, checkpoint: bool) -> Tensor:
     """Hidden states float32 `[R, T, E]` before the last norm and the head, as a function of `model.parameters()`."""
     tape = Tape(model, ids, chunk, checkpoint)
     hidden: Tensor = _Hidden.apply(model, tape, *model.parameters())
     return hidden
-
-

@@ -15,7 +15,7 @@ from lmstate.models.decoder import Model, Tokens
 from lmstate.ops.weight import FloatWeight
 from lmstate.state.integers import whole_number
 from lmstate.training.chunked import hidden_states
-from lmstate.training.model import TrainableModel
+from lmstate.training.model import ParameterModel
 
 LOGITS = 1 << 24
 """Logits that exist at a time."""
@@ -45,10 +45,9 @@ def loss(
     Memory: keys, values, latents and carries of the whole text, once more for their gradients, and the activations of
     one chunk. Raises `StateError` for tokens or labels that do not fit, or a model without parameters.
     """
-    if not isinstance(model, TrainableModel):
+    if not isinstance(model, ParameterModel):
         raise StateError(
-            "this model has no parameters to train: load it with lmstate.load(..., trainable=True), or "
-            'trainable="lora"'
+            'this model has no parameters to train: load it with lmstate.load(..., trainable=True), or trainable="lora"'
         )
     chunk = whole_number(chunk, "chunk")
     if chunk < 1:
@@ -102,7 +101,7 @@ class _NextTokenLoss(torch.autograd.Function):
                 part = F.cross_entropy(_logits(model, x, *leaves), wanted, reduction="sum")
                 total += part.detach()
                 if any(follow):
-                    part.backward()  # type: ignore[no-untyped-call]
+                    part.backward()
                     grads.append(x.grad)
         ctx.of_hidden = torch.cat([grad for grad in grads if grad is not None]) if follow[0] else None
         ctx.of_shared = [None if leaf is None else leaf.grad for leaf in leaves]
@@ -117,9 +116,10 @@ class _NextTokenLoss(torch.autograd.Function):
 
 
 def _logits(
-    model: Model, x: Tensor, weight: Tensor, bias: Tensor | None, matrix: Tensor, head_bias: Tensor | None
+    model: Model, x: Tensor, weight: Tensor | None, bias: Tensor | None, matrix: Tensor | None, head_bias: Tensor | None
 ) -> Tensor:
     """`Model.logits` `[n, E]` -> `[n, V]` with other tensors in the place of its own."""
+    assert weight is not None and matrix is not None
     head = FloatWeight(matrix) if isinstance(model.head, FloatWeight) else model.head
     x = ops.norm(x, replace(model.norm, weight=weight, bias=bias))
     logits = ops.linear(x, head, head_bias)
@@ -136,7 +136,8 @@ def _targets(ids: list[list[int]], labels: Tokens | None, vocab: int) -> list[li
     given = labels.tolist() if isinstance(labels, Tensor) else [list(row) for row in labels]
     if [len(row) for row in given] != [len(row) for row in ids]:
         raise StateError(
-            f"labels of {[len(row) for row in given]} tokens a row were given for texts of {[len(row) for row in ids]}; "
+            f"labels of {[len(row) for row in given]} tokens a row were given for texts of "
+            f"{[len(row) for row in ids]}; "
             f"give one a token, {IGNORED} for those that are not to be learned"
         )
     wrong = [label for row in given for label in row if label != IGNORED and not 0 <= label < vocab]

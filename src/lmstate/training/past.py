@@ -42,7 +42,7 @@ class Past:
         parts = []
         for own, buffer, grads in zip((k, v), (self.k, self.v), self.grads):
             leaf = buffer[:, :, low:start].detach().requires_grad_()
-            leaf.register_hook(lambda grad, into=grads[:, :, low:start]: into.add_(grad))  # type: ignore[misc]
+            leaf.register_hook(lambda grad, into=grads[:, :, low:start]: into.add_(grad))
             parts.append(torch.cat([leaf, own], dim=2))
         return parts[0], parts[1]
 
@@ -114,5 +114,3 @@ class _AttendPast(torch.autograd.Function):
             into[:, :, :start] += own
         more, dk, dv = _flash_backward(grad, q, k, v, out, share, 0.0, True, scale=scale)
         return dq + more, dk, dv, None, None, None
-
-

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping
@@ -12,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lmstate.models.weights.source import Source, TokenizerFiles, dtype_name, floats
+from lmstate.training.files import replace_file, write_json
 
 SHARD = 4 << 30
 """Bytes of tensors in a file, at most, where there is more than one tensor."""
@@ -36,20 +36,20 @@ def save_checkpoint(
         size += tensor.nbytes
     files = _file_names(len(shards))
     for file, shard in zip(files, shards):
-        _replace(folder / file, lambda path, shard=shard: save_file(shard, path, {"format": "pt"}))  # type: ignore[misc]
+        replace_file(folder / file, lambda path, shard=shard: save_file(shard, path, {"format": "pt"}))  # type: ignore[misc]
     index = folder / "model.safetensors.index.json"
     if len(shards) > 1:
         where = {name: file for file, shard in zip(files, shards) for name in shard}
         total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
-        _write_json(index, {"metadata": {"total_size": total}, "weight_map": where})
+        write_json(index, {"metadata": {"total_size": total}, "weight_map": where})
     else:
         index.unlink(missing_ok=True)
     config = {name: value for name, value in source.config.items() if name != "quantization_config"}
     config.pop("torch_dtype", None)
     config["dtype"] = max((dtype_name(tensor.dtype) for tensor in tensors.values()), key=_width)
-    _write_json(folder / "config.json", config)
+    write_json(folder / "config.json", config)
     if source.generation:
-        _write_json(folder / "generation_config.json", source.generation)
+        write_json(folder / "generation_config.json", source.generation)
     save_tokenizer(folder, source.path, source.tokenizer_files())
 
 
@@ -63,7 +63,7 @@ def save_tokenizer(folder: Path, origin: Path, files: TokenizerFiles | None) -> 
         text = files.tokenizer_json
         text = text.read_text("utf-8") if isinstance(text, Path) else text
         (folder / "tokenizer.json").write_text(text, "utf-8")
-        _write_json(folder / "tokenizer_config.json", files.settings)
+        write_json(folder / "tokenizer_config.json", files.settings)
 
 
 def _width(dtype: str) -> int:
@@ -74,18 +74,3 @@ def _file_names(count: int) -> list[str]:
     if count == 1:
         return ["model.safetensors"]
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-
-
-def _write_json(path: Path, value: object) -> None:
-    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-    _replace(path, lambda beside: Path(beside).write_text(text, "utf-8"))
-
-
-def _replace(path: Path, write: object) -> None:
-    """Write a file beside its place and move it there, so that nobody sees a part of it."""
-    beside = path.with_name(path.name + ".part")
-    try:
-        write(str(beside))  # type: ignore[operator]
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)

@@ -69,8 +69,8 @@ class StreamLatents(LatentState):
 
     def store(self, latent: Tensor, rope_key: Tensor, step: Step) -> None:
         start = start_of(step)
-        new = (part[:, None].to(self.layout.dtype) for part in (latent, rope_key))  # [R, 1, T, Lat]
-        whole = self.past.joined(*self.past.received(*new, start), 0, start)
+        new, key = (part[:, None].to(self.layout.dtype) for part in (latent, rope_key))  # [R, 1, T, Lat]
+        whole = self.past.joined(*self.past.received(new, key, start), 0, start)
         self._again = whole[0][:, 0], whole[1][:, 0]
 
     def stored(self, step: Step) -> tuple[Tensor, Tensor]:
@@ -175,5 +175,3 @@ def _stream(made: LayerState, layout: Layout, known: dict[int, LayerState]) -> L
         raise UnsupportedError(f"a {made.kind} layer, {type(made).__name__}, cannot be trained in chunks")
     known[id(made)] = stream
     return stream
-
-

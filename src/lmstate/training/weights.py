@@ -22,7 +22,6 @@ from lmstate.models.weights.source import Source, floats
 from lmstate.models.weights.weights import Make, Weights, _Bar
 from lmstate.ops.weight import FLOAT_KINDS, FloatWeight, Weight
 
-
 BUFFERS = ("e_score_correction_bias", "balancing_biases", "expert_bias", "layer_scalar", "act_fn.beta", "act_fn.eps")
 """What names of tensors end with that are set, or moved by other rules than gradients: no parameters."""
 
