@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 def finetune(
     model: options.ModelName,
-    data: Annotated[
-        Path, typer.Argument(metavar="DATA.jsonl", help="Lines of text, prompt + completion, or messages.")
-    ],
+    data: Annotated[Path, typer.Argument(metavar="DATA.jsonl", help="Lines of JSON.")],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Where the result and checkpoints go.")],
     full: Annotated[bool, typer.Option("--full", help="Train every weight instead of a LoRA adapter.")] = False,
     rank: Annotated[int, typer.Option("--rank", min=1, help="Of the adapter.")] = 8,
@@ -30,21 +28,15 @@ def finetune(
         str, typer.Option("--targets", help="Modules with an adapter, separated by commas; all-linear: all of them.")
     ] = "all-linear",
     rslora: Annotated[bool, typer.Option("--rslora", help="Multiply by alpha / sqrt(rank).")] = False,
-    epochs: Annotated[
-        float, typer.Option("--epochs", help="Passes over the documents, where --steps is not given.")
-    ] = 1.0,
+    epochs: Annotated[float, typer.Option("--epochs", help="Passes over the documents; --steps overrides.")] = 1.0,
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Steps of the optimizer.")] = None,
     rate: Annotated[float, typer.Option("--lr", help="The highest learning rate.")] = 2e-4,
     warmup: Annotated[
-        float, typer.Option("--warmup", min=0.0, max=1.0, help="Share of the steps in which it rises.")
+        float, typer.Option("--warmup", min=0.0, max=1.0, help="Share of the steps that it rises.")
     ] = 0.03,
     weight_decay: Annotated[float, typer.Option("--weight-decay", min=0.0)] = 0.0,
-    clip: Annotated[
-        float, typer.Option("--clip", min=0.0, help="Most that the norm of the gradients may be; 0: any.")
-    ] = 1.0,
-    batch_tokens: Annotated[
-        int, typer.Option("--batch-tokens", min=1, help="Tokens of a batch, padding counted.")
-    ] = 4096,
+    clip: Annotated[float, typer.Option("--clip", min=0.0, help="Most that the gradients' norm may be; 0: any.")] = 1.0,
+    batch_tokens: Annotated[int, typer.Option("--batch-tokens", min=1, help="Tokens of a batch, with padding.")] = 4096,
     accumulate: Annotated[int, typer.Option("--accumulate", min=1, help="Batches of a step.")] = 1,
     chunk: Annotated[int, typer.Option("--chunk", min=1, help="Tokens of a row that are computed at a time.")] = 512,
     checkpoint_layers: Annotated[
@@ -54,9 +46,7 @@ def finetune(
         float, typer.Option("--eval-split", min=0.0, max=0.9, help="Share of the documents to evaluate on.")
     ] = 0.0,
     evaluate_every: Annotated[int, typer.Option("--eval-every", min=0, help="Steps; 0: at the end.")] = 0,
-    save_every: Annotated[
-        int, typer.Option("--save-every", min=0, help="Steps between checkpoints; 0: at the end.")
-    ] = 100,
+    save_every: Annotated[int, typer.Option("--save-every", min=0, help="Steps between checkpoints; 0: none.")] = 100,
     seed: Annotated[int, typer.Option("--seed", help="Of the order of the documents and of a new adapter.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in FOLDER, to the bit.")] = False,
     weights: options.Weights = options.WeightKind.auto,

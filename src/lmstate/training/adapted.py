@@ -38,6 +38,7 @@ class AdaptedWeights(Weights):
         if not isinstance(plain, AdaptedWeights):
             self._bases: dict[str, Weight] = {}
         self.modules: dict[str, tuple[int, int]] = {}
+        self.experts: set[str] = set()
         self.labels: dict[str, str] = {}
         """The shape of each module that an adapter can update, and which matrix it is a part of."""
 
@@ -56,7 +57,9 @@ class AdaptedWeights(Weights):
         modules = [module_name(self.source, name) for name in names]
         shapes = [(self.shape(name)[0], self.shape(name)[1]) for name in names]
         # Routed experts are no modules of their own in transformers: PEFT has no updates of them either.
-        if not any(EXPERT.search(module) for module in modules):
+        if any(EXPERT.search(module) for module in modules):
+            self.experts.update(modules)
+        else:
             self.modules.update(zip(modules, shapes))
             self.labels.update((module, label) for module in modules)
         known: dict[int, tuple[LowRank, ...]] = {}
@@ -152,6 +155,7 @@ class LoraModel(ParameterModel):
         self.modules = {
             module: shape for module, shape in plain.modules.items() if id(plain.base(module)) not in outside
         }  # fmt: skip
+        self._experts = plain.experts
         self.adapter = Adapter.fresh(config, self.modules) if adapter is None else adapter
         self.adapter.to(weights.device)
         for tensor in self.parameters():
@@ -186,7 +190,7 @@ class LoraModel(ParameterModel):
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the adapter for PEFT, `lmstate.load(..., adapter=folder)` and `lmstate generate --adapter`."""
-        self.adapter.save(folder, self.name, self.modules)
+        self.adapter.save(folder, self.name, {*self.modules, *self._experts})
 
 
 def _dtype(weight: Weight) -> torch.dtype:

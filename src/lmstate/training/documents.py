@@ -36,7 +36,8 @@ def read_documents(path: str | os.PathLike[str], tokenizer: Tokenizer, eos: int 
     """The documents of a file with one JSON object a line.
 
     `{"messages": [{"role": ..., "content": ...}, ...]}`: a chat, of which the assistant's answers are learned.
-    `{"prompt": ..., "completion": ...}`: the completion is learned. `{"text": ...}`: all of it. `eos` ends the last two.
+    `{"prompt": ..., "completion": ...}`: the completion is learned. `{"text": ...}`: all of it. `eos` ends the
+    last two.
     Raises `ModelError` that names the line of what is none of these, `OSError`.
     """
     documents = []

@@ -122,13 +122,15 @@ class Adapter:
         return cls(config, pairs)
 
     def save(self, folder: str | os.PathLike[str], base: str, modules: Iterable[str]) -> None:
-        """Write it for PEFT. `base`: the name of the model; `modules`: all that the model has."""
+        """Write it for PEFT. `base`: the name of the model; `modules`: all that the model has, its experts too."""
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         tensors = {name: leaf.detach().contiguous() for name, leaf in self.named_tensors()}
         replace_file(path / TENSORS, lambda beside: save_file(tensors, beside, {"format": "pt"}))
+        # The last words of names where these say it: of experts, PEFT would take them for what they have in common.
         ends = {module.rpartition(".")[2] for module in self.pairs}
-        short = all(module in self.pairs for module in modules if module.rpartition(".")[2] in ends)
+        others = {module.rpartition(".")[2] for module in set(modules) - set(self.pairs)}
+        short = not ends & others
         config = {
             "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
             "r": self.config.rank, "lora_alpha": self.config.alpha, "lora_dropout": 0.0, "bias": "none",
