@@ -59,6 +59,8 @@ def load_model(name: str, weights: WeightKind = WeightKind.auto, adapter: Path |
     import lmstate
     from lmstate.cli.long_texts import watched
 
+    if adapter is None:
+        return watched(lmstate.load(name, weights=weights.value))
     return watched(lmstate.load(name, weights=weights.value, adapter=adapter))
 
 

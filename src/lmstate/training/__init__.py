@@ -12,8 +12,8 @@ from lmstate.models.weights.weights import Weights
 from lmstate.training.adapted import AdaptedModel, LoraModel, adapted_model
 from lmstate.training.chunked import hidden_states
 from lmstate.training.lora import Adapter, LoraConfig
-from lmstate.training.loss import loss, next_token_loss
 from lmstate.training.model import ParameterModel, TrainableModel
+from lmstate.training.next_token import loss, next_token_loss
 
 __all__ = [
     "AdaptedModel",

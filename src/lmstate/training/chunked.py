@@ -112,7 +112,9 @@ class _Hidden(torch.autograd.Function):
         return None, None, *(leaf.grad for leaf in leaves)
 
 
-def hidden_states(model: ParameterModel, ids: Sequence[Sequence[int]], chunk: int, checkpoint: bool) -> Tensor:
+def hidden_states(
+    model: ParameterModel, ids: Sequence[Sequence[int]], chunk: int = 512, checkpoint: bool = False
+) -> Tensor:
     """Hidden states float32 `[R, T, E]` before the last norm and the head, as a function of `model.parameters()`."""
     tape = Tape(model, ids, chunk, checkpoint)
     hidden: Tensor = _Hidden.apply(model, tape, *model.parameters())

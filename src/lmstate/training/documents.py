@@ -11,7 +11,7 @@ from typing import Any
 
 from lmstate.errors import ModelError
 from lmstate.models.tokenizer import Tokenizer
-from lmstate.training.loss import IGNORED
+from lmstate.training.next_token import IGNORED
 
 MOST_LINE = 1 << 28
 """Bytes of a line."""

@@ -22,8 +22,8 @@ from lmstate.models.weights.jsonfile import read_object
 from lmstate.models.weights.tensorfile import TensorFile
 from lmstate.training.documents import Document, batches
 from lmstate.training.files import replace_file, write_json
-from lmstate.training.loss import loss
 from lmstate.training.model import ParameterModel
+from lmstate.training.next_token import loss
 
 CHECKPOINT = "checkpoint"
 LOG = "log.jsonl"
