@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lmstate import ops
-from lmstate.errors import StateError
+from lmstate.errors import StateError, UnsupportedError
 from lmstate.models.block import Block, new_layers, run_blocks
 from lmstate.models.entry import Entry, Exit, LearnedPositions
 from lmstate.models.fingerprint import fingerprint
@@ -20,7 +20,7 @@ from lmstate.models.plain import plain
 from lmstate.models.rope import Rope
 from lmstate.models.static import STATIC_CHUNK, check_static, device_logits, hold_still
 from lmstate.ops import Norm, Weight
-from lmstate.state import LayerState, Layout, State, Step
+from lmstate.state import AttentionState, FoldState, LatentState, LayerState, Layout, SharedState, State, Step
 from lmstate.state.integers import token_ids, whole_number
 from lmstate.state.kv.per_layer import Policies, policy_of
 from lmstate.state.snapshot import differences
@@ -202,6 +202,8 @@ class Model:
         step = state.plan(ids, tentative=not commit)
         try:
             out = self._forward(ids, step, state, logits or "last")
+            if out is not None and out.requires_grad:
+                refuse_gradients(state)
             state.ran(out)
             if commit:
                 state.commit()
@@ -369,3 +371,15 @@ class Model:
         return stream(
             self, prompt, state, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop, seed
         )
+
+
+def refuse_gradients(state: State) -> None:
+    """Raises `UnsupportedError` if a layer of the state rounds or evicts what a gradient would have to pass."""
+    for index, layer in enumerate(state.layers):
+        for part in layer.parts():
+            if type(part) not in (AttentionState, LatentState, FoldState, SharedState):
+                raise UnsupportedError(
+                    f"a gradient was to follow, and layer {index} ({part.kind}) stores keys and values rounded, or "
+                    "evicts some: their gradients would be wrong. Call the model under torch.no_grad(), give the state "
+                    "no kv policy, or train with lmstate.training.loss"
+                )

@@ -41,6 +41,8 @@ def open_model(
     """The model of an open checkpoint with parameters or adapters; see `lmstate.load`."""
     if trainable not in (True, False, "lora"):
         raise ModelError(f'trainable={trainable!r:.80} was asked for; there are True, False and "lora"')
+    if merge and adapter is None:
+        raise ModelError("merge=True was asked for without an adapter to merge")
     if lora is not None and (trainable != "lora" or adapter is not None):
         raise ModelError('lora=... describes a new adapter that is trained: it goes with trainable="lora" alone')
     if trainable and (merge or isinstance(adapter, Mapping) or (trainable is True and adapter is not None)):

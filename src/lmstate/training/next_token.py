@@ -64,12 +64,11 @@ def loss(
             "others: train on shorter texts"
         )
     targets = _targets(ids, labels, model.config.vocab_size)
-    model.refresh()
     where = [(row, at) for row, own in enumerate(targets) for at, target in enumerate(own) if target != IGNORED]
     if not where:
         nothing = torch.zeros((), device=model.device)
         return nothing / 0 if reduction == "mean" else nothing.requires_grad_()
-    hidden = hidden_states(model, ids, chunk, checkpoint)
+    hidden = hidden_states(model, ids, chunk, checkpoint)  # which brings the model up to date
     rows, positions = (torch.tensor(index, device=model.device) for index in zip(*where))
     wanted = torch.tensor([targets[row][at] for row, at in where], device=model.device)
     total = next_token_loss(model, hidden[rows, positions], wanted)
