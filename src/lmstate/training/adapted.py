@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lmstate.errors import ModelError, StateError
@@ -19,7 +18,8 @@ from lmstate.models.weights.source import Source
 from lmstate.models.weights.weights import Weights
 from lmstate.models.weights.wrapped import TextPart
 from lmstate.ops.lora import LoraWeight, LowRank
-from lmstate.ops.weight import FLOAT_KINDS, FloatWeight, Weight, quantize
+from lmstate.ops.squeezed import SqueezedWeight
+from lmstate.ops.weight import Weight, quantize
 from lmstate.training.lora import Adapter, LoraConfig
 from lmstate.training.model import ParameterModel, adopt
 
@@ -75,8 +75,8 @@ class AdaptedWeights(Weights):
         weight = LoraWeight(base, rows, None if order is None else order().to(self.device))
         if not self._merge:
             return weight
-        matrix = weight.merged()
-        return quantize(matrix, base.kind) if base.kind not in FLOAT_KINDS else FloatWeight(matrix.to(_dtype(base)))
+        kind = "bfloat16" if isinstance(base, SqueezedWeight) else base.kind
+        return self._settle(quantize(weight.merged(), kind))
 
 
 def module_name(source: Source, name: str) -> str:
@@ -191,10 +191,6 @@ class LoraModel(ParameterModel):
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the adapter for PEFT, `lmstate.load(..., adapter=folder)` and `lmstate generate --adapter`."""
         self.adapter.save(folder, self.name, {*self.modules, *self._experts})
-
-
-def _dtype(weight: Weight) -> torch.dtype:
-    return FLOAT_KINDS[weight.kind]
 
 
 def adapted_model(weights: Weights, adapter: object, merge: bool) -> Model:
