@@ -10,33 +10,21 @@ import pytest
 import tokenizers
 from typer.testing import CliRunner
 
-from lmstate.cli import app
+from lmstate.cli.app import app
 from tests.training.small import saved, theirs
 
-WORDS = [
-    "the",
-    "keeper",
-    "of",
-    "varn",
-    "counts",
-    "seventeen",
-    "gulls",
-    "every",
-    "morning",
-    "and",
-    "writes",
-    "their",
-    "number",
-    "in",
-    "green",
-    "ink",
-]
+WORDS = (
+    "the", "keeper", "of", "varn", "counts", "seventeen", "gulls", "every", "morning", "and", "writes", "their",
+    "number", "in", "green", "ink",
+)  # fmt: skip
 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """A small model that knows a few words."""
-    with saved(theirs("llama")) as path:
+    model = theirs("llama")
+    model.lm_head.weight.data *= 5  # so that it can be sure of a word: the adapter leaves the head as it is
+    with saved(model) as path:
         vocab = {word: index for index, word in enumerate(["<unk>", "<s>", "</s>", *WORDS])}
         words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, "<unk>"))
         words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -61,7 +49,7 @@ def test_a_text_is_learned_stopped_resumed_and_told(folder: Path, tmp_path: Path
         app, ["generate", str(folder), "--raw", "the keeper of", "--adapter", str(out), "-n", "4", "-t", "0"]
     )
     assert told.exit_code == 0, told.output
-    assert told.stdout.split() == WORDS[3:7]
+    assert told.stdout.split() == list(WORDS[3:7])
 
 
 def test_every_weight_may_be_trained_and_a_share_kept_to_evaluate(folder: Path, tmp_path: Path) -> None:
