@@ -90,11 +90,11 @@ def linear_reference(
         x = norm_reference(x, norm)
     if gate is not None:
         x = glu_reference(x, gate)
-    if weight.kind == "float32" or weight.storage.requires_grad:
-        y = F.linear(x.float(), weight.dequantize(), bias)
-    else:
+    if x.requires_grad and weight.kind != "float32" and not weight.storage.requires_grad and torch.is_grad_enabled():
         y = _Frozen.apply(x.float(), weight)
         y = y if bias is None else y + bias
+    else:
+        y = F.linear(x.float(), weight.dequantize(), bias)
     return y if residual is None else residual.added(y)
 
 
