@@ -14,14 +14,14 @@ TEXT = (
     "ledger that nobody has opened since the winter of the blue frost. On Sundays he counts them twice, and if the two "
     "numbers differ he rows out to the skerry, and asks the seals."
 )
-STEPS = 12
+STEPS = 30
 
 
 def losses(chunk: int) -> list[float]:
     model = lmstate.load(smollm2(), weights="float32", trainable=True)
     assert isinstance(model, TrainableModel)
     ids = model.tokenizer.encode(TEXT)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, weight_decay=0.0)
     seen = []
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -36,4 +36,4 @@ def losses(chunk: int) -> list[float]:
 def test_a_text_is_learned_by_heart_in_chunks_as_whole() -> None:
     whole, chunks = losses(512), losses(24)
     assert chunks[-1] < 0.1
-    assert max(abs(one - other) for one, other in zip(whole, chunks)) < 1e-3
+    assert max(abs(one - other) for one, other in zip(whole, chunks)) < 1e-4
