@@ -20,7 +20,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"generation"},
         {"models", "kv"},
         {"training", "engine", "integrations"},
-        {"serve"},
+        {"loading", "serve"},
         {"cli"},
     ],
     "lmstate.ops": [

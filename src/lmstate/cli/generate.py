@@ -35,6 +35,7 @@ def generate(
     ] = None,
     weights: options.Weights = options.WeightKind.auto,
     draft: options.Draft = "auto",
+    adapter: options.Adapter = None,
     stats: Annotated[
         bool | None, typer.Option("--stats/--no-stats", help="Counts and speed on stderr (if it is a terminal).")
     ] = None,
@@ -61,7 +62,7 @@ def generate(
     with options.usage():
         stops = as_stops(stop or ())
     sampling = options.Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    loaded = options.load_model(model, weights)
+    loaded = options.load_model(model, weights, adapter)
     ids = _encode(loaded, text, chat, system)
     warn_of_length(loaded, 0, len(ids))
     drafter = options.load_drafter(draft)
