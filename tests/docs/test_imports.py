@@ -28,7 +28,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"attention", "recurrent", "fused"},
     ],
     "lmstate.state": [
-        {"validate"},
+        {"changes", "gradients", "validate"},
         {"step", "rows"},
         {"layer_file"},
         {"snapshot"},

@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 
 import lmstate
+from lmstate.state.layer_file import write_layers
 from tests.invariants.mirror import Fault, Mirror, close
 from tests.zoo import CASES, ours, text
 
@@ -144,7 +144,7 @@ def test_lying_metadata_is_refused(field: str, value: str, tmp_path: Path, saved
         return  # that one is true
     from safetensors.torch import load_file
 
-    save_file(load_file(path), path, metadata)
+    write_layers(path, metadata, load_file(path))
     with pytest.raises(lmstate.SnapshotError):
         ours("llama").new_state().restore(0, lmstate.Snapshot.load(path))
 

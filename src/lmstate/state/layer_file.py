@@ -21,6 +21,7 @@ CHECKSUMS = "checksums"
 
 def write_layers(path: str | os.PathLike[str], metadata: dict[str, str], tensors: dict[str, Tensor]) -> None:
     """Write a file, whole or not at all, with the CRC-32 of each tensor and of the metadata. Raises `OSError`."""
+    metadata = {name: text for name, text in metadata.items() if name != CHECKSUMS}
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     sums = {name: _checksum(tensor) for name, tensor in whole.items()}
     with atomic_write(Path(path)) as part, part.open("wb") as file:

@@ -76,6 +76,7 @@ class AttentionState(SlotState, KeyValueState):
         return {name: (kv_heads, dim) for name, dim in dims.items()}, {}
 
     def rings(self, step: Step) -> ops.KVView | None:
+        self._own()
         if not self.view_cache:
             self.view_cache.append(self.new_view())
         return self.view_cache[0]
@@ -99,6 +100,8 @@ class AttentionState(SlotState, KeyValueState):
         scoring: ops.AttentionParams,
         rotation: ops.RopeTables | None = None,
     ) -> Tensor:
+        if new is not None:
+            self._own()
         memory = self.k, self.v, step.starts_t, step.counts_t
         if new is not None and rotation is not None:
             return ops.rotate_attend(q, *new, rotation, *memory, scoring, self.sight)

@@ -229,6 +229,16 @@ class SlotState(LayerState):
         changes.clear(self.view_cache)
         changes.apply()
 
+    def _own(self) -> None:
+        """Before a write: have copies of buffers that a backward pass is going to read as they are.
+
+        As with any tensor, what is committed under `torch.no_grad()` is a constant for all that follows.
+        """
+        if any(buffer.requires_grad for buffer in self.buffers.values()) and not self.layout.static:
+            if self._saved is None:
+                self._save()
+            self._use({name: buffer.clone() for name, buffer in self.buffers.items()}, self.written_to)
+
     def _save(self) -> None:
         self._saved = (self.buffers, list(self.written_to))
 

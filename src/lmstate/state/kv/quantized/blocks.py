@@ -13,8 +13,9 @@ from lmstate.ops.attention.attend_quantized import WHOLE, attend_quantized
 from lmstate.ops.types import kv_format
 from lmstate.ops.types.kv_format import BLOCK
 from lmstate.state.changes import Changes
+from lmstate.state.gradients import refused, wanted
 from lmstate.state.kv.policies.storage import Quantized
-from lmstate.state.kv.quantized.attention import REFUSAL, coded_buffers, coded_rings, held
+from lmstate.state.kv.quantized.attention import LOSS, REFUSAL, coded_buffers, coded_rings, detached, held
 from lmstate.state.layers.attention import KeyValueState
 from lmstate.state.layers.base import Layout
 from lmstate.state.layers.composite import CompositeState
@@ -66,10 +67,11 @@ class BlockState(CompositeState, KeyValueState):
         scoring: ops.AttentionParams,
         rotation: ops.RopeTables | None = None,
     ) -> Tensor:
-        return attend_quantized(
-            q, new, rotation, held(self.codes.buffers), self.tail.buffers["k"], step.starts_t, step.counts_t, scoring,
+        seen = attend_quantized(
+            q, detached(new), rotation, held(self.codes.buffers), self.tail.buffers["k"], step.starts_t, step.counts_t, scoring,
             self.sight, bits=self.bits, dtype=self.layout.dtype,
         )  # fmt: skip
+        return refused(seen, LOSS) if wanted(q, *(new or ())) else seen
 
     def capture(self, row: int, length: int) -> dict[str, Tensor]:
         captured = super().capture(row, length)
