@@ -71,7 +71,7 @@ def test_what_is_computed_first_is_applied_without_a_call(
         with FailingCall() as counting:
             whole(calls)
         seen.append(len(calls))
-        functions = {call[0] for call in calls}
+        functions = [call[0] for call in calls]
         copies = sum(call[0] is torch.Tensor.copy_ for call in calls)
         assert counting.calls == copies and (not copies or state.layout.static), "only static tensors are written"
         assert all(not hasattr(function, "__code__") for function in functions), "a line of Python can be interrupted"
