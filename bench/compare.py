@@ -44,8 +44,12 @@ CASES = (
 QUICK = tuple(case for case in CASES if case.at <= 512)
 
 
+class Crashed(RuntimeError):
+    """An engine's process ended, or answered what is no answer."""
+
+
 class Process:
-    """A worker that has its model loaded."""
+    """A worker that has its model loaded. `failure`: why it answers no more; None while it does."""
 
     def __init__(self, engine: str, python: str, path: str, threads: int) -> None:
         self.engine = engine
@@ -54,23 +58,37 @@ class Process:
             [python, str(WORKER), engine, path],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
         )  # fmt: skip
-        self.version = self._answer()["version"]
+        self.failure: str | None = None
+        self.version = "not loaded"
+        try:
+            self.version = self._answer()["version"]
+        except Crashed as crashed:
+            self.failure = str(crashed)
 
     def time(self, case: Case) -> dict[str, float] | None:
-        """Seconds and bytes of one run, as `worker` answers; None if the engine cannot do the case."""
+        """Seconds and bytes of one run, as `worker` answers; None if the engine cannot do the case, or has crashed."""
+        if self.failure is not None:
+            return None
         assert self.process.stdin is not None
         asked = {"case": case.case, "at": case.at, "tokens": case.tokens, "rows": case.rows}
-        self.process.stdin.write(json.dumps(asked) + "\n")
-        self.process.stdin.flush()
-        answer = self._answer()
+        try:
+            self.process.stdin.write(json.dumps(asked) + "\n")
+            self.process.stdin.flush()
+            answer = self._answer()
+        except (Crashed, OSError) as error:
+            self.failure = f"{case.name}: {error}"
+            return None
         return None if "refused" in answer else answer
 
     def _answer(self) -> dict:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self.engine} ended with exit code {self.process.wait()}")
-        return json.loads(line)
+            raise Crashed(f"ended with exit code {self.process.wait()}")
+        try:
+            return json.loads(line)
+        except ValueError as error:
+            raise Crashed(f"answered {line[:80]!r}") from error
 
 
 @contextmanager
@@ -90,13 +108,14 @@ def compare(
 
     Returns the machine, the versions, and for each case and engine the median and the extremes of tokens a second, the
     process's peak bytes so far, and where a step's bytes are known which share of the bandwidth between the rounds it
-    reached.
+    reached. An engine that crashes is left out from there on: its rows are `crashed`, and `failures` says why.
     """
     rows = []
     with ExitStack() as stack:
         workers = [stack.enter_context(process(name, python, path, threads)) for name, python in engines.items()]
         for case in cases:
             times: dict[str, list[float]] = {worker.engine: [] for worker in workers}
+            crashed = {worker.engine for worker in workers if worker.failure is not None}
             peaks: dict[str, float] = {}
             reads: dict[str, float] = {}
             speeds = []
@@ -110,6 +129,10 @@ def compare(
                     speeds.append(bandwidth(threads))
                 print(f"\r{case.name}: round {number} of {rounds}", end="", file=sys.stderr, flush=True)
             print(file=sys.stderr)
+            crashed |= {worker.engine for worker in workers if worker.failure is not None}
+            for engine in crashed:  # rates of a part of the rounds are not comparable
+                times[engine] = []
+                rows.append({"case": case.name, "engine": engine, "crashed": True})
             for engine, rates in times.items():
                 if rates:
                     rows.append(
@@ -125,7 +148,8 @@ def compare(
                         }
                     )
         versions = {worker.engine: worker.version for worker in workers}
-    return {"machine": machine(threads), "versions": versions, "rounds": rounds, "rows": rows}
+        failures = {worker.engine: worker.failure for worker in workers if worker.failure is not None}
+    return {"machine": machine(threads), "versions": versions, "rounds": rounds, "rows": rows, "failures": failures}
 
 
 def share(case: Case, reads: float, rate: float, speeds: list[float]) -> float | None:
@@ -173,17 +197,26 @@ def markdown(result: dict) -> str:
         cells = []
         for engine in engines:
             found = [row for row in result["rows"] if (row["case"], row["engine"]) == (case, engine)]
-            cells.append(f"{found[0]['median']:.0f} ({found[0]['least']:.0f}-{found[0]['most']:.0f})" if found else "")
+            cells.append(cell(found[0]) if found else "")
         lines.append(f"| {case} | " + " | ".join(cells) + " |")
-    peaks = {row["engine"]: f"{row['peak'] / 2**20:.0f}" for row in result["rows"]}  # of the last case: they only grow
+    timed = [row for row in result["rows"] if not row.get("crashed")]
+    peaks = {row["engine"]: f"{row['peak'] / 2**20:.0f}" for row in timed}  # of the last case: they only grow
     lines.append("| peak memory, MiB | " + " | ".join(peaks.get(engine, "") for engine in engines) + " |")
-    shares = [row for row in result["rows"] if row["share"]]
+    shares = [row for row in timed if row["share"]]
     if shares:
         lines += ["", "| | a step reads, MB | of the bandwidth |", "|---|---|---|"]
         lines += [
             f"| {row['case']}, {row['engine']} | {row['reads'] / 1e6:.0f} | {row['share']:.0%} |" for row in shares
         ]
+    lines += [f"\n{engine} crashed: {why}." for engine, why in result["failures"].items()]
     return "\n".join(lines)
+
+
+def cell(row: dict) -> str:
+    """The median and the extremes of a case and engine, or that it crashed."""
+    if row.get("crashed"):
+        return "crashed"
+    return f"{row['median']:.0f} ({row['least']:.0f}-{row['most']:.0f})"
 
 
 def plot(result: dict, path: Path) -> None:
@@ -199,7 +232,7 @@ def plot(result: dict, path: Path) -> None:
     for axis, case in zip([axes] if len(cases) == 1 else axes, cases):
         for index, engine in enumerate(engines):
             for row in result["rows"]:
-                if (row["case"], row["engine"]) == (case, engine):
+                if (row["case"], row["engine"]) == (case, engine) and not row.get("crashed"):
                     spread = [[row["median"] - row["least"]], [row["most"] - row["median"]]]
                     axis.bar(index, row["median"], yerr=spread, color=f"C{index}", label=engine)
         axis.set_title(case, fontsize=9)

@@ -1,4 +1,4 @@
-"""A fault at any torch call of any operation leaves the state as it was; the end of an operation makes no call at all."""
+"""A fault at any torch call of an operation leaves the state as it was; the end of an operation makes no call."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ def test_files_of_other_models_and_damaged_ones_are_refused(tmp_path: Path) -> N
         {carry: torch.tensor(1.0)},
         {f"layers.{'9' * 5000}.k": ids.clone()},
     ):
-        write_layers(tmp_path / "changed", metadata, {**tensors, **{name: x.contiguous() for name, x in change.items()}})
+        write_layers(tmp_path / "changed", metadata, {**tensors, **change})
         with pytest.raises(SnapshotError):
             StateCache.load(tmp_path / "changed", model)
     for name in tensors:

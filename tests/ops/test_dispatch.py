@@ -11,6 +11,7 @@ import torch
 
 import lmstate.ops as ops
 from lmstate.ops import cpu, dispatch
+from lmstate.ops.cpu import variants
 
 PROGRAM = """
 import torch, lmstate.ops as ops
@@ -42,15 +43,15 @@ def test_an_unknown_body_is_refused_by_name() -> None:
 
 
 def test_a_variant_that_was_not_built_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
-    monkeypatch.setattr(cpu, "path_of", lambda variant: tmp_path / f"{variant}.so")  # type: ignore[operator]
+    monkeypatch.setattr(variants, "path_of", lambda variant: tmp_path / f"{variant}.so")  # type: ignore[operator]
     with pytest.raises(cpu.NativeError, match="was not built"):
         cpu.open_library("avx2")
     assert cpu.usable() == ()
 
 
 def test_a_library_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert all(cpu.built(variant) for variant in cpu.usable())
-    monkeypatch.setattr(cpu, "_digest", lambda: 1)
+    assert all(variants.built(variant) for variant in cpu.usable())
+    monkeypatch.setattr(variants, "_digest", lambda: 1)
     assert cpu.usable() == ()
     with pytest.raises(cpu.NativeError, match="other sources"):
         cpu.open_library("portable")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import lmstate.ops as ops
-from lmstate.ops.dense.gemm import linear_panels
+from lmstate.ops.dense.gemm import gemm
 from lmstate.ops.dense.linear import linear_reference
 from lmstate.ops.dense.norm import norm_reference
 
@@ -132,7 +132,7 @@ def test_many_rows_go_through_panels_and_stay_close(
     tolerance = 1e-5 if kind == "float32" else 0.03
     want = linear_reference(x, weight, residual=residual)
     torch.testing.assert_close(ops.linear(x, weight, residual=residual), want, atol=tolerance, rtol=tolerance)
-    torch.testing.assert_close(linear_panels(x, weight, residual=residual), want, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(gemm(x, weight, residual=residual), want, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -146,7 +146,7 @@ def test_a_product_cut_beside_something_is_the_product(
     )  # a cut inside a panel, and whole panels
     weight, x, beside = stored(torch.randn(70, 64), kind), torch.randn(1, rows, 64), torch.randn(1, rows, 5)
     whole = ops.linear(x, weight)
-    first, rest = ops.linear_beside(x, weight, 33, beside)
+    first, rest = ops.linear_split_concat(x, weight, 33, beside)
     assert torch.equal(first[..., 33:], beside) and first.shape[-1] == 38
     torch.testing.assert_close(torch.cat([first[..., :33], rest], dim=-1), whole, atol=1e-3, rtol=0.01)
 

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from lmstate import ops
 from lmstate.ops import dispatch
 from lmstate.ops.cpu import Library
+from lmstate.ops.cpu.abi import GATES
 from lmstate.ops.types.weight import Weight
 from lmstate.ops.weights.bfloat12 import to_bfloat12
 from lmstate.ops.weights.grouped import quantize
@@ -19,7 +20,7 @@ KINDS = ["bfloat16", "float16", "int8", "int4", "squeezed"]
 @pytest.fixture
 def library() -> Library:
     library = dispatch.choice().library
-    if library is None or not library.multiplies:
+    if library is None or not library.dense.has_gemm:
         pytest.skip("this processor does not multiply vectors of bfloat16, or whole matrices of them too")
     return library
 
@@ -38,7 +39,7 @@ def test_it_is_the_product(library: Library, kind: str, rows: int, n: int, k: in
     torch.manual_seed(0)
     weight, x = stored(torch.randn(n, k), kind), torch.randn(rows, k).bfloat16()
     bias, residual, y = torch.randn(n), torch.randn(rows, n), torch.empty(rows, n)
-    library.product(x, weight, y, bias=bias, residual=residual)
+    library.dense.gemm(x, weight, y, bias=bias, residual=residual)
     torch.testing.assert_close(y.double(), exact(x, weight) + bias + residual, atol=1e-4 * k**0.5, rtol=1e-5)
 
 
@@ -46,7 +47,7 @@ def test_it_is_the_product(library: Library, kind: str, rows: int, n: int, k: in
 def test_inputs_need_be_no_whole_vectors(library: Library, k: int) -> None:
     torch.manual_seed(0)
     weight, x, y = stored(torch.randn(50, k), "bfloat16"), torch.randn(35, k).bfloat16(), torch.empty(35, 50)
-    library.product(x, weight, y)
+    library.dense.gemm(x, weight, y)
     torch.testing.assert_close(y.double(), exact(x, weight), atol=1e-3, rtol=1e-5)
 
 
@@ -54,7 +55,7 @@ def test_inputs_need_be_no_whole_vectors(library: Library, k: int) -> None:
 def test_some_outputs_go_into_some_columns(library: Library, kind: str) -> None:
     torch.manual_seed(0)
     weight, x, y = stored(torch.randn(150, 64), kind), torch.randn(35, 64).bfloat16(), torch.full((35, 120), 7.0)
-    library.product(x, weight, y[:, 10:110], first=37)
+    library.dense.gemm(x, weight, y[:, 10:110], first=37)
     torch.testing.assert_close(y[:, 10:110].double(), exact(x, weight)[:, 37:137], atol=1e-3, rtol=1e-5)
     assert (y[:, :10] == 7).all() and (y[:, 110:] == 7).all()
 
@@ -66,7 +67,7 @@ def test_a_gate_takes_both_halves(library: Library, kind: str, act: str, f: int)
     torch.manual_seed(0)
     weight, x, bias = stored(torch.randn(2 * f, 64) / 8, kind), torch.randn(40, 64).bfloat16(), torch.randn(2 * f)
     y = torch.empty(40, f, dtype=torch.bfloat16)
-    library.product(x, weight, y, bias=bias, gate=Library.GATES[act])
+    library.dense.gemm(x, weight, y, bias=bias, gate=GATES[act])
     want = ops.glu(exact(x, weight).float() + bias, act)
     torch.testing.assert_close(y.float(), want, atol=1e-3, rtol=0.01)
 
@@ -100,7 +101,7 @@ def test_what_does_not_fit_is_refused(library: Library) -> None:
         (x, good, {"bias": torch.empty(49)}),
     ]:
         with pytest.raises(ValueError):
-            library.product(rows, weight, y, **more)
+            library.dense.gemm(rows, weight, y, **more)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -110,7 +111,7 @@ def test_torchs_product_takes_its_place(kind: str, dtype: torch.dtype, monkeypat
     library = dispatch.choice().library
     if library is None:
         pytest.skip("there is no native library")
-    monkeypatch.setattr(library, "multiplies", False)
+    monkeypatch.setattr(library.dense, "has_gemm", False)
     monkeypatch.setattr(
         sys.modules["lmstate.ops.dense.gemm"], "multiplies_bfloat16", lambda device: dtype == torch.bfloat16
     )
@@ -129,7 +130,7 @@ def test_torchs_product_takes_its_place(kind: str, dtype: torch.dtype, monkeypat
 def test_it_needs_nobody_to_tell_what_the_processor_can(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no /proc/cpuinfo to read, say."""
     x, weight, beside = torch.randn(40, 64), stored(torch.randn(50, 64), "int8"), torch.randn(40, 3)
-    want, cut = ops.linear(x, weight), ops.linear_beside(x, weight, 20, beside)
+    want, cut = ops.linear(x, weight), ops.linear_split_concat(x, weight, 20, beside)
     monkeypatch.setattr(sys.modules["lmstate.ops.dense.gemm"], "multiplies_bfloat16", lambda device: False)
     assert torch.equal(ops.linear(x, weight), want)
-    assert all(torch.equal(a, b) for a, b in zip(ops.linear_beside(x, weight, 20, beside), cut))
+    assert all(torch.equal(a, b) for a, b in zip(ops.linear_split_concat(x, weight, 20, beside), cut))

@@ -5,7 +5,7 @@ from lmstate.ops.attention.kv_store import append
 from lmstate.ops.attention.rope import rope
 from lmstate.ops.dense.activations import ACTIVATIONS, activation, glu, sigmoid
 from lmstate.ops.dense.argmax import argmax
-from lmstate.ops.dense.linear import GEMV_ROWS, linear, linear_beside
+from lmstate.ops.dense.linear import GEMV_ROWS, linear, linear_split_concat
 from lmstate.ops.dense.norm import add_residual, norm
 from lmstate.ops.dispatch import info
 from lmstate.ops.fused.graph import CapturedGraph, Fusable, FusedGraph, packable
@@ -65,7 +65,7 @@ __all__ = [
     "glu",
     "info",
     "linear",
-    "linear_beside",
+    "linear_split_concat",
     "norm",
     "packable",
     "quantize",

@@ -92,7 +92,7 @@ _ALIKE = (
     "rope",
     "append",
     "glu",
-    "best",
+    "argmax",
     "causal_conv",
     "gated_norm",
     "selective_scan",
@@ -108,7 +108,7 @@ def info() -> list[dict[str, str]]:
         return [{"op": op, "body": body, "why": why} for op in ("attend", "linear", *_ALIKE, *_RECURRENT)]
     short = "up to 32 new tokens: " if body == "portable" else ""
     many = (body, "the processor adds products of pairs of bfloat16; float32 weights by torch's own product")
-    if not library.multiplies:
+    if not library.dense.has_gemm:
         many = (f"{body} + torch", "panels dequantised natively, torch's own product, in the dtype that is faster here")
     return [
         {"op": "attend", "body": body, "why": why},

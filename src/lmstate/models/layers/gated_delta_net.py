@@ -114,7 +114,7 @@ class GatedDelta(FusableLayer):
         """q, k, v | beta | decay `[R, T, F]`; z `[R, T, H * Dv]`."""
         gates, width = ops.linear(x, self.gates), len(self.conv)
         if self.decay_up is None or self.gate_up is None:
-            return ops.linear_beside(x, self.qkvz, width, gates)
+            return ops.linear_split_concat(x, self.qkvz, width, gates)
         qkv, rest = ops.linear(x, self.qkvz).tensor_split([width], dim=-1)
         low = self.decay_up.up.in_features
         return torch.cat([qkv, gates, self.decay_up(rest[..., :low])], dim=-1), self.gate_up(rest[..., low:])

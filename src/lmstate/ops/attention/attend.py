@@ -41,13 +41,13 @@ def attend(
     written must be finite then.
     """
     library = dispatch.native(q, k, v, scoring.sinks)
-    if library is not None and library.can_attend(q, k, v):
+    if library is not None and library.attention.can_attend(q, k, v):
         if q.shape[1] <= MOST:
-            return library.attend(q, k, v, starts, counts, scoring, sight)
+            return library.attention.attend(q, k, v, starts, counts, scoring, sight)
         blocks = []
         for first, block in zip(range(0, q.shape[1], MOST), q.split(MOST, dim=1)):
             some = (counts - first).clamp(0, MOST)
-            blocks.append(library.attend(block, k, v, starts + first, some, scoring, sight))
+            blocks.append(library.attention.attend(block, k, v, starts + first, some, scoring, sight))
         return torch.cat(blocks, dim=1)
     return attend_reference(q, k, v, starts, counts, scoring, sight)
 
@@ -153,10 +153,12 @@ def rotate_attend(
     if (
         library is not None
         and q.shape[1] <= MOST
-        and library.can_attend(q, k, v)
-        and library.can_append(k_new, v_new, k, v)
+        and library.attention.can_attend(q, k, v)
+        and library.attention.can_append(k_new, v_new, k, v)
     ):
-        return library.rotate_attend(q, k_new, v_new, cos, sin, interleaved, k, v, starts, counts, scoring, sight)
+        return library.attention.rotate_attend(
+            q, k_new, v_new, cos, sin, interleaved, k, v, starts, counts, scoring, sight
+        )
     append(rope(k_new, cos, sin, interleaved), v_new, k, v, starts, counts)
     turned = rope(q, cos, sin, interleaved)
     return attend(turned, k, v, starts, counts, scoring, sight)

@@ -51,9 +51,9 @@ def latent_attend(
     """
     library = dispatch.native(q_latent, q_rope, latent, rope_key)
     if library is not None and q_latent.shape[1] <= MOST:
-        body = library.latent
-        if body.can_attend(q_latent, q_rope, latent, rope_key):
-            return body.attend(q_latent, q_rope, latent, rope_key, starts, counts, scale, window)
+        body = library.attention
+        if body.can_attend_latent(q_latent, q_rope, latent, rope_key):
+            return body.attend_latent(q_latent, q_rope, latent, rope_key, starts, counts, scale, window)
     return latent_attend_reference(q_latent, q_rope, latent, rope_key, starts, counts, scale=scale, window=window)
 
 

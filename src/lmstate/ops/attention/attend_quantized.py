@@ -24,7 +24,7 @@ from lmstate.ops.types.kv_format import BLOCK
 from lmstate.ops.types.params import FULL_CAUSAL, AttentionParams, AttentionSums, CausalMask, Held, RopeTables
 
 if TYPE_CHECKING:
-    from lmstate.ops.cpu.codes import Codes
+    from lmstate.ops.cpu.attention import Attention
 
 WHOLE = 512
 """Numbers of a vector that share a scale, at most: a head's."""
@@ -55,7 +55,9 @@ def attend_quantized(
     body = _native(q, new, held, tail, bits, scoring.sinks)
     most = MOST if columns is None else OBSERVED
     if body is not None and q.shape[1] <= most:
-        out = body.attend(q, new, rotation, held, tail, starts, counts, bits, scoring, sight, columns, dtype=dtype)
+        out = body.attend_quantized(
+            q, new, rotation, held, tail, starts, counts, bits, scoring, sight, columns, dtype=dtype
+        )
         assert out is not None
         return out
     if rotation is not None:
@@ -63,7 +65,7 @@ def attend_quantized(
         new = None if new is None else (rope(new[0], *rotation), new[1])
     if new is not None:
         if body is not None:
-            body.attend(q, new, None, held, tail, starts, counts, bits, scoring, sight, stores_only=True)
+            body.attend_quantized(q, new, None, held, tail, starts, counts, bits, scoring, sight, stores_only=True)
         elif tail is None:
             _store_vectors(new, held, starts, counts, bits)
         else:
@@ -72,7 +74,9 @@ def attend_quantized(
         blocks = []
         for first, block in zip(range(0, q.shape[1], most), q.split(most, dim=1)):
             some = (counts - first).clamp(0, most)
-            out = body.attend(block, None, None, held, tail, starts + first, some, bits, scoring, sight, columns)
+            out = body.attend_quantized(
+                block, None, None, held, tail, starts + first, some, bits, scoring, sight, columns
+            )
             assert out is not None
             blocks.append(out)
         return torch.cat(blocks, dim=1)
@@ -95,12 +99,12 @@ def attend_quantized(
 
 def _native(
     q: Tensor, new: tuple[Tensor, Tensor] | None, held: Held, tail: Tensor | None, bits: int, sinks: Tensor | None
-) -> Codes | None:
+) -> Attention | None:
     library = dispatch.native(q, *(new or ()), held.k, sinks)
     if library is None:
         return None
-    body = library.codes
-    return body if body.can(q, held, tail, bits) else None
+    body = library.attention
+    return body if body.can_attend_quantized(q, held, tail, bits) else None
 
 
 def _store_vectors(new: tuple[Tensor, Tensor], held: Held, starts: Tensor, counts: Tensor, bits: int) -> None:

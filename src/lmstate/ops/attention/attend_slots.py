@@ -25,11 +25,13 @@ def attend_observed(
 ) -> Tensor:
     """`ops.attend` over rings that have not wrapped; adds what each slot receives to `columns`."""
     library = dispatch.native(q, k, v, scoring.sinks)
-    if library is None or not library.can_attend(q, k, v):
+    if library is None or not library.attention.can_attend(q, k, v):
         slots = torch.arange(k.shape[2], device=k.device).expand(k.shape[:3])
         return attend_slots(q, k, v, slots, starts, counts, scoring, columns=columns)
     out = [
-        library.attend(block, k, v, starts + first, (counts - first).clamp(0, OBSERVED), scoring, FULL_CAUSAL, columns)
+        library.attention.attend(
+            block, k, v, starts + first, (counts - first).clamp(0, OBSERVED), scoring, FULL_CAUSAL, columns
+        )
         for first, block in zip(range(0, max(q.shape[1], 1), OBSERVED), q.split(OBSERVED, dim=1))
     ]
     return out[0] if len(out) == 1 else torch.cat(out, dim=1)

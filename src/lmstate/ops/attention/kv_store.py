@@ -15,8 +15,8 @@ def append(k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, starts: Tensor, c
     rounded to their dtype. starts, counts: int64 `[R]`, counts <= S.
     """
     library = dispatch.native(k_new, v_new, k, v)
-    if library is not None and library.can_append(k_new, v_new, k, v):
-        library.append(k_new, v_new, k, v, starts, counts)
+    if library is not None and library.attention.can_append(k_new, v_new, k, v):
+        library.attention.append(k_new, v_new, k, v, starts, counts)
     else:
         append_reference(k_new, v_new, k, v, starts, counts)
 

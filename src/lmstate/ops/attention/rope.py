@@ -17,7 +17,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tens
     library = dispatch.native(x)
     if library is None or x.dtype != torch.float32:
         return rope_reference(x, cos, sin, interleaved)
-    return library.rope(x, cos, sin, interleaved)
+    return library.attention.rope(x, cos, sin, interleaved)
 
 
 def rope_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:

@@ -4,27 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from struct import Struct
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lmstate.ops.types.params import AttentionParams, CausalMask, Norm, Residual
-
-if TYPE_CHECKING:
-    from lmstate.ops.types.params import AttentionSums
-
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-WEIGHT_KINDS = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4, "bfloat16 in 12 bits": 5}
-
-GATES = {"silu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "swigluoai": 5}
-
-MAX_HEAD_DIM = 512
-
-ATTENTION, STARTS, RINGS, ROTATION = Struct("q10P12q8d"), Struct("P"), Struct("4P11q4P2q"), Struct("2P2q")
-SUBLAYER = ATTENTION.size + STARTS.size + RINGS.size + ROTATION.size
-"""Bytes that the arguments of a sublayer take; those of attention are the longest."""
+from lmstate.ops.cpu.abi import KINDS
+from lmstate.ops.types import kv_format
+from lmstate.ops.types.params import AttentionParams, AttentionSums, CausalMask, Held, Norm, Residual
 
 
 def function(library: ctypes.CDLL, name: str) -> Callable[[bytes], int]:
@@ -50,6 +36,11 @@ def optional_pointer(x: Tensor | None, name: str, shape: tuple[int, ...]) -> int
 def norm_fields(norm: Norm | None, width: int) -> tuple[int, float]:
     """Pointer to the weight and epsilon of a norm, 0 where there is none."""
     return (0, 0.0) if norm is None else (float_pointer(norm.weight, "the norm's weight", (width,)), norm.eps)
+
+
+def threads_for(elements: int) -> int:
+    """Threads for that many: for fewer than these a second one costs more than it saves."""
+    return torch.get_num_threads() if elements > 16384 else 1
 
 
 def simple(*norms: Norm | None) -> bool:
@@ -98,12 +89,10 @@ def append_fields(
         raise ValueError(
             f"new values {list(v_new.shape)} do not fit new keys {list(k_new.shape)} and v {list(v.shape)}"
         )
-    if tokens > slots and int(counts.max()) > slots:
-        raise ValueError(f"{int(counts.max())} new tokens do not fit a ring of {slots} slots: store fewer at a time")
     fk, fv, tk, tv = k_new.stride(), v_new.stride(), k.stride(), v.stride()
     return (
         k_new.data_ptr(), v_new.data_ptr(), k.data_ptr(), v.data_ptr(), starts.data_ptr(), counts.data_ptr(),
-        rows, kv_heads, slots, KINDS[k.dtype], threads, dim, dim_v,
+        rows, tokens, kv_heads, slots, KINDS[k.dtype], threads, dim, dim_v,
         fk[0], fv[0], fk[1], fv[1], fk[2], fv[2], tk[0], tv[0], tk[1], tv[1], tk[2], tv[2],
     )  # fmt: skip
 
@@ -155,6 +144,16 @@ def rule_fields(scoring: AttentionParams, sight: CausalMask) -> tuple[int, int, 
     return sight.window or 0, sight.chunk or 0, threads, scoring.scale, scoring.softcap or 0.0
 
 
+def check_appended(status: int, k_new: Tensor, k: Tensor, starts: Tensor, counts: Tensor) -> None:
+    """ValueError where the C side says that a row's start and count do not fit."""
+    if status:
+        r, tokens, slots = status - 1, k_new.shape[1], k.shape[2]
+        raise ValueError(
+            f"row {r} starts at {int(starts[r])}: {int(counts[r])} new tokens do not fit a ring of {slots} slots or a "
+            f"step of {tokens}; starts and counts are not negative"
+        )
+
+
 def check_attended(status: int, q: Tensor, k: Tensor, starts: Tensor, counts: Tensor) -> None:
     """The C side's verdict as an error: no memory, or the row whose starts and counts make no sense."""
     if status < 0:
@@ -165,3 +164,26 @@ def check_attended(status: int, q: Tensor, k: Tensor, starts: Tensor, counts: Te
             f"row {r} starts at {int(starts[r])} with {int(counts[r])} new tokens: that does not fit queries "
             f"{list(q.shape)} over a ring of {k.shape[2]} slots (all that they see must lie in it at once)"
         )
+
+
+def check_quantized_kv(held: Held, tail: Tensor | None, rows: tuple[int, int], dim: int, dim_v: int, bits: int) -> None:
+    """ValueError where these do not fit `(R, K)` and widths of keys and of values."""
+    slots = held.k.shape[2]
+    k_scales = 1 if tail is None else kv_format.block_scales(dim)
+    expected = {
+        "k": (held.k, dim * bits // 8, kv_format.code_dtype(bits)),
+        "v": (held.v, dim_v * bits // 8, kv_format.code_dtype(bits)),
+        "k_scale": (held.k_scale, k_scales, torch.float16),
+        "v_scale": (held.v_scale, 1, torch.float16),
+    }
+    for name, (tensor, width, dtype) in expected.items():
+        if tensor.shape != (*rows, slots, width) or tensor.dtype != dtype or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous {dtype} {[*rows, slots, width]}; "
+                f"this is {tensor.dtype} {list(tensor.shape)}"
+            )
+    if tail is not None:
+        if slots % kv_format.BLOCK:
+            raise ValueError(f"blocks of {kv_format.BLOCK} positions cannot lie in {slots} slots")
+        if (*tail.shape[:2], tail.shape[3]) != (*rows, dim) or tail.stride(3) != 1:
+            raise ValueError(f"the tail is {list(tail.shape)}; keys of {dim} do not fit it")

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from struct import Struct
 from typing import TYPE_CHECKING, NamedTuple, overload
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from lmstate.ops.cpu import fused_experts, fused_recurrent
+from lmstate.ops.cpu import abi, fused_moe, fused_recurrent
+from lmstate.ops.cpu.abi import GATES, KINDS, MAX_HEAD_DIM, SUBLAYER_BYTES, WEIGHT_KINDS, SublayerKind
 from lmstate.ops.cpu.arguments import (
-    ATTENTION,
-    GATES,
-    KINDS,
-    MAX_HEAD_DIM,
-    RINGS,
-    ROTATION,
-    STARTS,
-    SUBLAYER,
-    WEIGHT_KINDS,
     check_attended,
+    check_quantized_kv,
     factor,
     float_pointer,
     function,
@@ -31,7 +23,6 @@ from lmstate.ops.cpu.arguments import (
     optional_pointer,
     simple,
 )
-from lmstate.ops.cpu.codes import check_held
 from lmstate.ops.cpu.fused_recurrent import Recurrence
 from lmstate.ops.types.params import Held, Norm
 from lmstate.ops.types.sublayers import (
@@ -47,9 +38,6 @@ from lmstate.ops.types.sublayers import (
 if TYPE_CHECKING:
     from lmstate.ops.types.params import KVView, RopeTables
 
-_FEED_FORWARD = Struct("q7P7q3d")
-_RUN = Struct("5P4q")
-
 
 class _Packed(NamedTuple):
     arguments: bytes | Recurrence | None
@@ -62,7 +50,7 @@ class Fused:
     """The body of one variant, and its arguments. Tensors are float32 on the processor."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._run = function(library, "lmstate_run")
+        self._run = function(library, "lmstate_fused")
         self._packed: WeakKeyDictionary[Sublayer, _Packed] = WeakKeyDictionary()
 
     @overload
@@ -88,7 +76,7 @@ class Fused:
 
     def starts(self, starts: Tensor | None, rows: int) -> bytes:
         """The arguments of attention that say where a layer's tokens start, if not where the step's do."""
-        return STARTS.pack(0 if starts is None else integers(starts, "starts", rows).data_ptr())
+        return abi.STARTS.pack(0 if starts is None else integers(starts, "starts", rows).data_ptr())
 
     def knows(self, rings: KVView) -> bool:
         """Whether a layer with these rings may run here."""
@@ -109,13 +97,13 @@ class Fused:
         codes: tuple[int, ...] = (0,) * 6
         if coded is not None:
             held = Held(rings.k, rings.v, coded.k_scale, coded.v_scale)
-            check_held(held, coded.tail, (rows, kv_heads), dim, dim, coded.bits)
+            check_quantized_kv(held, coded.tail, (rows, kv_heads), dim, dim, coded.bits)
             floats, tail = (coded.tail, None), 0 if coded.tail is None else coded.tail.shape[2]
             codes = (*(x.data_ptr() for x in held), coded.bits, tail)
         kind = 0 if floats[0] is None else KINDS[floats[0].dtype]
         planes = 0 if columns is None else columns.shape[2]
         queries = 0 if rings.queries is None else float_pointer(rings.queries, "queries", tuple(rings.queries.shape))
-        return RINGS.pack(
+        return abi.KV_VIEW.pack(
             *(0 if x is None else x.data_ptr() for x in floats),
             optional_pointer(columns, "columns", (rows, kv_heads, planes, slots)), queries,
             slots, *(n for x in floats for n in ((0, 0, 0) if x is None else x.stride()[:3])), planes, kind,
@@ -125,10 +113,10 @@ class Fused:
     def rotation(self, rotation: RopeTables | None, rows: int, tokens: int) -> bytes:
         """The end of the arguments of attention."""
         if rotation is None:
-            return ROTATION.pack(0, 0, 0, 0)
+            return abi.ROTATION.pack(0, 0, 0, 0)
         half = rotation.cos.shape[-1]
         cos, sin = (float_pointer(table, "cos and sin", (rows, tokens, half)) for table in rotation[:2])
-        return ROTATION.pack(cos, sin, half, rotation.interleaved)
+        return abi.ROTATION.pack(cos, sin, half, rotation.interleaved)
 
     def check(
         self, half: AttentionSublayer, rings: KVView, rotation: RopeTables | None, rows: int, tokens: int
@@ -163,7 +151,7 @@ class Fused:
         added = optional_pointer(beside, "the residual", (rows, tokens, sublayers[0].out_features))
         if starts is not None and counts is not None:
             starts, counts = integers(starts, "starts", rows), integers(counts, "counts", rows)
-        head = _RUN.pack(
+        head = abi.FUSED.pack(
             stream.data_ptr(), added, y.data_ptr(), 0 if starts is None else starts.data_ptr(),
             0 if counts is None else counts.data_ptr(), rows, tokens, len(sublayers), torch.get_num_threads(),
         )  # fmt: skip
@@ -184,7 +172,7 @@ def _pack(sublayer: Sublayer) -> _Packed:
         case MLPSublayer():
             return _Packed(_pack_mlp(sublayer))
         case MoESublayer():
-            arguments, table = fused_experts.pack(sublayer)
+            arguments, table = fused_moe.pack(sublayer)
             return _Packed(arguments, table)
         case RecurrentSublayer():
             return _Packed(fused_recurrent.pack(sublayer))
@@ -204,8 +192,8 @@ def _pack_attention(of: AttentionSublayer) -> bytes | None:
     q_norm, q_width, q_eps = _head_norm(of.q_norm, dim, heads)
     k_norm, k_width, k_eps = _head_norm(of.k_norm, dim, kv_heads)
     v_norm, _, v_eps = _head_norm(of.v_norm, dim, 1)
-    return ATTENTION.pack(
-        0, *norm_fields(of.norm, inputs)[:1], qkv.storage.data_ptr(),
+    arguments = abi.ATTENTION_WEIGHTS.pack(
+        *norm_fields(of.norm, inputs)[:1], qkv.storage.data_ptr(),
         optional_pointer(of.qkv_bias, "the bias of qkv", (width,)), q_norm, k_norm, v_norm,
         optional_pointer(of.params.sinks, "sinks", (heads,)), out.storage.data_ptr(),
         optional_pointer(of.out_bias, "the bias of out", (outputs,)), norm_fields(of.post_norm, outputs)[0],
@@ -214,6 +202,7 @@ def _pack_attention(of: AttentionSublayer) -> bytes | None:
         k_eps, v_eps, of.params.scale, of.params.softcap or 0.0, norm_fields(of.post_norm, outputs)[1],
         factor(of.scale),
     )  # fmt: skip
+    return abi.sublayer(SublayerKind.ATTENTION, arguments)
 
 
 def _pack_mlp(of: MLPSublayer) -> bytes | None:
@@ -226,13 +215,14 @@ def _pack_mlp(of: MLPSublayer) -> bytes | None:
         raise ValueError(f"{up} and {down} do not fit each other")
     norm, eps = norm_fields(of.norm, inputs)
     after, after_eps = norm_fields(of.post_norm, outputs)
-    return _FEED_FORWARD.pack(
-        1, norm, up.storage.data_ptr(), optional_pointer(of.up_bias, "the bias of up", (2 * hidden,)),
+    arguments = abi.MLP.pack(
+        norm, up.storage.data_ptr(), optional_pointer(of.up_bias, "the bias of up", (2 * hidden,)),
         down.storage.data_ptr(), optional_pointer(of.down_bias, "the bias of down", (outputs,)), after,
         optional_pointer(of.factors, "the factors of up", (2 * hidden,)),
         inputs, hidden, outputs, WEIGHT_KINDS[up.kind], WEIGHT_KINDS[down.kind], GATES[of.act], of.parallel,
         eps, after_eps, factor(of.scale),
-    ).ljust(SUBLAYER, b"\0")  # fmt: skip
+    )  # fmt: skip
+    return abi.sublayer(SublayerKind.MLP, arguments).ljust(SUBLAYER_BYTES, b"\0")
 
 
 def _head_norm(norm: Norm | None, dim: int, heads: int) -> tuple[int, int, float]:

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from struct import Struct
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lmstate.ops.cpu.arguments import (
-    SUBLAYER,
-    WEIGHT_KINDS,
-    factor,
-    float_pointer,
-    norm_fields,
-    optional_pointer,
-    simple,
-)
+from lmstate.ops.cpu import abi
+from lmstate.ops.cpu.abi import WEIGHT_KINDS, SublayerKind
+from lmstate.ops.cpu.arguments import factor, float_pointer, norm_fields, optional_pointer, simple
+from lmstate.ops.cpu.mixers import MixerParts, gated_delta_parts, mamba2_parts
 from lmstate.ops.cpu.recurrent import all_float32
-from lmstate.ops.cpu.recurrent_mixers import MixerParts, delta_parts, ssd_parts
 from lmstate.ops.types.sublayers import (
     Carry,
     GatedDeltaSublayer,
@@ -30,11 +23,7 @@ from lmstate.ops.types.sublayers import (
 if TYPE_CHECKING:
     from lmstate.ops.types.weight import Weight
 
-_LAYER = Struct("q8P7q3d")
-_PARTS = 17 * 8  # the larger of the mixers' parts
-_CONV = Struct("2Pq")
-_CARRY = Struct("5P")
-_REST = b"\0" * (SUBLAYER - _LAYER.size - _PARTS - _CARRY.size)
+_REST = b"\0" * (abi.SUBLAYER_BYTES - 8 - abi.PROJECTIONS.size - abi.MIXER_BYTES - abi.CARRY.size)
 
 
 class Recurrence(NamedTuple):
@@ -67,25 +56,27 @@ def _in_place(conv: Tensor, *others: Tensor | None) -> bool:
 
 def _delta(of: GatedDeltaSublayer) -> Recurrence:
     """A layer of the gated delta rule."""
-    parts = delta_parts(
+    parts = gated_delta_parts(
         of.conv.t(), of.A, of.dt_bias, of.gated_norm, of.key_heads, of.key_dim, of.gate_act == "silu", of.beta_scale
     )
     width, embed = parts.carry[0][1], of.qkvz.in_features
     if of.qkvz.out_features != width + parts.outputs or of.gates.shape != (parts.inputs - width, embed):
         raise ValueError(f"{of.qkvz} and {of.gates} do not fit {width} features before {parts.outputs} values")
-    layer = _layer(2, of, of.qkvz, None, of.gates, of.out, None, parts)
+    layer = _layer(SublayerKind.GATED_DELTA, of, of.qkvz, None, of.gates, of.out, None, parts)
     return Recurrence(layer, parts, parts.inputs, 0)
 
 
 def _ssd(of: Mamba2Sublayer) -> Recurrence:
     """A layer of Mamba-2."""
-    parts = ssd_parts(
+    parts = mamba2_parts(
         of.conv.t(), of.conv_bias, of.A, of.D, of.dt_bias, of.head_dim, of.groups, of.dt_limits,
         of.gated_norm, of.norm_groups, of.gate_last,
     )  # fmt: skip
     if of.project.out_features != parts.outputs + parts.inputs:
         raise ValueError(f"{of.project} and {len(of.A)} heads of {of.head_dim} do not fit each other")
-    layer = _layer(3, of, of.project, of.bias, None, of.out, of.out_bias, parts, of.factors, of.parallel)
+    layer = _layer(
+        SublayerKind.MAMBA2, of, of.project, of.bias, None, of.out, of.out_bias, parts, of.factors, of.parallel
+    )
     return Recurrence(layer, parts, of.project.out_features, parts.outputs)
 
 
@@ -95,9 +86,11 @@ def _conv(of: ShortConvSublayer) -> Recurrence:
     kernel, width = taps.shape
     if of.project.out_features != 3 * width:
         raise ValueError(f"{of.project} does not give three times the {width} features of a convolution")
-    arguments = _CONV.pack(taps.data_ptr(), optional_pointer(of.conv_bias, "the convolution's bias", (width,)), kernel)
+    arguments = abi.GATED_CONV_PARTS.pack(
+        taps.data_ptr(), optional_pointer(of.conv_bias, "the convolution's bias", (width,)), kernel
+    )
     parts = MixerParts(arguments, width, width, ((kernel - 1, width),))
-    layer = _layer(5, of, of.project, of.bias, None, of.out, of.out_bias, parts)
+    layer = _layer(SublayerKind.SHORT_CONV, of, of.project, of.bias, None, of.out, of.out_bias, parts)
     return Recurrence(layer, parts, width, 0)
 
 
@@ -107,7 +100,7 @@ def carried(layer: Recurrence, carry: Carry, new: Carry, kept: Tensor) -> bytes:
     before = [float_pointer(part, "the carry", (rows, *shape)) for part, shape in zip(carry, shapes, strict=True)]
     after = [part.data_ptr() for part in new]
     none = [0] * (2 - len(shapes))
-    return b"".join([layer.arguments, _CARRY.pack(*before, *none, *after, *none, kept.data_ptr()), _REST])
+    return b"".join([layer.arguments, abi.CARRY.pack(*before, *none, *after, *none, kept.data_ptr()), _REST])
 
 
 def room(layer: Recurrence, rows: int, tokens: int) -> tuple[Carry, Tensor]:
@@ -117,7 +110,7 @@ def room(layer: Recurrence, rows: int, tokens: int) -> tuple[Carry, Tensor]:
 
 
 def _layer(
-    kind: int,
+    kind: SublayerKind,
     of: ShortConvSublayer | GatedDeltaSublayer | Mamba2Sublayer,
     project: Weight,
     bias: Tensor | None,
@@ -133,11 +126,12 @@ def _layer(
         raise ValueError(f"{out} does not fit a mixer of {parts.outputs} features")
     before, eps = norm_fields(of.norm, inputs)
     behind, after_eps = norm_fields(of.post_norm, outputs)
-    return _LAYER.pack(
-        kind, before, project.storage.data_ptr(), optional_pointer(bias, "the bias", (projected,)),
+    arguments = abi.PROJECTIONS.pack(
+        before, project.storage.data_ptr(), optional_pointer(bias, "the bias", (projected,)),
         0 if gates is None else gates.storage.data_ptr(), out.storage.data_ptr(),
         optional_pointer(out_bias, "the bias of out", (outputs,)), behind,
         optional_pointer(factors, "the factors", (projected,)), inputs, projected, outputs,
         WEIGHT_KINDS[project.kind], 0 if gates is None else WEIGHT_KINDS[gates.kind], WEIGHT_KINDS[out.kind], parallel,
         eps, after_eps, factor(of.scale),
-    ) + parts.arguments.ljust(_PARTS, b"\0")  # fmt: skip
+    )  # fmt: skip
+    return abi.sublayer(kind, arguments, parts.arguments.ljust(abi.MIXER_BYTES, b"\0"))

@@ -9,20 +9,13 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Sequence
-from struct import Struct
 
 import torch
 from torch import Tensor
 
+from lmstate.ops.cpu import abi
 from lmstate.ops.cpu.arguments import function
 from lmstate.ops.types.params import Norm
-
-_CONV = Struct("7P9q")
-_DELTA = Struct("9P25qd2PdP")
-_SSD = Struct("11P20q2d")
-_SCAN = Struct("11P17q")
-_LRU = Struct("10P10q")
-_GATED_NORM = Struct("5P10qd")
 
 RUN = 32
 """Tokens that the bodies take at a time."""
@@ -41,14 +34,14 @@ class Recurrent:
         # Measured on 16 heads of 128 x 128: 26 to 28 us a token and layer on one core with vectors, 80 without; the
         # chunked form in torch takes 45 to 55.
         self.longest = RUN if variant == "portable" else sys.maxsize
-        self._conv = function(library, "lmstate_conv")
-        self._delta = function(library, "lmstate_delta")
+        self._causal_conv = function(library, "lmstate_causal_conv")
+        self._gated_delta_rule = function(library, "lmstate_gated_delta_rule")
         self._ssd = function(library, "lmstate_ssd")
-        self._scan = function(library, "lmstate_scan")
-        self._lru = function(library, "lmstate_lru")
+        self._selective_scan = function(library, "lmstate_selective_scan")
+        self._rg_lru = function(library, "lmstate_rg_lru")
         self._gated_norm = function(library, "lmstate_gated_norm")
 
-    def conv(
+    def causal_conv(
         self, x: Tensor, tail: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor, silu: bool
     ) -> tuple[Tensor, Tensor]:
         """`causal_conv`; `weight` [F, C] is read in place if its taps lie apart, as in `tap_major`."""
@@ -58,15 +51,15 @@ class Recurrent:
         expect(tail, "the tail", (rows, kernel - 1, width))
         expect(taps, "the taps", (kernel, width))
         y, new = _empty(rows, tokens, width), _empty(*tail.shape)
-        arguments = _CONV.pack(
+        arguments = abi.CAUSAL_CONV.pack(
             x.data_ptr(), tail.data_ptr(), taps.data_ptr(), optional(bias, "the bias", width),
             counted(counts, rows).data_ptr(), y.data_ptr(), new.data_ptr(),
             rows, tokens, width, kernel, silu, threads_for(kernel * y.numel()), *x.stride()[:2], tail.stride(0),
         )  # fmt: skip
-        self._conv(arguments)
+        self._causal_conv(arguments)
         return y, new
 
-    def delta(
+    def gated_delta_rule(
         self,
         q: Tensor,
         k: Tensor,
@@ -91,7 +84,7 @@ class Recurrent:
         if beta is not None:
             expect(beta, "beta", (rows, tokens, heads))
         y, new = _empty(rows, tokens, heads, value_dim), _empty(*carry.shape)
-        arguments = _DELTA.pack(
+        arguments = abi.GATED_DELTA_RULE.pack(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), 0 if beta is None else beta.data_ptr(),
             carry.data_ptr(), counted(counts, rows).data_ptr(), y.data_ptr(), new.data_ptr(),
             rows, tokens, key_heads, heads, key_dim, value_dim, by_channel, normalize,
@@ -99,7 +92,7 @@ class Recurrent:
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3],
             *((0, 0, 0) if beta is None else beta.stride()), carry.stride(0), scale, 0, 0, 1.0, 0,
         )  # fmt: skip
-        if self._delta(arguments):
+        if self._gated_delta_rule(arguments):
             raise MemoryError(f"no memory for the delta rule's runs of heads of {key_dim}")
         return y, new
 
@@ -126,7 +119,7 @@ class Recurrent:
         expect(A, "A", (heads,))
         expect(carry, "the carry", (rows, heads, head_dim, states))
         y, new = _empty(rows, tokens, heads, head_dim), _empty(*carry.shape)
-        arguments = _SSD.pack(
+        arguments = abi.SSD.pack(
             x.data_ptr(), dt.data_ptr(), A.data_ptr(), B.data_ptr(), C.data_ptr(), optional(D, "D", heads),
             optional(dt_bias, "dt's bias", heads), carry.data_ptr(), counted(counts, rows).data_ptr(),
             y.data_ptr(), new.data_ptr(),
@@ -136,7 +129,7 @@ class Recurrent:
         self._ssd(arguments)
         return y, new
 
-    def scan(
+    def selective_scan(
         self,
         x: Tensor,
         dt: Tensor,
@@ -162,7 +155,7 @@ class Recurrent:
         expect(A, "A", (channels, states))
         expect(carry, "the carry", (rows, channels, states))
         y, new = _empty(rows, tokens, channels), _empty(*carry.shape)
-        arguments = _SCAN.pack(
+        arguments = abi.SELECTIVE_SCAN.pack(
             x.data_ptr(), dt.data_ptr(), 0 if gate is None else gate.data_ptr(), A.data_ptr(), B.data_ptr(),
             C.data_ptr(), optional(D, "D", channels),
             carry.data_ptr(), counted(counts, rows).data_ptr(), y.data_ptr(), new.data_ptr(),
@@ -170,10 +163,10 @@ class Recurrent:
             *x.stride()[:2], *((0, 0) if gate is None else gate.stride()[:2]),
             *dt.stride()[:2], *B.stride()[:2], *C.stride()[:2], carry.stride(0),
         )  # fmt: skip
-        self._scan(arguments)
+        self._selective_scan(arguments)
         return y, new
 
-    def lru(
+    def rg_lru(
         self,
         x: Tensor,
         input_gate: Tensor,
@@ -191,12 +184,12 @@ class Recurrent:
         expect(h, "h", (rows, width))
         expect(seen, "seen", (rows,))
         y, new, new_seen = _empty(rows, tokens, width), _empty(rows, width), _empty(rows)
-        arguments = _LRU.pack(
+        arguments = abi.RG_LRU.pack(
             *(part.data_ptr() for part in inputs), optional(recurrent_param, "the parameter", width), h.data_ptr(),
             seen.data_ptr(), counted(counts, rows).data_ptr(), y.data_ptr(), new.data_ptr(), new_seen.data_ptr(),
             rows, tokens, width, threads_for(16 * y.numel()), *(step for part in inputs for step in part.stride()[:2]),
         )  # fmt: skip
-        self._lru(arguments)
+        self._rg_lru(arguments)
         return y, (new, new_seen)
 
     def gated_norm(self, y: Tensor, gate: Tensor, norm: Norm, silu: bool, groups: int, gate_last: bool) -> Tensor:
@@ -207,7 +200,7 @@ class Recurrent:
             raise ValueError(f"{groups} groups of {width} features cannot have {weights} weights")
         expect(gate, "the gate", (rows, tokens, width))
         out = _empty(rows, tokens, width)
-        arguments = _GATED_NORM.pack(
+        arguments = abi.GATED_NORM.pack(
             y.data_ptr(), gate.data_ptr(), optional(norm.weight, "the norm's weight", weights), out.data_ptr(), 0,
             rows, tokens, groups, width // groups, weights, silu, gate_last, threads_for(4 * out.numel()),
             *gate.stride()[:2], norm.eps,

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from struct import Struct
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from lmstate.ops.cpu import abi
 from lmstate.ops.cpu.arguments import float_pointer, function, integers
 from lmstate.ops.types.slot_table import SlotCommit
-
-ARRAYS = 8
-_HEADER = Struct("3P3q")
-_CHANGE = Struct("2Pq" * ARRAYS + "10P16q")
 
 
 class PackedSlotCommit(NamedTuple):
@@ -30,7 +26,7 @@ class Slots:
     """The body of one variant."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._settle = function(library, "lmstate_settle")
+        self._commit = function(library, "lmstate_commit_slots")
         self._packed: WeakKeyDictionary[SlotCommit, PackedSlotCommit] = WeakKeyDictionary()
 
     def commit(self, changes: Sequence[SlotCommit], starts: Tensor, counts: Tensor, accepted: Tensor) -> None:
@@ -47,8 +43,8 @@ class Slots:
         packed = [self._pack(change) for change in changes]
         if any(each.rows != rows for each in packed):
             raise ValueError(f"lists of other numbers of rows were given with the starts of {rows}")
-        header = _HEADER.pack(*(x.data_ptr() for x in spans), len(changes), rows, torch.get_num_threads())
-        return self._settle, b"".join([header, *(each.fields for each in packed)])
+        header = abi.COMMIT_SLOTS.pack(*(x.data_ptr() for x in spans), len(changes), rows, torch.get_num_threads())
+        return self._commit, b"".join([header, *(each.fields for each in packed)])
 
     def _pack(self, change: SlotCommit) -> PackedSlotCommit:
         """Checked once: a change is not given other tensors, nor these other memory."""
@@ -74,8 +70,8 @@ def pack(change: SlotCommit) -> PackedSlotCommit:
                 raise ValueError(f"{name} {list(x.shape)} does not fit {rows} rows, {heads} heads and {count} slots")
         fields += [array.data_ptr(), undo_log[name].data_ptr(), width * array.element_size()]
     count, scores = len(fields) // 3, stored.get("scores")
-    if count > ARRAYS:
-        raise ValueError(f"slots of {count} tensors were given; there is room for {ARRAYS}")
+    if count > abi.SLOT_ARRAYS:
+        raise ValueError(f"slots of {count} tensors were given; there is room for {abi.SLOT_ARRAYS}")
     seen = gone = queries = ring = planes = wide = tokens = width = size = 0
     lowest: tuple[int, ...] = (0, 0, 0, 0, 0)
     if change.columns is not None:
@@ -92,8 +88,8 @@ def pack(change: SlotCommit) -> PackedSlotCommit:
         (_, tokens, *each), size = change.queries.shape, change.ring.shape[1]
         queries = float_pointer(change.queries, "queries", (rows, tokens, *each))
         ring, width = float_pointer(change.ring, "ring", (rows, size, *each)), each[0] * each[1]
-    packed = _CHANGE.pack(
-        *fields, *(0,) * (3 * (ARRAYS - count)), stored["position"].data_ptr(),
+    packed = abi.SLOT_COMMIT.pack(
+        *fields, *(0,) * (3 * (abi.SLOT_ARRAYS - count)), stored["position"].data_ptr(),
         0 if scores is None else scores.data_ptr(), undo_log["evicted_at"].data_ptr(), undo_log["slot"].data_ptr(),
         filled.data_ptr(), undo_head.data_ptr(), seen, gone, queries, ring,
         heads, slots, undo_slots, count, 0 if scores is None else scores.shape[2],

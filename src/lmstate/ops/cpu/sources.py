@@ -10,8 +10,10 @@ from pathlib import Path
 
 
 def digest(folder: Path) -> int:
-    """64 bits of a hash over the C files there, and their names; what the build writes into a library."""
+    """64 bits of a hash over the C files below it, and their paths; what the build writes into a library."""
     whole = sha256()
-    for path in sorted([*folder.glob("*.c"), *folder.glob("*.h")]):
-        whole.update(path.name.encode() + b"\0" + path.read_bytes().replace(b"\r\n", b"\n") + b"\0")
+    for path in sorted([*folder.rglob("*.c"), *folder.rglob("*.h")]):
+        whole.update(
+            path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes().replace(b"\r\n", b"\n") + b"\0"
+        )
     return int.from_bytes(whole.digest()[:8], "big")

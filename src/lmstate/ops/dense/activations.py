@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lmstate.ops import dispatch
+from lmstate.ops.cpu.abi import GATES
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -35,9 +36,9 @@ def swigluoai(gate: Tensor, up: Tensor) -> Tensor:
 def glu(x: Tensor, act: str) -> Tensor:
     """act(gate) * up, or `swigluoai(gate, up)`, where `x` `[..., 2K]` is gate | up; float32 `[..., K]`."""
     library = dispatch.native(x)
-    if library is None or act not in library.GATES or x.dtype != torch.float32:
+    if library is None or act not in GATES or x.dtype != torch.float32:
         return glu_reference(x, act)
-    return library.glu(x, act)
+    return library.dense.glu(x, act)
 
 
 def glu_reference(x: Tensor, act: str) -> Tensor:

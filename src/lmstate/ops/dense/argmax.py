@@ -17,4 +17,4 @@ def argmax(x: Tensor) -> tuple[Tensor, Tensor]:
     if library is None or x.dtype != torch.float32:
         largest, where = x.max(-1)
         return largest, where
-    return library.argmax(x)
+    return library.dense.argmax(x)

@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lmstate.ops import dispatch
+from lmstate.ops.cpu.abi import GATES
 from lmstate.ops.dense.activations import glu, glu_reference
-from lmstate.ops.dense.gemm import linear_panels, linear_panels_beside
+from lmstate.ops.dense.gemm import gemm, gemm_split_concat
 from lmstate.ops.dense.norm import add_residual, norm_reference
 from lmstate.ops.dense.norm import norm as apply_norm
 from lmstate.ops.types.params import Norm, Residual
@@ -45,15 +46,15 @@ def linear(
             return add_residual(residual, linear(x, weight, bias, norm=norm, gate=gate))
         if norm is not None and (gate is not None or not norm.simple):
             x, norm = apply_norm(x, norm), None
-        if gate is not None and gate not in library.GATES:
+        if gate is not None and gate not in GATES:
             x, gate = glu(x, gate), None
-        return library.linear(x, weight, bias, norm, library.GATES[gate] if gate else 0, residual)
+        return library.dense.linear(x, weight, bias, norm, GATES[gate] if gate else 0, residual)
     if dispatch.exact(x, weight.storage, stream):
         return linear_reference(x, weight, bias, norm=norm, gate=gate, residual=residual)
-    return linear_panels(x, weight, bias, norm=norm, gate=gate, residual=residual)
+    return gemm(x, weight, bias, norm=norm, gate=gate, residual=residual)
 
 
-def linear_beside(x: Tensor, weight: Weight, width: int, beside: Tensor) -> tuple[Tensor, Tensor]:
+def linear_split_concat(x: Tensor, weight: Weight, width: int, beside: Tensor) -> tuple[Tensor, Tensor]:
     """`linear`, cut after `width` outputs: the first part with `beside` `[..., G]` behind it, and the rest.
 
     The products of many rows are written where they are to lie, which a concatenation would copy.
@@ -62,7 +63,7 @@ def linear_beside(x: Tensor, weight: Weight, width: int, beside: Tensor) -> tupl
     if library is None or is_gemv(x) or weight.kind == "float32":
         y = linear(x, weight)
         return torch.cat([y[..., :width], beside], dim=-1), y[..., width:]
-    return linear_panels_beside(library, x, weight, width, beside)
+    return gemm_split_concat(library, x, weight, width, beside)
 
 
 def is_gemv(x: Tensor) -> bool:

@@ -14,7 +14,7 @@ def norm(x: Tensor, norm: Norm) -> Tensor:
     library = dispatch.native(x, norm.weight)
     if library is None or not norm.simple or x.dtype != torch.float32:
         return norm_reference(x, norm)
-    return library.rms_norm(x, norm.weight, norm.eps)
+    return library.dense.rms_norm(x, norm.weight, norm.eps)
 
 
 def norm_reference(x: Tensor, norm: Norm) -> Tensor:

@@ -17,7 +17,7 @@ def per_head_matmul(x: Tensor, matrices: Tensor) -> Tensor:
     rows, width, heads, _ = x.shape
     library = dispatch.native(x, matrices)
     if library is not None and rows * width <= GEMV_ROWS and x.dtype == torch.float32 and matrices.is_contiguous():
-        return library.latent.per_head_matmul(x, matrices)
+        return library.dense.per_head_matmul(x, matrices)
     product = x.to(matrices.dtype).flatten(0, 1).transpose(0, 1) @ matrices  # [H, R * T, B]
     product = product.transpose(0, 1).reshape(rows, width, heads, -1)
     return product.to(torch.promote_types(product.dtype, torch.float32))

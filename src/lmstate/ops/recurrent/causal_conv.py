@@ -50,7 +50,7 @@ def causal_conv(
         raise ValueError(f"causal_conv knows the activation 'silu' and None, not {activation!r}")
     library = dispatch.native(x, tail, weight, bias)
     if library is not None and all_float32(x, tail, weight, bias):
-        return library.recurrent.conv(x, tail, weight, bias, counts, activation == "silu")
+        return library.recurrent.causal_conv(x, tail, weight, bias, counts, activation == "silu")
     mask = padding(counts, width)
     joined = torch.cat([tail.to(x.dtype), blank(x, mask)], 1)  # [R, C-1+T, F]
     body = convolve_windows if width <= WINDOW_UP_TO else convolve_shifts

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lmstate.ops import dispatch
+from lmstate.ops.cpu.mixers import Carry
 from lmstate.ops.cpu.recurrent import all_float32
-from lmstate.ops.cpu.recurrent_mixers import Carry
 from lmstate.ops.dense.activations import sigmoid
 from lmstate.ops.recurrent.causal_conv import causal_conv
 from lmstate.ops.recurrent.gated_delta_rule import gated_delta_rule
@@ -51,7 +51,7 @@ def delta_mixer(
     library = dispatch.native(inputs, z, *carry, conv, A, dt_bias, norm.weight)
     known = all_float32(inputs, z, *carry, conv, A, dt_bias, norm.weight)
     if library is not None and known and floor is None and inputs.shape[1] <= library.recurrent.longest:
-        return library.mixers.delta(
+        return library.mixers.gated_delta(
             inputs, z, carry, counts, conv, A, dt_bias, norm, key_heads, key_dim, gate_act == "silu", beta_scale
         )
     tail, state = carry

@@ -70,7 +70,7 @@ def gated_delta_rule(
     if library is not None and all_float32(q, k, v, g, beta, carry):
         bodies = library.recurrent
         if width <= bodies.longest:
-            return bodies.delta(q, k, v, g, beta, carry, counts, scale, normalize)
+            return bodies.gated_delta_rule(q, k, v, g, beta, carry, counts, scale, normalize)
     mask = padding(counts, width)
     q, k, v, g, beta = (blank(x.to(dtype), mask) for x in (q, k, v, g, beta))
     body = recurrent if width <= RECURRENT_UP_TO else chunked

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lmstate.ops import dispatch
+from lmstate.ops.cpu.mixers import Carry
 from lmstate.ops.cpu.recurrent import all_float32
-from lmstate.ops.cpu.recurrent_mixers import Carry
 from lmstate.ops.recurrent.causal_conv import causal_conv
 from lmstate.ops.recurrent.gated_norm import gated_norm
 from lmstate.ops.recurrent.ssd import ssd
@@ -51,7 +51,7 @@ def ssd_mixer(
     library = dispatch.native(inputs, gate, *carry, conv, conv_bias, A, D, dt_bias, weight)
     known = all_float32(inputs, gate, *carry, conv, conv_bias, A, D, dt_bias, weight)
     if library is not None and known and inputs.shape[1] <= library.recurrent.longest:
-        return library.mixers.ssd(
+        return library.mixers.mamba2(
             inputs, gate, carry, counts, conv, conv_bias, A, D, dt_bias, head_dim, groups, dt_limits, norm, norm_groups,
             gate_last,
         )  # fmt: skip

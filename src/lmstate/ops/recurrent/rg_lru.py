@@ -47,7 +47,7 @@ def rg_lru(
     h, seen = carry
     library = dispatch.native(x, input_gate, recurrence_gate, recurrent_param, h, seen)
     if library is not None and all_float32(x, input_gate, recurrence_gate, recurrent_param, h, seen):
-        return library.recurrent.lru(x, input_gate, recurrence_gate, recurrent_param, carry, counts)
+        return library.recurrent.rg_lru(x, input_gate, recurrence_gate, recurrent_param, carry, counts)
     dtype, width = carry_dtype(h), x.shape[1]
     mask = padding(counts, width)
     x, input_gate, recurrence_gate = (blank(each.to(dtype), mask) for each in (x, input_gate, recurrence_gate))

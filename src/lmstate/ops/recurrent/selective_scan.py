@@ -54,7 +54,7 @@ def selective_scan(
     dtype, width = carry_dtype(carry), x.shape[1]
     library = dispatch.native(x, dt, A, B, C, D, carry, gate)
     if library is not None and all_float32(x, dt, A, B, C, D, carry, gate):
-        return library.recurrent.scan(x, dt, A, B, C, D, carry, counts, softplus, gate)
+        return library.recurrent.selective_scan(x, dt, A, B, C, D, carry, counts, softplus, gate)
     dt = F.softplus(dt) if softplus else dt
     mask = padding(counts, width)
     x, dt, B, C = (blank(each.to(dtype), mask) for each in (x, dt, B, C))  # dt = 0 makes padding the identity

@@ -16,9 +16,9 @@ NONE = 2**31 - 1
 class SlotTable:
     """Slots `[R, K, S]`, the first `filled[r, k]` of them filled, and `[R, K, G]` that were evicted lately.
 
-    `stored` has `position` int32 `[R, K, S]` and any tensors `[R, K, S, width]`. `undo_log` has the same of G slots, and
-    int32 `[R, K, G]` each: `evicted_at`, the length at which a slot was evicted (0: none was), and `slot`, where it lay. The
-    next one goes to `undo_head[r, k] % G`: read backwards, the graves tell how to undo evictions one by one.
+    `stored` has `position` int32 `[R, K, S]` and any tensors `[R, K, S, width]`. `undo_log` has the same of G slots,
+    and int32 `[R, K, G]` each: `evicted_at`, the length at which a slot was evicted (0: none was), and `slot`, where it
+    lay. The next one goes to `undo_head[r, k] % G`: read backwards, the log undoes evictions one by one.
 
     Where attention is summed, `stored` has `scores` float32 `[R, K, n, S]` too: the sums at length L in L % n, of the
     slots as they lay then.

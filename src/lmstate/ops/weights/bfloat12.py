@@ -64,7 +64,7 @@ class Bfloat12Weight(Weight):
         library = dispatch.native(self.storage)
         if library is not None and dtype in (torch.float32, torch.bfloat16):
             panel = torch.empty(last - first, self.in_features, dtype=dtype)
-            library.dequantize(self, first, panel)
+            library.dense.dequantize(self, first, panel)
             return panel
         pairs = self._spans.unflatten(-1, (BESIDE // 2, -1)).split([SPAN, 2 * SPAN], dim=-1)
         code, low = (part.unflatten(-1, (2, -1)).flatten(2, 3) for part in pairs)  # [blocks, spans, 4, 32 or 64]
@@ -77,7 +77,7 @@ class Bfloat12Weight(Weight):
 
     def rows(self, ids: Tensor) -> Tensor:
         library = dispatch.native(self.storage, ids)
-        return library.rows(self, ids) if library is not None else self.dequantize()[ids]
+        return library.dense.rows(self, ids) if library is not None else self.dequantize()[ids]
 
     def tensors(self) -> dict[str, Tensor]:
         """For no file: squeezing takes no longer than reading."""
@@ -100,7 +100,7 @@ def to_bfloat12(weight: Weight) -> Weight:
     n, k = weight.shape
     if library is None or weight.kind != "bfloat16" or k % SPAN or not n * k:
         return weight
-    seen = library.high_bytes(weight.storage)
+    seen = library.dense.high_bytes(weight.storage)
     total, seen[0] = n * k - int(seen[0]), 0  # 0 is always in the table, and numbers below 2**-126 with it
     often = seen.topk(TABLE - 1)
     rare = total - int(often.values.sum())
@@ -109,7 +109,7 @@ def to_bfloat12(weight: Weight) -> Weight:
     spans, least = _sizes(n, k)
     packed = zeroed(least + rare * RARE_BYTES)
     packed[spans + 1 : spans + TABLE] = often.indices.to(torch.uint8)
-    library.squeeze(weight.storage, packed)
+    library.dense.to_bfloat12(weight.storage, packed)
     return Bfloat12Weight(packed, n, k)
 
 

@@ -97,7 +97,7 @@ class _GroupedWeight(Weight):
     def rows(self, ids: Tensor) -> Tensor:
         library = dispatch.native(self.storage, ids)
         if library is not None:
-            return library.rows(self, ids)
+            return library.dense.rows(self, ids)
         block, output = ids // BLOCK, ids % BLOCK
         numbers = self._numbers(self._quants[block, :, :, output])  # [..., groups, 32]
         parameters = self._parameters[block, :, :, output].float()  # [..., groups, PARAMETERS]
@@ -111,7 +111,7 @@ class _GroupedWeight(Weight):
         library = dispatch.native(self.storage)
         if library is not None and dtype in (torch.float32, torch.bfloat16):
             panel = torch.empty(last - first, self.in_features, dtype=dtype)
-            library.dequantize(self, first, panel)
+            library.dense.dequantize(self, first, panel)
             return panel
         blocks = slice(first // BLOCK, -(-last // BLOCK))
         numbers = self._numbers(self._quants[blocks].permute(0, 3, 1, 2, 4))  # [blocks, 16, groups, 32]

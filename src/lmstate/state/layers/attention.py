@@ -57,10 +57,10 @@ class AttentionState(SlotState, KeyValueState):
         sight: ops.CausalMask = ops.FULL_CAUSAL,
         rotate_by: Callable[[Tensor, int], Tensor] | None = None,
     ):
-        """`sight`: what a query sees, and so what is remembered.
+        """`sight`: the mask of a query, and so the positions that are stored.
 
-        `rotate_by(keys [K, S, D], delta)` rotates keys as if each had stood `delta` positions farther on (None: keys have
-        no position); `State.drop` closes a gap with it.
+        `rotate_by(keys [K, S, D], delta)` rotates keys as if each had stood `delta` positions farther on (None: keys
+        have no position); `State.drop` closes a gap with it.
         """
         self.sight, self.rotate_by = sight, rotate_by
         # The positions in sight, and as many as a rewind brings in sight.

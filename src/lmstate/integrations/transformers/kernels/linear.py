@@ -56,7 +56,7 @@ def _swap(model: nn.Module, before: type[nn.Module], after: type[nn.Module]) -> 
 def product(library: Library, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x `[..., K]` by a contiguous weight `[N, K]` of its type, by a native body: `[..., N]` of that type."""
     b = None if bias is None else bias.float()
-    return library.linear(x.float(), FloatWeight(weight), b, None, 0, None).to(x.dtype)
+    return library.dense.linear(x.float(), FloatWeight(weight), b, None, 0, None).to(x.dtype)
 
 
 def _applies(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

@@ -67,7 +67,7 @@ class EvictionPlanner:
         """Whether heads that are alike in number stay so."""
 
     def plan(self, layer: EvictingLayer, chunk: StepChunk, accepted: tuple[int, ...]) -> EvictionPlan:
-        """The plan for the first `accepted` tokens of a chunk; the same one for all layers that fare alike, if predicted."""
+        """The plan for the first `accepted` tokens of a chunk; where predicted, one for all layers that fare alike."""
         step, store, queries = chunk.step, layer.slot_store, layer.queries
         if self.predicts_counts and store.occupancy.uniform:
             key = ("plan", id(self.policy), accepted, store.occupancy)

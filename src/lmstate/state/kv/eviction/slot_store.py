@@ -238,8 +238,8 @@ def check(stored: Arrays, length: int, tensors: Arrays) -> Tensor:
     """The positions of the slots of a snapshot. Raises `SnapshotError` where no row would have captured them."""
     if set(tensors) != set(stored):
         raise SnapshotError(
-            f"this layer evicts, and needs the tensors {sorted(stored)}; the snapshot has {sorted(tensors)}: restore it "
-            f"in a state that was made with the same kv policy"
+            f"this layer evicts, and needs the tensors {sorted(stored)}; the snapshot has {sorted(tensors)}: "
+            "restore it in a state that was made with the same kv policy"
         )
     position = tensors["position"]
     count = position.shape[-1:].numel()

@@ -68,8 +68,8 @@ class BlockState(CompositeState, KeyValueState):
         rotation: ops.RopeTables | None = None,
     ) -> Tensor:
         seen = attend_quantized(
-            q, detached(new), rotation, held(self.codes.buffers), self.tail.buffers["k"], step.starts_t, step.counts_t, scoring,
-            self.sight, bits=self.bits, dtype=self.layout.dtype,
+            q, detached(new), rotation, held(self.codes.buffers), self.tail.buffers["k"], step.starts_t, step.counts_t,
+            scoring, self.sight, bits=self.bits, dtype=self.layout.dtype,
         )  # fmt: skip
         return refused(seen, LOSS) if wanted(q, *(new or ())) else seen
 

@@ -1,0 +1,226 @@
+"""The argument structures and kinds of `csrc`, field for field; `Library` compares their sizes when it opens."""
+
+from __future__ import annotations
+
+import ctypes
+from enum import IntEnum
+from struct import Struct
+
+import torch
+
+
+class Kind(IntEnum):
+    """How floats and weights are stored: `simd.h` and `linear.h`."""
+
+    F32 = 0
+    BF16 = 1
+    F16 = 2
+    INT8 = 3
+    INT4 = 4
+    BFLOAT12 = 5
+
+
+class GateKind(IntEnum):
+    """The activation of a gate: `prologue.h`."""
+
+    NO_GATE = 0
+    SILU = 1
+    GELU_TANH = 2
+    RELU = 3
+    RELU2 = 4
+    SWIGLUOAI = 5
+
+
+class SublayerKind(IntEnum):
+    """The member of `sublayer_args` that is meant: `fused.h`."""
+
+    ATTENTION = 0
+    MLP = 1
+    GATED_DELTA = 2
+    MAMBA2 = 3
+    MOE = 4
+    SHORT_CONV = 5
+
+
+KINDS = {torch.float32: Kind.F32, torch.bfloat16: Kind.BF16, torch.float16: Kind.F16}
+WEIGHT_KINDS = {
+    "float32": Kind.F32, "bfloat16": Kind.BF16, "float16": Kind.F16, "int8": Kind.INT8, "int4": Kind.INT4,
+    "bfloat16 in 12 bits": Kind.BFLOAT12,
+}  # fmt: skip
+GATES = {
+    "silu": GateKind.SILU, "gelu_tanh": GateKind.GELU_TANH, "relu": GateKind.RELU, "relu2": GateKind.RELU2,
+    "swigluoai": GateKind.SWIGLUOAI,
+}  # fmt: skip
+
+MAX_HEAD_DIM = 512
+SLOT_ARRAYS = 8
+
+
+class Layout:
+    """A C structure, or a part of one: groups of a letter (P: pointer, q: int64, d: double) and its fields.
+
+    `name[n]` stands for n fields; a group may be another layout. `pack` takes the fields in this order.
+    """
+
+    def __init__(self, name: str, *groups: str | Layout) -> None:
+        self.name = name
+        self.letters, self.fields = _expanded(groups)
+        struct = Struct(self.letters)
+        self.size, self.pack = struct.size, struct.pack
+
+
+def _expanded(groups: tuple[str | Layout, ...]) -> tuple[str, tuple[str, ...]]:
+    letters, fields = "", list[str]()
+    for group in groups:
+        if isinstance(group, Layout):
+            letters, fields = letters + group.letters, [*fields, *group.fields]
+            continue
+        letter, *names = group.split()
+        for name in names:
+            base, _, count = name.rstrip("]").partition("[")
+            letters, fields = letters + letter * int(count or 1), [*fields, *[base] * int(count or 1)]
+    return letters, tuple(fields)
+
+
+ROPE = Layout("rope_args", "P x cos sin y", "q rows tokens heads dim half interleaved x_row x_token x_head threads")
+APPEND = Layout(
+    "append_args", "P from[2] to[2] starts counts", "q rows tokens kv_heads slots kind threads dim[2]",
+    "q from_row[2] from_token[2] from_head[2] to_row[2] to_head[2] to_slot[2]",
+)  # fmt: skip
+ATTEND = Layout(
+    "attend_args", "P q k v starts counts sinks out columns ends", "q rows tokens heads kv_heads slots dim dim_v",
+    "q q_row q_token q_head k_row k_head k_slot v_row v_head v_slot planes kind window chunk threads",
+    "d scale softcap",
+)  # fmt: skip
+ROTATE_ATTEND = Layout("rotate_attend_args", ROPE, ROPE, APPEND, ATTEND)
+CODES = Layout("codes_args", "P k v k_scale v_scale", "q bits tail")
+ATTEND_QUANTIZED = Layout(
+    "attend_quantized_args", ROPE, ROPE, "P from[2]", "q from_row[2] from_token[2] from_head[2] rotates store_threads",
+    CODES, ATTEND,
+)  # fmt: skip
+ATTEND_LATENT = Layout(
+    "attend_latent_args", "P q q_rope latent rope starts counts out", "q rows tokens heads slots dim rope_dim",
+    "q q_row q_token q_head qr_row qr_token qr_head latent_row latent_slot rope_row rope_slot kind window threads",
+    "d scale",
+)  # fmt: skip
+PER_HEAD_MATMUL = Layout("per_head_matmul_args", "P x w y", "q rows heads inputs outputs kind threads x_row x_head")
+SLOT_ARRAY = Layout("slot_array", "P kept buried", "q bytes")
+SLOT_COMMIT = Layout(
+    "slot_commit", *[SLOT_ARRAY] * SLOT_ARRAYS,
+    "P positions scores died slot live dug columns gone queries ring",
+    "q kv_heads slots graves count history planes wide lowest budget batch sinks newest by_scores",
+    "q tokens query_width ring_size",
+)  # fmt: skip
+COMMIT_SLOTS = Layout("commit_slots_args", "P starts counts accepted", "q layers rows threads")
+
+LINEAR = Layout(
+    "linear_args", "P x weight bias norm residual after y", "q rows outputs inputs kind gate threads",
+    "d eps after_eps scale", "P factors",
+)  # fmt: skip
+GEMM = Layout(
+    "gemm_args", "P x weight bias residual y scratch", "q rows inputs outputs kind first count stride gate threads"
+)
+ROWS = Layout("rows_args", "P x weight y", "q rows width gate x_kind y_kind threads", "d eps")
+ARGMAX = Layout("argmax_args", "P x largest where", "q rows width threads")
+DEQUANTIZE = Layout("dequantize_args", "P packed ids out", "q first count outputs inputs stored kind threads")
+TO_BFLOAT12 = Layout("to_bfloat12_args", "P matrix packed", "q outputs inputs threads")
+COUNT = Layout("count_args", "P matrix seen", "q count threads")
+
+CAUSAL_CONV = Layout(
+    "causal_conv_args", "P x tail taps bias counts y next",
+    "q rows tokens width kernel silu threads x_row x_token tail_row",
+)  # fmt: skip
+GATED_NORM = Layout(
+    "gated_norm_args", "P y gate weight out counts",
+    "q rows tokens groups width weights silu gate_last threads gate_row gate_token", "d eps",
+)  # fmt: skip
+GATED_DELTA_RULE = Layout(
+    "gated_delta_rule_args", "P q k v g beta carry counts y next",
+    "q rows tokens key_heads heads key_dim value_dim by_channel normalize threads q_row q_token q_head",
+    "q k_row k_token k_head v_row v_token v_head g_row g_token g_head beta_row beta_token beta_head carry_row",
+    "d scale", "P A bias", "d beta_scale", "P norm",
+)  # fmt: skip
+SSD = Layout(
+    "ssd_args", "P x dt A B C D bias carry counts y next", "q rows tokens heads head_dim groups states threads",
+    "q x_row x_token x_head dt_row dt_token dt_head B_row B_token B_group C_row C_token C_group carry_row",
+    "d low high",
+)  # fmt: skip
+SELECTIVE_SCAN = Layout(
+    "selective_scan_args", "P x dt gate A B C D carry counts y next", "q rows tokens channels states softplus threads",
+    "q x_row x_token gate_row gate_token dt_row dt_token B_row B_token C_row C_token carry_row",
+)  # fmt: skip
+RG_LRU = Layout(
+    "rg_lru_args", "P x input_gate recurrence_gate lambda h seen counts y next next_seen",
+    "q rows tokens width threads x_row x_token input_row input_token recurrence_row recurrence_token",
+)  # fmt: skip
+
+FOLD = Layout(
+    "fold_args", "P x z tail carry counts y next_tail next", "q rows tokens threads x_row x_token z_row z_token"
+)
+GATED_DELTA_PARTS = Layout(
+    "gated_delta_parts", "P taps A bias norm", "q key_heads heads key_dim value_dim kernel by_channel silu",
+    "d beta_scale eps",
+)  # fmt: skip
+MAMBA2_PARTS = Layout(
+    "mamba2_parts", "P taps conv_bias A D dt_bias norm",
+    "q heads head_dim groups states kernel norm_groups norm_weights gate_last", "d low high eps",
+)  # fmt: skip
+GATED_CONV_PARTS = Layout("gated_conv_parts", "P taps bias", "q kernel")
+
+FUSED = Layout("fused_args", "P x residual y starts counts", "q rows tokens count threads")
+# The arguments of attention: what stays from step to step, and three parts that may be others in each.
+ATTENTION_WEIGHTS = Layout(
+    "", "P norm qkv qkv_bias q_norm k_norm v_norm sinks out out_bias after",
+    "q inputs outputs heads kv_heads dim gated q_norm_width k_norm_width qkv_kind out_kind reads gates",
+    "d norm_eps q_eps k_eps v_eps scale softcap after_eps residual_scale",
+)  # fmt: skip
+STARTS = Layout("", "P starts")
+KV_VIEW = Layout(
+    "", "P k v columns queries", "q slots k_row k_head k_slot v_row v_head v_slot planes kind window chunk", CODES
+)
+ROTATION = Layout("", "P cos sin", "q half interleaved")
+ATTENTION = Layout("attention_args", ATTENTION_WEIGHTS, STARTS, KV_VIEW, ROTATION)
+MLP = Layout(
+    "mlp_args", "P norm up up_bias down down_bias after factors",
+    "q inputs hidden outputs up_kind down_kind gate parallel", "d eps after_eps residual_scale",
+)  # fmt: skip
+EXPERT = Layout("expert", "P up down up_bias down_bias", "q hidden up_kind down_kind")
+MOE = Layout(
+    "moe_args", "P norm router bias correction experts shared_gate after",
+    "q inputs outputs router_kind shared_gate_kind count top_k shared gate sigmoid normalize groups topk_groups",
+    "q top2 scale_input", "d norm_eps after_eps residual_scale scale floor",
+)  # fmt: skip
+PROJECTIONS = Layout(
+    "", "P norm project bias gates out out_bias after factors",
+    "q inputs projected outputs project_kind gates_kind out_kind parallel", "d norm_eps after_eps residual_scale",
+)  # fmt: skip
+MIXER_BYTES = max(each.size for each in (GATED_DELTA_PARTS, MAMBA2_PARTS, GATED_CONV_PARTS))
+CARRY = Layout("", "P tail carry next_tail next kept")
+
+_KIND = Struct("q")
+SUBLAYER_BYTES = _KIND.size + ATTENTION.size  # the longest of them
+LAYOUTS = [each for each in list(globals().values()) if isinstance(each, Layout) and each.name]
+SIZES = {each.name: each.size for each in LAYOUTS} | {
+    "gated_delta_mixer_args": FOLD.size + GATED_DELTA_PARTS.size,
+    "mamba2_mixer_args": FOLD.size + MAMBA2_PARTS.size,
+    "recurrent_args": PROJECTIONS.size + MIXER_BYTES + CARRY.size,
+    "sublayer_args": SUBLAYER_BYTES,
+}
+
+
+def sublayer(kind: SublayerKind, *parts: bytes) -> bytes:
+    """The arguments of a sublayer, but for the padding behind them."""
+    return b"".join([_KIND.pack(kind), *parts])
+
+
+def differing(library: ctypes.CDLL) -> list[str]:
+    """The structures that a library lays out otherwise, or does not know."""
+    found = []
+    for name, size in SIZES.items():
+        try:
+            theirs = f"{ctypes.c_int64.in_dll(library, f'lmstate_sizeof_{name}').value} bytes"
+        except ValueError:
+            theirs = "none"
+        if theirs != f"{size} bytes":
+            found.append(f"{name} ({theirs} there, {size} here)")
+    return found

@@ -1,0 +1,239 @@
+"""Rotation, storing and attention, in floats, in few bits and over latents, checked so that C may trust them."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from lmstate.ops.cpu import abi
+from lmstate.ops.cpu.abi import KINDS, MAX_HEAD_DIM
+from lmstate.ops.cpu.arguments import (
+    append_fields,
+    attend_fields,
+    check_appended,
+    check_attended,
+    check_quantized_kv,
+    column_pointers,
+    function,
+    integers,
+    rope_fields,
+    rule_fields,
+    sinks_pointer,
+    threads_for,
+)
+from lmstate.ops.types.params import AttentionParams, AttentionSums, CausalMask, Held, RopeTables
+
+_NO_ROTATION = (0,) * (2 * len(abi.ROPE.fields))
+_NOTHING_NEW = (0,) * 8
+
+
+class Attention:
+    """The bodies of one variant. Queries are float32; every method but `append` returns a new tensor, contiguous."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._rope = function(library, "lmstate_rope")
+        self._append = function(library, "lmstate_append")
+        self._attend = function(library, "lmstate_attend")
+        self._rotate_attend = function(library, "lmstate_rotate_attend")
+        self._attend_quantized = function(library, "lmstate_attend_quantized")
+        self._attend_latent = function(library, "lmstate_attend_latent")
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        """`ops.rope`."""
+        if x.stride(3) != 1:
+            x = x.contiguous()
+        y = torch.empty(x.shape, dtype=torch.float32)
+        cos, sin = cos.contiguous(), sin.contiguous()
+        self._rope(abi.ROPE.pack(*rope_fields(x, cos, sin, interleaved, y, threads_for(y.numel()))))
+        return y
+
+    def can_append(self, k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether these dtypes and strides are among those of the body."""
+        return (
+            k_new.dtype == v_new.dtype == torch.float32
+            and k.dtype == v.dtype
+            and k.dtype in KINDS
+            and k_new.stride(3) == v_new.stride(3) == k.stride(3) == v.stride(3) == 1
+        )
+
+    def append(self, k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, starts: Tensor, counts: Tensor) -> None:
+        """`ops.append`."""
+        starts, counts = integers(starts, "starts", len(k)), integers(counts, "counts", len(k))
+        fields = append_fields(k_new, v_new, k, v, starts, counts, threads_for(k_new.numel()))
+        check_appended(self._append(abi.APPEND.pack(*fields)), k_new, k, starts, counts)
+
+    def can_attend(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether these dtypes, head dims and strides are among those of the body."""
+        dim, dim_v = k.shape[3], v.shape[3]
+        return (
+            q.dtype == torch.float32
+            and k.dtype == v.dtype
+            and k.dtype in KINDS
+            and dim % 8 == dim_v % 8 == 0
+            and max(dim, dim_v) <= MAX_HEAD_DIM
+            and q.stride(3) == k.stride(3) == v.stride(3) == 1
+        )
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        starts: Tensor,
+        counts: Tensor,
+        scoring: AttentionParams,
+        sight: CausalMask,
+        columns: AttentionSums | None = None,
+    ) -> Tensor:
+        """`ops.attend`, or `ops.attend_observed`."""
+        out = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float32)
+        starts, counts = integers(starts, "starts", len(q)), integers(counts, "counts", len(q))
+        fields = attend_fields(q, k, v, starts, counts, scoring, sight, out, columns)
+        check_attended(self._attend(abi.ATTEND.pack(*fields)), q, k, starts, counts)
+        return out
+
+    def rotate_attend(
+        self,
+        q: Tensor,
+        k_new: Tensor,
+        v_new: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        interleaved: bool,
+        k: Tensor,
+        v: Tensor,
+        starts: Tensor,
+        counts: Tensor,
+        scoring: AttentionParams,
+        sight: CausalMask,
+    ) -> Tensor:
+        """`ops.rotate_attend`, in one call."""
+        shapes = (q.shape, k_new.shape, (*q.shape[:3], v.shape[3]))
+        turned_q, turned_k, out = (torch.empty(shape, dtype=torch.float32) for shape in shapes)
+        starts, counts = integers(starts, "starts", len(q)), integers(counts, "counts", len(q))
+        cos, sin = cos.contiguous(), sin.contiguous()
+        arguments = abi.ROTATE_ATTEND.pack(
+            *rope_fields(q, cos, sin, interleaved, turned_q, threads_for(q.numel())),
+            *rope_fields(k_new, cos, sin, interleaved, turned_k, threads_for(k_new.numel())),
+            *append_fields(turned_k, v_new, k, v, starts, counts, threads_for(k_new.numel())),
+            *attend_fields(turned_q, k, v, starts, counts, scoring, sight, out),
+        )
+        check_attended(self._rotate_attend(arguments), q, k, starts, counts)
+        return out
+
+    def can_attend_quantized(self, q: Tensor, held: Held, tail: Tensor | None, bits: int) -> bool:
+        """Whether these dtypes and head dims are among those of the body."""
+        dim, dim_v = q.shape[-1], held.v.shape[-1] * 8 // bits
+        return (
+            q.dtype == torch.float32
+            and max(dim, dim_v) <= MAX_HEAD_DIM
+            and dim % 8 == dim_v % 8 == 0
+            and (tail is None or tail.dtype in KINDS)
+        )
+
+    def attend_quantized(
+        self,
+        q: Tensor,
+        new: tuple[Tensor, Tensor] | None,
+        rotation: RopeTables | None,
+        held: Held,
+        tail: Tensor | None,
+        starts: Tensor,
+        counts: Tensor,
+        bits: int,
+        scoring: AttentionParams,
+        sight: CausalMask,
+        columns: AttentionSums | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        stores_only: bool = False,
+    ) -> Tensor | None:
+        """`attend_quantized`, or only what it stores: float32 `[R, T, H, Dv]`, or None.
+
+        Codes may be expanded in `dtype`; beside a tail in that of the tail.
+        """
+        rows, tokens, heads, dim = q.shape
+        kv_heads, slots = held.k.shape[1:3]
+        dim_v = held.v.shape[3] * 8 // bits
+        check_quantized_kv(held, tail, (rows, kv_heads), dim, dim_v, bits)
+        starts, counts = integers(starts, "starts", rows), integers(counts, "counts", rows)
+        threads = threads_for(q.numel())
+        rotates: tuple[int, ...] = _NO_ROTATION
+        source: tuple[int, ...] = _NOTHING_NEW
+        if new is not None:
+            k, v = (x if x.stride(3) == 1 else x.contiguous() for x in new)
+            if k.shape != (rows, tokens, kv_heads, dim) or v.shape != (rows, tokens, kv_heads, dim_v):
+                raise ValueError(f"new keys {list(k.shape)} and values {list(v.shape)} do not fit {list(held.k.shape)}")
+            if rotation is not None:
+                cos, sin = rotation.cos.contiguous(), rotation.sin.contiguous()
+                turned_q, turned_k = (torch.empty(x.shape, dtype=torch.float32) for x in (q, k))
+                rotates = (
+                    *rope_fields(q, cos, sin, rotation.interleaved, turned_q, threads),
+                    *rope_fields(k, cos, sin, rotation.interleaved, turned_k, threads),
+                )
+                q, k = turned_q, turned_k
+            source = (k.data_ptr(), v.data_ptr(), *(n for pair in zip(k.stride()[:3], v.stride()[:3]) for n in pair))
+        if q.stride(3) != 1 or (tail is None and rotates is _NO_ROTATION):
+            q = q.clone(memory_format=torch.contiguous_format)  # where there is no tail, it is turned in place
+        out = None if stores_only else torch.empty(rows, tokens, heads, dim_v, dtype=torch.float32)
+        sinks = sinks_pointer(scoring, heads)
+        ring, strides = (0, (0, 0, 0)) if tail is None else (tail.data_ptr(), tail.stride()[:3])
+        kind = KINDS[dtype if tail is None else tail.dtype]
+        arguments = abi.ATTEND_QUANTIZED.pack(
+            *rotates, *source, rotates is not _NO_ROTATION, threads,
+            held.k.data_ptr(), held.v.data_ptr(), held.k_scale.data_ptr(), held.v_scale.data_ptr(),
+            bits, 0 if tail is None else tail.shape[2],
+            0 if out is None else q.data_ptr(), ring, 0, starts.data_ptr(), counts.data_ptr(), sinks,
+            0 if out is None else out.data_ptr(), *column_pointers(columns, held.k.shape[:3]),
+            rows, tokens, heads, kv_heads, slots, dim, dim_v, *q.stride()[:3], *strides, 0, 0, 0,
+            0 if columns is None else columns.sums.shape[2], kind,
+            *rule_fields(scoring, sight),
+        )  # fmt: skip
+        check_attended(self._attend_quantized(arguments), q, held.k, starts, counts)
+        return out
+
+    def can_attend_latent(self, q_latent: Tensor, q_rope: Tensor, latent: Tensor, rope_key: Tensor) -> bool:
+        """Whether these dtypes and strides are among those of the body."""
+        return (
+            q_latent.dtype == q_rope.dtype == torch.float32
+            and latent.dtype == rope_key.dtype
+            and latent.dtype in KINDS
+            and q_latent.stride(3) == q_rope.stride(3) == latent.stride(2) == rope_key.stride(2) == 1
+        )
+
+    def attend_latent(
+        self,
+        q_latent: Tensor,
+        q_rope: Tensor,
+        latent: Tensor,
+        rope_key: Tensor,
+        starts: Tensor,
+        counts: Tensor,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        """`ops.attention.attend_latent`."""
+        rows, tokens, heads, dim = q_latent.shape
+        slots, rope_dim = rope_key.shape[1:]
+        if (
+            q_rope.shape != (rows, tokens, heads, rope_dim)
+            or latent.shape != (rows, slots, dim)
+            or len(rope_key) != rows
+        ):
+            raise ValueError(
+                f"queries {list(q_latent.shape)} and {list(q_rope.shape)} do not fit latents {list(latent.shape)} and "
+                f"rope keys {list(rope_key.shape)}"
+            )
+        starts, counts = integers(starts, "starts", rows), integers(counts, "counts", rows)
+        out = torch.empty(rows, tokens, heads, dim, dtype=torch.float32)
+        arguments = abi.ATTEND_LATENT.pack(
+            q_latent.data_ptr(), q_rope.data_ptr(), latent.data_ptr(), rope_key.data_ptr(), starts.data_ptr(),
+            counts.data_ptr(), out.data_ptr(),
+            rows, tokens, heads, slots, dim, rope_dim, *q_latent.stride()[:3], *q_rope.stride()[:3],
+            *latent.stride()[:2], *rope_key.stride()[:2], KINDS[latent.dtype], window or 0, torch.get_num_threads(),
+            scale,
+        )  # fmt: skip
+        check_attended(self._attend_latent(arguments), q_latent, latent[:, None], starts, counts)
+        return out

@@ -1,0 +1,321 @@
+/* Attention of new tokens over the stored ones, for up to some hundreds of new tokens a row.
+ *
+ * The positions are cut at fixed places (`chunk_begin`). A task is one kv head of one row over one chunk, for a run of
+ * the row's new tokens and all query heads of that kv head, so that keys and values are read once for them; each task
+ * leaves its part of the softmax, and the parts are put together in the order of the chunks. Where a query's sum is cut
+ * depends on its own position alone: its result has the same bits beside other queries, rows and numbers of threads. */
+#include <stdlib.h>
+
+#include "attention/kv_read.h"
+#include "layout.h"
+
+enum { RUN = 32 }; /* new tokens of a task */
+
+/* Chunks grow with the position, so that their number, and the memory for their parts, stays small. */
+static int64_t chunk_begin(int64_t c) {
+  if (c <= 32) return 256 * c;
+  if (c <= 88) return 8192 + 1024 * (c - 32);
+  return 65536 + 4096 * (c - 88);
+}
+static int64_t chunk_of(int64_t position) {
+  if (position < 8192) return position / 256;
+  if (position < 65536) return 32 + (position - 8192) / 1024;
+  return 88 + (position - 65536) / 4096;
+}
+
+static partial_softmax part_at(const attend_args *a, float *parts, int64_t index) {
+  float *p = parts + index * (a->dim_v + 2);
+  partial_softmax r = {p, p + 1, p + 2, NULL, NULL};
+  return r;
+}
+
+/* scores -> weights of the positions low..end, and what was summed before is scaled to the new largest score. */
+INLINE void softmax_update(const attend_args *a, float *scores, const partial_softmax *to, int64_t low, int64_t end) {
+  enum { VECTORS = SUB / VL };
+  const vf scale = vf_set1((float)a->scale), cap = vf_set1((float)a->softcap);
+  vf s[VECTORS], largest = vf_set1(-INFINITY), sum = vf_zero();
+  UNROLL16 for (int i = 0; i < VECTORS; i++) {
+    s[i] = vf_mul(vf_load(scores + i * VL), scale);
+    if (a->softcap != 0) s[i] = vf_mul(cap, vf_tanh(vf_div(s[i], cap)));
+  }
+  if (low > 0 || end < SUB) {
+    UNROLL16 for (int i = 0; i < VECTORS; i++) vf_store(scores + i * VL, s[i]);
+    for (int64_t t = 0; t < low; t++) scores[t] = -INFINITY;
+    for (int64_t t = end; t < SUB; t++) scores[t] = -INFINITY;
+    UNROLL16 for (int i = 0; i < VECTORS; i++) s[i] = vf_load(scores + i * VL);
+  }
+  UNROLL16 for (int i = 0; i < VECTORS; i++) largest = vf_max(largest, s[i]);
+  const float before = *to->largest, here = vf_largest(largest), now = here > before ? here : before;
+  if (now == -INFINITY) {
+    memset(scores, 0, SUB * sizeof(float));
+    return;
+  }
+  UNROLL16 for (int i = 0; i < VECTORS; i++) {
+    const vf w = vf_exp(vf_sub(s[i], vf_set1(now)));
+    vf_store(scores + i * VL, w);
+    sum = vf_add(sum, w);
+  }
+  if (now > before) {
+    const float keep = expf(before - now);
+    *to->sum *= keep;
+    for (int64_t d = 0; d < a->dim_v; d++) to->values[d] *= keep;
+    *to->largest = now;
+  }
+  *to->sum += vf_sum(sum);
+}
+
+/* Up to TILE queries over positions b..b + SUB of one kv head. */
+static void tile(const attend_args *a, const source *s, const float *const *q, const int64_t *low, const int64_t *end,
+                 const partial_softmax *to, int queries, int64_t b) {
+  int64_t first = b + SUB, last = b;
+  for (int j = 0; j < queries; j++) {
+    if (low[j] < first) first = low[j];
+    if (end[j] > last) last = end[j];
+  }
+  if (first < b) first = b;
+  if (last > b + SUB) last = b + SUB;
+  if (first >= last) return;
+  const ring_ranges keys = ring_ranges_of(&s->k, first, last, b), values = ring_ranges_of(&s->v, first, last, b);
+  float scores[TILE][SUB];
+  memset(scores, 0, (size_t)queries * sizeof *scores);
+  s->score(a, s, q, queries, &keys, b % s->k.slots, scores);
+  for (int j = 0; j < queries; j++) {
+    const int64_t seen = low[j] > b ? (low[j] < b + SUB ? low[j] - b : SUB) : 0;
+    const int64_t until = end[j] < b + SUB ? (end[j] > b ? end[j] - b : 0) : SUB;
+    softmax_update(a, scores[j], &to[j], seen, until);
+    if (to[j].weights) {
+      memcpy(to[j].weights + b, scores[j], SUB * sizeof(float));
+      to[j].peaks[b / SUB] = *to[j].largest;
+    }
+  }
+  s->add(a, s, to, queries, &values, scores);
+}
+
+/* What a task is of, and the positions that it reads. */
+typedef struct { int64_t r, kv, place, first_token, last_token, from, until; } task_of;
+
+/* Tasks of a row are numbered [kv head][chunk][run of new tokens]; `place` is the number without the run. */
+static task_of numbered_task(const attend_args *a, const attend_plan *all, int64_t number) {
+  int64_t low = 0, high = a->rows - 1; /* the last row whose first task is not beyond this one */
+  while (low < high) {
+    const int64_t middle = (low + high + 1) / 2;
+    if (all->rows[middle].first_task <= number) low = middle;
+    else high = middle - 1;
+  }
+  const row_plan *plan = &all->rows[low];
+  const int64_t task = number - plan->first_task, start = a->starts[low];
+  task_of t = {.r = low, .place = task / plan->runs, .first_token = task % plan->runs * RUN};
+  const int64_t c = plan->chunk + t.place % plan->chunks;
+  t.kv = t.place / plan->chunks;
+  t.last_token = t.first_token + RUN < a->counts[low] ? t.first_token + RUN : a->counts[low];
+  t.from = low_of(a, start + t.first_token), t.until = start + t.last_token;
+  if (t.from < chunk_begin(c)) t.from = chunk_begin(c);
+  if (t.until > chunk_begin(c + 1)) t.until = chunk_begin(c + 1);
+  return t;
+}
+
+/* What a kv head has stored: as floats, and in `coded` as codes if it has any. */
+static source stored_of(const attend_args *a, const attend_plan *all, int64_t r, int64_t kv, source *coded) {
+  source floats = {0};
+  if (!all->codes || all->codes->tail) floats = floats_of(a, all, r, kv);
+  if (all->codes) {
+    *coded = codes_of(a, all->codes, r, kv);
+    floats.v = coded->v, floats.add = coded->add;
+  }
+  return floats;
+}
+
+/* From the tile at b on, ask for the first ones of a task instead of those that come after it. */
+static void look_ahead(const attend_args *a, const attend_plan *all, int64_t number, int64_t b, source *floats,
+                       source *coded) {
+  const task_of next = numbered_task(a, all, number);
+  const int64_t at = next.from / SUB * SUB;
+  source next_coded = {0}, next_floats = stored_of(a, all, next.r, next.kv, &next_coded);
+  source *const of[] = {floats, coded}, *const then[] = {&next_floats, &next_coded};
+  for (int i = 0; i < 2; i++) {
+    if (!of[i]->k.slots) continue; /* there is none of these */
+    of[i]->k.ahead = slot_of(&then[i]->k, at) - slot_of(&of[i]->k, b);
+    of[i]->v.ahead = slot_of(&then[i]->v, at) - slot_of(&of[i]->v, b);
+  }
+}
+
+static void run_task(const attend_args *a, const attend_plan *all, int64_t number) {
+  const task_of task = numbered_task(a, all, number);
+  const int64_t group = a->heads / a->kv_heads, r = task.r, kv = task.kv, start = a->starts[r];
+  const int64_t first_token = task.first_token, from = task.from, until = task.until, n = task.last_token * group;
+  const int64_t first_part = all->rows[r].first_part + task.place * a->counts[r] * group;
+  source coded = {0}, floats = stored_of(a, all, r, kv, &coded);
+  for (int64_t j = first_token * group; j < n; j++) {
+    partial_softmax p = part_at(a, all->parts, first_part + j);
+    *p.largest = -INFINITY, *p.sum = 0;
+    memset(p.values, 0, (size_t)a->dim_v * sizeof(float));
+  }
+  if (attends_bf16(a, all, r)) {
+    float *parts = part_at(a, all->parts, first_part).largest;
+    attend_bf16(&(bf16_task){a, all->codes, &floats, &coded, parts, r, kv, first_token * group, n, from, until});
+    return;
+  }
+  int leaves = (task.place + 1) % all->rows[r].chunks == 0 && number + 1 < all->tasks; /* the next task is elsewhere */
+  for (int64_t b = from / SUB * SUB; b < until; b += SUB) {
+    if (leaves && until - b <= SUB + SUB / 2) { /* no more than half a tile of this head is left behind it */
+      look_ahead(a, all, number + 1, b, &floats, &coded);
+      leaves = 0;
+    }
+    /* The queries before this one stand in this block or before it: they see keys of it as floats. */
+    const int64_t far = !all->codes ? n : all->codes->tail ? (b + SUB - start) * group : 0;
+    int queries;
+    for (int64_t j = first_token * group; j < n; j += queries) {
+      const float *q[TILE];
+      int64_t low[TILE], end[TILE];
+      partial_softmax to[TILE];
+      const int64_t stop = j < far && far < n ? far : n;
+      queries = stop - j < TILE ? (int)(stop - j) : TILE;
+      for (int i = 0; i < queries; i++) {
+        const int64_t token = (j + i) / group, head = kv * group + (j + i) % group;
+        q[i] = a->q + r * a->q_row + token * a->q_token + head * a->q_head;
+        low[i] = low_of(a, start + token), end[i] = start + token + 1;
+        to[i] = part_at(a, all->parts, first_part + j + i);
+        if (a->columns) {
+          const int64_t query = (r * a->tokens + token) * a->heads + head;
+          to[i].weights = all->weights + query * all->padded, to[i].peaks = all->peaks + query * (all->padded / SUB);
+        }
+      }
+      tile(a, j < far ? &floats : &coded, q, low, end, to, queries, b);
+    }
+  }
+}
+
+/* The parts of one query, in the order of the chunks; one that saw nothing has the sum 0 and adds nothing. */
+static void combine(const attend_args *a, const attend_plan *all, int64_t r, int64_t token, int64_t head) {
+  const row_plan *plan = &all->rows[r];
+  float *parts = all->parts;
+  float *out = a->out + ((r * a->tokens + token) * a->heads + head) * a->dim_v;
+  memset(out, 0, (size_t)a->dim_v * sizeof(float));
+  if (token >= a->counts[r]) return;
+  const int64_t group = a->heads / a->kv_heads, n = a->counts[r] * group;
+  const int64_t first = plan->first_part + head / group * plan->chunks * n + token * group + head % group;
+  float largest = a->sinks ? a->sinks[head] : -INFINITY;
+  for (int64_t c = 0; c < plan->chunks; c++) largest = fmaxf(largest, *part_at(a, parts, first + c * n).largest);
+  float sum = a->sinks ? expf(a->sinks[head] - largest) : 0;
+  for (int64_t c = 0; c < plan->chunks; c++) {
+    const partial_softmax p = part_at(a, parts, first + c * n);
+    if (*p.largest == -INFINITY) continue;
+    const float keep = expf(*p.largest - largest);
+    sum += keep * *p.sum;
+    for (int64_t d = 0; d < a->dim_v; d++) out[d] += keep * p.values[d];
+  }
+  for (int64_t d = 0; d < a->dim_v; d++) out[d] /= sum;
+  if (!a->columns) return;
+  float *total = all->totals + 2 * ((r * a->tokens + token) * a->heads + head);
+  total[0] = largest, total[1] = sum;
+}
+
+/* Add to the columns of one kv head what its slots received, averaged over the group: in the order of the queries. No
+ * ring wraps here, so that position p lies in slot p. Columns that are of this call alone begin as zeros where anything
+ * of them is read: behind its filled slots nothing is, nor before the planes of its tokens. */
+static void add_columns(const attend_args *a, const attend_plan *all, int64_t r, int64_t kv) {
+  const int64_t group = a->heads / a->kv_heads;
+  const int64_t end = a->ends ? a->ends[r] : a->starts[r] + a->counts[r];
+  for (int64_t plane = a->planes > a->counts[r] ? a->planes - a->counts[r] : 0; !a->ends && plane < a->planes; plane++)
+    memset(a->columns + ((r * a->kv_heads + kv) * a->planes + plane) * a->slots, 0, (size_t)end * sizeof(float));
+  for (int64_t token = 0; token < a->counts[r]; token++) {
+    const int64_t own = a->starts[r] + token, plane = own + a->planes - end;
+    float *column = a->columns + ((r * a->kv_heads + kv) * a->planes + (plane < 0 ? 0 : plane)) * a->slots;
+    for (int64_t h = kv * group; h < (kv + 1) * group; h++) {
+      const int64_t query = (r * a->tokens + token) * a->heads + h;
+      const float *weights = all->weights + query * all->padded, *total = all->totals + 2 * query;
+      for (int64_t b = low_of(a, own) / SUB * SUB; b <= own; b += SUB) {
+        const float keep = expf(all->peaks[query * (all->padded / SUB) + b / SUB] - total[0]) / (total[1] * (float)group);
+        const int64_t n = a->slots - b < SUB ? a->slots - b : SUB;
+        int64_t t = 0;
+        for (; t + VL <= n; t += VL)
+          vf_store(column + b + t, vf_fma(vf_set1(keep), vf_load(weights + b + t), vf_load(column + b + t)));
+        for (; t < n; t++) column[b + t] += keep * weights[b + t];
+      }
+    }
+  }
+}
+
+int64_t attend_begin(const attend_args *a, attend_plan *plan) {
+  plan->tasks = 0;
+  plan->parts = plan->weights = NULL;
+  plan->codes = NULL, plan->extra_key = NULL;
+  plan->rows = malloc((size_t)(a->rows + 1) * sizeof(row_plan));
+  if (!plan->rows) return -1;
+  int64_t parts = 0;
+  for (int64_t r = 0; r < a->rows; r++) {
+    const int64_t start = a->starts[r], count = a->counts[r];
+    /* What the row's queries see must lie in the ring at once; a row without tokens sees nothing. */
+    const int64_t first = a->columns ? 0 : low_of(a, start); /* a ring that wraps has no columns */
+    const int beyond = a->ends && a->ends[r] < start + count; /* their sums would lie behind the last plane */
+    if (start < 0 || count < 0 || count > a->tokens || (count && (beyond || start + count - first > a->slots))) {
+      attend_end(plan);
+      return 1 + r;
+    }
+    row_plan *row = &plan->rows[r];
+    row->first_task = plan->tasks, row->first_part = parts;
+    row->chunk = chunk_of(low_of(a, start));
+    row->chunks = count ? chunk_of(start + count - 1) + 1 - row->chunk : 0;
+    row->runs = (count + RUN - 1) / RUN;
+    plan->tasks += a->kv_heads * row->chunks * row->runs;
+    parts += a->heads * row->chunks * count;
+  }
+  plan->parts = malloc(((size_t)parts * (size_t)(a->dim_v + 2) + 1) * sizeof(float));
+  if (a->columns) {
+    const size_t queries = (size_t)(a->rows * a->tokens * a->heads);
+    plan->padded = (a->slots + SUB - 1) / SUB * SUB;
+    plan->weights = malloc((queries * (size_t)(plan->padded + plan->padded / SUB + 2) + 1) * sizeof(float));
+    plan->peaks = plan->weights + queries * (size_t)plan->padded;
+    plan->totals = plan->peaks + queries * (size_t)(plan->padded / SUB);
+  }
+  if (plan->parts && (plan->weights || !a->columns)) return 0;
+  attend_end(plan);
+  return -1;
+}
+
+void attend_end(attend_plan *plan) {
+  free(plan->weights);
+  free(plan->parts);
+  free(plan->rows);
+}
+
+void attend_run(const attend_args *a, const attend_plan *plan) {
+  if (a->tokens > RUN) { /* later runs see more */
+#pragma omp for schedule(dynamic)
+    for (int64_t task = 0; task < plan->tasks; task++) run_task(a, plan, task);
+  } else { /* a thread's tasks follow each other in memory, so that what one asks for ahead is what the next one reads */
+#pragma omp for schedule(static)
+    for (int64_t task = 0; task < plan->tasks; task++) run_task(a, plan, task);
+  }
+#pragma omp for schedule(static)
+  for (int64_t i = 0; i < a->rows * a->tokens * a->heads; i++) {
+    const int64_t r = i / (a->tokens * a->heads), token = i / a->heads % a->tokens;
+    combine(a, plan, r, token, i % a->heads);
+  }
+  if (!a->columns) return;
+#pragma omp for schedule(static)
+  for (int64_t i = 0; i < a->rows * a->kv_heads; i++) add_columns(a, plan, i / a->kv_heads, i % a->kv_heads);
+}
+
+int64_t lmstate_attend(const attend_args *a) {
+  if (a->rows == 0 || a->tokens == 0) return 0;
+  attend_plan plan;
+  const int64_t status = attend_begin(a, &plan);
+  if (status) return status;
+#pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
+  attend_run(a, &plan);
+  attend_end(&plan);
+  return 0;
+}
+
+/* Rotate the new queries and keys, store keys and values, attend: what a layer does between its products. */
+int64_t lmstate_rotate_attend(const rotate_attend_args *a) {
+  lmstate_rope(&a->q);
+  lmstate_rope(&a->k);
+  const int64_t status = lmstate_append(&a->store);
+  if (status) return status;
+  return lmstate_attend(&a->attend);
+}
+
+EXPORT_SIZE(attend_args);
+EXPORT_SIZE(rotate_attend_args);

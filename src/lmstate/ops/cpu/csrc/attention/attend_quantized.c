@@ -1,0 +1,146 @@
+/* Keys and values in few bits: turning and storing new ones, and attention over what is stored, without a wide copy. */
+#include "attention/attend_args.h"
+#include "simd/simd.h"
+#include "layout.h"
+
+typedef struct {
+  rope_args q, k;      /* where `rotates`; the others' sources then are what these write */
+  const float *from[2]; /* k, v: [R, T, K, D] by their strides */
+  int64_t from_row[2], from_token[2], from_head[2];
+  int64_t rotates, store_threads;
+  codes_args codes;
+  attend_args attend; /* q: written to where values are turned, unless it is null: then nothing attends */
+} attend_quantized_args;
+
+void turn_head(float *x, int64_t n) {
+  const int64_t size = n & -n;
+  for (int64_t half = 1; half < size; half *= 2)
+    for (int64_t i = 0; i < n; i += 2 * half)
+      for (int64_t j = i; j < i + half; j++) {
+        const float u = x[j], w = x[j + half];
+        x[j] = u + w, x[j + half] = u - w;
+      }
+  const float scale = 1.0f / sqrtf((float)size);
+  for (int64_t i = 0; i < n; i++) x[i] *= scale;
+}
+
+static void turn_heads(float *x, int64_t heads, int64_t dim, int64_t threads) {
+#pragma omp parallel for schedule(static) num_threads((int)threads) if (threads > 1)
+  for (int64_t i = 0; i < heads; i++) turn_head(x + i * dim, dim);
+}
+
+static void load_head(const void *x, float *y, int64_t n, int64_t kind) {
+  for (int64_t i = 0; i < n; i++)
+    y[i] = kind == F32 ? ((const float *)x)[i]
+                       : kind == BF16 ? bf16_to_float(((const uint16_t *)x)[i]) : f16_to_float_bits(((const uint16_t *)x)[i]);
+}
+
+/* The largest code, counted from the middle of all. */
+INLINE float most_of(int64_t bits) { return bits == 8 ? 127.0f : (float)((1 << bits) - 1) * 0.5f; }
+
+/* The scale of n numbers as it is stored, and what to divide by: where it is 0 the codes do not matter. */
+INLINE float step_of(float largest, float squares, int64_t n, int64_t bits, uint16_t *scale) {
+  float step = largest / most_of(bits);
+  if (bits == 2) step = fminf(step, sqrtf(squares / (float)n));
+  *scale = float_to_f16_bits(fminf(65504.0f, step));
+  step = f16_to_float_bits(*scale);
+  return step == 0 ? 1 : step;
+}
+
+INLINE uint8_t code_of(float x, float step, float most) {
+  return (uint8_t)fmaxf(0, fminf(2 * most, nearbyintf(x / step + most)));
+}
+
+static void encode_vector(const float *x, int64_t n, int64_t bits, uint8_t *codes, uint16_t *scale) {
+  const int64_t bytes = n * bits / 8;
+  float largest = 0, squares = 0;
+  for (int64_t d = 0; d < n; d++) largest = fmaxf(largest, fabsf(x[d])), squares += x[d] * x[d];
+  const float most = most_of(bits), step = step_of(largest, squares, n, bits, scale);
+  if (bits == 8) {
+    for (int64_t d = 0; d < n; d++) codes[d] = (uint8_t)(int8_t)fmaxf(-most, fminf(most, nearbyintf(x[d] / step)));
+    return;
+  }
+  memset(codes, 0, (size_t)bytes);
+  for (int64_t d = 0; d < n; d++) codes[d % bytes] |= (uint8_t)(code_of(x[d], step, most) << d / bytes * bits);
+}
+
+/* The block of positions from `first` on, whole in the ring of floats, as codes: a channel is a vector of its positions. */
+static void encode_block(const attend_args *a, const codes_args *c, int64_t r, int64_t h, int64_t first) {
+  const int64_t size = size_of((int)a->kind), dim = a->dim, bytes = CODE_BLOCK * c->bits / 8;
+  const int64_t slot = (r * a->kv_heads + h) * a->slots + first % a->slots;
+  const char *k = (const char *)a->k + (r * a->k_row + h * a->k_head) * size;
+  uint8_t *codes = c->k + slot * dim * c->bits / 8;
+  uint16_t *scale = c->k_scale + slot * block_scales(dim), *middle = scale + dim;
+  float x[CODE_BLOCK][MAX_DIM], channel[CODE_BLOCK];
+  for (int64_t t = 0; t < CODE_BLOCK; t++) load_head(k + (first + t) % c->tail * a->k_slot * size, x[t], dim, a->kind);
+  for (int64_t d = 0; d < dim; d++) {
+    float low = x[0][d], high = x[0][d];
+    for (int64_t t = 1; t < CODE_BLOCK; t++) low = fminf(low, x[t][d]), high = fmaxf(high, x[t][d]);
+    middle[d] = float_to_f16_bits(fmaxf(-65504.0f, fminf(65504.0f, (low + high) * 0.5f)));
+    for (int64_t t = 0; t < CODE_BLOCK; t++) channel[t] = x[t][d] - f16_to_float_bits(middle[d]);
+    encode_vector(channel, CODE_BLOCK, c->bits, codes + d * bytes, &scale[d]);
+  }
+}
+
+void store_codes(const attend_args *a, const codes_args *c, int64_t r, int64_t h, int64_t t, float *k, float *v) {
+  const int64_t position = a->starts[r] + t, bits = c->bits;
+  const int64_t slot = (r * a->kv_heads + h) * a->slots + position % a->slots;
+  turn_head(v, a->dim_v);
+  encode_vector(v, a->dim_v, bits, c->v + slot * a->dim_v * bits / 8, c->v_scale + slot);
+  if (c->tail) {
+    const int64_t at = r * a->k_row + h * a->k_head + position % c->tail * a->k_slot;
+    store_head(k, (char *)a->k + at * size_of((int)a->kind), a->dim, a->kind);
+    return;
+  }
+  turn_head(k, a->dim);
+  encode_vector(k, a->dim, bits, c->k + slot * a->dim * bits / 8, c->k_scale + slot);
+}
+
+void close_blocks(const attend_args *a, const codes_args *c, int64_t r, int64_t h) {
+  const int64_t end = a->starts[r] + a->counts[r];
+  for (int64_t first = a->starts[r] / CODE_BLOCK * CODE_BLOCK; first + CODE_BLOCK <= end; first += CODE_BLOCK)
+    encode_block(a, c, r, h, first);
+}
+
+/* The new tokens of one kv head. */
+static void store(const attend_quantized_args *c, int64_t r, int64_t h) {
+  const attend_args *a = &c->attend;
+  const float *from[2] = {c->from[0] + r * c->from_row[0] + h * c->from_head[0],
+                          c->from[1] + r * c->from_row[1] + h * c->from_head[1]};
+  for (int64_t t = 0; t < a->counts[r]; t++) {
+    float k[MAX_DIM], v[MAX_DIM];
+    memcpy(k, from[0] + t * c->from_token[0], (size_t)a->dim * 4);
+    memcpy(v, from[1] + t * c->from_token[1], (size_t)a->dim_v * 4);
+    store_codes(a, &c->codes, r, h, t, k, v);
+  }
+  if (c->codes.tail) close_blocks(a, &c->codes, r, h);
+}
+
+/* Rotate, store, attend, as far as is asked; the codes of a call are in every later one. What attend_begin returns. */
+int64_t lmstate_attend_quantized(const attend_quantized_args *c) {
+  const attend_args *a = &c->attend;
+  for (int64_t r = 0; r < a->rows; r++)
+    if (a->starts[r] < 0 || a->counts[r] < 0 || a->counts[r] > a->tokens) return 1 + r;
+  if (c->rotates) {
+    lmstate_rope(&c->q);
+    lmstate_rope(&c->k);
+  }
+  if (c->from[0]) {
+#pragma omp parallel for schedule(static) num_threads((int)c->store_threads) if (c->store_threads > 1)
+    for (int64_t i = 0; i < a->rows * a->kv_heads; i++) store(c, i / a->kv_heads, i % a->kv_heads);
+  }
+  if (!a->q || a->rows == 0 || a->tokens == 0) return 0;
+  if (!c->codes.tail) turn_heads((float *)a->q, a->rows * a->tokens * a->heads, a->dim, c->store_threads);
+  attend_plan plan;
+  const int64_t status = attend_begin(a, &plan);
+  if (status) return status;
+  plan.codes = &c->codes;
+#pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
+  attend_run(a, &plan);
+  attend_end(&plan);
+  turn_heads(a->out, a->rows * a->tokens * a->heads, a->dim_v, c->store_threads);
+  return 0;
+}
+
+EXPORT_SIZE(codes_args);
+EXPORT_SIZE(attend_quantized_args);

@@ -1,0 +1,167 @@
+/* What a kv head has stored, as floats or as codes: where it lies, and the products of queries and weights with it. */
+#ifndef LMSTATE_ATTEND_STORED_H
+#define LMSTATE_ATTEND_STORED_H
+
+#include "attention/kv_layout.h"
+
+/* x[t] *= the scale of the vector at position t of the tile. */
+INLINE void times_scales(const stored *x, const ring_ranges *r, float (*of)[SUB], int queries) {
+  float scale[SUB + VL] = {0};
+  for (int run = 0; run < 2; run++) floats_of_f16(x->scale + r->from[run], scale + r->at[run], r->count[run]);
+  for (int j = 0; j < queries; j++)
+    for (int64_t t = 0; t < SUB; t += VL) vf_store(of[j] + t, vf_mul(vf_load(of[j] + t), vf_load(scale + t)));
+}
+
+/* What the second part of the keys adds to the scores. Not inlined: where there is none, it shall not cost registers. */
+INLINE void beside_of_kind(const source *s, const float *const *q, int queries, const char *key, int64_t count,
+                           float (*scores)[SUB], int64_t at, int kind) {
+  float more[TILE][SUB];
+  const int64_t slot = s->extra_slot;
+  score(q, queries, key, slot, s->extra_dim, count, SUB * slot * size_of(kind), more, 0, kind);
+  for (int j = 0; j < queries; j++)
+    for (int64_t t = 0; t < count; t++) scores[j][at + t] += more[j][t];
+}
+
+static __attribute__((noinline)) void add_extra_key(const attend_args *a, const source *s, const float *const *q, int queries,
+                                                 int64_t from, int64_t count, float (*scores)[SUB], int64_t at) {
+  const char *key = s->extra_key + from * s->extra_slot * size_of((int)a->kind);
+  const float *rest[TILE];
+  for (int j = 0; j < queries; j++) rest[j] = q[j] + a->dim;
+  for (int j = 0; j < queries; j += queries == TILE ? TILE : 1)
+    switch (a->kind + (queries == TILE ? 3 : 0)) {
+      case F32: beside_of_kind(s, rest + j, 1, key, count, scores + j, at, F32); break;
+      case BF16: beside_of_kind(s, rest + j, 1, key, count, scores + j, at, BF16); break;
+      case F16: beside_of_kind(s, rest + j, 1, key, count, scores + j, at, F16); break;
+      case 3 + F32: beside_of_kind(s, rest, TILE, key, count, scores, at, F32); break;
+      case 3 + BF16: beside_of_kind(s, rest, TILE, key, count, scores, at, BF16); break;
+      default: beside_of_kind(s, rest, TILE, key, count, scores, at, F16); break;
+    }
+}
+
+/* Queries against a block of keys: q . (scale * code + middle) = (q * scale) . code + q . middle, channel by channel. The
+ * codes of a channel lie side by side, so that the scores are sums of vectors of positions; those out of sight, too. */
+INLINE void score_block(const attend_args *a, const source *s, const float *const *q, int queries, int64_t block,
+                        float (*scores)[SUB], int kind) {
+  const int fields = fields_of(kind), bytes = SUB / fields; /* of a channel */
+  const int64_t dim = a->dim;
+  const uint8_t *codes = (const uint8_t *)s->k.data + block * s->k.slot;
+  float scale[2 * MAX_DIM + VL], scaled[TILE][MAX_DIM + VL];
+  const float *middle = scale + dim;
+  vf constant[TILE];
+  floats_of_f16(s->k.scale + block * block_scales(dim), scale, 2 * dim);
+  UNROLL for (int j = 0; j < queries; j++) {
+    vf sum = vf_zero();
+    for (int64_t d = 0; d < dim; d += VL) { /* what is beyond dim is not read, or times 0 */
+      const int n = dim - d < VL ? (int)(dim - d) : VL;
+      const vf x = n < VL ? load_part(F32, q[j], d, n) : vf_load(q[j] + d);
+      vf_store(scaled[j] + d, vf_mul(x, vf_load(scale + d)));
+      sum = vf_fma(x, n < VL ? load_part(F32, middle, d, n) : vf_load(middle + d), sum);
+    }
+    constant[j] = vf_set1(vf_sum(sum));
+  }
+  for (int part = 0; part < bytes; part += 4 * VL / fields) { /* there are registers for four vectors a query */
+    vf acc[TILE][4];
+    UNROLL for (int j = 0; j < queries; j++)
+      UNROLL for (int n = 0; n < 4; n++) acc[j][n] = constant[j];
+    for (int64_t d = 0; d < dim; d++) {
+      vf k[4];
+      UNROLL for (int n = 0; n < 4; n += fields) load_fields(kind, codes, d * bytes + part + n / fields * VL, k + n);
+      if (d * bytes % 64 == 0 && !part) ask_ahead(kind, codes, d * bytes, s->k.ahead);
+      UNROLL for (int j = 0; j < queries; j++) {
+        const vf x = vf_set1(scaled[j][d]);
+        UNROLL for (int n = 0; n < 4; n++) acc[j][n] = vf_fma(x, k[n], acc[j][n]);
+      }
+    }
+    UNROLL for (int j = 0; j < queries; j++)
+      UNROLL for (int n = 0; n < 4; n++)
+        vf_store(scores[j] + n % fields * bytes + part + n / fields * VL, acc[j][n]);
+  }
+}
+
+INLINE void score_vectors(const attend_args *a, const source *s, const float *const *q, int queries, const ring_ranges *r,
+                          float (*scores)[SUB], int kind) {
+  const float *own[TILE]; /* so that the compiler knows that nothing changes them */
+  UNROLL for (int j = 0; j < queries; j++) own[j] = q[j];
+  for (int run = 0; run < 2; run++) {
+    if (!r->count[run]) continue;
+    score(own, queries, s->k.data + r->from[run] * s->k.slot * size_of(kind), s->k.slot, a->dim, r->count[run],
+          s->k.ahead, scores, r->at[run], kind);
+    if (kind <= F16 && s->extra_key) add_extra_key(a, s, own, queries, r->from[run], r->count[run], scores, r->at[run]);
+  }
+  if (kind >= CODES8) times_scales(&s->k, r, scores, queries);
+}
+
+INLINE void add_all(const attend_args *a, const source *s, const partial_softmax *to, int queries, const ring_ranges *r,
+                    float (*weights)[SUB], int kind) {
+  if (kind >= CODES8) times_scales(&s->v, r, weights, queries);
+  for (int run = 0; run < 2; run++)
+    if (r->count[run])
+      add_values(to, queries, s->v.data + r->from[run] * s->v.slot * size_of(kind), s->v.slot, a->dim_v, r->count[run],
+                 s->v.ahead, weights, r->at[run], kind);
+}
+
+/* `call` with constants for the number of queries: those that a processor has registers for. */
+#if VL == 16
+#define FOR_QUERIES(call) switch (queries) { \
+    case 1: { enum { N = 1 }; call; break; } \
+    case 2: { enum { N = 2 }; call; break; } \
+    case 3: { enum { N = 3 }; call; break; } \
+    default: { enum { N = TILE }; call; } }
+#else
+#define FOR_QUERIES(call) switch (queries) { \
+    case 1: { enum { N = 1 }; call; break; } \
+    default: { enum { N = TILE }; call; } }
+#endif
+#define KIND(name, kind) \
+  static void score_##name(const attend_args *a, const source *s, const float *const *q, int queries, const ring_ranges *r, \
+                           int64_t block, float (*scores)[SUB]) { \
+    (void)block; \
+    FOR_QUERIES(score_vectors(a, s, q, N, r, scores, kind)) \
+  } \
+  static void add_##name(const attend_args *a, const source *s, const partial_softmax *to, int queries, const ring_ranges *r, \
+                         float (*weights)[SUB]) { \
+    FOR_QUERIES(add_all(a, s, to, N, r, weights, kind)) \
+  }
+KIND(f32, F32)
+KIND(bf16, BF16)
+KIND(f16, F16)
+KIND(int8, CODES8)
+KIND(int4, CODES4)
+KIND(int2, CODES2)
+#define BLOCKS(name, kind) \
+  static void score_blocks_##name(const attend_args *a, const source *s, const float *const *q, int queries, \
+                                  const ring_ranges *r, int64_t block, float (*scores)[SUB]) { \
+    (void)r; \
+    FOR_QUERIES(score_block(a, s, q, N, block, scores, kind)) \
+  }
+BLOCKS(int4, CODES4)
+BLOCKS(int2, CODES2)
+
+/* What a kv head has stored as floats, and as codes; where keys are in blocks, the newest keys are floats and all values
+ * codes. */
+static source floats_of(const attend_args *a, const attend_plan *all, int64_t r, int64_t kv) {
+  static score_kind *const scores[] = {score_f32, score_bf16, score_f16};
+  static value_kind *const adds[] = {add_f32, add_bf16, add_f16};
+  const int64_t size = size_of((int)a->kind), slots = all->codes ? all->codes->tail : a->slots;
+  source s = {.k = stored_at(a->k, r * a->k_row + kv * a->k_head, NULL, slots, a->k_slot, size),
+              .v = stored_at(a->v, r * a->v_row + kv * a->v_head, NULL, slots, a->v_slot, size),
+              .score = scores[a->kind], .add = adds[a->kind]};
+  if (all->extra_key) {
+    s.extra_key = (const char *)all->extra_key->k + r * all->extra_key->row * size;
+    s.extra_slot = all->extra_key->slot, s.extra_dim = all->extra_key->dim;
+  }
+  return s;
+}
+
+static source codes_of(const attend_args *a, const codes_args *c, int64_t r, int64_t kv) {
+  const int64_t first = (r * a->kv_heads + kv) * a->slots, k = a->dim * c->bits / 8, v = a->dim_v * c->bits / 8;
+  const int64_t scales = c->tail ? block_scales(a->dim) : 1;
+  source s = {.k = stored_at(c->k, first * k, c->k_scale + first * scales, a->slots, k, 1),
+              .v = stored_at(c->v, first * v, c->v_scale + first, a->slots, v, 1)};
+  s.add = c->bits == 8 ? add_int8 : c->bits == 4 ? add_int4 : add_int2;
+  if (c->tail) s.score = c->bits == 4 ? score_blocks_int4 : score_blocks_int2;
+  else s.score = c->bits == 8 ? score_int8 : c->bits == 4 ? score_int4 : score_int2;
+  return s;
+}
+
+#endif

@@ -1,0 +1,29 @@
+/* The arguments of a product with a weight. */
+#ifndef LMSTATE_LINEAR_H
+#define LMSTATE_LINEAR_H
+#include <stddef.h>
+#include <stdint.h>
+
+enum { INT8 = 3, INT4 = 4, BFLOAT12 = 5 }; /* beside the kinds of floats */
+
+typedef struct {
+  const float *x; /* [rows, inputs], or [rows, 2 inputs] before a gate */
+  const void *weight;
+  const float *bias, *norm;     /* or null; a norm or a gate, not both */
+  const float *residual, *after; /* or null: what y is added to, [rows, outputs], and the norm of y before, [outputs] */
+  float *y;                            /* [rows, outputs] */
+  int64_t rows, outputs, inputs;
+  int64_t kind, gate, threads;
+  double eps, after_eps, scale;  /* scale: of what is added to the residual; 0 where there is none */
+  const float *factors; /* [outputs], of what the product and its bias give; or null */
+} linear_args;
+
+/* Run by every thread of a parallel region that is open, of at most `threads`, with memory of `linear_memory` bytes that they share. When it
+ * returns, y is whole. */
+void linear_run(const linear_args *a, void *memory);
+/* Several products beside each other, none of which reads what another gives; the memory is that of all. */
+void linear_run_all(const linear_args *each, int64_t count, void *memory);
+size_t linear_memory(const linear_args *a);
+int64_t lmstate_linear(const linear_args *a);
+
+#endif

@@ -1,0 +1,149 @@
+/* What happens to activations between the products: norm, gate, rotation, and storing keys and values. */
+#include "attention/attend_args.h"
+#include "dense/prologue.h"
+#include "layout.h"
+
+typedef struct {
+  const void *x; /* [rows, width], or [rows, 2 width] before a gate, of `x_kind` */
+  const float *weight;
+  void *y; /* [rows, width] of `y_kind` */
+  int64_t rows, width, gate, x_kind, y_kind, threads;
+  double eps;
+} rows_args;
+
+/* A row of floats of a kind, in place where it is one of float32, else through `scratch`. */
+static const float *row_in(const void *x, int64_t at, int64_t n, int64_t kind, float *scratch) {
+  if (kind == F32) return (const float *)x + at;
+  for (int64_t i = 0; i < n; i++) scratch[i] = bf16_to_float(((const uint16_t *)x)[at + i]);
+  return scratch;
+}
+
+enum { PIECE = 512 }; /* numbers that a gate takes at a time */
+
+/* x is float32. */
+void lmstate_rms_norm(const rows_args *a) {
+#pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1)
+  for (int64_t m = 0; m < a->rows; m++) {
+    const float *x = (const float *)a->x + m * a->width;
+    if (a->y_kind == F32) rms_norm_row(x, a->weight, (float *)a->y + m * a->width, a->width, a->eps);
+    else {
+      uint16_t *y = (uint16_t *)a->y + m * a->width;
+      const float scale = rms_scale(x, a->width, a->eps);
+      for (int64_t i = 0; i < a->width; i++) y[i] = float_to_bf16(x[i] * scale * a->weight[i]);
+    }
+  }
+}
+
+void lmstate_glu(const rows_args *a) {
+#pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1)
+  for (int64_t m = 0; m < a->rows; m++)
+    for (int64_t i = 0; i < a->width; i += PIECE) {
+      float gates[PIECE], ups[PIECE], made[PIECE];
+      const int64_t n = a->width - i < PIECE ? a->width - i : PIECE, at = 2 * m * a->width + i;
+      const float *gate = row_in(a->x, at, n, a->x_kind, gates), *up = row_in(a->x, at + a->width, n, a->x_kind, ups);
+      if (a->y_kind == F32) {
+        gate_run((int)a->gate, gate, up, (float *)a->y + m * a->width + i, n);
+      } else {
+        gate_run((int)a->gate, gate, up, made, n);
+        store_head(made, (uint16_t *)a->y + m * a->width + i, n, BF16);
+      }
+    }
+}
+
+void rotate_head(const float *x, const float *cos, const float *sin, float *y, int64_t dim, int64_t half,
+                 int64_t interleaved) {
+  if (interleaved) {
+    for (int64_t i = 0; i < half; i++) {
+      const float u = x[2 * i], w = x[2 * i + 1];
+      y[2 * i] = u * cos[i] - w * sin[i];
+      y[2 * i + 1] = w * cos[i] + u * sin[i];
+    }
+  } else {
+    for (int64_t i = 0; i < half; i++) {
+      const float u = x[i], w = x[i + half];
+      y[i] = u * cos[i] - w * sin[i];
+      y[i + half] = w * cos[i] + u * sin[i];
+    }
+  }
+  if (2 * half < dim) memcpy(y + 2 * half, x + 2 * half, (size_t)(dim - 2 * half) * sizeof(float));
+}
+
+void lmstate_rope(const rope_args *a) {
+#pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1)
+  for (int64_t i = 0; i < a->rows * a->tokens; i++) {
+    const float *x = a->x + i / a->tokens * a->x_row + i % a->tokens * a->x_token;
+    for (int64_t h = 0; h < a->heads; h++)
+      rotate_head(x + h * a->x_head, a->cos + i * a->half, a->sin + i * a->half, a->y + (i * a->heads + h) * a->dim,
+                  a->dim, a->half, a->interleaved);
+  }
+}
+
+void store_head(const float *x, void *y, int64_t n, int64_t kind) {
+  if (kind == F32) {
+    memcpy(y, x, (size_t)n * sizeof(float));
+  } else if (kind == BF16) {
+    for (int64_t i = 0; i < n; i++) ((uint16_t *)y)[i] = float_to_bf16(x[i]);
+  } else {
+    for (int64_t i = 0; i < n; i++) ((uint16_t *)y)[i] = float_to_f16_bits(x[i]);
+  }
+}
+
+/* 0, or 1 + the row whose start or count does not fit: then nothing was stored. */
+int64_t lmstate_append(const append_args *a) {
+  for (int64_t r = 0; r < a->rows; r++)
+    if (a->starts[r] < 0 || a->counts[r] < 0 || a->counts[r] > a->tokens || a->counts[r] > a->slots) return 1 + r;
+  const int64_t size = a->kind == F32 ? 4 : 2;
+#pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1)
+  for (int64_t i = 0; i < a->rows * a->kv_heads; i++) {
+    const int64_t r = i / a->kv_heads, h = i % a->kv_heads;
+    for (int which = 0; which < 2; which++) {
+      const float *x = a->from[which] + r * a->from_row[which] + h * a->from_head[which];
+      char *y = (char *)a->to[which] + (r * a->to_row[which] + h * a->to_head[which]) * size;
+      for (int64_t t = 0; t < a->counts[r]; t++) {
+        const int64_t slot = (a->starts[r] + t) % a->slots;
+        store_head(x + t * a->from_token[which], y + slot * a->to_slot[which] * size, a->dim[which], a->kind);
+      }
+    }
+  }
+  return 0;
+}
+
+typedef struct {
+  const float *x; /* [rows, width] */
+  float *largest; /* [rows] */
+  int64_t *where; /* [rows] */
+  int64_t rows, width, threads;
+} argmax_args;
+
+static void best_of_row(const float *x, int64_t width, float *largest, int64_t *where) {
+  float best = -INFINITY;
+  int64_t piece = 0;
+  for (int64_t first = 0; first < width; first += PIECE) {
+    const int64_t n = width - first < PIECE ? width - first : PIECE;
+    vf most = vf_set1(-INFINITY);
+    int64_t i = first;
+    for (; i + VL <= first + n; i += VL) most = vf_max(most, vf_load(x + i));
+    float m = vf_largest(most);
+    for (; i < first + n; i++) m = fmaxf(m, x[i]);
+    int strange = 0;
+    for (i = first; i < first + n; i++) strange |= x[i] != x[i];
+    if (strange) { /* no number is larger than what is none */
+      for (i = first; x[i] == x[i]; i++) {}
+      *largest = x[i], *where = i;
+      return;
+    }
+    if (m > best) best = m, piece = first;
+  }
+  while (x[piece] != best) piece++;
+  *largest = best, *where = piece;
+}
+
+void lmstate_argmax(const argmax_args *a) {
+#pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1)
+  for (int64_t m = 0; m < a->rows; m++) best_of_row(a->x + m * a->width, a->width, a->largest + m, a->where + m);
+}
+
+EXPORT_SIZE(rows_args);
+EXPORT_SIZE(argmax_args);
+EXPORT_SIZE(rope_args);
+EXPORT_SIZE(append_args);

@@ -1,0 +1,137 @@
+/* The halves of a decoder's blocks, and what a run of them shares; see fused.c. */
+#ifndef LMSTATE_FUSED_H
+#define LMSTATE_FUSED_H
+#include "attention/attend_args.h"
+#include "dense/linear.h"
+#include "recurrent/mixers.h"
+
+typedef struct {
+  /* What does not change from step to step. */
+  const float *norm;     /* [inputs], or null */
+  const void *qkv;       /* [(H or, gated, 2H) * D + 2 * K * D, inputs]; without the last where it reads alone,
+                          * and H more with a gate a head */
+  const float *qkv_bias;
+  const float *q_norm, *k_norm; /* of each head, or of all that a token has; or null */
+  const float *v_norm;          /* of each head, or null */
+  const float *sinks;
+  const void *out; /* [outputs, H * D] */
+  const float *out_bias, *after; /* the last as in linear_args */
+  int64_t inputs, outputs, heads, kv_heads, dim, gated, q_norm_width, k_norm_width, qkv_kind, out_kind;
+  int64_t reads;      /* what another layer stored, and stores nothing */
+  int64_t gates;      /* the last rows of qkv: 0, or H, which gate a head each */
+  double norm_eps, q_eps, k_eps, v_eps, scale, softcap, after_eps, residual_scale;
+  const int64_t *starts; /* [R], where they are not the step's; or null */
+  /* The rings. */
+  void *k, *v;           /* as in attend_args */
+  float *columns;        /* [R, K, planes, S], of this call alone, as in attend_args; or null */
+  float *queries;        /* [N, H, D], filled with the queries as they attend; or null */
+  int64_t slots, k_row, k_head, k_slot, v_row, v_head, v_slot, planes, kind, window, chunk;
+  codes_args codes; /* bits: 0 where they are floats */
+  /* The rotation. */
+  const float *cos, *sin; /* [R, T, half] */
+  int64_t half, interleaved;
+} attention_args;
+
+typedef struct {
+  const float *norm; /* [inputs], or null */
+  const void *up;    /* [2 * hidden, inputs], gate | up */
+  const float *up_bias;
+  const void *down; /* [outputs, hidden] */
+  const float *down_bias, *after, *factors; /* the last two as in linear_args, factors of up */
+  int64_t inputs, hidden, outputs, up_kind, down_kind, gate;
+  int64_t parallel; /* reads what the sublayer before it read, and is added to what that gave */
+  double eps, after_eps, residual_scale;
+} mlp_args;
+
+/* The mixer of a gated short convolution. */
+typedef struct {
+  const float *taps, *bias; /* [C, W], [W] or null */
+  int64_t kernel;
+} gated_conv_parts;
+
+/* A recurrent layer: two products beside each other, a mixer, and the product back. */
+typedef struct {
+  const float *norm;   /* [inputs], or null */
+  const void *project; /* [projected, inputs]: q, k, v | z of a delta rule; gate | x, B, C | dt of a state space;
+                        * b | c | x of a gated convolution */
+  const float *bias;
+  const void *gates;   /* [.., inputs]: beta | decay of a delta rule; or null */
+  const void *out;     /* [outputs, I] */
+  const float *out_bias, *after, *factors; /* the last two as in linear_args, factors of project */
+  int64_t inputs, projected, outputs, project_kind, gates_kind, out_kind;
+  int64_t parallel; /* as in mlp_args */
+  double norm_eps, after_eps, residual_scale;
+  union {
+    gated_delta_parts delta;
+    mamba2_parts ssd;
+    gated_conv_parts conv;
+  };
+  /* What changes from step to step: the carry, read and made, and what the fold takes. */
+  const float *tail, *carry; /* a convolution alone has but a tail */
+  float *next_tail, *next;
+  float *kept; /* [N, F] of a delta rule, [N, projected] of a state space, b * x of a gated convolution */
+} recurrent_args;
+
+typedef struct {
+  const void *up, *down; /* [2 * hidden, inputs], gate | up; [outputs, hidden] */
+  const float *up_bias, *down_bias; /* or null */
+  int64_t hidden, up_kind, down_kind;
+} expert;
+
+/* A mixture of experts: see lmstate.models.moe. */
+typedef struct {
+  const float *norm;    /* [inputs], or null */
+  const void *router;   /* [count, inputs] */
+  const float *bias, *correction; /* [count], on the logits and on the choice; or null */
+  const expert *experts; /* [count], and the shared one behind them where there is one */
+  const void *shared_gate; /* [1, inputs], or null */
+  const float *after; /* as in linear_args */
+  int64_t inputs, outputs, router_kind, shared_gate_kind, count, top_k, shared, gate;
+  int64_t sigmoid, normalize, groups, topk_groups, top2, scale_input;
+  double norm_eps, after_eps, residual_scale, scale, floor;
+} moe_args;
+
+enum { ATTENTION, MLP, GATED_DELTA, MAMBA2, MOE, SHORT_CONV }; /* lmstate.ops.cpu has the same numbers */
+typedef struct {
+  int64_t kind;
+  union {
+    attention_args attention;
+    mlp_args mlp;
+    recurrent_args recurrent; /* DELTA, SSD and CONV */
+    moe_args experts;
+  };
+} sublayer_args;
+
+typedef struct {
+  const float *x;        /* [N, inputs of the first sublayer], N = rows * tokens */
+  const float *residual; /* what the first sublayer is added to, or null; the others are added to what they read */
+  float *y;              /* [N, outputs of the last sublayer] */
+  const int64_t *starts, *counts; /* [R] */
+  int64_t rows, tokens, count, threads;
+  sublayer_args sublayers[];
+} fused_args;
+
+/* What the halves share: memory for the products, what is between them, and the plan of an attention. */
+typedef struct {
+  char *products;
+  float *between;
+  attend_plan plan;
+  int64_t status; /* of the first attend_begin that failed */
+} workspace;
+
+/* The products of a sublayer, but for x, y and residual, the bytes that they need, and how many floats lie between them. */
+typedef struct {
+  linear_args into, beside, out; /* beside: of the same x as `into`, where its weight is not null */
+  size_t products;
+  int64_t between;
+} sublayer_products;
+
+/* Each `_sublayer` is for every thread of an open parallel region: y = residual + scale * after(out(...(into(norm x)))). */
+void attention_products(const attention_args *a, sublayer_products *p);
+void attention_sublayer(const fused_args *run, const attention_args *a, sublayer_products *p, workspace *common);
+void recurrent_products(const fused_args *run, const sublayer_args *sublayer, sublayer_products *p);
+void recurrent_sublayer(const fused_args *run, const sublayer_args *sublayer, sublayer_products *p, workspace *common);
+void moe_products(const fused_args *run, const moe_args *a, sublayer_products *p);
+void moe_sublayer(const fused_args *run, const moe_args *a, sublayer_products *p, workspace *common);
+
+#endif

@@ -1,0 +1,125 @@
+/* Attention as a sublayer: norms of heads, rotation, storing, attention, and the gate of what was seen. */
+#include "fused/fused.h"
+#include "dense/prologue.h"
+
+/* Heads of keys, and of values, that it makes. */
+static int64_t stored_heads(const attention_args *a) { return a->reads ? 0 : a->kv_heads; }
+
+static int64_t qkv_width(const attention_args *a) {
+  return ((a->gated ? 2 : 1) * a->heads + 2 * stored_heads(a)) * a->dim + a->gates;
+}
+
+/* Norm and rotate the heads of the projections in place, and store those of keys and values. */
+static void norm_rope_store(const fused_args *run, const attention_args *a, const attend_args *attend, float *qkv) {
+  const int64_t each = a->gated ? 2 * a->dim : a->dim; /* from one query head to the next */
+  const int64_t keys = a->heads * each, values = keys + a->kv_heads * a->dim, width = qkv_width(a);
+  const int64_t n = run->rows * run->tokens, all = a->heads + stored_heads(a), size = a->kind == F32 ? 4 : 2;
+  const int whole_q = a->q_norm && a->q_norm_width != a->dim, whole_k = a->k_norm && a->k_norm_width != a->dim;
+  if (whole_q || whole_k) {
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < n; i++) {
+      float *x = qkv + i * width;
+      if (whole_q) rms_norm_row(x, a->q_norm, x, a->q_norm_width, a->q_eps);
+      if (whole_k) rms_norm_row(x + keys, a->k_norm, x + keys, a->k_norm_width, a->k_eps);
+    }
+  }
+#pragma omp for schedule(static)
+  for (int64_t i = 0; i < n * all; i++) {
+    const int64_t token = i / all, r = token / run->tokens, t = token % run->tokens;
+    const int64_t h = i % all, kv = h - a->heads;
+    float *x = qkv + token * width + (kv < 0 ? h * each : keys + kv * a->dim);
+    if (kv < 0 ? a->q_norm && !whole_q : a->k_norm && !whole_k)
+      rms_norm_row(x, kv < 0 ? a->q_norm : a->k_norm, x, a->dim, kv < 0 ? a->q_eps : a->k_eps);
+    if (a->half) {
+      float turned[MAX_DIM];
+      rotate_head(x, a->cos + token * a->half, a->sin + token * a->half, turned, a->dim, a->half, a->interleaved);
+      memcpy(x, turned, (size_t)a->dim * sizeof(float));
+    }
+    if (kv < 0 && a->queries && !a->reads) memcpy(a->queries + (token * a->heads + h) * a->dim, x, (size_t)a->dim * sizeof(float));
+    if (kv < 0 && a->codes.bits && !a->codes.tail) turn_head(x, a->dim);
+    if (kv < 0 || t >= run->counts[r]) continue;
+    float *value = qkv + token * width + values + kv * a->dim;
+    if (a->v_norm) rms_norm_row(value, a->v_norm, value, a->dim, a->v_eps);
+    if (a->codes.bits) {
+      store_codes(attend, &a->codes, r, kv, t, x, value);
+      continue;
+    }
+    const int64_t slot = (attend->starts[r] + t) % a->slots;
+    store_head(x, (char *)a->k + (r * a->k_row + kv * a->k_head + slot * a->k_slot) * size, a->dim, a->kind);
+    store_head(value, (char *)a->v + (r * a->v_row + kv * a->v_head + slot * a->v_slot) * size, a->dim, a->kind);
+  }
+  if (!a->codes.tail || a->reads) return;
+#pragma omp for schedule(static)
+  for (int64_t i = 0; i < run->rows * a->kv_heads; i++) close_blocks(attend, &a->codes, i / a->kv_heads, i % a->kv_heads);
+}
+
+/* What was seen of values that are turned. */
+static void turn_back(const attention_args *a, int64_t n, float *seen) {
+#pragma omp for schedule(static)
+  for (int64_t i = 0; i < n * a->heads; i++) turn_head(seen + i * a->dim, a->dim);
+}
+
+/* seen[token, head] *= sigmoid(the gate beside the head's query) */
+static void gate_per_feature(const attention_args *a, int64_t n, const float *qkv, float *seen) {
+  const int64_t width = qkv_width(a);
+#pragma omp for schedule(static)
+  for (int64_t i = 0; i < n * a->heads; i++) {
+    const float *gate = qkv + i / a->heads * width + (i % a->heads * 2 + 1) * a->dim;
+    float *x = seen + i * a->dim;
+    int64_t d = 0;
+    for (; d + VL <= a->dim; d += VL) vf_store(x + d, vf_mul(vf_load(x + d), vf_sigmoid(vf_load(gate + d))));
+    if (d < a->dim) {
+      const int rest = (int)(a->dim - d);
+      store_part(x + d, vf_mul(load_part(F32, x, d, rest), vf_sigmoid(load_part(F32, gate, d, rest))), rest);
+    }
+  }
+}
+
+/* seen[token, head] *= sigmoid(the head's own number, which stands last) */
+static void gate_per_head(const attention_args *a, int64_t n, const float *qkv, float *seen) {
+  const int64_t width = qkv_width(a);
+#pragma omp for schedule(static)
+  for (int64_t i = 0; i < n * a->heads; i++) {
+    const float gate = qkv[(i / a->heads + 1) * width - a->gates + i % a->heads];
+    const float share = (float)(1.0 / (1.0 + exp(-(double)gate)));
+    for (int64_t d = 0; d < a->dim; d++) seen[i * a->dim + d] *= share;
+  }
+}
+
+void attention_products(const attention_args *a, sublayer_products *p) {
+  p->into.weight = a->qkv, p->into.bias = a->qkv_bias, p->into.norm = a->norm, p->into.eps = a->norm_eps;
+  p->into.kind = a->qkv_kind, p->into.inputs = a->inputs, p->into.outputs = qkv_width(a);
+  p->out.weight = a->out, p->out.bias = a->out_bias, p->out.after = a->after, p->out.after_eps = a->after_eps;
+  p->out.kind = a->out_kind, p->out.inputs = a->heads * a->dim, p->out.outputs = a->outputs;
+  p->out.scale = a->residual_scale, p->between = p->into.rows * (p->into.outputs + p->out.inputs);
+}
+
+void attention_sublayer(const fused_args *run, const attention_args *a, sublayer_products *p, workspace *common) {
+  const int64_t *starts = a->starts ? a->starts : run->starts;
+  const int64_t n = p->into.rows, width = p->into.outputs;
+  float *qkv = common->between, *seen = qkv + n * width;
+  const attend_args attend = {
+    .q = qkv, .k = a->k, .v = a->v, .starts = starts, .counts = run->counts, .sinks = a->sinks, .out = seen,
+    .columns = a->reads ? NULL : a->columns, .rows = run->rows, .tokens = run->tokens, .heads = a->heads, .kv_heads = a->kv_heads,
+    .slots = a->slots, .dim = a->dim, .dim_v = a->dim, .q_row = run->tokens * width, .q_token = width,
+    .q_head = a->gated ? 2 * a->dim : a->dim, .k_row = a->k_row, .k_head = a->k_head, .k_slot = a->k_slot,
+    .v_row = a->v_row, .v_head = a->v_head, .v_slot = a->v_slot, .planes = a->planes, .kind = a->kind,
+    .window = a->window, .chunk = a->chunk, .threads = run->threads, .scale = a->scale, .softcap = a->softcap,
+  };
+#pragma omp single nowait
+  {
+    common->status = attend_begin(&attend, &common->plan);
+    if (a->codes.bits) common->plan.codes = &a->codes;
+  }
+  p->into.y = qkv, p->out.x = seen;
+  linear_run(&p->into, common->products);
+  if (common->status) return; /* every thread has seen it: a product ends when all have done their part */
+  norm_rope_store(run, a, &attend, qkv);
+  attend_run(&attend, &common->plan);
+#pragma omp single nowait
+  attend_end(&common->plan);
+  if (a->codes.bits) turn_back(a, n, seen);
+  if (a->gated) gate_per_feature(a, n, qkv, seen);
+  if (a->gates) gate_per_head(a, n, qkv, seen);
+  linear_run(&p->out, common->products);
+}

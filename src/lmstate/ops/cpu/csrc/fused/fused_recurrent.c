@@ -1,0 +1,85 @@
+/* A recurrent layer as a sublayer: its projections, what its mixer makes of them, the projection back. */
+#include "fused/fused.h"
+
+static fold_args fold_of(const fused_args *run, const recurrent_args *a) {
+  const fold_args fold = {.tail = a->tail, .carry = a->carry, .counts = run->counts, .next_tail = a->next_tail,
+                          .next = a->next, .rows = run->rows, .tokens = run->tokens, .threads = run->threads};
+  return fold;
+}
+
+void recurrent_products(const fused_args *run, const sublayer_args *sublayer, sublayer_products *p) {
+  const recurrent_args *a = &sublayer->recurrent;
+  const fold_args fold = fold_of(run, a);
+  p->into.norm = a->norm, p->into.eps = a->norm_eps, p->into.inputs = a->inputs, p->beside = p->into;
+  p->into.weight = a->project, p->into.bias = a->bias, p->into.factors = a->factors, p->into.kind = a->project_kind, p->into.outputs = a->projected;
+  p->out.weight = a->out, p->out.bias = a->out_bias, p->out.after = a->after, p->out.after_eps = a->after_eps;
+  p->out.kind = a->out_kind, p->out.outputs = a->outputs, p->out.scale = a->residual_scale;
+  if (sublayer->kind == SHORT_CONV) {
+    p->out.inputs = a->projected / 3;
+    p->between = p->out.rows * (p->into.outputs + p->out.inputs);
+    return;
+  }
+  if (sublayer->kind == MAMBA2) {
+    p->out.inputs = a->ssd.heads * a->ssd.head_dim;
+    p->between = p->out.rows * p->out.inputs + (int64_t)ssd_mixer_memory(&a->ssd, &fold);
+    return;
+  }
+  p->beside.weight = a->gates, p->beside.kind = a->gates_kind;
+  p->beside.outputs = a->delta.heads * (a->delta.by_channel ? 1 + a->delta.key_dim : 2);
+  p->out.inputs = a->delta.heads * a->delta.value_dim;
+  p->between = p->out.rows * (p->into.outputs + p->beside.outputs + p->out.inputs);
+  p->between += (int64_t)delta_mixer_memory(&a->delta, &fold);
+}
+
+/* `project` gives gate | x, B, C | dt, and the fold takes all but the gate. */
+static void mamba2_sublayer(const fused_args *run, const recurrent_args *a, sublayer_products *p, workspace *common) {
+  const int64_t inner = p->out.inputs;
+  float *seen = common->between;
+  fold_args fold = fold_of(run, a);
+  fold.z = a->kept, fold.x = a->kept + inner, fold.y = seen;
+  fold.x_row = fold.z_row = run->tokens * a->projected, fold.x_token = fold.z_token = a->projected;
+  p->into.y = a->kept, p->out.x = seen;
+  linear_run(&p->into, common->products);
+  ssd_mixer_run(&a->ssd, &fold, seen + p->out.rows * inner);
+  linear_run(&p->out, common->products);
+}
+
+/* `project` gives q, k, v | z, `gates` gives beta | decay, and the fold takes q, k, v | beta | decay. */
+static void gated_delta_sublayer(const fused_args *run, const recurrent_args *a, sublayer_products *p, workspace *common) {
+  const int64_t n = p->out.rows, values = p->out.inputs, gates = p->beside.outputs;
+  const int64_t width = a->projected - values, taken = width + gates;
+  float *projected = common->between, *gated = projected + n * a->projected, *seen = gated + n * gates;
+  fold_args fold = fold_of(run, a);
+  fold.x = a->kept, fold.z = projected + width, fold.y = seen;
+  fold.x_row = run->tokens * taken, fold.x_token = taken;
+  fold.z_row = run->tokens * a->projected, fold.z_token = a->projected;
+  p->into.y = projected, p->beside.y = gated, p->out.x = seen;
+  const linear_args projections[] = {p->beside, p->into};
+  linear_run_all(projections, 2, common->products);
+#pragma omp for schedule(static)
+  for (int64_t i = 0; i < n; i++) {
+    memcpy(a->kept + i * taken, projected + i * a->projected, (size_t)width * sizeof(float));
+    memcpy(a->kept + i * taken + width, gated + i * gates, (size_t)gates * sizeof(float));
+  }
+  delta_mixer_run(&a->delta, &fold, seen + n * values);
+  linear_run(&p->out, common->products);
+}
+
+/* `project` gives b | c | x, and the fold takes b * x. */
+static void short_conv_sublayer(const fused_args *run, const recurrent_args *a, sublayer_products *p, workspace *common) {
+  const int64_t width = p->out.inputs;
+  float *projected = common->between, *seen = projected + p->out.rows * a->projected;
+  const causal_conv_args conv = {
+      a->kept, a->tail, a->conv.taps, a->conv.bias, run->counts, seen, a->next_tail, run->rows, run->tokens, width,
+      a->conv.kernel, 0, run->threads, run->tokens * width, width, (a->conv.kernel - 1) * width};
+  p->into.y = projected, p->out.x = seen;
+  linear_run(&p->into, common->products);
+  gated_conv_run(&conv, projected, a->kept);
+  linear_run(&p->out, common->products);
+}
+
+void recurrent_sublayer(const fused_args *run, const sublayer_args *sublayer, sublayer_products *p, workspace *common) {
+  if (sublayer->kind == MAMBA2) mamba2_sublayer(run, &sublayer->recurrent, p, common);
+  else if (sublayer->kind == SHORT_CONV) short_conv_sublayer(run, &sublayer->recurrent, p, common);
+  else gated_delta_sublayer(run, &sublayer->recurrent, p, common);
+}

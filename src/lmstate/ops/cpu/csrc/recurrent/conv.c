@@ -1,0 +1,82 @@
+/* The short depthwise causal convolution: y[t] = act(bias + sum over c of taps[c] x[t - (C - 1) + c]). */
+#include "recurrent/recurrent.h"
+#include "layout.h"
+
+enum { FEATURES = 512 }; /* that a thread takes at a time: their taps and inputs stay in the first cache */
+
+/* Input number i of a row, counted from the start of its tail. */
+INLINE const float *input(const causal_conv_args *a, int64_t row, int64_t i) {
+  const int64_t before = a->kernel - 1;
+  if (i < before) return a->tail + row * a->tail_row + i * a->width;
+  return a->x + row * a->x_row + (i - before) * a->x_token;
+}
+
+/* Token t, features first..last. `kernel` is a constant where this is called, up to 4. */
+INLINE void convolve_few(const causal_conv_args *a, int64_t row, int64_t t, int64_t first, int64_t last, int kernel) {
+  const float *in[4];
+  UNROLL for (int c = 0; c < kernel; c++) in[c] = input(a, row, t + c);
+  float *y = a->y + (row * a->tokens + t) * a->width;
+  for (int64_t f = first; f < last; f += VL) {
+    const int64_t n = last - f;
+    vf sum = a->bias ? load_some(a->bias + f, n) : vf_zero();
+    UNROLL for (int c = 0; c < kernel; c++)
+      sum = vf_fma(load_some(in[c] + f, n), load_some(a->taps + c * a->width + f, n), sum);
+    store_some(y + f, a->silu ? activate(SILU, sum) : sum, n);
+  }
+}
+
+static void convolve_many(const causal_conv_args *a, int64_t row, int64_t t, int64_t first, int64_t last) {
+  float *y = a->y + (row * a->tokens + t) * a->width;
+  for (int64_t f = first; f < last; f += VL) {
+    const int64_t n = last - f;
+    vf sum = a->bias ? load_some(a->bias + f, n) : vf_zero();
+    for (int64_t c = 0; c < a->kernel; c++)
+      sum = vf_fma(load_some(input(a, row, t + c) + f, n), load_some(a->taps + c * a->width + f, n), sum);
+    store_some(y + f, a->silu ? activate(SILU, sum) : sum, n);
+  }
+}
+
+static void convolve(const causal_conv_args *a, int64_t row, int64_t first, int64_t last) {
+  const int64_t count = real_tokens(a->counts, row, a->tokens), before = a->kernel - 1;
+  const size_t bytes = (size_t)(last - first) * sizeof(float);
+  for (int64_t t = 0; t < count; t++) switch (a->kernel) {
+      case 2: convolve_few(a, row, t, first, last, 2); break;
+      case 3: convolve_few(a, row, t, first, last, 3); break;
+      case 4: convolve_few(a, row, t, first, last, 4); break;
+      default: convolve_many(a, row, t, first, last); break;
+    }
+  for (int64_t t = count; t < a->tokens; t++) memset(a->y + (row * a->tokens + t) * a->width + first, 0, bytes);
+  for (int64_t i = 0; i < before; i++)
+    memcpy(a->next + (row * before + i) * a->width + first, input(a, row, count + i) + first, bytes);
+}
+
+void conv_run(const causal_conv_args *a) {
+  const int64_t blocks = (a->width + FEATURES - 1) / FEATURES;
+#pragma omp for schedule(static)
+  for (int64_t i = 0; i < a->rows * blocks; i++) {
+    const int64_t first = i % blocks * FEATURES;
+    convolve(a, i / blocks, first, at_most(first + FEATURES, a->width));
+  }
+}
+
+void gated_conv_run(const causal_conv_args *a, const float *projected, float *taken) {
+  const int64_t width = a->width, blocks = (width + FEATURES - 1) / FEATURES;
+#pragma omp for schedule(static)
+  for (int64_t i = 0; i < a->rows * blocks; i++) {
+    const int64_t row = i / blocks, first = i % blocks * FEATURES, last = at_most(first + FEATURES, width);
+    const int64_t begin = row * a->tokens, end = begin + a->tokens;
+    for (int64_t t = begin; t < end; t++)
+      for (int64_t f = first; f < last; f++)
+        taken[t * width + f] = projected[t * 3 * width + f] * projected[(t * 3 + 2) * width + f];
+    convolve(a, row, first, last);
+    for (int64_t t = begin; t < end; t++)
+      for (int64_t f = first; f < last; f++) a->y[t * width + f] *= projected[(t * 3 + 1) * width + f];
+  }
+}
+
+void lmstate_causal_conv(const causal_conv_args *a) {
+#pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
+  conv_run(a);
+}
+
+EXPORT_SIZE(causal_conv_args);

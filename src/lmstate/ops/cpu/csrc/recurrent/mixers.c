@@ -1,0 +1,105 @@
+/* What lies between a recurrent mixer's projections, in one parallel region: convolution, recurrence, gate and norm. */
+#include "recurrent/mixers.h"
+#include "layout.h"
+
+static int64_t delta_width(const gated_delta_parts *m) { return 2 * m->key_heads * m->key_dim + m->heads * m->value_dim; }
+
+/* The delta rule of a mixer, its q, k and v in `mixed`. */
+static gated_delta_rule_args delta_of(const gated_delta_parts *m, const fold_args *f, const float *mixed, const gated_norm_args *norm) {
+  const int64_t keys = m->key_heads * m->key_dim, width = delta_width(m), row = f->tokens * width;
+  const gated_delta_rule_args delta = {
+      .q = mixed, .k = mixed + keys, .v = mixed + 2 * keys, .carry = f->carry, .counts = f->counts, .y = f->y,
+      .next = f->next, .rows = f->rows, .tokens = f->tokens, .key_heads = m->key_heads, .heads = m->heads,
+      .key_dim = m->key_dim, .value_dim = m->value_dim, .by_channel = m->by_channel, .normalize = 1,
+      .threads = f->threads, .q_row = row, .q_token = width, .q_head = m->key_dim, .k_row = row, .k_token = width,
+      .k_head = m->key_dim, .v_row = row, .v_token = width, .v_head = m->value_dim,
+      .beta = f->x + width, .beta_row = f->x_row, .beta_token = f->x_token, .beta_head = 1,
+      .g = f->x + width + m->heads, .g_row = f->x_row, .g_token = f->x_token,
+      .g_head = m->by_channel ? m->key_dim : 1, .carry_row = m->heads * m->key_dim * m->value_dim,
+      .scale = 1.0 / sqrt((double)m->key_dim), .A = m->A, .bias = m->bias, .beta_scale = m->beta_scale,
+      .norm = f->z ? norm : 0};
+  return delta;
+}
+
+size_t delta_mixer_memory(const gated_delta_parts *m, const fold_args *f) {
+  const gated_delta_rule_args delta = {.key_dim = m->key_dim, .threads = f->threads};
+  return delta_memory(&delta) + (size_t)(f->rows * f->tokens * delta_width(m));
+}
+
+void delta_mixer_run(const gated_delta_parts *m, const fold_args *f, float *memory) {
+  const gated_norm_args norm = {
+      f->y, f->z, m->norm, f->y, f->counts, f->rows, f->tokens, m->heads, m->value_dim, m->value_dim, m->silu, 1, f->threads,
+      f->z_row, f->z_token, m->eps};
+  gated_delta_rule_args delta = delta_of(m, f, memory, &norm);
+  const int64_t width = delta.q_token;
+  const causal_conv_args conv = {
+      f->x, f->tail, m->taps, 0, f->counts, memory, f->next_tail, f->rows, f->tokens, width, m->kernel, 1, f->threads,
+      f->x_row, f->x_token, (m->kernel - 1) * width};
+  conv_run(&conv);
+  delta_run(&delta, memory + f->rows * delta.q_row);
+}
+
+typedef struct {
+  fold_args fold;
+  gated_delta_parts parts;
+} gated_delta_mixer_args;
+
+/* 0, or -1 where there was no memory. */
+int64_t lmstate_gated_delta_mixer(const gated_delta_mixer_args *a) {
+  const fold_args *f = &a->fold;
+  float *memory = malloc(delta_mixer_memory(&a->parts, f) * sizeof(float));
+  if (!memory) return -1;
+#pragma omp parallel num_threads((int)f->threads) if (f->threads > 1)
+  delta_mixer_run(&a->parts, f, memory);
+  free(memory);
+  return 0;
+}
+
+static int64_t ssd_width(const mamba2_parts *m) { return m->heads * m->head_dim + 2 * m->groups * m->states; }
+
+size_t ssd_mixer_memory(const mamba2_parts *m, const fold_args *f) {
+  return (size_t)(f->rows * f->tokens * ssd_width(m));
+}
+
+void ssd_mixer_run(const mamba2_parts *m, const fold_args *f, float *memory) {
+  const int64_t inner = m->heads * m->head_dim, each = m->groups * m->states, width = ssd_width(m);
+  const int64_t row = f->tokens * width;
+  const causal_conv_args conv = {
+      f->x, f->tail, m->taps, m->conv_bias, f->counts, memory, f->next_tail, f->rows, f->tokens, width, m->kernel, 1,
+      f->threads, f->x_row, f->x_token, (m->kernel - 1) * width};
+  const ssd_args ssd = {
+      .x = memory, .B = memory + inner, .C = memory + inner + each, .dt = f->x + width, .A = m->A, .D = m->D,
+      .bias = m->dt_bias, .carry = f->carry, .counts = f->counts, .y = f->y, .next = f->next, .rows = f->rows,
+      .tokens = f->tokens, .heads = m->heads, .head_dim = m->head_dim, .groups = m->groups, .states = m->states,
+      .threads = f->threads, .x_row = row, .x_token = width, .x_head = m->head_dim, .dt_row = f->x_row,
+      .dt_token = f->x_token, .dt_head = 1, .B_row = row, .B_token = width, .B_group = m->states, .C_row = row,
+      .C_token = width, .C_group = m->states, .carry_row = inner * m->states, .low = m->low, .high = m->high};
+  const gated_norm_args norm = {
+      f->y, f->z, m->norm, f->y, f->counts, f->rows, f->tokens, m->norm_groups, inner / m->norm_groups, m->norm_weights, 1,
+      m->gate_last, f->threads, f->z_row, f->z_token, m->eps};
+  conv_run(&conv);
+  ssd_run(&ssd);
+  if (f->z) gated_norm_run(&norm);
+}
+
+typedef struct {
+  fold_args fold;
+  mamba2_parts parts;
+} mamba2_mixer_args;
+
+/* 0, or -1 where there was no memory. */
+int64_t lmstate_mamba2_mixer(const mamba2_mixer_args *a) {
+  const fold_args *f = &a->fold;
+  float *memory = malloc(ssd_mixer_memory(&a->parts, f) * sizeof(float));
+  if (!memory) return -1;
+#pragma omp parallel num_threads((int)f->threads) if (f->threads > 1)
+  ssd_mixer_run(&a->parts, f, memory);
+  free(memory);
+  return 0;
+}
+
+EXPORT_SIZE(fold_args);
+EXPORT_SIZE(gated_delta_parts);
+EXPORT_SIZE(mamba2_parts);
+EXPORT_SIZE(gated_delta_mixer_args);
+EXPORT_SIZE(mamba2_mixer_args);

@@ -1,0 +1,103 @@
+/* The state space of Mamba-2: S [P, N] a head, S_t = decay_t S_{t-1} + w_t x_t B_t^T, y_t = S_t C_t + D x_t.
+ *
+ * A tile of the state lies in registers while the tokens of a run pass it. */
+#include "recurrent/recurrent.h"
+#include "layout.h"
+
+enum { TALL = 4, WIDE = VL == 16 ? 4 : 2, AHEAD = 4 };
+
+/* The tile of features p.. and states n.. of a head over `count` tokens from `first` on. y has the other tiles' part.
+ * `whole`, a constant where this is called: no feature or state of the tile is missing. `past` the caches: `bypasses`. */
+INLINE void tile(const ssd_args *a, int64_t r, int64_t h, int64_t first, int64_t count, int64_t p, int64_t n,
+                 const float *weight, const float *decay, const float *from, float *to, int whole, int past) {
+  const int64_t group = h / (a->heads / a->groups), tall = a->head_dim - p, wide = a->states - n;
+  const float *x = a->x + r * a->x_row + first * a->x_token + h * a->x_head + p;
+  const float *B = a->B + r * a->B_row + first * a->B_token + group * a->B_group + n;
+  const float *C = a->C + r * a->C_row + first * a->C_token + group * a->C_group + n;
+  float *y = a->y + ((r * a->tokens + first) * a->heads + h) * a->head_dim + p;
+  const int64_t at = p * a->states + n;
+  vf S[TALL][WIDE];
+  UNROLL for (int i = 0; i < TALL; i++)
+    UNROLL for (int j = 0; j < WIDE; j++)
+      S[i][j] = whole ? vf_load(from + at + i * a->states + j * VL)
+                      : load_some(from + at + i * a->states + j * VL, i < tall ? wide - j * VL : 0);
+  for (int64_t t = 0; t < count; t++) {
+    const vf keep = vf_set1(decay[t]);
+    vf value[TALL], sum[TALL];
+    float sums[TALL];
+    UNROLL for (int i = 0; i < TALL; i++)
+      value[i] = vf_set1(whole || i < tall ? weight[t] * x[i] : 0.0f), sum[i] = vf_zero();
+    UNROLL for (int j = 0; j < WIDE; j++) {
+      const vf b = whole ? vf_load(B + j * VL) : load_some(B + j * VL, wide - j * VL);
+      const vf c = whole ? vf_load(C + j * VL) : load_some(C + j * VL, wide - j * VL);
+      UNROLL for (int i = 0; i < TALL; i++) {
+        S[i][j] = vf_fma(value[i], b, vf_mul(keep, S[i][j]));
+        sum[i] = vf_fma(S[i][j], c, sum[i]);
+      }
+    }
+    vf_sum4(sum[0], sum[1], sum[2], sum[3], sums);
+    UNROLL for (int i = 0; i < TALL; i++)
+      if (whole || i < tall) y[i] += sums[i];
+    x += a->x_token, B += a->B_token, C += a->C_token, y += a->heads * a->head_dim;
+  }
+  UNROLL for (int i = 0; i < TALL; i++)
+    UNROLL for (int j = 0; j < WIDE; j++) {
+      if (past) vf_stream(to + at + i * a->states + j * VL, S[i][j]);
+      else if (whole) vf_store(to + at + i * a->states + j * VL, S[i][j]);
+      else store_some(to + at + i * a->states + j * VL, S[i][j], i < tall ? wide - j * VL : 0);
+    }
+}
+
+typedef void tile_of(const ssd_args *a, int64_t r, int64_t h, int64_t first, int64_t count, int64_t p, int64_t n,
+                     const float *weight, const float *decay, const float *from, float *to);
+#define TILE(name, whole, past)                                                                                     \
+  static void name(const ssd_args *a, int64_t r, int64_t h, int64_t first, int64_t count, int64_t p, int64_t n,       \
+                   const float *weight, const float *decay, const float *from, float *to) {                           \
+    tile(a, r, h, first, count, p, n, weight, decay, from, to, whole, past);                                          \
+  }
+TILE(whole_tile, 1, 0)
+TILE(past_tile, 1, 1)
+TILE(part_tile, 0, 0)
+
+static void run_head(const ssd_args *a, int64_t r, int64_t h) {
+  const int64_t real = real_tokens(a->counts, r, a->tokens), size = a->head_dim * a->states;
+  const float *from = a->carry + r * a->carry_row + h * size;
+  float *to = a->next + (r * a->heads + h) * size;
+  float *y = a->y + (r * a->tokens * a->heads + h) * a->head_dim;
+  const int past = real <= RUN && bypasses(to, a->states, a->heads * size);
+  for (int64_t first = 0; first < real; first += RUN, from = to) {
+    const int64_t count = at_most(RUN, real - first);
+    float weight[RUN], decay[RUN];
+    for (int64_t t = 0; t < count; t++) {
+      const float raw = a->dt[r * a->dt_row + (first + t) * a->dt_token + h * a->dt_head];
+      const float dt = softplus(a->bias ? raw + a->bias[h] : raw);
+      weight[t] = dt < (float)a->low ? (float)a->low : dt > (float)a->high ? (float)a->high : dt;
+      decay[t] = expf(weight[t] * a->A[h]);
+      const float *x = a->x + r * a->x_row + (first + t) * a->x_token + h * a->x_head;
+      float *out = y + (first + t) * a->heads * a->head_dim;
+      for (int64_t p = 0; p < a->head_dim; p++) out[p] = a->D ? a->D[h] * x[p] : 0.0f;
+    }
+    for (int64_t p = 0; p < a->head_dim; p += TALL) {
+      ahead(from + (p + AHEAD * TALL) * a->states, past ? 0 : to + (p + AHEAD * TALL) * a->states, TALL * a->states);
+      for (int64_t n = 0; n < a->states; n += WIDE * VL) {
+        const int whole = p + TALL <= a->head_dim && n + WIDE * VL <= a->states;
+        tile_of *const run = !whole ? part_tile : past ? past_tile : whole_tile;
+        run(a, r, h, first, count, p, n, weight, decay, from, to);
+      }
+    }
+  }
+  if (!real) memcpy(to, from, (size_t)size * sizeof(float));
+  for (int64_t t = real; t < a->tokens; t++) memset(y + t * a->heads * a->head_dim, 0, (size_t)a->head_dim * sizeof(float));
+}
+
+void ssd_run(const ssd_args *a) {
+#pragma omp for schedule(static)
+  for (int64_t i = 0; i < a->rows * a->heads; i++) run_head(a, i / a->heads, i % a->heads);
+}
+
+void lmstate_ssd(const ssd_args *a) {
+#pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
+  ssd_run(a);
+}
+
+EXPORT_SIZE(ssd_args);

@@ -1,0 +1,161 @@
+/* Eight floats: AVX2, FMA and F16C. */
+#include <immintrin.h>
+
+#define VL 8
+typedef __m256 vf;
+
+INLINE vf vf_zero(void) { return _mm256_setzero_ps(); }
+INLINE vf vf_set1(float x) { return _mm256_set1_ps(x); }
+INLINE vf vf_load(const float *p) { return _mm256_loadu_ps(p); }
+INLINE void vf_store(float *p, vf x) { _mm256_storeu_ps(p, x); }
+INLINE void vf_stream(float *p, vf x) { _mm256_stream_ps(p, x); } /* past the caches; p is aligned */
+INLINE vf vf_load_bf16(const uint16_t *p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
+}
+INLINE vf vf_load_f16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+INLINE vf vf_load_int8(const int8_t *p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
+/* The low and the high half of each byte; its four quarters. */
+INLINE vf from_middle(__m256i codes, float middle) {
+  return _mm256_sub_ps(_mm256_cvtepi32_ps(codes), _mm256_set1_ps(middle));
+}
+INLINE void vf_load_fields4(const uint8_t *p, vf *fields) {
+  __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+  fields[0] = from_middle(_mm256_and_si256(bytes, _mm256_set1_epi32(15)), 7.5f);
+  fields[1] = from_middle(_mm256_srli_epi32(bytes, 4), 7.5f);
+}
+INLINE void vf_load_fields2(const uint8_t *p, vf *fields) {
+  const __m256i three = _mm256_set1_epi32(3);
+  __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+  fields[0] = from_middle(_mm256_and_si256(bytes, three), 1.5f);
+  fields[1] = from_middle(_mm256_and_si256(_mm256_srli_epi32(bytes, 2), three), 1.5f);
+  fields[2] = from_middle(_mm256_and_si256(_mm256_srli_epi32(bytes, 4), three), 1.5f);
+  fields[3] = from_middle(_mm256_srli_epi32(bytes, 6), 1.5f);
+}
+/* A span of squeezed.h, in order. */
+INLINE void vf_load_bfloat12(const uint8_t *lows, const uint8_t *codes, const uint8_t *table, vf *out) {
+  const __m256i highs = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table));
+  const __m256i both = _mm256_loadu_si256((const __m256i *)codes), odd = _mm256_set1_epi32((int)0xffff0000u);
+  UNROLL for (int s = 0; s < 2; s++) { /* the second half of the codes is in the upper four bits */
+    __m256i code = _mm256_and_si256(s ? _mm256_srli_epi16(both, 4) : both, _mm256_set1_epi8(15));
+    __m256i low = _mm256_loadu_si256((const __m256i *)(lows + 32 * s)), high = _mm256_shuffle_epi8(highs, code);
+    __m256i words[2] = {_mm256_unpacklo_epi8(low, high), _mm256_unpackhi_epi8(low, high)};
+    UNROLL for (int h = 0; h < 2; h++) {
+      out[4 * h + s] = _mm256_castsi256_ps(_mm256_slli_epi32(words[h], 16));
+      out[4 * h + 2 + s] = _mm256_castsi256_ps(_mm256_and_si256(words[h], odd));
+    }
+  }
+}
+INLINE vf vf_add(vf a, vf b) { return _mm256_add_ps(a, b); }
+INLINE vf vf_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
+INLINE vf vf_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
+INLINE vf vf_div(vf a, vf b) { return _mm256_div_ps(a, b); }
+INLINE vf vf_max(vf a, vf b) { return _mm256_max_ps(a, b); }
+INLINE vf vf_sqrt(vf a) { return _mm256_sqrt_ps(a); }
+INLINE vf vf_abs(vf a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
+INLINE vf vf_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+
+/* The sums of four vectors, each in the same order. */
+INLINE void vf_sum4(vf a, vf b, vf c, vf d, float out[4]) {
+  vf abcd = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
+}
+INLINE float vf_sum(vf a) {
+  float out[4];
+  vf_sum4(a, a, a, a, out);
+  return out[0];
+}
+INLINE float vf_largest(vf a) {
+  __m128 m = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  m = _mm_max_ps(m, _mm_movehl_ps(m, m));
+  return _mm_cvtss_f32(_mm_max_ss(m, _mm_shuffle_ps(m, m, 1)));
+}
+
+INLINE vf vf_exp(vf x) { /* exactly 0 below -87, as masked scores need */
+  vf t = _mm256_min_ps(_mm256_set1_ps(88.0f), _mm256_max_ps(_mm256_set1_ps(-87.0f), x));
+  vf n = _mm256_round_ps(_mm256_mul_ps(t, _mm256_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  vf r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), t);
+  r = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), r);
+  vf p = _mm256_set1_ps(1.9875691500e-4f);
+  p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.3981999507e-3f));
+  p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(8.3334519073e-3f));
+  p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(4.1665795894e-2f));
+  p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.6666665459e-1f));
+  p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(5.0000001201e-1f));
+  p = _mm256_fmadd_ps(p, _mm256_mul_ps(r, r), _mm256_add_ps(r, _mm256_set1_ps(1)));
+  __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+  vf kept = _mm256_cmp_ps(x, _mm256_set1_ps(-87.0f), _CMP_NLT_UQ); /* a NaN stays one */
+  return _mm256_and_ps(kept, _mm256_mul_ps(p, _mm256_castsi256_ps(power)));
+}
+
+INLINE void vf_round_to_int8(int8_t *out, vf x) { /* to nearest even, saturating */
+  __m256i i = _mm256_cvtps_epi32(x);
+  __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(i), _mm256_extracti128_si256(i, 1));
+  _mm_storel_epi64((__m128i *)out, _mm_packs_epi16(words, words));
+}
+
+/* Sixteen outputs of a quantised block: two halves of eight. */
+typedef struct { __m256 lo, hi; } f16x;
+typedef struct { __m256i w[16]; } group; /* 8 x 4 inputs of 16 outputs, unsigned bytes */
+
+INLINE f16x lanes_zero(void) { f16x r = {_mm256_setzero_ps(), _mm256_setzero_ps()}; return r; }
+INLINE f16x lanes_load_f16(const uint8_t *p) {
+  f16x r = {vf_load_f16((const uint16_t *)p), vf_load_f16((const uint16_t *)p + 8)};
+  return r;
+}
+INLINE f16x lanes_fma1(f16x a, float b, f16x c) {
+  __m256 s = _mm256_set1_ps(b);
+  f16x r = {_mm256_fmadd_ps(a.lo, s, c.lo), _mm256_fmadd_ps(a.hi, s, c.hi)};
+  return r;
+}
+INLINE f16x lanes_fma(f16x a, f16x b, f16x c) {
+  f16x r = {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+  return r;
+}
+INLINE void lanes_store(float *p, f16x x) { _mm256_storeu_ps(p, x.lo); _mm256_storeu_ps(p + 8, x.hi); }
+
+INLINE group unpack4(const uint8_t *p) {
+  group g;
+  const __m256i low = _mm256_set1_epi8(15);
+  UNROLL for (int j = 0; j < 4; j++)
+    UNROLL for (int half = 0; half < 2; half++) {
+      __m256i b = _mm256_loadu_si256((const __m256i *)(p + 64 * j + 32 * half));
+      g.w[4 * j + half] = _mm256_and_si256(b, low);
+      g.w[4 * j + 2 + half] = _mm256_and_si256(_mm256_srli_epi16(b, 4), low);
+    }
+  return g;
+}
+INLINE group unpack8(const uint8_t *p) {
+  group g;
+  UNROLL for (int j = 0; j < 16; j++) g.w[j] = _mm256_loadu_si256((const __m256i *)(p + 32 * j));
+  return g;
+}
+/* initial + the products of PART inputs of each output, exactly, as floats */
+INLINE f16x part_dot(const group *g, int part, const int8_t *q, int32_t initial, int bits) {
+  int32_t x[PART / 4];
+  memcpy(x, q, PART);
+  const __m256i *w = g->w + PART / 2 * part, ones = _mm256_set1_epi16(1);
+  __m256i sum[2];
+  if (bits == 4) { /* pairs of 15 * 127 still fit 16 bits, eight of them */
+    __m256i pairs[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+    UNROLL for (int j = 0; j < PART / 4; j++)
+      UNROLL for (int half = 0; half < 2; half++)
+        pairs[half] = _mm256_add_epi16(pairs[half], _mm256_maddubs_epi16(w[2 * j + half], _mm256_set1_epi32(x[j])));
+    UNROLL for (int half = 0; half < 2; half++) sum[half] = _mm256_madd_epi16(pairs[half], ones);
+  } else { /* a pair of 255 * 127 does not: |w - 128| times the activation with its sign, and the 128 put back */
+    int32_t total = 0;
+    for (int i = 0; i < PART; i++) total += q[i];
+    const __m256i offset = _mm256_set1_epi8((char)128);
+    sum[0] = sum[1] = _mm256_set1_epi32(128 * total);
+    UNROLL for (int j = 0; j < PART / 4; j++)
+      UNROLL for (int half = 0; half < 2; half++) {
+        __m256i moved = _mm256_xor_si256(w[2 * j + half], offset);
+        __m256i pair = _mm256_maddubs_epi16(_mm256_abs_epi8(moved), _mm256_sign_epi8(_mm256_set1_epi32(x[j]), moved));
+        sum[half] = _mm256_add_epi32(sum[half], _mm256_madd_epi16(pair, ones));
+      }
+  }
+  __m256i first = _mm256_set1_epi32(initial);
+  f16x r = {_mm256_cvtepi32_ps(_mm256_add_epi32(sum[0], first)), _mm256_cvtepi32_ps(_mm256_add_epi32(sum[1], first))};
+  return r;
+}

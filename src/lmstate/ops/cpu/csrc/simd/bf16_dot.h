@@ -1,0 +1,90 @@
+/* Products of bfloat16 numbers in pairs, on processors with an instruction that adds the products of two. */
+#ifndef LMSTATE_PAIRS_H
+#define LMSTATE_PAIRS_H
+#include "simd/simd.h"
+
+enum { WIDE = 64, ROWS = 6 }; /* sums that are made together: as many as there are registers for */
+
+#if defined(LMSTATE_AVX512) && __GNUC__ >= 11 && !defined(__clang__)
+#define LMSTATE_PAIRS
+
+INLINE int has_bf16_dot(void) { return __builtin_cpu_supports("avx512bf16") != 0; }
+
+/* From number `at` on, up to 16 pairs of each of 16 rows -> of each pair, that of all rows. */
+INLINE void transpose_pairs(const uint16_t *const *rows, int64_t at, int pairs, uint32_t *to) {
+  const __mmask16 mask = (__mmask16)((1 << pairs) - 1);
+  __m512i r[16], t[16];
+  UNROLL16 for (int i = 0; i < 16; i++) r[i] = _mm512_maskz_loadu_epi32(mask, rows[i] + at);
+  UNROLL16 for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  UNROLL16 for (int i = 0; i < 16; i += 4) { /* r[i + j]: of four outputs, the pairs j, 4 + j, 8 + j, 12 + j */
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  UNROLL16 for (int j = 0; j < 4; j++) {
+    const __m512i even[2] = {_mm512_shuffle_i32x4(r[j], r[4 + j], 0x88), _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0x88)};
+    const __m512i odd[2] = {_mm512_shuffle_i32x4(r[j], r[4 + j], 0xdd), _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0xdd)};
+    t[j] = _mm512_shuffle_i32x4(even[0], even[1], 0x88);
+    t[8 + j] = _mm512_shuffle_i32x4(even[0], even[1], 0xdd);
+    t[4 + j] = _mm512_shuffle_i32x4(odd[0], odd[1], 0x88);
+    t[12 + j] = _mm512_shuffle_i32x4(odd[0], odd[1], 0xdd);
+  }
+  for (int i = 0; i < pairs; i++) _mm512_store_si512(to + i * WIDE, t[i]);
+}
+
+/* All pairs of 16 rows of n numbers. */
+INLINE void transpose_all_pairs(const uint16_t *const *rows, int64_t n, uint32_t *to) {
+  int64_t at = 0;
+  for (; at + 32 <= n; at += 32) transpose_pairs(rows, at, 16, to + at / 2 * WIDE);
+  if (at < n) transpose_pairs(rows, at, (int)(n - at) / 2, to + at / 2 * WIDE);
+}
+
+#pragma GCC push_options
+#pragma GCC target("avx512bf16")
+static __attribute__((unused)) void round_pairs(const float *x, int64_t n, uint16_t *y) {
+  const int64_t whole = n / VL * VL;
+  for (int64_t i = 0; i < whole; i += VL) _mm256_storeu_si256((__m256i *)(y + i), (__m256i)_mm512_cvtneps_pbh(vf_load(x + i)));
+  for (int64_t i = whole; i < n; i++) y[i] = float_to_bf16(x[i]);
+}
+
+/* y[m] = the sums over n numbers of x[m] times those of WIDE others, which lie in pairs [n / 2, WIDE]; or y[m] += them.
+ * Rows of y are `stride` apart. `rows` and `add` are constants where this is called. */
+INLINE void sums(const uint16_t *x, const uint32_t *w, int64_t n, int rows, float *y, int64_t stride, int add) {
+  enum { VECTORS = WIDE / VL };
+  __m512 acc[ROWS][VECTORS];
+  UNROLL for (int m = 0; m < rows; m++)
+    UNROLL for (int v = 0; v < VECTORS; v++) acc[m][v] = add ? vf_load(y + m * stride + v * VL) : vf_zero();
+  for (int64_t i = 0; i < n; i += 2, w += WIDE) {
+    __m512i pairs[VECTORS];
+    UNROLL for (int v = 0; v < VECTORS; v++) pairs[v] = _mm512_load_si512(w + v * VL);
+    UNROLL for (int m = 0; m < rows; m++) {
+      int32_t pair;
+      memcpy(&pair, x + m * n + i, 4);
+      const __m512i both = _mm512_set1_epi32(pair);
+      UNROLL for (int v = 0; v < VECTORS; v++) acc[m][v] = _mm512_dpbf16_ps(acc[m][v], (__m512bh)both, (__m512bh)pairs[v]);
+    }
+  }
+  UNROLL for (int m = 0; m < rows; m++)
+    UNROLL for (int v = 0; v < VECTORS; v++) vf_store(y + m * stride + v * VL, acc[m][v]);
+}
+
+static void sums_of(const uint16_t *x, const uint32_t *w, int64_t n, int64_t rows, float *y, int64_t stride, int add) {
+  switch (2 * rows + add) {
+#define CASE(rows) \
+    case 2 * rows: sums(x, w, n, rows, y, stride, 0); break; \
+    case 2 * rows + 1: sums(x, w, n, rows, y, stride, 1); break;
+    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#undef CASE
+    default: break;
+  }
+}
+#pragma GCC pop_options
+
+#else
+INLINE int has_bf16_dot(void) { return 0; }
+#endif
+#endif

@@ -1,0 +1,231 @@
+"""Products with weights, norms, gates and conversions: shapes and dtypes are checked here, so that C may trust them."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from lmstate.ops.cpu import abi
+from lmstate.ops.cpu.abi import GATES, KINDS, WEIGHT_KINDS
+from lmstate.ops.cpu.arguments import float_pointer, function, joining, optional_pointer, threads_for
+from lmstate.ops.memory import scratch
+from lmstate.ops.types.params import Norm, Residual
+from lmstate.ops.types.weight import Weight
+
+GEMM_COLUMNS = 80  # outputs that a thread of `gemm` has memory for
+
+
+class Dense:
+    """The bodies of one variant. Every method returns new tensors, contiguous, or fills those that it is given."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._linear = function(library, "lmstate_linear")
+        self._rms_norm = function(library, "lmstate_rms_norm")
+        self._glu = function(library, "lmstate_glu")
+        self._argmax = function(library, "lmstate_argmax")
+        self._per_head_matmul = function(library, "lmstate_per_head_matmul")
+        self._dequantize = function(library, "lmstate_dequantize")
+        self._gemm = function(library, "lmstate_gemm")
+        self._count_high_bytes = function(library, "lmstate_count_high_bytes")
+        self._to_bfloat12 = function(library, "lmstate_to_bfloat12")
+        self.has_gemm = bool(function(library, "lmstate_has_gemm")(b""))
+        """Whether the processor multiplies vectors of bfloat16, and not whole matrices: torch uses those."""
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        norm: Norm | None,
+        gate: int,
+        residual: Residual | None,
+    ) -> Tensor:
+        """`ops.linear` with norms (rms, without bias) or a gate (of `GateKind`), not both before it."""
+        n, k = weight.out_features, weight.in_features
+        shape = x.shape
+        width = 2 * k if gate else k
+        if shape[-1] != width or x.dtype != torch.float32:
+            raise ValueError(f"x {x.dtype} {list(shape)} does not fit {weight}: x is float32 of {width} features")
+        x = x.contiguous()
+        y = torch.empty(*shape[:-1], n, dtype=torch.float32)
+        b = w = r = 0
+        eps = 0.0
+        if bias is not None:
+            b = float_pointer(bias, "bias", (n,))
+        if norm is not None:
+            w, eps = float_pointer(norm.weight, "the norm's weight", (k,)), norm.eps
+        if residual is not None:
+            stream = residual.stream.contiguous()
+            r = float_pointer(stream, "residual", y.shape)
+        after, after_eps, scale = joining(residual, n)
+        rows = x.numel() // width
+        threads = threads_for(n * k)
+        arguments = abi.LINEAR.pack(
+            x.data_ptr(), weight.storage.data_ptr(), b, w, r, after, y.data_ptr(),
+            rows, n, k, WEIGHT_KINDS[weight.kind], gate, threads, eps, after_eps, scale, 0,
+        )  # fmt: skip
+        if self._linear(arguments):
+            raise MemoryError(f"no memory for the activations of {rows} rows of {k}")
+        return y
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype = torch.float32) -> Tensor:
+        """`ops.norm` of kind "rms" of a float32 x, rounded to float32 or bfloat16."""
+        if x.dtype != torch.float32 or dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"the norm takes float32 and gives float32 or bfloat16, not {x.dtype} and {dtype}")
+        x = x.contiguous()
+        y = torch.empty(x.shape, dtype=dtype)
+        width = x.shape[-1]
+        w = float_pointer(weight, "the norm's weight", (width,))
+        rows = x.numel() // width if width else 0
+        threads = threads_for(x.numel())
+        self._rms_norm(abi.ROWS.pack(x.data_ptr(), w, y.data_ptr(), rows, width, 0, 0, KINDS[dtype], threads, eps))
+        return y
+
+    def glu(self, x: Tensor, act: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """`ops.glu`, for the activations of `GATES`, from float32 or bfloat16 and rounded to either."""
+        x = x.contiguous()
+        width = x.shape[-1] // 2
+        if not {x.dtype, dtype} <= {torch.float32, torch.bfloat16}:
+            raise ValueError(f"a gate takes and gives float32 or bfloat16, not {x.dtype} and {dtype}")
+        if x.shape[-1] % 2:
+            raise ValueError(f"a gate and what it gates are two halves of an even last axis; this is {list(x.shape)}")
+        y = torch.empty(*x.shape[:-1], width, dtype=dtype)
+        rows = y.numel() // width if width else 0
+        kinds, threads = (KINDS[x.dtype], KINDS[dtype]), threads_for(x.numel())
+        self._glu(abi.ROWS.pack(x.data_ptr(), 0, y.data_ptr(), rows, width, GATES[act], *kinds, threads, 0.0))
+        return y
+
+    def argmax(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`ops.argmax`."""
+        x = x.contiguous()
+        rows, width = x.shape
+        if width == 0:
+            raise ValueError("a row without elements has no largest one")
+        largest, where = torch.empty(rows, dtype=torch.float32), torch.empty(rows, dtype=torch.int64)
+        pointers = float_pointer(x, "x", x.shape), largest.data_ptr(), where.data_ptr()
+        self._argmax(abi.ARGMAX.pack(*pointers, rows, width, threads_for(x.numel())))
+        return largest, where
+
+    def can_gemm(self, weight: Weight) -> bool:
+        """Whether `gemm` takes this weight."""
+        return self.has_gemm and weight.kind != "float32" and weight.in_features % 2 == 0
+
+    def gemm(
+        self,
+        x: Tensor,
+        weight: Weight,
+        y: Tensor,
+        *,
+        first: int = 0,
+        gate: int = 0,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> None:
+        """Write `residual + x @ weight.T + bias` of many rows into y, float32 `[M, n]`, for n outputs from `first` on.
+
+        x: bfloat16 `[M, K]`, K even. With a gate (of `GateKind`) the outputs are gate | up, and y is
+        act(gate) * up, bfloat16 `[M, N / 2]`. y may be some columns of a wider tensor; `residual` is of its strides.
+        """
+        rows, count = y.shape
+        n, k = weight.shape
+        if x.shape != (rows, k) or x.dtype != torch.bfloat16 or not x.is_contiguous() or k % 2:
+            raise ValueError(f"{x.dtype} {list(x.shape)} are no rows for {weight}")
+        if not 0 <= first <= n - count or (gate and (n != 2 * count or first)):
+            raise ValueError(f"{list(y.shape)} is no place for the outputs from {first} on of {weight}")
+        to = _columns(y, torch.bfloat16 if gate else torch.float32)
+        threads = torch.get_num_threads()
+        pointers = x.data_ptr(), weight.storage.data_ptr(), optional_pointer(bias, "bias", (n,)), _beside(residual, y)
+        sizes = rows, k, n, WEIGHT_KINDS[weight.kind], first, count, y.stride(0), gate, threads
+        self._gemm(abi.GEMM.pack(*pointers, to, scratch(threads * GEMM_COLUMNS * k).data_ptr(), *sizes))
+
+    def dequantize(self, weight: Weight, first: int, out: Tensor) -> None:
+        """Outputs first.. of a quantized weight into `out` `[count, K]`, float32 or bfloat16."""
+        count, k = out.shape
+        if k != weight.in_features or not 0 <= first <= weight.out_features - count or not out.is_contiguous():
+            raise ValueError(f"a panel {list(out.shape)} from output {first} on does not fit {weight}")
+        self._expand(weight, None, out, first)
+
+    def rows(self, weight: Weight, ids: Tensor) -> Tensor:
+        """Outputs `ids` (int64, any shape) of a quantized weight, float32 `[..., K]`."""
+        ids = ids.contiguous()
+        if ids.dtype != torch.int64:
+            raise ValueError(f"ids are int64; these are {ids.dtype}")
+        if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= weight.out_features):
+            raise IndexError(
+                f"ids must lie in 0..{weight.out_features - 1}; these reach {int(ids.min())}..{int(ids.max())}"
+            )
+        y = torch.empty(*ids.shape, weight.in_features, dtype=torch.float32)
+        self._expand(weight, ids, y, 0)
+        return y
+
+    def high_bytes(self, matrix: Tensor) -> Tensor:
+        """How often each upper byte stands in a contiguous bfloat16 matrix, int64 `[256]`."""
+        seen = torch.zeros(256, dtype=torch.int64)
+        self._count_high_bytes(
+            abi.COUNT.pack(_half_pointer(matrix), seen.data_ptr(), matrix.numel(), threads_for(matrix.numel()))
+        )
+        return seen
+
+    def to_bfloat12(self, matrix: Tensor, packed: Tensor) -> None:
+        """Fill in what `ops.weights.bfloat12` lays out, whose table is there, for a bfloat16 matrix `[N, K]`."""
+        self._to_bfloat12(
+            abi.TO_BFLOAT12.pack(_half_pointer(matrix), packed.data_ptr(), *matrix.shape, threads_for(matrix.numel()))
+        )
+
+    def per_head_matmul(self, x: Tensor, matrices: Tensor) -> Tensor:
+        """`per_head_matmul` of contiguous matrices."""
+        *outer, heads, inputs = x.shape
+        outputs = matrices.shape[2]
+        if matrices.shape != (heads, inputs, outputs):
+            raise ValueError(f"matrices {list(matrices.shape)} do not fit x {list(x.shape)}")
+        x = x.flatten(0, -3)
+        x = x if x.stride(2) == 1 else x.contiguous()
+        y = torch.empty(*outer, heads, outputs, dtype=torch.float32)
+        arguments = abi.PER_HEAD_MATMUL.pack(
+            x.data_ptr(), matrices.data_ptr(), y.data_ptr(), len(x), heads, inputs, outputs, KINDS[matrices.dtype],
+            torch.get_num_threads(), *x.stride()[:2],
+        )  # fmt: skip
+        self._per_head_matmul(arguments)
+        return y
+
+    def _expand(self, weight: Weight, ids: Tensor | None, y: Tensor, first: int) -> None:
+        k = weight.in_features
+        arguments = abi.DEQUANTIZE.pack(
+            weight.storage.data_ptr(),
+            0 if ids is None else ids.data_ptr(),
+            y.data_ptr(),
+            first,
+            y.numel() // k if k else 0,
+            weight.out_features,
+            k,
+            WEIGHT_KINDS[weight.kind],
+            KINDS[y.dtype],
+            threads_for(y.numel()),
+        )  # fmt: skip
+        self._dequantize(arguments)
+
+
+def _half_pointer(matrix: Tensor) -> int:
+    if matrix.dtype != torch.bfloat16 or not matrix.is_contiguous() or not matrix.is_cpu:
+        raise ValueError(
+            f"a matrix to store in 12 bits is contiguous bfloat16; this is {matrix.dtype} {list(matrix.shape)}"
+        )
+    return matrix.data_ptr()
+
+
+def _columns(y: Tensor, dtype: torch.dtype = torch.float32) -> int:
+    """Of a matrix `[M, n]` that may be some columns of another."""
+    if y.dtype != dtype or y.dim() != 2 or y.stride(1) != 1 or not y.is_cpu:
+        raise ValueError(f"rows to write are {dtype} on the processor; these are {y.dtype} {list(y.shape)}")
+    return y.data_ptr()
+
+
+def _beside(residual: Tensor | None, y: Tensor) -> int:
+    """Of what is added to y; 0 where there is nothing."""
+    if residual is None:
+        return 0
+    if residual.shape != y.shape or residual.stride() != y.stride():
+        raise ValueError(f"{list(residual.shape)} cannot be added to {list(y.shape)} of other strides")
+    return _columns(residual)

@@ -1,0 +1,62 @@
+"""Arguments of a mixture of experts to the fused call, checked as in `fused`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lmstate.ops.cpu import abi
+from lmstate.ops.cpu.abi import GATES, SUBLAYER_BYTES, WEIGHT_KINDS, SublayerKind
+from lmstate.ops.cpu.arguments import factor, norm_fields, optional_pointer, simple
+
+if TYPE_CHECKING:
+    from lmstate.ops.types.sublayers import Expert, MoESublayer
+
+
+def pack(of: MoESublayer) -> tuple[bytes, Tensor] | tuple[None, None]:
+    """The arguments of a mixture, and the table of its experts, to which they point; None where no body runs it."""
+    acts = {expert.act for expert in _all(of)}
+    if len(acts) > 1 or not acts <= set(GATES) or not simple(of.norm, of.post_norm):
+        return None, None
+    router, shared, shared_gate = of.router, of.shared, of.shared_gate
+    inputs, outputs = of.in_features, of.out_features
+    count, hidden = len(of.experts), of.experts[0].down.in_features
+    if router.weight.shape != (count, inputs) or not 0 < router.top_k <= router.topk_groups * (count // router.groups):
+        raise ValueError(f"{router.weight} does not fit a choice of {router.top_k} of {count} experts")
+    if any(each.down.in_features != hidden for each in of.experts):
+        raise ValueError("experts of different widths")
+    if shared_gate is not None and (shared is None or shared_gate.shape != (1, inputs)):
+        raise ValueError(f"{shared_gate} is no gate of a shared expert of {inputs} features")
+    each = [_expert(expert, inputs, outputs) for expert in _all(of)]
+    table = torch.frombuffer(bytearray(b"".join(each)), dtype=torch.uint8)
+    norm, eps = norm_fields(of.norm, inputs)
+    after, after_eps = norm_fields(of.post_norm, outputs)
+    arguments = abi.MOE.pack(
+        norm, router.weight.storage.data_ptr(), optional_pointer(router.bias, "the router's bias", (count,)),
+        optional_pointer(router.e_score_correction_bias, "the correction", (count,)), table.data_ptr(),
+        0 if shared_gate is None else shared_gate.storage.data_ptr(), after, inputs, outputs,
+        WEIGHT_KINDS[router.weight.kind], 0 if shared_gate is None else WEIGHT_KINDS[shared_gate.kind], count,
+        router.top_k, shared is not None, GATES[acts.pop()], router.scoring == "sigmoid", router.normalize,
+        router.groups, router.topk_groups, router.group_score == "top2", of.scale_input,
+        eps, after_eps, factor(of.scale), router.scale, router.floor,
+    )  # fmt: skip
+    return abi.sublayer(SublayerKind.MOE, arguments).ljust(SUBLAYER_BYTES, b"\0"), table
+
+
+def _all(of: MoESublayer) -> list[Expert]:
+    return [*of.experts, *([] if of.shared is None else [of.shared])]
+
+
+def _expert(expert: Expert, inputs: int, outputs: int) -> bytes:
+    up, down = expert.up, expert.down
+    hidden = down.in_features
+    if up.shape != (2 * hidden, inputs) or down.out_features != outputs:
+        raise ValueError(f"{up} and {down} do not fit {inputs} features and {outputs}")
+    return abi.EXPERT.pack(
+        up.storage.data_ptr(), down.storage.data_ptr(),
+        optional_pointer(expert.up_bias, "the bias of up", (2 * hidden,)),
+        optional_pointer(expert.down_bias, "the bias of down", (outputs,)),
+        hidden, WEIGHT_KINDS[up.kind], WEIGHT_KINDS[down.kind],
+    )  # fmt: skip

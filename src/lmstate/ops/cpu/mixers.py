@@ -1,0 +1,168 @@
+"""The calls that run a mixer from its projected inputs to what its last projection multiplies, checked as in `library`.
+
+Every call returns new tensors; the carry that it was given is only read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lmstate.ops.cpu import abi
+from lmstate.ops.cpu.arguments import function
+from lmstate.ops.cpu.recurrent import counted, expect, optional, threads_for
+from lmstate.ops.types.params import Norm
+
+Carry = tuple[Tensor, Tensor]
+
+
+class MixerParts(NamedTuple):
+    """What a mixer has beside what goes through it, as arguments; and the shapes of that, but for rows and tokens."""
+
+    arguments: bytes
+    inputs: int
+    outputs: int
+    carry: tuple[tuple[int, ...], ...]
+    """A convolution's tail, and a state where there is one."""
+
+
+class Mixers:
+    """The mixers of one variant; float32 tensors on the processor. Signatures as in the operations."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._gated_delta = function(library, "lmstate_gated_delta_mixer")
+        self._mamba2 = function(library, "lmstate_mamba2_mixer")
+
+    def gated_delta(
+        self,
+        inputs: Tensor,
+        z: Tensor | None,
+        carry: Carry,
+        counts: Tensor,
+        conv: Tensor,
+        A: Tensor,
+        dt_bias: Tensor,
+        norm: Norm,
+        key_heads: int,
+        key_dim: int,
+        silu: bool,
+        beta_scale: float,
+    ) -> tuple[Tensor, Carry]:
+        """`delta_mixer`."""
+        taps = conv.t().contiguous()
+        parts = gated_delta_parts(taps, A, dt_bias, norm, key_heads, key_dim, silu, beta_scale)
+        return _folded(self._gated_delta, parts, inputs, z, carry, counts, 0 if z is None else parts.outputs)
+
+    def mamba2(
+        self,
+        inputs: Tensor,
+        gate: Tensor | None,
+        carry: Carry,
+        counts: Tensor,
+        conv: Tensor,
+        conv_bias: Tensor | None,
+        A: Tensor,
+        D: Tensor | None,
+        dt_bias: Tensor | None,
+        head_dim: int,
+        groups: int,
+        dt_limits: tuple[float, float],
+        norm: Norm | None,
+        norm_groups: int,
+        gate_last: bool,
+    ) -> tuple[Tensor, Carry]:
+        """`ssd_mixer`."""
+        taps = conv.t().contiguous()
+        parts = mamba2_parts(
+            taps, conv_bias, A, D, dt_bias, head_dim, groups, dt_limits, norm, norm_groups, gate_last
+        )  # fmt: skip
+        return _folded(self._mamba2, parts, inputs, gate, carry, counts, parts.outputs)
+
+
+def gated_delta_parts(
+    taps: Tensor, A: Tensor, dt_bias: Tensor, norm: Norm, key_heads: int, key_dim: int, silu: bool, beta_scale: float
+) -> MixerParts:
+    """Those of `delta_mixer`, with the taps `[C, W]` of its convolution, contiguous."""
+    kernel, width = taps.shape
+    heads, decays = A.shape[0], dt_bias.shape[0]
+    values = width - 2 * key_heads * key_dim
+    value_dim = values // heads
+    if heads % key_heads or values % heads or decays not in (heads, heads * key_dim):
+        raise ValueError(f"{heads} heads over {key_heads} of {key_dim} do not fit a convolution of {width} features")
+    arguments = abi.GATED_DELTA_PARTS.pack(
+        taps.data_ptr(), optional(A, "A", heads), optional(dt_bias, "the bias of dt", decays),
+        optional(norm.weight, "the norm's weight", value_dim),
+        key_heads, heads, key_dim, value_dim, kernel, decays > heads, silu, beta_scale, norm.eps,
+    )  # fmt: skip
+    return MixerParts(arguments, width + heads + decays, values, ((kernel - 1, width), (heads, key_dim, value_dim)))
+
+
+def mamba2_parts(
+    taps: Tensor,
+    conv_bias: Tensor | None,
+    A: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    head_dim: int,
+    groups: int,
+    dt_limits: tuple[float, float],
+    norm: Norm | None,
+    norm_groups: int,
+    gate_last: bool,
+) -> MixerParts:
+    """Those of `ssd_mixer`, with the taps `[C, W]` of its convolution, contiguous."""
+    kernel, width = taps.shape
+    heads = A.shape[0]
+    inner = heads * head_dim
+    states = (width - inner) // (2 * groups)
+    weights = 0 if norm is None else norm.weight.shape[0]
+    if width != inner + 2 * groups * states or heads % groups:
+        raise ValueError(f"{heads} heads of {head_dim} in {groups} groups do not fit a convolution of {width} features")
+    if norm is not None and (inner % norm_groups or weights not in (inner, inner // norm_groups)):
+        raise ValueError(f"{norm_groups} groups of {inner} features cannot have {weights} weights")
+    arguments = abi.MAMBA2_PARTS.pack(
+        taps.data_ptr(), optional(conv_bias, "the convolution's bias", width), optional(A, "A", heads),
+        optional(D, "D", heads), optional(dt_bias, "the bias of dt", heads),
+        0 if norm is None else optional(norm.weight, "the norm's weight", weights),
+        heads, head_dim, groups, states, kernel, norm_groups, weights, gate_last,
+        *dt_limits, 0.0 if norm is None else norm.eps,
+    )  # fmt: skip
+    return MixerParts(arguments, width + heads, inner, ((kernel - 1, width), (heads, head_dim, states)))
+
+
+def _folded(
+    call: Callable[[bytes], int],
+    parts: MixerParts,
+    inputs: Tensor,
+    gate: Tensor | None,
+    carry: Carry,
+    counts: Tensor,
+    outputs: int,
+) -> tuple[Tensor, Carry]:
+    rows, tokens = inputs.shape[:2]
+    inputs, gate = _dense(inputs), None if gate is None else _dense(gate)
+    tail, state = (part.contiguous() for part in carry)
+    expect(inputs, "the inputs", (rows, tokens, parts.inputs))
+    expect(tail, "the tail", (rows, *parts.carry[0]))
+    expect(state, "the carry", (rows, *parts.carry[1]))
+    if gate is not None:
+        expect(gate, "the gate", (rows, tokens, parts.outputs))
+    y = torch.empty(rows, tokens, outputs, dtype=torch.float32)
+    new = torch.empty(tail.shape, dtype=torch.float32), torch.empty(state.shape, dtype=torch.float32)
+    fold = abi.FOLD.pack(
+        inputs.data_ptr(), 0 if gate is None else gate.data_ptr(), tail.data_ptr(), state.data_ptr(),
+        counted(counts, rows).data_ptr(), y.data_ptr() if outputs else 0, new[0].data_ptr(), new[1].data_ptr(),
+        rows, tokens, threads_for(tokens * state.numel()), *inputs.stride()[:2],
+        *((0, 0) if gate is None else gate.stride()[:2]),
+    )  # fmt: skip
+    if call(fold + parts.arguments):
+        raise MemoryError(f"no memory for {tokens} tokens of {parts.inputs} features in {rows} rows")
+    return y, new
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.stride(2) == 1 else x.contiguous()
