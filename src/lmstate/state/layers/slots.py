@@ -169,7 +169,7 @@ class SlotState(LayerState):
         self._hold(closed, self.written_to, changes)
 
     def moved(self, name: str, stored: Tensor, delta: int) -> Tensor:
-        """What is stored under a name, `[..., n, D]`, as it would be if its tokens had stood `delta` positions on."""
+        """The content of a buffer, `[..., n, D]`, moved by `delta` positions."""
         return stored
 
     def static_tensors(self) -> dict[str, Tensor]:

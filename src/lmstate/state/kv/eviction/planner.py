@@ -149,7 +149,7 @@ class EvictionPlanner:
         """`lost`: how many slots of each row's heads go, or of the head that loses most."""
         before, rewind = store.occupancy, self.rewind
         after = tuple(
-            row.settled(n, gone, start + n, rewind, exact=self.exact) if n else row
+            row.after_step(n, gone, start + n, rewind, exact=self.exact) if n else row
             for row, start, n, gone in zip(before.rows, step.starts, accepted, lost)
         )
         wanted = max(row.undoable + gone for row, gone in zip(before.rows, lost)) if rewind else 0

@@ -1,4 +1,4 @@
-"""Attention states that keep every token in 8 or 4 bits a number: full, of a window, latent."""
+"""Attention states that keep every token in 8 or 4 bits an element: full, of a window, latent."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ LOSS = "quantized keys and values"
 
 
 class QuantizedAttentionState(AttentionState):
-    """8 bits: codes and scales of turned keys and values in slots, or in a window's ring; see `Quantized`.
+    """8-bit codes and scales of keys and values, after a Hadamard transform, in slots or in a window's ring.
 
     A token is stored before its step attends, so that it reads of itself what later ones will read.
     """
 
-    what = "quantised keys and values"
+    what = "quantized keys and values"
 
     def stored_as(
         self, kv_heads: int, dims: dict[str, int]
@@ -59,9 +59,9 @@ class QuantizedAttentionState(AttentionState):
 
 
 class QuantizedLatentState(LatentState):
-    """Codes and scales of latents and rope keys, turned."""
+    """Codes and scales of latents and rope keys, after a Hadamard transform."""
 
-    what = "quantised latents and rope keys"
+    what = "quantized latents and rope keys"
 
     def __init__(
         self,
