@@ -147,3 +147,16 @@ def test_a_model_describes_itself_in_few_lines(case: str) -> None:
     assert len(shown) < 500 and model.config.family in shown
     for what in (f"layers: {len(model.blocks)}", "attention", "parameters", "float32", "512 positions"):
         assert what in shown
+
+
+def test_a_state_and_a_snapshot_describe_themselves_in_a_line() -> None:
+    model = ours("qwen3_5")
+    state = model.new_state(2)
+    model([[1, 2], [3]], state)
+    model([[4], []], state, commit=False)
+    shown = repr(state)
+    assert "2 rows of lengths [2, 1], pending [1, 0]" in shown and "3 recurrent, 1 attention" in shown
+    assert state.pending == [1, 0] and len(shown) < 200
+    state.discard()
+    shown = repr(state.snapshot(0))
+    assert shown.startswith("Snapshot(2 tokens, 4 layers of a qwen3_5") and len(shown) < 200

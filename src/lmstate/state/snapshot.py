@@ -18,7 +18,7 @@ FORMAT = "lmstate-snapshot"
 VERSION = 4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Snapshot:
     """All that a row needs to go on: token ids, last logits and every layer's memory. Nothing in it is shared.
 
@@ -35,6 +35,12 @@ class Snapshot:
     layers: tuple[dict[str, Tensor], ...]
     fingerprint: str
     notes: str = ""
+
+    def __repr__(self) -> str:
+        family = next((word[7:] for word in str(self.fingerprint).split() if word.startswith("family=")), "unknown")
+        notes = f", notes {self.notes!r:.80}" if self.notes else ""
+        size = f"{self.nbytes / 2**20:,.1f} MiB"
+        return f"Snapshot({len(self.tokens)} tokens, {len(self.layers)} layers of a {family:.40} model, {size}{notes})"
 
     @property
     def length(self) -> int:

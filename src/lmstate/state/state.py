@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -92,6 +93,16 @@ class State:
         self._read_device_step()
         ready = self._pending is not None and self._pending.ready
         return list(self._pending.step.counts) if self._pending and ready else [0] * self.rows
+
+    def __repr__(self) -> str:
+        """Lengths, pending tokens, layers and bytes; changes nothing, not even a device step that awaits the host."""
+        kinds = Counter(layer.kind for layer in self.layers)
+        layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        held = sum(layer.nbytes() for layer in self.layers)
+        pending = (
+            "" if self._pending is None or not self._pending.ready else f", pending {list(self._pending.step.counts)}"
+        )
+        return f"State({self.rows} rows of lengths {self.lengths}{pending}; layers: {layers}; {held / 2**20:,.1f} MiB)"
 
     def tokens(self, row: int) -> list[int]:
         """The ids of a row's committed tokens."""
