@@ -14,6 +14,7 @@ from lmstate.models.layers.mamba2 import Mamba2
 from lmstate.models.layers.short_conv import ShortConv
 from lmstate.ops import Norm, Residual
 from lmstate.state import Layout, RecurrentState, Step
+from lmstate.state.changes import Changes
 from tests.ops.small_mixers import MIXERS, convolution, delta, state_space
 
 EMBED, OUT = 64, 48
@@ -33,9 +34,9 @@ def run(
         memory.reserve(step)
         residual = Residual(x[..., :OUT].contiguous(), after, 0.3)
         y = mixer.forward(x, step, memory, norm, residual) if apart else mixer(x, step, memory, norm, residual)
-        install = memory.commit(step, tuple(counts))
-        assert install is not None
-        install()
+        changes = Changes()
+        memory.commit(step, tuple(counts), changes)
+        changes.apply()
         outs += [y[row, :count] for row, count in enumerate(counts)]
         starts = [start + count for start, count in zip(starts, counts)]
     return outs, memory
