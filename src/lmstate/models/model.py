@@ -69,6 +69,11 @@ class Model:
         return self.embed.device
 
     @property
+    def has_tokenizer(self) -> bool:
+        """Whether it came with a tokenizer."""
+        return self._tokenizer is not None
+
+    @property
     def tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
             raise StateError(f"{self.name or 'this model'} has no tokenizer; give token ids, or add a tokenizer.json")
