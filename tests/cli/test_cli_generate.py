@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from lmstate.cli.app import app
-from lmstate.cli.progress import Watched, watched
+from lmstate.cli.progress import PromptProgress
 from lmstate.generation.sampling import Sampler, TokenPicker
 from tests.generation.fake_model import FakeModel
 from tests.zoo import ours
@@ -237,26 +238,42 @@ def test_a_text_longer_than_the_model_was_made_for_is_told_once(model: FakeModel
     assert result.stderr.count("was made for 60") == 1
 
 
-def test_a_long_prompt_is_shown_on_a_terminal_and_computed_as_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, text = ours("llama"), [[(7 * i) % 90 + 1 for i in range(1200)]]
+def read(told: str) -> list[int]:
+    return [int(count.replace(",", "")) for count in re.findall(r"read ([\d,]+) of", told)]
+
+
+def test_a_long_prompt_is_shown_on_a_terminal_and_computed_as_without(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, text = replace(ours("llama")), [[(7 * i) % 90 + 1 for i in range(1200)]]
+    states = [model.new_state(), model.new_state()]
+    expected = model(text, states[0])
     monkeypatch.setattr("lmstate.cli.progress.sys.stderr.isatty", lambda: True)
-    shown = watched(model)
-    assert isinstance(shown, Watched)
-    told: list[int] = []
-    advance = Watched._advance
-
-    def count(self: Watched, tokens: int) -> None:
-        told.append(tokens)
-        advance(self, tokens)
-
-    monkeypatch.setattr(Watched, "_advance", count)
-    states = [model.new_state(), shown.new_state()]
-    for tokens in (text, [[5]]):
-        logits, same = (each(tokens, state) for each, state in zip((model, shown), states))
-        assert torch.equal(logits, same)
-    assert told == [512, 512, 176] and shown._progress is None
+    model.on_part = PromptProgress()
+    assert torch.equal(model(text, states[1]), expected)
+    told = capsys.readouterr().err
+    assert read(told) == [512, 1024] and told.endswith("\r\033[K")
+    model([[5]], states[1])
+    assert capsys.readouterr().err == ""
     states[1].rewind(0, 600)
-    shown([[5]], states[1])
-    assert sum(told[3:]) in (0, states[1].lengths[0])  # a token more is none to show, all again is
-    monkeypatch.setattr("lmstate.cli.progress.sys.stderr.isatty", lambda: False)
-    assert watched(model) is model
+    model([[5]], states[1])
+    assert read(capsys.readouterr().err) in ([], [512])  # a token more is none to show, all again is
+
+
+def test_off_a_terminal_a_prompt_that_takes_long_tells_in_lines_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += seconds
+        return now
+
+    monkeypatch.setattr("lmstate.cli.progress.monotonic", clock)
+    for seconds, expected in ((0.1, []), (6.0, [1000, 2000, 3000])):
+        progress = PromptProgress()
+        for done in range(0, 5000, 1000):
+            progress(done, 4000)
+        told = capsys.readouterr().err
+        assert read(told) == expected and told.count("\n") == len(expected) and "\r" not in told
