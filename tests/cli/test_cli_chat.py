@@ -221,8 +221,7 @@ def test_a_transcript_holds_the_questions_too(model: FakeModel, runner: CliRunne
     assert result.exit_code == 0 and result.stderr == ""
     held = len("[user]one[end]\n[assistant]You said one.[end]\n[user]two\nlines[end]\n[assistant]You said two\nlines.")
     assert result.stdout == (
-        "> one\nYou said one.\n> two\n... lines\nYou said two\nlines.\n> /tokens\n"
-        f"{held} tokens held, 4 messages\n"
+        f"> one\nYou said one.\n> two\n... lines\nYou said two\nlines.\n> /tokens\n{held} tokens held, 4 messages\n"
     )
 
 

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -263,15 +265,8 @@ def test_a_long_prompt_is_shown_on_a_terminal_and_computed_as_without(
 def test_off_a_terminal_a_prompt_that_takes_long_tells_in_lines_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    now = 0.0
-
-    def clock() -> float:
-        nonlocal now
-        now += seconds
-        return now
-
-    monkeypatch.setattr("lmstate.cli.progress.monotonic", clock)
     for seconds, expected in ((0.1, []), (6.0, [1000, 2000, 3000])):
+        monkeypatch.setattr("lmstate.cli.progress.monotonic", partial(next, count(0.0, seconds)))
         progress = PromptProgress()
         for done in range(0, 5000, 1000):
             progress(done, 4000)

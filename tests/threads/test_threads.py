@@ -34,7 +34,9 @@ def test_a_number_that_is_none_is_refused_and_changes_nothing(count: object) -> 
     assert torch.get_num_threads() == before
 
 
-@pytest.mark.parametrize(("cost", "expected"), [({1: 1, 2: 5, 3: 9}, 1), ({1: 9, 2: 5, 3: 1}, 3), ({1: 9, 2: 5, 3: 5}, 2)])
+@pytest.mark.parametrize(
+    ("cost", "expected"), [({1: 1, 2: 5, 3: 9}, 1), ({1: 9, 2: 5, 3: 1}, 3), ({1: 9, 2: 5, 3: 5}, 2)]
+)
 def test_auto_takes_the_fewest_threads_that_are_about_as_fast_as_the_best(
     monkeypatch: pytest.MonkeyPatch, cost: dict[int, int], expected: int
 ) -> None:

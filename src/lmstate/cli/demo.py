@@ -10,7 +10,11 @@ from lmstate.cli.output import describe, note, write_pieces
 QUESTIONS = ("Name the capital of France.", "Which river flows through it?")
 
 
-def demo(model: options.ModelName = options.DEFAULT_MODEL, max_tokens: options.MaxTokens = 64, threads: options.Threads = None) -> None:
+def demo(
+    model: options.ModelName = options.DEFAULT_MODEL,
+    max_tokens: options.MaxTokens = 64,
+    threads: options.Threads = None,
+) -> None:
     """Ask two questions on one state.
 
     The second continues the state of the first, and feeds only what is new.

@@ -38,7 +38,8 @@ def chat(
     """Talk with a model. Its state goes on from turn to turn: each turn feeds only what is new.
 
     Ctrl-C stops the answer and keeps the conversation; /help lists the commands; Tab completes them; Ctrl-D leaves.
-    Questions may be piped in, one a line; the exit code is then 1 if one of them, or a command, failed. A line that ends in a backslash goes on in the next; what stands between two \"\"\" is one message.
+    Questions may be piped in, one a line; the exit code is then 1 if one of them, or a command, failed. A line that
+    ends in a backslash goes on in the next; what stands between two \"\"\" is one message.
 
     \b
     Examples:
