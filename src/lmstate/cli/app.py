@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from lmstate.cli import bench, cache, demo, doctor, generate, inspect, models
+from lmstate.cli import bench, cache, demo, doctor, generate, inspect, models, serve
 from lmstate.cli.chat import command as chat
 
 DEBUG = "LMSTATE_DEBUG"  # set to anything: errors show their traceback
@@ -90,5 +90,6 @@ app.command("inspect")(inspect.inspect)
 app.command("bench")(bench.bench)
 app.command("models")(models.models)
 app.command("doctor")(doctor.doctor)
+app.command("serve")(serve.serve)
 app.command("demo")(demo.demo)
 app.add_typer(cache.cache, name="cache")

@@ -63,6 +63,7 @@ def generate(
     force: Annotated[bool, typer.Option("--force", help="--save-state may replace a file.")] = False,
     weights: options.Weights = options.WeightKind.auto,
     threads: options.Threads = None,
+    draft: options.Draft = "auto",
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object at the end: text, ids, finished, usage.")
     ] = False,
@@ -107,7 +108,13 @@ def generate(
     held = request.state.lengths[0]
     warn_of_length(loaded, held, held + len(request.ids))
     generation = Generation(
-        loaded, [request.ids], request.state, sampler=sampling.of(loaded), max_new_tokens=max_tokens, stop=stops
+        loaded,
+        [request.ids],
+        request.state,
+        sampler=sampling.of(loaded),
+        max_new_tokens=max_tokens,
+        stop=stops,
+        draft=options.load_drafter(draft),
     )
     with closing(cast("Generator[Piece]", iter(generation))) as pieces:
         texts = (piece.text for piece in pieces)

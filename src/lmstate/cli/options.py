@@ -55,6 +55,13 @@ Threads = Annotated[
         help="Threads to compute on; auto: what measures best now. By default OMP_NUM_THREADS if it is set, else auto.",
     ),
 ]  # fmt: skip
+Draft = Annotated[
+    str,
+    typer.Option(
+        "--draft", metavar="MODEL|text|none",
+        help="Who proposes tokens to verify several at a step: the text so far, or a smaller model. Changes no word.",
+    ),
+]  # fmt: skip
 System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="A system message that comes first.")]
 
 
@@ -84,6 +91,13 @@ def _set_threads(asked: str | None) -> None:
             except ValueError:
                 raise ValueError(f'--threads {asked} was asked for; give a number, or "auto"') from None
             set_threads(count)
+
+
+def load_drafter(name: str) -> str | Model:
+    """What `--draft` names: "auto", "text" or "none" as they are, else the model of that name."""
+    import lmstate
+
+    return name if name in ("auto", "text", "none") else lmstate.load(name, weights=WeightKind.auto.value)
 
 
 @contextmanager

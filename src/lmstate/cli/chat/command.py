@@ -31,6 +31,7 @@ def chat(
     transcript: Annotated[
         bool, typer.Option("--transcript", help="Write piped questions and commands to stdout too, each after `> `.")
     ] = False,
+    draft: options.Draft = "auto",
     stats: Annotated[
         bool, typer.Option("--stats/--no-stats", help="After each answer: tokens fed and reused, and the speed.")
     ] = True,
@@ -57,7 +58,8 @@ def chat(
     typed_in = sys.stdin.isatty()
     if typed_in:
         note(f"{model}: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves")
-    conversation = Conversation(loaded, system, sampler=sampling.of(loaded), max_new_tokens=max_tokens)
+    drafter = options.load_drafter(draft)
+    conversation = Conversation(loaded, system, sampler=sampling.of(loaded), max_new_tokens=max_tokens, draft=drafter)
     failed = talk(conversation, stats, transcript and not typed_in)
     if failed and not typed_in:
         note(f"lmstate: {failed} of the questions and commands failed")

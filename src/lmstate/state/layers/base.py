@@ -44,6 +44,7 @@ class LayerState(ABC):
 
     kind: str  # how `State.memory` groups it
     lossy: bool  # whether it drops what a rewind far back would need
+    evicts = False  # whether what a token sees depends on where the steps before it ended
 
     @abstractmethod
     def reserve(self, step: Step) -> None:

@@ -37,6 +37,7 @@ class EvictingState(KeyValueState):
     """
 
     lossy = True
+    evicts = True
     rotated = "k"  # the tensor that is rotated where positions move
 
     def __init__(
