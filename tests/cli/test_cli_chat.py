@@ -216,6 +216,20 @@ def test_piped_lines_that_failed_show_in_the_exit_code(
     assert result.exit_code == code and ("failed" in result.stderr) == bool(code)
 
 
+def test_an_edited_question_that_fails_is_told_too(model: FakeModel, runner: CliRunner) -> None:
+    script = model.script
+
+    def fail(held: list[int]) -> int | None:
+        if model.tokenizer.decode(held).endswith("[user]two[end]\n[assistant]"):
+            raise ValueError("the state is full")
+        return script(held)
+
+    model.script = fail
+    result = chat(runner, "one", "/edit two", "three", options=["--no-stats"])
+    assert result.exit_code == 1 and "lmstate: the state is full" in result.stderr
+    assert result.stdout.endswith("You said three.\n")
+
+
 def test_a_transcript_holds_the_questions_too(model: FakeModel, runner: CliRunner) -> None:
     result = chat(runner, "one", "two\\", "lines", "/tokens", options=["--transcript", "--no-stats"])
     assert result.exit_code == 0 and result.stderr == ""

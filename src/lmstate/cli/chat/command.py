@@ -80,14 +80,15 @@ def talk(conversation: Conversation, stats: bool, transcript: bool = False) -> i
         if transcript:
             print(quoted(typed.text), flush=True)
         try:
-            if typed.command:
-                print(run_command(typed.text, COMMANDS, conversation))
-            else:
-                answer(conversation, typed.text, stats)
+            try:
+                if typed.command:
+                    print(run_command(typed.text, COMMANDS, conversation))
+                else:
+                    answer(conversation, typed.text, stats)
+            except AskQuestion as edited:
+                answer(conversation, edited.question, stats)
         except ExitChat:
             break
-        except AskQuestion as edited:
-            answer(conversation, edited.question, stats)
         except (ValueError, OSError) as error:
             failed += 1
             note(f"lmstate: {error}")
