@@ -26,7 +26,7 @@ from lmstate.errors import (
 if TYPE_CHECKING:
     from lmstate import kv
     from lmstate.engine import Engine
-    from lmstate.models.load import load
+    from lmstate.loading import load
     from lmstate.models.model import Model
     from lmstate.state import Snapshot, State
     from lmstate.threads import set_threads
@@ -56,7 +56,7 @@ _LAZY = {
     "Model": "lmstate.models.model",
     "Snapshot": "lmstate.state",
     "State": "lmstate.state",
-    "load": "lmstate.models.load",
+    "load": "lmstate.loading",
     "set_threads": "lmstate.threads",
 }
 

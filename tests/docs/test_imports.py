@@ -20,7 +20,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"generation"},
         {"models", "kv"},
         {"training", "engine", "integrations"},
-        {"serve"},
+        {"loading", "serve"},
         {"cli"},
     ],
     "lmstate.ops": [
@@ -28,11 +28,12 @@ FLOORS: dict[str, list[set[str]]] = {
         {"types"},
         {"cpu"},
         {"dispatch"},
-        {"weights", "dense"},
+        {"weights"},
+        {"dense"},
         {"attention", "recurrent", "fused"},
     ],
     "lmstate.state": [
-        {"validate", "changes"},
+        {"changes", "gradients", "validate"},
         {"step", "rows", "tree"},
         {"layer_file"},
         {"snapshot"},

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from lmstate.cli import bench, cache, demo, doctor, generate, inspect, models, serve
+from lmstate.cli import bench, cache, demo, doctor, finetune, generate, inspect, models, serve
 from lmstate.cli.chat import command as chat
 
 DEBUG = "LMSTATE_DEBUG"  # set to anything: errors show their traceback
@@ -86,6 +86,7 @@ def root(
 
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
+app.command("finetune")(finetune.finetune)
 app.command("inspect")(inspect.inspect)
 app.command("bench")(bench.bench)
 app.command("models")(models.models)

@@ -64,6 +64,7 @@ def generate(
     weights: options.Weights = options.WeightKind.auto,
     threads: options.Threads = None,
     draft: options.Draft = "auto",
+    adapter: options.Adapter = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object at the end: text, ids, finished, usage.")
     ] = False,
@@ -103,7 +104,7 @@ def generate(
     with options.usage():
         stops = as_stops(stop or ())
     sampling = options.Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    loaded = options.load_model(model, weights, threads)
+    loaded = options.load_model(model, weights, threads, adapter)
     request = _begin(loaded, text, chat, system) if state is None else _go_on(loaded, state, text, chat)
     held = request.state.lengths[0]
     warn_of_length(loaded, held, held + len(request.ids))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -32,6 +33,9 @@ ModelName = Annotated[
     str, typer.Argument(metavar="MODEL", help="Alias, directory, .gguf file or Hub id; `lmstate models` lists some.")
 ]
 Weights = Annotated[WeightKind, typer.Option("--weights", help="How the weights are stored in memory.")]
+Adapter = Annotated[
+    Path | None, typer.Option("--adapter", metavar="FOLDER", help="A LoRA adapter to run beside the weights.")
+]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", min=0, help="End after this many tokens.")]
 Temperature = Annotated[
     float | None,
@@ -65,13 +69,18 @@ Draft = Annotated[
 System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="A system message that comes first.")]
 
 
-def load_model(name: str, weights: WeightKind = WeightKind.auto, threads: str | None = None) -> Model:
+def load_model(
+    name: str, weights: WeightKind = WeightKind.auto, threads: str | None = None, adapter: Path | None = None
+) -> Model:
     """The model by its name; what takes long (download, conversion, a long prompt) reports its own progress."""
     import lmstate
     from lmstate.cli.progress import PromptProgress
 
     _set_threads(threads)
-    model = lmstate.load(name, weights=weights.value)
+    if adapter is None:
+        model = lmstate.load(name, weights=weights.value)
+    else:
+        model = lmstate.load(name, weights=weights.value, adapter=adapter)
     model.on_part = PromptProgress()
     return model
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
@@ -14,6 +13,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from lmstate.serve import (
     anthropic,
@@ -21,14 +21,15 @@ from lmstate.serve import (
     models_route,
     openai_chat,
     openai_completions,
-    openapi,
     responses,
     sessions,
     tokens_route,
 )
 from lmstate.serve.errors import ApiError
 from lmstate.serve.guard import Guard
-from lmstate.serve.http import Handler, endpoint, error_response
+from lmstate.serve.http import endpoint, error_response, json_response
+from lmstate.serve.openapi import document
+from lmstate.serve.paths import Path
 from lmstate.serve.service import Service
 from lmstate.serve.settings import Settings
 
@@ -36,20 +37,8 @@ if TYPE_CHECKING:
     from lmstate.engine import Engine
 
 
-@dataclass(frozen=True)
-class Path:
-    """A route: also under `/v1`, or without it, where clients look for it there (`both`)."""
-
-    method: str
-    path: str
-    handler: Handler
-    both: bool = True
-    summary: str = ""
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        other = self.path.removeprefix("/v1") if self.path.startswith("/v1/") else "/v1" + self.path
-        return (self.path, other) if self.both else (self.path,)
+async def _openapi(service: Service, request: Request) -> ASGIApp:
+    return json_response(document(PATHS))
 
 
 PATHS = (
@@ -86,7 +75,7 @@ PATHS = (
     Path("POST", "/tokenize", tokens_route.tokenize, summary="Text or messages to token ids"),
     Path("POST", "/detokenize", tokens_route.detokenize, summary="Token ids to text"),
     Path("GET", "/tokenizer_info", tokens_route.tokenizer_info, summary="The tokenizer's special tokens and template"),
-    Path("GET", "/openapi.json", openapi.openapi, both=False, summary="This document"),
+    Path("GET", "/openapi.json", _openapi, both=False, summary="This document"),
     Path("POST", "/apply-template", tokens_route.apply_template, summary="Messages to the text of the prompt"),
 )
 

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from starlette.requests import Request
-from starlette.types import ASGIApp
-
-from lmstate.serve.http import json_response
-from lmstate.serve.service import Service
-
-if TYPE_CHECKING:
-    from lmstate.serve.app import Path
+from lmstate.serve.paths import Path
 
 TEXT, FLAG, WHOLE, NUMBER = ({"type": kind} for kind in ("string", "boolean", "integer", "number"))
 OBJECT: dict[str, Any] = {"type": "object"}
@@ -185,9 +178,3 @@ def document(paths: Sequence[Path]) -> dict[str, Any]:
         "components": {"securitySchemes": keys},
         "security": [{}, {"bearer": []}, {"x-api-key": []}],
     }
-
-
-async def openapi(service: Service, request: Request) -> ASGIApp:
-    from lmstate.serve.app import PATHS
-
-    return json_response(document(PATHS))

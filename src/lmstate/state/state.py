@@ -390,7 +390,7 @@ class State:
         return Snapshot(tuple(own.tokens), own.cached, own.regime, logits, layers, self.fingerprint)
 
     def drop(self, row: int, start: int, stop: int) -> None:
-        """Forget the tokens `start .. stop - 1` of a row and close the gap: later keys are rotated to their new positions.
+        """Forget the tokens `start .. stop - 1` of a row and close the gap, rotating later keys to their new positions.
 
         What later tokens read from the forgotten ones stays in their values, as everywhere where spans are dropped; the
         last logits stay too. Raises `UnsupportedError` if a layer cannot do it exactly, `RewindError` for a bad span.
