@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: demo test soak bench lint asan wheel clean
+.PHONY: demo test soak bench lint docs asan wheel clean
 
 demo: $(READY)
 	$(BIN)/lmstate demo
@@ -22,6 +22,12 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The API reference, from the docstrings: the public modules and what their names come from.
+docs: $(READY)
+	$(BIN)/pdoc $(API) --no-show-source --output-directory build/docs
+
+API ?= lmstate lmstate.kv lmstate.generation lmstate.speculation lmstate.engine lmstate.integrations.transformers
 
 # The native operations under AddressSanitizer and UndefinedBehaviorSanitizer, built apart from the checkout: any report
 # ends the run. Leaks are not looked for (Python and torch keep memory to their end), nor the fast variants left out.

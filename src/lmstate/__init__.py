@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lmstate.loading import load
     from lmstate.models.model import Model
     from lmstate.state import Snapshot, State
+    from lmstate.threads import set_threads
 
 __version__ = "0.1.0"
 
@@ -46,6 +47,7 @@ __all__ = [
     "UnsupportedError",
     "kv",
     "load",
+    "set_threads",
 ]
 
 # Importing torch takes seconds: what needs it is imported when first asked for, so that `lmstate --help` need not wait.
@@ -55,6 +57,7 @@ _LAZY = {
     "Snapshot": "lmstate.state",
     "State": "lmstate.state",
     "load": "lmstate.loading",
+    "set_threads": "lmstate.threads",
 }
 
 

@@ -15,7 +15,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"files"},
         {"ops"},
         {"state", "text"},
-        {"checkpoints", "language_model"},
+        {"checkpoints", "language_model", "threads"},
         {"speculation"},
         {"generation"},
         {"models", "kv"},
@@ -24,7 +24,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"cli"},
     ],
     "lmstate.ops": [
-        {"memory", "processor", "ragged"},
+        {"fork", "memory", "processor", "ragged"},
         {"types"},
         {"cpu"},
         {"dispatch"},

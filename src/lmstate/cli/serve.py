@@ -43,6 +43,7 @@ def serve(
         float | None, typer.Option("--timeout", min=0.001, metavar="SECONDS", help="End answers after so long.")
     ] = None,
     weights: options.Weights = options.WeightKind.auto,
+    threads: options.Threads = None,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts to the log.")] = False,
 ) -> None:
     """Serve a model to OpenAI, Anthropic and other clients over HTTP.
@@ -74,7 +75,8 @@ def serve(
         request_timeout=timeout,
     )
     settings.check(allow_anonymous)
-    loaded = options.load_model(model, weights)
+    loaded = options.load_model(model, weights, threads)
+    loaded.on_part = None  # of many requests at a time nobody follows one
     with Engine(loaded, rows=rows, memory=memory, store=store, queue=queue) as engine:
         server = make_server(engine, settings)
         server.ready = lambda port: note(banner(settings, port, rows, loaded.config.max_positions))
