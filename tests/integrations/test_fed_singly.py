@@ -1,4 +1,4 @@
-"""Models that transformers feeds wrongly, several tokens after others: fed one by one, with the outputs of the whole."""
+"""Models that transformers gets wrong for several tokens after others: fed one by one, with the whole's outputs."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.utils import ModelOutput
 
 from lmstate.integrations.transformers.cache.history import EMBEDS, IDS, OUTPUTS, Call

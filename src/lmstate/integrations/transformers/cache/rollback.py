@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import ModelOutput
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DummyLayer, DynamicCache
+from transformers.utils import ModelOutput
 
 from lmstate.errors import RewindError, StateError, UnsupportedError
 from lmstate.integrations.transformers.cache import hooks
@@ -252,8 +252,8 @@ class Rollback(DynamicCache, hooks.CallObserver):
             refused.append("logits_to_keep= as a tensor")
         if refused:
             raise UnsupportedError(
-                f"{', '.join(refused)} for several tokens after others: {type(self.model).__name__} starts such a piece "
-                "from an empty carry, so they are fed one by one, and give their logits and hidden states only; feed "
+                f"{', '.join(refused)} for several tokens after others: {type(self.model).__name__} starts such a "
+                "piece from an empty carry, so they are fed one by one, and give their logits and hidden states only; feed "
                 "the whole text to an empty cache, or leave that out"
             )
         return kept, bool(asked["output_hidden_states"])
