@@ -1,4 +1,4 @@
-"""Atomic writes: the old file or the new one, at the place that was named, readable by whom it was, nothing left over."""
+"""Atomic writes: the old file or the new one, where it was named, as readable as before, nothing left over."""
 
 from __future__ import annotations
 

@@ -253,7 +253,7 @@ class Rollback(DynamicCache, hooks.CallObserver):
         if refused:
             raise UnsupportedError(
                 f"{', '.join(refused)} for several tokens after others: {type(self.model).__name__} starts such a "
-                "piece from an empty carry, so they are fed one by one, and give their logits and hidden states only; feed "
+                "piece from an empty carry, so they are fed one by one, and give logits and hidden states only; feed "
                 "the whole text to an empty cache, or leave that out"
             )
         return kept, bool(asked["output_hidden_states"])
