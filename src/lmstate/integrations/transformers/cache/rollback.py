@@ -187,8 +187,10 @@ class Rollback(DynamicCache, hooks.CallObserver):
             if origin is not None:
                 self._undo(origin)
             elif call is not None:
-                kept = self._draft is not None and self._draft.position == call.start
-                self._undo(self._draft if kept else Checkpoint(call.start, {}))
+                draft = self._draft
+                if draft is None or draft.position != call.start:
+                    draft = Checkpoint(call.start, {})
+                self._undo(draft)
             return []
         if call is None:
             return earlier
@@ -355,7 +357,7 @@ class Rollback(DynamicCache, hooks.CallObserver):
                 elif to and length > to:
                     layer.cut(length, to)
             if to == 0 and isinstance(layer, RewindableLayer):
-                layer.reset()
+                layer.reset()  # type: ignore[attr-defined]  # of transformers' classes
         for index, carry in start.carries.items():
             self.layers[index].put_carry(carry)
         self._seen = to
