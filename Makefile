@@ -4,13 +4,16 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: demo test bench lint asan wheel clean
+.PHONY: demo test soak bench lint asan wheel clean
 
 demo: $(READY)
 	$(BIN)/lmstate demo
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2
+
+soak: $(READY)
+	$(BIN)/python -m pytest -m soak -n 2
 
 bench: $(READY)
 	$(BIN)/python -m bench

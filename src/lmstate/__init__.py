@@ -25,7 +25,8 @@ from lmstate.errors import (
 
 if TYPE_CHECKING:
     from lmstate import kv
-    from lmstate.models.load import load
+    from lmstate.engine import Engine
+    from lmstate.loading import load
     from lmstate.models.model import Model
     from lmstate.state import Snapshot, State
 
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CapacityError",
+    "Engine",
     "Model",
     "ModelError",
     "PendingError",
@@ -48,10 +50,11 @@ __all__ = [
 
 # Importing torch takes seconds: what needs it is imported when first asked for, so that `lmstate --help` need not wait.
 _LAZY = {
+    "Engine": "lmstate.engine",
     "Model": "lmstate.models.model",
     "Snapshot": "lmstate.state",
     "State": "lmstate.state",
-    "load": "lmstate.models.load",
+    "load": "lmstate.loading",
 }
 
 

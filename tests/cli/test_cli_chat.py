@@ -25,7 +25,7 @@ def chat(runner: CliRunner, *lines: str, options: Sequence[str] = ()):  # type: 
 
 
 def test_the_second_turn_feeds_only_what_is_new(model: FakeModel, runner: CliRunner) -> None:
-    result = chat(runner, "one", "two")
+    result = chat(runner, "one", "two", options=["--draft", "none"])
     assert result.exit_code == 0 and result.stdout == "You said one.\nYou said two.\n"
     first = len(model.tokenizer.chat([{"role": "user", "content": "one"}], True))
     new = len("[end]\n[user]two[end]\n[assistant]")
@@ -76,7 +76,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(model: FakeModel, ru
         return script(held)
 
     model.script = interrupt
-    result = chat(runner, "one", "two")
+    result = chat(runner, "one", "two", options=["--draft", "none"])
     assert result.exit_code == 0 and result.stdout == "You\nYou said two.\n"
     assert "(stopped)" in result.stderr
     fed = len("[end]\n[user]two[end]\n[assistant]") + 1  # the last token given out was queued

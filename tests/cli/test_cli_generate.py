@@ -143,7 +143,7 @@ def test_ctrl_c_stops_the_answer_with_130(model: FakeModel, runner: CliRunner, m
 
     model.script = interrupt
     before = signal.getsignal(signal.SIGINT)
-    result = runner.invoke(app, ["generate", "m", "Hello"])
+    result = runner.invoke(app, ["generate", "m", "Hello", "--draft", "none"])
     assert (result.exit_code, result.stdout) == (130, "You \n")
     assert signal.getsignal(signal.SIGINT) is before
 

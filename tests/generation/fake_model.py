@@ -38,6 +38,7 @@ class FakeStream:
 
 class FakeTokenizer:
     begin: tuple[int, ...] = ()
+    vocabulary = {piece.decode("latin-1"): token for piece, token in IDS.items()}  # noqa: RUF012
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [*(self.begin if add_special_tokens else ()), *(byte + 1 for byte in text.encode())]
@@ -57,6 +58,7 @@ class FakeState:
         self.capacity = capacity
         self.computed: list[list[int]] = [[] for _ in range(rows)]
         self.queued: list[list[int]] = [[] for _ in range(rows)]
+        self.speculative: list[list[int]] = [[] for _ in range(rows)]
 
     @property
     def lengths(self) -> list[int]:
@@ -64,7 +66,19 @@ class FakeState:
 
     @property
     def pending(self) -> list[int]:
-        return [0] * self.rows
+        return [len(ids) for ids in self.speculative]
+
+    def step_room(self, row: int, most: int) -> int:
+        return most if self.capacity is None else min(most, self.capacity - self.lengths[row])
+
+    def discard(self) -> None:
+        self.speculative = [[] for _ in range(self.rows)]
+
+    def commit(self, counts: Sequence[int]) -> None:
+        for row, count in enumerate(counts):
+            assert 0 <= count <= len(self.speculative[row])
+            self.computed[row] += self.speculative[row][:count]
+            self.speculative[row] = []
 
     def rewind_cost(self, row: int, to: int) -> int:
         return max(0, to - len(self.computed[row]))
@@ -104,17 +118,31 @@ class FakeModel:
     def new_state(self, rows: int = 1) -> FakeState:
         return FakeState(rows)
 
-    def __call__(self, tokens: list[list[int]], state: FakeState, logits: str = "last") -> Tensor | None:
-        assert len(tokens) == state.rows
+    def __call__(
+        self, tokens: list[list[int]], state: FakeState, logits: str = "last", commit: bool = True
+    ) -> Tensor | None:
+        assert len(tokens) == state.rows and not any(state.pending)
         self.calls += 1
         if self.calls == self.fail_at:
             raise RuntimeError("the forward failed")
         for row, new in enumerate(tokens):
             assert all(isinstance(token, int) for token in new)
             self.fed += len(state.queued[row]) + len(new)
-            state.computed[row] += state.queued[row] + list(new)
+            state.computed[row] += state.queued[row]
             state.queued[row] = []
-        return None if logits == "none" else torch.stack([self._logits(held) for held in state.computed])
+        starts = [list(held) for held in state.computed]
+        state.speculative = [list(new) for new in tokens]
+        if commit:
+            state.commit([len(new) for new in tokens])
+        if logits == "none":
+            return None
+        if logits == "last":
+            return torch.stack([self._logits(held + list(new)) for held, new in zip(starts, tokens)])
+        out = torch.zeros(len(tokens), max(map(len, tokens)), VOCAB)
+        for row, (held, new) in enumerate(zip(starts, tokens)):
+            for at in range(len(new)):
+                out[row, at] = self._logits(held + list(new[: at + 1]))
+        return out
 
     def _logits(self, held: list[int]) -> Tensor:
         if not held:

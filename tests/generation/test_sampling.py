@@ -181,3 +181,24 @@ def test_what_is_left_unsaid_is_what_transformers_takes() -> None:
     for name in ("temperature", "top_k", "repetition_penalty"):
         assert unsaid[name] == getattr(sampler, name)
     assert unsaid["do_sample"] is False and unsaid["top_p"] == 1.0 and sampler.top_p is None
+
+
+def test_presence_and_frequency_penalties_count_the_answer_and_bias_adds() -> None:
+    logits = torch.tensor([[1.0, 2.0, 3.0, 2.9]])
+    picker = TokenPicker(Sampler(presence_penalty=0.2, frequency_penalty=0.4, logit_bias=((0, 0.5),)), rows=1)
+    picker.see(0, [3, 3, 3])  # a prompt, which these penalties do not count
+    # 3.0 falls to 2.4 when token 2 was taken once; then 2.9 to 2.3 likewise, then 2.4 to 2.0; token 0 stays at 1.5.
+    assert [picker.pick(logits, [0])[0] for _ in range(4)] == [2, 3, 2, 3]
+    picker = TokenPicker(Sampler(logit_bias=((0, 10.0), (2, float("-inf")))), rows=1)
+    assert picker.pick(logits, [0]) == [0]
+    assert torch.equal(logits, torch.tensor([[1.0, 2.0, 3.0, 2.9]])), "the caller's logits are as they were"
+
+
+def test_pickers_of_one_row_each_draw_as_the_rows_of_one_picker() -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    sampler = Sampler(temperature=1.5, seed=5)
+    together = TokenPicker(sampler, rows=3)
+    apart = [TokenPicker(sampler, rows=1, first=row) for row in range(3)]
+    for _ in range(5):
+        expected = together.pick(logits, [0, 1, 2])
+        assert [picker.pick(logits[row : row + 1], [0])[0] for row, picker in enumerate(apart)] == expected

@@ -47,6 +47,10 @@ class Renamed:
     def names(self) -> frozenset[str]:
         return frozenset(self._names)
 
+    def outer_name(self, name: str) -> str:
+        """What the source below calls a tensor."""
+        return self._names[name]
+
     def shape(self, name: str) -> tuple[int, ...]:
         return self.whole.shape(self._names[name])
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from lmstate.cli import demo, doctor, generate, inspect, models
+from lmstate.cli import demo, doctor, finetune, generate, inspect, models, serve
 from lmstate.cli.chat import command as chat
 
 DEBUG = "LMSTATE_DEBUG"  # set to anything: errors show their traceback
@@ -85,7 +85,9 @@ def root(
 
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
+app.command("finetune")(finetune.finetune)
 app.command("inspect")(inspect.inspect)
 app.command("models")(models.models)
 app.command("doctor")(doctor.doctor)
+app.command("serve")(serve.serve)
 app.command("demo")(demo.demo)

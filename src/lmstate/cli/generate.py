@@ -34,6 +34,8 @@ def generate(
         typer.Option("--chat/--raw", help="As a question in the model's chat template, or as text to go on with."),
     ] = None,
     weights: options.Weights = options.WeightKind.auto,
+    draft: options.Draft = "auto",
+    adapter: options.Adapter = None,
     stats: Annotated[
         bool | None, typer.Option("--stats/--no-stats", help="Counts and speed on stderr (if it is a terminal).")
     ] = None,
@@ -60,10 +62,13 @@ def generate(
     with options.usage():
         stops = as_stops(stop or ())
     sampling = options.Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    loaded = options.load_model(model, weights)
+    loaded = options.load_model(model, weights, adapter)
     ids = _encode(loaded, text, chat, system)
     warn_of_length(loaded, 0, len(ids))
-    generation = Generation(loaded, [ids], sampler=sampling.of(loaded), max_new_tokens=max_tokens, stop=stops)
+    drafter = options.load_drafter(draft)
+    generation = Generation(
+        loaded, [ids], sampler=sampling.of(loaded), max_new_tokens=max_tokens, stop=stops, draft=drafter
+    )
     stopped = write_pieces(piece.text for piece in generation)
     if sys.stderr.isatty() if stats is None else stats:
         note(describe(generation.report()))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -31,6 +32,9 @@ ModelName = Annotated[
     str, typer.Argument(metavar="MODEL", help="Alias, directory, .gguf file or Hub id; `lmstate models` lists some.")
 ]
 Weights = Annotated[WeightKind, typer.Option("--weights", help="How the weights are stored in memory.")]
+Adapter = Annotated[
+    Path | None, typer.Option("--adapter", metavar="FOLDER", help="A LoRA adapter to run beside the weights.")
+]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", min=0, help="End after this many tokens.")]
 Temperature = Annotated[
     float | None,
@@ -47,15 +51,29 @@ Penalty = Annotated[
 ]
 Seed = Annotated[int | None, typer.Option("--seed", help="The same seed draws the same text.")]
 Stop = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="End before this text. Repeatable.")]
+Draft = Annotated[
+    str,
+    typer.Option(
+        "--draft", metavar="MODEL|text|none",
+        help="Who proposes tokens to verify several at a step: the text so far, or a smaller model. Changes no word.",
+    ),
+]  # fmt: skip
 System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="A system message that comes first.")]
 
 
-def load_model(name: str, weights: WeightKind = WeightKind.auto) -> Model:
+def load_model(name: str, weights: WeightKind = WeightKind.auto, adapter: Path | None = None) -> Model:
     """The model by its name; what takes long (download, conversion) reports its own progress."""
     import lmstate
     from lmstate.cli.progress import watched
 
-    return watched(lmstate.load(name, weights=weights.value))
+    if adapter is None:
+        return watched(lmstate.load(name, weights=weights.value))
+    return watched(lmstate.load(name, weights=weights.value, adapter=adapter))
+
+
+def load_drafter(name: str) -> str | Model:
+    """What `--draft` names: "auto", "text" or "none" as they are, else the model of that name."""
+    return name if name in ("auto", "text", "none") else load_model(name)
 
 
 @contextmanager

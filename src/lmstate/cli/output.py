@@ -66,6 +66,8 @@ def describe(report: Report) -> str:
         parts.append(f"first after {report.prefill_seconds:.2f} s")
     if report.tokens_per_second:
         parts.append(f"then {report.tokens_per_second:.1f} tokens/s")
+    if report.draft.drafted:
+        parts.append(f"{report.draft.accepted} of {report.draft.drafted} drafted tokens held")
     if report.finished[0] == "length":
         parts.append("stopped at --max-tokens")
     return "[" + " · ".join(parts) + "]"

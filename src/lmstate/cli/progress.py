@@ -37,13 +37,18 @@ class Watched(Model):
     _progress: Progress | None = None
 
     def __call__(
-        self, tokens: Tokens, state: State | None = None, logits: Logits | None = None, commit: bool = True
+        self,
+        tokens: Tokens,
+        state: State | None = None,
+        logits: Logits | None = None,
+        commit: bool = True,
+        parents: Sequence[Sequence[int]] | None = None,
     ) -> Tensor | None:
         held = [] if state is None else state.lengths
         late = [0 if state is None else state.rewind_cost(row, length) for row, length in enumerate(held)]
         self._total = max(map(len, tokens), default=0) + max(late, default=0)
         try:
-            return super().__call__(tokens, state, logits, commit)
+            return super().__call__(tokens, state, logits, commit, parents)
         finally:
             if self._progress is not None:
                 self._progress.stop()

@@ -55,6 +55,15 @@ class Answer:
         self._pieces.append(rest)
         return piece + rest
 
+    def take_back(self, pieces: Sequence[str]) -> None:
+        """The last tokens were never given: those that returned these pieces, `finish` included. The answer is over."""
+        count = len(pieces) - (self.finished == "eos")
+        left = len(self.tokens) - count
+        del self.tokens[left:], self._ends[left:]
+        text = self.text
+        self._pieces = [text[: len(text) - sum(map(len, pieces))]]
+        self.finished = None
+
     def kept(self) -> int:
         """Number of `tokens` that the state is to hold: all, or those wholly before the stop string.
 

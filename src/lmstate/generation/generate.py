@@ -6,6 +6,8 @@ What the state holds afterwards, for every row: what it held, the prompt, and th
 - An end-of-sequence token ends the answer and is neither in the text nor in the state. A chat's next turn begins with
   the template's own closing of the turn (`<|im_end|>` and a newline, say), and plain text continued has none inside.
 - A stop string is not in the text, and the state is rewound to the last token wholly before it.
+- Tokens that a drafter proposed (`lmstate.speculation`) are verified several at a step; the text and the state are
+  those without drafts.
 - Closing the iterator early keeps every token whose piece was given out. An exception (Ctrl-C, a full state) leaves the
   state at the last token that was computed.
 """
@@ -14,19 +16,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from lmstate.errors import CapacityError, PendingError
 from lmstate.generation.answer import CONTEXT, Answer, Finish
 from lmstate.generation.prompts import Prompt, as_token_lists
-from lmstate.generation.protocol import LanguageModel
 from lmstate.generation.sampling import Sampler, TokenPicker
 from lmstate.generation.stopping import as_stops
+from lmstate.language_model import LanguageModel
+from lmstate.speculation.acceptance import verify
+from lmstate.speculation.choose import DraftChoice, make_speculator
+from lmstate.speculation.drafter import Draft
+from lmstate.speculation.speculator import DraftReport
 from lmstate.state.validate import token_ids, whole_number
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from lmstate.state import State
 
 MAX_NEW_TOKENS = 256
@@ -50,6 +58,7 @@ class Report:
     decode_seconds: float  # the steps after it
     decoded: int  # tokens that those steps gave
     finished: tuple[Finish | None, ...]  # why each row ended; None: it has not, or was interrupted
+    draft: DraftReport = field(default_factory=DraftReport)  # what speculation did
 
     @property
     def tokens_per_second(self) -> float:
@@ -78,6 +87,7 @@ class Generation:
         sampler: Sampler | None = None,
         max_new_tokens: int = MAX_NEW_TOKENS,
         stop: str | Sequence[str] = (),
+        draft: DraftChoice = "auto",
     ) -> None:
         max_new_tokens = whole_number(max_new_tokens, "max_new_tokens")
         if max_new_tokens < 0:
@@ -96,7 +106,10 @@ class Generation:
             Answer(model.tokenizer.stream(), stops, before=[*self.state.tokens(row)[-CONTEXT:], *prompt])
             for row, prompt in enumerate(self.prompts)
         ]
-        self._picker = TokenPicker(sampler or Sampler(), len(self.prompts))
+        sampler = sampler or Sampler()
+        self._begins = [held + len(prompt) for held, prompt in zip(self.state.lengths, self.prompts)]
+        self._picker = TokenPicker(sampler, len(self.prompts))
+        self._speculator = make_speculator(draft, model, len(self.prompts), sampler, sampler.seed)
         self._last: dict[int, int] = {}  # the newest token of rows that go on: given out, not yet computed
         self._seconds = [0.0, 0.0]  # prefill, decode
         self._first_tokens = 0
@@ -115,6 +128,7 @@ class Generation:
             decode_seconds=self._seconds[1],
             decoded=generated - self._first_tokens,
             finished=tuple(answer.finished for answer in self._answers),
+            draft=self._speculator.report() if self._speculator else DraftReport(),
         )
 
     def __iter__(self) -> Iterator[Piece]:
@@ -122,64 +136,138 @@ class Generation:
             self._prefill_only()
             return
         self._remember_seen()
-        feed = self.prompts
-        active = list(range(len(feed)))
-        phase = 0
-        try:
-            while active:
-                pieces = self._step(feed, active, phase)
-                yield from pieces
-                active = [row for row in active if self._answers[row].finished is None]
-                feed = [[self._last[row]] if row in self._last else [] for row in range(len(feed))]
-                phase = 1
-        except GeneratorExit:
-            for row, token in self._last.items():
-                with suppress(CapacityError):  # a full state: it ends one token earlier
-                    self.state.queue(row, [token])
-            raise
+        texts = self._first_step()
+        while True:
+            given = dict.fromkeys(texts, 0)
+            try:
+                for row, pieces in texts.items():
+                    for piece in pieces:
+                        given[row] += 1
+                        if piece:
+                            yield Piece(row, piece)
+            except GeneratorExit:
+                self._close({row: pieces[given[row] :] for row, pieces in texts.items()})
+                raise
+            if not self._last:
+                return
+            texts = self._step()
 
-    def _step(self, feed: list[list[int]], active: list[int], phase: int) -> list[Piece]:
-        """One forward and one token for every active row."""
+    def _close(self, withheld: dict[int, list[str]]) -> None:
+        """The caller wants no more: answers, and the state, end before the `withheld` pieces of the last step."""
+        for row, pieces in withheld.items():
+            answer = self._answers[row]
+            if pieces:
+                answer.take_back(pieces)
+            if pieces or answer.finished is None:
+                with suppress(CapacityError):  # a full state: it ends one token earlier
+                    self._hold(row, answer.kept())
+
+    def _first_step(self) -> dict[int, list[str]]:
+        """The prompts' forward, and the first token of every row."""
         begin = perf_counter()
-        logits = self.model(feed, self.state)  # [R, V]
+        held = [self.state.tokens(row) + prompt for row, prompt in enumerate(self.prompts)] if self._speculator else []
+        logits = self.model(self.prompts, self.state)  # [R, V]
         assert logits is not None
+        texts, _ = self._choose(logits[:, None], {row: Draft() for row in range(len(self.prompts))})
+        if self._speculator is not None and self._last:
+            going = {row: [*held[row], *self._answers[row].tokens] for row in self._last}
+            self._speculator.observe(going)
+        self._seconds[0] += perf_counter() - begin
+        self._first_tokens = sum(len(answer.tokens) for answer in self._answers)
+        return texts
+
+    def _step(self) -> dict[int, list[str]]:
+        """One forward over the newest token of every active row and its draft."""
+        begin = perf_counter()
+        drafts = self._drafts()
+        width = 1 + max(map(len, drafts.values()))
+        feed: list[list[int]] = [[] for _ in self.prompts]
+        for row, draft in drafts.items():
+            feed[row] = [self._last[row], *draft.tokens]
+        before = {row: len(self._answers[row].tokens) for row in drafts}
+        ran = perf_counter()
+        if width == 1:
+            logits = self.model(feed, self.state)  # [R, V]
+            assert logits is not None
+            logits = logits[:, None]
+            texts, accepted = self._choose(logits, drafts)
+        else:
+            try:
+                logits = self.model(feed, self.state, logits="all", commit=False)  # [R, T, V]
+                assert logits is not None
+                texts, accepted = self._choose(logits, drafts, verdict=True)
+            except BaseException:
+                self.state.discard()  # of a signal between the two
+                raise
+        if self._speculator is not None:
+            self._speculator.verified(drafts, accepted)
+            self._speculator.measured(width, perf_counter() - ran, len(drafts), gained=sum(accepted.values()))
+            self._speculator.observe({row: self._answers[row].tokens[before[row] :] for row in self._last})
+        self._seconds[1] += perf_counter() - begin
+        return texts
+
+    def _drafts(self) -> dict[int, Draft]:
+        """A draft for each active row, within what its answer and the state have room for."""
+        if self._speculator is None:
+            return {row: Draft() for row in self._last}
+        room = {}
+        for row in self._last:
+            wanted = min(self._speculator.most, self.max_new_tokens - len(self._answers[row].tokens) - 1)
+            room[row] = max(0, self.state.step_room(row, 1 + wanted) - 1) if wanted > 0 else 0
+        return self._speculator.propose(room)
+
+    def _choose(
+        self, logits: Tensor, drafts: dict[int, Draft], verdict: bool = False
+    ) -> tuple[dict[int, list[str]], dict[int, int]]:
+        """Give each row of `drafts` its next tokens, and the state their `verdict` where it awaits one.
+
+        logits: float32 [R, T, V] of all rows. Returns, for each row, the new text token by token, and how many
+        tokens of its draft it accepted.
+        """
+        rows = list(drafts)
+        texts: dict[int, list[str]] = {row: [] for row in rows}
         self._last.clear()
-        if len(active) < len(feed):
-            logits = logits[active]
-        pieces = []
-        for row, token in zip(active, self._picker.pick(logits, active)):
-            text = self._take(row, token)
-            if text:
-                pieces.append(Piece(row, text))
-        self._seconds[phase] += perf_counter() - begin
-        if phase == 0:
-            self._first_tokens = sum(len(answer.tokens) for answer in self._answers)
-        return pieces
+        accepted = [0] * len(rows)
+
+        def give(row: int, token: int) -> bool:
+            texts[row].append(self._take(row, token))
+            return self._answers[row].finished is None
+
+        try:
+            here = logits if len(rows) == len(self.prompts) else logits[rows]
+            accepted = verify(here, rows, list(drafts.values()), self._picker, give)
+        finally:  # an exception leaves the tokens that were given out before this step
+            if verdict:
+                counts = dict(zip(rows, accepted))
+                self.state.commit([1 + counts[row] if row in counts else 0 for row in range(len(self.prompts))])
+        for row in rows:
+            if self._answers[row].finished is not None:
+                self._hold(row, self._answers[row].kept())
+        return texts, dict(zip(rows, accepted))
 
     def _take(self, row: int, token: int) -> str:
-        """Give one token to a row's answer; where that ends it, bring the state to what the answer stands for."""
+        """Give one token to a row's answer, which it may end."""
         answer = self._answers[row]
         if token in self.model.eos_ids:
-            text = answer.finish("eos")
-            self._settle(row, computed=len(answer.tokens))
-            return text
+            self._last.pop(row, None)
+            return answer.finish("eos")
         text = answer.take(token)
         if answer.finished is None and len(answer.tokens) == self.max_new_tokens:
             text += answer.finish("length")
         if answer.finished is None:
             self._last[row] = token
         else:
-            self._settle(row, computed=len(answer.tokens) - 1)
+            self._last.pop(row, None)
         return text
 
-    def _settle(self, row: int, computed: int) -> None:
-        """Make the row hold the `kept()` tokens of its answer; it holds the first `computed` of them now."""
+    def _hold(self, row: int, count: int) -> None:
+        """Bring the state to the first `count` tokens of the row's answer, after what it held before that."""
         answer = self._answers[row]
-        kept = answer.kept()
-        if kept < computed:
-            self.state.rewind(row, self.state.lengths[row] - (computed - kept))
-        elif kept > computed:
-            self.state.queue(row, answer.tokens[computed:kept])
+        held = self.state.lengths[row] - self._begins[row]
+        if count < held:
+            self.state.rewind(row, self._begins[row] + count)
+        elif count > held:
+            self.state.queue(row, answer.tokens[held:count])
 
     def _prefill_only(self) -> None:
         begin = perf_counter()
@@ -223,6 +311,7 @@ def generate(
     repetition_penalty: float = 1.0,
     stop: str | Sequence[str] = (),
     seed: int | None = None,
+    draft: DraftChoice = "auto",
 ) -> str | list[str]:
     """The text that the model continues `prompt` with; for a list of prompts a list of texts, from one ragged batch.
 
@@ -230,13 +319,18 @@ def generate(
     state           continues it (one prompt per row) and leaves it as this module's docstring says; None: a fresh one
     max_new_tokens  at most this many tokens; 0 only feeds the prompt
     stop            text(s) that end the answer; nothing at or after them is returned
+    draft           who proposes tokens that the model verifies several at a step: "text" (what the text itself said
+                    before), a smaller model, a `lmstate.speculation.Drafter`, or None; "auto" is the text. The text and
+                    its probabilities are those without drafts, and how deep to draft is measured
     The other options are those of `Sampler`; with one `seed` a row gives the same text whatever the other rows are.
 
     Raises ValueError for options out of range and empty prompts, CapacityError where the state is full.
     """
     prompts, single = as_token_lists(model.tokenizer, prompt, state)
     sampler = Sampler(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    generation = Generation(model, prompts, state, sampler=sampler, max_new_tokens=max_new_tokens, stop=stop)
+    generation = Generation(
+        model, prompts, state, sampler=sampler, max_new_tokens=max_new_tokens, stop=stop, draft=draft
+    )
     for _ in generation:
         pass
     return generation.texts[0] if single else generation.texts
@@ -254,6 +348,7 @@ def stream(
     repetition_penalty: float = 1.0,
     stop: str | Sequence[str] = (),
     seed: int | None = None,
+    draft: DraftChoice = "auto",
 ) -> Iterator[str]:
     """`generate` for one prompt, piece by piece: the pieces joined are what `generate` returns.
 
@@ -268,7 +363,9 @@ def stream(
             "lmstate.generation.Generation, whose pieces name their row, or use generate"
         )
     sampler = Sampler(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    generation = Generation(model, prompts, state, sampler=sampler, max_new_tokens=max_new_tokens, stop=stop)
+    generation = Generation(
+        model, prompts, state, sampler=sampler, max_new_tokens=max_new_tokens, stop=stop, draft=draft
+    )
     return _texts(generation)
 
 

@@ -31,7 +31,9 @@ def as_token_lists(tokenizer: Tokenizer, prompt: Prompt, state: State | None) ->
             "was given"
         )
     if not isinstance(given, str) and not given and state is None:
-        raise ValueError("the prompt is an empty list: give a text, token ids, or a prompt for each row")
+        raise ValueError(
+            "the prompt is an empty list and has no tokens: give a text, token ids, or a prompt for each row"
+        )
     single = isinstance(given, str) or _are_ids(given)
     rows = []
     for row, one in enumerate([given] if single else given):

@@ -1,6 +1,6 @@
-"""From logits to the next token: penalty, temperature, top-k, top-p, min-p, and one draw per row.
+"""From logits to the next token: bias, penalties, temperature, top-k, top-p, min-p, and one draw per row.
 
-The filters come in the order of transformers (repetition penalty, temperature, top-k, top-p, min-p), each on what the
+The filters come in the order of transformers (bias, penalties, temperature, top-k, top-p, min-p), each on what the
 one before left over. A row draws from a random stream of its own, made from the seed and the row's number: what the
 other rows of the batch hold, or when they end, changes nothing for it.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,9 @@ class Sampler:
     min_p               only tokens at least this probable relative to the most likely one (None: all)
     repetition_penalty  > 1 makes tokens that the row holds less likely (CTRL, arXiv 1909.05858); also when greedy
     seed                None takes one from torch's global generator, so that `torch.manual_seed` reproduces too
+    presence_penalty    taken off the logits of tokens that the answer holds (OpenAI); also when greedy
+    frequency_penalty   the same, times how often it holds them
+    logit_bias          (token, what is added to its logit); also when greedy
     """
 
     temperature: float = 0.0
@@ -50,6 +54,9 @@ class Sampler:
     min_p: float | None = None
     repetition_penalty: float = 1.0
     seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         _check("temperature", self.temperature, 0.0 <= self.temperature < math.inf, "0 (greedy) or more")
@@ -59,6 +66,10 @@ class Sampler:
         _check("min_p", self.min_p, self.min_p is None or 0.0 <= self.min_p <= 1.0, "between 0 and 1")
         penalty = self.repetition_penalty
         _check("repetition_penalty", penalty, 0.0 < penalty < math.inf, "above 0 (1.0 changes nothing)")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check(name, value := getattr(self, name), math.isfinite(value), "a finite number (0.0 changes nothing)")
+        for token, value in self.logit_bias:
+            _check(f"the logit_bias of token {token}", value, -math.inf <= value < math.inf, "a number, or -inf")
 
     @classmethod
     def suggested(cls, defaults: Mapping[str, Any]) -> Sampler:
@@ -83,6 +94,16 @@ class Sampler:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def counts_answer(self) -> bool:
+        """Whether what is picked depends on how often the answer holds each token."""
+        return bool(self.presence_penalty or self.frequency_penalty)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the most likely token is taken, whatever came before."""
+        return self.greedy and not (self.counts_answer or self.logit_bias or self.repetition_penalty != 1.0)
+
     def penalised(self, logits: Tensor, seen: Tensor) -> Tensor:
         """`logits` [R, V] with the repetition penalty on the tokens where `seen` [R, V] bool is true."""
         penalty = self.repetition_penalty
@@ -106,11 +127,13 @@ class Sampler:
 class TokenPicker:
     """Picks the next token of every row: a `Sampler` plus what it must remember (random streams, tokens seen)."""
 
-    def __init__(self, sampler: Sampler, rows: int) -> None:
+    def __init__(self, sampler: Sampler, rows: int, first: int = 0) -> None:
+        """`first`: the number of row 0's random stream, where the rows of one seed are picked by several pickers."""
         self.sampler = sampler
         seed = sampler.seed if sampler.seed is not None else int(torch.randint(2**62, ()))
         # Host generators: one number per token is drawn, and it is the same whatever the device of the logits.
-        self._streams = [random.Random(f"lmstate:{seed}:{row}") for row in range(rows)]
+        self._streams = [random.Random(f"lmstate:{seed}:{first + row}") for row in range(rows)]
+        self._counts: list[Counter[int]] = [Counter() for _ in range(rows)]  # of the tokens of the answers
         self._held: list[list[int]] = [[] for _ in range(rows)]  # seen, not yet in the mask
         self._mask: Tensor | None = None  # [R, V] bool, built with the first logits
 
@@ -121,8 +144,7 @@ class TokenPicker:
 
     def pick(self, logits: Tensor, rows: Sequence[int]) -> list[int]:
         """The next token of each of `rows`. logits [len(rows), V] float32, in the order of `rows`."""
-        if self.sampler.repetition_penalty != 1.0:
-            logits = self.sampler.penalised(logits, self._seen(logits, rows))
+        logits = self._adjusted(logits, rows)
         if self.sampler.greedy:
             best, ids = ops.argmax(logits)
             _check_numbers(best)
@@ -130,8 +152,45 @@ class TokenPicker:
         else:
             picked = self._draw(self.sampler.candidates(logits), rows)
         for row, token in zip(rows, picked):
-            self.see(row, (token,))
+            self.take(row, token)
         return picked
+
+    def distribution(self, logits: Tensor, row: int) -> Tensor:
+        """The distribution that `pick` draws from: float64 [V], from logits [V]."""
+        logits = self._adjusted(logits[None], [row])
+        dense = torch.zeros(logits.shape[-1], dtype=torch.float64, device=logits.device)
+        if self.sampler.greedy:
+            dense[ops.argmax(logits)[1]] = 1.0
+            return dense
+        candidates = self.sampler.candidates(logits)
+        return dense.scatter_(0, candidates.ids[0], candidates.probabilities[0])
+
+    def uniform(self, row: int) -> float:
+        """A number in 0..1 from the row's random stream."""
+        return self._streams[row].random()
+
+    def take(self, row: int, token: int) -> None:
+        """Tell that a row's answer holds this token, which was not picked here."""
+        self.see(row, (token,))
+        if self.sampler.counts_answer:
+            self._counts[row][token] += 1
+
+    def _adjusted(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
+        """`logits` with bias and penalties: itself if there are none, else a copy."""
+        sampler = self.sampler
+        if sampler.logit_bias:
+            ids, values = zip(*sampler.logit_bias)
+            logits = logits.clone()
+            logits[:, list(ids)] += torch.tensor(values, dtype=logits.dtype, device=logits.device)
+        if sampler.repetition_penalty != 1.0:
+            logits = sampler.penalised(logits, self._seen(logits, rows))
+        if sampler.counts_answer and any(self._counts[row] for row in rows):
+            logits = logits.clone()
+            for index, row in enumerate(rows):
+                held = torch.tensor(list(self._counts[row]), dtype=torch.int64, device=logits.device)
+                often = torch.tensor(list(self._counts[row].values()), dtype=logits.dtype, device=logits.device)
+                logits[index, held] -= sampler.presence_penalty + sampler.frequency_penalty * often
+        return logits
 
     def _draw(self, candidates: Candidates, rows: Sequence[int]) -> list[int]:
         """Inverse of the cumulative distribution at one uniform number per row."""

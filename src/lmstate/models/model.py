@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lmstate import ops
-from lmstate.errors import StateError
+from lmstate.errors import StateError, UnsupportedError
 from lmstate.generation import generate, stream
 from lmstate.models.block import Block, new_layers
 from lmstate.models.compiled import STATIC_CHUNK, check_static, device_logits, mark_static, traceable
@@ -27,6 +27,7 @@ from lmstate.ops import Norm, Weight
 from lmstate.state import LayerState, Layout, State, Step
 from lmstate.state.kv.policies.per_layer import Policies, policy_of
 from lmstate.state.snapshot import differences
+from lmstate.state.tree import grow
 from lmstate.state.validate import token_ids, whole_number
 
 if TYPE_CHECKING:
@@ -168,7 +169,12 @@ class Model:
     # ---- forward
 
     def __call__(
-        self, tokens: Tokens, state: State | None = None, logits: Logits | None = None, commit: bool = True
+        self,
+        tokens: Tokens,
+        state: State | None = None,
+        logits: Logits | None = None,
+        commit: bool = True,
+        parents: Sequence[Sequence[int]] | None = None,
     ) -> Tensor | None:
         """Extend the state by `tokens`, and return float32 logits.
 
@@ -178,11 +184,15 @@ class Model:
         without a state.
         commit=False leaves the tokens pending until `state.commit` or `state.discard`; do not write into the logits
         until then.
+        parents: the tokens of each row are a tree; for each the index of its parent among them, -1 for one that follows
+        the row's last token. With `commit=False`; the logits are of all nodes, and `state.commit_path` is the verdict.
         Without a state: the plain forward over whole sequences. Raises `StateError` on bad tokens and on the state of
         another model, `CapacityError`, `PendingError`; no error changes the state.
         """
         if logits not in (None, "last", "all", "none"):
             raise StateError(f'logits={logits!r} was asked for; there are "last", "all" and "none"')
+        if parents is not None:
+            return self._tree(self._ids(tokens), state, logits or "all", commit, parents)
         return self._extend(tokens, state, logits, commit, self._run, self.logits)
 
     def hidden(
@@ -289,6 +299,23 @@ class Model:
             state.discard()
             raise
         return out
+
+    def _tree(
+        self, ids: list[list[int]], state: State | None, logits: Logits, commit: bool, parents: Sequence[Sequence[int]]
+    ) -> Tensor:
+        if state is None or commit or logits != "all":
+            raise StateError(
+                'a tree of tokens takes a state, commit=False and logits="all"; commit_path is its verdict'
+            )
+        self._refuse_other(state)
+        if state.layout.static:
+            raise UnsupportedError("a static state keeps its rows, and a tree forks them; use a chain of tokens")
+        self._catch_up(state, [[] for _ in ids], "none")
+        tree = grow(state, ids, parents)
+        out = self(tree.tokens(ids), tree.state, logits="all", commit=False)
+        assert out is not None
+        state.record_tree(tree)
+        return tree.gather(out)
 
     def _catch_up(self, state: State, ids: list[list[int]], logits: Logits) -> None:
         """Compute what the state's layers miss of its tokens, after a rewind far back say."""

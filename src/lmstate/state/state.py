@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from lmstate.state.layers.base import LayerState, Layout
 from lmstate.state.rows import Mark, Row
 from lmstate.state.snapshot import Snapshot, differences
 from lmstate.state.step import DeviceStep, Step, as_counts
+from lmstate.state.tree import PendingTree
 from lmstate.state.validate import token_ids, whole_number
 
 MARKS = 8  # checkpoints that a row keeps; the oldest goes first
@@ -68,6 +70,7 @@ class State:
         self._regime = regime
         self._rows = [Row.of() for _ in range(layout.rows)]
         self._pending: Pending | None = None
+        self._tree: PendingTree[State] | None = None
         self._device = DeviceSteps(layout)
         self.decode_plan: object = None  # of the model that runs the layers, see `lmstate.models.stack`
 
@@ -91,6 +94,8 @@ class State:
     def pending(self) -> list[int]:
         """Tokens of each row that await a verdict."""
         self._read_device_step()
+        if self._tree is not None:
+            return list(self._tree.counts)
         ready = self._pending is not None and self._pending.ready
         return list(self._pending.step.counts) if self._pending and ready else [0] * self.rows
 
@@ -215,6 +220,21 @@ class State:
         """Of a static state, all that a device step reads and changes: these tensors never move."""
         return [self._device.positions, *(t for layer in self.layers for t in layer.static_tensors().values())]
 
+    def step_room(self, row: int, most: int) -> int:
+        """Number of the `most` new tokens that one step may bring to a row and compute each as if it came alone.
+
+        The rest does not fit, or the frequencies of its rope change on the way, or a policy evicts after each step.
+        """
+        _, own = self._row(row)
+        held = own.length
+        limits = (self.layout.capacity, self.layout.max_positions)
+        room = max(0, min([most, *(limit - held for limit in limits if limit is not None)]))
+        if room > 1 and any(leaf.evicts for layer in self.layers for leaf in layer.leaves()):
+            return 1
+        while room > 1 and self._regime(held + room) != self._regime(held + 1):
+            room -= 1
+        return room
+
     # ---- the verdict
 
     def commit(self, counts: int | Sequence[int] | None = None) -> None:
@@ -223,6 +243,8 @@ class State:
         The rest never happened. Raises `PendingError` if nothing is pending or a count is more than is pending.
         """
         self._read_device_step()
+        if self._tree is not None:
+            raise PendingError("commit was asked for, but a tree is pending; call commit_path or discard")
         pending = self._pending
         if pending is None or not pending.ready:
             self.discard()
@@ -248,9 +270,37 @@ class State:
             rows.append(row)
         self._apply(changes, rows, ends_step=True)
 
+    def commit_path(self, paths: Sequence[Sequence[int]]) -> None:
+        """Make one path of each row's pending tree real, and nothing else of it.
+
+        paths: for each row the indices of nodes from the top down; an empty one accepts nothing. Raises `PendingError`
+        if no tree is pending, or a path is none.
+        """
+        tree = self._tree
+        if tree is None:
+            raise PendingError(
+                "commit_path was asked for, but no tree is pending; call the model with parents=... first"
+            )
+        chosen = tree.chosen(paths)
+        counts = [0] * tree.state.rows
+        for branch, path in zip(chosen, paths):
+            counts[branch] = len(path)
+        forked = copy.deepcopy(tree.state)  # a fault on the way leaves the tree as it was
+        forked.commit(counts)
+        forked.select(chosen)
+        changes = Changes()
+        changes.assign(self, "layers", forked.layers)
+        changes.assign(self, "_tree", None)
+        self._apply(changes, forked._rows)
+
+    def record_tree(self, tree: PendingTree[State]) -> None:
+        """A tree's forward is done: it is pending until `commit_path` or `discard`."""
+        self._tree = tree
+
     def discard(self) -> None:
         """The pending tokens never happened. Harmless if nothing is pending."""
         self._read_device_step()
+        self._tree = None
         if self._pending is not None:
             self._pending = replace(self._pending, ready=False)  # whatever interrupts the rest of it
             for layer in self.layers:
@@ -328,7 +378,7 @@ class State:
         return Snapshot(tuple(own.tokens), own.cached, own.regime, logits, layers, self.fingerprint)
 
     def drop(self, row: int, start: int, stop: int) -> None:
-        """Forget the tokens `start .. stop - 1` of a row and close the gap: later keys are rotated to their new positions.
+        """Forget the tokens `start .. stop - 1` of a row and close the gap, rotating later keys to their new positions.
 
         What later tokens read from the forgotten ones stays in their values, as everywhere where spans are dropped; the
         last logits stay too. Raises `UnsupportedError` if a layer cannot do it exactly, `RewindError` for a bad span.
@@ -408,8 +458,8 @@ class State:
 
     def _refuse_pending(self, what: str, row: int | None = None) -> None:
         pending = self.pending
-        waits = self._pending is not None and self._pending.waits
-        if waits and (row is None or pending[row]):
+        waits = self._tree is not None or (self._pending is not None and self._pending.waits)
+        if waits and (row is None or pending[row] or self._tree is not None):
             raise PendingError(f"cannot {what}: the rows have {pending} pending tokens; call commit or discard first")
         if not waits:
             self.discard()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 BROKEN = "\ufffd"  # what stands in decoded text for bytes that are not UTF-8, or not yet
 HELD = 4  # tokens that may be held back for the rest of a character; UTF-8 has at most 4 bytes in one
-MOST_IDS = 2**32  # the tokenizers library keeps ids in 32 bits
+MOST_IDS = 2**22  # an id past this is of no vocabulary
 
 Message = Mapping[str, Any]
 
@@ -47,6 +47,20 @@ class Tokenizer:
         """Tokens that have a text, added ones included. A model's logits may be padded to more."""
         return self._inner.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """The id of every token by its text in the vocabulary, added ones included."""
+        return self._inner.get_vocab(with_added_tokens=True)
+
+    def to_json(self) -> str:
+        """The tokenizer.json of this tokenizer: what other programs that know the format need of it."""
+        return self._inner.to_str()
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of tokens that have no text of their own, which `decode` leaves out."""
+        return frozenset(id for id, token in self._inner.get_added_tokens_decoder().items() if token.special)
+
     def id_of(self, token: str) -> int | None:
         """The id of a token given by its text in the vocabulary (`<|im_end|>`), None if there is none."""
         return self._inner.token_to_id(token)
@@ -68,12 +82,12 @@ class Tokenizer:
         return list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of ids. Those past the vocabulary have none: logits may be padded, by less than as many again.
+        """The text of ids. Those past the vocabulary have none: logits may be padded.
 
-        Raises ValueError for ids that no logits of this vocabulary can give.
+        Raises ValueError for negative ids and those past any vocabulary.
         """
         ids = [int(token) for token in ids]
-        if any(not 0 <= token < min(2 * self.vocab_size, MOST_IDS) for token in ids):
+        if any(not 0 <= token < max(2 * self.vocab_size, MOST_IDS) for token in ids):
             raise ValueError(
                 f"token ids are whole numbers from 0 to {self.vocab_size - 1}; got {min(ids)} to {max(ids)}"
             )
@@ -137,7 +151,12 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._template_source() is not None
+        return self.template_source is not None
+
+    @property
+    def template_source(self) -> str | None:
+        """The chat template that came with the checkpoint, as Jinja; None if it has none."""
+        return self._template_source()
 
     def stream(self, skip_special_tokens: bool = True) -> TextStream:
         """A decoder for ids that come one by one."""

@@ -27,6 +27,7 @@ def chat(
     repetition_penalty: options.Penalty = None,
     seed: options.Seed = None,
     weights: options.Weights = options.WeightKind.auto,
+    draft: options.Draft = "auto",
     stats: Annotated[
         bool, typer.Option("--stats/--no-stats", help="After each answer: tokens fed and reused, and the speed.")
     ] = True,
@@ -50,7 +51,8 @@ def chat(
         raise ValueError(f"{model} has no chat template; use `lmstate generate {model} --raw` to go on with a text")
     if sys.stdin.isatty():
         note(f"{model}: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves")
-    talk(Conversation(loaded, system, sampler=sampling.of(loaded), max_new_tokens=max_tokens), stats)
+    drafter = options.load_drafter(draft)
+    talk(Conversation(loaded, system, sampler=sampling.of(loaded), max_new_tokens=max_tokens, draft=drafter), stats)
 
 
 def talk(conversation: Conversation, stats: bool) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from lmstate.generation import Piece
     from lmstate.models.model import Model
+    from lmstate.speculation import DraftChoice
     from lmstate.state import Snapshot, State
 
 
@@ -40,12 +41,19 @@ class Conversation:
     """
 
     def __init__(
-        self, model: Model, system: str | None = None, *, sampler: Sampler | None = None, max_new_tokens: int = 512
+        self,
+        model: Model,
+        system: str | None = None,
+        *,
+        sampler: Sampler | None = None,
+        max_new_tokens: int = 512,
+        draft: DraftChoice = "auto",
     ) -> None:
         self.model = model
         self.system = system
         self.sampler = sampler or Sampler()
         self.max_new_tokens = max_new_tokens
+        self.draft = draft
         self.report: Report | None = None  # of the last answer
         self.messages: list[Message] = []
         self._replaced: Replaced | None = None
@@ -83,7 +91,12 @@ class Conversation:
         ids = self.model.tokenizer.chat(messages, add_generation_prompt=True)
         warn_of_length(self.model, self.state.lengths[0], len(ids))
         generation = Generation(
-            self.model, [self._align(ids)], self.state, sampler=self.sampler, max_new_tokens=self.max_new_tokens
+            self.model,
+            [self._align(ids)],
+            self.state,
+            sampler=self.sampler,
+            max_new_tokens=self.max_new_tokens,
+            draft=self.draft,
         )
         pieces = cast("Generator[Piece]", iter(generation))
         try:

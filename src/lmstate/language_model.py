@@ -1,8 +1,7 @@
-"""The members of a language model that generation needs."""
+"""The interface of a language model for what stands below `models`: drafting and generation."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import Tensor
@@ -10,6 +9,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from lmstate.state import State
     from lmstate.text.tokenizer import Tokenizer
+
+Logits = Literal["last", "all", "none"]
 
 
 class LanguageModel(Protocol):
@@ -23,17 +24,22 @@ class LanguageModel(Protocol):
         ...
 
     @property
+    def config(self) -> Any:
+        """`vocab_size` is read from it."""
+        ...
+
+    @property
     def tokenizer(self) -> Tokenizer: ...
 
-    def new_state(self, rows: int = 1) -> State:
+    def new_state(self, rows: int = 1, capacity: int | None = None, rewind: int = 16) -> State:
         """An empty state of that many sequences."""
         ...
 
     def __call__(
-        self, tokens: Sequence[Sequence[int]], state: State, logits: Literal["last", "all", "none"] = "last"
+        self, tokens: Any, state: State | None = None, logits: Logits | None = None, commit: bool = True
     ) -> Tensor | None:
         """Extend the state by one list of tokens a row -> float32 `[rows, V]` at each row's last token.
 
-        logits="none": nothing is returned.
+        logits="all" gives those of every token, "none" none; commit=False leaves the tokens pending.
         """
         ...

@@ -1,0 +1,403 @@
+"""The engine: many requests on one model, in one ragged batch that they join and leave at any step."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from threading import Condition, Thread, current_thread
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from lmstate.engine.conversations import Conversations
+from lmstate.engine.job import Job
+from lmstate.engine.options import Grammar, Options, are_messages, as_bytes, check_length, has_text, options, prompt_ids
+from lmstate.engine.pace import Pace
+from lmstate.engine.prefix.picture import picture
+from lmstate.engine.queue import Queue
+from lmstate.engine.replay import Replay
+from lmstate.engine.request import Request
+from lmstate.engine.results import EngineClosed, Reuse
+from lmstate.engine.reuse import PrefixReuse
+from lmstate.engine.scheduler import Scheduler
+from lmstate.engine.session import Record, Session
+from lmstate.engine.tiers import Tier, open_tier
+from lmstate.errors import SnapshotError, UnsupportedError
+from lmstate.state import Snapshot, State
+from lmstate.state.validate import whole_number
+
+if TYPE_CHECKING:
+    from lmstate.models.model import Model
+
+Result = TypeVar("Result")
+
+IDLE = 0.05  # seconds between two looks at requests that cannot begin yet; what they wait for wakes the thread before
+
+
+class Engine:
+    """Runs requests on a model, many at a time, on a thread of its own. Close it, or use `with` or `async with`.
+
+    rows    sequences that are worked on at a time
+    memory  bytes for the rows and for what is kept of them for reuse, together: a number, or "4GiB"
+    store   where prefixes and sessions are kept beside memory, and found after a restart: a folder, "redis://host",
+            "s3://bucket/path" and what else obstore knows; a folder holds at most `store_bytes`
+    queue   requests that may wait beside them; more raise `QueueFull`
+    stall   while a prompt is read, a token of another answer may come this many times later than it else would
+    draft   there are no drafts here yet: None
+    kv      how keys and values are stored, as in `model.new_state`
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        rows: int = 8,
+        memory: int | str = "4GiB",
+        store: str | os.PathLike[str] | Tier | None = None,
+        *,
+        store_bytes: int | str = "64GiB",
+        kv: Any = None,
+        draft: None = None,
+        queue: int = 256,
+        stall: float = 3.0,
+    ) -> None:
+        rows, queue = whole_number(rows, "rows"), whole_number(queue, "queue")
+        if rows < 1 or queue < 1 or not stall > 1.0:
+            raise ValueError(f"rows={rows}, queue={queue}, stall={stall} were asked for; the least are 1, 1, above 1.0")
+        if draft is not None:
+            raise UnsupportedError(f"draft={draft!r} was asked for; the engine uses no drafts yet: leave it out")
+        self.model = model
+        self._kv = kv
+        namespace = f"{model.fingerprint} dtype={model.dtype} kv={kv!r}"
+        if store is not None and not isinstance(store, Tier):
+            store = open_tier(store, namespace, as_bytes(store_bytes))
+        self._tier: Tier | None = store
+        self._queue, self._replay, pace = Queue(queue), Replay(), Pace(stall)
+        self._reuse = PrefixReuse(model, self._new_state, as_bytes(memory), self._tier, pace, self._wake)
+        self._conversations = Conversations(self._reuse.prefixes, self._replay, self._tier)
+        self._scheduler = Scheduler(
+            model, self._new_state, rows, self._queue, pace, self._reuse, self._conversations.ended
+        )
+        self._commands: deque[tuple[Callable[[Model], Any], Future[Any]]] = deque()
+        self._changed = Condition()
+        self._closed = False
+        self._order = 0
+        if self._tier is not None:
+            self._conversations.recall(self._tier, model.config.vocab_size, self)
+        arguments = (weakref.ref(self), self._changed)
+        self._thread = Thread(target=_serve, args=arguments, name="lmstate-engine", daemon=True)
+        self._thread.start()
+        # A daemon thread inside native code while the interpreter goes away can crash it.
+        self._at_exit = _closer(weakref.ref(self))
+        atexit.register(self._at_exit)
+
+    # ---- for any thread
+
+    def submit(
+        self,
+        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
+        *,
+        max_new_tokens: int = 256,
+        n: int = 1,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        grammar: Grammar | None = None,
+        priority: int = 0,
+        session: str | Session | None = None,
+        deadline: float | None = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | None = None,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        min_tokens: int = 0,
+        ignore_eos: bool = False,
+    ) -> Request:
+        """Queue a request: a text, token ids, or chat messages. Returns at once.
+
+        n                 answers to the one prompt, which is read once; with a seed, answer i draws as row i of
+                          `model.generate` does
+        logprobs          log probabilities of the tokens of the answers, with this many of the most likely ones beside
+                          them; prompt_logprobs the same for the prompt, all of which is then computed
+        grammar           what may come next, see `Grammar`
+        priority          larger ones first; one step is worth ten seconds of waiting
+        session           a conversation, or its name, that the prompt goes on with: see `Session.send`
+        deadline          seconds from now, after which it ends as it is
+        stop_token_ids    end the answer like an end-of-sequence token; ignore_eos: those do not
+        min_tokens        no end-of-sequence or stop token before so many
+
+        Raises ValueError for what is out of range, `QueueFull`, `EngineClosed`.
+        """
+        chosen = options(
+            self.model,
+            max_new_tokens=max_new_tokens,
+            n=n,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            grammar=grammar,
+            priority=priority,
+            deadline=deadline,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=logit_bias,
+            seed=seed,
+            stop=stop,
+            stop_token_ids=stop_token_ids,
+            min_tokens=min_tokens,
+            ignore_eos=ignore_eos,
+        )
+        if session is None:
+            return self._queued(self._encoded(prompt), chosen, prompt if are_messages(prompt) else [], None)
+        conversation = self.session(session) if isinstance(session, str) else session
+
+        def begin() -> Request:
+            ids, messages = conversation.continued(prompt, self._encoded)
+            return self._queued(ids, chosen, messages, conversation)
+
+        return conversation.begin(begin)
+
+    def _encoded(self, prompt: Any) -> list[int]:
+        return prompt_ids(self.model, prompt, self._replay)
+
+    def _queued(self, ids: list[int], chosen: Options, messages: Any, session: Session | None) -> Request:
+        check_length(self.model, ids)
+        request = Request(ids, self._wake)
+        with self._changed:
+            self.refuse_closed()
+            self._queue.add(Job(request, chosen, self._order, messages, session))
+            self._order += 1
+            self._scheduler.counts["requests"] += 1
+            self._changed.notify_all()
+        return request
+
+    # ---- conversations
+
+    @property
+    def chats(self) -> bool:
+        """Whether the model has a chat template."""
+        return has_text(self.model) and self.model.tokenizer.has_chat_template
+
+    def session(self, name: str) -> Session:
+        """The conversation of this name; a new one if there is none."""
+        self.refuse_closed()
+        return self._conversations.get(name) or self._conversations.add(Session(self, name, Record()))
+
+    def sessions(self) -> list[str]:
+        """The names of the conversations that are kept."""
+        return self._conversations.names()
+
+    def encode(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
+        """The ids of chat messages, this engine's answers as they were sampled; `variables` as in `Tokenizer.chat`."""
+        return self._replay.encode(self.model.tokenizer, messages, **variables)[0]
+
+    def remember(self, messages: Sequence[Mapping[str, Any]], tokens: Sequence[int], **variables: Any) -> None:
+        """Have `encode` find these tokens for a conversation that ends with an answer in another form, see `Replay`."""
+        self._replay.remember(messages, tokens, **variables)
+
+    def new_session(self, name: str, record: Record) -> Session:
+        """A conversation that begins with what is recorded. Raises ValueError if there is one of this name."""
+        self.refuse_closed()
+        session = self._conversations.add(Session(self, name, record), new=True)
+        self._conversations.remember(record)
+        self.changed(session)
+        return session
+
+    def load_session(self, name: str, path: str | os.PathLike[str]) -> Session:
+        """A conversation from what `Session.save` wrote. Raises SnapshotError for a file that is none, or damaged."""
+        snapshot = Snapshot.load(path)
+        try:
+            record = Record.from_json(list(snapshot.tokens), snapshot.notes)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise SnapshotError(f"{path} holds no session of lmstate: {error}") from None
+
+        def take(_: Model) -> None:
+            state = self._new_state(1)
+            state.restore(0, snapshot)  # checks all of it
+            self._reuse.keep(state.snapshot(0), self._scheduler.row_bytes())
+
+        self._called(take)
+        return self.new_session(name, record)
+
+    def save_session(self, record: Record, path: Path) -> None:
+        """Write a snapshot with a session's record in its notes."""
+
+        def taken(_: Model) -> Snapshot:
+            match = self._reuse.prefixes.match(record.tokens, logits=False)
+            state = self._new_state(1)
+            if (snapshot := self._reuse.prefixes.snapshot(match)) is not None:
+                state.restore(0, snapshot)
+                state.rewind(0, match.length)
+            state.queue(0, record.tokens[match.length :])
+            return state.snapshot(0)
+
+        replace(self._called(taken), notes=record.to_json()).save(path)
+
+    def close_session(self, session: Session) -> None:
+        """Forget a conversation."""
+        self._conversations.drop(session)
+        with suppress(EngineClosed):
+            self.call(lambda _: self._conversations.release(session))
+
+    def changed(self, session: Session) -> None:
+        """A session stands elsewhere now: what going on from there needs is to stay."""
+        self._called(lambda _: self._conversations.hold(session))
+
+    # ---- looking in
+
+    def call(self, function: Callable[[Model], Result]) -> Future[Result]:
+        """Run `function(model)` between two steps, on the thread that owns the model."""
+        future: Future[Result] = Future()
+        with self._changed:
+            self.refuse_closed()
+            self._commands.append((function, future))
+            self._changed.notify_all()
+        return future
+
+    def explain(self, prompt: str | Sequence[int] | Sequence[Mapping[str, Any]]) -> Reuse:
+        """How much of a prompt would be reused now, and why not more."""
+        ids = self._encoded(prompt)
+
+        return self._called(lambda _: self._reuse.explain(ids))
+
+    def _called(self, function: Callable[[Model], Result]) -> Result:
+        return function(self.model) if current_thread() is self._thread else self.call(function).result()
+
+    def stats(self) -> dict[str, float]:
+        """Counters since the start, and what is going on now."""
+        scheduler, prefixes = self._scheduler, self._reuse.prefixes
+        now: dict[str, float] = {
+            **scheduler.counts,
+            "waiting": len(self._queue),
+            "reading": len(scheduler.reading),
+            "decoding": len(scheduler.pool),
+            "row_bytes": scheduler.row_bytes(),
+            "row_bytes_peak": scheduler.peak,
+            "prefix_bytes": prefixes.nbytes,
+            **{f"prefixes_{name}": number for name, number in prefixes.counts.items()},
+        }
+        if self._tier is not None:
+            now |= {f"{self._tier.name}_{name}": number for name, number in self._tier.counts.items()}
+        return now
+
+    def tree(self) -> str:
+        """The prefix store as text, a line for each run of tokens; see `lmstate.engine.prefix.picture`."""
+
+        def decode(ids: Sequence[int]) -> str:
+            return self.model.tokenizer.decode(ids, False) if has_text(self.model) else " ".join(map(str, ids))
+
+        return self._called(lambda _: picture(self._reuse.prefixes, decode))
+
+    def close(self) -> None:
+        """End all requests as they are, and the thread. Harmless if it was closed."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if current_thread() is not self._thread:
+            self._thread.join()
+            if self._tier is not None:
+                self._tier.close()
+        atexit.unregister(self._at_exit)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Engine:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        import asyncio
+
+        await asyncio.to_thread(self.close)
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def refuse_closed(self) -> None:
+        """Raise EngineClosed if it was closed."""
+        if self._closed:
+            raise EngineClosed("the engine was closed: make another one")
+
+    def _new_state(self, rows: int) -> State:
+        return self.model.new_state(rows=rows, kv=self._kv)
+
+    # ---- the engine's thread
+
+    def _busy(self) -> bool:
+        return bool(self._commands or self._scheduler.reading or self._scheduler.answering or len(self._queue))
+
+    def _turn(self) -> bool:
+        """Do what others asked for, and a step. Whether anything could be done."""
+        asked = len(self._commands)
+        while self._commands:
+            function, future = self._commands.popleft()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function(self.model))
+                except BaseException as error:
+                    future.set_exception(error)
+        return self._scheduler.step() or asked > 0
+
+    def _shut(self) -> None:
+        self._scheduler.end_all()
+        while self._commands:
+            self._commands.popleft()[1].cancel()
+
+
+def _serve(reference: weakref.ref[Engine], changed: Condition) -> None:
+    """The engine's thread. It holds the engine only while there is work, so that a forgotten engine can go."""
+    with torch.no_grad():
+        while True:
+            engine = reference()
+            if engine is None:
+                return
+            if engine._closed:
+                engine._shut()
+                return
+            if engine._busy():
+                if not engine._turn():
+                    del engine
+                    with changed:
+                        changed.wait(IDLE)
+            else:
+                del engine
+                with changed:
+                    engine = reference()
+                    if engine is not None and not engine._closed and not engine._busy():
+                        del engine
+                        changed.wait(1.0)
+
+
+def _closer(reference: weakref.ref[Engine]) -> Callable[[], None]:
+    def close() -> None:
+        engine = reference()
+        if engine is not None:
+            with suppress(Exception):
+                engine.close()
+
+    return close

@@ -1,0 +1,100 @@
+"""What an engine knows of a request that it works on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lmstate.engine.choice import Choice
+from lmstate.engine.options import Options
+from lmstate.engine.request import Request
+from lmstate.engine.results import Completion, Reuse, TokenLogprob, Usage
+
+if TYPE_CHECKING:
+    from lmstate.engine.session import Session
+    from lmstate.engine.tiers.fetch import Fetch
+    from lmstate.models.model import Model
+    from lmstate.state import Snapshot, State
+
+
+class Job:
+    """A request from its queue to its end: waiting, then its prompt is read, then its answers are made."""
+
+    def __init__(
+        self,
+        request: Request,
+        options: Options,
+        order: int,
+        messages: Sequence[Mapping[str, Any]] = (),
+        session: Session | None = None,
+    ) -> None:
+        self.request = request
+        self.prompt = request.prompt
+        self.options = options
+        self.order = order
+        self.messages = messages  # that the prompt was made of, if it was
+        self.session = session
+        self.choices: list[Choice] = []
+        self.state: State | None = None  # of one row, while the prompt is read
+        self.cuts: set[int] = set()  # positions at which a chunk has to end, and a snapshot is kept
+        self.source: State | Snapshot | None = None  # what answers without a row begin from
+        self.follows: tuple[Job, int] | None = None  # who reads the same prefix now, up to where
+        self.fetch: Fetch | None = None  # what is read from a tier for it
+        self.unseated: list[Choice] = []
+        self.reuse = Reuse(0, len(self.prompt))
+        self.prompt_logprobs: list[TokenLogprob | None] = []
+        self.error: Exception | None = None  # why it failed
+        self._times = [perf_counter()]  # submitted, started, first token
+
+    @property
+    def at(self) -> int:
+        """Tokens of the prompt that are computed or reused."""
+        return self.request.computed
+
+    @property
+    def overdue(self) -> bool:
+        deadline = self.options.deadline
+        return deadline is not None and perf_counter() - self._times[0] > deadline
+
+    def waited(self) -> float:
+        return perf_counter() - self._times[0]
+
+    def passed(self) -> None:
+        """The next phase begins: its prompt is read, or its answers are made."""
+        self._times.append(perf_counter())
+
+    def chunk(self, most: int) -> int:
+        """How many tokens to read next, at most `most` and not past a cut."""
+        stops = [cut for cut in self.cuts if cut > self.at]
+        return min(most, min([len(self.prompt), *stops]) - self.at)
+
+    def begin_answers(self, model: Model) -> None:
+        seed = self.options.sampler.seed
+        seed = int(torch.randint(2**62, ())) if seed is None else seed
+        self.choices = [Choice(model, self.prompt, self.options, index, seed) for index in range(self.options.n)]
+
+    def completion(self) -> Completion:
+        times = [*self._times, perf_counter()]
+        spent = [end - start for start, end in pairwise(times)] + [0.0, 0.0]
+        choices = self.choices
+        return Completion(
+            texts=[choice.answer.text for choice in choices],
+            tokens=[list(choice.answer.tokens) for choice in choices],
+            logprobs=None if self.options.logprobs is None else [choice.logprobs for choice in choices],
+            prompt_logprobs=None if self.options.prompt_logprobs is None else self.prompt_logprobs,
+            finished=[choice.finished or "cancelled" for choice in choices],
+            stopped_by=[choice.stopped_by for choice in choices],
+            usage=Usage(
+                prompt=len(self.prompt),
+                reused=self.reuse.reused,
+                generated=sum(len(choice.answer.tokens) for choice in choices),
+                queued=spent[0],
+                prefill=spent[1],
+                decode=spent[2],
+                reuse=self.reuse,
+            ),
+        )

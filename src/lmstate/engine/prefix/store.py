@@ -1,0 +1,386 @@
+"""The prefix store: keeps what was computed within a budget of bytes, and finds it again by its tokens."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from torch import Tensor
+
+from lmstate.engine.prefix.parts import Layers, Split, copied, cut, nbytes
+from lmstate.engine.prefix.tree import Carry, Node, Stored, walk
+from lmstate.engine.tiers import Entry, Tier
+from lmstate.state import Snapshot
+
+SLICE = 0.02  # of the budget that is made free at once
+
+
+@dataclass(frozen=True)
+class Match:
+    """What the store has for a text: a snapshot can be made of its first `length` tokens."""
+
+    length: int
+    matched: int  # tokens that agree with something stored; more than `length` where a carry is missing
+    node: Node | None = None  # where that snapshot comes from
+    regime: int = 0
+    tier: str | None = None
+
+
+class PrefixStore:
+    """A tree for each regime of ropes (see `Snapshot.regime`). `limit` is in bytes, of everything held in memory.
+
+    What a text agrees with is reused at any token where layers keep an entry a token, else at the carries that were
+    kept. What goes first is what saves the least seconds a byte, the longer nobody asked for it the less; never what a
+    pinned text needs.
+    """
+
+    def __init__(self, split: Split, fingerprint: str, limit: int, tier: Tier | None = None) -> None:
+        """`tier`: where all that is kept is written too, and found again after a restart."""
+        self.split = split
+        self.tier = tier
+        self.fingerprint = fingerprint
+        self.limit = limit
+        self.seconds_per_token = 1e-3  # measured by the engine
+        self.nbytes = 0
+        self.counts = {"stored": 0, "refused": 0, "evicted": 0}
+        self._roots: dict[int, Node] = {}
+        self._clock = count(1)
+        if tier is not None:
+            self._recall(tier)
+
+    # ---- finding
+
+    def match(self, tokens: Sequence[int], logits: bool = True, only_memory: bool = False) -> Match:
+        """The longest part of `tokens` that needs not be computed.
+
+        With `logits`, those after the last token are needed: a text that is stored whole without them gives one less.
+        """
+        best = Match(0, 0)
+        for regime, root in self._roots.items():
+            node, matched = walk(root, tokens)
+            node, matched = self._held(node, matched, only_memory)
+            found = self._usable(node, matched, len(tokens), logits, only_memory)
+            length = 0 if found is None else found[0]
+            if (length, matched) > (best.length, best.matched):
+                best = Match(length, matched, found and found[1], regime, found and self._where(*found))
+        return best
+
+    def missing(self, match: Match) -> list[str]:
+        """The keys of what has to be read from the tier before a snapshot of the match can be made."""
+        if match.node is None:
+            return []
+        end = match.node.end if self.split.needs_carry else match.length
+        runs = [part.stored_run for part in match.node.path() if part.run is None and part.start < end]
+        carry = match.node.stored_carry if match.node.carry is None and self.split.needs_carry else None
+        return list({stored.key: None for stored in (*runs, carry) if stored is not None})
+
+    def fill(self, match: Match, read: Mapping[str, Layers]) -> bool:
+        """Put what was read for a match in its place. False if there is no room, or it does not fit."""
+        if match.node is None or match.node.parent is None:
+            return False
+        if not self._make_room(sum(map(nbytes, read.values())), needed=match.node):
+            return False
+        for part in match.node.path():
+            stored = part.stored_run
+            if part.run is None and stored is not None and stored.key in read:
+                run = copied(cut(read[stored.key], stored.offset, stored.offset + len(part.tokens)))
+                if any(tensor.shape[-2] != len(part.tokens) for layer in run for tensor in layer.values()):
+                    return False
+                self._set(part, run=run)
+        carried = match.node.stored_carry
+        if match.node.carry is None and carried is not None and carried.key in read:
+            layers, logits = _without_logits(read[carried.key])
+            self._set(match.node, carry=Carry(layers, logits))
+        return not self.missing(match)
+
+    def discard(self, match: Match) -> None:
+        """What was found is no good: forget it, and all that goes on from it."""
+        if match.node is not None and (path := match.node.path()):
+            self._remove(path[0])
+
+    def forget_stored(self, keys: Iterable[str]) -> None:
+        """These could not be read, or were no good: never ask for them again."""
+        gone = set(keys)
+        for _, node in self.nodes():
+            if node.stored_run is not None and node.stored_run.key in gone:
+                node.stored_run = None
+            if node.stored_carry is not None and node.stored_carry.key in gone:
+                node.stored_carry = None
+
+    def snapshot(self, match: Match) -> Snapshot | None:
+        """The snapshot of a match; it may be of some tokens more, to be rewound. None if it is gone."""
+        node = match.node
+        if node is None or self.missing(match):
+            return None
+        length = max(match.length, node.end) if self.split.needs_carry else match.length
+        path = node.path()
+        carry = node.carry if length == node.end else None
+        runs: list[Layers] = []
+        now = next(self._clock)
+        for part in path:
+            part.used = now
+            assert part.run is not None
+            runs.append(part.run if part.end <= length else cut(part.run, 0, length - part.start))
+        layers = self.split.join(runs, None if carry is None else carry.layers)
+        tokens = tuple(node.all_tokens()[:length])
+        return Snapshot(tokens, length, match.regime, None if carry is None else carry.logits, layers, self.fingerprint)
+
+    # ---- keeping
+
+    def put(self, snapshot: Snapshot) -> bool:
+        """Keep a snapshot, as far as it shares nothing with what is kept. False if there is no room for it."""
+        length = snapshot.cached
+        if length == 0:
+            return False
+        tokens = snapshot.tokens[:length]
+        logits = snapshot.logits if length == snapshot.length else None
+        root = self._roots.setdefault(snapshot.regime, Node(array("q"), 0))
+        node, matched = walk(root, tokens)
+        now = next(self._clock)
+        carry = Carry(self.split.carry(snapshot), logits)
+        fresh = length - matched
+        need = carry.nbytes + 2 * Node(array("q"), 0).nbytes
+        absent = sum(len(part.tokens) for part in node.path() if part.run is None)
+        need += fresh * 8 + (fresh + absent) * self.split.sizes(snapshot)[1]
+        if not self._make_room(need, needed=node):
+            self.counts["refused"] += 1
+            return False
+        if matched < node.end:
+            node = self._split(node, matched - node.start)
+        if fresh:
+            leaf = Node(array("q", tokens[matched:]), matched, node)
+            node.children[tokens[matched]] = leaf
+            self.nbytes += leaf.nbytes
+            node = leaf
+        path = node.path()
+        for part in path:
+            part.used = now
+            if part.run is None:  # new, or once in memory and then only in a tier
+                self._set(part, run=self.split.run(snapshot, part.start, part.end))
+        if node.carry is None or (node.carry.logits is None and logits is not None):
+            self._set(node, carry=carry)
+        self.counts["stored"] += 1
+        if self.tier is not None:
+            self._write(self.tier, snapshot.regime, path)
+        return True
+
+    def pin(self, tokens: Sequence[int]) -> Node | None:
+        """Keep what going on from the end of a text needs, however seldom it is asked for; None if there is nothing.
+
+        To be undone by `unpin` with what it returned.
+        """
+        node = self.match(tokens, logits=False).node
+        if node is not None:
+            node.pins += 1
+        return node
+
+    def unpin(self, node: Node) -> None:
+        node.pins -= 1
+
+    def shrink(self, limit: int) -> None:
+        """Hold at most this many bytes from now on, as far as pins allow."""
+        self.limit = limit
+        self._make_room(0)
+
+    # ---- what there is
+
+    def nodes(self) -> Iterator[tuple[int, Node]]:
+        """(regime, node), those above first."""
+        for regime, root in self._roots.items():
+            for node in root.below():
+                if node is not root:
+                    yield regime, node
+
+    def counted(self) -> int:
+        """`nbytes`, by counting."""
+        return sum(node.nbytes for _, node in self.nodes())
+
+    # ---- the parts of it
+
+    def _held(self, node: Node, matched: int, only_memory: bool) -> tuple[Node, int]:
+        """A match that ends in `node`, as far as what its tokens left is still somewhere."""
+        for part in node.path():
+            if part.run is None and (only_memory or not self._stored(part.stored_run)):
+                return part.parent or part, part.start
+        return node, matched
+
+    def _stored(self, where: Stored | None) -> bool:
+        return where is not None and self.tier is not None and self.tier.has(where.key)
+
+    def _carries(self, node: Node, only_memory: bool) -> bool:
+        return node.carry is not None or (not only_memory and self._stored(node.stored_carry))
+
+    def _where(self, length: int, node: Node) -> str:
+        """The farthest tier that something of a match comes from."""
+        parts = [part.run for part in node.path() if part.start < length]
+        absent = None in parts or (self.split.needs_carry and node.carry is None)
+        return "memory" if not absent or self.tier is None else self.tier.name
+
+    def _usable(
+        self, node: Node, matched: int, length: int, logits: bool, only_memory: bool
+    ) -> tuple[int, Node] | None:
+        """The longest usable part of a match that ends in `node`, and the node that its snapshot comes from."""
+        if node.carry is not None:
+            known = node.carry.logits is not None or not logits
+        else:
+            stored = node.stored_carry
+            known = self._carries(node, only_memory) and self.split.needs_carry and stored is not None and stored.logits
+        if known and matched == length == node.end:
+            return length, node
+        reached = min(matched, length - 1 if logits else length)
+        if self.split.needs_carry and (near := self._just_below(node, reached, only_memory)) is not None:
+            return reached, near
+        while node.parent is not None and (node.end > reached or not self._carries(node, only_memory)):
+            if not self.split.needs_carry and node.start < reached:
+                return reached, node
+            node = node.parent
+        return (node.end, node) if node.parent is not None else None
+
+    def _just_below(self, node: Node, to: int, only_memory: bool) -> Node | None:
+        """A carry at most `slack` tokens behind a position, from which a row goes back there at no cost."""
+        if not self.split.slack or not to:
+            return None
+        waiting = [node]
+        while waiting:
+            other = waiting.pop()
+            near = 0 <= other.end - to <= self.split.slack
+            if near and self._carries(other, only_memory) and self._held(other, other.end, only_memory)[0] is other:
+                return other
+            if other.end - to < self.split.slack:
+                waiting += other.children.values()
+        return None
+
+    def _split(self, node: Node, at: int) -> Node:
+        before = node.nbytes
+        upper = node.split(at)
+        self.nbytes += upper.nbytes + node.nbytes - before
+        return upper
+
+    def _set(self, node: Node, *, run: Layers | None = None, carry: Carry | None = None) -> None:
+        """Have a node hold these in memory too."""
+        before = node.nbytes
+        node.run, node.carry = run or node.run, carry or node.carry
+        self.nbytes += node.nbytes - before
+
+    def _drop(self, node: Node, *, run: bool = False) -> None:
+        """Have a node hold no carry in memory any more, and with `run` nothing."""
+        before = node.nbytes
+        node.carry, node.run = None, None if run else node.run
+        self.nbytes += node.nbytes - before
+
+    # ---- the tier
+
+    def _write(self, tier: Tier, regime: int, path: list[Node]) -> None:
+        """Have what is new of a path written."""
+        tokens = array("q", path[-1].all_tokens())
+        above: list[str] = []
+        for part in path:
+            if part.stored_run is None and part.run is not None:
+                key = tier.put(Entry("run", regime, part.start, tokens[: part.end]), part.run, above)
+                part.stored_run = None if key is None else Stored(key)
+            if part.stored_run is not None:
+                above.append(part.stored_run.key)
+        last = path[-1]
+        if last.stored_carry is None and last.carry is not None and (self.split.needs_carry or not last.children):
+            layers = _with_logits(last.carry.layers, last.carry.logits)
+            known = last.carry.logits is not None
+            key = tier.put(Entry("end" if known else "carry", regime, last.end, tokens), layers, above)
+            last.stored_carry = None if key is None else Stored(key, logits=known)
+
+    def _recall(self, tier: Tier) -> None:
+        """Grow the tree of what a tier has, without anything of it in memory."""
+        entries = sorted(tier.entries(), key=lambda pair: (len(pair[1].tokens), pair[1].kind != "run"))
+        for key, entry in entries:
+            root = self._roots.setdefault(entry.regime, Node(array("q"), 0))
+            node, matched = walk(root, entry.tokens)
+            end = len(entry.tokens)
+            if matched < node.end and (matched < end or entry.kind != "run"):
+                node = self._split(node, matched - node.start)
+            if entry.kind == "run" and entry.start <= matched < end:
+                leaf = Node(entry.tokens[matched:], matched, node, stored_run=Stored(key, matched - entry.start))
+                node.children[entry.tokens[matched]] = leaf
+                self.nbytes += leaf.nbytes
+            elif entry.kind != "run" and matched == end and node.parent is not None:
+                node.stored_carry = Stored(key, logits=entry.kind == "end")
+
+    # ---- room
+
+    def _make_room(self, need: int, needed: Node | None = None) -> bool:
+        """Let things go until `need` more bytes fit. False if they cannot. `needed` and what it hangs on stay."""
+        if needed is not None:
+            needed.pins += 1
+            try:
+                return self._make_room(need)
+            finally:
+                needed.pins -= 1
+        if self.nbytes + need <= self.limit:
+            return True
+        fits = need <= self.limit  # else nothing goes for it, but what was too much already
+        target = max(0, self.limit - int(self.limit * SLICE) - (need if fits else 0))
+        while self.nbytes > target and (ranked := sorted(self._candidates(), key=lambda pair: pair[0])):
+            for _, node in ranked:
+                if self.nbytes <= target:
+                    break
+                self._let_go(node)
+        return self.nbytes + need <= self.limit
+
+    def _candidates(self) -> Iterator[tuple[float, Node]]:
+        """(seconds that it saves a byte, aged; node) of all that can go."""
+        now = next(self._clock)
+        needed = {part for _, node in self.nodes() if node.pins for part in node.path()}
+        for _, node in self.nodes():
+            below = any(child.run is not None for child in node.children.values())
+            if node in needed:
+                continue
+            if not below and (node.run is not None or not node.children):
+                size, tokens = node.nbytes, len(node.tokens)
+            elif node.carry is not None:
+                size, tokens = node.carry.nbytes, self._since_carry(node) if self.split.needs_carry else 1
+            else:
+                continue
+            saved = tokens * self.seconds_per_token * (1 + len(node.children))
+            yield saved / size / (1 + now - node.used), node
+
+    @staticmethod
+    def _since_carry(node: Node) -> int:
+        """Tokens since the nearest carry above."""
+        above = node.parent
+        while above is not None and above.carry is None:
+            above = above.parent
+        return node.end - (0 if above is None else above.end)
+
+    def _let_go(self, node: Node) -> None:
+        """The last run in memory of a text goes, or the carry inside one. What a tier has is found again there."""
+        if node.parent is None:
+            return  # it went with another
+        self.counts["evicted"] += 1
+        if any(child.run is not None for child in node.children.values()):
+            self._drop(node)
+        elif node.run is not None and self._stored(node.stored_run):
+            self._drop(node, run=True)
+        else:
+            self._remove(node)
+
+    def _remove(self, node: Node) -> None:
+        """Take a node out of the tree, all below it, and what above it was of use to it alone."""
+        for part in [*node.below()][::-1]:
+            self.nbytes -= part.nbytes
+            above = part.parent
+            part.remove()
+        while above is not None and above.parent is not None and not above.children and not above.pins:
+            if not self.split.needs_carry or self._carries(above, only_memory=False):
+                return
+            self.nbytes -= above.nbytes
+            gone, above = above, above.parent
+            gone.remove()
+
+
+def _with_logits(layers: Layers, logits: Tensor | None) -> Layers:
+    """The form in which a carry is written: its logits are one layer more."""
+    return (*layers, {} if logits is None else {"logits": logits})
+
+
+def _without_logits(layers: Layers) -> tuple[Layers, Tensor | None]:
+    return layers[:-1], layers[-1].get("logits")

@@ -1,0 +1,121 @@
+"""A radix tree over token ids: a node is a run of tokens, what they left, and what is known at its end."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from lmstate.engine.prefix.parts import Layers, copied, cut, nbytes
+
+NODE_BYTES = 1024  # what Python keeps for a node beside its tensors and tokens, about
+
+
+@dataclass(eq=False)
+class Carry:
+    """What a row needs to go on from a node's end, beside what its tokens left."""
+
+    layers: Layers
+    logits: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes(self.layers) + (0 if self.logits is None else self.logits.nbytes)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tier outside memory has something: the tokens from `offset` on of what lies there under a key."""
+
+    key: str
+    offset: int = 0
+    logits: bool = False  # of a carry, whether its last logits lie with it
+
+
+@dataclass(eq=False)
+class Node:
+    """`tokens` follow the parent's. `run` is what they left, `carry` what was known after the last of them.
+
+    Either may be in memory, in a tier outside (`stored_run`, `stored_carry`), in both, or nowhere.
+    """
+
+    tokens: array[int]
+    start: int  # the position of its first token
+    parent: Node | None = None
+    children: dict[int, Node] = field(default_factory=dict)
+    run: Layers | None = None
+    carry: Carry | None = None
+    stored_run: Stored | None = None
+    stored_carry: Stored | None = None
+    pins: int = 0  # sessions that stand here
+    used: int = 0  # when it was last of use, in the store's own time
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory, of itself alone."""
+        carried = 0 if self.carry is None else self.carry.nbytes
+        return NODE_BYTES + self.tokens.itemsize * len(self.tokens) + nbytes(self.run) + carried
+
+    def path(self) -> list[Node]:
+        """From the root's child down to itself."""
+        nodes: list[Node] = []
+        node: Node = self
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+    def below(self) -> Iterator[Node]:
+        """Itself and all under it, those above first."""
+        waiting = [self]
+        while waiting:
+            node = waiting.pop()
+            yield node
+            waiting += node.children.values()
+
+    def all_tokens(self) -> list[int]:
+        return [token for node in self.path() for token in node.tokens]
+
+    def split(self, count: int) -> Node:
+        """Make its first `count` tokens a node of their own, above it, and return that one. Nothing is lost."""
+        assert 0 < count < len(self.tokens) and self.parent is not None
+        upper = Node(self.tokens[:count], self.start, self.parent, used=self.used)
+        upper.stored_run = self.stored_run
+        if self.run is not None:
+            upper.run, self.run = copied(cut(self.run, 0, count)), copied(cut(self.run, count))
+        if self.stored_run is not None:
+            self.stored_run = Stored(self.stored_run.key, self.stored_run.offset + count)
+        self.parent.children[self.tokens[0]] = upper
+        self.tokens, self.start, self.parent = self.tokens[count:], self.start + count, upper
+        upper.children = {self.tokens[0]: self}
+        return upper
+
+    def remove(self) -> None:
+        assert self.parent is not None and not self.children
+        del self.parent.children[self.tokens[0]]
+        self.parent = None
+
+
+def walk(root: Node, tokens: Sequence[int]) -> tuple[Node, int]:
+    """(the node in which the longest common prefix ends, its length). The root and 0 where nothing agrees."""
+    node, at = root, 0
+    while at < len(tokens) and (child := node.children.get(tokens[at])) is not None:
+        same = shared(child.tokens, tokens, at)
+        node, at = child, at + same
+        if same < len(child.tokens):
+            break
+    return node, at
+
+
+def shared(run: Sequence[int], tokens: Sequence[int], at: int = 0) -> int:
+    """How many tokens of `run` agree with `tokens` from `at` on."""
+    most = min(len(run), len(tokens) - at)
+    if most == len(run) and list(run) == list(tokens[at : at + most]):
+        return most
+    return next((i for i in range(most) if run[i] != tokens[at + i]), most)

@@ -1,0 +1,46 @@
+"""Requests that wait: larger priorities first, first come first served within one, and nobody waits for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from threading import Lock
+
+from lmstate.engine.job import Job
+from lmstate.engine.results import QueueFull
+
+AGING = 10.0  # seconds of waiting that are worth one step of priority
+
+
+class Queue:
+    """Safe to use from any thread."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._jobs: list[Job] = []
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def add(self, job: Job) -> None:
+        """Raises QueueFull if as many wait as may."""
+        with self._lock:
+            if len(self._jobs) < self.most:
+                self._jobs.append(job)
+                return
+        raise QueueFull(
+            f"{self.most} requests wait already, as many as this engine holds: send it again later, or make the "
+            "engine with a larger queue="
+        )
+
+    def discard(self, job: Job) -> None:
+        """Take a job out, if it is here."""
+        with self._lock, suppress(ValueError):
+            self._jobs.remove(job)
+
+    def __iter__(self) -> Iterator[Job]:
+        """In the order in which they are to start."""
+        with self._lock:
+            jobs = list(self._jobs)
+        return iter(sorted(jobs, key=lambda job: (-job.options.priority - job.waited() // AGING, job.order)))

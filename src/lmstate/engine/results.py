@@ -1,0 +1,92 @@
+"""Values that an engine hands out: pieces of text, completions, and where their prompt's tokens came from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+Finished = Literal["eos", "stop", "length", "cancelled", "deadline", "capacity"]
+
+
+class QueueFull(RuntimeError):
+    """As many requests wait as the engine was told to hold."""
+
+
+class EngineClosed(RuntimeError):
+    """The engine was closed: it takes no more requests."""
+
+
+class TokenLogprob(NamedTuple):
+    """The log probability of a token under the model's own distribution, before penalties, temperature and filters."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # the most likely tokens, best first
+
+
+class Piece(str):
+    """Text that one answer grew by; empty while a character or a possible stop string is unfinished."""
+
+    __slots__ = ("finished", "index", "logprobs", "tokens")
+
+    index: int  # type: ignore[assignment]  # which of the n answers
+    tokens: list[int]
+    logprobs: list[TokenLogprob] | None
+    finished: Finished | None  # why the answer ends with this piece
+
+    def __new__(
+        cls,
+        text: str,
+        index: int = 0,
+        tokens: list[int] | None = None,
+        logprobs: list[TokenLogprob] | None = None,
+        finished: Finished | None = None,
+    ) -> Piece:
+        piece = super().__new__(cls, text)
+        piece.index, piece.tokens, piece.logprobs, piece.finished = index, tokens or [], logprobs, finished
+        return piece
+
+    @property
+    def text(self) -> str:
+        return str(self)
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """How many tokens of a prompt were reused, and why not more."""
+
+    reused: int  # tokens that were not computed again
+    computed: int  # tokens of the prompt that were, or have to be
+    tier: str | None = None  # where the reused ones came from: "memory", or the name of a store
+    matched: int = 0  # tokens that agree with something stored; more than `reused` where a layer cannot go back there
+    differs_at: int | None = None  # position of the first token that agrees with nothing stored
+    differs: str = ""  # that token as text
+    forced_by: str | None = None  # the layer kind that made `reused` less than `matched`
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a request cost. Tokens, and seconds."""
+
+    prompt: int
+    reused: int
+    generated: int
+    drafted: int = 0
+    accepted: int = 0
+    queued: float = 0.0  # seconds until its first chunk
+    prefill: float = 0.0  # from there to the first token
+    decode: float = 0.0  # from there to the end
+    reuse: Reuse = field(default_factory=lambda: Reuse(0, 0))
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a request gave; lists have one entry an answer."""
+
+    texts: list[str]
+    tokens: list[list[int]]
+    logprobs: list[list[TokenLogprob]] | None
+    prompt_logprobs: list[TokenLogprob | None] | None  # None at the first token: nothing comes before it
+    finished: list[Finished]
+    stopped_by: list[str | int | None]  # the stop string or token id
+    usage: Usage

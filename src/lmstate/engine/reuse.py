@@ -1,0 +1,125 @@
+"""Beginning a request with what was computed before, and keeping what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from lmstate.engine.job import Job
+from lmstate.engine.options import has_text
+from lmstate.engine.pace import Pace
+from lmstate.engine.prefix import Match, PrefixStore
+from lmstate.engine.prefix.parts import Split
+from lmstate.engine.results import Reuse
+from lmstate.engine.tiers import Tier
+from lmstate.engine.tiers.fetch import Fetch
+from lmstate.errors import StateError
+from lmstate.state import Snapshot, State
+
+if TYPE_CHECKING:
+    from lmstate.models.model import Model
+
+LEAST_PATIENCE = 1.0  # seconds that a tier may take for what would be computed faster than that
+LADDER = 256, 4096  # tokens of a prompt between two carries, where nothing else asks for one: at least, at most
+TURNS = 2  # ends of turns in a prompt that get a carry: before and after the last message of its user
+
+
+class PrefixReuse:
+    """The prefix store as the engine's thread uses it. `memory`: bytes of the store and of the rows together."""
+
+    def __init__(
+        self,
+        model: Model,
+        new_state: Callable[[int], State],
+        memory: int,
+        tier: Tier | None,
+        pace: Pace,
+        wake: Callable[[], None],
+    ) -> None:
+        self.tier = tier
+        self.prefixes = PrefixStore(Split.of(new_state(1)), model.fingerprint, memory, tier)
+        self.memory = memory
+        self._ladder = LADDER[1]
+        self._model, self._new_state, self._pace, self._wake = model, new_state, pace, wake
+
+    # ---- beginning
+
+    def fetching(self, job: Job) -> bool:
+        """Whether something is read from a tier for a request; begins it, and takes what came of it."""
+        if self.tier is None or job.options.prompt_logprobs is not None:
+            return False
+        match = self.prefixes.match(job.prompt)
+        if job.fetch is None:
+            if not (keys := self.prefixes.missing(match)):
+                return False
+            patience = max(LEAST_PATIENCE, 2 * (self._pace.seconds(match.length) or 0.0))
+            job.fetch = Fetch(self.tier, keys, patience, self._wake)
+        if not job.fetch.over:
+            return True
+        if not job.fetch.taken:
+            job.fetch.taken = True
+            self.prefixes.forget_stored(job.fetch.failed)
+            with suppress(RuntimeError, IndexError, AttributeError):  # what was stored has other shapes
+                self.prefixes.fill(match, dict(job.fetch.read))
+        return False
+
+    def begin(self, job: Job) -> State:
+        """A state of one row for a request's prompt, with as much of it as need not be computed."""
+        if job.options.prompt_logprobs is not None:
+            return self._new_state(1)  # all of it is computed
+        match = self.prefixes.match(job.prompt)
+        if self.prefixes.missing(match):
+            match = self.prefixes.match(job.prompt, only_memory=True)
+        state, reused = self._new_state(1), 0
+        try:
+            if (snapshot := self.prefixes.snapshot(match)) is not None:
+                state.restore(0, snapshot)
+                reused = match.length - state.rewind_cost(0, match.length)
+                state.rewind(0, match.length)
+                job.request.computed = match.length
+        except (StateError, RuntimeError, IndexError):  # of a file that was made by someone else
+            self.prefixes.discard(match)
+            state, reused = self._new_state(1), 0
+        if job.fetch is not None and match.tier is not None and self.tier is not None:
+            match = replace(match, tier=self.tier.name)
+        job.reuse = self.told(job.prompt, match, reused)
+        job.cuts |= self._worth_keeping(job.prompt, match)
+        return state
+
+    def explain(self, prompt: list[int]) -> Reuse:
+        """How much of a prompt would be reused now."""
+        match = self.prefixes.match(prompt)
+        return self.told(prompt, match, match.length)
+
+    def told(self, prompt: list[int], match: Match, reused: int) -> Reuse:
+        differs = prompt[match.matched] if match.matched < len(prompt) else None
+        return Reuse(
+            reused,
+            len(prompt) - reused,
+            match.tier,
+            match.matched,
+            None if differs is None else match.matched,
+            self._model.tokenizer.decode([differs], False) if differs is not None and has_text(self._model) else "",
+            self.prefixes.split.forced_by if match.length < min(match.matched, len(prompt) - 1) else None,
+        )
+
+    def _worth_keeping(self, prompt: list[int], match: Match) -> set[int]:
+        """Where to cut a prompt and keep what layers that forget hold there: each of these may be come back to."""
+        if not self.prefixes.split.needs_carry:
+            return set()
+        ends = [at for at, token in enumerate(prompt, 1) if token in self._model.eos_ids]
+        wanted = {match.matched, *ends[-TURNS:], *range(self._ladder, len(prompt), self._ladder)}
+        return {at for at in wanted if match.length < at < len(prompt)}
+
+    # ---- keeping
+
+    def keep(self, snapshot: Snapshot, row_bytes: int) -> None:
+        """Have the store keep it, if there is room beside the rows. What cannot be kept is no one's error."""
+        self.prefixes.shrink(max(0, self.memory - row_bytes))
+        self.prefixes.seconds_per_token = self._pace.seconds(1) or 1e-3
+        self.prefixes.put(snapshot)
+        # Carries are to take no more than the keys and values between them.
+        carry, tokens = self.prefixes.split.sizes(snapshot)
+        self._ladder = min(max(int(carry / max(tokens, 1)), LADDER[0]), LADDER[1])

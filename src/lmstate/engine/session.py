@@ -1,0 +1,258 @@
+"""Conversations by name: their tokens to the letter, with a way back."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Any, Protocol, Unpack
+
+from lmstate.engine.options import SubmitOptions
+from lmstate.engine.request import Request
+from lmstate.errors import RewindError, StateError
+from lmstate.state.validate import whole_number
+
+MARKS = 64
+UNDOS = 64
+
+Message = Mapping[str, Any]
+
+
+class SessionBusy(RuntimeError):
+    """The session answers a request: wait for it, or cancel it."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where a conversation was: so many tokens, so many messages."""
+
+    tokens: int
+    messages: int
+
+
+@dataclass
+class Record:
+    """All of a session that outlives the engine."""
+
+    tokens: list[int] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    turns: list[Moment] = field(default_factory=list)  # before each request, for `undo`
+    marks: list[int] = field(default_factory=list)
+
+    def moment(self) -> Moment:
+        return Moment(len(self.tokens), len(self.messages))
+
+    def copy(self) -> Record:
+        return Record(list(self.tokens), list(self.messages), list(self.turns), list(self.marks))
+
+    def back(self, to: Moment) -> None:
+        del self.tokens[to.tokens :]
+        del self.messages[to.messages :]
+        self.turns = [turn for turn in self.turns if turn.tokens <= to.tokens and turn.messages <= to.messages]
+        self.marks = [mark for mark in self.marks if mark <= to.tokens]
+
+    def to_json(self) -> str:
+        turns = [[turn.tokens, turn.messages] for turn in self.turns]
+        return json.dumps({"messages": self.messages, "turns": turns, "marks": self.marks}, default=str)
+
+    @staticmethod
+    def from_json(tokens: list[int], text: str) -> Record:
+        """What `to_json` gave. Raises ValueError for what it cannot have given."""
+        told = json.loads(text)
+        if not isinstance(told, dict) or not all(isinstance(told.get(k), list) for k in ("messages", "turns", "marks")):
+            raise ValueError("a session's record has no messages, turns and marks")
+        messages, marks = told["messages"], told["marks"]
+        turns = [Moment(*map(int, turn)) for turn in told["turns"]]
+        if not all(isinstance(message, dict) for message in messages):
+            raise ValueError("a session's messages are objects")
+        if not all(isinstance(mark, int) and 0 <= mark <= len(tokens) for mark in marks):
+            raise ValueError("a session's marks lie in its tokens")
+        if not all(0 <= turn.tokens <= len(tokens) and 0 <= turn.messages <= len(messages) for turn in turns):
+            raise ValueError("a session's turns lie in its tokens and messages")
+        return Record(tokens, messages, turns, marks)
+
+
+class SessionHost(Protocol):
+    """The part of an engine that its sessions use."""
+
+    @property
+    def chats(self) -> bool: ...
+
+    def submit(self, prompt: Any, *, session: Any, **options: Unpack[SubmitOptions]) -> Request: ...
+
+    def changed(self, session: Session) -> None: ...
+
+    def new_session(self, name: str, record: Record) -> Session: ...
+
+    def save_session(self, record: Record, path: Path) -> None: ...
+
+    def close_session(self, session: Session) -> None: ...
+
+    def refuse_closed(self) -> None: ...
+
+
+class Session:
+    """A conversation that the engine keeps. Made by `Engine.session`; one request at a time.
+
+    What the model needs to go on from its end stays in memory, whatever else has to go.
+    """
+
+    def __init__(self, engine: SessionHost, name: str, record: Record) -> None:
+        self.name = name
+        self._engine = engine
+        self._record = record
+        self._lock = Lock()
+        self._running: Request | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """The ids of the conversation: prompts, and the answers as they were sampled."""
+        return list(self._record.tokens)
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation as chat messages, as far as it was held in them."""
+        return [dict(message) for message in self._record.messages]
+
+    def send(self, prompt: str | Sequence[int] | Sequence[Message], **options: Unpack[SubmitOptions]) -> Request:
+        """Go on with a text, messages or token ids; the options are those of `Engine.submit`.
+
+        text      a message of the user, where the model has a chat template; else plain text
+        messages  what is said next; or the whole conversation again, if it begins with the same message: then it goes
+                  on from where it first differs from what was said
+        ids       are appended as they are
+
+        Of several answers (`n`) the first is the conversation's. Raises `SessionBusy` while a request runs.
+        """
+        return self._engine.submit(prompt, session=self, **options)
+
+    def rewind(self, to: int) -> None:
+        """Go back to the first `to` tokens. Inside a turn, text that is sent then goes on as plain text."""
+        with self._resting() as record:
+            to = whole_number(to, "a position")
+            if not 0 <= to <= len(record.tokens):
+                raise RewindError(f"rewind to {to} was asked for; the session has positions 0 to {len(record.tokens)}")
+            if to < len(record.tokens):
+                # Between two turns no messages stand for the tokens: text that is sent then goes on as plain text.
+                held = [turn.messages for turn in record.turns if turn.tokens == to]
+                record.back(Moment(to, max(held, default=0)))
+        self._engine.changed(self)
+
+    def mark(self) -> int:
+        """Keep what going back to here needs. Returns the position, for `rewind`. A session keeps the last 64 marks."""
+        with self._resting() as record:
+            at = len(record.tokens)
+            record.marks = [*(mark for mark in record.marks if mark != at), at][-MARKS:]
+        self._engine.changed(self)
+        return at
+
+    def undo(self) -> None:
+        """Forget the last request and its answer. Raises StateError if there is none."""
+        with self._resting() as record:
+            if not record.turns:
+                raise StateError("undo was asked for; the session has had no request that could be undone")
+            record.back(record.turns.pop())
+        self._engine.changed(self)
+
+    def fork(self, name: str) -> Session:
+        """A session of this name that begins as this one is now, and shares all that was computed."""
+        with self._resting() as record:
+            copy = record.copy()
+        return self._engine.new_session(name, copy)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a snapshot file (see `Snapshot.save`) from which `Engine.load_session` goes on, here or elsewhere."""
+        with self._resting() as record:
+            copy = record.copy()
+        self._engine.save_session(copy, Path(path))
+
+    def close(self) -> None:
+        """Forget the session; what was computed for it may go. Ends a request that runs."""
+        if (running := self._running) is not None:
+            running.cancel()
+        self._engine.close_session(self)
+
+    # ---- for the engine
+
+    def continued(self, prompt: Any, encode: Callable[[Any], list[int]]) -> tuple[list[int], list[dict[str, Any]]]:
+        """(ids, messages) of the conversation with a prompt after it. No messages: it is plain text now.
+
+        `encode(prompt)`: the ids of a prompt by itself, text that follows a text given as `(text,)`.
+        """
+        record = self._record
+        if isinstance(prompt, str):
+            if not record.messages and (record.tokens or not self._engine.chats):
+                return [*record.tokens, *encode((prompt,) if record.tokens else prompt)], []
+            prompt = [{"role": "user", "content": prompt}]
+        if prompt and all(isinstance(message, Mapping) for message in prompt):
+            said, told = record.messages, [dict(message) for message in prompt]
+            if record.tokens and not said:
+                raise StateError("messages were sent, and the session holds plain text: send text or token ids")
+            whole = told if said and told[0] == said[0] else [*said, *told]
+            return encode(whole), whole
+        return [*record.tokens, *encode(prompt)], []
+
+    def begin(self, make: Callable[[], Request]) -> Request:
+        """Let `make` begin a request. Raises `SessionBusy` while another runs."""
+        with self._lock:
+            self._refuse_busy()
+            self._running = request = make()
+            if request.done:  # the engine was faster than this line
+                self._running = None
+            return request
+
+    def adopt(self, tokens: list[int], messages: list[dict[str, Any]]) -> None:
+        """The request ended, and the conversation is this now."""
+        record = self._record
+        same = common(record.tokens, tokens)
+        # The whole conversation may have been sent again, and differ early: what stood after that is gone.
+        record.turns = [turn for turn in record.turns if turn.tokens <= same and turn.messages <= len(messages)]
+        if same == len(record.tokens):
+            record.turns = [*(turn for turn in record.turns if turn.tokens < same), record.moment()][-UNDOS:]
+        record.marks = [mark for mark in record.marks if mark <= same]
+        record.tokens, record.messages = tokens, messages
+        self._running = None
+
+    def give_up(self) -> None:
+        """The request failed: the conversation is as it was."""
+        self._running = None
+
+    @property
+    def record(self) -> Record:
+        return self._record
+
+    def _refuse_busy(self) -> None:
+        if self._running is not None and not self._running.done:
+            raise SessionBusy(f"session {self.name!r} is answering: wait for the request, or cancel it")
+
+    def _resting(self) -> _Resting:
+        return _Resting(self)
+
+
+def common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two texts begin with alike."""
+    most = min(len(one), len(other))
+    return next((at for at in range(most) if one[at] != other[at]), most)
+
+
+class _Resting:
+    """The record of a session, for as long as no request runs."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __enter__(self) -> Record:
+        self._session._engine.refuse_closed()
+        self._session._lock.acquire()
+        try:
+            self._session._refuse_busy()
+        except BaseException:
+            self._session._lock.release()
+            raise
+        return self._session._record
+
+    def __exit__(self, *_: object) -> None:
+        self._session._lock.release()

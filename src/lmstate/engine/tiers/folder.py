@@ -1,0 +1,186 @@
+"""A folder: one SQLite index, one safetensors file an entry, written whole or not at all and checked when read.
+
+index.sqlite3         entries (key, text, size, checksum, last use) and sessions
+entries/ab/abcd...    what the key stands for; its name is the hash of the text, so it never changes
+damaged/              files whose checksum was wrong, for whoever wants to know why
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sqlite3
+import zlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from threading import Lock
+from time import time
+from typing import get_args
+
+from lmstate.engine.prefix.parts import Layers
+from lmstate.engine.tiers.tier import Entry, Kind, SavedSession, Tier, from_bytes, packed, to_bytes, unpacked
+from lmstate.errors import SnapshotError
+from lmstate.files.atomic import atomic_write
+
+MOST_TEXT = 2**28  # bytes of a text in the index, unpacked: a hostile index must not fill the memory
+TABLES = """
+create table if not exists entries (
+    namespace text not null, key text not null, kind text not null, regime integer not null, start integer not null,
+    tokens blob not null, layers integer not null, size integer not null, checksum text not null, used real not null,
+    primary key (namespace, key)
+);
+create table if not exists sessions (
+    namespace text not null, name text not null, tokens blob not null, record text not null,
+    primary key (namespace, name)
+);
+"""
+
+
+class FolderTier(Tier):
+    """Keeps at most `limit` bytes of files; what was not used for the longest goes first, ends of texts before their
+    beginnings. Several processes may share a folder."""
+
+    name = "folder"
+
+    def __init__(self, path: str | os.PathLike[str], namespace: str, limit: int) -> None:
+        super().__init__(namespace)
+        self.path = Path(path)
+        self.limit = limit
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = Lock()
+        self._index = sqlite3.connect(self.path / "index.sqlite3", check_same_thread=False, timeout=10.0)
+        self._index.executescript("pragma journal_mode=wal; pragma synchronous=normal;" + TABLES)
+        self._thread.start()
+
+    def entries(self) -> Iterable[tuple[str, Entry]]:
+        with self._lock:
+            rows = self._index.execute(
+                "select key, kind, regime, start, tokens from entries where namespace = ?", (self.namespace,)
+            ).fetchall()
+        for key, kind, regime, start, blob in rows:
+            try:
+                tokens = unpacked(_inflated(blob))
+                entry = Entry(kind, int(regime), int(start), tokens)
+                sound = kind in get_args(Kind) and 0 <= start <= len(tokens) and entry.key(self.namespace) == key
+            except (SnapshotError, zlib.error, TypeError, ValueError):
+                sound = False
+            if sound:
+                self._keys.add(key)
+                yield key, entry
+            else:
+                self._forget(str(key))
+
+    def sessions(self) -> Iterable[SavedSession]:
+        with self._lock:
+            rows = self._index.execute(
+                "select name, tokens, record from sessions where namespace = ?", (self.namespace,)
+            ).fetchall()
+        for name, blob, record in rows:
+            try:
+                yield SavedSession(str(name), list(unpacked(_inflated(blob))), str(record))
+            except (SnapshotError, zlib.error, TypeError):
+                self.counts["quarantined"] += 1
+
+    def read(self, key: str) -> Layers:
+        with self._lock:
+            row = self._index.execute(
+                "select layers, checksum from entries where namespace = ? and key = ?", (self.namespace, key)
+            ).fetchone()
+        if row is None:
+            raise SnapshotError("it is in the index no longer")
+        file = self._file(key)
+        try:
+            data = file.read_bytes()
+            if hashlib.sha256(data).hexdigest() != row[1]:
+                raise SnapshotError(f"{file} is damaged: its checksum is another")
+            layers = from_bytes(data, str(file), int(row[0]))
+        except (OSError, SnapshotError):
+            self._quarantine(key)
+            raise
+        with self._lock, self._index:
+            self._index.execute(
+                "update entries set used = ? where namespace = ? and key = ?", (time(), self.namespace, key)
+            )
+        return layers
+
+    def write(self, entry: Entry, key: str, layers: Layers, above: Sequence[str]) -> None:
+        data = to_bytes(layers)
+        if len(data) > self.limit:
+            raise OSError(f"an entry of {len(data)} bytes is more than the folder may hold")
+        self._make_room(len(data))
+        file = self._file(key)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(file) as part:
+            part.write_bytes(data)
+        told = (
+            self.namespace, key, entry.kind, entry.regime, entry.start, zlib.compress(packed(entry.tokens), 1),
+            len(layers), len(data), hashlib.sha256(data).hexdigest(), time(),
+        )  # fmt: skip
+        with self._lock, self._index:
+            self._index.execute("insert or replace into entries values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", told)
+            # What it hangs on is used with it: so that ends of texts go before their beginnings.
+            touched = [(told[-1], self.namespace, other) for other in above]
+            self._index.executemany("update entries set used = ? where namespace = ? and key = ?", touched)
+
+    def write_session(self, session: SavedSession) -> None:
+        told = (self.namespace, session.name, zlib.compress(packed(session.tokens), 1), session.record)
+        with self._lock, self._index:
+            self._index.execute("insert or replace into sessions values (?, ?, ?, ?)", told)
+
+    def remove_session(self, name: str) -> None:
+        with self._lock, self._index:
+            self._index.execute("delete from sessions where namespace = ? and name = ?", (self.namespace, name))
+
+    def nbytes(self) -> int:
+        """Bytes of all files, as the index has them."""
+        with self._lock:
+            return int(self._index.execute("select coalesce(sum(size), 0) from entries").fetchone()[0])
+
+    def end(self) -> None:
+        with self._lock:
+            self._index.close()
+
+    # ---- the parts of it
+
+    def _file(self, key: str, namespace: str | None = None) -> Path:
+        name = hashlib.sha256(f"{namespace or self.namespace}|{key}".encode()).hexdigest()
+        return self.path / "entries" / name[:2] / name
+
+    def _make_room(self, size: int) -> None:
+        held = self.nbytes()
+        if held + size <= self.limit:
+            return
+        with self._lock:
+            rows = self._index.execute(
+                "select namespace, key, size from entries order by used, length(tokens) desc"
+            ).fetchall()
+        for namespace, key, freed in rows:
+            if held + size <= self.limit:
+                return
+            self._forget(key, namespace)
+            held -= freed
+
+    def _forget(self, key: str, namespace: str | None = None) -> None:
+        namespace = namespace or self.namespace
+        with self._lock, self._index:
+            self._index.execute("delete from entries where namespace = ? and key = ?", (namespace, key))
+        if namespace == self.namespace:
+            self._keys.discard(key)
+        self._file(key, namespace).unlink(missing_ok=True)
+
+    def _quarantine(self, key: str) -> None:
+        file = self._file(key)
+        self.counts["quarantined"] += 1
+        if file.exists():
+            (self.path / "damaged").mkdir(exist_ok=True)
+            os.replace(file, self.path / "damaged" / file.name)
+        self._forget(key)
+
+
+def _inflated(blob: bytes) -> bytes:
+    """Raises SnapshotError for more than any text has."""
+    stream = zlib.decompressobj()
+    data = stream.decompress(blob, MOST_TEXT)
+    if stream.unconsumed_tail or not stream.eof:
+        raise SnapshotError("a stored text is too long, or cut short")
+    return data

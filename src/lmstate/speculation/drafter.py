@@ -1,0 +1,73 @@
+"""The contract of a drafter: it proposes tokens, and is told which ones a row really got."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A proposed continuation of one row.
+
+    confidence  for each token, the drafter's own estimate in 0..1 that it is right where those before it are; its
+                scale does not matter, since how often each level holds is measured. None: only the place counts
+    drawn_from  for each token, the distribution float64 `[V]` that it was drawn from; None: the tokens were not drawn
+                at random. Verification by rejection sampling needs it
+    """
+
+    tokens: tuple[int, ...] = ()
+    confidence: tuple[float, ...] | None = None
+    drawn_from: tuple[Tensor, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name, beside in (("confidence", self.confidence), ("drawn_from", self.drawn_from)):
+            if beside is not None and len(beside) != len(self.tokens):
+                raise ValueError(
+                    f"a draft has {len(self.tokens)} tokens and {len(beside)} of {name}; give one for each"
+                )
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def cut(self, length: int) -> Draft:
+        """The first `length` tokens."""
+        if length >= len(self.tokens):
+            return self
+        return Draft(
+            self.tokens[:length],
+            None if self.confidence is None else self.confidence[:length],
+            None if self.drawn_from is None else self.drawn_from[:length],
+        )
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Proposes tokens for the rows of a batch. What it proposes changes speed, never text."""
+
+    def propose(self, rows: Sequence[int], depth: int) -> Sequence[Draft | Sequence[int]]:
+        """For each of `rows` at most `depth` tokens that may come next; none where it has no idea.
+
+        Every call is about the rows as `observe` last told of them; a proposal obliges to nothing.
+        """
+
+    def observe(self, rows: Sequence[int], accepted: Sequence[Sequence[int]]) -> None:
+        """Each of `rows` goes on with these tokens: its whole text at first, then what was accepted of drafts and the
+        model's own token after them.
+        """
+
+
+def as_draft(proposed: Draft | Sequence[int], vocab_size: int, most: int) -> Draft:
+    """A drafter's answer, made safe to verify: at most `most` tokens, up to the first id that is none.
+
+    Raises TypeError where it is no draft.
+    """
+    if not isinstance(proposed, Draft):
+        if isinstance(proposed, str | bytes):
+            raise TypeError(f"a drafter proposed {proposed!r:.80}; it gives a Draft or a list of token ids")
+        proposed = Draft(tuple(int(token) for token in proposed))
+    valid = next((at for at, token in enumerate(proposed.tokens) if not 0 <= token < vocab_size), len(proposed))
+    return proposed.cut(min(valid, most))

@@ -1,0 +1,147 @@
+"""One batch's speculation: asks a drafter, cuts what it proposes to the depth that pays, and learns from what came."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+from lmstate.speculation.depth import Acceptance, StepCosts, best_depth
+from lmstate.speculation.drafter import Draft, Drafter, as_draft
+
+MOST_TOKENS = 32
+"""Tokens, padding included, of the widest step that computes each of them as a step of one does."""
+
+CHEAP = 0.002  # of a plain step, for each token: a drafter that costs less is asked at every step
+FIRST_REST, LONGEST_REST = 16, 256  # plain steps until a drafter that did not pay is tried again
+
+
+@dataclass(frozen=True)
+class DraftReport:
+    """What speculation did. Rates are by depth: `verified[j]` tokens stood at place j of a draft, `held[j]` held."""
+
+    drafted: int = 0  # tokens that were verified
+    accepted: int = 0  # of them, those that held
+    verified: tuple[int, ...] = ()
+    held: tuple[int, ...] = ()
+    drafting_seconds: float = 0.0
+    seconds_saved: float = 0.0  # plain steps for the accepted tokens, less what drafting and wider steps took
+
+
+class Speculator:
+    """Drafts for the rows of one batch, at a depth that chooses itself.
+
+    A caller runs: `observe` with what each row holds, then for every step `propose`, a step of the model over the last
+    token and the draft of each row, `verified`, `observe` with the new tokens, `measured` with the step's seconds.
+    """
+
+    def __init__(self, drafter: Drafter, vocab_size: int, rows: int, depth: int | None = None) -> None:
+        """`depth`: draft always so deep (where a drafter has as many tokens), instead of what pays most."""
+        self.drafter = drafter
+        self.costs = StepCosts(rows)
+        self.acceptance = Acceptance()
+        self.most = max(0, MOST_TOKENS // rows - 1)
+        self._fixed = depth
+        self._vocab_size = vocab_size
+        self._proposed: dict[int, Draft] = {}  # in full, to compare with what comes
+        self._verified = [0] * self.most
+        self._held = [0] * self.most
+        self._drafting = 0.0
+        self._saved = 0.0
+        self._latest = 0.0  # seconds that the last proposal took
+        self._per_token: float | None = None  # seconds of drafting one token deeper; None: not known
+        self._places = Acceptance()  # by place in the draft alone: known before anything is drafted
+        self._asked = 0  # proposals so far
+        self._rest, self._resting = FIRST_REST, 0
+
+    def observe(self, tokens: Mapping[int, Sequence[int]]) -> None:
+        """Rows go on with these tokens: at first with all that they hold."""
+        for row, actual in tokens.items():
+            if (draft := self._proposed.pop(row, None)) is not None:
+                self.acceptance.compare(draft, actual)
+                self._places.compare(Draft(draft.tokens), actual)
+        if tokens:
+            self.drafter.observe(list(tokens), list(tokens.values()))
+
+    def forget(self, row: int) -> None:
+        """A row has ended: what comes under its number is another text."""
+        self._proposed.pop(row, None)
+
+    def propose(self, room: Mapping[int, int]) -> dict[int, Draft]:
+        """Drafts for rows that have room for so many drafted tokens; each may be empty."""
+        self._latest = 0.0
+        self._proposed.clear()
+        most = min(self.most, max(room.values(), default=0))
+        depth = self._depth_to_ask(most, len(room))
+        if not depth:
+            return {row: Draft() for row in room}
+        begin = perf_counter()
+        answers = self.drafter.propose(list(room), depth)
+        if len(answers) != len(room):
+            raise ValueError(
+                f"a drafter gave {len(answers)} drafts for {len(room)} rows; give one for each, maybe empty"
+            )
+        drafts = {
+            row: as_draft(answer, self._vocab_size, min(depth, most))
+            for (row, most), answer in zip(room.items(), answers)
+        }
+        seconds = perf_counter() - begin
+        self._asked += 1
+        if self._asked > 1:  # the first one reads the whole text
+            each = seconds / depth
+            self._per_token = each if self._per_token is None else self._per_token + 0.2 * (each - self._per_token)
+        self._latest = seconds
+        self._drafting += seconds
+        self._proposed = dict(drafts)
+        cut = self._cut(drafts, depth)
+        return {row: draft.cut(cut) for row, draft in drafts.items()}
+
+    def verified(self, drafts: Mapping[int, Draft], accepted: Mapping[int, int]) -> None:
+        """What came of the drafts of a step."""
+        for row, draft in drafts.items():
+            for at in range(min(len(draft), accepted[row] + 1)):
+                self._verified[at] += 1
+                self._held[at] += at < accepted[row]
+
+    def measured(self, width: int, seconds: float, rows: int, gained: int) -> None:
+        """A step over `rows` took so long; `gained`: drafted tokens that it accepted."""
+        self.costs.measured(width, seconds)
+        if 1 in self.costs:
+            plain = self.costs(1)  # gives a token to each row
+            self._saved += gained * plain / rows - self._latest - (seconds - plain if width > 1 else 0.0)
+
+    def report(self) -> DraftReport:
+        deepest = max((at + 1 for at, count in enumerate(self._verified) if count), default=0)
+        verified, held = tuple(self._verified[:deepest]), tuple(self._held[:deepest])
+        return DraftReport(sum(verified), sum(held), verified, held, self._drafting, self._saved)
+
+    def _depth_to_ask(self, most: int, rows: int) -> int:
+        """How deep the drafter is to draft, before it is known what it has."""
+        if self._fixed is not None:
+            return min(most, self._fixed)
+        if 1 not in self.costs or most <= 0:
+            return 0
+        if self._per_token is None:
+            return min(most, 4)
+        if self._per_token <= CHEAP * self.costs(1):
+            return most
+        rates = self._places.rates(Draft((0,) * most))
+        drafting = [self._per_token * depth for depth in range(most + 1)]
+        depth = best_depth([rates] * rows, self.costs, most, drafting)
+        if depth:
+            self._rest, self._resting = FIRST_REST, 0
+            return depth
+        self._resting += 1
+        if self._resting < self._rest:
+            return 0
+        self._rest, self._resting = min(2 * self._rest, LONGEST_REST), 0
+        return min(most, 2)
+
+    def _cut(self, drafts: Mapping[int, Draft], depth: int) -> int:
+        """How deep it pays to verify, now that the drafts are there."""
+        if self._fixed is not None or any(draft.drawn_from for draft in drafts.values()):
+            # A token drawn at random is verified or not whatever it turned out to be: a choice among them by their
+            # confidence, or by that of the tokens after them, would not leave the model's distribution as it is.
+            return depth
+        rates = [self.acceptance.rates(draft) for draft in drafts.values()]
+        return best_depth(rates, self.costs, max(map(len, drafts.values())), [0.0] * (depth + 1))

@@ -1,0 +1,191 @@
+"""Conversations: exact tokens, ways back, and only what is new computed, however the client tells the history."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import lmstate
+from lmstate.engine import EngineClosed, SessionBusy
+from tests.engine.alone import alone
+from tests.engine.chat import chatting
+from tests.engine.test_batching import prompt
+from tests.zoo import ours
+
+HOT = {"temperature": 1.3, "max_new_tokens": 30}
+
+
+def said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3_next-dense"])
+def test_a_client_that_resends_all_of_its_text_has_only_the_new_tail_computed(case: str) -> None:
+    """The answers are sampled hot, so that their text, encoded again, is often other tokens."""
+    model = chatting(case)
+    recut = 0
+    with lmstate.Engine(model) as engine:
+        for seed in range(4):
+            history = [said("system", "abcd and 0123"), said("user", f"hello {seed}")]
+            held: list[int] = []
+            for turn in range(4):
+                request = engine.submit(history, seed=seed, **HOT)
+                got = request.result(60)
+                assert request.prompt[: len(held)] == held
+                if turn:
+                    new = len(request.prompt) - len(held)
+                    assert request.prompt[: len(held)] == held
+                    assert got.usage.prompt - got.usage.reused <= new + 1
+                    recut += model.tokenizer.chat(history) != request.prompt
+                text = got.texts[0]
+                held = [*request.prompt, *got.tokens[0]]
+                history = [*history, said("assistant", f" {text.strip()} "), said("user", f"go on {turn}")]
+    assert recut, "no answer of this test is cut in another way by the tokenizer; then it shows nothing"
+
+
+def test_an_answer_whose_thinking_is_left_out_is_still_found() -> None:
+    model = chatting()
+    engine = lmstate.Engine(model)
+    with engine:
+        asked = [said("user", "hello")]
+        thought = "<think>abc</think>yes"
+        tokens = [*model.tokenizer.chat(asked), *model.tokenizer.encode(thought, add_special_tokens=False)]
+        engine.remember([*asked, said("assistant", thought)], tokens)
+        ids = engine.encode([*asked, said("assistant", "yes"), said("user", "why?")])
+        assert ids[: len(tokens)] == tokens
+        assert model.tokenizer.decode(ids[len(tokens) :], False) == "<end>[user]why?<end>[assistant]"
+
+
+def test_a_session_of_ids_goes_on_from_its_exact_tokens() -> None:
+    model = ours("mamba2")
+    with lmstate.Engine(model) as engine:
+        session = engine.session("one")
+        expected: list[int] = []
+        for turn in range(3):
+            new = prompt(7, turn)
+            got = session.send(new, max_new_tokens=5, ignore_eos=True).result(60)
+            expected += new
+            assert got.tokens == [alone(model, expected, 5, ends=frozenset())[0]]
+            assert got.usage.prompt - got.usage.reused == len(new) + bool(turn)
+            expected += got.tokens[0]
+            assert session.tokens == expected
+
+
+def test_undo_rewind_mark_and_fork_cost_nothing_again() -> None:
+    model = ours("qwen3_next-dense")
+    with lmstate.Engine(model) as engine:
+        session = engine.session("main")
+        first = session.send(prompt(20, 1), max_new_tokens=6, ignore_eos=True).result(60)
+        mark = session.mark()
+        before = session.tokens
+        session.send(prompt(9, 2), max_new_tokens=6, ignore_eos=True).result(60)
+        session.undo()
+        assert session.tokens == before == [*prompt(20, 1), *first.tokens[0]]
+        again = session.send(prompt(9, 3), max_new_tokens=6, ignore_eos=True).result(60)
+        assert again.usage.prompt - again.usage.reused == 10
+        other = session.fork("other")
+        session.rewind(mark)
+        assert session.tokens == before
+        assert other.tokens == [*before, *prompt(9, 3), *again.tokens[0]]
+        assert engine.sessions() == ["main", "other"]
+        for one in (session, other):
+            got = one.send(prompt(4, 5), max_new_tokens=4, ignore_eos=True).result(60)
+            assert got.tokens == [alone(model, one.tokens[:-4], 4, ends=frozenset())[0]]
+            assert got.usage.prompt - got.usage.reused <= 5
+        other.close()
+        assert engine.sessions() == ["main"]
+
+
+def test_what_live_sessions_need_stays_whatever_else_comes() -> None:
+    model = ours("qwen3_next-dense")
+    with lmstate.Engine(model, rows=1, memory=600_000) as engine:
+        session = engine.session("kept")
+        session.send(prompt(40, 1), max_new_tokens=4, ignore_eos=True).result(60)
+        for seed in range(40):
+            engine.submit(prompt(60, 100 + seed), max_new_tokens=2).result(60)
+        assert engine.stats()["prefixes_evicted"] > 0
+        got = session.send(prompt(5, 2), max_new_tokens=2).result(60)
+        assert got.usage.prompt - got.usage.reused == 6
+
+
+def test_chat_messages_text_and_the_whole_conversation_again_are_one_history() -> None:
+    model = chatting()
+    with lmstate.Engine(model) as engine:
+        session = engine.session("chat")
+        session.send([said("system", "be brief"), said("user", "hi")], seed=1, **HOT).result(60)
+        session.send("and now", seed=2, **HOT).result(60)
+        roles = [message["role"] for message in session.messages]
+        assert roles == ["system", "user", "assistant", "user", "assistant"]
+        held = session.tokens
+        got = session.send([*session.messages, said("user", "more")], seed=3, **HOT).result(60)
+        assert session.tokens[: len(held)] == held
+        assert got.usage.reused >= len(held) - 1
+        session.undo()
+        assert session.tokens == held
+        edited = [*session.messages[:3], said("user", "something else")]
+        session.send(edited, seed=4, **HOT).result(60)
+        assert [message["content"] for message in session.messages[:4]] == [m["content"] for m in edited]
+        assert len(session.messages) == 5
+
+
+def test_one_request_of_a_session_at_a_time() -> None:
+    with lmstate.Engine(ours("llama")) as engine:
+        session = engine.session("one")
+        running = session.send([1, 2, 3], max_new_tokens=10**6, ignore_eos=True)
+        with pytest.raises(SessionBusy, match="'one' is answering"):
+            session.send([4])
+        with pytest.raises(SessionBusy):
+            session.rewind(0)
+        next(iter(running))
+        running.cancel()
+        got = running.result(60)
+        assert session.tokens == [1, 2, 3, *got.tokens[0]]
+        with pytest.raises(lmstate.RewindError, match="positions 0 to"):
+            session.rewind(10**6)
+
+
+def test_a_session_that_was_saved_goes_on_elsewhere(tmp_path: Path) -> None:
+    model = chatting("qwen3_next-dense")
+    path = tmp_path / "session.safetensors"
+    with lmstate.Engine(model) as engine:
+        session = engine.session("here")
+        session.send("hello there", seed=1, **HOT).result(60)
+        session.save(path)
+        expected = session.send("go on", seed=2, **HOT).result(60)
+    with lmstate.Engine(model) as engine:
+        session = engine.load_session("there", path)
+        got = session.send("go on", seed=2, **HOT).result(60)
+        assert got.texts == expected.texts
+        assert got.usage.reused == expected.usage.reused > 0
+        path.write_bytes(path.read_bytes()[:-100])
+        with pytest.raises(lmstate.SnapshotError):
+            engine.load_session("broken", path)
+        assert engine.sessions() == ["there"]
+
+
+def test_a_session_of_a_closed_engine_stays_as_it_was() -> None:
+    with lmstate.Engine(ours("llama")) as engine:
+        session = engine.session("s")
+        session.send([1, 2, 3], max_new_tokens=3).result(60)
+    held = session.tokens
+    for change in (session.undo, session.mark, lambda: session.rewind(0), lambda: session.send([4])):
+        with pytest.raises(EngineClosed):
+            change()
+    assert session.tokens == held
+
+
+def test_a_stop_string_ends_what_a_session_holds_before_it() -> None:
+    model = chatting()
+    with lmstate.Engine(model) as engine:
+        whole = engine.submit("hello", seed=3, **HOT).result(60).texts[0]
+        stop = whole[5:7]
+        session = engine.session("s")
+        got = session.send([said("user", "x")], seed=3, **HOT).result(60)
+        stop = got.texts[0][8:10]
+        session.undo()
+        cut = session.send([said("user", "x")], seed=3, stop=[stop], **HOT).result(60)
+        assert cut.finished == ["stop"]
+        assert cut.stopped_by == [stop]
+        assert cut.texts[0] == got.texts[0][: got.texts[0].index(stop)]
+        assert model.tokenizer.decode(session.tokens).endswith(cut.texts[0])
