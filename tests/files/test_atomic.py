@@ -10,8 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from lmstate.files.atomic import STALE_SECONDS, atomic_write
+from lmstate.state.snapshot import Snapshot
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="links, modes and pipes of POSIX")
 
@@ -99,3 +101,17 @@ def test_a_full_disk_is_an_os_error_and_leaves_the_old_file(tmp_path: Path) -> N
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert names(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "old"
+
+
+def test_a_snapshot_that_finds_the_disk_full_raises_os_error_and_leaves_the_older_one(tmp_path: Path) -> None:
+    snapshot = Snapshot((1, 2), 0, 0, torch.zeros(4), (), "fingerprint", "")
+    snapshot.save(tmp_path / "file")
+    larger = Snapshot((1, 2), 0, 0, torch.zeros(10_000), (), "fingerprint", "")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(OSError):  # the chat goes on after that
+            larger.save(tmp_path / "file")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert names(tmp_path) == ["file"] and Snapshot.load(tmp_path / "file").tokens == (1, 2)
