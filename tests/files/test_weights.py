@@ -274,3 +274,21 @@ def test_infinite_scales_are_refused(tmp_path):
     weights = WeightLoader(open_cached(ggufs.write(tmp_path / "a.gguf", tensors=tensors), None))
     with pytest.raises(ModelError, match="infinities"):
         weights.linear(f"{LAYER}mlp.down_proj.weight")
+
+
+def test_any_changed_byte_of_the_cache_is_noticed(tmp_path):
+    """Also where the file would read back whole: among the numbers of a matrix, of a tokenizer or of a config."""
+    path, cache = ggufs.write(tmp_path / "a.gguf", tensors=ggufs.llama_tensors(quantised("Q4_1"))), tmp_path / "cache"
+    made = build(WeightLoader(open_cached(path, cache), cache=cache))
+    config = open_cached(path, cache).config
+    generator = torch.Generator().manual_seed(0)
+    targets = [path for path in cache.glob("*/*") if path.is_file()]
+    assert len(targets) >= 2
+    for target in targets:
+        whole = target.read_bytes()
+        for place in [len(whole) - 1, *torch.randint(len(whole), (12,), generator=generator).tolist()]:
+            target.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+            opened = open_cached(path, cache)
+            assert opened.config == config
+            same(made, build(WeightLoader(opened, cache=cache)))
+    build(WeightLoader(open_cached(path, cache), cache=cache))  # and what was made again is read again

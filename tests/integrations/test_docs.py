@@ -182,3 +182,10 @@ def test_what_each_cache_can_do(ability: str, cache: str, said: bool, tmp_path: 
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
         can = False  # refused, or broken off
     assert can == said
+
+
+def test_export_refuses_the_cache_by_name() -> None:
+    model = decoder("llama")
+    given = {"input_ids": text(5), "past_key_values": StateCache(model), "use_cache": True}
+    with pytest.raises(ValueError, match="StateCache"):
+        torch.export.export(model, (), given, strict=False)

@@ -2,15 +2,19 @@
 
 A folder per checkpoint (its name is the source's key), in it for a GGUF `memory.json` and `tokenizer.json`, and for
 each storage asked for one `<kind>.safetensors`. Files appear whole (written beside, then renamed), so processes that
-start at the same time do not disturb one another; a file that does not read back is thrown away and made again.
+start at the same time do not disturb one another. A file that is damaged, or that anything wrote to since, is thrown
+away and made again. Gigabytes are not read to find that out: a file carries the time at which it was written, and one
+whose time of modification is another was changed (or copied, and is made again for nothing).
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +27,7 @@ from lmstate.files.safetensors import DTYPES, TensorFile
 from lmstate.ops.types.weight import Weight
 from lmstate.ops.weights.grouped import weight_from_tensors
 
-FORMAT = 2  # of everything in the cache; raise it when a file's meaning changes, and old ones are made again
+FORMAT = 3  # of everything in the cache; raise it when a file's meaning changes, and old ones are made again
 LINE = 64  # bytes of a cache line
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SPARE_BYTES = 2**30  # leave this many bytes of the disk free
@@ -46,7 +50,7 @@ class ConversionCache:
         tensors = {part: self._file.tensor(f"{label}#{part}") for part in parts}
         try:
             return weight_from_tensors(kind, tuple(shape), tensors)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, IndexError, RuntimeError):
             return None  # of another layout than this version packs: convert again
 
     def put(self, label: str, weight: Weight) -> None:
@@ -75,13 +79,16 @@ def _open(path: Path) -> TensorFile | None:
     """A packed file that reads back whole, or None. A damaged one is removed."""
     try:
         file = TensorFile(path)
+        unchanged = file.metadata.get("written") == str(path.stat().st_mtime_ns)
         shapes = json.loads(file.metadata["weights"])
-        sound = file.metadata.get("format") == str(FORMAT) and all(
-            f"{label}#{part}" in file.entries for label, (_, _, parts) in shapes.items() for part in parts
+        sound = (
+            unchanged
+            and file.metadata.get("format") == str(FORMAT)
+            and all(f"{label}#{part}" in file.entries for label, (_, _, parts) in shapes.items() for part in parts)
         )
     except OSError:
         return None
-    except (ModelError, KeyError, TypeError, ValueError, AttributeError):
+    except (ModelError, KeyError, TypeError, ValueError, AttributeError, RecursionError):
         sound = False
     if not sound:
         with contextlib.suppress(OSError):
@@ -92,6 +99,8 @@ def _open(path: Path) -> TensorFile | None:
 
 def _save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     """A safetensors file whose data begin on a cache line, those with whole lines first: kernels read it as it lies."""
+    written = int(time.time()) // 2 * 2 * 10**9  # a time that every file system can keep, in nanoseconds
+    metadata = {**metadata, "written": str(written)}
     ordered = sorted(tensors.items(), key=lambda item: (-(item[1].nbytes & -item[1].nbytes), item[0]))
     header: dict[str, Any] = {"__metadata__": metadata}
     reached = 0
@@ -101,7 +110,9 @@ def _save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
         reached = offsets[1]
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % LINE)
-    with atomic_write(path) as beside, beside.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for _, tensor in ordered:
-            file.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    with atomic_write(path) as beside:
+        with beside.open("wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            for _, tensor in ordered:
+                file.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        os.utime(beside, ns=(written, written))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,8 @@ def open_cached(path: Path, cache: Path | None) -> Source:
         if files is not None and isinstance(files.tokenizer_json, str):
             with atomic_write(tokenizer) as beside:
                 beside.write_text(files.tokenizer_json, encoding="utf-8")
-            record |= {"settings": files.settings, "tokenizer_bytes": tokenizer.stat().st_size}
+            record |= {"settings": files.settings}
+        record["digest"] = _digest(record, tokenizer)
         with atomic_write(memory) as beside:
             beside.write_text(json.dumps(record), encoding="utf-8")
     return source
@@ -62,13 +64,17 @@ def open_cached(path: Path, cache: Path | None) -> Source:
 def _recall(path: Path, memory: Path, tokenizer: Path) -> GgufSource | None:
     try:
         record = read_object(memory)
-        if record.get("format") != FORMAT:
+        if record.get("format") != FORMAT or record.pop("digest") != _digest(record, tokenizer):
             return None
-        files = None
-        if record["settings"] is not None:
-            if tokenizer.stat().st_size != record["tokenizer_bytes"]:
-                return None
-            files = TokenizerFiles(tokenizer, record["settings"])
+        files = None if record["settings"] is None else TokenizerFiles(tokenizer, record["settings"])
         return GgufSource.from_json(path, record["source"], files)
     except (OSError, ModelError, KeyError, TypeError, ValueError, AttributeError):
         return None  # never written, cut short, or edited: opening the file itself puts it right
+
+
+def _digest(record: dict[str, Any], tokenizer: Path) -> str:
+    """Digest of a record and of the tokenizer's file that belongs to it, if one does."""
+    digest = hashlib.blake2b(json.dumps(record, sort_keys=True).encode(), digest_size=16)
+    if record["settings"] is not None:
+        digest.update(tokenizer.read_bytes())
+    return digest.hexdigest()

@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
-import tempfile
+import re
+import secrets
+import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+PART = re.compile(r"\.(?P<pid>[0-9]+)-[0-9a-f]{8}\.part")
+STALE_SECONDS = 600  # a process of another machine that shares the folder may still write before
+
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path in the same folder; on a clean exit it is synced and renamed to `path`, else removed."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    os.close(handle)
-    part = Path(name)
+    """Yield a temporary path in the same folder; on a clean exit it is synced and renamed to `path`, else removed.
+
+    A link is followed and stays. A new file's mode follows the umask; one that is replaced keeps its mode. What killed
+    processes left of earlier writes to this path is removed. Raises `OSError`, also for a path that is no regular file:
+    a rename would replace a pipe or a device.
+    """
+    path = Path(os.path.realpath(path))
+    with contextlib.suppress(FileNotFoundError):
+        found = path.stat().st_mode
+        if stat.S_ISDIR(found):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(found):
+            raise OSError(errno.EINVAL, "is a pipe, a socket or a device; name a file to write", str(path))
+    _remove_stale_parts(path)
+    # Created as `open` would, so that the umask counts; exclusively, so that no planted link is followed.
+    part = path.parent / f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part"
+    os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     try:
+        with contextlib.suppress(FileNotFoundError):
+            part.chmod(stat.S_IMODE(path.stat().st_mode))
         yield part
         with part.open("rb+") as file:
             os.fsync(file.fileno())
@@ -28,3 +51,28 @@ def atomic_write(path: Path) -> Iterator[Path]:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def _remove_stale_parts(path: Path) -> None:
+    """Remove parts of earlier writes to this path whose process is gone, and that were not touched for a while."""
+    start = f".{path.name}"
+    oldest = time.time() - STALE_SECONDS
+    with contextlib.suppress(OSError):
+        for name in os.listdir(path.parent):
+            found = PART.fullmatch(name[len(start) :]) if name.startswith(start) else None
+            part = path.parent / name
+            if found is not None and not _runs(int(found["pid"])) and part.stat().st_mtime < oldest:
+                part.unlink(missing_ok=True)
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process of this number runs here; yes where that cannot be told."""
+    if os.name != "posix":  # elsewhere `kill` ends it
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True

@@ -15,7 +15,8 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from transformers.utils import ModelOutput
 
 from lmstate.integrations.transformers.cache.history import EMBEDS, IDS, OUTPUTS, Call
 
@@ -33,8 +34,16 @@ class CallObserver(ABC):
         """Tokens held, left padding included."""
 
     @abstractmethod
-    def admit(self, model: nn.Module, rows: int) -> None:
-        """Raise `StateError` unless a call of this model with so many rows may go on from here."""
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether it was made for this very module: calls of a part of it or of one around it are not the cache's."""
+
+    @abstractmethod
+    def check_related(self, model: nn.Module) -> None:
+        """Raise `StateError` unless this module is a part of the cache's model or around it."""
+
+    @abstractmethod
+    def admit(self, rows: int) -> None:
+        """Raise `StateError` unless a call with so many rows may go on from here."""
 
     @abstractmethod
     def feeds_apart(self, call: Call, outputs: dict[str, Any]) -> bool:
@@ -45,16 +54,19 @@ class CallObserver(ABC):
         """A call is about to run."""
 
     @abstractmethod
-    def end(self, failed: bool) -> list[Tensor]:
-        """It has run, or failed; the logits `[R, n, V]` of those tokens of it that were fed singly."""
+    def end(self, failed: bool) -> list[ModelOutput]:
+        """It has run, or failed; the outputs of those tokens of it that were fed singly."""
 
     @abstractmethod
-    def feed(self, given: dict[str, Any]) -> Tensor:
-        """Run the model over some tokens, for what it leaves in the cache; the logits `[R, 1, V]` after the last."""
+    def feed_first(self, call: Call, stop: int) -> Call:
+        """Feed the tokens of a call up to `stop`; the call for the rest."""
 
     @abstractmethod
-    def feed_one_by_one(self, call: Call, kept: int) -> Call:
-        """Feed all tokens of a call but the last, keeping the logits of its last `kept`; the call for that one."""
+    def feed_one_by_one(self, call: Call, outputs: dict[str, Any]) -> Call:
+        """Feed all tokens of a call but the last, keeping what they give; the call for that one.
+
+        Raises `UnsupportedError`, having fed nothing, for outputs that cannot be put together from single tokens.
+        """
 
 
 def attach(model: nn.Module) -> None:
@@ -96,24 +108,25 @@ def before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     cache = cache_of(given)
     if cache is None:
         return args, kwargs
+    if not cache.is_of(model):
+        cache.check_related(model)
+        return args, kwargs
     given.pop(CACHE, None)
     given.pop(PARAMS, None)
     name = cache_name(model)
     fed = given.get(IDS) if given.get(IDS) is not None else given.get(EMBEDS)
     if fed is None:  # an encoder-decoder model, whose cache needs no calls
         return (), {**given, name: cache}
-    cache.admit(model, fed.shape[0])
+    cache.admit(fed.shape[0])
     inputs = {key: value for key, value in given.items() if key not in OUTPUTS and value is not None}
     call = Call(cache.get_seq_length(), cache.get_seq_length() + fed.shape[1], inputs)
     outputs = {key: value for key, value in given.items() if key in OUTPUTS}
     kept = outputs.get("logits_to_keep")
     if cache.feeds_singly and call.start and fed.shape[1] > 1:
-        call = cache.feed_one_by_one(call, fed.shape[1] if not isinstance(kept, int) or kept == 0 else kept)
+        call = cache.feed_one_by_one(call, outputs)
     elif isinstance(kept, int) and 0 < kept < fed.shape[1] and cache.feeds_apart(call, outputs):
         # A rejected draft would cost the prompt a second time; so the prompt, whose logits are not wanted, goes first.
-        split = call.stop - kept
-        cache.feed(call.part(split))
-        call = call.rest(split)
+        call = cache.feed_first(call, call.stop - kept)
     cache.begin(call)
     return (), {**call.given, **outputs, name: cache}
 
@@ -122,16 +135,31 @@ def before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
 def after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Tell the cache that the call is over. `output` is None if it failed."""
     cache = cache_of(kwargs)
-    if cache is None:
+    if cache is None or not cache.is_of(model):
         return None
     earlier = cache.end(failed=output is None)
     if output is None or isinstance(output, tuple):
         return None
     if earlier:
-        output.logits = torch.cat([*earlier, output.logits], dim=1)
+        _join(earlier, output, kwargs.get("logits_to_keep"))
     if cache_name(model) == PARAMS:
         output.past_key_values = cache  # under the name that the rest of transformers asks for
     return None
+
+
+def per_token(output: ModelOutput) -> str:
+    """The name of what a model gives for each token: its logits, or the last hidden state of one without a head."""
+    return "logits" if "logits" in output else "last_hidden_state"
+
+
+def _join(earlier: list[ModelOutput], output: ModelOutput, kept: int | None) -> None:
+    """Put what single tokens gave before what the last one gave; `kept`: logits that were asked for, if not all."""
+    name, parts = per_token(output), [*earlier, output]
+    given = torch.cat([part[name] for part in parts], dim=1)
+    output[name] = given[:, -kept:] if kept and name == "logits" else given
+    if output.get("hidden_states") is not None:
+        layers = zip(*(part["hidden_states"] for part in parts))
+        output["hidden_states"] = tuple(torch.cat(layer, dim=1) for layer in layers)
 
 
 # ---- wrappers: under the names of the methods that they stand before, with the same parameters

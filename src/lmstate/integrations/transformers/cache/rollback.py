@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DummyLayer, DynamicCache
+from transformers.utils import ModelOutput
 
 from lmstate.errors import RewindError, StateError, UnsupportedError
 from lmstate.integrations.transformers.cache import hooks
@@ -22,6 +25,8 @@ from lmstate.integrations.transformers.cache.layers.sliding import WindowLayer
 
 ONE_BY_ONE = frozenset({"falcon_mamba", "jamba", "mamba", "zamba"})
 """Models whose forward, in transformers 5.23, starts several tokens from an empty carry even after others."""
+APART = ("output_attentions", "output_router_logits")
+"""Outputs of a call that single tokens do not give in the same shape."""
 EVERY = 256
 """Tokens between two places to go back to, while single tokens come."""
 
@@ -63,12 +68,15 @@ class Rollback(DynamicCache, hooks.CallObserver):
         self._seen = 0  # tokens fed, for models without attention
         self._last = 0  # tokens of the last call
         self._lost = False  # a failed call left carries that belong nowhere
-        self._earlier: list[Tensor] = []  # logits of this call's tokens that were fed singly
+        self._origin: Checkpoint | None = None  # before a call of which a first part was fed on its own
+        self._earlier: list[ModelOutput] = []  # outputs of this call's tokens that were fed singly
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens held, left padding included."""
         if layer_idx >= len(self.layers):
             return 0
+        if self._call is not None:  # it runs, or was interrupted: either way its tokens do not count yet
+            return self._call.start
         if self._lost:
             return self._seen
         layer = self.layers[layer_idx]
@@ -117,13 +125,26 @@ class Rollback(DynamicCache, hooks.CallObserver):
 
     # ---- what the hooks tell (see hooks.py)
 
-    def admit(self, model: nn.Module, rows: int) -> None:
-        """Raise `StateError` unless a call of this model with so many rows may go on from here."""
-        if model is not self.model:
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether it was made for this very module, and not for one around it or in it."""
+        return self._model() is model
+
+    def check_related(self, model: nn.Module) -> None:
+        """Raise `StateError` unless this module is a part of the cache's model or around it."""
+        own = self._model()
+        if own is None or not (_holds(own, model) or _holds(model, own)):
             raise StateError(
                 "this cache was made for another model (a copy is another one); make one with StateCache(model), and "
                 "take the text over with cache.save and StateCache.load if the weights are the same"
             )
+
+    def admit(self, rows: int) -> None:
+        """Raise `StateError` unless a call with so many rows may go on from here."""
+        if self._call is not None:  # interrupted: torch runs no hook after a KeyboardInterrupt
+            self._origin = None
+            self.end(failed=True)
+        if self._lost:
+            raise StateError("a call failed in the middle of this recurrent model: rewind or reset before the next one")
         if self.rows not in (0, rows):
             raise StateError(
                 f"a call with {rows} rows was given a cache that holds {self.rows}; take a cache of its own, or "
@@ -139,12 +160,12 @@ class Rollback(DynamicCache, hooks.CallObserver):
 
     def begin(self, call: Call) -> None:
         """A call is about to run."""
-        if self._lost:
-            raise StateError("a call failed in the middle of this recurrent model: rewind or reset before the next one")
         self._call = call
         for index in self._folds:
             self.layers[index].thaw()
-        if self._earlier:  # the last token of a call, whose place to go back to is before the first
+        if (
+            self._draft is not None and self._draft is self._origin
+        ):  # the last token of a call, whose place to go back to is before the first
             return
         self._draft = None
         if not self._folds or call.start == 0:
@@ -157,41 +178,58 @@ class Rollback(DynamicCache, hooks.CallObserver):
         if newest < call.start and (turn or call.start - newest >= EVERY):
             self._anchors.append(here or self._anchor(call.start))
 
-    def end(self, failed: bool) -> list[Tensor]:
-        """It has run, or broken off somewhere; the logits `[R, n, V]` of those tokens of it that were fed singly."""
+    def end(self, failed: bool) -> list[ModelOutput]:
+        """It has run, or broken off somewhere; the outputs of those tokens of it that were fed singly."""
         call, self._call = self._call, None
         earlier, self._earlier = self._earlier, []
-        if call is None:
-            return earlier
+        origin, self._origin = self._origin, None
         if failed:
-            self._undo(call)
+            if origin is not None:
+                self._undo(origin)
+            elif call is not None:
+                draft = self._draft
+                if draft is None or draft.position != call.start:
+                    draft = Checkpoint(call.start, {})
+                self._undo(draft)
+            return []
+        if call is None:
             return earlier
         self._seen, self._last = call.stop, call.stop - call.start
         if self._forgets and not self._encoder:
             self._history.add(call)
         return earlier
 
-    def feed_one_by_one(self, call: Call, kept: int) -> Call:
-        """Feed all tokens of a call but the last, keeping the logits of its last `kept`; the call for that one."""
-        draft = self._anchor(call.start) if self._recording else None
+    def feed_first(self, call: Call, stop: int) -> Call:
+        """Feed the tokens of a call up to `stop`; the call for the rest."""
+        with self._feeding(call.start):
+            self.feed(call.part(stop))
+        return call.rest(stop)
+
+    def feed_one_by_one(self, call: Call, outputs: dict[str, Any]) -> Call:
+        """Feed all tokens of a call but the last, keeping what they give; the call for that one.
+
+        Raises `UnsupportedError`, having fed nothing, for outputs that cannot be put together from single tokens.
+        """
+        kept, hidden = self._singly(outputs)
         earlier = []
-        for position in range(call.start, call.stop - 1):
-            single = call.rest(position)
-            logits = self.feed(single.part(position + 1))
-            if position >= call.stop - kept:
-                earlier.append(logits)
-        self._draft, self._earlier = draft, earlier
+        with self._feeding(call.start) as origin:
+            for position in range(call.start, call.stop - 1):
+                output = self.feed(call.rest(position).part(position + 1), output_hidden_states=hidden)
+                if hidden or not kept or position >= call.stop - kept:
+                    earlier.append(output)
+        self._draft, self._earlier = origin if self._recording else None, earlier
         return call.rest(call.stop - 1)
 
-    def feed(self, given: dict[str, Any]) -> Tensor:
-        """Run the model over some tokens, for what it leaves here; the logits `[R, 1, V]` after the last."""
+    def feed(self, given: dict[str, Any], output_hidden_states: bool = False) -> ModelOutput:
+        """Run the model over some tokens, for what it leaves here; logits of the last only, where it can choose."""
         model = self.model
-        names = hooks.parameters(type(model))
-        wanted = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
+        wanted: dict[str, Any] = {"output_hidden_states": True} if output_hidden_states else {}
+        if "logits_to_keep" in hooks.parameters(type(model)):
+            wanted["logits_to_keep"] = 1
         recording, self._recording = self._recording, False
         try:
             with torch.no_grad():
-                return model(**given, **wanted, **{hooks.cache_name(model): self}, use_cache=True).logits[:, -1:]
+                return model(**given, **wanted, **{hooks.cache_name(model): self}, use_cache=True)
         finally:
             self._recording = recording
 
@@ -202,6 +240,37 @@ class Rollback(DynamicCache, hooks.CallObserver):
         return next((n for n in rows if n is not None), 0)
 
     # ---- inside
+
+    def _singly(self, outputs: dict[str, Any]) -> tuple[int, bool]:
+        """How many logits (0: all), and whether hidden states, a call asks for whose tokens are fed one by one."""
+        config = self.model.config
+        asked = {name: outputs.get(name) for name in ("labels", "output_hidden_states", *APART)}
+        asked |= {name: getattr(config, name, None) for name, value in asked.items() if value is None}
+        refused = [f"{name}=" for name in ("labels", *APART) if asked[name] is not None and asked[name] is not False]
+        if outputs.get("return_dict", config.return_dict) is False:
+            refused.append("return_dict=False")
+        kept = outputs.get("logits_to_keep") or 0
+        if not isinstance(kept, int):
+            refused.append("logits_to_keep= as a tensor")
+        if refused:
+            raise UnsupportedError(
+                f"{', '.join(refused)} for several tokens after others: {type(self.model).__name__} starts such a "
+                "piece from an empty carry, so they are fed one by one, and give logits and hidden states only; feed "
+                "the whole text to an empty cache, or leave that out"
+            )
+        return kept, bool(asked["output_hidden_states"])
+
+    @contextmanager
+    def _feeding(self, start: int) -> Iterator[Checkpoint]:
+        """Feed first parts of a call that starts here; if they or the rest of it fail, all of it is undone."""
+        origin = Checkpoint(0, {}) if start == 0 else self._anchor(start)
+        try:
+            yield origin
+        except BaseException:
+            self._call = None
+            self._undo(origin)
+            raise
+        self._origin = origin
 
     def _expect_call(self) -> None:
         if self._call is None and self._attention is None:
@@ -221,7 +290,9 @@ class Rollback(DynamicCache, hooks.CallObserver):
     def _checked(self, to: int) -> int:
         length = self.get_seq_length()
         if self._call is not None:
-            raise StateError("the cache cannot be moved while its model runs")
+            raise StateError(
+                "the cache cannot be moved while its model runs; if that was interrupted, call the model again or reset"
+            )
         if not 0 <= to <= length:
             raise RewindError(f"rewind(to={to}): the cache holds {length} tokens; go to 0 up to that")
         return length
@@ -273,18 +344,26 @@ class Rollback(DynamicCache, hooks.CallObserver):
     def _anchor(self, position: int) -> Checkpoint:
         return Checkpoint(position, {i: self.layers[i].carry() for i in self._folds})
 
-    def _undo(self, call: Call) -> None:
-        """A call broke off: some layers have its tokens and some have not."""
+    def _undo(self, start: Checkpoint) -> None:
+        """A call that began at `start` broke off: some layers have its tokens and some have not."""
+        to = start.position
+        self._lost = bool(to and self._folds and not start.carries)
         for layer in self.layers:
             if isinstance(layer, CacheLayerMixin) and isinstance(layer, RewindableLayer):
                 length = layer.get_seq_length()
-                if isinstance(layer, WindowLayer) and WindowLayer.reach(layer, length) > call.start:
+                if to and isinstance(layer, WindowLayer) and WindowLayer.reach(layer, length) > to:
                     self._lost = True  # the call pushed out what comes before it
                     self._anchors.clear()
-                elif length > call.start:
-                    layer.cut(length, call.start)
-        if self._draft is not None and self._draft.position == call.start:
-            for index, carry in self._draft.carries.items():
-                self.layers[index].put_carry(carry)
-        elif self._folds:
-            self._lost = True
+                elif to and length > to:
+                    layer.cut(length, to)
+            if to == 0 and isinstance(layer, RewindableLayer):
+                layer.reset()  # type: ignore[attr-defined]  # of transformers' classes
+        for index, carry in start.carries.items():
+            self.layers[index].put_carry(carry)
+        self._seen = to
+        if to < self._history.length:  # a first part of the call was fed on its own
+            self._trim(to)
+
+
+def _holds(module: nn.Module, part: nn.Module) -> bool:
+    return any(inner is part for inner in module.modules())

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
@@ -22,7 +22,7 @@ from transformers.cache_utils import (
 from lmstate.errors import StateError, UnsupportedError
 from lmstate.integrations.transformers.cache import hooks
 from lmstate.integrations.transformers.cache.history import Call, InputHistory
-from lmstate.integrations.transformers.cache.layers.base import RewindableLayer
+from lmstate.integrations.transformers.cache.layers.base import RewindableLayer, chosen
 from lmstate.integrations.transformers.cache.layers.full import FullAttentionLayer, IndexedLayer
 from lmstate.integrations.transformers.cache.layers.growable import GrowableTensor
 from lmstate.integrations.transformers.cache.layers.hybrid import HybridLayer, HybridWindowLayer
@@ -57,20 +57,22 @@ class StateCache(Rollback):
     tokens), and before every draft while `generate` drafts; from the last of them that lies early enough the tokens
     are fed again through the model, those and no others, and counted in `recomputed`.
 
-    Raises `UnsupportedError` for a model whose state transformers keeps elsewhere.
+    `model`: a model of transformers, or a module around one (PEFT's); the cache belongs to the model of transformers.
+    Raises `UnsupportedError` for a model whose state transformers keeps elsewhere, and for a module without one.
 
     A subclass of `DynamicCache` because transformers' encoder-decoder cache and some models ask for one by that name.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: nn.Module,
         *,
         rewind: int = 16,
         anchors: int = 4,
         offloading: bool = False,
         offload_only_non_sliding: bool = False,
     ) -> None:
+        model = _unwrapped(model)
         config = model.config.get_text_config(decoder=True)
         if config.model_type in ELSEWHERE:
             raise UnsupportedError(
@@ -149,8 +151,8 @@ class StateCache(Rollback):
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._select(torch.arange(self.rows).repeat_interleave(repeats))
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._select(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
+    def batch_select_indices(self, indices: Tensor | Sequence[int] | Sequence[bool]) -> None:
+        self._select(chosen(indices))
 
     # ---- moving about
 
@@ -195,7 +197,7 @@ class StateCache(Rollback):
         save(self.snapshot(), path)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], model: PreTrainedModel) -> StateCache:
+    def load(cls, path: str | os.PathLike[str], model: nn.Module) -> StateCache:
         """A cache from a file that `save` wrote for the same weights. Raises `SnapshotError` otherwise."""
         cache = cls(model)
         cache.restore(load(path))
@@ -244,6 +246,14 @@ def _computed(value: object) -> Iterator[Tensor]:
         value, RewindableLayer | CacheLayerMixin | LinearAttentionCacheLayerMixin | GrowableTensor | InputHistory | Call
     ):
         yield from _computed(vars(value))
+
+
+def _unwrapped(model: nn.Module) -> PreTrainedModel:
+    """The model of transformers itself, which `generate` of a wrapper around it calls past the wrapper."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            return module
+    raise UnsupportedError(f"StateCache(model) was asked for; a {type(model).__name__} is no model of transformers")
 
 
 def _layer(kind: str, arguments: dict[str, Any], rewind: int) -> Any:

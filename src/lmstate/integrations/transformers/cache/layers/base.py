@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -67,8 +68,9 @@ def repeated(rows: int | None, repeats: int) -> Tensor:
     return torch.arange(rows or 0).repeat_interleave(repeats)
 
 
-def chosen(indices: Tensor) -> Tensor:
-    return indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+def chosen(indices: Tensor | Sequence[int] | Sequence[bool]) -> Tensor:
+    indices = torch.as_tensor(indices)
+    return indices.nonzero().flatten() if indices.dtype == torch.bool else indices.long()
 
 
 def check_pair(kind: str, tensors: Tensors, least: int, most: int) -> None:
