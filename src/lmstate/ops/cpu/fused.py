@@ -65,9 +65,13 @@ class Fused:
 
         None where no native body runs it: a norm that they do not know, another device, a gradient to follow.
         """
-        tensors = sublayer.tensors()
-        if torch.is_grad_enabled() and any(map(requires_grad, tensors)):
+        if torch.is_grad_enabled() and any(map(requires_grad, sublayer.tensors())):
             return None
+        return self.constants(sublayer)
+
+    def constants(self, sublayer: Sublayer) -> bytes | Recurrence | None:
+        """The same, also where a gradient is to follow."""
+        tensors = sublayer.tensors()
         at, known = pointers(tensors), self._packed.get(sublayer)
         if known is None or known.pointers != at:
             packed = _pack(sublayer) if all(tensor.is_cpu for tensor in tensors) else _Packed(None)

@@ -55,8 +55,7 @@ def fuses() -> bool:
 def packable(sublayers: Sequence[Sublayer]) -> bool:
     """Whether there are native bodies for all of these, gradients aside."""
     library = dispatch.choice().library if fuses() else None
-    with torch.no_grad():
-        return library is not None and all(library.fused.pack(sublayer) is not None for sublayer in sublayers)
+    return library is not None and all(library.fused.constants(sublayer) is not None for sublayer in sublayers)
 
 
 class Fusable(NamedTuple):
