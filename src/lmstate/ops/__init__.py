@@ -7,6 +7,7 @@ from lmstate.ops.dispatch import info
 from lmstate.ops.expert_halves import Expert, ExpertsHalf
 from lmstate.ops.feed_forward import feed_forward
 from lmstate.ops.glu import ACTIVATIONS, activation, glu
+from lmstate.ops.gated_norm import gated
 from lmstate.ops.halves import AttentionHalf, FeedForwardHalf, Half
 from lmstate.ops.linear import FEW, linear, linear_beside
 from lmstate.ops.norm import Norm, norm
@@ -52,6 +53,7 @@ __all__ = [
     "attend",
     "best",
     "feed_forward",
+    "gated",
     "glu",
     "info",
     "linear",

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from lmstate.ops import dispatch
 from lmstate.ops.causal_conv import causal_conv
-from lmstate.ops.cpu.recurrent import all_float32, recurrent
+from lmstate.ops.cpu.recurrent import all_float32
 from lmstate.ops.cpu.recurrent_mixers import Carry, mixers
 from lmstate.ops.gated_delta_rule import gated_delta_rule
 from lmstate.ops.gated_norm import Gate, gated_norm
@@ -50,7 +50,7 @@ def delta_mixer(
     """
     library = dispatch.native(inputs, z, *carry, conv, A, dt_bias, norm.weight)
     known = all_float32(inputs, z, *carry, conv, A, dt_bias, norm.weight)
-    if library is not None and known and floor is None and inputs.shape[1] <= recurrent(library).longest:
+    if library is not None and known and floor is None:
         return mixers(library).delta(
             inputs, z, carry, counts, conv, A, dt_bias, norm, key_heads, key_dim, gate_act == "silu", beta_scale
         )

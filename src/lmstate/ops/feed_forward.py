@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from lmstate.ops import dispatch
 from lmstate.ops.halves import FeedForwardHalf
 from lmstate.ops.linear import few_rows, linear
 from lmstate.ops.norm import Norm
-from lmstate.ops.panels import linear_panels, rounded
 from lmstate.ops.residual import Residual
 from lmstate.ops.run import fused_feed_forward
 from lmstate.ops.weight import Weight
@@ -34,12 +31,5 @@ def feed_forward(
     half = FeedForwardHalf(up, down, act, norm, after, scale, up_bias, down_bias)
     if few_rows(x) and (y := fused_feed_forward(x, half, stream)) is not None:
         return y
-    library = dispatch.native(x, up.storage, down.storage, stream)
-    if library is not None and not few_rows(x) and library.can_multiply(up) and act in library.GATES:
-        x = rounded(x, torch.bfloat16, norm)
-        hidden = torch.empty(*x.shape[:-1], down.in_features, dtype=torch.bfloat16)
-        flat = x.reshape(-1, up.in_features)
-        library.product(flat, up, hidden.view(len(flat), -1), bias=up_bias, gate=library.GATES[act])
-        return linear_panels(hidden, down, down_bias, residual=residual)
     hidden = linear(x, up, up_bias, norm=norm)
     return linear(hidden, down, down_bias, gate=act, residual=residual)

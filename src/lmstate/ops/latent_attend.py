@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lmstate.ops import dispatch
 from lmstate.ops.cpu.latent import latent as native_body
-from lmstate.ops.linear import FEW
 
 STORED_BLOCK = 1024
 """Stored tokens that are scored at a time."""
@@ -52,10 +51,14 @@ def latent_attend(
     read; where starts and counts are not on the host (another device, a traced graph), all of it.
     """
     library = dispatch.native(q_latent, q_rope, latent, rope_key)
-    if library is not None and q_latent.shape[1] <= MOST:
+    if library is not None:
         body = native_body(library.variant)
         if body.can_attend(q_latent, q_rope, latent, rope_key):
-            return body.attend(q_latent, q_rope, latent, rope_key, starts, counts, scale, window)
+            blocks = []
+            for first, block, beside in zip(range(0, max(q_latent.shape[1], 1), MOST), *_split(q_latent, q_rope)):
+                some = (counts - first).clamp(0, MOST)
+                blocks.append(body.attend(block, beside, latent, rope_key, starts + first, some, scale, window))
+            return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
     return latent_attend_reference(q_latent, q_rope, latent, rope_key, starts, counts, scale=scale, window=window)
 
 
@@ -91,15 +94,19 @@ def latent_attend_reference(
 def by_head(x: Tensor, matrices: Tensor) -> Tensor:
     """A matrix for each head: x float32 `[R, T, H, A]`, matrices `[H, A, B]` -> float32 `[R, T, H, B]`.
 
-    Up to 32 rows are multiplied as they are; more are rounded to the matrices' dtype. All is float64 where these are.
+    Where no native body runs, x is rounded to the matrices' dtype. All is float64 where these are.
     """
     rows, width, heads, _ = x.shape
     library = dispatch.native(x, matrices)
-    if library is not None and rows * width <= FEW and x.dtype == torch.float32 and matrices.is_contiguous():
+    if library is not None and x.dtype == torch.float32 and matrices.is_contiguous():
         return native_body(library.variant).by_head(x, matrices)
     product = x.to(matrices.dtype).flatten(0, 1).transpose(0, 1) @ matrices  # [H, R * T, B]
     product = product.transpose(0, 1).reshape(rows, width, heads, -1)
     return product.to(torch.promote_types(product.dtype, torch.float32))
+
+
+def _split(*parts: Tensor) -> list[tuple[Tensor, ...]]:
+    return [part.split(MOST, dim=1) for part in parts]
 
 
 def _attend_block(

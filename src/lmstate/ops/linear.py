@@ -10,14 +10,12 @@ from lmstate.ops import dispatch
 from lmstate.ops.glu import glu, glu_reference
 from lmstate.ops.norm import Norm, norm_reference
 from lmstate.ops.norm import norm as apply_norm
-from lmstate.ops.panels import linear_panels, linear_panels_beside
+from lmstate.ops.panels import linear_panels
 from lmstate.ops.residual import Residual
 from lmstate.ops.weight import Weight
 
 FEW = 32
-"""Up to this many rows are multiplied in float32, or in bytes where the weights are, bit for bit alike however many.
-More are multiplied in bfloat16 even where bytes would be faster (AVX-512): activations rounded to bytes move logits
-much farther than bfloat16 does, and a prompt is where a text takes its course."""
+"""Up to so many rows go through a run of layers in one native call, of whose halves none alone is worth a call."""
 
 
 def linear(
@@ -34,13 +32,14 @@ def linear(
     x: float32 `[..., K]`; with `gate` ("silu", "gelu_tanh", "gelu", "relu2", ...) it is `[..., 2K]` = gate | up and
     act(gate) * up is multiplied. `norm` applies to x first; `residual`: the stream that the product is added to, last.
 
-    Up to 32 rows, quantised weights multiply activations rounded to int8 in groups of 16, and float weights float32
-    activations. More rows are rounded to bfloat16 and summed in float32; they stay float32 where the weight is, or
-    where the processor multiplies bfloat16 no faster.
+    What is rounded, and in which order it is summed, is the same for one row and for thousands. Quantised weights
+    multiply activations rounded to int8 twice in groups of 32, the second time what the first left; float weights
+    multiply float32 activations. Where the processor is faster with pairs of bfloat16 than with twice as many floats,
+    bfloat16 weights of K a multiple of 32 multiply activations rounded to bfloat16.
     """
     stream = None if residual is None else residual.stream
     library = dispatch.native(x, weight.storage, stream)
-    if library is not None and few_rows(x):
+    if library is not None and x.dtype == torch.float32:
         if residual is not None and not residual.simple:
             return residual.added(linear(x, weight, bias, norm=norm, gate=gate))
         if norm is not None and (gate is not None or not norm.simple):
@@ -54,19 +53,13 @@ def linear(
 
 
 def linear_beside(x: Tensor, weight: Weight, width: int, beside: Tensor) -> tuple[Tensor, Tensor]:
-    """`linear`, cut after `width` outputs: the first part with `beside` `[..., G]` behind it, and the rest.
-
-    The products of many rows are written where they are to lie, which a concatenation would copy.
-    """
-    library = dispatch.native(x, weight.storage, beside)
-    if library is None or few_rows(x) or weight.kind == "float32":
-        y = linear(x, weight)
-        return torch.cat([y[..., :width], beside], dim=-1), y[..., width:]
-    return linear_panels_beside(library, x, weight, width, beside)
+    """`linear`, cut after `width` outputs: the first part with `beside` `[..., G]` behind it, and the rest."""
+    y = linear(x, weight)
+    return torch.cat([y[..., :width], beside], dim=-1), y[..., width:]
 
 
 def few_rows(x: Tensor) -> bool:
-    """Whether the native bodies multiply x."""
+    """Whether x goes through runs of layers."""
     return x.numel() <= FEW * x.shape[-1] and x.dtype == torch.float32
 
 

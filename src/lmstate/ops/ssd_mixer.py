@@ -6,13 +6,12 @@ One call where there is a native body: a single token then costs little more tha
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from lmstate.ops import dispatch
 from lmstate.ops.causal_conv import causal_conv
-from lmstate.ops.cpu.recurrent import all_float32, recurrent
+from lmstate.ops.cpu.recurrent import all_float32
 from lmstate.ops.cpu.recurrent_mixers import Carry, mixers
-from lmstate.ops.gated_norm import gated_norm
+from lmstate.ops.gated_norm import gated, gated_norm
 from lmstate.ops.norm import Norm
 from lmstate.ops.ssd import ssd
 
@@ -50,7 +49,7 @@ def ssd_mixer(
     weight = None if norm is None else norm.weight
     library = dispatch.native(inputs, gate, *carry, conv, conv_bias, A, D, dt_bias, weight)
     known = all_float32(inputs, gate, *carry, conv, conv_bias, A, D, dt_bias, weight)
-    if library is not None and known and inputs.shape[1] <= recurrent(library).longest:
+    if library is not None and known:
         return mixers(library).ssd(
             inputs, gate, carry, counts, conv, conv_bias, A, D, dt_bias, head_dim, groups, dt_limits, norm, norm_groups,
             gate_last,
@@ -75,5 +74,5 @@ def ssd_mixer(
     if gate is not None and norm is not None:
         y = gated_norm(y, gate, norm, groups=norm_groups, gate_last=gate_last)
     elif gate is not None:
-        y = y * F.silu(gate)
+        y = gated(y, gate, "silu")
     return y, (tail, state)

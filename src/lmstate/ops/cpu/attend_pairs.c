@@ -3,9 +3,6 @@
 #include "pairs.h"
 #include "stored.h"
 
-/* As many new tokens of a row keep their queries as they are; lmstate.ops.linear has the same number. */
-enum { FEW = 32 };
-
 #ifdef LMSTATE_PAIRS
 enum { BATCH = 16 * ROWS }; /* queries that meet a block together */
 
@@ -17,8 +14,9 @@ typedef struct {
 } desk;
 
 int attends_pairs(const attend_args *a, const attend_plan *plan, int64_t r) {
+  (void)r;
   /* Not where the weights decide what is forgotten. */
-  return a->counts[r] > FEW && a->kind == BF16 && !plan->beside && !a->columns && multiplies_pairs();
+  return a->kind == BF16 && !plan->beside && !a->columns && multiplies_pairs();
 }
 
 /* What number i of 16 is in `low` and `high`, as pairs. */

@@ -72,8 +72,8 @@ void experts_products(const run_args *run, const experts_args *a, half_products 
   p->between = lay_out(a, n, NULL, &nowhere) / (int64_t)sizeof(float);
   /* Floats are the longest that a row is made into; see linear_memory. */
   const int64_t widest = larger(larger(a->inputs, a->experts->hidden), a->shared ? a->experts[a->count].hidden : 0);
-  const int64_t threads = larger(run->threads, 1) * (most_visited(a, visits) + 2);
-  p->products = (size_t)((visits + 2 * n + threads) * widest) * sizeof(float);
+  const int64_t threads = larger(run->threads, 1) * LINEAR_SCRATCH * 2, products = most_visited(a, visits) + 2;
+  p->products = (size_t)((visits + 2 * n + threads) * widest + 4 * products) * sizeof(float);
 }
 
 /* ---- the choice */
@@ -193,7 +193,11 @@ static void add_up(const experts_args *a, const workplace *w, int64_t token, int
     for (int64_t f = first; f < last; f++) y[f] += done[f] * weight;
   }
   if (!a->shared) return;
-  const float weight = a->shared_gate ? 1 / (1 + expf(-w->shared_gate[token])) : 1;
+  float weight = 1, opened[VL];
+  if (a->shared_gate) {
+    vf_store(opened, vf_sigmoid(vf_set1(w->shared_gate[token])));
+    weight = opened[0];
+  }
   const float *shared = w->shared + token * a->outputs;
   for (int64_t f = first; f < last; f++) y[f] += shared[f] * weight;
 }

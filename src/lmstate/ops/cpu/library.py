@@ -46,8 +46,6 @@ _BEST = Struct("3P3q")
 _DEQUANTIZE = Struct("3P7q")
 _SQUEEZE = Struct("2P3q")
 _COUNT = Struct("2P2q")
-_PRODUCT = Struct("6P9q")
-_PANEL = 80  # outputs that a thread of `product` has memory for
 
 # Below this many numbers a second thread costs more than it saves.
 _FEW = 16384
@@ -72,9 +70,8 @@ class Library:
         self._rotate_attend = function(library, "lmstate_rotate_attend")
         self._best = function(library, "lmstate_best")
         self._dequantize = function(library, "lmstate_dequantize")
-        self._product = function(library, "lmstate_product")
         self.multiplies = bool(function(library, "lmstate_multiplies")(b""))
-        """Whether the processor multiplies vectors of bfloat16, and not whole matrices: torch uses those."""
+        """Whether bfloat16 weights, keys and values multiply what is rounded to bfloat16 too, in pairs."""
         self._count_high_bytes = function(library, "lmstate_count_high_bytes")
         self._squeeze = function(library, "lmstate_squeeze")
 
@@ -237,38 +234,6 @@ class Library:
         if k != weight.in_features or not 0 <= first <= weight.out_features - count or not out.is_contiguous():
             raise ValueError(f"a panel {list(out.shape)} from output {first} on does not fit {weight}")
         self._expand(weight, None, out, first)
-
-    def can_multiply(self, weight: Weight) -> bool:
-        """Whether `product` takes this weight."""
-        return self.multiplies and weight.kind != "float32" and weight.in_features % 2 == 0
-
-    def product(
-        self,
-        x: Tensor,
-        weight: Weight,
-        y: Tensor,
-        *,
-        first: int = 0,
-        gate: int = 0,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
-    ) -> None:
-        """Write `residual + x @ weight.T + bias` of many rows into y, float32 `[M, n]`, for n outputs from `first` on.
-
-        x: bfloat16 `[M, K]`, K even. With a gate (a number of `GATES`) the outputs are gate | up, and y is
-        act(gate) * up, bfloat16 `[M, N / 2]`. y may be some columns of a wider tensor; `residual` is of its strides.
-        """
-        rows, count = y.shape
-        n, k = weight.shape
-        if x.shape != (rows, k) or x.dtype != torch.bfloat16 or not x.is_contiguous() or k % 2:
-            raise ValueError(f"{x.dtype} {list(x.shape)} are no rows for {weight}")
-        if not 0 <= first <= n - count or (gate and (n != 2 * count or first)):
-            raise ValueError(f"{list(y.shape)} is no place for the outputs from {first} on of {weight}")
-        to = _columns(y, torch.bfloat16 if gate else torch.float32)
-        threads = torch.get_num_threads()
-        pointers = x.data_ptr(), weight.storage.data_ptr(), optional_pointer(bias, "bias", (n,)), _beside(residual, y)
-        sizes = rows, k, n, WEIGHT_KINDS[weight.kind], first, count, y.stride(0), gate, threads
-        self._product(_PRODUCT.pack(*pointers, to, scratch(threads * _PANEL * k).data_ptr(), *sizes))
 
     def rows(self, weight: Weight, ids: Tensor) -> Tensor:
         """Outputs `ids` (int64, any shape) of a quantised weight, float32 `[..., K]`."""

@@ -8,7 +8,9 @@ enum { WIDE = 64, ROWS = 6 }; /* sums that are made together: as many as there a
 #if defined(LMSTATE_AVX512) && __GNUC__ >= 11 && !defined(__clang__)
 #define LMSTATE_PAIRS
 
-INLINE int multiplies_pairs(void) { return __builtin_cpu_supports("avx512bf16") != 0; }
+/* Whether they are faster than twice as many products of floats: those of Intel's vector units are not, and
+ * LMSTATE_PAIRS=1 or 0 says otherwise. The same for all products of a process, and for all processes of a machine. */
+int multiplies_pairs(void);
 
 /* From number `at` on, up to 16 pairs of each of 16 rows -> of each pair, that of all rows. */
 INLINE void across(const uint16_t *const *rows, int64_t at, int pairs, uint32_t *to) {
@@ -85,6 +87,6 @@ static void sums_of(const uint16_t *x, const uint32_t *w, int64_t n, int64_t row
 #pragma GCC pop_options
 
 #else
-INLINE int multiplies_pairs(void) { return 0; }
+static inline int multiplies_pairs(void) { return 0; }
 #endif
 #endif
