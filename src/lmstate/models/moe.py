@@ -13,6 +13,7 @@ from lmstate import ops
 from lmstate.errors import ModelError
 from lmstate.models.mlp import MLP, FeedForward
 from lmstate.ops import Norm, Residual, Weight
+from lmstate.ops.expert_halves import choose_experts
 
 
 class Chooser(Protocol):
@@ -61,6 +62,9 @@ class Router:
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x float32 `[M, E]` -> (weights float32 `[M, top_k]`, expert numbers int64 `[M, top_k]`)."""
         logits = ops.linear(x, self.weight, self.bias)  # [M, N]
+        chosen = choose_experts(logits, self)
+        if chosen is not None:
+            return chosen if self.expert_scale is None else (chosen[0] * self.expert_scale[chosen[1]], chosen[1])
         # In float64 and back: torch rounds a vector's last elements otherwise than its first ones, and a token's
         # experts and weights must not depend on where in a batch it stands.
         wide = logits.double()
@@ -110,7 +114,7 @@ class MixtureOfExperts:
         out = self.mixed(x.flatten(0, -2), *self.router(x.flatten(0, -2))).view_as(x)
         if self.shared is not None:
             common = self.shared(x)
-            out = out + (common if self.shared_gate is None else common * ops.linear(x, self.shared_gate).sigmoid())
+            out = out + (common if self.shared_gate is None else ops.gated(common, ops.linear(x, self.shared_gate).expand_as(common)))
         return out if residual is None else residual.added(out)
 
     def half(self, norm: Norm | None, after: Norm | None, scale: float, parallel: bool) -> ops.ExpertsHalf | None:

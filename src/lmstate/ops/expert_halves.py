@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, Protocol
 
+import torch
 from torch import Tensor
 
+from lmstate.ops import dispatch
 from lmstate.ops.cpu import fused_experts
 from lmstate.ops.halves import Half, simple, tensors_of
 from lmstate.ops.norm import Norm
@@ -46,6 +48,17 @@ class RouterParts(Protocol):
     def group_score(self) -> Literal["best", "two best"]: ...
     @property
     def floor(self) -> float: ...
+
+
+def choose_experts(logits: Tensor, router: RouterParts) -> tuple[Tensor, Tensor] | None:
+    """The weights float32 and numbers int64 `[M, top_k]` of the experts that logits float32 `[M, N]` choose, best first.
+
+    None where no native body runs. The choice of an `ExpertsHalf`, bit for bit.
+    """
+    library = dispatch.native(logits, router.correction)
+    if library is None or logits.dtype != torch.float32:
+        return None
+    return fused_experts.choose(library.variant, logits, router)
 
 
 class Expert(Protocol):

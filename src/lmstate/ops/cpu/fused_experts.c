@@ -137,6 +137,23 @@ static void choose(const experts_args *a, float *scores, float *choice, int32_t 
   }
 }
 
+typedef struct {
+  const half_args *half;
+  float *scores;   /* [N, count]: logits, which become scores */
+  float *weights;  /* [N, top_k] */
+  int32_t *chosen; /* [N, top_k] */
+  float *room;     /* [2 * count] */
+  int64_t tokens;
+} choose_args;
+
+/* The choice alone. */
+int64_t lmstate_choose(const choose_args *c) {
+  const experts_args *a = &c->half->experts;
+  for (int64_t i = 0; i < c->tokens; i++)
+    choose(a, c->scores + i * a->count, c->room, c->chosen + i * a->top_k, c->weights + i * a->top_k);
+  return 0;
+}
+
 /* ---- the products */
 
 static linear_args product(const half_products *p, const void *weight, const float *bias, int64_t kind, int64_t rows,

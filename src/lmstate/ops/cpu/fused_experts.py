@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
+from functools import lru_cache
 from struct import Struct
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lmstate.ops.cpu.arguments import WEIGHT_KINDS, factor, norm_fields, optional_pointer
+from lmstate.ops.cpu.arguments import WEIGHT_KINDS, factor, function, norm_fields, optional_pointer
+from lmstate.ops import cpu
 from lmstate.ops.cpu.fused import HALF
 
 if TYPE_CHECKING:
-    from lmstate.ops.expert_halves import Expert, ExpertsHalf
+    from lmstate.ops.expert_halves import Expert, ExpertsHalf, RouterParts
 
 _EXPERTS = Struct("q7P14q5d")
 _TABLE = Struct("4P3q")
+_CHOOSE = Struct("5Pq")
 
 
 def experts(half: ExpertsHalf, gate: int) -> tuple[bytes, Tensor]:
@@ -42,6 +47,31 @@ def experts(half: ExpertsHalf, gate: int) -> tuple[bytes, Tensor]:
         eps, after_eps, factor(half.scale), router.scale, router.floor,
     )  # fmt: skip
     return arguments.ljust(HALF, b"\0"), table
+
+
+def choose(variant: str, logits: Tensor, router: RouterParts) -> tuple[Tensor, Tensor]:
+    """`choose_experts`: logits float32 `[M, N]` -> weights and numbers `[M, top_k]`."""
+    tokens, count = logits.shape
+    top_k = router.top_k
+    if count != router.weight.out_features or not 0 < top_k <= router.kept_groups * (count // router.groups):
+        raise ValueError(f"logits {list(logits.shape)} do not fit a choice of {top_k} of {router.weight.out_features}")
+    half = _EXPERTS.pack(
+        4, 0, 0, 0, optional_pointer(router.correction, "the correction", (count,)), 0, 0, 0, 0, 0, 0, 0, count,
+        top_k, 0, 0, router.scoring == "sigmoid", router.normalise, router.groups,
+        router.kept_groups, router.group_score == "two best", 0, 0.0, 0.0, 0.0, router.scale, router.floor,
+    ).ljust(HALF, b"\0")  # fmt: skip
+    scores = logits.clone(memory_format=torch.contiguous_format)  # they become the scores
+    weights, chosen = torch.empty(tokens, top_k), torch.empty(tokens, top_k, dtype=torch.int32)
+    room = torch.empty(2 * count)
+    held = ctypes.create_string_buffer(half, len(half))
+    pointers = ctypes.addressof(held), scores.data_ptr(), weights.data_ptr(), chosen.data_ptr()
+    _choose(variant)(_CHOOSE.pack(*pointers, room.data_ptr(), tokens))
+    return weights, chosen.long()
+
+
+@lru_cache
+def _choose(variant: str) -> Callable[[bytes], int]:
+    return function(ctypes.CDLL(str(cpu.path_of(variant))), "lmstate_choose")
 
 
 def _expert(expert: Expert, inputs: int, outputs: int) -> bytes:
