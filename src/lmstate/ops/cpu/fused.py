@@ -78,7 +78,7 @@ class Fused:
     def knows(self, rings: Rings) -> bool:
         """Whether a layer with these rings may run here."""
         k, v, dim, coded = rings.k, rings.v, rings.heads[2], rings.coded
-        if not (k.is_cpu and k.dtype == v.dtype and k.shape[3] == v.shape[3] and dim <= MAX_HEAD_DIM and dim % 8 == 0):
+        if not (k.is_cpu and k.dtype == v.dtype and k.shape[3] == v.shape[3] and dim <= MAX_HEAD_DIM and dim % 4 == 0):
             return False
         if coded is not None:
             return coded.tail is None or coded.tail.dtype in KINDS
