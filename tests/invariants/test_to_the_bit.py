@@ -23,30 +23,30 @@ from lmstate.ops import dispatch
 from tests import real_model
 from tests.zoo import CASES, VOCAB, auto, randomise
 
-SIZES = {"hidden_size": 64, "intermediate_size": 96}  # quantised weights have inputs in groups of 32
-EACH = {  # one of every layer kind that has native bodies
-    "llama": {},
-    "qwen3_moe": {},
-    "gemma3_text": {},
-    "gpt_oss": {},
-    "deepseek_v3": {},
-    "qwen3_5": {},
-    "kimi_linear": {},
-    "mamba2": {},
-    "mamba": {},
-    "falcon_h1": {},
-    "lfm2": {},
-    "recurrent_gemma": {},
+# Quantised weights have inputs in groups of 32.
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+EACH: dict[str, dict[str, object]] = {  # one of every layer kind that has native bodies
+    "llama": SIZES,
+    "qwen3_moe": SIZES,
+    "gemma2": SIZES,
+    "gpt_oss": SIZES,
+    "deepseek_v3": SIZES,
+    "qwen3_5": SIZES,
+    "kimi_linear": SIZES,
+    "mamba2": {"hidden_size": 64, "num_heads": 16},
+    "mamba": {"hidden_size": 64},
+    "falcon_h1": SIZES,
+    "lfm2": SIZES,
+    "recurrent_gemma": SIZES,
 }
 KINDS = ("int4", "int8", "bfloat16", "float32")
-CUTS = (1, 7, 32, 33, 64)
+# Here int4 and bfloat16 alone: the products of the others are tested apart, and the rest is the same.
+QUICK = ("int4", "bfloat16")
 POLICIES = {
     "bfloat16": torch.bfloat16,
     "float32": torch.float32,
     "int8": kv.Quantized(8),
     "int4": kv.Quantized(4),
-    "recent": kv.Recent(budget=24, sinks=2),
-    "h2o": kv.H2O(budget=24, recent=4, sinks=1),
 }
 LONG = 140
 
@@ -55,7 +55,7 @@ pytestmark = pytest.mark.skipif(dispatch.choice().library is None, reason="there
 
 @lru_cache(maxsize=2)
 def saved(case: str) -> tempfile.TemporaryDirectory[str]:
-    config = CASES[case](**SIZES, **EACH[case])
+    config = CASES[case](**EACH[case])
     torch.manual_seed(0)
     theirs = auto(config).from_config(config, dtype=torch.float32).eval()
     randomise(theirs)
@@ -86,7 +86,15 @@ def fed(model: lmstate.Model, ids: list[int], sizes: list[int], **how: object) -
     return torch.cat([model([piece], state, logits="all")[0] for piece in pieces(ids, sizes) if piece]), state
 
 
-@pytest.fixture(params=[f"{case}-{kind}" for case in EACH for kind in KINDS])
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=[f"{case}-{kind}" for case in EACH for kind in QUICK])
 def model(request: pytest.FixtureRequest) -> lmstate.Model:
     return model_of(*request.param.rsplit("-", 1))
 
@@ -95,26 +103,23 @@ def test_cuts_change_no_bit(model: lmstate.Model) -> None:
     ids = text(LONG)
     whole, state = fed(model, ids, [LONG])
     assert whole.isfinite().all()
-    for sizes in (*([cut] for cut in CUTS[1:]), [1, 50, 3, 2, 40]):
+    for sizes in ([7], [33], [64], [1, 50, 3, 32, 40]):
         logits, cut = fed(model, ids, sizes)
         assert torch.equal(logits, whole), sizes
         more = text(3, seed=1)
-        assert torch.equal(model([more], cut, logits="all", commit=False), model([more], state, logits="all", commit=False))
+        want = model([more], state, logits="all", commit=False)
+        assert torch.equal(model([more], cut, logits="all", commit=False), want)
         state.discard()
-    assert torch.equal(fed(model, ids[:40], [1])[0], whole[:40])
+    assert torch.equal(fed(model, ids[:24], [1])[0], whole[:24])
 
 
 def test_neighbors_and_threads_change_no_bit(model: lmstate.Model) -> None:
     rows = [text(length, seed=length) for length in (50, 3, 33, 1)]
     alone = [fed(model, row, [len(row)])[0] for row in rows]
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2, 4):
-            torch.set_num_threads(count)
-            together = model(rows, model.new_state(len(rows)), logits="all")
-            assert all(torch.equal(got[: len(row)], want) for got, row, want in zip(together, rows, alone)), count
-    finally:
-        torch.set_num_threads(threads)
+    for count in (1, 2, 4):
+        torch.set_num_threads(count)
+        together = model(rows, model.new_state(len(rows)), logits="all")
+        assert all(torch.equal(got[: len(row)], want) for got, row, want in zip(together, rows, alone)), count
 
 
 def test_drafts_rewinds_forks_and_snapshots_change_no_bit(model: lmstate.Model) -> None:
@@ -134,11 +139,11 @@ def test_drafts_rewinds_forks_and_snapshots_change_no_bit(model: lmstate.Model) 
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("case", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("case", ["llama", "gemma2", "gpt_oss"])
 def test_however_keys_and_values_are_stored(case: str, policy: str) -> None:
     model, ids = model_of(case, "int4"), text(LONG)
     whole, _ = fed(model, ids, [LONG], kv=POLICIES[policy])
-    for cut in CUTS:
+    for cut in (7, 33, 64):
         assert torch.equal(fed(model, ids, [cut], kv=POLICIES[policy])[0], whole), cut
 
 
