@@ -114,7 +114,11 @@ class MixtureOfExperts:
         out = self.mixed(x.flatten(0, -2), *self.router(x.flatten(0, -2))).view_as(x)
         if self.shared is not None:
             common = self.shared(x)
-            out = out + (common if self.shared_gate is None else ops.gated(common, ops.linear(x, self.shared_gate).expand_as(common)))
+            out = out + (
+                common
+                if self.shared_gate is None
+                else ops.gated(common, ops.linear(x, self.shared_gate).expand_as(common))
+            )
         return out if residual is None else residual.added(out)
 
     def half(self, norm: Norm | None, after: Norm | None, scale: float, parallel: bool) -> ops.ExpertsHalf | None:

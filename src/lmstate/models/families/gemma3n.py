@@ -68,9 +68,9 @@ class StreamsBlock(Block):
     def __call__(self, x: Tensor, step: Step, memory: LayerState) -> Tensor:
         streams = x.unflatten(-1, (self.streams, -1))  # [R, T, N, E]
         mix = _small(self._modes(streams[..., self.active, :]), self.predict).unflatten(-1, (self.streams, -1))
-        for n in range(self.streams):  # one after the other: a product would sum them as it likes
-            of = streams[..., n, None, :] * mix[..., n, None]
-            moved = of if n == 0 else moved + of
+        moved = streams[..., 0, None, :] * mix[..., 0, None]
+        for n in range(1, self.streams):  # one after the other: a product would sum them as it likes
+            moved = moved + streams[..., n, None, :] * mix[..., n, None]
         streams = streams + moved
         active = streams[..., self.active, :]
         assert self.mixer_norm is not None

@@ -15,8 +15,8 @@ typedef struct {
 
 int attends_pairs(const attend_args *a, const attend_plan *plan, int64_t r) {
   (void)r;
-  /* Not where the weights decide what is forgotten. */
-  return a->kind == BF16 && !plan->beside && !a->columns && multiplies_pairs();
+  /* Not where the weights decide what is forgotten, nor over keys that are codes alone. */
+  return a->kind == BF16 && !(plan->codes && !plan->codes->tail) && !plan->beside && !a->columns && multiplies_pairs();
 }
 
 /* What number i of 16 is in `low` and `high`, as pairs. */

@@ -337,7 +337,8 @@ static int64_t blocks_of(const linear_args *a) { return (a->outputs + block_of(a
 
 /* Floats that a thread has for itself: a row before it is rounded, or a panel of weights. */
 static int64_t scratch_of(const linear_args *a) {
-  return padded_inputs(a->inputs) * (grouped(a) || a->rows <= MANY ? 1 : LINEAR_SCRATCH);
+  const int64_t each = pairs_apply(a) ? 2 : grouped(a) || a->rows <= MANY ? 1 : LINEAR_SCRATCH;
+  return padded_inputs(a->inputs) * each;
 }
 
 size_t linear_memory(const linear_args *a) {

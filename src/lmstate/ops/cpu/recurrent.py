@@ -205,7 +205,7 @@ class Recurrent:
         expect(gate, "the gate", (rows, tokens, width))
         out = _empty(rows, tokens, width)
         arguments = _GATED_NORM.pack(
-            y.data_ptr(), gate.data_ptr(), optional(norm and norm.weight, "the norm's weight", weights), out.data_ptr(), 0,
+            y.data_ptr(), gate.data_ptr(), optional(None if norm is None else norm.weight, "the norm's weight", weights), out.data_ptr(), 0,
             rows, tokens, groups, width // groups, weights, silu, gate_last, threads_for(4 * out.numel()),
             *gate.stride()[:2], norm.eps if norm else 0.0,
         )  # fmt: skip
