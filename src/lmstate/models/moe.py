@@ -62,9 +62,9 @@ class Router:
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x float32 `[M, E]` -> (weights float32 `[M, top_k]`, expert numbers int64 `[M, top_k]`)."""
         logits = ops.linear(x, self.weight, self.bias)  # [M, N]
-        chosen = choose_experts(logits, self)
-        if chosen is not None:
-            return chosen if self.expert_scale is None else (chosen[0] * self.expert_scale[chosen[1]], chosen[1])
+        native = choose_experts(logits, self)
+        if native is not None:
+            return native if self.expert_scale is None else (native[0] * self.expert_scale[native[1]], native[1])
         # In float64 and back: torch rounds a vector's last elements otherwise than its first ones, and a token's
         # experts and weights must not depend on where in a batch it stands.
         wide = logits.double()

@@ -6,8 +6,8 @@ from lmstate.ops.best import best
 from lmstate.ops.dispatch import info
 from lmstate.ops.expert_halves import Expert, ExpertsHalf
 from lmstate.ops.feed_forward import feed_forward
-from lmstate.ops.glu import ACTIVATIONS, activation, glu
 from lmstate.ops.gated_norm import gated
+from lmstate.ops.glu import ACTIVATIONS, activation, glu
 from lmstate.ops.halves import AttentionHalf, FeedForwardHalf, Half
 from lmstate.ops.linear import FEW, linear, linear_beside
 from lmstate.ops.norm import Norm, norm

@@ -51,7 +51,7 @@ class RouterParts(Protocol):
 
 
 def choose_experts(logits: Tensor, router: RouterParts) -> tuple[Tensor, Tensor] | None:
-    """The weights float32 and numbers int64 `[M, top_k]` of the experts that logits float32 `[M, N]` choose, best first.
+    """Weights float32 and numbers int64 `[M, top_k]` of the experts that logits float32 `[M, N]` choose, best first.
 
     None where no native body runs. The choice of an `ExpertsHalf`, bit for bit.
     """

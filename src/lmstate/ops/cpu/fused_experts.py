@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lmstate.ops.cpu.arguments import WEIGHT_KINDS, factor, function, norm_fields, optional_pointer
 from lmstate.ops import cpu
+from lmstate.ops.cpu.arguments import WEIGHT_KINDS, factor, function, norm_fields, optional_pointer
 from lmstate.ops.cpu.fused import HALF
 
 if TYPE_CHECKING:

@@ -23,11 +23,9 @@ from lmstate.ops.cpu.arguments import (
     function,
     integers,
     joining,
-    optional_pointer,
     rope_fields,
 )
 from lmstate.ops.cpu.fused import Fused
-from lmstate.ops.memory import scratch
 from lmstate.ops.norm import Norm
 from lmstate.ops.residual import Residual
 from lmstate.ops.scoring import Scoring, Sight
@@ -285,19 +283,3 @@ def _half_pointer(matrix: Tensor) -> int:
     if matrix.dtype != torch.bfloat16 or not matrix.is_contiguous() or not matrix.is_cpu:
         raise ValueError(f"a matrix to squeeze is contiguous bfloat16; this is {matrix.dtype} {list(matrix.shape)}")
     return matrix.data_ptr()
-
-
-def _columns(y: Tensor, dtype: torch.dtype = torch.float32) -> int:
-    """Of a matrix `[M, n]` that may be some columns of another."""
-    if y.dtype != dtype or y.dim() != 2 or y.stride(1) != 1 or not y.is_cpu:
-        raise ValueError(f"rows to write are {dtype} on the processor; these are {y.dtype} {list(y.shape)}")
-    return y.data_ptr()
-
-
-def _beside(residual: Tensor | None, y: Tensor) -> int:
-    """Of what is added to y; 0 where there is nothing."""
-    if residual is None:
-        return 0
-    if residual.shape != y.shape or residual.stride() != y.stride():
-        raise ValueError(f"{list(residual.shape)} cannot be added to {list(y.shape)} of other strides")
-    return _columns(residual)

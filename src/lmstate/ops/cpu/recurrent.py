@@ -203,9 +203,10 @@ class Recurrent:
         if width % groups or weights not in (width, width // groups):
             raise ValueError(f"{groups} groups of {width} features cannot have {weights} weights")
         expect(gate, "the gate", (rows, tokens, width))
+        weight = 0 if norm is None else optional(norm.weight, "the norm's weight", weights)
         out = _empty(rows, tokens, width)
         arguments = _GATED_NORM.pack(
-            y.data_ptr(), gate.data_ptr(), optional(None if norm is None else norm.weight, "the norm's weight", weights), out.data_ptr(), 0,
+            y.data_ptr(), gate.data_ptr(), weight, out.data_ptr(), 0,
             rows, tokens, groups, width // groups, weights, silu, gate_last, threads_for(4 * out.numel()),
             *gate.stride()[:2], norm.eps if norm else 0.0,
         )  # fmt: skip
