@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import sys
+import threading
 from pathlib import Path
 
 import torch
