@@ -49,7 +49,9 @@ def test_bias_norm_gate_and_residual_equal_the_reference(variant: str, kind: str
     torch.manual_seed(0)
     n, k = 40, 96
     weight = stored(torch.randn(n, k) * 0.1, kind)
-    tolerance = 1e-3 if kind in ("int4", "int8") else 2e-5
+    library = dispatch.choice().library
+    pairs = kind in ("bfloat16", "squeezed") and library is not None and library.multiplies
+    tolerance = 1e-3 if kind in ("int4", "int8") else 0.03 if pairs else 2e-5
     x, gated = torch.randn(2, 3, k), torch.randn(2, 3, 2 * k)
     bias, residual = torch.randn(n), ops.Residual(torch.randn(2, 3, n), scale=0.3)
     norms = [
