@@ -4,13 +4,16 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: demo test bench lint asan wheel clean
+.PHONY: demo test soak bench lint docs asan wheel clean
 
 demo: $(READY)
 	$(BIN)/lmstate demo
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2
+
+soak: $(READY)
+	$(BIN)/python -m pytest -m soak -n 2
 
 bench: $(READY)
 	$(BIN)/python -m bench
@@ -19,6 +22,12 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The API reference, from the docstrings: the public modules and what their names come from.
+docs: $(READY)
+	$(BIN)/pdoc $(API) --no-show-source --output-directory build/docs
+
+API ?= lmstate lmstate.kv lmstate.generation lmstate.speculation lmstate.engine lmstate.integrations.transformers
 
 # The native operations under AddressSanitizer and UndefinedBehaviorSanitizer, built apart from the checkout: any report
 # ends the run. Leaks are not looked for (Python and torch keep memory to their end), nor the fast variants left out.

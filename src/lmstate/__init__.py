@@ -26,9 +26,10 @@ from lmstate.errors import (
 if TYPE_CHECKING:
     from lmstate import kv
     from lmstate.engine import Engine
-    from lmstate.models.load import load
+    from lmstate.loading import load
     from lmstate.models.model import Model
     from lmstate.state import Snapshot, State
+    from lmstate.threads import set_threads
 
 __version__ = "0.1.0"
 
@@ -46,6 +47,7 @@ __all__ = [
     "UnsupportedError",
     "kv",
     "load",
+    "set_threads",
 ]
 
 # Importing torch takes seconds: what needs it is imported when first asked for, so that `lmstate --help` need not wait.
@@ -54,7 +56,8 @@ _LAZY = {
     "Model": "lmstate.models.model",
     "Snapshot": "lmstate.state",
     "State": "lmstate.state",
-    "load": "lmstate.models.load",
+    "load": "lmstate.loading",
+    "set_threads": "lmstate.threads",
 }
 
 

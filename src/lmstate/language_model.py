@@ -29,6 +29,11 @@ class LanguageModel(Protocol):
         ...
 
     @property
+    def has_tokenizer(self) -> bool:
+        """Whether `tokenizer` can be asked for."""
+        ...
+
+    @property
     def tokenizer(self) -> Tokenizer: ...
 
     def new_state(self, rows: int = 1, capacity: int | None = None, rewind: int = 16) -> State:

@@ -43,6 +43,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
 
     fake.asked = asked  # type: ignore[attr-defined]
     monkeypatch.setattr(lmstate, "load", load, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # so that no command measures
     return fake
 
 

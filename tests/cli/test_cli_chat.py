@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Sequence
 from contextlib import closing, redirect_stdout
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,8 +15,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from lmstate.cli.app import app
+from lmstate.cli.chat.branches import Branch
 from lmstate.cli.chat.command import talk
 from lmstate.cli.chat.conversation import Conversation, turns
+from lmstate.cli.chat.input import _edit_lines
+from lmstate.cli.chat.slash_commands import COMMANDS, complete
 from tests.cli.conftest import ChatTokenizer
 from tests.generation.fake_model import FakeModel
 
@@ -120,7 +124,7 @@ def test_commands_are_listed_run_and_refused(model: FakeModel, runner: CliRunner
         "three",
     ]
     result = chat(runner, *lines)
-    assert result.exit_code == 0
+    assert result.exit_code == 1  # two of them failed
     for expected in ("/memory", "messages", "forgot ", "0 tokens held", "You said two."):
         assert expected in result.stdout
     assert "You said three." not in result.stdout
@@ -160,7 +164,7 @@ def test_messages_may_have_several_lines(
 
     monkeypatch.setattr("builtins.input", line)
     monkeypatch.setattr("lmstate.cli.chat.input.sys.stdin.isatty", lambda: True)
-    monkeypatch.setattr("lmstate.cli.chat.input._edit_lines", lambda: None)
+    monkeypatch.setattr("lmstate.cli.chat.input._edit_lines", lambda complete: None)
     conversation = Conversation(model)
     with redirect_stdout(io.StringIO()) as out:
         talk(conversation, stats=False)
@@ -179,7 +183,7 @@ def test_ctrl_c_forgets_a_message_that_was_begun(model: FakeModel, monkeypatch: 
 
     monkeypatch.setattr("builtins.input", line)
     monkeypatch.setattr("lmstate.cli.chat.input.sys.stdin.isatty", lambda: True)
-    monkeypatch.setattr("lmstate.cli.chat.input._edit_lines", lambda: None)
+    monkeypatch.setattr("lmstate.cli.chat.input._edit_lines", lambda complete: None)
     conversation = Conversation(model)
     talk(conversation, stats=False)
     assert [question for question, _ in turns(conversation.messages)] == ["two"]
@@ -199,3 +203,68 @@ def test_the_demo_reuses_the_first_turn(model: FakeModel, runner: CliRunner) -> 
     assert result.exit_code == 0 and model.asked == [("smollm2", "auto")]
     assert "You said Name the capital of France.." in result.stdout
     assert " 0 reused" in result.stderr.splitlines()[0] and " 0 reused" not in result.stderr.splitlines()[1]
+
+
+@pytest.mark.parametrize(
+    ("lines", "code"),
+    [(["one"], 0), (["one", "/tokens", "/exit", "/nonsense"], 0), (["/nonsense", "one"], 1), (["/load nowhere"], 1)],
+)
+def test_piped_lines_that_failed_show_in_the_exit_code(
+    model: FakeModel, runner: CliRunner, lines: list[str], code: int
+) -> None:
+    result = chat(runner, *lines)
+    assert result.exit_code == code and ("failed" in result.stderr) == bool(code)
+
+
+def test_an_edited_question_that_fails_is_told_too(model: FakeModel, runner: CliRunner) -> None:
+    script = model.script
+
+    def fail(held: list[int]) -> int | None:
+        if model.tokenizer.decode(held).endswith("[user]two[end]\n[assistant]"):
+            raise ValueError("the state is full")
+        return script(held)
+
+    model.script = fail
+    result = chat(runner, "one", "/edit two", "three", options=["--no-stats"])
+    assert result.exit_code == 1 and "lmstate: the state is full" in result.stderr
+    assert result.stdout.endswith("You said three.\n")
+
+
+def test_a_transcript_holds_the_questions_too(model: FakeModel, runner: CliRunner) -> None:
+    result = chat(runner, "one", "two\\", "lines", "/tokens", options=["--transcript", "--no-stats"])
+    assert result.exit_code == 0 and result.stderr == ""
+    held = len("[user]one[end]\n[assistant]You said one.[end]\n[user]two\nlines[end]\n[assistant]You said two\nlines.")
+    assert result.stdout == (
+        f"> one\nYou said one.\n> two\n... lines\nYou said two\nlines.\n> /tokens\n{held} tokens held, 4 messages\n"
+    )
+
+
+def test_tab_completes_commands_branches_and_files(model: FakeModel, tmp_path: Path) -> None:
+    (tmp_path / "talks").mkdir()
+    (tmp_path / "talk.lmstate").touch()
+    conversation = Conversation(model)
+    conversation.branches.known |= {name: Branch("main", [], []) for name in ("left", "lean")}
+
+    def completed(begun: str) -> list[str]:
+        return complete(begun, COMMANDS, conversation)
+
+    assert completed("/s") == ["/save ", "/switch "]
+    assert completed("/to") == ["/tokens"]
+    assert completed("/") == sorted(f"{each} " if " " in COMMANDS[each].usage else each for each in COMMANDS)
+    assert completed("/switch ") == ["/switch lean", "/switch left"]  # not the one that it is on
+    assert completed("/switch lef") == ["/switch left"]
+    for begun in (f"/load {tmp_path}/ta", f"/save {tmp_path}/ta", f"/save --force {tmp_path}/ta"):
+        assert completed(begun) == [f"{begun}lk.lmstate", f"{begun}lks/"]
+    assert completed(f"/load {tmp_path}/nowhere/x") == completed("hello") == completed("") == completed("/fork l") == []
+
+
+def test_readline_asks_for_completions_until_there_are_no_more() -> None:
+    readline = pytest.importorskip("readline")
+    before = readline.get_completer(), readline.get_completer_delims()
+    try:
+        _edit_lines(lambda begun: [begun + "a", begun + "b"])
+        completer = readline.get_completer()
+        assert [completer("/", index) for index in range(3)] == ["/a", "/b", None]
+    finally:
+        readline.set_completer(before[0])
+        readline.set_completer_delims(before[1])

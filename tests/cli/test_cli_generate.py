@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 from lmstate.cli.app import app
-from lmstate.cli.progress import Watched, watched
+from lmstate.cli.progress import PromptProgress
 from lmstate.generation.sampling import Sampler, TokenPicker
 from tests.generation.fake_model import FakeModel
 from tests.zoo import ours
@@ -167,7 +170,7 @@ def test_help_and_version_need_no_torch_and_show_examples() -> None:
         assert done.stdout.endswith("False\n") and done.stderr == ""
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "inspect", "models", "doctor", "demo"])
+@pytest.mark.parametrize("command", ["generate", "chat", "inspect", "models", "doctor", "demo", "bench"])
 def test_every_command_has_help_with_an_example(runner: CliRunner, command: str) -> None:
     result = runner.invoke(app, [command, "--help"])
     assert result.exit_code == 0 and f"Examples:\n    lmstate {command}" in result.stdout
@@ -222,7 +225,7 @@ def test_input_that_is_no_text_is_told_and_a_chat_goes_on(locale: dict[str, str]
     done = run("generate", "m")
     assert done.returncode == 1 and b"the prompt is not UTF-8: after 3 characters" in done.stderr
     done = run("chat", "m", "--no-stats")
-    assert (done.returncode, done.stdout) == (0, b"AA\n")
+    assert (done.returncode, done.stdout) == (1, b"AA\n")
     assert b"the question is not UTF-8: after 3 characters" in done.stderr
 
 
@@ -237,26 +240,35 @@ def test_a_text_longer_than_the_model_was_made_for_is_told_once(model: FakeModel
     assert result.stderr.count("was made for 60") == 1
 
 
-def test_a_long_prompt_is_shown_on_a_terminal_and_computed_as_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, text = ours("llama"), [[(7 * i) % 90 + 1 for i in range(1200)]]
+def read(told: str) -> list[int]:
+    return [int(count.replace(",", "")) for count in re.findall(r"read ([\d,]+) of", told)]
+
+
+def test_a_long_prompt_is_shown_on_a_terminal_and_computed_as_without(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, text = replace(ours("llama")), [[(7 * i) % 90 + 1 for i in range(1200)]]
+    states = [model.new_state(), model.new_state()]
+    expected = model(text, states[0])
     monkeypatch.setattr("lmstate.cli.progress.sys.stderr.isatty", lambda: True)
-    shown = watched(model)
-    assert isinstance(shown, Watched)
-    told: list[int] = []
-    advance = Watched._advance
-
-    def count(self: Watched, tokens: int) -> None:
-        told.append(tokens)
-        advance(self, tokens)
-
-    monkeypatch.setattr(Watched, "_advance", count)
-    states = [model.new_state(), shown.new_state()]
-    for tokens in (text, [[5]]):
-        logits, same = (each(tokens, state) for each, state in zip((model, shown), states))
-        assert torch.equal(logits, same)
-    assert told == [512, 512, 176] and shown._progress is None
+    model.on_part = PromptProgress()
+    assert torch.equal(model(text, states[1]), expected)
+    told = capsys.readouterr().err
+    assert read(told) == [512, 1024] and told.endswith("\r\033[K")
+    model([[5]], states[1])
+    assert capsys.readouterr().err == ""
     states[1].rewind(0, 600)
-    shown([[5]], states[1])
-    assert sum(told[3:]) in (0, states[1].lengths[0])  # a token more is none to show, all again is
-    monkeypatch.setattr("lmstate.cli.progress.sys.stderr.isatty", lambda: False)
-    assert watched(model) is model
+    model([[5]], states[1])
+    assert read(capsys.readouterr().err) in ([], [512])  # a token more is none to show, all again is
+
+
+def test_off_a_terminal_a_prompt_that_takes_long_tells_in_lines_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for seconds, expected in ((0.1, []), (6.0, [1000, 2000, 3000])):
+        monkeypatch.setattr("lmstate.cli.progress.monotonic", partial(next, count(0.0, seconds)))
+        progress = PromptProgress()
+        for done in range(0, 5000, 1000):
+            progress(done, 4000)
+        told = capsys.readouterr().err
+        assert read(told) == expected and told.count("\n") == len(expected) and "\r" not in told

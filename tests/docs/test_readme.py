@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,13 @@ def test_links_in_documents_lead_somewhere() -> None:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_the_public_surface_is_there() -> None:
+def test_the_public_surface_is_there_and_says_what_it_is() -> None:
     for name in lmstate.__all__:
-        assert getattr(lmstate, name) is not None
+        assert (getattr(lmstate, name).__doc__ or "").strip(), f"lmstate.{name} has no docstring"
+
+
+def test_the_modules_of_the_reference_are_there_and_say_what_they_are() -> None:
+    named = re.search(r"^API \?= (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    assert named is not None and "lmstate" in named[1].split()
+    for module in named[1].split():
+        assert (import_module(module).__doc__ or "").strip(), f"{module} has no docstring"

@@ -106,6 +106,7 @@ class FakeState:
 class FakeModel:
     config = ModelConfig("fake", VOCAB, hidden_size=1)
     eos_ids = frozenset({EOS})
+    has_tokenizer = True
     defaults: dict[str, Any] = {}  # noqa: RUF012 - replaced, never changed
 
     def __init__(self, script: Callable[[list[int]], int | None] = lambda tokens: None) -> None:

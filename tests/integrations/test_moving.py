@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from lmstate.errors import RewindError, SnapshotError, StateError, UnsupportedError
 from lmstate.integrations.transformers import StateCache
 from lmstate.integrations.transformers.cache.layers.recurrent import RecurrentLayer
+from lmstate.state.layer_file import write_layers
 from tests.integrations.models import DECODERS, call, decoder, text
 from tests.zoo import CASES as ZOO
 
@@ -218,7 +219,7 @@ def test_files_of_other_models_and_damaged_ones_are_refused(tmp_path: Path) -> N
     tensors = load_file(path)
     metadata = _metadata(path)
     for change in ({"version": "9"}, {"length": "41"}, {"kinds": "[]"}, {"length": "-1"}, {"fingerprint": "0"}):
-        save_file(tensors, tmp_path / "changed", {**metadata, **change})
+        write_layers(tmp_path / "changed", {**metadata, **change}, tensors)
         with pytest.raises(SnapshotError):
             StateCache.load(tmp_path / "changed", model)
     carry = next(name for name in tensors if ".carry." in name)
@@ -233,15 +234,15 @@ def test_files_of_other_models_and_damaged_ones_are_refused(tmp_path: Path) -> N
         {carry: torch.tensor(1.0)},
         {f"layers.{'9' * 5000}.k": ids.clone()},
     ):
-        save_file({**tensors, **{name: x.contiguous() for name, x in change.items()}}, tmp_path / "changed", metadata)
+        write_layers(tmp_path / "changed", metadata, {**tensors, **change})
         with pytest.raises(SnapshotError):
             StateCache.load(tmp_path / "changed", model)
     for name in tensors:
         if name.endswith(".k"):
-            save_file({**tensors, name: tensors[name].int()}, tmp_path / "changed", metadata)
+            write_layers(tmp_path / "changed", metadata, {**tensors, name: tensors[name].int()})
             with pytest.raises(SnapshotError, match="keys"):
                 StateCache.load(tmp_path / "changed", model)
-            save_file({**tensors, name: tensors[name][:, :, :-1].contiguous()}, tmp_path / "changed", metadata)
+            write_layers(tmp_path / "changed", metadata, {**tensors, name: tensors[name][:, :, :-1].contiguous()})
             with pytest.raises(SnapshotError, match="keys"):
                 StateCache.load(tmp_path / "changed", model)
 
@@ -261,7 +262,7 @@ def test_a_failed_save_leaves_the_older_file_whole(tmp_path: Path, monkeypatch: 
     def full(*_: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("safetensors.torch.save_file", full)
+    monkeypatch.setattr("lmstate.state.layer_file.write_tensors", full)
     with pytest.raises(OSError, match="no space"):
         cache.save(path)
     assert [p.name for p in tmp_path.iterdir()] == [path.name]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 from unittest import mock
 
 import pytest
 from torch import Tensor
 
 import lmstate
-from lmstate.state import LayerState, Step
+from lmstate.state import Step
 from tests.invariants.mirror import Mirror
 from tests.zoo import ours, text
 
@@ -31,13 +31,13 @@ FULL = ["llama", "deepseek_v3"]
 def computed(mirror: Mirror) -> int:
     """Tokens of row 0 that the model runs for a call with one new token, less that one."""
     counts: list[int] = []
-    hidden = mirror.model.hidden
+    run = mirror.model.run_layers
 
-    def count(tokens: Tensor, step: Step, layers: Sequence[LayerState]) -> Tensor:
+    def count(tokens: Tensor, step: Step, *layers: Any) -> Tensor:
         counts.append(step.counts[0])
-        return hidden(tokens, step, layers)
+        return run(tokens, step, *layers)
 
-    with mock.patch.object(mirror.model, "hidden", count):
+    with mock.patch.object(mirror.model, "run_layers", count):
         mirror.model([[5]], mirror.state)
     mirror.rows[0].append(5)
     return sum(counts) - 1

@@ -14,6 +14,7 @@ from torch import Tensor
 import lmstate
 from lmstate import kv
 from lmstate.state import Layout, attention_state, latent_state
+from lmstate.state.changes import Changes
 from lmstate.state.kv.eviction.attention import EvictingState
 from tests.invariants.mirror import close
 from tests.kv.policies import BUDGETS, FAMILIES
@@ -344,9 +345,9 @@ def test_queries_of_other_heads_are_refused_by_a_state_that_saw_none(heads: int)
         latent_state(layout, 5, 3, heads=6, scale=1.0),
     ):
         empty = {name: x[0][..., :0] if name == "position" else x[0] for name, x in state.arrays.items()}
-        state.restore(0, 4, {**empty, "queries": torch.zeros(4, 6, 8)})
+        state.restore(0, 4, {**empty, "queries": torch.zeros(4, 6, 8)}, Changes())
         with pytest.raises(lmstate.SnapshotError, match="queries"):
-            state.restore(0, 4, {**empty, "queries": torch.zeros(4, heads, 8)})
+            state.restore(0, 4, {**empty, "queries": torch.zeros(4, heads, 8)}, Changes())
 
 
 @every_policy

@@ -1,4 +1,4 @@
-"""Quantised keys and values: every promise of the state holds, against feeding a quantised state whole."""
+"""Quantized keys and values: every promise of the state holds, against feeding a quantized state whole."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def ids(length: int, seed: int = 0) -> list[int]:
 
 
 class Coded(Mirror):
-    """A mirror whose oracle is one step of a quantised state over the whole row.
+    """A mirror whose oracle is one step of a quantized state over the whole row.
 
     A number on the edge of two codes may fall to either side where a product is summed in another order. So logits are
     compared by their median over a row: a flipped code moves few of them a little, a wrong token all of them much.
@@ -86,7 +86,7 @@ def test_any_cut_equals_whole(case: str, bits: int, data: st.DataObject) -> None
 
 
 @every_width
-def test_each_token_is_quantised_once(bits: int) -> None:
+def test_each_token_is_quantized_once(bits: int) -> None:
     model = ours("mistral")
     state = model.new_state(kv=kv.Quantized(bits), rewind=8)
     model([ids(140)], state)

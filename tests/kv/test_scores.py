@@ -183,9 +183,9 @@ def test_observed_codes_equal_what_they_stand_for(bits: int, width: int, dim: in
 
 
 @pytest.mark.parametrize("by_scores", [False, True])
-def test_settled_slots_equal_the_references(by_scores: bool) -> None:
-    """Random steps of two layers at once through the native body and the plain one: the same lists, undo logs and scores;
-    and undone."""
+def test_committed_slots_equal_the_references(by_scores: bool) -> None:
+    """Random steps of two layers at once through the native body and the plain one: the same slots, undo logs and
+    scores; and undone."""
     generator = torch.Generator().manual_seed(11)
     rows, heads, slots, undo_slots, history = 2, 3, 40, 24, 5
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +96,12 @@ def test_a_model_saved_while_compiled_is_the_same_model(old: str, tmp_path: Path
     with torch.no_grad():
         expected = theirs(tokens).logits
     torch.testing.assert_close(lmstate.load(tmp_path, weights="float32")(tokens), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("change", [{}, {"text_config": {"model_type": "opt"}}], ids=["plain", "wrapped"])
+def test_an_unsupported_family_is_told_as_such_whatever_its_tensors_are(change: dict, tmp_path: Path) -> None:
+    config = {"model_type": "opt", "tie_word_embeddings": False} | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"decoder.embed.weight": torch.zeros(3, 3)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"family 'opt' are not supported; supported are .*llama"):
+        lmstate.load(tmp_path)

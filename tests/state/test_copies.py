@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import weakref
 
 import pytest
@@ -83,3 +84,15 @@ def test_a_dropped_state_is_gone_at_once(case: str, policy: str) -> None:
         assert [one() for one in held] == [None] * len(held)
     finally:
         gc.enable()
+
+
+def test_a_state_is_not_pickled_and_says_what_is_and_its_snapshot_goes_through_a_pickle() -> None:
+    model = ours("qwen3_next")
+    state = model.new_state()
+    model([[5, 6, 7]], state)
+    with pytest.raises(TypeError, match=r"State belongs to its model.*snapshot\(row\)"):
+        pickle.dumps(state)
+    again = model.new_state()
+    again.restore(0, pickle.loads(pickle.dumps(state.snapshot(0))))
+    assert again.tokens(0) == [5, 6, 7]
+    assert torch.equal(model([[8]], again), model([[8]], state))

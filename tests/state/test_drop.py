@@ -85,7 +85,7 @@ def test_a_row_that_has_outgrown_its_rope_refuses(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["qwen3_next", "mamba2", "falcon_h1", "recurrent_gemma", "lfm2", "minimax", "mamba"])
-def test_models_that_fold_refuse_before_anything_changes(case: str) -> None:
+def test_recurrent_models_refuse_before_anything_changes(case: str) -> None:
     model, ids = ours(case), text(40)[0].tolist()
     state, other = model.new_state(), model.new_state()
     model([ids], state)

@@ -11,10 +11,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 
 import lmstate
-from lmstate.state import layer_file
+from lmstate.state.layer_file import write_layers
 from tests.invariants.mirror import Fault, Mirror, close
 from tests.zoo import CASES, ours, text
 
@@ -84,7 +83,7 @@ def test_a_crash_while_saving_leaves_the_old_file(tmp_path: Path, monkeypatch: p
 
     for name in ("fsync", "replace"):
         with monkeypatch.context() as patch:
-            patch.setattr(layer_file.os, name, fail)
+            patch.setattr(os, name, fail)
             with pytest.raises(Fault):
                 dataclasses.replace(snapshot, tokens=snapshot.tokens[::-1]).save(path)
         assert path.read_bytes() == before
@@ -145,6 +144,37 @@ def test_lying_metadata_is_refused(field: str, value: str, tmp_path: Path, saved
         return  # that one is true
     from safetensors.torch import load_file
 
-    save_file(load_file(path), path, metadata)
+    write_layers(path, metadata, load_file(path))
     with pytest.raises(lmstate.SnapshotError):
         ours("llama").new_state().restore(0, lmstate.Snapshot.load(path))
+
+
+def test_a_flipped_bit_anywhere_is_refused(tmp_path: Path, saved: bytes) -> None:
+    path = tmp_path / "flipped.lmstate"
+    for place in range(3, len(saved), max(1, len(saved) // 150)):
+        path.write_bytes(saved[:place] + bytes([saved[place] ^ 1 << place % 8]) + saved[place + 1 :])
+        for mmap in (False, True):
+            with pytest.raises(lmstate.SnapshotError):
+                lmstate.Snapshot.load(path, mmap=mmap)
+
+
+def test_a_loaded_snapshot_is_no_part_of_its_file(tmp_path: Path) -> None:
+    mirror, snapshot = taken("llama")
+    path = tmp_path / "row.lmstate"
+    snapshot.save(path)
+    loaded, mapped = lmstate.Snapshot.load(path), lmstate.Snapshot.load(path, mmap=True)
+    for one, other in zip(loaded.layers, mapped.layers):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    del mapped
+    with path.open("r+b") as file:
+        file.truncate(100)
+    mirror.restore(0, loaded, mirror.rows[0])
+    mirror.check()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes with names")
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for mmap in (False, True):
+        with pytest.raises(lmstate.SnapshotError, match="no regular file"):
+            lmstate.Snapshot.load(tmp_path / "pipe", mmap=mmap)

@@ -142,8 +142,7 @@ class WeightLoader:
                 heights, width = shape
                 for name, height in zip(names, [heights] if isinstance(heights, int) else heights, strict=True):
                     self.expect(name, (height, width))
-            parts = [_Part((name,), self.source.stored(name)) for name in names]
-            self._made[label] = self._matrix(label, parts, None if order is None else order())
+            self._made[label] = self._stack(label, names, order)
         return self._made[label]
 
     def stacked(self, name: str, index: int, shape: tuple[int, int, int] | None = None) -> Weight:
@@ -196,6 +195,10 @@ class WeightLoader:
             )
         if self._packed is not None:
             self._packed.save()
+
+    def _stack(self, label: str, names: Sequence[str], order: Callable[[], Tensor] | None) -> Weight:
+        parts = [_Part((name,), self.source.stored(name)) for name in names]
+        return self._matrix(label, parts, None if order is None else order())
 
     def _expect(self, label: str, found: tuple[int, ...], expected: tuple[int, ...] | None) -> None:
         if expected is not None and found != tuple(expected):

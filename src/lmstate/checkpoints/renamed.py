@@ -47,6 +47,10 @@ class Renamed:
     def names(self) -> frozenset[str]:
         return frozenset(self._names)
 
+    def outer_name(self, name: str) -> str:
+        """What the source below calls a tensor."""
+        return self._names[name]
+
     def shape(self, name: str) -> tuple[int, ...]:
         return self.whole.shape(self._names[name])
 
@@ -64,12 +68,9 @@ class Renamed:
 
 
 def plain(source: Source) -> Source:
-    """A checkpoint under the names that its model has in memory: not compiled, and with a head."""
+    """A checkpoint under the names that its model has in memory: not compiled, and as one with a head."""
     pairs = [(_plain(name), name) for name in source.names() if not name.endswith(CONSTANTS)]
-    whole = Renamed(source, with_head(pairs), source.config)
-    if source.config.get("text_config") is None:  # that of a wrapper is looked for in its text model
-        require_head(whole, source.config)
-    return whole
+    return Renamed(source, with_head(pairs), source.config)
 
 
 def _plain(name: str) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from lmstate.cli import demo, doctor, generate, inspect, models
+from lmstate.cli import bench, cache, demo, doctor, finetune, generate, inspect, models, serve
 from lmstate.cli.chat import command as chat
 
 DEBUG = "LMSTATE_DEBUG"  # set to anything: errors show their traceback
@@ -58,7 +58,6 @@ app = typer.Typer(
     cls=Commands,
     name="lmstate",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -75,6 +74,8 @@ def root(
 
     MODEL is an alias (smollm2), a directory with config.json and safetensors, a .gguf file, or a Hugging Face Hub id.
 
+    --install-completion lets the shell complete commands and options.
+
     \b
     Examples:
       lmstate generate smollm2 "Name three rivers."
@@ -85,7 +86,11 @@ def root(
 
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
+app.command("finetune")(finetune.finetune)
 app.command("inspect")(inspect.inspect)
+app.command("bench")(bench.bench)
 app.command("models")(models.models)
 app.command("doctor")(doctor.doctor)
+app.command("serve")(serve.serve)
 app.command("demo")(demo.demo)
+app.add_typer(cache.cache, name="cache")

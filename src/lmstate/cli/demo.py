@@ -10,7 +10,11 @@ from lmstate.cli.output import describe, note, write_pieces
 QUESTIONS = ("Name the capital of France.", "Which river flows through it?")
 
 
-def demo(model: options.ModelName = options.DEFAULT_MODEL, max_tokens: options.MaxTokens = 64) -> None:
+def demo(
+    model: options.ModelName = options.DEFAULT_MODEL,
+    max_tokens: options.MaxTokens = 64,
+    threads: options.Threads = None,
+) -> None:
     """Ask two questions on one state.
 
     The second continues the state of the first, and feeds only what is new.
@@ -24,7 +28,7 @@ def demo(model: options.ModelName = options.DEFAULT_MODEL, max_tokens: options.M
 
     from lmstate.cli.chat.conversation import Conversation
 
-    conversation = Conversation(options.load_model(model), max_new_tokens=max_tokens)
+    conversation = Conversation(options.load_model(model, threads=threads), max_new_tokens=max_tokens)
     for question in QUESTIONS:
         print(f"> {question}")
         with closing(conversation.ask(question)) as pieces:

@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from typing import TYPE_CHECKING, Annotated
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from lmstate.cli import options
 from lmstate.cli.chat.input import as_text
-from lmstate.cli.output import describe, note, write_pieces
+from lmstate.cli.output import collect, describe, note, write_pieces
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from lmstate.cli.chat.messages import Message
+    from lmstate.generation import Generation, Piece
     from lmstate.models.model import Model
+    from lmstate.state import State
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to answer: tokens to feed to a state, and the conversation that they end, if it is one."""
+
+    state: State
+    ids: list[int]
+    messages: list[Message] | None
 
 
 def generate(
     model: options.ModelName,
     prompt: Annotated[
         str | None, typer.Argument(metavar="PROMPT", help="Text; from stdin if `-`, or if absent and piped in.")
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option("--prompt-file", "-f", metavar="FILE", help="The prompt is what is in this file.")
     ] = None,
     max_tokens: options.MaxTokens = 256,
     temperature: options.Temperature = None,
@@ -33,8 +54,20 @@ def generate(
         bool | None,
         typer.Option("--chat/--raw", help="As a question in the model's chat template, or as text to go on with."),
     ] = None,
+    state: Annotated[
+        Path | None, typer.Option("--state", metavar="FILE", help="Go on from this saved state, computing it no more.")
+    ] = None,
+    save_state: Annotated[
+        Path | None, typer.Option("--save-state", metavar="FILE", help="Write the state behind the answer to a file.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="--save-state may replace a file.")] = False,
     weights: options.Weights = options.WeightKind.auto,
+    threads: options.Threads = None,
     draft: options.Draft = "auto",
+    adapter: options.Adapter = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object at the end: text, ids, finished, usage.")
+    ] = False,
     stats: Annotated[
         bool | None, typer.Option("--stats/--no-stats", help="Counts and speed on stderr (if it is a terminal).")
     ] = None,
@@ -42,54 +75,121 @@ def generate(
     """Answer a prompt, or go on with a text.
 
     The prompt is put in the model's chat template if it has one, as llama.cpp and mlx-lm do; --raw feeds it as it is.
-    Only the answer goes to stdout. Of a prompt from stdin, one newline at the end is dropped.
+    Only the answer goes to stdout. Of a prompt from stdin or a file, one newline at the end is dropped.
+
+    --state goes on from what --save-state wrote, or /save of a chat: from a conversation with the next question, from
+    a text with more of it; without a PROMPT the text goes on where it ended.
 
     \b
     Examples:
       lmstate generate smollm2 "Name three rivers."
       lmstate generate smollm2 --raw "Once upon a time" -n 100 -t 0.8 --seed 1
       git diff | lmstate generate smollm2 --system "Summarise this change." > summary.txt
+      lmstate generate smollm2 --raw -f book.txt -n 0 --save-state book.lmstate
+      lmstate generate smollm2 --state book.lmstate "In one sentence, the book says" --json
     """
+    from lmstate.cli.chat.branches import with_messages, write
     from lmstate.cli.progress import warn_of_length
     from lmstate.generation import Generation
     from lmstate.generation.stopping import as_stops
 
-    text = as_text(_prompt(prompt), "the prompt")
+    text = as_text(_prompt(prompt, prompt_file, optional=state is not None), "the prompt")
     system = None if system is None else as_text(system, "--system")
     if chat is False and system is not None:
         raise typer.BadParameter("--system needs the chat template; it does not go with --raw")
+    if state is not None and system is not None:
+        raise typer.BadParameter("--system begins a conversation; it does not go with --state")
+    if save_state is not None and save_state.exists() and not force:
+        raise FileExistsError(f"{save_state} exists; --force lets --save-state replace it")
     with options.usage():
         stops = as_stops(stop or ())
     sampling = options.Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    loaded = options.load_model(model, weights)
-    ids = _encode(loaded, text, chat, system)
-    warn_of_length(loaded, 0, len(ids))
-    drafter = options.load_drafter(draft)
+    loaded = options.load_model(model, weights, threads, adapter)
+    request = _begin(loaded, text, chat, system) if state is None else _go_on(loaded, state, text, chat)
+    held = request.state.lengths[0]
+    warn_of_length(loaded, held, held + len(request.ids))
     generation = Generation(
-        loaded, [ids], sampler=sampling.of(loaded), max_new_tokens=max_tokens, stop=stops, draft=drafter
+        loaded,
+        [request.ids],
+        request.state,
+        sampler=sampling.of(loaded),
+        max_new_tokens=max_tokens,
+        stop=stops,
+        draft=options.load_drafter(draft),
     )
-    stopped = write_pieces(piece.text for piece in generation)
+    with closing(cast("Generator[Piece]", iter(generation))) as pieces:
+        texts = (piece.text for piece in pieces)
+        stopped = collect(texts) if as_json else write_pieces(texts)
+    if as_json:
+        print(json.dumps(_result(generation, held + len(request.ids)), ensure_ascii=False))
+    if save_state is not None:
+        snapshot = request.state.snapshot(0)
+        if request.messages is not None:
+            answer: Message = {"role": "assistant", "content": generation.texts[0]}
+            snapshot = with_messages(snapshot, [*request.messages, answer])
+        write(snapshot, save_state)
     if sys.stderr.isatty() if stats is None else stats:
         note(describe(generation.report()))
     if stopped:
         raise typer.Exit(130)
 
 
-def _prompt(given: str | None) -> str:
-    if given is not None and given != "-":
-        return given
-    if given is None and sys.stdin.isatty():
-        raise typer.BadParameter("give a PROMPT, or pipe one in")
-    return sys.stdin.read().removesuffix("\n")
+def _prompt(given: str | None, file: Path | None, optional: bool) -> str:
+    """The prompt. Raises `typer.BadParameter` if there is none, unless it is `optional`: then it may be empty."""
+    if given is not None and file is not None:
+        raise typer.BadParameter("give a PROMPT or a --prompt-file, not both")
+    if file is not None:
+        text, where = file.read_text(encoding="utf-8", errors="surrogateescape").removesuffix("\n"), str(file)
+    elif given is not None and given != "-":
+        text, where = given, "PROMPT"
+    elif given is None and sys.stdin.isatty():
+        text, where = "", "PROMPT"
+    else:
+        text, where = sys.stdin.read().removesuffix("\n"), "standard input"
+    if not text and not optional:
+        raise typer.BadParameter(f"{where} is empty: give a PROMPT, pipe one in, or name a --prompt-file")
+    return text
 
 
-def _encode(model: Model, text: str, chat: bool | None, system: str | None) -> list[int]:
+def _begin(model: Model, text: str, chat: bool | None, system: str | None) -> Request:
+    """A request on an empty state."""
     tokenizer = model.tokenizer
     if chat is None:
         chat = tokenizer.has_chat_template
         if not chat and system is not None:
             raise ValueError("--system was given, but the model has no chat template to put it in")
+    state = model.new_state(rows=1)
     if not chat:
-        return tokenizer.encode(text)
+        return Request(state, tokenizer.encode(text), None)
     messages = [{"role": "system", "content": system}] if system is not None else []
-    return tokenizer.chat([*messages, {"role": "user", "content": text}], add_generation_prompt=True)
+    messages.append({"role": "user", "content": text})
+    return Request(state, tokenizer.chat(messages, add_generation_prompt=True), messages)
+
+
+def _go_on(model: Model, path: Path, text: str, chat: bool | None) -> Request:
+    """A request on a saved state: the next question of a conversation, or more of a text."""
+    from lmstate.cli.chat.branches import messages_of
+    from lmstate.cli.chat.conversation import align
+    from lmstate.state import Snapshot
+
+    snapshot = Snapshot.load(path)
+    messages = messages_of(snapshot)
+    if chat and messages is None:
+        raise ValueError(f"{path} holds a text, no conversation; leave out --chat to go on with the text")
+    state = model.new_state(rows=1)
+    state.restore(0, snapshot)
+    if messages is None or chat is False or not text:
+        return Request(state, model.tokenizer.encode(text, add_special_tokens=False) if text else [], None)
+    messages.append({"role": "user", "content": text})
+    return Request(state, align(state, model.tokenizer.chat(messages, add_generation_prompt=True)), messages)
+
+
+def _result(generation: Generation, prompt: int) -> dict[str, object]:
+    """What --json prints. ids: those of the answer that the state holds, so none of a stop string."""
+    report = generation.report()
+    return {
+        "text": generation.texts[0],
+        "ids": generation.state.tokens(0)[prompt:],
+        "finished": report.finished[0],
+        "usage": {"prompt": prompt, "reused": report.reused, "generated": report.generated},
+    }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -31,6 +33,9 @@ ModelName = Annotated[
     str, typer.Argument(metavar="MODEL", help="Alias, directory, .gguf file or Hub id; `lmstate models` lists some.")
 ]
 Weights = Annotated[WeightKind, typer.Option("--weights", help="How the weights are stored in memory.")]
+Adapter = Annotated[
+    Path | None, typer.Option("--adapter", metavar="FOLDER", help="A LoRA adapter to run beside the weights.")
+]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", min=0, help="End after this many tokens.")]
 Temperature = Annotated[
     float | None,
@@ -47,6 +52,13 @@ Penalty = Annotated[
 ]
 Seed = Annotated[int | None, typer.Option("--seed", help="The same seed draws the same text.")]
 Stop = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="End before this text. Repeatable.")]
+Threads = Annotated[
+    str | None,
+    typer.Option(
+        "--threads", metavar="N|auto",
+        help="Threads to compute on; auto: what measures best now. By default OMP_NUM_THREADS if it is set, else auto.",
+    ),
+]  # fmt: skip
 Draft = Annotated[
     str,
     typer.Option(
@@ -57,17 +69,44 @@ Draft = Annotated[
 System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="A system message that comes first.")]
 
 
-def load_model(name: str, weights: WeightKind = WeightKind.auto) -> Model:
-    """The model by its name; what takes long (download, conversion) reports its own progress."""
+def load_model(
+    name: str, weights: WeightKind = WeightKind.auto, threads: str | None = None, adapter: Path | None = None
+) -> Model:
+    """The model by its name; what takes long (download, conversion, a long prompt) reports its own progress."""
     import lmstate
-    from lmstate.cli.progress import watched
+    from lmstate.cli.progress import PromptProgress
 
-    return watched(lmstate.load(name, weights=weights.value))
+    _set_threads(threads)
+    if adapter is None:
+        model = lmstate.load(name, weights=weights.value)
+    else:
+        model = lmstate.load(name, weights=weights.value, adapter=adapter)
+    model.on_part = PromptProgress()
+    return model
+
+
+def _set_threads(asked: str | None) -> None:
+    """Raises `typer.BadParameter` for what is neither a number nor "auto"."""
+    from lmstate import set_threads
+
+    if asked is None and os.environ.get("OMP_NUM_THREADS"):
+        return
+    with usage():
+        if asked in (None, "auto"):
+            set_threads("auto")
+        else:
+            try:
+                count = int(asked)
+            except ValueError:
+                raise ValueError(f'--threads {asked} was asked for; give a number, or "auto"') from None
+            set_threads(count)
 
 
 def load_drafter(name: str) -> str | Model:
     """What `--draft` names: "auto", "text" or "none" as they are, else the model of that name."""
-    return name if name in ("auto", "text", "none") else load_model(name)
+    import lmstate
+
+    return name if name in ("auto", "text", "none") else lmstate.load(name, weights=WeightKind.auto.value)
 
 
 @contextmanager

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from lmstate.generation import Report
 
 
+CLEAR = "\r\033[K"  # of a terminal's line: a progress that was cut short may stand there
+
+
 class Interrupt:
     """While entered, Ctrl-C asks instead of striking: `asked` turns true, and whoever loops stops after its step.
 
@@ -52,10 +55,19 @@ def write_pieces(pieces: Iterator[str]) -> bool:
     return interrupt.asked
 
 
+def collect(pieces: Iterator[str]) -> bool:
+    """Let text come without writing it. Returns whether Ctrl-C stopped it."""
+    with Interrupt() as interrupt:
+        for _ in pieces:
+            if interrupt.asked:
+                break
+    return interrupt.asked
+
+
 def note(text: str) -> None:
     """A line about the answer, not of it: to stderr, dim on a terminal."""
     if sys.stderr.isatty():
-        text = f"\033[2m{text}\033[0m"
+        text = f"{CLEAR}\033[2m{text}\033[0m"
     print(text, file=sys.stderr, flush=True)
 
 

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import fields
-from typing import TYPE_CHECKING
+from time import monotonic
 
-from lmstate.cli.output import note
-from lmstate.models.model import Logits, Model, Tokens
-from lmstate.state import LayerState, State, Step
+from lmstate.cli.output import CLEAR, note
+from lmstate.models.model import Model
 
-if TYPE_CHECKING:
-    from rich.progress import Progress
-    from torch import Tensor
+QUIET_SECONDS = 5.0  # off a terminal: until the first line, and between two
 
 
 def warn_of_length(model: Model, held: int, length: int) -> None:
@@ -23,51 +18,31 @@ def warn_of_length(model: Model, held: int, length: int) -> None:
         note(f"lmstate: the text has {length:,} tokens, and the model was made for {most:,}: answers may be nonsense")
 
 
-def watched(model: Model) -> Model:
-    """The model, on a terminal one that shows how far it is with a text that it takes in several parts."""
-    if not sys.stderr.isatty():
-        return model
-    return Watched(**{part.name: getattr(model, part.name) for part in fields(model) if part.init})
+class PromptProgress:
+    """A `Model.on_part` that tells on stderr how far a long prompt is.
+
+    On a terminal in one line that goes away, elsewhere in a line every few seconds of one that takes long.
+    """
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._told = monotonic()
+        self._shown = False
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._terminal:
+            if 0 < done < total:
+                self._shown = True
+                print(f"{CLEAR}{_line(done, total)}", end="", file=sys.stderr, flush=True)
+            elif self._shown:
+                self._shown = False
+                print(CLEAR, end="", file=sys.stderr, flush=True)
+        elif done == 0:
+            self._told = monotonic()
+        elif done < total and monotonic() - self._told >= QUIET_SECONDS:
+            self._told = monotonic()
+            note(_line(done, total))
 
 
-class Watched(Model):
-    """Computes what the other model does, part by part as it does."""
-
-    _total = 0  # tokens of the call that runs
-    _progress: Progress | None = None
-
-    def __call__(
-        self,
-        tokens: Tokens,
-        state: State | None = None,
-        logits: Logits | None = None,
-        commit: bool = True,
-        parents: Sequence[Sequence[int]] | None = None,
-    ) -> Tensor | None:
-        held = [] if state is None else state.lengths
-        late = [0 if state is None else state.rewind_cost(row, length) for row, length in enumerate(held)]
-        self._total = max(map(len, tokens), default=0) + max(late, default=0)
-        try:
-            return super().__call__(tokens, state, logits, commit, parents)
-        finally:
-            if self._progress is not None:
-                self._progress.stop()
-                self._progress = None
-
-    def run_layers(
-        self, tokens: Tensor, step: Step, layers: Sequence[LayerState], state: State | None = None
-    ) -> Tensor:
-        hidden = super().run_layers(tokens, step, layers, state)
-        if step.width < self._total:
-            self._advance(step.width)
-        return hidden
-
-    def _advance(self, tokens: int) -> None:
-        if self._progress is None:
-            from rich.console import Console
-            from rich.progress import Progress
-
-            self._progress = Progress(console=Console(stderr=True), transient=True)
-            self._progress.start()
-            self._progress.add_task("reading the prompt", total=self._total)
-        self._progress.advance(self._progress.task_ids[0], tokens)
+def _line(done: int, total: int) -> str:
+    return f"lmstate: read {done:,} of {total:,} tokens ({100 * done // total} %)"

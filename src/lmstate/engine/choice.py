@@ -9,24 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lmstate.engine.options import Grammar, Options, has_text
+from lmstate.engine.options import Grammar, Options
 from lmstate.engine.results import Finished, Piece, TokenLogprob
 from lmstate.errors import StateError
-from lmstate.generation.answer import Answer
+from lmstate.generation.answer import Answer, NoText
 from lmstate.generation.sampling import TokenPicker
 
 if TYPE_CHECKING:
     from lmstate.models.model import Model
-
-
-class NoText:
-    """The text of tokens where there is no tokenizer: none."""
-
-    def push(self, token: int) -> str:
-        return ""
-
-    def flush(self) -> str:
-        return ""
 
 
 class Choice:
@@ -40,7 +30,7 @@ class Choice:
         self.stopped_by: str | int | None = None
         self.logprobs: list[TokenLogprob] = []
         self.grammar: Grammar | None = None if options.grammar is None else options.grammar.copy()
-        self.answer = Answer(model.tokenizer.stream() if has_text(model) else NoText(), options.stop, prompt)  # type: ignore[arg-type]
+        self.answer = Answer(model.tokenizer.stream() if model.has_tokenizer else NoText(), options.stop, prompt)
         sampler = replace(options.sampler, seed=seed)
         self._picker = TokenPicker(sampler, rows=1, first=index)
         self._picker.see(0, prompt)

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from contextlib import suppress
 from threading import Lock
-from typing import TYPE_CHECKING
 
 from lmstate.engine.job import Job
 from lmstate.engine.prefix import PrefixStore
 from lmstate.engine.prefix.tree import Node
 from lmstate.engine.replay import Replay
-from lmstate.engine.session import Record, Session
+from lmstate.engine.session import Record, Session, SessionHost
 from lmstate.engine.tiers import SavedSession, Tier
-
-if TYPE_CHECKING:
-    from lmstate.engine.engine import Engine
 
 
 class Conversations:
@@ -81,7 +77,7 @@ class Conversations:
             session.adopt(tokens, messages)
             self.hold(session)
 
-    def recall(self, tier: Tier, vocab: int, engine: Engine) -> None:
+    def recall(self, tier: Tier, vocab: int, engine: SessionHost) -> None:
         """Take the sessions that a tier has."""
         for saved in tier.sessions():
             with suppress(ValueError, TypeError, RecursionError):  # not one of ours

@@ -19,7 +19,7 @@ import torch
 
 from lmstate.engine.conversations import Conversations
 from lmstate.engine.job import Job
-from lmstate.engine.options import Grammar, Options, are_messages, as_bytes, check_length, has_text, options, prompt_ids
+from lmstate.engine.options import Grammar, Options, are_messages, as_bytes, check_length, options, prompt_ids
 from lmstate.engine.pace import Pace
 from lmstate.engine.prefix.picture import picture
 from lmstate.engine.queue import Queue
@@ -193,7 +193,7 @@ class Engine:
     @property
     def chats(self) -> bool:
         """Whether the model has a chat template."""
-        return has_text(self.model) and self.model.tokenizer.has_chat_template
+        return self.model.has_tokenizer and self.model.tokenizer.has_chat_template
 
     def session(self, name: str) -> Session:
         """The conversation of this name; a new one if there is none."""
@@ -301,7 +301,7 @@ class Engine:
         """The prefix store as text, a line for each run of tokens; see `lmstate.engine.prefix.picture`."""
 
         def decode(ids: Sequence[int]) -> str:
-            return self.model.tokenizer.decode(ids, False) if has_text(self.model) else " ".join(map(str, ids))
+            return self.model.tokenizer.decode(ids, False) if self.model.has_tokenizer else " ".join(map(str, ids))
 
         return self._called(lambda _: picture(self._reuse.prefixes, decode))
 

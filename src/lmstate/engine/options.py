@@ -117,7 +117,7 @@ def options(
         temperature, top_k, top_p, min_p, repetition_penalty, seed, presence_penalty, frequency_penalty, bias
     )
     stops = as_stops(stop)
-    if stops and not has_text(model):
+    if stops and not model.has_tokenizer:
         raise ValueError("stop strings were given, and this model has no tokenizer: give stop_token_ids")
     if deadline is not None and not 0 < deadline < math.inf:
         raise ValueError(f"deadline is {deadline!r}; it must be a number of seconds above 0, or None")
@@ -153,7 +153,7 @@ def prompt_ids(model: Model, prompt: Any, replay: Replay) -> list[int]:
     elif isinstance(prompt, tuple) and len(prompt) == 1 and isinstance(prompt[0], str):
         ids = model.tokenizer.encode(prompt[0], add_special_tokens=False)
     else:
-        rows, single = as_token_lists(model._tokenizer, prompt, None)  # type: ignore[arg-type]
+        rows, single = as_token_lists(model._tokenizer, prompt, None)
         if not single:
             raise ValueError(f"submit takes one prompt, and this is a list of {len(rows)}: submit each by itself")
         ids = rows[0]
@@ -182,10 +182,6 @@ def as_bytes(size: int | str) -> int:
     if whole_number(size, "a number of bytes") < 0:
         raise ValueError(f"{size} bytes were asked for; give 0 or more")
     return int(size)
-
-
-def has_text(model: Model) -> bool:
-    return model._tokenizer is not None
 
 
 def _count(name: str, value: int, least: int = 0, most: int | None = None) -> int:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lmstate.engine.job import Job
-from lmstate.engine.options import has_text
 from lmstate.engine.pace import Pace
 from lmstate.engine.prefix import Match, PrefixStore
 from lmstate.engine.prefix.parts import Split
@@ -101,7 +100,7 @@ class PrefixReuse:
             match.tier,
             match.matched,
             None if differs is None else match.matched,
-            self._model.tokenizer.decode([differs], False) if differs is not None and has_text(self._model) else "",
+            self._model.tokenizer.decode([differs], False) if differs is not None and self._model.has_tokenizer else "",
             self.prefixes.split.forced_by if match.length < min(match.matched, len(prompt) - 1) else None,
         )
 

@@ -8,15 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Protocol, Unpack
 
 from lmstate.engine.options import SubmitOptions
 from lmstate.engine.request import Request
 from lmstate.errors import RewindError, StateError
 from lmstate.state.validate import whole_number
-
-if TYPE_CHECKING:
-    from lmstate.engine.engine import Engine
 
 MARKS = 64
 UNDOS = 64
@@ -78,13 +75,32 @@ class Record:
         return Record(tokens, messages, turns, marks)
 
 
+class SessionHost(Protocol):
+    """The part of an engine that its sessions use."""
+
+    @property
+    def chats(self) -> bool: ...
+
+    def submit(self, prompt: Any, *, session: Any, **options: Unpack[SubmitOptions]) -> Request: ...
+
+    def changed(self, session: Session) -> None: ...
+
+    def new_session(self, name: str, record: Record) -> Session: ...
+
+    def save_session(self, record: Record, path: Path) -> None: ...
+
+    def close_session(self, session: Session) -> None: ...
+
+    def refuse_closed(self) -> None: ...
+
+
 class Session:
     """A conversation that the engine keeps. Made by `Engine.session`; one request at a time.
 
     What the model needs to go on from its end stays in memory, whatever else has to go.
     """
 
-    def __init__(self, engine: Engine, name: str, record: Record) -> None:
+    def __init__(self, engine: SessionHost, name: str, record: Record) -> None:
         self.name = name
         self._engine = engine
         self._record = record

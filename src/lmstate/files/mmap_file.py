@@ -1,10 +1,15 @@
-"""A file mapped into memory, and tensors that lie in it without a copy."""
+"""A file as a buffer of tensors: mapped into memory without a copy, or read into tensors of their own."""
 
 from __future__ import annotations
 
 import hashlib
 import mmap
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -18,12 +23,15 @@ class MappedFile:
     """A whole file as a buffer. Copy-on-write: tensors in it may be written to, the file never changes."""
 
     def __init__(self, path: Path) -> None:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             self.size = file.seek(0, 2)
             if self.size == 0:
                 raise ModelError(f"{path} is empty; download it again")
             self.buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self.path = path
+
+    def bytes(self, start: int, stop: int) -> bytes:
+        return self.buffer[start:stop]
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The tensor at a byte offset, which the caller has checked to lie inside the file."""
@@ -37,6 +45,36 @@ class MappedFile:
         # Old writers do not align. Kernels may assume that numbers lie on their natural boundary: copy.
         raw = torch.frombuffer(self.buffer, dtype=torch.uint8, count=count * dtype.itemsize, offset=offset)
         return raw.clone().view(dtype).view(shape)
+
+
+class ReadFile:
+    """The same interface over an open file: tensors are copies, which no later change of the file reaches."""
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        self._file, self.path = file, path
+        self.size = file.seek(0, 2)
+
+    def bytes(self, start: int, stop: int) -> bytes:
+        self._file.seek(start)
+        return self._file.read(stop - start)
+
+    def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        out = torch.empty(shape, dtype=dtype)
+        if out.numel():
+            self._file.seek(offset)
+            if self._file.readinto(out.view(-1).view(torch.uint8).numpy()) != out.nbytes:  # type: ignore[attr-defined]
+                raise ModelError(f"{self.path} ended while it was read; somebody writes to it")
+        return out
+
+
+@contextmanager
+def open_regular(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for reading. Raises `OSError`, and `ModelError` for what is no file: a pipe would wait for ever."""
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    with os.fdopen(handle, "rb") as file:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise ModelError(f"{path} is no regular file")
+        yield file
 
 
 def fingerprint(paths: list[Path]) -> str:

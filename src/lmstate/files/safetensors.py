@@ -1,4 +1,4 @@
-"""One safetensors file: its header checked in full before a byte of it is used, its tensors mapped without a copy.
+"""One safetensors file: its header checked in full before a byte of it is used; and how one is written.
 
 Format: 8 bytes little-endian header length, a JSON header `{name: {dtype, shape, data_offsets}}`, then the data, whose
 tensors lie back to back (https://github.com/huggingface/safetensors).
@@ -6,17 +6,19 @@ tensors lie back to back (https://github.com/huggingface/safetensors).
 
 from __future__ import annotations
 
+import json
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from lmstate.errors import ModelError
 from lmstate.files.json_object import parse_object
-from lmstate.files.mmap_file import MappedFile
+from lmstate.files.mmap_file import MappedFile, ReadFile
 
 MOST_HEADER_BYTES = 100 * 10**6  # the format's own limit
 MOST_DIMENSIONS = 8
@@ -52,9 +54,10 @@ class TensorFile:
     Raises `ModelError` for a file that lies about itself in any way, `OSError` for one that cannot be read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, file: MappedFile | ReadFile | None = None) -> None:
+        """`file`: how to read it; by default it is mapped."""
         self.path = path
-        self._file = MappedFile(path)
+        self._file = MappedFile(path) if file is None else file
         self.entries, self.metadata = self._read_header()
 
     def tensor(self, name: str) -> Tensor:
@@ -65,10 +68,10 @@ class TensorFile:
         size = self._file.size
         if size < 10:
             raise self._damaged(f"it has only {size} bytes")
-        (length,) = struct.unpack_from("<Q", self._file.buffer, 0)
+        (length,) = struct.unpack("<Q", self._file.bytes(0, 8))
         if not 2 <= length <= min(size - 8, MOST_HEADER_BYTES):
             raise self._damaged(f"its header claims {length} bytes and the file has {size}")
-        header = parse_object(self._file.buffer[8 : 8 + length], f"the header of {self.path}")
+        header = parse_object(self._file.bytes(8, 8 + length), f"the header of {self.path}")
         metadata = header.pop("__metadata__", None) or {}
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
             raise self._damaged("its metadata is not a table of strings")
@@ -110,6 +113,24 @@ class TensorFile:
 
     def _damaged(self, what: str) -> ModelError:
         return ModelError(f"{self.path} is damaged or incomplete: {what}. Download it again")
+
+
+def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write contiguous tensors on the processor as a safetensors file. Raises `OSError`."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": metadata}
+    # The widest elements first, so that all lie aligned.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
+    end = 0
+    for name, tensor in ordered:
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(struct.pack("<Q", len(text)) + text)
+    for _, tensor in ordered:
+        if tensor.nbytes:
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _whole_numbers(values: Any) -> bool:

@@ -4,15 +4,30 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 from lmstate.generation.stopping import StopScanner
 
-if TYPE_CHECKING:
-    from lmstate.text.tokenizer import TextStream
-
 CONTEXT = 4  # tokens of the prompt that the text of an answer can depend on: UTF-8 has at most 4 bytes in a character
-Finish = Literal["eos", "stop", "length"]
+Finish = Literal["eos", "stop", "length", "capacity"]
+
+
+class TextLike(Protocol):
+    """A stream of the text of tokens, as `Tokenizer.stream` gives."""
+
+    def push(self, token: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class NoText:
+    """The text stream of a model without a tokenizer: nothing."""
+
+    def push(self, token: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
 
 
 class Answer:
@@ -22,7 +37,7 @@ class Answer:
     drop a space at the beginning of a text, and a character can span tokens).
     """
 
-    def __init__(self, stream: TextStream, stops: Sequence[str], before: Sequence[int] = ()) -> None:
+    def __init__(self, stream: TextLike, stops: Sequence[str], before: Sequence[int] = ()) -> None:
         for token in before[-CONTEXT:]:
             stream.push(token)
         self.tokens: list[int] = []

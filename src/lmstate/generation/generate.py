@@ -18,10 +18,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmstate.errors import CapacityError, PendingError
-from lmstate.generation.answer import CONTEXT, Answer, Finish
+from lmstate.generation.answer import CONTEXT, Answer, Finish, NoText, TextLike
 from lmstate.generation.prompts import Prompt, as_token_lists
 from lmstate.generation.sampling import Sampler, TokenPicker
 from lmstate.generation.stopping import as_stops
@@ -75,7 +75,9 @@ class Generation:
 
     prompts: one list of token ids per row of `state`; an empty one continues a row that holds tokens already.
     Raises ValueError for options out of range, prompts that do not fit the state, and an empty prompt on an empty row;
-    PendingError if the state awaits a verdict; while iterating, CapacityError when the state is full.
+    PendingError if the state awaits a verdict; while iterating, CapacityError where a prompt does not fit the state. A
+    state that is full later ends the answer, which is then `finished` with "capacity".
+    A model without a tokenizer gives no text: `ids` has the answers.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class Generation:
         self._fed = queued + sum(map(len, self.prompts))
         self._reused = sum(self.state.lengths) - queued
         self._answers = [
-            Answer(model.tokenizer.stream(), stops, before=[*self.state.tokens(row)[-CONTEXT:], *prompt])
+            Answer(self._text_stream(stops), stops, before=[*self.state.tokens(row)[-CONTEXT:], *prompt])
             for row, prompt in enumerate(self.prompts)
         ]
         sampler = sampler or Sampler()
@@ -117,6 +119,11 @@ class Generation:
     @property
     def texts(self) -> list[str]:
         return [answer.text for answer in self._answers]
+
+    @property
+    def ids(self) -> list[list[int]]:
+        """The tokens of each row's answer: those that its text stands for."""
+        return [answer.tokens[: answer.kept()] for answer in self._answers]
 
     def report(self) -> Report:
         generated = sum(len(answer.tokens) for answer in self._answers)
@@ -179,6 +186,11 @@ class Generation:
     def _step(self) -> dict[int, list[str]]:
         """One forward over the newest token of every active row and its draft."""
         begin = perf_counter()
+        full = [row for row in self._last if not self.state.step_room(row, 1)]
+        if full:
+            for row in full:
+                del self._last[row]
+            return {row: [self._answers[row].finish("capacity")] for row in full}
         drafts = self._drafts()
         width = 1 + max(map(len, drafts.values()))
         feed: list[list[int]] = [[] for _ in self.prompts]
@@ -242,7 +254,8 @@ class Generation:
                 self.state.commit([1 + counts[row] if row in counts else 0 for row in range(len(self.prompts))])
         for row in rows:
             if self._answers[row].finished is not None:
-                self._hold(row, self._answers[row].kept())
+                with suppress(CapacityError):  # a full state: it ends one token earlier
+                    self._hold(row, self._answers[row].kept())
         return texts, dict(zip(rows, accepted))
 
     def _take(self, row: int, token: int) -> str:
@@ -275,6 +288,13 @@ class Generation:
         self._seconds[0] += perf_counter() - begin
         for answer in self._answers:
             answer.finish("length")
+
+    def _text_stream(self, stops: Sequence[str]) -> TextLike:
+        if self.model.has_tokenizer:
+            return self.model.tokenizer.stream()
+        if stops:
+            raise ValueError("stop strings were given, and the model has no tokenizer to find them with")
+        return NoText()
 
     def _remember_seen(self) -> None:
         if self._picker.sampler.repetition_penalty != 1.0:
@@ -312,7 +332,8 @@ def generate(
     stop: str | Sequence[str] = (),
     seed: int | None = None,
     draft: DraftChoice = "auto",
-) -> str | list[str]:
+    return_ids: bool = False,
+) -> str | list[str] | list[int] | list[list[int]]:
     """The text that the model continues `prompt` with; for a list of prompts a list of texts, from one ragged batch.
 
     prompt          a text or a list of token ids; or a list of these: one prompt for each row
@@ -322,18 +343,24 @@ def generate(
     draft           who proposes tokens that the model verifies several at a step: "text" (what the text itself said
                     before), a smaller model, a `lmstate.speculation.Drafter`, or None; "auto" is the text. The text and
                     its probabilities are those without drafts, and how deep to draft is measured
+    return_ids      give the answer's token ids instead of its text: a list of ids, or for a list of prompts a list of
+                    these. A model without a tokenizer takes ids and needs this
     The other options are those of `Sampler`; with one `seed` a row gives the same text whatever the other rows are.
 
-    Raises ValueError for options out of range and empty prompts, CapacityError where the state is full.
+    A state that gets full ends the answer with what there is. Raises ValueError for options out of range and empty
+    prompts, CapacityError where a prompt does not fit the state.
     """
-    prompts, single = as_token_lists(model.tokenizer, prompt, state)
+    if not return_ids and not model.has_tokenizer:
+        raise ValueError("the model has no tokenizer, so there is no text to return: ask for ids with return_ids=True")
+    prompts, single = as_token_lists(model.tokenizer if model.has_tokenizer else None, prompt, state)
     sampler = Sampler(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     generation = Generation(
         model, prompts, state, sampler=sampler, max_new_tokens=max_new_tokens, stop=stop, draft=draft
     )
     for _ in generation:
         pass
-    return generation.texts[0] if single else generation.texts
+    answers: list[Any] = generation.ids if return_ids else generation.texts
+    return answers[0] if single else answers
 
 
 def stream(

@@ -18,7 +18,7 @@ SinglePrompt: TypeAlias = "str | Sequence[int] | Tensor"
 Prompt: TypeAlias = "SinglePrompt | Sequence[SinglePrompt]"
 
 
-def as_token_lists(tokenizer: Tokenizer, prompt: Prompt, state: State | None) -> tuple[list[list[int]], bool]:
+def as_token_lists(tokenizer: Tokenizer | None, prompt: Prompt, state: State | None) -> tuple[list[list[int]], bool]:
     """(one list of ids per row, whether `prompt` was a single one).
 
     A text or a list of ids is a single prompt; a list of texts or of lists is a batch. Text that continues a row of
@@ -31,12 +31,16 @@ def as_token_lists(tokenizer: Tokenizer, prompt: Prompt, state: State | None) ->
             "was given"
         )
     if not isinstance(given, str) and not given and state is None:
-        raise ValueError("the prompt is an empty list and has no tokens: give a text, token ids, or a prompt for each row")
+        raise ValueError(
+            "the prompt is an empty list and has no tokens: give a text, token ids, or a prompt for each row"
+        )
     single = isinstance(given, str) or _are_ids(given)
     rows = []
     for row, one in enumerate([given] if single else given):
         one = one.tolist() if isinstance(one, Tensor) else one
         if isinstance(one, str):
+            if tokenizer is None:
+                raise ValueError("a prompt is a text, and the model has no tokenizer: give token ids")
             fresh = state is None or row >= state.rows or not state.lengths[row]
             rows.append(tokenizer.encode(one, add_special_tokens=fresh))
         elif _are_ids(one):

@@ -59,6 +59,8 @@ class Model:
     defaults: dict[str, Any] = field(default_factory=dict)  # sampling that the checkpoint's makers suggest
     _tokenizer: Tokenizer | None = None
     _fingerprint: str | None = None
+    on_part: Callable[[int, int], None] | None = field(default=None, init=False)
+    """Called with (tokens done, tokens of the step) before each part of a long step, and at its end."""
     _traced: Model | None = field(default=None, init=False, repr=False)  # what compiled graphs hold
 
     def __repr__(self) -> str:
@@ -67,6 +69,11 @@ class Model:
     @property
     def device(self) -> torch.device:
         return self.embed.device
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether it came with a tokenizer."""
+        return self._tokenizer is not None
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -377,10 +384,14 @@ class Model:
         if not step.width:
             return
         for offset, part in step.chunks():
+            if self.on_part is not None:
+                self.on_part(offset, step.width)
             width = part.width
             rows = [row[offset : offset + width] for row in ids]
             padded = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self.device)
             yield offset, part, run(padded, part, state)
+        if self.on_part is not None:
+            self.on_part(step.width, step.width)
 
     def run_layers(
         self, tokens: Tensor, step: Step, layers: Sequence[LayerState], state: State | None = None

@@ -1,5 +1,6 @@
 """Pure functions on tensors: what a layer computes. Each has a reference in torch and, where it pays, faster bodies."""
 
+from lmstate.ops import fork as _fork  # noqa: F401 - registers what a forked child does
 from lmstate.ops.attention.attend import attend, rotate_attend
 from lmstate.ops.attention.kv_store import append
 from lmstate.ops.attention.rope import rope

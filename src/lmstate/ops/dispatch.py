@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -57,9 +60,22 @@ def choice() -> Choice:
     )
 
 
+_referring: ContextVar[bool] = ContextVar("referring", default=False)
+
+
+@contextmanager
+def references() -> Iterator[None]:
+    """Run on the references inside, as where a gradient follows: the same numbers, whether one does or not."""
+    token = _referring.set(True)
+    try:
+        yield
+    finally:
+        _referring.reset(token)
+
+
 def native(*tensors: Tensor | None) -> Library | None:
     """The native library where these tensors may go there: on the processor, with no gradient to follow, not traced."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or _referring.get():
         return None
     follow = torch.is_grad_enabled()
     for tensor in tensors:
@@ -83,7 +99,7 @@ def exact(*tensors: Tensor | None) -> bool:
     """Whether a reference in float32 is wanted over a faster product: it was forced, or a gradient is to follow."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return True
-    return not torch.compiler.is_compiling() and choice().exact
+    return not torch.compiler.is_compiling() and (_referring.get() or choice().exact)
 
 
 _ALIKE = (

@@ -1,4 +1,4 @@
-"""The inference state: what the project exists for. It knows no model."""
+"""The inference state of a batch of sequences. It knows no model."""
 
 from lmstate.state.kv.eviction.latent import EvictingLatentState
 from lmstate.state.kv.factory import attention_state, latent_state

@@ -1,95 +1,82 @@
-"""Snapshots on disk: one safetensors file, written whole or not at all, and checked before it is believed."""
+"""Files of layers: a safetensors file of named tensors and metadata, checksummed, and checked before it is believed."""
 
 from __future__ import annotations
 
+import json
 import os
+import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lmstate.errors import SnapshotError
+from lmstate.errors import ModelError, SnapshotError
 from lmstate.files.atomic import atomic_write
+from lmstate.files.mmap_file import MappedFile, ReadFile, open_regular
+from lmstate.files.safetensors import TensorFile, write_tensors
 
-if TYPE_CHECKING:
-    from lmstate.state.snapshot import Snapshot
-
-FORMAT = "lmstate-snapshot"
-VERSION = 3
 MOST_TOKENS = 2**31
+CHECKSUMS = "checksums"
 
 
-def save(snapshot: Snapshot, path: str | os.PathLike[str]) -> None:
-    """Write a snapshot. Raises `OSError` where the file cannot be written; an older file of that name is then whole.
-
-    Layout: metadata `format`, `version`, `fingerprint`, `cached`, `regime`, `layers`, `notes`; tensors `tokens` int64
-    `[length]`, `logits` float32 `[V]` if known, and `layers.{index}.{name}` for what each layer captured.
-    """
-    from safetensors.torch import save_file
-
-    tensors = {"tokens": torch.tensor(snapshot.tokens, dtype=torch.int64)}
-    if snapshot.logits is not None:
-        tensors["logits"] = snapshot.logits
-    for index, layer in enumerate(snapshot.layers):
-        tensors.update({f"layers.{index}.{name}": tensor for name, tensor in layer.items()})
-    metadata = {
-        "format": FORMAT,
-        "version": str(VERSION),
-        "fingerprint": snapshot.fingerprint,
-        "cached": str(snapshot.cached),
-        "regime": str(snapshot.regime),
-        "layers": str(len(snapshot.layers)),
-        "notes": snapshot.notes,
-    }
+def write_layers(path: str | os.PathLike[str], metadata: dict[str, str], tensors: dict[str, Tensor]) -> None:
+    """Write a file, whole or not at all, with the CRC-32 of each tensor and of the metadata. Raises `OSError`."""
+    metadata = {name: text for name, text in metadata.items() if name != CHECKSUMS}
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    with atomic_write(Path(path)) as part:
-        save_file(whole, part, metadata)
+    sums = {name: _checksum(tensor) for name, tensor in whole.items()}
+    with atomic_write(Path(path)) as part, part.open("wb") as file:
+        write_tensors(file, whole, {**metadata, CHECKSUMS: json.dumps([_checksum_of(metadata), sums])})
 
 
-def load(path: str | os.PathLike[str]) -> Snapshot:
-    """Read a snapshot that `save` wrote. Raises `SnapshotError` if it is damaged or none, `OSError` if unreadable.
+def read_layers(
+    path: Path, format_: str, version: int, what: str, *, mmap: bool = False
+) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Metadata and tensors of a file that `write_layers` wrote in this format and version, checksums verified.
 
-    Whether it fits a model is checked when it is restored.
+    The file is opened once. The tensors are copies; with `mmap` they lie in the mapped file, which must then stay as it
+    is. Raises `SnapshotError` if it is damaged or no `what`, `OSError` if unreadable.
     """
-    from lmstate.state.snapshot import Snapshot
-
-    path = Path(path)
-    metadata, tensors = read_tensors(path, FORMAT, VERSION, "lmstate snapshot")
-    tokens, logits = _tokens(path, tensors), tensors.pop("logits", None)
-    if logits is not None and (logits.dtype != torch.float32 or logits.ndim != 1):
-        raise SnapshotError(f"{path} has logits {logits.dtype} {list(logits.shape)}; they are one float32 vector")
-    cached = whole_number(path, metadata, "cached", len(tokens))
-    regime = whole_number(path, metadata, "regime", MOST_TOKENS)
-    layers = by_layer(path, tensors, whole_number(path, metadata, "layers", 100_000))
-    fingerprint, notes = metadata.get("fingerprint", ""), metadata.get("notes", "")
-    return Snapshot(tokens, cached, regime, logits, layers, fingerprint, notes)
-
-
-# ---- what any file of layers has in common
-
-
-def read_tensors(path: Path, format_: str, version: int, what: str) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Metadata and tensors of a safetensors file that names this format and version.
-
-    Raises `SnapshotError` if it is damaged or no `what`, `OSError` if unreadable.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    with path.open("rb"):  # so that what is missing or forbidden is an OSError of its own kind
-        pass
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != format_:
-                raise SnapshotError(f"{path} is a safetensors file, but no {what}")
-            if metadata.get("version") != str(version):
-                raise SnapshotError(
-                    f"{path} is a {what} of version {metadata.get('version')!r}; this lmstate reads version {version}"
-                )
-            return metadata, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, UnicodeDecodeError, OverflowError) as error:
+        if mmap:
+            return _read(TensorFile(path, MappedFile(path)), format_, version, what)
+        with open_regular(path) as file:
+            return _read(TensorFile(path, ReadFile(file, path)), format_, version, what)
+    except ModelError as error:
         raise SnapshotError(f"{path} is damaged, or no {what}: {error}") from error
+
+
+def _read(file: TensorFile, format_: str, version: int, what: str) -> tuple[dict[str, str], dict[str, Tensor]]:
+    path, metadata = file.path, file.metadata
+    if metadata.get("format") != format_:
+        raise SnapshotError(f"{path} is a safetensors file, but no {what}")
+    if metadata.get("version") != str(version):
+        raise SnapshotError(
+            f"{path} is a {what} of version {metadata.get('version')!r}; this lmstate reads version {version}"
+        )
+    rest = {name: text for name, text in metadata.items() if name != CHECKSUMS}
+    tensors = {name: file.tensor(name) for name in file.entries}
+    sums = {name: _checksum(tensor) for name, tensor in tensors.items()}
+    try:
+        written = json.loads(metadata.get(CHECKSUMS, ""))
+    except (ValueError, RecursionError):
+        written = None
+    if written != [_checksum_of(rest), sums]:
+        known = written[1] if isinstance(written, list) and len(written) == 2 else None
+        bad = [name for name in sums if isinstance(known, dict) and known.get(name) != sums[name]]
+        where = f"the tensor {bad[0][:80]!r} is" if bad else "its metadata is"
+        raise SnapshotError(f"{path} is damaged: {where} not what was written, by the checksums in it")
+    return metadata, tensors
+
+
+def _checksum(tensor: Tensor) -> str:
+    """CRC-32 of dtype, shape and content."""
+    start = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)}".encode())
+    content = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
+    return f"{zlib.crc32(content, start):08x}"  # type: ignore[arg-type]
+
+
+def _checksum_of(metadata: dict[str, str]) -> str:
+    return f"{zlib.crc32(json.dumps(sorted(metadata.items())).encode()):08x}"
 
 
 def by_layer(path: Path, tensors: dict[str, Tensor], count: int) -> tuple[dict[str, Tensor], ...]:
@@ -105,17 +92,9 @@ def by_layer(path: Path, tensors: dict[str, Tensor], count: int) -> tuple[dict[s
     return layers
 
 
-def whole_number(path: Path, metadata: dict[str, str], name: str, most: int) -> int:
+def metadata_number(path: Path, metadata: dict[str, str], name: str, most: int) -> int:
+    """A whole number up to `most` in the metadata. Raises `SnapshotError` for anything else."""
     text = metadata.get(name, "")
     if not (text.isascii() and text.isdecimal() and len(text) < 12 and int(text) <= most):
         raise SnapshotError(f"{path} says {name}={text[:40]!r}; it must be a number up to {most}")
     return int(text)
-
-
-def _tokens(path: Path, tensors: dict[str, Tensor]) -> tuple[int, ...]:
-    tokens = tensors.pop("tokens", None)
-    if tokens is None or tokens.dtype != torch.int64 or tokens.ndim != 1:
-        raise SnapshotError(f"{path} has no token ids; a snapshot has them as one int64 vector")
-    if len(tokens) and int(tokens.min()) < 0:
-        raise SnapshotError(f"{path} has negative token ids")
-    return tuple(tokens.tolist())

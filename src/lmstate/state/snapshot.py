@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lmstate.errors import SnapshotError, StateError
-from lmstate.state import layer_file
+from lmstate.state.layer_file import MOST_TOKENS, by_layer, metadata_number, read_layers, write_layers
 from lmstate.state.rows import Row
 from lmstate.state.validate import token_ids, whole_number
+
+FORMAT = "lmstate-snapshot"
+VERSION = 4
 
 
 @dataclass(frozen=True, repr=False)
@@ -43,19 +47,52 @@ class Snapshot:
         return len(self.tokens)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to one safetensors file, whole or not at all; see `lmstate.state.layer_file`."""
-        layer_file.save(self, path)
+        """Write it to one safetensors file, whole or not at all. Raises `OSError` where the file cannot be written.
+
+        Layout: metadata `format`, `version`, `fingerprint`, `cached`, `regime`, `layers`, `notes`, `checksums`; tensors
+        `tokens` int64 `[length]`, `logits` float32 `[V]` if known, and `layers.{index}.{name}` for the content of each
+        layer.
+        """
+        tensors = {"tokens": torch.tensor(self.tokens, dtype=torch.int64)}
+        if self.logits is not None:
+            tensors["logits"] = self.logits
+        for index, layer in enumerate(self.layers):
+            tensors.update({f"layers.{index}.{name}": tensor for name, tensor in layer.items()})
+        metadata = {
+            "format": FORMAT,
+            "version": str(VERSION),
+            "fingerprint": self.fingerprint,
+            "cached": str(self.cached),
+            "regime": str(self.regime),
+            "layers": str(len(self.layers)),
+            "notes": self.notes,
+        }
+        write_layers(path, metadata, tensors)
 
     @staticmethod
-    def load(path: str | os.PathLike[str]) -> Snapshot:
-        """Read what `save` wrote. Raises `SnapshotError` for a file that is damaged or is no snapshot."""
-        return layer_file.load(path)
+    def load(path: str | os.PathLike[str], *, mmap: bool = False) -> Snapshot:
+        """Read a snapshot that `save` wrote, and verify its checksums. Whether it fits a model, `State.restore` checks.
+
+        Its tensors are copies of the file. `mmap`: they lie in the file mapped into memory, which reads it once for the
+        checksums and holds none of it; the file must not change as long as they live. Raises `SnapshotError` if it is
+        damaged or no snapshot, `OSError` if unreadable.
+        """
+        path = Path(path)
+        metadata, tensors = read_layers(path, FORMAT, VERSION, "lmstate snapshot", mmap=mmap)
+        tokens, logits = _tokens(path, tensors), tensors.pop("logits", None)
+        if logits is not None and (logits.dtype != torch.float32 or logits.ndim != 1):
+            raise SnapshotError(f"{path} has logits {logits.dtype} {list(logits.shape)}; they are one float32 vector")
+        cached = metadata_number(path, metadata, "cached", len(tokens))
+        regime = metadata_number(path, metadata, "regime", MOST_TOKENS)
+        layers = by_layer(path, tensors, metadata_number(path, metadata, "layers", 100_000))
+        fingerprint, notes = metadata.get("fingerprint", ""), metadata.get("notes", "")
+        return Snapshot(tokens, cached, regime, logits, layers, fingerprint, notes)
 
     def as_row(self, vocab_size: int, device: torch.device) -> Row:
-        """What a state knows of a row beside its layers, in tensors of its own.
+        """The record of the row apart from its layers, in tensors of its own.
 
-        No field is trusted: a snapshot may have been made by hand. Raises `SnapshotError` if one cannot be. What is in
-        the tensors of `layers` is for each layer to check.
+        No field is trusted: a snapshot may have been made by hand. Raises `SnapshotError` if one cannot be. The tensors
+        of `layers` are for each layer to check.
         """
         try:
             tokens = token_ids(self.tokens, "the snapshot", vocab_size)
@@ -83,13 +120,22 @@ class Snapshot:
 
 
 def differences(theirs: str, ours: str) -> str:
-    """What two fingerprints disagree on, in words; empty if nothing."""
+    """The parts that two fingerprints disagree on, in words; empty if none."""
     if theirs == ours:
         return ""
     there, here = (dict(word.partition("=")[::2] for word in str(text).split()) for text in (theirs, ours))
     named = [name for name in here if there.get(name) != here[name]]
     said = [f"{name} is {there.get(name, 'unknown')[:40]} there and {here[name][:40]} here" for name in named]
     return ", ".join(said) or "its fingerprint cannot be read"
+
+
+def _tokens(path: Path, tensors: dict[str, Tensor]) -> tuple[int, ...]:
+    tokens = tensors.pop("tokens", None)
+    if tokens is None or tokens.dtype != torch.int64 or tokens.ndim != 1:
+        raise SnapshotError(f"{path} has no token ids; a snapshot has them as one int64 vector")
+    if len(tokens) and int(tokens.min()) < 0:
+        raise SnapshotError(f"{path} has negative token ids")
+    return tuple(tokens.tolist())
 
 
 def _shown(thing: object) -> str:

@@ -6,6 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -108,6 +109,17 @@ class State:
             "" if self._pending is None or not self._pending.ready else f", pending {list(self._pending.step.counts)}"
         )
         return f"State({self.rows} rows of lengths {self.lengths}{pending}; layers: {layers}; {held / 2**20:,.1f} MiB)"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> State:
+        twin = memo[id(self)] = object.__new__(type(self))
+        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        return twin
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a State belongs to its model and cannot be pickled; pickle or save its rows, snapshot(row), and restore "
+            "them in a state of that model"
+        )
 
     def tokens(self, row: int) -> list[int]:
         """The ids of a row's committed tokens."""
@@ -378,7 +390,7 @@ class State:
         return Snapshot(tuple(own.tokens), own.cached, own.regime, logits, layers, self.fingerprint)
 
     def drop(self, row: int, start: int, stop: int) -> None:
-        """Forget the tokens `start .. stop - 1` of a row and close the gap: later keys are rotated to their new positions.
+        """Forget the tokens `start .. stop - 1` of a row and close the gap, rotating later keys to their new positions.
 
         What later tokens read from the forgotten ones stays in their values, as everywhere where spans are dropped; the
         last logits stay too. Raises `UnsupportedError` if a layer cannot do it exactly, `RewindError` for a bad span.

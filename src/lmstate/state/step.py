@@ -24,7 +24,7 @@ class Extras(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Step:
-    """What a layer sees of the outside. Built once per forward and handed to every layer.
+    """The plan of a forward as its layers see it, built once and handed to every layer.
 
     `starts` and `counts` are host integers, for eager code; `starts_t` and `counts_t` are the same on the device, for
     kernels. Row r's new tokens have the positions `starts[r] .. starts[r] + counts[r] - 1`; what lies to the right of
@@ -100,7 +100,7 @@ class Step:
 
 
 class DeviceStep(Step):
-    """A step that only the device knows: no number of it is on the host, so that a traced graph serves all of them.
+    """A step whose starts and counts are on the device alone, so that a traced graph serves all of them.
 
     `starts_t` and `counts_t` int64 `[R]` are given, and the width T; what a `Step` tells of its rows in host integers
     is not there. Its rope tables are those of short texts: who makes one sees to it that no row grows out of them.
@@ -122,7 +122,7 @@ class DeviceStep(Step):
 def as_counts(value: int | Sequence[int] | None, limits: Sequence[int]) -> tuple[int, ...] | None:
     """A verdict as one number per row: None is all, a number holds for every row. None if it does not fit `limits`.
 
-    Raises `StateError` for what is no number.
+    Raises `StateError` for anything else.
     """
     if value is None:
         return tuple(limits)

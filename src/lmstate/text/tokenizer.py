@@ -52,6 +52,15 @@ class Tokenizer:
         """The id of every token by its text in the vocabulary, added ones included."""
         return self._inner.get_vocab(with_added_tokens=True)
 
+    def to_json(self) -> str:
+        """The tokenizer.json of this tokenizer: what other programs that know the format need of it."""
+        return self._inner.to_str()
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of tokens that have no text of their own, which `decode` leaves out."""
+        return frozenset(id for id, token in self._inner.get_added_tokens_decoder().items() if token.special)
+
     def id_of(self, token: str) -> int | None:
         """The id of a token given by its text in the vocabulary (`<|im_end|>`), None if there is none."""
         return self._inner.token_to_id(token)
@@ -142,7 +151,12 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._template_source() is not None
+        return self.template_source is not None
+
+    @property
+    def template_source(self) -> str | None:
+        """The chat template that came with the checkpoint, as Jinja; None if it has none."""
+        return self._template_source()
 
     def stream(self, skip_special_tokens: bool = True) -> TextStream:
         """A decoder for ids that come one by one."""

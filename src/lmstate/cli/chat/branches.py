@@ -90,11 +90,8 @@ def save(messages: list[Message], state: State, path: Path, force: bool = False)
     """
     if path.exists() and not force:
         raise FileExistsError(f"{path} exists; /save --force {path} replaces it")
-    snapshot = dataclasses.replace(state.snapshot(0), notes=json.dumps({"messages": messages}))
-    try:
-        snapshot.save(path)
-    except OSError as error:  # which names the temporary file that becomes this one
-        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+    snapshot = with_messages(state.snapshot(0), messages)
+    write(snapshot, path)
     return snapshot
 
 
@@ -105,20 +102,34 @@ def load(state: State, path: Path) -> tuple[Snapshot, list[Message]]:
     no chat wrote; the conversation is then as it was.
     """
     snapshot = Snapshot.load(path)
-    messages = _messages(snapshot.notes, path)
+    messages = messages_of(snapshot)
+    if messages is None:
+        raise ValueError(f"{path} is a snapshot, but of no conversation: it has no messages")
     state.restore(0, snapshot)
     return snapshot, messages
 
 
-def _messages(notes: str, path: Path) -> list[Message]:
+def write(snapshot: Snapshot, path: Path) -> None:
+    """Write a snapshot. Raises OSError that names `path`."""
     try:
-        messages = json.loads(notes)["messages"]
+        snapshot.save(path)
+    except OSError as error:  # which names the temporary file that becomes this one
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
+def with_messages(snapshot: Snapshot, messages: list[Message]) -> Snapshot:
+    """The snapshot with a conversation's messages in its notes, where `messages_of` finds them."""
+    return dataclasses.replace(snapshot, notes=json.dumps({"messages": messages}))
+
+
+def messages_of(snapshot: Snapshot) -> list[Message] | None:
+    """The messages in a snapshot's notes; None if it is of no conversation."""
+    try:
+        messages = json.loads(snapshot.notes)["messages"]
         sound = all(
             set(message) == {"role", "content"} and message["role"] in ROLES and isinstance(message["content"], str)
             for message in messages
         )
     except (ValueError, KeyError, TypeError, RecursionError):
         sound = False
-    if not sound:
-        raise ValueError(f"{path} is a snapshot, but of no conversation: it has no messages")
-    return list(messages)
+    return list(messages) if sound else None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lmstate.cli import options
-from lmstate.cli.chat.input import as_text, read
+from lmstate.cli.chat.input import MORE, PROMPT, as_text, read
 from lmstate.cli.output import describe, note, write_pieces
 
 if TYPE_CHECKING:
@@ -27,6 +27,10 @@ def chat(
     repetition_penalty: options.Penalty = None,
     seed: options.Seed = None,
     weights: options.Weights = options.WeightKind.auto,
+    threads: options.Threads = None,
+    transcript: Annotated[
+        bool, typer.Option("--transcript", help="Write piped questions and commands to stdout too, each after `> `.")
+    ] = False,
     draft: options.Draft = "auto",
     stats: Annotated[
         bool, typer.Option("--stats/--no-stats", help="After each answer: tokens fed and reused, and the speed.")
@@ -34,45 +38,66 @@ def chat(
 ) -> None:
     """Talk with a model. Its state goes on from turn to turn: each turn feeds only what is new.
 
-    Ctrl-C stops the answer and keeps the conversation; /help lists the commands; Ctrl-D leaves. Questions may be piped
-    in, one a line. A line that ends in a backslash goes on in the next; what stands between two \"\"\" is one message.
+    Ctrl-C stops the answer and keeps the conversation; /help lists the commands; Tab completes them; Ctrl-D leaves.
+    Questions may be piped in, one a line; the exit code is then 1 if one of them, or a command, failed. A line that
+    ends in a backslash goes on in the next; what stands between two \"\"\" is one message.
 
     \b
     Examples:
       lmstate chat smollm2
       lmstate chat smollm2 --system "You answer in one sentence." -t 0.7
+      lmstate chat smollm2 --transcript < questions.txt > talk.txt
     """
     from lmstate.cli.chat.conversation import Conversation
 
     system = None if system is None else as_text(system, "--system")
     sampling = options.Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    loaded = options.load_model(model, weights)
+    loaded = options.load_model(model, weights, threads)
     if not loaded.tokenizer.has_chat_template:
         raise ValueError(f"{model} has no chat template; use `lmstate generate {model} --raw` to go on with a text")
-    if sys.stdin.isatty():
+    typed_in = sys.stdin.isatty()
+    if typed_in:
         note(f"{model}: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves")
     drafter = options.load_drafter(draft)
-    talk(Conversation(loaded, system, sampler=sampling.of(loaded), max_new_tokens=max_tokens, draft=drafter), stats)
+    conversation = Conversation(loaded, system, sampler=sampling.of(loaded), max_new_tokens=max_tokens, draft=drafter)
+    failed = talk(conversation, stats, transcript and not typed_in)
+    if failed and not typed_in:
+        note(f"lmstate: {failed} of the questions and commands failed")
+        raise typer.Exit(1)
 
 
-def talk(conversation: Conversation, stats: bool) -> None:
-    """Read, answer, repeat, until the input ends or /exit. Errors of a turn are told, and the conversation goes on."""
-    from lmstate.cli.chat.slash_commands import COMMANDS, AskQuestion, ExitChat, run_command
+def talk(conversation: Conversation, stats: bool, transcript: bool = False) -> int:
+    """Read, answer, repeat, until the input ends or /exit. Errors of a turn are told, and the conversation goes on.
 
-    while (typed := read()) is not None:
+    Returns how many turns failed. `transcript`: what is read is written too.
+    """
+    from lmstate.cli.chat.slash_commands import COMMANDS, AskQuestion, ExitChat, complete, run_command
+
+    failed = 0
+    while (typed := read(lambda begun: complete(begun, COMMANDS, conversation))) is not None:
         if not typed.text.strip():
             continue
+        if transcript:
+            print(quoted(typed.text), flush=True)
         try:
-            if typed.command:
-                print(run_command(typed.text, COMMANDS, conversation))
-            else:
-                answer(conversation, typed.text, stats)
+            try:
+                if typed.command:
+                    print(run_command(typed.text, COMMANDS, conversation))
+                else:
+                    answer(conversation, typed.text, stats)
+            except AskQuestion as edited:
+                answer(conversation, edited.question, stats)
         except ExitChat:
-            return
-        except AskQuestion as edited:
-            answer(conversation, edited.question, stats)
+            break
         except (ValueError, OSError) as error:
+            failed += 1
             note(f"lmstate: {error}")
+    return failed
+
+
+def quoted(text: str) -> str:
+    """A message as it looks when it was typed: its lines after the prompts."""
+    return PROMPT + text.encode(errors="replace").decode().replace("\n", f"\n{MORE}")
 
 
 def answer(conversation: Conversation, question: str, stats: bool) -> None:

@@ -92,7 +92,7 @@ class Conversation:
         warn_of_length(self.model, self.state.lengths[0], len(ids))
         generation = Generation(
             self.model,
-            [self._align(ids)],
+            [align(self.state, ids)],
             self.state,
             sampler=self.sampler,
             max_new_tokens=self.max_new_tokens,
@@ -132,13 +132,14 @@ class Conversation:
         self.messages = messages
         return cost
 
-    def _align(self, ids: Sequence[int]) -> list[int]:
-        """Rewind the state to the longest beginning that it shares with `ids`; returns what is to be fed after it."""
-        held = self.state.tokens(0)
-        same = min(common_prefix(held, list(ids)), len(ids) - 1)  # one token at least is fed, to have logits from
-        if same < len(held):
-            self.state.rewind(0, same)
-        return list(ids[same:])
+
+def align(state: State, ids: Sequence[int]) -> list[int]:
+    """Rewind row 0 to the longest beginning that it shares with `ids`; returns what is to be fed after it."""
+    held = state.tokens(0)
+    same = min(common_prefix(held, list(ids)), len(ids) - 1)  # one token at least is fed, to have logits from
+    if same < len(held):
+        state.rewind(0, same)
+    return list(ids[same:])
 
 
 def turns(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:

@@ -7,6 +7,7 @@ taken as they are: also where they look like a command.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -23,11 +24,15 @@ class Typed(NamedTuple):
     command: bool
 
 
-def read() -> Typed | None:
+Complete = Callable[[str], list[str]]
+"""The beginning of a line -> the lines that it can become."""
+
+
+def read(complete: Complete = lambda begun: []) -> Typed | None:
     """The next message; None at the end. Ctrl-C forgets what was begun and begins anew, twice in a row leaves."""
     if not sys.stdin.isatty():
         return _message()
-    _edit_lines()
+    _edit_lines(complete)
     try:
         return _message()
     except KeyboardInterrupt:
@@ -89,7 +94,13 @@ def _line(prompt: str) -> str | None:
         return None
 
 
-def _edit_lines() -> None:
-    """Arrow keys and history in `input`, where the platform has them."""
+def _edit_lines(complete: Complete) -> None:
+    """Arrow keys, history and Tab in `input`, where the platform has them."""
     with suppress(ImportError):
-        import readline  # noqa: F401
+        import readline
+
+        readline.set_completer_delims("")  # a whole line is completed, not its last word
+        readline.set_completer(lambda begun, index: dict(enumerate(complete(begun))).get(index))
+        # macOS has libedit in the place of GNU readline, with other words for the same.
+        libedit = "libedit" in (readline.__doc__ or "")
+        readline.parse_and_bind("bind ^I rl_complete" if libedit else "tab: complete")

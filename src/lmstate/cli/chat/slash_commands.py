@@ -47,6 +47,33 @@ def run_command(line: str, commands: Mapping[str, Command], conversation: Conver
     return command.run(conversation, argument.strip())
 
 
+def complete(begun: str, commands: Mapping[str, Command], conversation: Conversation) -> list[str]:
+    """The lines that the beginning of one can become: commands, and after /switch branches, after /load files."""
+    name, space, argument = begun.partition(" ")
+    if not space:
+        lines = [f"{each} " if command.usage != each else each for each, command in commands.items()]
+    elif name == "/switch":
+        branches = conversation.branches
+        lines = [f"{name} {branch}" for branch in branches.known if branch != branches.current]
+    elif name in ("/load", "/save"):
+        force = "--force " if name == "/save" and argument.startswith("--force ") else ""
+        lines = [f"{name} {force}{path}" for path in _paths(argument.removeprefix(force))]
+    else:
+        lines = []
+    return sorted(line for line in lines if begun.startswith("/") and line.startswith(begun))
+
+
+def _paths(begun: str) -> list[str]:
+    """The files and folders whose names begin so."""
+    folder, _, _ = begun.rpartition("/")
+    parent = f"{folder}/" if "/" in begun else ""
+    try:
+        found = list(Path(parent or ".").iterdir())
+    except OSError:
+        return []
+    return [f"{parent}{path.name}{'/' if path.is_dir() else ''}" for path in found]
+
+
 def _help(conversation: Conversation, argument: str) -> str:
     width = max(len(command.usage) for command in COMMANDS.values())
     lines = [f"{command.usage:{width}}  {command.summary}" for command in COMMANDS.values()]

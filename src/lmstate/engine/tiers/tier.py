@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from abc import ABC, abstractmethod
 from array import array
 from collections import deque
@@ -192,23 +191,6 @@ class Tier(ABC):
             finally:
                 with self._changed:
                     self._waiting -= nbytes(job.layers)
-
-
-def open_tier(store: str | os.PathLike[str], namespace: str, limit: int) -> Tier:
-    """The tier that `Engine(store=...)` names: a folder, a `redis://` URL, or an object store's (`s3://`, ...)."""
-    where = os.fspath(store)
-    scheme = where.partition("://")[0] if "://" in where else ""
-    if scheme in ("redis", "rediss", "unix"):
-        from lmstate.engine.tiers.shared import RedisBlobs, SharedTier
-
-        return SharedTier(RedisBlobs(where), namespace)
-    if scheme:
-        from lmstate.engine.tiers.shared import ObjectBlobs, SharedTier
-
-        return SharedTier(ObjectBlobs(where), namespace)
-    from lmstate.engine.tiers.folder import FolderTier
-
-    return FolderTier(where, namespace, limit)
 
 
 def packed(tokens: Sequence[int]) -> bytes:

@@ -9,6 +9,7 @@ from typing import Any
 
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
+from lmstate.checkpoints.renamed import require_head
 from lmstate.checkpoints.text_model import TextModelSource
 from lmstate.errors import ModelError
 from lmstate.models.families.builders.defaults import completed
@@ -120,19 +121,21 @@ FLAT = {"qwen2_5_vl": "qwen2_5_vl_text", "qwen2_vl": "qwen2_vl_text"}
 def build(w: WeightLoader) -> Model:
     """The model of an open checkpoint; of a multimodal one, its text model.
 
-    Raises `ModelError` for a family that is not in the table.
+    Raises `ModelError` for a family that is not in the table, and for a checkpoint without a head.
     """
     text, family = w.config.fields("text_config"), w.config.str("model_type", default="")
     if text is None and family in FLAT:
         text = Config({**w.config, "model_type": FLAT[family]}, w.config.where)
     if family == "paligemma" and text is not None and not text.given("use_bidirectional_attention"):
         text = Config({**text, "use_bidirectional_attention": True}, text.where)  # which its class takes for granted
-    if text is not None:
-        w = w.over(TextModelSource(w.source, text))
-    family = w.config.str("model_type")
-    if family not in FAMILIES:
+    family = (w.config if text is None else text).str("model_type")
+    if family not in FAMILIES:  # said before anything is missed that such a model does not have
         known = ", ".join(sorted(FAMILIES))
         raise ModelError(f"models of the family {family!r} are not supported; supported are {known}")
+    if text is not None:
+        w = w.over(TextModelSource(w.source, text))
+    else:
+        require_head(w.source, w.source.config)
     w.config = completed(w.config, defaults(family))
     model: Model = _module(family).build(w)
     return model

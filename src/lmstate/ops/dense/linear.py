@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -14,6 +16,7 @@ from lmstate.ops.dense.norm import add_residual, norm_reference
 from lmstate.ops.dense.norm import norm as apply_norm
 from lmstate.ops.types.params import Norm, Residual
 from lmstate.ops.types.weight import Weight
+from lmstate.ops.weights.lora import LoraWeight
 
 GEMV_ROWS = 32
 """Up to so many rows go through fused sublayers in one native call, of which none alone is worth a call."""
@@ -38,6 +41,9 @@ def linear(
     multiply float32 activations. Where the processor is faster with pairs of bfloat16 than with twice as many floats,
     bfloat16 weights of K a multiple of 32 multiply activations rounded to bfloat16.
     """
+    if isinstance(weight, LoraWeight):
+        y = weight.add_to(linear, linear(x, weight.base, bias, norm=norm, gate=gate), _entered(x, norm, gate))
+        return y if residual is None else add_residual(residual, y)
     stream = None if residual is None else residual.stream
     library = dispatch.native(x, weight.storage, stream)
     if library is not None and x.dtype == torch.float32:
@@ -78,5 +84,28 @@ def linear_reference(
         x = norm_reference(x, norm)
     if gate is not None:
         x = glu_reference(x, gate)
-    y = F.linear(x.float(), weight.dequantize(), bias)
+    if x.requires_grad and weight.kind != "float32" and not weight.storage.requires_grad and torch.is_grad_enabled():
+        y = _Frozen.apply(x.float(), weight)
+        y = y if bias is None else y + bias
+    else:
+        y = F.linear(x.float(), weight.dequantize(), bias)
     return y if residual is None else add_residual(residual, y)
+
+
+class _Frozen(torch.autograd.Function):
+    """A product with a weight that does not train. Backward expands it again: floats of every weight never coexist."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Weight) -> Tensor:
+        ctx.weight = weight
+        return F.linear(x, weight.dequantize())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] @ ctx.weight.dequantize(), None
+
+
+def _entered(x: Tensor, norm: Norm | None, gate: str | None) -> Tensor:
+    """What a product multiplies, after its norm and its gate."""
+    x = x if norm is None else apply_norm(x, norm)
+    return x if gate is None else glu(x, gate)

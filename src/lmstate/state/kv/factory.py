@@ -1,4 +1,4 @@
-"""The one place that makes the states of attention layers, after the policy in their layout."""
+"""Constructors of the states of attention layers, by the policy in their layout."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def attention_state(
     heads: int,
     scale: float,
 ) -> KeyValueState:
-    """What a layer of K kv heads of `head_dim` remembers under `layout.kv`; the arguments are `EvictingState`'s.
+    """The state of a layer of K kv heads of `head_dim` under `layout.kv`; the arguments are `EvictingState`'s.
 
     A layer whose window is no longer than the budget of an evicting policy keeps its window, stored as the policy says.
     """
@@ -67,7 +67,7 @@ def latent_state(
     heads: int,
     scale: float,
 ) -> LatentState | EvictingLatentState:
-    """What a layer of latent attention remembers under `layout.kv`."""
+    """The state of a layer of latent attention under `layout.kv`."""
     policy = layout.kv
     if isinstance(policy, Evicting):
         return EvictingLatentState(layout, policy, latent_dim, rope_dim, rotate_by=rotate_by, heads=heads, scale=scale)

@@ -57,10 +57,10 @@ class AttentionState(SlotState, KeyValueState):
         sight: ops.CausalMask = ops.FULL_CAUSAL,
         rotate_by: Callable[[Tensor, int], Tensor] | None = None,
     ):
-        """`sight`: what a query sees, and so what is remembered.
+        """`sight`: the mask of a query, and so the positions that are stored.
 
-        `rotate_by(keys [K, S, D], delta)` rotates keys as if each had stood `delta` positions farther on (None: keys have
-        no position); `State.drop` closes a gap with it.
+        `rotate_by(keys [K, S, D], delta)` rotates keys as if each had stood `delta` positions farther on (None: keys
+        have no position); `State.drop` closes a gap with it.
         """
         self.sight, self.rotate_by = sight, rotate_by
         # The positions in sight, and as many as a rewind brings in sight.
@@ -76,6 +76,7 @@ class AttentionState(SlotState, KeyValueState):
         return {name: (kv_heads, dim) for name, dim in dims.items()}, {}
 
     def rings(self, step: Step) -> ops.KVView | None:
+        self._own()
         if not self.view_cache:
             self.view_cache.append(self.new_view())
         return self.view_cache[0]
@@ -99,6 +100,8 @@ class AttentionState(SlotState, KeyValueState):
         scoring: ops.AttentionParams,
         rotation: ops.RopeTables | None = None,
     ) -> Tensor:
+        if new is not None:
+            self._own()
         memory = self.k, self.v, step.starts_t, step.counts_t
         if new is not None and rotation is not None:
             return ops.rotate_attend(q, *new, rotation, *memory, scoring, self.sight)

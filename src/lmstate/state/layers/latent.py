@@ -35,6 +35,7 @@ class LatentState(SlotState):
 
     def store(self, latent: Tensor, rope_key: Tensor, step: Step) -> None:
         """Store the new tokens' latents `[R, T, Lat]` and rotated rope keys `[R, T, Dr]`."""
+        self._own()
         held = (self.buffers["latent"][:, None], self.buffers["rope"][:, None])  # one "head" each
         ops.append(latent[:, :, None], rope_key[:, :, None], *held, step.starts_t, step.counts_t)
 

@@ -1,9 +1,9 @@
 """The state of a recurrent layer: the carry of a scan, and what it takes to go back.
 
-A scan is `(inputs [R, T, F], carry, counts [R], gate) -> (outputs [R, T, G], carry)`, as `lax.scan`'s over a step: it is
-given what the layer projected and nothing that it derived from that, so that a log of inputs replays exactly.
-`gate [R, T, B]` is what the outputs need and the carry does not (an output gate, say); where only the carry is wanted,
-it is None. A scan writes into none of its arguments.
+A scan is `(inputs [R, T, F], carry, counts [R], gate) -> (outputs [R, T, G], carry)`, `lax.scan` over the tokens of a
+step: its inputs are the layer's projections and nothing derived from them, so that a log of inputs replays exactly.
+`gate [R, T, B]` is used by the outputs and not by the carry (an output gate, say); None where only the carry is
+wanted. A scan writes into none of its arguments.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class RecurrentState(LayerState):
     A step scans to a next carry, which `commit` adopts. If only a prefix was accepted, the step's inputs are scanned
     again from the old carry. To go back, each row's carry at the last two multiples of `rewind` (its checkpoints) and
     the inputs since the older of them (the log, a ring) are kept: any of the last `rewind` positions, and usually more,
-    is reached by scanning again from a checkpoint. No tensor of a carry is written into, so that they are shared freely.
+    is reached by scanning again from a checkpoint. Tensors of a carry are never written into, so that they are shared
+    freely.
 
     Of a static layout, carry, next carry and the step's inputs have tensors of their own, that a `DeviceStep` fills.
     """

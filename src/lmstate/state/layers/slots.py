@@ -23,8 +23,8 @@ class SlotState(LayerState):
 
     Without a span S grows by doubling and nothing wraps. With one, S stops growing when it holds the span and the step,
     and the same slots become a ring: one code path before, at and after the wrap. Nothing says where a row ends but the
-    step. A row's slots hold the positions from `written_to[r] - S` on, where `written_to[r]` is the farthest that was ever written:
-    writing position p overwrites `p - S`, also in a step that is discarded.
+    step. A row's slots hold the positions from `written_to[r] - S` on, where `written_to[r]` is the end of all that was
+    ever written: writing position p overwrites `p - S`, also in a step that is discarded.
 
     `buffers` is replaced as a whole and never changed, so that what a step may have to bring back is one reference. Of
     a static layout it is never replaced: there are slots for all from the start, and what was in them is copied back.
@@ -41,8 +41,8 @@ class SlotState(LayerState):
     ):
         """`widths`: the shape of each buffer without rows and slots, `(K, D)` say.
 
-        `window_span`: the stored positions that some query may still need, those that a rewind brings in sight included; None
-        for all of them. `dtypes`: of the buffers that are not in the layout's.
+        `window_span`: the stored positions that some query may still need, those that a rewind brings in sight
+        included; None for all of them. `dtypes`: of the buffers that are not in the layout's.
         """
         self.layout = layout
         self.window_span = window_span
@@ -169,7 +169,7 @@ class SlotState(LayerState):
         self._hold(closed, self.written_to, changes)
 
     def moved(self, name: str, stored: Tensor, delta: int) -> Tensor:
-        """What is stored under a name, `[..., n, D]`, as it would be if its tokens had stood `delta` positions on."""
+        """The content of a buffer, `[..., n, D]`, moved by `delta` positions."""
         return stored
 
     def static_tensors(self) -> dict[str, Tensor]:
@@ -229,6 +229,16 @@ class SlotState(LayerState):
         changes.clear(self.view_cache)
         changes.apply()
 
+    def _own(self) -> None:
+        """Before a write: have copies of buffers that a backward pass is going to read as they are.
+
+        As with any tensor, what is committed under `torch.no_grad()` is a constant for all that follows.
+        """
+        if any(buffer.requires_grad for buffer in self.buffers.values()) and not self.layout.static:
+            if self._saved is None:
+                self._save()
+            self._use({name: buffer.clone() for name, buffer in self.buffers.items()}, self.written_to)
+
     def _save(self) -> None:
         self._saved = (self.buffers, list(self.written_to))
 
@@ -264,7 +274,7 @@ def _slots(buffers: Buffers) -> int:
 
 
 def _resized(buffers: Buffers, written_to: list[int], slots: int) -> tuple[Buffers, list[int]]:
-    """Copies with more slots, each position moved to where it now belongs. In their `written_to` what was lost stays lost."""
+    """Copies with more slots, each position where it now belongs. In their `written_to` what was lost stays lost."""
     old = _slots(buffers)
     larger = {name: b.new_zeros(*b.shape[:-2], slots, b.shape[-1]) for name, b in buffers.items()}
     for row, end in enumerate(written_to):

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lmstate.errors import SnapshotError
-from lmstate.files.atomic import atomic_write
-from lmstate.state.layer_file import MOST_TOKENS, by_layer, read_tensors, whole_number
+from lmstate.state.layer_file import MOST_TOKENS, by_layer, metadata_number, read_layers, write_layers
 
 FORMAT = "lmstate-transformers-cache"
-VERSION = 1
+VERSION = 2
 SAMPLE = 64  # elements of each weight that the fingerprint reads
 LOCAL = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "_attn_implementation")
 
@@ -75,8 +74,6 @@ def save(snapshot: CacheSnapshot, path: str | os.PathLike[str]) -> None:
     """Write it. Layout: metadata `format`, `version`, `fingerprint`, `length`, `known`, `kinds` (JSON); tensors
     `layers.{index}.{name}` and `history.{name}`. Raises `OSError`; an older file of that name is then whole.
     """
-    from safetensors.torch import save_file
-
     tensors = {f"history.{name}": tensor for name, tensor in snapshot.history.items()}
     for index, (_, layer) in enumerate(snapshot.layers):
         tensors.update({f"layers.{index}.{name}": tensor for name, tensor in layer.items()})
@@ -88,17 +85,15 @@ def save(snapshot: CacheSnapshot, path: str | os.PathLike[str]) -> None:
         "known": str(snapshot.known),
         "kinds": json.dumps([kind for kind, _ in snapshot.layers]),
     }
-    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    with atomic_write(Path(path)) as part:
-        save_file(whole, part, metadata)
+    write_layers(path, metadata, tensors)
 
 
 def load(path: str | os.PathLike[str]) -> CacheSnapshot:
     """Read what `save` wrote. Raises `SnapshotError` if it is damaged or none, `OSError` if unreadable."""
     path = Path(path)
-    metadata, tensors = read_tensors(path, FORMAT, VERSION, "file of a StateCache")
+    metadata, tensors = read_layers(path, FORMAT, VERSION, "file of a StateCache")
     kinds = _kinds(path, metadata)
-    length, known = (whole_number(path, metadata, name, MOST_TOKENS) for name in ("length", "known"))
+    length, known = (metadata_number(path, metadata, name, MOST_TOKENS) for name in ("length", "known"))
     named = {name: f"history.{name}" for name in ("ids", "positions", "mask")}
     history = {name: tensors.pop(stored) for name, stored in named.items() if stored in tensors}
     layers = by_layer(path, tensors, len(kinds))

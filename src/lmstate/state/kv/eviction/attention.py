@@ -14,6 +14,7 @@ from lmstate.ops.attention.slots import commit_slots_reference, prepare_commit
 from lmstate.ops.types.params import AttentionSums
 from lmstate.ops.types.slot_table import SlotCommit
 from lmstate.state.changes import Changes
+from lmstate.state.gradients import refused, wanted
 from lmstate.state.kv.eviction.codec import Codec
 from lmstate.state.kv.eviction.planner import EvictionPlanner, StepChunk, counts_tensor
 from lmstate.state.kv.eviction.query_ring import LastQueries
@@ -25,6 +26,7 @@ from lmstate.state.layers.base import Layout
 from lmstate.state.step import Step
 
 ROOM = 16  # slots to spare when the arrays are made anew
+LOSS = "the slots of a policy that evicts"
 
 
 class EvictingState(KeyValueState):
@@ -69,6 +71,7 @@ class EvictingState(KeyValueState):
         self.planner = EvictionPlanner(policy, sight, layout.rewind, scale, exact=exact)
         self._chunk: StepChunk | None = None
         self._speculative = False
+        self._followed = False  # whether anything stored had a gradient to follow
         self._saved: tuple[SlotStore, LastQueries | None] | None = None
 
     @property
@@ -86,7 +89,8 @@ class EvictingState(KeyValueState):
         self.discard()
         self._speculative = step.speculative
         before = (self.slot_store, self.queries)
-        if not step.speculative and step.width > step.chunk:  # commits its chunks one by one
+        written = any(x.requires_grad for x in self.arrays.values())  # a backward pass reads them as they are
+        if written or (not step.speculative and step.width > step.chunk):  # commits its chunks one by one
             self.slot_store = self.slot_store.clone()
             self.queries = None if self.queries is None else self.queries.clone()
         self._make_room(step.width if step.speculative else min(step.width, step.chunk))
@@ -113,6 +117,17 @@ class EvictingState(KeyValueState):
         step: Step,
         scoring: ops.AttentionParams,
         rotation: ops.RopeTables | None = None,
+    ) -> Tensor:
+        seen = self._attend(q, new, step, scoring, rotation)
+        return refused(seen, LOSS) if self._loses(step, q, *(new or ())) else seen
+
+    def _attend(
+        self,
+        q: Tensor,
+        new: tuple[Tensor, Tensor] | None,
+        step: Step,
+        scoring: ops.AttentionParams,
+        rotation: ops.RopeTables | None,
     ) -> Tensor:
         chunk = self._enter(step)
         uniform = self.slot_store.occupancy.uniform and self._as_ring(step)
@@ -314,6 +329,14 @@ class EvictingState(KeyValueState):
             changes.assign(view, "starts", None)
             if commit is None or view.columns is not commit.columns or view.queries is not commit.queries:
                 changes.assign(store, "view", None)
+
+    def _loses(self, step: Step, *tensors: Tensor) -> bool:
+        """Whether a gradient is lost: codes have none, nor have slots that an earlier step or chunk has filled."""
+        if not wanted(*tensors):
+            return False
+        loses = self.codec.bits is not None or (self._followed and any(step.starts))
+        self._followed = True
+        return loses
 
     def _store(self, new: tuple[Tensor, Tensor], step: Step) -> None:
         """Put keys and values `[R, T, K, D]` behind the filled slots."""

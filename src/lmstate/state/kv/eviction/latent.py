@@ -11,7 +11,8 @@ from lmstate import ops
 from lmstate.ops.attention.attend_latent import latent_attend
 from lmstate.ops.attention.attend_slots import attend_slots
 from lmstate.ops.types.params import AttentionSums
-from lmstate.state.kv.eviction.attention import EvictingState
+from lmstate.state.gradients import refused
+from lmstate.state.kv.eviction.attention import LOSS, EvictingState
 from lmstate.state.kv.eviction.slot_store import Arrays
 from lmstate.state.kv.policies.base import Evicting
 from lmstate.state.layers.base import Layout
@@ -43,12 +44,14 @@ class EvictingLatentState(EvictingState):
             query_dim=latent_dim + rope_dim,
         )  # fmt: skip
         self.kind, self.latent_dim = "latent", latent_dim
+        self._cut = False  # whether a gradient through the step is lost
 
     @property
     def observed(self) -> bool:
         return self.history > 0 or self.queries is not None
 
     def store(self, latent: Tensor, rope_key: Tensor, step: Step) -> None:
+        self._cut = self._loses(step, latent, rope_key)
         self._enter(step)
         self._store((latent[:, :, None], rope_key[:, :, None]), step)
 
@@ -60,14 +63,15 @@ class EvictingLatentState(EvictingState):
 
     def stored(self, step: Step) -> tuple[Tensor, Tensor]:
         latent, rope_key = (self.codec.transform(x[:, 0, : self.extent(step)]) for x in self.codec.decode(self.arrays))
-        return latent, rope_key
+        return (refused(latent, LOSS), refused(rope_key, LOSS)) if self._cut else (latent, rope_key)
 
     def attend_latents(self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float) -> Tensor:
         """`LatentState.attend_latents`."""
         chunk = self._enter(step)
         latent, rope_key = self.stored(step)
         if not self.observed:
-            return latent_attend(q_latent, q_rope, latent, rope_key, chunk.starts, step.counts_t, scale=scale)
+            seen = latent_attend(q_latent, q_rope, latent, rope_key, chunk.starts, step.counts_t, scale=scale)
+            return refused(seen, LOSS) if self._cut else seen
         q = torch.cat([q_latent, q_rope], dim=-1).float()
         if self.queries is not None:
             chunk.queries = q.detach().contiguous()
@@ -78,7 +82,8 @@ class EvictingLatentState(EvictingState):
             columns = AttentionSums(chunk.columns[..., : keys.shape[2]], chunk.starts + step.counts_t)
         where = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
         values, scoring = latent[:, None], ops.AttentionParams(scale)
-        return attend_slots(q, keys, values, where, chunk.starts, step.counts_t, scoring, columns=columns)
+        seen = attend_slots(q, keys, values, where, chunk.starts, step.counts_t, scoring, columns=columns)
+        return refused(seen, LOSS) if self._cut else seen
 
     def read(self, arrays: Arrays) -> tuple[Tensor, Tensor]:
         latent, rope_key = super().read(arrays)

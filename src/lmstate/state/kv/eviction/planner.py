@@ -67,7 +67,7 @@ class EvictionPlanner:
         """Whether heads that are alike in number stay so."""
 
     def plan(self, layer: EvictingLayer, chunk: StepChunk, accepted: tuple[int, ...]) -> EvictionPlan:
-        """The plan for the first `accepted` tokens of a chunk; the same one for all layers that fare alike, if predicted."""
+        """The plan for the first `accepted` tokens of a chunk; where predicted, one for all layers that fare alike."""
         step, store, queries = chunk.step, layer.slot_store, layer.queries
         if self.predicts_counts and store.occupancy.uniform:
             key = ("plan", id(self.policy), accepted, store.occupancy)
@@ -149,7 +149,7 @@ class EvictionPlanner:
         """`lost`: how many slots of each row's heads go, or of the head that loses most."""
         before, rewind = store.occupancy, self.rewind
         after = tuple(
-            row.settled(n, gone, start + n, rewind, exact=self.exact) if n else row
+            row.after_step(n, gone, start + n, rewind, exact=self.exact) if n else row
             for row, start, n, gone in zip(before.rows, step.starts, accepted, lost)
         )
         wanted = max(row.undoable + gone for row, gone in zip(before.rows, lost)) if rewind else 0

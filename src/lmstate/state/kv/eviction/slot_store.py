@@ -1,4 +1,4 @@
-"""What an evicting layer keeps: table of slots that are filled from the front, and what was evicted lately."""
+"""The slots of an evicting layer: filled from the front of each head, and an undo log of the last evictions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Arrays = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class RowOccupancy:
-    """What the host knows of a row's table, so that it need not ask."""
+    """Counts of a row's slots on the host, so that a step need not wait for the device."""
 
     most: int = 0  # the filled slots of its fullest head
     floor: int = 0  # a rewind to here or later finds all that was evicted since
@@ -36,7 +36,7 @@ class RowOccupancy:
         """As many as its fullest head has filled at any length that a rewind may want, or more."""
         return self.most + self.undoable
 
-    def settled(self, added: int, lost: int, length: int, rewind: int, *, exact: bool) -> RowOccupancy:
+    def after_step(self, added: int, lost: int, length: int, rewind: int, *, exact: bool) -> RowOccupancy:
         """The row added slots and lost some. `exact`: something else of it reaches no farther back than a rewind."""
         horizon = length - rewind
         evictions = (*self.evictions, (length, lost)) if lost else self.evictions
@@ -213,7 +213,7 @@ class SlotStore:
         return {name: x[0].clone() for name, x in arrays.items()}
 
     def restorable(self, length: int, tensors: Arrays) -> Arrays:
-        """What `captured` gave, as `put` takes it. Raises `SnapshotError` if it cannot be of a row of `length`."""
+        """The output of `captured` as `put` takes it. Raises `SnapshotError` if it cannot be of a row of `length`."""
         own = self.table.stored
         position = check(own, length, tensors)
         count, stored = position.shape[-1], {}
@@ -226,7 +226,7 @@ class SlotStore:
         return [*self.table.stored.values(), *self.table.undo_log.values(), self.table.filled, self.table.undo_head]
 
     def spare(self) -> list[Tensor]:
-        """What a next step may use."""
+        """Buffers that a next step may use."""
         return (
             []
             if self.slot_commit is None
@@ -238,8 +238,8 @@ def check(stored: Arrays, length: int, tensors: Arrays) -> Tensor:
     """The positions of the slots of a snapshot. Raises `SnapshotError` where no row would have captured them."""
     if set(tensors) != set(stored):
         raise SnapshotError(
-            f"this layer evicts, and needs the tensors {sorted(stored)}; the snapshot has {sorted(tensors)}: restore it "
-            f"in a state that was made with the same kv policy"
+            f"this layer evicts, and needs the tensors {sorted(stored)}; the snapshot has {sorted(tensors)}: "
+            "restore it in a state that was made with the same kv policy"
         )
     position = tensors["position"]
     count = position.shape[-1:].numel()

@@ -1,4 +1,4 @@
-"""What a storage policy is: which slots a layer keeps, apart from how it stores them."""
+"""The interface of policies that evict: which slots a layer keeps, apart from how it stores them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lmstate.state.layers.base import Policy
 
 @dataclass(frozen=True)
 class Slots:
-    """What a policy decides on: the slots of every row and kv head, once the rows hold `lengths` tokens.
+    """The slots that a policy decides on, of every row and kv head, once the rows hold `lengths` tokens.
 
     Slots lie in no order; `positions` int32 `[R, K, S]` says whose each is. Only those where `alive` bool `[R, K, S]`
     count. `scores` float32 `[R, K, S]`: the sums of the attention that each slot has received (from every query since
@@ -133,7 +133,7 @@ class Budget(Evicting):
 
     @property
     def lowest(self) -> EvictLowest:
-        """What goes where ranks are the default ones."""
+        """The evictions where ranks are the default ones."""
         return EvictLowest(self.budget, self.batch, self.sinks, self.newest, self.observes)
 
     def evict(self, slots: Slots) -> Tensor:

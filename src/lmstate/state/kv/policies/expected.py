@@ -1,4 +1,4 @@
-"""What future queries are expected to look at (Expected Attention; Devoto et al. 2025, 2510.00636)."""
+"""Slots that future queries are expected to attend to (Expected Attention; Devoto et al. 2025, 2510.00636)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ExpectedAttention(Budget):
     """Keeps the slots that queries like the last `window` ones will attend to from the next `future` positions.
 
     The last queries, turned back from their positions and on to the average of future ones, are taken for normal with
-    mean m and covariance C; a slot's weight is then exp(m k + k C k / 2), normalised over the slots, averaged over the
+    mean m and covariance C; a slot's weight is then exp(m k + k C k / 2), normalized over the slots, averaged over the
     query heads of a group, times the length of its value. Asked again whenever the budget is passed, `batch` slots at a
     time: between two evictions a head holds `budget - batch` or more.
     """

@@ -1,4 +1,4 @@
-"""What the last queries look at (SnapKV; Li et al. 2024, 2404.14469)."""
+"""Slots that the last queries attend to (SnapKV; Li et al. 2024, 2404.14469)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How keys and values are stored: as floats, or in a few bits each. These policies keep every token."""
+"""How keys and values are stored: as floats, or in a few bits an element. These policies keep every token."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Dense(Storage):
 
 @dataclass(frozen=True)
 class Quantized(Storage):
-    """In 8, 4 or 2 bits a number; each token is quantised once.
+    """In 8, 4 or 2 bits an element; each token is quantized once.
 
-    Keys and values are turned by an orthogonal matrix first (Hadamard; as in QuaRot, 2404.00456), so that no channel
-    stands out, with a scale a token and head. But keys of 4 and 2 bits have a scale and a middle for each channel of 64
-    positions (KIVI, 2402.02750), and until these are complete, the newest keys are kept as floats; under a policy that
-    evicts, keys are stored as values are. Latents have scales for at most 64 numbers of a token. `ops.types.kv_format`
-    says what is stored.
+    Keys and values go through an orthogonal transform first (Hadamard; as in QuaRot, 2404.00456), so that no channel
+    stands out, with a scale a token and head. But keys of 4 and 2 bits have a scale and a zero point for each channel
+    of 64 positions (KIVI, 2402.02750), and until these are complete, the newest keys are kept as floats; under a policy
+    that evicts, keys are stored as values are. Latents have scales for at most 64 elements of a token.
+    `ops.types.kv_format` says what is stored.
     """
 
     bits: int = 8

@@ -1,4 +1,4 @@
-"""Attention states that keep every token in 8 or 4 bits a number: full, of a window, latent."""
+"""Attention states that keep every token in 8 or 4 bits an element: full, of a window, latent."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from lmstate.ops.attention.attend_latent import latent_attend
 from lmstate.ops.attention.attend_quantized import WHOLE, attend_quantized
 from lmstate.ops.types import kv_format
 from lmstate.ops.types.params import Held
+from lmstate.state.gradients import refused, wanted
 from lmstate.state.kv.policies.storage import Quantized
 from lmstate.state.layers.attention import AttentionState
 from lmstate.state.layers.base import Layout
@@ -19,16 +20,17 @@ from lmstate.state.layers.latent import LatentState
 from lmstate.state.layers.slots import SlotState
 from lmstate.state.step import Step
 
-REFUSAL = "its keys are quantised as they were rotated, and never a second time"
+REFUSAL = "its keys are quantized as they were rotated, and never a second time"
+LOSS = "quantized keys and values"
 
 
 class QuantizedAttentionState(AttentionState):
-    """8 bits: codes and scales of turned keys and values in slots, or in a window's ring; see `Quantized`.
+    """8-bit codes and scales of keys and values, after a Hadamard transform, in slots or in a window's ring.
 
     A token is stored before its step attends, so that it reads of itself what later ones will read.
     """
 
-    what = "quantised keys and values"
+    what = "quantized keys and values"
 
     def stored_as(
         self, kv_heads: int, dims: dict[str, int]
@@ -46,19 +48,20 @@ class QuantizedAttentionState(AttentionState):
         scoring: ops.AttentionParams,
         rotation: ops.RopeTables | None = None,
     ) -> Tensor:
-        return attend_quantized(
-            q, new, rotation, held(self.buffers), None, step.starts_t, step.counts_t, scoring, self.sight,
+        seen = attend_quantized(
+            q, detached(new), rotation, held(self.buffers), None, step.starts_t, step.counts_t, scoring, self.sight,
             bits=8, dtype=self.layout.dtype,
         )  # fmt: skip
+        return refused(seen, LOSS) if wanted(q, *(new or ())) else seen
 
     def refuses_drop(self, row: int) -> str | None:
         return REFUSAL
 
 
 class QuantizedLatentState(LatentState):
-    """Codes and scales of latents and rope keys, turned."""
+    """Codes and scales of latents and rope keys, after a Hadamard transform."""
 
-    what = "quantised latents and rope keys"
+    what = "quantized latents and rope keys"
 
     def __init__(
         self,
@@ -70,10 +73,12 @@ class QuantizedLatentState(LatentState):
         rotate_by: Callable[[Tensor, int], Tensor] | None = None,
     ):
         self.bits, self.rotate_by = storage.bits, rotate_by
+        self._lost = False  # whether what is stored of the step had a gradient to follow
         widths, dtypes = coded_buffers({"latent": latent_dim, "rope": rope_dim}, self.bits)
         SlotState.__init__(self, layout, widths, None, dtypes)
 
     def store(self, latent: Tensor, rope_key: Tensor, step: Step) -> None:
+        self._lost = wanted(latent, rope_key)
         coded = [kv_format.encode(kv_format.turned(new[:, :, None]), self.bits) for new in (latent, rope_key)]
         for (one, other), end in zip(zip(*coded), ("", ".scale")):
             latents, rope_keys = (self.buffers[name + end][:, None] for name in ("latent", "rope"))
@@ -81,7 +86,7 @@ class QuantizedLatentState(LatentState):
 
     def stored(self, step: Step) -> tuple[Tensor, Tensor]:
         latent, rope_key = (kv_format.turned(x).to(self.layout.dtype) for x in self._turned(step))
-        return latent, rope_key
+        return (refused(latent, LOSS), refused(rope_key, LOSS)) if self._lost else (latent, rope_key)
 
     def _turned(self, step: Step) -> tuple[Tensor, Tensor]:
         end = max(step.ends, default=0)
@@ -96,10 +101,15 @@ class QuantizedLatentState(LatentState):
     def attend_latents(self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float) -> Tensor:
         q_latent, q_rope = kv_format.turned(q_latent), kv_format.turned(q_rope)
         seen = latent_attend(q_latent, q_rope, *self._turned(step), step.starts_t, step.counts_t, scale=scale)
-        return kv_format.turned(seen)
+        seen = kv_format.turned(seen)
+        return refused(seen, LOSS) if self._lost or wanted(q_latent, q_rope) else seen
 
     def refuses_drop(self, row: int) -> str | None:
         return REFUSAL
+
+
+def detached(new: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
+    return None if new is None else (new[0].detach(), new[1].detach())
 
 
 def held(buffers: dict[str, Tensor]) -> Held:

@@ -1,4 +1,4 @@
-"""Attention states that keep every token in 4 or 2 bits a number, and the newest keys as floats too."""
+"""Attention states that keep every token in 4 or 2 bits an element, and the newest keys as floats too."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from lmstate.ops.attention.attend_quantized import WHOLE, attend_quantized
 from lmstate.ops.types import kv_format
 from lmstate.ops.types.kv_format import BLOCK
 from lmstate.state.changes import Changes
+from lmstate.state.gradients import refused, wanted
 from lmstate.state.kv.policies.storage import Quantized
-from lmstate.state.kv.quantized.attention import REFUSAL, coded_buffers, coded_rings, held
+from lmstate.state.kv.quantized.attention import LOSS, REFUSAL, coded_buffers, coded_rings, detached, held
 from lmstate.state.layers.attention import KeyValueState
 from lmstate.state.layers.base import Layout
 from lmstate.state.layers.composite import CompositeState
@@ -22,14 +23,14 @@ from lmstate.state.layers.slots import Buffers, SlotState
 from lmstate.state.step import Step
 
 SHORT = 32
-"""What steps of up to so many tokens more than one need in the ring of floats is kept."""
+"""Slots of the ring of floats that are not given back: room for steps of so many tokens."""
 
 
 class BlockState(CompositeState, KeyValueState):
     """Codes of values, and of keys in blocks of positions that are whole, in slots or in a window's ring; and a ring of
     keys as floats.
 
-    A block of keys is quantised, once, from the floats, when its last token is stored. A query reads codes or floats of
+    A block of keys is quantized, once, from the floats, when its last token is stored. A query reads codes or floats of
     a block by its own position (`ops.attend_quantized`), so that no cut of the stream shows; the ring goes back far
     enough for that from any position inside the rewind window. A block's codes of keys are never read before it is
     whole.
@@ -66,10 +67,11 @@ class BlockState(CompositeState, KeyValueState):
         scoring: ops.AttentionParams,
         rotation: ops.RopeTables | None = None,
     ) -> Tensor:
-        return attend_quantized(
-            q, new, rotation, held(self.codes.buffers), self.tail.buffers["k"], step.starts_t, step.counts_t, scoring,
-            self.sight, bits=self.bits, dtype=self.layout.dtype,
+        seen = attend_quantized(
+            q, detached(new), rotation, held(self.codes.buffers), self.tail.buffers["k"], step.starts_t, step.counts_t,
+            scoring, self.sight, bits=self.bits, dtype=self.layout.dtype,
         )  # fmt: skip
+        return refused(seen, LOSS) if wanted(q, *(new or ())) else seen
 
     def capture(self, row: int, length: int) -> dict[str, Tensor]:
         captured = super().capture(row, length)
@@ -91,7 +93,7 @@ class BlockState(CompositeState, KeyValueState):
 class Codes(SlotState):
     """Codes and scales in a number of slots that blocks fill: a block's slots follow each other."""
 
-    kind, what = "attention", "blocks of quantised keys and values"
+    kind, what = "attention", "blocks of quantized keys and values"
 
     def __init__(self, layout: Layout, bits: int, kv_heads: int, dims: dict[str, int], sight: ops.CausalMask):
         window_span, slack = None, layout.rewind

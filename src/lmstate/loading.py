@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from lmstate.models.model import Model
+
+if TYPE_CHECKING:
+    from lmstate.training.lora import LoraConfig
 
 
 def load(
@@ -14,6 +19,10 @@ def load(
     weights: str = "auto",
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    trainable: bool | Literal["lora"] = False,
+    lora: LoraConfig | None = None,
+    adapter: str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]] | None = None,
+    merge: bool = False,
 ) -> Model:
     """Load a model by alias ("smollm2"), directory, `.gguf` file or Hub id.
 
@@ -21,6 +30,11 @@ def load(
     quantised file, and takes float checkpoints in bfloat16 where the processor multiplies it, else in float32.
     dtype: of stored keys and values and of large products; float32 for float32 weights, else bfloat16.
     device: the CPU unless given.
+    trainable: True for a model of which every weight is a parameter, "lora" for one of which an adapter is, described
+    by `lora` (see `lmstate.training`), over weights of any storage.
+    adapter: a folder with a LoRA adapter as PEFT saves it, which runs beside the weights, or is merged into them with
+    `merge`; or several by name, of which `model.adapted(name)` runs one, or one for each row. With trainable="lora",
+    the one to train on.
     Raises `ModelError` (a `ValueError`) for a checkpoint that is damaged or not supported, `OSError` for files that are
     missing or cannot be fetched.
     """
@@ -29,7 +43,12 @@ def load(
 
     _check_device(device)
     opened, tokenizer, defaults = open_checkpoint(name, weights, dtype, device)
-    model = build(opened)
+    if trainable or lora is not None or adapter is not None or merge:
+        from lmstate.training import open_model
+
+        model = open_model(opened, trainable, lora, adapter, merge)
+    else:
+        model = build(opened)
     model.name = str(name)
     model.defaults = defaults
     model._tokenizer = tokenizer

@@ -1,0 +1,121 @@
+"""Memory and seconds of a training step over lengths and chunks, `python -m bench.training [--lengths ...]`.
+
+The loss of SmolLM2 (float32, every weight) on random tokens, and its backward, each in a process of its own. Beside it
+`transformers` on the same weights with gradient checkpointing, if it is installed. `--json PATH` keeps the rows there:
+those that it has already are not measured again. `--plot PATH` draws memory and seconds against the length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+LENGTHS = (1000, 4000, 16000, 32000)
+CHUNKS = (256, 512, 1024, 2048)
+
+OURS = """
+import resource, sys, time, torch, lmstate
+from lmstate.training import loss
+torch.manual_seed(0)
+torch.set_num_threads(int(sys.argv[4]))
+model = lmstate.load(sys.argv[1], weights="float32", trainable=True)
+ids = [torch.randint(5, 40000, (int(sys.argv[2]),)).tolist()]
+loss(model, [ids[0][:64]], chunk=64).backward()
+began = time.perf_counter()
+value = loss(model, ids, chunk=int(sys.argv[3]))
+value.backward()
+seconds = time.perf_counter() - began
+print(seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, float(value.detach()))
+"""
+THEIRS = """
+import resource, sys, time, torch, transformers
+from pathlib import Path
+torch.manual_seed(0)
+torch.set_num_threads(int(sys.argv[4]))
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).train()
+model.gradient_checkpointing_enable({"use_reentrant": False})
+model.config.use_cache = False
+ids = torch.randint(5, 40000, (int(sys.argv[2]),))[None]
+model(ids[:, :64], labels=ids[:, :64]).loss.backward()
+began = time.perf_counter()
+value = model(ids, labels=ids).loss
+value.backward()
+seconds = time.perf_counter() - began
+print(seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, float(value.detach()))
+"""
+
+
+def measured(program: str, folder: Path, length: int, chunk: int, threads: int) -> dict[str, Any]:
+    """Seconds, peak bytes and the loss of one run; what it died of instead, if it did."""
+    command = [sys.executable, "-c", program, str(folder), str(length), str(chunk), str(threads)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ran.returncode:
+        reason = (ran.stderr.strip().splitlines() or [f"signal {-ran.returncode}"])[-1]
+        return {"failed": reason[:200]}
+    seconds, peak, value = map(float, ran.stdout.split()[-3:])
+    return {"seconds": seconds, "peak": peak, "loss": value}
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5))
+    for name in dict.fromkeys(row["name"] for row in rows):
+        own = sorted((row for row in rows if row["name"] == name and "seconds" in row), key=lambda row: row["length"])
+        lengths = [row["length"] for row in own]
+        axes[0].plot(lengths, [row["peak"] / 2**30 for row in own], marker="o", label=name)
+        axes[1].plot(lengths, [1000 * row["seconds"] / row["length"] for row in own], marker="o", label=name)
+    axes[0].set(xlabel="tokens", ylabel="peak memory (GiB)")
+    axes[1].set(xlabel="tokens", ylabel="milliseconds a token")
+    axes[0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.training", description=__doc__)
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--chunks", type=int, nargs="+", default=CHUNKS)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", type=Path, default=Path("build/bench/training.json"))
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = json.loads(options.json.read_text()) if options.json.exists() else []
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    folder = options.json.parent / "smollm2-float32"  # the same numbers for both: what lmstate reads of its file
+    if not (folder / "config.json").exists():
+        import lmstate
+        from lmstate.training import TrainableModel
+
+        model = lmstate.load("smollm2", weights="float32", trainable=True)
+        assert isinstance(model, TrainableModel)
+        model.save_pretrained(folder)
+    engines = [(f"lmstate, chunks of {chunk}", OURS, chunk) for chunk in options.chunks]
+    engines.append(("transformers, gradient checkpointing", THEIRS, 0))
+    print("| | tokens | seconds | ms a token | peak GiB | loss |\n|---|---|---|---|---|---|")
+    for length in options.lengths:
+        for name, program, chunk in engines:  # engines alternate, so that a slow hour is everybody's
+            if any(row["name"] == name and row["length"] == length for row in rows):
+                continue
+            row = {"name": name, "length": length, **measured(program, folder, length, chunk, options.threads)}
+            rows.append(row)
+            options.json.write_text(json.dumps(rows, indent=1))
+            if "failed" in row:
+                print(f"| {name} | {length} | {row['failed']} | | | |", flush=True)
+                continue
+            each = 1000 * row["seconds"] / length
+            print(
+                f"| {name} | {length} | {row['seconds']:.1f} | {each:.2f} | {row['peak'] / 2**30:.2f} | "
+                f"{row['loss']:.4f} |",
+                flush=True,
+            )
+    if options.plot:
+        plot(rows, options.plot)
+
+
+if __name__ == "__main__":
+    main()

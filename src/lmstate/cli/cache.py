@@ -1,0 +1,114 @@
+"""`lmstate cache`: what downloads and conversions hold of the disk, and how to have it back."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lmstate.cli.output import size, table
+
+DOWNLOAD, CONVERSION = re.compile(r"[0-9a-f]{16}"), re.compile(r"[0-9a-f]{32}")
+SHOWN = 12  # characters of a name that `list` shows; `remove` takes any beginning that is clear
+
+cache = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List and remove downloads and conversions.")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A folder of the cache."""
+
+    path: Path
+    kind: str  # download, or conversion
+    files: tuple[Path, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.stat().st_size for file in self.files)
+
+    @property
+    def content(self) -> str:
+        """The file that was downloaded, or the storages that were made."""
+        names = [file.name for file in self.files if self.kind == "download" or file.suffix == ".safetensors"]
+        return ", ".join(sorted(name.removesuffix(".safetensors") for name in names)) or "file index"
+
+    @property
+    def written(self) -> str:
+        newest = max((file.stat().st_mtime for file in self.files), default=self.path.stat().st_mtime)
+        return datetime.fromtimestamp(newest).strftime("%Y-%m-%d %H:%M")
+
+
+def entries(root: Path) -> list[Entry]:
+    """What lmstate put into the folder; anything else that lies there is left out."""
+    found = [("download", path) for path in _folders(root / "models", DOWNLOAD)]
+    found += [("conversion", path) for path in _folders(root, CONVERSION)]
+    return [Entry(path, kind, tuple(each for each in path.rglob("*") if each.is_file())) for kind, path in found]
+
+
+def _folders(root: Path, pattern: re.Pattern[str]) -> list[Path]:
+    if not root.is_dir():
+        return []
+    return sorted(
+        path for path in root.iterdir() if pattern.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+    )
+
+
+@cache.command("list")
+def list_() -> None:
+    """List downloads and conversions: name, size, age.
+
+    \b
+    Examples:
+      lmstate cache list
+      LMSTATE_CACHE=/data/lmstate lmstate cache list
+    """
+    from lmstate.checkpoints.hub import cache_dir
+
+    found = entries(cache_dir())
+    rows = [(each.path.name[:SHOWN], each.kind, each.content, size(each.nbytes), each.written) for each in found]
+    rows.append(("", "", "all", size(sum(each.nbytes for each in found)), ""))
+    table(f"Cache: {cache_dir()}", ("name", "kind", "what", "size", "written"), rows)
+
+
+@cache.command("remove")
+def remove(
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME...", help="Names from `list`, or kinds.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="All downloads and conversions.")] = False,
+) -> None:
+    """Remove downloads and conversions; they are made again when a model is next loaded.
+
+    NAME is the beginning of a name that `lmstate cache list` shows, or `download` or `conversion` for all of a kind.
+
+    \b
+    Examples:
+      lmstate cache remove conversion
+      lmstate cache remove 3f2a 90c1
+      lmstate cache remove --all
+    """
+    from lmstate.checkpoints.hub import cache_dir
+
+    if bool(names) == every:
+        raise typer.BadParameter("give names from `lmstate cache list`, or --all")
+    found = entries(cache_dir())
+    chosen = found if every else list(dict.fromkeys(each for name in names or () for each in _named(found, name)))
+    freed = sum(each.nbytes for each in chosen)
+    for each in chosen:
+        shutil.rmtree(each.path)
+        print(f"removed {each.kind} {each.path.name[:SHOWN]}")
+    print(f"{size(freed)} freed")
+
+
+def _named(found: list[Entry], name: str) -> list[Entry]:
+    """The entries that a name stands for. Raises ValueError if there is none, or a beginning is not clear."""
+    if name in ("download", "conversion"):
+        return [each for each in found if each.kind == name]
+    fitting = [each for each in found if name and each.path.name.startswith(name)]
+    if len(fitting) != 1:
+        how = "no name begins" if not fitting else f"{len(fitting)} names begin"
+        raise ValueError(f"{how} with {name!r} in the cache; `lmstate cache list` shows them; nothing was removed")
+    return fitting

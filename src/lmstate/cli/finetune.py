@@ -1,0 +1,126 @@
+"""`lmstate finetune`: train an adapter, or the whole model, on a file of documents."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lmstate.cli import options
+from lmstate.cli.output import Interrupt, note
+
+if TYPE_CHECKING:
+    from lmstate.training.finetune import FineTuning, Report
+
+
+def finetune(
+    model: options.ModelName,
+    data: Annotated[Path, typer.Argument(metavar="DATA.jsonl", help="Lines of JSON.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Where the result and checkpoints go.")],
+    full: Annotated[bool, typer.Option("--full", help="Train every weight instead of a LoRA adapter.")] = False,
+    rank: Annotated[int, typer.Option("--rank", min=1, help="Of the adapter.")] = 8,
+    alpha: Annotated[float, typer.Option("--alpha", help="The adapter is multiplied by alpha / rank.")] = 16.0,
+    targets: Annotated[
+        str, typer.Option("--targets", help="Modules with an adapter, separated by commas; all-linear: all of them.")
+    ] = "all-linear",
+    rslora: Annotated[bool, typer.Option("--rslora", help="Multiply by alpha / sqrt(rank).")] = False,
+    epochs: Annotated[float, typer.Option("--epochs", help="Passes over the documents; --steps overrides.")] = 1.0,
+    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Steps of the optimizer.")] = None,
+    rate: Annotated[float, typer.Option("--lr", help="The highest learning rate.")] = 2e-4,
+    warmup: Annotated[
+        float, typer.Option("--warmup", min=0.0, max=1.0, help="Share of the steps that it rises.")
+    ] = 0.03,
+    weight_decay: Annotated[float, typer.Option("--weight-decay", min=0.0)] = 0.0,
+    clip: Annotated[float, typer.Option("--clip", min=0.0, help="Most that the gradients' norm may be; 0: any.")] = 1.0,
+    batch_tokens: Annotated[int, typer.Option("--batch-tokens", min=1, help="Tokens of a batch, with padding.")] = 4096,
+    accumulate: Annotated[int, typer.Option("--accumulate", min=1, help="Batches of a step.")] = 1,
+    chunk: Annotated[int, typer.Option("--chunk", min=1, help="Tokens of a row that are computed at a time.")] = 512,
+    checkpoint_layers: Annotated[
+        bool, typer.Option("--checkpoint-layers", help="Compute each layer once more backward: less memory, more time.")
+    ] = False,
+    evaluate: Annotated[
+        float, typer.Option("--eval-split", min=0.0, max=0.9, help="Share of the documents to evaluate on.")
+    ] = 0.0,
+    evaluate_every: Annotated[int, typer.Option("--eval-every", min=0, help="Steps; 0: at the end.")] = 0,
+    save_every: Annotated[int, typer.Option("--save-every", min=0, help="Steps between checkpoints; 0: none.")] = 100,
+    seed: Annotated[int, typer.Option("--seed", help="Of the order of the documents and of a new adapter.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in FOLDER, to the bit.")] = False,
+    weights: options.Weights = options.WeightKind.auto,
+) -> None:
+    """Train a model on documents, by default a LoRA adapter beside its weights.
+
+    A line of DATA.jsonl is {"messages": [...]}, of which the assistant's answers are learned, {"prompt": ...,
+    "completion": ...} or {"text": ...}. Long documents are computed in chunks, with the gradients of the whole. Ctrl-C
+    ends with a checkpoint, from which --resume goes on.
+
+    \b
+    Examples:
+      lmstate finetune smollm2 notes.jsonl -o notes --epochs 3
+      lmstate generate smollm2 "What did I note?" --adapter notes
+    """
+    import torch
+
+    import lmstate
+    from lmstate.training import LoraConfig, ParameterModel
+    from lmstate.training.documents import batches, read_documents, split
+    from lmstate.training.finetune import LOG, FineTuning, Settings, plot
+
+    torch.manual_seed(seed)
+    if full:
+        loaded = lmstate.load(model, weights=weights.value, trainable=True)
+    else:
+        names = targets if targets == "all-linear" else [name.strip() for name in targets.split(",") if name.strip()]
+        lora = LoraConfig(rank, alpha, names, rslora)
+        loaded = lmstate.load(model, weights=weights.value, trainable="lora", lora=lora)
+    assert isinstance(loaded, ParameterModel)
+    documents = read_documents(data, loaded.tokenizer, min(loaded.eos_ids, default=None))
+    trained, evaluated = split(documents, evaluate, seed)
+    if steps is None:
+        passes = sum(1 for _ in batches(trained, batch_tokens, None))
+        steps = max(1, math.ceil(epochs * passes / accumulate))
+    settings = Settings(
+        steps=steps, rate=rate, warmup=round(warmup * steps), weight_decay=weight_decay, clip=clip,
+        batch_tokens=batch_tokens, accumulate=accumulate, chunk=chunk, checkpoint_layers=checkpoint_layers, seed=seed,
+    )  # fmt: skip
+    training = FineTuning(loaded, trained, settings, out, evaluated, resume)
+    count = sum(leaf.numel() for leaf in loaded.parameters())
+    note(
+        f"{count:,} parameters, {len(trained)} documents of {sum(len(each.tokens) for each in trained):,} tokens "
+        f"({len(evaluated)} to evaluate on), {steps - training.step} of {steps} steps to make"
+    )
+    finished = _run(training, save_every, evaluate_every)
+    try:
+        plot(out / LOG, out / "loss.png")
+    except ImportError:
+        note("no loss.png was drawn: that needs matplotlib (pip install lmstate[train])")
+    if not finished:
+        note(f"stopped after step {training.step}; --resume goes on from there")
+        raise typer.Exit(130)
+    note(f"saved in {out}")
+
+
+def _run(training: FineTuning, save_every: int, evaluate_every: int) -> bool:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[seen]}")
+    console = Console(stderr=True)
+    with Interrupt() as interrupt, Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        task = progress.add_task("", total=training.settings.steps, completed=training.step, seen="")
+        began = time.perf_counter()
+
+        def show(report: Report) -> None:
+            nonlocal began
+            now = time.perf_counter()
+            seen = f"loss {report.loss:.4f}, {report.tokens / (now - began):,.0f} tokens/s"
+            began = now
+            progress.update(task, completed=report.step, seen=seen)
+            if report.evaluated is not None or not sys.stderr.isatty():
+                held = "" if report.evaluated is None else f", evaluation {report.evaluated:.4f}"
+                progress.console.print(f"step {report.step}: {seen}{held}")
+
+        return training.run(show, save_every, evaluate_every, lambda: interrupt.asked)

@@ -1,0 +1,104 @@
+"""`lmstate serve`: the protocols that clients speak, over one model."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lmstate.cli import options
+from lmstate.cli.output import note
+
+
+def serve(
+    model: options.ModelName = options.DEFAULT_MODEL,
+    host: Annotated[str, typer.Option("--host", help="Where to listen; others than loopback need an API key.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = 8080,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Answers that are worked on at a time.")] = 8,
+    queue: Annotated[int, typer.Option("--queue", min=1, help="Requests that may wait; more get 429.")] = 256,
+    memory: Annotated[str, typer.Option("--memory", metavar="SIZE", help="For prefixes kept in memory: 4GiB.")] = (
+        "4GiB"
+    ),
+    store: Annotated[
+        Path | None, typer.Option("--store", metavar="FOLDER", help="Prefixes, sessions and responses survive here.")
+    ] = None,
+    alias: Annotated[
+        list[str] | None, typer.Option("--alias", metavar="NAME", help="Another name to ask by; `*` for any.")
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option("--api-key-file", metavar="FILE", help="Keys, one a line (or LMSTATE_API_KEY).")
+    ] = None,
+    allow_anonymous: Annotated[
+        bool, typer.Option("--allow-anonymous", help="Serve the network without a key. Everybody may ask.")
+    ] = False,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option("--cors-origin", metavar="ORIGIN", help="Pages that may ask; `*` for all.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Of an answer that sets no limit.")] = 4096,
+    timeout: Annotated[
+        float | None, typer.Option("--timeout", min=0.001, metavar="SECONDS", help="End answers after so long.")
+    ] = None,
+    weights: options.Weights = options.WeightKind.auto,
+    threads: options.Threads = None,
+    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts to the log.")] = False,
+) -> None:
+    """Serve a model to OpenAI, Anthropic and other clients over HTTP.
+
+    \b
+    Examples:
+      lmstate serve
+      lmstate serve smollm2 --port 9000 --store ~/lmstate-store
+      LMSTATE_API_KEY=secret lmstate serve smollm2 --host 0.0.0.0
+    """
+    try:
+        from lmstate.serve import Settings, make_server, read_keys
+    except ModuleNotFoundError as error:
+        raise ImportError(f"the server needs {error.name}: pip install 'lmstate[serve]'") from None
+    from lmstate.engine import Engine
+
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=logging.INFO)
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    settings = Settings(
+        model,
+        host,
+        port,
+        read_keys(api_key_file),
+        tuple(alias or ()),
+        tuple(cors_origin or ()),
+        store,
+        log_prompts,
+        max_new_tokens=max_tokens,
+        request_timeout=timeout,
+    )
+    settings.check(allow_anonymous)
+    loaded = options.load_model(model, weights, threads)
+    loaded.on_part = None  # of many requests at a time nobody follows one
+    with Engine(loaded, rows=rows, memory=memory, store=store, queue=queue) as engine:
+        server = make_server(engine, settings)
+        server.ready = lambda port: note(banner(settings, port, rows, loaded.config.max_positions))
+        server.run()
+    if not server.started:
+        raise OSError(f"cannot listen on {host}:{port}: is another server there? --port 0 takes a free one")
+
+
+def banner(settings: object, port: int, rows: int, context: int | None) -> str:
+    """What is served, where, and how a client is pointed at it."""
+    from lmstate.serve import Settings
+
+    assert isinstance(settings, Settings)
+    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
+    base = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    key = "YOUR_KEY" if settings.api_keys else "none"
+    return "\n".join(
+        (
+            f"{settings.model_name} at {base} ({rows} rows, context {context or 'any'}, "
+            f"{'with an API key' if settings.api_keys else 'no API key'})",
+            f"  OpenAI clients     OPENAI_BASE_URL={base}/v1 OPENAI_API_KEY={key}",
+            f"  Anthropic clients  ANTHROPIC_BASE_URL={base} ANTHROPIC_API_KEY={key}",
+            f'  curl {base}/v1/chat/completions -d \'{{"messages": [{{"role": "user", "content": "Hello"}}]}}\'',
+        )
+    )

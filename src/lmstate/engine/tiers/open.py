@@ -1,0 +1,20 @@
+"""Open the tier that a store names."""
+
+from __future__ import annotations
+
+import os
+
+from lmstate.engine.tiers.folder import FolderTier
+from lmstate.engine.tiers.shared import ObjectBlobs, RedisBlobs, SharedTier
+from lmstate.engine.tiers.tier import Tier
+
+
+def open_tier(store: str | os.PathLike[str], namespace: str, limit: int) -> Tier:
+    """The tier that `Engine(store=...)` names: a folder, a `redis://` URL, or an object store's (`s3://`, ...)."""
+    where = os.fspath(store)
+    scheme = where.partition("://")[0] if "://" in where else ""
+    if scheme in ("redis", "rediss", "unix"):
+        return SharedTier(RedisBlobs(where), namespace)
+    if scheme:
+        return SharedTier(ObjectBlobs(where), namespace)
+    return FolderTier(where, namespace, limit)

@@ -1,0 +1,139 @@
+"""Answers in the making: pieces of the engine become text, reasoning and calls, the same for every protocol."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from lmstate.generation.stopping import StopScanner
+from lmstate.serve.tools import CallArguments, CallStart, Event, Reasoning, Text
+from lmstate.serve.tools.reader import Parse, Parser, Reader
+from lmstate.text.tokenizer import TextStream, Tokenizer
+
+if TYPE_CHECKING:
+    from lmstate.engine import Piece, TokenLogprob
+
+ALPHABET = string.ascii_letters + string.digits
+
+
+def new_id(prefix: str, length: int = 24) -> str:
+    """An identifier that cannot be guessed."""
+    return prefix + "".join(secrets.choice(ALPHABET) for _ in range(length))
+
+
+@dataclass
+class AnsweredCall:
+    """A call in an answer. `arguments` is JSON if the answer was not cut off in it."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+class MarkedText:
+    """Text of tokens, special ones left out but for the markers that a parser needs."""
+
+    def __init__(self, tokenizer: Tokenizer, markers: Iterable[str]) -> None:
+        ids = {tokenizer.id_of(marker): marker for marker in markers}
+        self._markers = {id: marker for id, marker in ids.items() if id is not None and id in tokenizer.special_ids}
+        self._stream: TextStream = tokenizer.stream()
+
+    def push(self, token: int) -> str:
+        if token in self._markers:
+            return self._stream.flush() + self._markers[token]
+        return self._stream.push(token)
+
+    def flush(self) -> str:
+        return self._stream.flush()
+
+
+@dataclass
+class Answer:
+    """One of the answers to a request."""
+
+    index: int
+    source: MarkedText
+    parser: Parser
+    stops: StopScanner
+    call_id: Callable[[], str]
+    text: str = ""
+    reasoning: str = ""
+    calls: list[AnsweredCall] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    reasoning_tokens: int = 0
+    finished: str | None = None
+
+    def push(self, piece: Piece) -> list[Event]:
+        """The events of one more piece; after the last one, of all that was held back too."""
+        events: list[Event] = []
+        for token in piece.tokens:
+            found = self.parser.push(self.stops.push(self.source.push(token)))
+            self.reasoning_tokens += any(isinstance(event, Reasoning) for event in found)
+            events += found
+        self.tokens += piece.tokens
+        self.logprobs += piece.logprobs or []
+        if piece.finished is not None:
+            self.finished = piece.finished
+            rest = self.stops.push(self.source.flush())
+            events += self.parser.push(rest + ("" if self.stops.start is not None else self.stops.flush()))
+            events += self.parser.finish()
+        events = self._calls(events)
+        for event in events:
+            self._keep(event)
+        return events
+
+    def _calls(self, events: list[Event]) -> list[Event]:
+        return [CallStart(event.name, self.call_id()) if isinstance(event, CallStart) else event for event in events]
+
+    def _keep(self, event: Event) -> None:
+        if isinstance(event, Text):
+            self.text += event.text
+        elif isinstance(event, Reasoning):
+            self.reasoning += event.text
+        elif isinstance(event, CallStart):
+            self.calls.append(AnsweredCall(event.id or "", event.name))
+        elif isinstance(event, CallArguments):
+            self.calls[-1].arguments += event.text
+
+
+@dataclass(frozen=True)
+class AnswerMaker:
+    """Makes the `Answer` of each index of a request."""
+
+    tokenizer: Tokenizer
+    parse: Callable[[Reader], Parse[None]]
+    markers: tuple[str, ...]
+    stops: tuple[str, ...]
+    call_prefix: str = "call_"
+
+    def answers(self, count: int) -> list[Answer]:
+        return [
+            Answer(
+                index,
+                MarkedText(self.tokenizer, self.markers),
+                Parser(self.parse),
+                StopScanner(self.stops),
+                lambda: new_id(self.call_prefix),
+            )
+            for index in range(count)
+        ]
+
+
+def usage_details(usage: Any) -> dict[str, Any]:
+    """Usage that no protocol has a place for: where the prompt's tokens came from, and why not more of them; times."""
+    reuse = usage.reuse
+    return {
+        "reused_tokens": usage.reused,
+        "computed_tokens": usage.prompt - usage.reused,
+        "tier": reuse.tier,
+        "differs_at": reuse.differs_at,
+        "differs": reuse.differs,
+        "forced_by": reuse.forced_by,
+        "queued_ms": round(usage.queued * 1000, 3),
+        "prefill_ms": round(usage.prefill * 1000, 3),
+        "decode_ms": round(usage.decode * 1000, 3),
+    }

@@ -1,0 +1,116 @@
+"""The ASGI application: every route, behind one guard."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from lmstate.serve import (
+    anthropic,
+    embeddings,
+    models_route,
+    openai_chat,
+    openai_completions,
+    responses,
+    sessions,
+    tokens_route,
+)
+from lmstate.serve.errors import ApiError
+from lmstate.serve.guard import Guard
+from lmstate.serve.http import endpoint, error_response, json_response
+from lmstate.serve.openapi import document
+from lmstate.serve.paths import Path
+from lmstate.serve.service import Service
+from lmstate.serve.settings import Settings
+
+if TYPE_CHECKING:
+    from lmstate.engine import Engine
+
+
+async def _openapi(service: Service, request: Request) -> ASGIApp:
+    return json_response(document(PATHS))
+
+
+PATHS = (
+    Path("GET", "/health", models_route.health, summary="Whether the server takes requests"),
+    Path("GET", "/metrics", models_route.metrics, both=False, summary="Prometheus metrics"),
+    Path("GET", "/v1/models", models_route.list_models, summary="The models that are served"),
+    Path("GET", "/v1/models/{model:path}", models_route.get_model, summary="One model"),
+    Path("POST", "/v1/chat/completions", openai_chat.chat_completions, summary="OpenAI chat completions"),
+    Path("POST", "/v1/chat/completions/input_tokens", tokens_route.count_input, summary="Tokens of a chat's prompt"),
+    Path("POST", "/v1/completions", openai_completions.completions, summary="OpenAI completions"),
+    Path("POST", "/v1/responses", responses.create_response, summary="OpenAI responses"),
+    Path("POST", "/v1/responses/input_tokens", responses.count_input, summary="Tokens of a response's prompt"),
+    Path("GET", "/v1/responses/{id}", responses.get_response, summary="A stored response"),
+    Path("DELETE", "/v1/responses/{id}", responses.delete_response, summary="Forget a stored response"),
+    Path("GET", "/v1/responses/{id}/input_items", responses.list_input, summary="The input of a stored response"),
+    Path("POST", "/v1/responses/{id}/cancel", responses.cancel_response, summary="Cancel a background response"),
+    Path("POST", "/v1/messages", anthropic.messages, summary="Anthropic messages"),
+    Path("POST", "/v1/messages/count_tokens", anthropic.count_tokens, summary="Tokens of a message's prompt"),
+    Path("POST", "/v1/embeddings", embeddings.embeddings, summary="OpenAI embeddings"),
+    Path("GET", "/v1/sessions", sessions.list_sessions, summary="The sessions"),
+    Path("POST", "/v1/sessions", sessions.create, summary="A new session"),
+    Path("GET", "/v1/sessions/{name}", sessions.get, summary="A session's text and tokens"),
+    Path("DELETE", "/v1/sessions/{name}", sessions.delete, summary="Forget a session"),
+    Path("POST", "/v1/sessions/{name}/send", sessions.send, summary="Go on with a session"),
+    Path("POST", "/v1/sessions/{name}/rewind", sessions.rewind, summary="Go back to a position"),
+    Path("POST", "/v1/sessions/{name}/mark", sessions.mark, summary="Keep what going back to here needs"),
+    Path("POST", "/v1/sessions/{name}/undo", sessions.undo, summary="Forget the last turn"),
+    Path("POST", "/v1/sessions/{name}/fork", sessions.fork, summary="Another session from here"),
+    Path("POST", "/v1/sessions/{name}/save", sessions.save, summary="Save into the server's folder"),
+    Path("GET", "/v1/sessions/{name}/snapshot", sessions.download, summary="A session and its state as a file"),
+    Path("PUT", "/v1/sessions/{name}/snapshot", sessions.upload, summary="A session from such a file"),
+    Path("GET", "/v1/cache/tree", sessions.tree, summary="The prefixes that are kept"),
+    Path("POST", "/v1/cache/explain", sessions.explain, summary="What of a prompt would be reused, and why not more"),
+    Path("POST", "/tokenize", tokens_route.tokenize, summary="Text or messages to token ids"),
+    Path("POST", "/detokenize", tokens_route.detokenize, summary="Token ids to text"),
+    Path("GET", "/tokenizer_info", tokens_route.tokenizer_info, summary="The tokenizer's special tokens and template"),
+    Path("GET", "/openapi.json", _openapi, both=False, summary="This document"),
+    Path("POST", "/apply-template", tokens_route.apply_template, summary="Messages to the text of the prompt"),
+)
+
+
+def create_app(engine: Engine, settings: Settings, *, close_engine: bool = True) -> Starlette:
+    """The server of an engine, for any ASGI server. At its shutdown the engine is closed unless told otherwise."""
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        service.drain()
+        service.cancel_all()
+        if close_engine:
+            await asyncio.to_thread(engine.close)
+        service.responses.close()
+
+    service = Service(engine, settings)
+    routes = [Route(path, endpoint(one.handler, one.path), methods=[one.method]) for one in PATHS for path in one.paths]
+    app = Starlette(
+        routes=routes,
+        middleware=[Middleware(Guard, settings=settings)],
+        exception_handlers={HTTPException: _http_error, Exception: _failed},
+        lifespan=lifespan,
+    )
+    app.state.service = service
+    return app
+
+
+async def _http_error(request: Request, error: Any) -> Response:
+    message = {404: f"there is no {request.url.path} here", 405: f"{request.url.path} has no {request.method}"}
+    api = ApiError(message.get(error.status_code, error.detail), error.status_code)
+    response = error_response(api, request.url.path)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    return error_response(error, request.url.path)

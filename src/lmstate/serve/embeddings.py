@@ -1,0 +1,87 @@
+"""`POST /v1/embeddings`: a text's hidden states, after the last norm, pooled and of length 1."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import struct
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.types import ASGIApp
+from torch import Tensor
+
+from lmstate import ops
+from lmstate.models.model import Model
+from lmstate.serve.http import json_response, read_body
+from lmstate.serve.openai_completions import prompt_ids
+from lmstate.serve.service import Service
+from lmstate.serve.sse import unless_gone
+
+POOLINGS = ("mean", "last", "cls")
+
+
+def hidden_states(model: Model, tokens: list[int]) -> Tensor:
+    """The hidden states of a sequence, which the head would read: float32 `[T, E]`."""
+    return ops.norm(model.hidden([tokens])[0], model.norm)
+
+
+def pooled(hidden: Tensor, pooling: str, dimensions: int | None) -> Tensor:
+    """One vector `[E]` (or its first `dimensions`) of length 1, from `[T, E]`."""
+    if pooling == "mean":
+        vector = hidden.mean(0)
+    else:
+        vector = hidden[-1 if pooling == "last" else 0]
+    vector = vector[:dimensions].float()
+    return vector / vector.norm().clamp_min(1e-12)
+
+
+def embedded(model: Model, tokens: list[int], pooling: str, dimensions: int | None) -> Tensor:
+    return pooled(hidden_states(model, tokens), pooling, dimensions)
+
+
+async def embeddings(service: Service, request: Request) -> ASGIApp:
+    """`input`: a text, a list of texts, token ids, or a list of these. `pooling`: mean (default), last or cls."""
+    body = await read_body(service, request)
+    model_name = body.text("model")
+    service.settings.check_model(model_name)
+    given = body.get("input")
+    single = isinstance(given, str) or (isinstance(given, list) and bool(given) and type(given[0]) is int)
+    inputs = [given] if single else given
+    if not isinstance(inputs, list) or not 0 < len(inputs) <= service.settings.max_inputs:
+        raise body.wrong("input", f"a string, token ids, or a list of 1 to {service.settings.max_inputs} of these")
+    pooling = body.choice("pooling", POOLINGS, "mean") or "mean"
+    dimensions = body.integer("dimensions", 1, service.model.config.hidden_size)
+    packed = body.choice("encoding_format", ("float", "base64"), "float") == "base64"
+
+    def encode() -> list[list[int]]:
+        found = [prompt_ids(service, one, f"input[{index}]") for index, one in enumerate(inputs)]
+        for tokens in found:
+            service.room(len(tokens))
+        return found
+
+    prompts = await asyncio.to_thread(encode)
+    # Each is a call of its own, between which the engine goes on with its streams.
+    vectors = []
+    for tokens in prompts:
+        call = service.engine.call(partial(embedded, tokens=tokens, pooling=pooling, dimensions=dimensions))
+        vectors.append(await unless_gone(request.receive, asyncio.wrap_future(call)))
+    used = sum(map(len, prompts))
+    return json_response(
+        {
+            "object": "list",
+            "data": [
+                {"object": "embedding", "index": index, "embedding": written(vector, packed)}
+                for index, vector in enumerate(vectors)
+            ],
+            "model": model_name or service.settings.model_name,
+            "usage": {"prompt_tokens": used, "total_tokens": used},
+        }
+    )
+
+
+def written(vector: Tensor, packed: bool) -> Any:
+    """Numbers, or little-endian float32 in base64."""
+    values = vector.tolist()
+    return base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode() if packed else values

@@ -1,0 +1,72 @@
+"""Errors of the protocols: one exception, and the body and status that each protocol has for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lmstate.errors import CapacityError, ModelError, StateError
+
+# Status -> the `type` of the error object, in OpenAI's and in Anthropic's words.
+OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+ANTHROPIC_TYPES = {**OPENAI_TYPES, 413: "request_too_large", 529: "overloaded_error"}
+
+
+@dataclass
+class ApiError(Exception):
+    """A request that gets an error for an answer.
+
+    `param` names the field at fault, `code` is a word that programs look for (`context_length_exceeded`),
+    `retry_after` is in seconds.
+    """
+
+    message: str
+    status: int = 400
+    param: str | None = None
+    code: str | None = None
+    retry_after: int | None = None
+
+    def __str__(self) -> str:
+        return self.message
+
+    @property
+    def headers(self) -> dict[str, str]:
+        headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return headers
+
+    def openai(self) -> dict[str, Any]:
+        """`{"error": {"message", "type", "param", "code"}}`"""
+        kind = OPENAI_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def anthropic(self) -> dict[str, Any]:
+        """`{"type": "error", "error": {"type", "message"}}`"""
+        kind = ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def body(self, path: str) -> dict[str, Any]:
+        """In the words of the protocol that `path` belongs to."""
+        return self.anthropic() if is_anthropic(path) else self.openai()
+
+
+def is_anthropic(path: str) -> bool:
+    return path.removeprefix("/v1").startswith("/messages")
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """A failure of the engine or the model as the client is told of it; others are a 500 that tells nothing."""
+    from lmstate.engine import EngineClosed, QueueFull
+
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, QueueFull):
+        return ApiError(f"{error}; try again in a moment", 429, code="queue_full", retry_after=1)
+    if isinstance(error, EngineClosed):
+        return ApiError("the server is shutting down", 503, code="shutting_down", retry_after=5)
+    if isinstance(error, CapacityError):
+        return ApiError(str(error), 400, code="context_length_exceeded")
+    if isinstance(error, StateError | ModelError):
+        return ApiError(str(error), 400)
+    return ApiError("the server failed to answer; its log says why", 500, code="internal_error")

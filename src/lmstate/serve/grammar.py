@@ -1,0 +1,201 @@
+"""Structured output: JSON schemas, regular expressions and grammars as masks over the vocabulary, by llguidance.
+
+Compiling is bounded in work and in memory; what a schema asks and the library lacks is an error that says so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cached_property
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lmstate.serve.errors import ApiError
+from lmstate.serve.tools import Tool, ToolFormat
+from lmstate.serve.tools.base import quoted
+
+if TYPE_CHECKING:
+    import llguidance
+
+    from lmstate.text.tokenizer import Tokenizer
+
+SOURCE = 2**18  # characters of a schema or grammar
+SCHEMA_DEPTH = 60
+KEPT = 64  # compiled grammars
+ANYTHING = r"/(.|\n)*/"
+
+
+class TokenGrammar:
+    """One answer's place in a grammar, as the engine asks for it."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._vocab = vocab_size
+
+    def allowed(self) -> Tensor | None:
+        """Bool `[V]`: the tokens that may come next."""
+        packed = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)  # [ceil(V / 8)]
+        self._check()
+        bits = (packed[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+        return bits.flatten()[: self._vocab].bool()
+
+    def accept(self, token: int) -> None:
+        if not self._matcher.consume_token(token):
+            self._check()
+
+    def rollback(self, count: int) -> None:
+        if count and not self._matcher.rollback(count):
+            self._check()
+
+    def copy(self) -> TokenGrammar:
+        return TokenGrammar(self._matcher.deep_copy(), self._vocab)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the text may end here."""
+        return self._matcher.is_accepting()
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing may follow but the end."""
+        return self._matcher.is_stopped()
+
+    def forced(self) -> list[int]:
+        """Tokens that must come now, for there is no choice."""
+        return list(self._matcher.compute_ff_tokens())
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            message = f"the constraint is too complex to follow: {first_line(self._matcher.get_error())}"
+            raise ApiError(message, code="unsupported_grammar")
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer. Thread-safe; what was compiled is kept for the next request.
+
+    Raises `ApiError` for a grammar that is wrong, unsupported or too large.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab = vocab_size
+        self._special = tokenizer.special_ids
+        self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        self._lock = Lock()
+
+    def json_object(self) -> str:
+        return self.json_schema({"type": "object"}, "response_format")
+
+    def json_schema(self, schema: Any, param: str) -> str:
+        """The grammar of JSON that fits a schema."""
+        check_schema(schema, param)
+        return f"start: %json {json.dumps(schema)}"
+
+    def regex(self, pattern: str) -> str:
+        return f"start: /{pattern.replace('/', chr(92) + '/')}/"
+
+    def words(self, words: Sequence[str]) -> str:
+        """One of several texts."""
+        return "start: " + " | ".join(map(quoted, words))
+
+    def calls(self, format: ToolFormat, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str | None:
+        """The grammar of an answer with calls: at least one if `required`, else text and perhaps calls after it.
+
+        None for the second where the format has no marker that tells the two apart.
+        """
+        for tool in tools:
+            check_schema(tool.schema, f"tools.{tool.name}.parameters")
+        rules = format.rules(tools, self.literal)
+        more = f"({rules.between} call)*" if parallel else ""
+        if required:
+            return "\n".join((f"start: {rules.begin} call {more} {rules.end}", *rules.lines))
+        trigger = self.literal(rules.trigger)
+        if trigger.startswith("<["):
+            calls = f"calls: {rules.begin} call {more} {rules.end}"
+            return "\n".join(("start: TEXT? calls?", f"TEXT: {ANYTHING}", calls, *rules.lines))
+        # Text runs up to the trigger and takes it along: the first call goes on from there.
+        call = next(line for line in rules.lines if line.startswith("call: "))
+        if rules.begin.startswith(trigger):
+            first = f"first: {rules.begin.removeprefix(trigger)} call"
+        elif call.startswith(f"call: {trigger} "):
+            first = call.replace(f"call: {trigger}", "first:", 1)
+        else:
+            return None
+        lead = f"lead[lazy]: TEXT {trigger}"
+        start = f"start: TEXT | lead first {more} {rules.end}"
+        return "\n".join((start, f"TEXT: {ANYTHING}", lead, first, *rules.lines))
+
+    def with_reasoning(self, lark: str, start: str, end: str, opened: bool) -> str:
+        """A grammar after reasoning: `opened` if the prompt began it, else it may come or not."""
+        closing = self.literal(end)
+        if closing.startswith("<["):
+            think = f"reasoning: {ANYTHING} {closing} SPACE?"
+        else:
+            think = f"reasoning: thinking SPACE?\nthinking[suffix={quoted(end)}]: {ANYTHING}"
+        first = "reasoning" if opened else f"({self.literal(start)} reasoning)?"
+        answer = lark.replace("start:", "answer:", 1)
+        return f"start: {first} answer\n{think}\nSPACE: /[ \\n]+/\n{answer}"
+
+    def literal(self, text: str) -> str:
+        """A marker as a term of Lark: a special token by its number, else its text."""
+        token = self._tokenizer.id_of(text)
+        return f"<[{token}]>" if token is not None and token in self._special else quoted(text)
+
+    def compile(self, lark: str, param: str) -> TokenGrammar:
+        """The grammar at its beginning. Takes milliseconds; seconds at most for what the limits just allow."""
+        from llguidance import LLMatcher, LLParserLimits
+
+        if len(lark) > SOURCE:
+            raise ApiError(f"{param} has {len(lark)} characters; at most {SOURCE} are compiled", param=param)
+        with self._lock:
+            if (known := self._compiled.get(lark)) is not None:
+                self._compiled.move_to_end(lark)
+                return TokenGrammar(known.deep_copy(), self._vocab)
+        limits = LLParserLimits(max_grammar_size=100_000, max_lexer_states=50_000, verbose_errors=False)
+        matcher = LLMatcher(self._inner, LLMatcher.grammar_from_lark(lark), log_level=0, limits=limits)
+        if matcher.is_error():
+            message = first_line(matcher.get_error())
+            raise ApiError(
+                f"{param} cannot be used as a constraint: {message}", param=param, code="unsupported_grammar"
+            )
+        with self._lock:
+            self._compiled[lark] = matcher.deep_copy()
+            while len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+        return TokenGrammar(matcher, self._vocab)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of a token, special ones as their text."""
+        return self._inner.decode_bytes([token])
+
+    @cached_property
+    def _inner(self) -> llguidance.LLTokenizer:
+        from llguidance import LLTokenizer
+
+        ends = sorted(self._tokenizer.eos_ids) or None
+        return LLTokenizer(self._tokenizer.to_json(), n_vocab=self._vocab, eos_token=ends)
+
+
+def check_schema(schema: Any, param: str) -> None:
+    """A JSON schema of reasonable size. Raises `ApiError`."""
+    if not isinstance(schema, dict | bool):
+        raise ApiError(f"{param} must be a JSON schema, an object", param=param)
+    level: list[Any] = [schema]
+    for _ in range(SCHEMA_DEPTH):
+        level = [
+            child
+            for parent in level
+            for child in (parent.values() if isinstance(parent, dict) else parent if isinstance(parent, list) else ())
+        ]
+        if not level:
+            return
+    raise ApiError(f"{param} is a schema nested more than {SCHEMA_DEPTH} deep", param=param)
+
+
+def first_line(message: str) -> str:
+    return message.strip().split("\n")[0][:500]

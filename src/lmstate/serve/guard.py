@@ -1,0 +1,91 @@
+"""Who may ask: API keys, the origins of pages, and the name that a local server was asked by."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lmstate.serve.errors import ApiError
+from lmstate.serve.http import error_response
+from lmstate.serve.settings import Settings, is_loopback
+
+OPEN = frozenset({"/health", "/v1/health"})  # asked by what watches a server, without a key
+
+
+class Guard:
+    """ASGI middleware that lets through what may ask, and adds the headers that browsers want."""
+
+    def __init__(self, app: ASGIApp, settings: Settings, open_paths: Sequence[str] = ()) -> None:
+        self._app = app
+        self._settings = settings
+        self._keys = [key.encode() for key in settings.api_keys]
+        self._open = OPEN | frozenset(open_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        origin = headers.get("origin")
+        cross = self._allowed_origin(origin)
+
+        async def put(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                added = MutableHeaders(scope=message)
+                added["x-content-type-options"] = "nosniff"
+                if cross is not None:
+                    added["access-control-allow-origin"] = cross
+                    added.append("vary", "origin")
+            await send(message)
+
+        try:
+            self._check(scope, headers, origin, cross)
+        except ApiError as error:
+            await error_response(error, scope["path"])(scope, receive, put)
+            return
+        if scope["method"] == "OPTIONS" and origin is not None:
+            await self._preflight(put)
+            return
+        await self._app(scope, receive, put)
+
+    def _check(self, scope: Scope, headers: Headers, origin: str | None, cross: str | None) -> None:
+        host = headers.get("host", "")
+        if origin is not None and cross is None and origin.split("://", 1)[-1] != host:
+            raise ApiError(f"pages of {origin[:200]} may not ask here; --cors-origin allows them", 403)
+        if not self._keys:
+            # A page can make a name of its own mean 127.0.0.1; its requests then carry that name.
+            name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
+            if self._settings.on_loopback and not is_loopback(name):
+                raise ApiError(f"this server is asked as localhost, not as {host[:200]!r}", 403)
+            return
+        if scope["path"] in self._open or scope["method"] == "OPTIONS":
+            return
+        given = headers.get("x-api-key") or ""
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer":
+            given = token.strip()
+        if not self._known(given.encode("utf-8", "surrogateescape")):
+            raise ApiError("a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY", 401)
+
+    def _known(self, given: bytes) -> bool:
+        """In a time that tells nothing of the keys: every one is compared whole."""
+        found = False
+        for key in self._keys:
+            found |= hmac.compare_digest(key, given)
+        return found
+
+    def _allowed_origin(self, origin: str | None) -> str | None:
+        allowed = self._settings.cors_origins
+        return origin if origin is not None and ("*" in allowed or origin in allowed) else None
+
+    async def _preflight(self, send: Send) -> None:
+        headers = [
+            (b"access-control-allow-methods", b"GET, POST, PUT, DELETE, OPTIONS"),
+            (b"access-control-allow-headers", b"*, authorization, content-type, x-api-key"),
+            (b"access-control-max-age", b"86400"),
+        ]
+        await send({"type": "http.response.start", "status": 204, "headers": headers})
+        await send({"type": "http.response.body", "body": b""})

@@ -1,0 +1,74 @@
+"""From ASGI to handlers and back: bodies within limits, and errors as each protocol words them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from lmstate.serve.errors import ApiError, as_api_error
+from lmstate.serve.fields import Fields, parse_body
+from lmstate.serve.service import Service
+from lmstate.serve.sse import Disconnected, dumps
+
+log = logging.getLogger("lmstate.serve")
+
+Handler = Callable[[Service, Request], Awaitable[ASGIApp]]
+Endpoint = Callable[[Request], Awaitable[Any]]
+
+
+def endpoint(handler: Handler, path: str) -> Endpoint:
+    """A handler as starlette calls it. Whatever it raises becomes an error of the protocol of `path`."""
+
+    async def run(request: Request) -> ASGIApp:
+        service: Service = request.app.state.service
+        try:
+            answer = await handler(service, request)
+        except Disconnected:
+            answer = Response(status_code=499)  # nobody reads it
+        except Exception as error:
+            answer = error_response(error, path)
+        service.metrics.http(path, getattr(answer, "status_code", 200))
+        return answer
+
+    return run
+
+
+def error_response(error: Exception, path: str) -> Response:
+    api = as_api_error(error)
+    if api.status >= 500 and not isinstance(error, ApiError):
+        log.error("%s failed", path, exc_info=error)
+    return json_response(api.body(path), api.status, api.headers)
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(dumps(value), status, headers, media_type="application/json")
+
+
+async def read_body(service: Service, request: Request) -> Fields:
+    """The JSON object of a request. Raises `ApiError` for what is too long, too slow or no object."""
+    return parse_body(await read_bytes(service, request))
+
+
+async def read_bytes(service: Service, request: Request, most: int | None = None) -> bytes:
+    most = service.settings.max_body if most is None else most
+    too_long = ApiError(f"the body has more than {most} bytes", 413, code="body_too_large")
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and len(length) < 20 and int(length) > most:
+        raise too_long
+    pieces, size = [], 0
+    try:
+        async with asyncio.timeout(service.settings.body_timeout):
+            async for piece in request.stream():
+                size += len(piece)
+                if size > most:
+                    raise too_long
+                pieces.append(piece)
+    except TimeoutError:
+        raise ApiError("the body did not come in time", 408) from None
+    return b"".join(pieces)

@@ -1,0 +1,224 @@
+"""Conversations as every protocol hands them over, and the prompt that they become."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmstate.errors import ModelError
+from lmstate.serve.errors import ApiError
+from lmstate.serve.reasoning import reasoning_of
+from lmstate.serve.replay import Replay, chain
+from lmstate.serve.tools import HERMES, Tool, ToolFormat, format_of
+from lmstate.text.tokenizer import Tokenizer
+
+# Claude Code begins its system prompt with a line that changes with every request: no prefix would ever be reused.
+VOLATILE = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
+
+TOOL_PROMPT = """\
+You may call functions. These are they, as JSON:
+<tools>
+{tools}
+</tools>
+To call one, answer with its name and its arguments as JSON between tags, and nothing after them:
+<tool_call>
+{{"name": "NAME", "arguments": {{...}}}}
+</tool_call>"""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call in an earlier answer. `arguments` is JSON."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn. `role` is system, user, assistant or tool."""
+
+    role: str
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[Call, ...] = ()
+    call_id: str | None = None  # of a tool's answer
+    name: str | None = None
+
+    def canonical(self) -> list[Any]:
+        """The message without what clients write in other ways when they send it back."""
+        calls = [[call.name, loads(call.arguments)] for call in self.calls]
+        return [
+            self.role,
+            self.content.strip(),
+            self.reasoning.strip(),
+            calls,
+            self.name if self.role == "tool" else "",
+        ]
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation to be answered. `thinking` None: the template's way; `continued`: the last answer goes on."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    thinking: bool | None = None
+    variables: dict[str, Any] = field(default_factory=dict)
+    continued: bool = False
+
+    def key(self) -> bytes:
+        """All that the prompt depends on besides the messages."""
+        tools = [tool.described() for tool in self.tools]
+        return json.dumps([tools, self.thinking, self.variables], sort_keys=True).encode()
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A rendered conversation. `chain` identifies the conversation, for `Replay`."""
+
+    tokens: list[int]
+    text: str
+    chain: bytes
+
+
+class Renderer:
+    """Renders conversations with a model's own template, whatever roles and tools it knows."""
+
+    def __init__(self, tokenizer: Tokenizer, replay: Replay) -> None:
+        template = tokenizer.template_source
+        self.replay = replay
+        self.format: ToolFormat = format_of(template) or HERMES
+        self.reasoning = reasoning_of(template)
+        self._tokenizer = tokenizer
+        self._knows_tools = template is not None and "tools" in template
+
+    def prompt(self, chat: Chat) -> Prompt:
+        """Raises `ApiError` for a conversation that the template refuses."""
+        text = self._text(chat, chat.messages)
+        links = chain(chat.key(), [message.canonical() for message in chat.messages])
+        tokens = None if chat.continued else self._replayed(chat, text, links)
+        if tokens is None:
+            tokens = self._encode(text)
+        return Prompt(tokens, text, links[-1])
+
+    def _replayed(self, chat: Chat, text: str, links: list[bytes]) -> list[int] | None:
+        """The prompt with the tokens that the model sampled, for the last answer in it that was given here."""
+        for index in reversed(range(len(chat.messages) - 1)):
+            if chat.messages[index].role == "assistant" and (known := self.replay.get(links[index])):
+                before = self._text(chat, chat.messages[: index + 1], generation=False)
+                return self.resume(list(known.tokens), known.end, before, text)
+        return None
+
+    def resume(self, tokens: list[int], end: int | None, before: str, text: str) -> list[int] | None:
+        """`tokens`, which the template writes as `before`, and what `text` has after that; None if it does not fit.
+
+        `end` is the token that ended them, which the template may follow with more (a line break).
+        """
+        if not text.startswith(before):
+            return None
+        ends = sorted(self._tokenizer.eos_ids) if end is None else [end]
+        marks = [self._tokenizer.decode([id], skip_special_tokens=False) for id in ends]
+        at, mark = max(((before.rfind(mark), mark) for mark in marks if mark), default=(-1, ""))
+        if at < 0:
+            return None
+        rest = text[at + len(mark) :] if end is not None else text[at:]
+        return [*tokens, *([] if end is None else [end]), *self._encode(rest)]
+
+    def after(self, chat: Chat, answered: int, tokens: list[int], end: int | None) -> list[int] | None:
+        """The prompt of `chat` whose first `answered` messages are exactly `tokens`."""
+        before = self._text(chat, chat.messages[:answered], generation=False)
+        return self.resume(tokens, end, before, self._text(chat, chat.messages))
+
+    def _encode(self, text: str) -> list[int]:
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        except ValueError as error:
+            raise ApiError(str(error), param="messages") from None
+
+    def _text(self, chat: Chat, messages: Sequence[Message], generation: bool = True) -> str:
+        """Templates disagree on arguments as text or as an object, and some refuse a second system message."""
+        last = messages[-1] if generation and chat.continued else None
+        shown = messages[:-1] if last is not None else messages
+        tools: list[Any] | None = [tool.described() for tool in chat.tools] or None
+        if not self._knows_tools:
+            shown, tools = self._told(shown, chat.tools), None
+        variables = dict(chat.variables)
+        if chat.thinking is not None:
+            variables |= {"enable_thinking": chat.thinking, "thinking": chat.thinking}
+        refused: ModelError | None = None
+        for merged in (joined(shown, leading=True), joined(shown, leading=False)):
+            for as_text in (False, True):
+                given = [self._template_message(message, as_text) for message in merged]
+                try:
+                    text = self._tokenizer.chat_text(given, generation, **{**variables, "tools": tools})
+                    return text if last is None else text + last.content
+                except ModelError as error:
+                    refused = refused or error
+        raise ApiError(str(refused), param="messages")
+
+    def _template_message(self, message: Message, arguments_as_text: bool) -> dict[str, Any]:
+        given: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.reasoning:
+            given |= {"reasoning_content": message.reasoning, "thinking": message.reasoning}
+        if message.name:
+            given["name"] = message.name
+        if message.call_id is not None:
+            given["tool_call_id"] = self.format.call_id(message.call_id)
+        if message.calls:
+            given["tool_calls"] = [
+                {
+                    "id": self.format.call_id(call.id),
+                    "type": "function",
+                    "function": {
+                        "name": call.name,
+                        "arguments": call.arguments if arguments_as_text else loads(call.arguments),
+                    },
+                }
+                for call in message.calls
+            ]
+        return given
+
+    def _told(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+        """The same conversation for a template that knows no tools: they are described in the system message."""
+        told = []
+        for message in messages:
+            if message.calls:
+                calls = [f'{{"name": {json.dumps(c.name)}, "arguments": {c.arguments}}}' for c in message.calls]
+                written = "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
+                message = Message("assistant", f"{message.content}\n{written}".strip(), message.reasoning)
+            elif message.role == "tool":
+                message = Message("user", f"<tool_response>\n{message.content}\n</tool_response>")
+            told.append(message)
+        if not tools:
+            return told
+        lines = "\n".join(json.dumps(tool.described(), ensure_ascii=False) for tool in tools)
+        return [Message("system", TOOL_PROMPT.format(tools=lines)), *told]
+
+
+def joined(messages: Sequence[Message], leading: bool) -> list[Message]:
+    """System messages as one at the beginning: those that lead, or all of them."""
+    count = 0
+    while count < len(messages) and messages[count].role == "system":
+        count += 1
+    others = [message for message in messages[count:] if leading or message.role != "system"]
+    system = [*messages[:count], *(m for m in messages[count:] if not leading and m.role == "system")]
+    text = "\n\n".join(message.content for message in system)
+    return [*([Message("system", text)] if system else []), *others]
+
+
+def without_volatile(text: str) -> str:
+    """A system prompt without lines that change with every request."""
+    return VOLATILE.sub("", text)
+
+
+def loads(text: str) -> Any:
+    """The value of a JSON text, or the text itself."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

@@ -1,0 +1,105 @@
+"""Prometheus metrics, with the names that vLLM gives its own after the colon: dashboards need another prefix only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from lmstate.engine import Completion, Engine
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2.5)
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+
+# What the engine counts by its own words -> the field's.
+RENAMED = {"waiting": "num_requests_waiting", "decoding": "num_requests_running"}
+
+
+class Metrics:
+    """Counters and histograms of a server. Thread-safe."""
+
+    def __init__(self, engine: Engine, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model_name
+        self.registry.register(EngineCollector(engine, model_name))
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"lmstate:{name}", text, ["model_name", *labels], registry=self.registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            made = Histogram(f"lmstate:{name}", text, ["model_name"], registry=self.registry, buckets=buckets)
+            return made.labels(model_name)
+
+        self._success = counter("request_success", "Requests that ended, by reason.", "finished_reason")
+        self._failures = counter("request_failure", "Requests that failed.")
+        self._prompt = counter("prompt_tokens", "Tokens of prompts.").labels(model_name)
+        self._generated = counter("generation_tokens", "Tokens generated.").labels(model_name)
+        self._queries = counter("prefix_cache_queries", "Tokens of prompts looked up in the prefix store.").labels(
+            model_name
+        )
+        self._hits = counter("prefix_cache_hits", "Tokens of prompts that were reused.").labels(model_name)
+        self._drafted = counter("spec_decode_num_draft_tokens", "Tokens drafted.").labels(model_name)
+        self._accepted = counter("spec_decode_num_accepted_tokens", "Drafted tokens accepted.").labels(model_name)
+        self._http = counter("http_requests", "Requests by path and status.", "path", "status")
+        self._first = histogram("time_to_first_token_seconds", "From submission to the first token.", SECONDS)
+        self._between = histogram("inter_token_latency_seconds", "Mean time between an answer's tokens.", STEP_SECONDS)
+        self._whole = histogram("e2e_request_latency_seconds", "From submission to the end.", SECONDS)
+        self._queue = histogram("request_queue_time_seconds", "Waiting for a row.", SECONDS)
+        self._prefill = histogram("request_prefill_time_seconds", "Reading the prompt.", SECONDS)
+        self._decode = histogram("request_decode_time_seconds", "Generating.", SECONDS)
+        self._prompts = histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
+        self._answers = histogram("request_generation_tokens", "Tokens of an answer.", TOKENS)
+
+    def observe(self, completion: Completion) -> None:
+        """Count a request that ended."""
+        usage = completion.usage
+        for reason in completion.finished:
+            self._success.labels(self._model, reason).inc()
+        self._prompt.inc(usage.prompt)
+        self._generated.inc(usage.generated)
+        self._queries.inc(usage.prompt)
+        self._hits.inc(usage.reused)
+        self._drafted.inc(usage.drafted)
+        self._accepted.inc(usage.accepted)
+        self._first.observe(usage.queued + usage.prefill)
+        self._queue.observe(usage.queued)
+        self._prefill.observe(usage.prefill)
+        self._decode.observe(usage.decode)
+        self._whole.observe(usage.queued + usage.prefill + usage.decode)
+        longest = max(map(len, completion.tokens), default=0)
+        if longest > 1:
+            self._between.observe(usage.decode / (longest - 1))
+        self._prompts.observe(usage.prompt)
+        self._answers.observe(usage.generated)
+
+    def failed(self) -> None:
+        self._failures.labels(self._model).inc()
+
+    def http(self, path: str, status: int) -> None:
+        """Count an HTTP request. `path` is the route's, so that paths from outside make no series."""
+        self._http.labels(self._model, path, str(status)).inc()
+
+    def text(self) -> bytes:
+        """The metrics in Prometheus's text format."""
+        return generate_latest(self.registry)
+
+
+class EngineCollector(Collector):
+    """The engine's own numbers, read when asked for."""
+
+    def __init__(self, engine: Engine, model_name: str) -> None:
+        self._engine = engine
+        self._model = model_name
+
+    def collect(self) -> Iterable[Metric]:
+        for key, value in sorted(self._engine.stats().items()):
+            name = RENAMED.get(key, "engine_" + re.sub(r"\W", "_", key))
+            gauge = GaugeMetricFamily(f"lmstate:{name}", f"The engine's {key}.", labels=["model_name"])
+            gauge.add_metric([self._model], float(value))
+            yield gauge

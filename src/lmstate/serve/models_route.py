@@ -1,0 +1,60 @@
+"""`GET /v1/models`: the one model, by each of its names; and what there is to know of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from lmstate.serve.errors import ApiError
+from lmstate.serve.http import json_response
+from lmstate.serve.service import Service
+
+
+def model_card(service: Service, name: str) -> dict[str, Any]:
+    config = service.model.config
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "lmstate",
+        "root": service.settings.model_name,
+        "max_model_len": service.context,
+        "meta": {
+            "family": config.family,
+            "vocab_size": config.vocab_size,
+            "hidden_size": config.hidden_size,
+            "layers": len(service.model.blocks),
+            "fingerprint": service.model.fingerprint,
+        },
+    }
+
+
+def names(service: Service) -> list[str]:
+    return [service.settings.model_name, *(name for name in service.settings.aliases if name != "*")]
+
+
+async def list_models(service: Service, request: Request) -> ASGIApp:
+    cards = [model_card(service, name) for name in names(service)]
+    # `models` is where one client (Codex) looks; the two ids are Anthropic's paging.
+    paging = {"has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
+    return json_response({"object": "list", "data": cards, "models": [], **paging})
+
+
+async def get_model(service: Service, request: Request) -> ASGIApp:
+    name = request.path_params["model"]
+    if name not in names(service):
+        raise ApiError(f"the model {name[:100]!r} is not served here", 404, param="model", code="model_not_found")
+    return json_response(model_card(service, name))
+
+
+async def health(service: Service, request: Request) -> ASGIApp:
+    if service.draining:
+        return json_response({"status": "shutting down"}, 503)
+    return json_response({"status": "ok"})
+
+
+async def metrics(service: Service, request: Request) -> ASGIApp:
+    return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

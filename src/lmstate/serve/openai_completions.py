@@ -1,0 +1,276 @@
+"""`POST /v1/completions`: texts or token ids go on; `echo` with `logprobs` scores a prompt, as lm-eval asks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from time import time
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from lmstate.serve import openai_fields as fields
+from lmstate.serve.answers import new_id
+from lmstate.serve.errors import ApiError, as_api_error
+from lmstate.serve.fields import Fields
+from lmstate.serve.http import json_response, log, read_body
+from lmstate.serve.sampling import check_ids, sampling_options, stops
+from lmstate.serve.service import Service
+from lmstate.serve.sse import DONE, EventStream, comment, data, unless_gone
+
+if TYPE_CHECKING:
+    from lmstate.engine import Completion, TokenLogprob
+    from lmstate.engine import Request as EngineRequest
+
+MOST_ANSWERS, MOST_TOP = 128, 20
+
+# Fill-in-the-middle tokens: (before the prefix, before the suffix, before the middle).
+FILL_IN = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<PRE>", "<SUF>", "<MID>"),
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),
+    ("<|fim_begin|>", "<|fim_hole|>", "<|fim_end|>"),
+)
+
+
+@dataclass
+class Texts:
+    """The answers to all prompts of a request: choice i of prompt p has index p * n + i."""
+
+    service: Service
+    model: str
+    prompts: list[list[int]]
+    requests: list[EngineRequest]
+    n: int
+    echo: bool
+    logprobs: int | None
+    keep: int  # best_of keeps n of more
+    id: str = field(default_factory=lambda: new_id("cmpl-"))
+    created: int = field(default_factory=lambda: int(time()))
+
+    def head(self) -> dict[str, Any]:
+        return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
+
+    async def whole(self) -> dict[str, Any]:
+        completions = [await request.wait() for request in self.requests]
+        choices = [
+            self._choice(number, completion, index, place)
+            for number, completion in enumerate(completions)
+            for place, index in enumerate(self._best(completion))
+        ]
+        return {**self.head(), "choices": choices, "usage": usage_of(completions)}
+
+    def _best(self, completion: Completion) -> list[int]:
+        """The answers to give, of those that were made: the likeliest a token."""
+        indices = list(range(len(completion.texts)))
+        if self.keep == len(indices) or completion.logprobs is None:
+            return indices[: self.keep]
+        scores = [sum(entry.logprob for entry in told) / max(len(told), 1) for told in completion.logprobs]
+        return sorted(indices, key=lambda index: -scores[index])[: self.keep]
+
+    def _choice(self, number: int, completion: Completion, index: int, place: int) -> dict[str, Any]:
+        prompt = self.prompts[number]
+        text, tokens, told = completion.texts[index], completion.tokens[index], None
+        if self.logprobs is not None:
+            entries: list[TokenLogprob | None] = list((completion.logprobs or [[]] * (index + 1))[index])
+            if self.echo:
+                tokens, entries = [*prompt, *tokens], [*(completion.prompt_logprobs or []), *entries]
+            told = self.legacy(tokens, entries)
+        if self.echo:
+            text = self.service.tokenizer.decode(prompt) + text
+        reason = "stop" if completion.finished[index] in ("eos", "stop") else "length"
+        return {"index": number * self.keep + place, "text": text, "logprobs": told, "finish_reason": reason}
+
+    def legacy(self, tokens: list[int], entries: list[TokenLogprob | None], offset: int = 0) -> dict[str, Any]:
+        """The log probabilities of completions: parallel lists, the first of a prompt null."""
+        names = [self._name(token) for token in tokens]
+        offsets = []
+        for name in names:
+            offsets.append(offset)
+            offset += len(name)
+        return {
+            "tokens": names,
+            "token_logprobs": [None if entry is None else max(entry.logprob, -9999.0) for entry in entries],
+            "top_logprobs": [None if entry is None else self._top(entry) for entry in entries],
+            "text_offset": offsets,
+        }
+
+    def _top(self, entry: TokenLogprob) -> dict[str, float]:
+        """The best tokens by their text, the chosen one among them. Of two with one text the better counts."""
+        top = {self._name(entry.token): max(entry.logprob, -9999.0)}
+        for token, logprob in entry.top:
+            name = self._name(token)
+            top[name] = max(top.get(name, -9999.0), logprob)
+        return top
+
+    def _name(self, token: int) -> str:
+        """A token's text; what is no whole character is shown as bytes."""
+        raw = self.service.grammars.token_bytes(token)
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    async def chunks(self, wants_usage: bool) -> AsyncIterator[bytes]:
+        """The stream: pieces of all prompts as they come."""
+        queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
+
+        async def feed(number: int, request: EngineRequest) -> None:
+            try:
+                async for piece in request:
+                    queue.put_nowait((number, piece))
+                queue.put_nowait((number, None))
+            except Exception as error:
+                queue.put_nowait((number, error))
+
+        tasks = [asyncio.create_task(feed(number, request)) for number, request in enumerate(self.requests)]
+        try:
+            running = len(tasks)
+            echoed: set[int] = set()
+            while running:
+                number, piece = await queue.get()
+                if isinstance(piece, Exception):
+                    raise piece
+                if piece is None:
+                    running -= 1
+                    continue
+                index = number * self.n + piece.index
+                if self.echo and index not in echoed:
+                    echoed.add(index)
+                    yield self._chunk(index, self.service.tokenizer.decode(self.prompts[number]), None, None)
+                told = None
+                if self.logprobs is not None and piece.logprobs:
+                    told = self.legacy(piece.tokens, list(piece.logprobs))
+                reason = None
+                if piece.finished is not None:
+                    reason = "stop" if piece.finished in ("eos", "stop") else "length"
+                if piece.text or told or reason:
+                    yield self._chunk(index, piece.text, told, reason)
+            if wants_usage:
+                completions = [await request.wait() for request in self.requests]
+                yield data({**self.head(), "choices": [], "usage": usage_of(completions)})
+            yield DONE
+        except Exception as error:
+            log.error("a stream failed", exc_info=error)
+            yield data(as_api_error(error).openai())
+        finally:
+            for task in tasks:
+                task.cancel()
+            self.cancel()
+
+    def _chunk(self, index: int, text: str, told: dict[str, Any] | None, reason: str | None) -> bytes:
+        choice = {"index": index, "text": text, "logprobs": told, "finish_reason": reason}
+        return data({**self.head(), "choices": [choice]})
+
+    def cancel(self) -> None:
+        for request in self.requests:
+            request.cancel()
+
+    def progress(self) -> bytes:
+        computed, total = (sum(both) for both in zip(*(request.progress for request in self.requests)))
+        return comment(f"prompt {computed}/{total}" if computed < total else "ping")
+
+
+async def completions(service: Service, request: Request) -> ASGIApp:
+    body = await read_body(service, request)
+    model = body.text("model")
+    service.settings.check_model(model)
+    prompts = await asyncio.to_thread(read_prompts, service, body)
+    n = body.count("n", 1, MOST_ANSWERS, 1)
+    best_of = body.count("best_of", 1, MOST_ANSWERS, n)
+    echo, stream = body.flag("echo"), body.flag("stream")
+    logprobs = body.integer("logprobs", 0, MOST_TOP) if not isinstance(body.get("logprobs"), bool) else None
+    if best_of < n:
+        raise body.wrong("best_of", f"at least n, {n}")
+    if stream and best_of > n:
+        raise ApiError("best_of cannot be streamed: it is known at the end only", param="best_of")
+    if stream and echo and logprobs is not None:
+        raise ApiError("echo with logprobs cannot be streamed: ask without stream", param="stream")
+    options = sampling_options(body, service.vocab_size, service.model.defaults)
+    options |= {"stop": stops(body), "n": best_of, "logprobs": 0 if best_of > n and logprobs is None else logprobs}
+    options["prompt_logprobs"] = logprobs if echo else None
+    constraint = fields.read_constraint(body, service.grammars)
+    longest = body.integer("max_tokens", 0, 2**31, 16)
+    requests: list[EngineRequest] = []
+    texts = Texts(service, model or service.settings.model_name, prompts, requests, n, echo, logprobs, n)
+    try:
+        for prompt in prompts:
+            grammar = None
+            if constraint is not None:
+                grammar = await asyncio.to_thread(service.grammars.compile, constraint.lark, constraint.param)
+            requests.append(service.submit(prompt, options, max_new_tokens=longest, grammar=grammar))
+        if stream:
+            wants_usage = (inner := body.inner("stream_options")) is not None and inner.flag("include_usage")
+            settings = service.settings
+            return EventStream(
+                texts.chunks(wants_usage),
+                texts.progress,
+                settings.ping_interval,
+                settings.write_timeout,
+                {},
+                closed=texts.cancel,
+            )
+        return json_response(await unless_gone(request.receive, texts.whole()))
+    except BaseException:
+        texts.cancel()
+        raise
+
+
+def read_prompts(service: Service, body: Fields) -> list[list[int]]:
+    """`prompt`: a text, a list of texts, token ids, or a list of lists of ids. With `suffix`, to be filled in."""
+    given = body.get("prompt")
+    if given is None:
+        raise body.wrong("prompt", "a string, token ids, or a list of these")
+    suffix = body.text("suffix")
+    single = isinstance(given, str) or (isinstance(given, list) and bool(given) and type(given[0]) is int)
+    prompts = [given] if single else given
+    if not isinstance(prompts, list) or not 0 < len(prompts) <= service.settings.max_inputs:
+        raise body.wrong("prompt", f"a string, token ids, or a list of 1 to {service.settings.max_inputs} of these")
+    return [prompt_ids(service, prompt, f"prompt[{i}]", suffix) for i, prompt in enumerate(prompts)]
+
+
+def prompt_ids(service: Service, prompt: Any, name: str, suffix: str | None = None) -> list[int]:
+    if suffix:
+        return fill_in(service, prompt, suffix)
+    if isinstance(prompt, str):
+        tokens = service.tokenizer.encode(prompt)
+    elif isinstance(prompt, list):
+        tokens = check_ids(prompt, name, service.vocab_size)
+    else:
+        raise ApiError(f"{name} must be a string or an array of token ids", param="prompt")
+    if not tokens:
+        raise ApiError(f"{name} has no tokens: there is nothing to continue", param="prompt")
+    return tokens
+
+
+def fill_in(service: Service, prefix: Any, suffix: str) -> list[int]:
+    """The prompt for the text between a prefix and a suffix."""
+    if not isinstance(prefix, str):
+        raise ApiError("suffix goes with a prompt that is a string", param="suffix")
+    tokenizer = service.tokenizer
+    for words in FILL_IN:
+        marks = [tokenizer.id_of(word) for word in words]
+        if all(mark is not None for mark in marks):
+            before, after, middle = marks
+            head = [] if tokenizer.bos_id is None else tokenizer.encode("")
+            texts = [tokenizer.encode(text, add_special_tokens=False) for text in (prefix, suffix)]
+            return [*head, *([before, *texts[0], after, *texts[1], middle])]  # type: ignore[list-item]
+    raise ApiError("this model has no fill-in tokens: ask without suffix", param="suffix")
+
+
+def usage_of(completions: list[Completion]) -> dict[str, Any]:
+    """The usage of several requests as one."""
+    prompt = sum(completion.usage.prompt for completion in completions)
+    generated = sum(completion.usage.generated for completion in completions)
+    usage: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": sum(completion.usage.reused for completion in completions)},
+    }
+    if len(completions) == 1:
+        usage["lmstate"] = fields.usage_of(completions[0], [])["lmstate"]
+    return usage

@@ -1,0 +1,23 @@
+"""Routes of the server as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lmstate.serve.http import Handler
+
+
+@dataclass(frozen=True)
+class Path:
+    """A route: also under `/v1`, or without it, where clients look for it there (`both`)."""
+
+    method: str
+    path: str
+    handler: Handler
+    both: bool = True
+    summary: str = ""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        other = self.path.removeprefix("/v1") if self.path.startswith("/v1/") else "/v1" + self.path
+        return (self.path, other) if self.both else (self.path,)

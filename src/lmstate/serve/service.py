@@ -1,0 +1,272 @@
+"""The server's one engine, and the way of a request into it that all protocols share."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from time import time
+from typing import TYPE_CHECKING, Any
+
+from starlette.types import Receive
+
+from lmstate.engine.results import EngineClosed, QueueFull
+from lmstate.errors import StateError
+from lmstate.serve.answers import Answer, AnswerMaker
+from lmstate.serve.errors import ApiError, as_api_error
+from lmstate.serve.grammar import Grammars, TokenGrammar
+from lmstate.serve.messages import Chat, Prompt, Renderer
+from lmstate.serve.metrics import Metrics
+from lmstate.serve.replay import Replay, Sampled, link
+from lmstate.serve.response_store import ResponseStore
+from lmstate.serve.settings import Settings
+from lmstate.serve.sse import Disconnected, unless_gone
+from lmstate.serve.tools import Event, Tool
+
+if TYPE_CHECKING:
+    from lmstate.engine import Completion, Engine, Piece, Request
+
+log = logging.getLogger("lmstate.serve")
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """A grammar that the answer must fit. `param` is the field that asked for it."""
+
+    lark: str
+    param: str
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """How tools may be used: `choice` is auto, none, required or the name of a tool."""
+
+    tools: tuple[Tool, ...] = ()
+    choice: str = "auto"
+    named: bool = False
+    parallel: bool = True
+
+    @property
+    def offered(self) -> tuple[Tool, ...]:
+        return () if self.choice == "none" and not self.named else self.tools
+
+    @property
+    def allowed(self) -> tuple[Tool, ...]:
+        """Those that a call may name."""
+        return tuple(tool for tool in self.offered if not self.named or tool.name == self.choice)
+
+    @property
+    def required(self) -> bool:
+        return bool(self.tools) and (self.named or self.choice == "required")
+
+
+@dataclass
+class ChatTask:
+    """A conversation that is being answered."""
+
+    prompt: Prompt
+    request: Request
+    answers: list[Answer]
+    receive: Receive
+    completion: Completion | None = None
+    created: int = field(default_factory=lambda: int(time()))
+
+    async def events(self) -> AsyncIterator[tuple[Answer, Piece, list[Event]]]:
+        """Each piece with its answer and the events that it brings. Closing it cancels the request."""
+        try:
+            async for piece in self.request:
+                answer = self.answers[piece.index]
+                yield answer, piece, answer.push(piece)
+            self.completion = await self.request.wait()
+        finally:
+            self.request.cancel()
+
+    async def finished(self) -> Completion:
+        """Wait for all of it. Raises `Disconnected` when the client leaves first."""
+
+        async def drain() -> None:
+            async for _ in self.events():
+                pass
+
+        await unless_gone(self.receive, drain())
+        assert self.completion is not None
+        return self.completion
+
+    def progress(self) -> str:
+        """How far the prompt is, for a line that clients skip."""
+        computed, total = self.request.progress
+        return f"prompt {computed}/{total}" if computed < total else "ping"
+
+
+class Service:
+    """The engine with all that the routes need beside it."""
+
+    def __init__(self, engine: Engine, settings: Settings) -> None:
+        self.engine = engine
+        self.model = engine.model
+        self.tokenizer = engine.model.tokenizer
+        self.settings = settings
+        self.vocab_size = engine.model.config.vocab_size
+        self.grammars = Grammars(self.tokenizer, self.vocab_size)
+        self.renderer = Renderer(self.tokenizer, Replay())
+        self.metrics = Metrics(engine, settings.model_name)
+        self.responses = ResponseStore(settings.folder, settings.stored_responses)
+        self.created = int(time())
+        self.running: set[Request] = set()
+        self.draining = False
+
+    @property
+    def context(self) -> int | None:
+        """Tokens that a sequence may have: what the model was made for."""
+        return self.model.config.max_positions
+
+    def submit(
+        self,
+        prompt: Any,
+        options: dict[str, Any],
+        *,
+        max_new_tokens: int | None,
+        grammar: Any = None,
+        length: int | None = None,
+    ) -> Request:
+        """Queue a request, its length cut to the context. Raises `ApiError`.
+
+        `prompt` is token ids, or what a session goes on with; then `length` is how many tokens it comes to.
+        """
+        if self.draining:
+            raise ApiError("the server is shutting down", 503, code="shutting_down", retry_after=5)
+        if not prompt:
+            raise ApiError("the prompt has no tokens: there is nothing to continue", param="prompt")
+        room = self.room(len(prompt) if length is None else length)
+        wanted = min(self.settings.max_new_tokens if max_new_tokens is None else max_new_tokens, room)
+        try:
+            request = self.engine.submit(
+                prompt,
+                max_new_tokens=wanted,
+                grammar=grammar,
+                **{"deadline": self.settings.request_timeout, **options},
+            )
+        except (StateError, ValueError) as error:
+            raise ApiError(str(error)) from None
+        except (QueueFull, EngineClosed) as error:
+            raise as_api_error(error) from None
+        self.running.add(request)
+        request.when_done(self._done)
+        return request
+
+    def room(self, length: int) -> int:
+        """Tokens that an answer to a prompt of this length may have. Raises `ApiError` if there is no room."""
+        if self.context is None:
+            return 2**31
+        if length >= self.context:
+            raise ApiError(
+                f"the prompt has {length} tokens and the model's context {self.context}: shorten the prompt",
+                code="context_length_exceeded",
+            )
+        return self.context - length
+
+    def _done(self, request: Request) -> None:
+        self.running.discard(request)
+        try:
+            self.metrics.observe(request.result(0))
+        except Exception as error:
+            self.metrics.failed()
+            if not isinstance(error, StateError):
+                log.error("a request failed", exc_info=error)
+
+    async def chat(
+        self,
+        receive: Receive,
+        chat: Chat,
+        options: dict[str, Any],
+        *,
+        use: ToolUse,
+        max_new_tokens: int | None,
+        constraint: Constraint | None = None,
+        stops: tuple[str, ...] = (),
+        count: int = 1,
+        logprobs: int | None = None,
+        call_prefix: str = "call_",
+        tokens: list[int] | None = None,
+    ) -> ChatTask:
+        """Begin to answer a conversation. `tokens` stand for its rendered prompt where they are known already."""
+
+        def prepare() -> tuple[Prompt, TokenGrammar | None, AnswerMaker]:
+            prompt = self.renderer.prompt(chat)
+            if tokens is not None:
+                prompt = Prompt(tokens, prompt.text, prompt.chain)
+            grammar = self._grammar(prompt, use, constraint)
+            return prompt, grammar, self._maker(prompt, use, stops, call_prefix)
+
+        # Rendering, tokenizing and compiling take milliseconds for long texts: not on the loop that feeds all streams.
+        prompt, grammar, maker = await asyncio.to_thread(prepare)
+        if self.settings.log_prompts:
+            log.info("prompt: %s", prompt.text)
+        request = self.submit(
+            prompt.tokens,
+            {**options, "stop": stops, "n": count, "logprobs": logprobs},
+            max_new_tokens=max_new_tokens,
+            grammar=grammar,
+        )
+        return ChatTask(prompt, request, maker.answers(count), receive)
+
+    def _maker(self, prompt: Prompt, use: ToolUse, stops: tuple[str, ...], call_prefix: str) -> AnswerMaker:
+        format, reasoning = self.renderer.format, self.renderer.reasoning
+        markers = format.markers
+
+        def parse(reader: Any) -> Any:
+            from lmstate.serve.tools.base import plain_text
+
+            # Without tools, text that looks like a call is text; harmony's channels are no calls.
+            return format.parse(reader, use.offered) if use.offered or format.name == "harmony" else plain_text(reader)
+
+        if reasoning is None:
+            return AnswerMaker(self.tokenizer, parse, markers, stops, call_prefix)
+        whole = reasoning.parse(parse, reasoning.opened_by(prompt.text))
+        return AnswerMaker(self.tokenizer, whole, (*markers, reasoning.start, reasoning.end), stops, call_prefix)
+
+    def _grammar(self, prompt: Prompt, use: ToolUse, constraint: Constraint | None) -> TokenGrammar | None:
+        """The grammar of the whole answer, reasoning included; None if anything goes."""
+        grammars, format = self.grammars, self.renderer.format
+        lark, param = (None, "tools") if constraint is None else (constraint.lark, constraint.param)
+        if use.required:
+            lark = grammars.calls(format, use.allowed, required=True, parallel=use.parallel)
+            param = "tools"
+        elif use.offered and lark is not None:
+            called = grammars.calls(format, use.allowed, required=True, parallel=use.parallel) or ""
+            lark = (
+                "start: answered | called\n"
+                + lark.replace("start:", "answered:", 1)
+                + "\n"
+                + called.replace("start:", "called:", 1)
+            )
+        elif any(tool.strict for tool in use.offered):
+            lark = grammars.calls(format, use.allowed, required=False, parallel=use.parallel)
+        if lark is None:
+            return None
+        lark = format.framed(lark, grammars.literal, final=not use.required)
+        reasoning = self.renderer.reasoning
+        if reasoning is not None and not reasoning.closed_by(prompt.text):
+            lark = grammars.with_reasoning(lark, reasoning.start, reasoning.end, reasoning.opened_by(prompt.text))
+        return grammars.compile(lark, param)
+
+    def remember(self, task: ChatTask, answer: Answer, message: list[Any]) -> Sampled:
+        """Keep an answer's tokens, for when a client sends it back. `message` is its canonical form."""
+        assert task.completion is not None
+        by = task.completion.stopped_by[answer.index]
+        ended = by if task.completion.finished[answer.index] == "eos" and isinstance(by, int) else None
+        sampled = Sampled([*task.prompt.tokens, *answer.tokens], ended)
+        self.renderer.replay.put(link(task.prompt.chain, message), sampled)
+        return sampled
+
+    def drain(self) -> None:
+        """Refuse new requests."""
+        self.draining = True
+
+    def cancel_all(self) -> None:
+        for request in list(self.running):
+            request.cancel()
+
+
+__all__ = ["ChatTask", "Constraint", "Disconnected", "Service", "ToolUse"]

@@ -1,0 +1,278 @@
+"""`/v1/sessions` and `/v1/cache`: conversations that the server keeps, and why a prompt is computed or is not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from starlette.background import BackgroundTask
+from starlette.requests import Request
+from starlette.responses import FileResponse
+from starlette.types import ASGIApp
+
+from lmstate.engine.session import SessionBusy
+from lmstate.errors import StateError
+from lmstate.serve.answers import new_id, usage_details
+from lmstate.serve.errors import ApiError, as_api_error
+from lmstate.serve.fields import Fields
+from lmstate.serve.http import json_response, log, read_body
+from lmstate.serve.openai_completions import prompt_ids
+from lmstate.serve.openai_fields import read_content, read_messages
+from lmstate.serve.sampling import check_ids, sampling_options, stops
+from lmstate.serve.service import Service
+from lmstate.serve.sse import DONE, EventStream, comment, data, unless_gone
+
+if TYPE_CHECKING:
+    from lmstate.engine import Completion, Session
+    from lmstate.engine import Request as EngineRequest
+
+T = TypeVar("T")
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}")
+MOST_SESSIONS = 100_000
+
+
+async def create(service: Service, request: Request) -> ASGIApp:
+    """`name`: by default one that nobody guesses."""
+    body = await read_body(service, request)
+    name = checked_name(body.text("name") or new_id("session_", 16))
+    known = service.engine.sessions()
+    if name in known:
+        raise ApiError(f"there is a session {name!r} already: delete it, or take another name", 409, param="name")
+    if len(known) >= MOST_SESSIONS:
+        raise ApiError(f"there are {len(known)} sessions: delete some", 429, retry_after=60)
+    return json_response(shown(service.engine.session(name)), 201)
+
+
+async def list_sessions(service: Service, request: Request) -> ASGIApp:
+    names = service.engine.sessions()
+    return json_response({"object": "list", "data": [{"object": "session", "name": name} for name in names]})
+
+
+async def get(service: Service, request: Request) -> ASGIApp:
+    session = found(service, request)
+    text = await asyncio.to_thread(service.tokenizer.decode, session.tokens, False)
+    return json_response({**shown(session), "messages": session.messages, "tokens": session.tokens, "text": text})
+
+
+async def delete(service: Service, request: Request) -> ASGIApp:
+    session = found(service, request)
+    await done(session.close)
+    return json_response({"object": "session", "name": session.name, "deleted": True})
+
+
+async def rewind(service: Service, request: Request) -> ASGIApp:
+    """`to`: a position, in tokens."""
+    session, body = found(service, request), await read_body(service, request)
+    to = body.integer("to", 0, 2**31)
+    if to is None:
+        raise body.wrong("to", "a position in tokens")
+    await done(lambda: session.rewind(to))
+    return json_response(shown(session))
+
+
+async def mark(service: Service, request: Request) -> ASGIApp:
+    session = found(service, request)
+    position = await done(session.mark)
+    return json_response({**shown(session), "position": position})
+
+
+async def undo(service: Service, request: Request) -> ASGIApp:
+    session = found(service, request)
+    await done(session.undo)
+    return json_response(shown(session))
+
+
+async def fork(service: Service, request: Request) -> ASGIApp:
+    """`name` of the new one, which shares all that was computed."""
+    session, body = found(service, request), await read_body(service, request)
+    name = checked_name(body.text("name") or new_id("session_", 16))
+    if name in service.engine.sessions():
+        raise ApiError(f"there is a session {name!r} already: delete it, or take another name", 409, param="name")
+    return json_response(shown(await done(lambda: session.fork(name))), 201)
+
+
+async def save(service: Service, request: Request) -> ASGIApp:
+    """Write the session into the server's own folder, under its name."""
+    session = found(service, request)
+    if service.settings.folder is None:
+        raise ApiError("the server was started without --store: there is no folder to save in", 409)
+    folder = service.settings.folder / "saved"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{session.name}.safetensors"
+    await done(lambda: session.save(path))
+    return json_response({**shown(session), "bytes": path.stat().st_size})
+
+
+async def download(service: Service, request: Request) -> ASGIApp:
+    """The session with its state, as a file for any server of the same model."""
+    session = found(service, request)
+    path = temporary()
+    try:
+        await done(lambda: session.save(path))
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    name = f"{session.name}.safetensors"
+    gone = BackgroundTask(path.unlink, missing_ok=True)
+    return FileResponse(path, media_type="application/octet-stream", filename=name, background=gone)
+
+
+async def upload(service: Service, request: Request) -> ASGIApp:
+    """A session from such a file; the path names it."""
+    name = checked_name(request.path_params["name"])
+    path = temporary()
+    try:
+        await receive_file(service, request, path)
+        session = await done(lambda: service.engine.load_session(name, path))
+    finally:
+        path.unlink(missing_ok=True)
+    return json_response(shown(session), 201)
+
+
+async def tree(service: Service, request: Request) -> ASGIApp:
+    """The prefixes that are kept, as text."""
+    return json_response({"object": "cache.tree", "tree": await asyncio.to_thread(service.engine.tree)})
+
+
+async def explain(service: Service, request: Request) -> ASGIApp:
+    """How much of a prompt would be reused, and why not more. `prompt` or `messages`, as in the other endpoints."""
+    body = await read_body(service, request)
+    if body.has("messages"):
+        from lmstate.serve.openai_chat import read_chat
+
+        chat, _ = read_chat(body)
+        tokens = (await asyncio.to_thread(service.renderer.prompt, chat)).tokens
+    else:
+        tokens = await asyncio.to_thread(prompt_ids, service, body.get("prompt"), "prompt")
+    service.room(len(tokens))
+    reuse = await asyncio.to_thread(service.engine.explain, tokens)
+    return json_response({"object": "cache.explanation", "prompt_tokens": len(tokens), **asdict(reuse)})
+
+
+async def send(service: Service, request: Request) -> ASGIApp:
+    """Go on with `text`, `messages` or `tokens`; streamed if asked."""
+    session, body = found(service, request), await read_body(service, request)
+    prompt, count = await asyncio.to_thread(read_prompt, service, body)
+    options = sampling_options(body, service.vocab_size, service.model.defaults)
+    longest = body.integer("max_tokens", 0, 2**31)
+    try:
+        started = service.submit(
+            prompt,
+            {**options, "stop": stops(body), "session": session},
+            max_new_tokens=longest,
+            length=len(session.tokens) + count,
+        )
+    except SessionBusy as error:
+        raise ApiError(f"{error}", 409) from None
+    if body.flag("stream"):
+        settings = service.settings
+        return EventStream(
+            pieces(session, started),
+            lambda: comment("prompt {}/{}".format(*started.progress)),
+            settings.ping_interval,
+            settings.write_timeout,
+            {},
+            closed=started.cancel,
+        )
+    try:
+        completion = await unless_gone(request.receive, started.wait())
+    finally:
+        started.cancel()
+    return json_response(answered(session, completion))
+
+
+async def pieces(session: Session, request: EngineRequest) -> AsyncIterator[bytes]:
+    """The stream of an answer: text and tokens as they come, then the whole."""
+    try:
+        async for piece in request:
+            yield data({"object": "session.piece", "text": piece.text, "tokens": piece.tokens})
+        yield data(answered(session, await request.wait()))
+        yield DONE
+    except Exception as error:
+        log.error("a stream failed", exc_info=error)
+        yield data(as_api_error(error).openai())
+    finally:
+        request.cancel()
+
+
+def answered(session: Session, completion: Completion) -> dict[str, Any]:
+    usage = completion.usage
+    counts = {"prompt_tokens": usage.prompt, "completion_tokens": usage.generated, **usage_details(usage)}
+    return {
+        "object": "session.answer",
+        "name": session.name,
+        "length": len(session.tokens),
+        "text": completion.texts[0],
+        "tokens": completion.tokens[0],
+        "finish_reason": completion.finished[0],
+        "usage": counts,
+    }
+
+
+def read_prompt(service: Service, body: Fields) -> tuple[Any, int]:
+    """(what `Session.send` takes, about how many tokens it is)."""
+    given = [key for key in ("text", "messages", "tokens") if body.has(key)]
+    if len(given) != 1:
+        raise ApiError("one of text, messages and tokens must be given", param="text")
+    if given == ["tokens"]:
+        tokens = body.get("tokens")
+        if not isinstance(tokens, list) or not tokens:
+            raise body.wrong("tokens", "an array of token ids")
+        return check_ids(tokens, "tokens", service.vocab_size), len(tokens)
+    if given == ["text"]:
+        text = body.need_text("text")
+        return text, len(service.tokenizer.encode(text, add_special_tokens=False))
+    read_messages(body)  # checks them
+    messages = [{"role": item.get("role"), "content": read_content(item, "content")} for item in body.items("messages")]
+    return messages, sum(len(service.tokenizer.encode(message["content"], False)) for message in messages)
+
+
+def shown(session: Session) -> dict[str, Any]:
+    return {"object": "session", "name": session.name, "length": len(session.tokens)}
+
+
+def found(service: Service, request: Request) -> Session:
+    name = request.path_params["name"]
+    if name not in service.engine.sessions():
+        raise ApiError(f"there is no session {name[:100]!r}", 404)
+    return service.engine.session(name)
+
+
+def checked_name(name: str) -> str:
+    if not NAME.fullmatch(name):
+        raise ApiError("a session's name is 1 to 100 letters, digits and _ . -, the first no dot", param="name")
+    return name
+
+
+async def done(action: Callable[[], T]) -> T:
+    """Run an action of a session off the loop. Raises `ApiError` for what it refuses."""
+    try:
+        return await asyncio.to_thread(action)
+    except SessionBusy as error:
+        raise ApiError(str(error), 409) from None
+    except (StateError, ValueError) as error:
+        raise ApiError(str(error)) from None
+
+
+async def receive_file(service: Service, request: Request, path: Path) -> None:
+    """The body of a request into a file, within limits."""
+    size, most = 0, service.settings.max_snapshot
+    with path.open("wb") as file:
+        async for piece in request.stream():
+            size += len(piece)
+            if size > most:
+                raise ApiError(f"the file has more than {most} bytes", 413, code="body_too_large")
+            await asyncio.to_thread(file.write, piece)
+
+
+def temporary() -> Path:
+    """An empty file of our own."""
+    handle, name = tempfile.mkstemp(prefix="lmstate-session-", suffix=".safetensors")
+    os.close(handle)
+    return Path(name)

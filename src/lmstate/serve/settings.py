@@ -1,0 +1,79 @@
+"""How a server is set up: who may ask, how much, and where what outlives it is kept."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+
+from lmstate.serve.errors import ApiError
+
+KEY_VARIABLE = "LMSTATE_API_KEY"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Times are in seconds, sizes in bytes."""
+
+    model_name: str
+    host: str = "127.0.0.1"
+    port: int = 8080
+    api_keys: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()  # other names that clients may ask the model by
+    cors_origins: tuple[str, ...] = ()  # exact origins, or "*"
+    folder: Path | None = None  # responses and saved sessions; None: memory, and saving is refused
+    log_prompts: bool = False
+    max_body: int = 16 * 2**20
+    max_snapshot: int = 2**32  # of a session's file that a client sends
+    max_new_tokens: int = 4096  # when a request does not say; the context ends an answer too
+    max_inputs: int = 2048  # prompts in one completions or embeddings request
+    header_timeout: float = 20.0
+    body_timeout: float = 60.0
+    write_timeout: float = 60.0  # a reader that takes nothing for so long is gone
+    request_timeout: float | None = None
+    ping_interval: float = 10.0
+    drain: float = 20.0  # how long streams may go on after SIGTERM
+    stored_responses: int = 2**28  # bytes of responses kept for previous_response_id
+
+    def check(self, allow_anonymous: bool = False) -> None:
+        """Refuse to serve the network without a key. Raises `ValueError`."""
+        if not self.api_keys and not allow_anonymous and not self.on_loopback:
+            raise ValueError(
+                f"serving on {self.host} lets the network in, and no API key is set: give --api-key-file, "
+                f"set {KEY_VARIABLE}, or serve on 127.0.0.1 (--allow-anonymous if everybody may)"
+            )
+
+    @property
+    def on_loopback(self) -> bool:
+        return is_loopback(self.host)
+
+    def check_model(self, asked: str | None) -> None:
+        """Refuse a model that is not here, as the protocols have it. The alias `*` answers to every name."""
+        if asked is not None and "*" not in self.aliases and asked not in (self.model_name, *self.aliases):
+            raise ApiError(
+                f"the model {asked[:100]!r} is not served here; {self.model_name!r} is",
+                404,
+                param="model",
+                code="model_not_found",
+            )
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def read_keys(file: Path | None) -> tuple[str, ...]:
+    """API keys: one a line of `file` (`#` begins a comment), and what the environment has."""
+    lines = [] if file is None else file.read_text(encoding="utf-8").splitlines()
+    keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if file is not None and not keys:
+        raise ValueError(f"{file} has no API key; it should have one a line")
+    if from_environment := os.environ.get(KEY_VARIABLE, "").strip():
+        keys.append(from_environment)
+    return tuple(keys)

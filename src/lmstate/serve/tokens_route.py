@@ -1,0 +1,78 @@
+"""`/tokenize`, `/detokenize`, `/tokenizer_info`, `/apply-template`: what the tokenizer does, in the shapes of vLLM and
+llama-server."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from lmstate.serve.http import json_response, read_body
+from lmstate.serve.openai_chat import read_chat
+from lmstate.serve.sampling import check_ids
+from lmstate.serve.service import Service
+
+
+async def tokenize(service: Service, request: Request) -> ASGIApp:
+    """`prompt` (or `content`), or `messages` -> `tokens`."""
+    body = await read_body(service, request)
+    if body.has("messages"):
+        chat, _ = read_chat(body)
+        tokens = (await asyncio.to_thread(service.renderer.prompt, chat)).tokens
+    else:
+        text = body.text("prompt")
+        if text is None:
+            text = body.text("content")
+        if text is None:
+            raise body.wrong("prompt", "a string, or messages must be given")
+        special = body.flag("add_special_tokens", True) if not body.has("add_special") else body.flag("add_special")
+        tokens = await asyncio.to_thread(service.tokenizer.encode, text, special)
+    answer: dict[str, Any] = {"count": len(tokens), "max_model_len": service.context, "tokens": tokens}
+    if body.flag("return_token_strs") or body.flag("with_pieces"):
+        answer["token_strs"] = [service.grammars.token_bytes(token).decode("utf-8", "replace") for token in tokens]
+    return json_response(answer)
+
+
+async def detokenize(service: Service, request: Request) -> ASGIApp:
+    """`tokens` -> `prompt` (and `content`)."""
+    body = await read_body(service, request)
+    tokens = body.get("tokens")
+    if not isinstance(tokens, list):
+        raise body.wrong("tokens", "an array of token ids")
+    text = service.tokenizer.decode(check_ids(tokens, "tokens", service.vocab_size), skip_special_tokens=False)
+    return json_response({"prompt": text, "content": text})
+
+
+async def tokenizer_info(service: Service, request: Request) -> ASGIApp:
+    tokenizer = service.tokenizer
+
+    def text(id: int | None) -> str | None:
+        return None if id is None else tokenizer.decode([id], skip_special_tokens=False)
+
+    return json_response(
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": text(min(tokenizer.eos_ids, default=None)),
+            "eos_token_ids": sorted(tokenizer.eos_ids),
+            "bos_token": text(tokenizer.bos_id),
+            "vocab_size": tokenizer.vocab_size,
+            "model_max_length": service.context,
+            "chat_template": tokenizer.template_source,
+        }
+    )
+
+
+async def apply_template(service: Service, request: Request) -> ASGIApp:
+    """`messages` -> `prompt`, the text that the model reads."""
+    chat, _ = read_chat(await read_body(service, request))
+    prompt = await asyncio.to_thread(service.renderer.prompt, chat)
+    return json_response({"prompt": prompt.text})
+
+
+async def count_input(service: Service, request: Request) -> ASGIApp:
+    """How many tokens a chat's prompt has."""
+    chat, _ = read_chat(await read_body(service, request))
+    prompt = await asyncio.to_thread(service.renderer.prompt, chat)
+    return json_response({"object": "chat.completion.input_tokens", "input_tokens": len(prompt.tokens)})

@@ -1,0 +1,57 @@
+"""The parts that an answer is made of, as a parser finds them in the model's text, and the tools that it may call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may call. `parameters` is a JSON schema; `strict` asks for calls that fit it."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = field(default_factory=dict)
+    strict: bool = False
+
+    def described(self) -> dict[str, Any]:
+        """As chat templates expect it."""
+        function = {"name": self.name, "description": self.description, "parameters": self.schema}
+        return {"type": "function", "function": function}
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        return self.parameters or {"type": "object", "properties": {}}
+
+
+@dataclass(frozen=True)
+class Text:
+    """More of the answer's text."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """More of what the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class CallStart:
+    """A call begins; its arguments follow. `id` is the model's own, for formats that have one."""
+
+    name: str
+    id: str | None = None
+
+
+@dataclass(frozen=True)
+class CallArguments:
+    """More of the JSON arguments of the last call that began."""
+
+    text: str
+
+
+Event = Text | Reasoning | CallStart | CallArguments

@@ -1,0 +1,60 @@
+"""Formats whose calls are JSON objects with a name and arguments, alone or in a list, between two markers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lmstate.serve.tools.base import Literal, Rules, ToolFormat, call_object, choice, json_term, quoted
+from lmstate.serve.tools.events import Text, Tool
+from lmstate.serve.tools.reader import Parse, Reader
+
+
+@dataclass(frozen=True)
+class JsonCalls(ToolFormat):
+    """`begin {"name": ..., "arguments": {...}} end`; with `listed`, `begin [{...}, {...}] end`.
+
+    hermes is that of Hermes, Qwen 2.5 and 3 and SmolLM3; granite, phi, jamba and nemotron write lists.
+    """
+
+    name: str  # type: ignore[misc]
+    begin: str
+    end: str
+    listed: bool = False
+    hints: tuple[str, ...] = ()  # texts of templates that write in this format; all must be there
+
+    @property
+    def markers(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(marker for marker in (self.begin, self.end) if marker)
+
+    def matches(self, template: str) -> bool:
+        return all(hint in template for hint in self.hints or (self.begin,))
+
+    def parse(self, reader: Reader, tools: Sequence[Tool]) -> Parse[None]:
+        while (yield from reader.until((self.begin,), Text)) is not None:
+            yield from reader.skip_space("[" if self.listed else "")
+            while (yield from call_object(reader)):
+                yield from reader.skip_space(",")
+                if not self.listed:
+                    break
+            if self.end:
+                # What stands between markers and is no call is shown: it may be all that the model said.
+                stray, closed = yield from reader.collect((self.end,))
+                if stray.strip(" \t\r\n]"):
+                    yield Text(stray)
+                if closed is None:
+                    return
+                yield from reader.skip_space()
+            else:
+                yield from reader.accept("]")
+
+    def rules(self, tools: Sequence[Tool], literal: Literal) -> Rules:
+        def term(tool: Tool) -> str:
+            head = '{"name": ' + quoted(tool.name) + ', "arguments": '
+            return f'{quoted(head)} {json_term(tool.schema)} "}}"'
+
+        if self.listed:
+            end = f'"]" {literal(self.end)}' if self.end else '"]"'
+            return Rules((choice("call", tools, term),), self.begin, f'{literal(self.begin)} "["', '", "', end)
+        lines = (choice("object", tools, term), f'call: {literal(self.begin)} "\\n" object "\\n" {literal(self.end)}')
+        return Rules(lines, self.begin, between='"\\n"')

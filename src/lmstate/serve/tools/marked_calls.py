@@ -1,0 +1,261 @@
+"""Formats whose calls stand between special tokens, the function's name apart from its JSON arguments."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lmstate.serve.tools.base import Literal, Rules, ToolFormat, arguments, call_object, choice, json_term, quoted
+from lmstate.serve.tools.events import CallStart, Reasoning, Text, Tool
+from lmstate.serve.tools.reader import Parse, Reader
+
+FENCE = "\n```json\n"
+
+
+@dataclass(frozen=True)
+class DeepSeekCalls(ToolFormat):
+    """`<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>...<｜tool▁calls▁end｜>`.
+
+    V3 and R1 write `function` where V3.1 has the name, and then the name and the arguments in a fenced block.
+    """
+
+    name: str = "deepseek"  # type: ignore[misc]
+    fenced: bool = False
+    markers: tuple[str, ...] = (
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+    )
+
+    def matches(self, template: str) -> bool:
+        return "<｜tool▁sep｜>" in template and ("```json" in template) == self.fenced
+
+    def parse(self, reader: Reader, tools: Sequence[Tool]) -> Parse[None]:
+        section, begin, sep, end, section_end = self.markers
+        while (yield from reader.until((section, begin), Text)) is not None:
+            yield from reader.accept(begin)
+            while True:
+                name, found = yield from reader.collect((sep, end, section_end))
+                if found == sep:
+                    yield from self._call(reader, name.strip())
+                    found = yield from reader.until((begin, section_end), None)
+                if found != begin:
+                    break
+            yield from reader.skip_space()
+
+    def _call(self, reader: Reader, name: str) -> Parse[None]:
+        if name == "function":  # the name comes on the next line, the arguments in a fence
+            line, _ = yield from reader.collect(("\n",))
+            name = line.strip() or name
+            yield from reader.skip_space()
+            yield from reader.accept("```json")
+            yield from reader.skip_space()
+        yield CallStart(name)
+        yield from reader.skip_space()
+        yield from arguments(reader)
+
+    def rules(self, tools: Sequence[Tool], literal: Literal) -> Rules:
+        section, begin, sep, end, section_end = self.markers
+
+        def term(tool: Tool) -> str:
+            if self.fenced:
+                opening = f'{literal(begin)} "function" {literal(sep)} {quoted(tool.name + FENCE)}'
+                return f'{opening} {json_term(tool.schema)} "\\n```" {literal(end)}'
+            return f"{literal(begin)} {quoted(tool.name)} {literal(sep)} {json_term(tool.schema)} {literal(end)}"
+
+        between = '"\\n"' if self.fenced else ""
+        return Rules((choice("call", tools, term),), section, literal(section), between, literal(section_end))
+
+
+@dataclass(frozen=True)
+class KimiCalls(ToolFormat):
+    """`<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`."""
+
+    name: str = "kimi"  # type: ignore[misc]
+    markers: tuple[str, ...] = (
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>",
+        "<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        "<|tool_calls_section_end|>",
+    )
+
+    def matches(self, template: str) -> bool:
+        return "<|tool_call_argument_begin|>" in template
+
+    def parse(self, reader: Reader, tools: Sequence[Tool]) -> Parse[None]:
+        section, begin, sep, _, section_end = self.markers
+        while (found := (yield from reader.until((section, begin), Text))) is not None:
+            if found == section:
+                found = yield from reader.until((begin, section_end), None)
+            while found == begin:
+                id, found = yield from reader.collect((sep, section_end))
+                if found != sep:
+                    break
+                id = id.strip()
+                yield CallStart(id.removeprefix("functions.").rsplit(":", 1)[0], id)
+                yield from reader.skip_space()
+                yield from arguments(reader)
+                found = yield from reader.until((begin, section_end), None)
+            yield from reader.skip_space()
+
+    def rules(self, tools: Sequence[Tool], literal: Literal) -> Rules:
+        section, begin, sep, end, section_end = self.markers
+
+        def term(tool: Tool) -> str:
+            opening = f"{literal(begin)} {quoted(f'functions.{tool.name}:')} /[0-9]+/ {literal(sep)}"
+            return f"{opening} {json_term(tool.schema)} {literal(end)}"
+
+        return Rules((choice("call", tools, term),), section, literal(section), "", literal(section_end))
+
+
+@dataclass(frozen=True)
+class MistralCalls(ToolFormat):
+    """`[TOOL_CALLS]NAME[ARGS]{...}`, once a call; before version 11 of their tokenizers `[TOOL_CALLS][{...}, ...]`."""
+
+    name: str = "mistral"  # type: ignore[misc]
+    listed: bool = False
+    markers: tuple[str, ...] = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+
+    def matches(self, template: str) -> bool:
+        return "[TOOL_CALLS]" in template and ("[ARGS]" not in template) == self.listed
+
+    def call_id(self, id: str) -> str:
+        """Their templates take ids of nine letters and digits, and no others."""
+        return id if len(id) == 9 and id.isalnum() else hashlib.blake2b(id.encode()).hexdigest()[:9]
+
+    def parse(self, reader: Reader, tools: Sequence[Tool]) -> Parse[None]:
+        begin, sep, id_mark = self.markers
+        found = yield from reader.until((begin,), Text)
+        while found is not None:
+            yield from reader.skip_space()
+            if (yield from reader.accept("[")) or reader.text.startswith("{"):  # no name begins like that
+                yield from reader.skip_space()
+                while (yield from call_object(reader)):
+                    yield from reader.skip_space(",")
+                yield from reader.accept("]")
+            else:
+                name, mark = yield from reader.collect((sep, id_mark, "{"))
+                id = None
+                if mark == id_mark:
+                    id, mark = yield from reader.collect((sep, "{"))
+                yield CallStart(name.strip(), id)
+                if mark == "{":
+                    reader.text = "{" + reader.text
+                yield from reader.skip_space()
+                yield from arguments(reader)
+            found = yield from reader.until((begin,), Text)
+
+    def rules(self, tools: Sequence[Tool], literal: Literal) -> Rules:
+        begin, sep, _ = self.markers
+        if self.listed:
+
+            def term(tool: Tool) -> str:
+                head = '{"name": ' + quoted(tool.name) + ', "arguments": '
+                return f'{quoted(head)} {json_term(tool.schema)} "}}"'
+
+            return Rules((choice("call", tools, term),), begin, f'{literal(begin)} "["', '", "', '"]"')
+        calls = choice(
+            "call", tools, lambda tool: f"{literal(begin)} {quoted(tool.name)} {literal(sep)} {json_term(tool.schema)}"
+        )
+        return Rules((calls,), begin)
+
+
+@dataclass(frozen=True)
+class LlamaCalls(ToolFormat):
+    """The whole answer is `{"name": ..., "parameters": {...}}`: Llama 3.1 and later. Several are parted by `; `."""
+
+    name: str = "llama"  # type: ignore[misc]
+    markers: tuple[str, ...] = ("<|python_tag|>",)
+
+    def matches(self, template: str) -> bool:
+        return '"parameters": dictionary' in template or '{"name": function name, "parameters"' in template
+
+    def parse(self, reader: Reader, tools: Sequence[Tool]) -> Parse[None]:
+        yield from reader.skip_space()
+        yield from reader.accept("<|python_tag|>")
+        while True:
+            yield from reader.at_least(1)
+            names = [json.dumps(tool.name) for tool in tools]
+            if not reader.text.startswith("{") or not (yield from self._is_call(reader, names)):
+                break
+            yield from call_object(reader)
+            yield from reader.skip_space("; ")
+        yield from reader.until((), Text)
+
+    def _is_call(self, reader: Reader, names: Sequence[str]) -> Parse[bool]:
+        """Whether the object names a tool first: an answer may be JSON that is no call."""
+        while True:
+            text = "".join(reader.text.split())
+            heads = ['{"type":"function","name":' + name for name in names] + ['{"name":' + name for name in names]
+            heads = ["".join(head.split()) for head in heads]
+            if any(text.startswith(head) for head in heads):
+                return True
+            if reader.closed or not any(head.startswith(text) for head in heads):
+                return False
+            yield None
+
+    def rules(self, tools: Sequence[Tool], literal: Literal) -> Rules:
+        def term(tool: Tool) -> str:
+            head = '{"name": ' + quoted(tool.name) + ', "parameters": '
+            return f'{quoted(head)} {json_term(tool.schema)} "}}"'
+
+        return Rules((choice("call", tools, term),), '{"name": ', between='"; "')
+
+
+@dataclass(frozen=True)
+class HarmonyCalls(ToolFormat):
+    """gpt-oss's messages in channels: `analysis` is reasoning, `final` the answer, one `to=functions.NAME` a call."""
+
+    name: str = "harmony"  # type: ignore[misc]
+    markers: tuple[str, ...] = (
+        "<|start|>",
+        "<|channel|>",
+        "<|message|>",
+        "<|constrain|>",
+        "<|end|>",
+        "<|call|>",
+        "<|return|>",
+    )
+
+    def matches(self, template: str) -> bool:
+        return "<|channel|>" in template and "<|message|>" in template
+
+    def parse(self, reader: Reader, tools: Sequence[Tool]) -> Parse[None]:
+        ends = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+        while True:
+            header, found = yield from reader.collect(("<|message|>",))
+            if found is None:
+                if header.strip() and "<|" not in header:
+                    yield Text(header)
+                return
+            if "to=functions." in header:
+                name = header.split("to=functions.", 1)[1].split("<|", 1)[0].split()[0:1]
+                yield CallStart(name[0] if name else "")
+                yield from reader.skip_space()
+                yield from arguments(reader)
+                yield from reader.until(ends, None)
+            else:
+                event = Text if "final" in header.split("<|channel|>")[-1] else Reasoning
+                yield from reader.until(ends, event)
+
+    def rules(self, tools: Sequence[Tool], literal: Literal) -> Rules:
+        channel, message = literal("<|channel|>"), literal("<|message|>")
+
+        def term(tool: Tool) -> str:
+            to = quoted(f"commentary to=functions.{tool.name} ")
+            return f'{channel} {to} {literal("<|constrain|>")} "json" {message} {json_term(tool.schema)}'
+
+        return Rules((choice("call", tools, term),), "<|channel|>")
+
+    def framed(self, lark: str, literal: Literal, *, final: bool) -> str:
+        """Reasoning may come first, in a channel of its own."""
+        channel, message = literal("<|channel|>"), literal("<|message|>")
+        analysis = f'{channel} "analysis" {message} ANALYSIS {literal("<|end|>")} {literal("<|start|>")} "assistant"'
+        head = f'{channel} "final" {message}' if final else ""
+        rules = "ANALYSIS: /(.|\\n)*/\n" + lark.replace("start:", "framed:", 1)
+        return f"start: ({analysis})? {head} framed\n{rules}"

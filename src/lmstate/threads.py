@@ -1,0 +1,79 @@
+"""The number of threads that the operations run on."""
+
+from __future__ import annotations
+
+import os
+from statistics import median
+from time import perf_counter
+from typing import Literal
+
+import torch
+
+from lmstate import ops
+from lmstate.ops.fork import forked
+from lmstate.state.validate import whole_number
+
+SIZE = 1024  # of the measured product: [1, SIZE] x [SIZE, SIZE], a small model's projection in one step of decoding
+PRODUCTS, ROUNDS = 24, 9
+GAIN = 0.95  # another thread must save a twentieth of the time: on a busy machine it can cost many times that
+
+
+def set_threads(count: int | Literal["auto"]) -> int:
+    """Run the operations on `count` threads from now on, and return the count.
+
+    "auto" times a short run of the products of a decode step on 1, 2, ... threads, up to as many as this process may
+    use processors, and takes the fewest that are about as fast as the best. It measures this moment: what else runs on
+    the machine decides with. The numbers that a model computes do not depend on it.
+
+    Raises ValueError for a count below 1, RuntimeError for more than one in a forked process, where OpenMP would hang.
+    """
+    if isinstance(count, str):
+        if count != "auto":
+            raise ValueError(f'set_threads({count!r}) was asked for; give a number of threads, or "auto"')
+        count = 1 if forked() else _fastest(available())
+    count = whole_number(count, "the number of threads")
+    if count < 1:
+        raise ValueError(f"set_threads({count}) was asked for; there is at least 1 thread")
+    if count > 1 and forked():
+        raise RuntimeError(
+            f"set_threads({count}) was asked for in a forked process, where OpenMP's threads do not run; start it with "
+            'multiprocessing.get_context("spawn"), or stay on 1 thread'
+        )
+    torch.set_num_threads(count)
+    return count
+
+
+def available() -> int:
+    """The processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _fastest(most: int) -> int:
+    """The fewest threads of 1 to `most` that are about as fast as the best of them."""
+    before = torch.get_num_threads()
+    weight = ops.quantize(torch.linspace(-1, 1, SIZE * SIZE).view(SIZE, SIZE), "int8")
+    x = torch.linspace(-1, 1, SIZE)[None]
+    counts = _counts(most)
+    seconds: dict[int, list[float]] = {count: [] for count in counts}
+    try:
+        for turn in range(ROUNDS + 1):  # by turns, so that what else runs now meets all of them
+            for count in counts:
+                torch.set_num_threads(count)
+                begin = perf_counter()
+                for _ in range(PRODUCTS):
+                    ops.linear(x, weight)
+                if turn:  # the first one starts the threads
+                    seconds[count].append(perf_counter() - begin)
+    finally:
+        torch.set_num_threads(before)
+    best = counts[0]
+    for count in counts[1:]:
+        if median(seconds[count]) < GAIN * median(seconds[best]):
+            best = count
+    return best
+
+
+def _counts(most: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16, ... and `most`."""
+    counts = {min(most, count << shift) for shift in range(1, 10) for count in (2, 3)}
+    return sorted({1, min(2, most), min(3, most), *counts, most})

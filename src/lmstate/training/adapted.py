@@ -1,0 +1,209 @@
+"""Models with LoRA adapters beside their weights: one for all rows of a batch, one for each, or one that is trained."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from lmstate.checkpoints.loader import WeightLoader
+from lmstate.checkpoints.source import Source
+from lmstate.checkpoints.text_model import TextModelSource
+from lmstate.errors import ModelError, StateError
+from lmstate.models.fingerprint import weights_in
+from lmstate.models.model import Model
+from lmstate.ops.types.weight import Weight
+from lmstate.ops.weights.bfloat12 import Bfloat12Weight
+from lmstate.ops.weights.grouped import quantize
+from lmstate.ops.weights.lora import LoraWeight, LowRank
+from lmstate.training.lora import Adapter, LoraConfig
+from lmstate.training.model import ParameterModel, adopt
+
+EXPERT = re.compile(r"\.experts\.\d+\.")
+Selection = Sequence[Adapter | None]
+"""The adapter of each row; of all rows, if there is one."""
+
+
+class AdaptedWeights(WeightLoader):
+    """Hands out weights with the updates of adapters beside them, over those of an earlier build, if any."""
+
+    def __init__(self, plain: WeightLoader, selection: Selection, merge: bool = False) -> None:
+        self.__dict__.update(vars(plain))
+        self._made = {}
+        self._selection, self._merge = selection, merge
+        if not isinstance(plain, AdaptedWeights):
+            self._bases: dict[str, Weight] = {}
+        self.modules: dict[str, tuple[int, int]] = {}
+        self.experts: set[str] = set()
+        self.labels: dict[str, str] = {}
+        """The shape of each module that an adapter can update, and which matrix it is a part of."""
+
+    def base(self, module: str) -> Weight:
+        """The matrix that a module is a part of."""
+        return self._bases[self.labels[module]]
+
+    def _matrix(self, label: str, parts: list[Any], order: Tensor | None = None) -> Weight:
+        if label not in self._bases:
+            self._bases[label] = super()._matrix(label, parts, order)
+        self._asked.update(name for part in parts for name in part.names)
+        return self._bases[label]
+
+    def _stack(self, label: str, names: Sequence[str], order: Callable[[], Tensor] | None) -> Weight:
+        base = super()._stack(label, names, order)
+        modules = [module_name(self.source, name) for name in names]
+        shapes = [(self.shape(name)[0], self.shape(name)[1]) for name in names]
+        # Routed experts are no modules of their own in transformers: PEFT has no updates of them either.
+        if any(EXPERT.search(module) for module in modules):
+            self.experts.update(modules)
+        else:
+            self.modules.update(zip(modules, shapes))
+            self.labels.update((module, label) for module in modules)
+        known: dict[int, tuple[LowRank, ...]] = {}
+        for adapter in self._selection:
+            if adapter is None:
+                continue
+            firsts = itertools.accumulate((height for height, _ in shapes), initial=0)
+            updates = (adapter.update(*each) for each in zip(modules, firsts, shapes))
+            known[id(adapter)] = tuple(update for update in updates if update is not None)
+        rows = [known.get(id(adapter), ()) for adapter in self._selection]
+        if not any(rows):
+            return base
+        weight = LoraWeight(base, rows, None if order is None else order().to(self.device))
+        if not self._merge:
+            return weight
+        kind = "bfloat16" if isinstance(base, Bfloat12Weight) else base.kind
+        return self._settle(quantize(weight.merged(), kind))
+
+
+def module_name(source: Source, name: str) -> str:
+    """The module of a matrix, as transformers and PEFT name it."""
+    while isinstance(source, TextModelSource):
+        name, source = source.outer_name(name), source.whole
+    return name.removesuffix(".weight")
+
+
+def build_adapted(weights: AdaptedWeights, selection: Selection) -> Model:
+    """The model with adapters. Raises `ModelError` if one of them does not fit."""
+    from lmstate.models.families import build
+
+    model = build(weights)
+    if any(isinstance(weight, LoraWeight) for weight in (model.embed, model.head)):
+        raise ModelError("the adapter updates the embedding or the head, which lmstate does not run")
+    for adapter in selection:
+        if adapter is not None and (missing := sorted(set(adapter.pairs) - set(weights.modules))):
+            raise ModelError(
+                f"the adapter updates {missing[0][:80]!r}"
+                + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+                + f", which a {model.config.family} model has not, or lmstate does not run with an adapter"
+            )
+    return model
+
+
+class AdaptedModel(Model):
+    """A model with adapters by name, each apart from the weights. Made by `lmstate.load(..., adapter=...)`.
+
+    It runs with the adapter that was chosen; `adapted` gives the same weights with another choice. A state or a
+    snapshot of one choice is refused by another.
+    """
+
+    def __init__(self, weights: WeightLoader, adapters: Mapping[str, Adapter], chosen: str | None) -> None:
+        for adapter in adapters.values():
+            adapter.to(weights.device)
+        self.adapters = dict(adapters)
+        self._weights = weights
+        self._choose([chosen])
+
+    def _choose(self, names: Sequence[str | None]) -> None:
+        for name in names:
+            if name is not None and name not in self.adapters:
+                raise ModelError(f"there is no adapter {name!r:.80}; this model has {', '.join(self.adapters)}")
+        self.chosen = tuple(names)
+        selection = [None if name is None else self.adapters[name] for name in names]
+        self._weights = AdaptedWeights(self._weights, selection)
+        adopt(self, build_adapted(self._weights, selection))
+        self._fingerprint = None
+
+    def adapted(self, adapter: str | Sequence[str | None] | None) -> AdaptedModel:
+        """This model with another adapter (None: with none), or with one for each row of a batch.
+
+        Weights are shared. With one for each row, states have as many rows. Raises `ModelError` for an unknown name.
+        """
+        twin = object.__new__(type(self))
+        twin.__dict__.update(vars(self))
+        twin.__dict__.pop("_stretching", None)
+        names = [adapter] if adapter is None or isinstance(adapter, str) else list(adapter)
+        if not names:
+            raise ModelError("adapters for no rows were asked for; name one for each row, None for none")
+        twin._choose(names)
+        return twin
+
+
+class LoraModel(ParameterModel):
+    """A model of which one adapter is trained, over weights of any storage that stay as they are.
+
+    Made by `lmstate.load(..., trainable="lora")`. Parameters have the names that they have in an adapter's file.
+    """
+
+    def __init__(self, weights: WeightLoader, config: LoraConfig, adapter: Adapter | None = None) -> None:
+        plain = AdaptedWeights(weights, [None])
+        model = build_adapted(plain, [None])
+        outside = {id(weight) for _, weight in weights_in((model.embed, model.head, model.entry, model.exit))}
+        self.modules = {
+            module: shape for module, shape in plain.modules.items() if id(plain.base(module)) not in outside
+        }  # fmt: skip
+        self._experts = plain.experts
+        self.adapter = Adapter.fresh(config, self.modules) if adapter is None else adapter
+        self.adapter.to(weights.device)
+        for tensor in self.parameters():
+            tensor.requires_grad_()
+        adopt(self, build_adapted(AdaptedWeights(plain, [self.adapter]), [self.adapter]))
+        self._version = self.version
+
+    @property
+    def version(self) -> int:
+        return sum(tensor._version for tensor in self.parameters())
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.adapter.named_tensors()
+
+    @contextmanager
+    def apart(self) -> Iterator[tuple[list[Tensor], Iterator[Model]]]:
+        own = [weight for pair in self.adapter.pairs.values() for weight in pair]
+        held = [weight.storage for weight in own]
+        leaves = [tensor.detach().requires_grad_() for tensor in held]
+        try:
+            for weight, leaf in zip(own, leaves):
+                weight.storage = leaf
+            yield leaves, itertools.repeat(self)
+        finally:
+            for weight, tensor in zip(own, held):
+                weight.storage = tensor
+
+    def refresh(self) -> None:
+        if self._version != self.version:
+            self._version = self.version
+            self._fingerprint = None
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write the adapter for PEFT, `lmstate.load(..., adapter=folder)` and `lmstate generate --adapter`."""
+        self.adapter.save(folder, self.name, {*self.modules, *self._experts})
+
+
+def adapted_model(weights: WeightLoader, adapter: object, merge: bool) -> Model:
+    """The model of an open checkpoint with one adapter (a folder), or with several by name; see `lmstate.load`."""
+    if isinstance(adapter, Mapping):
+        if merge:
+            raise StateError("merge=True was asked for with several adapters; one can be merged into the weights")
+        return AdaptedModel(weights, {name: Adapter.load(folder) for name, folder in adapter.items()}, None)
+    if not isinstance(adapter, str | os.PathLike):
+        raise ModelError(f"adapter={adapter!r:.80} was given; give a folder, or a dict of names and folders")
+    one = Adapter.load(adapter)
+    if merge:
+        one.to(weights.device)
+        return build_adapted(AdaptedWeights(weights, [one], merge=True), [one])
+    return AdaptedModel(weights, {"default": one}, "default")

@@ -1,0 +1,190 @@
+"""LoRA adapters (Hu et al. 2021) in the format of PEFT: `adapter_config.json` and `adapter_model.safetensors`."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lmstate.checkpoints.config import Config
+from lmstate.errors import ModelError
+from lmstate.files.json_object import read_object
+from lmstate.files.safetensors import TensorFile
+from lmstate.ops import FloatWeight
+from lmstate.ops.weights.lora import LowRank
+from lmstate.training.files import replace_file, write_json
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""What PEFT puts before the name of a module."""
+ALL = "all-linear"
+MOST_RANK = 2**16
+# What a PEFT config may ask for that changes the arithmetic, and that lmstate does not do.
+REFUSED = ("use_dora", "lora_bias", "use_qalora", "use_bdlora", "alora_invocation_tokens", "layer_replication",
+           "modules_to_save", "target_parameters", "trainable_token_indices", "fan_in_fan_out", "arrow_config",
+           "kasa_config", "velora_config", "monteclora_config")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Which matrices get an update, and of what rank.
+
+    `targets`: the last words of their modules' names (`"q_proj"`), or `"all-linear"`: every projection of the blocks.
+    An update is multiplied by `alpha / rank`, or `alpha / sqrt(rank)` if `rslora` (2312.03732). `ranks` and `alphas`:
+    those of some modules, by the end of their names.
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    targets: str | Sequence[str] = ALL
+    rslora: bool = False
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    alphas: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for rank in (self.rank, *self.ranks.values()):
+            if not isinstance(rank, int) or not 1 <= rank <= MOST_RANK:
+                raise ModelError(f"a LoRA of rank {rank!r:.40} was asked for; ranks are 1 to {MOST_RANK}")
+        if isinstance(self.targets, str) and self.targets != ALL:
+            raise ModelError(f"targets={self.targets!r:.80} was asked for; give a list of module names, or {ALL!r}")
+
+    def matches(self, module: str) -> bool:
+        return self.targets == ALL or _ending(module, self.targets) is not None
+
+    def rank_of(self, module: str) -> int:
+        key = _ending(module, self.ranks)
+        return self.rank if key is None else self.ranks[key]
+
+    def scale_of(self, module: str, rank: int) -> float:
+        key = _ending(module, self.alphas)
+        alpha = self.alpha if key is None else self.alphas[key]
+        return alpha / (math.sqrt(rank) if self.rslora else rank)
+
+
+def _ending(module: str, names: Iterable[str]) -> str | None:
+    """The name that a module has, or ends with."""
+    return next((name for name in names if module == name or module.endswith(f".{name}")), None)
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """The updates of one adapter by module: A `[rank, K]` and B `[N, rank]` each."""
+
+    config: LoraConfig
+    pairs: Mapping[str, tuple[FloatWeight, FloatWeight]]
+
+    @classmethod
+    def fresh(cls, config: LoraConfig, shapes: Mapping[str, tuple[int, int]]) -> Adapter:
+        """A new one for modules of shapes `[N, K]`: A is random as in PEFT, B is zero, so that it changes nothing."""
+        pairs = {}
+        for module, (height, width) in shapes.items():
+            if config.matches(module):
+                rank, bound = config.rank_of(module), width**-0.5
+                down = torch.empty(rank, width).uniform_(-bound, bound).requires_grad_()
+                pairs[module] = FloatWeight(down), FloatWeight(torch.zeros(height, rank).requires_grad_())
+        if not pairs:
+            ends = sorted({module.rpartition(".")[2] for module in shapes})
+            raise ModelError(f"no projection is called {config.targets!r:.200}; this model has {', '.join(ends)}")
+        return cls(config, pairs)
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> Adapter:
+        """Read what PEFT's (or this) `save_pretrained` wrote.
+
+        Raises `ModelError` for one that is damaged or of a kind that lmstate does not run, `OSError` for missing files.
+        """
+        path = Path(folder)
+        config = _read_config(path)
+        file = TensorFile(path / TENSORS)
+        found: dict[str, dict[str, Tensor]] = {}
+        for name in file.entries:
+            match = re.fullmatch(r"(.*)\.lora_([AB])(?:\.default)?\.weight", name)
+            if match is None:
+                raise ModelError(f"{path}: tensor {name[:80]!r} is no part of a LoRA that lmstate runs")
+            found.setdefault(match[1].removeprefix(PREFIX), {})[match[2]] = file.tensor(name)
+        pairs = {}
+        for module, both in found.items():
+            if set(both) != {"A", "B"} or any(part.ndim != 2 or not part.is_floating_point() for part in both.values()):
+                raise ModelError(f"{path}: the update of {module[:80]!r} is no pair of matrices of floats, A and B")
+            down, up = (both[name].float().contiguous().clone() for name in "AB")
+            if len(down) != up.shape[1]:
+                raise ModelError(f"{path}: the update of {module[:80]!r} has ranks {len(down)} and {up.shape[1]}")
+            pairs[module] = FloatWeight(down), FloatWeight(up)
+        if not pairs:
+            raise ModelError(f"{path / TENSORS} holds no updates")
+        return cls(config, pairs)
+
+    def save(self, folder: str | os.PathLike[str], base: str, modules: Iterable[str]) -> None:
+        """Write it for PEFT. `base`: the name of the model; `modules`: all that the model has, its experts too."""
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        tensors = {name: leaf.detach().contiguous() for name, leaf in self.named_tensors()}
+        replace_file(path / TENSORS, lambda beside: save_file(tensors, beside, {"format": "pt"}))
+        # The last words of names where these say it: of experts, PEFT would take them for what they have in common.
+        ends = {module.rpartition(".")[2] for module in self.pairs}
+        others = {module.rpartition(".")[2] for module in set(modules) - set(self.pairs)}
+        short = not ends & others
+        config = {
+            "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
+            "r": self.config.rank, "lora_alpha": self.config.alpha, "lora_dropout": 0.0, "bias": "none",
+            "target_modules": sorted(ends) if short else sorted(self.pairs), "use_rslora": self.config.rslora,
+            "rank_pattern": dict(self.config.ranks), "alpha_pattern": dict(self.config.alphas),
+            "fan_in_fan_out": False, "use_dora": False, "modules_to_save": None, "init_lora_weights": True,
+        }  # fmt: skip
+        write_json(path / CONFIG, config)
+
+    def named_tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """A and B of each module under their names in a file."""
+        for module, (down, up) in self.pairs.items():
+            yield f"{PREFIX}{module}.lora_A.weight", down.storage
+            yield f"{PREFIX}{module}.lora_B.weight", up.storage
+
+    def update(self, module: str, first: int, shape: tuple[int, int]) -> LowRank | None:
+        """What it adds to a module of a shape `[N, K]`, which lies from output `first` on; None if nothing."""
+        if module not in self.pairs:
+            return None
+        down, up = self.pairs[module]
+        if (up.out_features, down.in_features) != shape:
+            raise ModelError(
+                f"the adapter is of another model: its update of {module} is [{up.out_features}, {down.in_features}], "
+                f"and the matrix is {list(shape)}"
+            )
+        return LowRank(first, down, up, self.config.scale_of(module, down.out_features))
+
+    def to(self, device: torch.device) -> None:
+        """Move its tensors to where the model is."""
+        for pair in self.pairs.values():
+            for weight in pair:
+                weight.storage = weight.storage.to(device)
+
+
+def _read_config(path: Path) -> LoraConfig:
+    raw = read_object(path / CONFIG)
+    fields = Config(raw, f"{path / CONFIG}")
+    if fields.str("peft_type", default="LORA") != "LORA":
+        raise ModelError(f"{path} is a {fields.str('peft_type')[:40]} adapter; lmstate runs LORA")
+    if (bias := fields.str("bias", default="none")) != "none":
+        raise ModelError(f"{path}: bias={bias[:40]!r} is not supported; an adapter trains no biases here")
+    if asked := [name for name in REFUSED if raw.get(name)]:
+        raise ModelError(f"{path} asks for {', '.join(asked)}, which lmstate does not run")
+    ranks, alphas = (fields.fields(name, Config({}, name)) or Config({}, name) for name in _PATTERNS)
+    for key in (*ranks, *alphas):
+        if not re.fullmatch(r"[\w.]+", key):
+            raise ModelError(f"{path}: the pattern {key[:80]!r} is none that lmstate follows; it takes module names")
+    return LoraConfig(
+        fields.int("r", low=1, high=MOST_RANK),
+        fields.float("lora_alpha", low=0.0, high=1e9),
+        rslora=fields.bool("use_rslora", default=False),
+        ranks={key: ranks.int(key, low=1, high=MOST_RANK) for key in ranks},
+        alphas={key: alphas.float(key, low=0.0, high=1e9) for key in alphas},
+    )
+
+
+_PATTERNS = ("rank_pattern", "alpha_pattern")

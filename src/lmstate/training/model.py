@@ -1,0 +1,172 @@
+"""A model whose weights are parameters: named as in its checkpoint, followed by autograd, saved as it was loaded."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import fields
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from lmstate.checkpoints.loader import WeightLoader
+from lmstate.errors import ModelError, StateError
+from lmstate.models.model import Logits, Model, Run, Tokens
+from lmstate.state import Layout, State
+from lmstate.state.kv.policies.per_layer import Policies
+from lmstate.training.weights import Leaves, TrainableWeights
+
+OWN = ("name", "eos_ids", "defaults", "_tokenizer")
+"""Fields that a build knows nothing of."""
+
+
+def adopt(model: Model, built: Model) -> None:
+    """Make what was built the model's own."""
+    for field in fields(Model):
+        if field.init and (field.name not in OWN or field.name not in model.__dict__):
+            setattr(model, field.name, getattr(built, field.name))
+    model.__dict__.pop("_stretching", None)
+    model._traced = None
+
+
+class ParameterModel(Model, ABC):
+    """A model with parameters: what an optimiser, `lmstate.training.loss` and a state need to know of it.
+
+    An optimiser writes into the parameters, and the next call sees it. A state belongs to the weights that it was made
+    with: once they have changed, it is refused.
+    """
+
+    _version: int
+
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """A number that grows when a parameter is written into."""
+
+    @abstractmethod
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The name of each parameter in its file, and the parameter: what a gradient is put in (`.grad`)."""
+
+    @abstractmethod
+    def apart(self) -> AbstractContextManager[tuple[list[Tensor], Iterator[Model]]]:
+        """Leaves with the same numbers and gradients of their own, in the order of `parameters()`, and models of them.
+
+        Each of the models is built when it is asked for, and good for one backward.
+        """
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """Have what is made of the parameters be that of their present numbers."""
+
+    @abstractmethod
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write what was trained to a folder. Raises `OSError`."""
+
+    def parameters(self) -> Iterator[Tensor]:
+        """The parameters, for an optimiser."""
+        yield from (leaf for _, leaf in self.named_parameters())
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for leaf in self.parameters():
+            leaf.grad = None
+
+    def _extend(
+        self,
+        tokens: Tokens,
+        state: State | None,
+        logits: Logits | None,
+        commit: bool,
+        run: Run,
+        head: Callable[[Tensor], Tensor] | None,
+    ) -> Tensor | None:
+        self.refresh()
+        return super()._extend(tokens, state, logits, commit, run, head)
+
+    @property
+    def fingerprint(self) -> str:
+        self.refresh()
+        return Model.fingerprint.fget(self)  # type: ignore[attr-defined]
+
+    def _new_state(self, layout: Layout, kv: Policies | None = None) -> State:
+        self.refresh()
+        state = super()._new_state(layout, kv)
+        _versions[state] = self.version
+        return state
+
+    def _refuse_other(self, state: State) -> None:
+        super()._refuse_other(state)
+        if _versions.setdefault(state, self.version) != self.version:
+            raise StateError(
+                "the state was made before the weights of this model changed, and holds what the old ones gave; make "
+                "a new one with new_state"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        raise ModelError("a model that trains cannot be copied: save it with save_pretrained and load it again")
+
+
+_versions: weakref.WeakKeyDictionary[State, int] = weakref.WeakKeyDictionary()
+
+
+class TrainableModel(ParameterModel):
+    """A model of which every weight is a parameter, under its name in the checkpoint.
+
+    Made by `lmstate.load(..., trainable=True)`. `model(tokens)` gives logits that gradients can follow, and
+    `lmstate.training.loss` the loss of long texts.
+    """
+
+    def __init__(self, weights: WeightLoader) -> None:
+        if weights.kind not in ("auto", "float32", "bfloat16"):
+            raise ModelError(
+                f"weights={weights.kind!r} with trainable=True was asked for; weights that train are float32 or "
+                'bfloat16. To train over quantised ones, load with trainable="lora"'
+            )
+        kind = "float32" if weights.kind == "auto" else weights.kind
+        self._source = weights.source
+        self._leaves = Leaves(weights.source, kind, weights.device)
+        self._adopt(self.built(self._leaves, torch.float32 if kind == "float32" else torch.bfloat16))
+
+    def built(self, leaves: Leaves, dtype: torch.dtype | None = None) -> Model:
+        """The model that is made of leaves: autograd, where it is on, follows what it does with them."""
+        from lmstate.models.families import build
+
+        return build(TrainableWeights(self._source, leaves, dtype or self.dtype))
+
+    @property
+    def version(self) -> int:
+        return self._leaves.version
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        yield from ((name, leaf) for name, leaf in self._leaves.tensors.items() if leaf.requires_grad)
+
+    @contextmanager
+    def apart(self) -> Iterator[tuple[list[Tensor], Iterator[Model]]]:
+        leaves = self._leaves.detached()
+        parameters = [leaf for leaf in leaves.tensors.values() if leaf.requires_grad]
+        yield parameters, iter(lambda: self.built(leaves), None)
+
+    def refresh(self) -> None:
+        """Build the model again where a gradient is to follow, or where its weights have changed."""
+        if torch.is_grad_enabled() or self._version != self.version:
+            self._adopt(self.built(self._leaves))
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write the model as a checkpoint directory, which `lmstate.load` and transformers load.
+
+        Tensors have the dtype that they are trained in. What the model does not use of its checkpoint (a vision tower,
+        say) is copied. Raises `OSError`.
+        """
+        from lmstate.training.saving import save_checkpoint
+
+        tied = ("lm_head.weight",) if self.head is self.embed else ()
+        save_checkpoint(folder, self._leaves.source, self._leaves.tensors, without=tied)
+
+    def _adopt(self, built: Model) -> None:
+        adopt(self, built)
+        self._version = self.version
+        self._fingerprint = None

@@ -1,0 +1,121 @@
+"""`lmstate bench` and `lmstate cache`, and completion for the shell."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import lmstate
+from lmstate.cli.app import app
+from tests.zoo import ours
+
+
+def test_bench_times_prompts_and_decodes_that_the_model_has_positions_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = replace(ours("llama"))
+    fed: list[list[int]] = []
+    call = lmstate.Model.__call__
+
+    def counted(self, tokens, state, **options):  # type: ignore[no-untyped-def]
+        fed.append([len(tokens[0]), state.lengths[0]])
+        return call(self, tokens, state, **options)
+
+    monkeypatch.setattr(lmstate.Model, "__call__", counted)
+    monkeypatch.setattr(lmstate, "load", lambda name, weights: model, raising=False)
+    model.config = replace(model.config, max_positions=250)
+    result = CliRunner().invoke(app, ["bench", "m", "-n", "4", "--rounds", "2", "--threads", "1"])
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0] == "m, weights auto, 1 thread"
+    assert [line.split("  ")[0] for line in lines[2:]] == [
+        "prefill 16", "prefill 48", "prefill 96", "prefill 200", "decode near 128",
+    ]  # fmt: skip
+    for line in lines[2:]:
+        each_second, milliseconds = (float(word.replace(",", "")) for word in line.split()[-3:-1])
+        assert each_second > 0 and milliseconds > 0
+    a_round = [[16, 0], [48, 0], [96, 0], [200, 0], [126, 0], *([1, 126 + i] for i in range(5))]
+    assert fed == [[16, 0], *a_round, *a_round]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LMSTATE_CACHE", str(tmp_path))
+    for name, nbytes in (
+        (f"models/{'a' * 16}/small.gguf", 1024),
+        (f"{'b1' * 16}/int4.safetensors", 2048),
+        (f"{'b1' * 16}/memory.json", 10),
+        (f"{'b2' * 16}/int8.safetensors", 512),
+        ("mine/int4.safetensors", 7),
+        ("models/letters.txt", 7),
+    ):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x" * nbytes)
+    return tmp_path
+
+
+def cache(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["cache", *arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_the_cache_lists_what_is_its_own(folder: Path) -> None:
+    code, told, _ = cache("list")
+    lines = [line.split() for line in told.splitlines()[2:]]
+    assert code == 0
+    assert [line[:5] for line in lines[:-1]] == [
+        ["a" * 12, "download", "small.gguf", "1", "KiB"],
+        ["b1" * 6, "conversion", "int4", "2.0", "KiB"],
+        ["b2" * 6, "conversion", "int8", "512", "B"],
+    ]
+    assert lines[-1] == ["all", "3.5", "KiB"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "left"),
+    [
+        (["b1"], ["a", "b2"]),
+        (["b1b1", "b2b2", "b1"], ["a"]),
+        (["conversion"], ["a"]),
+        (["download"], ["b1", "b2"]),
+        (["--all"], []),
+    ],
+)
+def test_removing_takes_what_was_named_and_nothing_else(folder: Path, arguments: list[str], left: list[str]) -> None:
+    code, told, _ = cache("remove", *arguments)
+    assert code == 0 and "freed" in told
+    there = {"a": folder / "models" / ("a" * 16), "b1": folder / ("b1" * 16), "b2": folder / ("b2" * 16)}
+    assert [name for name, path in there.items() if path.exists()] == left
+    assert (folder / "mine" / "int4.safetensors").exists() and (folder / "models" / "letters.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["b"], 1, "2 names begin with 'b'"),
+        (["b1", "zzz"], 1, "no name begins with 'zzz'"),
+        (["mine"], 1, "no name begins"),
+        ([""], 1, "no name begins"),
+        (["../x"], 1, "no name begins"),
+        ([], 2, "--all"),
+        (["b1", "--all"], 2, "--all"),
+    ],
+)
+def test_a_name_that_is_not_clear_removes_nothing(folder: Path, arguments: list[str], code: int, message: str) -> None:
+    before = sorted(folder.rglob("*"))
+    done, _, told = cache("remove", *arguments)
+    assert done == code and message in told
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_an_empty_cache_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMSTATE_CACHE", str(tmp_path / "nowhere"))
+    assert cache("list")[0] == cache("remove", "--all")[0] == 0
+
+
+def test_the_shell_completes_commands() -> None:
+    environment = {"_LMSTATE_COMPLETE": "complete_bash", "COMP_WORDS": "lmstate gen", "COMP_CWORD": "1"}
+    result = CliRunner().invoke(app, [], prog_name="lmstate", env=environment)
+    assert result.stdout.split() == ["generate"]

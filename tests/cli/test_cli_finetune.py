@@ -1,0 +1,71 @@
+"""`lmstate finetune`, and `lmstate generate --adapter` with what it saves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tokenizers
+from typer.testing import CliRunner
+
+from lmstate.cli.app import app
+from tests.training.small import saved, theirs
+
+WORDS = (
+    "the", "keeper", "of", "varn", "counts", "seventeen", "gulls", "every", "morning", "and", "writes", "their",
+    "number", "in", "green", "ink",
+)  # fmt: skip
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A small model that knows a few words."""
+    model = theirs("llama")
+    model.lm_head.weight.data *= 5  # so that it can be sure of a word: the adapter leaves the head as it is
+    with saved(model) as path:
+        vocab = {word: index for index, word in enumerate(["<unk>", "<s>", "</s>", *WORDS])}
+        words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, "<unk>"))
+        words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        words.save(str(path / "tokenizer.json"))
+        (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+        yield path
+
+
+def test_a_text_is_learned_stopped_resumed_and_told(folder: Path, tmp_path: Path) -> None:
+    data, out = tmp_path / "data.jsonl", tmp_path / "out"
+    data.write_text(json.dumps({"text": " ".join(WORDS)}) + "\n")
+    command = ["finetune", str(folder), str(data), "-o", str(out), "--weights", "float32", "--lr", "0.02",
+               "--warmup", "0", "--chunk", "5", "--steps", "40", "--save-every", "10"]  # fmt: skip
+    ran = CliRunner().invoke(app, command)
+    assert ran.exit_code == 0, ran.output
+    losses = [json.loads(line)["loss"] for line in (out / "log.jsonl").read_text().splitlines()]
+    assert len(losses) == 40 and losses[-1] < 0.1 < losses[0]
+    again = CliRunner().invoke(app, command)
+    assert again.exit_code == 1 and "resume" in again.output
+    assert CliRunner().invoke(app, [*command, "--resume"]).exit_code == 0
+    told = CliRunner().invoke(
+        app, ["generate", str(folder), "--raw", "the keeper of", "--adapter", str(out), "-n", "4", "-t", "0"]
+    )
+    assert told.exit_code == 0, told.output
+    assert told.stdout.split() == list(WORDS[3:7])
+
+
+def test_every_weight_may_be_trained_and_a_share_kept_to_evaluate(folder: Path, tmp_path: Path) -> None:
+    data, out = tmp_path / "data.jsonl", tmp_path / "out"
+    data.write_text("".join(json.dumps({"text": " ".join(WORDS[n:])}) + "\n" for n in range(8)))
+    ran = CliRunner().invoke(
+        app, ["finetune", str(folder), str(data), "-o", str(out), "--full", "--eval-split", "0.25", "--steps", "3"]
+    )
+    assert ran.exit_code == 0, ran.output
+    last = json.loads((out / "log.jsonl").read_text().splitlines()[-1])
+    assert last["evaluated"] > 0
+    assert CliRunner().invoke(app, ["generate", str(out), "--raw", "the", "-n", "1"]).exit_code == 0
+
+
+def test_bad_data_is_one_line(folder: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"text": "the keeper"}\n{"prompt": "the"}\n')
+    ran = CliRunner().invoke(app, ["finetune", str(folder), str(data), "-o", str(tmp_path / "out")])
+    assert ran.exit_code == 1 and "line 2" in ran.output

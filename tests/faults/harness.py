@@ -1,0 +1,127 @@
+"""Operations of a state that faults are put into, and a record of all that they must leave as it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lmstate
+from lmstate import kv
+from tests.zoo import ours, text
+
+Operation = Callable[[lmstate.Model, lmstate.State], object]
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "window": ("mistral", {}),
+    "latents": ("deepseek_v3", {}),
+    "gated delta": ("qwen3_next", {}),
+    "mamba2": ("mamba2", {}),
+    "composite": ("falcon_h1", {}),
+    "8 bits": ("llama", {"kv": kv.Quantized(8)}),
+    "4 bits": ("mistral", {"kv": kv.Quantized(4)}),
+    "h2o": ("llama", {"kv": kv.H2O(budget=12, recent=3, sinks=1)}),
+    "snapkv": ("llama", {"kv": kv.SnapKV(budget=12, window=3, sinks=1)}),
+    "static": ("mistral", {"static": True, "capacity": 64}),
+    "static carries": ("qwen3_next", {"static": True, "capacity": 64}),
+}
+
+
+def prepared(kind: str, rows: int = 2) -> tuple[lmstate.Model, lmstate.State]:
+    """A state of two rows of different lengths, some drafts and rewinds behind it."""
+    case, options = KINDS[kind]
+    model = ours(case)
+    state = model.new_state(rows, rewind=8, **options)
+    model([row.tolist()[: 33 - 10 * i] for i, row in enumerate(text(33, rows=rows))], state)
+    for token in range(3):
+        model([[token + 1]] * rows, state)
+    state.mark(0)
+    model([[5, 6]] * rows, state)
+    return model, state
+
+
+def draft(model: lmstate.Model, state: lmstate.State) -> None:
+    model([[5, 6, 7, 8], [9, 10]], state, commit=False)
+
+
+def restore(model: lmstate.Model, state: lmstate.State) -> None:
+    state.restore(1, state.snapshot(0))
+
+
+OPERATIONS: dict[str, Operation] = {
+    "decode": lambda model, state: model([[3], [4]], state),
+    "prefill": lambda model, state: model([text(20, seed=3)[0].tolist(), [1]], state),
+    "idle row": lambda model, state: model([[3], []], state),
+    "commit all": lambda model, state: state.commit(),
+    "commit some": lambda model, state: state.commit([2, 1]),
+    "commit none": lambda model, state: state.commit(0),
+    "rewind": lambda model, state: state.rewind(0, state.lengths[0] - 3),
+    "rewind far": lambda model, state: state.rewind(0, 9),
+    "rewind to a mark": lambda model, state: state.rewind(0, state.lengths[0] - 2),
+    "empty": lambda model, state: state.rewind(0, 0),
+    "select": lambda model, state: state.select([1, 0]),
+    "fork": lambda model, state: state.select([1, None]),
+    "restore": restore,
+    "drop": lambda model, state: state.drop(0, 4, 9),
+    "mark": lambda model, state: state.mark(1),
+    "queue": lambda model, state: state.queue(0, [3, 4]),
+    "backlog": lambda model, state: (state.queue(0, [3, 4]), model([[5], []], state)),
+}
+
+
+def applies(kind: str, operation: str) -> bool:
+    """Whether the layers of a kind can do it."""
+    return operation != "drop" or kind in ("llama", "latents", "h2o", "snapkv")
+
+
+class Record:
+    """Lengths, tokens, pending tokens, and the next logits of a state that nothing may have changed.
+
+    The logits are asked of a deep copy, which reads the same bytes.
+    """
+
+    def __init__(self, model: lmstate.Model, state: lmstate.State):
+        self.lengths, self.pending = state.lengths, state.pending
+        self.tokens = [state.tokens(row) for row in range(state.rows)]
+        self.probes = probes(model, state)
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, Record)
+        same = (self.lengths, self.pending, self.tokens) == (other.lengths, other.pending, other.tokens)
+        return same and all(map(torch.equal, self.probes, other.probes))
+
+
+def probes(model: lmstate.Model, state: lmstate.State) -> list[Tensor]:
+    """Logits of what may come next: after a verdict, and after going back as far as costs nothing."""
+    seen = []
+    for back in (0, 5):
+        twin = copy.deepcopy(state)
+        if any(twin.pending):
+            twin.commit([min(1, n) for n in twin.pending])
+        for row in range(twin.rows):
+            twin.rewind(row, max(0, twin.lengths[row] - back))
+        seen.append(model([[11, 12]] * twin.rows, twin, logits="all"))
+    return seen
+
+
+class Fault(MemoryError):
+    """Thrown by a test at a torch call."""
+
+
+class FailingCall(TorchDispatchMode):
+    """Raises at the n-th torch call under it; counts them."""
+
+    def __init__(self, at: int | None = None):
+        super().__init__()
+        self.at, self.calls = at, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        if self.calls == self.at:
+            raise Fault(str(function))
+        return function(*args, **(kwargs or {}))

@@ -1,0 +1,33 @@
+"""Servers that the tests of a session share: a small random model, and SmolLM2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lmstate
+from lmstate.engine import Engine
+from lmstate.serve import Settings
+from tests.real_model import smollm2
+from tests.serve.running import Running, load_tiny, running
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> lmstate.Model:
+    return load_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_model: lmstate.Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    settings = Settings("tiny", port=0, folder=tmp_path_factory.mktemp("store"), max_new_tokens=16, max_body=2**20)
+    with Engine(tiny_model, rows=4) as engine, running(engine, settings) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def real() -> Iterator[Running]:
+    path: Path = smollm2()
+    with Engine(lmstate.load(str(path)), rows=4) as engine, running(engine, Settings("smollm2", port=0)) as server:
+        yield server

@@ -1,0 +1,270 @@
+"""Whatever comes in, a client is told what was wrong with it: never a 500, a hang, or another protocol's error."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.serve.running import Running, wait_until
+
+USER = [{"role": "user", "content": "Hi"}]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+FUNCTION = {"name": "f", "description": "d", "parameters": SCHEMA, "strict": False}
+SAMPLING = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 1, "repetition_penalty": 1.1}
+OPENAI = {
+    **SAMPLING,
+    "presence_penalty": 0.1,
+    "frequency_penalty": 0.1,
+    "logit_bias": {"65": 1.5},
+    "stop": ["\n\n"],
+    "n": 1,
+    "stream": False,
+    "stream_options": {"include_usage": True},
+}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        **OPENAI,
+        "model": "tiny",
+        "messages": [
+            {"role": "system", "content": [{"type": "text", "text": "s"}]},
+            {"role": "user", "content": "q"},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+            },
+            {"role": "tool", "tool_call_id": "c", "content": "r"},
+        ],
+        "max_tokens": 2,
+        "max_completion_tokens": 2,
+        "logprobs": True,
+        "top_logprobs": 1,
+        "tools": [{"type": "function", "function": FUNCTION}],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "response_format": {"type": "text"},
+        "reasoning_effort": "low",
+        "chat_template_kwargs": {"x": 1},
+    },
+    "/v1/completions": {
+        **OPENAI,
+        "model": "tiny",
+        "prompt": "ab",
+        "max_tokens": 2,
+        "echo": True,
+        "logprobs": 1,
+        "best_of": 1,
+        "suffix": None,
+    },
+    "/v1/responses": {
+        "model": "tiny",
+        "input": [
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}]},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}]},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "r"},
+        ],
+        "instructions": "i",
+        "previous_response_id": None,
+        "max_output_tokens": 2,
+        "text": {"format": {"type": "text"}},
+        "reasoning": {"effort": "low"},
+        "tools": [{"type": "function", **FUNCTION}],
+        "tool_choice": {"type": "function", "name": "f"},
+        "include": ["message.output_text.logprobs"],
+        "store": False,
+        "stream": False,
+        **SAMPLING,
+    },
+    "/v1/messages": {
+        "model": "tiny",
+        "max_tokens": 2,
+        "system": [{"type": "text", "text": "s"}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "q"}]},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "r"}]},
+        ],
+        "tools": [{"name": "f", "description": "d", "input_schema": SCHEMA}],
+        "tool_choice": {"type": "auto"},
+        "stop_sequences": ["x"],
+        "thinking": {"type": "disabled"},
+        "stream": False,
+        **SAMPLING,
+    },
+    "/v1/messages/count_tokens": {"model": "tiny", "messages": USER, "system": "s"},
+    "/v1/embeddings": {
+        "model": "tiny",
+        "input": ["ab"],
+        "encoding_format": "float",
+        "dimensions": 4,
+        "pooling": "mean",
+    },
+    "/tokenize": {"prompt": "ab", "add_special_tokens": True},
+    "/detokenize": {"tokens": [65]},
+    "/apply-template": {"messages": USER},
+}
+WRONG: list[Any] = [
+    None, True, -1, 0, 3, 10**30, -(10**30), 1.5, 1e308, "", "x", "\u0000", "y" * 3000, [], [[]], [None], [1, "a"],
+    ["", ""], {}, {"a": {"b": []}}, {"type": "nonsense"}, [{}], [{"role": "user"}], [{"type": "function"}], [-1],
+    [10**9],
+]  # fmt: skip
+
+
+def check(path: str, status: int, text: str) -> None:
+    assert status < 500, f"{path} answered {status}: {text[:300]}"
+    if status >= 400:
+        body = json.loads(text)
+        assert body["error"]["message"]
+        assert (body.get("type") == "error") == ("/messages" in path)
+        assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_whole_body_is_answered(tiny: Running, path: str) -> None:
+    with tiny.client() as client:
+        answer = client.post(path, json=BODIES[path])
+        assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_wrong_fields_are_refused_or_harmless(tiny: Running, path: str) -> None:
+    valid = BODIES[path]
+    with tiny.client() as client:
+        for key in valid:
+            for value in WRONG:
+                answer = client.post(path, json={**valid, key: value})
+                check(path, answer.status_code, answer.text)
+            answer = client.post(path, json={k: v for k, v in valid.items() if k != key})
+            check(path, answer.status_code, answer.text)
+    assert not tiny.server.service.running
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_bodies_that_are_no_objects_are_refused(tiny: Running, path: str) -> None:
+    bodies = [
+        b"", b"{", b"[]", b"null", b"1", b'"x"', b"{}", b"\xff\xfe", b'{"a": NaN}', b'{"prompt": "\\ud800"}',
+        b'{"messages": [{"role": "user", "content": "\\udfff"}]}', b"[" * 100_000, b'{"a":' * 5000 + b"1" + b"}" * 5000,
+        b'{"n": ' + b"9" * 5000 + b"}", b'{"a": "' + b"x" * 2**20 + b'"}',
+    ]  # fmt: skip
+    with tiny.client() as client:
+        for body in bodies:
+            answer = client.post(path, content=body)
+            check(path, answer.status_code, answer.text)
+            assert answer.status_code >= 400 or (body == b"{}" and path == "/tokenize")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_random_values_anywhere_in_a_body_never_fail_the_server(tiny: Running, data: st.DataObject) -> None:
+    path = data.draw(st.sampled_from(sorted(BODIES)))
+    body = json.loads(json.dumps(BODIES[path]))
+    at: Any = body
+    while True:
+        keys = list(at) if isinstance(at, dict) else list(range(len(at)))
+        key = data.draw(st.sampled_from(keys))
+        if not isinstance(at[key], dict | list) or not at[key] or data.draw(st.booleans()):
+            at[key] = data.draw(JSON)
+            break
+        at = at[key]
+    with tiny.client() as client:
+        answer = client.post(path, json=body)
+        check(path, answer.status_code, answer.text)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "nonsense"},
+        {"$ref": "#/nowhere"},
+        {"$ref": "http://127.0.0.1/x"},
+        {"type": "string", "pattern": "(((("},
+        {"type": "string", "pattern": "(a{1,1000}){1,1000}"},
+        {"type": "array", "minItems": 10**9, "items": {"type": "integer"}},
+        {"allOf": [{"type": "string"}, {"type": "integer"}]},
+        {"not": {}},
+        {"type": "object", "properties": {str(i): {"type": "string"} for i in range(3000)}},
+        {"anyOf": [{"const": i} for i in range(3000)]},
+        "text",
+        7,
+        [],
+    ],
+    ids=str,
+)
+def test_schemas_that_cannot_be_used_are_refused_in_bounded_time(tiny: Running, schema: Any) -> None:
+    body = {"messages": USER, "max_tokens": 1}
+    format = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    with tiny.client() as client:
+        answer = client.post("/v1/chat/completions", json={**body, "response_format": format})
+        check("/v1/chat/completions", answer.status_code, answer.text)
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+        answer = client.post("/v1/chat/completions", json={**body, "tools": [tool], "tool_choice": "required"})
+        check("/v1/chat/completions", answer.status_code, answer.text)
+
+
+def test_what_is_not_there_is_said_in_the_protocol_of_the_path(tiny: Running) -> None:
+    with tiny.client() as client:
+        for method, path, status in (
+            ("GET", "/v1/nowhere", 404),
+            ("GET", "/v1/chat/completions", 405),
+            ("POST", "/v1/models", 405),
+            ("GET", "/v1/messages", 405),
+            ("GET", "/v1/models/other", 404),
+            ("GET", "/v1/responses/none", 404),
+            ("DELETE", "/v1/responses/none", 404),
+        ):
+            answer = client.request(method, path)
+            assert answer.status_code == status
+            check(path, answer.status_code, answer.text)
+        answer = client.post("/v1/chat/completions", json={"messages": USER, "model": "other"})
+        assert answer.status_code == 404
+        assert answer.json()["error"]["code"] == "model_not_found"
+
+
+def test_a_prompt_past_the_context_is_told_as_such(tiny: Running) -> None:
+    with tiny.client() as client:
+        body = {"messages": [{"role": "user", "content": "x" * 5000}]}
+        answer = client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+        answer = client.post("/v1/messages", json={**body, "model": "tiny", "max_tokens": 5})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"GARBAGE\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + b"x: " + b"y" * 200_000,
+        b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: nonsense\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99999999999999\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\nzzz\r\n",
+        b"GET /%00%ff/../../etc/passwd HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    ],
+    ids=range(6),
+)
+def test_broken_http_is_answered_or_closed(tiny: Running, raw: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", tiny.server.port), timeout=10) as connection:
+        answer = b""
+        try:
+            connection.sendall(raw)
+            connection.shutdown(socket.SHUT_WR)
+            while piece := connection.recv(65536):
+                answer += piece
+        except OSError as error:  # closed before all was sent
+            assert not isinstance(error, TimeoutError)
+    assert not answer or answer.startswith(b"HTTP/1.1 4"), answer[:200]
+    wait_until(lambda: not tiny.server.service.running)

@@ -1,0 +1,280 @@
+"""How the server behaves: keys, origins, clients that leave or stall, back-pressure, shutdown."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import httpx
+import pytest
+
+import lmstate
+from lmstate.engine import Engine
+from lmstate.serve import Settings, read_keys
+from tests.serve.running import Running, events, running, save_tiny, wait_until
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
+LONG = {**CHAT, "max_tokens": 1500, "ignore_eos": True, "stream": True}
+MAIN = (sys.executable, "-c", "from lmstate.cli import main; main()")
+BASE = Settings("tiny", port=0, ping_interval=0.2)
+
+
+@pytest.fixture
+def engine(tiny_model: lmstate.Model) -> Iterator[Engine]:
+    with Engine(tiny_model, rows=2, queue=2) as engine:
+        yield engine
+
+
+def held(engine: Engine) -> Event:
+    """Hold the engine's thread until the event is set."""
+    go = Event()
+    engine.call(lambda _: go.wait(30))
+    return go
+
+
+def test_a_key_is_needed_in_every_protocol(engine: Engine) -> None:
+    with running(engine, replace(BASE, api_keys=("secret", "other"))) as server, server.client() as client:
+        assert client.get("/health").status_code == 200
+        for path in ("/v1/models", "/metrics", "/v1/sessions", "/openapi.json"):
+            answer = client.get(path)
+            assert answer.status_code == 401
+            assert answer.json()["error"]["type"] == "authentication_error"
+        body = {**CHAT, "model": "tiny"}
+        for headers in (
+            {},
+            {"x-api-key": "wrong"},
+            {"authorization": "Bearer secre"},
+            {"authorization": "Basic secret"},
+        ):
+            answer = client.post("/v1/messages", json=body, headers=headers)
+            assert answer.status_code == 401
+            assert answer.json()["type"] == "error"
+        for headers in ({"x-api-key": "secret"}, {"authorization": "Bearer other"}, {"authorization": "bearer secret"}):
+            assert client.post("/v1/messages", json=body, headers=headers).status_code == 200
+            assert client.post("/v1/chat/completions", json=body, headers=headers).status_code == 200
+
+
+def test_the_network_is_not_served_without_a_key() -> None:
+    with pytest.raises(ValueError, match="API key"):
+        Settings("m", host="0.0.0.0").check()
+    Settings("m", host="0.0.0.0").check(allow_anonymous=True)
+    Settings("m", host="0.0.0.0", api_keys=("k",)).check()
+    for host in ("127.0.0.1", "localhost", "::1"):
+        Settings("m", host=host).check()
+
+
+def test_keys_come_from_a_file_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# of people\n one \n\ntwo\n")
+    monkeypatch.setenv("LMSTATE_API_KEY", "three")
+    assert read_keys(file) == ("one", "two", "three")
+    file.write_text("# nobody\n")
+    with pytest.raises(ValueError, match="no API key"):
+        read_keys(file)
+
+
+def test_pages_of_other_origins_may_not_ask_unless_allowed(engine: Engine) -> None:
+    with running(engine, BASE) as server, server.client() as client:
+        for headers in ({"origin": "https://elsewhere.example"}, {"host": "elsewhere.example"}, {"origin": "null"}):
+            assert client.post("/v1/chat/completions", json=CHAT, headers=headers).status_code == 403
+        own = {"origin": server.url}
+        answer = client.post("/v1/chat/completions", json=CHAT, headers=own)
+        assert answer.status_code == 200
+        assert "access-control-allow-origin" not in answer.headers
+    with running(engine, replace(BASE, cors_origins=("https://a.example",))) as server, server.client() as client:
+        headers = {"origin": "https://a.example"}
+        answer = client.options("/v1/chat/completions", headers={**headers, "access-control-request-method": "POST"})
+        assert answer.status_code == 204
+        assert answer.headers["access-control-allow-origin"] == "https://a.example"
+        answer = client.post("/v1/chat/completions", json=CHAT, headers=headers)
+        assert answer.headers["access-control-allow-origin"] == "https://a.example"
+        assert client.get("/health", headers={"origin": "https://b.example"}).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", LONG),
+        ("/v1/chat/completions", {**LONG, "stream": False}),
+        ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 1500, "ignore_eos": True, "stream": True}),
+        ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 1500, "ignore_eos": True}),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 1500, "ignore_eos": True, "stream": True}),
+        ("/v1/messages", {**LONG, "model": "tiny"}),
+        ("/v1/messages", {**LONG, "model": "tiny", "stream": False}),
+    ],
+)
+def test_a_client_that_leaves_ends_its_request(engine: Engine, path: str, body: dict[str, Any]) -> None:
+    with running(engine, BASE) as server:
+        with (
+            contextlib.suppress(httpx.TimeoutException),
+            server.client(timeout=0.4) as client,
+            client.stream("POST", path, json=body) as answer,
+        ):
+            next(answer.iter_bytes())
+        service = server.server.service
+        wait_until(lambda: not service.running)
+        assert engine.stats()["generated_tokens"] < 2 * 1500
+
+
+def test_a_client_that_leaves_during_its_prompt_ends_its_request(engine: Engine) -> None:
+    with running(engine, BASE) as server:
+        go = held(engine)
+        with contextlib.suppress(httpx.TimeoutException), server.client(timeout=0.3) as client:
+            client.post("/v1/completions", json={"prompt": [5] * 1500, "max_tokens": 400, "ignore_eos": True})
+        request = next(iter(server.server.service.running))
+        wait_until(lambda: request.cancelled)
+        go.set()
+        assert request.result(20).finished == ["cancelled"]
+        assert request.progress[0] == 0
+
+
+def test_a_waiting_stream_tells_its_progress_in_comments(engine: Engine) -> None:
+    with running(engine, BASE) as server, server.client() as client:
+        go = held(engine)
+        Thread(target=lambda: (time.sleep(0.7), go.set()), daemon=True).start()
+        with client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as answer:
+            text = answer.read().decode()
+        assert re.search(r"^: prompt 0/\d+$", text, re.MULTILINE)
+        assert events(text)[-1][1] == "[DONE]"
+
+
+def test_more_requests_than_the_queue_holds_are_told_to_come_again(engine: Engine) -> None:
+    with running(engine, BASE) as server, server.client() as client:
+        go = held(engine)
+        answers: list[int] = []
+        retry: list[str | None] = []
+
+        def ask() -> None:
+            answer = client.post("/v1/chat/completions", json=CHAT)
+            answers.append(answer.status_code)
+            retry.append(answer.headers.get("retry-after"))
+
+        threads = [Thread(target=ask) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: len(answers) == 6)
+        go.set()
+        for thread in threads:
+            thread.join(20)
+        assert sorted(answers) == [200] * 2 + [429] * 6
+        assert retry.count("1") == 6
+
+
+def test_slow_heads_and_bodies_are_ended_and_hold_up_nobody(engine: Engine) -> None:
+    settings = replace(BASE, header_timeout=0.5, body_timeout=0.5)
+    with running(engine, settings) as server, server.client() as client:
+        address = ("127.0.0.1", server.server.port)
+        slow = [socket.create_connection(address) for _ in range(200)]
+        for number, connection in enumerate(slow):
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+            connection.sendall(head if number % 2 else head + b"Content-Length: 100\r\n\r\n{")
+        assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
+        for connection in slow:
+            connection.settimeout(10)
+            answer = connection.recv(1000)
+            assert not answer or answer.startswith(b"HTTP/1.1 408")
+            connection.close()
+        wait_until(lambda: len(server.server.server_state.connections) <= 1)
+
+
+def test_a_reader_that_takes_nothing_is_dropped_and_holds_up_nobody(engine: Engine) -> None:
+    settings = replace(BASE, write_timeout=0.5)
+    with running(engine, settings) as server, server.client() as client:
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(("127.0.0.1", server.server.port))
+            body = json.dumps({**LONG, "n": 8, "logprobs": True, "top_logprobs": 20}).encode()
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n"
+            connection.sendall(head.encode() + body)
+            wait_until(lambda: server.server.service.running)
+            assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
+            wait_until(lambda: not server.server.service.running, 60)
+        assert engine.stats()["generated_tokens"] < 8 * 1500
+
+
+def test_metrics_count_requests_and_tokens(tiny: Running) -> None:
+    with tiny.client() as client:
+        before = client.get("/metrics").text
+        client.post("/v1/chat/completions", json={**CHAT, "ignore_eos": True})
+        after = client.get("/metrics").text
+
+    def value(text: str, name: str) -> float:
+        found = re.search(rf"^lmstate:{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    assert value(after, "generation_tokens_total") - value(before, "generation_tokens_total") == 3
+    assert value(after, "time_to_first_token_seconds_count") - value(before, "time_to_first_token_seconds_count") == 1
+    assert 'path="/v1/chat/completions",status="200"' in after
+
+
+def test_the_openapi_document_names_every_route(tiny: Running) -> None:
+    from lmstate.serve.app import PATHS
+
+    with tiny.client() as client:
+        document = client.get("/openapi.json").json()
+    assert {(path.replace(":path", "").replace("{model}", "{model}")) for path in document["paths"]} == {
+        one.path.replace(":path", "") for one in PATHS
+    }
+    operations = [operation["operationId"] for path in document["paths"].values() for operation in path.values()]
+    assert len(operations) == len(set(operations)) == len(PATHS)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("served"))
+
+
+@contextlib.contextmanager
+def command(directory: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`lmstate serve` as a process, and its URL."""
+    arguments = [*MAIN, "serve", str(directory), "--port", "0", *options]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env=environment)
+    assert process.stderr is not None
+    lines = []
+    try:
+        for line in process.stderr:
+            lines.append(line)
+            if found := re.search(r"OPENAI_BASE_URL=(http://\S+)/v1 ", line):
+                yield process, found[1]
+                return
+        raise AssertionError("".join(lines))
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_sigterm_lets_streams_end_properly(directory: Path) -> None:
+    with command(directory) as (process, url), httpx.Client(base_url=url, timeout=60) as client:
+        assert client.get("/health").json() == {"status": "ok"}
+        body = {**LONG, "max_tokens": 200}
+        with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            chunks = answer.iter_text()
+            text = next(chunks)
+            process.send_signal(signal.SIGTERM)
+            text += "".join(chunks)
+        found = [data for _, data in events(text)]
+        assert found[-1] == "[DONE]"
+        assert found[-2]["choices"][0]["finish_reason"] == "length"
+        assert process.wait(30) in (0, -signal.SIGTERM)
+
+
+def test_the_command_refuses_the_network_without_a_key(directory: Path) -> None:
+    arguments = [*MAIN, "serve", str(directory), "--host", "0.0.0.0"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("LMSTATE_API_KEY", None)
+    ended = subprocess.run(arguments, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert "--api-key-file" in ended.stderr

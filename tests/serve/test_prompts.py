@@ -1,0 +1,170 @@
+"""Conversations become prompts whatever the template knows, reasoning is told from answers, grammars go back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lmstate.serve.answers import AnswerMaker
+from lmstate.serve.errors import ApiError
+from lmstate.serve.grammar import Grammars
+from lmstate.serve.messages import Call, Chat, Message, Renderer
+from lmstate.serve.reasoning import KNOWN, reasoning_of
+from lmstate.serve.replay import Replay, Sampled, chain
+from lmstate.serve.tools import HERMES, Reasoning, Text, Tool
+from lmstate.serve.tools.base import plain_text
+from lmstate.serve.tools.reader import Parser
+from tests.serve.byte_tokenizer import TEMPLATE, byte_tokenizer
+
+ONE_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('one') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
+TEXT_ARGUMENTS = (
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ '<tool_call>' + c.function.arguments }}"
+    "{% endfor %}{% endfor %}{{ tools | length }}"
+)
+
+
+def renderer(folder: Path, template: str = TEMPLATE) -> Renderer:
+    return Renderer(byte_tokenizer(folder, template=template), Replay())
+
+
+def test_a_template_that_knows_no_tools_gets_them_told(tmp_path: Path) -> None:
+    made = renderer(tmp_path)
+    call = Message("assistant", calls=(Call("c", "now", "{}"),))
+    result = Message("tool", "noon", call_id="c")
+    text = made.prompt(Chat((Message("user", "When?"), call, result), (Tool("now", "Tells the time."),))).text
+    assert made.format is HERMES
+    assert '"name": "now"' in text.split("<|im_end|>")[0]
+    assert '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>' in text
+    assert "<tool_response>\nnoon\n</tool_response>" in text
+
+
+def test_system_messages_are_merged_where_a_template_takes_one(tmp_path: Path) -> None:
+    made = renderer(tmp_path, ONE_SYSTEM)
+    messages = (Message("system", "A"), Message("system", "B"), Message("user", "Q"), Message("system", "C"))
+    assert made.prompt(Chat(messages)).text.startswith("<|im_start|>system\nA\n\nB\n\nC<|im_end|>")
+
+
+def test_arguments_are_text_where_a_template_joins_them(tmp_path: Path) -> None:
+    made = renderer(tmp_path, TEXT_ARGUMENTS)
+    call = Message("assistant", calls=(Call("c", "f", '{"a": 1}'),))
+    assert made.prompt(Chat((Message("user", "Q"), call), (Tool("f"),))).text == 'Q<tool_call>{"a": 1}1'
+
+
+def test_a_template_that_refuses_is_the_clients_error(tmp_path: Path) -> None:
+    made = renderer(tmp_path, "{{ raise_exception('never') }}")
+    with pytest.raises(ApiError, match="never"):
+        made.prompt(Chat((Message("user", "Q"),)))
+
+
+def test_the_last_answer_is_continued(tmp_path: Path) -> None:
+    chat = Chat((Message("user", "Q"), Message("assistant", "The answer")), continued=True)
+    assert renderer(tmp_path).prompt(chat).text.endswith("<|im_start|>assistant\nThe answer")
+
+
+@pytest.mark.parametrize("end", [257, None])
+def test_an_answer_sent_back_is_the_tokens_that_were_sampled(tmp_path: Path, end: int | None) -> None:
+    made = renderer(tmp_path)
+    question, answer = Message("user", "Q"), Message("assistant", "abc")
+    first = made.prompt(Chat((question,)))
+    sampled = [*first.tokens, 1, 2, 3]  # not how the tokenizer cuts the text
+    key = chain(Chat((question,)).key(), [question.canonical(), answer.canonical()])[-1]
+    made.replay.put(key, Sampled(sampled, end))
+    tokens = made.prompt(Chat((question, answer, Message("user", "R")))).tokens
+    rest = "<|im_end|>\n<|im_start|>user\nR<|im_end|>\n<|im_start|>assistant\n"
+    assert tokens == [*sampled, *byte_tokenizer(tmp_path).encode(rest, add_special_tokens=False)]
+    other = made.prompt(Chat((question, Message("assistant", "abd"), Message("user", "R")))).tokens
+    assert other[: len(sampled)] != sampled
+
+
+def test_replay_forgets_the_oldest_within_its_bound() -> None:
+    replay = Replay(most=10)
+    for number in range(5):
+        replay.put(bytes([number]), Sampled([1] * 4, None))
+    assert [replay.get(bytes([number])) is not None for number in range(5)] == [False, False, False, True, True]
+
+
+@pytest.mark.parametrize("opened", [False, True])
+@pytest.mark.parametrize("cut", [1, 3, 1000])
+def test_reasoning_is_told_from_the_answer(opened: bool, cut: int) -> None:
+    for markers in KNOWN:
+        text = ("" if opened else f"\n{markers.start}\n") + f"Hm <b>.{markers.end}\n\nYes."
+        parser = Parser(markers.parse(plain_text, opened))
+        found = [event for at in range(0, len(text), cut) for event in parser.push(text[at : at + cut])]
+        found += parser.finish()
+        assert "".join(event.text for event in found if isinstance(event, Reasoning)) == "Hm <b>."
+        assert "".join(event.text for event in found if isinstance(event, Text)) == "Yes."
+    plain = Parser(KNOWN[0].parse(plain_text, False))
+    events = plain.push(" <thin") + plain.push("g>") + plain.finish()
+    assert "".join(event.text for event in events) == " <thing>"  # type: ignore[union-attr]
+
+
+def test_reasoning_is_told_by_the_template() -> None:
+    assert reasoning_of("x <think> y </think>") is KNOWN[0]
+    assert reasoning_of(TEMPLATE) is None
+    assert reasoning_of(None) is None
+    assert KNOWN[0].opened_by("<|im_start|>assistant\n<think>\n")
+    assert KNOWN[0].closed_by("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_a_constraint_holds_after_reasoning(tmp_path: Path, special: bool) -> None:
+    tokenizer = byte_tokenizer(tmp_path, ["<think>", "</think>"] if special else [])
+    grammars = Grammars(tokenizer, tokenizer.vocab_size)
+    for opened in (False, True):
+        lark = grammars.with_reasoning(grammars.json_object(), "<think>", "</think>", opened)
+        texts = {"Hm {.</think>\n{}": opened, "<think>Hm.</think>{}": not opened, "{}": not opened, "Hm.": False}
+        for text, right in texts.items():
+            grammar = grammars.compile(lark, "x")
+            walked = True
+            for token in tokenizer.encode(text, add_special_tokens=False):
+                allowed = grammar.allowed()
+                assert allowed is not None
+                walked = walked and bool(allowed[token])
+                if not walked:
+                    break
+                grammar.accept(token)
+            assert (walked and grammar.complete) == right or (opened and text.startswith("<think>")), text
+
+
+def test_a_grammar_rolled_back_is_as_it_was(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(tmp_path)
+    grammars = Grammars(tokenizer, tokenizer.vocab_size)
+    grammar = grammars.compile(grammars.regex("ab(c|d)[0-9]{3}"), "x")
+    a, b, c, one = (tokenizer.encode(char, add_special_tokens=False)[0] for char in "abc1")
+    assert grammar.forced()[:1] in ([a], [])
+    grammar.accept(a)
+    before = grammar.allowed()
+    other = grammar.copy()
+    for token in (b, c, one):
+        grammar.accept(token)
+    grammar.rollback(3)
+    after = grammar.allowed()
+    assert before is not None
+    assert after is not None
+    assert torch.equal(before, after)
+    for token in (b, c, one, one, one):
+        assert not other.ended
+        other.accept(token)
+    assert other.ended
+    assert not grammar.complete
+
+
+def test_an_answer_stops_where_its_stop_string_begins(tmp_path: Path) -> None:
+    from lmstate.engine import Piece
+
+    tokenizer = byte_tokenizer(tmp_path, ["<tool_call>", "</tool_call>"])
+    maker = AnswerMaker(tokenizer, lambda reader: HERMES.parse(reader, ()), HERMES.markers, ("END",))
+    answer = maker.answers(1)[0]
+    text = 'Well <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>later EN ENDnever'
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    for token in tokens[:-1]:
+        answer.push(Piece("", 0, [token]))
+    answer.push(Piece("", 0, tokens[-1:], None, "stop"))
+    assert answer.text == "Well later EN "
+    assert [(call.name, call.arguments) for call in answer.calls] == [("f", '{"a": 1}')]
+    assert answer.tokens == tokens

@@ -1,0 +1,57 @@
+"""A server that was killed and started again on the same folder goes on where it was."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serve.running import save_tiny, wait_until
+from tests.serve.test_behaviour import command
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("restarted"))
+
+
+def ask(client: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
+    answer = client.post(path, json={"ignore_eos": True, **body})
+    assert answer.status_code < 300, answer.text
+    return answer.json()
+
+
+def written(store: Path) -> bool:
+    """Whether the session with its answer, and some prefix, are in the store's index."""
+    for file in store.glob("*.sqlite3"):
+        with closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True)) as index:
+            tables = {name for (name,) in index.execute("select name from sqlite_master where type = 'table'")}
+            if {"entries", "sessions"} <= tables:
+                (entries,) = index.execute("select count(*) from entries").fetchone()
+                records = index.execute("select record from sessions").fetchall()
+                return entries > 2 and any("assistant" in record for (record,) in records)
+    return False
+
+
+def test_responses_sessions_and_prefixes_survive_a_kill(directory: Path, tmp_path: Path) -> None:
+    store = str(tmp_path / "store")
+    going_on = {"input": "And then?", "max_output_tokens": 6}
+    with command(directory, "--store", store) as (process, url), httpx.Client(base_url=url, timeout=60) as client:
+        first = ask(client, "/v1/responses", input="Once upon a time" * 20, max_output_tokens=6)
+        kept = ask(client, "/v1/responses", **going_on, previous_response_id=first["id"])
+        ask(client, "/v1/sessions", name="s")
+        ask(client, "/v1/sessions/s/send", text="Hello", max_tokens=6)
+        length = client.get("/v1/sessions/s").json()["length"]
+        wait_until(lambda: written(tmp_path / "store"))  # it is written beside the work, not before the answer
+        process.kill()
+    with command(directory, "--store", store) as (_, url), httpx.Client(base_url=url, timeout=60) as client:
+        again = ask(client, "/v1/responses", **going_on, previous_response_id=first["id"])
+        assert again["output"][0]["content"] == kept["output"][0]["content"]
+        assert client.get(f"/v1/responses/{first['id']}").json()["output"] == first["output"]
+        assert client.get("/v1/sessions/s").json()["length"] == length
+        assert again["usage"]["input_tokens"] == kept["usage"]["input_tokens"]
+        assert again["usage"]["input_tokens_details"]["cached_tokens"] > 300

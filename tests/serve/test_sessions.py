@@ -1,0 +1,107 @@
+"""Sessions over HTTP: what is rewound, forked, undone or restored goes on as if it had always been so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serve.running import Running, events
+
+
+@pytest.fixture
+def client(tiny: Running) -> Any:
+    with tiny.client() as client:
+        yield client
+        for session in client.get("/v1/sessions").json()["data"]:
+            client.delete(f"/v1/sessions/{session['name']}")
+
+
+def send(client: httpx.Client, name: str, **body: Any) -> dict[str, Any]:
+    answer = client.post(f"/v1/sessions/{name}/send", json={"max_tokens": 6, "ignore_eos": True, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_a_session_goes_on_as_the_whole_text_would(client: httpx.Client) -> None:
+    assert client.post("/v1/sessions", json={"name": "s"}).status_code == 201
+    first = send(client, "s", tokens=[10, 11, 12])
+    second = send(client, "s", tokens=[20, 21])
+    prompt = [10, 11, 12, *first["tokens"], 20, 21]
+    body = {"prompt": prompt, "max_tokens": 6, "ignore_eos": True, "logprobs": 0}
+    alone = client.post("/v1/completions", json=body).json()["choices"][0]
+    assert alone["text"] == second["text"]
+    held = client.get("/v1/sessions/s").json()
+    assert held["tokens"] == [*prompt, *second["tokens"]]
+    assert held["length"] == second["length"]
+    assert second["usage"]["reused_tokens"] > 0
+
+
+def test_rewound_undone_and_forked_sessions_answer_as_if_it_never_happened(client: httpx.Client) -> None:
+    client.post("/v1/sessions", json={"name": "a"})
+    send(client, "a", tokens=[10, 11, 12])
+    position = client.post("/v1/sessions/a/mark").json()["position"]
+    kept = send(client, "a", tokens=[30])
+    assert client.post("/v1/sessions/a/fork", json={"name": "b"}).status_code == 201
+    assert client.post("/v1/sessions/a/undo").json()["length"] == position
+    assert send(client, "a", tokens=[30])["tokens"] == kept["tokens"]
+    send(client, "b", tokens=[40])
+    assert client.post("/v1/sessions/b/rewind", json={"to": position}).json()["length"] == position
+    assert send(client, "b", tokens=[30])["tokens"] == kept["tokens"]
+
+
+def test_a_downloaded_session_goes_on_elsewhere(client: httpx.Client) -> None:
+    client.post("/v1/sessions", json={"name": "here"})
+    send(client, "here", messages=[{"role": "user", "content": "Hello"}])
+    file = client.get("/v1/sessions/here/snapshot")
+    assert file.status_code == 200
+    kept = send(client, "here", text="More")
+    assert client.put("/v1/sessions/there/snapshot", content=file.content).status_code == 201
+    assert send(client, "there", text="More")["tokens"] == kept["tokens"]
+    assert client.get("/v1/sessions/there").json()["messages"][0]["content"] == "Hello"
+    assert client.post("/v1/sessions/here/save").status_code == 200
+    for content in (b"", b"nonsense", file.content[: len(file.content) // 2]):
+        answer = client.put("/v1/sessions/broken/snapshot", content=content)
+        assert answer.status_code == 400, answer.text
+    assert client.put("/v1/sessions/here/snapshot", content=file.content).status_code in (400, 409)
+
+
+def test_streamed_pieces_are_the_answer(client: httpx.Client) -> None:
+    client.post("/v1/sessions", json={"name": "s"})
+    with client.stream(
+        "POST", "/v1/sessions/s/send", json={"text": "Hi", "max_tokens": 6, "ignore_eos": True, "stream": True}
+    ) as answer:
+        found = [data for _, data in events(answer.read().decode())]
+    assert found.pop() == "[DONE]"
+    whole = found.pop()
+    assert "".join(piece["text"] for piece in found) == whole["text"]
+    assert [token for piece in found for token in piece["tokens"]] == whole["tokens"]
+
+
+def test_what_a_session_cannot_do_is_refused(client: httpx.Client) -> None:
+    client.post("/v1/sessions", json={"name": "s"})
+    assert client.post("/v1/sessions", json={"name": "s"}).status_code == 409
+    assert client.post("/v1/sessions/s/fork", json={"name": "s"}).status_code == 409
+    assert client.post("/v1/sessions/s/undo").status_code == 400
+    assert client.post("/v1/sessions/s/rewind", json={"to": 99}).status_code == 400
+    assert client.post("/v1/sessions/s/rewind", json={}).status_code == 400
+    assert client.post("/v1/sessions/s/send", json={}).status_code == 400
+    assert client.post("/v1/sessions/none/send", json={"text": "x"}).status_code == 404
+    assert client.delete("/v1/sessions/none").status_code == 404
+    for name in ("../x", "a/b", "", ".hidden", "x" * 101, "ä"):
+        answer = client.post("/v1/sessions", json={"name": name or "/"})
+        assert answer.status_code == 400, name
+
+
+def test_an_explanation_tells_the_first_token_that_differs(client: httpx.Client) -> None:
+    prompt = list(range(60, 100))
+    client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1})
+    other = [*prompt[:30], 5, *prompt[31:]]
+    told = client.post("/v1/cache/explain", json={"prompt": other}).json()
+    assert told["prompt_tokens"] == 40
+    assert told["differs_at"] == 30
+    assert told["reused"] == 30
+    usage = client.post("/v1/completions", json={"prompt": other, "max_tokens": 1}).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 30
+    assert usage["lmstate"]["differs_at"] == 30

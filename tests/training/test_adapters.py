@@ -1,0 +1,176 @@
+"""LoRA adapters: the numbers of merged weights and of PEFT, in its files, one for each row."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import lmstate
+from lmstate.errors import ModelError, SnapshotError, StateError
+from lmstate.models.fingerprint import weights_in
+from lmstate.training import AdaptedModel, LoraConfig, LoraModel, loss
+from tests.training.small import ragged, saved, theirs, whole_loss
+from tests.zoo import randomise, text
+
+# Stacked, stacked out of order and shared projections, recurrences, and a mixture.
+CASES = {
+    "llama": "all-linear", "phi3": "all-linear", "falcon-grouped": ["query_key_value", "dense"], "gemma3": "all-linear",
+    "lfm2": "all-linear", "gpt_oss": ["q_proj", "o_proj"], "qwen3_next": ["q_proj", "in_proj_qkvz", "out_proj"],
+}  # fmt: skip
+
+
+def adapted(folder: Path, out: Path, targets: object = "all-linear", seed: int = 1) -> LoraModel:
+    """A model with an adapter that changes much, saved in `out`."""
+    model = lmstate.load(
+        folder, weights="float32", trainable="lora", lora=LoraConfig(4, 8.0, targets, ranks={"o_proj": 2})
+    )
+    assert isinstance(model, LoraModel)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.copy_(0.2 * torch.randn(tensor.shape, generator=generator))
+    model.save_pretrained(out)
+    return model
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_adapter_gives_what_merged_weights_give(case: str, tmp_path: Path) -> None:
+    ids = text(40, rows=2)
+    with saved(theirs(case)) as folder, torch.no_grad():
+        model = adapted(folder, tmp_path, CASES[case])
+        plain = lmstate.load(folder, weights="float32")
+        apart = lmstate.load(folder, weights="float32", adapter=tmp_path)
+        merged = lmstate.load(folder, weights="float32", adapter=tmp_path, merge=True)
+        assert not torch.allclose(plain(ids), apart(ids), atol=0.1)  # type: ignore[arg-type]
+        torch.testing.assert_close(apart(ids), merged(ids), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(model(ids), apart(ids), atol=1e-5, rtol=1e-5)
+        state = apart.new_state(rows=2)
+        apart(ids[:, :17], state)
+        cut = apart(ids[:, 17:], state)
+        torch.testing.assert_close(cut, merged(ids)[:, -1], atol=1e-4, rtol=1e-4)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3_next", "phi3"])
+def test_gradients_of_an_adapter_are_those_of_the_weights_that_it_changes(case: str, tmp_path: Path) -> None:
+    rows = ragged(40, 13)
+    with saved(theirs(case)) as folder:
+        model = adapted(folder, tmp_path, CASES[case])
+        expected = whole_loss(model, rows)
+        expected.backward()
+        wanted = [leaf.grad for leaf in model.parameters()]
+        model.zero_grad()
+        got = loss(model, rows, chunk=7)
+        got.backward()
+        assert float(abs(got - expected).detach()) < 1e-5
+        for leaf, grad in zip(model.parameters(), wanted):
+            assert grad is not None and float(grad.abs().max()) > 0
+            torch.testing.assert_close(leaf.grad, grad, atol=1e-4 * float(grad.abs().max()), rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "bfloat16"])
+def test_an_adapter_trains_over_weights_of_few_bits(kind: str, tmp_path: Path) -> None:
+    config = theirs("llama").config
+    config.hidden_size, config.intermediate_size, config.num_attention_heads = 64, 96, 8
+    config.head_dim, config.num_key_value_heads = 8, 2
+    torch.manual_seed(0)
+    small = type(theirs("llama"))(config)
+    randomise(small)
+    with saved(small) as folder:
+        model = lmstate.load(folder, weights=kind, trainable="lora")
+        assert isinstance(model, LoraModel)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        losses = []
+        for _ in range(40):
+            optimizer.zero_grad()
+            now = loss(model, ragged(24), chunk=10)
+            now.backward()
+            optimizer.step()
+            losses.append(float(now.detach()))
+        assert losses[-1] < 0.5 * losses[0]
+        model.save_pretrained(tmp_path)
+        merged = lmstate.load(folder, weights=kind, adapter=tmp_path, merge=True)
+        plain = lmstate.load(folder, weights=kind)
+        kinds = [{type(weight) for _, weight in weights_in(each.parts)} for each in (merged, plain)]
+        assert kinds[0] == kinds[1]
+
+
+def test_each_row_may_have_an_adapter_of_its_own(tmp_path: Path) -> None:
+    ids = text(30, rows=3)
+    with saved(theirs("qwen3_next")) as folder, torch.no_grad():
+        for seed, name in enumerate("ab"):
+            adapted(folder, tmp_path / name, ["q_proj", "v_proj", "out_proj"], seed)
+        model = lmstate.load(folder, weights="float32", adapter={name: tmp_path / name for name in "ab"})
+        assert isinstance(model, AdaptedModel)
+        rows = model.adapted(["b", None, "a"])
+        state = rows.new_state(rows=3)
+        rows(ids[:, :11], state)
+        got = rows(ids[:, 11:], state)
+        assert got is not None
+        for row, name in enumerate(["b", None, "a"]):
+            alone = model.adapted(name)(ids[row : row + 1])
+            assert alone is not None
+            torch.testing.assert_close(got[row], alone[0, -1], atol=1e-4, rtol=1e-4)
+        with pytest.raises(ModelError, match="no adapter 'c'"):
+            model.adapted("c")
+
+
+def test_a_state_of_one_adapter_is_refused_by_another(tmp_path: Path) -> None:
+    with saved(theirs("llama")) as folder, torch.no_grad():
+        for seed, name in enumerate("ab"):
+            adapted(folder, tmp_path / name, seed=seed)
+        model = lmstate.load(folder, weights="float32", adapter={name: tmp_path / name for name in "ab"})
+        assert isinstance(model, AdaptedModel)
+        one, other = model.adapted("a"), model.adapted("b")
+        state = one.new_state()
+        one(text(9), state)
+        for wrong in (other, model):
+            with pytest.raises(StateError):
+                wrong([[4]], state)
+            with pytest.raises(SnapshotError):
+                wrong.new_state().restore(0, state.snapshot())
+        again = lmstate.load(folder, weights="float32", adapter=tmp_path / "a")
+        again([[4]], state)
+
+
+def test_adapters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    with saved(theirs("llama")) as folder:
+        adapted(folder, tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    with saved(theirs("mistral-full-tied")) as folder:
+        for changes in (
+            {"peft_type": "IA3"},
+            {"use_dora": True},
+            {"bias": "all"},
+            {"r": -1},
+            {"rank_pattern": {"(a+)+$": 1}},
+        ):
+            (tmp_path / "adapter_config.json").write_text(json.dumps({**config, **changes}))
+            with pytest.raises(ModelError):
+                lmstate.load(folder, adapter=tmp_path)
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with saved(theirs("gpt_neox")) as folder, pytest.raises(ModelError, match="has not"):
+        lmstate.load(folder, adapter=tmp_path)
+
+
+def test_peft_reads_what_is_saved_and_its_gradients_and_files_are_the_same(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    reference, rows = theirs("llama"), ragged(24, 24)
+    with saved(reference) as folder:
+        model = adapted(folder, tmp_path / "ours")
+        loss(model, rows, chunk=7).backward()
+        other = peft.PeftModel.from_pretrained(reference, tmp_path / "ours", is_trainable=True)
+        whole_loss(other, rows).backward()
+        own = dict(model.named_parameters())
+        found = {
+            name.replace(".default.", "."): leaf for name, leaf in other.named_parameters() if leaf.requires_grad
+        }  # fmt: skip
+        assert set(own) == set(found)
+        for name, leaf in found.items():
+            torch.testing.assert_close(own[name].grad, leaf.grad, atol=1e-4 * float(leaf.grad.abs().max()), rtol=1e-4)
+        other.save_pretrained(tmp_path / "theirs")
+        again = lmstate.load(folder, weights="float32", adapter=tmp_path / "theirs")
+        ids = text(20)
+        torch.testing.assert_close(again(ids), other(ids).logits, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,123 @@
+"""Fine-tuning: resumed to the bit, saved as a checkpoint, on documents that do not see each other."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+import lmstate
+from lmstate.errors import ModelError
+from lmstate.training import LoraConfig, LoraModel, ParameterModel, loss
+from lmstate.training.documents import Document, batches, read_documents, split
+from lmstate.training.finetune import FineTuning, Settings, plot
+from tests.generation.fake_model import FakeTokenizer
+from tests.training.small import ragged, saved, theirs, trainable
+
+DOCUMENTS = [Document(row, row) for row in ragged(9, 20, 14, 31, 5, 12)]
+SETTINGS = Settings(steps=6, rate=5e-3, warmup=2, weight_decay=0.01, batch_tokens=45, accumulate=2, chunk=8)
+
+
+def model(kind: str) -> ParameterModel:
+    if kind == "all":
+        return trainable("lfm2")
+    torch.manual_seed(0)
+    with saved(theirs("llama")) as folder:
+        made = lmstate.load(folder, weights="int8", trainable="lora", lora=LoraConfig(2))
+    assert isinstance(made, LoraModel)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["all", "lora"])
+def test_a_training_that_was_stopped_goes_on_to_the_bit(kind: str, tmp_path: Path) -> None:
+    whole = FineTuning(model(kind), DOCUMENTS, SETTINGS, tmp_path / "whole", DOCUMENTS[:2])
+    assert whole.run(evaluate_every=2)
+    first = FineTuning(model(kind), DOCUMENTS, SETTINGS, tmp_path / "cut", DOCUMENTS[:2])
+    asked = iter([False, False, True])
+    assert not first.run(save_every=2, evaluate_every=2, stop=lambda: next(asked))
+    with pytest.raises(ModelError, match="resume"):
+        FineTuning(model(kind), DOCUMENTS, SETTINGS, tmp_path / "cut")
+    with pytest.raises(ModelError, match="documents"):
+        FineTuning(model(kind), DOCUMENTS[1:], SETTINGS, tmp_path / "cut", resume=True)
+    second = FineTuning(model(kind), DOCUMENTS, SETTINGS, tmp_path / "cut", DOCUMENTS[:2], resume=True)
+    assert second.step == 3
+    assert second.run(evaluate_every=2)
+    for (name, one), (_, other) in zip(whole.parameters.items(), second.parameters.items(), strict=True):
+        assert torch.equal(one, other), name
+    logs = [(tmp_path / each / "log.jsonl").read_text() for each in ("whole", "cut")]
+    assert logs[0] == logs[1]
+    reports = [json.loads(line) for line in logs[0].splitlines()]
+    assert [each["step"] for each in reports] == [1, 2, 3, 4, 5, 6]
+    assert reports[-1]["loss"] < reports[0]["loss"]
+    pytest.importorskip("matplotlib")
+    plot(tmp_path / "whole" / "log.jsonl", tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma3-multimodal", "qwen3_moe", "phi3", "qwen2-tied-mqa", "mamba2"])
+def test_a_saved_model_is_that_model_in_transformers_too(case: str, tmp_path: Path) -> None:
+    reference, trained = theirs(case), trainable(case)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.05)
+    loss(trained, ragged(20), chunk=9).backward()
+    optimizer.step()
+    # The checkpoint that it came from must still be there for what no model uses.
+    with saved(reference) as folder:
+        source = trained._leaves.source
+        source.path = folder
+        trained.save_pretrained(tmp_path)
+    ids = torch.tensor(ragged(20))
+    with torch.no_grad():
+        wanted = trained(ids)
+        again = lmstate.load(tmp_path, weights="float32")(ids)
+        there = type(reference).from_pretrained(tmp_path).eval()(ids).logits
+        torch.testing.assert_close(again, wanted, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(there, wanted, atol=1e-4, rtol=1e-4)
+        assert not torch.allclose(reference(ids).logits, there, atol=1e-3)
+
+
+def test_documents_of_a_batch_do_not_see_each_other() -> None:
+    made = trainable("qwen3_next")
+    together = loss(made, [each.tokens for each in DOCUMENTS], chunk=8, reduction="sum")
+    alone = sum(float(loss(made, [each.tokens], reduction="sum").detach()) for each in DOCUMENTS)
+    assert abs(float(together.detach()) - alone) < 1e-3
+
+
+def test_batches_hold_every_document_once_and_no_more_than_they_may() -> None:
+    for seed in range(5):
+        made = list(batches(DOCUMENTS, 40, random.Random(seed)))
+        assert sorted(len(each.tokens) for batch in made for each in batch) == [5, 9, 12, 14, 20, 31]
+        assert all(len(batch) == 1 or len(batch) * max(len(d.tokens) for d in batch) <= 40 for batch in made)
+    kept, apart = split(DOCUMENTS, 0.3, seed=1)
+    assert len(apart) == 2 and len(kept) == 4 and not set(map(id, kept)) & set(map(id, apart))
+    assert split(DOCUMENTS, 0.0, seed=1)[1] == []
+
+
+class ChatTokenizer(FakeTokenizer):
+    def chat(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
+        text = "".join(f"<{message['role']}>{message['content']}/" for message in messages)
+        return self.encode(text + "<assistant>" * add_generation_prompt)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [ord(letter) for letter in text]
+
+
+def test_answers_and_completions_are_learned_and_nothing_else(tmp_path: Path) -> None:
+    chat = [("user", "hi"), ("assistant", "yes"), ("user", "so"), ("assistant", "no")]
+    lines = [
+        {"text": "abc"},
+        {"prompt": "p:", "completion": "cd"},
+        {"messages": [{"role": role, "content": content} for role, content in chat]},
+    ]
+    file = tmp_path / "data.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    read = read_documents(file, ChatTokenizer(), eos=0)  # type: ignore[arg-type]
+    learned = ["".join(chr(label) if label > 0 else "$" for label in each.labels if label != -100) for each in read]
+    assert learned == ["abc$", "cd$", "yes/no/"]
+    assert all(len(each.tokens) == len(each.labels) for each in read)
+    for bad in ("{", "[1]", '{"messages": 3}', '{"text": 3}', "{}", '{"text": ""}'):
+        file.write_text(bad)
+        with pytest.raises(ModelError):
+            read_documents(file, ChatTokenizer(), eos=None)  # type: ignore[arg-type]
