@@ -77,7 +77,7 @@ def test_a_prompt_in_bfloat16_is_as_near_to_float32_as_that_of_transformers(
         ours = logits(model)
     assert (ours - want).abs().mean() < 1.2 * (theirs - want).abs().mean()
     library = dispatch.choice().library
-    if library is not None and library.dense.has_gemm:
+    if library is not None and library.dense.uses_bf16_dot:
         assert {70, 45} <= set(counts)
 
 

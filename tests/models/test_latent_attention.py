@@ -7,6 +7,7 @@ import torch
 
 from lmstate.models.layers import mla
 from lmstate.models.layers.mla import MultiHeadLatentAttention
+from lmstate.ops import dispatch
 from tests.zoo import latent, ours, text
 
 
@@ -31,12 +32,12 @@ def test_heads_expanded_few_at_a_time_equal_all_at_once(monkeypatch: pytest.Monk
     torch.testing.assert_close(model(ids), whole, atol=1e-6, rtol=1e-6)
 
 
-def test_decode_over_a_long_text_expands_nothing_and_its_prefill_does() -> None:
+def test_decode_expands_nothing_and_a_prompt_only_where_no_native_body_runs() -> None:
     mixer = ours("deepseek_v3").blocks[0].mixer
     assert isinstance(mixer, MultiHeadLatentAttention)
 
     assert not mixer._expands(1, 4001) and not mixer._expands(3, 3)
-    assert mixer._expands(512, 512)
+    assert mixer._expands(512, 512) == (dispatch.choice().library is None)
 
 
 def test_the_state_holds_latents_and_not_keys_and_values() -> None:

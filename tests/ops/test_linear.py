@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 from torch import Tensor
 
 import lmstate.ops as ops
+from lmstate.ops import dispatch
 from lmstate.ops.dense.gemm import gemm
 from lmstate.ops.dense.linear import linear_reference
 from lmstate.ops.dense.norm import norm_reference
@@ -22,12 +21,14 @@ def stored(matrix: Tensor, kind: str) -> ops.Weight:
 
 
 def rounded_activations(x: Tensor, weight: ops.Weight) -> Tensor:
-    """What a quantised product multiplies: x rounded to int8 in groups of 16."""
+    """What a product multiplies: x rounded to int8 twice, in groups of 32, where the weight is quantised."""
     if weight.kind not in ("int8", "int4"):
-        return x
-    groups = x.unflatten(-1, (-1, 16))
-    scale = groups.abs().amax(-1, keepdim=True) / 127
-    return ((groups / scale.clamp_min(1e-30)).round() * scale).flatten(-2)
+        library, pairs = dispatch.choice().library, weight.kind.startswith("bfloat16") and x.shape[-1] % 32 == 0
+        return x.bfloat16().float() if pairs and library is not None and library.dense.uses_bf16_dot else x
+    groups = x.unflatten(-1, (-1, 32))
+    scale = (groups.abs().amax(-1, keepdim=True) / 127).clamp_min(1e-30)
+    first = (groups / scale).round()
+    return ((first + ((groups / scale - first) * 254).round() / 254) * scale).flatten(-2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -48,7 +49,9 @@ def test_bias_norm_gate_and_residual_equal_the_reference(variant: str, kind: str
     torch.manual_seed(0)
     n, k = 40, 96
     weight = stored(torch.randn(n, k) * 0.1, kind)
-    tolerance = 0.05 if kind in ("int4", "int8") else 2e-5
+    library = dispatch.choice().library
+    pairs = kind in ("bfloat16", "squeezed") and library is not None and library.dense.uses_bf16_dot
+    tolerance = 1e-3 if kind in ("int4", "int8") else 0.03 if pairs else 2e-5
     x, gated = torch.randn(2, 3, k), torch.randn(2, 3, 2 * k)
     bias, residual = torch.randn(n), ops.Residual(torch.randn(2, 3, n), scale=0.3)
     norms = [
@@ -122,33 +125,24 @@ def test_what_is_not_finite_does_not_vanish_in_the_rounding(variant: str, bad: f
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scale", [1.0, 0.3])
-def test_many_rows_go_through_panels_and_stay_close(
-    variant: str, kind: str, scale: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_product_without_native_bodies_stays_close(kind: str, scale: float) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(sys.modules["lmstate.ops.dense.gemm"], "PANEL", 20 * 64)  # three panels of a 50-row matrix
     weight = stored(torch.randn(50, 64) * 0.1, kind)
     x, residual = torch.randn(40, 64), ops.Residual(torch.randn(40, 50), scale=scale)
     tolerance = 1e-5 if kind == "float32" else 0.03
     want = linear_reference(x, weight, residual=residual)
-    torch.testing.assert_close(ops.linear(x, weight, residual=residual), want, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(gemm(x, weight, residual=residual), want, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [3, 40])
-def test_a_product_cut_beside_something_is_the_product(
-    variant: str, kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_product_cut_beside_something_is_the_product(variant: str, kind: str, rows: int) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(
-        sys.modules["lmstate.ops.dense.gemm"], "PANEL", 20 * 64
-    )  # a cut inside a panel, and whole panels
     weight, x, beside = stored(torch.randn(70, 64), kind), torch.randn(1, rows, 64), torch.randn(1, rows, 5)
     whole = ops.linear(x, weight)
     first, rest = ops.linear_split_concat(x, weight, 33, beside)
     assert torch.equal(first[..., 33:], beside) and first.shape[-1] == 38
-    torch.testing.assert_close(torch.cat([first[..., :33], rest], dim=-1), whole, atol=1e-3, rtol=0.01)
+    assert torch.equal(torch.cat([first[..., :33], rest], dim=-1), whole)
 
 
 def test_a_gradient_goes_through_the_reference(variant: str) -> None:
@@ -160,9 +154,9 @@ def test_a_gradient_goes_through_the_reference(variant: str) -> None:
 
 def test_errors_say_what_does_not_fit(variant: str) -> None:
     weight = stored(torch.randn(16, 64), "int4")
-    with pytest.raises(ValueError, match="last axis must be 64"):
+    with pytest.raises(ValueError, match="x is float32 of 64 features"):
         ops.linear(torch.randn(2, 32), weight)
-    with pytest.raises(ValueError, match="last axis must be 128"):
+    with pytest.raises(ValueError, match="x is float32 of 128 features"):
         ops.linear(torch.randn(2, 64), weight, gate="silu")
     with pytest.raises(ValueError, match=r"bias must be contiguous float32 \[16\]"):
         ops.linear(torch.randn(2, 64), weight, torch.randn(15))

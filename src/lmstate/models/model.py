@@ -412,8 +412,7 @@ class Model:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states `[..., E]` -> float32 logits `[..., V]`."""
-        # By blocks of few rows, whose bodies sum and answer in float32: a large product of bfloat16 would round logits
-        # to 8 bits, and near ties with them.
+        # By blocks of few rows, so that compiled graphs and references do not need as much memory again.
         rows = hidden.flatten(0, -2).split(ops.GEMV_ROWS)
         blocks = [ops.linear(block, self.head, self.head_bias, norm=self.norm) for block in rows]
         logits = (blocks[0] if len(blocks) == 1 else torch.cat(blocks)).unflatten(0, hidden.shape[:-1])

@@ -9,8 +9,10 @@ from lmstate.ops.dense.argmax import argmax
 from lmstate.ops.dense.linear import GEMV_ROWS, linear, linear_split_concat
 from lmstate.ops.dense.norm import add_residual, norm
 from lmstate.ops.dispatch import info
+from lmstate.ops.fused.choose_experts import choose_experts
 from lmstate.ops.fused.graph import CapturedGraph, Fusable, FusedGraph, packable
 from lmstate.ops.fused.mlp import feed_forward
+from lmstate.ops.recurrent.gated_norm import gated
 from lmstate.ops.types.params import FULL_CAUSAL, AttentionParams, CausalMask, Coded, KVView, Norm, Residual, RopeTables
 from lmstate.ops.types.sublayers import (
     AttentionSublayer,
@@ -62,7 +64,9 @@ __all__ = [
     "append",
     "argmax",
     "attend",
+    "choose_experts",
     "feed_forward",
+    "gated",
     "glu",
     "info",
     "linear",

@@ -122,14 +122,10 @@ def info() -> list[dict[str, str]]:
     body, why, library = choice().name, choice().why, choice().library
     if library is None:
         return [{"op": op, "body": body, "why": why} for op in ("attend", "linear", *_ALIKE, *_RECURRENT)]
-    short = "up to 32 new tokens: " if body == "portable" else ""
-    many = (body, "the processor adds products of pairs of bfloat16; float32 weights by torch's own product")
-    if not library.dense.has_gemm:
-        many = (f"{body} + torch", "panels dequantised natively, torch's own product, in the dtype that is faster here")
+    pairs = "bfloat16 weights, keys and values multiply what is rounded to bfloat16"
+    pairs = pairs if library.dense.uses_bf16_dot else why
     return [
-        {"op": "attend", "body": body, "why": why},
-        {"op": "linear", "body": body, "why": f"up to 32 rows: {why}"},
-        {"op": "linear, more rows", "body": many[0], "why": many[1]},
-        *({"op": op, "body": body, "why": why} for op in _ALIKE),
-        *({"op": op, "body": body, "why": short + why} for op in _RECURRENT),
+        {"op": "attend", "body": body, "why": pairs},
+        {"op": "linear", "body": body, "why": pairs},
+        *({"op": op, "body": body, "why": why} for op in (*_ALIKE, *_RECURRENT)),
     ]

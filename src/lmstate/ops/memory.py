@@ -20,7 +20,6 @@ LARGE = sys.platform == "linux"
 CHUNK = 64 << 20  # bytes that small requests share, for a large page is as large as some matrices
 LINE = 64
 
-_own = threading.local()
 _lock = threading.Lock()
 _chunk = torch.empty(0, dtype=torch.uint8)  # what is left of the last one
 
@@ -36,17 +35,6 @@ def zeroed(size: int) -> Tensor:
             _chunk = _mapped(CHUNK)
         taken, _chunk = _chunk[:size], _chunk[-(-size // LINE) * LINE :]
     return taken
-
-
-def scratch(size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """`[size]`, this thread's own, whose numbers last until it is asked for again.
-
-    What the system would charge for fresh pages is a tenth of a long prompt.
-    """
-    held: Tensor | None = getattr(_own, "scratch", None)
-    if held is None or held.nbytes < size * dtype.itemsize:
-        held = _own.scratch = torch.empty(size * dtype.itemsize, dtype=torch.uint8)
-    return held[: size * dtype.itemsize].view(dtype)
 
 
 def spare() -> int:

@@ -58,8 +58,8 @@ class SparseMLP:
     def __call__(self, x: Tensor, norm: Norm | None = None, residual: Residual | None = None) -> Tensor:
         gate, up = ops.linear(x, self.mlp.up, self.mlp.up_bias, norm=norm).chunk(2, dim=-1)
         gate = (gate - gate.mean(-1, keepdim=True) - self.deviations * gate.std(-1, correction=0, keepdim=True)).relu()
-        hidden = ops.activation(self.mlp.act)(gate) * up
-        return ops.linear(hidden, self.mlp.down, self.mlp.down_bias, residual=residual)
+        hidden = torch.cat([gate, up], dim=-1)
+        return ops.linear(hidden, self.mlp.down, self.mlp.down_bias, gate=self.mlp.act, residual=residual)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -86,15 +86,18 @@ class StreamsBlock(Block):
 
     def __call__(self, x: Tensor, step: Step, cache: LayerState) -> Tensor:
         streams = x.unflatten(-1, (self.streams, -1))  # [R, T, N, E]
-        mix = (self._modes(streams[..., self.active, :]) @ self.predict.mT).unflatten(-1, (self.streams, -1))
-        streams = streams + mix @ streams
+        mix = _small(self._modes(streams[..., self.active, :]), self.predict).unflatten(-1, (self.streams, -1))
+        moved = streams[..., 0, None, :] * mix[..., 0, None]
+        for n in range(1, self.streams):  # one after the other: a product would sum them as it likes
+            moved = moved + streams[..., n, None, :] * mix[..., n, None]
+        streams = streams + moved
         active = streams[..., self.active, :]
         assert self.mixer_norm is not None
         given = ops.norm(active, self.mixer_norm)
         beside = given + ops.norm(ops.linear(ops.linear(given, self.left), self.right), self.low_rank_norm)
         mixed = (self.mix(active, step, cache) + beside) * 2**-0.5
         done = self.feed(mixed, mixed)
-        share = self._modes(done) @ self.correct.mT + 1.0  # [R, T, N]
+        share = _small(self._modes(done), self.correct) + 1.0  # [R, T, N]
         streams = streams + (done - active)[..., None, :] * share[..., None]
         first = streams[..., self.active, :]
         first = first if self.corrected_scale is None else first * self.corrected_scale
@@ -103,7 +106,8 @@ class StreamsBlock(Block):
 
     def _modes(self, x: Tensor) -> Tensor:
         """x float32 `[R, T, E]` -> `[R, T, N]`."""
-        return (ops.norm(x, self.router_norm) @ self.router.mT).tanh()
+        modes = _small(ops.norm(x, self.router_norm), self.router)
+        return modes.double().tanh().float()  # in float64 and back, as `ops.sigmoid` is
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,6 +132,11 @@ class OutOfStreams:
         first, *others = x.chunk(len(self.projections) + 1, dim=-1)
         projected = [_as_large(ops.linear(other, each), first) for other, each in zip(others, self.projections)]
         return torch.stack([first, *projected]).mean(0)
+
+
+def _small(x: Tensor, matrix: Tensor) -> Tensor:
+    """x `[..., K]` times a small matrix `[N, K]`, float32, alike for however many tokens."""
+    return ops.linear(x, ops.FloatWeight(matrix))
 
 
 def _as_large(x: Tensor, like: Tensor) -> Tensor:

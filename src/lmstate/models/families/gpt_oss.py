@@ -51,7 +51,9 @@ class ClampedExpert:
     def __call__(self, x: Tensor, norm: Norm | None = None, residual: Residual | None = None) -> Tensor:
         gate, up = ops.linear(x, self.gate_up, self.gate_up_bias, norm=norm).chunk(2, dim=-1)
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return ops.linear((up + 1) * gate * (self.alpha * gate).sigmoid(), self.down, self.down_bias, residual=residual)
+        return ops.linear(
+            (up + 1) * gate * ops.sigmoid(self.alpha * gate), self.down, self.down_bias, residual=residual
+        )
 
 
 def build(w: WeightLoader) -> Model:

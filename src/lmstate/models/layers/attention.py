@@ -129,13 +129,16 @@ class Attention(FusableLayer):
         seen = cache.attend(q, new, step, scoring, rotation)
         if self.gates:
             seen = gated(seen, behind, self.gate_act)
-        mixed = seen.flatten(-2) if gate is None else seen.flatten(-2) * gate.sigmoid()
+        mixed = seen.flatten(-2) if gate is None else ops.gated(seen.flatten(-2), gate)
         return ops.linear(mixed, self.out, self.out_bias, residual=residual)
 
 
 def gated(seen: Tensor, gate: Tensor, act: GateAct = "sigmoid") -> Tensor:
     """What heads have seen, `[R, T, H, D]`, times what opens their gates: `[R, T, H]`, or `[R, T, H * D]`."""
-    opened = ops.sigmoid(gate) if act == "sigmoid" else softplus(gate.double()).float()  # in float64 as `sigmoid` is
+    if act == "sigmoid":
+        each = gate.unflatten(-1, (seen.shape[-2], -1)).expand_as(seen)
+        return ops.gated(seen.flatten(-2), each.flatten(-2)).view_as(seen)
+    opened = softplus(gate.double()).float()  # in float64 and back, as `ops.sigmoid` is
     return seen * opened.unflatten(-1, (seen.shape[-2], -1))
 
 

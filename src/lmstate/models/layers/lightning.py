@@ -53,5 +53,5 @@ class Lightning:
         assert isinstance(cache, RecurrentState)
         projected = ops.linear(x, self.project, norm=norm)
         inputs, gate = projected.split([3 * self.width, self.width], dim=-1)
-        y = ops.norm(cache.advance(inputs, step), self.norm) * gate.sigmoid()
+        y = ops.gated(ops.norm(cache.advance(inputs, step), self.norm), gate)
         return ops.linear(y, self.out, residual=residual)

@@ -111,9 +111,9 @@ class MultiHeadLatentAttention:
     def _expands(self, width: int, end: int) -> bool:
         """Whether expanding takes fewer multiplications: of every stored token once, but fewer a query and token.
 
-        A few new tokens never expand: what they give must not depend on how long other rows are.
+        Never where a native body runs: what a token gives must not depend on how many come with it.
         """
-        if width <= ops.GEMV_ROWS:
+        if ops.dispatch.native(self.key_up) is not None:
             return False
         _, nope, latent = self.key_up.shape
         value = self.value_up.shape[2]

@@ -68,4 +68,4 @@ class MLSTM:
         qkv, gate = ops.linear(x, self.project, self.bias).tensor_split([sum(self.widths)], dim=-1)
         y = cache.advance(torch.cat([qkv, gates], dim=-1), step).unflatten(-1, (self.heads, -1))
         y = ops.norm(y, self.norm).flatten(-2)
-        return ops.linear(gate.sigmoid() * y, self.out, self.out_bias, residual=residual)
+        return ops.linear(ops.gated(y, gate), self.out, self.out_bias, residual=residual)

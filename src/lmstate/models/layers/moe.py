@@ -69,6 +69,9 @@ class Router:
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x float32 `[M, E]` -> (weights float32 `[M, top_k]`, expert numbers int64 `[M, top_k]`)."""
         logits = ops.linear(x, self.weight, self.bias)  # [M, N]
+        native = ops.choose_experts(logits, self.params)
+        if native is not None:
+            return native if self.expert_scale is None else (native[0] * self.expert_scale[native[1]], native[1])
         # In float64 and back: torch rounds a vector's last elements otherwise than its first ones, and a token's
         # experts and weights must not depend on where in a batch it stands.
         wide = logits.double()
@@ -122,7 +125,11 @@ class MixtureOfExperts:
         out = self.mixed(x.flatten(0, -2), *self.router(x.flatten(0, -2))).view_as(x)
         if self.shared is not None:
             common = self.shared(x)
-            out = out + (common if self.shared_gate is None else common * ops.linear(x, self.shared_gate).sigmoid())
+            out = out + (
+                common
+                if self.shared_gate is None
+                else ops.gated(common, ops.linear(x, self.shared_gate).expand_as(common))
+            )
         return out if residual is None else ops.add_residual(residual, out)
 
     def sublayers(

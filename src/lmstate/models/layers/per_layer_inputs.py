@@ -50,5 +50,5 @@ class PerLayerInput:
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         """x float32 `[R, T, E]` -> `[R, T, E]`."""
         own = step.extras["per_layer_inputs"][..., self.block, :]  # [R, T, P]
-        gated = ops.activation(self.act)(ops.linear(x, self.gate)) * own
+        gated = ops.glu(torch.cat([ops.linear(x, self.gate), own], dim=-1), self.act)
         return ops.norm(ops.linear(gated, self.out), self.after)

@@ -50,10 +50,13 @@ def latent_attend(
     read; where starts and counts are not on the host (another device, a traced graph), all of it.
     """
     library = dispatch.native(q_latent, q_rope, latent, rope_key)
-    if library is not None and q_latent.shape[1] <= MOST:
-        body = library.attention
-        if body.can_attend_latent(q_latent, q_rope, latent, rope_key):
-            return body.attend_latent(q_latent, q_rope, latent, rope_key, starts, counts, scale, window)
+    if library is not None and library.attention.can_attend_latent(q_latent, q_rope, latent, rope_key):
+        body, blocks = library.attention, []
+        for first in range(0, max(q_latent.shape[1], 1), MOST):
+            block, block_rope = q_latent[:, first : first + MOST], q_rope[:, first : first + MOST]
+            count = (counts - first).clamp(0, MOST)
+            blocks.append(body.attend_latent(block, block_rope, latent, rope_key, starts + first, count, scale, window))
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
     return latent_attend_reference(q_latent, q_rope, latent, rope_key, starts, counts, scale=scale, window=window)
 
 

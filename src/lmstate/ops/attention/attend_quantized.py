@@ -70,12 +70,12 @@ def attend_quantized(
             _store_vectors(new, held, starts, counts, bits)
         else:
             _store_blocks(new, held, tail, starts, counts, bits)
-    if body is not None and columns is not None:
+    if body is not None:
         blocks = []
         for first, block in zip(range(0, q.shape[1], most), q.split(most, dim=1)):
             some = (counts - first).clamp(0, most)
             out = body.attend_quantized(
-                block, None, None, held, tail, starts + first, some, bits, scoring, sight, columns
+                block, None, None, held, tail, starts + first, some, bits, scoring, sight, columns, dtype=dtype
             )
             assert out is not None
             blocks.append(out)

@@ -117,9 +117,6 @@ LINEAR = Layout(
     "linear_args", "P x weight bias norm residual after y", "q rows outputs inputs kind gate threads",
     "d eps after_eps scale", "P factors",
 )  # fmt: skip
-GEMM = Layout(
-    "gemm_args", "P x weight bias residual y scratch", "q rows inputs outputs kind first count stride gate threads"
-)
 ROWS = Layout("rows_args", "P x weight y", "q rows width gate x_kind y_kind threads", "d eps")
 ARGMAX = Layout("argmax_args", "P x largest where", "q rows width threads")
 DEQUANTIZE = Layout("dequantize_args", "P packed ids out", "q first count outputs inputs stored kind threads")
@@ -190,6 +187,7 @@ MOE = Layout(
     "q inputs outputs router_kind shared_gate_kind count top_k shared gate sigmoid normalize groups topk_groups",
     "q top2 scale_input", "d norm_eps after_eps residual_scale scale floor",
 )  # fmt: skip
+CHOOSE_EXPERTS = Layout("choose_experts_args", "P of scores weights chosen room", "q tokens")
 PROJECTIONS = Layout(
     "", "P norm project bias gates out out_bias after factors",
     "q inputs projected outputs project_kind gates_kind out_kind parallel", "d norm_eps after_eps residual_scale",

@@ -71,7 +71,7 @@ class Attention:
             q.dtype == torch.float32
             and k.dtype == v.dtype
             and k.dtype in KINDS
-            and dim % 8 == dim_v % 8 == 0
+            and dim % 4 == dim_v % 4 == 0
             and max(dim, dim_v) <= MAX_HEAD_DIM
             and q.stride(3) == k.stride(3) == v.stride(3) == 1
         )

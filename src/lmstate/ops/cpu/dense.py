@@ -9,12 +9,9 @@ from torch import Tensor
 
 from lmstate.ops.cpu import abi
 from lmstate.ops.cpu.abi import GATES, KINDS, WEIGHT_KINDS
-from lmstate.ops.cpu.arguments import float_pointer, function, joining, optional_pointer, threads_for
-from lmstate.ops.memory import scratch
+from lmstate.ops.cpu.arguments import float_pointer, function, joining, threads_for
 from lmstate.ops.types.params import Norm, Residual
 from lmstate.ops.types.weight import Weight
-
-GEMM_COLUMNS = 80  # outputs that a thread of `gemm` has memory for
 
 
 class Dense:
@@ -27,11 +24,10 @@ class Dense:
         self._argmax = function(library, "lmstate_argmax")
         self._per_head_matmul = function(library, "lmstate_per_head_matmul")
         self._dequantize = function(library, "lmstate_dequantize")
-        self._gemm = function(library, "lmstate_gemm")
         self._count_high_bytes = function(library, "lmstate_count_high_bytes")
         self._to_bfloat12 = function(library, "lmstate_to_bfloat12")
-        self.has_gemm = bool(function(library, "lmstate_has_gemm")(b""))
-        """Whether the processor multiplies vectors of bfloat16, and not whole matrices: torch uses those."""
+        self.uses_bf16_dot = bool(function(library, "lmstate_uses_bf16_dot")(b""))
+        """Whether bfloat16 weights, keys and values multiply what is rounded to bfloat16 too, in pairs."""
 
     def linear(
         self,
@@ -108,38 +104,6 @@ class Dense:
         self._argmax(abi.ARGMAX.pack(*pointers, rows, width, threads_for(x.numel())))
         return largest, where
 
-    def can_gemm(self, weight: Weight) -> bool:
-        """Whether `gemm` takes this weight."""
-        return self.has_gemm and weight.kind != "float32" and weight.in_features % 2 == 0
-
-    def gemm(
-        self,
-        x: Tensor,
-        weight: Weight,
-        y: Tensor,
-        *,
-        first: int = 0,
-        gate: int = 0,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
-    ) -> None:
-        """Write `residual + x @ weight.T + bias` of many rows into y, float32 `[M, n]`, for n outputs from `first` on.
-
-        x: bfloat16 `[M, K]`, K even. With a gate (of `GateKind`) the outputs are gate | up, and y is
-        act(gate) * up, bfloat16 `[M, N / 2]`. y may be some columns of a wider tensor; `residual` is of its strides.
-        """
-        rows, count = y.shape
-        n, k = weight.shape
-        if x.shape != (rows, k) or x.dtype != torch.bfloat16 or not x.is_contiguous() or k % 2:
-            raise ValueError(f"{x.dtype} {list(x.shape)} are no rows for {weight}")
-        if not 0 <= first <= n - count or (gate and (n != 2 * count or first)):
-            raise ValueError(f"{list(y.shape)} is no place for the outputs from {first} on of {weight}")
-        to = _columns(y, torch.bfloat16 if gate else torch.float32)
-        threads = torch.get_num_threads()
-        pointers = x.data_ptr(), weight.storage.data_ptr(), optional_pointer(bias, "bias", (n,)), _beside(residual, y)
-        sizes = rows, k, n, WEIGHT_KINDS[weight.kind], first, count, y.stride(0), gate, threads
-        self._gemm(abi.GEMM.pack(*pointers, to, scratch(threads * GEMM_COLUMNS * k).data_ptr(), *sizes))
-
     def dequantize(self, weight: Weight, first: int, out: Tensor) -> None:
         """Outputs first.. of a quantized weight into `out` `[count, K]`, float32 or bfloat16."""
         count, k = out.shape
@@ -213,19 +177,3 @@ def _half_pointer(matrix: Tensor) -> int:
             f"a matrix to store in 12 bits is contiguous bfloat16; this is {matrix.dtype} {list(matrix.shape)}"
         )
     return matrix.data_ptr()
-
-
-def _columns(y: Tensor, dtype: torch.dtype = torch.float32) -> int:
-    """Of a matrix `[M, n]` that may be some columns of another."""
-    if y.dtype != dtype or y.dim() != 2 or y.stride(1) != 1 or not y.is_cpu:
-        raise ValueError(f"rows to write are {dtype} on the processor; these are {y.dtype} {list(y.shape)}")
-    return y.data_ptr()
-
-
-def _beside(residual: Tensor | None, y: Tensor) -> int:
-    """Of what is added to y; 0 where there is nothing."""
-    if residual is None:
-        return 0
-    if residual.shape != y.shape or residual.stride() != y.stride():
-        raise ValueError(f"{list(residual.shape)} cannot be added to {list(y.shape)} of other strides")
-    return _columns(residual)

@@ -30,6 +30,7 @@ from lmstate.ops.types.sublayers import (
     MLPSublayer,
     MoESublayer,
     RecurrentSublayer,
+    RouterParams,
     Sublayer,
     pointers,
     requires_grad,
@@ -51,6 +52,7 @@ class Fused:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._run = function(library, "lmstate_fused")
+        self._choose_experts = function(library, "lmstate_choose_experts")
         self._packed: WeakKeyDictionary[Sublayer, _Packed] = WeakKeyDictionary()
 
     @overload
@@ -85,7 +87,7 @@ class Fused:
     def knows(self, rings: KVView) -> bool:
         """Whether a layer with these rings may run here."""
         k, v, dim, coded = rings.k, rings.v, rings.heads[2], rings.coded
-        if not (k.is_cpu and k.dtype == v.dtype and k.shape[3] == v.shape[3] and dim <= MAX_HEAD_DIM and dim % 8 == 0):
+        if not (k.is_cpu and k.dtype == v.dtype and k.shape[3] == v.shape[3] and dim <= MAX_HEAD_DIM and dim % 4 == 0):
             return False
         if coded is not None:
             return coded.tail is None or coded.tail.dtype in KINDS
@@ -167,6 +169,10 @@ class Fused:
                 raise MemoryError(f"no memory for the activations of {rows} rows of {tokens} tokens")
             check_attended(each, x, rings.k, starts if rings.starts is None else rings.starts, counts)
         return y
+
+    def choose_experts(self, logits: Tensor, router: RouterParams) -> tuple[Tensor, Tensor]:
+        """`ops.choose_experts`."""
+        return fused_moe.choose_experts(self._choose_experts, logits, router)
 
 
 def _pack(sublayer: Sublayer) -> _Packed:

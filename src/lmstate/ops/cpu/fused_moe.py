@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +14,7 @@ from lmstate.ops.cpu.abi import GATES, SUBLAYER_BYTES, WEIGHT_KINDS, SublayerKin
 from lmstate.ops.cpu.arguments import factor, norm_fields, optional_pointer, simple
 
 if TYPE_CHECKING:
-    from lmstate.ops.types.sublayers import Expert, MoESublayer
+    from lmstate.ops.types.sublayers import Expert, MoESublayer, RouterParams
 
 
 def pack(of: MoESublayer) -> tuple[bytes, Tensor] | tuple[None, None]:
@@ -43,6 +45,26 @@ def pack(of: MoESublayer) -> tuple[bytes, Tensor] | tuple[None, None]:
         eps, after_eps, factor(of.scale), router.scale, router.floor,
     )  # fmt: skip
     return abi.sublayer(SublayerKind.MOE, arguments).ljust(SUBLAYER_BYTES, b"\0"), table
+
+
+def choose_experts(body: Callable[[bytes], int], logits: Tensor, router: RouterParams) -> tuple[Tensor, Tensor]:
+    """`ops.choose_experts`: logits float32 `[M, N]` -> weights and ids `[M, top_k]`."""
+    tokens, count = logits.shape
+    top_k = router.top_k
+    if count != router.weight.out_features or not 0 < top_k <= router.topk_groups * (count // router.groups):
+        raise ValueError(f"logits {list(logits.shape)} do not fit a choice of {top_k} of {router.weight.out_features}")
+    correction = optional_pointer(router.e_score_correction_bias, "the correction", (count,))
+    fields = abi.MOE.pack(
+        0, 0, 0, correction, 0, 0, 0, 0, 0, 0, 0, count, top_k, 0, 0, router.scoring == "sigmoid", router.normalize,
+        router.groups, router.topk_groups, router.group_score == "top2", 0, 0.0, 0.0, 0.0, router.scale, router.floor,
+    )  # fmt: skip
+    of = ctypes.create_string_buffer(fields, len(fields))
+    scores = logits.clone(memory_format=torch.contiguous_format)  # they become the scores
+    weights, chosen = torch.empty(tokens, top_k), torch.empty(tokens, top_k, dtype=torch.int32)
+    room = torch.empty(2 * count)
+    pointers = ctypes.addressof(of), scores.data_ptr(), weights.data_ptr(), chosen.data_ptr(), room.data_ptr()
+    body(abi.CHOOSE_EXPERTS.pack(*pointers, tokens))
+    return weights, chosen.long()
 
 
 def _all(of: MoESublayer) -> list[Expert]:

@@ -20,6 +20,6 @@ class Library:
         self.dense = Dense(library)
         self.attention = Attention(library)
         self.slots = Slots(library)
-        self.recurrent = Recurrent(library, variant)
+        self.recurrent = Recurrent(library)
         self.mixers = Mixers(library)
         self.fused = Fused(library)

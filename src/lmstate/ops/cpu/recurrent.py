@@ -7,7 +7,6 @@ new tensors; the carry that it was given is only read.
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Sequence
 
 import torch
@@ -27,13 +26,7 @@ _FEW = 32768
 class Recurrent:
     """The recurrent bodies of one variant; float32 tensors on the processor. Signatures as in the operations."""
 
-    longest: int
-    """Steps of up to this many tokens run faster here than as matrix products."""
-
-    def __init__(self, library: ctypes.CDLL, variant: str) -> None:
-        # Measured on 16 heads of 128 x 128: 26 to 28 us a token and layer on one core with vectors, 80 without; the
-        # chunked form in torch takes 45 to 55.
-        self.longest = RUN if variant == "portable" else sys.maxsize
+    def __init__(self, library: ctypes.CDLL) -> None:
         self._causal_conv = function(library, "lmstate_causal_conv")
         self._gated_delta_rule = function(library, "lmstate_gated_delta_rule")
         self._ssd = function(library, "lmstate_ssd")
@@ -192,18 +185,21 @@ class Recurrent:
         self._rg_lru(arguments)
         return y, (new, new_seen)
 
-    def gated_norm(self, y: Tensor, gate: Tensor, norm: Norm, silu: bool, groups: int, gate_last: bool) -> Tensor:
-        """`gated_norm`."""
+    def gated_norm(
+        self, y: Tensor, gate: Tensor, norm: Norm | None, silu: bool, groups: int = 1, gate_last: bool = False
+    ) -> Tensor:
+        """`gated_norm`, or without a norm `gated`."""
         rows, tokens, width = y.shape
-        y, gate, weights = y.contiguous(), _dense(gate), norm.weight.shape[0]
+        y, gate, weights = y.contiguous(), _dense(gate), width if norm is None else norm.weight.shape[0]
         if width % groups or weights not in (width, width // groups):
             raise ValueError(f"{groups} groups of {width} features cannot have {weights} weights")
         expect(gate, "the gate", (rows, tokens, width))
+        weight = 0 if norm is None else optional(norm.weight, "the norm's weight", weights)
         out = _empty(rows, tokens, width)
         arguments = abi.GATED_NORM.pack(
-            y.data_ptr(), gate.data_ptr(), optional(norm.weight, "the norm's weight", weights), out.data_ptr(), 0,
+            y.data_ptr(), gate.data_ptr(), weight, out.data_ptr(), 0,
             rows, tokens, groups, width // groups, weights, silu, gate_last, threads_for(4 * out.numel()),
-            *gate.stride()[:2], norm.eps,
+            *gate.stride()[:2], norm.eps if norm else 0.0,
         )  # fmt: skip
         self._gated_norm(arguments)
         return out

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from lmstate.ops import dispatch
 from lmstate.ops.cpu.abi import GATES
 from lmstate.ops.dense.activations import glu, glu_reference
-from lmstate.ops.dense.gemm import gemm, gemm_split_concat
+from lmstate.ops.dense.gemm import gemm
 from lmstate.ops.dense.norm import add_residual, norm_reference
 from lmstate.ops.dense.norm import norm as apply_norm
 from lmstate.ops.types.params import Norm, Residual
@@ -19,9 +19,7 @@ from lmstate.ops.types.weight import Weight
 from lmstate.ops.weights.lora import LoraWeight
 
 GEMV_ROWS = 32
-"""Up to this many rows are multiplied in float32, or in bytes where the weights are, bit for bit alike however many.
-More are multiplied in bfloat16 even where bytes would be faster (AVX-512): activations rounded to bytes move logits
-much farther than bfloat16 does, and a prompt is where a text takes its course."""
+"""Up to so many rows go through fused sublayers in one native call, of which none alone is worth a call."""
 
 
 def linear(
@@ -38,16 +36,17 @@ def linear(
     x: float32 `[..., K]`; with `gate` ("silu", "gelu_tanh", "gelu", "relu2", ...) it is `[..., 2K]` = gate | up and
     act(gate) * up is multiplied. `norm` applies to x first; `residual`: the stream that the product is added to, last.
 
-    Up to 32 rows, quantised weights multiply activations rounded to int8 in groups of 16, and float weights float32
-    activations. More rows are rounded to bfloat16 and summed in float32; they stay float32 where the weight is, or
-    where the processor multiplies bfloat16 no faster.
+    What is rounded, and in which order it is summed, is the same for one row and for thousands. Quantized weights
+    multiply activations rounded to int8 twice in groups of 32, the second time what the first left; float weights
+    multiply float32 activations. Where the processor is faster with pairs of bfloat16 than with twice as many floats,
+    bfloat16 weights of K a multiple of 32 multiply activations rounded to bfloat16.
     """
     if isinstance(weight, LoraWeight):
         y = weight.add_to(linear, linear(x, weight.base, bias, norm=norm, gate=gate), _entered(x, norm, gate))
         return y if residual is None else add_residual(residual, y)
     stream = None if residual is None else residual.stream
     library = dispatch.native(x, weight.storage, stream)
-    if library is not None and is_gemv(x):
+    if library is not None and x.dtype == torch.float32:
         if residual is not None and not residual.simple:
             return add_residual(residual, linear(x, weight, bias, norm=norm, gate=gate))
         if norm is not None and (gate is not None or not norm.simple):
@@ -61,19 +60,13 @@ def linear(
 
 
 def linear_split_concat(x: Tensor, weight: Weight, width: int, beside: Tensor) -> tuple[Tensor, Tensor]:
-    """`linear`, cut after `width` outputs: the first part with `beside` `[..., G]` behind it, and the rest.
-
-    The products of many rows are written where they are to lie, which a concatenation would copy.
-    """
-    library = dispatch.native(x, weight.storage, beside)
-    if library is None or is_gemv(x) or weight.kind == "float32":
-        y = linear(x, weight)
-        return torch.cat([y[..., :width], beside], dim=-1), y[..., width:]
-    return gemm_split_concat(library, x, weight, width, beside)
+    """`linear`, cut after `width` outputs: the first part with `beside` `[..., G]` behind it, and the rest."""
+    y = linear(x, weight)
+    return torch.cat([y[..., :width], beside], dim=-1), y[..., width:]
 
 
 def is_gemv(x: Tensor) -> bool:
-    """Whether the native bodies multiply x."""
+    """Whether x goes through fused sublayers."""
     return x.numel() <= GEMV_ROWS * x.shape[-1] and x.dtype == torch.float32
 
 

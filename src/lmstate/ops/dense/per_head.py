@@ -6,17 +6,16 @@ import torch
 from torch import Tensor
 
 from lmstate.ops import dispatch
-from lmstate.ops.dense.linear import GEMV_ROWS
 
 
 def per_head_matmul(x: Tensor, matrices: Tensor) -> Tensor:
     """A matrix for each head: x float32 `[R, T, H, A]`, matrices `[H, A, B]` -> float32 `[R, T, H, B]`.
 
-    Up to 32 rows are multiplied as they are; more are rounded to the matrices' dtype. All is float64 where these are.
+    Where no native body runs, x is rounded to the matrices' dtype. All is float64 where these are.
     """
     rows, width, heads, _ = x.shape
     library = dispatch.native(x, matrices)
-    if library is not None and rows * width <= GEMV_ROWS and x.dtype == torch.float32 and matrices.is_contiguous():
+    if library is not None and x.dtype == torch.float32 and matrices.is_contiguous():
         return library.dense.per_head_matmul(x, matrices)
     product = x.to(matrices.dtype).flatten(0, 1).transpose(0, 1) @ matrices  # [H, R * T, B]
     product = product.transpose(0, 1).reshape(rows, width, heads, -1)

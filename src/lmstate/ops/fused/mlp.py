@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from lmstate.ops import dispatch
-from lmstate.ops.cpu.abi import GATES
-from lmstate.ops.dense.gemm import as_product_dtype, gemm
 from lmstate.ops.dense.linear import is_gemv, linear
 from lmstate.ops.fused.graph import fused_feed_forward
 from lmstate.ops.types.params import Norm, Residual
@@ -34,12 +30,5 @@ def feed_forward(
     half = MLPSublayer(up, down, act, up_bias, down_bias, norm=norm, post_norm=after, scale=scale)
     if is_gemv(x) and (y := fused_feed_forward(x, half, stream)) is not None:
         return y
-    library = dispatch.native(x, up.storage, down.storage, stream)
-    if library is not None and not is_gemv(x) and library.dense.can_gemm(up) and act in GATES:
-        x = as_product_dtype(x, torch.bfloat16, norm)
-        hidden = torch.empty(*x.shape[:-1], down.in_features, dtype=torch.bfloat16)
-        flat = x.reshape(-1, up.in_features)
-        library.dense.gemm(flat, up, hidden.view(len(flat), -1), bias=up_bias, gate=GATES[act])
-        return gemm(hidden, down, down_bias, residual=residual)
     hidden = linear(x, up, up_bias, norm=norm)
     return linear(hidden, down, down_bias, gate=act, residual=residual)

@@ -50,7 +50,7 @@ def delta_mixer(
     """
     library = dispatch.native(inputs, z, *carry, conv, A, dt_bias, norm.weight)
     known = all_float32(inputs, z, *carry, conv, A, dt_bias, norm.weight)
-    if library is not None and known and floor is None and inputs.shape[1] <= library.recurrent.longest:
+    if library is not None and known and floor is None:
         return library.mixers.gated_delta(
             inputs, z, carry, counts, conv, A, dt_bias, norm, key_heads, key_dim, gate_act == "silu", beta_scale
         )

@@ -68,9 +68,7 @@ def gated_delta_rule(
     dtype, width = carry_dtype(carry), q.shape[1]
     library = dispatch.native(q, k, v, g, beta, carry)
     if library is not None and all_float32(q, k, v, g, beta, carry):
-        bodies = library.recurrent
-        if width <= bodies.longest:
-            return bodies.gated_delta_rule(q, k, v, g, beta, carry, counts, scale, normalize)
+        return library.recurrent.gated_delta_rule(q, k, v, g, beta, carry, counts, scale, normalize)
     mask = padding(counts, width)
     q, k, v, g, beta = (blank(x.to(dtype), mask) for x in (q, k, v, g, beta))
     body = recurrent if width <= RECURRENT_UP_TO else chunked

@@ -25,6 +25,14 @@ def gated_norm(y: Tensor, gate: Tensor, norm: Norm, *, act: Gate = "silu", group
     return gated_norm_reference(y, gate, norm, act=act, groups=groups, gate_last=gate_last)
 
 
+def gated(y: Tensor, gate: Tensor, act: Gate = "sigmoid") -> Tensor:
+    """y * act(gate), float32 `[R, T, I]` both: a number's rounding does not depend on where it stands."""
+    library = dispatch.native(y, gate)
+    if library is not None and all_float32(y, gate):
+        return library.recurrent.gated_norm(y, gate, None, act == "silu")
+    return y * (F.silu(gate) if act == "silu" else gate.sigmoid())
+
+
 def gated_norm_reference(y: Tensor, gate: Tensor, norm: Norm, *, act: Gate, groups: int, gate_last: bool) -> Tensor:
     gate = F.silu(gate) if act == "silu" else gate.sigmoid()
     parts = (y if gate_last else y * gate).unflatten(-1, (groups, -1))  # [R, T, G, I / G]

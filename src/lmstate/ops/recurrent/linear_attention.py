@@ -34,9 +34,7 @@ def linear_attention(
     dtype = carry_dtype(carry)
     library = dispatch.native(q, k, v, g, carry)
     if library is not None and all_float32(q, k, v, g, carry):
-        bodies = library.recurrent
-        if q.shape[1] <= bodies.longest:
-            return bodies.gated_delta_rule(q, k, v, g, None, carry, counts, scale=1.0, normalize=False)
+        return library.recurrent.gated_delta_rule(q, k, v, g, None, carry, counts, scale=1.0, normalize=False)
     mask = padding(counts, q.shape[1])
     q, k, v, g = (blank(x.to(dtype), mask) for x in (q, k, v, g))
     weight = blank(torch.ones(v.shape[:3], dtype=dtype, device=v.device), mask)  # [R, T, H]

@@ -6,13 +6,12 @@ One call where there is a native body: a single token then costs little more tha
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from lmstate.ops import dispatch
 from lmstate.ops.cpu.mixers import Carry
 from lmstate.ops.cpu.recurrent import all_float32
 from lmstate.ops.recurrent.causal_conv import causal_conv
-from lmstate.ops.recurrent.gated_norm import gated_norm
+from lmstate.ops.recurrent.gated_norm import gated, gated_norm
 from lmstate.ops.recurrent.ssd import ssd
 from lmstate.ops.types.params import Norm
 
@@ -50,7 +49,7 @@ def ssd_mixer(
     weight = None if norm is None else norm.weight
     library = dispatch.native(inputs, gate, *carry, conv, conv_bias, A, D, dt_bias, weight)
     known = all_float32(inputs, gate, *carry, conv, conv_bias, A, D, dt_bias, weight)
-    if library is not None and known and inputs.shape[1] <= library.recurrent.longest:
+    if library is not None and known:
         return library.mixers.mamba2(
             inputs, gate, carry, counts, conv, conv_bias, A, D, dt_bias, head_dim, groups, dt_limits, norm, norm_groups,
             gate_last,
@@ -75,5 +74,5 @@ def ssd_mixer(
     if gate is not None and norm is not None:
         y = gated_norm(y, gate, norm, groups=norm_groups, gate_last=gate_last)
     elif gate is not None:
-        y = y * F.silu(gate)
+        y = gated(y, gate, "silu")
     return y, (tail, state)

@@ -64,9 +64,7 @@ def ssd(
     dtype, width = carry_dtype(carry), x.shape[1]
     library = dispatch.native(x, dt, A, B, C, D, carry, dt_bias)
     if library is not None and all_float32(x, dt, A, B, C, D, carry, dt_bias):
-        bodies = library.recurrent
-        if width <= bodies.longest:
-            return bodies.ssd(x, dt, A, B, C, D, carry, counts, dt_bias, dt_limits)
+        return library.recurrent.ssd(x, dt, A, B, C, D, carry, counts, dt_bias, dt_limits)
     mask = padding(counts, width)
     dt = dt.to(dtype) if dt_bias is None else dt.to(dtype) + dt_bias.to(dtype)
     dt = blank(F.softplus(dt).clamp(*dt_limits), mask)  # a weight of 0 and a decay of 1 make padding the identity

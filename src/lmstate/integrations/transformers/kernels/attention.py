@@ -102,7 +102,7 @@ def attention(
     native = (
         sight is not None
         and library is not None
-        and (tokens <= GEMV_ROWS or (library.dense.has_gemm and key.dtype == torch.bfloat16))
+        and (tokens <= GEMV_ROWS or (library.dense.uses_bf16_dot and key.dtype == torch.bfloat16))
         and dropout == 0.0
         and position_bias is None
         and kwargs.get("cache") is None

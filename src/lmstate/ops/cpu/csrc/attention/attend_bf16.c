@@ -3,9 +3,6 @@
 #include "simd/bf16_dot.h"
 #include "attention/kv_layout.h"
 
-/* As many new tokens of a row keep their queries as they are; lmstate.ops.linear has the same number. */
-enum { FEW = 32 };
-
 #ifdef LMSTATE_PAIRS
 enum { BATCH = 16 * ROWS }; /* queries that meet a block together */
 
@@ -17,8 +14,9 @@ typedef struct {
 } kv_block;
 
 int attends_bf16(const attend_args *a, const attend_plan *plan, int64_t r) {
-  /* Not where the weights decide what is forgotten. */
-  return a->counts[r] > FEW && a->kind == BF16 && !plan->extra_key && !a->columns && has_bf16_dot();
+  (void)r;
+  /* Not where the weights decide what is forgotten, nor over keys that are codes alone. */
+  return a->kind == BF16 && !(plan->codes && !plan->codes->tail) && !plan->extra_key && !a->columns && uses_bf16_dot();
 }
 
 /* What number i of 16 is in `low` and `high`, as pairs. */

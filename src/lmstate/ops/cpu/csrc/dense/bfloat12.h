@@ -1,4 +1,4 @@
-/* bfloat16 weights [outputs, inputs] in 12 bits each, exactly; see lmstate.ops.squeezed for the packing. */
+/* bfloat16 weights [outputs, inputs] in 12 bits each, exactly; see lmstate.ops.weights.bfloat12 for the packing. */
 #ifndef LMSTATE_SQUEEZED_H
 #define LMSTATE_SQUEEZED_H
 #include "simd/simd.h"

@@ -1,62 +1,71 @@
-/* y = residual + scale * norm(prologue(x) w^T + bias), for up to some tens of rows.
+/* y = residual + scale * norm(prologue(x) w^T + bias), for one row and for thousands.
  *
  * A thread takes whole outputs, reads their weights once and multiplies them with every row, a tile of rows at a time.
- * An output of a row is summed along the inputs in one order, whatever the tile, the rows beside it and the threads. */
+ * An output of a row is rounded and summed along the inputs in one way, whatever the tile, the rows beside it and the
+ * threads. */
 #include "dense/linear.h"
 
 #include <omp.h>
 #include <stdlib.h>
 
 #include "dense/dequantize.h"
+#include "dense/linear_tile.h"
 #include "dense/prologue.h"
 #include "dense/bfloat12.h"
 #include "layout.h"
 
 enum { GROUP = 32, BYTES4 = 320, BYTES8 = 544 };
 
-/* A group of 32 activations rounded to int8: x = scale * q, a scale for each part of them. [groups][rows], so that a
- * tile of rows is contiguous. */
-enum { PARTS = GROUP / PART };
+/* A group of 32 activations rounded to int8 twice: x = scale * (q[0] + q[1] / REST), where the second are what the
+ * rounding to the first has left. The sums of their products with the weights' integers are exact. Tiles of up to TALL
+ * rows lie together, group after group, so that a product walks through them in order. */
+enum { TALL = 8, REST = 254 };
 typedef struct {
-  int8_t q[GROUP];
-  float scale[PARTS];
-  float scaled_sum; /* of scale * q over the group: what the weights' minimum multiplies */
-  int32_t sum[PARTS];
+  int8_t q[2][GROUP];
+  float scale;
+  float scaled_sum; /* of the group: what the weights' minimum multiplies */
+  int32_t sum[2];
 } rounded;
+
+/* The first group of a row, and from there to its next one. */
+static int64_t tile_rows(const linear_args *a, int64_t row) {
+  const int64_t left = a->rows - row / TALL * TALL;
+  return left < TALL ? left : TALL;
+}
+static int64_t first_group(const linear_args *a, int64_t row) {
+  return row / TALL * TALL * (a->inputs / GROUP) + row % TALL;
+}
 
 static int grouped(const linear_args *a) { return a->kind == INT4 || a->kind == INT8; }
 
 static void round_row(const float *x, rounded *to, int64_t rows, int64_t groups) {
-  for (int64_t g = 0; g < groups; g++, to += rows) {
-    to->scaled_sum = 0;
-    for (int part = 0; part < PARTS; part++, x += PART) {
-      int8_t *q = to->q + part * PART;
-      vf largest = vf_zero(), total = vf_zero();
-      for (int i = 0; i < PART; i += VL) {
-        vf v = vf_load(x + i);
-        largest = vf_max(largest, vf_abs(v));
-        total = vf_add(total, v);
-      }
-      float m = vf_largest(largest);
-      vf inverse = vf_set1(m > 0 ? 127.0f / m : 0.0f);
-      for (int i = 0; i < PART; i += VL) vf_round_to_int8(q + i, vf_mul(vf_load(x + i), inverse));
-      int32_t sum = 0;
-      for (int i = 0; i < PART; i++) sum += q[i];
-      to->sum[part] = sum;
-      to->scale[part] = m / 127.0f + 0.0f * vf_sum(total); /* a NaN or an infinity must not vanish in the rounding */
-      to->scaled_sum += to->scale[part] * (float)sum;
+  for (int64_t g = 0; g < groups; g++, to += rows, x += GROUP) {
+    vf largest = vf_zero(), total = vf_zero();
+    for (int i = 0; i < GROUP; i += VL) {
+      const vf v = vf_load(x + i);
+      largest = vf_max(largest, vf_abs(v));
+      total = vf_add(total, v);
     }
+    const float m = vf_largest(largest);
+    const vf inverse = vf_set1(m > 0 ? 127.0f / m : 0.0f);
+    for (int i = 0; i < GROUP; i += VL) {
+      const vf v = vf_mul(vf_load(x + i), inverse);
+      vf_round_to_int8(to->q[0] + i, v);
+      vf_round_to_int8(to->q[1] + i, vf_mul(vf_sub(v, vf_load_int8(to->q[0] + i)), vf_set1(REST)));
+    }
+    to->sum[0] = to->sum[1] = 0;
+    for (int i = 0; i < GROUP; i++) to->sum[0] += to->q[0][i], to->sum[1] += to->q[1][i];
+    to->scale = m / 127.0f + 0.0f * vf_sum(total); /* a NaN or an infinity must not vanish in the rounding */
+    to->scaled_sum = to->scale * ((float)to->sum[0] + (float)to->sum[1] * (1.0f / REST));
   }
 }
 
-/* The products of a group: for each output, the sum over the parts of their scale times their integers' products. */
+/* The products of a group with the integers of each output. */
 INLINE f16x scaled_dot(const group *w, const rounded *x, int bits) {
-  f16x dot = lanes_zero();
-  UNROLL for (int part = 0; part < PARTS; part++) {
-    const int32_t initial = bits == 4 ? 0 : -128 * x->sum[part];
-    dot = lanes_fma1(part_dot(w, part, x->q + part * PART, initial, bits), x->scale[part], dot);
-  }
-  return dot;
+  const int32_t zero = bits == 4 ? 0 : -128;
+  const f16x first = part_dot(w, 0, x->q[0], zero * x->sum[0], bits);
+  const f16x rest = part_dot(w, 0, x->q[1], zero * x->sum[1], bits);
+  return lanes_fma1(lanes_fma1(rest, 1.0f / REST, first), x->scale, lanes_zero());
 }
 
 /* The row that the product multiplies: x itself, or what the norm or the gate makes of it in `scratch`. */
@@ -68,10 +77,8 @@ static const float *prologue(const linear_args *a, int64_t row, float *scratch) 
   return scratch;
 }
 
-/* The outputs first..first + count of `rows` rows from `row` on, of which `tile` has `width` each. Not inlined: a copy in
- * every tile below is most of what this file takes to compile. */
-static __attribute__((noinline)) void finish(const linear_args *a, const float *tile, int64_t width, int64_t row, int rows,
-                                             int64_t first, int64_t count) {
+void linear_finish(const linear_args *a, const float *tile, int64_t width, int64_t row, int64_t rows, int64_t first,
+                   int64_t count) {
   for (int64_t m = row; m < row + rows; m++, tile += width) {
     float *y = a->y + m * a->outputs + first;
     for (int64_t n = 0; n < count; n++) {
@@ -87,7 +94,7 @@ static __attribute__((noinline)) void finish(const linear_args *a, const float *
   }
 }
 
-/* The norm of whole rows, and what `finish` left for after it. */
+/* The norm of whole rows, and what `linear_finish` left for after it. */
 static void finish_rows(const linear_args *a) {
 #pragma omp for schedule(static)
   for (int64_t m = 0; m < a->rows; m++) {
@@ -103,10 +110,10 @@ static void finish_rows(const linear_args *a) {
 /* One block of 16 outputs for `rows` rows from `row` on. `rows` and `bits` are constants where this is called. */
 INLINE void grouped_tile(const linear_args *a, const rounded *x, const uint8_t *p, int64_t block, int64_t row, int rows,
                          int bits) {
-  f16x acc[8];
+  f16x acc[TALL];
   UNROLL_ROWS for (int m = 0; m < rows; m++) acc[m] = lanes_zero();
-  x += row;
-  for (int64_t g = 0; g < a->inputs / GROUP; g++, x += a->rows) {
+  x += first_group(a, row);
+  for (int64_t g = 0; g < a->inputs / GROUP; g++, x += rows) {
     if (rows > 3)
       for (int l = 0; l < (bits == 4 ? BYTES4 : BYTES8); l += 64) __builtin_prefetch(p + AHEAD + l, 0, 1);
     if (bits == 4) {
@@ -125,16 +132,16 @@ INLINE void grouped_tile(const linear_args *a, const rounded *x, const uint8_t *
     }
   }
   const int64_t first = block * BLOCK, left = a->outputs - first;
-  float tile[8][BLOCK];
+  float tile[TALL][BLOCK];
   UNROLL_ROWS for (int m = 0; m < rows; m++) lanes_store(tile[m], acc[m]);
-  finish(a, tile[0], BLOCK, row, rows, first, left < BLOCK ? left : BLOCK);
+  linear_finish(a, tile[0], BLOCK, row, rows, first, left < BLOCK ? left : BLOCK);
 }
 
-INLINE void grouped_block(const linear_args *a, const rounded *x, int64_t block, int bits) {
+INLINE void grouped_block(const linear_args *a, const rounded *x, int64_t block, span_of_rows of, int bits) {
   const uint8_t *p = (const uint8_t *)a->weight + block * (a->inputs / GROUP) * (bits == 4 ? BYTES4 : BYTES8);
-  int64_t row = 0;
-  for (; row + 8 <= a->rows; row += 8) grouped_tile(a, x, p, block, row, 8, bits);
-  switch (a->rows - row) {
+  int64_t row = of.first;
+  for (; row + TALL <= of.last; row += TALL) grouped_tile(a, x, p, block, row, TALL, bits);
+  switch (of.last - row) {
     case 1: grouped_tile(a, x, p, block, row, 1, bits); break;
     case 2: grouped_tile(a, x, p, block, row, 2, bits); break;
     case 3: grouped_tile(a, x, p, block, row, 3, bits); break;
@@ -146,64 +153,112 @@ INLINE void grouped_block(const linear_args *a, const rounded *x, int64_t block,
   }
 }
 
-static void grouped_block4(const linear_args *a, const rounded *x, int64_t block) { grouped_block(a, x, block, 4); }
-static void grouped_block8(const linear_args *a, const rounded *x, int64_t block) { grouped_block(a, x, block, 8); }
+static void grouped_block4(const linear_args *a, const rounded *x, int64_t block, span_of_rows of) {
+  grouped_block(a, x, block, of, 4);
+}
+static void grouped_block8(const linear_args *a, const rounded *x, int64_t block, span_of_rows of) {
+  grouped_block(a, x, block, of, 8);
+}
 
-/* Four outputs from `first` on, for `rows` rows. The last outputs again where fewer than four are left. */
-INLINE void float_tile(const linear_args *a, const float *x, int64_t first, int64_t row, int rows, int kind) {
-  const int64_t k = a->inputs, last = a->outputs - 1;
-  int64_t at[4];
-  UNROLL for (int n = 0; n < 4; n++) at[n] = (first + n < last ? first + n : last) * k;
-  vf acc[4][4];
+/* Rows and outputs of a tile of sums: as many as there are registers for. Outputs that share the rows of a tile while
+ * these are in the first cache, and inputs of which they are. */
+enum { HIGH = VL == 16 ? 6 : 4, WIDE = 4, PANEL = 8 * WIDE, DEEP = 1024 };
+/* More rows than these share packed weights. */
+enum { MANY = 40 };
+
+static int64_t padded_inputs(int64_t k) { return (k + 15) / 16 * 16; }
+
+/* What a tile has summed before it goes on along the inputs. */
+typedef vf tile_sums[HIGH][WIDE];
+
+/* Four outputs, whose weights are the rows at[..] of w, for `rows` rows. `rows` and `kind` are constants where this is
+ * called. */
+INLINE void float_tile(const float *x, const void *w, const int64_t *at, int64_t k, int rows, int kind,
+                       float (*sums)[PANEL]) {
+  tile_sums acc;
   UNROLL for (int m = 0; m < rows; m++)
-    UNROLL for (int n = 0; n < 4; n++) acc[m][n] = vf_zero();
-  const float *xr = x + row * k;
+    UNROLL for (int n = 0; n < WIDE; n++) acc[m][n] = vf_zero();
   int64_t i = 0;
   for (; i + VL <= k; i += VL) {
-    vf w[4];
-    UNROLL for (int n = 0; n < 4; n++) w[n] = load(kind, a->weight, at[n] + i);
+    vf v[WIDE];
+    UNROLL for (int n = 0; n < WIDE; n++) v[n] = load(kind, w, at[n] + i);
     /* Rows are short runs for the processor's own prefetch: ask for the same place of the next four. Into the second
      * cache: the first has room for few requests at a time, and waiting for them halves what a core can read. */
-    UNROLL for (int n = 0; n < 4; n++)
-      __builtin_prefetch((const char *)a->weight + (at[n] + 4 * k + i) * (kind == F32 ? 4 : 2), 0, 1);
+    UNROLL for (int n = 0; n < WIDE; n++)
+      __builtin_prefetch((const char *)w + (at[n] + WIDE * k + i) * size_of(kind), 0, 1);
     UNROLL for (int m = 0; m < rows; m++) {
-      vf v = vf_load(xr + m * k + i);
-      UNROLL for (int n = 0; n < 4; n++) acc[m][n] = vf_fma(v, w[n], acc[m][n]);
+      const vf u = vf_load(x + m * k + i);
+      UNROLL for (int n = 0; n < WIDE; n++) acc[m][n] = vf_fma(u, v[n], acc[m][n]);
     }
   }
   if (i < k) {
     const int part = (int)(k - i);
     UNROLL for (int m = 0; m < rows; m++) {
-      vf v = load_part(F32, xr + m * k, i, part);
-      UNROLL for (int n = 0; n < 4; n++) acc[m][n] = vf_fma(v, load_part(kind, a->weight, at[n] + i, part), acc[m][n]);
+      const vf u = load_part(F32, x + m * k, i, part);
+      UNROLL for (int n = 0; n < WIDE; n++) acc[m][n] = vf_fma(u, load_part(kind, w, at[n] + i, part), acc[m][n]);
     }
   }
-  const int64_t left = a->outputs - first;
-  float tile[4][4];
-  UNROLL for (int m = 0; m < rows; m++) vf_sum4(acc[m][0], acc[m][1], acc[m][2], acc[m][3], tile[m]);
-  finish(a, tile[0], 4, row, rows, first, left < 4 ? left : 4);
+  UNROLL for (int m = 0; m < rows; m++) vf_sum4(acc[m][0], acc[m][1], acc[m][2], acc[m][3], sums[m]);
 }
 
-INLINE void float_block(const linear_args *a, const float *x, int64_t first, int kind) {
-  int64_t row = 0;
-  for (; row + 4 <= a->rows; row += 4) float_tile(a, x, first, row, 4, kind);
-  switch (a->rows - row) {
-    case 1: float_tile(a, x, first, row, 1, kind); break;
-    case 2: float_tile(a, x, first, row, 2, kind); break;
-    case 3: float_tile(a, x, first, row, 3, kind); break;
-    default: break;
+/* The same for inputs begin..end of outputs that lie in `w` as `pack_outputs` put them. */
+INLINE void packed_tile(const float *x, const float *w, int64_t k, int64_t begin, int64_t end, int rows, tile_sums before,
+                        float (*sums)[PANEL]) {
+  tile_sums acc;
+  UNROLL for (int m = 0; m < rows; m++)
+    UNROLL for (int n = 0; n < WIDE; n++) acc[m][n] = begin ? before[m][n] : vf_zero();
+  int64_t i = begin;
+  w += begin * WIDE;
+  for (; i + VL <= end; i += VL, w += WIDE * VL) {
+    vf v[WIDE];
+    UNROLL for (int n = 0; n < WIDE; n++) v[n] = vf_load(w + n * VL);
+    UNROLL for (int m = 0; m < rows; m++) {
+      const vf u = vf_load(x + m * k + i);
+      UNROLL for (int n = 0; n < WIDE; n++) acc[m][n] = vf_fma(u, v[n], acc[m][n]);
+    }
   }
+  if (i < end)
+    UNROLL for (int m = 0; m < rows; m++) {
+      const vf u = load_part(F32, x + m * k, i, (int)(end - i));
+      UNROLL for (int n = 0; n < WIDE; n++) acc[m][n] = vf_fma(u, vf_load(w + n * VL), acc[m][n]);
+    }
+  if (end < k)
+    UNROLL for (int m = 0; m < rows; m++)
+      UNROLL for (int n = 0; n < WIDE; n++) before[m][n] = acc[m][n];
+  else
+    UNROLL for (int m = 0; m < rows; m++) vf_sum4(acc[m][0], acc[m][1], acc[m][2], acc[m][3], sums[m]);
 }
 
-static void float_block_f32(const linear_args *a, const float *x, int64_t first) { float_block(a, x, first, F32); }
-static void float_block_bf16(const linear_args *a, const float *x, int64_t first) { float_block(a, x, first, BF16); }
-static void float_block_f16(const linear_args *a, const float *x, int64_t first) { float_block(a, x, first, F16); }
+#if VL == 16
+#define EACH_HEIGHT CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#else
+#define EACH_HEIGHT CASE(1) CASE(2) CASE(3) CASE(4)
+#endif
+typedef void float_tile_of(const float *x, const void *w, const int64_t *at, int64_t k, int64_t rows, float (*sums)[PANEL]);
+#define FLOAT_TILE(name) \
+  static void name(const float *x, const void *w, const int64_t *at, int64_t k, int64_t rows, float (*sums)[PANEL]) { \
+    switch (rows) { EACH_HEIGHT default: break; } \
+  }
+#define CASE(high) case high: float_tile(x, w, at, k, high, F32, sums); break;
+FLOAT_TILE(float_tile_f32)
+#undef CASE
+#define CASE(high) case high: float_tile(x, w, at, k, high, BF16, sums); break;
+FLOAT_TILE(float_tile_bf16)
+#undef CASE
+#define CASE(high) case high: float_tile(x, w, at, k, high, F16, sums); break;
+FLOAT_TILE(float_tile_f16)
+#undef CASE
+static void packed_tiles(const float *x, const float *w, int64_t k, int64_t begin, int64_t end, int64_t rows,
+                         tile_sums before, float (*sums)[PANEL]) {
+#define CASE(high) case high: packed_tile(x, w, k, begin, end, high, before, sums); break;
+  switch (rows) { EACH_HEIGHT default: break; }
+#undef CASE
+}
 
-/* The outputs that lie together from `first` on, for `rows` rows. */
-INLINE void bfloat12_tile(const linear_args *a, const bfloat12 *w, const float *x, int64_t first, int64_t row, int rows) {
-  const int64_t k = a->inputs, left = a->outputs - first;
+/* The outputs of a 12-bit weight that lie together from `first` on, for `rows` rows, a constant where this is called, as
+ * they are stored. */
+INLINE void bfloat12_tile(const bfloat12 *w, const float *x, int64_t k, int64_t first, int rows, float (*sums)[PANEL]) {
   const uint8_t *p = span_of(w, first, k, 0);
-  const float *xr = x + row * k;
   vf acc[4][BESIDE];
   UNROLL for (int m = 0; m < rows; m++)
     UNROLL for (int n = 0; n < BESIDE; n++) acc[m][n] = vf_zero();
@@ -214,70 +269,133 @@ INLINE void bfloat12_tile(const linear_args *a, const bfloat12 *w, const float *
       vf_load_bfloat12(p + lows_at(n), p + codes_at(n), w->table, numbers);
       UNROLL for (int m = 0; m < rows; m++)
         UNROLL for (int j = 0; j < SPAN / VL; j++)
-          acc[m][n] = vf_fma(vf_load(xr + m * k + i + j * VL), numbers[j], acc[m][n]);
+          acc[m][n] = vf_fma(vf_load(x + m * k + i + j * VL), numbers[j], acc[m][n]);
     }
   }
-  float tile[4][BESIDE];
-  UNROLL for (int m = 0; m < rows; m++) vf_sum4(acc[m][0], acc[m][1], acc[m][2], acc[m][3], tile[m]);
-  for (int m = 0; m < rows; m++)
-    for (int64_t n = 0; n < BESIDE && n < left; n++)
-      for (int32_t r = w->first[first + n]; r < w->first[first + n + 1]; r++)
-        tile[m][n] += w->rares[r].value * xr[m * k + w->rares[r].column];
-  finish(a, tile[0], BESIDE, row, rows, first, left < BESIDE ? left : BESIDE);
+  UNROLL for (int m = 0; m < rows; m++) vf_sum4(acc[m][0], acc[m][1], acc[m][2], acc[m][3], sums[m]);
 }
 
-static void bfloat12_block(const linear_args *a, const bfloat12 *w, const float *x, int64_t first) {
-  int64_t row = 0;
-  for (; row + 4 <= a->rows; row += 4) bfloat12_tile(a, w, x, first, row, 4);
-  switch (a->rows - row) {
-    case 1: bfloat12_tile(a, w, x, first, row, 1); break;
-    case 2: bfloat12_tile(a, w, x, first, row, 2); break;
-    case 3: bfloat12_tile(a, w, x, first, row, 3); break;
-    default: break;
+static void bfloat12_tiles(const bfloat12 *w, const float *x, int64_t k, int64_t first, int64_t rows, float (*sums)[PANEL]) {
+  switch (rows) {
+    case 1: bfloat12_tile(w, x, k, first, 1, sums); break;
+    case 2: bfloat12_tile(w, x, k, first, 2, sums); break;
+    case 3: bfloat12_tile(w, x, k, first, 3, sums); break;
+    default: bfloat12_tile(w, x, k, first, 4, sums); break;
+  }
+}
+
+/* Four outputs from `first` on as float32, VL inputs of each beside each other, zeros behind the last ones; without the
+ * rare numbers of a 12-bit weight. The last output again where there are fewer. */
+static void pack_outputs(const linear_args *a, const bfloat12 *w, int64_t first, float *to) {
+  const int64_t k = a->inputs, last = a->outputs - 1;
+  for (int64_t n = 0; n < WIDE; n++, to += VL) {
+    const int64_t at = (first + n < last ? first + n : last) * k;
+    int64_t i = 0;
+    if (a->kind != BFLOAT12) {
+      for (; i + VL <= k; i += VL) vf_store(to + i * WIDE, load((int)a->kind, a->weight, at + i));
+      if (i < k) vf_store(to + i * WIDE, load_part((int)a->kind, a->weight, at + i, (int)(k - i)));
+      continue;
+    }
+    const uint8_t *p = span_of(w, first, k, 0);
+    for (; i < k; i += SPAN, p += SPAN_BYTES) {
+      vf numbers[SPAN / VL];
+      vf_load_bfloat12(p + lows_at(n), p + codes_at(n), w->table, numbers);
+      UNROLL for (int j = 0; j < SPAN / VL; j++) vf_store(to + (i + j * VL) * WIDE, numbers[j]);
+    }
+  }
+}
+
+/* Up to PANEL outputs from `first` on; where many rows share them, packed into `scratch` first. */
+static void float_panel(const linear_args *a, const bfloat12 *w, const float *x, int64_t first, int64_t count,
+                        span_of_rows of, float *scratch) {
+  static float_tile_of *const tiles[] = {float_tile_f32, float_tile_bf16, float_tile_f16};
+  const int64_t k = a->inputs, padded = padded_inputs(k), last = a->outputs - 1;
+  const int many = of.last - of.first > MANY, in_bits = a->kind == BFLOAT12 && !many, high = in_bits ? 4 : HIGH;
+  int64_t at[PANEL];
+  for (int64_t n = 0; n < PANEL; n++) at[n] = (first + n < last ? first + n : last) * k;
+  for (int64_t n = 0; n < count && many; n += WIDE) pack_outputs(a, w, first + n, scratch + n * padded);
+  for (int64_t row = of.first, rows; row < of.last; row += rows) {
+    float sums[HIGH][PANEL];
+    tile_sums before[PANEL / WIDE];
+    rows = of.last - row < high ? of.last - row : high;
+    for (int64_t n = 0; n < count && !many; n += WIDE) {
+      if (in_bits) bfloat12_tiles(w, x + row * k, k, first + n, rows, (float(*)[PANEL])(sums[0] + n));
+      else tiles[a->kind](x + row * k, a->weight, at + n, k, rows, (float(*)[PANEL])(sums[0] + n));
+    }
+    for (int64_t begin = 0; begin < k && many; begin += DEEP)
+      for (int64_t n = 0; n < count; n += WIDE)
+        packed_tiles(x + row * k, scratch + n * padded, k, begin, begin + DEEP < k ? begin + DEEP : k, rows,
+                     before[n / WIDE], (float(*)[PANEL])(sums[0] + n));
+    for (int64_t m = 0; m < rows && a->kind == BFLOAT12; m++)
+      for (int64_t n = 0; n < count; n++)
+        for (int32_t r = w->first[first + n]; r < w->first[first + n + 1]; r++)
+          sums[m][n] += w->rares[r].value * x[(row + m) * k + w->rares[r].column];
+    linear_finish(a, sums[0], PANEL, row, rows, first, count);
   }
 }
 
 /* The most threads that share a parallel region, each of which makes rows in memory of its own. */
 static int64_t most_threads(const linear_args *a) { return a->threads > 1 ? a->threads : 1; }
 
-size_t linear_memory(const linear_args *a) {
+/* Bytes of a row as it is multiplied, of those that are made first; of all rows. */
+static size_t row_bytes(const linear_args *a) {
   const size_t k = (size_t)a->inputs;
-  if (!grouped(a)) return (size_t)a->rows * k * sizeof(float);
-  return (size_t)a->rows * (k / GROUP) * sizeof(rounded) + (size_t)most_threads(a) * k * sizeof(float);
+  return grouped(a) ? k / GROUP * sizeof(rounded) : k * (bf16_applies(a) ? sizeof(uint16_t) : sizeof(float));
 }
+static size_t rows_bytes(const linear_args *a) { return ((size_t)a->rows * row_bytes(a) + 15) / 16 * 16; }
 
 /* Whether the rows that it multiplies are made first, and by blocks of how many outputs it goes. */
-static int prepares(const linear_args *a) { return grouped(a) || a->gate != NO_GATE || a->norm; }
-static int64_t block_of(const linear_args *a) { return grouped(a) ? BLOCK : 4; }
+static int prepares(const linear_args *a) { return grouped(a) || bf16_applies(a) || a->gate != NO_GATE || a->norm; }
+static int64_t block_of(const linear_args *a) { return grouped(a) ? BLOCK : WIDE; }
 static int64_t blocks_of(const linear_args *a) { return (a->outputs + block_of(a) - 1) / block_of(a); }
 
-static void prepare(const linear_args *a, int64_t row, char *memory) {
-  const int64_t k = a->inputs, groups = k / GROUP;
-  if (!grouped(a)) {
-    prologue(a, row, (float *)memory + row * k);
-    return;
-  }
-  rounded *x = (rounded *)memory;
-  float *scratch = (float *)(x + a->rows * groups) + omp_get_thread_num() * k;
-  round_row(prologue(a, row, scratch), x + row, a->rows, groups);
+/* Floats that a thread has for itself: a row before it is rounded, or a panel of weights. */
+static int64_t scratch_of(const linear_args *a) {
+  const int64_t each = bf16_applies(a) ? 2 : grouped(a) || a->rows <= MANY ? 1 : LINEAR_SCRATCH;
+  return padded_inputs(a->inputs) * each;
 }
 
-static void multiply(const linear_args *a, int64_t begin, int64_t end, const char *memory) {
+size_t linear_memory(const linear_args *a) {
+  return rows_bytes(a) + (size_t)(most_threads(a) * scratch_of(a)) * sizeof(float);
+}
+
+static void prepare(const linear_args *a, int64_t row, char *memory, float *scratch) {
+  const int64_t k = a->inputs;
   if (grouped(a)) {
-    const rounded *x = (const rounded *)memory;
-    if (a->kind == INT4)
-      for (int64_t b = begin; b < end; b++) grouped_block4(a, x, b);
-    else
-      for (int64_t b = begin; b < end; b++) grouped_block8(a, x, b);
-    return;
+    const float *x = prologue(a, row, scratch);
+    round_row(x, (rounded *)memory + first_group(a, row), tile_rows(a, row), k / GROUP);
+  } else if (bf16_applies(a)) {
+    bf16_round(a, prologue(a, row, scratch), (uint16_t *)memory + row * k);
+  } else {
+    prologue(a, row, (float *)memory + row * k);
   }
-  const float *x = prepares(a) ? (const float *)memory : a->x;
+}
+
+/* Rows that are multiplied with one block after another: they stay in the second cache meanwhile. A multiple of every
+ * tile. */
+static int64_t rows_together(const linear_args *a) {
+  const int64_t fit = (int64_t)((512 << 10) / row_bytes(a)) / 24 * 24;
+  return fit < 48 ? 48 : fit;
+}
+
+static void multiply(const linear_args *a, int64_t begin, int64_t end, const char *memory, float *scratch) {
   const bfloat12 w = bfloat12_at(a->weight, a->outputs, a->inputs); /* where it is one */
-  for (int64_t b = begin; b < end; b++) {
-    if (a->kind == BFLOAT12) bfloat12_block(a, &w, x, 4 * b);
-    else if (a->kind == F32) float_block_f32(a, x, 4 * b);
-    else if (a->kind == BF16) float_block_bf16(a, x, 4 * b);
-    else float_block_f16(a, x, 4 * b);
+  const float *x = prepares(a) ? (const float *)memory : a->x;
+  const int pairs = bf16_applies(a);
+  const int64_t step = rows_together(a);
+  for (int64_t row = 0; row < a->rows; row += step) {
+    const span_of_rows of = {row, row + step < a->rows ? row + step : a->rows};
+    if (!grouped(a) && !pairs) {
+      const int64_t last = WIDE * end < a->outputs ? WIDE * end : a->outputs;
+      for (int64_t n = WIDE * begin; n < last; n += PANEL)
+        float_panel(a, &w, x, n, last - n < PANEL ? last - n : PANEL, of, scratch);
+      continue;
+    }
+    for (int64_t b = begin; b < end; b++) {
+      if (a->kind == INT4) grouped_block4(a, (const rounded *)memory, b, of);
+      else if (a->kind == INT8) grouped_block8(a, (const rounded *)memory, b, of);
+      else bf16_block(a, (const uint16_t *)memory, WIDE * b, of, (uint16_t *)scratch);
+    }
   }
 }
 
@@ -299,22 +417,26 @@ void linear_run_all(const linear_args *each, int64_t count, void *memory) {
     if (prepares(each + i)) rows += each[i].rows;
     blocks += blocks_of(each + i);
   }
-  char *at = memory;
+  /* The threads' own memory comes first: they need that of one product at a time. */
+  int64_t own = 0;
+  for (int64_t i = 0; i < count; i++) own = own > scratch_of(each + i) ? own : scratch_of(each + i);
+  float *const scratch = (float *)memory + omp_get_thread_num() * own;
+  char *const first = (char *)((float *)memory + most_threads(each) * own), *at = first;
   if (rows) {
-    for (int64_t i = 0; i < count; at += linear_memory(each + i++)) {
+    for (int64_t i = 0; i < count; at += rows_bytes(each + i++)) {
       if (!prepares(each + i)) continue;
       const part p = part_of(rows, before, each[i].rows);
-      for (int64_t m = p.begin; m < p.end; m++) prepare(each + i, m, at);
+      for (int64_t m = p.begin; m < p.end; m++) prepare(each + i, m, at, scratch);
       before += each[i].rows;
     }
 #pragma omp barrier
   }
-  at = memory, before = 0;
-  for (int64_t i = 0; i < count; at += linear_memory(each + i++)) {
-    const int64_t own = blocks_of(each + i);
-    const part p = part_of(blocks, before, own);
-    if (p.begin < p.end) multiply(each + i, p.begin, p.end, at);
-    before += own;
+  at = first, before = 0;
+  for (int64_t i = 0; i < count; at += rows_bytes(each + i++)) {
+    const int64_t blocks_own = blocks_of(each + i);
+    const part p = part_of(blocks, before, blocks_own);
+    if (p.begin < p.end) multiply(each + i, p.begin, p.end, at, scratch);
+    before += blocks_own;
   }
 #pragma omp barrier
   for (int64_t i = 0; i < count; i++)

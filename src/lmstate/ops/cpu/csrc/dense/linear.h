@@ -4,6 +4,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* Floats for each input that a thread has for itself in a product, or in several beside each other, at most. */
+enum { LINEAR_SCRATCH = 32 };
+
 enum { INT8 = 3, INT4 = 4, BFLOAT12 = 5 }; /* beside the kinds of floats */
 
 typedef struct {

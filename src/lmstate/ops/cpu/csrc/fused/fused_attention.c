@@ -81,8 +81,9 @@ static void gate_per_head(const attention_args *a, int64_t n, const float *qkv, 
 #pragma omp for schedule(static)
   for (int64_t i = 0; i < n * a->heads; i++) {
     const float gate = qkv[(i / a->heads + 1) * width - a->gates + i % a->heads];
-    const float share = (float)(1.0 / (1.0 + exp(-(double)gate)));
-    for (int64_t d = 0; d < a->dim; d++) seen[i * a->dim + d] *= share;
+    float share[VL];
+    vf_store(share, vf_sigmoid(vf_set1(gate)));
+    for (int64_t d = 0; d < a->dim; d++) seen[i * a->dim + d] *= share[0];
   }
 }
 

@@ -73,8 +73,8 @@ void moe_products(const fused_args *run, const moe_args *a, sublayer_products *p
   p->between = lay_out(a, n, NULL, &nowhere) / (int64_t)sizeof(float);
   /* Floats are the longest that a row is made into; see linear_memory. */
   const int64_t widest = larger(larger(a->inputs, a->experts->hidden), a->shared ? a->experts[a->count].hidden : 0);
-  const int64_t threads = larger(run->threads, 1) * (most_visited(a, visits) + 2);
-  p->products = (size_t)((visits + 2 * n + threads) * widest) * sizeof(float);
+  const int64_t threads = larger(run->threads, 1) * LINEAR_SCRATCH * 2, products = most_visited(a, visits) + 2;
+  p->products = (size_t)((visits + 2 * n + threads) * widest + 4 * products) * sizeof(float);
 }
 
 /* ---- the choice */
@@ -138,6 +138,23 @@ static void choose(const moe_args *a, float *scores, float *choice, int32_t *cho
   }
 }
 
+typedef struct {
+  const moe_args *of;
+  float *scores;   /* [N, count]: logits, which become scores */
+  float *weights;  /* [N, top_k] */
+  int32_t *chosen; /* [N, top_k] */
+  float *room;     /* [2 * count] */
+  int64_t tokens;
+} choose_experts_args;
+
+/* The choice alone. */
+int64_t lmstate_choose_experts(const choose_experts_args *c) {
+  const moe_args *a = c->of;
+  for (int64_t i = 0; i < c->tokens; i++)
+    choose(a, c->scores + i * a->count, c->room, c->chosen + i * a->top_k, c->weights + i * a->top_k);
+  return 0;
+}
+
 /* ---- the products */
 
 static linear_args product(const sublayer_products *p, const void *weight, const float *bias, int64_t kind, int64_t rows,
@@ -194,7 +211,11 @@ static void add_up(const moe_args *a, const moe_workspace *w, int64_t token, int
     for (int64_t f = first; f < last; f++) y[f] += done[f] * weight;
   }
   if (!a->shared) return;
-  const float weight = a->shared_gate ? 1 / (1 + expf(-w->shared_gate[token])) : 1;
+  float weight = 1, opened[VL];
+  if (a->shared_gate) {
+    vf_store(opened, vf_sigmoid(vf_set1(w->shared_gate[token])));
+    weight = opened[0];
+  }
   const float *shared = w->shared + token * a->outputs;
   for (int64_t f = first; f < last; f++) y[f] += shared[f] * weight;
 }
@@ -256,3 +277,4 @@ void moe_sublayer(const fused_args *run, const moe_args *a, sublayer_products *p
 
 EXPORT_SIZE(expert);
 EXPORT_SIZE(moe_args);
+EXPORT_SIZE(choose_experts_args);

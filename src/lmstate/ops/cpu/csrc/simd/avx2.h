@@ -33,7 +33,7 @@ INLINE void vf_load_fields2(const uint8_t *p, vf *fields) {
   fields[2] = from_middle(_mm256_and_si256(_mm256_srli_epi32(bytes, 4), three), 1.5f);
   fields[3] = from_middle(_mm256_srli_epi32(bytes, 6), 1.5f);
 }
-/* A span of squeezed.h, in order. */
+/* A span of bfloat12.h, in order. */
 INLINE void vf_load_bfloat12(const uint8_t *lows, const uint8_t *codes, const uint8_t *table, vf *out) {
   const __m256i highs = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table));
   const __m256i both = _mm256_loadu_si256((const __m256i *)codes), odd = _mm256_set1_epi32((int)0xffff0000u);

@@ -35,7 +35,7 @@ INLINE void vf_load_fields2(const uint8_t *p, vf *fields) {
   fields[2] = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), values);
   fields[3] = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 6), values);
 }
-/* A span of squeezed.h, in order. */
+/* A span of bfloat12.h, in order. */
 INLINE void vf_load_bfloat12(const uint8_t *lows, const uint8_t *codes, const uint8_t *table, vf *out) {
   const __m512i highs = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table));
   __m512i code = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)codes)), low = _mm512_loadu_si512(lows);

@@ -8,7 +8,9 @@ enum { WIDE = 64, ROWS = 6 }; /* sums that are made together: as many as there a
 #if defined(LMSTATE_AVX512) && __GNUC__ >= 11 && !defined(__clang__)
 #define LMSTATE_PAIRS
 
-INLINE int has_bf16_dot(void) { return __builtin_cpu_supports("avx512bf16") != 0; }
+/* Whether they are faster than twice as many products of floats: those of Intel's vector units are not, and
+ * LMSTATE_PAIRS=1 or 0 says otherwise. The same for all products of a process, and for all processes of a machine. */
+int uses_bf16_dot(void);
 
 /* From number `at` on, up to 16 pairs of each of 16 rows -> of each pair, that of all rows. */
 INLINE void transpose_pairs(const uint16_t *const *rows, int64_t at, int pairs, uint32_t *to) {
@@ -72,7 +74,8 @@ INLINE void sums(const uint16_t *x, const uint32_t *w, int64_t n, int rows, floa
     UNROLL for (int v = 0; v < VECTORS; v++) vf_store(y + m * stride + v * VL, acc[m][v]);
 }
 
-static void sums_of(const uint16_t *x, const uint32_t *w, int64_t n, int64_t rows, float *y, int64_t stride, int add) {
+static __attribute__((unused)) void sums_of(const uint16_t *x, const uint32_t *w, int64_t n, int64_t rows, float *y,
+                                            int64_t stride, int add) {
   switch (2 * rows + add) {
 #define CASE(rows) \
     case 2 * rows: sums(x, w, n, rows, y, stride, 0); break; \
@@ -85,6 +88,6 @@ static void sums_of(const uint16_t *x, const uint32_t *w, int64_t n, int64_t row
 #pragma GCC pop_options
 
 #else
-INLINE int has_bf16_dot(void) { return 0; }
+static inline int uses_bf16_dot(void) { return 0; }
 #endif
 #endif

@@ -28,7 +28,7 @@ INLINE void vf_load_fields2(const uint8_t *p, vf *fields) {
   for (int f = 0; f < 4; f++)
     for (int i = 0; i < VL; i++) fields[f][i] = (float)(p[i] >> 2 * f & 3) - 1.5f;
 }
-/* A span of squeezed.h, in order. */
+/* A span of bfloat12.h, in order. */
 INLINE void vf_load_bfloat12(const uint8_t *lows, const uint8_t *codes, const uint8_t *table, vf *out) {
   for (int i = 0; i < 64; i++) {
     const int at = place_of(i);

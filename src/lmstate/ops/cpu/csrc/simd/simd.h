@@ -56,11 +56,10 @@ INLINE uint16_t float_to_f16_bits(float f) { /* round to nearest even */
   return (uint16_t)(sign | ((u - 0x38000000u + 0xfffu + ((u >> 13) & 1)) >> 13));
 }
 
-/* Activations of a quantised product that share a scale. Half as many as the weights' groups of 32 halve what the
- * rounding does to logits (measured as divergence), and cost next to nothing. */
-enum { PART = 16 };
+/* Inputs that `part_dot` takes: a group of a quantised weight. */
+enum { PART = 32 };
 
-/* Where input i of a span of squeezed.h lies in it: so that bytes which are put side by side, and then taken apart by
+/* Where input i of a span of bfloat12.h lies in it: so that bytes which are put side by side, and then taken apart by
  * parity, come in order. */
 INLINE int place_of(int i) { return 16 * (i / 4 % 4) + 8 * (i / 32) + 2 * (i % 4) + i / 16 % 2; }
 
