@@ -194,7 +194,7 @@ def quality(options: argparse.Namespace) -> None:
         name: lambda name=name, policy=policy: measure(model, name, policy, ids)  # type: ignore[misc]
         for name, policy in policies(options.budgets).items()
     }
-    peer = all(find_spec(name) for name in ("optimum", "accelerate"))  # what it quantises and reads a GGUF with
+    peer = all(find_spec(name) for name in ("optimum", "accelerate"))  # what it quantizes and reads a GGUF with
     for bits in (4, 2) if peer else ():
         runs[f"transformers, quanto {bits}"] = lambda bits=bits: measure_peer(bits, ids)  # type: ignore[misc]
     if options.only:

@@ -27,7 +27,7 @@ def load(
     """Load a model by alias ("smollm2"), directory, `.gguf` file or Hub id.
 
     weights: storage of the matrices, "auto", "int4", "int8", "bfloat16" or "float32"; "auto" keeps the precision of a
-    quantised file, and takes float checkpoints in bfloat16 where the processor multiplies it, else in float32.
+    quantized file, and takes float checkpoints in bfloat16 where the processor multiplies it, else in float32.
     dtype: of stored keys and values and of large products; float32 for float32 weights, else bfloat16.
     device: the CPU unless given.
     trainable: True for a model of which every weight is a parameter, "lora" for one of which an adapter is, described

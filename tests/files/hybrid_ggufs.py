@@ -228,15 +228,15 @@ METADATA = {
 }
 
 
-def randomised(config: Any) -> Any:
+def randomized(config: Any) -> Any:
     """A small model of `transformers` in float32 with weights that all show, buffers of the router's among them."""
     from transformers import AutoModelForCausalLM
 
-    from tests.zoo import randomise
+    from tests.zoo import randomize
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    randomise(model)
+    randomize(model)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.data = 0.1 * torch.randn(buffer.shape, generator=torch.Generator().manual_seed(1))

@@ -15,7 +15,7 @@ from lmstate.errors import ModelError
 from lmstate.models.families import build
 from tests.files import ggufs
 
-QUANTISED = [name for name, form in FORMATS.items() if form.dtype is None]
+QUANTIZED = [name for name, form in FORMATS.items() if form.dtype is None]
 
 
 def test_table_of_formats_is_that_of_the_gguf_package():
@@ -24,8 +24,8 @@ def test_table_of_formats_is_that_of_the_gguf_package():
         assert (form.type_id, form.numbers, form.nbytes) == (kind.value, *gguf.GGML_QUANT_SIZES[kind])
 
 
-@pytest.mark.parametrize("format_", QUANTISED)
-def test_taken_apart_equals_dequantised(format_):
+@pytest.mark.parametrize("format_", QUANTIZED)
+def test_taken_apart_equals_dequantized(format_):
     raw = ggufs.blocks(format_, 5, 512)
     numbers = take_apart(torch.from_numpy(raw), format_, 512)
     assert isinstance(numbers, GroupedQuant) == (format_ in ("Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q8_0", "MXFP4"))
@@ -49,7 +49,7 @@ def test_rows_that_the_converter_paired_come_back_as_halves(tmp_path):
         assert torch.equal(source.read(f"model.layers.1.self_attn.{name}_proj.weight"), torch.from_numpy(weight))
 
 
-def test_pairing_is_undone_on_quantised_rows_alike(tmp_path):
+def test_pairing_is_undone_on_quantized_rows_alike(tmp_path):
     raw = ggufs.blocks("Q4_1", 128, 64)
     tensors = ggufs.llama_tensors() | {"blk.0.attn_q.weight": (raw, "Q4_1")}
     source = GgufSource.open(ggufs.write(tmp_path / "a.gguf", tensors=tensors))

@@ -19,7 +19,7 @@ from lmstate.checkpoints.open import open_source
 from lmstate.errors import ModelError
 from lmstate.models.families import build
 from tests.files.ggufs import write
-from tests.zoo import latent, randomise, text, windows
+from tests.zoo import latent, randomize, text, windows
 
 Named = Iterator[tuple[str, Tensor]]
 OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
@@ -46,7 +46,7 @@ def original(config: Any) -> Any:
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    randomise(model)
+    randomize(model)
     return model
 
 
@@ -291,7 +291,7 @@ def test_mixtral_from_gguf(tmp_path: Path) -> None:
 
     def special(name: str, tensor: Tensor) -> Named | None:
         for part, heads in (("q", config.num_attention_heads), ("k", config.num_key_value_heads)):
-            if name == f"self_attn.{part}_proj.weight":  # halves of a head to neighbouring pairs
+            if name == f"self_attn.{part}_proj.weight":  # halves of a head to neighboring pairs
                 turned = tensor.view(heads, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
                 return iter([(f"attn_{part}.weight", turned)])
         if name == "mlp.experts.gate_up_proj":

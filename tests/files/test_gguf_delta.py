@@ -23,7 +23,7 @@ from lmstate.checkpoints.source import GroupedQuant
 from lmstate.errors import ModelError
 from lmstate.models.families import build
 from tests.files import ggufs
-from tests.zoo import CASES, randomise, text
+from tests.zoo import CASES, randomize, text
 
 # architecture, a case of the zoo, and what the format cannot hold or the converter insists on
 EVERY_FOURTH = {"layer_types": None, "num_hidden_layers": 4}
@@ -67,10 +67,10 @@ def test_value_heads_that_key_heads_cannot_share_are_refused(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("width", [32, 16])
-def test_quantised_columns_of_tiled_heads_come_back_exactly(width: int, tmp_path: Path) -> None:
+def test_quantized_columns_of_tiled_heads_come_back_exactly(width: int, tmp_path: Path) -> None:
     changes = {"linear_num_value_heads": 6, "linear_value_head_dim": width}
     theirs = original("qwen3_5", changes)
-    path = write(tmp_path / "model.gguf", "qwen35", theirs, tmp_path / "saved", quantised="ssm_out")
+    path = write(tmp_path / "model.gguf", "qwen35", theirs, tmp_path / "saved", quantized="ssm_out")
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}["blk.0.ssm_out.weight"]
     file = gguf.dequantize(stored.data, stored.tensor_type)
     numbers = open_source(path).read("model.layers.0.linear_attn.out_proj.weight")
@@ -99,7 +99,7 @@ def original(case: str, changes: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     config = make.func(*make.args, **{**make.keywords, **changes})  # type: ignore[attr-defined]
     theirs = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    randomise(theirs)
+    randomize(theirs)
     return theirs
 
 
@@ -110,11 +110,11 @@ def write(
     folder: Path,
     keys: dict[str, Any] | None = None,
     drafts: int = 0,
-    quantised: str = "-",
+    quantized: str = "-",
 ) -> Path:
     """`model` as a file of architecture `arch`; `folder`: an empty one, to save it to on the way.
 
-    `keys`: metadata in place of the model's. `quantised`: part of the names of matrices that are written as Q8_0.
+    `keys`: metadata in place of the model's. `quantized`: part of the names of matrices that are written as Q8_0.
     """
     model.save_pretrained(folder)
     config, layers = model.config, model.config.num_hidden_layers + drafts
@@ -127,7 +127,7 @@ def write(
             found = names.get_name(part, (".weight", ".bias"))
             assert found is not None, part
             tensors[found] = np.ascontiguousarray(numbers)
-            if quantised in found:
+            if quantized in found:
                 tensors[found] = (gguf.quantize(tensors[found], gguf.GGMLQuantizationType.Q8_0), "Q8_0")
     for layer in range(layers - drafts, layers):
         tensors[f"blk.{layer}.nextn.eh_proj.weight"] = ggufs.floats(48, 96)

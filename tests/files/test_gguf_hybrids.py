@@ -44,7 +44,7 @@ def test_a_converted_model_gives_the_logits_of_the_original(
     arch: str, case: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     make = CASES[case]
-    theirs = hybrid_ggufs.randomised(make.func(*make.args, **{**make.keywords, **changes}))
+    theirs = hybrid_ggufs.randomized(make.func(*make.args, **{**make.keywords, **changes}))
     path = hybrid_ggufs.write(tmp_path / "model.gguf", arch, theirs, tmp_path / "saved")
     ours = build(WeightLoader(open_source(path), "float32"))
     assert ours.config.family == theirs.config.model_type
@@ -57,7 +57,7 @@ def test_a_converted_model_gives_the_logits_of_the_original(
 
 
 def test_a_decay_that_grows_is_refused(tmp_path: Path) -> None:
-    theirs = hybrid_ggufs.randomised(CASES["mamba"]())
+    theirs = hybrid_ggufs.randomized(CASES["mamba"]())
     path = hybrid_ggufs.write(tmp_path / "model.gguf", "mamba", theirs, tmp_path / "saved")
     negated = (-np.exp(theirs.backbone.layers[0].mixer.A_log.detach().numpy())).tobytes()
     raw = path.read_bytes()
@@ -68,14 +68,14 @@ def test_a_decay_that_grows_is_refused(tmp_path: Path) -> None:
 
 
 def test_more_heads_than_features_are_refused(tmp_path: Path) -> None:
-    theirs = hybrid_ggufs.randomised(CASES["granitemoehybrid"]())
+    theirs = hybrid_ggufs.randomized(CASES["granitemoehybrid"]())
     path = hybrid_ggufs.write(tmp_path / "model.gguf", "granitehybrid", theirs, tmp_path / "saved", heads=64)
     with pytest.raises(ModelError, match="64 heads cannot share"):
         open_source(path)
 
 
 def test_paired_rows_of_no_heads_are_refused(tmp_path: Path) -> None:
-    theirs = hybrid_ggufs.randomised(CASES["granitemoehybrid"]())
+    theirs = hybrid_ggufs.randomized(CASES["granitemoehybrid"]())
     none = [0] * theirs.config.num_hidden_layers
     path = hybrid_ggufs.write(tmp_path / "model.gguf", "granitehybrid", theirs, tmp_path / "saved", kv_heads=none)
     with pytest.raises(ModelError, match="0 heads cannot share"):

@@ -18,7 +18,7 @@ LAYER = "model.layers.0."
 QKV = [f"{LAYER}self_attn.{part}_proj.weight" for part in "qkv"]
 
 
-def quantised(format_):
+def quantized(format_):
     return lambda name, rows, columns: (ggufs.blocks(format_, rows, columns, seed=rows), format_)
 
 
@@ -46,19 +46,19 @@ def same(one, other):
 
 
 @pytest.mark.parametrize(("format_", "kind"), [("Q4_0", "int4"), ("Q4_1", "int4"), ("Q5_0", "int8"), ("Q8_0", "int8")])
-def test_auto_keeps_the_numbers_of_a_quantised_file_exactly(tmp_path, format_, kind):
-    path = ggufs.write(tmp_path / "a.gguf", tensors=ggufs.llama_tensors(quantised(format_)))
+def test_auto_keeps_the_numbers_of_a_quantized_file_exactly(tmp_path, format_, kind):
+    path = ggufs.write(tmp_path / "a.gguf", tensors=ggufs.llama_tensors(quantized(format_)))
     weight = WeightLoader(open_cached(path, None)).linear("model.layers.0.mlp.down_proj.weight")
-    raw, _ = quantised(format_)("", 64, 96)
+    raw, _ = quantized(format_)("", 64, 96)
     expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[format_])
     assert weight.kind == kind
     torch.testing.assert_close(weight.dequantize(), torch.from_numpy(expected), rtol=1e-6, atol=1e-6)
 
 
-def test_float32_of_a_quantised_file_is_what_the_gguf_package_makes_of_it(tmp_path):
-    path = ggufs.write(tmp_path / "a.gguf", tensors=ggufs.llama_tensors(quantised("Q4_1")))
+def test_float32_of_a_quantized_file_is_what_the_gguf_package_makes_of_it(tmp_path):
+    path = ggufs.write(tmp_path / "a.gguf", tensors=ggufs.llama_tensors(quantized("Q4_1")))
     weights = WeightLoader(open_cached(path, None), "float32")
-    raw, _ = quantised("Q4_1")("", 96, 64)
+    raw, _ = quantized("Q4_1")("", 96, 64)
     expected = torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType.Q4_1))
     stack = weights.linear(f"{LAYER}mlp.gate_proj.weight", f"{LAYER}mlp.up_proj.weight")
     assert stack.kind == "float32" and weights.dtype == torch.float32
@@ -66,7 +66,7 @@ def test_float32_of_a_quantised_file_is_what_the_gguf_package_makes_of_it(tmp_pa
 
 
 def test_a_stack_of_mixed_storage_takes_the_widest(tmp_path):
-    tensors = ggufs.llama_tensors(quantised("Q4_0")) | {"blk.0.attn_v.weight": quantised("Q8_0")("", 64, 64)}
+    tensors = ggufs.llama_tensors(quantized("Q4_0")) | {"blk.0.attn_v.weight": quantized("Q8_0")("", 64, 64)}
     weights = WeightLoader(open_cached(ggufs.write(tmp_path / "a.gguf", tensors=tensors), None))
     parts = torch.cat([weights.linear(name).dequantize() for name in QKV])
     stack = weights.linear(*QKV)
@@ -76,7 +76,7 @@ def test_a_stack_of_mixed_storage_takes_the_widest(tmp_path):
 
 @pytest.mark.parametrize(("format_", "kind"), [(None, "float32"), (None, "int8"), ("Q4_0", "auto"), ("Q8_0", "auto")])
 def test_a_stack_in_another_order_has_the_same_rows(tmp_path, format_, kind):
-    tensors = ggufs.llama_tensors() if format_ is None else ggufs.llama_tensors(quantised(format_))
+    tensors = ggufs.llama_tensors() if format_ is None else ggufs.llama_tensors(quantized(format_))
     weights = WeightLoader(open_cached(ggufs.write(tmp_path / "a.gguf", tensors=tensors), None), kind)
     plain = weights.linear(*QKV)
     order = torch.randperm(plain.out_features, generator=torch.Generator().manual_seed(0))
@@ -87,7 +87,7 @@ def test_a_stack_in_another_order_has_the_same_rows(tmp_path, format_, kind):
 
 @pytest.mark.parametrize("kind", ["auto", "int4", "int8", "float32"])
 def test_second_start_gives_the_same_without_parsing_the_file(tmp_path, monkeypatch, kind):
-    path, cache = ggufs.write(tmp_path / "a.gguf", tensors=ggufs.llama_tensors(quantised("Q4_1"))), tmp_path / "cache"
+    path, cache = ggufs.write(tmp_path / "a.gguf", tensors=ggufs.llama_tensors(quantized("Q4_1"))), tmp_path / "cache"
     first = open_cached(path, cache)
     made = build(WeightLoader(first, kind, cache=cache))
 
@@ -102,9 +102,9 @@ def test_second_start_gives_the_same_without_parsing_the_file(tmp_path, monkeypa
 
 
 def test_a_changed_file_is_converted_again(tmp_path):
-    path, cache = ggufs.write(tmp_path / "a.gguf", tensors=ggufs.llama_tensors(quantised("Q4_1"))), tmp_path / "cache"
+    path, cache = ggufs.write(tmp_path / "a.gguf", tensors=ggufs.llama_tensors(quantized("Q4_1"))), tmp_path / "cache"
     old = build(WeightLoader(open_cached(path, cache), cache=cache))
-    ggufs.write(path, tensors=ggufs.llama_tensors(quantised("Q4_0")))
+    ggufs.write(path, tensors=ggufs.llama_tensors(quantized("Q4_0")))
     new = build(WeightLoader(open_cached(path, cache), cache=cache))
     assert not torch.equal(old["o0"].dequantize(), new["o0"].dequantize())
 
@@ -112,7 +112,7 @@ def test_a_changed_file_is_converted_again(tmp_path):
 @pytest.mark.parametrize("damage", ["cut", "flip", "empty", "garbage"])
 @pytest.mark.parametrize("file", ["memory.json", "auto-*.safetensors"])
 def test_a_damaged_cache_is_made_again(tmp_path, damage, file):
-    path, cache = ggufs.write(tmp_path / "a.gguf", tensors=ggufs.llama_tensors(quantised("Q4_1"))), tmp_path / "cache"
+    path, cache = ggufs.write(tmp_path / "a.gguf", tensors=ggufs.llama_tensors(quantized("Q4_1"))), tmp_path / "cache"
     made = build(WeightLoader(open_cached(path, cache), cache=cache))
     (target,) = cache.glob(f"*/{file}")
     whole = target.read_bytes()
@@ -128,7 +128,7 @@ def test_a_damaged_cache_is_made_again(tmp_path, damage, file):
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path):
-    path = ggufs.write(tmp_path / "a.gguf", tensors=ggufs.llama_tensors(quantised("Q4_1")))
+    path = ggufs.write(tmp_path / "a.gguf", tensors=ggufs.llama_tensors(quantized("Q4_1")))
     (tmp_path / "cache").write_text("a file where the folder should be")
     build(WeightLoader(open_cached(path, tmp_path / "cache"), cache=tmp_path / "cache"))
 
@@ -136,7 +136,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path):
 def test_kept_matrices_begin_on_a_cache_line_and_other_readers_read_them(tmp_path):
     from safetensors.torch import load_file
 
-    path, cache = ggufs.write(tmp_path / "a.gguf", tensors=ggufs.llama_tensors(quantised("Q4_1"))), tmp_path / "cache"
+    path, cache = ggufs.write(tmp_path / "a.gguf", tensors=ggufs.llama_tensors(quantized("Q4_1"))), tmp_path / "cache"
     build(WeightLoader(open_cached(path, cache), cache=cache))
     again = build(WeightLoader(open_cached(path, cache), cache=cache))
     assert again["o0"].tensors()["packed"].data_ptr() % 64 == 0
@@ -146,7 +146,7 @@ def test_kept_matrices_begin_on_a_cache_line_and_other_readers_read_them(tmp_pat
 
 
 def test_nothing_is_left_beside_the_cache_files(tmp_path):
-    path, cache = ggufs.write(tmp_path / "a.gguf", tensors=ggufs.llama_tensors(quantised("Q4_1"))), tmp_path / "cache"
+    path, cache = ggufs.write(tmp_path / "a.gguf", tensors=ggufs.llama_tensors(quantized("Q4_1"))), tmp_path / "cache"
     build(WeightLoader(open_cached(path, cache), cache=cache))
     names = sorted(os.listdir(next(cache.iterdir())))
     assert len(names) == 2 and names[0].startswith("auto-") and names[1] == "memory.json"
@@ -207,7 +207,7 @@ def test_bfloat16_is_the_same_number_for_number(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8"])
-def test_floats_are_quantised_once(tmp_path, monkeypatch, kind):
+def test_floats_are_quantized_once(tmp_path, monkeypatch, kind):
     path, cache = float_directory(tmp_path / "m"), tmp_path / "cache"
     plain = build(WeightLoader(open_cached(path, cache), "float32"))
     made = build(WeightLoader(open_cached(path, cache), kind, cache=cache))
@@ -215,7 +215,7 @@ def test_floats_are_quantised_once(tmp_path, monkeypatch, kind):
     assert made["o0"].kind == kind and worst < (0.4 if kind == "int4" else 0.03)
 
     def refuse(*_):
-        raise AssertionError("quantised again")
+        raise AssertionError("quantized again")
 
     monkeypatch.setattr(weights_module, "quantize", refuse)
     same(made, build(WeightLoader(open_cached(path, cache), kind, cache=cache)))
@@ -278,7 +278,7 @@ def test_infinite_scales_are_refused(tmp_path):
 
 def test_any_changed_byte_of_the_cache_is_noticed(tmp_path):
     """Also where the file would read back whole: among the numbers of a matrix, of a tokenizer or of a config."""
-    path, cache = ggufs.write(tmp_path / "a.gguf", tensors=ggufs.llama_tensors(quantised("Q4_1"))), tmp_path / "cache"
+    path, cache = ggufs.write(tmp_path / "a.gguf", tensors=ggufs.llama_tensors(quantized("Q4_1"))), tmp_path / "cache"
     made = build(WeightLoader(open_cached(path, cache), cache=cache))
     config = open_cached(path, cache).config
     generator = torch.Generator().manual_seed(0)

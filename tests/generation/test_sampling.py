@@ -49,7 +49,7 @@ def test_distribution_equals_transformers(options: dict, vocab: int, scale: floa
     sampler = Sampler(**options)
     mine = logits
     if sampler.repetition_penalty != 1.0:
-        mine = sampler.penalised(logits, torch.zeros(3, vocab, dtype=torch.bool).scatter_(1, seen, True))
+        mine = sampler.penalized(logits, torch.zeros(3, vocab, dtype=torch.bool).scatter_(1, seen, True))
     candidates = sampler.candidates(mine)
     whole = torch.zeros(3, vocab, dtype=torch.float64).scatter_(1, candidates.ids, candidates.probabilities)
     expected = theirs(options, seen, logits.clone())

@@ -10,7 +10,7 @@ import torch
 
 from lmstate.integrations.transformers.cache.hooks import parameters
 from tests.zoo import CASES as ZOO
-from tests.zoo import randomise
+from tests.zoo import randomize
 
 FROM_ZOO = (
     "llama", "qwen2", "qwen3", "qwen3_moe", "olmo2", "smollm3", "phi3",  # full
@@ -83,7 +83,7 @@ def decoder(name: str) -> Any:
     config = CONFIGS[name]()
     config.pad_token_id, config.eos_token_id = 0, 2
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    randomise(model)
+    randomize(model)
     for module in model.modules():
         if hasattr(module, "time_step_limit") and name in ("nemotron_h", "zamba2"):
             # Their forward of one token ignores this limit, in transformers 5.23: where the text is cut would matter.
@@ -109,7 +109,7 @@ def encoder_decoder(name: str) -> Any:
             vocab_size=99, d_model=48, d_kv=12, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0
         )
         model = transformers.T5ForConditionalGeneration(config).eval()
-    randomise(model)
+    randomize(model)
     model.generation_config.eos_token_id = None
     model.generation_config.forced_eos_token_id = None
     return model

@@ -21,9 +21,9 @@ from lmstate.checkpoints.open import open_source
 from lmstate.models.families import build
 from lmstate.ops import dispatch
 from tests import real_model
-from tests.zoo import CASES, VOCAB, auto, randomise
+from tests.zoo import CASES, VOCAB, auto, randomize
 
-# Quantised weights have inputs in groups of 32.
+# Quantized weights have inputs in groups of 32.
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 EACH: dict[str, dict[str, object]] = {  # one of every layer kind that has native bodies
     "llama": SIZES,
@@ -58,7 +58,7 @@ def saved(case: str) -> tempfile.TemporaryDirectory[str]:
     config = CASES[case](**EACH[case])
     torch.manual_seed(0)
     theirs = auto(config).from_config(config, dtype=torch.float32).eval()
-    randomise(theirs)
+    randomize(theirs)
     folder = tempfile.TemporaryDirectory()
     theirs.save_pretrained(folder.name)
     return folder

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import lmstate
 from lmstate.errors import ModelError
-from tests.zoo import CASES, randomise
+from tests.zoo import CASES, randomize
 from tests.zoo import text as ids
 
 
@@ -27,7 +27,7 @@ def base(config: Any) -> Any:
     """A model without a head, as `AutoModel` makes it, with random weights."""
     torch.manual_seed(0)
     theirs = transformers.AutoModel.from_config(config, dtype=torch.float32).eval()
-    randomise(theirs)
+    randomize(theirs)
     return theirs
 
 
@@ -62,7 +62,7 @@ def test_without_a_head_or_a_tied_embedding_it_is_refused(case: str, tmp_path: P
 def test_with_a_head_beside_it_no_tie_is_asked_for(tmp_path: Path) -> None:
     torch.manual_seed(0)
     theirs = transformers.AutoModelForCausalLM.from_config(changed("llama", tied=False)).float().eval()
-    randomise(theirs)
+    randomize(theirs)
     theirs.save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     save_file({name.removeprefix("model."): tensor for name, tensor in load_file(path).items()}, path)
@@ -85,7 +85,7 @@ def test_what_a_base_model_does_not_use_is_refused(name: str, tmp_path: Path) ->
 def test_a_model_saved_while_compiled_is_the_same_model(old: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     theirs = transformers.AutoModelForCausalLM.from_config(CASES["llama"]()).float().eval()
-    randomise(theirs)
+    randomize(theirs)
     theirs.save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     # The whole model compiled, then one layer of it; and constants that old versions of transformers saved.

@@ -52,7 +52,7 @@ def tensor(end: str, make: Callable[[Tensor], Tensor]) -> Change:
 
 
 def moved(one: str, other: str) -> Change:
-    """A row of each stacked matrix moves to its neighbour."""
+    """A row of each stacked matrix moves to its neighbor."""
 
     def change(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         for name in [name for name in tensors if name.endswith(one)]:

@@ -28,7 +28,7 @@ EACH = [MLP(weight(2 * 5, WIDTH, seed=2 * i), weight(WIDTH, 5, seed=2 * i + 1)) 
 GATE = weight(EXPERTS, WIDTH, seed=50)
 ROUTERS = {
     "softmax": Router(GATE, 3),
-    "normalised": Router(GATE, 3, normalize=True),
+    "normalized": Router(GATE, 3, normalize=True),
     "sigmoid": Router(
         GATE, 2, "sigmoid", normalize=True, scale=2.5, e_score_correction_bias=torch.linspace(-1, 1, EXPERTS)
     ),
@@ -59,9 +59,9 @@ def test_a_token_does_not_see_the_others(name: str) -> None:
     torch.testing.assert_close(block(x[None]), alone, atol=0 if exact else 1e-5, rtol=0 if exact else 1e-5)
 
 
-def test_normalised_softmax_is_a_softmax_over_the_chosen() -> None:
+def test_normalized_softmax_is_a_softmax_over_the_chosen() -> None:
     x = tokens(5)
-    weights, chosen = ROUTERS["normalised"](x)
+    weights, chosen = ROUTERS["normalized"](x)
     logits = (x @ GATE.matrix.T).gather(-1, chosen)
     torch.testing.assert_close(weights, logits.softmax(-1))
 

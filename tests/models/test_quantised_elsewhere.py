@@ -1,4 +1,4 @@
-"""Checkpoints that other tools quantised are refused by the names that their configs have for what was done."""
+"""Checkpoints that other tools quantized are refused by the names that their configs have for what was done."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ TOOLS: dict[str, tuple[dict[str, Any], dict[str, Tensor]]] = {
 }  # fmt: skip
 
 
-def saved(folder: Path, quantisation: dict[str, Any], instead: dict[str, Tensor] | None = None) -> Path:
-    """A Llama whose config names a quantisation, with other tensors in place of a matrix where they are given."""
+def saved(folder: Path, quantization: dict[str, Any], instead: dict[str, Tensor] | None = None) -> Path:
+    """A Llama whose config names a quantization, with other tensors in place of a matrix where they are given."""
     pair("llama")[0].save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = quantisation
+    config["quantization_config"] = quantization
     (folder / "config.json").write_text(json.dumps(config))
     tensors = load_file(folder / "model.safetensors")
     if instead is not None:
@@ -102,15 +102,15 @@ def test_a_tool_that_left_the_weights_as_they_were_is_no_error(tool: str, tmp_pa
     torch.testing.assert_close(ours(ids(40)), pair("llama")[1](ids(40)), atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("quantisation", [{}, {"quant_method": None}, {"quant_method": 3}, {"quant_method": ["gptq"]}])
+@pytest.mark.parametrize("quantization", [{}, {"quant_method": None}, {"quant_method": 3}, {"quant_method": ["gptq"]}])
 def test_a_config_that_names_no_tool_is_refused_for_what_is_missing(
-    quantisation: dict[str, Any], tmp_path: Path
+    quantization: dict[str, Any], tmp_path: Path
 ) -> None:
     with pytest.raises(ModelError, match="lacks the tensor"):
-        lmstate.load(saved(tmp_path, quantisation, TOOLS["gptq"][1]))
+        lmstate.load(saved(tmp_path, quantization, TOOLS["gptq"][1]))
 
 
-def test_indices_are_no_quantised_matrices(tmp_path: Path) -> None:
+def test_indices_are_no_quantized_matrices(tmp_path: Path) -> None:
     text = transformers.LlamaConfig(**CASES["llama"]().to_dict())
     tower = transformers.CLIPVisionConfig(
         hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14

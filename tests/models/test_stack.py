@@ -286,7 +286,7 @@ def test_a_captured_graph_is_for_its_rows_its_tables_and_its_carries() -> None:
 
 
 @native
-def test_a_part_that_nothing_fuses_leaves_its_neighbours_captured(asked: list[Part]) -> None:
+def test_a_part_that_nothing_fuses_leaves_its_neighbors_captured(asked: list[Part]) -> None:
     model = copy.deepcopy(ours("llama"))
     model.blocks *= 2
     model.blocks[1] = dataclasses.replace(model.blocks[1], mlp=dataclasses.replace(model.blocks[1].mlp, act="gelu"))

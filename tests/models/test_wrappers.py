@@ -14,7 +14,7 @@ from torch import Tensor
 
 import lmstate
 from lmstate.errors import ModelError
-from tests.zoo import randomise
+from tests.zoo import randomize
 from tests.zoo import text as ids
 
 # Whatever of these a tower's config knows, it gets: towers are built to be left out.
@@ -88,7 +88,7 @@ def wrapper(name: str, text: str, tied: bool) -> Any:
     torch.manual_seed(0)
     make = getattr(transformers, f"{name}ForConditionalGeneration")
     theirs = make(own(text_config=text_config, **parts, **marks)).float().eval()
-    randomise(theirs)
+    randomize(theirs)
     return theirs
 
 
@@ -247,7 +247,7 @@ def test_a_text_model_that_is_there_twice_is_refused(tmp_path: Path) -> None:
         lmstate.load(rewritten(tmp_path, llava(), **more))
 
 
-def test_a_quantisation_that_the_text_config_names_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_quantization_that_the_text_config_names_is_refused_by_name(tmp_path: Path) -> None:
     more = {"language_model.model.layers.0.mlp.up_proj.weight_packed": torch.zeros(64, 6, dtype=torch.int32)}
     folder = rewritten(tmp_path, llava(), **more)
     config = json.loads((folder / "config.json").read_text())

@@ -33,7 +33,7 @@ def mixture(kinds: str | list[str], top_k: int, shared: MLP | None = None, **opt
 
 CASES = {
     "softmax": lambda: mixture("int4", 3),
-    "normalised, a shared one": lambda: mixture("int8", 4, expert("int8", 160), normalize=True),
+    "normalized, a shared one": lambda: mixture("int8", 4, expert("int8", 160), normalize=True),
     "a shared one with a gate": lambda: mixture(
         "bfloat16", 2, expert("bfloat16", 32), shared_gate=ops.FloatWeight(torch.randn(1, EMBED)), normalize=True
     ),

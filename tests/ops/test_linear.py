@@ -21,7 +21,7 @@ def stored(matrix: Tensor, kind: str) -> ops.Weight:
 
 
 def rounded_activations(x: Tensor, weight: ops.Weight) -> Tensor:
-    """What a product multiplies: x rounded to int8 twice, in groups of 32, where the weight is quantised."""
+    """What a product multiplies: x rounded to int8 twice, in groups of 32, where the weight is quantized."""
     if weight.kind not in ("int8", "int4"):
         library, pairs = dispatch.choice().library, weight.kind.startswith("bfloat16") and x.shape[-1] % 32 == 0
         return x.bfloat16().float() if pairs and library is not None and library.dense.uses_bf16_dot else x

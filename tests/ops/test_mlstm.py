@@ -1,4 +1,4 @@
-"""mlstm: a matrix memory kept without its stabiliser, against transformers' token by token."""
+"""mlstm: a matrix memory kept without its stabilizer, against transformers' token by token."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_rows_ranges_and_reloading_give_the_same_matrix(variant: str, kind: str)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_native_and_torch_dequantise_alike(variant: str, kind: str) -> None:
+def test_native_and_torch_dequantize_alike(variant: str, kind: str) -> None:
     weight = ops.quantize(torch.randn(40, 64) * 1e-3, kind)  # scales below the smallest normal float16 too
     native = weight.dequantize()
     plain = weight.dequantize(torch.float64)  # anything but float32 and bfloat16 goes through torch
@@ -54,7 +54,7 @@ def test_native_and_torch_dequantise_alike(variant: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "levels"), [("int8", 254), ("int4", 15)])
-def test_quantising_errs_by_half_a_step_at_most(kind: str, levels: int) -> None:
+def test_quantizing_errs_by_half_a_step_at_most(kind: str, levels: int) -> None:
     torch.manual_seed(0)
     matrix = torch.randn(20, 128)
     groups = matrix.view(20, 4, 32)
@@ -64,7 +64,7 @@ def test_quantising_errs_by_half_a_step_at_most(kind: str, levels: int) -> None:
     assert (error <= span / levels * 0.5 + span * 2**-10 + groups.abs().amax(-1) * 2**-10).all()
 
 
-def test_constant_and_zero_groups_quantise_to_themselves() -> None:
+def test_constant_and_zero_groups_quantize_to_themselves() -> None:
     for value in (0.0, 0.5, -2.0):
         matrix = torch.full((4, 64), value)
         torch.testing.assert_close(ops.quantize(matrix, "int4").dequantize(), matrix)

@@ -16,7 +16,7 @@ from lmstate.checkpoints.open import open_source
 from lmstate.errors import ModelError
 from lmstate.models.families import FAMILIES, bailing_hybrid, build, defaults
 from lmstate.models.model import Model
-from tests.zoo import CASES, auto, pair, randomise, text
+from tests.zoo import CASES, auto, pair, randomize, text
 
 SIZES = (
     "vocab_size",
@@ -52,7 +52,7 @@ def saved(folder: Path, case: str, change: Callable[[Config], None], **fields: A
         setattr(config, name, value)
     torch.manual_seed(0)
     made = auto(config).from_config(config, dtype=torch.float32)
-    randomise(made)
+    randomize(made)
     made.save_pretrained(folder)
     values = json.loads((folder / "config.json").read_text())
     change(values)
@@ -219,7 +219,7 @@ def test_a_head_that_repeats_the_embedding_is_held_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["llama4", "hunyuan_v1_dense", "nanochat"])
-def test_a_rope_that_scales_heads_before_they_are_normalised(case: str, tmp_path: Path) -> None:
+def test_a_rope_that_scales_heads_before_they_are_normalized(case: str, tmp_path: Path) -> None:
     rope = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
     same(*saved(tmp_path, case, lambda config: config.update(rope_parameters=rope)))
 

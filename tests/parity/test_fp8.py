@@ -17,7 +17,7 @@ from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.open import open_source
 from lmstate.errors import ModelError
 from lmstate.models.families import build
-from tests.zoo import CASES, randomise, text
+from tests.zoo import CASES, randomize, text
 
 Tensors = dict[str, Tensor]
 NAME = "model.layers.0.self_attn.o_proj.weight"
@@ -30,7 +30,7 @@ def original(case: str, changes: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     config = make.func(*make.args, **{**make.keywords, **changes})  # type: ignore[attr-defined]
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    randomise(model)
+    randomize(model)
     return model
 
 

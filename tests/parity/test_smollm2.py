@@ -22,7 +22,7 @@ def ours() -> lmstate.Model:
 
 @lru_cache(maxsize=1)
 def theirs() -> Any:
-    """Read and dequantised by the `gguf` package; queries and keys put back into the order that Hugging Face has."""
+    """Read and dequantized by the `gguf` package; queries and keys put back into the order that Hugging Face has."""
     import gguf
     from gguf.quants import dequantize
     from transformers import LlamaConfig, LlamaForCausalLM

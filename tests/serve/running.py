@@ -19,7 +19,7 @@ from lmstate.engine import Engine
 from lmstate.serve import Settings, make_server
 from lmstate.serve.run import Server
 from tests.serve.byte_tokenizer import END, TEMPLATE, save_tokenizer
-from tests.zoo import auto, randomise
+from tests.zoo import auto, randomize
 from tests.zoo.small import config
 
 CONTEXT = 2048
@@ -31,7 +31,7 @@ def save_tiny(folder: Path, template: str = TEMPLATE, **changes: Any) -> Path:
     made = config("Qwen2Config", **{**settings, **changes})
     torch.manual_seed(0)
     theirs = auto(made).from_config(made, dtype=torch.float32)
-    randomise(theirs)
+    randomize(theirs)
     theirs.save_pretrained(folder)
     save_tokenizer(folder, template=template)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 257}))

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.serve.running import save_tiny, wait_until
-from tests.serve.test_behaviour import command
+from tests.serve.test_behavior import command
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ def exact(logits: dict[tuple[int, ...], Tensor], sampler: Sampler) -> dict[tuple
         for at, token in enumerate(text):
             here = logits[text[:at]][None]
             seen = torch.tensor([[token in text[:at] for token in range(SMALL)]])
-            candidates = sampler.candidates(sampler.penalised(here, seen))
+            candidates = sampler.candidates(sampler.penalized(here, seen))
             dense = torch.zeros(SMALL, dtype=torch.float64).scatter_(0, candidates.ids[0], candidates.probabilities[0])
             probability *= float(dense[token])
         found[text] = probability

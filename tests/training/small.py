@@ -16,7 +16,7 @@ from lmstate.checkpoints.huggingface.directory import Checkpoint
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.open import open_source
 from lmstate.training import TrainableModel
-from tests.zoo import CASES, auto, randomise, text
+from tests.zoo import CASES, auto, randomize, text
 
 
 def theirs(case: str) -> Any:
@@ -24,7 +24,7 @@ def theirs(case: str) -> Any:
     config = CASES[case]()
     torch.manual_seed(0)
     model = auto(config).from_config(config, dtype=torch.float32).eval()
-    randomise(model)
+    randomize(model)
     return model
 
 

@@ -13,7 +13,7 @@ from lmstate.errors import ModelError, SnapshotError, StateError
 from lmstate.models.fingerprint import weights_in
 from lmstate.training import AdaptedModel, LoraConfig, LoraModel, loss
 from tests.training.small import ragged, saved, theirs, whole_loss
-from tests.zoo import randomise, text
+from tests.zoo import randomize, text
 
 # Stacked, stacked out of order and shared projections, recurrences, and a mixture.
 CASES = {
@@ -77,7 +77,7 @@ def test_an_adapter_trains_over_weights_of_few_bits(kind: str, tmp_path: Path) -
     config.head_dim, config.num_key_value_heads = 8, 2
     torch.manual_seed(0)
     small = type(theirs("llama"))(config)
-    randomise(small)
+    randomize(small)
     with saved(small) as folder:
         model = lmstate.load(folder, weights=kind, trainable="lora")
         assert isinstance(model, LoraModel)

@@ -90,7 +90,7 @@ def test_any_loss_over_hidden_states_may_be_taken() -> None:
     assert furthest(gradients(model), wanted, floor=1e-4)[0] < 1e-4
 
 
-def test_only_labelled_tokens_are_learned() -> None:
+def test_only_labeled_tokens_are_learned() -> None:
     model, rows = trainable("llama"), ragged(20)
     labels = [[-100] * 12 + rows[0][12:]]
     got = loss(model, rows, chunk=8, labels=labels, reduction="sum")

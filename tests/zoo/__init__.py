@@ -29,7 +29,7 @@ for kind in KINDS:
     CASES.update(import_module(f"tests.zoo.{kind}").CASES)
 
 
-def randomise(model: torch.nn.Module, seed: int = 0) -> None:
+def randomize(model: torch.nn.Module, seed: int = 0) -> None:
     """Weights large enough that every part of the model shows in its logits, and none the same as another."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
@@ -75,7 +75,7 @@ def pair(case: str) -> tuple[Any, lmstate.Model]:
     config = CASES[case]()
     torch.manual_seed(0)
     theirs = auto(config).from_config(config, dtype=torch.float32).eval()
-    randomise(theirs)
+    randomize(theirs)
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
         ours = build(WeightLoader(open_source(Path(folder)), "float32"))

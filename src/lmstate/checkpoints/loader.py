@@ -35,14 +35,14 @@ Make: TypeAlias = Callable[..., Numbers]
 class WeightLoader:
     """Hands out the parameters of one checkpoint, and knows which of them nobody asked for.
 
-    `kind`: the storage of the matrices. "auto" keeps the precision of a quantised file; float checkpoints become
+    `kind`: the storage of the matrices. "auto" keeps the precision of a quantized file; float checkpoints become
     bfloat16 where the processor multiplies it natively, float32 elsewhere. `dtype`: that of K/V storage and of the big
     products, float32 for float32 weights and bfloat16 for all others unless given. `cache`: the folder where
     conversions are kept, None for nowhere. `progress`: whether a long conversion may draw a bar on a terminal.
 
     Matrices that need no conversion lie in the mapped checkpoint itself. Those that are stacked from several (q, k, v)
     are copied together at each start, and bfloat16 ones are squeezed where a native body reads them so: both are faster
-    than reading a second copy of the model from a cache. Quantised ones are mapped from the cache and copied into large
+    than reading a second copy of the model from a cache. Quantized ones are mapped from the cache and copied into large
     pages, unless memory is short.
     """
 
@@ -65,8 +65,8 @@ class WeightLoader:
         self.float_kind = "bfloat16" if multiplies_bfloat16(self.device) else "float32"
         self.kind = kind
         if dtype is None:
-            quantised = any(source.stored(name) in ("int4", "int8") for name in source.names())
-            stays_float32 = kind == "float32" or (kind == "auto" and self.float_kind == "float32" and not quantised)
+            quantized = any(source.stored(name) in ("int4", "int8") for name in source.names())
+            stays_float32 = kind == "float32" or (kind == "auto" and self.float_kind == "float32" and not quantized)
             dtype = torch.float32 if stays_float32 else torch.bfloat16
         self.dtype = dtype
         self._packed = (
@@ -256,7 +256,7 @@ class WeightLoader:
     def _expert(self, index: int) -> Make:
         def take(numbers: Numbers) -> Numbers:
             if isinstance(numbers, GroupedQuant):
-                raise ModelError(f"{self.source.path}: a quantised matrix was found where one per expert should be")
+                raise ModelError(f"{self.source.path}: a quantized matrix was found where one per expert should be")
             return numbers[index]
 
         return take
@@ -278,7 +278,7 @@ def _pack(parts: list[GroupedQuant], order: Tensor | None) -> Weight:
     )
     whole = whole if order is None else whole.rows(order)
     if whole.scale.numel() and not float(whole.scale.abs().max()) <= torch.finfo(torch.float16).max:
-        raise ModelError("the checkpoint is damaged: numbers of a quantised matrix are scaled beyond float16")
+        raise ModelError("the checkpoint is damaged: numbers of a quantized matrix are scaled beyond float16")
     if whole.minimum is None:
         return Int8Weight.pack(whole.q, whole.scale)
     return Int4Weight.pack(whole.q, whole.scale, whole.minimum)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lmstate.text.tokenizer import TokenizerFiles
 
-GROUP = 32  # quantised matrices share one scale among this many neighbours along the input axis
+GROUP = 32  # quantized matrices share one scale among this many neighbors along the input axis
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Source(Protocol):
         ...
 
     def read(self, name: str) -> Tensor | GroupedQuant:
-        """A float tensor in the file's dtype, or the integers of a quantised matrix. May lie in the mapped file."""
+        """A float tensor in the file's dtype, or the integers of a quantized matrix. May lie in the mapped file."""
         ...
 
     def key(self) -> str:

@@ -84,7 +84,7 @@ def generate(
     Examples:
       lmstate generate smollm2 "Name three rivers."
       lmstate generate smollm2 --raw "Once upon a time" -n 100 -t 0.8 --seed 1
-      git diff | lmstate generate smollm2 --system "Summarise this change." > summary.txt
+      git diff | lmstate generate smollm2 --system "Summarize this change." > summary.txt
       lmstate generate smollm2 --raw -f book.txt -n 0 --save-state book.lmstate
       lmstate generate smollm2 --state book.lmstate "In one sentence, the book says" --json
     """

@@ -33,7 +33,7 @@ class NoText:
 class Answer:
     """Tokens in, text out. `text` is all that `take` and `finish` have returned so far.
 
-    `before` are the tokens that the answer follows: a token's text can depend on its left neighbours (some tokenizers
+    `before` are the tokens that the answer follows: a token's text can depend on its left neighbors (some tokenizers
     drop a space at the beginning of a text, and a character can span tokens).
     """
 

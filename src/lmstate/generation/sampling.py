@@ -104,13 +104,13 @@ class Sampler:
         """Whether the most likely token is taken, whatever came before."""
         return self.greedy and not (self.counts_answer or self.logit_bias or self.repetition_penalty != 1.0)
 
-    def penalised(self, logits: Tensor, seen: Tensor) -> Tensor:
+    def penalized(self, logits: Tensor, seen: Tensor) -> Tensor:
         """`logits` [R, V] with the repetition penalty on the tokens where `seen` [R, V] bool is true."""
         penalty = self.repetition_penalty
         return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
     def candidates(self, logits: Tensor) -> Candidates:
-        """The distribution after temperature and filters. logits [R, V] float32, already penalised; temperature > 0."""
+        """The distribution after temperature and filters. logits [R, V] float32, already penalized; temperature > 0."""
         rows, vocab = logits.shape
         # Relative to the best token, so that a tiny temperature cannot overflow.
         scores = (logits - logits.amax(-1, keepdim=True)).double() / self.temperature  # [R, V]
@@ -183,7 +183,7 @@ class TokenPicker:
             logits = logits.clone()
             logits[:, list(ids)] += torch.tensor(values, dtype=logits.dtype, device=logits.device)
         if sampler.repetition_penalty != 1.0:
-            logits = sampler.penalised(logits, self._seen(logits, rows))
+            logits = sampler.penalized(logits, self._seen(logits, rows))
         if sampler.counts_answer and any(self._counts[row] for row in rows):
             logits = logits.clone()
             for index, row in enumerate(rows):

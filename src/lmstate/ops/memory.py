@@ -25,7 +25,7 @@ _chunk = torch.empty(0, dtype=torch.uint8)  # what is left of the last one
 
 
 def zeroed(size: int) -> Tensor:
-    """Zeros, uint8 `[size]`, that begin on a cache line. They are freed once nothing refers to them or their neighbours
+    """Zeros, uint8 `[size]`, that begin on a cache line. They are freed once nothing refers to them or their neighbors
     in a chunk: for what lives as long as a model."""
     global _chunk
     if size > CHUNK // 4:

@@ -194,7 +194,7 @@ class Tokenizer:
 class TextStream:
     """Text of ids that come one by one: never half a character, never a lost space.
 
-    A token's text can depend on its left neighbours (a leading space is dropped at the beginning only) and a character
+    A token's text can depend on its left neighbors (a leading space is dropped at the beginning only) and a character
     can span tokens, so a short window of tokens is decoded again and what is new is given out. The pieces joined are
     what `decode` gives for all ids.
     """

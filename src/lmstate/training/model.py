@@ -34,9 +34,9 @@ def adopt(model: Model, built: Model) -> None:
 
 
 class ParameterModel(Model, ABC):
-    """A model with parameters: what an optimiser, `lmstate.training.loss` and a state need to know of it.
+    """A model with parameters: what an optimizer, `lmstate.training.loss` and a state need to know of it.
 
-    An optimiser writes into the parameters, and the next call sees it. A state belongs to the weights that it was made
+    An optimizer writes into the parameters, and the next call sees it. A state belongs to the weights that it was made
     with: once they have changed, it is refused.
     """
 
@@ -67,7 +67,7 @@ class ParameterModel(Model, ABC):
         """Write what was trained to a folder. Raises `OSError`."""
 
     def parameters(self) -> Iterator[Tensor]:
-        """The parameters, for an optimiser."""
+        """The parameters, for an optimizer."""
         yield from (leaf for _, leaf in self.named_parameters())
 
     def zero_grad(self) -> None:
@@ -124,7 +124,7 @@ class TrainableModel(ParameterModel):
         if weights.kind not in ("auto", "float32", "bfloat16"):
             raise ModelError(
                 f"weights={weights.kind!r} with trainable=True was asked for; weights that train are float32 or "
-                'bfloat16. To train over quantised ones, load with trainable="lora"'
+                'bfloat16. To train over quantized ones, load with trainable="lora"'
             )
         kind = "float32" if weights.kind == "auto" else weights.kind
         self._source = weights.source

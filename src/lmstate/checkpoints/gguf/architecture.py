@@ -80,7 +80,7 @@ class Architecture:
     """One value of `general.architecture`.
 
     `layer`: GGUF name inside a block -> Hugging Face name inside a layer, without `.weight`/`.bias`.
-    `paired`: the converter reordered rows of q and k from halves to neighbouring pairs, for ggml's rope.
+    `paired`: the converter reordered rows of q and k from halves to neighboring pairs, for ggml's rope.
     `whole`: the same as `layer` for names whose endings differ, with them. `outside`: the tensors outside of blocks.
     `layers`: what comes before a layer's number. `changed`: end of a Hugging Face name -> what the converter changed.
     `tiled`: the same -> what of it is in the order of `HeadTiling`, in models with fewer key than value heads.

@@ -1,7 +1,7 @@
 """The block formats of ggml: how a row of a tensor is stored, and what it means.
 
 Rows are cut into blocks of `numbers` values in `nbytes` bytes. Formats whose blocks are whole groups of 32 small
-integers are taken apart exactly (`GroupedQuant`); the others are dequantised, which is also the meaning that every
+integers are taken apart exactly (`GroupedQuant`); the others are dequantized, which is also the meaning that every
 format has in https://github.com/ggml-org/ggml (ggml-quants.c).
 """
 
@@ -120,7 +120,7 @@ def take_apart(raw: Tensor, format_: str, columns: int) -> GroupedQuant | Tensor
 
 
 def dequantize(raw: Tensor, format_: str) -> Tensor:
-    """All numbers of blocks of a quantised format, float32 [numbers]."""
+    """All numbers of blocks of a quantized format, float32 [numbers]."""
     import gguf
     import numpy
 

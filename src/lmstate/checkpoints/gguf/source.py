@@ -151,7 +151,7 @@ def _rows(numbers: Tensor | GroupedQuant, order: Tensor) -> Tensor | GroupedQuan
 
 
 def _columns(numbers: Tensor | GroupedQuant, order: Tensor) -> Tensor | GroupedQuant:
-    """A matrix with its columns in another order; it stays quantised where whole groups keep together."""
+    """A matrix with its columns in another order; it stays quantized where whole groups keep together."""
     if isinstance(numbers, GroupedQuant):
         groups = order.view(-1, GROUP)
         first = groups[:, :1]
@@ -164,6 +164,6 @@ def _columns(numbers: Tensor | GroupedQuant, order: Tensor) -> Tensor | GroupedQ
 def _halves_from_pairs(rows: int, heads: int) -> Tensor:
     """Index in the file of each row of a q or k projection in Hugging Face's order, int64 [rows].
 
-    ggml's rope turns neighbouring rows (2i, 2i+1) of a head, Hugging Face's the rows (i, i + D/2).
+    ggml's rope turns neighboring rows (2i, 2i+1) of a head, Hugging Face's the rows (i, i + D/2).
     """
     return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).reshape(rows)

@@ -1,6 +1,6 @@
 """The tokenizer inside a GGUF file, as a tokenizer.json: vocabulary, merges, and the splitting rules named by `pre`.
 
-GGUF keeps no normaliser and no pre-tokenizer, only a name for them; the table says what each name means.
+GGUF keeps no normalizer and no pre-tokenizer, only a name for them; the table says what each name means.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ def _sentencepiece(metadata: Config, tokens: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _merges(vocabulary: dict[str, int], scores: tuple[float, ...]) -> list[tuple[str, str]]:
-    """SentencePiece joins the neighbours whose joint piece scores best: every split of every piece, best first."""
+    """SentencePiece joins the neighbors whose joint piece scores best: every split of every piece, best first."""
     ranked = sorted(vocabulary.items(), key=lambda item: (-scores[item[1]], item[1]))
     return [
         (piece[:cut], piece[cut:])

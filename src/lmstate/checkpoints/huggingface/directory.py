@@ -28,11 +28,11 @@ class Checkpoint:
         if not (path / "config.json").is_file():
             raise ModelError(f"{path} has no config.json, so it is no checkpoint directory")
         self.config = read_object(path / "config.json")
-        quantisation = quantization.settings(self.config, path)
-        method = quantisation.get("quant_method")
+        settings = quantization.settings(self.config, path)
+        method = settings.get("quant_method")
         self._mxfp4 = method == quantization.MXFP4
         self._fp8 = method in fp8.METHODS
-        self._fp8_block = fp8.block_of(quantisation) if self._fp8 else None
+        self._fp8_block = fp8.block_of(settings) if self._fp8 else None
         generation = path / "generation_config.json"
         self.generation: dict[str, Any] = read_object(generation) if generation.is_file() else {}
         self._shards = self._open_shards()
@@ -45,7 +45,7 @@ class Checkpoint:
         self._scales = {name: fp8.scales_of(name, self._where) for name in self._where if self._is_fp8(name)}
         beside = {each for name in self._scales for each in fp8.of_activations(name)}
         self._names = frozenset(self._where) - beside - set(self._scales.values())
-        quantization.check_read(quantisation, {name: self._where[name].entries[name] for name in self._names}, path)
+        quantization.check_read(settings, {name: self._where[name].entries[name] for name in self._names}, path)
 
     def names(self) -> frozenset[str]:
         return self._names
@@ -63,7 +63,7 @@ class Checkpoint:
         if self._dtype(name) not in FLOATS and not self._mxfp4:
             raise ModelError(
                 f"tensor {name!r} of {self.path} holds {self._dtype(name)} numbers; lmstate reads checkpoints of "
-                f"{', '.join(FLOATS)}. A quantised checkpoint of this kind needs converting to one of those first"
+                f"{', '.join(FLOATS)}. A quantized checkpoint of this kind needs converting to one of those first"
             )
         return self._where[name].tensor(name)
 

@@ -22,12 +22,12 @@ OF_ACTIVATIONS = ("activation_scale", "input_scale", "input_scale_ub")
 DTYPE = torch.float8_e4m3fn
 
 
-def block_of(quantisation: Config) -> tuple[int, int] | None:
+def block_of(quantization: Config) -> tuple[int, int] | None:
     """Rows and columns of a block, where the config knows of blocks."""
-    if quantisation.given("weight_block_size"):
-        rows, columns = quantisation.ints("weight_block_size", 2, low=1)
+    if quantization.given("weight_block_size"):
+        rows, columns = quantization.ints("weight_block_size", 2, low=1)
         return rows, columns
-    groups = quantisation.fields("config_groups") or Config({})
+    groups = quantization.fields("config_groups") or Config({})
     for name in groups:
         group = groups.fields(name)
         weights = None if group is None else group.fields("weights")

@@ -1,4 +1,4 @@
-"""Checkpoints that another tool quantised: which of them are read, and what to say of the rest."""
+"""Checkpoints that another tool quantized: which of them are read, and what to say of the rest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lmstate.errors import ModelError
 from lmstate.files.safetensors import Entry
 
 MXFP4 = "mxfp4"  # its blocks are bytes, which the family takes apart
-# What quantised matrices are packed in. Indices, which checkpoints of floats may hold too, are int64.
+# What quantized matrices are packed in. Indices, which checkpoints of floats may hold too, are int64.
 PACKED = (torch.int8, torch.uint8, torch.int16, torch.int32)
 FORMS = ("format", "checkpoint_format", "quant_algo")  # where tools say which of several ways it is
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -28,12 +28,12 @@ def settings(config: dict[str, Any], path: Path) -> Config:
     return whole.fields("quantization_config", None) or inner.fields("quantization_config", None) or Config({})
 
 
-def check_read(quantisation: Config, tensors: Mapping[str, Entry], path: Path) -> None:
-    """Raises `ModelError` if the config names how matrices were quantised, and some are in a way that is not read.
+def check_read(quantization: Config, tensors: Mapping[str, Entry], path: Path) -> None:
+    """Raises `ModelError` if the config names how matrices were quantized, and some are in a way that is not read.
 
     What the tensors are decides: tools name themselves in the configs of models that they left as they were.
     """
-    method = quantisation.get("quant_method")
+    method = quantization.get("quant_method")
     if not isinstance(method, str) or method == MXFP4:
         return
     refused = PACKED if method in fp8.METHODS else (*PACKED, *EIGHT_BITS)
@@ -41,9 +41,9 @@ def check_read(quantisation: Config, tensors: Mapping[str, Entry], path: Path) -
     if not matrices:
         return
     name = min(matrices)
-    form = next((f" ({each[:80]!r})" for key in FORMS if isinstance(each := quantisation.get(key), str)), "")
+    form = next((f" ({each[:80]!r})" for key in FORMS if isinstance(each := quantization.get(key), str)), "")
     raise ModelError(
-        f"{path} is quantised in a way that lmstate does not read: quant_method {method[:80]!r}{form} of its "
+        f"{path} is quantized in a way that lmstate does not read: quant_method {method[:80]!r}{form} of its "
         f"quantization_config, and {name[:80]!r} holds {dtype_name(matrices[name])} numbers. It reads {MXFP4!r}, and "
         f"the 8-bit floats of {', '.join(map(repr, fp8.METHODS))}. Load a GGUF of this model, or its original weights, "
         f'with weights="int4" to have them small'

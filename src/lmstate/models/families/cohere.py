@@ -1,6 +1,6 @@
 """Command R (Cohere) and Command R7B (Cohere 2): attention and feed-forward side by side.
 
-Cohere 2 knows positions only where there is a window. Command R+ normalises queries and keys, each head by weights of
+Cohere 2 knows positions only where there is a window. Command R+ normalizes queries and keys, each head by weights of
 its own.
 """
 

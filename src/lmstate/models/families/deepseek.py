@@ -1,6 +1,6 @@
 """DeepSeek-V2 (2405.04434) and V3 (2412.19437): latent attention, and experts chosen inside the best groups.
 
-Kimi K2 and GLM-4.7-Flash are like V3, Youtu-LLM is without experts, A.X K1 normalises what its experts give, and
+Kimi K2 and GLM-4.7-Flash are like V3, Youtu-LLM is without experts, A.X K1 normalizes what its experts give, and
 queries of Mistral 4 grow with the length of the text.
 """
 

@@ -1,6 +1,6 @@
 """Gemma 2 (2408.00118) and Gemma 3 (2503.19786): norms before and after each part, windows on most layers.
 
-Gemma 2 caps the logits of its attention and its output. Gemma 3 normalises queries and keys instead, and its windowed
+Gemma 2 caps the logits of its attention and its output. Gemma 3 normalizes queries and keys instead, and its windowed
 layers rotate faster than its full ones.
 """
 

@@ -166,7 +166,7 @@ def sharing_attention(
     w: WeightLoader, prefix: str, shape: b.Dims, rope: Rope, *, window: int | None, reads: int | None,
     value: str = "v_proj",
 ) -> Attention:  # fmt: skip
-    """Attention whose queries, keys and values are normalised head by head; the scores have no other scale."""
+    """Attention whose queries, keys and values are normalized head by head; the scores have no other scale."""
     q_norm = b.norm(w, f"{prefix}.q_norm.weight", shape.head_dim, shape.eps)
     k_norm = None if reads is not None else b.norm(w, f"{prefix}.k_norm.weight", shape.head_dim, shape.eps)
     v_norm = None if reads is not None else b.plain_norm(w, shape.head_dim, shape.eps)

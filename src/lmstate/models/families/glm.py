@@ -1,4 +1,4 @@
-"""GLM-4 (2406.12793), and GLM-4-0414 with norms after each part too: half of each head rotates, by neighbours."""
+"""GLM-4 (2406.12793), and GLM-4-0414 with norms after each part too: half of each head rotates, by neighbors."""
 
 from __future__ import annotations
 

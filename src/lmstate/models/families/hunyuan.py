@@ -1,4 +1,4 @@
-"""Hunyuan (Tencent, 2025), dense or sparse: Llama's block, with queries and keys normalised after they rotate."""
+"""Hunyuan (Tencent, 2025), dense or sparse: Llama's block, with queries and keys normalized after they rotate."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Llama (Touvron et al. 2023) and the checkpoints that are exactly alike: SmolLM2, Yi, DeepSeek-LLM, ...
 
-Families that differ by a line are here too: ERNIE 4.5 and Helium rotate neighbouring features, Seed-OSS says of each
+Families that differ by a line are here too: ERNIE 4.5 and Helium rotate neighboring features, Seed-OSS says of each
 part by itself whether it has biases, and the feed-forward part of Arcee has no gate.
 """
 

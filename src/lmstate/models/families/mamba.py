@@ -1,4 +1,4 @@
-"""Mamba (Gu and Dao 2023) and Falcon-Mamba, which normalises dt, B and C without weights."""
+"""Mamba (Gu and Dao 2023) and Falcon-Mamba, which normalizes dt, B and C without weights."""
 
 from __future__ import annotations
 

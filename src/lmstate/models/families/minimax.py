@@ -27,7 +27,7 @@ BUFFERS = ("*.self_attn.slope_rate", "*.self_attn.query_decay", "*.self_attn.key
 
 @dataclass(frozen=True, eq=False)
 class NormedBlock(Block):
-    """A block whose norms are applied to the stream itself: a part is added to its own normalised input, each weighed.
+    """A block whose norms are applied to the stream itself: a part is added to its own normalized input, each weighed.
 
     `weights`: of the input and of the part, for the mixer and for the feed-forward part.
     """

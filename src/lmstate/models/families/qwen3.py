@@ -1,4 +1,4 @@
-"""Qwen3, dense and mixture of experts: queries and keys are normalised head by head before they rotate."""
+"""Qwen3, dense and mixture of experts: queries and keys are normalized head by head before they rotate."""
 
 from __future__ import annotations
 

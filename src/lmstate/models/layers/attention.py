@@ -39,7 +39,7 @@ class Temperature:
 class Attention(FusableLayer):
     """Attention of H query heads over K key/value heads (Vaswani et al. 2017; Ainslie et al. 2023).
 
-    `qkv [H * D + 2 * K * D, E]` are the three projections in one matrix. `q_norm` and `k_norm` normalise each head, or
+    `qkv [H * D + 2 * K * D, E]` are the three projections in one matrix. `q_norm` and `k_norm` normalize each head, or
     the whole projection if they are as wide as it is; `v_norm` each head of the values. `rope` None: the layer knows no
     positions. `gate`: each query head's rows are followed by as many of a gate, whose sigmoid multiplies what the head
     has seen (Qwen3-Next). `gates`: that many last rows of `qkv` give a gate of one number a head (LFM3), or of as many
@@ -143,7 +143,7 @@ def gated(seen: Tensor, gate: Tensor, act: GateAct = "sigmoid") -> Tensor:
 
 
 def _normed(x: Tensor, norm: Norm | None, head_dim: int) -> Tensor:
-    """Heads `[R, T, heads, D]` of `[R, T, heads * D]`, normalised each, or whole before they are parted."""
+    """Heads `[R, T, heads, D]` of `[R, T, heads * D]`, normalized each, or whole before they are parted."""
     if norm is not None and norm.weight.shape[-1] != head_dim:
         x = ops.norm(x, norm)
         norm = None

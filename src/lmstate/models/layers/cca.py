@@ -23,7 +23,7 @@ class CompressedConvAttention:
 
     `attention.qkv` gives queries and keys, then the half of the values that the next token will have, then the half
     that this one has. Queries and keys pass a convolution of each feature, one of each head, and beside these go on as
-    what a query head and its key head are on average; then they are normalised, and a key head has a scale.
+    what a query head and its key head are on average; then they are normalized, and a key head has a scale.
 
     The fold is the convolutions: to see the half of the values a token late is one with a single tap. All biases are
     added after it, so that what is before a text is zero.

@@ -26,7 +26,7 @@ class OutputHook(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class NormedEmbedding:
-    """Normalises the embedding."""
+    """Normalizes the embedding."""
 
     norm: Norm
 

@@ -1,4 +1,4 @@
-"""Lightning attention: a linear attention whose heads forget at fixed rates, normalised and gated."""
+"""Lightning attention: a linear attention whose heads forget at fixed rates, normalized and gated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mLSTM of xLSTM: a matrix memory with exponential gates, whose answers are normalised a head and gated."""
+"""The mLSTM of xLSTM: a matrix memory with exponential gates, whose answers are normalized a head and gated."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class TimeMix:
         return RecurrentState(layout, self.scan, shapes, embed, names=["late", "numerator", "denominator", "peak"])
 
     def scan(self, inputs: Tensor, carry: Carry, counts: Tensor, gate: Tensor | None) -> tuple[Tensor, Carry]:
-        """The stream, normalised `[R, T, E]` -> gated averages `[R, T, F]`."""
+        """The stream, normalized `[R, T, E]` -> gated averages `[R, T, F]`."""
         tail, *average = carry
         late, tail = one_late(inputs, tail, counts)
         weights = self.key, self.value, self.receptance
@@ -85,7 +85,7 @@ class ChannelMix:
         return RecurrentState(layout, self.scan, [(1, embed)], embed, names=["late"])
 
     def scan(self, inputs: Tensor, carry: Carry, counts: Tensor, gate: Tensor | None) -> tuple[Tensor, Carry]:
-        """The stream, normalised `[R, T, E]` -> the same a token late."""
+        """The stream, normalized `[R, T, E]` -> the same a token late."""
         late, tail = one_late(inputs, carry[0], counts)
         return late, (tail,)
 

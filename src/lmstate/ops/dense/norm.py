@@ -1,4 +1,4 @@
-"""Normalisation over the last axis: root mean square (Zhang & Sennrich 2019) or layer norm (Ba et al. 2016)."""
+"""Normalization over the last axis: root mean square (Zhang & Sennrich 2019) or layer norm (Ba et al. 2016)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lmstate.ops.types.params import Norm, Residual
 
 
 def norm(x: Tensor, norm: Norm) -> Tensor:
-    """Normalise `x` `[..., E]` over its last axis; float32 `[..., E]`."""
+    """Normalize `x` `[..., E]` over its last axis; float32 `[..., E]`."""
     library = dispatch.native(x, norm.weight)
     if library is None or not norm.simple or x.dtype != torch.float32:
         return norm_reference(x, norm)

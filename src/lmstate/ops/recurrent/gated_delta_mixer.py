@@ -46,7 +46,7 @@ def delta_mixer(
     norm     of each head's Dv features
     floor    a bound on the log decay, which is then floor * sigmoid(-A (decay + dt_bias)) (Ling 3.0)
 
-    Returns `[R, T, H * Dv]` and the new carry. q and k are normalised, and q is scaled by Dk^-0.5.
+    Returns `[R, T, H * Dv]` and the new carry. q and k are normalized, and q is scaled by Dk^-0.5.
     """
     library = dispatch.native(inputs, z, *carry, conv, A, dt_bias, norm.weight)
     known = all_float32(inputs, z, *carry, conv, A, dt_bias, norm.weight)

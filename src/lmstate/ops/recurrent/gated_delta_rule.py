@@ -140,7 +140,7 @@ def _segment(
     rows, heads = v.shape[1:3]
     chunks, _, key_heads, _, key_dim = k.shape
     kq = torch.stack([k, q], 3)  # [N, R, Hk, 2, c, Dk]
-    # What normalises k and q joins the decays below, which multiply them anyway: [N, R, Hk, 2, c, 1].
+    # What normalizes k and q joins the decays below, which multiply them anyway: [N, R, Hk, 2, c, 1].
     unit = _inverse_length(kq) if normalize else kq.new_ones(*kq.shape[:-1], 1)
     # The sum is float64: the decay between two late tokens is a small difference of large sums.
     log_decay = g.double().cumsum(3)  # [N, R, H, c] or [N, R, H, c, Dk]

@@ -37,7 +37,7 @@ def ssd_mixer(
     """gated_norm(ssd(silu(conv(x, B, C)), dt), gate), of H heads of P = `head_dim` features, their states N wide.
 
     inputs     [R, T, F]   x, B, C before their convolution `[H * P + 2 * G * N]` | dt `[H]`, as projected
-    gate       [R, T, H * P], as projected; None: the outputs are not wanted, and are neither gated nor normalised
+    gate       [R, T, H * P], as projected; None: the outputs are not wanted, and are neither gated nor normalized
     carry      (the convolution's tail [R, C-1, H * P + 2 * G * N], the state [R, H, P, N]), not written
     counts     [R] int64: tokens of a row from its count on are padding
     conv       [H * P + 2 * G * N, C], conv_bias its features or None

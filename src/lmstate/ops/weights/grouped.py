@@ -1,6 +1,6 @@
-"""A matrix `[N, K]` (outputs, inputs) in one storage: float, or quantised in groups of 32 inputs.
+"""A matrix `[N, K]` (outputs, inputs) in one storage: float, or quantized in groups of 32 inputs.
 
-Quantised matrices have one packing for every processor. Sixteen outputs form a block; a block holds, group after group,
+Quantized matrices have one packing for every processor. Sixteen outputs form a block; a block holds, group after group,
 the sixteen outputs' numbers and then their scales, so that a product walks through memory once, in order:
 
     int4   4 x 64 bytes, byte (j, n, b): input 8j + b of output n in the low nibble, input 8j + 4 + b in the high one;
@@ -62,7 +62,7 @@ class FloatWeight(Weight):
 
 
 class _GroupedWeight(Weight):
-    """What the two quantised kinds share: the packed blocks, and the views into them."""
+    """What the two quantized kinds share: the packed blocks, and the views into them."""
 
     QUANTS: ClassVar[int]
     """Bytes of the numbers of one group of one block."""

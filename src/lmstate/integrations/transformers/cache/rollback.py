@@ -40,7 +40,7 @@ class Checkpoint:
 
 
 class Rollback(DynamicCache, hooks.CallObserver):
-    """The part of `StateCache` that goes back; `layers` are set before it is initialised."""
+    """The part of `StateCache` that goes back; `layers` are set before it is initialized."""
 
     layers: list[Any]  # Kept, DummyLayer, or a layer of transformers' own
 

@@ -25,7 +25,7 @@ class NativeLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """`[..., K] -> [..., N]`."""
-        held = self._parameters  # where attributes are looked up last; parametrised or pruned, a weight is elsewhere
+        held = self._parameters  # where attributes are looked up last; parametrized or pruned, a weight is elsewhere
         weight, bias = held.get("weight"), held.get("bias")
         library = dispatch.native(input, weight, bias)  # None in a graph too
         if library is None or weight is None or not _applies(input, weight, bias):

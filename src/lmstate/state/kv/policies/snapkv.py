@@ -15,7 +15,7 @@ from lmstate.state.kv.policies.base import Budget, Slots
 class SnapKV(Budget):
     """Keeps the slots that the last `window` queries attend to, and those `window` tokens themselves.
 
-    Scores are sums over the queries of their attention to what is kept, the largest of `pool` neighbours in the text,
+    Scores are sums over the queries of their attention to what is kept, the largest of `pool` neighbors in the text,
     averaged over the query heads of a group. The paper scores a prompt once; here the same rule is asked again whenever
     the budget is passed, for a quarter of it at a time (or `window` slots, where that is more): between two evictions
     a head holds the rest of the budget or more.
@@ -44,10 +44,10 @@ class SnapKV(Budget):
         own = slots.lengths - count + torch.arange(count, device=scores.device)  # [R, 1, W]
         sees = slots.alive[:, :, None] & (slots.positions[:, :, None] <= own[..., None])  # [R, K, W, S]
         weights = scores.unflatten(2, (-1, count)).masked_fill_(~sees[:, :, None], -torch.inf).softmax(-1).mean(2)
-        return neighbours(weights.masked_fill_(~slots.asked[:, None, :, None], 0).sum(2), slots, self.pool)
+        return neighbors(weights.masked_fill_(~slots.asked[:, None, :, None], 0).sum(2), slots, self.pool)
 
 
-def neighbours(scores: Tensor, slots: Slots, width: int) -> Tensor:
+def neighbors(scores: Tensor, slots: Slots, width: int) -> Tensor:
     """The largest score `[R, K, S]` among the `width` slots around each, in the order of the text."""
     order = torch.where(slots.alive, slots.positions, torch.iinfo(torch.int32).max).argsort(dim=-1)
     sorted_scores = scores.masked_fill(~slots.alive, 0).gather(-1, order)

@@ -17,7 +17,7 @@ typedef struct {
 void lmstate_count_high_bytes(const count_args *a) {
 #pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
   {
-    int64_t seen[2][256] = {{0}}; /* two, for equal neighbours would wait for each other */
+    int64_t seen[2][256] = {{0}}; /* two, for equal neighbors would wait for each other */
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < a->count / 2; i++) {
       seen[0][a->matrix[2 * i] >> 8]++;

@@ -95,7 +95,7 @@ INLINE void vf_round_to_int8(int8_t *out, vf x) { /* to nearest even, saturating
   _mm_storel_epi64((__m128i *)out, _mm_packs_epi16(words, words));
 }
 
-/* Sixteen outputs of a quantised block: two halves of eight. */
+/* Sixteen outputs of a quantized block: two halves of eight. */
 typedef struct { __m256 lo, hi; } f16x;
 typedef struct { __m256i w[16]; } group; /* 8 x 4 inputs of 16 outputs, unsigned bytes */
 

@@ -90,7 +90,7 @@ INLINE void vf_round_to_int8(int8_t *out, vf x) { /* to nearest even, saturating
   _mm_storeu_si128((__m128i *)out, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x)));
 }
 
-/* Sixteen outputs of a quantised block. */
+/* Sixteen outputs of a quantized block. */
 typedef __m512 f16x;
 typedef struct { __m512i w[8]; } group; /* 8 x 4 inputs of 16 outputs, unsigned bytes */
 

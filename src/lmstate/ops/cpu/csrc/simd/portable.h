@@ -66,7 +66,7 @@ INLINE void vf_round_to_int8(int8_t *out, vf x) { /* to nearest even, saturating
   }
 }
 
-/* Sixteen outputs of a quantised block. */
+/* Sixteen outputs of a quantized block. */
 typedef struct { float v[16]; } f16x;
 typedef struct { uint8_t w[512]; } group; /* 8 x 4 inputs of 16 outputs */
 

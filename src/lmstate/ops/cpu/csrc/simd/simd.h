@@ -56,7 +56,7 @@ INLINE uint16_t float_to_f16_bits(float f) { /* round to nearest even */
   return (uint16_t)(sign | ((u - 0x38000000u + 0xfffu + ((u >> 13) & 1)) >> 13));
 }
 
-/* Inputs that `part_dot` takes: a group of a quantised weight. */
+/* Inputs that `part_dot` takes: a group of a quantized weight. */
 enum { PART = 32 };
 
 /* Where input i of a span of bfloat12.h lies in it: so that bytes which are put side by side, and then taken apart by
