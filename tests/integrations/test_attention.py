@@ -57,7 +57,7 @@ def test_logits_equal_those_of_transformers(name: str, kind: Any, monkeypatch: p
         pieces = [call(model, ids[:, a:b], cache, a) for a, b in itertools.pairwise(CUTS)]
     torch.testing.assert_close(torch.cat(pieces, 1), torch.cat(expected, 1), atol=1e-4, rtol=1e-4)
     if name not in BIASED and dispatch.choice().library is not None and model.config._attn_implementation == "sdpa":
-        short = {1} if getattr(cache, "one_by_one", False) else {1, 5}
+        short = {1} if getattr(cache, "feeds_singly", False) else {1, 5}
         assert short <= set(counts), "single tokens and short pieces are to run natively"
 
 
