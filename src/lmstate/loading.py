@@ -26,7 +26,8 @@ def load(
 ) -> Model:
     """Load a model by alias ("smollm2"), directory, `.gguf` file or Hub id.
 
-    weights: storage of the matrices, "auto", "int4", "int8", "bfloat16" or "float32"; "auto" keeps the precision of a
+    weights: storage of the matrices, "auto", "int4" (embeddings, heads and what a file holds in more bits stay int8),
+    "int8", "bfloat16" or "float32"; "auto" keeps the precision of a
     quantized file, and takes float checkpoints in bfloat16 where the processor multiplies it, else in float32.
     dtype: of stored keys and values and of large products; float32 for float32 weights, else bfloat16.
     device: the CPU unless given.

@@ -292,3 +292,24 @@ def test_any_changed_byte_of_the_cache_is_noticed(tmp_path):
             assert opened.config == config
             same(made, build(WeightLoader(opened, cache=cache)))
     build(WeightLoader(open_cached(path, cache), cache=cache))  # and what was made again is read again
+
+
+def test_int4_keeps_embeddings_and_what_a_file_holds_in_more_bits_at_8(tmp_path):
+    floats = WeightLoader(open_cached(float_directory(tmp_path / "m"), None), "int4")
+    floats.config = type(floats.config)(
+        {**floats.config, "vocab_size": floats.shape("model.embed_tokens.weight")[0]}, ""
+    )
+    made = build(floats)
+    assert made["embed"].kind == "int8" and {made[f"{part}0"].kind for part in ("qkv", "o", "up", "down")} == {"int4"}
+    for format_, kind in (("Q4_1", "int4"), ("Q8_0", "int8")):
+        path = ggufs.write(tmp_path / f"{format_}.gguf", tensors=ggufs.llama_tensors(quantized(format_)))
+        whole = build(WeightLoader(open_cached(path, None), "int4"))
+        assert {whole[f"{part}0"].kind for part in ("qkv", "o", "up", "down")} == {kind}
+
+
+def test_int8_embeddings_cost_outliers_less_than_int4_ones(tmp_path):
+    torch.manual_seed(0)
+    rows = torch.randn(97, 64)
+    rows[:, ::32] *= 30  # a channel of outliers in each group
+    worst = {kind: (weights_module.quantize(rows, kind).dequantize() - rows).abs().mean() for kind in ("int4", "int8")}
+    assert worst["int8"] < 0.2 * worst["int4"]

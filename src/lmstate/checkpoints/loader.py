@@ -35,10 +35,11 @@ Make: TypeAlias = Callable[..., Numbers]
 class WeightLoader:
     """Hands out the parameters of one checkpoint, and knows which of them nobody asked for.
 
-    `kind`: the storage of the matrices. "auto" keeps the precision of a quantized file; float checkpoints become
-    bfloat16 where the processor multiplies it natively, float32 elsewhere. `dtype`: that of K/V storage and of the big
-    products, float32 for float32 weights and bfloat16 for all others unless given. `cache`: the folder where
-    conversions are kept, None for nowhere. `progress`: whether a long conversion may draw a bar on a terminal.
+    `kind`: the storage of the matrices; of "int4" embeddings, heads and what a file holds in more bits are int8. "auto"
+    keeps the precision of a quantized file; float checkpoints become bfloat16 where the processor multiplies it
+    natively, float32 elsewhere. `dtype`: that of K/V storage and of the big products, float32 for float32 weights and
+    bfloat16 for all others unless given. `cache`: the folder where conversions are kept, None for nowhere. `progress`:
+    whether a long conversion may draw a bar on a terminal.
 
     Matrices that need no conversion lie in the mapped checkpoint itself. Those that are stacked from several (q, k, v)
     are copied together at each start, and bfloat16 ones are squeezed where a native body reads them so: both are faster
@@ -231,11 +232,19 @@ class WeightLoader:
         return settled
 
     def _storage(self, parts: list[_Part]) -> str:
-        """The storage that a stack is brought to."""
-        if self.kind != "auto":
-            return self.kind
-        own = (part.stored if part.stored in ("int4", "int8") else self.float_kind for part in parts)
-        return max(own, key=WIDTHS.index)
+        """The storage that a stack is brought to.
+
+        int4 is for what loses little by it: embeddings and heads, where a few outliers cost much of the perplexity,
+        become int8, and what a file holds in more than 4 bits does not go below 8.
+        """
+        stored = [part.stored for part in parts]
+        if self.kind == "auto":
+            return max((one if one in ("int4", "int8") else self.float_kind for one in stored), key=WIDTHS.index)
+        if self.kind == "int4" and set(stored) != {"int4"}:
+            names = [name for part in parts for name in part.names]
+            outside = not any(word.isdecimal() for name in names for word in name.split("."))  # of every layer
+            return "int8" if outside or "int8" in stored else "int4"
+        return self.kind
 
     def _convert(self, parts: list[_Part], kind: str, order: Tensor | None) -> Weight:
         numbers = [self._read(part) for part in parts]
