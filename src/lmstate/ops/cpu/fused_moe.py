@@ -60,8 +60,8 @@ def choose_experts(body: Callable[[bytes], int], logits: Tensor, router: RouterP
     )  # fmt: skip
     of = ctypes.create_string_buffer(fields, len(fields))
     scores = logits.clone(memory_format=torch.contiguous_format)  # they become the scores
-    weights, chosen = torch.empty(tokens, top_k), torch.empty(tokens, top_k, dtype=torch.int32)
-    room = torch.empty(2 * count)
+    weights, chosen = (torch.empty(tokens, top_k, dtype=dtype) for dtype in (torch.float32, torch.int32))
+    room = torch.empty(2 * count, dtype=torch.float32)
     pointers = ctypes.addressof(of), scores.data_ptr(), weights.data_ptr(), chosen.data_ptr(), room.data_ptr()
     body(abi.CHOOSE_EXPERTS.pack(*pointers, tokens))
     return weights, chosen.long()
