@@ -31,9 +31,13 @@ def prompts_of(*lengths: int, seed: int = 0) -> list[list[int]]:
     return [text(length, seed=seed + length)[0].tolist() for length in lengths]
 
 
-def run(model: lmstate.Model, prompts: list[list[int]], state: lmstate.State, draft: object, **options: object) -> None:
-    for _ in Generation(model, prompts, state, draft=draft, **options):  # type: ignore[arg-type]
+def run(
+    model: lmstate.Model, prompts: list[list[int]], state: lmstate.State, draft: object, **options: object
+) -> Generation:
+    generation = Generation(model, prompts, state, draft=draft, **options)  # type: ignore[arg-type]
+    for _ in generation:
         pass
+    return generation
 
 
 def whole_texts(state: lmstate.State) -> list[list[int]]:
@@ -115,11 +119,11 @@ def test_drafts_stop_at_the_edge_of_capacity() -> None:
     plain, state = model.new_state(capacity=25), model.new_state(capacity=25)
     free = model.new_state()
     run(model, [prompt], free, None, max_new_tokens=30)
-    with pytest.raises(lmstate.CapacityError):
-        run(model, [prompt], plain, None, max_new_tokens=30)
+    without = run(model, [prompt], plain, None, max_new_tokens=30)
     oracle = NoisyOracle(whole_texts(free), 1.0, VOCAB)
-    with pytest.raises(lmstate.CapacityError):
-        run(model, [prompt], state, always(oracle, VOCAB, depth=7), max_new_tokens=30)
+    drafted = run(model, [prompt], state, always(oracle, VOCAB, depth=7), max_new_tokens=30)
+    assert drafted.report().finished == without.report().finished == ("capacity",)
+    assert drafted.texts == without.texts
     assert state.tokens(0) == plain.tokens(0) and state.lengths == [25]
 
 
