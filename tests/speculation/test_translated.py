@@ -36,6 +36,8 @@ class Reciter:
 
     eos_ids: frozenset[int] = frozenset()
 
+    has_tokenizer = True
+
     def __init__(self, tokenizer: Tokenizer, text: str) -> None:
         self.tokenizer, self.text = tokenizer, text
         self.config = ModelConfig("reciter", tokenizer.vocab_size, hidden_size=1)
