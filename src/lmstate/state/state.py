@@ -167,16 +167,17 @@ class State:
         if len(counts) != self.rows:
             raise StateError(f"{len(counts)} rows of tokens were given to a state of {self.rows}; idle rows are []")
         self._check_capacity(counts)
-        changes, rows = Changes(), []
         for index, (row, count) in enumerate(zip(self._rows, counts)):
             regime = self._regime(row.length + count)
             to = 0 if row.cached and regime != row.regime else row.cached
             if logits and not count and row.logits is None and row.cached == row.length > 0:
                 to = min(to, row.length - 1)
-            row = self._rewind_layers(index, to, changes)
-            rows.append(row if row.cached or row.regime == regime else row._replace(regime=regime))
-        if any(new is not old for new, old in zip(rows, self._rows)):
-            self._apply(changes, rows)
+            # Each row in a change of its own: the next one starts from the tensors that this one leaves.
+            changes = Changes()
+            new = self._rewind_layers(index, to, changes)
+            new = new if new.cached or new.regime == regime else new._replace(regime=regime)
+            if new is not row:
+                self._apply(changes, self._with(index, new))
         return [row.backlog for row in self._rows]
 
     def plan_backlog(self, ids: list[list[int]], counts: Sequence[int]) -> Step:
