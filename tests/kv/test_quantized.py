@@ -155,8 +155,8 @@ def test_decoded_numbers_are_half_a_step_off_at_most(bits: int, dim: int, size: 
 def test_turned_twice_is_as_it_was() -> None:
     for dim in (6, 12, 64, 80, 128):
         x = torch.randn(3, dim)
-        torch.testing.assert_close(kv_format.turned(kv_format.turned(x)), x)
-        torch.testing.assert_close(kv_format.turned(x).norm(dim=-1), x.norm(dim=-1))
+        torch.testing.assert_close(kv_format.hadamard(kv_format.hadamard(x)), x)
+        torch.testing.assert_close(kv_format.hadamard(x).norm(dim=-1), x.norm(dim=-1))
 
 
 @every_width
@@ -204,7 +204,7 @@ class Stored:
     def visible(self, k: Tensor, v: Tensor, query: int) -> tuple[Tensor, Tensor]:
         """One row's keys and values `[K, n, D]`, all of them, as a query at this position reads them."""
         by_vector, coded_v = (
-            kv_format.turned(kv_format.decode(*kv_format.encode(kv_format.turned(x), self.bits, WHOLE), self.bits))
+            kv_format.hadamard(kv_format.decode(*kv_format.encode(kv_format.hadamard(x), self.bits, WHOLE), self.bits))
             for x in (k, v)
         )
         if self.tail is None:
@@ -222,11 +222,11 @@ def test_a_query_that_is_no_number_sees_none_and_leaves_the_others_alone(bits: i
         pytest.skip("torch's own attention in bfloat16 makes no such promise")
     stored = Stored(bits, 64, 128, dtype=dtype)
     q, k, v = stored.new((40, 40, 40))
-    starts, counts, scoring = torch.zeros(3, dtype=torch.int64), torch.tensor([40, 40, 40]), AttentionParams(0.125)
+    starts, counts, params = torch.zeros(3, dtype=torch.int64), torch.tensor([40, 40, 40]), AttentionParams(0.125)
     broken = q.clone()
     broken[0, 7, 2, 5], broken[1, 9, 4, 0] = torch.nan, torch.inf
     want, got = (
-        attend_quantized(x, (k, v), None, stored.held, stored.tail, starts, counts, scoring, bits=bits, dtype=dtype)
+        attend_quantized(x, (k, v), None, stored.held, stored.tail, starts, counts, params, bits=bits, dtype=dtype)
         for x in (q, broken)
     )
     touched = (q != broken).any(-1)
@@ -246,9 +246,9 @@ def test_attention_reads_what_the_codes_stand_for(bits: int, window: int | None,
     for turn, counts in enumerate([(40, 7, 0), (1, 33, 20), (38, 2, 32), (1, 0, 1), (40, 32, 40), (32, 30, 9)] * 2):
         q, k, v = stored.new(counts)
         starts = torch.tensor(stored.lengths)
-        scoring = AttentionParams(dim**-0.5, 3.0, sinks) if turn % 2 else AttentionParams(dim**-0.5)
+        params = AttentionParams(dim**-0.5, 3.0, sinks) if turn % 2 else AttentionParams(dim**-0.5)
         out = attend_quantized(
-            q, (k, v), None, stored.held, stored.tail, starts, torch.tensor(counts), scoring, CausalMask(window),
+            q, (k, v), None, stored.held, stored.tail, starts, torch.tensor(counts), params, CausalMask(window),
             bits=bits, dtype=dtype,
         )  # fmt: skip
         for r, count in enumerate(counts):
@@ -258,7 +258,7 @@ def test_attention_reads_what_the_codes_stand_for(bits: int, window: int | None,
                 at = stored.lengths[r] + i
                 keys, values = (x[None, :, : at + 1] for x in stored.visible(k_row, v_row, at))
                 alone = ops.attend(
-                    q[r : r + 1, i : i + 1], keys, values, torch.tensor([at]), torch.tensor([1]), scoring,
+                    q[r : r + 1, i : i + 1], keys, values, torch.tensor([at]), torch.tensor([1]), params,
                     CausalMask(window),
                 )  # fmt: skip
                 differences.append((out[r, i] - alone[0, 0]).abs().flatten())

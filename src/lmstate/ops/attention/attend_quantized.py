@@ -38,8 +38,8 @@ def attend_quantized(
     tail: Tensor | None,
     starts: Tensor,
     counts: Tensor,
-    scoring: AttentionParams,
-    sight: CausalMask = FULL_CAUSAL,
+    params: AttentionParams,
+    mask: CausalMask = FULL_CAUSAL,
     *,
     bits: int,
     dtype: torch.dtype = torch.float32,
@@ -52,11 +52,11 @@ def attend_quantized(
     scale. The reference expands what it reads in `dtype`. Adds what each slot receives to `columns`, of a ring that has
     not wrapped. Reads starts and counts on the host.
     """
-    body = _native(q, new, held, tail, bits, scoring.sinks)
+    body = _native(q, new, held, tail, bits, params.sinks)
     most = MOST if columns is None else OBSERVED
     if body is not None and q.shape[1] <= most:
         out = body.attend_quantized(
-            q, new, rotation, held, tail, starts, counts, bits, scoring, sight, columns, dtype=dtype
+            q, new, rotation, held, tail, starts, counts, bits, params, mask, columns, dtype=dtype
         )
         assert out is not None
         return out
@@ -65,7 +65,7 @@ def attend_quantized(
         new = None if new is None else (rope(new[0], *rotation), new[1])
     if new is not None:
         if body is not None:
-            body.attend_quantized(q, new, None, held, tail, starts, counts, bits, scoring, sight, stores_only=True)
+            body.attend_quantized(q, new, None, held, tail, starts, counts, bits, params, mask, stores_only=True)
         elif tail is None:
             _store_vectors(new, held, starts, counts, bits)
         else:
@@ -75,7 +75,7 @@ def attend_quantized(
         for first, block in zip(range(0, q.shape[1], most), q.split(most, dim=1)):
             some = (counts - first).clamp(0, most)
             out = body.attend_quantized(
-                block, None, None, held, tail, starts + first, some, bits, scoring, sight, columns, dtype=dtype
+                block, None, None, held, tail, starts + first, some, bits, params, mask, columns, dtype=dtype
             )
             assert out is not None
             blocks.append(out)
@@ -87,14 +87,14 @@ def attend_quantized(
             for codes, scales in ((held.k, held.k_scale), (held.v, held.v_scale))
         )
         if columns is None:
-            seen = attend_reference(kv_format.turned(q), k, v, starts, counts, scoring, sight)
+            seen = attend_reference(kv_format.hadamard(q), k, v, starts, counts, params, mask)
         else:
             slots, observed = torch.arange(end, device=k.device), columns._replace(sums=columns.sums[..., :end])
             where = slots.expand(k.shape[:3])
-            seen = attend_slots(kv_format.turned(q), k, v, where, starts, counts, scoring, sight, observed)
+            seen = attend_slots(kv_format.hadamard(q), k, v, where, starts, counts, params, mask, observed)
     else:
-        seen = _attend_blocks(q, held, tail, starts, counts, bits, dtype, scoring, sight)
-    return kv_format.turned(seen)
+        seen = _attend_blocks(q, held, tail, starts, counts, bits, dtype, params, mask)
+    return kv_format.hadamard(seen)
 
 
 def _native(
@@ -113,7 +113,7 @@ def _store_vectors(new: tuple[Tensor, Tensor], held: Held, starts: Tensor, count
 
 
 def _store_turned(new: Tensor, codes: Tensor, scales: Tensor, starts: Tensor, counts: Tensor, bits: int) -> None:
-    for coded, ring in zip(kv_format.encode(kv_format.turned(new), bits, WHOLE), (codes, scales)):
+    for coded, ring in zip(kv_format.encode(kv_format.hadamard(new), bits, WHOLE), (codes, scales)):
         append_one(coded, ring, starts, counts)
 
 
@@ -139,15 +139,15 @@ def _attend_blocks(
     counts: Tensor,
     bits: int,
     dtype: torch.dtype,
-    scoring: AttentionParams,
-    sight: CausalMask,
+    params: AttentionParams,
+    mask: CausalMask,
 ) -> Tensor:
     """The queries of one block of positions after another; values stay turned."""
     rows, tokens, heads, _ = q.shape
     dim_v = held.v.shape[3] * 8 // bits
     out = []
     for r, (start, count) in enumerate(zip(starts.tolist(), counts.tolist())):
-        first, end, low = start // BLOCK * BLOCK, start + count, sight.low(start) // BLOCK * BLOCK
+        first, end, low = start // BLOCK * BLOCK, start + count, mask.first_visible(start) // BLOCK * BLOCK
         coded = max(low, (end - 1) // BLOCK * BLOCK)
         floats = unroll(tail[r : r + 1], first, end).to(dtype)  # [1, K, end - first, D]
         k, k_scale = (unroll(x[r : r + 1], low, coded) for x in (held.k, held.k_scale))  # [1, K, coded - low, ...]
@@ -156,11 +156,11 @@ def _attend_blocks(
         pieces, position = [], start
         while position < end:
             block = position // BLOCK * BLOCK
-            stop, a = min(end, block + BLOCK), sight.low(position)
+            stop, a = min(end, block + BLOCK), mask.first_visible(position)
             b = max(a, block)
             k = torch.cat([keys[:, :, a - low : b - low], floats[:, :, b - first : stop - first]], dim=2)
             v = values[:, :, a - low : stop - low]
-            pieces.append(attend_span(q[r : r + 1, position - start : stop - start], k, v, position, a, scoring, sight))
+            pieces.append(attend_span(q[r : r + 1, position - start : stop - start], k, v, position, a, params, mask))
             position = stop
         out.append(torch.cat([*pieces, q.new_zeros(1, tokens - count, heads, dim_v)], dim=1))
     return torch.cat(out) if rows else q.new_zeros(0, tokens, heads, dim_v)

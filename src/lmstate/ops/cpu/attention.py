@@ -83,14 +83,14 @@ class Attention:
         v: Tensor,
         starts: Tensor,
         counts: Tensor,
-        scoring: AttentionParams,
-        sight: CausalMask,
+        params: AttentionParams,
+        mask: CausalMask,
         columns: AttentionSums | None = None,
     ) -> Tensor:
         """`ops.attend`, or `ops.attend_observed`."""
         out = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float32)
         starts, counts = integers(starts, "starts", len(q)), integers(counts, "counts", len(q))
-        fields = attend_fields(q, k, v, starts, counts, scoring, sight, out, columns)
+        fields = attend_fields(q, k, v, starts, counts, params, mask, out, columns)
         check_attended(self._attend(abi.ATTEND.pack(*fields)), q, k, starts, counts)
         return out
 
@@ -106,8 +106,8 @@ class Attention:
         v: Tensor,
         starts: Tensor,
         counts: Tensor,
-        scoring: AttentionParams,
-        sight: CausalMask,
+        params: AttentionParams,
+        mask: CausalMask,
     ) -> Tensor:
         """`ops.rotate_attend`, in one call."""
         shapes = (q.shape, k_new.shape, (*q.shape[:3], v.shape[3]))
@@ -118,7 +118,7 @@ class Attention:
             *rope_fields(q, cos, sin, interleaved, turned_q, threads_for(q.numel())),
             *rope_fields(k_new, cos, sin, interleaved, turned_k, threads_for(k_new.numel())),
             *append_fields(turned_k, v_new, k, v, starts, counts, threads_for(k_new.numel())),
-            *attend_fields(turned_q, k, v, starts, counts, scoring, sight, out),
+            *attend_fields(turned_q, k, v, starts, counts, params, mask, out),
         )
         check_attended(self._rotate_attend(arguments), q, k, starts, counts)
         return out
@@ -143,8 +143,8 @@ class Attention:
         starts: Tensor,
         counts: Tensor,
         bits: int,
-        scoring: AttentionParams,
-        sight: CausalMask,
+        params: AttentionParams,
+        mask: CausalMask,
         columns: AttentionSums | None = None,
         *,
         dtype: torch.dtype = torch.float32,
@@ -178,7 +178,7 @@ class Attention:
         if q.stride(3) != 1 or (tail is None and rotates is _NO_ROTATION):
             q = q.clone(memory_format=torch.contiguous_format)  # where there is no tail, it is turned in place
         out = None if stores_only else torch.empty(rows, tokens, heads, dim_v, dtype=torch.float32)
-        sinks = sinks_pointer(scoring, heads)
+        sinks = sinks_pointer(params, heads)
         ring, strides = (0, (0, 0, 0)) if tail is None else (tail.data_ptr(), tail.stride()[:3])
         kind = KINDS[dtype if tail is None else tail.dtype]
         arguments = abi.ATTEND_QUANTIZED.pack(
@@ -189,7 +189,7 @@ class Attention:
             0 if out is None else out.data_ptr(), *column_pointers(columns, held.k.shape[:3]),
             rows, tokens, heads, kv_heads, slots, dim, dim_v, *q.stride()[:3], *strides, 0, 0, 0,
             0 if columns is None else columns.sums.shape[2], kind,
-            *rule_fields(scoring, sight),
+            *rule_fields(params, mask),
         )  # fmt: skip
         check_attended(self._attend_quantized(arguments), q, held.k, starts, counts)
         return out
