@@ -16,7 +16,7 @@ from lmstate.ops import AttentionParams, CausalMask, dispatch
 from lmstate.ops.attention.attend_quantized import WHOLE, attend_quantized
 from lmstate.ops.types import kv_format
 from lmstate.ops.types.kv_format import BLOCK
-from lmstate.ops.types.params import Held
+from lmstate.ops.types.params import QuantizedKV
 from lmstate.state import Layout, attention_state
 from lmstate.state.kv.quantized.blocks import SHORT, BlockState
 from tests.invariants.mirror import Mirror, bytes_held
@@ -189,8 +189,10 @@ class Stored:
         codes, scales = kv_format.widths(dim, bits, WHOLE)
         block = scales if bits == 8 else kv_format.block_scales(dim)
         kind = kv_format.code_dtype(bits)
-        self.held = Held(empty(codes, kind), empty(codes, kind), empty(block, torch.half), empty(scales, torch.half))
-        self.tail = None if bits == 8 else empty(dim, dtype, BLOCK - 1 + 40)
+        self.kv = QuantizedKV(
+            bits, empty(codes, kind), empty(codes, kind), empty(block, torch.half), empty(scales, torch.half),
+            None if bits == 8 else empty(dim, dtype, BLOCK - 1 + 40),
+        )  # fmt: skip
         self.bits, self.dim, self.slots, self.dtype = bits, dim, slots, dtype
         self.generator = torch.Generator().manual_seed(dim)
         self.k = self.v = torch.zeros(rows, kv_heads, 0, dim)  # all that was ever stored
@@ -207,7 +209,7 @@ class Stored:
             kv_format.hadamard(kv_format.decode(*kv_format.encode(kv_format.hadamard(x), self.bits, WHOLE), self.bits))
             for x in (k, v)
         )
-        if self.tail is None:
+        if self.kv.tail is None:
             return by_vector, coded_v
         n = query // BLOCK * BLOCK
         k = k.to(self.dtype).float()  # codes are made of what the tail holds
@@ -225,10 +227,7 @@ def test_a_query_that_is_no_number_sees_none_and_leaves_the_others_alone(bits: i
     starts, counts, params = torch.zeros(3, dtype=torch.int64), torch.tensor([40, 40, 40]), AttentionParams(0.125)
     broken = q.clone()
     broken[0, 7, 2, 5], broken[1, 9, 4, 0] = torch.nan, torch.inf
-    want, got = (
-        attend_quantized(x, (k, v), None, stored.held, stored.tail, starts, counts, params, bits=bits, dtype=dtype)
-        for x in (q, broken)
-    )
+    want, got = (attend_quantized(x, (k, v), None, stored.kv, starts, counts, params, dtype=dtype) for x in (q, broken))
     touched = (q != broken).any(-1)
     assert got[touched].isnan().all() and torch.equal(got[~touched], want[~touched])
 
@@ -248,8 +247,8 @@ def test_attention_reads_what_the_codes_stand_for(bits: int, window: int | None,
         starts = torch.tensor(stored.lengths)
         params = AttentionParams(dim**-0.5, 3.0, sinks) if turn % 2 else AttentionParams(dim**-0.5)
         out = attend_quantized(
-            q, (k, v), None, stored.held, stored.tail, starts, torch.tensor(counts), params, CausalMask(window),
-            bits=bits, dtype=dtype,
+            q, (k, v), None, stored.kv, starts, torch.tensor(counts), params, CausalMask(window),
+            dtype=dtype,
         )  # fmt: skip
         for r, count in enumerate(counts):
             k_row, v_row = (torch.cat([old, x[r, :count].transpose(0, 1)], 1) for old, x in zip(whole[r], (k, v)))
@@ -281,14 +280,14 @@ def test_a_row_has_the_same_bits_however_its_tokens_come(bits: int) -> None:
         q, k, v = together.new((n, 0, max(n - 3, 0)))
         starts = torch.tensor(together.lengths)
         got = attend_quantized(
-            q, (k, v), None, together.held, together.tail, starts, torch.tensor([n, 0, max(n - 3, 0)]),
-            AttentionParams(0.125), bits=bits,
+            q, (k, v), None, together.kv, starts, torch.tensor([n, 0, max(n - 3, 0)]),
+            AttentionParams(0.125),
         )  # fmt: skip
         for i in range(n):
             one = attend_quantized(
-                q[:, i : i + 1], (k[:, i : i + 1], v[:, i : i + 1]), None, alone.held, alone.tail,
+                q[:, i : i + 1], (k[:, i : i + 1], v[:, i : i + 1]), None, alone.kv,
                 torch.tensor([together.lengths[0] + i, 0, 0]), torch.tensor([1, 0, 0]), AttentionParams(0.125),
-            bits=bits, )  # fmt: skip
+            )  # fmt: skip
             assert torch.equal(one[0, 0], got[0, i])
         together.lengths = [together.lengths[0] + n, 0, together.lengths[2] + max(n - 3, 0)]
 

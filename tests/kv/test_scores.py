@@ -15,7 +15,7 @@ from lmstate.ops.attention.attend_quantized import WHOLE, attend_quantized
 from lmstate.ops.attention.attend_slots import attend_observed, attend_slots
 from lmstate.ops.attention.slots import commit_slots, commit_slots_reference, undo_evictions
 from lmstate.ops.types import kv_format
-from lmstate.ops.types.params import AttentionSums, Held
+from lmstate.ops.types.params import AttentionSums, QuantizedKV
 from lmstate.ops.types.slot_table import EvictLowest, SlotCommit, SlotTable
 from lmstate.state import Layout, Step, attention_state
 from lmstate.state.changes import Changes
@@ -154,7 +154,8 @@ def test_observed_codes_equal_what_they_stand_for(bits: int, width: int, dim: in
     generator = torch.Generator().manual_seed(bits)
     slots, before = 190, 70
     codes, scales = kv_format.widths(dim, bits, WHOLE)
-    held = Held(
+    kv = QuantizedKV(
+        bits,
         *(torch.zeros(2, KV_HEADS, slots, codes, dtype=kv_format.code_dtype(bits)) for _ in "kv"),
         *(torch.zeros(2, KV_HEADS, slots, scales, dtype=torch.float16) for _ in "kv"),
     )
@@ -166,9 +167,9 @@ def test_observed_codes_equal_what_they_stand_for(bits: int, width: int, dim: in
         new = tuple(torch.randn(2, tokens, KV_HEADS, dim, generator=generator) for _ in "kv")
         stored.append(new)
         sums = AttentionSums(torch.zeros(2, KV_HEADS, 3, slots), starts + counts)
-        seen = attend_quantized(q, new, None, held, None, starts, counts, params, bits=bits, columns=sums)
+        seen = attend_quantized(q, new, None, kv, starts, counts, params, columns=sums)
         starts, counts = counts, torch.tensor([width, width // 2])
-    k, v = (kv_format.decode(x, scale, bits) for x, scale in ((held.k, held.k_scale), (held.v, held.v_scale)))
+    k, v = (kv_format.decode(x, scale, bits) for x, scale in ((kv.k, kv.k_scale), (kv.v, kv.v_scale)))
     for ring, old, new in zip((k, v), *stored):
         both = torch.cat([old[0], new[0]]).transpose(0, 1)  # [K, n, D]
         wanted = kv_format.decode(*kv_format.encode(kv_format.hadamard(both), bits, WHOLE), bits)

@@ -20,7 +20,16 @@ from lmstate.ops.fused.choose_experts import choose_experts
 from lmstate.ops.fused.graph import CapturedGraph, Fusable, FusedGraph, packable
 from lmstate.ops.fused.mlp import feed_forward
 from lmstate.ops.recurrent.gated_norm import gated
-from lmstate.ops.types.params import FULL_CAUSAL, AttentionParams, CausalMask, Coded, KVView, Norm, Residual, RopeTables
+from lmstate.ops.types.params import (
+    FULL_CAUSAL,
+    AttentionParams,
+    CausalMask,
+    KVView,
+    Norm,
+    QuantizedKV,
+    Residual,
+    RopeTables,
+)
 from lmstate.ops.types.sublayers import (
     AttentionSublayer,
     Expert,
@@ -46,7 +55,6 @@ __all__ = [
     "Bfloat12Weight",
     "CapturedGraph",
     "CausalMask",
-    "Coded",
     "Expert",
     "FloatWeight",
     "Fusable",
@@ -59,6 +67,7 @@ __all__ = [
     "Mamba2Sublayer",
     "MoESublayer",
     "Norm",
+    "QuantizedKV",
     "RecurrentSublayer",
     "Residual",
     "RopeTables",

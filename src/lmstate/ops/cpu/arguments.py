@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lmstate.ops.cpu.abi import KINDS
 from lmstate.ops.types import kv_format
-from lmstate.ops.types.params import AttentionParams, AttentionSums, CausalMask, Held, Norm, Residual
+from lmstate.ops.types.params import AttentionParams, AttentionSums, CausalMask, Norm, QuantizedKV, Residual
 
 
 def function(library: ctypes.CDLL, name: str) -> Callable[[bytes], int]:
@@ -166,15 +166,15 @@ def check_attended(status: int, q: Tensor, k: Tensor, starts: Tensor, counts: Te
         )
 
 
-def check_quantized_kv(held: Held, tail: Tensor | None, rows: tuple[int, int], dim: int, dim_v: int, bits: int) -> None:
+def check_quantized_kv(kv: QuantizedKV, rows: tuple[int, int], dim: int, dim_v: int) -> None:
     """ValueError where these do not fit `(R, K)` and widths of keys and of values."""
-    slots = held.k.shape[2]
+    slots, bits, tail = kv.k.shape[2], kv.bits, kv.tail
     k_scales = 1 if tail is None else kv_format.block_scales(dim)
     expected = {
-        "k": (held.k, dim * bits // 8, kv_format.code_dtype(bits)),
-        "v": (held.v, dim_v * bits // 8, kv_format.code_dtype(bits)),
-        "k_scale": (held.k_scale, k_scales, torch.float16),
-        "v_scale": (held.v_scale, 1, torch.float16),
+        "k": (kv.k, dim * bits // 8, kv_format.code_dtype(bits)),
+        "v": (kv.v, dim_v * bits // 8, kv_format.code_dtype(bits)),
+        "k_scale": (kv.k_scale, k_scales, torch.float16),
+        "v_scale": (kv.v_scale, 1, torch.float16),
     }
     for name, (tensor, width, dtype) in expected.items():
         if tensor.shape != (*rows, slots, width) or tensor.dtype != dtype or not tensor.is_contiguous():

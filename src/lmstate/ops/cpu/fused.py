@@ -24,7 +24,7 @@ from lmstate.ops.cpu.arguments import (
     simple,
 )
 from lmstate.ops.cpu.fused_recurrent import Recurrence
-from lmstate.ops.types.params import Held, Norm
+from lmstate.ops.types.params import Norm
 from lmstate.ops.types.sublayers import (
     AttentionSublayer,
     MLPSublayer,
@@ -86,26 +86,25 @@ class Fused:
 
     def knows(self, view: KVView) -> bool:
         """Whether a layer with this view may run here."""
-        k, v, dim, coded = view.k, view.v, view.heads[2], view.coded
+        k, v, dim, quantized = view.k, view.v, view.heads[2], view.quantized
         if not (k.is_cpu and k.dtype == v.dtype and k.shape[3] == v.shape[3] and dim <= MAX_HEAD_DIM and dim % 4 == 0):
             return False
-        if coded is not None:
-            return coded.tail is None or coded.tail.dtype in KINDS
+        if quantized is not None:
+            return quantized.tail is None or quantized.tail.dtype in KINDS
         return k.dtype in KINDS and k.stride(3) == v.stride(3) == 1
 
     def view(self, view: KVView) -> bytes:
         """The arguments that keys and values are; pointers to what `rings` holds, but for its starts."""
-        (window, chunk), columns, coded = view.mask, view.columns, view.coded
+        (window, chunk), columns, quantized = view.mask, view.columns, view.quantized
         (rows, kv_heads, dim), slots = view.heads, view.k.shape[2]
         if view.k.shape != view.v.shape:
             raise ValueError(f"keys {list(view.k.shape)} and values {list(view.v.shape)} do not fit each other")
         floats: tuple[Tensor | None, Tensor | None] = (view.k, view.v)
         codes: tuple[int, ...] = (0,) * 6
-        if coded is not None:
-            held = Held(view.k, view.v, coded.k_scale, coded.v_scale)
-            check_quantized_kv(held, coded.tail, (rows, kv_heads), dim, dim, coded.bits)
-            floats, tail = (coded.tail, None), 0 if coded.tail is None else coded.tail.shape[2]
-            codes = (*(x.data_ptr() for x in held), coded.bits, tail)
+        if quantized is not None:
+            check_quantized_kv(quantized, (rows, kv_heads), dim, dim)
+            floats, tail = (quantized.tail, None), 0 if quantized.tail is None else quantized.tail.shape[2]
+            codes = (*(x.data_ptr() for x in quantized.tensors), quantized.bits, tail)
         kind = 0 if floats[0] is None else KINDS[floats[0].dtype]
         planes = 0 if columns is None else columns.shape[2]
         queries = 0 if view.queries is None else float_pointer(view.queries, "queries", tuple(view.queries.shape))

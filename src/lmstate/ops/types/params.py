@@ -126,26 +126,25 @@ class AttentionSums(NamedTuple):
     ends: Tensor  # int64 [R]
 
 
-class Held(NamedTuple):
-    """Codes `[R, K, S, bytes]` and float16 scales `[R, K, S, n]`, position p in slot p % S.
+class QuantizedKV(NamedTuple):
+    """Codes `[R, K, S, bytes]` and float16 scales `[R, K, S, n]` of keys and values, position p in slot p % S.
 
-    Those of `kv_format.encode(..., WHOLE)`, of turned vectors; beside a tail keys are those of
-    `kv_format.encode_blocks`, not turned, and S is a multiple of `BLOCK`.
+    Those of `kv_format.encode(..., WHOLE)` after a Hadamard transform. With a `tail`, keys are those of
+    `kv_format.encode_blocks`, not transformed, S is a multiple of `BLOCK`, and the newest keys are also floats in this
+    ring; see `ops.attend_quantized.attend_quantized`.
     """
 
+    bits: int
     k: Tensor
     v: Tensor
     k_scale: Tensor
     v_scale: Tensor
-
-
-class Coded(NamedTuple):
-    """Bits, scales and float tail of quantized keys and values; see `ops.attend_quantized.attend_quantized`."""
-
-    bits: int
-    k_scale: Tensor
-    v_scale: Tensor
     tail: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Codes and scales."""
+        return self.k, self.v, self.k_scale, self.v_scale
 
 
 @dataclass(eq=False)
@@ -164,8 +163,8 @@ class KVView:
     starts: Tensor | None = None
     columns: Tensor | None = None
     queries: Tensor | None = None
-    coded: Coded | None = None
-    """Set if k and v are codes."""
+    quantized: QuantizedKV | None = None
+    """Set if k and v are codes: its own."""
     packed: bytes | None = field(default=None, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, object]:
@@ -175,7 +174,7 @@ class KVView:
     def heads(self) -> tuple[int, int, int]:
         """R, K and D."""
         rows, kv_heads, _, width = self.k.shape
-        return rows, kv_heads, width if self.coded is None else width * 8 // self.coded.bits
+        return rows, kv_heads, width if self.quantized is None else width * 8 // self.quantized.bits
 
 
 Gate = Literal["silu", "sigmoid"]

@@ -20,7 +20,7 @@ from lmstate.state.kv.eviction.planner import EvictionPlanner, StepChunk, counts
 from lmstate.state.kv.eviction.query_ring import LastQueries
 from lmstate.state.kv.eviction.slot_store import Arrays, SlotStore
 from lmstate.state.kv.policies.base import Evicting
-from lmstate.state.kv.quantized.attention import REFUSAL, held
+from lmstate.state.kv.quantized.attention import REFUSAL, quantized_kv
 from lmstate.state.layers.attention import KeyValueState
 from lmstate.state.layers.base import Layout
 from lmstate.state.step import Step
@@ -103,9 +103,9 @@ class EvictingState(KeyValueState):
             return None
         view, stored = store.view, store.table.stored
         if view is None or view.columns is not chunk.columns or view.queries is not chunk.queries:
-            coded = None if (bits := self.codec.bits) is None else ops.Coded(bits, stored["k.scale"], stored["v.scale"])
+            quantized = None if (bits := self.codec.bits) is None else quantized_kv(stored, bits)
             view = store.view = ops.KVView(
-                stored["k"], stored["v"], columns=chunk.columns, queries=chunk.queries, coded=coded
+                stored["k"], stored["v"], columns=chunk.columns, queries=chunk.queries, quantized=quantized
             )  # fmt: skip
         view.starts = chunk.starts
         return view
@@ -361,7 +361,7 @@ class EvictingState(KeyValueState):
         bits, arrays = self.codec.bits, self.arrays
         assert bits is not None
         return attend_quantized(
-            q, new, rotation, held(arrays), None, chunk.starts, chunk.step.counts_t, params, bits=bits, columns=columns
+            q, new, rotation, quantized_kv(arrays, bits), chunk.starts, chunk.step.counts_t, params, columns=columns
         )
 
     def _commit_chunk(self, accepted: tuple[int, ...], changes: Changes) -> None:

@@ -11,7 +11,6 @@ from lmstate import ops
 from lmstate.ops.attention.attend_latent import attend_latent
 from lmstate.ops.attention.attend_quantized import WHOLE, attend_quantized
 from lmstate.ops.types import kv_format
-from lmstate.ops.types.params import Held
 from lmstate.state.gradients import refused, wanted
 from lmstate.state.kv.policies.storage import Quantized
 from lmstate.state.layers.attention import AttentionState
@@ -38,7 +37,7 @@ class QuantizedAttentionState(AttentionState):
         return coded_buffers(dims, 8, kv_heads, most=WHOLE)
 
     def new_view(self) -> ops.KVView:
-        return coded_rings(self.buffers, None, 8, self.mask)
+        return ops.KVView(self.buffers["k"], self.buffers["v"], self.mask, quantized=quantized_kv(self.buffers, 8))
 
     def attend(
         self,
@@ -49,8 +48,8 @@ class QuantizedAttentionState(AttentionState):
         rotation: ops.RopeTables | None = None,
     ) -> Tensor:
         seen = attend_quantized(
-            q, detached(new), rotation, held(self.buffers), None, step.starts_t, step.counts_t, params, self.mask,
-            bits=8, dtype=self.layout.dtype,
+            q, detached(new), rotation, quantized_kv(self.buffers, 8), step.starts_t, step.counts_t, params, self.mask,
+            dtype=self.layout.dtype,
         )  # fmt: skip
         return refused(seen, LOSS) if wanted(q, *(new or ())) else seen
 
@@ -112,14 +111,9 @@ def detached(new: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
     return None if new is None else (new[0].detach(), new[1].detach())
 
 
-def held(buffers: dict[str, Tensor]) -> Held:
-    return Held(buffers["k"], buffers["v"], buffers["k.scale"], buffers["v.scale"])
-
-
-def coded_rings(buffers: dict[str, Tensor], tail: Tensor | None, bits: int, mask: ops.CausalMask) -> ops.KVView:
-    return ops.KVView(
-        buffers["k"], buffers["v"], mask, coded=ops.Coded(bits, buffers["k.scale"], buffers["v.scale"], tail)
-    )
+def quantized_kv(buffers: dict[str, Tensor], bits: int, tail: Tensor | None = None) -> ops.QuantizedKV:
+    """Codes and scales as an operation takes them."""
+    return ops.QuantizedKV(bits, buffers["k"], buffers["v"], buffers["k.scale"], buffers["v.scale"], tail)
 
 
 def coded_buffers(

@@ -15,7 +15,7 @@ from lmstate.ops.types.kv_format import BLOCK
 from lmstate.state.changes import Changes
 from lmstate.state.gradients import refused, wanted
 from lmstate.state.kv.policies.storage import Quantized
-from lmstate.state.kv.quantized.attention import LOSS, REFUSAL, coded_buffers, coded_rings, detached, held
+from lmstate.state.kv.quantized.attention import LOSS, REFUSAL, coded_buffers, detached, quantized_kv
 from lmstate.state.layers.attention import KeyValueState
 from lmstate.state.layers.base import Layout
 from lmstate.state.layers.composite import CompositeState
@@ -56,7 +56,8 @@ class BlockState(CompositeState, KeyValueState):
     def view(self, step: Step) -> ops.KVView | None:
         view_cache = self.codes.view_cache
         if not view_cache:
-            view_cache.append(coded_rings(self.codes.buffers, self.tail.buffers["k"], self.bits, self.mask))
+            kv = self._quantized_kv()
+            view_cache.append(ops.KVView(kv.k, kv.v, self.mask, quantized=kv))
         return view_cache[0]
 
     def attend(
@@ -68,10 +69,13 @@ class BlockState(CompositeState, KeyValueState):
         rotation: ops.RopeTables | None = None,
     ) -> Tensor:
         seen = attend_quantized(
-            q, detached(new), rotation, held(self.codes.buffers), self.tail.buffers["k"], step.starts_t, step.counts_t,
-            params, self.mask, bits=self.bits, dtype=self.layout.dtype,
+            q, detached(new), rotation, self._quantized_kv(), step.starts_t, step.counts_t,
+            params, self.mask, dtype=self.layout.dtype,
         )  # fmt: skip
         return refused(seen, LOSS) if wanted(q, *(new or ())) else seen
+
+    def _quantized_kv(self) -> ops.QuantizedKV:
+        return quantized_kv(self.codes.buffers, self.bits, self.tail.buffers["k"])
 
     def capture(self, row: int, length: int) -> dict[str, Tensor]:
         captured = super().capture(row, length)
