@@ -29,7 +29,7 @@ def stretched(case: str, continuous: bool = False) -> lmstate.Model:
     model = ours(case)
     blocks = [replace(block, mixer=of(block.mixer)) for block in model.blocks]
     made = replace(model, blocks=blocks, _fingerprint=None)
-    assert made.stretched_ropes, "no layer of it has a rope"
+    assert made.dynamic_ropes, "no layer of it has a rope"
     return made
 
 
@@ -37,7 +37,7 @@ def stretch(rope: Rope, continuous: bool) -> Rope:
     base = rope.frequencies
     return replace(
         rope,
-        native=NATIVE,
-        stretched=lambda horizon: base * (NATIVE / horizon if continuous else 0.3),
+        original_max_positions=NATIVE,
+        long_frequencies=lambda horizon: base * (NATIVE / horizon if continuous else 0.3),
         continuous=continuous,
     )

@@ -16,7 +16,7 @@ from lmstate.ops import AttentionParams, CausalMask, dispatch
 from lmstate.ops.attention.attend_quantized import WHOLE, attend_quantized
 from lmstate.ops.types import kv_format
 from lmstate.ops.types.kv_format import BLOCK
-from lmstate.ops.types.params import Held
+from lmstate.ops.types.params import QuantizedKV
 from lmstate.state import Layout, attention_state
 from lmstate.state.kv.quantized.blocks import SHORT, BlockState
 from tests.invariants.mirror import Mirror, bytes_held
@@ -155,8 +155,8 @@ def test_decoded_numbers_are_half_a_step_off_at_most(bits: int, dim: int, size: 
 def test_turned_twice_is_as_it_was() -> None:
     for dim in (6, 12, 64, 80, 128):
         x = torch.randn(3, dim)
-        torch.testing.assert_close(kv_format.turned(kv_format.turned(x)), x)
-        torch.testing.assert_close(kv_format.turned(x).norm(dim=-1), x.norm(dim=-1))
+        torch.testing.assert_close(kv_format.hadamard(kv_format.hadamard(x)), x)
+        torch.testing.assert_close(kv_format.hadamard(x).norm(dim=-1), x.norm(dim=-1))
 
 
 @every_width
@@ -189,8 +189,10 @@ class Stored:
         codes, scales = kv_format.widths(dim, bits, WHOLE)
         block = scales if bits == 8 else kv_format.block_scales(dim)
         kind = kv_format.code_dtype(bits)
-        self.held = Held(empty(codes, kind), empty(codes, kind), empty(block, torch.half), empty(scales, torch.half))
-        self.tail = None if bits == 8 else empty(dim, dtype, BLOCK - 1 + 40)
+        self.kv = QuantizedKV(
+            bits, empty(codes, kind), empty(codes, kind), empty(block, torch.half), empty(scales, torch.half),
+            None if bits == 8 else empty(dim, dtype, BLOCK - 1 + 40),
+        )  # fmt: skip
         self.bits, self.dim, self.slots, self.dtype = bits, dim, slots, dtype
         self.generator = torch.Generator().manual_seed(dim)
         self.k = self.v = torch.zeros(rows, kv_heads, 0, dim)  # all that was ever stored
@@ -204,10 +206,10 @@ class Stored:
     def visible(self, k: Tensor, v: Tensor, query: int) -> tuple[Tensor, Tensor]:
         """One row's keys and values `[K, n, D]`, all of them, as a query at this position reads them."""
         by_vector, coded_v = (
-            kv_format.turned(kv_format.decode(*kv_format.encode(kv_format.turned(x), self.bits, WHOLE), self.bits))
+            kv_format.hadamard(kv_format.decode(*kv_format.encode(kv_format.hadamard(x), self.bits, WHOLE), self.bits))
             for x in (k, v)
         )
-        if self.tail is None:
+        if self.kv.tail is None:
             return by_vector, coded_v
         n = query // BLOCK * BLOCK
         k = k.to(self.dtype).float()  # codes are made of what the tail holds
@@ -222,13 +224,10 @@ def test_a_query_that_is_no_number_sees_none_and_leaves_the_others_alone(bits: i
         pytest.skip("torch's own attention in bfloat16 makes no such promise")
     stored = Stored(bits, 64, 128, dtype=dtype)
     q, k, v = stored.new((40, 40, 40))
-    starts, counts, scoring = torch.zeros(3, dtype=torch.int64), torch.tensor([40, 40, 40]), AttentionParams(0.125)
+    starts, counts, params = torch.zeros(3, dtype=torch.int64), torch.tensor([40, 40, 40]), AttentionParams(0.125)
     broken = q.clone()
     broken[0, 7, 2, 5], broken[1, 9, 4, 0] = torch.nan, torch.inf
-    want, got = (
-        attend_quantized(x, (k, v), None, stored.held, stored.tail, starts, counts, scoring, bits=bits, dtype=dtype)
-        for x in (q, broken)
-    )
+    want, got = (attend_quantized(x, (k, v), None, stored.kv, starts, counts, params, dtype=dtype) for x in (q, broken))
     touched = (q != broken).any(-1)
     assert got[touched].isnan().all() and torch.equal(got[~touched], want[~touched])
 
@@ -246,10 +245,10 @@ def test_attention_reads_what_the_codes_stand_for(bits: int, window: int | None,
     for turn, counts in enumerate([(40, 7, 0), (1, 33, 20), (38, 2, 32), (1, 0, 1), (40, 32, 40), (32, 30, 9)] * 2):
         q, k, v = stored.new(counts)
         starts = torch.tensor(stored.lengths)
-        scoring = AttentionParams(dim**-0.5, 3.0, sinks) if turn % 2 else AttentionParams(dim**-0.5)
+        params = AttentionParams(dim**-0.5, 3.0, sinks) if turn % 2 else AttentionParams(dim**-0.5)
         out = attend_quantized(
-            q, (k, v), None, stored.held, stored.tail, starts, torch.tensor(counts), scoring, CausalMask(window),
-            bits=bits, dtype=dtype,
+            q, (k, v), None, stored.kv, starts, torch.tensor(counts), params, CausalMask(window),
+            dtype=dtype,
         )  # fmt: skip
         for r, count in enumerate(counts):
             k_row, v_row = (torch.cat([old, x[r, :count].transpose(0, 1)], 1) for old, x in zip(whole[r], (k, v)))
@@ -258,7 +257,7 @@ def test_attention_reads_what_the_codes_stand_for(bits: int, window: int | None,
                 at = stored.lengths[r] + i
                 keys, values = (x[None, :, : at + 1] for x in stored.visible(k_row, v_row, at))
                 alone = ops.attend(
-                    q[r : r + 1, i : i + 1], keys, values, torch.tensor([at]), torch.tensor([1]), scoring,
+                    q[r : r + 1, i : i + 1], keys, values, torch.tensor([at]), torch.tensor([1]), params,
                     CausalMask(window),
                 )  # fmt: skip
                 differences.append((out[r, i] - alone[0, 0]).abs().flatten())
@@ -281,14 +280,14 @@ def test_a_row_has_the_same_bits_however_its_tokens_come(bits: int) -> None:
         q, k, v = together.new((n, 0, max(n - 3, 0)))
         starts = torch.tensor(together.lengths)
         got = attend_quantized(
-            q, (k, v), None, together.held, together.tail, starts, torch.tensor([n, 0, max(n - 3, 0)]),
-            AttentionParams(0.125), bits=bits,
+            q, (k, v), None, together.kv, starts, torch.tensor([n, 0, max(n - 3, 0)]),
+            AttentionParams(0.125),
         )  # fmt: skip
         for i in range(n):
             one = attend_quantized(
-                q[:, i : i + 1], (k[:, i : i + 1], v[:, i : i + 1]), None, alone.held, alone.tail,
+                q[:, i : i + 1], (k[:, i : i + 1], v[:, i : i + 1]), None, alone.kv,
                 torch.tensor([together.lengths[0] + i, 0, 0]), torch.tensor([1, 0, 0]), AttentionParams(0.125),
-            bits=bits, )  # fmt: skip
+            )  # fmt: skip
             assert torch.equal(one[0, 0], got[0, i])
         together.lengths = [together.lengths[0] + n, 0, together.lengths[2] + max(n - 3, 0)]
 

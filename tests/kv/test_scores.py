@@ -15,7 +15,7 @@ from lmstate.ops.attention.attend_quantized import WHOLE, attend_quantized
 from lmstate.ops.attention.attend_slots import attend_observed, attend_slots
 from lmstate.ops.attention.slots import commit_slots, commit_slots_reference, undo_evictions
 from lmstate.ops.types import kv_format
-from lmstate.ops.types.params import AttentionSums, Held
+from lmstate.ops.types.params import AttentionSums, QuantizedKV
 from lmstate.ops.types.slot_table import EvictLowest, SlotCommit, SlotTable
 from lmstate.state import Layout, Step, attention_state
 from lmstate.state.changes import Changes
@@ -131,18 +131,18 @@ def test_observed_attention_equals_the_reference(dtype: torch.dtype, softcap: fl
         q = torch.randn(2, width, HEADS, dim, generator=generator)
         k, v = (torch.randn(2, KV_HEADS, slots, dim, generator=generator).to(dtype) for _ in "kv")
         starts, counts = torch.tensor([slots - width, 0]), torch.tensor([width, width // 2])
-        scoring = AttentionParams(0.3, softcap, torch.randn(HEADS, generator=generator))
+        params = AttentionParams(0.3, softcap, torch.randn(HEADS, generator=generator))
         got, wanted = (AttentionSums(torch.zeros(2, KV_HEADS, planes, slots), starts + counts) for _ in range(2))
         where = torch.arange(slots).expand(2, KV_HEADS, slots)
-        seen = attend_observed(q, k, v, starts, counts, scoring, got)
+        seen = attend_observed(q, k, v, starts, counts, params, got)
         torch.testing.assert_close(
-            seen, attend_slots(q, k, v, where, starts, counts, scoring, columns=wanted), atol=2e-5, rtol=2e-5
+            seen, attend_slots(q, k, v, where, starts, counts, params, columns=wanted), atol=2e-5, rtol=2e-5
         )
         torch.testing.assert_close(got.sums, wanted.sums, atol=2e-5, rtol=2e-5)
         assert got.sums.sum() > 1
         if width < 32:  # the same bits beside other rows, and token by token
             alone = attend_observed(
-                q[:1], k[:1], v[:1], starts[:1], counts[:1], scoring, AttentionSums(*(x[:1] for x in got))
+                q[:1], k[:1], v[:1], starts[:1], counts[:1], params, AttentionSums(*(x[:1] for x in got))
             )
             assert torch.equal(alone[0], seen[0])
 
@@ -154,31 +154,32 @@ def test_observed_codes_equal_what_they_stand_for(bits: int, width: int, dim: in
     generator = torch.Generator().manual_seed(bits)
     slots, before = 190, 70
     codes, scales = kv_format.widths(dim, bits, WHOLE)
-    held = Held(
+    kv = QuantizedKV(
+        bits,
         *(torch.zeros(2, KV_HEADS, slots, codes, dtype=kv_format.code_dtype(bits)) for _ in "kv"),
         *(torch.zeros(2, KV_HEADS, slots, scales, dtype=torch.float16) for _ in "kv"),
     )
     starts, counts = torch.tensor([0, 0]), torch.tensor([before, before - 5])
-    scoring = AttentionParams(0.2, None, torch.randn(HEADS, generator=generator))
+    params = AttentionParams(0.2, None, torch.randn(HEADS, generator=generator))
     stored = []
     for tokens in (before, width):
         q = torch.randn(2, tokens, HEADS, dim, generator=generator)
         new = tuple(torch.randn(2, tokens, KV_HEADS, dim, generator=generator) for _ in "kv")
         stored.append(new)
         sums = AttentionSums(torch.zeros(2, KV_HEADS, 3, slots), starts + counts)
-        seen = attend_quantized(q, new, None, held, None, starts, counts, scoring, bits=bits, columns=sums)
+        seen = attend_quantized(q, new, None, kv, starts, counts, params, columns=sums)
         starts, counts = counts, torch.tensor([width, width // 2])
-    k, v = (kv_format.decode(x, scale, bits) for x, scale in ((held.k, held.k_scale), (held.v, held.v_scale)))
+    k, v = (kv_format.decode(x, scale, bits) for x, scale in ((kv.k, kv.k_scale), (kv.v, kv.v_scale)))
     for ring, old, new in zip((k, v), *stored):
         both = torch.cat([old[0], new[0]]).transpose(0, 1)  # [K, n, D]
-        wanted = kv_format.decode(*kv_format.encode(kv_format.turned(both), bits, WHOLE), bits)
+        wanted = kv_format.decode(*kv_format.encode(kv_format.hadamard(both), bits, WHOLE), bits)
         apart = (ring[0, :, : before + width] - wanted).abs()
         assert (apart > 1e-5).float().mean() < 1e-3 and apart.mean() < 1e-3  # a number on the edge of two codes
     starts, counts = torch.tensor([before, before - 5]), torch.tensor([width, width // 2])
     wanted_sums = AttentionSums(torch.zeros(2, KV_HEADS, 3, slots), starts + counts)
     where = torch.arange(slots).expand(2, KV_HEADS, slots)
-    wanted = attend_slots(kv_format.turned(q), k, v, where, starts, counts, scoring, columns=wanted_sums)
-    torch.testing.assert_close(seen, kv_format.turned(wanted), atol=2e-5, rtol=2e-4)
+    wanted = attend_slots(kv_format.hadamard(q), k, v, where, starts, counts, params, columns=wanted_sums)
+    torch.testing.assert_close(seen, kv_format.hadamard(wanted), atol=2e-5, rtol=2e-4)
     torch.testing.assert_close(sums.sums, wanted_sums.sums, atol=2e-5, rtol=2e-4)
 
 

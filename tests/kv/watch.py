@@ -93,7 +93,7 @@ class Watch:
                 source = stored[id(found.source)]
                 masked = Masked(mask, source.sight, source)
             else:
-                masked = Masked(mask, getattr(found, "sight", FULL_CAUSAL))
+                masked = Masked(mask, getattr(found, "mask", FULL_CAUSAL))
                 stored[id(found)] = masked
             if isinstance(outer, CompositeState):
                 outer.members = tuple(masked if member is found else member for member in outer.members)
@@ -128,10 +128,10 @@ class Masked(KeyValueState):
         q: Tensor,
         new: tuple[Tensor, Tensor] | None,
         step: Step,
-        scoring: AttentionParams,
+        params: AttentionParams,
         rotation: RopeTables | None = None,
     ) -> Tensor:
-        scale, softcap, sinks = scoring
+        scale, softcap, sinks = params
         assert len(q) == 1
         if rotation is not None:
             q = rope(q, *rotation)

@@ -77,6 +77,6 @@ def test_gradients_and_tracing_go_through_the_references(variant: str) -> None:
 def test_info_names_every_operation_and_its_body(variant: str) -> None:
     told = ops.info()
     ops_told = {line["op"] for line in told}
-    assert {"attend", "linear", "norm", "rope", "append", "glu", "delta_mixer", "ssd_mixer", "ssd"} <= ops_told
+    assert {"attend", "linear", "norm", "rope", "append", "glu", "gated_delta_mixer", "mamba2_mixer", "ssd"} <= ops_told
     assert all(line["body"] and line["why"] for line in told)
     assert told[0]["body"] == variant

@@ -34,17 +34,17 @@ def expected(
 @pytest.mark.parametrize("name", ["plain", "window", "chunk", "softcap", "sinks", "all"])
 def test_it_is_attention(variant: str, heads: int, kv: int, dim: int, dim_v: int, name: str) -> None:
     torch.manual_seed(0)
-    scoring = AttentionParams(
+    params = AttentionParams(
         dim**-0.5,
         softcap=2.0 if name in ("softcap", "all") else None,
         sinks=torch.randn(heads) if name in ("sinks", "all") else None,
     )
-    sight = CausalMask(window=50 if name in ("window", "all") else None, chunk=48 if name == "chunk" else None)
-    k, v = rings(ROWS, SEEN if sight == CausalMask() else 199, kv, dim, dim_v)  # windows wrap
+    mask = CausalMask(window=50 if name in ("window", "all") else None, chunk=48 if name == "chunk" else None)
+    k, v = rings(ROWS, SEEN if mask == CausalMask() else 199, kv, dim, dim_v)  # windows wrap
     starts, counts = torch.tensor(ROWS).T
     q = torch.randn(len(ROWS), int(counts.max()), heads, dim)
-    got = ops.attend(q, k, v, starts, counts, scoring, sight)
-    want = expected(q, k, v, starts, counts, (scoring, sight))
+    got = ops.attend(q, k, v, starts, counts, params, mask)
+    want = expected(q, k, v, starts, counts, (params, mask))
     real = torch.arange(q.shape[1]) < counts[:, None]
     torch.testing.assert_close(got[real], want[real], atol=0.015, rtol=0.01)
     assert (got[~real] == 0).all()

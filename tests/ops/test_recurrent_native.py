@@ -13,11 +13,11 @@ from lmstate.ops import dispatch
 from lmstate.ops.cpu.mixers import Mixers
 from lmstate.ops.cpu.recurrent import RUN, Recurrent
 from lmstate.ops.recurrent.causal_conv import causal_conv
-from lmstate.ops.recurrent.gated_delta_mixer import delta_mixer
+from lmstate.ops.recurrent.gated_delta_mixer import gated_delta_mixer
 from lmstate.ops.recurrent.gated_delta_rule import gated_delta_rule
 from lmstate.ops.recurrent.gated_norm import gated_norm, gated_norm_reference
-from lmstate.ops.recurrent.linear_attention import lightning
-from lmstate.ops.recurrent.mamba2_mixer import ssd_mixer
+from lmstate.ops.recurrent.linear_attention import linear_attention
+from lmstate.ops.recurrent.mamba2_mixer import mamba2_mixer
 from lmstate.ops.recurrent.rg_lru import rg_lru
 from lmstate.ops.recurrent.selective_scan import selective_scan
 from lmstate.ops.recurrent.ssd import ssd
@@ -73,7 +73,8 @@ def plain(heads: int, dim: int, value_dim: int) -> Case:
     slope = torch.linspace(0.0, 2.0, heads)
 
     def run(inputs: Inputs, carry: Carry, counts: Tensor) -> tuple[Tensor, Carry]:
-        y, new = lightning(*inputs, slope, carry[0], counts)
+        decay = (-slope).expand(inputs[2].shape[:3])
+        y, new = linear_attention(*inputs, decay, carry[0], counts)
         return y / dim, (new,)
 
     return Case(((heads, dim), (heads, dim), (heads, value_dim)), ((heads, dim, value_dim),), run)
@@ -128,7 +129,7 @@ def whole_delta(key_heads: int, heads: int, key_dim: int, value_dim: int, channe
 
     def run(inputs: Inputs, carry: Carry, counts: Tensor) -> tuple[Tensor, Carry]:
         tail, state = carry
-        return delta_mixer(
+        return gated_delta_mixer(
             *inputs, (tail, state), counts, conv=conv, A=A, dt_bias=dt_bias, norm=norm, key_heads=key_heads,
             key_dim=key_dim, gate_act="sigmoid" if channels else "silu", beta_scale=2.0 if channels else 1.0,
         )  # fmt: skip
@@ -147,7 +148,7 @@ def whole_ssd(heads: int, head_dim: int, groups: int, states: int, extras: bool)
 
     def run(inputs: Inputs, carry: Carry, counts: Tensor) -> tuple[Tensor, Carry]:
         tail, state = carry
-        y, new = ssd_mixer(
+        y, new = mamba2_mixer(
             *inputs, (tail, state), counts, conv=conv, conv_bias=conv[:, 0].contiguous() if extras else None,
             A=-torch.linspace(0.1, 3.0, heads), D=some if extras else None, dt_bias=some if extras else None,
             head_dim=head_dim, groups=groups, dt_limits=(0.05, 1.5) if extras else (0.0, float("inf")),

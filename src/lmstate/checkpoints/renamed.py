@@ -48,7 +48,7 @@ class Renamed:
         return frozenset(self._names)
 
     def outer_name(self, name: str) -> str:
-        """What the source below calls a tensor."""
+        """Name of a tensor in the source below."""
         return self._names[name]
 
     def shape(self, name: str) -> tuple[int, ...]:

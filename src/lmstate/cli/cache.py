@@ -44,7 +44,7 @@ class Entry:
 
 
 def entries(root: Path) -> list[Entry]:
-    """What lmstate put into the folder; anything else that lies there is left out."""
+    """Entries that lmstate put into the folder; anything else there is left out."""
     found = [("download", path) for path in _folders(root / "models", DOWNLOAD)]
     found += [("conversion", path) for path in _folders(root, CONVERSION)]
     return [Entry(path, kind, tuple(each for each in path.rglob("*") if each.is_file())) for kind, path in found]

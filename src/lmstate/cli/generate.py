@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """What to answer: tokens to feed to a state, and the conversation that they end, if it is one."""
+    """Prompt: tokens to feed to a state, and the conversation that they end, if it is one."""
 
     state: State
     ids: list[int]
@@ -185,7 +185,7 @@ def _go_on(model: Model, path: Path, text: str, chat: bool | None) -> Request:
 
 
 def _result(generation: Generation, prompt: int) -> dict[str, object]:
-    """What --json prints. ids: those of the answer that the state holds, so none of a stop string."""
+    """Output of --json. ids: those of the answer that the state holds, so none of a stop string."""
     report = generation.report()
     return {
         "text": generation.texts[0],

@@ -103,7 +103,7 @@ def _set_threads(asked: str | None) -> None:
 
 
 def load_drafter(name: str) -> str | Model:
-    """What `--draft` names: "auto", "text" or "none" as they are, else the model of that name."""
+    """Drafter that `--draft` names: "auto", "text" or "none" as they are, else the model of that name."""
     import lmstate
 
     return name if name in ("auto", "text", "none") else lmstate.load(name, weights=WeightKind.auto.value)

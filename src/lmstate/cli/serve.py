@@ -86,7 +86,7 @@ def serve(
 
 
 def banner(settings: object, port: int, rows: int, context: int | None) -> str:
-    """What is served, where, and how a client is pointed at it."""
+    """Summary of the model served, its address, and the settings of a client."""
     from lmstate.serve import Settings
 
     assert isinstance(settings, Settings)

@@ -75,7 +75,7 @@ class Choice:
         return self._piece(self.answer.finish("length"), [])
 
     def kept(self) -> int:
-        """How many tokens of the answer come wholly before its end: all, or those before a stop string."""
+        """Number of tokens that lie wholly before the answer's end: all, or those before a stop string."""
         return self.answer.kept()
 
     # ---- the parts of it

@@ -272,7 +272,7 @@ class Engine:
         return future
 
     def explain(self, prompt: str | Sequence[int] | Sequence[Mapping[str, Any]]) -> Reuse:
-        """How much of a prompt would be reused now, and why not more."""
+        """Tokens of a prompt that would be reused now, and why not more."""
         ids = self._encoded(prompt)
 
         return self._called(lambda _: self._reuse.explain(ids))

@@ -1,4 +1,4 @@
-"""What an engine knows of a request that it works on."""
+"""Bookkeeping of a request in work."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Job:
         self._times.append(perf_counter())
 
     def chunk(self, most: int) -> int:
-        """How many tokens to read next, at most `most` and not past a cut."""
+        """Number of tokens to read next, at most `most` and not past a cut."""
         stops = [cut for cut in self.cuts if cut > self.at]
         return min(most, min([len(self.prompt), *stops]) - self.at)
 

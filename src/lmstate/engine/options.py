@@ -1,4 +1,4 @@
-"""What a caller may ask of a request, checked before it is queued."""
+"""Options of a request, checked before it is queued."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SubmitOptions(TypedDict, total=False):
 
 
 class Grammar(Protocol):
-    """What tokens an answer may take next. One object an answer; `copy` makes those of the other answers."""
+    """Constraint on the next token of an answer. One object an answer; `copy` makes those of the other answers."""
 
     complete: bool
     """Whether the answer may end here."""
@@ -70,7 +70,7 @@ class Grammar(Protocol):
 
 @dataclass(frozen=True)
 class Options:
-    """How the answers to one prompt are made."""
+    """Generation settings of the answers to one prompt."""
 
     sampler: Sampler
     max_new_tokens: int

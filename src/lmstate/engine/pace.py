@@ -1,4 +1,4 @@
-"""How many tokens of a prompt fit between two steps of the rows that decode."""
+"""Chunk size of prefill between two steps of the rows that decode."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Pace:
             self._chunks[size] = seconds if known is None else (1 - NEW) * known + NEW * seconds
 
     def seconds(self, tokens: int) -> float | None:
-        """What reading so many tokens would take, None while nothing was measured."""
+        """Estimated seconds to read so many tokens; None while nothing was measured."""
         if not self._chunks:
             return None
         size = max(self._chunks)
         return self._chunks[size] / size * tokens
 
     def chunk(self, decoding: bool) -> int:
-        """How many tokens to read now."""
+        """Number of tokens to read now."""
         if not decoding:
             return SIZES[-1]
         spare = MARGIN * (self.stall - 1) * (self.decode or 0.0)

@@ -70,7 +70,7 @@ class Replay:
 
 
 def _tail(tokenizer: Tokenizer, messages: Sequence[Message], count: int, variables: Mapping[str, Any]) -> str | None:
-    """What the template writes after the text of message `count - 1`; None if that cannot be told."""
+    """Template output after the text of message `count - 1`; None if that cannot be told."""
     marked = {**messages[count - 1], "content": MARKER}
     marked.pop("tool_calls", None)
     marked.pop("reasoning_content", None)

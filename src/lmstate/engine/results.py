@@ -53,7 +53,7 @@ class Piece(str):
 
 @dataclass(frozen=True)
 class Reuse:
-    """How many tokens of a prompt were reused, and why not more."""
+    """Reused tokens of a prompt, and why not more."""
 
     reused: int  # tokens that were not computed again
     computed: int  # tokens of the prompt that were, or have to be
@@ -66,7 +66,7 @@ class Reuse:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a request cost. Tokens, and seconds."""
+    """Cost of a request: tokens and seconds."""
 
     prompt: int
     reused: int
@@ -81,7 +81,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Completion:
-    """What a request gave; lists have one entry an answer."""
+    """Outcome of a request; lists have one entry an answer."""
 
     texts: list[str]
     tokens: list[list[int]]

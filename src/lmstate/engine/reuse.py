@@ -88,7 +88,7 @@ class PrefixReuse:
         return state
 
     def explain(self, prompt: list[int]) -> Reuse:
-        """How much of a prompt would be reused now."""
+        """Tokens of a prompt that would be reused now."""
         match = self.prefixes.match(prompt)
         return self.told(prompt, match, match.length)
 
@@ -105,7 +105,7 @@ class PrefixReuse:
         )
 
     def _worth_keeping(self, prompt: list[int], match: Match) -> set[int]:
-        """Where to cut a prompt and keep what layers that forget hold there: each of these may be come back to."""
+        """Positions to cut a prompt at and store carries of: later requests may continue from each."""
         if not self.prefixes.split.needs_carry:
             return set()
         ends = [at for at, token in enumerate(prompt, 1) if token in self._model.eos_ids]

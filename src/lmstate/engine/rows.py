@@ -89,7 +89,7 @@ class RowPool(Generic[Owner]):
         return logits
 
     def row(self, owner: Owner) -> int:
-        """Where the owner's logits lie in what `step` returns."""
+        """Row index of the owner's logits in the result of `step`."""
         return self._row(owner)
 
     # ---- the parts of it

@@ -1,4 +1,4 @@
-"""What the engine's thread does at each step: begin requests, read a part of a prompt, give every answer a token."""
+"""One step of the engine's thread: begin requests, read a part of a prompt, give every answer a token."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class SessionBusy(RuntimeError):
 
 @dataclass(frozen=True)
 class Moment:
-    """Where a conversation was: so many tokens, so many messages."""
+    """Position in a conversation, in tokens and in messages."""
 
     tokens: int
     messages: int
@@ -60,7 +60,7 @@ class Record:
 
     @staticmethod
     def from_json(tokens: list[int], text: str) -> Record:
-        """What `to_json` gave. Raises ValueError for what it cannot have given."""
+        """Inverse of `to_json`. Raises ValueError for text that it cannot have returned."""
         told = json.loads(text)
         if not isinstance(told, dict) or not all(isinstance(told.get(k), list) for k in ("messages", "turns", "marks")):
             raise ValueError("a session's record has no messages, turns and marks")
@@ -233,7 +233,7 @@ class Session:
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two texts begin with alike."""
+    """Length of the common prefix of two texts."""
     most = min(len(one), len(other))
     return next((at for at in range(most) if one[at] != other[at]), most)
 

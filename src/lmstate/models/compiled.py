@@ -27,11 +27,11 @@ def check_static(
     kv: torch.dtype | Policies | None = None,
     *,
     max_positions: int | None,
-    stretched: Iterable[Rope],
+    dynamic_ropes: Iterable[Rope],
 ) -> None:
     """Raise `StateError` or `UnsupportedError` if a model has no static state of this capacity and storage.
 
-    max_positions: how many the model has learned. stretched: its ropes whose frequencies depend on a text's length.
+    max_positions: how many the model has learned. dynamic_ropes: those whose frequencies depend on a text's length.
     """
     if kv is not None and not isinstance(kv, torch.dtype):
         raise UnsupportedError(
@@ -45,12 +45,12 @@ def check_static(
             f"a static state of {capacity} tokens was asked for, but this model has learned {max_positions} positions: "
             f"use capacity={max_positions} or less"
         )
-    for rope in stretched:
-        if rope.native is not None and capacity > rope.native:
+    for rope in dynamic_ropes:
+        if rope.original_max_positions is not None and capacity > rope.original_max_positions:
             raise UnsupportedError(
                 f"a static state of {capacity} tokens was asked for, but this model's rotary frequencies change at "
-                f"{rope.native} tokens, which one graph cannot follow: use capacity={rope.native} or less, or a "
-                "state that is not static"
+                f"{rope.original_max_positions} tokens, which one graph cannot follow: use "
+                f"capacity={rope.original_max_positions} or less, or a state that is not static"
             )
 
 

@@ -118,7 +118,7 @@ class Model:
             known = ", ".join(map(str, KV_DTYPES))
             raise StateError(f"new_state(kv={kv}) was asked for; keys and values are stored in {known}")
         if static:
-            check_static(capacity, kv, max_positions=self.max_positions, stretched=self.stretched_ropes)
+            check_static(capacity, kv, max_positions=self.max_positions, dynamic_ropes=self.dynamic_ropes)
         dtype = kv if isinstance(kv, torch.dtype) else self.dtype
         chunk = STATIC_CHUNK if static else Layout.chunk
         layout = Layout(
@@ -161,17 +161,17 @@ class Model:
 
     @property
     def max_positions(self) -> int | None:
-        """How many positions the model has learned, each by itself; None: it knows any."""
+        """Number of learned position embeddings; None: any position will do."""
         return self.entry.count if isinstance(self.entry, LearnedPositions) else None
 
     def _regime(self, horizon: int) -> int:
-        return max((rope.regime(horizon) for rope in self.stretched_ropes), default=0)
+        return max((rope.frequency_key(horizon) for rope in self.dynamic_ropes), default=0)
 
     @cached_property
-    def stretched_ropes(self) -> list[Rope]:
+    def dynamic_ropes(self) -> list[Rope]:
         """The ropes whose frequencies depend on the length of the text."""
         ropes = [getattr(block.mixer, "rope", None) for block in self.blocks]
-        return [rope for rope in ropes if isinstance(rope, Rope) and rope.native is not None]
+        return [rope for rope in ropes if isinstance(rope, Rope) and rope.original_max_positions is not None]
 
     # ---- forward
 

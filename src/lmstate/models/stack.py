@@ -171,7 +171,7 @@ class FusedSegment:
                     carries.append(carry)
                     recurrent.append(cache)
                 elif isinstance(cache, KeyValueState):
-                    if (view := cache.rings(step)) is None:
+                    if (view := cache.view(step)) is None:
                         return False
                     views.append(view)
         tables = [each for mixer in captured.ropes if (each := mixer.rope_tables(step)) is not None]

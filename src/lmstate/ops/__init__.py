@@ -1,4 +1,11 @@
-"""Pure functions on tensors: what a layer computes. Each has a reference in torch and, where it pays, faster bodies."""
+"""Pure functions on tensors: the computations of layers. Each has a reference in torch and, if it pays, faster bodies.
+
+Conventions. Shapes: R rows, T new tokens, H heads, D their width, S slots. Steps are ragged: `counts` int64 `[R]` says
+how many of a row's T tokens are real; those behind them are padding, whose content is never read, which leaves carries
+and stored keys alone, and whose outputs are finite. A carry is float32, returned anew and not written; with a float64
+one all is computed in float64, which is how references check gradients and the native bodies. `lmstate.ops.cpu` checks
+shapes, dtypes and layouts before it calls C, which trusts its pointers.
+"""
 
 from lmstate.ops import fork as _fork  # noqa: F401 - registers what a forked child does
 from lmstate.ops.attention.attend import attend, rotate_attend
@@ -13,7 +20,16 @@ from lmstate.ops.fused.choose_experts import choose_experts
 from lmstate.ops.fused.graph import CapturedGraph, Fusable, FusedGraph, packable
 from lmstate.ops.fused.mlp import feed_forward
 from lmstate.ops.recurrent.gated_norm import gated
-from lmstate.ops.types.params import FULL_CAUSAL, AttentionParams, CausalMask, Coded, KVView, Norm, Residual, RopeTables
+from lmstate.ops.types.params import (
+    FULL_CAUSAL,
+    AttentionParams,
+    CausalMask,
+    KVView,
+    Norm,
+    QuantizedKV,
+    Residual,
+    RopeTables,
+)
 from lmstate.ops.types.sublayers import (
     AttentionSublayer,
     Expert,
@@ -39,7 +55,6 @@ __all__ = [
     "Bfloat12Weight",
     "CapturedGraph",
     "CausalMask",
-    "Coded",
     "Expert",
     "FloatWeight",
     "Fusable",
@@ -52,6 +67,7 @@ __all__ = [
     "Mamba2Sublayer",
     "MoESublayer",
     "Norm",
+    "QuantizedKV",
     "RecurrentSublayer",
     "Residual",
     "RopeTables",

@@ -103,7 +103,7 @@ def exact(*tensors: Tensor | None) -> bool:
 
 
 _ALIKE = (
-    "latent_attend",
+    "attend_latent",
     "norm",
     "rope",
     "append",
@@ -114,7 +114,7 @@ _ALIKE = (
     "selective_scan",
     "rg_lru",
 )
-_RECURRENT = ("delta_mixer", "ssd_mixer", "gated_delta_rule", "ssd", "lightning")
+_RECURRENT = ("gated_delta_mixer", "mamba2_mixer", "gated_delta_rule", "ssd", "linear_attention")
 
 
 def info() -> list[dict[str, str]]:

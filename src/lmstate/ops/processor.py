@@ -1,4 +1,4 @@
-"""What the processor is good at, as far as torch does not say."""
+"""Capabilities of the processor that torch does not report."""
 
 from __future__ import annotations
 

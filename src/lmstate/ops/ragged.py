@@ -1,4 +1,4 @@
-"""What every recurrent operation does about ragged rows: padding is blanked before it can be read.
+"""Padding of ragged rows, blanked before it can be read.
 
 Masking the result of a product is not enough, for a NaN in the padding survives a multiplication by zero.
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def padding(counts: Tensor, width: int) -> Tensor | None:
-    """Which tokens of a [R, T] step are padding, as bool [R, T]; None where it is cheap to see that there is none.
+    """Padding mask of a step, bool `[R, T]`; None where it is cheap to see that there is no padding.
 
     On the CPU the question is answered on the host, so that the usual step (every row full) costs no pass over its
     inputs; elsewhere an answer would stall the device or break a traced graph, and a mask is always built.

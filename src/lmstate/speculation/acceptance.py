@@ -29,7 +29,7 @@ class TokenPicker(Protocol):
         """The next token of each of `rows`, from logits [len(rows), V]."""
 
     def distribution(self, logits: Tensor, row: int) -> Tensor:
-        """What `pick` draws from: float64 [V], from logits [V]."""
+        """Distribution that `pick` draws from: float64 `[V]`, from logits `[V]`."""
 
     def uniform(self, row: int) -> float:
         """A random number in 0..1 from the row's stream."""
@@ -45,7 +45,7 @@ def verify(
     picker: TokenPicker,
     give: Callable[[int, int], bool],
 ) -> list[int]:
-    """How many tokens of its draft each of `rows` accepts. `give(row, token)` gets every chosen token in turn.
+    """Number of draft tokens that each of `rows` accepts. `give(row, token)` gets every chosen token in turn.
 
     logits: float32 [len(rows), 1 + the longest draft, V]: after the row's last token and after each drafted one.
     `give` answers whether the row goes on; one that does not ends there, and the token that ended it does not count as

@@ -1,4 +1,4 @@
-"""How deep to draft: measured costs of a step by its width, measured acceptance, and the depth that pays most."""
+"""Choice of draft depth: measured costs of a step by its width, measured acceptance, and the depth that pays most."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class StepCosts:
 
 
 class Acceptance:
-    """How often a drafted token holds where those before it did, by the confidence that the drafter had in it."""
+    """Conditional acceptance rate of a drafted token, by the drafter's confidence in it."""
 
     def __init__(self) -> None:
         self._trials: dict[tuple[str, int], float] = {}

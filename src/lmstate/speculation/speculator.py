@@ -18,7 +18,7 @@ FIRST_REST, LONGEST_REST = 16, 256  # plain steps until a drafter that did not p
 
 @dataclass(frozen=True)
 class DraftReport:
-    """What speculation did. Rates are by depth: `verified[j]` tokens stood at place j of a draft, `held[j]` held."""
+    """Speculation statistics. Rates are by depth: `verified[j]` tokens stood at place j of a draft, `held[j]` held."""
 
     drafted: int = 0  # tokens that were verified
     accepted: int = 0  # of them, those that held
@@ -97,7 +97,7 @@ class Speculator:
         return {row: draft.cut(cut) for row, draft in drafts.items()}
 
     def verified(self, drafts: Mapping[int, Draft], accepted: Mapping[int, int]) -> None:
-        """What came of the drafts of a step."""
+        """Record the outcome of a step's drafts."""
         for row, draft in drafts.items():
             for at in range(min(len(draft), accepted[row] + 1)):
                 self._verified[at] += 1
@@ -116,7 +116,7 @@ class Speculator:
         return DraftReport(sum(verified), sum(held), verified, held, self._drafting, self._saved)
 
     def _depth_to_ask(self, most: int, rows: int) -> int:
-        """How deep the drafter is to draft, before it is known what it has."""
+        """Depth to ask of the drafter, before its drafts are known."""
         if self._fixed is not None:
             return min(most, self._fixed)
         if 1 not in self.costs or most <= 0:
@@ -138,7 +138,7 @@ class Speculator:
         return min(most, 2)
 
     def _cut(self, drafts: Mapping[int, Draft], depth: int) -> int:
-        """How deep it pays to verify, now that the drafts are there."""
+        """Depth that pays to verify, given the drafts."""
         if self._fixed is not None or any(draft.drawn_from for draft in drafts.values()):
             # A token drawn at random is verified or not whatever it turned out to be: a choice among them by their
             # confidence, or by that of the tokens after them, would not leave the model's distribution as it is.

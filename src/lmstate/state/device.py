@@ -30,7 +30,7 @@ class DeviceResult:
 
 
 class DeviceSteps:
-    """Where each row's next token goes, on the device, and the step that has run from there."""
+    """Start positions of the rows' next tokens, on the device, and the step that has run from there."""
 
     def __init__(self, layout: Layout):
         self.layout = layout

@@ -344,7 +344,7 @@ class State:
         self._apply(changes, self._with(row, back))
 
     def rewind_cost(self, row: int, to: int) -> int:
-        """How many tokens the next call recomputes after `rewind(row, to)`: 0 inside the rewind window.
+        """Number of tokens that the next call recomputes after `rewind(row, to)`: 0 inside the rewind window.
 
         That is a call with one new token. One with more may take the row past the length where its rope changes, and
         then computes it from the start.

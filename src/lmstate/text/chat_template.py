@@ -54,7 +54,7 @@ METHODS: dict[type, frozenset[str]] = {
 
 @dataclass
 class _Budget:
-    """What one render may still spend."""
+    """Remaining budget of one render."""
 
     deadline: float
     steps: int = MOST_STEPS

@@ -28,7 +28,7 @@ class Document:
 
     @property
     def learned(self) -> int:
-        """How many tokens are predicted."""
+        """Number of predicted tokens."""
         return sum(label != IGNORED for label in self.labels[1:])
 
 

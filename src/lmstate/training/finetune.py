@@ -31,7 +31,7 @@ LOG = "log.jsonl"
 
 @dataclass(frozen=True)
 class Settings:
-    """How to train. Changed ones are refused when a training is resumed."""
+    """Training settings. Changed ones are refused when a training is resumed."""
 
     steps: int
     rate: float = 2e-4

@@ -23,7 +23,7 @@ from lmstate.training.files import replace_file, write_json
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""What PEFT puts before the name of a module."""
+"""Prefix of module names in PEFT's files."""
 ALL = "all-linear"
 MOST_RANK = 2**16
 # What a PEFT config may ask for that changes the arithmetic, and that lmstate does not do.
@@ -34,7 +34,7 @@ REFUSED = ("use_dora", "lora_bias", "use_qalora", "use_bdlora", "alora_invocatio
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Which matrices get an update, and of what rank.
+    """LoRA settings: the matrices that get an update, and its rank.
 
     `targets`: the last words of their modules' names (`"q_proj"`), or `"all-linear"`: every projection of the blocks.
     An update is multiplied by `alpha / rank`, or `alpha / sqrt(rank)` if `rslora` (2312.03732). `ranks` and `alphas`:
@@ -147,7 +147,7 @@ class Adapter:
             yield f"{PREFIX}{module}.lora_B.weight", up.storage
 
     def update(self, module: str, first: int, shape: tuple[int, int]) -> LowRank | None:
-        """What it adds to a module of a shape `[N, K]`, which lies from output `first` on; None if nothing."""
+        """Update of a module of a shape `[N, K]`, which lies from output `first` on; None if it has none."""
         if module not in self.pairs:
             return None
         down, up = self.pairs[module]

@@ -33,7 +33,7 @@ class Past:
         return joined
 
     def joined(self, k: Tensor, v: Tensor, low: int, start: int) -> tuple[Tensor, Tensor]:
-        """What lies at `low .. start - 1` and a chunk's own behind it; what comes back to the past is added here."""
+        """Keys and values at `low .. start - 1` followed by a chunk's own; gradients of the past are added here."""
         if low == start:
             return k, v
         if not torch.is_grad_enabled():
@@ -66,19 +66,19 @@ class _Later(torch.autograd.Function):
 
 
 def attend_past(
-    q: Tensor, k: Tensor, v: Tensor, past: Past, start: int, scoring: AttentionParams, sight: CausalMask
+    q: Tensor, k: Tensor, v: Tensor, past: Past, start: int, params: AttentionParams, mask: CausalMask
 ) -> Tensor:  # fmt: skip
     """`ops.attend` with gradients: q `[R, T, H, D]`, a chunk's own k and v `[R, K, T, D]` -> float32 `[R, T, H, Dv]`.
 
     Positions before `start` are read in `past`, and their gradients are added there.
     """
-    plain = scoring.softcap is None and scoring.sinks is None and sight.reach is None
+    plain = params.softcap is None and params.sinks is None and mask.span is None
     if plain and start and q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
-        seen: Tensor = _AttendPast.apply(q.transpose(1, 2).to(k.dtype), k, v, past, start, scoring.scale)
+        seen: Tensor = _AttendPast.apply(q.transpose(1, 2).to(k.dtype), k, v, past, start, params.scale)
         return seen.transpose(1, 2).float()
-    low = min(sight.low(start), start)
+    low = min(mask.first_visible(start), start)
     keys, values = past.joined(k, v, low, start)
-    return attend_span(q, keys, values, start, low, scoring, sight)
+    return attend_span(q, keys, values, start, low, params, mask)
 
 
 class _AttendPast(torch.autograd.Function):

@@ -17,7 +17,7 @@ from torch import Tensor
 from lmstate import ops
 from lmstate.errors import UnsupportedError
 from lmstate.models.block import Block, new_layers
-from lmstate.ops.attention.attend_latent import latent_attend
+from lmstate.ops.attention.attend_latent import attend_latent
 from lmstate.state import (
     AttentionState,
     CompositeState,
@@ -38,11 +38,11 @@ class StreamAttention(AttentionState):
     def __init__(self, layout: Layout, like: AttentionState) -> None:
         (_, heads, _, dim), value_dim = like.k.shape, like.v.shape[-1]
         super().__init__(layout, heads, dim, value_dim)
-        self.sight = like.sight
+        self.mask = like.mask
         self.past = Past(self.buffers["k"], self.buffers["v"])
         self._again: tuple[Tensor, Tensor] | None = None
 
-    def rings(self, step: Step) -> ops.KVView | None:
+    def view(self, step: Step) -> ops.KVView | None:
         return None
 
     def attend(
@@ -50,7 +50,7 @@ class StreamAttention(AttentionState):
         q: Tensor,
         new: tuple[Tensor, Tensor] | None,
         step: Step,
-        scoring: ops.AttentionParams,
+        params: ops.AttentionParams,
         rotation: ops.RopeTables | None = None,
     ) -> Tensor:
         start = start_of(step)
@@ -61,7 +61,7 @@ class StreamAttention(AttentionState):
             k, v = (part.transpose(1, 2).to(self.k.dtype) for part in (k, v))  # [R, K, T, D]
             self._again = self.past.received(k, v, start)
         assert self._again is not None
-        return attend_past(q, *self._again, self.past, start, scoring, self.sight)
+        return attend_past(q, *self._again, self.past, start, params, self.mask)
 
     def clear(self) -> None:
         """Let go of what a chunk's graph held."""
@@ -90,7 +90,7 @@ class StreamLatents(LatentState):
         return start_of(step) + step.width
 
     def attend_latents(self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float) -> Tensor:
-        return latent_attend(q_latent, q_rope, *self.stored(step), step.starts_t, step.counts_t, scale=scale)
+        return attend_latent(q_latent, q_rope, *self.stored(step), step.starts_t, step.counts_t, scale=scale)
 
     def clear(self) -> None:
         """Let go of what a chunk's graph held."""
@@ -138,7 +138,7 @@ class StreamCarry(RecurrentState):
 
 
 def start_of(step: Step) -> int:
-    """Where a step's chunk starts, in every row that takes part in it."""
+    """Start position of a step's chunk, the same in every row that takes part in it."""
     return max(start for start, count in zip(step.starts, step.counts) if count)
 
 

@@ -24,7 +24,7 @@ from lmstate.ops.types.weight import Weight
 from lmstate.ops.weights.grouped import FLOAT_KINDS, FloatWeight
 
 BUFFERS = ("e_score_correction_bias", "balancing_biases", "expert_bias", "layer_scalar", "act_fn.beta", "act_fn.eps")
-"""What names of tensors end with that are set, or moved by other rules than gradients: no parameters."""
+"""Endings of the names of tensors that are constant, or moved by other rules than gradients: no parameters."""
 
 
 class Leaves:
@@ -35,7 +35,7 @@ class Leaves:
         self.dtype = FLOAT_KINDS[kind]
         self.tensors: dict[str, Tensor] = {}
         self.stacks: dict[str, Tensor] = {}
-        """What holds several matrices one below the other, by their names; the matrices are parts of it."""
+        """Tensors that hold several matrices one below the other, by the names of the matrices, which are views."""
 
     def get(self, name: str, dtype: torch.dtype) -> Tensor:
         """The leaf of that name, made in `dtype` if there is none yet."""
@@ -152,7 +152,7 @@ class TrainableWeights(WeightLoader):
 
 
 def name_in_file(source: Source, name: str) -> str:
-    """What the checkpoint itself calls a tensor that its model knows as `name`."""
+    """Name in the checkpoint of a tensor that the model knows as `name`."""
     for outer in _wrappers(source):
         name = outer.outer_name(name)
     return name

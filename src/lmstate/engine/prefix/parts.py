@@ -17,7 +17,7 @@ Layers = tuple[dict[str, Tensor], ...]
 
 @dataclass(frozen=True)
 class Split:
-    """How to take the snapshots of a kind of state apart.
+    """Partition of a kind of state's snapshots into per-token tensors and carries.
 
     A tensor that holds one entry a token, `[..., S, D]` (keys, values, latents), is cut between any two tokens. All
     others (windows, convolution tails, recurrent carries, policies that forget) are a *carry*: of use at its position.
@@ -48,7 +48,7 @@ class Split:
         )
 
     def carry(self, snapshot: Snapshot) -> Layers:
-        """What layers remember of all tokens together."""
+        """Carries: the tensors of each layer that summarize all tokens."""
         return tuple(
             {name: tensor for name, tensor in layer.items() if name not in names}
             for layer, names in zip(snapshot.layers, self.per_token)

@@ -19,7 +19,7 @@ SLICE = 0.02  # of the budget that is made free at once
 
 @dataclass(frozen=True)
 class Match:
-    """What the store has for a text: a snapshot can be made of its first `length` tokens."""
+    """Longest stored prefix of a text: a snapshot can be made of its first `length` tokens."""
 
     length: int
     matched: int  # tokens that agree with something stored; more than `length` where a carry is missing
@@ -96,7 +96,7 @@ class PrefixStore:
         return not self.missing(match)
 
     def discard(self, match: Match) -> None:
-        """What was found is no good: forget it, and all that goes on from it."""
+        """Forget a match that proved damaged, and all that goes on from it."""
         if match.node is not None and (path := match.node.path()):
             self._remove(path[0])
 

@@ -15,7 +15,7 @@ NODE_BYTES = 1024  # what Python keeps for a node beside its tensors and tokens,
 
 @dataclass(eq=False)
 class Carry:
-    """What a row needs to go on from a node's end, beside what its tokens left."""
+    """Carries and logits at a node's end, which a row needs beside the per-token tensors to go on."""
 
     layers: Layers
     logits: Tensor | None
@@ -27,7 +27,7 @@ class Carry:
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tier outside memory has something: the tokens from `offset` on of what lies there under a key."""
+    """Location in a tier outside memory: the tokens from `offset` on of the entry under a key."""
 
     key: str
     offset: int = 0
@@ -114,7 +114,7 @@ def walk(root: Node, tokens: Sequence[int]) -> tuple[Node, int]:
 
 
 def shared(run: Sequence[int], tokens: Sequence[int], at: int = 0) -> int:
-    """How many tokens of `run` agree with `tokens` from `at` on."""
+    """Number of leading tokens of `run` that agree with `tokens` from `at` on."""
     most = min(len(run), len(tokens) - at)
     if most == len(run) and list(run) == list(tokens[at : at + most]):
         return most

@@ -170,7 +170,7 @@ def _joined(told: dict[str, Any], tokens: bytes) -> bytes:
 
 
 def _parted(blob: bytes) -> tuple[dict[str, Any], bytes]:
-    """What `_joined` joined. Raises ValueError for what is no such thing."""
+    """Inverse of `_joined`. Raises ValueError for bytes that it cannot have returned."""
     end = 4 + int.from_bytes(blob[:4], "little")
     told = json.loads(blob[4:end])
     if not isinstance(told, dict):

@@ -1,4 +1,4 @@
-"""What a tier outside memory is, and the thread that writes to it behind the engine's back."""
+"""Interface of a tier outside memory, and the background thread that writes to it."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Tier(ABC):
             self._changed.notify_all()
 
     def get(self, key: str) -> Layers:
-        """What was put under a key. Raises TierError if it is gone or damaged."""
+        """Entry under a key. Raises TierError if it is gone or damaged."""
         try:
             layers = self.read(key)
         except Exception as error:
@@ -204,7 +204,7 @@ def packed(tokens: Sequence[int]) -> bytes:
 
 
 def unpacked(data: bytes) -> array[int]:
-    """What `packed` gave. Raises SnapshotError for what it cannot have given."""
+    """Inverse of `packed`. Raises SnapshotError for bytes that it cannot have returned."""
     import sys
 
     if len(data) % 4:
@@ -231,7 +231,7 @@ def to_bytes(layers: Layers) -> bytes:
 
 
 def from_bytes(data: bytes, where: str, layers: int) -> Layers:
-    """What `to_bytes` gave, of a model of so many layers. Raises SnapshotError for what is damaged or no such file."""
+    """Inverse of `to_bytes` for a model of so many layers. Raises SnapshotError for a damaged or foreign file."""
     from pathlib import Path
 
     from safetensors import SafetensorError

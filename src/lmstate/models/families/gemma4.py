@@ -60,7 +60,7 @@ class DenseAndExperts:
         out = ops.norm(self.dense(x, norm), self.after_dense)
         tokens = x.flatten(0, -2)
         chosen = self.experts.router(ops.norm(tokens, self.router_norm))
-        mixed = self.experts.mixed(ops.norm(tokens, self.expert_norm), *chosen)
+        mixed = self.experts.routed(ops.norm(tokens, self.expert_norm), *chosen)
         out = out + ops.norm(mixed, self.after_experts).view_as(x)
         return out if residual is None else ops.add_residual(residual, out)
 

@@ -53,8 +53,8 @@ class NarrowValues(Attention):
         q, k = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k))  # [R, T, H, D], [R, T, K, D]
         v = v.unflatten(-1, (-1, self.value_dim)) * self.value_scale
         v = pad(v, (0, self.head_dim - self.value_dim))  # [R, T, K, D]
-        scoring = ops.AttentionParams(self.scale, self.softcap, self.sinks)
-        seen = cache.attend(q, (k, v), step, scoring, self.rope_tables(step))  # [R, T, H, D]
+        params = ops.AttentionParams(self.scale, self.softcap, self.sinks)
+        seen = cache.attend(q, (k, v), step, params, self.rope_tables(step))  # [R, T, H, D]
         return ops.linear(seen[..., : self.value_dim].flatten(-2), self.out, self.out_bias, residual=residual)
 
 

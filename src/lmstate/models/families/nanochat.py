@@ -14,7 +14,7 @@ DEFAULTS: b.Defaults = {"nanochat": {"hidden_act": "relu2", "final_logit_softcap
 def build(w: WeightLoader) -> Model:
     config, shape = w.config, b.Dims.of(w.config)
     inner, act = config.int("intermediate_size", low=1, high=b.MAX_SIZE), b.activation(config, default="relu2")
-    head_norm, rope = b.norm_after_rope(w, shape, make_rope(config, shape.head_dim).backwards().to(w.device))
+    head_norm, rope = b.norm_after_rope(w, shape, make_rope(config, shape.head_dim).inverse().to(w.device))
     norm = b.plain_norm(w, shape.hidden, shape.eps)
     block = b.pre_norm(
         lambda _: norm,

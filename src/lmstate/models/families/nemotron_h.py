@@ -37,7 +37,7 @@ class LatentExperts:
             x = ops.norm(x, norm)
         tokens = x.flatten(0, -2)  # [M, E]
         latent = ops.linear(tokens, self.down, self.down_bias)
-        mixed = self.experts.mixed(latent, *self.experts.router(tokens))
+        mixed = self.experts.routed(latent, *self.experts.router(tokens))
         assert self.experts.shared is not None
         out = ops.linear(
             mixed.view(*x.shape[:-1], -1), self.up, self.up_bias, residual=Residual(self.experts.shared(x))

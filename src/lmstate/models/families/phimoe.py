@@ -79,7 +79,7 @@ def _rope(config: Config, head_dim: int) -> Rope:
     rope, fields = make_rope(config, head_dim, theta=1e6), rope_fields(config)
     if fields.str("rope_type") == "default":
         return rope
-    if rope.stretched is None or rope.continuous:
+    if rope.long_frequencies is None or rope.continuous:
         raise ModelError(f"{fields.where} asks for {fields.str('rope_type')!r}, and this family has longrope or none")
     short, long = (fields.float(f"{part}_mscale", low=1e-6, high=1e6) for part in ("short", "long"))
-    return replace(rope, scale=short, stretched_scale=long)
+    return replace(rope, scale=short, long_scale=long)

@@ -99,7 +99,7 @@ class ChainedMixture:
         features = _gelu(ops.linear(read, self.first, self.first_bias, norm=self.norm))
         features = _gelu(ops.linear(features, self.second, self.second_bias))
         chosen = self.experts.router(features.flatten(0, -2))
-        return self.experts.mixed(x.flatten(0, -2), *chosen).view_as(x), read
+        return self.experts.routed(x.flatten(0, -2), *chosen).view_as(x), read
 
 
 def _gelu(x: Tensor) -> Tensor:

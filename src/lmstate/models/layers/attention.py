@@ -82,7 +82,7 @@ class Attention(FusableLayer):
 
     def new_state(self, layout: Layout) -> LayerState:
         return attention_state(
-            layout, self.kv_heads, self.head_dim, sight=ops.CausalMask(self.window, self.chunk),
+            layout, self.kv_heads, self.head_dim, mask=ops.CausalMask(self.window, self.chunk),
             rotate_by=self.rope.rotate_by if self.rope is not None else None, heads=self.heads, scale=self.scale,
         )  # fmt: skip
 
@@ -105,7 +105,7 @@ class Attention(FusableLayer):
         return self.mix(ops.linear(x, self.qkv, self.qkv_bias, norm=norm), step, cache, residual)
 
     def mix(self, qkv: Tensor, step: Step, cache: LayerState, residual: Residual | None = None) -> Tensor:
-        """What comes after the projections, as wide as `qkv` is high -> `[R, T, E]`."""
+        """Attention after the projections, from the output of `qkv` -> `[R, T, E]`."""
         assert isinstance(cache, KeyValueState)
         qkv, behind = qkv.tensor_split([qkv.shape[-1] - self.gates], dim=-1)
         kv_width = 0 if self.reads is not None else self.kv_heads * self.head_dim
@@ -125,8 +125,8 @@ class Attention(FusableLayer):
             q = ops.rope(q, *rotation) * self.turned_weight
             new = None if new is None else (ops.rope(new[0], *rotation), new[1])
             rotation = None
-        scoring = ops.AttentionParams(self.scale, self.softcap, self.sinks)
-        seen = cache.attend(q, new, step, scoring, rotation)
+        params = ops.AttentionParams(self.scale, self.softcap, self.sinks)
+        seen = cache.attend(q, new, step, params, rotation)
         if self.gates:
             seen = gated(seen, behind, self.gate_act)
         mixed = seen.flatten(-2) if gate is None else ops.gated(seen.flatten(-2), gate)
@@ -134,7 +134,7 @@ class Attention(FusableLayer):
 
 
 def gated(seen: Tensor, gate: Tensor, act: GateAct = "sigmoid") -> Tensor:
-    """What heads have seen, `[R, T, H, D]`, times what opens their gates: `[R, T, H]`, or `[R, T, H * D]`."""
+    """Outputs of heads `[R, T, H, D]` times their gates, a head's `[R, T, H]` or a feature's `[R, T, H * D]`."""
     if act == "sigmoid":
         each = gate.unflatten(-1, (seen.shape[-2], -1)).expand_as(seen)
         return ops.gated(seen.flatten(-2), each.flatten(-2)).view_as(seen)

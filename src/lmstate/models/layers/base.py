@@ -83,7 +83,7 @@ def add_sublayers(
             if isinstance(cache, RecurrentState):
                 carry = cache.single_scan_carry(step)
             elif isinstance(cache, KeyValueState):
-                view = cache.rings(step)
+                view = cache.view(step)
         if (one := graph.fusable(sublayer, view=view, carry=carry, tables=tables)) is None:
             return False
         fusable.append(one)

@@ -1,4 +1,4 @@
-"""What stands between a model's embedding and its blocks, and between these and its last norm, where anything does."""
+"""Hooks between a model's embedding and its blocks, and between these and its last norm."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from lmstate import ops
 from lmstate.models.layers.base import FusableLayer
 from lmstate.ops import Norm, Residual, Weight
 from lmstate.ops.recurrent.causal_conv import tap_major
-from lmstate.ops.recurrent.gated_delta_mixer import delta_mixer
+from lmstate.ops.recurrent.gated_delta_mixer import gated_delta_mixer
 from lmstate.state import LayerState, Layout, RecurrentState, Step
 from lmstate.state.layers.recurrent import Carry
 
@@ -78,7 +78,7 @@ class GatedDelta(FusableLayer):
     def scan(self, inputs: Tensor, carry: Carry, counts: Tensor, gate: Tensor | None) -> tuple[Tensor, Carry]:
         """q, k, v | beta | decay `[R, T, F]`, beside them z -> `[R, T, H * Dv]`."""
         tail, state = carry
-        return delta_mixer(
+        return gated_delta_mixer(
             inputs,
             gate,
             (tail, state),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lmstate import ops
 from lmstate.ops import Norm, Residual, Weight
-from lmstate.ops.recurrent.linear_attention import lightning
+from lmstate.ops.recurrent.linear_attention import linear_attention
 from lmstate.state import LayerState, Layout, RecurrentState, Step
 from lmstate.state.layers.recurrent import Carry
 
@@ -44,7 +44,7 @@ class Lightning:
         """q, k, v of each head, before their activation `[R, T, 3 * H * D]` -> `[R, T, H * D]`."""
         qkv = ops.activation(self.act)(inputs).unflatten(-1, (len(self.slope), 3, self.head_dim))
         q, k, v = qkv.unbind(-2)  # [R, T, H, D]
-        y, state = lightning(q, k, v, self.slope, carry[0], counts)
+        y, state = linear_attention(q, k, v, (-self.slope).expand(v.shape[:3]), carry[0], counts)
         return y.flatten(-2), (state,)
 
     def __call__(

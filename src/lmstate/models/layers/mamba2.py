@@ -10,7 +10,7 @@ from lmstate import ops
 from lmstate.models.layers.base import FusableLayer
 from lmstate.ops import Norm, Residual, Weight
 from lmstate.ops.recurrent.causal_conv import tap_major
-from lmstate.ops.recurrent.mamba2_mixer import ssd_mixer
+from lmstate.ops.recurrent.mamba2_mixer import mamba2_mixer
 from lmstate.state import LayerState, Layout, RecurrentState, Step
 from lmstate.state.layers.recurrent import Carry
 
@@ -69,7 +69,7 @@ class Mamba2(FusableLayer):
         """x, B, C | dt `[R, T, (I + 2 * G * N) + H]`, beside them the gate -> `[R, T, I]`."""
         tail, state = carry
         gated = self.norm
-        return ssd_mixer(
+        return mamba2_mixer(
             inputs,
             gate,
             (tail, state),

@@ -1,4 +1,4 @@
-"""What works on each token alone: the feed-forward block, plain or gated."""
+"""Feed-forward block, plain or gated."""
 
 from __future__ import annotations
 

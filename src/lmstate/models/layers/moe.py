@@ -23,7 +23,7 @@ class RouterFn(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Router:
-    """Which `top_k` of N experts a token goes to, and with what weights.
+    """Router: chooses `top_k` of N experts for each token, and their weights.
 
     Every expert has a score in 0..1: the softmax over all of them, or the sigmoid of its own logit. The best `top_k`
     are chosen and weighted by their scores, which `normalize` brings to a sum of 1 (after a softmax that is the same as
@@ -122,7 +122,7 @@ class MixtureOfExperts:
     def __call__(self, x: Tensor, norm: Norm | None = None, residual: Residual | None = None) -> Tensor:
         if norm is not None:
             x = ops.norm(x, norm)
-        out = self.mixed(x.flatten(0, -2), *self.router(x.flatten(0, -2))).view_as(x)
+        out = self.routed(x.flatten(0, -2), *self.router(x.flatten(0, -2))).view_as(x)
         if self.shared is not None:
             common = self.shared(x)
             out = out + (
@@ -148,31 +148,31 @@ class MixtureOfExperts:
         )  # fmt: skip
         return (sublayer,)
 
-    def mixed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    def routed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """The routed experts: x `[M, E]`, weights and chosen `[M, top_k]` -> `[M, E]`.
 
-        Visits are sorted by expert, so that each expert runs once over all of its tokens. A token's visits are added in
-        the order of the experts, whatever other tokens there are.
+        Routes (a token and an expert) are sorted by expert, so that each expert runs once over all of its tokens. The
+        outputs of a token are added in the order of the experts, whatever other tokens there are.
         """
         if torch.compiler.is_compiling():
             return self._of_all(x, weights, chosen)
-        order = chosen.flatten().argsort(stable=True)  # of the M * top_k visits
+        order = chosen.flatten().argsort(stable=True)  # of the M * top_k routes
         token = order // chosen.shape[1]
         weight = weights.flatten()[order, None]
-        visitors = x[token] * weight if self.scale_input else x[token]
+        routed = x[token] * weight if self.scale_input else x[token]
         counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
-        parts = visitors.split(counts)
-        done = torch.cat([expert(part) for expert, part in zip(self.experts, parts) if len(part)] or [visitors])
+        parts = routed.split(counts)
+        done = torch.cat([expert(part) for expert, part in zip(self.experts, parts) if len(part)] or [routed])
         return torch.zeros_like(x).index_add(0, token, done if self.scale_input else done * weight)
 
     def _of_all(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """`mixed` for a traced graph, whose shapes cannot follow the router: every expert sees every token."""
+        """`routed` for a traced graph, whose shapes cannot follow the router: every expert sees every token."""
         blank = x.new_zeros(x.shape[0], len(self.experts))
         share = blank.scatter(-1, chosen, weights)  # [M, N]
-        visits = blank.bool().scatter(-1, chosen, True)
+        selected = blank.bool().scatter(-1, chosen, True)
         out = torch.zeros_like(x)
         for n, expert in enumerate(self.experts):
             weight = share[:, n, None]
             part = expert(x * weight) if self.scale_input else expert(x) * weight
-            out = out + torch.where(visits[:, n, None], part, 0.0)
+            out = out + torch.where(selected[:, n, None], part, 0.0)
         return out

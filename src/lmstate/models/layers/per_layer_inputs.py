@@ -39,7 +39,7 @@ class PerLayerInputs:
 
 @dataclass(frozen=True, eq=False)
 class PerLayerInput:
-    """What a block adds to the stream: its input, as far as a gate that reads the stream lets it through."""
+    """Addition of a block's per-layer input to the stream, through a gate that reads the stream."""
 
     block: int
     gate: Weight  # [P, E]

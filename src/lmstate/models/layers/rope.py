@@ -19,42 +19,42 @@ from lmstate.state import Step
 class Rope:
     """One set of rotary frequencies; layers that share one share its tables in a step.
 
-    `frequencies` float32 `[rot / 2]` in radians a token. Two kinds depend on the length of the text, its horizon: there
-    `stretched(horizon)` gives the frequencies past `native`, and `regime` tells lengths apart that rotate differently.
-    `scale` multiplies cosines and sines (yarn and longrope call it the attention factor), past `native` that is
-    `stretched_scale` where there is one.
+    `frequencies` float32 `[rot / 2]` in radians a token. Two kinds depend on the length of the text: past
+    `original_max_positions` theirs are `long_frequencies(length)`, and `frequency_key` tells lengths apart that rotate
+    differently. `scale` multiplies cosines and sines (yarn and longrope call it the attention factor); past
+    `original_max_positions` that is `long_scale` where there is one.
     """
 
     frequencies: Tensor
     scale: float = 1.0
     interleaved: bool = False
-    native: int | None = None
-    stretched: Callable[[int], Tensor] | None = field(default=None, repr=False)
-    continuous: bool = False  # `stretched` differs from each horizon to the next
-    stretched_scale: float | None = None
+    original_max_positions: int | None = None
+    long_frequencies: Callable[[int], Tensor] | None = field(default=None, repr=False)
+    continuous: bool = False  # `long_frequencies` differs from each length to the next
+    long_scale: float | None = None
 
-    def regime(self, horizon: int) -> int:
-        """A number that two horizons share if the frequencies are the same for both."""
-        if self.native is None or horizon <= self.native:
+    def frequency_key(self, length: int) -> int:
+        """A number that two lengths share if the frequencies are the same for both."""
+        if self.original_max_positions is None or length <= self.original_max_positions:
             return 0
-        return horizon if self.continuous else 1
+        return length if self.continuous else 1
 
-    def at(self, horizon: int) -> Tensor:
-        if self.native is None or self.stretched is None or horizon <= self.native:
+    def at(self, length: int) -> Tensor:
+        if self.long_frequencies is None or not self.frequency_key(length):
             return self.frequencies
-        return self.stretched(horizon)
+        return self.long_frequencies(length)
 
     def rotation(self, step: Step) -> ops.RopeTables:
-        """How a step's positions turn queries and keys."""
+        """Cosines and sines of a step's positions; one table a step."""
         return step.cached(self, lambda: self._rotation(step))
 
     def _rotation(self, step: Step) -> ops.RopeTables:
         frequencies: Tensor = self.frequencies
         scale: float | Tensor = self.scale
-        if self.native is not None:
-            frequencies = torch.stack([self.at(horizon) for horizon in step.rope_lengths])[:, None]  # [R, 1, rot / 2]
-            if self.stretched_scale is not None:
-                scales = [self.stretched_scale if self.regime(horizon) else self.scale for horizon in step.rope_lengths]
+        if self.original_max_positions is not None:
+            frequencies = torch.stack([self.at(length) for length in step.rope_lengths])[:, None]  # [R, 1, rot / 2]
+            if self.long_scale is not None:
+                scales = [self.long_scale if self.frequency_key(length) else self.scale for length in step.rope_lengths]
                 scale = torch.tensor(scales, dtype=torch.float32, device=frequencies.device)[:, None, None]
         angles = step.positions[..., None].float() * frequencies
         cos, sin = angles.cos(), angles.sin()
@@ -65,20 +65,20 @@ class Rope:
     def rotate_by(self, keys: Tensor, delta: int) -> Tensor:
         """Rotate keys `[K, S, D]` as if each had stood `delta` positions farther on; float32."""
         angles = (self.frequencies * delta)[None, None]  # [1, 1, rot / 2]: a row of one token, its heads the slots
-        turned = ops.rope(keys.float().reshape(1, 1, -1, keys.shape[-1]), angles.cos(), angles.sin(), self.interleaved)
-        return turned.view(keys.shape)
+        rotated = ops.rope(keys.float().reshape(1, 1, -1, keys.shape[-1]), angles.cos(), angles.sin(), self.interleaved)
+        return rotated.view(keys.shape)
 
     def to(self, device: torch.device) -> Rope:
         return self._with(lambda frequencies: frequencies.to(device))
 
-    def backwards(self) -> Rope:
+    def inverse(self) -> Rope:
         """The same in the other direction."""
         return self._with(torch.neg)
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> Rope:
-        stretched = self.stretched
-        changed = None if stretched is None else lambda horizon: change(stretched(horizon))
-        return replace(self, frequencies=change(self.frequencies), stretched=changed)
+        given = self.long_frequencies
+        changed = None if given is None else lambda length: change(given(length))
+        return replace(self, frequencies=change(self.frequencies), long_frequencies=changed)
 
 
 def rope_fields(config: Config, kind: str | None = None) -> Config:
@@ -140,11 +140,11 @@ def make_rope(
             raise ModelError(f"{rope.where}: a dynamic rope of 2 features has nothing to stretch")
         factor = rope.float("factor", low=1.0)
 
-        def ntk(horizon: int) -> Tensor:
-            grown = theta * ((factor * horizon / most) - (factor - 1)) ** (rot / (rot - 2))
+        def ntk(length: int) -> Tensor:
+            grown = theta * ((factor * length / most) - (factor - 1)) ** (rot / (rot - 2))
             return 1.0 / grown**exponents
 
-        return Rope(base, interleaved=interleaved, native=most, stretched=ntk, continuous=True)
+        return Rope(base, interleaved=interleaved, original_max_positions=most, long_frequencies=ntk, continuous=True)
     if name in ("longrope", "su", "yarn"):
         return _longrope(base, rope, most, rot, interleaved)
     raise ModelError(
@@ -219,5 +219,7 @@ def _longrope(base: Tensor, rope: Config, most: int, rot: int, interleaved: bool
     scale = rope.float("attention_factor", low=1e-6, high=1e6, default=None)
     if scale is None:
         scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(native))
-    stretched = base / long
-    return Rope(base / short, scale, interleaved, native=native, stretched=lambda horizon: stretched)
+    at_length = base / long
+    return Rope(
+        base / short, scale, interleaved, original_max_positions=native, long_frequencies=lambda length: at_length
+    )

@@ -27,7 +27,7 @@ class KeptEmbedding:
 
 @dataclass(eq=False)
 class Adapter:
-    """What one layer adds to projections that it shares with others: a product of low rank each (LoRA, Hu et al. 2021).
+    """One layer's update of projections that it shares: a product of low rank each (LoRA, Hu et al. 2021).
 
     `down [n * rank, K]` serves all n of them; `ups [N, rank]`: one each, whose outputs lie side by side.
     """

@@ -1,6 +1,6 @@
 """Attention of new tokens over what their row has stored, ring or not.
 
-Nobody passes a mask: what a query may see follows from where its row starts. A row's keys and values lie in a ring,
+No mask tensor is passed: what a query sees follows from where its row starts. A row's keys and values lie in a ring,
 position p in slot p % S, so the positions from `low` up to `end` are one contiguous range of slots, or two after a
 wrap.
 """
@@ -28,28 +28,28 @@ def attend(
     v: Tensor,
     starts: Tensor,
     counts: Tensor,
-    scoring: AttentionParams,
-    sight: CausalMask = FULL_CAUSAL,
+    params: AttentionParams,
+    mask: CausalMask = FULL_CAUSAL,
 ) -> Tensor:
     """Attend from new tokens to the stored ones; float32 `[R, T, H, Dv]`, zero where a query is padding.
 
     q: float32 `[R, T, H, D]`. k: `[R, K, S, D]`, v: `[R, K, S, Dv]`, rings that already hold the new tokens; H is a
     multiple of K. starts, counts: int64 `[R]`: query i < counts[r] of row r stands at position starts[r] + i and sees
-    of the positions up to its own those in `sight`.
+    of the positions up to its own those in `mask`.
 
     Where starts and counts are not on the host (another device, a traced graph), all S slots are read: those never
     written must be finite then.
     """
-    library = dispatch.native(q, k, v, scoring.sinks)
+    library = dispatch.native(q, k, v, params.sinks)
     if library is not None and library.attention.can_attend(q, k, v):
         if q.shape[1] <= MOST:
-            return library.attention.attend(q, k, v, starts, counts, scoring, sight)
+            return library.attention.attend(q, k, v, starts, counts, params, mask)
         blocks = []
         for first, block in zip(range(0, q.shape[1], MOST), q.split(MOST, dim=1)):
             some = (counts - first).clamp(0, MOST)
-            blocks.append(library.attention.attend(block, k, v, starts + first, some, scoring, sight))
+            blocks.append(library.attention.attend(block, k, v, starts + first, some, params, mask))
         return torch.cat(blocks, dim=1)
-    return attend_reference(q, k, v, starts, counts, scoring, sight)
+    return attend_reference(q, k, v, starts, counts, params, mask)
 
 
 def attend_reference(
@@ -58,51 +58,51 @@ def attend_reference(
     v: Tensor,
     starts: Tensor,
     counts: Tensor,
-    scoring: AttentionParams,
-    sight: CausalMask = FULL_CAUSAL,
+    params: AttentionParams,
+    mask: CausalMask = FULL_CAUSAL,
 ) -> Tensor:
     """Plain torch in the dtype of k and v."""
     if torch.compiler.is_compiling() or not starts.is_cpu:
-        return _attend_on_device(q, k, v, starts, counts, scoring, sight)
+        return _attend_on_device(q, k, v, starts, counts, params, mask)
     rows, size = q.shape[0], k.shape[2]
     spans = list(zip(starts.tolist(), counts.tolist()))
     if len(set(spans)) == 1 and sum(spans[0]) <= size:  # all rows alike and none wrapped: one batch
         start, count = spans[0]
-        low = sight.low(start)
+        low = mask.first_visible(start)
         y = attend_span(
-            q[:, :count], k[:, :, low : start + count], v[:, :, low : start + count], start, low, scoring, sight
+            q[:, :count], k[:, :, low : start + count], v[:, :, low : start + count], start, low, params, mask
         )
         return F.pad(y, (0, 0, 0, 0, 0, q.shape[1] - count))
     out = []
     for r, (start, count) in enumerate(spans):
-        low = sight.low(start)
+        low = mask.first_visible(start)
         keys, values = (unroll(ring[r : r + 1], low, start + count) for ring in (k, v))
-        y = attend_span(q[r : r + 1, :count], keys, values, start, low, scoring, sight)
+        y = attend_span(q[r : r + 1, :count], keys, values, start, low, params, mask)
         out.append(F.pad(y, (0, 0, 0, 0, 0, q.shape[1] - count)))
     return torch.cat(out) if rows else q.new_zeros(0, q.shape[1], q.shape[2], v.shape[3])
 
 
 def attend_span(
-    q: Tensor, k: Tensor, v: Tensor, start: int, low: int, scoring: AttentionParams, sight: CausalMask
+    q: Tensor, k: Tensor, v: Tensor, start: int, low: int, params: AttentionParams, mask: CausalMask
 ) -> Tensor:
     """q `[R, T, H, D]` at positions start.., k and v `[R, K, L, D]` at positions low.. -> `[R, T, H, Dv]` float32."""
     count, end = q.shape[1], start + q.shape[1]
     if count == 0:
         return q.new_zeros(*q.shape[:3], v.shape[3])
     q = q.transpose(1, 2).to(k.dtype)  # [R, H, T, D]
-    plain = scoring.softcap is None and scoring.sinks is None
-    if start == low and sight.low(end - 1) == low and plain:
-        return scoring.softmax(q, k, v, None).transpose(1, 2).float()
+    plain = params.softcap is None and params.sinks is None
+    if start == low and mask.first_visible(end - 1) == low and plain:
+        return params.softmax(q, k, v, None).transpose(1, 2).float()
     blocks = []
     # In blocks of queries: a window's cost then grows with the window and not with the length, and so do the scores.
-    step = count if plain and sight.low(end - 1) == low else BLOCK
+    step = count if plain and mask.first_visible(end - 1) == low else BLOCK
     for first in range(0, count, step):
         last = min(first + step, count)
-        a, b = sight.low(start + first), start + last  # the positions that this block sees
+        a, b = mask.first_visible(start + first), start + last  # the positions that this block sees
         own = torch.arange(start + first, start + last, device=q.device)[:, None]
-        mask = sight.sees(own, torch.arange(a, b, device=q.device))
+        visible = mask.visible(own, torch.arange(a, b, device=q.device))
         keys, values = k[:, :, a - low : b - low], v[:, :, a - low : b - low]
-        blocks.append(scoring.softmax(q[:, :, first:last], keys, values, mask))
+        blocks.append(params.softmax(q[:, :, first:last], keys, values, visible))
     return torch.cat(blocks, dim=2).transpose(1, 2).float()
 
 
@@ -118,17 +118,17 @@ def unroll(ring: Tensor, low: int, end: int) -> Tensor:
 
 
 def _attend_on_device(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, counts: Tensor, scoring: AttentionParams, sight: CausalMask
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, counts: Tensor, params: AttentionParams, mask: CausalMask
 ) -> Tensor:
     """The same without reading starts and counts on the host: every slot takes part, under a mask `[R, 1, T, S]`."""
     slots = torch.arange(k.shape[2], device=q.device)
     newest = (starts + counts)[:, None] - 1  # [R, 1]
     stored = newest - (newest - slots) % k.shape[2]  # [R, S]: the newest position that lies in each slot
     own = starts[:, None] + torch.arange(q.shape[1], device=q.device)  # [R, T]
-    mask = sight.sees(own[:, None, :, None], stored[:, None, None])
+    visible = mask.visible(own[:, None, :, None], stored[:, None, None])
     real = (torch.arange(q.shape[1], device=q.device) < counts[:, None])[:, :, None, None]  # [R, T, 1, 1]
-    mask = mask | ~real.transpose(1, 2)  # padding sees everything, so that its softmax is not of nothing
-    y = scoring.softmax(q.transpose(1, 2).to(k.dtype), k, v, mask)
+    visible = visible | ~real.transpose(1, 2)  # padding sees everything, so that its softmax is not of nothing
+    y = params.softmax(q.transpose(1, 2).to(k.dtype), k, v, visible)
     return y.transpose(1, 2).float().masked_fill(~real, 0)
 
 
@@ -141,15 +141,15 @@ def rotate_attend(
     v: Tensor,
     starts: Tensor,
     counts: Tensor,
-    scoring: AttentionParams,
-    sight: CausalMask = FULL_CAUSAL,
+    params: AttentionParams,
+    mask: CausalMask = FULL_CAUSAL,
 ) -> Tensor:
     """Rotate q `[R, T, H, D]` and k_new `[R, T, K, D]`, store k_new and v_new in the rings k and v, attend.
 
     The same as `rope`, `append` and `attend` one after the other; float32 `[R, T, H, Dv]`.
     """
     cos, sin, interleaved = rotation
-    library = dispatch.native(q, k_new, v_new, k, v, scoring.sinks)
+    library = dispatch.native(q, k_new, v_new, k, v, params.sinks)
     if (
         library is not None
         and q.shape[1] <= MOST
@@ -157,8 +157,8 @@ def rotate_attend(
         and library.attention.can_append(k_new, v_new, k, v)
     ):
         return library.attention.rotate_attend(
-            q, k_new, v_new, cos, sin, interleaved, k, v, starts, counts, scoring, sight
+            q, k_new, v_new, cos, sin, interleaved, k, v, starts, counts, params, mask
         )
     append(rope(k_new, cos, sin, interleaved), v_new, k, v, starts, counts)
-    turned = rope(q, cos, sin, interleaved)
-    return attend(turned, k, v, starts, counts, scoring, sight)
+    rotated = rope(q, cos, sin, interleaved)
+    return attend(rotated, k, v, starts, counts, params, mask)

@@ -25,7 +25,7 @@ SCORES = 1 << 21
 """Scores that exist at a time: a block of queries is as long as this allows."""
 
 
-def latent_attend(
+def attend_latent(
     q_latent: Tensor,
     q_rope: Tensor,
     latent: Tensor,
@@ -57,10 +57,10 @@ def latent_attend(
             count = (counts - first).clamp(0, MOST)
             blocks.append(body.attend_latent(block, block_rope, latent, rope_key, starts + first, count, scale, window))
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
-    return latent_attend_reference(q_latent, q_rope, latent, rope_key, starts, counts, scale=scale, window=window)
+    return attend_latent_reference(q_latent, q_rope, latent, rope_key, starts, counts, scale=scale, window=window)
 
 
-def latent_attend_reference(
+def attend_latent_reference(
     q_latent: Tensor,
     q_rope: Tensor,
     latent: Tensor,

@@ -1,6 +1,6 @@
 """Attention over keys and values that are stored in few bits, ring or not: rotating, storing, attending.
 
-Values are codes as soon as they are stored, one scale a vector, turned by a Hadamard matrix first, so that no channel
+Values are codes as soon as they are stored, one scale a vector, after a Hadamard transform, so that no channel
 stands out (QuaRot, 2404.00456). So are keys of 8 bits, and of any width where tokens do not stay together (slots that a
 policy evicts from). Else keys of 4 and 2 bits have a scale for each channel of a block of positions (KIVI, 2402.02750),
 and are codes once their block is whole; the newest are also floats, in a ring. A query sees floats of the keys in its
@@ -21,7 +21,7 @@ from lmstate.ops.attention.kv_store import append_one
 from lmstate.ops.attention.rope import rope
 from lmstate.ops.types import kv_format
 from lmstate.ops.types.kv_format import BLOCK
-from lmstate.ops.types.params import FULL_CAUSAL, AttentionParams, AttentionSums, CausalMask, Held, RopeTables
+from lmstate.ops.types.params import FULL_CAUSAL, AttentionParams, AttentionSums, CausalMask, QuantizedKV, RopeTables
 
 if TYPE_CHECKING:
     from lmstate.ops.cpu.attention import Attention
@@ -34,30 +34,26 @@ def attend_quantized(
     q: Tensor,
     new: tuple[Tensor, Tensor] | None,
     rotation: RopeTables | None,
-    held: Held,
-    tail: Tensor | None,
+    kv: QuantizedKV,
     starts: Tensor,
     counts: Tensor,
-    scoring: AttentionParams,
-    sight: CausalMask = FULL_CAUSAL,
+    params: AttentionParams,
+    mask: CausalMask = FULL_CAUSAL,
     *,
-    bits: int,
     dtype: torch.dtype = torch.float32,
     columns: AttentionSums | None = None,
 ) -> Tensor:
     """Store new keys and values `[R, T, K, D]`, and attend: q float32 `[R, T, H, D]` -> float32 `[R, T, H, Dv]`.
 
-    `rotation` turns q and the new keys first. The other arguments are those of `ops.attend`. `tail`: keys as floats,
+    `rotation` turns q and the new keys first. The other arguments are those of `ops.attend`. `kv.tail`: keys as floats,
     a ring `[R, K, S', D]` that holds the step and `BLOCK - 1` positions before it; without one every vector has its own
     scale. The reference expands what it reads in `dtype`. Adds what each slot receives to `columns`, of a ring that has
     not wrapped. Reads starts and counts on the host.
     """
-    body = _native(q, new, held, tail, bits, scoring.sinks)
+    body = _native(q, new, kv, params.sinks)
     most = MOST if columns is None else OBSERVED
     if body is not None and q.shape[1] <= most:
-        out = body.attend_quantized(
-            q, new, rotation, held, tail, starts, counts, bits, scoring, sight, columns, dtype=dtype
-        )
+        out = body.attend_quantized(q, new, rotation, kv, starts, counts, params, mask, columns, dtype=dtype)
         assert out is not None
         return out
     if rotation is not None:
@@ -65,102 +61,95 @@ def attend_quantized(
         new = None if new is None else (rope(new[0], *rotation), new[1])
     if new is not None:
         if body is not None:
-            body.attend_quantized(q, new, None, held, tail, starts, counts, bits, scoring, sight, stores_only=True)
-        elif tail is None:
-            _store_vectors(new, held, starts, counts, bits)
+            body.attend_quantized(q, new, None, kv, starts, counts, params, mask, stores_only=True)
+        elif kv.tail is None:
+            _store_vectors(new, kv, starts, counts)
         else:
-            _store_blocks(new, held, tail, starts, counts, bits)
+            _store_blocks(new, kv, kv.tail, starts, counts)
     if body is not None:
         blocks = []
         for first, block in zip(range(0, q.shape[1], most), q.split(most, dim=1)):
             some = (counts - first).clamp(0, most)
-            out = body.attend_quantized(
-                block, None, None, held, tail, starts + first, some, bits, scoring, sight, columns, dtype=dtype
-            )
+            out = body.attend_quantized(block, None, None, kv, starts + first, some, params, mask, columns, dtype=dtype)
             assert out is not None
             blocks.append(out)
         return torch.cat(blocks, dim=1)
-    if tail is None:
-        end = min(held.k.shape[2], int((starts + counts).max()))  # position p < end lies in slot p, or the ring is full
+    if kv.tail is None:
+        end = min(kv.k.shape[2], int((starts + counts).max()))  # position p < end lies in slot p, or the ring is full
         k, v = (
-            kv_format.decode(codes[:, :, :end], scales[:, :, :end], bits, dtype)
-            for codes, scales in ((held.k, held.k_scale), (held.v, held.v_scale))
+            kv_format.decode(codes[:, :, :end], scales[:, :, :end], kv.bits, dtype)
+            for codes, scales in ((kv.k, kv.k_scale), (kv.v, kv.v_scale))
         )
         if columns is None:
-            seen = attend_reference(kv_format.turned(q), k, v, starts, counts, scoring, sight)
+            seen = attend_reference(kv_format.hadamard(q), k, v, starts, counts, params, mask)
         else:
             slots, observed = torch.arange(end, device=k.device), columns._replace(sums=columns.sums[..., :end])
             where = slots.expand(k.shape[:3])
-            seen = attend_slots(kv_format.turned(q), k, v, where, starts, counts, scoring, sight, observed)
+            seen = attend_slots(kv_format.hadamard(q), k, v, where, starts, counts, params, mask, observed)
     else:
-        seen = _attend_blocks(q, held, tail, starts, counts, bits, dtype, scoring, sight)
-    return kv_format.turned(seen)
+        seen = _attend_blocks(q, kv, kv.tail, starts, counts, dtype, params, mask)
+    return kv_format.hadamard(seen)
 
 
-def _native(
-    q: Tensor, new: tuple[Tensor, Tensor] | None, held: Held, tail: Tensor | None, bits: int, sinks: Tensor | None
-) -> Attention | None:
-    library = dispatch.native(q, *(new or ()), held.k, sinks)
+def _native(q: Tensor, new: tuple[Tensor, Tensor] | None, kv: QuantizedKV, sinks: Tensor | None) -> Attention | None:
+    library = dispatch.native(q, *(new or ()), kv.k, sinks)
     if library is None:
         return None
     body = library.attention
-    return body if body.can_attend_quantized(q, held, tail, bits) else None
+    return body if body.can_attend_quantized(q, kv) else None
 
 
-def _store_vectors(new: tuple[Tensor, Tensor], held: Held, starts: Tensor, counts: Tensor, bits: int) -> None:
-    _store_turned(new[0], held.k, held.k_scale, starts, counts, bits)
-    _store_turned(new[1], held.v, held.v_scale, starts, counts, bits)
+def _store_vectors(new: tuple[Tensor, Tensor], kv: QuantizedKV, starts: Tensor, counts: Tensor) -> None:
+    _store_transformed(new[0], kv.k, kv.k_scale, starts, counts, kv.bits)
+    _store_transformed(new[1], kv.v, kv.v_scale, starts, counts, kv.bits)
 
 
-def _store_turned(new: Tensor, codes: Tensor, scales: Tensor, starts: Tensor, counts: Tensor, bits: int) -> None:
-    for coded, ring in zip(kv_format.encode(kv_format.turned(new), bits, WHOLE), (codes, scales)):
+def _store_transformed(new: Tensor, codes: Tensor, scales: Tensor, starts: Tensor, counts: Tensor, bits: int) -> None:
+    for coded, ring in zip(kv_format.encode(kv_format.hadamard(new), bits, WHOLE), (codes, scales)):
         append_one(coded, ring, starts, counts)
 
 
-def _store_blocks(
-    new: tuple[Tensor, Tensor], held: Held, tail: Tensor, starts: Tensor, counts: Tensor, bits: int
-) -> None:
+def _store_blocks(new: tuple[Tensor, Tensor], kv: QuantizedKV, tail: Tensor, starts: Tensor, counts: Tensor) -> None:
     """New keys into the ring, and each block of them that is whole then into codes."""
     append_one(new[0], tail, starts, counts)
-    _store_turned(new[1], held.v, held.v_scale, starts, counts, bits)
+    _store_transformed(new[1], kv.v, kv.v_scale, starts, counts, kv.bits)
     for r, (start, count) in enumerate(zip(starts.tolist(), counts.tolist())):
         first, whole = start // BLOCK * BLOCK, (start + count) // BLOCK * BLOCK
         if whole > first:
-            where = torch.arange(first, whole, device=tail.device) % held.k.shape[2]
+            where = torch.arange(first, whole, device=tail.device) % kv.k.shape[2]
             k = unroll(tail[r : r + 1], first, whole)[0]
-            held.k[r, :, where], held.k_scale[r, :, where] = kv_format.encode_blocks(k, bits)
+            kv.k[r, :, where], kv.k_scale[r, :, where] = kv_format.encode_blocks(k, kv.bits)
 
 
 def _attend_blocks(
     q: Tensor,
-    held: Held,
+    kv: QuantizedKV,
     tail: Tensor,
     starts: Tensor,
     counts: Tensor,
-    bits: int,
     dtype: torch.dtype,
-    scoring: AttentionParams,
-    sight: CausalMask,
+    params: AttentionParams,
+    mask: CausalMask,
 ) -> Tensor:
-    """The queries of one block of positions after another; values stay turned."""
+    """The queries of one block of positions after another; values stay transformed."""
     rows, tokens, heads, _ = q.shape
-    dim_v = held.v.shape[3] * 8 // bits
+    dim_v = kv.v.shape[3] * 8 // kv.bits
     out = []
     for r, (start, count) in enumerate(zip(starts.tolist(), counts.tolist())):
-        first, end, low = start // BLOCK * BLOCK, start + count, sight.low(start) // BLOCK * BLOCK
+        first, end, low = start // BLOCK * BLOCK, start + count, mask.first_visible(start) // BLOCK * BLOCK
         coded = max(low, (end - 1) // BLOCK * BLOCK)
         floats = unroll(tail[r : r + 1], first, end).to(dtype)  # [1, K, end - first, D]
-        k, k_scale = (unroll(x[r : r + 1], low, coded) for x in (held.k, held.k_scale))  # [1, K, coded - low, ...]
-        v, v_scale = (unroll(x[r : r + 1], low, end) for x in (held.v, held.v_scale))  # [1, K, end - low, ...]
-        keys, values = kv_format.decode_blocks(k, k_scale, bits, dtype), kv_format.decode(v, v_scale, bits, dtype)
+        k, k_scale = (unroll(x[r : r + 1], low, coded) for x in (kv.k, kv.k_scale))  # [1, K, coded - low, ...]
+        v, v_scale = (unroll(x[r : r + 1], low, end) for x in (kv.v, kv.v_scale))  # [1, K, end - low, ...]
+        keys, values = kv_format.decode_blocks(k, k_scale, kv.bits, dtype), kv_format.decode(v, v_scale, kv.bits, dtype)
         pieces, position = [], start
         while position < end:
             block = position // BLOCK * BLOCK
-            stop, a = min(end, block + BLOCK), sight.low(position)
+            stop, a = min(end, block + BLOCK), mask.first_visible(position)
             b = max(a, block)
             k = torch.cat([keys[:, :, a - low : b - low], floats[:, :, b - first : stop - first]], dim=2)
             v = values[:, :, a - low : stop - low]
-            pieces.append(attend_span(q[r : r + 1, position - start : stop - start], k, v, position, a, scoring, sight))
+            pieces.append(attend_span(q[r : r + 1, position - start : stop - start], k, v, position, a, params, mask))
             position = stop
         out.append(torch.cat([*pieces, q.new_zeros(1, tokens - count, heads, dim_v)], dim=1))
     return torch.cat(out) if rows else q.new_zeros(0, tokens, heads, dim_v)

@@ -20,17 +20,17 @@ def attend_observed(
     v: Tensor,
     starts: Tensor,
     counts: Tensor,
-    scoring: AttentionParams,
+    params: AttentionParams,
     columns: AttentionSums,
 ) -> Tensor:
     """`ops.attend` over rings that have not wrapped; adds what each slot receives to `columns`."""
-    library = dispatch.native(q, k, v, scoring.sinks)
+    library = dispatch.native(q, k, v, params.sinks)
     if library is None or not library.attention.can_attend(q, k, v):
         slots = torch.arange(k.shape[2], device=k.device).expand(k.shape[:3])
-        return attend_slots(q, k, v, slots, starts, counts, scoring, columns=columns)
+        return attend_slots(q, k, v, slots, starts, counts, params, columns=columns)
     out = [
         library.attention.attend(
-            block, k, v, starts + first, (counts - first).clamp(0, OBSERVED), scoring, FULL_CAUSAL, columns
+            block, k, v, starts + first, (counts - first).clamp(0, OBSERVED), params, FULL_CAUSAL, columns
         )
         for first, block in zip(range(0, max(q.shape[1], 1), OBSERVED), q.split(OBSERVED, dim=1))
     ]
@@ -44,15 +44,15 @@ def attend_slots(
     positions: Tensor,
     starts: Tensor,
     counts: Tensor,
-    scoring: AttentionParams,
-    sight: CausalMask = FULL_CAUSAL,
+    params: AttentionParams,
+    mask: CausalMask = FULL_CAUSAL,
     columns: AttentionSums | None = None,
 ) -> Tensor:
     """Attend from new tokens to the slots of their row and kv head -> float32 `[R, T, H, Dv]`, zero where padding.
 
     q: float32 `[R, T, H, D]`; k: `[R, K, S, D]`, v: `[R, K, S, Dv]`, which already hold the new tokens; positions:
     `[R, K, S]`, negative where a slot is empty. starts, counts: int64 `[R]`: query i < counts[r] stands at starts[r] +
-    i and sees the slots of positions up to its own, of those in `sight`. Adds to `columns` what each slot receives.
+    i and sees the slots of positions up to its own, of those in `mask`. Adds to `columns` what each slot receives.
 
     Plain torch in float32; reads starts and counts on the host.
     """
@@ -65,7 +65,7 @@ def attend_slots(
         for first in range(0, count, BLOCK):
             block = q[r, first : min(first + BLOCK, count)].float()  # [t, H, D]
             own = torch.arange(start + first, start + first + len(block), device=q.device)[:, None]  # [t, 1]
-            probs = _weights(block, keys, where, own, scoring, sight)  # [K, G, t, S]
+            probs = _weights(block, keys, where, own, params, mask)  # [K, G, t, S]
             read = probs.flatten(1, 2) @ values  # [K, G * t, Dv]
             pieces.append(read.unflatten(1, probs.shape[1:3]).permute(2, 0, 1, 3).flatten(1, 2))  # [t, H, Dv]
             if columns is not None:
@@ -76,11 +76,11 @@ def attend_slots(
     return torch.stack(outs) if rows else padding
 
 
-def _weights(q: Tensor, k: Tensor, where: Tensor, own: Tensor, scoring: AttentionParams, sight: CausalMask) -> Tensor:
+def _weights(q: Tensor, k: Tensor, where: Tensor, own: Tensor, params: AttentionParams, mask: CausalMask) -> Tensor:
     """q `[t, H, D]` at positions own `[t, 1]`, k `[K, S, D]` at `where` -> softmax float32 `[K, G, t, S]`."""
     count, heads, _ = q.shape
     group = heads // len(k)
     grouped = q.view(count, len(k), group, -1).permute(1, 2, 0, 3).flatten(1, 2)  # [K, G * t, D]
     products = (grouped @ k.mT).view(1, heads, count, -1)
-    mask = sight.sees(own, where).expand(-1, group, -1, -1).flatten(0, 1)  # [H, t, S]
-    return scoring.weights(products, mask).view(len(k), group, count, -1)
+    visible = mask.visible(own, where).expand(-1, group, -1, -1).flatten(0, 1)  # [H, t, S]
+    return params.weights(products, visible).view(len(k), group, count, -1)

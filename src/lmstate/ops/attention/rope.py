@@ -27,8 +27,8 @@ def rope_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fals
     head, rest = x[..., :rot], x[..., rot:]
     if interleaved:
         a, b = head[..., 0::2], head[..., 1::2]
-        turned = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
+        rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
     else:
         a, b = head.chunk(2, dim=-1)
-        turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+        rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    return torch.cat([rotated, rest], dim=-1) if rest.shape[-1] else rotated

@@ -10,7 +10,7 @@ import torch
 
 
 class Kind(IntEnum):
-    """How floats and weights are stored: `simd.h` and `linear.h`."""
+    """Storage kinds of floats and weights: `simd.h` and `linear.h`."""
 
     F32 = 0
     BF16 = 1

@@ -1,4 +1,4 @@
-"""What the calls into a native library share: functions by name, and the checks that let C trust its pointers."""
+"""Functions of a native library by name, and the checks that let C trust its pointers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lmstate.ops.cpu.abi import KINDS
 from lmstate.ops.types import kv_format
-from lmstate.ops.types.params import AttentionParams, AttentionSums, CausalMask, Held, Norm, Residual
+from lmstate.ops.types.params import AttentionParams, AttentionSums, CausalMask, Norm, QuantizedKV, Residual
 
 
 def function(library: ctypes.CDLL, name: str) -> Callable[[bytes], int]:
@@ -103,8 +103,8 @@ def attend_fields(
     v: Tensor,
     starts: Tensor,
     counts: Tensor,
-    scoring: AttentionParams,
-    sight: CausalMask,
+    params: AttentionParams,
+    mask: CausalMask,
     out: Tensor,
     columns: AttentionSums | None = None,
 ) -> tuple[float, ...]:
@@ -112,14 +112,14 @@ def attend_fields(
     _, kv_heads, slots, dim_v = v.shape
     if k.shape != (rows, kv_heads, slots, dim) or v.shape[0] != rows or heads % kv_heads:
         raise ValueError(f"queries {list(q.shape)} do not fit rings k {list(k.shape)}, v {list(v.shape)}")
-    sinks = sinks_pointer(scoring, heads)
+    sinks = sinks_pointer(params, heads)
     sq, sk, sv = q.stride(), k.stride(), v.stride()
     return (
         q.data_ptr(), k.data_ptr(), v.data_ptr(), starts.data_ptr(), counts.data_ptr(), sinks, out.data_ptr(),
         *column_pointers(columns, k.shape[:3]),
         rows, tokens, heads, kv_heads, slots, dim, dim_v,
         sq[0], sq[1], sq[2], sk[0], sk[1], sk[2], sv[0], sv[1], sv[2],
-        0 if columns is None else columns.sums.shape[2], KINDS[k.dtype], *rule_fields(scoring, sight),
+        0 if columns is None else columns.sums.shape[2], KINDS[k.dtype], *rule_fields(params, mask),
     )  # fmt: skip
 
 
@@ -134,14 +134,14 @@ def column_pointers(columns: AttentionSums | None, slots: tuple[int, ...]) -> tu
     return sums, integers(columns.ends, "ends", rows).data_ptr()
 
 
-def sinks_pointer(scoring: AttentionParams, heads: int) -> int:
-    return 0 if scoring.sinks is None else float_pointer(scoring.sinks, "sinks", (heads,))
+def sinks_pointer(params: AttentionParams, heads: int) -> int:
+    return 0 if params.sinks is None else float_pointer(params.sinks, "sinks", (heads,))
 
 
-def rule_fields(scoring: AttentionParams, sight: CausalMask) -> tuple[int, int, int, float, float]:
+def rule_fields(params: AttentionParams, mask: CausalMask) -> tuple[int, int, int, float, float]:
     """The end of the arguments of every attention; it runs on torch's threads."""
     threads = torch.get_num_threads()
-    return sight.window or 0, sight.chunk or 0, threads, scoring.scale, scoring.softcap or 0.0
+    return mask.window or 0, mask.chunk or 0, threads, params.scale, params.softcap or 0.0
 
 
 def check_appended(status: int, k_new: Tensor, k: Tensor, starts: Tensor, counts: Tensor) -> None:
@@ -166,15 +166,15 @@ def check_attended(status: int, q: Tensor, k: Tensor, starts: Tensor, counts: Te
         )
 
 
-def check_quantized_kv(held: Held, tail: Tensor | None, rows: tuple[int, int], dim: int, dim_v: int, bits: int) -> None:
+def check_quantized_kv(kv: QuantizedKV, rows: tuple[int, int], dim: int, dim_v: int) -> None:
     """ValueError where these do not fit `(R, K)` and widths of keys and of values."""
-    slots = held.k.shape[2]
+    slots, bits, tail = kv.k.shape[2], kv.bits, kv.tail
     k_scales = 1 if tail is None else kv_format.block_scales(dim)
     expected = {
-        "k": (held.k, dim * bits // 8, kv_format.code_dtype(bits)),
-        "v": (held.v, dim_v * bits // 8, kv_format.code_dtype(bits)),
-        "k_scale": (held.k_scale, k_scales, torch.float16),
-        "v_scale": (held.v_scale, 1, torch.float16),
+        "k": (kv.k, dim * bits // 8, kv_format.code_dtype(bits)),
+        "v": (kv.v, dim_v * bits // 8, kv_format.code_dtype(bits)),
+        "k_scale": (kv.k_scale, k_scales, torch.float16),
+        "v_scale": (kv.v_scale, 1, torch.float16),
     }
     for name, (tensor, width, dtype) in expected.items():
         if tensor.shape != (*rows, slots, width) or tensor.dtype != dtype or not tensor.is_contiguous():

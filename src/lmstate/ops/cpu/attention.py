@@ -23,7 +23,7 @@ from lmstate.ops.cpu.arguments import (
     sinks_pointer,
     threads_for,
 )
-from lmstate.ops.types.params import AttentionParams, AttentionSums, CausalMask, Held, RopeTables
+from lmstate.ops.types.params import AttentionParams, AttentionSums, CausalMask, QuantizedKV, RopeTables
 
 _NO_ROTATION = (0,) * (2 * len(abi.ROPE.fields))
 _NOTHING_NEW = (0,) * 8
@@ -83,14 +83,14 @@ class Attention:
         v: Tensor,
         starts: Tensor,
         counts: Tensor,
-        scoring: AttentionParams,
-        sight: CausalMask,
+        params: AttentionParams,
+        mask: CausalMask,
         columns: AttentionSums | None = None,
     ) -> Tensor:
         """`ops.attend`, or `ops.attend_observed`."""
         out = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float32)
         starts, counts = integers(starts, "starts", len(q)), integers(counts, "counts", len(q))
-        fields = attend_fields(q, k, v, starts, counts, scoring, sight, out, columns)
+        fields = attend_fields(q, k, v, starts, counts, params, mask, out, columns)
         check_attended(self._attend(abi.ATTEND.pack(*fields)), q, k, starts, counts)
         return out
 
@@ -106,8 +106,8 @@ class Attention:
         v: Tensor,
         starts: Tensor,
         counts: Tensor,
-        scoring: AttentionParams,
-        sight: CausalMask,
+        params: AttentionParams,
+        mask: CausalMask,
     ) -> Tensor:
         """`ops.rotate_attend`, in one call."""
         shapes = (q.shape, k_new.shape, (*q.shape[:3], v.shape[3]))
@@ -118,19 +118,19 @@ class Attention:
             *rope_fields(q, cos, sin, interleaved, turned_q, threads_for(q.numel())),
             *rope_fields(k_new, cos, sin, interleaved, turned_k, threads_for(k_new.numel())),
             *append_fields(turned_k, v_new, k, v, starts, counts, threads_for(k_new.numel())),
-            *attend_fields(turned_q, k, v, starts, counts, scoring, sight, out),
+            *attend_fields(turned_q, k, v, starts, counts, params, mask, out),
         )
         check_attended(self._rotate_attend(arguments), q, k, starts, counts)
         return out
 
-    def can_attend_quantized(self, q: Tensor, held: Held, tail: Tensor | None, bits: int) -> bool:
+    def can_attend_quantized(self, q: Tensor, kv: QuantizedKV) -> bool:
         """Whether these dtypes and head dims are among those of the body."""
-        dim, dim_v = q.shape[-1], held.v.shape[-1] * 8 // bits
+        dim, dim_v = q.shape[-1], kv.v.shape[-1] * 8 // kv.bits
         return (
             q.dtype == torch.float32
             and max(dim, dim_v) <= MAX_HEAD_DIM
             and dim % 8 == dim_v % 8 == 0
-            and (tail is None or tail.dtype in KINDS)
+            and (kv.tail is None or kv.tail.dtype in KINDS)
         )
 
     def attend_quantized(
@@ -138,13 +138,11 @@ class Attention:
         q: Tensor,
         new: tuple[Tensor, Tensor] | None,
         rotation: RopeTables | None,
-        held: Held,
-        tail: Tensor | None,
+        kv: QuantizedKV,
         starts: Tensor,
         counts: Tensor,
-        bits: int,
-        scoring: AttentionParams,
-        sight: CausalMask,
+        params: AttentionParams,
+        mask: CausalMask,
         columns: AttentionSums | None = None,
         *,
         dtype: torch.dtype = torch.float32,
@@ -155,9 +153,9 @@ class Attention:
         Codes may be expanded in `dtype`; beside a tail in that of the tail.
         """
         rows, tokens, heads, dim = q.shape
-        kv_heads, slots = held.k.shape[1:3]
-        dim_v = held.v.shape[3] * 8 // bits
-        check_quantized_kv(held, tail, (rows, kv_heads), dim, dim_v, bits)
+        (kv_heads, slots), tail = kv.k.shape[1:3], kv.tail
+        dim_v = kv.v.shape[3] * 8 // kv.bits
+        check_quantized_kv(kv, (rows, kv_heads), dim, dim_v)
         starts, counts = integers(starts, "starts", rows), integers(counts, "counts", rows)
         threads = threads_for(q.numel())
         rotates: tuple[int, ...] = _NO_ROTATION
@@ -165,7 +163,7 @@ class Attention:
         if new is not None:
             k, v = (x if x.stride(3) == 1 else x.contiguous() for x in new)
             if k.shape != (rows, tokens, kv_heads, dim) or v.shape != (rows, tokens, kv_heads, dim_v):
-                raise ValueError(f"new keys {list(k.shape)} and values {list(v.shape)} do not fit {list(held.k.shape)}")
+                raise ValueError(f"new keys {list(k.shape)} and values {list(v.shape)} do not fit {list(kv.k.shape)}")
             if rotation is not None:
                 cos, sin = rotation.cos.contiguous(), rotation.sin.contiguous()
                 turned_q, turned_k = (torch.empty(x.shape, dtype=torch.float32) for x in (q, k))
@@ -176,22 +174,22 @@ class Attention:
                 q, k = turned_q, turned_k
             source = (k.data_ptr(), v.data_ptr(), *(n for pair in zip(k.stride()[:3], v.stride()[:3]) for n in pair))
         if q.stride(3) != 1 or (tail is None and rotates is _NO_ROTATION):
-            q = q.clone(memory_format=torch.contiguous_format)  # where there is no tail, it is turned in place
+            q = q.clone(memory_format=torch.contiguous_format)  # where there is no tail, it is transformed in place
         out = None if stores_only else torch.empty(rows, tokens, heads, dim_v, dtype=torch.float32)
-        sinks = sinks_pointer(scoring, heads)
+        sinks = sinks_pointer(params, heads)
         ring, strides = (0, (0, 0, 0)) if tail is None else (tail.data_ptr(), tail.stride()[:3])
         kind = KINDS[dtype if tail is None else tail.dtype]
         arguments = abi.ATTEND_QUANTIZED.pack(
             *rotates, *source, rotates is not _NO_ROTATION, threads,
-            held.k.data_ptr(), held.v.data_ptr(), held.k_scale.data_ptr(), held.v_scale.data_ptr(),
-            bits, 0 if tail is None else tail.shape[2],
+            kv.k.data_ptr(), kv.v.data_ptr(), kv.k_scale.data_ptr(), kv.v_scale.data_ptr(),
+            kv.bits, 0 if tail is None else tail.shape[2],
             0 if out is None else q.data_ptr(), ring, 0, starts.data_ptr(), counts.data_ptr(), sinks,
-            0 if out is None else out.data_ptr(), *column_pointers(columns, held.k.shape[:3]),
+            0 if out is None else out.data_ptr(), *column_pointers(columns, kv.k.shape[:3]),
             rows, tokens, heads, kv_heads, slots, dim, dim_v, *q.stride()[:3], *strides, 0, 0, 0,
             0 if columns is None else columns.sums.shape[2], kind,
-            *rule_fields(scoring, sight),
+            *rule_fields(params, mask),
         )  # fmt: skip
-        check_attended(self._attend_quantized(arguments), q, held.k, starts, counts)
+        check_attended(self._attend_quantized(arguments), q, kv.k, starts, counts)
         return out
 
     def can_attend_latent(self, q_latent: Tensor, q_rope: Tensor, latent: Tensor, rope_key: Tensor) -> bool:

@@ -125,7 +125,7 @@ class Dense:
         return y
 
     def high_bytes(self, matrix: Tensor) -> Tensor:
-        """How often each upper byte stands in a contiguous bfloat16 matrix, int64 `[256]`."""
+        """Histogram of the upper bytes of a contiguous bfloat16 matrix, int64 `[256]`."""
         seen = torch.zeros(256, dtype=torch.int64)
         self._count_high_bytes(
             abi.COUNT.pack(_half_pointer(matrix), seen.data_ptr(), matrix.numel(), threads_for(matrix.numel()))

@@ -1,4 +1,4 @@
-"""The call that runs halves of blocks as one body, checked as in `library`: C may trust what it is given."""
+"""The call that runs sublayers as one body."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lmstate.ops.cpu.arguments import (
     simple,
 )
 from lmstate.ops.cpu.fused_recurrent import Recurrence
-from lmstate.ops.types.params import Held, Norm
+from lmstate.ops.types.params import Norm
 from lmstate.ops.types.sublayers import (
     AttentionSublayer,
     MLPSublayer,
@@ -84,31 +84,30 @@ class Fused:
         """The arguments of attention that say where a layer's tokens start, if not where the step's do."""
         return abi.STARTS.pack(0 if starts is None else integers(starts, "starts", rows).data_ptr())
 
-    def knows(self, rings: KVView) -> bool:
-        """Whether a layer with these rings may run here."""
-        k, v, dim, coded = rings.k, rings.v, rings.heads[2], rings.coded
+    def knows(self, view: KVView) -> bool:
+        """Whether a layer with this view may run here."""
+        k, v, dim, quantized = view.k, view.v, view.heads[2], view.quantized
         if not (k.is_cpu and k.dtype == v.dtype and k.shape[3] == v.shape[3] and dim <= MAX_HEAD_DIM and dim % 4 == 0):
             return False
-        if coded is not None:
-            return coded.tail is None or coded.tail.dtype in KINDS
+        if quantized is not None:
+            return quantized.tail is None or quantized.tail.dtype in KINDS
         return k.dtype in KINDS and k.stride(3) == v.stride(3) == 1
 
-    def rings(self, rings: KVView) -> bytes:
+    def view(self, view: KVView) -> bytes:
         """The arguments that keys and values are; pointers to what `rings` holds, but for its starts."""
-        (window, chunk), columns, coded = rings.sight, rings.columns, rings.coded
-        (rows, kv_heads, dim), slots = rings.heads, rings.k.shape[2]
-        if rings.k.shape != rings.v.shape:
-            raise ValueError(f"keys {list(rings.k.shape)} and values {list(rings.v.shape)} do not fit each other")
-        floats: tuple[Tensor | None, Tensor | None] = (rings.k, rings.v)
+        (window, chunk), columns, quantized = view.mask, view.columns, view.quantized
+        (rows, kv_heads, dim), slots = view.heads, view.k.shape[2]
+        if view.k.shape != view.v.shape:
+            raise ValueError(f"keys {list(view.k.shape)} and values {list(view.v.shape)} do not fit each other")
+        floats: tuple[Tensor | None, Tensor | None] = (view.k, view.v)
         codes: tuple[int, ...] = (0,) * 6
-        if coded is not None:
-            held = Held(rings.k, rings.v, coded.k_scale, coded.v_scale)
-            check_quantized_kv(held, coded.tail, (rows, kv_heads), dim, dim, coded.bits)
-            floats, tail = (coded.tail, None), 0 if coded.tail is None else coded.tail.shape[2]
-            codes = (*(x.data_ptr() for x in held), coded.bits, tail)
+        if quantized is not None:
+            check_quantized_kv(quantized, (rows, kv_heads), dim, dim)
+            floats, tail = (quantized.tail, None), 0 if quantized.tail is None else quantized.tail.shape[2]
+            codes = (*(x.data_ptr() for x in quantized.tensors), quantized.bits, tail)
         kind = 0 if floats[0] is None else KINDS[floats[0].dtype]
         planes = 0 if columns is None else columns.shape[2]
-        queries = 0 if rings.queries is None else float_pointer(rings.queries, "queries", tuple(rings.queries.shape))
+        queries = 0 if view.queries is None else float_pointer(view.queries, "queries", tuple(view.queries.shape))
         return abi.KV_VIEW.pack(
             *(0 if x is None else x.data_ptr() for x in floats),
             optional_pointer(columns, "columns", (rows, kv_heads, planes, slots)), queries,
@@ -124,20 +123,18 @@ class Fused:
         cos, sin = (float_pointer(table, "cos and sin", (rows, tokens, half)) for table in rotation[:2])
         return abi.ROTATION.pack(cos, sin, half, rotation.interleaved)
 
-    def check(
-        self, half: AttentionSublayer, rings: KVView, rotation: RopeTables | None, rows: int, tokens: int
-    ) -> None:
+    def check(self, half: AttentionSublayer, view: KVView, rotation: RopeTables | None, rows: int, tokens: int) -> None:
         """ValueError where these do not go together."""
         heads, kv_heads, dim = half.heads, half.kv_heads, half.head_dim
-        if rings.heads != (rows, kv_heads, dim):
+        if view.heads != (rows, kv_heads, dim):
             raise ValueError(
-                f"rings of {rings.heads[0]} rows, {rings.heads[1]} heads of {rings.heads[2]} do not fit {rows} rows, "
+                f"rings of {view.heads[0]} rows, {view.heads[1]} heads of {view.heads[2]} do not fit {rows} rows, "
                 f"{kv_heads} heads of {dim}"
             )
         if rotation is not None and 2 * rotation.cos.shape[-1] > dim:
             raise ValueError(f"a head of {dim} has no {2 * rotation.cos.shape[-1]} features to rotate")
-        if rings.queries is not None and rings.queries.shape != (rows, tokens, heads, dim):
-            raise ValueError(f"{list(rings.queries.shape)} has no room for {tokens} queries of {heads} heads")
+        if view.queries is not None and view.queries.shape != (rows, tokens, heads, dim):
+            raise ValueError(f"{list(view.queries.shape)} has no room for {tokens} queries of {heads} heads")
 
     def run(
         self,
@@ -164,10 +161,10 @@ class Fused:
         status = self._run(b"".join([head, *arguments]))
         if status:
             each, failed = divmod(status, len(sublayers)) if status > 0 else (status, 0)
-            rings = views.get(failed)
-            if each < 0 or rings is None or starts is None or counts is None:
+            view = views.get(failed)
+            if each < 0 or view is None or starts is None or counts is None:
                 raise MemoryError(f"no memory for the activations of {rows} rows of {tokens} tokens")
-            check_attended(each, x, rings.k, starts if rings.starts is None else rings.starts, counts)
+            check_attended(each, x, view.k, starts if view.starts is None else view.starts, counts)
         return y
 
     def choose_experts(self, logits: Tensor, router: RouterParams) -> tuple[Tensor, Tensor]:

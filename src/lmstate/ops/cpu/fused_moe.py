@@ -1,4 +1,4 @@
-"""Arguments of a mixture of experts to the fused call, checked as in `fused`."""
+"""Arguments of a mixture of experts to the fused call."""
 
 from __future__ import annotations
 

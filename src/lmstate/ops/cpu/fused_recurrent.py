@@ -1,4 +1,4 @@
-"""Arguments of recurrent sublayers to the fused call, checked as in `fused`."""
+"""Arguments of recurrent sublayers to the fused call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _REST = b"\0" * (abi.SUBLAYER_BYTES - 8 - abi.PROJECTIONS.size - abi.MIXER_BYTES
 
 
 class Recurrence(NamedTuple):
-    """What does not change from step to step: a layer's arguments, its mixer, and what it keeps of a token."""
+    """Constants of a recurrent sublayer over all steps: arguments, mixer, and floats logged a token."""
 
     arguments: bytes
     parts: MixerParts

@@ -1,4 +1,4 @@
-"""The calls that run a mixer from its projected inputs to what its last projection multiplies, checked as in `library`.
+"""The calls that run a mixer from its projected inputs to what its last projection multiplies.
 
 Every call returns new tensors; the carry that it was given is only read.
 """
@@ -21,7 +21,7 @@ Carry = tuple[Tensor, Tensor]
 
 
 class MixerParts(NamedTuple):
-    """What a mixer has beside what goes through it, as arguments; and the shapes of that, but for rows and tokens."""
+    """Weights of a mixer as arguments, and the shapes of its inputs but for rows and tokens."""
 
     arguments: bytes
     inputs: int
@@ -52,7 +52,7 @@ class Mixers:
         silu: bool,
         beta_scale: float,
     ) -> tuple[Tensor, Carry]:
-        """`delta_mixer`."""
+        """`gated_delta_mixer`."""
         taps = conv.t().contiguous()
         parts = gated_delta_parts(taps, A, dt_bias, norm, key_heads, key_dim, silu, beta_scale)
         return _folded(self._gated_delta, parts, inputs, z, carry, counts, 0 if z is None else parts.outputs)
@@ -75,7 +75,7 @@ class Mixers:
         norm_groups: int,
         gate_last: bool,
     ) -> tuple[Tensor, Carry]:
-        """`ssd_mixer`."""
+        """`mamba2_mixer`."""
         taps = conv.t().contiguous()
         parts = mamba2_parts(
             taps, conv_bias, A, D, dt_bias, head_dim, groups, dt_limits, norm, norm_groups, gate_last
@@ -86,7 +86,7 @@ class Mixers:
 def gated_delta_parts(
     taps: Tensor, A: Tensor, dt_bias: Tensor, norm: Norm, key_heads: int, key_dim: int, silu: bool, beta_scale: float
 ) -> MixerParts:
-    """Those of `delta_mixer`, with the taps `[C, W]` of its convolution, contiguous."""
+    """Those of `gated_delta_mixer`, with the taps `[C, W]` of its convolution, contiguous."""
     kernel, width = taps.shape
     heads, decays = A.shape[0], dt_bias.shape[0]
     values = width - 2 * key_heads * key_dim
@@ -114,7 +114,7 @@ def mamba2_parts(
     norm_groups: int,
     gate_last: bool,
 ) -> MixerParts:
-    """Those of `ssd_mixer`, with the taps `[C, W]` of its convolution, contiguous."""
+    """Those of `mamba2_mixer`, with the taps `[C, W]` of its convolution, contiguous."""
     kernel, width = taps.shape
     heads = A.shape[0]
     inner = heads * head_dim

@@ -1,4 +1,4 @@
-"""The calls into the recurrences of a native library, checked as in `library`: C may trust what it is given.
+"""The calls into the recurrences of a native library.
 
 Inputs may be strided in all axes but the last, so that the parts of one projection need no copies. Every call returns
 new tensors; the carry that it was given is only read.

@@ -1,4 +1,4 @@
-"""The call into a native library's end of a step over slots in no order, checked as in `library`."""
+"""The call into a native library's end of a step over slots in no order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which sources a native library was built from: one of older sources would read its arguments wrongly.
+"""Digest of the C sources that a native library was built from: one of older sources would misread its arguments.
 
 The build reads this file by itself, so it imports nothing of the package.
 """

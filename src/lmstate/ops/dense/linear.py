@@ -106,6 +106,6 @@ class _Frozen(torch.autograd.Function):
 
 
 def _entered(x: Tensor, norm: Norm | None, gate: str | None) -> Tensor:
-    """What a product multiplies, after its norm and its gate."""
+    """Inputs of a product after its norm and its gate."""
     x = x if norm is None else apply_norm(x, norm)
     return x if gate is None else glu(x, gate)

@@ -224,7 +224,7 @@ class FusedGraph:
         return self._x
 
     def capture(self) -> CapturedGraph | None:
-        """What is pending, for later steps; None where more than `CapturedGraph` says will differ in them."""
+        """Capture what is pending for later steps; None where more than `CapturedGraph` says will differ in them."""
         if self._library is None or not self._pending.sublayers:
             return None
         tables, starts = list(self._tables.values()), list(self._begins.values())
@@ -280,7 +280,7 @@ class FusedGraph:
         fused, (rows, tokens) = self._library.fused, self._shape
         fused.check(sublayer, view, tables, rows, tokens)
         if view.packed is None:
-            view.packed = fused.rings(view)
+            view.packed = fused.view(view)
         if (turned := self._tables.get(id(tables))) is None:
             turned = self._tables[id(tables)] = tables, fused.rotation(tables, rows, tokens)
         if (placed := self._begins.get(id(view.starts))) is None:

@@ -18,7 +18,7 @@ from lmstate.ops.recurrent.gated_norm import gated_norm
 from lmstate.ops.types.params import Gate, Norm
 
 
-def delta_mixer(
+def gated_delta_mixer(
     inputs: Tensor,
     z: Tensor | None,
     carry: Carry,
@@ -39,7 +39,7 @@ def delta_mixer(
     inputs   [R, T, F]   q, k, v before their convolution `[2 * Hk * Dk + H * Dv]` | beta `[H]` | decay, as projected
     z        [R, T, H * Dv]: the gate of the outputs, as projected; None: the outputs are not wanted, and have no width
     carry    (the convolution's tail [R, C-1, 2 * Hk * Dk + H * Dv], the state [R, H, Dk, Dv]), not written
-    counts   [R] int64: tokens of a row from its count on are padding
+    counts   [R] int64
     conv     [2 * Hk * Dk + H * Dv, C]
     A        [H], negative
     dt_bias  [H], or [H * Dk]: then the decay is one a channel, as wide as this

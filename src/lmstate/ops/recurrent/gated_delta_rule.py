@@ -59,8 +59,8 @@ def gated_delta_rule(
     v       [R, T, H, Dv]
     g       [R, T, H] or [R, T, H, Dk], log decay, <= 0
     beta    [R, T, H]
-    carry   [R, H, Dk, Dv]   float32 (or float64: then everything is computed in float64); not written
-    counts  [R] int64        tokens of a row from its count on are padding: they leave its carry alone
+    carry   [R, H, Dk, Dv]   float32 or float64
+    counts  [R] int64
     normalize: q and k are divided by sqrt(|x|^2 + 1e-6) first, as the published models do
 
     Returns the outputs [R, T, H, Dv] and the new carry, both in the carry's dtype.

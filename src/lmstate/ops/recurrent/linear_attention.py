@@ -3,8 +3,8 @@
     S  <-  exp(g_t) S + k_t v_t^T          S [D, Dv] a head
     o_t =  q_t^T S
 
-What lightning attention and the matrix memory of xLSTM have in common. It is the state space of Mamba-2 with weights of
-1, and runs on the same bodies.
+Lightning attention has a fixed decay a head (`g = -slope`), the matrix memory of xLSTM a gate. It is the state space of
+Mamba-2 with weights of 1, and runs on the same bodies.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def linear_attention(
     q, k    [R, T, H, D]
     v       [R, T, H, Dv]
     g       [R, T, H], log decay, <= 0
-    carry   [R, H, D, Dv]   float32 (or float64: then everything is computed in float64); not written
-    counts  [R] int64       tokens of a row from its count on are padding: they leave its carry alone
+    carry   [R, H, D, Dv]   float32 or float64
+    counts  [R] int64
 
     Returns the outputs [R, T, H, Dv] and the new carry, both in the carry's dtype.
     """
@@ -41,11 +41,3 @@ def linear_attention(
     body = recurrent if q.shape[1] <= RECURRENT_UP_TO else chunked
     y, new = body(v, weight, g, k, q, None, carry.mT)
     return y, new.mT.contiguous()
-
-
-def lightning(q: Tensor, k: Tensor, v: Tensor, slope: Tensor, carry: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Lightning attention over T tokens of each row; as `linear_attention`.
-
-    slope   [H]             >= 0: a head keeps exp(-slope) of what it knew at every token
-    """
-    return linear_attention(q, k, v, (-slope).expand(v.shape[:3]), carry, counts)

@@ -16,7 +16,7 @@ from lmstate.ops.recurrent.ssd import ssd
 from lmstate.ops.types.params import Norm
 
 
-def ssd_mixer(
+def mamba2_mixer(
     inputs: Tensor,
     gate: Tensor | None,
     carry: Carry,
@@ -39,7 +39,7 @@ def ssd_mixer(
     inputs     [R, T, F]   x, B, C before their convolution `[H * P + 2 * G * N]` | dt `[H]`, as projected
     gate       [R, T, H * P], as projected; None: the outputs are not wanted, and are neither gated nor normalized
     carry      (the convolution's tail [R, C-1, H * P + 2 * G * N], the state [R, H, P, N]), not written
-    counts     [R] int64: tokens of a row from its count on are padding
+    counts     [R] int64
     conv       [H * P + 2 * G * N, C], conv_bias its features or None
     A, D, dt_bias, groups, dt_limits    as in `ssd`
     norm, norm_groups, gate_last        as in `gated_norm`; without a norm, what comes out is y * silu(gate)

@@ -38,8 +38,8 @@ def mlstm(
     v                        [R, T, H, Dv]
     input_gate, forget_gate  [R, T, H]: before exp and sigmoid, of size 40 at most
     carry                    (C with n as its last column [R, H, D, Dv + 1], m [R, H]), all zero at the start; float32
-                             (or float64: then everything is computed in float64); not written
-    counts                   [R] int64: tokens of a row from its count on are padding
+                             or float64
+    counts                   [R] int64
 
     Returns the answers [R, T, H, Dv] and the new carry, in the carry's dtype.
     """

@@ -38,9 +38,9 @@ def rg_lru(
     x                            [R, T, F]
     input_gate, recurrence_gate  [R, T, F]  before their sigmoid
     recurrent_param              [F]        Lambda
-    carry                        (h [R, F], seen [R]): float32 (or float64), not written. All zeros is a fresh row;
+    carry                        (h [R, F], seen [R]): float32 or float64. All zeros is a fresh row;
                                  seen is 1 once the row has had a token
-    counts                       [R] int64  tokens of a row from its count on are padding: they leave its carry alone
+    counts                       [R] int64
 
     Returns the states h [R, T, F], which are the outputs, and the new carry, in the carry's dtype.
     """

@@ -44,8 +44,8 @@ def selective_scan(
     A       [F, N]      negative: -exp(A_log)
     B, C    [R, T, N]
     D       [F] or None: the skip connection
-    carry   [R, F, N]   float32 (or float64: then everything is computed in float64); not written
-    counts  [R] int64   tokens of a row from its count on are padding: they leave its carry alone
+    carry   [R, F, N]   float32 or float64
+    counts  [R] int64
 
     gate    [R, T, F] or None: y is multiplied by silu(gate)
 

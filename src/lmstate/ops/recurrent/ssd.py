@@ -56,8 +56,8 @@ def ssd(
     A        [H]            negative: -exp(A_log)
     B, C     [R, T, G, N]   H is a multiple of G: head h reads group h // (H / G)
     D        [H] or None    the skip connection
-    carry    [R, H, P, N]   float32 (or float64: then everything is computed in float64); not written
-    counts   [R] int64      tokens of a row from its count on are padding: they leave its carry alone
+    carry    [R, H, P, N]   float32 or float64
+    counts   [R] int64
 
     Returns y [R, T, H, P] and the new carry, both in the carry's dtype.
     """

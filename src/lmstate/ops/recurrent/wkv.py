@@ -27,9 +27,9 @@ def wkv(k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor, carry: Carry, counts
 
     k, v          [R, T, F]
     decay, bonus  [F]        w < 0 and u
-    carry         (num, den, p), each [R, F], float32 (or float64: then everything is computed in float64), not written.
+    carry         (num, den, p), each [R, F], float32 or float64.
                   All zeros is a fresh row
-    counts        [R] int64  tokens of a row from its count on are padding: they leave its carry alone
+    counts        [R] int64
 
     Returns y [R, T, F] and the new carry, in the carry's dtype.
     """

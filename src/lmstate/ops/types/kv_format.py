@@ -25,7 +25,7 @@ LARGEST = 65504.0  # of float16
 
 
 def group_of(dim: int, bits: int, most: int = GROUP) -> int:
-    """How many numbers of a vector of `dim` share a scale: the largest part of it up to `most` that fills bytes."""
+    """Elements of a vector of `dim` that share a scale: the largest part of it up to `most` that fills bytes."""
     for parts in range(1, dim + 1):
         if dim % parts == 0 and dim // parts <= most and dim // parts * bits % 8 == 0:
             return dim // parts
@@ -33,7 +33,7 @@ def group_of(dim: int, bits: int, most: int = GROUP) -> int:
 
 
 def widths(dim: int, bits: int, most: int = GROUP) -> tuple[int, int]:
-    """What a vector of `dim` numbers takes: bytes of codes, and numbers of float16."""
+    """Storage of a vector of `dim` elements: bytes of codes, and float16 scales."""
     return dim * bits // 8, dim // group_of(dim, bits, most)
 
 
@@ -49,7 +49,7 @@ def encode(x: Tensor, bits: int, most: int = GROUP) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, scales: Tensor, bits: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What `encode` gave -> `[..., D]`."""
+    """Decode codes and scales of `encode` -> `[..., D]`."""
     groups = _numbers(codes.unflatten(-1, (scales.shape[-1], -1)), bits)
     return (groups * scales[..., None].float()).flatten(-2).to(dtype)
 
@@ -74,7 +74,7 @@ def encode_blocks(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def decode_blocks(codes: Tensor, scales: Tensor, bits: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What `encode_blocks` gave -> `[..., n * BLOCK, D]`."""
+    """Decode codes and scales of `encode_blocks` -> `[..., n * BLOCK, D]`."""
     dim = codes.shape[-1] * 8 // bits
     across, both = (y.unflatten(-2, (-1, BLOCK)).flatten(-2) for y in (codes, scales))
     channels = _numbers(across.unflatten(-1, (dim, -1)), bits)  # [..., n, D, BLOCK]
@@ -96,14 +96,14 @@ def unpacked(codes: Tensor, bits: int) -> Tensor:
     return torch.cat([codes >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)], dim=-1)
 
 
-def turned(x: Tensor) -> Tensor:
+def hadamard(x: Tensor) -> Tensor:
     """x `[..., D]` times a Hadamard matrix, its own inverse; in blocks where D is no power of two. float32."""
-    matrix = hadamard(x.shape[-1] & -x.shape[-1], x.device)
+    matrix = hadamard_matrix(x.shape[-1] & -x.shape[-1], x.device)
     return (x.float().unflatten(-1, (-1, len(matrix))) @ matrix).flatten(-2)
 
 
 @lru_cache(maxsize=64)
-def hadamard(size: int, device: torch.device) -> Tensor:
+def hadamard_matrix(size: int, device: torch.device) -> Tensor:
     """float32 `[size, size]`, symmetric and orthogonal; `size` is a power of two (Sylvester's construction)."""
     matrix = torch.ones(1, 1, dtype=torch.float32, device=device)
     while len(matrix) < size:

@@ -1,4 +1,4 @@
-"""What attention is told that does not change from row to row: how a key is scored, and which ones a query sees."""
+"""Attention parameters shared by all rows, their masks and the views of stored keys and values that they apply to."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ class AttentionParams(NamedTuple):
     softcap: float | None = None
     sinks: Tensor | None = None
 
-    def softmax(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """q `[R, H, T, D]`, k `[R, K, S, D]`, v `[R, K, S, Dv]`, mask bool (None: causal, T = S) -> `[R, H, T, Dv]`."""
+    def softmax(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+        """q `[R, H, T, D]`, k `[R, K, S, D]`, v `[R, K, S, Dv]`, visible bool or None: causal -> `[R, H, T, Dv]`."""
         gqa = q.shape[1] != k.shape[1]
         if self.softcap is None and self.sinks is None:
             return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=gqa
+                q, k, v, attn_mask=visible, is_causal=visible is None, scale=self.scale, enable_gqa=gqa
             )
-        if mask is None:
-            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        if visible is None:
+            visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
         if gqa:
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-        return self.weights(q @ k.transpose(2, 3), mask).to(v.dtype) @ v
+        return self.weights(q @ k.transpose(2, 3), visible).to(v.dtype) @ v
 
-    def weights(self, products: Tensor, mask: Tensor) -> Tensor:
-        """The softmax of q k^T `[R, H, T, S]` over the keys that mask shows; float32."""
+    def weights(self, products: Tensor, visible: Tensor) -> Tensor:
+        """The softmax of q k^T `[R, H, T, S]` over the visible keys; float32."""
         scores = products.float() * self.scale
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
-        scores = scores.masked_fill(~mask, -torch.inf)
+        scores = scores.masked_fill(~visible, -torch.inf)
         if self.sinks is None:
             return scores.softmax(-1)
         sinks = self.sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
@@ -47,34 +47,33 @@ class AttentionParams(NamedTuple):
 
 
 class CausalMask(NamedTuple):
-    """What a query sees besides its own position and those before it: the last `window` positions, its own included;
-    those of its own `chunk` of positions (Llama 4)."""
+    """Causal mask, optionally of a sliding `window`, whose last position is the query's, or of chunks (Llama 4)."""
 
     window: int | None = None
     chunk: int | None = None
 
     @property
-    def reach(self) -> int | None:
+    def span(self) -> int | None:
         """The most positions that a query sees, if there is a most."""
         return min((size for size in self if size is not None), default=None)
 
-    def low(self, position: int) -> int:
-        """The first position that a query at `position` sees."""
+    def first_visible(self, position: int) -> int:
+        """First position that a query at `position` sees."""
         low = 0 if self.window is None else max(0, position - self.window + 1)
         return low if self.chunk is None else max(low, position // self.chunk * self.chunk)
 
-    def sees(self, own: Tensor, stored: Tensor) -> Tensor:
+    def visible(self, own: Tensor, stored: Tensor) -> Tensor:
         """own: positions `[..., T, 1]`; stored: positions `[..., 1, S]`, negative where empty -> bool `[..., T, S]`."""
-        return (stored >= 0) & (stored <= own) & ~self.lost(stored, own)
+        return (stored >= 0) & (stored <= own) & ~self.expired(stored, own)
 
-    def lost(self, stored: Tensor, own: Tensor) -> Tensor:
+    def expired(self, stored: Tensor, own: Tensor) -> Tensor:
         """Whether the stored positions are too old for a query that stands at `own`, and so for all later ones."""
-        lost = torch.zeros((), dtype=torch.bool, device=stored.device)
+        expired = torch.zeros((), dtype=torch.bool, device=stored.device)
         if self.window is not None:
-            lost = lost | (stored <= own - self.window)
+            expired = expired | (stored <= own - self.window)
         if self.chunk is not None:
-            lost = lost | (stored // self.chunk < own // self.chunk)
-        return lost
+            expired = expired | (stored // self.chunk < own // self.chunk)
+        return expired
 
 
 FULL_CAUSAL = CausalMask()
@@ -82,7 +81,7 @@ FULL_CAUSAL = CausalMask()
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """What a norm multiplies and adds. `weight` and `bias` are float32 `[E]`; `[H, E]` where every head has its own."""
+    """Parameters of a norm. `weight` and `bias` are float32 `[E]`; `[H, E]` where every head has its own."""
 
     weight: Tensor
     eps: float
@@ -109,7 +108,7 @@ class Residual(NamedTuple):
 
 
 class RopeTables(NamedTuple):
-    """How a step's positions turn queries and keys: see `ops.rope`."""
+    """Cosines and sines of a step's positions: see `ops.rope`."""
 
     cos: Tensor  # float32 [R, T, rot / 2]
     sin: Tensor
@@ -117,7 +116,7 @@ class RopeTables(NamedTuple):
 
 
 class AttentionSums(NamedTuple):
-    """Where the attention that slots receive is added up, averaged over the query heads of a group.
+    """Accumulated attention of slots, averaged over the query heads of a group.
 
     sums: float32 `[R, K, n, S]`: in the last plane what the token before position ends[r] gave, in those before it what
     the tokens before that one gave; the first plane also has what all earlier ones gave.
@@ -127,26 +126,25 @@ class AttentionSums(NamedTuple):
     ends: Tensor  # int64 [R]
 
 
-class Held(NamedTuple):
-    """Codes `[R, K, S, bytes]` and float16 scales `[R, K, S, n]`, position p in slot p % S.
+class QuantizedKV(NamedTuple):
+    """Codes `[R, K, S, bytes]` and float16 scales `[R, K, S, n]` of keys and values, position p in slot p % S.
 
-    Those of `kv_format.encode(..., WHOLE)`, of turned vectors; beside a tail keys are those of
-    `kv_format.encode_blocks`, not turned, and S is a multiple of `BLOCK`.
+    Those of `kv_format.encode(..., WHOLE)` after a Hadamard transform. With a `tail`, keys are those of
+    `kv_format.encode_blocks`, not transformed, S is a multiple of `BLOCK`, and the newest keys are also floats in this
+    ring; see `ops.attend_quantized.attend_quantized`.
     """
 
+    bits: int
     k: Tensor
     v: Tensor
     k_scale: Tensor
     v_scale: Tensor
-
-
-class Coded(NamedTuple):
-    """What keys and values in few bits have beside their codes; see `ops.attend_quantized.attend_quantized`."""
-
-    bits: int
-    k_scale: Tensor
-    v_scale: Tensor
     tail: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Codes and scales."""
+        return self.k, self.v, self.k_scale, self.v_scale
 
 
 @dataclass(eq=False)
@@ -161,12 +159,12 @@ class KVView:
 
     k: Tensor
     v: Tensor
-    sight: CausalMask = FULL_CAUSAL
+    mask: CausalMask = FULL_CAUSAL
     starts: Tensor | None = None
     columns: Tensor | None = None
     queries: Tensor | None = None
-    coded: Coded | None = None
-    """Where k and v are codes."""
+    quantized: QuantizedKV | None = None
+    """Set if k and v are codes: its own."""
     packed: bytes | None = field(default=None, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, object]:
@@ -176,7 +174,7 @@ class KVView:
     def heads(self) -> tuple[int, int, int]:
         """R, K and D."""
         rows, kv_heads, _, width = self.k.shape
-        return rows, kv_heads, width if self.coded is None else width * 8 // self.coded.bits
+        return rows, kv_heads, width if self.quantized is None else width * 8 // self.quantized.bits
 
 
 Gate = Literal["silu", "sigmoid"]

@@ -50,13 +50,13 @@ class EvictLowest(NamedTuple):
     by_scores: bool
 
     def excess(self, held: int) -> int:
-        """How many go of a head that has so many."""
+        """Number of slots to evict of a head that holds `held`."""
         return max(held - self.budget, self.batch) if held > self.budget else 0
 
 
 @dataclass(frozen=True, eq=False)
 class SlotCommit:
-    """What a step does to one layer. The same from step to step where nothing but numbers in tensors changes.
+    """Changes of a step to one layer. The same from step to step where nothing but numbers in tensors changes.
 
     columns: float32 `[R, K, n, S']`, what each of a row's last n tokens gave to the slots, and in the first what all
     before it gave. evicted: which slots, bool `[R, K, S]`, the new ones counted. queries: the step's, float32

@@ -162,7 +162,7 @@ class RecurrentSublayer(Sublayer):
 
 @dataclass(frozen=True, eq=False)
 class GatedDeltaSublayer(RecurrentSublayer):
-    """`out(delta_mixer(qkvz(x), gates(x)))`; shapes as in `models.layers.gated_delta_net.GatedDelta`."""
+    """`out(gated_delta_mixer(qkvz(x), gates(x)))`; shapes as in `models.layers.gated_delta_net.GatedDelta`."""
 
     qkvz: Weight
     gates: Weight
@@ -183,7 +183,7 @@ class GatedDeltaSublayer(RecurrentSublayer):
 
 @dataclass(frozen=True, eq=False)
 class Mamba2Sublayer(RecurrentSublayer):
-    """`out(ssd_mixer(factors * project(x)))`; shapes as in `models.layers.mamba2.Mamba2`."""
+    """`out(mamba2_mixer(factors * project(x)))`; shapes as in `models.layers.mamba2.Mamba2`."""
 
     project: Weight
     out: Weight

@@ -17,7 +17,7 @@ class Weight(ABC):
     out_features: int
     in_features: int
     storage: Tensor
-    """What holds the numbers, in the layout of the kind."""
+    """Tensor with the elements, in the layout of the kind."""
 
     @abstractmethod
     def dequantize(self, dtype: torch.dtype = torch.float32, first: int = 0, count: int | None = None) -> Tensor:
@@ -29,7 +29,7 @@ class Weight(ABC):
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """What a file stores of it; `weight_from_tensors(kind, shape, tensors)` is the way back."""
+        """Tensors to store in a file; `weight_from_tensors(kind, shape, tensors)` is the way back."""
 
     @abstractmethod
     def to(self, device: torch.device | str) -> Weight:

@@ -120,6 +120,6 @@ def _sizes(n: int, k: int) -> tuple[int, int]:
 
 
 def _places() -> Tensor:
-    """Where in a span each of its inputs lies, int64 `[64]`."""
+    """Offsets of a span's inputs in it, int64 `[64]`."""
     i = torch.arange(SPAN)
     return 16 * (i // 4 % 4) + 8 * (i // 32) + 2 * (i % 4) + i // 16 % 2

@@ -62,7 +62,7 @@ class FloatWeight(Weight):
 
 
 class _GroupedWeight(Weight):
-    """What the two quantized kinds share: the packed blocks, and the views into them."""
+    """Packed blocks of the two quantized kinds, and the views into them."""
 
     QUANTS: ClassVar[int]
     """Bytes of the numbers of one group of one block."""

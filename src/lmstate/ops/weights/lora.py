@@ -14,7 +14,7 @@ from lmstate.ops.types.weight import Weight
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """What is added to the outputs `first .. first + n - 1` of a weight: `scale * up @ down`."""
+    """Low-rank update of the outputs `first .. first + n - 1` of a weight: `scale * up @ down`."""
 
     first: int
     down: Weight  # [rank, K]

@@ -27,7 +27,7 @@ def attention_state(
     head_dim: int,
     value_dim: int | None = None,
     *,
-    sight: CausalMask = FULL_CAUSAL,
+    mask: CausalMask = FULL_CAUSAL,
     rotate_by: Shift | None = None,
     heads: int,
     scale: float,
@@ -38,24 +38,24 @@ def attention_state(
     """
     policy = layout.kv
     if isinstance(policy, Evicting):
-        if sight.reach is None or sight.reach > policy.most:
+        if mask.span is None or mask.span > policy.most:
             return EvictingState(
                 layout,
                 policy,
                 kv_heads,
                 head_dim,
                 value_dim,
-                sight=sight,
+                mask=mask,
                 rotate_by=rotate_by,
                 heads=heads,
                 scale=scale,
             )
         policy = policy.storage
     if isinstance(policy, Quantized) and policy.bits == 8:
-        return QuantizedAttentionState(layout, kv_heads, head_dim, value_dim, sight=sight)
+        return QuantizedAttentionState(layout, kv_heads, head_dim, value_dim, mask=mask)
     if isinstance(policy, Quantized):
-        return BlockState(layout, policy, kv_heads, head_dim, value_dim, sight=sight)
-    return AttentionState(stored_as(layout, policy), kv_heads, head_dim, value_dim, sight=sight, rotate_by=rotate_by)
+        return BlockState(layout, policy, kv_heads, head_dim, value_dim, mask=mask)
+    return AttentionState(stored_as(layout, policy), kv_heads, head_dim, value_dim, mask=mask, rotate_by=rotate_by)
 
 
 def latent_state(

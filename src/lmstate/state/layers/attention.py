@@ -17,7 +17,7 @@ from lmstate.state.step import Step
 class KeyValueState(LayerState):
     """The state of a layer that attends to keys and values, however it stores them and whatever it forgets."""
 
-    def rings(self, step: Step) -> ops.KVView | None:
+    def view(self, step: Step) -> ops.KVView | None:
         """The keys and values themselves, where a step may store and read them as `ops.Run` does."""
         return None
 
@@ -27,7 +27,7 @@ class KeyValueState(LayerState):
         q: Tensor,
         new: tuple[Tensor, Tensor] | None,
         step: Step,
-        scoring: ops.AttentionParams,
+        params: ops.AttentionParams,
         rotation: ops.RopeTables | None = None,
     ) -> Tensor:
         """Store new keys `[R, T, K, D]` and values `[R, T, K, Dv]`, then attend: q `[R, T, H, D]` -> float32
@@ -54,17 +54,17 @@ class AttentionState(SlotState, KeyValueState):
         head_dim: int,
         value_dim: int | None = None,
         *,
-        sight: ops.CausalMask = ops.FULL_CAUSAL,
+        mask: ops.CausalMask = ops.FULL_CAUSAL,
         rotate_by: Callable[[Tensor, int], Tensor] | None = None,
     ):
-        """`sight`: the mask of a query, and so the positions that are stored.
+        """`mask`: the mask of a query, and so the positions that are stored.
 
         `rotate_by(keys [K, S, D], delta)` rotates keys as if each had stood `delta` positions farther on (None: keys
         have no position); `State.drop` closes a gap with it.
         """
-        self.sight, self.rotate_by = sight, rotate_by
+        self.mask, self.rotate_by = mask, rotate_by
         # The positions in sight, and as many as a rewind brings in sight.
-        window_span = None if sight.reach is None else sight.reach - 1 + layout.rewind
+        window_span = None if mask.span is None else mask.span - 1 + layout.rewind
         self.kind = "attention" if window_span is None else "window"
         widths, dtypes = self.stored_as(kv_heads, {"k": head_dim, "v": value_dim or head_dim})
         super().__init__(layout, widths, window_span, dtypes)
@@ -75,14 +75,14 @@ class AttentionState(SlotState, KeyValueState):
         """The buffers that hold keys and values of these widths, without rows and slots, and the dtypes of some."""
         return {name: (kv_heads, dim) for name, dim in dims.items()}, {}
 
-    def rings(self, step: Step) -> ops.KVView | None:
+    def view(self, step: Step) -> ops.KVView | None:
         self._own()
         if not self.view_cache:
             self.view_cache.append(self.new_view())
         return self.view_cache[0]
 
     def new_view(self) -> ops.KVView:
-        return ops.KVView(self.buffers["k"], self.buffers["v"], self.sight)
+        return ops.KVView(self.buffers["k"], self.buffers["v"], self.mask)
 
     @property
     def k(self) -> Tensor:
@@ -97,25 +97,25 @@ class AttentionState(SlotState, KeyValueState):
         q: Tensor,
         new: tuple[Tensor, Tensor] | None,
         step: Step,
-        scoring: ops.AttentionParams,
+        params: ops.AttentionParams,
         rotation: ops.RopeTables | None = None,
     ) -> Tensor:
         if new is not None:
             self._own()
         memory = self.k, self.v, step.starts_t, step.counts_t
         if new is not None and rotation is not None:
-            return ops.rotate_attend(q, *new, rotation, *memory, scoring, self.sight)
+            return ops.rotate_attend(q, *new, rotation, *memory, params, self.mask)
         if rotation is not None:
             q = ops.rope(q, *rotation)
         if new is not None:
             ops.append(*new, *memory)
-        return ops.attend(q, *memory, scoring, self.sight)
+        return ops.attend(q, *memory, params, self.mask)
 
     def lowest(self, position: int) -> int:
-        return self.sight.low(position)
+        return self.mask.first_visible(position)
 
     def refuses_drop(self, row: int) -> str | None:
-        return "its chunks begin at fixed positions" if self.sight.chunk is not None else super().refuses_drop(row)
+        return "its chunks begin at fixed positions" if self.mask.chunk is not None else super().refuses_drop(row)
 
     def moved(self, name: str, stored: Tensor, delta: int) -> Tensor:
         return stored if name != "k" or self.rotate_by is None else self.rotate_by(stored, delta).to(stored)

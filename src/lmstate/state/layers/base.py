@@ -90,7 +90,7 @@ class LayerState(ABC):
         raise UnsupportedError(f"a {self.kind} layer keeps no positions apart; ask an attention layer")
 
     def refuses_drop(self, row: int) -> str | None:
-        """Why no span of the row can be dropped exactly; None if one can."""
+        """Reason that no span of the row can be dropped exactly; None if one can."""
         return "its memory of the span cannot be told from the rest"
 
     def drop(self, row: int, length: int, start: int, stop: int, changes: Changes) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from lmstate import ops
-from lmstate.ops.attention.attend_latent import latent_attend
+from lmstate.ops.attention.attend_latent import attend_latent
 from lmstate.state.layers.base import Layout
 from lmstate.state.layers.slots import SlotState
 from lmstate.state.step import DeviceStep, Step
@@ -58,4 +58,4 @@ class LatentState(SlotState):
     def attend_latents(self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float) -> Tensor:
         """Attend to the latents themselves: q `[R, T, H, Lat]` and `[R, T, H, Dr]` -> float32 `[R, T, H, Lat]`."""
         latent, rope_key = self.buffers["latent"], self.buffers["rope"]
-        return latent_attend(q_latent, q_rope, latent, rope_key, step.starts_t, step.counts_t, scale=scale)
+        return attend_latent(q_latent, q_rope, latent, rope_key, step.starts_t, step.counts_t, scale=scale)

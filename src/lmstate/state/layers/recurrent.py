@@ -398,7 +398,7 @@ def _position(checkpoint: Checkpoint) -> int:
 
 
 def _cuts(step: Step, ends: Sequence[int], period: int) -> list[tuple[list[int], list[int | None]]]:
-    """Where to stop inside a step for the last two multiples of `period` before each row's end.
+    """Positions to stop at inside a step: the last two multiples of `period` before each row's end.
 
     For each of the two: how many of each row's tokens come before it, and its position in the rows that pass it here.
     """

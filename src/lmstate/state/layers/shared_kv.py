@@ -23,19 +23,19 @@ class SharedState(KeyValueState):
     def __init__(self, source: KeyValueState):
         self.source = source
 
-    def rings(self, step: Step) -> ops.KVView | None:
-        return self.source.rings(step)
+    def view(self, step: Step) -> ops.KVView | None:
+        return self.source.view(step)
 
     def attend(
         self,
         q: Tensor,
         new: tuple[Tensor, Tensor] | None,
         step: Step,
-        scoring: ops.AttentionParams,
+        params: ops.AttentionParams,
         rotation: ops.RopeTables | None = None,
     ) -> Tensor:
         assert new is None, "a layer that shares another one's memory stores nothing"
-        return self.source.attend(q, None, step, scoring, rotation)
+        return self.source.attend(q, None, step, params, rotation)
 
     def kept(self, row: int, length: int) -> list[list[int]]:
         return self.source.kept(row, length)

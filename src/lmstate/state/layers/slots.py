@@ -187,7 +187,7 @@ class SlotState(LayerState):
     # ---- slots
 
     def _grown(self, need: int, most: int | None) -> int:
-        """How many slots to have when `need` are needed: doubling, but never past what can ever be used."""
+        """Number of slots to allocate when `need` are needed: doubling, up to the most that can ever be used."""
         slots = max(need, 2 * self.slots, FIRST_SLOTS)
         limits = [limit for limit in (most, self.layout.capacity) if limit is not None]
         return max(need, min([slots, *limits]))

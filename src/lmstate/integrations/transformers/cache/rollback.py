@@ -242,7 +242,7 @@ class Rollback(DynamicCache, hooks.CallObserver):
     # ---- inside
 
     def _singly(self, outputs: dict[str, Any]) -> tuple[int, bool]:
-        """How many logits (0: all), and whether hidden states, a call asks for whose tokens are fed one by one."""
+        """Number of logits (0: all), and whether hidden states, requested by a call whose tokens are fed one by one."""
         config = self.model.config
         asked = {name: outputs.get(name) for name in ("labels", "output_hidden_states", *APART)}
         asked |= {name: getattr(config, name, None) for name, value in asked.items() if value is None}

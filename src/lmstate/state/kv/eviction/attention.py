@@ -20,7 +20,7 @@ from lmstate.state.kv.eviction.planner import EvictionPlanner, StepChunk, counts
 from lmstate.state.kv.eviction.query_ring import LastQueries
 from lmstate.state.kv.eviction.slot_store import Arrays, SlotStore
 from lmstate.state.kv.policies.base import Evicting
-from lmstate.state.kv.quantized.attention import REFUSAL, held
+from lmstate.state.kv.quantized.attention import REFUSAL, quantized_kv
 from lmstate.state.layers.attention import KeyValueState
 from lmstate.state.layers.base import Layout
 from lmstate.state.step import Step
@@ -50,7 +50,7 @@ class EvictingState(KeyValueState):
         head_dim: int,
         value_dim: int | None = None,
         *,
-        sight: ops.CausalMask = ops.FULL_CAUSAL,
+        mask: ops.CausalMask = ops.FULL_CAUSAL,
         rotate_by: Callable[[Tensor, int], Tensor] | None = None,
         heads: int,
         scale: float,
@@ -60,15 +60,15 @@ class EvictingState(KeyValueState):
 
         The other arguments are `AttentionState`'s.
         """
-        self.layout, self.policy, self.rotate_by, self.sight = layout, policy, rotate_by, sight
-        self._sees_all = sight == ops.FULL_CAUSAL
-        self.kind = "attention" if sight.reach is None else "window"
+        self.layout, self.policy, self.rotate_by, self.mask = layout, policy, rotate_by, mask
+        self._sees_all = mask == ops.FULL_CAUSAL
+        self.kind = "attention" if mask.span is None else "window"
         self.codec = Codec(policy.storage, {"k": head_dim, "v": value_dim or head_dim}, layout.dtype)
         self.history = layout.rewind + 1 if policy.observes else 0  # lengths whose scores are kept, one in n % history
         self.slot_store = SlotStore.empty(layout.rows, kv_heads, self.codec.tensors, self.history, layout.device)
         self.queries = LastQueries(policy.asks, layout, heads, query_dim or head_dim) if policy.asks else None
         exact = self.history > 0 or self.queries is not None
-        self.planner = EvictionPlanner(policy, sight, layout.rewind, scale, exact=exact)
+        self.planner = EvictionPlanner(policy, mask, layout.rewind, scale, exact=exact)
         self._chunk: StepChunk | None = None
         self._speculative = False
         self._followed = False  # whether anything stored had a gradient to follow
@@ -96,16 +96,16 @@ class EvictingState(KeyValueState):
         self._make_room(step.width if step.speculative else min(step.width, step.chunk))
         self._saved = before if self.slot_store is not before[0] else None
 
-    def rings(self, step: Step) -> ops.KVView | None:
+    def view(self, step: Step) -> ops.KVView | None:
         chunk = self._enter(step)
         store = self.slot_store
         if not self._as_ring(step) or not store.occupancy.uniform:
             return None
         view, stored = store.view, store.table.stored
         if view is None or view.columns is not chunk.columns or view.queries is not chunk.queries:
-            coded = None if (bits := self.codec.bits) is None else ops.Coded(bits, stored["k.scale"], stored["v.scale"])
+            quantized = None if (bits := self.codec.bits) is None else quantized_kv(stored, bits)
             view = store.view = ops.KVView(
-                stored["k"], stored["v"], columns=chunk.columns, queries=chunk.queries, coded=coded
+                stored["k"], stored["v"], columns=chunk.columns, queries=chunk.queries, quantized=quantized
             )  # fmt: skip
         view.starts = chunk.starts
         return view
@@ -115,10 +115,10 @@ class EvictingState(KeyValueState):
         q: Tensor,
         new: tuple[Tensor, Tensor] | None,
         step: Step,
-        scoring: ops.AttentionParams,
+        params: ops.AttentionParams,
         rotation: ops.RopeTables | None = None,
     ) -> Tensor:
-        seen = self._attend(q, new, step, scoring, rotation)
+        seen = self._attend(q, new, step, params, rotation)
         return refused(seen, LOSS) if self._loses(step, q, *(new or ())) else seen
 
     def _attend(
@@ -126,7 +126,7 @@ class EvictingState(KeyValueState):
         q: Tensor,
         new: tuple[Tensor, Tensor] | None,
         step: Step,
-        scoring: ops.AttentionParams,
+        params: ops.AttentionParams,
         rotation: ops.RopeTables | None,
     ) -> Tensor:
         chunk = self._enter(step)
@@ -136,29 +136,27 @@ class EvictingState(KeyValueState):
         if columns is not None:
             columns.sums.zero_()
         if self.codec.bits is not None and uniform and self.queries is None:
-            return self._attend_codes(q, new, rotation, chunk, scoring, columns)
+            return self._attend_codes(q, new, rotation, chunk, params, columns)
         if rotation is not None:
             q = ops.rope(q, *rotation)
             new = None if new is None else (ops.rope(new[0], *rotation), new[1])
         if new is not None and self.queries is not None:
             chunk.queries = q.detach().float().contiguous()
         if self.codec.bits is not None and uniform:
-            return self._attend_codes(q, new, None, chunk, scoring, columns)
+            return self._attend_codes(q, new, None, chunk, params, columns)
         if new is not None:
             self._store(new, step)
         transformed, (k, v) = self.codec.transform(q), self.codec.decode(self.arrays)
         if uniform:
             if columns is None:
-                seen = ops.attend(transformed, k, v, chunk.starts, step.counts_t, scoring)
+                seen = ops.attend(transformed, k, v, chunk.starts, step.counts_t, params)
             else:
-                seen = attend_observed(transformed, k, v, chunk.starts, step.counts_t, scoring, columns)
+                seen = attend_observed(transformed, k, v, chunk.starts, step.counts_t, params, columns)
         else:
             where, filled = self.slot_store.with_new(step.starts, step.counts)
             columns = None if columns is None else columns._replace(ends=step.starts_t + step.counts_t)
             positions = torch.where(filled, where, -1)
-            seen = attend_slots(
-                transformed, k, v, positions, step.starts_t, step.counts_t, scoring, self.sight, columns
-            )
+            seen = attend_slots(transformed, k, v, positions, step.starts_t, step.counts_t, params, self.mask, columns)
         return self.codec.transform(seen)
 
     def commit(self, step: Step, accepted: tuple[int, ...], changes: Changes) -> None:
@@ -236,13 +234,13 @@ class EvictingState(KeyValueState):
 
     def kept(self, row: int, length: int) -> list[list[int]]:
         positions, filled = self.arrays["position"][row], self.slot_store.table.filled[row].tolist()
-        low = self.sight.low(length)
+        low = self.mask.first_visible(length)
         return [sorted(p for p in head[:n].tolist() if p >= low) for head, n in zip(positions, filled)]
 
     def refuses_drop(self, row: int) -> str | None:
         if self.codec.bits is not None:
             return REFUSAL
-        return None if self.sight == ops.FULL_CAUSAL else "its window has forgotten earlier tokens"
+        return None if self.mask == ops.FULL_CAUSAL else "its window has forgotten earlier tokens"
 
     def drop(self, row: int, length: int, start: int, stop: int, changes: Changes) -> None:
         one = self.slot_store.selected([row])
@@ -357,13 +355,13 @@ class EvictingState(KeyValueState):
         new: tuple[Tensor, Tensor] | None,
         rotation: ops.RopeTables | None,
         chunk: StepChunk,
-        scoring: ops.AttentionParams,
+        params: ops.AttentionParams,
         columns: AttentionSums | None,
     ) -> Tensor:
         bits, arrays = self.codec.bits, self.arrays
         assert bits is not None
         return attend_quantized(
-            q, new, rotation, held(arrays), None, chunk.starts, chunk.step.counts_t, scoring, bits=bits, columns=columns
+            q, new, rotation, quantized_kv(arrays, bits), chunk.starts, chunk.step.counts_t, params, columns=columns
         )
 
     def _commit_chunk(self, accepted: tuple[int, ...], changes: Changes) -> None:

@@ -33,7 +33,7 @@ class Codec:
             return {name: x.to(self.tensors[name][1]) for name, x in (("k", k), ("v", v))}
         coded: dict[str, Tensor] = {}
         for name, x in (("k", k), ("v", v)):
-            coded[name], coded[f"{name}.scale"] = kv_format.encode(kv_format.turned(x), self.bits, WHOLE)
+            coded[name], coded[f"{name}.scale"] = kv_format.encode(kv_format.hadamard(x), self.bits, WHOLE)
         return coded
 
     def decode(self, stored: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -45,4 +45,4 @@ class Codec:
 
     def transform(self, x: Tensor) -> Tensor:
         """Queries transformed as keys are, or outputs transformed back."""
-        return x if self.bits is None else kv_format.turned(x)
+        return x if self.bits is None else kv_format.hadamard(x)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lmstate import ops
-from lmstate.ops.attention.attend_latent import latent_attend
+from lmstate.ops.attention.attend_latent import attend_latent
 from lmstate.ops.attention.attend_slots import attend_slots
 from lmstate.ops.types.params import AttentionSums
 from lmstate.state.gradients import refused
@@ -70,7 +70,7 @@ class EvictingLatentState(EvictingState):
         chunk = self._enter(step)
         latent, rope_key = self.stored(step)
         if not self.observed:
-            seen = latent_attend(q_latent, q_rope, latent, rope_key, chunk.starts, step.counts_t, scale=scale)
+            seen = attend_latent(q_latent, q_rope, latent, rope_key, chunk.starts, step.counts_t, scale=scale)
             return refused(seen, LOSS) if self._cut else seen
         q = torch.cat([q_latent, q_rope], dim=-1).float()
         if self.queries is not None:
@@ -81,8 +81,8 @@ class EvictingLatentState(EvictingState):
             chunk.columns.zero_()
             columns = AttentionSums(chunk.columns[..., : keys.shape[2]], chunk.starts + step.counts_t)
         where = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
-        values, scoring = latent[:, None], ops.AttentionParams(scale)
-        seen = attend_slots(q, keys, values, where, chunk.starts, step.counts_t, scoring, columns=columns)
+        values, params = latent[:, None], ops.AttentionParams(scale)
+        seen = attend_slots(q, keys, values, where, chunk.starts, step.counts_t, params, columns=columns)
         return refused(seen, LOSS) if self._cut else seen
 
     def read(self, arrays: Arrays) -> tuple[Tensor, Tensor]:

@@ -60,10 +60,10 @@ class EvictionPlanner:
     layer is given to each call and not held, so that a state that is dropped is gone at once.
     """
 
-    def __init__(self, policy: Evicting, sight: ops.CausalMask, rewind: int, scale: float, *, exact: bool):
-        self.policy, self.sight, self.rewind, self.scale, self.exact = policy, sight, rewind, scale, exact
+    def __init__(self, policy: Evicting, mask: ops.CausalMask, rewind: int, scale: float, *, exact: bool):
+        self.policy, self.mask, self.rewind, self.scale, self.exact = policy, mask, rewind, scale, exact
         self._lowest = policy.lowest if isinstance(policy, Budget) and policy.plain else None
-        self.predicts_counts = sight == ops.FULL_CAUSAL and policy.excess(0) is not None
+        self.predicts_counts = mask == ops.FULL_CAUSAL and policy.excess(0) is not None
         """Whether heads that are alike in number stay so."""
 
     def plan(self, layer: EvictingLayer, chunk: StepChunk, accepted: tuple[int, ...]) -> EvictionPlan:
@@ -116,8 +116,8 @@ class EvictionPlanner:
         """bool `[R, K, S]`: the slots among those `alive` that the mask and the policy evict; None: none."""
         position, gone = arrays["position"], None
         at = torch.tensor(lengths, device=position.device)[:, None, None]
-        if self.sight != ops.FULL_CAUSAL:
-            gone = alive & self.sight.lost(position, at)
+        if self.mask != ops.FULL_CAUSAL:
+            gone = alive & self.mask.expired(position, at)
             alive = alive & ~gone
         if not alive.numel() or int(alive.sum(-1).max()) <= self.policy.most:
             return gone

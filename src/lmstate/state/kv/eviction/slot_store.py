@@ -25,7 +25,7 @@ class RowOccupancy:
     most: int = 0  # the filled slots of its fullest head
     floor: int = 0  # a rewind to here or later finds all that was evicted since
     evictions: tuple[tuple[int, int], ...] = ()
-    """When it evicted, and how many slots of the head that lost most: as far back as a rewind may want them."""
+    """Times of a row's evictions, and slots of the head that lost most: as far back as a rewind may want them."""
 
     @property
     def undoable(self) -> int:
@@ -277,7 +277,7 @@ def gathered(arrays: Arrays, order: Tensor) -> Arrays:
 
 
 def _axis(name: str) -> int:
-    """Where an array's slots are, with a row axis."""
+    """Axis of an array's slots, counting the row axis."""
     return 3 if name == "scores" else 2
 
 

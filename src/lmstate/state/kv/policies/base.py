@@ -67,7 +67,7 @@ class Evicting(Policy):
 
     @property
     def asks(self) -> int:
-        """How many of the last queries `Slots.queries` should hold."""
+        """Number of last queries that `Slots.queries` should hold."""
         return 0
 
     @property
@@ -80,7 +80,7 @@ class Evicting(Policy):
         """bool `[R, K, S]`: the slots that go. Called where some head holds more than `most`."""
 
     def excess(self, held: int) -> int | None:
-        """How many `evict` takes of a head that holds so many slots, where that is all it takes to know; else None."""
+        """Number of slots that `evict` takes of a head of so many, where that depends on nothing else; else None."""
         return None
 
 
@@ -105,12 +105,12 @@ class Budget(Evicting):
 
     @property
     def newest(self) -> int:
-        """How many of the last positions are kept whatever their rank."""
+        """Number of last positions that are kept whatever their rank."""
         return self.recent
 
     @property
     def batch(self) -> int:
-        """How many slots at least are evicted at a time: more than one where ranking costs much."""
+        """Least number of slots to evict at a time: more than one where ranking costs much."""
         return 0
 
     @property

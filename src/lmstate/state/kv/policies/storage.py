@@ -1,4 +1,4 @@
-"""How keys and values are stored: as floats, or in a few bits an element. These policies keep every token."""
+"""Storage policies for keys and values: floats, or a few bits an element. They keep every token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lmstate.state.layers.base import Policy
 
 
 class Storage(Policy):
-    """How the slots of an attention layer are stored."""
+    """Storage of the slots of an attention layer."""
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from lmstate import ops
-from lmstate.ops.attention.attend_latent import latent_attend
+from lmstate.ops.attention.attend_latent import attend_latent
 from lmstate.ops.attention.attend_quantized import WHOLE, attend_quantized
 from lmstate.ops.types import kv_format
-from lmstate.ops.types.params import Held
 from lmstate.state.gradients import refused, wanted
 from lmstate.state.kv.policies.storage import Quantized
 from lmstate.state.layers.attention import AttentionState
@@ -38,19 +37,19 @@ class QuantizedAttentionState(AttentionState):
         return coded_buffers(dims, 8, kv_heads, most=WHOLE)
 
     def new_view(self) -> ops.KVView:
-        return coded_rings(self.buffers, None, 8, self.sight)
+        return ops.KVView(self.buffers["k"], self.buffers["v"], self.mask, quantized=quantized_kv(self.buffers, 8))
 
     def attend(
         self,
         q: Tensor,
         new: tuple[Tensor, Tensor] | None,
         step: Step,
-        scoring: ops.AttentionParams,
+        params: ops.AttentionParams,
         rotation: ops.RopeTables | None = None,
     ) -> Tensor:
         seen = attend_quantized(
-            q, detached(new), rotation, held(self.buffers), None, step.starts_t, step.counts_t, scoring, self.sight,
-            bits=8, dtype=self.layout.dtype,
+            q, detached(new), rotation, quantized_kv(self.buffers, 8), step.starts_t, step.counts_t, params, self.mask,
+            dtype=self.layout.dtype,
         )  # fmt: skip
         return refused(seen, LOSS) if wanted(q, *(new or ())) else seen
 
@@ -79,16 +78,16 @@ class QuantizedLatentState(LatentState):
 
     def store(self, latent: Tensor, rope_key: Tensor, step: Step) -> None:
         self._lost = wanted(latent, rope_key)
-        coded = [kv_format.encode(kv_format.turned(new[:, :, None]), self.bits) for new in (latent, rope_key)]
+        coded = [kv_format.encode(kv_format.hadamard(new[:, :, None]), self.bits) for new in (latent, rope_key)]
         for (one, other), end in zip(zip(*coded), ("", ".scale")):
             latents, rope_keys = (self.buffers[name + end][:, None] for name in ("latent", "rope"))
             ops.append(one, other, latents, rope_keys, step.starts_t, step.counts_t)
 
     def stored(self, step: Step) -> tuple[Tensor, Tensor]:
-        latent, rope_key = (kv_format.turned(x).to(self.layout.dtype) for x in self._turned(step))
+        latent, rope_key = (kv_format.hadamard(x).to(self.layout.dtype) for x in self._transformed(step))
         return (refused(latent, LOSS), refused(rope_key, LOSS)) if self._lost else (latent, rope_key)
 
-    def _turned(self, step: Step) -> tuple[Tensor, Tensor]:
+    def _transformed(self, step: Step) -> tuple[Tensor, Tensor]:
         end = max(step.ends, default=0)
         latent, rope_key = (
             kv_format.decode(
@@ -99,9 +98,9 @@ class QuantizedLatentState(LatentState):
         return latent, rope_key
 
     def attend_latents(self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float) -> Tensor:
-        q_latent, q_rope = kv_format.turned(q_latent), kv_format.turned(q_rope)
-        seen = latent_attend(q_latent, q_rope, *self._turned(step), step.starts_t, step.counts_t, scale=scale)
-        seen = kv_format.turned(seen)
+        q_latent, q_rope = kv_format.hadamard(q_latent), kv_format.hadamard(q_rope)
+        seen = attend_latent(q_latent, q_rope, *self._transformed(step), step.starts_t, step.counts_t, scale=scale)
+        seen = kv_format.hadamard(seen)
         return refused(seen, LOSS) if self._lost or wanted(q_latent, q_rope) else seen
 
     def refuses_drop(self, row: int) -> str | None:
@@ -112,14 +111,9 @@ def detached(new: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
     return None if new is None else (new[0].detach(), new[1].detach())
 
 
-def held(buffers: dict[str, Tensor]) -> Held:
-    return Held(buffers["k"], buffers["v"], buffers["k.scale"], buffers["v.scale"])
-
-
-def coded_rings(buffers: dict[str, Tensor], tail: Tensor | None, bits: int, sight: ops.CausalMask) -> ops.KVView:
-    return ops.KVView(
-        buffers["k"], buffers["v"], sight, coded=ops.Coded(bits, buffers["k.scale"], buffers["v.scale"], tail)
-    )
+def quantized_kv(buffers: dict[str, Tensor], bits: int, tail: Tensor | None = None) -> ops.QuantizedKV:
+    """Codes and scales as an operation takes them."""
+    return ops.QuantizedKV(bits, buffers["k"], buffers["v"], buffers["k.scale"], buffers["v.scale"], tail)
 
 
 def coded_buffers(

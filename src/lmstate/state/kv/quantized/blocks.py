@@ -15,7 +15,7 @@ from lmstate.ops.types.kv_format import BLOCK
 from lmstate.state.changes import Changes
 from lmstate.state.gradients import refused, wanted
 from lmstate.state.kv.policies.storage import Quantized
-from lmstate.state.kv.quantized.attention import LOSS, REFUSAL, coded_buffers, coded_rings, detached, held
+from lmstate.state.kv.quantized.attention import LOSS, REFUSAL, coded_buffers, detached, quantized_kv
 from lmstate.state.layers.attention import KeyValueState
 from lmstate.state.layers.base import Layout
 from lmstate.state.layers.composite import CompositeState
@@ -44,19 +44,20 @@ class BlockState(CompositeState, KeyValueState):
         head_dim: int,
         value_dim: int | None = None,
         *,
-        sight: ops.CausalMask = ops.FULL_CAUSAL,
+        mask: ops.CausalMask = ops.FULL_CAUSAL,
     ):
-        self.layout, self.bits, self.sight = layout, storage.bits, sight
+        self.layout, self.bits, self.mask = layout, storage.bits, mask
         dims = {"k": head_dim, "v": value_dim or head_dim}
-        self.codes, self.tail = Codes(layout, self.bits, kv_heads, dims, sight), Floats(layout, kv_heads, head_dim)
+        self.codes, self.tail = Codes(layout, self.bits, kv_heads, dims, mask), Floats(layout, kv_heads, head_dim)
         super().__init__((self.codes, self.tail))
-        self.kind = "attention" if sight.reach is None else "window"
+        self.kind = "attention" if mask.span is None else "window"
         self.tail.view_cache = self.codes.view_cache
 
-    def rings(self, step: Step) -> ops.KVView | None:
+    def view(self, step: Step) -> ops.KVView | None:
         view_cache = self.codes.view_cache
         if not view_cache:
-            view_cache.append(coded_rings(self.codes.buffers, self.tail.buffers["k"], self.bits, self.sight))
+            kv = self._quantized_kv()
+            view_cache.append(ops.KVView(kv.k, kv.v, self.mask, quantized=kv))
         return view_cache[0]
 
     def attend(
@@ -64,14 +65,17 @@ class BlockState(CompositeState, KeyValueState):
         q: Tensor,
         new: tuple[Tensor, Tensor] | None,
         step: Step,
-        scoring: ops.AttentionParams,
+        params: ops.AttentionParams,
         rotation: ops.RopeTables | None = None,
     ) -> Tensor:
         seen = attend_quantized(
-            q, detached(new), rotation, held(self.codes.buffers), self.tail.buffers["k"], step.starts_t, step.counts_t,
-            scoring, self.sight, bits=self.bits, dtype=self.layout.dtype,
+            q, detached(new), rotation, self._quantized_kv(), step.starts_t, step.counts_t,
+            params, self.mask, dtype=self.layout.dtype,
         )  # fmt: skip
         return refused(seen, LOSS) if wanted(q, *(new or ())) else seen
+
+    def _quantized_kv(self) -> ops.QuantizedKV:
+        return quantized_kv(self.codes.buffers, self.bits, self.tail.buffers["k"])
 
     def capture(self, row: int, length: int) -> dict[str, Tensor]:
         captured = super().capture(row, length)
@@ -81,7 +85,7 @@ class BlockState(CompositeState, KeyValueState):
         return captured
 
     def kept(self, row: int, length: int) -> list[list[int]]:
-        return [list(range(self.sight.low(length), length)) for _ in range(self.codes.buffers["k"].shape[1])]
+        return [list(range(self.mask.first_visible(length), length)) for _ in range(self.codes.buffers["k"].shape[1])]
 
     def refuses_drop(self, row: int) -> str | None:
         return REFUSAL
@@ -95,10 +99,10 @@ class Codes(SlotState):
 
     kind, what = "attention", "blocks of quantized keys and values"
 
-    def __init__(self, layout: Layout, bits: int, kv_heads: int, dims: dict[str, int], sight: ops.CausalMask):
+    def __init__(self, layout: Layout, bits: int, kv_heads: int, dims: dict[str, int], mask: ops.CausalMask):
         window_span, slack = None, layout.rewind
-        if sight.reach is not None:
-            need = sight.reach - 1 + BLOCK - 1  # of the first block in sight all slots: its scales lie across them
+        if mask.span is not None:
+            need = mask.span - 1 + BLOCK - 1  # of the first block in sight all slots: its scales lie across them
             window_span = _filled(need + layout.rewind + 1) - 1
             slack = window_span - need  # filled blocks reach farther back than was asked for
         widths, dtypes = coded_buffers(dims, bits, kv_heads, most=WHOLE)

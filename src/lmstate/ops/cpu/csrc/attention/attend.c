@@ -225,7 +225,8 @@ static void add_columns(const attend_args *a, const attend_plan *all, int64_t r,
       const int64_t query = (r * a->tokens + token) * a->heads + h;
       const float *weights = all->weights + query * all->padded, *total = all->totals + 2 * query;
       for (int64_t b = low_of(a, own) / SUB * SUB; b <= own; b += SUB) {
-        const float keep = expf(all->peaks[query * (all->padded / SUB) + b / SUB] - total[0]) / (total[1] * (float)group);
+        const float peak = all->peaks[query * (all->padded / SUB) + b / SUB];
+        const float keep = expf(peak - total[0]) / (total[1] * (float)group);
         const int64_t n = a->slots - b < SUB ? a->slots - b : SUB;
         int64_t t = 0;
         for (; t + VL <= n; t += VL)
@@ -283,7 +284,7 @@ void attend_run(const attend_args *a, const attend_plan *plan) {
   if (a->tokens > RUN) { /* later runs see more */
 #pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < plan->tasks; task++) run_task(a, plan, task);
-  } else { /* a thread's tasks follow each other in memory, so that what one asks for ahead is what the next one reads */
+  } else { /* a thread's tasks follow each other in memory: what one asks for ahead is what the next one reads */
 #pragma omp for schedule(static)
     for (int64_t task = 0; task < plan->tasks; task++) run_task(a, plan, task);
   }

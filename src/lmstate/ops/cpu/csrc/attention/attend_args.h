@@ -42,9 +42,9 @@ typedef struct {
 
 /* Keys and values in few bits, beside the attend_args of their layer, whose slots are those of the codes.
  *
- * Vectors are turned by a Hadamard matrix and have a scale each: codes -127..127 of 8 bits, or of 4 and 2 bits 0..2n that
- * stand for -n..n; number i of a vector of D is the field i / (D * bits / 8) of byte i % (D * bits / 8). With a tail keys
- * are not turned, and in blocks of CODE_BLOCK positions: the numbers of a channel are a vector, with a scale and a middle,
+ * Vectors go through a Hadamard transform and have a scale each: codes -127..127 of 8 bits, or of 4 and 2 bits 0..2n
+ * that stand for -n..n; element i of a vector of D is the field i / (D * bits / 8) of byte i % (D * bits / 8). With a
+ * tail keys are not transformed, and in blocks of CODE_BLOCK positions: a channel is a vector, with scale and middle,
  * and the vectors of a block follow each other across its slots. The newest keys are also floats, in the ring of `tail`
  * slots that attend_args names: a query sees floats of its own block of positions, codes of those before it. */
 typedef struct {
@@ -78,7 +78,8 @@ typedef struct {
 typedef struct {
   row_plan *rows; /* [R] */
   float *parts;
-  float *weights, *peaks, *totals; /* [R, T, H, padded] (see `part`), [R, T, H, padded / SUB], [R, T, H, 2], for columns */
+  /* [R, T, H, padded] (see `part`), [R, T, H, padded / SUB], [R, T, H, 2], for columns */
+  float *weights, *peaks, *totals;
   int64_t tasks, padded;
   const codes_args *codes;   /* or null */
   const extra_key_args *extra_key; /* or null */
@@ -96,7 +97,7 @@ void rotate_head(const float *x, const float *cos, const float *sin, float *y, i
 void store_head(const float *x, void *y, int64_t n, int64_t kind);
 
 /* Codes. x times a Hadamard matrix of the largest power of two that divides n, in blocks; its own inverse. */
-void turn_head(float *x, int64_t n);
+void hadamard_head(float *x, int64_t n);
 /* New token t of a kv head; k and v are changed. Then, where there is a tail, the blocks of keys that are whole now. */
 void store_codes(const attend_args *a, const codes_args *c, int64_t r, int64_t h, int64_t t, float *k, float *v);
 void close_blocks(const attend_args *a, const codes_args *c, int64_t r, int64_t h);

@@ -1,5 +1,5 @@
-/* Attention of a prompt over keys and values in bfloat16, or in few bits: queries and weights are rounded to bfloat16, as
- * the products around them are, and a block of positions is laid out once for many of them. */
+/* Attention of a prompt over keys and values in bfloat16, or in few bits: queries and weights are rounded to bfloat16,
+ * as the products around them are, and a block of positions is laid out once for many of them. */
 #include "simd/bf16_dot.h"
 #include "attention/kv_layout.h"
 
@@ -124,7 +124,8 @@ INLINE vf power_of_two(vf x) {
 }
 
 /* The weights of the positions low..end of a block; what was summed before is scaled to the new largest score. */
-static void softmax_update(const attend_args *a, float *scores, float *part, int64_t low, int64_t end, uint16_t *weights) {
+static void softmax_update(const attend_args *a, float *scores, float *part, int64_t low, int64_t end,
+    uint16_t *weights) {
   enum { VECTORS = SUB / VL };
   const vf scale = vf_set1((float)a->scale), cap = vf_set1((float)a->softcap), log2e = vf_set1(1.44269504f);
   vf s[VECTORS], largest = vf_set1(-INFINITY), sum = vf_zero();

@@ -1,5 +1,5 @@
-/* Attention over compressed latents: every query head reads the same latents, as keys and as values, and the same rope key
- * beside them. And what folds queries into latents and latents into outputs: a small matrix for each head. */
+/* Attention over compressed latents: every query head reads the same latents, as keys and as values, and the same rope
+ * key beside them. And what folds queries into latents and latents into outputs: a small matrix for each head. */
 #include <stdlib.h>
 
 #include "attention/attend_args.h"
@@ -18,7 +18,8 @@ typedef struct {
   double scale;
 } attend_latent_args;
 
-/* Heads that a task reads latents for: enough that reading them costs little, few enough that short rows are split too. */
+/* Heads that a task reads latents for: enough that reading them costs little, few enough that short rows are split
+ * too. */
 static int64_t heads_together(int64_t heads) {
   int64_t together = 8;
   while (heads % together) together /= 2;
@@ -73,8 +74,8 @@ typedef struct {
 
 enum { WIDE = 4, TALL = 4, STRIP = WIDE * VL };
 
-/* Outputs b.. of a head for `tall` rows from `row` on. A row is summed along the inputs in one order, whatever is beside it.
- * `tall`, `whole` (no output of the strip is missing) and `kind` are constants where this is called. */
+/* Outputs b.. of a head for `tall` rows from `row` on. A row is summed along the inputs in one order, whatever is
+ * beside it. `tall`, `whole` (no output of the strip is missing) and `kind` are constants where this is called. */
 INLINE void strip(const per_head_matmul_args *a, int64_t h, int64_t b, int64_t row, int tall, int whole, int kind) {
   const int64_t at = h * a->inputs * a->outputs + b, left = a->outputs - b;
   const float *x = a->x + row * a->x_row + h * a->x_head;

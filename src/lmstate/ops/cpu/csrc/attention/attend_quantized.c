@@ -12,7 +12,7 @@ typedef struct {
   attend_args attend; /* q: written to where values are turned, unless it is null: then nothing attends */
 } attend_quantized_args;
 
-void turn_head(float *x, int64_t n) {
+void hadamard_head(float *x, int64_t n) {
   const int64_t size = n & -n;
   for (int64_t half = 1; half < size; half *= 2)
     for (int64_t i = 0; i < n; i += 2 * half)
@@ -24,15 +24,16 @@ void turn_head(float *x, int64_t n) {
   for (int64_t i = 0; i < n; i++) x[i] *= scale;
 }
 
-static void turn_heads(float *x, int64_t heads, int64_t dim, int64_t threads) {
+static void hadamard_heads(float *x, int64_t heads, int64_t dim, int64_t threads) {
 #pragma omp parallel for schedule(static) num_threads((int)threads) if (threads > 1)
-  for (int64_t i = 0; i < heads; i++) turn_head(x + i * dim, dim);
+  for (int64_t i = 0; i < heads; i++) hadamard_head(x + i * dim, dim);
 }
 
 static void load_head(const void *x, float *y, int64_t n, int64_t kind) {
   for (int64_t i = 0; i < n; i++)
     y[i] = kind == F32 ? ((const float *)x)[i]
-                       : kind == BF16 ? bf16_to_float(((const uint16_t *)x)[i]) : f16_to_float_bits(((const uint16_t *)x)[i]);
+                       : kind == BF16 ? bf16_to_float(((const uint16_t *)x)[i])
+                                      : f16_to_float_bits(((const uint16_t *)x)[i]);
 }
 
 /* The largest code, counted from the middle of all. */
@@ -64,7 +65,8 @@ static void encode_vector(const float *x, int64_t n, int64_t bits, uint8_t *code
   for (int64_t d = 0; d < n; d++) codes[d % bytes] |= (uint8_t)(code_of(x[d], step, most) << d / bytes * bits);
 }
 
-/* The block of positions from `first` on, whole in the ring of floats, as codes: a channel is a vector of its positions. */
+/* The block of positions from `first` on, whole in the ring of floats, as codes: a channel is a vector of its
+ * positions. */
 static void encode_block(const attend_args *a, const codes_args *c, int64_t r, int64_t h, int64_t first) {
   const int64_t size = size_of((int)a->kind), dim = a->dim, bytes = CODE_BLOCK * c->bits / 8;
   const int64_t slot = (r * a->kv_heads + h) * a->slots + first % a->slots;
@@ -85,14 +87,14 @@ static void encode_block(const attend_args *a, const codes_args *c, int64_t r, i
 void store_codes(const attend_args *a, const codes_args *c, int64_t r, int64_t h, int64_t t, float *k, float *v) {
   const int64_t position = a->starts[r] + t, bits = c->bits;
   const int64_t slot = (r * a->kv_heads + h) * a->slots + position % a->slots;
-  turn_head(v, a->dim_v);
+  hadamard_head(v, a->dim_v);
   encode_vector(v, a->dim_v, bits, c->v + slot * a->dim_v * bits / 8, c->v_scale + slot);
   if (c->tail) {
     const int64_t at = r * a->k_row + h * a->k_head + position % c->tail * a->k_slot;
     store_head(k, (char *)a->k + at * size_of((int)a->kind), a->dim, a->kind);
     return;
   }
-  turn_head(k, a->dim);
+  hadamard_head(k, a->dim);
   encode_vector(k, a->dim, bits, c->k + slot * a->dim * bits / 8, c->k_scale + slot);
 }
 
@@ -130,7 +132,7 @@ int64_t lmstate_attend_quantized(const attend_quantized_args *c) {
     for (int64_t i = 0; i < a->rows * a->kv_heads; i++) store(c, i / a->kv_heads, i % a->kv_heads);
   }
   if (!a->q || a->rows == 0 || a->tokens == 0) return 0;
-  if (!c->codes.tail) turn_heads((float *)a->q, a->rows * a->tokens * a->heads, a->dim, c->store_threads);
+  if (!c->codes.tail) hadamard_heads((float *)a->q, a->rows * a->tokens * a->heads, a->dim, c->store_threads);
   attend_plan plan;
   const int64_t status = attend_begin(a, &plan);
   if (status) return status;
@@ -138,7 +140,7 @@ int64_t lmstate_attend_quantized(const attend_quantized_args *c) {
 #pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
   attend_run(a, &plan);
   attend_end(&plan);
-  turn_heads(a->out, a->rows * a->tokens * a->heads, a->dim_v, c->store_threads);
+  hadamard_heads(a->out, a->rows * a->tokens * a->heads, a->dim_v, c->store_threads);
   return 0;
 }
 

@@ -17,11 +17,12 @@ INLINE int64_t low_of(const attend_args *a, int64_t own) {
 }
 
 typedef struct source source;
-/* scores[j][at..] = q_j . keys; to_j += weights[j][at..] times values. `block`: the slot of the tile's first position. */
+/* scores[j][at..] = q_j . keys; to_j += weights[j][at..] times values. `block`: the slot of the tile's first
+ * position. */
 typedef void score_kind(const attend_args *a, const source *s, const float *const *q, int queries, const ring_ranges *r,
                         int64_t block, float (*scores)[SUB]);
-typedef void value_kind(const attend_args *a, const source *s, const partial_softmax *to, int queries, const ring_ranges *r,
-                        float (*weights)[SUB]);
+typedef void value_kind(const attend_args *a, const source *s, const partial_softmax *to, int queries,
+                        const ring_ranges *r, float (*weights)[SUB]);
 
 /* The keys, or the values, that one kv head of a row has stored: where they lie. */
 typedef struct {
@@ -33,7 +34,8 @@ typedef struct {
 } stored;
 
 /* `slot`: as there, of `size` bytes each. Ahead is the next tile. */
-INLINE stored stored_at(const void *base, int64_t first, const uint16_t *scale, int64_t slots, int64_t slot, int64_t size) {
+INLINE stored stored_at(const void *base, int64_t first, const uint16_t *scale, int64_t slots, int64_t slot,
+    int64_t size) {
   const stored x = {(const char *)base + first * size, scale, slots, slot, slot * size, SUB * slot * size};
   return x;
 }

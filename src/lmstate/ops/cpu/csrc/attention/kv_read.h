@@ -12,7 +12,8 @@ INLINE void times_scales(const stored *x, const ring_ranges *r, float (*of)[SUB]
     for (int64_t t = 0; t < SUB; t += VL) vf_store(of[j] + t, vf_mul(vf_load(of[j] + t), vf_load(scale + t)));
 }
 
-/* What the second part of the keys adds to the scores. Not inlined: where there is none, it shall not cost registers. */
+/* What the second part of the keys adds to the scores. Not inlined: where there is none, it shall not cost
+ * registers. */
 INLINE void beside_of_kind(const source *s, const float *const *q, int queries, const char *key, int64_t count,
                            float (*scores)[SUB], int64_t at, int kind) {
   float more[TILE][SUB];
@@ -22,7 +23,8 @@ INLINE void beside_of_kind(const source *s, const float *const *q, int queries, 
     for (int64_t t = 0; t < count; t++) scores[j][at + t] += more[j][t];
 }
 
-static __attribute__((noinline)) void add_extra_key(const attend_args *a, const source *s, const float *const *q, int queries,
+static __attribute__((noinline)) void add_extra_key(const attend_args *a, const source *s, const float *const *q,
+                                                 int queries,
                                                  int64_t from, int64_t count, float (*scores)[SUB], int64_t at) {
   const char *key = s->extra_key + from * s->extra_slot * size_of((int)a->kind);
   const float *rest[TILE];
@@ -38,8 +40,9 @@ static __attribute__((noinline)) void add_extra_key(const attend_args *a, const 
     }
 }
 
-/* Queries against a block of keys: q . (scale * code + middle) = (q * scale) . code + q . middle, channel by channel. The
- * codes of a channel lie side by side, so that the scores are sums of vectors of positions; those out of sight, too. */
+/* Queries against a block of keys: q . (scale * code + middle) = (q * scale) . code + q . middle, channel by channel.
+ * The codes of a channel lie side by side, so that the scores are sums of vectors of positions; those out of sight,
+ * too. */
 INLINE void score_block(const attend_args *a, const source *s, const float *const *q, int queries, int64_t block,
                         float (*scores)[SUB], int kind) {
   const int fields = fields_of(kind), bytes = SUB / fields; /* of a channel */
@@ -78,8 +81,8 @@ INLINE void score_block(const attend_args *a, const source *s, const float *cons
   }
 }
 
-INLINE void score_vectors(const attend_args *a, const source *s, const float *const *q, int queries, const ring_ranges *r,
-                          float (*scores)[SUB], int kind) {
+INLINE void score_vectors(const attend_args *a, const source *s, const float *const *q, int queries,
+                          const ring_ranges *r, float (*scores)[SUB], int kind) {
   const float *own[TILE]; /* so that the compiler knows that nothing changes them */
   UNROLL for (int j = 0; j < queries; j++) own[j] = q[j];
   for (int run = 0; run < 2; run++) {
@@ -113,13 +116,13 @@ INLINE void add_all(const attend_args *a, const source *s, const partial_softmax
     default: { enum { N = TILE }; call; } }
 #endif
 #define KIND(name, kind) \
-  static void score_##name(const attend_args *a, const source *s, const float *const *q, int queries, const ring_ranges *r, \
-                           int64_t block, float (*scores)[SUB]) { \
+  static void score_##name(const attend_args *a, const source *s, const float *const *q, int queries, \
+                           const ring_ranges *r, int64_t block, float (*scores)[SUB]) { \
     (void)block; \
     FOR_QUERIES(score_vectors(a, s, q, N, r, scores, kind)) \
   } \
-  static void add_##name(const attend_args *a, const source *s, const partial_softmax *to, int queries, const ring_ranges *r, \
-                         float (*weights)[SUB]) { \
+  static void add_##name(const attend_args *a, const source *s, const partial_softmax *to, int queries, \
+                         const ring_ranges *r, float (*weights)[SUB]) { \
     FOR_QUERIES(add_all(a, s, to, N, r, weights, kind)) \
   }
 KIND(f32, F32)
@@ -137,8 +140,8 @@ KIND(int2, CODES2)
 BLOCKS(int4, CODES4)
 BLOCKS(int2, CODES2)
 
-/* What a kv head has stored as floats, and as codes; where keys are in blocks, the newest keys are floats and all values
- * codes. */
+/* What a kv head has stored as floats, and as codes; where keys are in blocks, the newest keys are floats and all
+ * values codes. */
 static source floats_of(const attend_args *a, const attend_plan *all, int64_t r, int64_t kv) {
   static score_kind *const scores[] = {score_f32, score_bf16, score_f16};
   static value_kind *const adds[] = {add_f32, add_bf16, add_f16};

@@ -1,5 +1,6 @@
 /* The end of a step for slots in no order: the accepted tokens become real, and what is evicted moves to where a rewind
- * finds it. Slots of a row's kv head are filled from the front: the last one fills the hole that an evicted one leaves. */
+ * finds it. Slots of a row's kv head are filled from the front: the last one fills the hole that an evicted one
+ * leaves. */
 #include <stdint.h>
 #include <string.h>
 
@@ -16,7 +17,7 @@ enum { ARRAYS = 8 };
 typedef struct {
   slot_array arrays[ARRAYS]; /* what a slot has, but for its scores */
   int32_t *positions;        /* [R, K, S], which is one of them */
-  float *scores;             /* [R, K, history, S]: after length L in L % history, as slots lay at that length; or null */
+  float *scores;             /* [R, K, history, S]: after length L in L % history, as slots lay then; or null */
   int32_t *died, *slot;      /* [R, K, G]: at which length the buried ones were evicted, and from where */
   int64_t *live, *dug;       /* [R, K]: filled slots; slots that are or were buried */
   const float *columns;      /* [R, K, planes, wide]: see attend_args; with scores */
@@ -25,7 +26,7 @@ typedef struct {
   float *ring;               /* [R, Q, E]: that of position p in p % Q; or null */
   int64_t kv_heads, slots, graves, count, history;
   int64_t planes, wide;
-  int64_t lowest, budget, batch; /* lowest: of what is more than the budget, `batch` at least, those of lowest score or */
+  int64_t lowest, budget, batch; /* lowest: of what exceeds the budget, `batch` at least, those of lowest score or */
   int64_t sinks, newest, by_scores; /* position go; positions below `sinks`, and of the `newest` tokens, do not */
   int64_t tokens, query_width, ring_size;
 } slot_commit;
@@ -64,14 +65,16 @@ static void evict(const slot_commit *a, int64_t head, int64_t slot, int64_t leng
   scores[slot] = scores[last];
 }
 
-/* The slot of lowest score or position, of equals the oldest; scores are not negative, and so in the order of their bits.
- * But a NaN may have a sign: as many slots go whatever the scores are, or there would be no room for the next. */
+/* The slot of lowest score or position, of equals the oldest; scores are not negative, and so in the order of their
+ * bits. But a NaN may have a sign: as many slots go whatever the scores are, or there would be no room for the next. */
 static int64_t lowest(const slot_commit *a, int64_t head, int64_t length) {
   const int64_t n = a->live[head];
-  const int32_t *positions = a->positions + head * a->slots, sinks = (int32_t)a->sinks, late = (int32_t)(length - a->newest);
+  const int32_t *positions = a->positions + head * a->slots;
+  const int32_t sinks = (int32_t)a->sinks, late = (int32_t)(length - a->newest);
   const int32_t *ranks = positions;
   if (a->by_scores) ranks = (const int32_t *)(a->scores + (head * a->history + length % a->history) * a->slots);
-  int32_t least = INT32_MAX, oldest = INT32_MAX; /* what is guarded counts as that: written so that the loops are vectors */
+  /* what is guarded counts as that: written so that the loops are vectors */
+  int32_t least = INT32_MAX, oldest = INT32_MAX;
   for (int64_t s = 0; s < n; s++) {
     const int32_t p = positions[s], guarded = (p < sinks) | (p >= late), each = (ranks[s] | -guarded) & INT32_MAX;
     least = each < least ? each : least;

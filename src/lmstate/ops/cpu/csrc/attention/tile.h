@@ -17,8 +17,9 @@ enum { TILE = 4 }; /* queries that share a key in registers */
 enum { TILE = 2 };
 #endif
 
-/* A part of a softmax: largest score, sum of exponentials, then their sum with the values (dim_v floats). Where they are
- * asked for, also the exponentials of each tile of SUB positions, and the largest score that these are relative to. */
+/* A part of a softmax: largest score, sum of exponentials, then their sum with the values (dim_v floats). Where they
+ * are asked for, also the exponentials of each tile of SUB positions, and the largest score that these are relative
+ * to. */
 typedef struct { float *largest, *sum, *values, *weights, *peaks; } partial_softmax;
 
 /* scores[j][t] = q_j . k_t for `count` keys from `key` on. */
@@ -62,7 +63,8 @@ INLINE void score(const float *const *q, int queries, const void *key, int64_t s
 }
 
 /* values_j[d..] += sum over t of weights[j][t] * v_t[d..], for `vectors` vectors of d in every field. */
-INLINE void add_vectors(const partial_softmax *to, int queries, const void *value, int64_t stride, int64_t part, int64_t d,
+INLINE void add_vectors(const partial_softmax *to, int queries, const void *value, int64_t stride, int64_t part,
+                        int64_t d,
                         int vectors, int64_t count, int64_t ahead, float (*weights)[SUB], int64_t at, int kind) {
   const int fields = fields_of(kind);
   vf acc[TILE][4][4];
@@ -101,8 +103,8 @@ INLINE void add_part(const partial_softmax *to, int queries, const void *value, 
     UNROLL for (int f = 0; f < fields; f++) store_part(to[j].values + f * part + d, acc[j][f], rest);
 }
 
-INLINE void add_values(const partial_softmax *to, int queries, const void *value, int64_t stride, int64_t dim, int64_t count,
-                       int64_t ahead, float (*weights)[SUB], int64_t at, int kind) {
+INLINE void add_values(const partial_softmax *to, int queries, const void *value, int64_t stride, int64_t dim,
+                       int64_t count, int64_t ahead, float (*weights)[SUB], int64_t at, int kind) {
   const int64_t part = dim / fields_of(kind);
   int64_t d = 0;
   if (fields_of(kind) == 1) /* there are registers for four vectors */

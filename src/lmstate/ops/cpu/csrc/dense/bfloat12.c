@@ -30,7 +30,8 @@ void lmstate_count_high_bytes(const count_args *a) {
 }
 
 /* The spans of one output; returns how many of its numbers are rare. */
-static int32_t to_bfloat12_row(const bfloat12 *w, const uint8_t *code, const uint16_t *row, int64_t output, int64_t inputs) {
+static int32_t to_bfloat12_row(const bfloat12 *w, const uint8_t *code, const uint16_t *row, int64_t output,
+    int64_t inputs) {
   int32_t rares = 0;
   for (int64_t i = 0; i < inputs; i += SPAN) {
     uint8_t *span = span_of(w, output, inputs, i), each[SPAN];
@@ -57,7 +58,8 @@ void lmstate_to_bfloat12(const to_bfloat12_args *a) {
 #pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
   {
 #pragma omp for schedule(static)
-    for (int64_t n = 0; n < a->outputs; n++) w.first[n + 1] = to_bfloat12_row(&w, code, a->matrix + n * inputs, n, inputs);
+    for (int64_t n = 0; n < a->outputs; n++)
+      w.first[n + 1] = to_bfloat12_row(&w, code, a->matrix + n * inputs, n, inputs);
 #pragma omp single
     for (int64_t n = w.first[0] = 0; n < a->outputs; n++) w.first[n + 1] += w.first[n];
 #pragma omp for schedule(static)

@@ -3,8 +3,8 @@
 #define LMSTATE_SQUEEZED_H
 #include "simd/simd.h"
 
-/* Four outputs lie together, two and two: of 64 inputs at a time the codes of both, and then their low bytes. In the order in
- * which they are read: a processor that sees a stream of lines asks for the next by itself. */
+/* Four outputs lie together, two and two: of 64 inputs at a time the codes of both, and then their low bytes. In the
+ * order in which they are read: a processor that sees a stream of lines asks for the next by itself. */
 enum { SPAN = 64, BESIDE = 4, CODES = SPAN / 2, PAIR = 2 * (CODES + SPAN), SPAN_BYTES = BESIDE / 2 * PAIR, TABLE = 16 };
 
 typedef struct {

@@ -52,8 +52,8 @@ INLINE void expand_some(const uint8_t *p, int bits, int64_t inputs, int first, i
     for (int j = 0; j < GROUP / 4; j++)
       for (int n = 0; n < BLOCK; n++) numbers[n][j] = words[j][n];
     float scale[BLOCK], minimum[BLOCK] = {0};
-    lanes_store(scale, lanes_load_f16(p + (bits == 4 ? 256 : 512)));
-    if (bits == 4) lanes_store(minimum, lanes_load_f16(p + 288));
+    f16x_store(scale, f16x_load_f16(p + (bits == 4 ? 256 : 512)));
+    if (bits == 4) f16x_store(minimum, f16x_load_f16(p + 288));
     for (int n = first; n < last; n++)
       scale_group((const uint8_t *)numbers[n], scale[n], minimum[n], bits, kind,
                   out + ((n - first) * inputs + g * GROUP) * size);
@@ -78,7 +78,8 @@ static void expand_floats(const uint16_t *row, int stored, int64_t inputs, int k
 
 void dequantize(const void *weight, int stored, int64_t outputs, int64_t inputs, int64_t first, int64_t count, int kind,
             void *out) {
-  const int64_t beside = stored == BFLOAT12 ? BESIDE : stored == INT4 || stored == INT8 ? BLOCK : 1, end = first + count;
+  const int64_t beside = stored == BFLOAT12 ? BESIDE : stored == INT4 || stored == INT8 ? BLOCK : 1;
+  const int64_t end = first + count;
   const int64_t bytes = inputs / GROUP * (stored == INT4 ? BYTES4 : BYTES8), row = inputs * size_of(kind);
   char *to = out;
   for (int64_t block = first / beside; block * beside < end; block++) {

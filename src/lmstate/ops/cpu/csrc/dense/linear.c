@@ -65,7 +65,7 @@ INLINE f16x scaled_dot(const group *w, const rounded *x, int bits) {
   const int32_t zero = bits == 4 ? 0 : -128;
   const f16x first = part_dot(w, 0, x->q[0], zero * x->sum[0], bits);
   const f16x rest = part_dot(w, 0, x->q[1], zero * x->sum[1], bits);
-  return lanes_fma1(lanes_fma1(rest, 1.0f / REST, first), x->scale, lanes_zero());
+  return f16x_fma1(f16x_fma1(rest, 1.0f / REST, first), x->scale, f16x_zero());
 }
 
 /* The row that the product multiplies: x itself, or what the norm or the gate makes of it in `scratch`. */
@@ -111,29 +111,29 @@ static void finish_rows(const linear_args *a) {
 INLINE void grouped_tile(const linear_args *a, const rounded *x, const uint8_t *p, int64_t block, int64_t row, int rows,
                          int bits) {
   f16x acc[TALL];
-  UNROLL_ROWS for (int m = 0; m < rows; m++) acc[m] = lanes_zero();
+  UNROLL_ROWS for (int m = 0; m < rows; m++) acc[m] = f16x_zero();
   x += first_group(a, row);
   for (int64_t g = 0; g < a->inputs / GROUP; g++, x += rows) {
     if (rows > 3)
       for (int l = 0; l < (bits == 4 ? BYTES4 : BYTES8); l += 64) __builtin_prefetch(p + AHEAD + l, 0, 1);
     if (bits == 4) {
       const group w = unpack4(p);
-      const f16x scale = lanes_load_f16(p + 256), minimum = lanes_load_f16(p + 288);
+      const f16x scale = f16x_load_f16(p + 256), minimum = f16x_load_f16(p + 288);
       UNROLL_ROWS for (int m = 0; m < rows; m++) {
-        acc[m] = lanes_fma(scaled_dot(&w, x + m, 4), scale, acc[m]);
-        acc[m] = lanes_fma1(minimum, x[m].scaled_sum, acc[m]);
+        acc[m] = f16x_fma(scaled_dot(&w, x + m, 4), scale, acc[m]);
+        acc[m] = f16x_fma1(minimum, x[m].scaled_sum, acc[m]);
       }
       p += BYTES4;
     } else {
       const group w = unpack8(p);
-      const f16x scale = lanes_load_f16(p + 512);
-      UNROLL_ROWS for (int m = 0; m < rows; m++) acc[m] = lanes_fma(scaled_dot(&w, x + m, 8), scale, acc[m]);
+      const f16x scale = f16x_load_f16(p + 512);
+      UNROLL_ROWS for (int m = 0; m < rows; m++) acc[m] = f16x_fma(scaled_dot(&w, x + m, 8), scale, acc[m]);
       p += BYTES8;
     }
   }
   const int64_t first = block * BLOCK, left = a->outputs - first;
   float tile[TALL][BLOCK];
-  UNROLL_ROWS for (int m = 0; m < rows; m++) lanes_store(tile[m], acc[m]);
+  UNROLL_ROWS for (int m = 0; m < rows; m++) f16x_store(tile[m], acc[m]);
   linear_finish(a, tile[0], BLOCK, row, rows, first, left < BLOCK ? left : BLOCK);
 }
 
@@ -202,8 +202,8 @@ INLINE void float_tile(const float *x, const void *w, const int64_t *at, int64_t
 }
 
 /* The same for inputs begin..end of outputs that lie in `w` as `pack_outputs` put them. */
-INLINE void packed_tile(const float *x, const float *w, int64_t k, int64_t begin, int64_t end, int rows, tile_sums before,
-                        float (*sums)[PANEL]) {
+INLINE void packed_tile(const float *x, const float *w, int64_t k, int64_t begin, int64_t end, int rows,
+                        tile_sums before, float (*sums)[PANEL]) {
   tile_sums acc;
   UNROLL for (int m = 0; m < rows; m++)
     UNROLL for (int n = 0; n < WIDE; n++) acc[m][n] = begin ? before[m][n] : vf_zero();
@@ -234,7 +234,8 @@ INLINE void packed_tile(const float *x, const float *w, int64_t k, int64_t begin
 #else
 #define EACH_HEIGHT CASE(1) CASE(2) CASE(3) CASE(4)
 #endif
-typedef void float_tile_of(const float *x, const void *w, const int64_t *at, int64_t k, int64_t rows, float (*sums)[PANEL]);
+typedef void float_tile_of(const float *x, const void *w, const int64_t *at, int64_t k, int64_t rows,
+    float (*sums)[PANEL]);
 #define FLOAT_TILE(name) \
   static void name(const float *x, const void *w, const int64_t *at, int64_t k, int64_t rows, float (*sums)[PANEL]) { \
     switch (rows) { EACH_HEIGHT default: break; } \
@@ -255,8 +256,8 @@ static void packed_tiles(const float *x, const float *w, int64_t k, int64_t begi
 #undef CASE
 }
 
-/* The outputs of a 12-bit weight that lie together from `first` on, for `rows` rows, a constant where this is called, as
- * they are stored. */
+/* The outputs of a 12-bit weight that lie together from `first` on, for `rows` rows, a constant where this is called,
+ * as they are stored. */
 INLINE void bfloat12_tile(const bfloat12 *w, const float *x, int64_t k, int64_t first, int rows, float (*sums)[PANEL]) {
   const uint8_t *p = span_of(w, first, k, 0);
   vf acc[4][BESIDE];
@@ -275,7 +276,8 @@ INLINE void bfloat12_tile(const bfloat12 *w, const float *x, int64_t k, int64_t 
   UNROLL for (int m = 0; m < rows; m++) vf_sum4(acc[m][0], acc[m][1], acc[m][2], acc[m][3], sums[m]);
 }
 
-static void bfloat12_tiles(const bfloat12 *w, const float *x, int64_t k, int64_t first, int64_t rows, float (*sums)[PANEL]) {
+static void bfloat12_tiles(const bfloat12 *w, const float *x, int64_t k, int64_t first, int64_t rows,
+    float (*sums)[PANEL]) {
   switch (rows) {
     case 1: bfloat12_tile(w, x, k, first, 1, sums); break;
     case 2: bfloat12_tile(w, x, k, first, 2, sums); break;
@@ -399,13 +401,14 @@ static void multiply(const linear_args *a, int64_t begin, int64_t end, const cha
   }
 }
 
-/* What of `total` units, of which `before` come before these `count`, this thread takes of these: as in a static loop, so
- * that a row alone is the first thread's, which has most of what it is made of. */
+/* What of `total` units, of which `before` come before these `count`, this thread takes of these: as in a static loop,
+ * so that a row alone is the first thread's, which has most of what it is made of. */
 typedef struct {
   int64_t begin, end;
 } part;
 static part part_of(int64_t total, int64_t before, int64_t count) {
-  const int64_t id = omp_get_thread_num(), threads = omp_get_num_threads(), each = total / threads, more = total % threads;
+  const int64_t id = omp_get_thread_num(), threads = omp_get_num_threads();
+  const int64_t each = total / threads, more = total % threads;
   const int64_t begin = id * each + (id < more ? id : more) - before, end = begin + each + (id < more);
   const part p = {begin > 0 ? begin : 0, end < count ? end : count};
   return p;

@@ -21,8 +21,8 @@ typedef struct {
   const float *factors; /* [outputs], of what the product and its bias give; or null */
 } linear_args;
 
-/* Run by every thread of a parallel region that is open, of at most `threads`, with memory of `linear_memory` bytes that they share. When it
- * returns, y is whole. */
+/* Run by every thread of a parallel region that is open, of at most `threads`, with memory of `linear_memory` bytes
+ * that they share. When it returns, y is whole. */
 void linear_run(const linear_args *a, void *memory);
 /* Several products beside each other, none of which reads what another gives; the memory is that of all. */
 void linear_run_all(const linear_args *each, int64_t count, void *memory);

@@ -1,5 +1,6 @@
-/* Products with bfloat16 weights in pairs: activations are rounded to bfloat16, and sums along the inputs lie in the lanes
- * of a vector, so that weights are multiplied as they are stored, one row at decode and thousands at a prompt alike. */
+/* Products with bfloat16 weights in pairs: activations are rounded to bfloat16, and sums along the inputs lie in the
+ * lanes of a vector, so that weights are multiplied as they are stored, one row at decode and thousands at a prompt
+ * alike. */
 #include "dense/bfloat12.h"
 #include "dense/linear_tile.h"
 #include "simd/bf16_dot.h"
@@ -28,7 +29,8 @@ int bf16_applies(const linear_args *a) {
   return (a->kind == BF16 || a->kind == BFLOAT12) && a->inputs % STEP == 0 && uses_bf16_dot();
 }
 
-/* Where an input lies in a row: 12-bit weights are unpacked to vectors in which input i of 32 stands beside input i + 16. */
+/* Where an input lies in a row: 12-bit weights are unpacked to vectors in which input i of 32 stands beside
+ * input i + 16. */
 INLINE int64_t place_in_row(int64_t i) { return i / 32 * 32 + i % 16 * 2 + i / 16 % 2; }
 
 void bf16_round(const linear_args *a, const float *x, uint16_t *to) {

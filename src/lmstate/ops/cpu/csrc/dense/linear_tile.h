@@ -4,8 +4,9 @@
 #include "dense/linear.h"
 #include "simd/simd.h"
 
-/* y[row.., first..] = residual + scale * factors * (tile + bias), for `rows` rows, of which `tile` has `width` sums each; a
- * norm of whole rows leaves residual and scale for later. A function: a copy in every tile takes long to compile. */
+/* y[row.., first..] = residual + scale * factors * (tile + bias), for `rows` rows, of which `tile` has `width` sums
+ * each; a norm of whole rows leaves residual and scale for later. A function: a copy in every tile takes long to
+ * compile. */
 void linear_finish(const linear_args *a, const float *tile, int64_t width, int64_t row, int64_t rows, int64_t first,
                    int64_t count);
 

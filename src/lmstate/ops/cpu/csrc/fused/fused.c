@@ -1,7 +1,7 @@
-/* A run of layers of a decoder in one parallel region: what a step of few tokens costs beyond reading weights and keys is
- * calls and regions, and a block of separate operations has a dozen of them. A block has two halves, attention or a
- * recurrence and a feed-forward part or a mixture of them; a run is any number of halves, each of which reads the stream that the one before it
- * gives. */
+/* A run of layers of a decoder in one parallel region: what a step of few tokens costs beyond reading weights and keys
+ * is calls and regions, and a block of separate operations has a dozen of them. A block has two halves, attention or a
+ * recurrence and a feed-forward part or a mixture of them; a run is any number of halves, each of which reads the
+ * stream that the one before it gives. */
 #include "fused/fused.h"
 #include "layout.h"
 
@@ -17,7 +17,8 @@ static void mlp_products(const mlp_args *a, sublayer_products *p) {
 
 static int parallel(const sublayer_args *sublayer) {
   if (sublayer->kind == MLP) return sublayer->mlp.parallel != 0;
-  return (sublayer->kind == GATED_DELTA || sublayer->kind == MAMBA2 || sublayer->kind == SHORT_CONV) && sublayer->recurrent.parallel;
+  const int64_t kind = sublayer->kind;
+  return (kind == GATED_DELTA || kind == MAMBA2 || kind == SHORT_CONV) && sublayer->recurrent.parallel;
 }
 
 static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
@@ -38,8 +39,8 @@ static sublayer_products products_of(const fused_args *run, const sublayer_args 
 }
 
 /* One sublayer, run by every thread. */
-static void run_sublayer(const fused_args *run, const sublayer_args *sublayer, workspace *common, const float *x, const float *residual,
-                     float *y) {
+static void run_sublayer(const fused_args *run, const sublayer_args *sublayer, workspace *common, const float *x,
+                     const float *residual, float *y) {
   sublayer_products p = products_of(run, sublayer);
   p.into.x = p.beside.x = x, p.out.residual = residual, p.out.y = y;
   if (sublayer->kind == ATTENTION) attention_sublayer(run, &sublayer->attention, &p, common);

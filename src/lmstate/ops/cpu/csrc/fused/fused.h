@@ -119,14 +119,16 @@ typedef struct {
   int64_t status; /* of the first attend_begin that failed */
 } workspace;
 
-/* The products of a sublayer, but for x, y and residual, the bytes that they need, and how many floats lie between them. */
+/* The products of a sublayer, but for x, y and residual, the bytes that they need, and how many floats lie between
+ * them. */
 typedef struct {
   linear_args into, beside, out; /* beside: of the same x as `into`, where its weight is not null */
   size_t products;
   int64_t between;
 } sublayer_products;
 
-/* Each `_sublayer` is for every thread of an open parallel region: y = residual + scale * after(out(...(into(norm x)))). */
+/* Each `_sublayer` is for every thread of an open parallel region: y = residual + scale * after(out(...(into(norm
+ * x)))). */
 void attention_products(const attention_args *a, sublayer_products *p);
 void attention_sublayer(const fused_args *run, const attention_args *a, sublayer_products *p, workspace *common);
 void recurrent_products(const fused_args *run, const sublayer_args *sublayer, sublayer_products *p);

@@ -35,8 +35,9 @@ static void norm_rope_store(const fused_args *run, const attention_args *a, cons
       rotate_head(x, a->cos + token * a->half, a->sin + token * a->half, turned, a->dim, a->half, a->interleaved);
       memcpy(x, turned, (size_t)a->dim * sizeof(float));
     }
-    if (kv < 0 && a->queries && !a->reads) memcpy(a->queries + (token * a->heads + h) * a->dim, x, (size_t)a->dim * sizeof(float));
-    if (kv < 0 && a->codes.bits && !a->codes.tail) turn_head(x, a->dim);
+    if (kv < 0 && a->queries && !a->reads)
+      memcpy(a->queries + (token * a->heads + h) * a->dim, x, (size_t)a->dim * sizeof(float));
+    if (kv < 0 && a->codes.bits && !a->codes.tail) hadamard_head(x, a->dim);
     if (kv < 0 || t >= run->counts[r]) continue;
     float *value = qkv + token * width + values + kv * a->dim;
     if (a->v_norm) rms_norm_row(value, a->v_norm, value, a->dim, a->v_eps);
@@ -50,13 +51,14 @@ static void norm_rope_store(const fused_args *run, const attention_args *a, cons
   }
   if (!a->codes.tail || a->reads) return;
 #pragma omp for schedule(static)
-  for (int64_t i = 0; i < run->rows * a->kv_heads; i++) close_blocks(attend, &a->codes, i / a->kv_heads, i % a->kv_heads);
+  for (int64_t i = 0; i < run->rows * a->kv_heads; i++)
+    close_blocks(attend, &a->codes, i / a->kv_heads, i % a->kv_heads);
 }
 
 /* What was seen of values that are turned. */
 static void turn_back(const attention_args *a, int64_t n, float *seen) {
 #pragma omp for schedule(static)
-  for (int64_t i = 0; i < n * a->heads; i++) turn_head(seen + i * a->dim, a->dim);
+  for (int64_t i = 0; i < n * a->heads; i++) hadamard_head(seen + i * a->dim, a->dim);
 }
 
 /* seen[token, head] *= sigmoid(the gate beside the head's query) */
@@ -101,7 +103,8 @@ void attention_sublayer(const fused_args *run, const attention_args *a, sublayer
   float *qkv = common->between, *seen = qkv + n * width;
   const attend_args attend = {
     .q = qkv, .k = a->k, .v = a->v, .starts = starts, .counts = run->counts, .sinks = a->sinks, .out = seen,
-    .columns = a->reads ? NULL : a->columns, .rows = run->rows, .tokens = run->tokens, .heads = a->heads, .kv_heads = a->kv_heads,
+    .columns = a->reads ? NULL : a->columns, .rows = run->rows, .tokens = run->tokens, .heads = a->heads,
+    .kv_heads = a->kv_heads,
     .slots = a->slots, .dim = a->dim, .dim_v = a->dim, .q_row = run->tokens * width, .q_token = width,
     .q_head = a->gated ? 2 * a->dim : a->dim, .k_row = a->k_row, .k_head = a->k_head, .k_slot = a->k_slot,
     .v_row = a->v_row, .v_head = a->v_head, .v_slot = a->v_slot, .planes = a->planes, .kind = a->kind,

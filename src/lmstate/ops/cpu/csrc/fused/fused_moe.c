@@ -157,8 +157,8 @@ int64_t lmstate_choose_experts(const choose_experts_args *c) {
 
 /* ---- the products */
 
-static linear_args product(const sublayer_products *p, const void *weight, const float *bias, int64_t kind, int64_t rows,
-                           int64_t inputs, int64_t outputs) {
+static linear_args product(const sublayer_products *p, const void *weight, const float *bias, int64_t kind,
+                           int64_t rows, int64_t inputs, int64_t outputs) {
   const linear_args l = {.weight = weight, .bias = bias, .kind = kind, .rows = rows, .inputs = inputs,
                          .outputs = outputs, .threads = p->into.threads};
   return l;

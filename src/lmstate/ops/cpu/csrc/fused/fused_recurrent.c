@@ -11,7 +11,8 @@ void recurrent_products(const fused_args *run, const sublayer_args *sublayer, su
   const recurrent_args *a = &sublayer->recurrent;
   const fold_args fold = fold_of(run, a);
   p->into.norm = a->norm, p->into.eps = a->norm_eps, p->into.inputs = a->inputs, p->beside = p->into;
-  p->into.weight = a->project, p->into.bias = a->bias, p->into.factors = a->factors, p->into.kind = a->project_kind, p->into.outputs = a->projected;
+  p->into.weight = a->project, p->into.bias = a->bias, p->into.factors = a->factors, p->into.kind = a->project_kind,
+      p->into.outputs = a->projected;
   p->out.weight = a->out, p->out.bias = a->out_bias, p->out.after = a->after, p->out.after_eps = a->after_eps;
   p->out.kind = a->out_kind, p->out.outputs = a->outputs, p->out.scale = a->residual_scale;
   if (sublayer->kind == SHORT_CONV) {
@@ -21,14 +22,14 @@ void recurrent_products(const fused_args *run, const sublayer_args *sublayer, su
   }
   if (sublayer->kind == MAMBA2) {
     p->out.inputs = a->ssd.heads * a->ssd.head_dim;
-    p->between = p->out.rows * p->out.inputs + (int64_t)ssd_mixer_memory(&a->ssd, &fold);
+    p->between = p->out.rows * p->out.inputs + (int64_t)mamba2_mixer_memory(&a->ssd, &fold);
     return;
   }
   p->beside.weight = a->gates, p->beside.kind = a->gates_kind;
   p->beside.outputs = a->delta.heads * (a->delta.by_channel ? 1 + a->delta.key_dim : 2);
   p->out.inputs = a->delta.heads * a->delta.value_dim;
   p->between = p->out.rows * (p->into.outputs + p->beside.outputs + p->out.inputs);
-  p->between += (int64_t)delta_mixer_memory(&a->delta, &fold);
+  p->between += (int64_t)gated_delta_mixer_memory(&a->delta, &fold);
 }
 
 /* `project` gives gate | x, B, C | dt, and the fold takes all but the gate. */
@@ -40,12 +41,13 @@ static void mamba2_sublayer(const fused_args *run, const recurrent_args *a, subl
   fold.x_row = fold.z_row = run->tokens * a->projected, fold.x_token = fold.z_token = a->projected;
   p->into.y = a->kept, p->out.x = seen;
   linear_run(&p->into, common->products);
-  ssd_mixer_run(&a->ssd, &fold, seen + p->out.rows * inner);
+  mamba2_mixer_run(&a->ssd, &fold, seen + p->out.rows * inner);
   linear_run(&p->out, common->products);
 }
 
 /* `project` gives q, k, v | z, `gates` gives beta | decay, and the fold takes q, k, v | beta | decay. */
-static void gated_delta_sublayer(const fused_args *run, const recurrent_args *a, sublayer_products *p, workspace *common) {
+static void gated_delta_sublayer(const fused_args *run, const recurrent_args *a, sublayer_products *p,
+    workspace *common) {
   const int64_t n = p->out.rows, values = p->out.inputs, gates = p->beside.outputs;
   const int64_t width = a->projected - values, taken = width + gates;
   float *projected = common->between, *gated = projected + n * a->projected, *seen = gated + n * gates;
@@ -61,12 +63,13 @@ static void gated_delta_sublayer(const fused_args *run, const recurrent_args *a,
     memcpy(a->kept + i * taken, projected + i * a->projected, (size_t)width * sizeof(float));
     memcpy(a->kept + i * taken + width, gated + i * gates, (size_t)gates * sizeof(float));
   }
-  delta_mixer_run(&a->delta, &fold, seen + n * values);
+  gated_delta_mixer_run(&a->delta, &fold, seen + n * values);
   linear_run(&p->out, common->products);
 }
 
 /* `project` gives b | c | x, and the fold takes b * x. */
-static void short_conv_sublayer(const fused_args *run, const recurrent_args *a, sublayer_products *p, workspace *common) {
+static void short_conv_sublayer(const fused_args *run, const recurrent_args *a, sublayer_products *p,
+    workspace *common) {
   const int64_t width = p->out.inputs;
   float *projected = common->between, *seen = projected + p->out.rows * a->projected;
   const causal_conv_args conv = {

@@ -85,8 +85,8 @@ INLINE void sweep(float *block, const float *from, float *to, int64_t stride, in
 }
 
 /* n tokens from `first` on, for columns c .. c + columns of a head; `from` and `to` are that head's state. */
-INLINE void run_block(const gated_delta_rule_args *a, const scratch *s, int64_t r, int64_t h, int64_t first, int64_t n, int64_t c,
-                      int64_t columns, const float *from, float *to, int flags) {
+INLINE void run_block(const gated_delta_rule_args *a, const scratch *s, int64_t r, int64_t h, int64_t first, int64_t n,
+                      int64_t c, int64_t columns, const float *from, float *to, int flags) {
   const int64_t dim = a->key_dim, stride = a->value_dim;
   vf answer[VECTORS], out[VECTORS], u[VECTORS];
   sweep(s->block, from + c, to + c, stride, columns, dim, 0, 0, s->decay, s->k, s->q, answer, out, flags | LOAD | READ);
@@ -107,8 +107,8 @@ INLINE void run_block(const gated_delta_rule_args *a, const scratch *s, int64_t 
   }
 }
 
-INLINE void run_columns(const gated_delta_rule_args *a, const scratch *s, int64_t r, int64_t h, int64_t first, int64_t n,
-                        const float *from, float *to, int flags) {
+INLINE void run_columns(const gated_delta_rule_args *a, const scratch *s, int64_t r, int64_t h, int64_t first,
+                        int64_t n, const float *from, float *to, int flags) {
   int64_t c = 0;
   for (; c + COLUMNS <= a->value_dim; c += COLUMNS)
     run_block(a, s, r, h, first, n, c, COLUMNS, from, to, flags | WHOLE);
@@ -116,8 +116,8 @@ INLINE void run_columns(const gated_delta_rule_args *a, const scratch *s, int64_
 }
 
 #define RUN_KIND(name, flags) \
-  static void run_##name(const gated_delta_rule_args *a, const scratch *s, int64_t r, int64_t h, int64_t first, int64_t n, \
-                         const float *from, float *to) { \
+  static void run_##name(const gated_delta_rule_args *a, const scratch *s, int64_t r, int64_t h, int64_t first, \
+                         int64_t n, const float *from, float *to) { \
     run_columns(a, s, r, h, first, n, from, to, flags); \
   }
 RUN_KIND(plain, ANSWER)
@@ -126,10 +126,10 @@ RUN_KIND(channels, CORRECT | CHANNELS | ANSWER)
 RUN_KIND(scalar_again, CORRECT)
 RUN_KIND(channels_again, CORRECT | CHANNELS)
 
-/* A single token of `wide` whole vectors of columns at a time: two passes over the carry, the second from the cache, and
- * no block between them. The arithmetic is that of the sweeps. */
-INLINE void one_token(const gated_delta_rule_args *a, const scratch *s, int64_t r, int64_t h, int64_t wide, const float *from,
-                      float *to, int flags) {
+/* A single token of `wide` whole vectors of columns at a time: two passes over the carry, the second from the cache,
+ * and no block between them. The arithmetic is that of the sweeps. */
+INLINE void one_token(const gated_delta_rule_args *a, const scratch *s, int64_t r, int64_t h, int64_t wide,
+                      const float *from, float *to, int flags) {
   const int64_t dim = a->key_dim, stride = a->value_dim;
   const int past = bypasses(to, stride, a->heads * dim * stride);
   const float *v = a->v + r * a->v_row + h * a->v_head;
@@ -166,7 +166,8 @@ INLINE void one_token(const gated_delta_rule_args *a, const scratch *s, int64_t 
 enum { WIDEST = VL == 16 ? 8 : 4 }; /* vectors of columns whose sums fit the registers */
 
 /* Whether it did it. */
-static int run_one(const gated_delta_rule_args *a, const scratch *s, int64_t r, int64_t h, const float *from, float *to) {
+static int run_one(const gated_delta_rule_args *a, const scratch *s, int64_t r, int64_t h, const float *from,
+    float *to) {
   const int by_channel = a->by_channel != 0, correct = a->beta != 0;
   if (a->value_dim % (WIDEST * VL) == 0) {
     if (!correct) one_token(a, s, r, h, WIDEST, from, to, 0);

@@ -2,10 +2,13 @@
 #include "recurrent/mixers.h"
 #include "layout.h"
 
-static int64_t delta_width(const gated_delta_parts *m) { return 2 * m->key_heads * m->key_dim + m->heads * m->value_dim; }
+static int64_t delta_width(const gated_delta_parts *m) {
+  return 2 * m->key_heads * m->key_dim + m->heads * m->value_dim;
+}
 
 /* The delta rule of a mixer, its q, k and v in `mixed`. */
-static gated_delta_rule_args delta_of(const gated_delta_parts *m, const fold_args *f, const float *mixed, const gated_norm_args *norm) {
+static gated_delta_rule_args delta_of(const gated_delta_parts *m, const fold_args *f, const float *mixed,
+    const gated_norm_args *norm) {
   const int64_t keys = m->key_heads * m->key_dim, width = delta_width(m), row = f->tokens * width;
   const gated_delta_rule_args delta = {
       .q = mixed, .k = mixed + keys, .v = mixed + 2 * keys, .carry = f->carry, .counts = f->counts, .y = f->y,
@@ -21,15 +24,15 @@ static gated_delta_rule_args delta_of(const gated_delta_parts *m, const fold_arg
   return delta;
 }
 
-size_t delta_mixer_memory(const gated_delta_parts *m, const fold_args *f) {
+size_t gated_delta_mixer_memory(const gated_delta_parts *m, const fold_args *f) {
   const gated_delta_rule_args delta = {.key_dim = m->key_dim, .threads = f->threads};
   return delta_memory(&delta) + (size_t)(f->rows * f->tokens * delta_width(m));
 }
 
-void delta_mixer_run(const gated_delta_parts *m, const fold_args *f, float *memory) {
+void gated_delta_mixer_run(const gated_delta_parts *m, const fold_args *f, float *memory) {
   const gated_norm_args norm = {
-      f->y, f->z, m->norm, f->y, f->counts, f->rows, f->tokens, m->heads, m->value_dim, m->value_dim, m->silu, 1, f->threads,
-      f->z_row, f->z_token, m->eps};
+      f->y, f->z, m->norm, f->y, f->counts, f->rows, f->tokens, m->heads, m->value_dim, m->value_dim, m->silu, 1,
+      f->threads, f->z_row, f->z_token, m->eps};
   gated_delta_rule_args delta = delta_of(m, f, memory, &norm);
   const int64_t width = delta.q_token;
   const causal_conv_args conv = {
@@ -47,21 +50,21 @@ typedef struct {
 /* 0, or -1 where there was no memory. */
 int64_t lmstate_gated_delta_mixer(const gated_delta_mixer_args *a) {
   const fold_args *f = &a->fold;
-  float *memory = malloc(delta_mixer_memory(&a->parts, f) * sizeof(float));
+  float *memory = malloc(gated_delta_mixer_memory(&a->parts, f) * sizeof(float));
   if (!memory) return -1;
 #pragma omp parallel num_threads((int)f->threads) if (f->threads > 1)
-  delta_mixer_run(&a->parts, f, memory);
+  gated_delta_mixer_run(&a->parts, f, memory);
   free(memory);
   return 0;
 }
 
 static int64_t ssd_width(const mamba2_parts *m) { return m->heads * m->head_dim + 2 * m->groups * m->states; }
 
-size_t ssd_mixer_memory(const mamba2_parts *m, const fold_args *f) {
+size_t mamba2_mixer_memory(const mamba2_parts *m, const fold_args *f) {
   return (size_t)(f->rows * f->tokens * ssd_width(m));
 }
 
-void ssd_mixer_run(const mamba2_parts *m, const fold_args *f, float *memory) {
+void mamba2_mixer_run(const mamba2_parts *m, const fold_args *f, float *memory) {
   const int64_t inner = m->heads * m->head_dim, each = m->groups * m->states, width = ssd_width(m);
   const int64_t row = f->tokens * width;
   const causal_conv_args conv = {
@@ -75,8 +78,8 @@ void ssd_mixer_run(const mamba2_parts *m, const fold_args *f, float *memory) {
       .dt_token = f->x_token, .dt_head = 1, .B_row = row, .B_token = width, .B_group = m->states, .C_row = row,
       .C_token = width, .C_group = m->states, .carry_row = inner * m->states, .low = m->low, .high = m->high};
   const gated_norm_args norm = {
-      f->y, f->z, m->norm, f->y, f->counts, f->rows, f->tokens, m->norm_groups, inner / m->norm_groups, m->norm_weights, 1,
-      m->gate_last, f->threads, f->z_row, f->z_token, m->eps};
+      f->y, f->z, m->norm, f->y, f->counts, f->rows, f->tokens, m->norm_groups, inner / m->norm_groups,
+      m->norm_weights, 1, m->gate_last, f->threads, f->z_row, f->z_token, m->eps};
   conv_run(&conv);
   ssd_run(&ssd);
   if (f->z) gated_norm_run(&norm);
@@ -90,10 +93,10 @@ typedef struct {
 /* 0, or -1 where there was no memory. */
 int64_t lmstate_mamba2_mixer(const mamba2_mixer_args *a) {
   const fold_args *f = &a->fold;
-  float *memory = malloc(ssd_mixer_memory(&a->parts, f) * sizeof(float));
+  float *memory = malloc(mamba2_mixer_memory(&a->parts, f) * sizeof(float));
   if (!memory) return -1;
 #pragma omp parallel num_threads((int)f->threads) if (f->threads > 1)
-  ssd_mixer_run(&a->parts, f, memory);
+  mamba2_mixer_run(&a->parts, f, memory);
   free(memory);
   return 0;
 }

@@ -1,12 +1,13 @@
-/* What lies between a recurrent mixer's projections. Each `_run` is for every thread of a parallel region that is open, of
- * at most `threads`, with memory of that many floats that they share; when it returns, all of the result is there. */
+/* What lies between a recurrent mixer's projections. Each `_run` is for every thread of a parallel region that is open,
+ * of at most `threads`, with memory of that many floats that they share; when it returns, all of the result is
+ * there. */
 #ifndef LMSTATE_RECURRENT_MIXERS_H
 #define LMSTATE_RECURRENT_MIXERS_H
 #include "recurrent/recurrent.h"
 
 /* What goes through a mixer and what it leaves. W: features of its convolution; I: features of its outputs. */
 typedef struct {
-  const float *x;        /* [R, T, F] by its strides: W features before their convolution | what makes its gates, as projected */
+  const float *x;        /* [R, T, F] by its strides: W features before their convolution | its gates, projected */
   const float *z;        /* [R, T, I] by its strides: the output's gate; null: no norm and no gate */
   const float *tail;     /* [R, C - 1, W], contiguous, as is all that follows */
   const float *carry;    /* [R, H, Dk, Dv], or [R, H, P, N] */
@@ -35,9 +36,9 @@ typedef struct {
   double low, high, eps;
 } mamba2_parts;
 
-void delta_mixer_run(const gated_delta_parts *m, const fold_args *f, float *memory);
-size_t delta_mixer_memory(const gated_delta_parts *m, const fold_args *f);
-void ssd_mixer_run(const mamba2_parts *m, const fold_args *f, float *memory);
-size_t ssd_mixer_memory(const mamba2_parts *m, const fold_args *f);
+void gated_delta_mixer_run(const gated_delta_parts *m, const fold_args *f, float *memory);
+size_t gated_delta_mixer_memory(const gated_delta_parts *m, const fold_args *f);
+void mamba2_mixer_run(const mamba2_parts *m, const fold_args *f, float *memory);
+size_t mamba2_mixer_memory(const mamba2_parts *m, const fold_args *f);
 
 #endif

@@ -59,8 +59,8 @@ INLINE float dot(const float *x, const float *y, int64_t n) {
   return vf_sum(sum);
 }
 
-/* Whether a carry is written past the caches: where it is large, that saves reading what is overwritten, and until it is
- * read again the weights of all other layers have gone through them. Its lines are whole. */
+/* Whether a carry is written past the caches: where it is large, that saves reading what is overwritten, and until it
+ * is read again the weights of all other layers have gone through them. Its lines are whole. */
 INLINE int bypasses(const float *to, int64_t line, int64_t size) {
   return size >= 1 << 16 && line % VL == 0 && (uintptr_t)to % (VL * sizeof(float)) == 0;
 }

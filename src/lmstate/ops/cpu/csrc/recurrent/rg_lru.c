@@ -1,5 +1,5 @@
-/* The RG-LRU of Griffin: a_t = exp(-8 softplus(Lambda) sigmoid(r_t)), h_t = a_t h_{t-1} + sqrt(1 - a_t^2) sigmoid(i_t) x_t,
- * where the first token of a sequence is not scaled down. */
+/* The RG-LRU of Griffin: a_t = exp(-8 softplus(Lambda) sigmoid(r_t)), h_t = a_t h_{t-1} + sqrt(1 - a_t^2) sigmoid(i_t)
+ * x_t, where the first token of a sequence is not scaled down. */
 #include "recurrent/recurrent.h"
 #include "layout.h"
 

@@ -22,8 +22,8 @@ enum { TALL = 4, WIDE = 16 / VL, CHANNELS = 64 }; /* CHANNELS: that a thread tak
 
 /* Channels f.. and states n.. over `count` tokens from `first` on, whose dt lie CHANNELS apart; `whole` as in the state
  * space of Mamba-2. */
-INLINE void tile(const selective_scan_args *a, int64_t r, int64_t first, int64_t count, int64_t f, int64_t n, const float *dt,
-                 const float *from, float *to, int whole) {
+INLINE void tile(const selective_scan_args *a, int64_t r, int64_t first, int64_t count, int64_t f, int64_t n,
+                 const float *dt, const float *from, float *to, int whole) {
   const int64_t tall = a->channels - f, wide = a->states - n, at = f * a->states + n;
   const float *x = a->x + r * a->x_row + first * a->x_token + f;
   const float *B = a->B + r * a->B_row + first * a->B_token + n;

@@ -7,7 +7,8 @@
 enum { TALL = 4, WIDE = VL == 16 ? 4 : 2, AHEAD = 4 };
 
 /* The tile of features p.. and states n.. of a head over `count` tokens from `first` on. y has the other tiles' part.
- * `whole`, a constant where this is called: no feature or state of the tile is missing. `past` the caches: `bypasses`. */
+ * `whole`, a constant where this is called: no feature or state of the tile is missing. `past` the caches:
+ * `bypasses`. */
 INLINE void tile(const ssd_args *a, int64_t r, int64_t h, int64_t first, int64_t count, int64_t p, int64_t n,
                  const float *weight, const float *decay, const float *from, float *to, int whole, int past) {
   const int64_t group = h / (a->heads / a->groups), tall = a->head_dim - p, wide = a->states - n;
@@ -87,7 +88,8 @@ static void run_head(const ssd_args *a, int64_t r, int64_t h) {
     }
   }
   if (!real) memcpy(to, from, (size_t)size * sizeof(float));
-  for (int64_t t = real; t < a->tokens; t++) memset(y + t * a->heads * a->head_dim, 0, (size_t)a->head_dim * sizeof(float));
+  for (int64_t t = real; t < a->tokens; t++)
+    memset(y + t * a->heads * a->head_dim, 0, (size_t)a->head_dim * sizeof(float));
 }
 
 void ssd_run(const ssd_args *a) {

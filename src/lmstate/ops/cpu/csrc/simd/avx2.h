@@ -99,21 +99,21 @@ INLINE void vf_round_to_int8(int8_t *out, vf x) { /* to nearest even, saturating
 typedef struct { __m256 lo, hi; } f16x;
 typedef struct { __m256i w[16]; } group; /* 8 x 4 inputs of 16 outputs, unsigned bytes */
 
-INLINE f16x lanes_zero(void) { f16x r = {_mm256_setzero_ps(), _mm256_setzero_ps()}; return r; }
-INLINE f16x lanes_load_f16(const uint8_t *p) {
+INLINE f16x f16x_zero(void) { f16x r = {_mm256_setzero_ps(), _mm256_setzero_ps()}; return r; }
+INLINE f16x f16x_load_f16(const uint8_t *p) {
   f16x r = {vf_load_f16((const uint16_t *)p), vf_load_f16((const uint16_t *)p + 8)};
   return r;
 }
-INLINE f16x lanes_fma1(f16x a, float b, f16x c) {
+INLINE f16x f16x_fma1(f16x a, float b, f16x c) {
   __m256 s = _mm256_set1_ps(b);
   f16x r = {_mm256_fmadd_ps(a.lo, s, c.lo), _mm256_fmadd_ps(a.hi, s, c.hi)};
   return r;
 }
-INLINE f16x lanes_fma(f16x a, f16x b, f16x c) {
+INLINE f16x f16x_fma(f16x a, f16x b, f16x c) {
   f16x r = {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
   return r;
 }
-INLINE void lanes_store(float *p, f16x x) { _mm256_storeu_ps(p, x.lo); _mm256_storeu_ps(p + 8, x.hi); }
+INLINE void f16x_store(float *p, f16x x) { _mm256_storeu_ps(p, x.lo); _mm256_storeu_ps(p + 8, x.hi); }
 
 INLINE group unpack4(const uint8_t *p) {
   group g;

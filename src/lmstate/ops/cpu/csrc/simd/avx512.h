@@ -17,8 +17,8 @@ INLINE vf vf_load_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_s
 INLINE vf vf_load_int8(const int8_t *p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
 }
-/* The low and the high half of each byte, from the middle of what they can be; its four quarters. A permutation looks at
- * four bits of an index. */
+/* The low and the high half of each byte, from the middle of what they can be; its four quarters. A permutation looks
+ * at four bits of an index. */
 INLINE void vf_load_fields4(const uint8_t *p, vf *fields) {
   const vf values = _mm512_setr_ps(-7.5f, -6.5f, -5.5f, -4.5f, -3.5f, -2.5f, -1.5f, -0.5f,
                                    0.5f, 1.5f, 2.5f, 3.5f, 4.5f, 5.5f, 6.5f, 7.5f);
@@ -94,11 +94,11 @@ INLINE void vf_round_to_int8(int8_t *out, vf x) { /* to nearest even, saturating
 typedef __m512 f16x;
 typedef struct { __m512i w[8]; } group; /* 8 x 4 inputs of 16 outputs, unsigned bytes */
 
-INLINE f16x lanes_zero(void) { return _mm512_setzero_ps(); }
-INLINE f16x lanes_load_f16(const uint8_t *p) { return vf_load_f16((const uint16_t *)p); }
-INLINE f16x lanes_fma1(f16x a, float b, f16x c) { return _mm512_fmadd_ps(a, _mm512_set1_ps(b), c); }
-INLINE f16x lanes_fma(f16x a, f16x b, f16x c) { return _mm512_fmadd_ps(a, b, c); }
-INLINE void lanes_store(float *p, f16x x) { _mm512_storeu_ps(p, x); }
+INLINE f16x f16x_zero(void) { return _mm512_setzero_ps(); }
+INLINE f16x f16x_load_f16(const uint8_t *p) { return vf_load_f16((const uint16_t *)p); }
+INLINE f16x f16x_fma1(f16x a, float b, f16x c) { return _mm512_fmadd_ps(a, _mm512_set1_ps(b), c); }
+INLINE f16x f16x_fma(f16x a, f16x b, f16x c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE void f16x_store(float *p, f16x x) { _mm512_storeu_ps(p, x); }
 
 INLINE group unpack4(const uint8_t *p) {
   group g;

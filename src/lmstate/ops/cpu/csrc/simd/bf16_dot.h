@@ -28,8 +28,10 @@ INLINE void transpose_pairs(const uint16_t *const *rows, int64_t at, int pairs, 
     r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
   }
   UNROLL16 for (int j = 0; j < 4; j++) {
-    const __m512i even[2] = {_mm512_shuffle_i32x4(r[j], r[4 + j], 0x88), _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0x88)};
-    const __m512i odd[2] = {_mm512_shuffle_i32x4(r[j], r[4 + j], 0xdd), _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0xdd)};
+    const __m512i even[2] = {
+      _mm512_shuffle_i32x4(r[j], r[4 + j], 0x88), _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0x88)};
+    const __m512i odd[2] = {
+      _mm512_shuffle_i32x4(r[j], r[4 + j], 0xdd), _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0xdd)};
     t[j] = _mm512_shuffle_i32x4(even[0], even[1], 0x88);
     t[8 + j] = _mm512_shuffle_i32x4(even[0], even[1], 0xdd);
     t[4 + j] = _mm512_shuffle_i32x4(odd[0], odd[1], 0x88);
@@ -49,7 +51,8 @@ INLINE void transpose_all_pairs(const uint16_t *const *rows, int64_t n, uint32_t
 #pragma GCC target("avx512bf16")
 static __attribute__((unused)) void round_pairs(const float *x, int64_t n, uint16_t *y) {
   const int64_t whole = n / VL * VL;
-  for (int64_t i = 0; i < whole; i += VL) _mm256_storeu_si256((__m256i *)(y + i), (__m256i)_mm512_cvtneps_pbh(vf_load(x + i)));
+  for (int64_t i = 0; i < whole; i += VL)
+    _mm256_storeu_si256((__m256i *)(y + i), (__m256i)_mm512_cvtneps_pbh(vf_load(x + i)));
   for (int64_t i = whole; i < n; i++) y[i] = float_to_bf16(x[i]);
 }
 
@@ -67,7 +70,8 @@ INLINE void sums(const uint16_t *x, const uint32_t *w, int64_t n, int rows, floa
       int32_t pair;
       memcpy(&pair, x + m * n + i, 4);
       const __m512i both = _mm512_set1_epi32(pair);
-      UNROLL for (int v = 0; v < VECTORS; v++) acc[m][v] = _mm512_dpbf16_ps(acc[m][v], (__m512bh)both, (__m512bh)pairs[v]);
+      UNROLL for (int v = 0; v < VECTORS; v++)
+        acc[m][v] = _mm512_dpbf16_ps(acc[m][v], (__m512bh)both, (__m512bh)pairs[v]);
     }
   }
   UNROLL for (int m = 0; m < rows; m++)

@@ -44,7 +44,8 @@ INLINE vf vf_select(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask &
 INLINE vf vf_max(vf a, vf b) { return vf_select(a > b, a, b); }
 INLINE vf vf_sqrt(vf a) { vf r; UNROLL for (int i = 0; i < VL; i++) r[i] = sqrtf(a[i]); return r; }
 INLINE vf vf_abs(vf a) { vi m = {0x7fffffff, 0x7fffffff, 0x7fffffff, 0x7fffffff}; return (vf)((vi)a & m); }
-INLINE vf vf_fma(vf a, vf b, vf c) { return a * b + c; } /* rounded twice: a true one is a call where there is no unit */
+/* Rounded twice: a true one is a call where there is no unit. */
+INLINE vf vf_fma(vf a, vf b, vf c) { return a * b + c; }
 INLINE float vf_sum(vf a) { return (a[0] + a[1]) + (a[2] + a[3]); }
 INLINE float vf_largest(vf a) {
   float x = a[0] > a[1] ? a[0] : a[1], y = a[2] > a[3] ? a[2] : a[3];
@@ -70,23 +71,23 @@ INLINE void vf_round_to_int8(int8_t *out, vf x) { /* to nearest even, saturating
 typedef struct { float v[16]; } f16x;
 typedef struct { uint8_t w[512]; } group; /* 8 x 4 inputs of 16 outputs */
 
-INLINE f16x lanes_zero(void) { f16x r = {{0}}; return r; }
-INLINE f16x lanes_load_f16(const uint8_t *p) {
+INLINE f16x f16x_zero(void) { f16x r = {{0}}; return r; }
+INLINE f16x f16x_load_f16(const uint8_t *p) {
   uint16_t h[16];
   memcpy(h, p, 32);
   f16x r;
   for (int i = 0; i < 16; i++) r.v[i] = f16_to_float_bits(h[i]);
   return r;
 }
-INLINE f16x lanes_fma1(f16x a, float b, f16x c) {
+INLINE f16x f16x_fma1(f16x a, float b, f16x c) {
   for (int i = 0; i < 16; i++) c.v[i] += a.v[i] * b;
   return c;
 }
-INLINE f16x lanes_fma(f16x a, f16x b, f16x c) {
+INLINE f16x f16x_fma(f16x a, f16x b, f16x c) {
   for (int i = 0; i < 16; i++) c.v[i] += a.v[i] * b.v[i];
   return c;
 }
-INLINE void lanes_store(float *p, f16x x) { memcpy(p, x.v, 64); }
+INLINE void f16x_store(float *p, f16x x) { memcpy(p, x.v, 64); }
 
 INLINE group unpack4(const uint8_t *p) {
   group g;

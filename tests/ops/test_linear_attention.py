@@ -1,4 +1,4 @@
-"""lightning: linear attention with a fixed decay a head, against transformers' MiniMax layer."""
+"""Linear attention with a fixed decay a head (lightning), against transformers' MiniMax layer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lmstate.ops.recurrent.linear_attention import lightning
+from lmstate.ops.recurrent.linear_attention import linear_attention
 from lmstate.ops.recurrent.ssd import chunked, recurrent
 from tests.ops import fold_properties as properties
 
@@ -20,6 +20,10 @@ def draw(rows: int, width: int, dtype: torch.dtype = torch.float32) -> tuple[tup
     normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=dtype)  # noqa: E731
     inputs = tuple(normal(rows, width, HEADS, size) for size in (D, D, DV))
     return inputs, (normal(rows, HEADS, D, DV),)
+
+
+def lightning(q: Tensor, k: Tensor, v: Tensor, slope: Tensor, carry: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    return linear_attention(q, k, v, (-slope).expand(v.shape[:3]), carry, counts)
 
 
 def fold(inputs: tuple[Tensor, ...], carry: tuple[Tensor, ...], counts: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:

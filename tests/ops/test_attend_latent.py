@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lmstate.ops import cpu, dispatch
-from lmstate.ops.attention.attend_latent import latent_attend, latent_attend_reference
+from lmstate.ops.attention.attend_latent import attend_latent, attend_latent_reference
 from lmstate.ops.dense.per_head import per_head_matmul
 
 HEADS, LATENT, ROPE = 3, 8, 4
@@ -69,7 +69,7 @@ def test_any_cut_over_a_ring_equals_scores_written_out(window: int | None, piece
         queries = (x[:, start:end] for x in stream[:2])
         stored = (ring(x, end, size) for x in stream[2:])
         places = torch.tensor([start] * 2), torch.tensor([end - start] * 2)
-        outputs.append(latent_attend(*queries, *stored, *places, scale=SCALE, window=window))
+        outputs.append(attend_latent(*queries, *stored, *places, scale=SCALE, window=window))
     torch.testing.assert_close(torch.cat(outputs, 1), naive(stream, window), rtol=1e-5, atol=1e-5)
 
 
@@ -83,7 +83,7 @@ def test_ragged_rows_equal_each_row_alone_and_padding_is_invisible() -> None:
         for padded, x in zip(queries, stream[:2]):
             padded[r, :count] = x[r, start : start + count]
     rings = tuple(torch.cat([ring(x[r : r + 1], starts[r] + counts[r], 32) for r in range(3)]) for x in stream[2:])
-    y = latent_attend(*queries, *rings, torch.tensor(starts), torch.tensor(counts), scale=SCALE)
+    y = attend_latent(*queries, *rings, torch.tensor(starts), torch.tensor(counts), scale=SCALE)
     for r, (start, count) in enumerate(zip(starts, counts)):
         torch.testing.assert_close(y[r, :count], wanted[r, start : start + count], rtol=1e-5, atol=1e-5)
         assert not y[r, count:].any()
@@ -96,7 +96,7 @@ def test_absorbed_equals_attention_over_expanded_keys_and_values() -> None:
     q_nope = q_latent[..., :6]
     absorbed = torch.einsum("rthd,hdc->rthc", q_nope, up_key)
     places = torch.tensor([0]), torch.tensor([20])
-    read = latent_attend(absorbed, q_rope, latent, rope_key, *places, scale=SCALE)
+    read = attend_latent(absorbed, q_rope, latent, rope_key, *places, scale=SCALE)
     got = torch.einsum("rthc,hdc->rhtd", read, up_value)
 
     keys = torch.einsum("rsc,hdc->rhsd", latent, up_key)
@@ -110,7 +110,7 @@ def test_absorbed_equals_attention_over_expanded_keys_and_values() -> None:
 def test_scores_far_apart_do_not_overflow() -> None:
     stream = tuple(100 * x for x in draw(1, 20))
     places = torch.tensor([0]), torch.tensor([20])
-    torch.testing.assert_close(latent_attend(*stream, *places, scale=SCALE), naive(stream), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(attend_latent(*stream, *places, scale=SCALE), naive(stream), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("blocks")
@@ -119,7 +119,7 @@ def test_gradients() -> None:
     places = torch.tensor([0]), torch.tensor([12])
 
     def run(*leaves: Tensor) -> Tensor:
-        return latent_attend(*leaves, *places, scale=SCALE, window=7)
+        return attend_latent(*leaves, *places, scale=SCALE, window=7)
 
     assert torch.autograd.gradcheck(run, stream, fast_mode=True)
 
@@ -145,8 +145,8 @@ def test_wide_latents_of_every_dtype_agree_with_float64(
 ) -> None:
     stream = draw_wide(2, 3, 700, sizes, dtype)
     starts, counts = torch.tensor([697, 500]), torch.tensor([3, 2])
-    got = latent_attend(*stream, starts, counts, scale=0.05)
-    want = latent_attend_reference(*(each.double() for each in stream), starts, counts, scale=0.05)
+    got = attend_latent(*stream, starts, counts, scale=0.05)
+    want = attend_latent_reference(*(each.double() for each in stream), starts, counts, scale=0.05)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
     assert got.dtype == torch.float32
 
@@ -159,14 +159,14 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(
     if body == "reference":
         pytest.skip("torch's products, which the reference uses, round by the number of rows")
     stream, starts = draw_wide(3, 8, 700, sizes, dtype), torch.tensor([692, 250, 3])
-    together = latent_attend(*stream, starts, torch.tensor([8, 8, 5]), scale=0.05)
+    together = attend_latent(*stream, starts, torch.tensor([8, 8, 5]), scale=0.05)
     threads = torch.get_num_threads()
     for row, count in enumerate((8, 8, 5)):
         own = [each[row : row + 1] for each in stream]
         for t in range(count):
             torch.set_num_threads(1 + t % 2)
             some = slice(t, t + 1)
-            alone = latent_attend(
+            alone = attend_latent(
                 own[0][:, some], own[1][:, some], *own[2:], starts[row : row + 1] + t, torch.tensor([1]), scale=0.05
             )
             assert torch.equal(alone[0, 0], together[row, t])
@@ -193,8 +193,8 @@ def test_what_does_not_fit_is_refused(body: str) -> None:
     q_latent, q_rope, latent, rope_key = draw(1, 4)
     one = torch.tensor([1])
     with pytest.raises(ValueError, match="do not fit latents"):
-        latent_attend(q_latent, q_rope[..., :2], latent, rope_key, one, one, scale=SCALE)
+        attend_latent(q_latent, q_rope[..., :2], latent, rope_key, one, one, scale=SCALE)
     with pytest.raises(ValueError, match="ring of 4 slots"):
-        latent_attend(q_latent, q_rope, latent, rope_key, 3 * one, 2 * one, scale=SCALE)
+        attend_latent(q_latent, q_rope, latent, rope_key, 3 * one, 2 * one, scale=SCALE)
     with pytest.raises(ValueError, match="do not fit x"):
         per_head_matmul(q_latent, torch.randn(HEADS, LATENT + 1, 4))
