@@ -86,7 +86,8 @@ def test_no_text_becomes_a_script_a_style_or_a_request(text: str) -> None:
 
 
 def test_a_growing_text_ends_as_the_whole_text_is_rendered() -> None:
-    text = "# One\n\nA *paragraph*\nof lines.\n\n- a\n- b\n\n```python\nx = 1\n\n\ny = 2\n```\n\n> q\n\n|a|b|\n|-|-|\n|1|2|\n\nEnd."
+    text = "# One\n\nA *paragraph*\nof lines.\n\n- a\n- b\n\n```python\nx = 1\n\n\ny = 2\n```\n\n"
+    text += "> q\n\n|a|b|\n|-|-|\n|1|2|\n\nEnd."
     growing, html = GrowingMarkdown(), list[str]()
     for letter in text:
         before = list(growing.blocks)
@@ -102,7 +103,7 @@ def test_a_growing_text_ends_as_the_whole_text_is_rendered() -> None:
 
 
 def test_branches_share_what_was_computed_and_answer_as_if_alone(client: httpx.Client) -> None:
-    id = create(client, system="Be brief.")
+    id = create(client, system="Be brief.", temperature=0)
     first = say(client, id, "Hello, who is there? Tell me all.")
     again = say(client, id, None, first["parent"])
     assert again["parent"] == first["parent"] and again["id"] != first["id"]

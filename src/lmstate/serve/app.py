@@ -99,7 +99,9 @@ def create_app(engine: Engine, settings: Settings, *, close_engine: bool = True)
     service = Service(engine, settings)
     keeper = Keeper(service)
     served = (*PATHS, *conversations.PATHS, *page_route.PATHS)
-    routes = [Route(path, endpoint(one.handler, one.path), methods=[one.method]) for one in served for path in one.paths]
+    routes = [
+        Route(path, endpoint(one.handler, one.path), methods=[one.method]) for one in served for path in one.paths
+    ]
     app = Starlette(
         routes=routes,
         middleware=[Middleware(Guard, settings=settings, open_paths=page_route.OPEN_PATHS)],

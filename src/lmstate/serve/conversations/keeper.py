@@ -1,4 +1,4 @@
-"""The server's conversations: what is asked of them, and the answers that are written whether or not a page looks on."""
+"""The server's conversations, and the answers in them: they are written whether or not a page looks on."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 ALTERNATIVES = 8  # of each token, with their probabilities
 SAVED_EVERY = 1.0  # seconds between two savings of an answer that is being written
 MOST_OPEN = 64
+OTHER = 0.8  # temperature of another answer to a message, where neither settings nor the model's makers have one
 MOST_TITLE = 200
 SYSTEM_LENGTH = 100_000
 UNTITLED = "New conversation"
@@ -122,7 +123,7 @@ class Keeper:
             conversation.nodes[user.id] = user
         try:
             plan = await asyncio.to_thread(self._plan, conversation, user, system)
-            request = self._submit(live, plan.tokens)
+            request = self._submit(live, plan.tokens, other=bool(conversation.children(user.id)))
         except BaseException:
             if new:
                 del conversation.nodes[user.id]
@@ -194,11 +195,13 @@ class Keeper:
             return Plan(0, tokens, tokens)
         return Plan(len(known), tokens[len(known) :], tokens)
 
-    def _submit(self, live: Live, tokens: list[int]) -> Request:
+    def _submit(self, live: Live, tokens: list[int], *, other: bool = False) -> Request:
         if live.deleted:
             raise ApiError("the conversation was deleted", 404)
         settings = live.conversation.settings
         options = {**self.options(settings), "logprobs": ALTERNATIVES}
+        if other and not options["temperature"] and "temperature" not in settings:
+            options["temperature"] = OTHER  # the likeliest answer is there already
         return self.service.submit(tokens, options, max_new_tokens=settings.get("max_tokens"))
 
     def _begin(self, live: Live, answer: Node, request: Request, changed: list[Node]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -57,13 +58,12 @@ class Live:
         shown.blocks = blocks
         shown.changed[first:] = [self.version] * (len(blocks) - first)
 
-    async def wait(self, seen: int, seconds: float) -> None:
-        """Until there is something that version `seen` has not, or the time is over."""
+    async def wait(self, seen: int, seconds: float) -> bool:
+        """Until there is something that version `seen` has not, or the time is over: whether there is."""
         if self.version == seen and not self.deleted:
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), seconds)
-            except TimeoutError:
-                return
+        return self.version != seen or self.deleted
 
     async def render(self) -> None:
         """Render what was not yet. Off the loop: an old conversation is long."""

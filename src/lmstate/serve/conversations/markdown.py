@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 from html import escape
+from itertools import pairwise
 from time import perf_counter
 
 import nh3
@@ -32,10 +34,8 @@ def _parser() -> MarkdownIt:
 def _highlighted(code: str, language: str, _: str) -> str:
     inside = escape(code)
     if language and len(code) <= MOST_HIGHLIGHTED:
-        try:
+        with suppress(ClassNotFound):
             inside = highlight(code, get_lexer_by_name(language), HtmlFormatter(nowrap=True))
-        except ClassNotFound:
-            pass
     return f'<pre class="code"><code>{inside}</code></pre>'
 
 
@@ -45,7 +45,7 @@ def split_blocks(text: str) -> list[str]:
     starts = [token.map[0] for token in _parser().parse(text) if token.level == 0 and token.nesting >= 0 and token.map]
     cuts = [0, *starts[1:], len(lines)] if starts else [0, len(lines)]
     lines[-1] = lines[-1][:-1]
-    return ["".join(lines[start:stop]) for start, stop in zip(cuts, cuts[1:], strict=False) if stop > start]
+    return ["".join(lines[start:stop]) for start, stop in pairwise(cuts) if stop > start]
 
 
 def render(text: str) -> str:

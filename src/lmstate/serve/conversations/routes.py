@@ -27,7 +27,7 @@ from lmstate.serve.service import Service
 from lmstate.serve.sessions import done, receive_file, temporary
 from lmstate.serve.sse import EventStream, comment, data
 
-WAIT = 5.0  # seconds after which a page that hears nothing is told so
+WAIT, LOOK = 5.0, 0.5  # seconds after which a page that hears nothing is told so; between looks for the server's end
 
 
 def keeper(request: Request) -> Keeper:
@@ -85,11 +85,11 @@ async def events(service: Service, request: Request) -> ASGIApp:
     seen = request.query_params.get("since", "")
     known = request.query_params.get("epoch") == kept.epoch and seen.isascii() and seen.isdigit() and len(seen) < 16
     settings = service.settings
-    stream = changes(live, kept.epoch, int(seen) if known else 0)
+    stream = changes(service, live, kept.epoch, int(seen) if known else 0)
     return EventStream(stream, lambda: comment("ping"), settings.ping_interval, settings.write_timeout, {})
 
 
-async def changes(live: Live, epoch: str, seen: int) -> AsyncIterator[bytes]:
+async def changes(service: Service, live: Live, epoch: str, seen: int) -> AsyncIterator[bytes]:
     live.watchers += 1
     try:
         if seen > live.version:  # of a time when the conversation was open longer
@@ -99,7 +99,11 @@ async def changes(live: Live, epoch: str, seen: int) -> AsyncIterator[bytes]:
         while not live.deleted:
             yield data({"epoch": epoch, "whole": whole, **live.since(seen)})
             seen, whole = live.version, False
-            await live.wait(seen, WAIT)
+            for _ in range(int(WAIT / LOOK)):
+                if service.draining:
+                    return  # the page finds the next server
+                if await live.wait(seen, LOOK):
+                    break
         yield data({"deleted": True})
     finally:
         live.watchers -= 1

@@ -141,8 +141,8 @@ async function drawPanel(focus = false) {
   }
   if (mine !== asked) return;
   const focused = box.contains(document.activeElement) ? document.activeElement.dataset.id : null;
-  const close = el("button", { type: "button", class: "icon", "aria-label": "Close the panel", on: { click: () => openPanel(panel) } }, "✕");
-  box.replaceChildren(el("div", { class: "row end" }, close), ...parts.filter(Boolean));
+  const close = el("button", { type: "button", class: "icon close", "aria-label": "Close the panel", on: { click: () => openPanel(panel) } }, "✕");
+  box.replaceChildren(close, ...parts.filter(Boolean));
   if (focus) close.focus();
   else if (focused) [...box.querySelectorAll("[data-id]")].find((one) => one.dataset.id === focused)?.focus();
 }

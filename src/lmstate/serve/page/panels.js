@@ -126,7 +126,7 @@ export function settingsPanel(conversation, about, saved) {
   const problem = el("p", { class: "problem", role: "alert", hidden: true });
   const fields = [
     ["system", "System prompt", "What the model is told before everything. Another one computes the branch anew.", { rows: "5" }],
-    ["temperature", "Temperature", `0 takes the likeliest token each time. By default ${about.temperature}.`, { type: "number", min: 0, max: 100, step: "any" }],
+    ["temperature", "Temperature", `0 takes the likeliest token each time. By default ${about.temperature}${about.temperature ? "" : ", but other answers to a message are drawn at 0.8"}.`, { type: "number", min: 0, max: 100, step: "any" }],
     ["top_p", "Top p", `Only the likeliest tokens that together have this probability. By default ${about.top_p ?? 1}.`, { type: "number", min: 0, max: 1, step: "any" }],
     ["max_tokens", "Longest answer, in tokens", `By default ${about.max_tokens}.`, { type: "number", min: 1, step: 1 }],
     ["seed", "Seed", "The same seed draws the same answer.", { type: "number", step: 1 }],
