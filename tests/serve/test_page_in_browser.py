@@ -103,7 +103,7 @@ class Visit:
         )
 
     def last(self) -> str:
-        return str(self.page.locator("#pane article.assistant .body").last.inner_text())
+        return str(self.page.locator("#pane article.assistant .body").last.text_content()).strip()
 
     def act(self, name: str) -> None:
         self.page.locator(f"#pane [aria-label='{name}']").last.click()

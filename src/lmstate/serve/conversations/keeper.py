@@ -119,19 +119,12 @@ class Keeper:
     async def _answer(self, live: Live, user: Node, *, new: bool) -> Node:
         conversation = live.conversation
         system = conversation.settings.get("system") or ""
-        if new:
-            conversation.nodes[user.id] = user
-        try:
-            plan = await asyncio.to_thread(self._plan, conversation, user, system)
-            request = self._submit(live, plan.tokens, other=bool(conversation.children(user.id)))
-        except BaseException:
-            if new:
-                del conversation.nodes[user.id]
-            raise
-        start = len(plan.tokens)
-        answer = Node(new_id("m", 10), user.id, "assistant", "", "", "running", created=time(), system=system)
-        answer.base, answer.added, answer.start = plan.base, plan.added, start
-        conversation.nodes[answer.id] = answer
+        plan = await asyncio.to_thread(self._plan, conversation, user, system)
+        request = self._submit(live, plan.tokens, other=bool(conversation.children(user.id)))
+        answer = Node(new_id("m", 10), user.id, "assistant", status="running", created=time(), system=system)
+        answer.base, answer.added, answer.start = plan.base, plan.added, len(plan.tokens)
+        # Only now: what is refused has changed nothing.
+        conversation.nodes |= {user.id: user, answer.id: answer}
         if conversation.title == UNTITLED:
             conversation.title = " ".join(user.text.split())[:60] or UNTITLED
         self._begin(live, answer, request, [user, answer] if new else [answer])

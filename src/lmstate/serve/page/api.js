@@ -4,6 +4,11 @@ import { ask } from "./dom.js";
 
 const QUIET = 20_000; // milliseconds without a word from the server after which the connection is taken for lost
 
+const ADVICE = {
+  context_length_exceeded: ". Go on from an earlier answer, say less, or begin another conversation.",
+  queue_full: ". Your text is kept here.",
+};
+
 export class Refused extends Error {
   constructor(message, status) {
     super(message);
@@ -26,7 +31,8 @@ async function request(method, path, { body, signal } = {}) {
     if (answer.ok) return answer;
     if (answer.status === 401 && (await askKey(key))) continue;
     const told = await answer.json().catch(() => null);
-    throw new Refused(told?.error?.message ?? `The server answered ${answer.status}.`, answer.status);
+    const advice = ADVICE[told?.error?.code] ?? "";
+    throw new Refused(`${told?.error?.message ?? `The server answered ${answer.status}.`}${advice}`, answer.status);
   }
 }
 

@@ -61,6 +61,7 @@ export function ask({ title, text = "", label = "", value = "", yes = "OK", secr
   input.type = secret ? "password" : "text";
   input.value = value;
   dialog.returnValue = "";
+  byId("dialog-no").onclick = () => dialog.close();
   dialog.showModal();
   (label ? input : byId("dialog-yes")).focus();
   return new Promise((resolve) => {
