@@ -14,6 +14,8 @@ import lmstate
 from lmstate.engine import Engine
 from lmstate.serve import Settings
 from lmstate.serve.conversations.markdown import GrowingMarkdown, render, render_blocks
+from lmstate.serve.conversations.store import ConversationStore
+from lmstate.serve.conversations.tree import Conversation, Node
 from tests.serve.running import Running, running, wait_until
 
 ROOT = "/page/conversations"
@@ -148,6 +150,11 @@ def test_an_answer_that_was_cut_off_goes_on_as_if_it_never_was(client: httpx.Cli
     client.post(f"{ROOT}/{short}/{part['id']}/continue")
     assert ended(client, short, part["id"])["text"] == whole["text"]
     assert len(tokens(client, short, part["id"])) == 8
+    below = say(client, short, "More", part["id"])
+    other = client.post(f"{ROOT}/{short}/{part['id']}/continue").json()["answer"]
+    assert other != part["id"], "what was said after the answer is not to follow another one"
+    assert len(tokens(client, short, ended(client, short, other)["id"])) == 12
+    assert node(client, short, part["id"])["text"] == whole["text"] and node(client, short, below["id"]) == below
 
 
 def test_a_stopped_answer_keeps_its_text_and_changes_reach_who_watches(client: httpx.Client) -> None:
@@ -224,6 +231,17 @@ def test_conversations_survive_a_restart(tiny_model: lmstate.Model, tmp_path: Pa
             assert node(client, id, name)["status"] in ("stopped", "length", "done")
             client.post(f"{ROOT}/{id}", json={"settings": {"max_tokens": 4}})
             assert say(client, id, "Again", kept["id"])["usage"]["reused_tokens"] > 0
+
+
+def test_an_answer_that_a_killed_server_left_can_be_continued(tmp_path: Path) -> None:
+    store = ConversationStore(tmp_path, "model")
+    written = Node("a", None, "assistant", "Half of", status="running", added=[1, 2, 3], start=1)
+    store.put(Conversation("c", "Title", 0.0, {}, {}), written)
+    found = ConversationStore(tmp_path, "model").get("c")
+    assert found is not None
+    assert found.nodes["a"].status == "stopped"
+    assert (found.nodes["a"].text, found.nodes["a"].added) == ("Half of", [1, 2, 3])
+    assert ConversationStore(tmp_path, "another model").get("c") is None
 
 
 # ---- the files

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lmstate.engine import Request
 
 ALTERNATIVES = 8  # of each token, with their probabilities
-SAVED_EVERY = 1.0  # seconds between two savings of an answer that is being written
+SAVED_EVERY, SHARE = 1.0, 50  # seconds between two savings of an answer that is being written, or times their cost
 MOST_OPEN = 64
 OTHER = 0.8  # temperature of another answer to a message, where neither settings nor the model's makers have one
 MOST_TITLE = 200
@@ -131,11 +131,16 @@ class Keeper:
         return answer
 
     async def go_on(self, live: Live, answer: Node) -> Node:
-        """Write on an answer that was stopped or cut off."""
+        """Write on an answer that was stopped or cut off; one that messages follow, as another answer."""
         self._refuse_unended(answer)
         if answer.end is not None:
             raise ApiError("the answer ended by itself: there is nothing to continue", 409)
-        request = self._submit(live, live.conversation.tokens(answer))
+        conversation = live.conversation
+        request = self._submit(live, conversation.tokens(answer))
+        if conversation.children(answer.id):  # what was said after it was said after what it is now
+            lists = {"added": list(answer.added), "logprobs": list(answer.logprobs)}
+            answer = replace(answer, id=new_id("m", 10), created=time(), **lists)
+            conversation.nodes[answer.id] = answer
         answer.status, answer.error = "running", ""
         self._begin(live, answer, request, [answer])
         return answer
@@ -230,7 +235,7 @@ class Keeper:
         answer.text, answer.reasoning = reader.text, reader.reasoning
         growing.push(answer.text, end=True)
         live.grew(answer, growing.blocks)
-        saved = monotonic()
+        due = monotonic() + SAVED_EVERY
         async for piece in request:
             before = len(answer.text)
             reader.push(piece)
@@ -239,9 +244,9 @@ class Keeper:
             answer.logprobs += [(entry.logprob, list(entry.top)) for entry in piece.logprobs or []]
             if (first := growing.push(answer.text[before:])) is not None:
                 live.grew(answer, growing.blocks, first)
-            if monotonic() - saved > SAVED_EVERY:
+            if (now := monotonic()) > due:
                 self.store.put(live.conversation, answer)
-                saved = monotonic()
+                due = now + max(SAVED_EVERY, SHARE * (monotonic() - now))
         completion = await request.wait()
         by = completion.stopped_by[0]
         # The engine counts the tokens that belong to the answer; one that ended it is kept apart.

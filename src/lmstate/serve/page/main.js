@@ -15,13 +15,13 @@ const actions = {
   goTo: (node) => { goTo(node.id); text.focus(); },
   compare: (node) => { conversation.other = conversation.end(node.id); draw(); },
   stop: (node) => tried(() => post(`${conversation.root}/${node.id}/stop`)),
-  goOn: (node) => tried(() => post(`${conversation.root}/${node.id}/continue`)),
+  goOn: (node) => tried(async () => goTo((await post(`${conversation.root}/${node.id}/continue`)).answer)),
   again: (node) => tried(async () => goTo((await post(`${conversation.root}/say`, { parent: node.parent })).answer)),
   tokens: (node) => openPanel("tokens", node.id),
   sayOtherwise: (node, said) => tried(async () => goTo((await post(`${conversation.root}/say`, { parent: node.parent, text: said })).answer)),
 };
 // A branch beside the first is walked on its own.
-const beside = { ...actions, choose: (node) => { conversation.other = conversation.end(node.id); draw(); } };
+const beside = { ...actions, choose: actions.compare };
 const panes = [new Pane(byId("pane"), actions), new Pane(byId("other"), beside)];
 
 // ---- which conversation and branch
