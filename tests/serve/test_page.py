@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
+import tomllib
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import httpx
@@ -263,6 +264,14 @@ def test_the_page_asks_nothing_of_others(client: httpx.Client) -> None:
             assert (PAGE / other).is_file()
     assert client.get("/page/files/../app.py").status_code == 404
     assert client.get("/page/files/nothing.js").status_code == 404
+
+
+def test_every_file_of_the_page_is_in_the_package() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    packed = project["tool"]["setuptools"]["package-data"]["lmstate"]
+    names = {file.name for file in PAGE.iterdir()}
+    assert {"index.html", "style.css", "main.js"} <= names
+    assert all(any(PurePosixPath(f"serve/page/{name}").match(glob) for glob in packed) for name in names)
 
 
 def test_the_page_opens_without_a_key_and_its_conversations_do_not(tiny_model: lmstate.Model) -> None:

@@ -65,6 +65,11 @@ class Live:
                 await asyncio.wait_for(self._changed.wait(), seconds)
         return self.version != seen or self.deleted
 
+    def reading(self) -> list[Node]:
+        """Answers whose prompt is still being read."""
+        progress = {id: request.progress for id, request in self.running.items()}
+        return [self.conversation.nodes[id] for id, (read, total) in progress.items() if read < total]
+
     async def render(self) -> None:
         """Render what was not yet. Off the loop: an old conversation is long."""
         for id, shown in list(self._shown.items()):
@@ -86,7 +91,9 @@ class Live:
         if shown.blocks is None and node.status != "running":
             shown.show(render_blocks(node.text))
         blocks = shown.blocks or []
-        whole = {} if node.status == "running" else {"text": node.text}
+        whole: dict[str, Any] = {} if node.status == "running" else {"text": node.text}
+        if (request := self.running.get(node.id)) is not None:
+            whole["progress"] = request.progress
         return {
             "id": node.id,
             "parent": node.parent,

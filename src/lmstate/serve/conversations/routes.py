@@ -104,6 +104,8 @@ async def changes(service: Service, live: Live, epoch: str, seen: int) -> AsyncI
                     return  # the page finds the next server
                 if await live.wait(seen, LOOK):
                     break
+                if reading := live.reading():
+                    live.touch(*reading)
         yield data({"deleted": True})
     finally:
         live.watchers -= 1

@@ -74,8 +74,11 @@ class View {
     while (this.blocks.length > node.blocks.length) this.blocks.pop().element.remove();
     const running = node.status === "running";
     this.element.setAttribute("aria-busy", running);
-    if (running && !node.blocks.length) this.waiting ??= this.body.appendChild(el("p", { class: "waiting" }, "…"));
-    else { this.waiting?.remove(); this.waiting = null; }
+    if (running && !node.blocks.length) {
+      this.waiting ??= this.body.appendChild(el("p", { class: "waiting" }));
+      const [read, total] = node.progress ?? [0, 0];
+      this.waiting.textContent = read < total ? `Reading: ${read} of ${total} tokens…` : "…";
+    } else { this.waiting?.remove(); this.waiting = null; }
     if (node.reasoning) {
       this.reasoning.hidden = false;
       if (this.reasoning.lastChild.textContent !== node.reasoning) this.reasoning.lastChild.textContent = node.reasoning;
