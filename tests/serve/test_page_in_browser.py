@@ -128,7 +128,7 @@ def test_a_conversation_is_a_tree_and_walking_it_computes_nothing(visit: Visit) 
     page.locator("#pane [aria-label='Say this otherwise, in a new branch']").click()
     page.fill("form.edit textarea", "Name a mountain.")
     page.press("form.edit textarea", "Enter")
-    visit.until("document.querySelector('#pane .user .body').innerText.includes('mountain')")
+    visit.until("document.querySelector('#pane .user .body')?.innerText.includes('mountain')")
     visit.ended(1)
     second = visit.last()
     assert second != first

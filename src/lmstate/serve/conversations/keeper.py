@@ -138,8 +138,8 @@ class Keeper:
         conversation = live.conversation
         request = self._submit(live, conversation.tokens(answer))
         if conversation.children(answer.id):  # what was said after it was said after what it is now
-            lists = {"added": list(answer.added), "logprobs": list(answer.logprobs)}
-            answer = replace(answer, id=new_id("m", 10), created=time(), **lists)
+            answer = replace(answer, id=new_id("m", 10), created=time(), added=[*answer.added])
+            answer.logprobs = [*answer.logprobs]
             conversation.nodes[answer.id] = answer
         answer.status, answer.error = "running", ""
         self._begin(live, answer, request, [answer])
