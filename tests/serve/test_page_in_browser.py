@@ -309,3 +309,17 @@ def test_a_server_that_ends_and_comes_back_loses_nothing(
             visit.ended(1)
             assert visit.page.input_value("#text") == "Not lost"
     context.close()
+
+
+def test_a_server_with_keys_is_asked_with_one(browser: Any, tiny_model: lmstate.Model) -> None:
+    context = browser.new_context()
+    with Engine(tiny_model, rows=1) as engine, running(engine, Settings("tiny", port=0, api_keys=("k",))) as server:
+        page = context.new_page()
+        page.goto(server.url)
+        for key in ("wrong", "k"):
+            page.wait_for_selector("#dialog[open]")
+            page.fill("#dialog-input", key)
+            page.press("#dialog-input", "Enter")
+        page.wait_for_selector("#model:not(:empty)")
+        assert not page.is_visible("#problem")
+    context.close()
