@@ -97,6 +97,7 @@ def banner(settings: object, port: int, rows: int, context: int | None) -> str:
         (
             f"{settings.model_name} at {base} ({rows} rows, context {context or 'any'}, "
             f"{'with an API key' if settings.api_keys else 'no API key'})",
+            f"  In a browser       {base}/",
             f"  OpenAI clients     OPENAI_BASE_URL={base}/v1 OPENAI_API_KEY={key}",
             f"  Anthropic clients  ANTHROPIC_BASE_URL={base} ANTHROPIC_API_KEY={key}",
             f'  curl {base}/v1/chat/completions -d \'{{"messages": [{{"role": "user", "content": "Hello"}}]}}\'',

@@ -238,17 +238,22 @@ class Engine:
 
     def save_session(self, record: Record, path: Path) -> None:
         """Write a snapshot with a session's record in its notes."""
+        snapshot = self._called(lambda _: self._held(record.tokens).snapshot(0))
+        replace(snapshot, notes=record.to_json()).save(path)
 
-        def taken(_: Model) -> Snapshot:
-            match = self._reuse.prefixes.match(record.tokens, logits=False)
-            state = self._new_state(1)
-            if (snapshot := self._reuse.prefixes.snapshot(match)) is not None:
-                state.restore(0, snapshot)
-                state.rewind(0, match.length)
-            state.queue(0, record.tokens[match.length :])
-            return state.snapshot(0)
+    def held(self, tokens: Sequence[int]) -> dict[str, int]:
+        """Bytes of a state that has these tokens, by layer kind, as far as they are in memory: see `State.memory`."""
+        return self._called(lambda _: self._held(tokens).memory())
 
-        replace(self._called(taken), notes=record.to_json()).save(path)
+    def _held(self, tokens: Sequence[int]) -> State:
+        """A state of what is kept of some tokens, the others queued. For the engine's thread."""
+        match = self._reuse.prefixes.match(tokens, logits=False)
+        state = self._new_state(1)
+        if (snapshot := self._reuse.prefixes.snapshot(match)) is not None:
+            state.restore(0, snapshot)
+            state.rewind(0, match.length)
+        state.queue(0, tokens[match.length :])
+        return state
 
     def close_session(self, session: Session) -> None:
         """Forget a conversation."""

@@ -21,10 +21,13 @@ from lmstate.serve import (
     models_route,
     openai_chat,
     openai_completions,
+    page_route,
     responses,
     sessions,
     tokens_route,
 )
+from lmstate.serve.conversations import routes as conversations
+from lmstate.serve.conversations.keeper import Keeper
 from lmstate.serve.errors import ApiError
 from lmstate.serve.guard import Guard
 from lmstate.serve.http import endpoint, error_response, json_response
@@ -88,19 +91,24 @@ def create_app(engine: Engine, settings: Settings, *, close_engine: bool = True)
         yield
         service.drain()
         service.cancel_all()
+        await keeper.close()
         if close_engine:
             await asyncio.to_thread(engine.close)
         service.responses.close()
 
     service = Service(engine, settings)
-    routes = [Route(path, endpoint(one.handler, one.path), methods=[one.method]) for one in PATHS for path in one.paths]
+    keeper = Keeper(service)
+    served = (*PATHS, *conversations.PATHS, *page_route.PATHS)
+    routes = [
+        Route(path, endpoint(one.handler, one.path), methods=[one.method]) for one in served for path in one.paths
+    ]
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Guard, settings=settings)],
+        middleware=[Middleware(Guard, settings=settings, open_paths=page_route.OPEN_PATHS)],
         exception_handlers={HTTPException: _http_error, Exception: _failed},
         lifespan=lifespan,
     )
-    app.state.service = service
+    app.state.service, app.state.keeper = service, keeper
     return app
 
 

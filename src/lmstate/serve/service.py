@@ -197,7 +197,7 @@ class Service:
             if tokens is not None:
                 prompt = Prompt(tokens, prompt.text, prompt.chain)
             grammar = self._grammar(prompt, use, constraint)
-            return prompt, grammar, self._maker(prompt, use, stops, call_prefix)
+            return prompt, grammar, self.maker(prompt, use, stops, call_prefix)
 
         # Rendering, tokenizing and compiling take milliseconds for long texts: not on the loop that feeds all streams.
         prompt, grammar, maker = await asyncio.to_thread(prepare)
@@ -211,7 +211,10 @@ class Service:
         )
         return ChatTask(prompt, request, maker.answers(count), receive)
 
-    def _maker(self, prompt: Prompt, use: ToolUse, stops: tuple[str, ...], call_prefix: str) -> AnswerMaker:
+    def maker(
+        self, prompt: Prompt, use: ToolUse, stops: tuple[str, ...] = (), call_prefix: str = "call_"
+    ) -> AnswerMaker:
+        """What makes text, reasoning and calls of the tokens that follow a prompt."""
         format, reasoning = self.renderer.format, self.renderer.reasoning
         markers = format.markers
 

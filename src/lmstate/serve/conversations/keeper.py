@@ -1,0 +1,316 @@
+"""The server's conversations, and the answers in them: they are written whether or not a page looks on."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass, replace
+from time import monotonic, time
+from typing import TYPE_CHECKING, Any
+
+from lmstate.engine.results import Piece
+from lmstate.engine.session import Moment, Record
+from lmstate.serve.answers import Answer, new_id, usage_details
+from lmstate.serve.conversations.live import Live
+from lmstate.serve.conversations.markdown import GrowingMarkdown, render_blocks
+from lmstate.serve.conversations.store import ConversationStore
+from lmstate.serve.conversations.tree import Conversation, Node
+from lmstate.serve.errors import ApiError, as_api_error
+from lmstate.serve.fields import Fields
+from lmstate.serve.http import log
+from lmstate.serve.messages import Chat, Prompt
+from lmstate.serve.sampling import sampling_options
+from lmstate.serve.service import Service, ToolUse
+
+if TYPE_CHECKING:
+    from lmstate.engine import Request
+
+ALTERNATIVES = 8  # of each token, with their probabilities
+SAVED_EVERY, SHARE = 1.0, 50  # seconds between two savings of an answer that is being written, or times their cost
+MOST_OPEN = 64
+OTHER = 0.8  # temperature of another answer to a message, where neither settings nor the model's makers have one
+MOST_TITLE = 200
+SYSTEM_LENGTH = 100_000
+UNTITLED = "New conversation"
+FINISHED = {"eos": "done", "stop": "done", "length": "length", "capacity": "length"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an answer is computed from: the first `base` tokens of the answer before it, then `added`."""
+
+    base: int
+    added: list[int]
+    tokens: list[int]
+
+
+class Keeper:
+    """Opens, answers and forgets conversations. For the event loop's thread; what takes time runs beside it."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.epoch = new_id("", 12)  # versions of an earlier run of the server mean nothing
+        self.store = ConversationStore(service.settings.folder, service.model.fingerprint)
+        self._open: dict[str, Live] = {}
+
+    # ---- conversations
+
+    def create(self, title: str = "", settings: dict[str, Any] | None = None) -> Live:
+        conversation = Conversation(new_id("c", 12), title or UNTITLED, time(), settings or {})
+        self.store.put(conversation)
+        live = self._open[conversation.id] = Live(conversation)
+        return live
+
+    async def open(self, id: str) -> Live:
+        """Raises `ApiError` if there is none."""
+        if id not in self._open:
+            conversation = await asyncio.to_thread(self.store.get, id)
+            if conversation is None:
+                raise ApiError(f"there is no conversation {id[:100]!r}; it may have been deleted", 404)
+            for old in [old for old, live in self._open.items() if live.idle][: max(0, len(self._open) - MOST_OPEN)]:
+                del self._open[old]
+            self._open.setdefault(id, Live(conversation))
+        return self._open[id]
+
+    async def delete(self, live: Live) -> None:
+        live.deleted = True
+        self._open.pop(live.conversation.id, None)
+        for request in live.running.values():
+            request.cancel()
+        await asyncio.gather(*live.tasks, return_exceptions=True)
+        await asyncio.to_thread(self.store.delete, live.conversation.id)
+        await asyncio.to_thread(self._close_sessions, live.conversation.id)
+        live.touch()
+
+    def change(self, live: Live, title: str | None, settings: dict[str, Any] | None) -> None:
+        conversation = live.conversation
+        if title is not None:
+            conversation.title = title
+        if settings is not None:
+            self.options(settings)  # refuses what is out of range
+            conversation.settings = settings
+        self.store.put(conversation)
+        live.touch()
+
+    def options(self, settings: dict[str, Any]) -> dict[str, Any]:
+        fields = Fields(settings, "settings")
+        fields.text("system", most=SYSTEM_LENGTH)
+        fields.integer("max_tokens", 1, 2**31)
+        return sampling_options(fields, self.service.vocab_size, self.service.model.defaults)
+
+    # ---- answers
+
+    async def say(self, live: Live, parent: Node | None, text: str) -> tuple[Node, Node]:
+        """A message of the user below `parent`, and the answer to it, which begins to be written."""
+        if parent is not None and parent.role != "assistant":
+            raise ApiError("a message follows an answer: answer the message before it first", param="parent")
+        if parent is not None and parent.status == "running":
+            raise ApiError("the answer above is still being written: wait for it, or stop it", 409, param="parent")
+        user = Node(new_id("m", 10), None if parent is None else parent.id, "user", text, created=time())
+        answer = await self._answer(live, user, new=True)
+        return user, answer
+
+    async def answer(self, live: Live, user: Node) -> Node:
+        """Another answer to a message."""
+        if user.role != "user":
+            raise ApiError("only a message of the user can be answered", param="parent")
+        return await self._answer(live, user, new=False)
+
+    async def _answer(self, live: Live, user: Node, *, new: bool) -> Node:
+        conversation = live.conversation
+        system = conversation.settings.get("system") or ""
+        plan = await asyncio.to_thread(self._plan, conversation, user, system)
+        request = self._submit(live, plan.tokens, other=bool(conversation.children(user.id)))
+        answer = Node(new_id("m", 10), user.id, "assistant", status="running", created=time(), system=system)
+        answer.base, answer.added, answer.start = plan.base, plan.added, len(plan.tokens)
+        # Only now: what is refused has changed nothing.
+        conversation.nodes |= {user.id: user, answer.id: answer}
+        if conversation.title == UNTITLED:
+            conversation.title = " ".join(user.text.split())[:60] or UNTITLED
+        self._begin(live, answer, request, [user, answer] if new else [answer])
+        return answer
+
+    async def go_on(self, live: Live, answer: Node) -> Node:
+        """Write on an answer that was stopped or cut off; one that messages follow, as another answer."""
+        self._refuse_unended(answer)
+        if answer.end is not None:
+            raise ApiError("the answer ended by itself: there is nothing to continue", 409)
+        conversation = live.conversation
+        request = self._submit(live, conversation.tokens(answer))
+        if conversation.children(answer.id):  # what was said after it was said after what it is now
+            answer = replace(answer, id=new_id("m", 10), created=time(), added=[*answer.added])
+            answer.logprobs = [*answer.logprobs]
+            conversation.nodes[answer.id] = answer
+        answer.status, answer.error = "running", ""
+        self._begin(live, answer, request, [answer])
+        return answer
+
+    async def fork(self, live: Live, answer: Node, at: int, token: int) -> Node:
+        """An answer beside this one: the same up to its own token number `at`, then `token`."""
+        self._refuse_unended(answer)
+        conversation = live.conversation
+        whole = conversation.tokens(answer)
+        if not 0 <= at < len(answer.logprobs):
+            raise ApiError(f"at must be a token of the answer, 0 to {len(answer.logprobs) - 1}", param="at")
+        if token in self.service.model.eos_ids:
+            raise ApiError("that token ends the answer: nothing would follow it", param="token")
+        kept = len(whole) - answer.start - at
+        top = answer.logprobs[at][1]
+        tokens = [*whole[: len(whole) - kept], token]
+        request = self._submit(live, tokens)
+        other = replace(answer, id=new_id("m", 10), status="running", error="", created=time(), end=None, usage={})
+        other.added = [*answer.added[: len(answer.added) - kept], token]
+        other.logprobs = [*answer.logprobs[:at], (dict(top).get(token, -math.inf), list(top))]
+        other.text = other.reasoning = ""
+        conversation.nodes[other.id] = other
+        self._begin(live, other, request, [other])
+        return other
+
+    def stop(self, live: Live, answer: Node) -> None:
+        if (request := live.running.get(answer.id)) is not None:
+            request.cancel()
+
+    def _refuse_unended(self, answer: Node) -> None:
+        if answer.role != "assistant" or answer.status == "running":
+            raise ApiError("only an answer that is no longer written can be gone on with", 409)
+
+    # ---- the parts of it
+
+    def _plan(self, conversation: Conversation, user: Node, system: str) -> Plan:
+        """The prompt of a message: the tokens of the conversation as they were sampled, then what is new."""
+        before = conversation.answer_before(user)
+        known = conversation.tokens(before)
+        renderer = self.service.renderer
+        if not self.service.engine.chats:
+            added = self.service.tokenizer.encode(user.text, add_special_tokens=not known)
+            return Plan(len(known), added, [*known, *added])
+        chat = Chat(conversation.messages(user, system))
+        tokens = None
+        if before is not None and known and before.system == system:
+            tokens = renderer.after(chat, len(chat.messages) - 1, known, before.end)
+        if tokens is None or tokens[: len(known)] != known:
+            tokens = renderer.prompt(chat).tokens
+            return Plan(0, tokens, tokens)
+        return Plan(len(known), tokens[len(known) :], tokens)
+
+    def _submit(self, live: Live, tokens: list[int], *, other: bool = False) -> Request:
+        if live.deleted:
+            raise ApiError("the conversation was deleted", 404)
+        settings = live.conversation.settings
+        options = {**self.options(settings), "logprobs": ALTERNATIVES}
+        if other and not options["temperature"] and "temperature" not in settings:
+            options["temperature"] = OTHER  # the likeliest answer is there already
+        return self.service.submit(tokens, options, max_new_tokens=settings.get("max_tokens"))
+
+    def _begin(self, live: Live, answer: Node, request: Request, changed: list[Node]) -> None:
+        live.conversation.updated = time()
+        self.store.put(live.conversation, *changed)
+        live.touch(*changed)
+        live.running[answer.id] = request
+        task = asyncio.get_running_loop().create_task(self._write(live, answer, request))
+        live.tasks.add(task)
+        task.add_done_callback(live.tasks.discard)
+
+    async def _write(self, live: Live, answer: Node, request: Request) -> None:
+        """Take an answer's pieces into the conversation, to its end."""
+        try:
+            await self._take(live, answer, request)
+        except Exception as error:
+            log.error("an answer of a conversation failed", exc_info=error)
+            answer.status, answer.error = "failed", as_api_error(error).message
+        finally:
+            request.cancel()
+            live.running.pop(answer.id, None)
+            if answer.status == "running":
+                answer.status = "stopped"
+            if not live.deleted:
+                self.store.put(live.conversation, answer)
+                live.grew(answer, await asyncio.to_thread(render_blocks, answer.text))
+                await self.hold(live.conversation, answer)
+
+    async def _take(self, live: Live, answer: Node, request: Request) -> None:
+        reader, growing = self._reader(live, answer), GrowingMarkdown()
+        own = live.conversation.own_tokens(answer)
+        reader.push(Piece("", tokens=own))  # those that an answer which goes on has already
+        answer.text, answer.reasoning = reader.text, reader.reasoning
+        growing.push(answer.text, end=True)
+        live.grew(answer, growing.blocks)
+        due = monotonic() + SAVED_EVERY
+        async for piece in request:
+            before = len(answer.text)
+            reader.push(piece)
+            answer.text, answer.reasoning = reader.text, reader.reasoning
+            answer.added += piece.tokens
+            answer.logprobs += [(entry.logprob, list(entry.top)) for entry in piece.logprobs or []]
+            if (first := growing.push(answer.text[before:])) is not None:
+                live.grew(answer, growing.blocks, first)
+            if (now := monotonic()) > due:
+                self.store.put(live.conversation, answer)
+                due = now + max(SAVED_EVERY, SHARE * (monotonic() - now))
+        completion = await request.wait()
+        by = completion.stopped_by[0]
+        # The engine counts the tokens that belong to the answer; one that ended it is kept apart.
+        answer.end = by if completion.finished[0] == "eos" and isinstance(by, int) else None
+        own = [*own, *completion.tokens[0]]
+        answer.added = [*answer.added[: answer.start - answer.base], *own]
+        del answer.logprobs[len(own) :]
+        answer.status = FINISHED.get(completion.finished[0], "stopped")
+        usage = completion.usage
+        answer.usage = {"prompt": usage.prompt, "generated": usage.generated, **usage_details(usage)}
+
+    def _reader(self, live: Live, answer: Node) -> Answer:
+        """What makes text and reasoning of an answer's tokens."""
+        tokens = live.conversation.tokens(answer)[: answer.start]
+        prompt = Prompt(tokens, self.service.tokenizer.decode(tokens[-64:], False), b"")
+        return self.service.maker(prompt, ToolUse()).answers(1)[0]
+
+    async def hold(self, conversation: Conversation, answer: Node) -> None:
+        """Let a session stand at the end of a branch: what going on from there needs then stays in memory."""
+        above = conversation.answer_before(answer)
+        try:
+            if above is not None:
+                await asyncio.to_thread(self._close_sessions, session_name(conversation.id, above.id))
+            await asyncio.to_thread(self._close_sessions, session_name(conversation.id, answer.id))
+            record = self.record(conversation, answer)
+            await asyncio.to_thread(self.service.engine.new_session, session_name(conversation.id, answer.id), record)
+        except Exception as error:  # the engine is closing, or the session was made meanwhile; nothing is lost
+            log.info("the session of an answer was not made: %s", error)
+
+    def record(self, conversation: Conversation, answer: Node) -> Record:
+        """A branch as a session's record. Its messages tell where in the tokens each answer lies."""
+        messages: list[dict[str, Any]] = []
+        if answer.system:
+            messages.append({"role": "system", "content": answer.system})
+        turns, length = [Moment(0, 0)], 0
+        for node in conversation.path(answer):
+            message: dict[str, Any] = {"role": node.role, "content": node.text}
+            if node.role == "assistant":
+                whole = node.base == length
+                length = node.base + len(node.added)
+                message["lmstate"] = {"start": node.start, "stop": length, "end": node.end, "whole": whole}
+            messages.append(message)
+            if node.role == "assistant":
+                turns.append(Moment(length, len(messages)))
+        tokens = conversation.tokens(answer)
+        turns = [turn for turn in turns[:-1] if turn.tokens <= len(tokens)]
+        return Record(tokens, messages, turns)
+
+    def _close_sessions(self, prefix: str) -> None:
+        for name in self.service.engine.sessions():
+            if name == prefix or name.startswith(prefix + "."):
+                self.service.engine.session(name).close()
+
+    async def close(self) -> None:
+        """End the answers that are written as they are, and keep them."""
+        tasks = [task for live in self._open.values() for task in live.tasks]
+        for live in self._open.values():
+            for request in live.running.values():
+                request.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=5)
+        await asyncio.to_thread(self.store.close)
+
+
+def session_name(conversation: str, answer: str) -> str:
+    """The session that stands at the end of an answer, for those who look at `/v1/sessions`."""
+    return f"{conversation}.{answer}"

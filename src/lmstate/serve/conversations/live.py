@@ -1,0 +1,109 @@
+"""A conversation that pages look at: its changes by version, and the answers that are being written in it."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from lmstate.serve.conversations.markdown import render_blocks
+from lmstate.serve.conversations.tree import Conversation, Node
+
+if TYPE_CHECKING:
+    from lmstate.engine import Request
+
+
+@dataclass
+class Shown:
+    """A message as HTML blocks, and the version at which it and each block last changed."""
+
+    version: int = 0
+    blocks: list[str] | None = None  # None: not rendered yet
+    changed: list[int] = field(default_factory=list)
+
+    def show(self, blocks: list[str]) -> None:
+        self.blocks, self.changed = blocks, [self.version] * len(blocks)
+
+
+class Live:
+    """For the event loop's thread alone."""
+
+    def __init__(self, conversation: Conversation) -> None:
+        self.conversation = conversation
+        self.version = 1
+        self.watchers = 0
+        self.deleted = False
+        self.running: dict[str, Request] = {}
+        self.tasks: set[asyncio.Task[None]] = set()
+        self._shown = {id: Shown(1) for id in conversation.nodes}
+        self._changed = asyncio.Event()
+
+    @property
+    def idle(self) -> bool:
+        return not self.watchers and not self.tasks
+
+    def touch(self, *nodes: Node) -> None:
+        """Tell those who watch that the conversation, and these messages in it, changed."""
+        self.version += 1
+        for node in nodes:
+            self._shown.setdefault(node.id, Shown()).version = self.version
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def grew(self, node: Node, blocks: list[str], first: int = 0) -> None:
+        """An answer has these blocks now, other ones than before from `first` on."""
+        self.touch(node)
+        shown = self._shown[node.id]
+        shown.blocks = blocks
+        shown.changed[first:] = [self.version] * (len(blocks) - first)
+
+    async def wait(self, seen: int, seconds: float) -> bool:
+        """Until there is something that version `seen` has not, or the time is over: whether there is."""
+        if self.version == seen and not self.deleted:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), seconds)
+        return self.version != seen or self.deleted
+
+    def reading(self) -> list[Node]:
+        """Answers whose prompt is still being read."""
+        progress = {id: request.progress for id, request in self.running.items()}
+        return [self.conversation.nodes[id] for id, (read, total) in progress.items() if read < total]
+
+    async def render(self) -> None:
+        """Render what was not yet. Off the loop: an old conversation is long."""
+        for id, shown in list(self._shown.items()):
+            node = self.conversation.nodes[id]
+            if shown.blocks is None and node.status != "running":
+                text = node.text
+                blocks = await asyncio.to_thread(render_blocks, text)
+                if shown.blocks is None:
+                    shown.show(blocks)
+
+    def since(self, seen: int) -> dict[str, Any]:
+        """What a page that has version `seen` has to know."""
+        told = self.conversation
+        nodes = [self._told(node, seen) for node in told.nodes.values() if self._shown[node.id].version > seen]
+        return {"version": self.version, "title": told.title, "settings": told.settings, "nodes": nodes}
+
+    def _told(self, node: Node, seen: int) -> dict[str, Any]:
+        shown = self._shown[node.id]
+        if shown.blocks is None and node.status != "running":
+            shown.show(render_blocks(node.text))
+        blocks = shown.blocks or []
+        whole: dict[str, Any] = {} if node.status == "running" else {"text": node.text}
+        if (request := self.running.get(node.id)) is not None:
+            whole["progress"] = request.progress
+        return {
+            "id": node.id,
+            "parent": node.parent,
+            "role": node.role,
+            "status": node.status,
+            "error": node.error,
+            "reasoning": node.reasoning,
+            "tokens": len(node.logprobs),
+            "usage": node.usage,
+            "blocks": [[at, html] for at, html in enumerate(blocks) if shown.changed[at] > seen],
+            "count": len(blocks),
+            **whole,
+        }

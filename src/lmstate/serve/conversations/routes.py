@@ -1,0 +1,334 @@
+"""`/page`: what the page at `/` asks of the server. Its own; clients have `/v1/sessions`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from math import exp
+from time import time
+from typing import Any
+
+from starlette.background import BackgroundTask
+from starlette.requests import Request
+from starlette.responses import FileResponse
+from starlette.types import ASGIApp
+
+from lmstate.engine.session import Session
+from lmstate.serve.answers import new_id
+from lmstate.serve.conversations.keeper import MOST_TITLE, Keeper, session_name
+from lmstate.serve.conversations.live import Live
+from lmstate.serve.conversations.tree import Conversation, Node
+from lmstate.serve.errors import ApiError
+from lmstate.serve.fields import Fields
+from lmstate.serve.http import json_response, read_body
+from lmstate.serve.paths import Path
+from lmstate.serve.service import Service
+from lmstate.serve.sessions import done, receive_file, temporary
+from lmstate.serve.sse import EventStream, comment, data
+
+WAIT, LOOK = 5.0, 0.5  # seconds after which a page that hears nothing is told so; between looks for the server's end
+
+
+def keeper(request: Request) -> Keeper:
+    kept: Keeper = request.app.state.keeper
+    return kept
+
+
+async def about(service: Service, request: Request) -> ASGIApp:
+    """The model, and what its makers suggest."""
+    from lmstate.generation import Sampler
+
+    suggested = Sampler.suggested(service.model.defaults)
+    return json_response(
+        {
+            "model": service.settings.model_name,
+            "family": service.model.config.family,
+            "layers": len(service.model.blocks),
+            "context": service.context,
+            "max_tokens": service.settings.max_new_tokens,
+            "chats": service.engine.chats,
+            "kept": service.settings.folder is not None,
+            "temperature": suggested.temperature,
+            "top_p": suggested.top_p,
+        }
+    )
+
+
+async def list_conversations(service: Service, request: Request) -> ASGIApp:
+    search = request.query_params.get("search", "")[:200]
+    return json_response({"data": await asyncio.to_thread(keeper(request).store.list, search)})
+
+
+async def create(service: Service, request: Request) -> ASGIApp:
+    body, kept = await read_body(service, request), keeper(request)
+    settings = settings_of(body) or {}
+    kept.options(settings)
+    return json_response({"id": kept.create(title_of(body) or "", settings).conversation.id}, 201)
+
+
+async def change(service: Service, request: Request) -> ASGIApp:
+    """Another `title`, other `settings`."""
+    live, body = await opened(request), await read_body(service, request)
+    keeper(request).change(live, title_of(body), settings_of(body))
+    return json_response({"id": live.conversation.id})
+
+
+async def delete(service: Service, request: Request) -> ASGIApp:
+    await keeper(request).delete(await opened(request))
+    return json_response({"deleted": True})
+
+
+async def events(service: Service, request: Request) -> ASGIApp:
+    """The conversation, and all that changes in it. `since` and `epoch`: what the page has already."""
+    live, kept = await opened(request), keeper(request)
+    seen = request.query_params.get("since", "")
+    known = request.query_params.get("epoch") == kept.epoch and seen.isascii() and seen.isdigit() and len(seen) < 16
+    settings = service.settings
+    stream = changes(service, live, kept.epoch, int(seen) if known else 0)
+    return EventStream(stream, lambda: comment("ping"), settings.ping_interval, settings.write_timeout, {})
+
+
+async def changes(service: Service, live: Live, epoch: str, seen: int) -> AsyncIterator[bytes]:
+    live.watchers += 1
+    try:
+        if seen > live.version:  # of a time when the conversation was open longer
+            seen = 0
+        whole = seen == 0
+        await live.render()
+        while not live.deleted:
+            yield data({"epoch": epoch, "whole": whole, **live.since(seen)})
+            seen, whole = live.version, False
+            for _ in range(int(WAIT / LOOK)):
+                if service.draining:
+                    return  # the page finds the next server
+                if await live.wait(seen, LOOK):
+                    break
+                if reading := live.reading():
+                    live.touch(*reading)
+        yield data({"deleted": True})
+    finally:
+        live.watchers -= 1
+
+
+async def say(service: Service, request: Request) -> ASGIApp:
+    """`text` below the answer `parent` (null: it begins the conversation). Without a text: another answer."""
+    live, body = await opened(request), await read_body(service, request)
+    parent = node_of(live, body.text("parent"))
+    if body.has("text"):
+        text = body.need_text("text")
+        if not text.strip():
+            raise body.wrong("text", "a message that is not empty")
+        user, answer = await keeper(request).say(live, parent, text)
+        return json_response({"user": user.id, "answer": answer.id}, 201)
+    if parent is None:
+        raise body.wrong("parent", "a message to be answered")
+    return json_response({"answer": (await keeper(request).answer(live, parent)).id}, 201)
+
+
+async def go_on(service: Service, request: Request) -> ASGIApp:
+    live, answer = await found(request)
+    return json_response({"answer": (await keeper(request).go_on(live, answer)).id})
+
+
+async def stop(service: Service, request: Request) -> ASGIApp:
+    live, answer = await found(request)
+    keeper(request).stop(live, answer)
+    return json_response({"answer": answer.id})
+
+
+async def fork(service: Service, request: Request) -> ASGIApp:
+    """An answer that has `token` in the place of its own token number `at`."""
+    live, answer = await found(request)
+    body = await read_body(service, request)
+    at, token = body.integer("at", 0, 2**31), body.integer("token", 0, service.vocab_size - 1)
+    if at is None or token is None:
+        raise body.wrong("at" if at is None else "token", "given")
+    return json_response({"answer": (await keeper(request).fork(live, answer, at, token)).id}, 201)
+
+
+async def tokens(service: Service, request: Request) -> ASGIApp:
+    """The tokens of an answer, each with its probability and the likeliest others."""
+    live, answer = await found(request)
+    decode = service.tokenizer.decode
+    own = live.conversation.own_tokens(answer)
+
+    def told() -> list[dict[str, Any]]:
+        return [
+            {
+                "id": token,
+                "text": decode([token], False),
+                "p": exp(logprob),
+                "top": [
+                    {"id": id, "text": decode([id], False), "p": exp(other), "end": id in service.model.eos_ids}
+                    for id, other in top
+                ],
+            }
+            for token, (logprob, top) in zip(own, list(answer.logprobs), strict=False)
+        ]
+
+    return json_response({"data": await asyncio.to_thread(told)})
+
+
+async def state(service: Service, request: Request) -> ASGIApp:
+    """What is held of a branch: bytes by layer kind, what going on would reuse, and the prefixes that are kept."""
+    live, node = await found(request)
+    answer = node if node.role == "assistant" else live.conversation.answer_before(node)
+    held = live.conversation.tokens(answer)
+    if not held:
+        raise ApiError("nothing was computed for this branch yet", 409)
+    engine = service.engine
+    reuse = await asyncio.to_thread(engine.explain, held)
+    return json_response(
+        {
+            "tokens": len(held),
+            "shared": shared(live.conversation, answer),
+            "context": service.context,
+            "memory": await asyncio.to_thread(engine.held, held),
+            "reuse": asdict(reuse),
+            "usage": answer.usage if answer is not None else {},
+            "session": None if answer is None else session_name(live.conversation.id, answer.id),
+            "tree": await asyncio.to_thread(engine.tree),
+        }
+    )
+
+
+def shared(conversation: Conversation, answer: Node | None) -> int:
+    """How many of a branch's tokens another branch has too: those before its last parting of ways."""
+    path = conversation.path(answer)
+    for node in reversed(path):
+        if len(conversation.children(node.parent)) > 1:
+            if node.role == "assistant":
+                return node.start
+            above = conversation.answer_before(node)
+            return len(conversation.tokens(above))
+    return 0
+
+
+async def download(service: Service, request: Request) -> ASGIApp:
+    """A branch with its state, as a file for any server of the same model."""
+    live, answer = await found(request)
+    if answer.role != "assistant" or answer.status == "running":
+        raise ApiError("a branch is saved at the end of an answer that is no longer written", 409)
+    record, path = keeper(request).record(live.conversation, answer), temporary()
+    try:
+        await done(lambda: service.engine.save_session(record, path))
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    gone = BackgroundTask(path.unlink, missing_ok=True)
+    return FileResponse(path, media_type="application/octet-stream", filename="session.safetensors", background=gone)
+
+
+async def upload(service: Service, request: Request) -> ASGIApp:
+    """A conversation from such a file."""
+    kept, path, name = keeper(request), temporary(), new_id("upload_")
+    try:
+        await receive_file(service, request, path)
+        session = await done(lambda: service.engine.load_session(name, path))
+    finally:
+        path.unlink(missing_ok=True)
+    try:
+        nodes, system = nodes_of(session)
+    finally:
+        await asyncio.to_thread(session.close)
+    title = " ".join(nodes[0].text.split())[:60] if nodes else ""
+    live = kept.create(title, {"system": system} if system else {})
+    live.conversation.nodes = {node.id: node for node in nodes}
+    kept.store.put(live.conversation, *nodes)
+    live.touch(*nodes)
+    if nodes and nodes[-1].role == "assistant":
+        await kept.hold(live.conversation, nodes[-1])
+    return json_response({"id": live.conversation.id}, 201)
+
+
+def nodes_of(session: Session) -> tuple[list[Node], str]:
+    """(one branch of messages, the system prompt). Raises `ApiError` for a session that is no chat."""
+    tokens, system, nodes, length = session.tokens, "", list[Node](), 0
+    told = session.messages
+    if not told:
+        raise ApiError("the file holds plain text, no messages: send it to /v1/sessions/NAME/snapshot")
+    for index, message in enumerate(told):
+        role, text = message.get("role"), message.get("content")
+        if not isinstance(text, str) or role not in ("system", "user", "assistant"):
+            raise ApiError("the file's session has messages that are not text of system, user or assistant")
+        if role == "system":
+            system = f"{system}\n\n{text}".strip()
+            continue
+        if role != ("user" if not nodes or nodes[-1].role == "assistant" else "assistant"):
+            raise ApiError("the file's session does not take turns: its messages cannot be shown as a conversation")
+        node = Node(new_id("m", 10), nodes[-1].id if nodes else None, role, text, created=time(), system=system)
+        if role == "assistant":
+            start, stop, node.end = place(message.get("lmstate"), length, len(tokens))
+            if index == len(told) - 1:
+                stop = len(tokens)
+            if stop:
+                node.base, node.start, node.added = length, start, tokens[length:stop]
+                node.status = "done" if node.end is not None or message.get("lmstate") is None else "stopped"
+                length = stop
+        nodes.append(node)
+    return nodes, system
+
+
+def place(told: Any, length: int, most: int) -> tuple[int, int, int | None]:
+    """(start, stop, end) of an answer in its session's tokens; (0, 0, None) where that is not known."""
+    values = told if isinstance(told, dict) else {}
+    start, stop, end = (values.get(key) for key in ("start", "stop", "end"))
+    if values.get("whole") is not True or type(start) is not int or type(stop) is not int:
+        return most, 0, None
+    if not length <= start <= stop <= most or not (end is None or type(end) is int):
+        return most, 0, None
+    return start, stop, end
+
+
+async def opened(request: Request) -> Live:
+    return await keeper(request).open(request.path_params["id"])
+
+
+async def found(request: Request) -> tuple[Live, Node]:
+    live = await opened(request)
+    node = node_of(live, request.path_params["node"])
+    assert node is not None
+    return live, node
+
+
+def node_of(live: Live, id: str | None) -> Node | None:
+    if id is not None and id not in live.conversation.nodes:
+        raise ApiError(f"the conversation has no message {id[:100]!r}", 404)
+    return None if id is None else live.conversation.nodes[id]
+
+
+def title_of(body: Fields) -> str | None:
+    title = body.text("title", most=MOST_TITLE)
+    return None if title is None else " ".join(title.split())
+
+
+def settings_of(body: Fields) -> dict[str, Any] | None:
+    """Those that the page knows; others are left out."""
+    given = body.inner("settings")
+    if given is None:
+        return None
+    names = ("system", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")
+    return {name: given.get(name) for name in names if given.has(name)}
+
+
+ROOT = "/page/conversations"
+PATHS = tuple(
+    Path(method, path, handler, both=False)
+    for method, path, handler in (
+        ("GET", "/page/about", about),
+        ("GET", ROOT, list_conversations),
+        ("POST", ROOT, create),
+        ("POST", "/page/upload", upload),
+        ("POST", f"{ROOT}/{{id}}", change),
+        ("DELETE", f"{ROOT}/{{id}}", delete),
+        ("GET", f"{ROOT}/{{id}}/events", events),
+        ("POST", f"{ROOT}/{{id}}/say", say),
+        ("POST", f"{ROOT}/{{id}}/{{node}}/continue", go_on),
+        ("POST", f"{ROOT}/{{id}}/{{node}}/stop", stop),
+        ("POST", f"{ROOT}/{{id}}/{{node}}/fork", fork),
+        ("GET", f"{ROOT}/{{id}}/{{node}}/tokens", tokens),
+        ("GET", f"{ROOT}/{{id}}/{{node}}/state", state),
+        ("GET", f"{ROOT}/{{id}}/{{node}}/session", download),
+    )
+)

@@ -1,0 +1,84 @@
+"""A conversation as the tree that it is: messages, and the tokens that each answer was computed from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmstate.serve.messages import Message
+
+Alternative = tuple[int, float]
+
+
+@dataclass
+class Node:
+    """A message. `parent` None: it begins the conversation.
+
+    An answer's text of tokens is the first `base` ones of the answer before it, then `added`; its own begin at `start`.
+    `end` is the token that ended it. `logprobs` has (its log probability, the likeliest tokens) for each own token.
+    """
+
+    id: str
+    parent: str | None
+    role: str  # user or assistant
+    text: str = ""
+    reasoning: str = ""
+    status: str = "done"  # running, done, stopped, length, failed
+    error: str = ""
+    created: float = 0.0
+    system: str = ""
+    base: int = 0
+    start: int = 0
+    added: list[int] = field(default_factory=list)
+    end: int | None = None
+    logprobs: list[tuple[float, list[Alternative]]] = field(default_factory=list)
+    usage: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+@dataclass
+class Conversation:
+    """A tree of messages with a title and settings."""
+
+    id: str
+    title: str
+    updated: float
+    settings: dict[str, Any] = field(default_factory=dict)
+    nodes: dict[str, Node] = field(default_factory=dict)
+
+    def path(self, node: Node | None) -> list[Node]:
+        """The messages from the first to this one."""
+        found: list[Node] = []
+        while node is not None:
+            found.append(node)
+            node = self.nodes[node.parent] if node.parent is not None else None
+        return found[::-1]
+
+    def children(self, id: str | None) -> list[Node]:
+        return [node for node in self.nodes.values() if node.parent == id]
+
+    def answer_before(self, node: Node | None) -> Node | None:
+        """The nearest answer above a message."""
+        while node is not None and node.parent is not None:
+            node = self.nodes[node.parent]
+            if node.role == "assistant":
+                return node
+        return None
+
+    def tokens(self, answer: Node | None) -> list[int]:
+        """All tokens up to the end of an answer."""
+        found: list[int] = []
+        for node in self.path(answer):
+            if node.role == "assistant":
+                found = [*found[: node.base], *node.added]
+        return found
+
+    def own_tokens(self, answer: Node) -> list[int]:
+        return self.tokens(answer)[answer.start :]
+
+    def messages(self, node: Node | None, system: str) -> tuple[Message, ...]:
+        """The path to a message as what is rendered to a prompt."""
+        said = [Message(one.role, one.text, one.reasoning) for one in self.path(node)]
+        return (*([Message("system", system)] if system else []), *said)

@@ -1,0 +1,286 @@
+// The page: which conversation and branch is shown, and what keys and buttons do.
+
+import { follow, get, post } from "./api.js";
+import { Conversation } from "./conversation.js";
+import { announce, ask, byId, el } from "./dom.js";
+import { Pane } from "./messages.js";
+import { keepSettings, settingsPanel, statePanel, tokensPanel, treePanel } from "./panels.js";
+import { showList, walk } from "./side.js";
+
+let conversation = null, unfollow = () => {}, about = null, panel = null, asked = 0, due = false, wasRunning = null, mapped = "";
+const text = byId("text");
+
+const actions = {
+  choose: (node) => goTo(conversation.end(node.id)),
+  goTo: (node) => { goTo(node.id); text.focus(); },
+  compare: (node) => { conversation.other = conversation.end(node.id); draw(); },
+  stop: (node) => tried(() => post(`${conversation.root}/${node.id}/stop`)),
+  goOn: (node) => tried(async () => goTo((await post(`${conversation.root}/${node.id}/continue`)).answer)),
+  again: (node) => tried(async () => goTo((await post(`${conversation.root}/say`, { parent: node.parent })).answer)),
+  tokens: (node) => openPanel("tokens", node.id),
+  sayOtherwise: (node, said) => tried(async () => goTo((await post(`${conversation.root}/say`, { parent: node.parent, text: said })).answer)),
+};
+// A branch beside the first is walked on its own.
+const beside = { ...actions, choose: actions.compare };
+const panes = [new Pane(byId("pane"), actions), new Pane(byId("other"), beside)];
+
+// ---- which conversation and branch
+
+function show(id) {
+  unfollow();
+  conversation = id ? new Conversation(id) : null;
+  if (location.hash.slice(1) !== (id ?? "")) history.pushState(null, "", id ? `#${id}` : location.pathname);
+  problem("");
+  byId("connection").hidden = true;
+  text.value = localStorage.getItem(`draft:${id ?? ""}`) ?? "";
+  fit();
+  closeSide();
+  unfollow = id ? follow(id, told, connection, gone) : () => {};
+  draw();
+  panes[0].toEnd();
+  list();
+}
+
+function told(event) {
+  const first = event.whole, title = conversation.title;
+  conversation.apply(event);
+  if (conversation.title !== title) list();
+  later();
+  if (first) requestAnimationFrame(() => panes[0].toEnd());
+}
+
+function gone(message) {
+  show(null);
+  problem(message);
+}
+
+function connection(up) {
+  const line = byId("connection");
+  if (up && !line.hidden) announce("The connection is back.");
+  line.hidden = up;
+  line.textContent = up ? "" : "The connection is lost. Trying again… what you write stays here.";
+}
+
+function goTo(id) {
+  conversation.go(id);
+  draw();
+}
+
+function undo() {
+  if (!conversation?.leaf) return;
+  const last = conversation.path(conversation.leaf).findLast((node) => node.role === "user");
+  goTo(last?.parent ?? null);
+  if (last && !text.value) { text.value = last.text; fit(); }
+  announce("Went back before the last turn. It stays in the tree.");
+}
+
+// ---- drawing, once a frame at most
+
+function later() {
+  if (due) return;
+  due = true;
+  requestAnimationFrame(() => { due = false; draw(); });
+}
+
+function draw() {
+  const empty = new Conversation(""), shown = conversation ?? empty;
+  byId("title").textContent = shown.title;
+  document.title = conversation ? `${shown.title} – lmstate` : "lmstate";
+  byId("rename").hidden = !conversation;
+  panes[0].show(shown, shown.leaf);
+  byId("other").hidden = !shown.other;
+  if (shown.other) panes[1].show(shown, shown.other);
+  const running = runningAnswers();
+  byId("stop").hidden = !running.length;
+  byId("send").textContent = shown.other ? "Send to both" : "Send";
+  byId("send").disabled = running.length > 0;
+  const now = running.length > 0;
+  if (wasRunning !== null && now !== wasRunning) announce(now ? "An answer is being written." : "The answer ended.");
+  if (now !== wasRunning && panel === "state") drawPanel();
+  wasRunning = now;
+  const map = `${shown.id} ${shown.shape} ${shown.leaf}`;
+  if (panel === "tree" && map !== mapped) drawPanel();
+  mapped = map;
+}
+
+const runningAnswers = () => conversation ? [...new Set([conversation.running(conversation.leaf), conversation.running(conversation.other)].filter(Boolean))] : [];
+
+// ---- panels
+
+let tokensOf = null;
+
+function openPanel(name, id = null) {
+  panel = name === panel && id === null ? null : name;
+  tokensOf = id;
+  for (const one of document.querySelectorAll("[data-panel]")) one.setAttribute("aria-pressed", one.dataset.panel === panel);
+  byId("panel").hidden = panel === null;
+  byId("panel").replaceChildren();
+  if (panel) drawPanel(true);
+}
+
+async function drawPanel(focus = false) {
+  const mine = ++asked, box = byId("panel");
+  let parts;
+  try {
+    if (panel === "settings") {
+      about ??= await get("/page/about");
+      parts = settingsPanel(conversation, about, async (settings) => {
+        if (!conversation) await begin(settings);
+        else await keepSettings(conversation, settings);
+      });
+    } else if (!conversation) parts = [el("p", { class: "quiet" }, "No conversation yet.")];
+    else if (panel === "tree") parts = treePanel(conversation, (node) => (node ? goTo(node.role === "user" ? conversation.end(node.id) : node.id) : undo()));
+    else if (panel === "state") parts = await statePanel(conversation);
+    else parts = await tokensPanel(conversation, conversation.nodes.get(tokensOf), (node, at, token) =>
+      tried(async () => {
+        const { answer } = await post(`${conversation.root}/${node.id}/fork`, { at, token });
+        goTo(answer);
+      }));
+  } catch (error) {
+    parts = [el("p", { class: "problem", role: "alert" }, error.message)];
+  }
+  if (mine !== asked) return;
+  const focused = box.contains(document.activeElement) ? document.activeElement.dataset.id : null;
+  const close = el("button", { type: "button", class: "icon close", "aria-label": "Close the panel", on: { click: () => openPanel(panel) } }, "✕");
+  box.replaceChildren(close, ...parts.filter(Boolean));
+  if (focus) close.focus();
+  else if (focused) [...box.querySelectorAll("[data-id]")].find((one) => one.dataset.id === focused)?.focus();
+}
+
+// ---- saying
+
+async function begin(settings = {}) {
+  const { id } = await post("/page/conversations", { settings });
+  const draft = text.value;
+  localStorage.removeItem("draft:");
+  text.value = "";
+  show(id);
+  text.value = draft;
+  keepDraft();
+}
+
+/** Do it; what stands in the way is told beside the field. Resolves to whether it was done. */
+async function tried(action) {
+  problem("");
+  try {
+    await action();
+    return true;
+  } catch (error) {
+    problem(error.message);
+    return false;
+  }
+}
+
+function problem(message) {
+  byId("problem").textContent = message;
+  byId("problem").hidden = !message;
+}
+
+async function send() {
+  const said = text.value;
+  if (!said.trim() || runningAnswers().length || byId("send").disabled) return;
+  byId("send").disabled = true;
+  const done = await tried(async () => {
+    if (!conversation) await begin();
+    const { root, leaf, other } = conversation;
+    const sent = [post(`${root}/say`, { parent: parentOf(leaf), text: said })];
+    if (other) sent.push(post(`${root}/say`, { parent: parentOf(other), text: said }));
+    const [first, second] = await Promise.all(sent);
+    if (second) conversation.go(second.answer, "other");
+    conversation.go(first.answer);
+  });
+  if (done && text.value === said) { text.value = ""; keepDraft(); fit(); }
+  draw();
+  panes.forEach((pane) => pane.toEnd());
+  list();
+}
+
+/** The answer that a message goes below: a branch that ends with a message without answer goes on above it. */
+const parentOf = (leaf) => conversation.answer(leaf)?.id ?? null;
+
+function keepDraft() {
+  const name = `draft:${conversation?.id ?? ""}`;
+  if (text.value) localStorage.setItem(name, text.value);
+  else localStorage.removeItem(name);
+}
+
+function fit() {
+  text.rows = Math.min(10, text.value.split("\n").length);
+}
+
+// ---- the rest of the page
+
+const list = () => showList(conversation?.id, show, (id) => (id === conversation?.id ? show(null) : list())).catch((error) => problem(error.message));
+
+function closeSide() {
+  byId("side").classList.remove("open");
+}
+
+function theme(next) {
+  const root = document.documentElement;
+  if (next) localStorage.setItem("theme", next);
+  const kept = localStorage.getItem("theme") ?? "system";
+  if (kept === "system") delete root.dataset.theme;
+  else root.dataset.theme = kept;
+  byId("theme").setAttribute("aria-label", `Theme: ${kept === "system" ? "as the system" : kept}`);
+}
+
+async function rename() {
+  const title = await ask({ title: "Rename this conversation", label: "Name", value: conversation.title, yes: "Rename" });
+  if (title?.trim()) await tried(() => post(conversation.root, { title: title.slice(0, 200) }));
+}
+
+byId("composer").addEventListener("submit", (event) => { event.preventDefault(); send(); });
+byId("stop").addEventListener("click", () => runningAnswers().forEach(actions.stop));
+byId("new").addEventListener("click", () => { show(null); text.focus(); });
+byId("rename").addEventListener("click", rename);
+byId("search").addEventListener("input", list);
+byId("search").addEventListener("keydown", (event) => {
+  if (event.key === "ArrowDown") { byId("list").querySelector(".open")?.focus(); event.preventDefault(); }
+});
+byId("list").addEventListener("keydown", walk);
+byId("side-open").addEventListener("click", () => { byId("side").classList.add("open"); byId("new").focus(); });
+byId("side-close").addEventListener("click", () => { closeSide(); byId("side-open").focus(); });
+byId("theme").addEventListener("click", () => {
+  const kept = localStorage.getItem("theme") ?? "system";
+  theme({ system: "light", light: "dark", dark: "system" }[kept]);
+});
+byId("load").addEventListener("change", (event) => tried(async () => {
+  const [file] = event.target.files;
+  event.target.value = "";
+  if (file) show((await post("/page/upload", file)).id);
+}));
+for (const one of document.querySelectorAll("[data-panel]")) one.addEventListener("click", () => openPanel(one.dataset.panel));
+text.addEventListener("input", () => { fit(); keepDraft(); });
+text.addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && !byId("dialog").open) {
+    if (byId("side").classList.contains("open")) closeSide();
+    else if (byId("panel").contains(document.activeElement)) { openPanel(panel); text.focus(); }
+    else if (runningAnswers().length) runningAnswers().forEach(actions.stop);
+    else if (conversation?.other) { conversation.other = null; draw(); }
+    return;
+  }
+  if (!event.altKey || event.ctrlKey || event.metaKey) return;
+  const keys = {
+    KeyN: () => byId("new").click(),
+    KeyK: () => { byId("side").classList.add("open"); byId("search").focus(); },
+    KeyZ: undo,
+    KeyT: () => openPanel("tree"),
+    KeyS: () => openPanel("state"),
+    Comma: () => openPanel("settings"),
+  };
+  if (keys[event.code]) { event.preventDefault(); keys[event.code](); }
+});
+addEventListener("popstate", () => show(location.hash.slice(1) || null));
+addEventListener("focus", list);
+
+theme();
+show(location.hash.slice(1) || null);
+text.focus();
+get("/page/about").then((told) => {
+  about = told;
+  byId("model").textContent = `${told.model}${told.context ? `, ${told.context.toLocaleString("en")} tokens of context` : ""}.`;
+}).catch((error) => problem(error.message));

@@ -1,0 +1,148 @@
+// A branch as messages. Elements of messages that did not change stay; of those that grow, only the changed blocks.
+
+import { button, copyButton, el, showHtml } from "./dom.js";
+
+const CALLED = { user: "You", assistant: "Answer" };
+
+export class Pane {
+  /** `actions`: what the buttons of a message do, each called with the message. */
+  constructor(element, actions) {
+    this.element = element;
+    this.actions = actions;
+    this.shown = new Map();
+    this.editing = null;
+  }
+
+  show(conversation, leaf) {
+    const near = this.element.scrollHeight - this.element.scrollTop - this.element.clientHeight < 120;
+    const path = conversation.path(leaf);
+    const wanted = new Set(path.map((node) => node.id));
+    for (const [id, view] of this.shown) {
+      if (!wanted.has(id)) { view.element.remove(); this.shown.delete(id); }
+    }
+    if (this.editing && !wanted.has(this.editing)) this.editing = null;
+    this.element.querySelector(".welcome")?.remove();
+    if (!path.length) {
+      this.element.append(el("p", { class: "welcome" },
+        "Say something. Every answer can be asked for again, every message said otherwise: the conversation becomes a tree, and no branch computes what another has."));
+    }
+    let at = null;
+    for (const node of path) {
+      let view = this.shown.get(node.id);
+      if (!view) { view = new View(node, this); this.shown.set(node.id, view); }
+      const after = at ? at.nextSibling : this.element.firstChild;
+      if (view.element !== after) this.element.insertBefore(view.element, after);
+      at = view.element;
+      view.update(node, conversation.siblings(node), node.id === leaf);
+    }
+    if (near) this.element.scrollTop = this.element.scrollHeight;
+  }
+
+  toEnd() {
+    this.element.scrollTop = this.element.scrollHeight;
+  }
+
+  edit(node) {
+    this.shown.get(node.id)?.edit(node);
+  }
+}
+
+class View {
+  constructor(node, pane) {
+    this.pane = pane;
+    this.blocks = [];
+    this.key = this.buttons = "";
+    this.name = el("h2", { class: "name" }, CALLED[node.role]);
+    this.reasoning = el("details", { hidden: true }, el("summary", {}, "Reasoning"), el("div"));
+    this.body = el("div", { class: "body" });
+    this.error = el("p", { class: "error", role: "alert", hidden: true });
+    this.foot = el("div", { class: "foot", role: "group", "aria-label": `Of this ${node.role === "user" ? "message" : "answer"}` });
+    this.element = el("article", { class: `message ${node.role}`, "data-id": node.id }, this.name, this.reasoning, this.body, this.error, this.foot);
+  }
+
+  update(node, siblings, last) {
+    const place = siblings.indexOf(node), key = `${node.stamp} ${siblings.length} ${last}`;
+    if (key === this.key) return;
+    this.key = key;
+    node.blocks.forEach((html, at) => {
+      if (this.blocks[at]?.html === html) return;
+      let block = this.blocks[at];
+      if (!block) { block = this.blocks[at] = { element: el("div") }; this.body.append(block.element); }
+      block.html = html;
+      showHtml(block.element, html ?? "");
+    });
+    while (this.blocks.length > node.blocks.length) this.blocks.pop().element.remove();
+    const running = node.status === "running";
+    this.element.setAttribute("aria-busy", running);
+    if (running && !node.blocks.length) {
+      this.waiting ??= this.body.appendChild(el("p", { class: "waiting" }));
+      const [read, total] = node.progress ?? [0, 0];
+      this.waiting.textContent = read < total ? `Reading: ${read} of ${total} tokens…` : "…";
+    } else { this.waiting?.remove(); this.waiting = null; }
+    if (node.reasoning) {
+      this.reasoning.hidden = false;
+      if (this.reasoning.lastChild.textContent !== node.reasoning) this.reasoning.lastChild.textContent = node.reasoning;
+    }
+    this.error.hidden = !node.error;
+    if (this.error.textContent !== node.error) this.error.textContent = node.error;
+    // Buttons are made anew only when they would be others: a focused one stays.
+    const buttons = JSON.stringify([node.status, siblings.length, place, last, node.usage]);
+    if (buttons === this.buttons) return;
+    this.buttons = buttons;
+    const focused = this.foot.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
+    this.foot.replaceChildren(...this.controls(node, siblings, place, last));
+    if (focused) [...this.foot.children].find((one) => one.getAttribute("aria-label") === focused)?.focus();
+  }
+
+  controls(node, siblings, place, last) {
+    const act = this.pane.actions, found = [];
+    if (siblings.length > 1) {
+      const step = (by, name, sign) =>
+        button(sign, () => act.choose(siblings[(place + by + siblings.length) % siblings.length]), { "aria-label": name });
+      found.push(step(-1, "The branch before", "‹"), el("span", {}, `${place + 1} of ${siblings.length}`), step(1, "The next branch", "›"));
+      found.push(button("Compare", () => act.compare(siblings[(place + 1) % siblings.length]), { "aria-label": "Show the next branch beside this one" }));
+    }
+    if (node.status === "running") {
+      found.push(button("Stop", () => act.stop(node), { "aria-label": "Stop this answer" }));
+      return found;
+    }
+    found.push(copyButton(() => node.text, node.role === "user" ? "Copy this message" : "Copy this answer"));
+    if (node.role === "user") {
+      found.push(button("Edit", () => this.edit(node), { "aria-label": "Say this otherwise, in a new branch" }));
+      return found;
+    }
+    if (["stopped", "length", "failed"].includes(node.status)) {
+      found.push(button("Continue", () => act.goOn(node), { "aria-label": "Continue this answer" }));
+    }
+    found.push(button("Again", () => act.again(node), { "aria-label": "Another answer, in a new branch" }));
+    found.push(button("Tokens", () => act.tokens(node), { "aria-label": "The tokens of this answer and their alternatives" }));
+    if (!last) found.push(button("Go on from here", () => act.goTo(node), { "aria-label": "Go on from this answer, in a new branch" }));
+    const { usage } = node;
+    if (usage.prompt !== undefined) {
+      const rate = usage.decode_ms > 0 ? ` · ${(usage.generated / usage.decode_ms * 1000).toFixed(0)} tokens/s` : "";
+      found.push(el("span", { class: "cost", title: "Tokens of the prompt that were taken from the state, and that were computed" },
+        `reused ${usage.reused_tokens} · computed ${usage.computed_tokens} in ${usage.prefill_ms.toFixed(0)} ms${rate}`));
+    }
+    return found;
+  }
+
+  edit(node) {
+    const text = el("textarea", { rows: "4", "aria-label": "Say this otherwise" });
+    text.value = node.text;
+    const end = () => { form.replaceWith(this.body); this.foot.hidden = false; this.pane.editing = null; };
+    const form = el("form", { class: "edit", on: {
+      submit: async (event) => {
+        event.preventDefault();
+        if (text.value.trim() && (await this.pane.actions.sayOtherwise(node, text.value))) end();
+      },
+      keydown: (event) => {
+        if (event.key === "Escape") { event.stopPropagation(); end(); }
+        if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); form.requestSubmit(); }
+      },
+    } }, text, el("div", { class: "row" }, el("button", { class: "primary" }, "Send as a new branch"), button("Cancel", end)));
+    this.body.replaceWith(form);
+    this.foot.hidden = true;
+    this.pane.editing = node.id;
+    text.focus();
+  }
+}

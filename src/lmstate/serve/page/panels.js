@@ -1,0 +1,160 @@
+// The panels beside the messages: the tree, what the state holds, tokens, settings.
+
+import { blob, get, post } from "./api.js";
+import { announce, button, el, saveAs, size } from "./dom.js";
+
+/** The tree as nested lists; a line of messages without branches is one list. */
+export function treePanel(conversation, go) {
+  const on = new Set(conversation.path(conversation.leaf).map((node) => node.id));
+  const line = (id) => {
+    const list = el("ul", { class: "map" });
+    let below = conversation.children(id);
+    while (below.length === 1) {
+      list.append(el("li", {}, entry(below[0])));
+      below = conversation.children(below[0].id);
+    }
+    for (const node of below) list.append(el("li", {}, entry(node), line(node.id)));
+    return list;
+  };
+  const entry = (node) => {
+    const start = (node.text ?? "…").split("\n").find((text) => text.trim()) ?? "(empty)";
+    return button(start.slice(0, 80), () => go(node), {
+      class: `${node.role}${on.has(node.id) ? " on" : ""}`,
+      "aria-current": node.id === conversation.leaf ? "true" : undefined,
+      title: node.role === "user" ? "A message of yours" : "An answer",
+      "data-id": node.id,
+    });
+  };
+  const count = [...conversation.nodes.values()].filter((node) => node.role === "assistant" && !conversation.children(node.id).length).length;
+  return [
+    el("h2", {}, "The tree"),
+    el("p", { class: "quiet" }, `● a message, ◆ an answer. ${count} ${count === 1 ? "branch" : "branches"}. Going to one computes nothing.`),
+    line(null),
+    conversation.leaf ? button("Undo the last turn (Alt+Z)", () => go(null)) : null,
+  ];
+}
+
+export async function statePanel(conversation) {
+  const answer = conversation.answer(conversation.leaf);
+  if (!answer || answer.status === "running") {
+    return [el("h2", {}, "What the state holds"), el("p", { class: "quiet" }, answer ? "It is being written." : "Nothing yet.")];
+  }
+  const told = await get(`${conversation.root}/${answer.id}/state`);
+  const { reuse, usage } = told;
+  const pairs = (...rows) => el("dl", {}, ...rows.filter(Boolean).flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, `${value}`)]));
+  const total = Object.values(told.memory).reduce((sum, bytes) => sum + bytes, 0);
+  const meter = told.context ? el("meter", { min: 0, max: told.context, value: told.tokens, high: told.context * 0.9, "aria-label": "Context in use" }) : null;
+  const tier = reuse.tier ?? (reuse.reused ? "memory" : "nowhere");
+  return [
+    el("h2", {}, "What the state holds"),
+    pairs(["Tokens of this branch", told.tokens], ["Shared with another branch", told.shared], ["Its own", told.tokens - told.shared], told.context && ["Context", told.context]),
+    meter,
+    el("h3", {}, "Bytes by layer kind"),
+    pairs(...Object.entries(told.memory).map(([kind, bytes]) => [kind, size(bytes)]), ["all", size(total)]),
+    el("h3", {}, "Going on from here"),
+    pairs(["Would be reused", `${reuse.reused} of ${told.tokens}`], ["Found in", tier], ["Computed again", Math.max(0, told.tokens - reuse.reused)], reuse.forced_by && ["Because of", reuse.forced_by]),
+    el("h3", {}, "The last answer"),
+    usage.prompt === undefined ? el("p", { class: "quiet" }, "It was loaded, not computed here.") : pairs(
+      ["Prompt", usage.prompt], ["Reused", usage.reused_tokens], ["Computed", usage.computed_tokens],
+      usage.tier && ["From", usage.tier],
+      usage.differs_at !== null && ["First new token", `${usage.differs_at} ${JSON.stringify(usage.differs)}`],
+      usage.forced_by && ["Recomputed because of", usage.forced_by],
+      ["Waited", `${usage.queued_ms.toFixed(1)} ms`], ["Prompt took", `${usage.prefill_ms.toFixed(1)} ms`], ["Answer took", `${usage.decode_ms.toFixed(1)} ms`],
+    ),
+    el("h3", {}, "Save and share"),
+    el("div", { class: "stack" },
+      button("Save this branch with its state", async () => {
+        saveAs(`${fileName(conversation)}.safetensors`, await blob(`${conversation.root}/${answer.id}/session`));
+      }),
+      button("Export this branch as Markdown", () => saveAs(`${fileName(conversation)}.md`, new Blob([asMarkdown(conversation)], { type: "text/markdown" }))),
+      button("Export the tree as JSON", () => saveAs(`${fileName(conversation)}.json`, new Blob([asJson(conversation)], { type: "application/json" }))),
+    ),
+    el("h3", {}, "Prefixes that are kept"),
+    el("p", { class: "quiet" }, "M in memory, D in the store, C a carry, L last logits, P a session stands here."),
+    el("pre", { class: "plain", tabindex: "0", role: "region", "aria-label": "Prefixes that are kept" }, told.tree),
+  ];
+}
+
+const fileName = (conversation) => conversation.title.replace(/[^\p{L}\p{N} _-]/gu, "").trim().slice(0, 60) || "conversation";
+
+export function asMarkdown(conversation) {
+  const parts = conversation.path(conversation.leaf).map((node) => `## ${node.role === "user" ? "User" : "Assistant"}\n\n${node.text ?? ""}`);
+  return `# ${conversation.title}\n\n${parts.join("\n\n")}\n`;
+}
+
+export function asJson(conversation) {
+  const messages = [...conversation.nodes.values()].map(({ id, parent, role, text, reasoning, status, usage }) => ({ id, parent, role, content: text ?? "", reasoning, status, usage }));
+  return `${JSON.stringify({ title: conversation.title, settings: conversation.settings, leaf: conversation.leaf, messages }, null, 1)}\n`;
+}
+
+/** The tokens of an answer; one that is chosen shows what else could have stood there. */
+export async function tokensPanel(conversation, answer, forked) {
+  const { data } = await get(`${conversation.root}/${answer.id}/tokens`);
+  const choices = el("ul", { class: "choices", "aria-label": "What could stand there" });
+  const percent = (p) => `${(p * 100).toFixed(p >= 0.1 ? 0 : p >= 0.001 ? 1 : 3)} %`;
+  const visible = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "⇥") || "∅";
+  const show = (at, chosen) => {
+    for (const other of list.children) other.setAttribute("aria-expanded", other === chosen);
+    const token = data[at];
+    choices.replaceChildren(...token.top.map((other) =>
+      el("li", {}, button("", () => forked(answer, at, other.id), {
+        disabled: other.id === token.id || other.end,
+        "aria-label": `${visible(other.text)}, ${percent(other.p)}${other.id === token.id ? ", as it is" : other.end ? ", would end the answer" : ", begin a branch with it"}`,
+      }))));
+    [...choices.querySelectorAll("button")].forEach((one, index) => {
+      const other = token.top[index];
+      one.append(el("span", {}, visible(other.text)), el("span", {}, `${percent(other.p)}${other.end ? " end" : ""}`));
+    });
+    announce(`${visible(token.text)}, ${percent(token.p)}`);
+  };
+  const list = el("div", { class: "tokens" }, ...data.map((token, at) => {
+    const made = button(visible(token.text), () => show(at, made), {
+      class: `p${token.p < 0.2 ? 0 : token.p < 0.7 ? 1 : 2}`, title: percent(token.p), "aria-expanded": "false",
+    });
+    return made;
+  }));
+  return [
+    el("h2", {}, "Tokens of this answer"),
+    el("p", { class: "quiet" }, data.length ? "Underlined by probability. Choose one to see what else could stand there; choose another and the conversation forks." : "Their probabilities are not known here."),
+    choices,
+    list,
+  ];
+}
+
+export function settingsPanel(conversation, about, saved) {
+  const kept = conversation?.settings ?? {};
+  const problem = el("p", { class: "problem", role: "alert", hidden: true });
+  const fields = [
+    ["system", "System prompt", "What the model is told before everything. Another one computes the branch anew.", { rows: "5" }],
+    ["temperature", "Temperature", `0 takes the likeliest token each time. By default ${about.temperature}${about.temperature ? "" : ", but other answers to a message are drawn at 0.8"}.`, { type: "number", min: 0, max: 100, step: "any" }],
+    ["top_p", "Top p", `Only the likeliest tokens that together have this probability. By default ${about.top_p ?? 1}.`, { type: "number", min: 0, max: 1, step: "any" }],
+    ["max_tokens", "Longest answer, in tokens", `By default ${about.max_tokens}.`, { type: "number", min: 1, step: 1 }],
+    ["seed", "Seed", "The same seed draws the same answer.", { type: "number", step: 1 }],
+  ];
+  const inputs = {};
+  const made = fields.map(([name, label, help, options]) => {
+    inputs[name] = el(options.rows ? "textarea" : "input", { id: `set-${name}`, "aria-describedby": `help-${name}`, ...options });
+    inputs[name].value = kept[name] ?? "";
+    return el("div", { class: "field" }, el("label", { for: `set-${name}` }, label), inputs[name], el("p", { class: "quiet", id: `help-${name}` }, help));
+  });
+  const form = el("form", { on: { submit: async (event) => {
+    event.preventDefault();
+    const settings = {};
+    for (const [name, input] of Object.entries(inputs)) {
+      if (input.value !== "") settings[name] = name === "system" ? input.value : Number(input.value);
+    }
+    problem.hidden = true;
+    try {
+      await saved(settings);
+      announce("Settings kept");
+    } catch (error) {
+      problem.textContent = error.message;
+      problem.hidden = false;
+    }
+  } } }, ...made, problem, el("button", { class: "primary" }, "Keep settings"));
+  const facts = [["Model", about.model], ["Family", about.family], ["Layers", about.layers], ["Context", about.context ?? "any"], ["Conversations", about.kept ? "kept in the server's store" : "until the server ends (--store keeps them)"]];
+  return [el("h2", {}, "Settings of this conversation"), form, el("h3", {}, "The model"),
+    el("dl", {}, ...facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, `${value}`)]))];
+}
+
+export const keepSettings = (conversation, settings) => post(conversation.root, { settings });

@@ -1,0 +1,285 @@
+"""The page's own API and files: a conversation is a tree, nothing in it is lost, and no text in it becomes markup."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import httpx
+import pytest
+
+import lmstate
+from lmstate.engine import Engine
+from lmstate.serve import Settings
+from lmstate.serve.conversations.markdown import GrowingMarkdown, render, render_blocks
+from lmstate.serve.conversations.store import ConversationStore
+from lmstate.serve.conversations.tree import Conversation, Node
+from tests.serve.running import Running, running, wait_until
+
+ROOT = "/page/conversations"
+PAGE = Path(lmstate.__file__).parent / "serve" / "page"
+HOSTILE = (
+    "<script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    "[x](javascript:alert(1))",
+    "![x](https://example.com/a.png)",
+    "<svg/onload=alert(1)>",
+    '[x](https://e.com "a onmouseover=alert(1)")',
+    "```html\n<script>alert(1)</script>\n```",
+    "[x](data:text/html;base64,PHNjcmlwdD4=)",
+    '<a href="https://e.com" style="position:fixed">x</a>',
+)
+
+
+@pytest.fixture
+def client(tiny: Running) -> Any:
+    with tiny.client() as client:
+        yield client
+        for conversation in client.get(ROOT).json()["data"]:
+            client.delete(f"{ROOT}/{conversation['id']}")
+
+
+def create(client: httpx.Client, **settings: Any) -> str:
+    answer = client.post(ROOT, json={"settings": {"max_tokens": 8, **settings}})
+    assert answer.status_code == 201, answer.text
+    return answer.json()["id"]
+
+
+def look(client: httpx.Client, id: str) -> dict[str, Any]:
+    """The whole conversation as a page that opens it is told."""
+    with client.stream("GET", f"{ROOT}/{id}/events") as stream:
+        for line in stream.iter_lines():
+            if line.startswith("data: "):
+                return json.loads(line[6:])
+    raise AssertionError("the stream had no event")
+
+
+def node(client: httpx.Client, id: str, name: str) -> dict[str, Any]:
+    return next(one for one in look(client, id)["nodes"] if one["id"] == name)
+
+
+def ended(client: httpx.Client, id: str, name: str) -> dict[str, Any]:
+    wait_until(lambda: node(client, id, name)["status"] != "running")
+    return node(client, id, name)
+
+
+def say(client: httpx.Client, id: str, text: str | None, parent: str | None = None) -> dict[str, Any]:
+    answer = client.post(f"{ROOT}/{id}/say", json={"text": text, "parent": parent})
+    assert answer.status_code == 201, answer.text
+    return ended(client, id, answer.json()["answer"])
+
+
+def tokens(client: httpx.Client, id: str, name: str) -> list[dict[str, Any]]:
+    return client.get(f"{ROOT}/{id}/{name}/tokens").json()["data"]
+
+
+# ---- Markdown
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_no_text_becomes_a_script_a_style_or_a_request(text: str) -> None:
+    for html in (render(text), "".join(render_blocks(text))):
+        tags = re.findall(r"<[^>]*>", html)
+        assert not any(re.match(r"</?(script|img|svg|iframe|style|form|input)", tag) for tag in tags), html
+        assert not any(re.search(r"\s(on\w+|style|src)=", re.sub(r'"[^"]*"', '""', tag)) for tag in tags), html
+        assert not any("javascript:" in tag or "data:" in tag for tag in tags), html
+
+
+def test_a_growing_text_ends_as_the_whole_text_is_rendered() -> None:
+    text = "# One\n\nA *paragraph*\nof lines.\n\n- a\n- b\n\n```python\nx = 1\n\n\ny = 2\n```\n\n"
+    text += "> q\n\n|a|b|\n|-|-|\n|1|2|\n\nEnd."
+    growing, html = GrowingMarkdown(), list[str]()
+    for letter in text:
+        before = list(growing.blocks)
+        if (first := growing.push(letter)) is not None:
+            assert growing.blocks[:first] == before[:first]
+    growing.push("", end=True)
+    html = growing.blocks
+    assert html == render_blocks(text)
+    assert len(html) == 7 and "<h2>One</h2>" in html[0] and '<span class="n">x</span>' in html[3]
+
+
+# ---- the tree
+
+
+def test_branches_share_what_was_computed_and_answer_as_if_alone(client: httpx.Client) -> None:
+    id = create(client, system="Be brief.", temperature=0)
+    first = say(client, id, "Hello, who is there? Tell me all.")
+    again = say(client, id, None, first["parent"])
+    assert again["parent"] == first["parent"] and again["id"] != first["id"]
+    assert again["text"] == first["text"], "greedy answers to one prompt are one"
+    assert again["usage"]["computed_tokens"] <= 1
+    left, right = (say(client, id, "And then?", one["id"]) for one in (first, again))
+    assert left["text"] == right["text"]
+    assert right["usage"]["computed_tokens"] <= 1, "the same tokens were said in the other branch"
+    own = [token["id"] for token in tokens(client, id, left["id"])]
+    state = client.get(f"{ROOT}/{id}/{left['id']}/state").json()
+    assert state["tokens"] == left["usage"]["prompt"] + len(own)
+    assert sum(state["memory"].values()) > 0
+    assert state["session"] in [one["name"] for one in client.get("/v1/sessions").json()["data"]]
+    session = client.get(f"/v1/sessions/{state['session']}").json()
+    body = {"prompt": session["tokens"][: -len(own)], "max_tokens": 8, "temperature": 0}
+    assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == left["text"]
+
+
+def test_another_token_begins_a_branch_there(client: httpx.Client) -> None:
+    id = create(client)
+    first = say(client, id, "Hello")
+    seen = tokens(client, id, first["id"])
+    assert all(abs(sum(other["p"] for other in token["top"])) <= 1.001 for token in seen)
+    at = 3
+    other = next(one for one in seen[at]["top"] if one["id"] != seen[at]["id"] and not one["end"])
+    answer = client.post(f"{ROOT}/{id}/{first['id']}/fork", json={"at": at, "token": other["id"]})
+    forked = ended(client, id, answer.json()["answer"])
+    now = tokens(client, id, forked["id"])
+    assert [token["id"] for token in now[: at + 1]] == [*(token["id"] for token in seen[:at]), other["id"]]
+    assert now[at]["p"] == pytest.approx(other["p"])
+    assert forked["parent"] == first["parent"]
+    assert node(client, id, first["id"])["text"] == first["text"]
+    assert client.post(f"{ROOT}/{id}/{first['id']}/fork", json={"at": 99, "token": 5}).status_code == 400
+    assert client.post(f"{ROOT}/{id}/{first['id']}/fork", json={"at": 0, "token": 10**6}).status_code == 400
+
+
+def test_an_answer_that_was_cut_off_goes_on_as_if_it_never_was(client: httpx.Client) -> None:
+    short, long = create(client, max_tokens=4), create(client, max_tokens=8)
+    whole = say(client, long, "Hello")
+    part = say(client, short, "Hello")
+    assert part["status"] == "length"
+    client.post(f"{ROOT}/{short}/{part['id']}/continue")
+    assert ended(client, short, part["id"])["text"] == whole["text"]
+    assert len(tokens(client, short, part["id"])) == 8
+    below = say(client, short, "More", part["id"])
+    other = client.post(f"{ROOT}/{short}/{part['id']}/continue").json()["answer"]
+    assert other != part["id"], "what was said after the answer is not to follow another one"
+    assert len(tokens(client, short, ended(client, short, other)["id"])) == 12
+    assert node(client, short, part["id"])["text"] == whole["text"] and node(client, short, below["id"]) == below
+
+
+def test_a_stopped_answer_keeps_its_text_and_changes_reach_who_watches(client: httpx.Client) -> None:
+    id = create(client, max_tokens=1500)
+    name = client.post(f"{ROOT}/{id}/say", json={"text": "Hello"}).json()["answer"]
+    seen: dict[int, str] = {}
+    with client.stream("GET", f"{ROOT}/{id}/events") as stream:
+        for line in stream.iter_lines():
+            if not line.startswith("data: "):
+                continue
+            found = [one for one in json.loads(line[6:])["nodes"] if one["id"] == name]
+            for one in found:
+                seen |= dict(one["blocks"])
+            if found and found[0]["status"] != "running":
+                break
+            if seen and found[0]["tokens"] > 5:
+                assert client.post(f"{ROOT}/{id}/{name}/stop").status_code == 200
+    stopped = node(client, id, name)
+    assert stopped["status"] == "stopped" and stopped["text"]
+    assert [seen[at] for at in range(stopped["count"])] == render_blocks(stopped["text"])
+
+
+def test_conversations_are_named_found_and_forgotten(client: httpx.Client) -> None:
+    first, second = create(client), create(client)
+    say(client, first, "about walruses")
+    client.post(f"{ROOT}/{second}", json={"title": "100% sure"})
+
+    def found(search: str) -> list[str]:
+        return [one["id"] for one in client.get(ROOT, params={"search": search}).json()["data"]]
+
+    assert found("walruses") == [first] and found("100%") == [second] and found("0_s") == []
+    assert client.post(f"{ROOT}/{first}", json={"settings": {"temperature": -1}}).status_code == 400
+    assert client.delete(f"{ROOT}/{first}").status_code == 200
+    assert found("") == [second]
+    assert client.get(f"{ROOT}/{first}/events").status_code == 404
+    assert not [one for one in client.get("/v1/sessions").json()["data"] if one["name"].startswith(first)]
+
+
+def test_a_branch_as_a_file_is_the_branch_elsewhere(client: httpx.Client) -> None:
+    id = create(client, system="Be brief.")
+    last = say(client, id, "two", say(client, id, "one")["id"])
+    file = client.get(f"{ROOT}/{id}/{last['id']}/session").content
+    other = client.post("/page/upload", content=file).json()["id"]
+    nodes = look(client, other)["nodes"]
+    assert [one["text"] for one in nodes] == [one["text"] for one in look(client, id)["nodes"]]
+    client.post(f"{ROOT}/{other}", json={"settings": {"system": "Be brief.", "max_tokens": 8}})
+    kept, moved = (say(client, one, "three", leaf) for one, leaf in ((id, last["id"]), (other, nodes[-1]["id"])))
+    assert kept["text"] == moved["text"]
+    assert kept["usage"]["prompt"] == moved["usage"]["prompt"]
+    assert [one["id"] for one in tokens(client, other, nodes[1]["id"])] == []  # probabilities stay behind
+    assert client.post("/page/upload", content=b"nonsense").status_code == 400
+
+
+def test_what_is_refused_changes_nothing(client: httpx.Client) -> None:
+    id = create(client)
+    answer = client.post(f"{ROOT}/{id}/say", json={"text": "x" * 3000})
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
+    assert client.post(f"{ROOT}/{id}/say", json={"text": "  "}).status_code == 400
+    assert client.post(f"{ROOT}/{id}/say", json={"text": "x", "parent": "none"}).status_code == 404
+    assert client.post(f"{ROOT}/{id}/say", json={}).status_code == 400
+    assert look(client, id)["nodes"] == []
+
+
+def test_conversations_survive_a_restart(tiny_model: lmstate.Model, tmp_path: Path) -> None:
+    settings = Settings("tiny", port=0, folder=tmp_path)
+    with Engine(tiny_model, rows=2) as engine:
+        with running(engine, settings) as server, server.client() as client:
+            id = create(client, max_tokens=1500)
+            kept = say(client, id, "Hello")
+            name = client.post(f"{ROOT}/{id}/say", json={"text": "More", "parent": kept["id"]}).json()["answer"]
+        with running(engine, settings) as server, server.client() as client:
+            assert [one["id"] for one in client.get(ROOT).json()["data"]] == [id]
+            assert node(client, id, kept["id"])["text"] == kept["text"]
+            assert node(client, id, name)["status"] in ("stopped", "length", "done")
+            client.post(f"{ROOT}/{id}", json={"settings": {"max_tokens": 4}})
+            assert say(client, id, "Again", kept["id"])["usage"]["reused_tokens"] > 0
+
+
+def test_an_answer_that_a_killed_server_left_can_be_continued(tmp_path: Path) -> None:
+    store = ConversationStore(tmp_path, "model")
+    written = Node("a", None, "assistant", "Half of", status="running", added=[1, 2, 3], start=1)
+    store.put(Conversation("c", "Title", 0.0, {}, {}), written)
+    found = ConversationStore(tmp_path, "model").get("c")
+    assert found is not None
+    assert found.nodes["a"].status == "stopped"
+    assert (found.nodes["a"].text, found.nodes["a"].added) == ("Half of", [1, 2, 3])
+    assert ConversationStore(tmp_path, "another model").get("c") is None
+
+
+# ---- the files
+
+
+def test_the_page_asks_nothing_of_others(client: httpx.Client) -> None:
+    page = client.get("/")
+    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy and "*" not in policy
+    named = re.findall(r'(?:src|href)="([^"]+)"', page.text)
+    assert named and all(client.get(one).status_code == 200 for one in named if not one.startswith("#"))
+    assert not re.search(r"<script(?![^>]*src=)|\son\w+=|\sstyle=", page.text), "a strict policy refuses these"
+    for file in PAGE.iterdir():
+        text = file.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
+        assert not re.search(r"(https?:)?//[a-z0-9-]+\.[a-z]{2,}", text), f"{file.name} names another origin"
+        assert not re.search(r"\beval\(|new Function|document\.write|outerHTML", text), file.name
+        for other in re.findall(r'from "\./([^"]+)"', text):
+            assert (PAGE / other).is_file()
+    assert client.get("/page/files/../app.py").status_code == 404
+    assert client.get("/page/files/nothing.js").status_code == 404
+
+
+def test_every_file_of_the_page_is_in_the_package() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    packed = project["tool"]["setuptools"]["package-data"]["lmstate"]
+    names = {file.name for file in PAGE.iterdir()}
+    assert {"index.html", "style.css", "main.js"} <= names
+    assert all(any(PurePosixPath(f"serve/page/{name}").match(glob) for glob in packed) for name in names)
+
+
+def test_the_page_opens_without_a_key_and_its_conversations_do_not(tiny_model: lmstate.Model) -> None:
+    with (
+        Engine(tiny_model, rows=1) as engine,
+        running(engine, Settings("tiny", port=0, api_keys=("k",))) as server,
+        server.client() as client,
+    ):
+        assert client.get("/").status_code == 200
+        assert client.get(ROOT).status_code == 401
+        assert client.get(ROOT, headers={"authorization": "Bearer k"}).status_code == 200
