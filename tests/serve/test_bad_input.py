@@ -180,7 +180,7 @@ def test_random_values_anywhere_in_a_body_never_fail_the_server(tiny: Running, d
             break
         at = at[key]
     with tiny.client() as client:
-        answer = client.post(path, json=body)
+        answer = client.post(path, content=json.dumps(body).encode())  # an infinity is written, which is no JSON
         check(path, answer.status_code, answer.text)
 
 

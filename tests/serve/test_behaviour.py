@@ -205,14 +205,17 @@ def test_a_reader_that_takes_nothing_is_dropped_and_holds_up_nobody(engine: Engi
 
 
 def test_metrics_count_requests_and_tokens(tiny: Running) -> None:
-    with tiny.client() as client:
-        before = client.get("/metrics").text
-        client.post("/v1/chat/completions", json={**CHAT, "ignore_eos": True})
-        after = client.get("/metrics").text
-
     def value(text: str, name: str) -> float:
         found = re.search(rf"^lmstate:{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE)
         return float(found[1]) if found else 0.0
+
+    with tiny.client() as client:
+        before = client.get("/metrics").text
+        while value(before, "num_requests_running") or value(before, "num_requests_waiting"):  # of tests before this one
+            time.sleep(0.05)
+            before = client.get("/metrics").text
+        client.post("/v1/chat/completions", json={**CHAT, "ignore_eos": True})
+        after = client.get("/metrics").text
 
     assert value(after, "generation_tokens_total") - value(before, "generation_tokens_total") == 3
     assert value(after, "time_to_first_token_seconds_count") - value(before, "time_to_first_token_seconds_count") == 1
