@@ -119,7 +119,7 @@ def test_a_client_that_leaves_ends_its_request(engine: Engine, path: str, body: 
     with running(engine, BASE) as server:
         with (
             contextlib.suppress(httpx.TimeoutException),
-            server.client(timeout=0.4) as client,
+            server.client(timeout=httpx.Timeout(10, read=0.05)) as client,
             client.stream("POST", path, json=body) as answer,
         ):
             next(answer.iter_bytes())
