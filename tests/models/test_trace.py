@@ -58,7 +58,11 @@ def test_features_are_what_the_head_reads(case: str) -> None:
     hidden = model.hidden(ids, state)
     assert hidden.shape == (1, 7, model.config.hidden_size)
     assert torch.equal(model.logits(hidden), model(ids, other, logits="all"))
-    torch.testing.assert_close(model([[]], state), model([[]], other))  # the last logits, computed when asked for
+    computed, known = model([[]], state), model([[]], other)  # the last logits: by a step of one token, and of seven
+    if case == "zamba2":  # whose cuts still move the last bits
+        torch.testing.assert_close(computed, known)
+    else:
+        assert torch.equal(computed, known)
 
 
 @pytest.mark.parametrize("case", CASES)
