@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from lmstate import ops
+from lmstate.ops import dispatch
 from lmstate.ops.fork import forked
 from lmstate.state.validate import whole_number
 
@@ -77,3 +78,14 @@ def _counts(most: int) -> list[int]:
     """1, 2, 3, 4, 6, 8, 12, 16, ... and `most`."""
     counts = {min(most, count << shift) for shift in range(1, 10) for count in (2, 3)}
     return sorted({1, min(2, most), min(3, most), *counts, most})
+
+
+def release_threads() -> None:
+    """End the OpenMP workers of the calling thread, before another thread takes over the computing.
+
+    Each Python thread that computes has workers of its own. As long as there are more of them in all than processors,
+    libgomp has every one sleep at each barrier instead of waiting awake, which costs several times the time of a decode
+    step. The next call in this thread makes new ones.
+    """
+    if (library := dispatch.choice().library) is not None:
+        library.release_threads()

@@ -95,7 +95,7 @@ def rule_of(name: str, heads: int) -> dict:
 def of_pairs(dtype: torch.dtype, otherwise: float) -> float:
     """How near attention comes: queries and weights are rounded to bfloat16 where pairs of it are multiplied."""
     library = dispatch.choice().library
-    return 0.03 if dtype == torch.bfloat16 and library is not None and library.dense.uses_bf16_dot else otherwise
+    return 0.03 if dtype == torch.bfloat16 and library is not None and library.dense.rounds_to_bf16 else otherwise
 
 
 @pytest.mark.parametrize("rows", [[(0, 9), (0, 9)], [(0, 5), (0, 9)], [(12, 1), (3, 4), (5, 0)], [(20, 9), (2, 9)]])

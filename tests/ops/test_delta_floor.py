@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from lmstate.ops import Norm
 from lmstate.ops.recurrent.gated_delta_mixer import gated_delta_mixer
+from lmstate.ops.types.mixers import GatedDeltaParams
 from tests.ops import fold_properties as properties
 
 HEADS, DIM, KERNEL, FLOOR = 3, 5, 3, -2.0
@@ -41,10 +42,8 @@ def make(channels: bool, dtype: torch.dtype = torch.float32) -> properties.Fold:
         inputs: properties.Inputs, carry: properties.Carry, counts: Tensor
     ) -> tuple[Tensor, properties.Carry]:  # fmt: skip
         z = carry[1].new_zeros(*inputs[0].shape[:2], WIDTH)
-        return gated_delta_mixer(
-            inputs[0], z, (carry[0], carry[1]), counts, conv=conv, A=A, dt_bias=dt_bias, norm=Norm(norm, 1e-6),
-            key_heads=HEADS, key_dim=DIM, gate_act="sigmoid", floor=FLOOR,
-        )  # fmt: skip
+        params = GatedDeltaParams(conv, A, dt_bias, Norm(norm, 1e-6), HEADS, DIM, "sigmoid", floor=FLOOR)
+        return gated_delta_mixer(inputs[0], z, (carry[0], carry[1]), counts, params)
 
     return fold
 

@@ -1,4 +1,4 @@
-"""The halves of a block that run as one body give what their operations give one after the other, bit for bit."""
+"""Sublayers of a block that run as one body give what their operations give one after the other, bit for bit."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ class Apart(Block):
 
 
 def stack(kind: type[Block]) -> list[Block]:
-    """Blocks of all sorts: attention and recurrences, norms after them, side by side, halves that no body knows."""
+    """Blocks of all sorts: attention and recurrences, norms after them, side by side, sublayers that no body knows."""
     torch.manual_seed(5)
 
     def mlp(act: str = "silu") -> MLP:
@@ -316,18 +316,18 @@ def test_attention_and_recurrences_wait_together(variant: str, monkeypatch: pyte
     for memory in memories:
         memory.reserve(step)
     Plan(blocks).run(torch.randn(2, 2, EMBED), step, memories)
-    halves = [(block.mlp is not None) + 1 + isinstance(block.mixer, ParallelHybrid) for block in blocks]
-    assert runs == [sum(halves)]
+    sublayers = [(block.mlp is not None) + 1 + isinstance(block.mixer, ParallelHybrid) for block in blocks]
+    assert runs == [sum(sublayers)]
 
 
 def test_a_weight_that_was_replaced_is_read(variant: str) -> None:
     x, norm = torch.randn(1, 1, EMBED), norm_fixed()
     up, down = ops.FloatWeight(torch.randn(320, EMBED)), ops.FloatWeight(torch.randn(EMBED, 160))
-    half = ops.MLPSublayer(up, down, "silu", norm=norm)
+    sublayer = ops.MLPSublayer(up, down, "silu", norm=norm)
 
     def fed() -> Tensor:
         graph = ops.FusedGraph(x)
-        fusable = graph.fusable(half)
+        fusable = graph.fusable(sublayer)
         assert fusable is not None
         graph.add(fusable)
         return graph.flush()
@@ -336,9 +336,9 @@ def test_a_weight_that_was_replaced_is_read(variant: str) -> None:
     down.storage = -down.storage
     torch.testing.assert_close(fed() - x, x - before)
     norm.weight.requires_grad_()
-    assert ops.FusedGraph(x).fusable(half) is None  # a gradient is to follow
+    assert ops.FusedGraph(x).fusable(sublayer) is None  # a gradient is to follow
     with torch.no_grad():
-        assert ops.FusedGraph(x).fusable(half) is not None
+        assert ops.FusedGraph(x).fusable(sublayer) is not None
 
 
 def test_what_does_not_fit_is_refused(variant: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -123,6 +125,37 @@ def test_an_expert_that_was_replaced_is_read(variant: str) -> None:
         assert isinstance(each, MLP)
         each.down.storage = -each.down.storage
     torch.testing.assert_close(mixed(), -before)
+
+
+def test_a_captured_mixture_keeps_the_table_that_it_points_to(variant: str) -> None:
+    """Also where its weights were others meanwhile and are back, as when an adapter is put on and taken off."""
+    torch.manual_seed(6)
+    block, x, one = CASES["several kinds"](), torch.randn(1, 1, EMBED), torch.tensor([1])
+    (sublayer,) = block.sublayers(None, None, 1.0, False)
+
+    def waiting() -> ops.FusedGraph:
+        graph = ops.FusedGraph(x, one * 0, one)
+        fusable = graph.fusable(sublayer)
+        assert fusable is not None
+        graph.add(fusable)
+        return graph
+
+    graph = waiting()
+    captured = graph.capture()
+    assert captured is not None
+    table, size = weakref.ref(captured.arguments[0].table), captured.arguments[0].table.nbytes
+    want, down = graph.flush(), block.experts[0].down
+    del graph
+    assert isinstance(down, ops.Weight)
+    own, down.storage = down.storage, down.storage.clone()
+    waiting().flush()  # packed anew
+    down.storage = own
+    gc.collect()
+    garbage = [bytearray(b"\xff" * size) for _ in range(256)]  # which would lie where the table lay
+    assert table() is not None
+    replayed = ops.FusedGraph(x, one * 0, one)
+    assert replayed.replay(captured, [], [], []) == []
+    assert torch.equal(replayed.flush(), want) and garbage
 
 
 def test_what_no_body_knows_does_not_wait(variant: str) -> None:

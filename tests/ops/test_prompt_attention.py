@@ -69,3 +69,45 @@ def test_a_query_has_the_same_bits_beside_other_tokens_rows_and_threads(variant:
             assert torch.equal(alone[0], together[r, first : first + n])
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv", "dim", "dim_v"), [(3, 1, 64, 64), (8, 2, 128, 64), (20, 1, 40, 24), (2, 2, 320, 320)]
+)
+@pytest.mark.parametrize("rule", [{}, {"window": 70}])
+def test_one_query_has_the_bits_that_it_has_among_many(
+    variant: str, heads: int, kv: int, dim: int, dim_v: int, rule: dict[str, int]
+) -> None:
+    """Few queries read keys as they are stored, many of them laid out in pairs: the sums are the same."""
+    torch.manual_seed(0)
+    tokens, start = 130, 470
+    k, v = rings([(start, tokens)], 613, kv, dim, dim_v)
+    q, told = torch.randn(1, tokens, heads, dim), (AttentionParams(dim**-0.5), CausalMask(**rule))
+    together = ops.attend(q, k, v, torch.tensor([start]), torch.tensor([tokens]), *told)
+    for cuts in ([1] * 10 + [120], [3, 7, 40, 80], [33, 97]):
+        at = 0
+        for n in cuts:
+            part = ops.attend(q[:, at : at + n], k, v, torch.tensor([start + at]), torch.tensor([n]), *told)
+            assert torch.equal(part, together[:, at : at + n])
+            at += n
+        assert at == tokens
+
+
+def test_rows_enough_for_all_threads_have_the_bits_of_few(variant: str) -> None:
+    """A task has all chunks of positions where there are tasks enough, else one: the parts come together alike."""
+    torch.manual_seed(0)
+    k, v = (torch.randn(1, 2, 1100, 32).bfloat16() for _ in range(2))
+    q, threads = torch.randn(1, 400, 2, 32), torch.get_num_threads()
+    starts, counts, told = (
+        torch.tensor([700]),
+        torch.tensor([400]),
+        (AttentionParams(0.2, sinks=torch.randn(2)), CausalMask()),
+    )
+    try:
+        outputs = []
+        for n in (1, 16):
+            torch.set_num_threads(n)
+            outputs.append(ops.attend(q, k, v, starts, counts, *told))
+        assert torch.equal(*outputs)
+    finally:
+        torch.set_num_threads(threads)

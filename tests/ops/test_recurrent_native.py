@@ -21,6 +21,7 @@ from lmstate.ops.recurrent.mamba2_mixer import mamba2_mixer
 from lmstate.ops.recurrent.rg_lru import rg_lru
 from lmstate.ops.recurrent.selective_scan import selective_scan
 from lmstate.ops.recurrent.ssd import ssd
+from lmstate.ops.types.mixers import GatedDeltaParams, Mamba2Params
 from lmstate.ops.types.params import Gate, Norm
 from tests.ops import fold_properties as properties
 from tests.ops.fold_properties import Carry, Inputs
@@ -125,14 +126,13 @@ def whole_delta(key_heads: int, heads: int, key_dim: int, value_dim: int, channe
     keys, values, decays = key_heads * key_dim, heads * value_dim, heads * (key_dim if channels else 1)
     conv = torch.randn(2 * keys + values, 4, generator=generator)
     dt_bias, norm = torch.randn(decays, generator=generator), Norm(torch.rand(value_dim, generator=generator), 1e-5)
+    act: Gate = "sigmoid" if channels else "silu"
     A = -torch.linspace(0.1, 3.0, heads)
+    params = GatedDeltaParams(conv, A, dt_bias, norm, key_heads, key_dim, act, beta_scale=2.0 if channels else 1.0)
 
     def run(inputs: Inputs, carry: Carry, counts: Tensor) -> tuple[Tensor, Carry]:
         tail, state = carry
-        return gated_delta_mixer(
-            *inputs, (tail, state), counts, conv=conv, A=A, dt_bias=dt_bias, norm=norm, key_heads=key_heads,
-            key_dim=key_dim, gate_act="sigmoid" if channels else "silu", beta_scale=2.0 if channels else 1.0,
-        )  # fmt: skip
+        return gated_delta_mixer(*inputs, (tail, state), counts, params)
 
     features = 2 * keys + values
     return Case(
@@ -145,15 +145,15 @@ def whole_ssd(heads: int, head_dim: int, groups: int, states: int, extras: bool)
     inner, features = heads * head_dim, heads * head_dim + 2 * groups * states
     conv, some = torch.randn(features, 3, generator=generator), torch.randn(heads, generator=generator)
     norm = Norm(torch.rand(inner, generator=generator), 1e-5)
+    params = Mamba2Params(
+        conv, conv[:, 0].contiguous() if extras else None, -torch.linspace(0.1, 3.0, heads), some if extras else None,
+        some if extras else None, head_dim, groups, (0.05, 1.5) if extras else (0.0, float("inf")),
+        norm if extras else None, norm_groups=groups,
+    )  # fmt: skip
 
     def run(inputs: Inputs, carry: Carry, counts: Tensor) -> tuple[Tensor, Carry]:
         tail, state = carry
-        y, new = mamba2_mixer(
-            *inputs, (tail, state), counts, conv=conv, conv_bias=conv[:, 0].contiguous() if extras else None,
-            A=-torch.linspace(0.1, 3.0, heads), D=some if extras else None, dt_bias=some if extras else None,
-            head_dim=head_dim, groups=groups, dt_limits=(0.05, 1.5) if extras else (0.0, float("inf")),
-            norm=norm if extras else None, norm_groups=groups,
-        )  # fmt: skip
+        y, new = mamba2_mixer(*inputs, (tail, state), counts, params)
         return (y if extras else y / states), new
 
     return Case(((features + heads,), (inner,)), ((2, features), (heads, head_dim, states)), run)

@@ -11,9 +11,9 @@ from lmstate.ops import fork as _fork  # noqa: F401 - registers what a forked ch
 from lmstate.ops.attention.attend import attend, rotate_attend
 from lmstate.ops.attention.kv_store import append
 from lmstate.ops.attention.rope import rope
-from lmstate.ops.dense.activations import ACTIVATIONS, activation, glu, sigmoid
+from lmstate.ops.dense.activations import ACTIVATIONS, activation, glu, in_double, sigmoid
 from lmstate.ops.dense.argmax import argmax
-from lmstate.ops.dense.linear import GEMV_ROWS, linear, linear_split_concat
+from lmstate.ops.dense.linear import linear, linear_split_concat
 from lmstate.ops.dense.norm import add_residual, norm
 from lmstate.ops.dispatch import info
 from lmstate.ops.fused.choose_experts import choose_experts
@@ -49,7 +49,6 @@ from lmstate.ops.weights.grouped import FloatWeight, Int4Weight, Int8Weight, qua
 __all__ = [
     "ACTIVATIONS",
     "FULL_CAUSAL",
-    "GEMV_ROWS",
     "AttentionParams",
     "AttentionSublayer",
     "Bfloat12Weight",
@@ -84,6 +83,7 @@ __all__ = [
     "feed_forward",
     "gated",
     "glu",
+    "in_double",
     "info",
     "linear",
     "linear_split_concat",

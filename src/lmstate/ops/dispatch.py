@@ -18,6 +18,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lmstate.ops.cpu.contention import threads_now
+from lmstate.ops.types.block_table import Stored
+
 if TYPE_CHECKING:
     from lmstate.ops.cpu import Library
 
@@ -73,7 +76,27 @@ def references() -> Iterator[None]:
         _referring.reset(token)
 
 
-def native(*tensors: Tensor | None) -> Library | None:
+def is_referring() -> bool:
+    """Whether `references` was entered: gradients follow, or what runs here is computed once more where they do."""
+    return _referring.get()
+
+
+@contextmanager
+def giving_way() -> Iterator[None]:
+    """Compute on fewer threads inside while other processes keep processors busy; see `ops.cpu.contention`."""
+    most, now = torch.get_num_threads(), threads_now()
+    library = choice().library if now < most else None
+    if library is None:
+        yield
+        return
+    library.set_threads(now)
+    try:
+        yield
+    finally:
+        library.set_threads(most)
+
+
+def native(*tensors: Stored | None) -> Library | None:
     """The native library where these tensors may go there: on the processor, with no gradient to follow, not traced."""
     if torch.compiler.is_compiling() or _referring.get():
         return None
@@ -118,14 +141,15 @@ _RECURRENT = ("gated_delta_mixer", "mamba2_mixer", "gated_delta_rule", "ssd", "l
 
 
 def info() -> list[dict[str, str]]:
-    """For each operation on the processor: its name, the body that runs, and why. For `lmstate doctor`."""
+    """Name of each operation on the processor, the body that runs, and why. For `lmstate doctor`."""
     body, why, library = choice().name, choice().why, choice().library
     if library is None:
         return [{"op": op, "body": body, "why": why} for op in ("attend", "linear", *_ALIKE, *_RECURRENT)]
     pairs = "bfloat16 weights, keys and values multiply what is rounded to bfloat16"
-    pairs = pairs if library.dense.uses_bf16_dot else why
+    pairs = pairs if library.dense.rounds_to_bf16 else why
+    tiles = f"{pairs}; products in tiles of AMX" if library.dense.uses_amx else pairs
     return [
         {"op": "attend", "body": body, "why": pairs},
-        {"op": "linear", "body": body, "why": pairs},
+        {"op": "linear", "body": body, "why": tiles},
         *({"op": op, "body": body, "why": why} for op in (*_ALIKE, *_RECURRENT)),
     ]

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from lmstate.ops import dispatch
 from lmstate.ops.attention.kv_store import append
 from lmstate.ops.attention.rope import rope
+from lmstate.ops.types.block_table import Stored, dense
 from lmstate.ops.types.params import FULL_CAUSAL, AttentionParams, CausalMask, RopeTables
 
 MOST = 512
@@ -24,8 +25,8 @@ BLOCK = 512
 
 def attend(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Stored,
+    v: Stored,
     starts: Tensor,
     counts: Tensor,
     params: AttentionParams,
@@ -54,14 +55,15 @@ def attend(
 
 def attend_reference(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Stored,
+    v: Stored,
     starts: Tensor,
     counts: Tensor,
     params: AttentionParams,
     mask: CausalMask = FULL_CAUSAL,
 ) -> Tensor:
     """Plain torch in the dtype of k and v."""
+    k, v = dense(k), dense(v)
     if torch.compiler.is_compiling() or not starts.is_cpu:
         return _attend_on_device(q, k, v, starts, counts, params, mask)
     rows, size = q.shape[0], k.shape[2]
@@ -137,8 +139,8 @@ def rotate_attend(
     k_new: Tensor,
     v_new: Tensor,
     rotation: RopeTables,
-    k: Tensor,
-    v: Tensor,
+    k: Stored,
+    v: Stored,
     starts: Tensor,
     counts: Tensor,
     params: AttentionParams,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lmstate.ops import dispatch
+from lmstate.ops.types.block_table import BlockTable, Stored
 
 STORED_BLOCK = 1024
 """Stored tokens that are scored at a time."""
@@ -28,8 +29,8 @@ SCORES = 1 << 21
 def attend_latent(
     q_latent: Tensor,
     q_rope: Tensor,
-    latent: Tensor,
-    rope_key: Tensor,
+    latent: Stored,
+    rope_key: Stored,
     starts: Tensor,
     counts: Tensor,
     *,
@@ -40,8 +41,9 @@ def attend_latent(
 
     q_latent       [R, T, H, Lat]   queries without rope, through the key up-projection
     q_rope         [R, T, H, Dr]    queries with rope
-    latent         [R, S, Lat]      ring: position p of a row lies in slot p % S; new tokens are already stored
-    rope_key       [R, S, Dr]       ring, as latent
+    latent         [R, S, Lat]      ring: position p of a row lies in slot p % S; new tokens are already stored.
+                                    Or blocks of one head
+    rope_key       [R, S, Dr]       ring or blocks, as latent
     starts, counts [R] int64        query i < counts[r] of row r stands at position starts[r] + i and sees the positions
                                     up to its own, the last `window` of them where that is given. S is at least what
                                     the queries of a row see together.
@@ -50,12 +52,15 @@ def attend_latent(
     read; where starts and counts are not on the host (another device, a traced graph), all of it.
     """
     library = dispatch.native(q_latent, q_rope, latent, rope_key)
-    if library is not None and library.attention.can_attend_latent(q_latent, q_rope, latent, rope_key):
+    headed, headed_rope = (x if isinstance(x, BlockTable) else x[:, None] for x in (latent, rope_key))
+    if library is not None and library.attention.can_attend_latent(q_latent, q_rope, headed, headed_rope):
         body, blocks = library.attention, []
         for first in range(0, max(q_latent.shape[1], 1), MOST):
             block, block_rope = q_latent[:, first : first + MOST], q_rope[:, first : first + MOST]
             count = (counts - first).clamp(0, MOST)
-            blocks.append(body.attend_latent(block, block_rope, latent, rope_key, starts + first, count, scale, window))
+            blocks.append(
+                body.attend_latent(block, block_rope, headed, headed_rope, starts + first, count, scale, window)
+            )
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
     return attend_latent_reference(q_latent, q_rope, latent, rope_key, starts, counts, scale=scale, window=window)
 
@@ -63,14 +68,15 @@ def attend_latent(
 def attend_latent_reference(
     q_latent: Tensor,
     q_rope: Tensor,
-    latent: Tensor,
-    rope_key: Tensor,
+    latent: Stored,
+    rope_key: Stored,
     starts: Tensor,
     counts: Tensor,
     *,
     scale: float,
     window: int | None = None,
 ) -> Tensor:
+    latent, rope_key = (x.dense()[:, 0] if isinstance(x, BlockTable) else x for x in (latent, rope_key))
     dtype = torch.promote_types(q_latent.dtype, torch.float32)
     if torch.compiler.is_compiling() or not starts.is_cpu:
         q_latent, q_rope = q_latent.to(dtype) * scale, q_rope.to(dtype) * scale

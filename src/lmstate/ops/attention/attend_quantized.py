@@ -9,7 +9,7 @@ own block of positions, codes of those before it: by its position alone, however
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from lmstate.ops.attention.attend_slots import OBSERVED, attend_slots
 from lmstate.ops.attention.kv_store import append_one
 from lmstate.ops.attention.rope import rope
 from lmstate.ops.types import kv_format
+from lmstate.ops.types.block_table import BlockTable, dense
 from lmstate.ops.types.kv_format import BLOCK
 from lmstate.ops.types.params import FULL_CAUSAL, AttentionParams, AttentionSums, CausalMask, QuantizedKV, RopeTables
 
@@ -62,10 +63,8 @@ def attend_quantized(
     if new is not None:
         if body is not None:
             body.attend_quantized(q, new, None, kv, starts, counts, params, mask, stores_only=True)
-        elif kv.tail is None:
-            _store_vectors(new, kv, starts, counts)
         else:
-            _store_blocks(new, kv, kv.tail, starts, counts)
+            _store(new, kv, starts, counts)
     if body is not None:
         blocks = []
         for first, block in zip(range(0, q.shape[1], most), q.split(most, dim=1)):
@@ -74,11 +73,14 @@ def attend_quantized(
             assert out is not None
             blocks.append(out)
         return torch.cat(blocks, dim=1)
-    if kv.tail is None:
-        end = min(kv.k.shape[2], int((starts + counts).max()))  # position p < end lies in slot p, or the ring is full
+    rings = _rings(kv)
+    if rings.tail is None:
+        end = min(
+            rings.k.shape[2], int((starts + counts).max())
+        )  # position p < end lies in slot p, or the ring is full
         k, v = (
             kv_format.decode(codes[:, :, :end], scales[:, :, :end], kv.bits, dtype)
-            for codes, scales in ((kv.k, kv.k_scale), (kv.v, kv.v_scale))
+            for codes, scales in ((rings.k, rings.k_scale), (rings.v, rings.v_scale))
         )
         if columns is None:
             seen = attend_reference(kv_format.hadamard(q), k, v, starts, counts, params, mask)
@@ -87,7 +89,7 @@ def attend_quantized(
             where = slots.expand(k.shape[:3])
             seen = attend_slots(kv_format.hadamard(q), k, v, where, starts, counts, params, mask, observed)
     else:
-        seen = _attend_blocks(q, kv, kv.tail, starts, counts, dtype, params, mask)
+        seen = _attend_blocks(q, rings, rings.tail, starts, counts, dtype, params, mask)
     return kv_format.hadamard(seen)
 
 
@@ -99,9 +101,33 @@ def _native(q: Tensor, new: tuple[Tensor, Tensor] | None, kv: QuantizedKV, sinks
     return body if body.can_attend_quantized(q, kv) else None
 
 
-def _store_vectors(new: tuple[Tensor, Tensor], kv: QuantizedKV, starts: Tensor, counts: Tensor) -> None:
-    _store_transformed(new[0], kv.k, kv.k_scale, starts, counts, kv.bits)
-    _store_transformed(new[1], kv.v, kv.v_scale, starts, counts, kv.bits)
+class _Rings(NamedTuple):
+    """`QuantizedKV` whose parts are rings, as the references read them."""
+
+    bits: int
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor
+    v_scale: Tensor
+    tail: Tensor | None = None
+
+
+def _rings(kv: QuantizedKV) -> _Rings:
+    k, v, k_scale, v_scale = map(dense, kv.tensors)
+    return _Rings(kv.bits, k, v, k_scale, v_scale, None if kv.tail is None else dense(kv.tail))
+
+
+def _store(new: tuple[Tensor, Tensor], kv: QuantizedKV, starts: Tensor, counts: Tensor) -> None:
+    rings = _rings(kv)
+    if rings.tail is None:
+        _store_transformed(new[0], rings.k, rings.k_scale, starts, counts, kv.bits)
+        _store_transformed(new[1], rings.v, rings.v_scale, starts, counts, kv.bits)
+    else:
+        _store_blocks(new, rings, rings.tail, starts, counts)
+    whole = 1 if rings.tail is None else BLOCK  # keys of positions before the step became codes with it
+    for of, ring, least in zip(kv[1:], rings[1:], (whole, 1, whole, 1, 1)):
+        if isinstance(of, BlockTable) and ring is not None:
+            of.write_back(ring, starts, counts, least)
 
 
 def _store_transformed(new: Tensor, codes: Tensor, scales: Tensor, starts: Tensor, counts: Tensor, bits: int) -> None:
@@ -109,7 +135,7 @@ def _store_transformed(new: Tensor, codes: Tensor, scales: Tensor, starts: Tenso
         append_one(coded, ring, starts, counts)
 
 
-def _store_blocks(new: tuple[Tensor, Tensor], kv: QuantizedKV, tail: Tensor, starts: Tensor, counts: Tensor) -> None:
+def _store_blocks(new: tuple[Tensor, Tensor], kv: _Rings, tail: Tensor, starts: Tensor, counts: Tensor) -> None:
     """New keys into the ring, and each block of them that is whole then into codes."""
     append_one(new[0], tail, starts, counts)
     _store_transformed(new[1], kv.v, kv.v_scale, starts, counts, kv.bits)
@@ -123,7 +149,7 @@ def _store_blocks(new: tuple[Tensor, Tensor], kv: QuantizedKV, tail: Tensor, sta
 
 def _attend_blocks(
     q: Tensor,
-    kv: QuantizedKV,
+    kv: _Rings,
     tail: Tensor,
     starts: Tensor,
     counts: Tensor,

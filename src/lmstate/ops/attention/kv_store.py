@@ -1,4 +1,4 @@
-"""Storing new tokens' keys and values in their rows' rings."""
+"""Storing new tokens' keys and values in their rows' rings or blocks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from lmstate.ops import dispatch
+from lmstate.ops.types.block_table import BlockTable, Stored
 
 
-def append(k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, starts: Tensor, counts: Tensor) -> None:
+def append(k_new: Tensor, v_new: Tensor, k: Stored, v: Stored, starts: Tensor, counts: Tensor) -> None:
     """Write new token i < counts[r] of row r into slot (starts[r] + i) % S of `k` and `v`; padding is not written.
 
     k_new: float32 `[R, T, K, D]`, v_new: `[R, T, K, Dv]`. k: `[R, K, S, D]`, v: `[R, K, S, Dv]`, changed in place,
@@ -21,13 +22,16 @@ def append(k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, starts: Tensor, c
         append_reference(k_new, v_new, k, v, starts, counts)
 
 
-def append_reference(k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, starts: Tensor, counts: Tensor) -> None:
+def append_reference(k_new: Tensor, v_new: Tensor, k: Stored, v: Stored, starts: Tensor, counts: Tensor) -> None:
     for new, ring in ((k_new, k), (v_new, v)):
         append_one(new, ring, starts, counts)
 
 
-def append_one(new: Tensor, ring: Tensor, starts: Tensor, counts: Tensor) -> None:
+def append_one(new: Tensor, ring: Stored, starts: Tensor, counts: Tensor) -> None:
     """new `[R, T, K, D]` into `[R, K, S, D]`: keys, or values, as `append` stores them."""
+    if isinstance(ring, BlockTable):
+        ring.write(new, starts, counts)
+        return
     if torch.compiler.is_compiling() or not starts.is_cpu:
         _append_on_device(new, ring, starts, counts)
         return

@@ -1,4 +1,4 @@
-"""The end of a step for slots in no order: the accepted tokens become real, and what is evicted is buried.
+"""The end of a step for slots in no order: the accepted tokens become real, and what is evicted goes into the undo log.
 
 Every row and kv head has a list of slots, filled from the front. Where one is evicted the last one takes its place, so
 that attention reads a list as it reads a ring that has not wrapped: what order slots lie in does not matter to it.
@@ -111,7 +111,7 @@ def lowest(ranks: Tensor, positions: Tensor, counts: Tensor) -> Tensor:
 
 
 def evict(lists: SlotTable, r: int, h: int, gone: Tensor, length: int) -> None:
-    """Bury the slots of a head that are `gone`, bool `[S]`, at a length of its row."""
+    """Move the slots of a head that are `gone`, bool `[S]`, into the undo log, at a length of its row."""
     filled, undo_slots = int(lists.filled[r, h]), lists.undo_log["evicted_at"].shape[2]
     order, slots = list(range(filled)), gone[:filled].nonzero()[:, 0].tolist()[::-1]
     for slot in slots:  # from the last one on, so that what fills a hole stays
@@ -146,16 +146,16 @@ def undo_evictions(lists: SlotTable, to: int) -> None:
             evicted_at, where = lists.undo_log["evicted_at"][r, h].tolist(), lists.undo_log["slot"][r, h].tolist()
             position = torch.cat([lists.stored["position"][r, h], lists.undo_log["position"][r, h]]).tolist()
             undone: list[int] = []
-            while len(undone) < undo_slots and evicted_at[grave := (undo_head - 1 - len(undone)) % undo_slots] > to:
-                slot, victim = where[grave], slots + grave
-                while order and position[order[-1]] >= evicted_at[grave]:
+            while len(undone) < undo_slots and evicted_at[entry := (undo_head - 1 - len(undone)) % undo_slots] > to:
+                slot, victim = where[entry], slots + entry
+                while order and position[order[-1]] >= evicted_at[entry]:
                     order.pop()  # it came after
                 if slot < len(order):
                     order.append(order[slot])
                     order[slot] = victim
                 else:
                     order.append(victim)
-                undone.append(grave)
+                undone.append(entry)
             while order and position[order[-1]] >= to:
                 order.pop()
             for name, array in lists.stored.items():

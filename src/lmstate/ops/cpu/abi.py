@@ -84,31 +84,37 @@ def _expanded(groups: tuple[str | Layout, ...]) -> tuple[str, tuple[str, ...]]:
 
 ROPE = Layout("rope_args", "P x cos sin y", "q rows tokens heads dim half interleaved x_row x_token x_head threads")
 APPEND = Layout(
-    "append_args", "P from[2] to[2] starts counts", "q rows tokens kv_heads slots kind threads dim[2]",
+    "append_args", "P from[2] to[2] starts counts tables[2]", "q rows tokens kv_heads slots kind threads",
+    "q table_row block dim[2]",
     "q from_row[2] from_token[2] from_head[2] to_row[2] to_head[2] to_slot[2]",
 )  # fmt: skip
 ATTEND = Layout(
-    "attend_args", "P q k v starts counts sinks out columns ends", "q rows tokens heads kv_heads slots dim dim_v",
-    "q q_row q_token q_head k_row k_head k_slot v_row v_head v_slot planes kind window chunk threads",
+    "attend_args", "P q k v starts counts sinks out columns ends k_table v_table",
+    "q rows tokens heads kv_heads slots dim dim_v q_row q_token q_head k_row k_head k_slot v_row v_head v_slot",
+    "q table_row block planes kind window chunk threads",
     "d scale softcap",
 )  # fmt: skip
 ROTATE_ATTEND = Layout("rotate_attend_args", ROPE, ROPE, APPEND, ATTEND)
-CODES = Layout("codes_args", "P k v k_scale v_scale", "q bits tail")
+CODES = Layout(
+    "codes_args", "P k v k_scale v_scale k_table v_table k_scale_table v_scale_table", "q bits tail table_row block"
+)
 ATTEND_QUANTIZED = Layout(
     "attend_quantized_args", ROPE, ROPE, "P from[2]", "q from_row[2] from_token[2] from_head[2] rotates store_threads",
     CODES, ATTEND,
 )  # fmt: skip
 ATTEND_LATENT = Layout(
-    "attend_latent_args", "P q q_rope latent rope starts counts out", "q rows tokens heads slots dim rope_dim",
-    "q q_row q_token q_head qr_row qr_token qr_head latent_row latent_slot rope_row rope_slot kind window threads",
+    "attend_latent_args", "P q q_rope latent rope starts counts out latent_table rope_table",
+    "q rows tokens heads slots dim rope_dim",
+    "q q_row q_token q_head qr_row qr_token qr_head latent_row latent_slot rope_row rope_slot table_row block",
+    "q kind window threads",
     "d scale",
 )  # fmt: skip
 PER_HEAD_MATMUL = Layout("per_head_matmul_args", "P x w y", "q rows heads inputs outputs kind threads x_row x_head")
-SLOT_ARRAY = Layout("slot_array", "P kept buried", "q bytes")
+SLOT_ARRAY = Layout("slot_array", "P stored undo_log", "q bytes")
 SLOT_COMMIT = Layout(
     "slot_commit", *[SLOT_ARRAY] * SLOT_ARRAYS,
-    "P positions scores died slot live dug columns gone queries ring",
-    "q kv_heads slots graves count history planes wide lowest budget batch sinks newest by_scores",
+    "P positions scores evicted_at slot filled undo_head columns evicted queries ring",
+    "q kv_heads slots undo_slots count history planes wide lowest budget batch sinks newest by_scores",
     "q tokens query_width ring_size",
 )  # fmt: skip
 COMMIT_SLOTS = Layout("commit_slots_args", "P starts counts accepted", "q layers rows threads")
@@ -173,7 +179,11 @@ ATTENTION_WEIGHTS = Layout(
 )  # fmt: skip
 STARTS = Layout("", "P starts")
 KV_VIEW = Layout(
-    "", "P k v columns queries", "q slots k_row k_head k_slot v_row v_head v_slot planes kind window chunk", CODES
+    "",
+    "P k v columns queries k_table v_table",
+    "q slots k_row k_head k_slot v_row v_head v_slot table_row block",
+    "q planes kind window chunk",
+    CODES,
 )
 ROTATION = Layout("", "P cos sin", "q half interleaved")
 ATTENTION = Layout("attention_args", ATTENTION_WEIGHTS, STARTS, KV_VIEW, ROTATION)

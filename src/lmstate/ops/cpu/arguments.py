@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lmstate.ops.cpu.abi import KINDS
 from lmstate.ops.types import kv_format
+from lmstate.ops.types.block_table import BLOCK_TOKENS, BlockTable, Stored
 from lmstate.ops.types.params import AttentionParams, AttentionSums, CausalMask, Norm, QuantizedKV, Residual
 
 
@@ -79,7 +80,7 @@ def rope_fields(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, y: Tenso
 
 
 def append_fields(
-    k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, starts: Tensor, counts: Tensor, threads: int
+    k_new: Tensor, v_new: Tensor, k: Stored, v: Stored, starts: Tensor, counts: Tensor, threads: int
 ) -> tuple[int, ...]:
     rows, tokens, kv_heads, dim = k_new.shape
     slots, dim_v = k.shape[2], v.shape[3]
@@ -92,15 +93,15 @@ def append_fields(
     fk, fv, tk, tv = k_new.stride(), v_new.stride(), k.stride(), v.stride()
     return (
         k_new.data_ptr(), v_new.data_ptr(), k.data_ptr(), v.data_ptr(), starts.data_ptr(), counts.data_ptr(),
-        rows, tokens, kv_heads, slots, KINDS[k.dtype], threads, dim, dim_v,
+        *table_pointers(k, v), rows, tokens, kv_heads, slots, KINDS[k.dtype], threads, *table_shape(k), dim, dim_v,
         fk[0], fv[0], fk[1], fv[1], fk[2], fv[2], tk[0], tv[0], tk[1], tv[1], tk[2], tv[2],
     )  # fmt: skip
 
 
 def attend_fields(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Stored,
+    v: Stored,
     starts: Tensor,
     counts: Tensor,
     params: AttentionParams,
@@ -116,11 +117,25 @@ def attend_fields(
     sq, sk, sv = q.stride(), k.stride(), v.stride()
     return (
         q.data_ptr(), k.data_ptr(), v.data_ptr(), starts.data_ptr(), counts.data_ptr(), sinks, out.data_ptr(),
-        *column_pointers(columns, k.shape[:3]),
+        *column_pointers(columns, k.shape[:3]), *table_pointers(k, v),
         rows, tokens, heads, kv_heads, slots, dim, dim_v,
-        sq[0], sq[1], sq[2], sk[0], sk[1], sk[2], sv[0], sv[1], sv[2],
+        sq[0], sq[1], sq[2], sk[0], sk[1], sk[2], sv[0], sv[1], sv[2], *table_shape(k),
         0 if columns is None else columns.sums.shape[2], KINDS[k.dtype], *rule_fields(params, mask),
     )  # fmt: skip
+
+
+def table_pointers(*stored: Stored | None) -> tuple[int, ...]:
+    """Of blocks, where their tables lie; 0 where they are rings. ValueError where they do not go together."""
+    if any(isinstance(x, BlockTable) and not x.pointers.flags.c_contiguous for x in stored):
+        raise ValueError("the rows of a block table must follow each other")
+    if len({table_shape(x) for x in stored if x is not None}) > 1:
+        raise ValueError("blocks and rings, or tables of other shapes, were given together")
+    return tuple(x.address if isinstance(x, BlockTable) else 0 for x in stored)
+
+
+def table_shape(x: Stored | None) -> tuple[int, int]:
+    """Entries from row to row, and the positions of a block; 0 for rings."""
+    return (x.pointers.shape[1], BLOCK_TOKENS) if isinstance(x, BlockTable) else (0, 0)
 
 
 def column_pointers(columns: AttentionSums | None, slots: tuple[int, ...]) -> tuple[int, int]:
@@ -144,7 +159,7 @@ def rule_fields(params: AttentionParams, mask: CausalMask) -> tuple[int, int, in
     return mask.window or 0, mask.chunk or 0, threads, params.scale, params.softcap or 0.0
 
 
-def check_appended(status: int, k_new: Tensor, k: Tensor, starts: Tensor, counts: Tensor) -> None:
+def check_appended(status: int, k_new: Tensor, k: Stored, starts: Tensor, counts: Tensor) -> None:
     """ValueError where the C side says that a row's start and count do not fit."""
     if status:
         r, tokens, slots = status - 1, k_new.shape[1], k.shape[2]
@@ -154,8 +169,8 @@ def check_appended(status: int, k_new: Tensor, k: Tensor, starts: Tensor, counts
         )
 
 
-def check_attended(status: int, q: Tensor, k: Tensor, starts: Tensor, counts: Tensor) -> None:
-    """The C side's verdict as an error: no memory, or the row whose starts and counts make no sense."""
+def check_attended(status: int, q: Tensor, k: Stored, starts: Tensor, counts: Tensor) -> None:
+    """The status of a C call as an error: no memory, or the row whose starts and counts make no sense."""
     if status < 0:
         raise MemoryError(f"no memory for the parts of the attention of {len(q)} rows")
     if status:
@@ -164,6 +179,18 @@ def check_attended(status: int, q: Tensor, k: Tensor, starts: Tensor, counts: Te
             f"row {r} starts at {int(starts[r])} with {int(counts[r])} new tokens: that does not fit queries "
             f"{list(q.shape)} over a ring of {k.shape[2]} slots (all that they see must lie in it at once)"
         )
+
+
+def contiguous(x: Stored) -> bool:
+    """Whether the slots follow each other, or blocks do that have no gaps."""
+    return isinstance(x, BlockTable) or x.is_contiguous()
+
+
+def codes_fields(kv: QuantizedKV) -> tuple[int, ...]:
+    """Codes and scales, which `check_quantized_kv` accepts."""
+    tail = 0 if kv.tail is None else kv.tail.shape[2]
+    pointers = (x.data_ptr() for x in kv.tensors)
+    return *pointers, *table_pointers(*kv.tensors), kv.bits, tail, *table_shape(kv.k)
 
 
 def check_quantized_kv(kv: QuantizedKV, rows: tuple[int, int], dim: int, dim_v: int) -> None:
@@ -177,7 +204,7 @@ def check_quantized_kv(kv: QuantizedKV, rows: tuple[int, int], dim: int, dim_v: 
         "v_scale": (kv.v_scale, 1, torch.float16),
     }
     for name, (tensor, width, dtype) in expected.items():
-        if tensor.shape != (*rows, slots, width) or tensor.dtype != dtype or not tensor.is_contiguous():
+        if tensor.shape != (*rows, slots, width) or tensor.dtype != dtype or not contiguous(tensor):
             raise ValueError(
                 f"{name} must be contiguous {dtype} {[*rows, slots, width]}; "
                 f"this is {tensor.dtype} {list(tensor.shape)}"

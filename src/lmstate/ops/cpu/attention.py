@@ -15,14 +15,18 @@ from lmstate.ops.cpu.arguments import (
     check_appended,
     check_attended,
     check_quantized_kv,
+    codes_fields,
     column_pointers,
     function,
     integers,
     rope_fields,
     rule_fields,
     sinks_pointer,
+    table_pointers,
+    table_shape,
     threads_for,
 )
+from lmstate.ops.types.block_table import Stored
 from lmstate.ops.types.params import AttentionParams, AttentionSums, CausalMask, QuantizedKV, RopeTables
 
 _NO_ROTATION = (0,) * (2 * len(abi.ROPE.fields))
@@ -49,7 +53,7 @@ class Attention:
         self._rope(abi.ROPE.pack(*rope_fields(x, cos, sin, interleaved, y, threads_for(y.numel()))))
         return y
 
-    def can_append(self, k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor) -> bool:
+    def can_append(self, k_new: Tensor, v_new: Tensor, k: Stored, v: Stored) -> bool:
         """Whether these dtypes and strides are among those of the body."""
         return (
             k_new.dtype == v_new.dtype == torch.float32
@@ -58,13 +62,13 @@ class Attention:
             and k_new.stride(3) == v_new.stride(3) == k.stride(3) == v.stride(3) == 1
         )
 
-    def append(self, k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, starts: Tensor, counts: Tensor) -> None:
+    def append(self, k_new: Tensor, v_new: Tensor, k: Stored, v: Stored, starts: Tensor, counts: Tensor) -> None:
         """`ops.append`."""
         starts, counts = integers(starts, "starts", len(k)), integers(counts, "counts", len(k))
         fields = append_fields(k_new, v_new, k, v, starts, counts, threads_for(k_new.numel()))
         check_appended(self._append(abi.APPEND.pack(*fields)), k_new, k, starts, counts)
 
-    def can_attend(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    def can_attend(self, q: Tensor, k: Stored, v: Stored) -> bool:
         """Whether these dtypes, head dims and strides are among those of the body."""
         dim, dim_v = k.shape[3], v.shape[3]
         return (
@@ -79,8 +83,8 @@ class Attention:
     def attend(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Stored,
+        v: Stored,
         starts: Tensor,
         counts: Tensor,
         params: AttentionParams,
@@ -102,8 +106,8 @@ class Attention:
         cos: Tensor,
         sin: Tensor,
         interleaved: bool,
-        k: Tensor,
-        v: Tensor,
+        k: Stored,
+        v: Stored,
         starts: Tensor,
         counts: Tensor,
         params: AttentionParams,
@@ -181,32 +185,32 @@ class Attention:
         kind = KINDS[dtype if tail is None else tail.dtype]
         arguments = abi.ATTEND_QUANTIZED.pack(
             *rotates, *source, rotates is not _NO_ROTATION, threads,
-            kv.k.data_ptr(), kv.v.data_ptr(), kv.k_scale.data_ptr(), kv.v_scale.data_ptr(),
-            kv.bits, 0 if tail is None else tail.shape[2],
+            *codes_fields(kv),
             0 if out is None else q.data_ptr(), ring, 0, starts.data_ptr(), counts.data_ptr(), sinks,
             0 if out is None else out.data_ptr(), *column_pointers(columns, kv.k.shape[:3]),
-            rows, tokens, heads, kv_heads, slots, dim, dim_v, *q.stride()[:3], *strides, 0, 0, 0,
+            *table_pointers(tail, None),
+            rows, tokens, heads, kv_heads, slots, dim, dim_v, *q.stride()[:3], *strides, 0, 0, 0, *table_shape(tail),
             0 if columns is None else columns.sums.shape[2], kind,
             *rule_fields(params, mask),
         )  # fmt: skip
         check_attended(self._attend_quantized(arguments), q, kv.k, starts, counts)
         return out
 
-    def can_attend_latent(self, q_latent: Tensor, q_rope: Tensor, latent: Tensor, rope_key: Tensor) -> bool:
+    def can_attend_latent(self, q_latent: Tensor, q_rope: Tensor, latent: Stored, rope_key: Stored) -> bool:
         """Whether these dtypes and strides are among those of the body."""
         return (
             q_latent.dtype == q_rope.dtype == torch.float32
             and latent.dtype == rope_key.dtype
             and latent.dtype in KINDS
-            and q_latent.stride(3) == q_rope.stride(3) == latent.stride(2) == rope_key.stride(2) == 1
+            and q_latent.stride(3) == q_rope.stride(3) == latent.stride(3) == rope_key.stride(3) == 1
         )
 
     def attend_latent(
         self,
         q_latent: Tensor,
         q_rope: Tensor,
-        latent: Tensor,
-        rope_key: Tensor,
+        latent: Stored,
+        rope_key: Stored,
         starts: Tensor,
         counts: Tensor,
         scale: float,
@@ -214,11 +218,11 @@ class Attention:
     ) -> Tensor:
         """`ops.attention.attend_latent`."""
         rows, tokens, heads, dim = q_latent.shape
-        slots, rope_dim = rope_key.shape[1:]
+        _, _, slots, rope_dim = rope_key.shape
         if (
             q_rope.shape != (rows, tokens, heads, rope_dim)
-            or latent.shape != (rows, slots, dim)
-            or len(rope_key) != rows
+            or latent.shape != (rows, 1, slots, dim)
+            or rope_key.shape[:2] != (rows, 1)
         ):
             raise ValueError(
                 f"queries {list(q_latent.shape)} and {list(q_rope.shape)} do not fit latents {list(latent.shape)} and "
@@ -228,10 +232,11 @@ class Attention:
         out = torch.empty(rows, tokens, heads, dim, dtype=torch.float32)
         arguments = abi.ATTEND_LATENT.pack(
             q_latent.data_ptr(), q_rope.data_ptr(), latent.data_ptr(), rope_key.data_ptr(), starts.data_ptr(),
-            counts.data_ptr(), out.data_ptr(),
+            counts.data_ptr(), out.data_ptr(), *table_pointers(latent, rope_key),
             rows, tokens, heads, slots, dim, rope_dim, *q_latent.stride()[:3], *q_rope.stride()[:3],
-            *latent.stride()[:2], *rope_key.stride()[:2], KINDS[latent.dtype], window or 0, torch.get_num_threads(),
+            latent.stride(0), latent.stride(2), rope_key.stride(0), rope_key.stride(2), *table_shape(latent),
+            KINDS[latent.dtype], window or 0, torch.get_num_threads(),
             scale,
         )  # fmt: skip
-        check_attended(self._attend_latent(arguments), q_latent, latent[:, None], starts, counts)
+        check_attended(self._attend_latent(arguments), q_latent, latent, starts, counts)
         return out

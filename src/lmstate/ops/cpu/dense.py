@@ -26,8 +26,10 @@ class Dense:
         self._dequantize = function(library, "lmstate_dequantize")
         self._count_high_bytes = function(library, "lmstate_count_high_bytes")
         self._to_bfloat12 = function(library, "lmstate_to_bfloat12")
-        self.uses_bf16_dot = bool(function(library, "lmstate_uses_bf16_dot")(b""))
-        """Whether bfloat16 weights, keys and values multiply what is rounded to bfloat16 too, in pairs."""
+        self.rounds_to_bf16 = bool(function(library, "lmstate_rounds_to_bf16")(b""))
+        """Whether bfloat16 weights, keys and values multiply what is rounded to bfloat16 too."""
+        self.uses_amx = bool(function(library, "lmstate_uses_amx")(b""))
+        """Whether products go in tiles of AMX."""
 
     def linear(
         self,
@@ -37,6 +39,7 @@ class Dense:
         norm: Norm | None,
         gate: int,
         residual: Residual | None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """`ops.linear` with norms (rms, without bias) or a gate (of `GateKind`), not both before it."""
         n, k = weight.out_features, weight.in_features
@@ -45,7 +48,9 @@ class Dense:
         if shape[-1] != width or x.dtype != torch.float32:
             raise ValueError(f"x {x.dtype} {list(shape)} does not fit {weight}: x is float32 of {width} features")
         x = x.contiguous()
-        y = torch.empty(*shape[:-1], n, dtype=torch.float32)
+        y = torch.empty(*shape[:-1], n, dtype=torch.float32) if out is None else out
+        if y.shape != (*shape[:-1], n) or y.dtype != torch.float32 or not y.is_contiguous():
+            raise ValueError(f"out {y.dtype} {list(y.shape)} is not contiguous float32 {[*shape[:-1], n]}")
         b = w = r = 0
         eps = 0.0
         if bias is not None:

@@ -15,6 +15,7 @@ from lmstate.ops.cpu.abi import GATES, KINDS, MAX_HEAD_DIM, SUBLAYER_BYTES, WEIG
 from lmstate.ops.cpu.arguments import (
     check_attended,
     check_quantized_kv,
+    codes_fields,
     factor,
     float_pointer,
     function,
@@ -22,8 +23,11 @@ from lmstate.ops.cpu.arguments import (
     norm_fields,
     optional_pointer,
     simple,
+    table_pointers,
+    table_shape,
 )
 from lmstate.ops.cpu.fused_recurrent import Recurrence
+from lmstate.ops.types.block_table import Stored
 from lmstate.ops.types.params import Norm
 from lmstate.ops.types.sublayers import (
     AttentionSublayer,
@@ -42,8 +46,6 @@ if TYPE_CHECKING:
 
 class _Packed(NamedTuple):
     arguments: bytes | Recurrence | None
-    table: Tensor | None = None
-    """Memory that the arguments point to, beside the sublayer's tensors."""
     pointers: Sequence[int] = ()
 
 
@@ -99,20 +101,19 @@ class Fused:
         (rows, kv_heads, dim), slots = view.heads, view.k.shape[2]
         if view.k.shape != view.v.shape:
             raise ValueError(f"keys {list(view.k.shape)} and values {list(view.v.shape)} do not fit each other")
-        floats: tuple[Tensor | None, Tensor | None] = (view.k, view.v)
-        codes: tuple[int, ...] = (0,) * 6
+        floats: tuple[Stored | None, Stored | None] = (view.k, view.v)
+        codes: tuple[int, ...] = (0,) * len(abi.CODES.fields)
         if quantized is not None:
             check_quantized_kv(quantized, (rows, kv_heads), dim, dim)
-            floats, tail = (quantized.tail, None), 0 if quantized.tail is None else quantized.tail.shape[2]
-            codes = (*(x.data_ptr() for x in quantized.tensors), quantized.bits, tail)
+            floats, codes = (quantized.tail, None), codes_fields(quantized)
         kind = 0 if floats[0] is None else KINDS[floats[0].dtype]
         planes = 0 if columns is None else columns.shape[2]
         queries = 0 if view.queries is None else float_pointer(view.queries, "queries", tuple(view.queries.shape))
         return abi.KV_VIEW.pack(
             *(0 if x is None else x.data_ptr() for x in floats),
-            optional_pointer(columns, "columns", (rows, kv_heads, planes, slots)), queries,
-            slots, *(n for x in floats for n in ((0, 0, 0) if x is None else x.stride()[:3])), planes, kind,
-            window or 0, chunk or 0, *codes,
+            optional_pointer(columns, "columns", (rows, kv_heads, planes, slots)), queries, *table_pointers(*floats),
+            slots, *(n for x in floats for n in ((0, 0, 0) if x is None else x.stride()[:3])),
+            *table_shape(floats[0]), planes, kind, window or 0, chunk or 0, *codes,
         )  # fmt: skip
 
     def rotation(self, rotation: RopeTables | None, rows: int, tokens: int) -> bytes:
@@ -179,8 +180,7 @@ def _pack(sublayer: Sublayer) -> _Packed:
         case MLPSublayer():
             return _Packed(_pack_mlp(sublayer))
         case MoESublayer():
-            arguments, table = fused_moe.pack(sublayer)
-            return _Packed(arguments, table)
+            return _Packed(fused_moe.pack(sublayer))
         case RecurrentSublayer():
             return _Packed(fused_recurrent.pack(sublayer))
     raise TypeError(f"no native body runs a {type(sublayer).__name__}")

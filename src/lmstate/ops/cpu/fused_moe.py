@@ -17,11 +17,25 @@ if TYPE_CHECKING:
     from lmstate.ops.types.sublayers import Expert, MoESublayer, RouterParams
 
 
-def pack(of: MoESublayer) -> tuple[bytes, Tensor] | tuple[None, None]:
-    """The arguments of a mixture, and the table of its experts, to which they point; None where no body runs it."""
+class MoEArguments(bytes):
+    """The arguments of a mixture, which hold the table of its experts that they point to.
+
+    Who keeps the arguments, a captured graph say, keeps the table: the packed sublayer may be packed anew meanwhile.
+    """
+
+    table: Tensor
+
+    def __new__(cls, arguments: bytes, table: Tensor) -> MoEArguments:
+        self = super().__new__(cls, arguments)
+        self.table = table
+        return self
+
+
+def pack(of: MoESublayer) -> MoEArguments | None:
+    """The arguments of a mixture; None where no body runs it."""
     acts = {expert.act for expert in _all(of)}
     if len(acts) > 1 or not acts <= set(GATES) or not simple(of.norm, of.post_norm):
-        return None, None
+        return None
     router, shared, shared_gate = of.router, of.shared, of.shared_gate
     inputs, outputs = of.in_features, of.out_features
     count, hidden = len(of.experts), of.experts[0].down.in_features
@@ -44,7 +58,7 @@ def pack(of: MoESublayer) -> tuple[bytes, Tensor] | tuple[None, None]:
         router.groups, router.topk_groups, router.group_score == "top2", of.scale_input,
         eps, after_eps, factor(of.scale), router.scale, router.floor,
     )  # fmt: skip
-    return abi.sublayer(SublayerKind.MOE, arguments).ljust(SUBLAYER_BYTES, b"\0"), table
+    return MoEArguments(abi.sublayer(SublayerKind.MOE, arguments).ljust(SUBLAYER_BYTES, b"\0"), table)
 
 
 def choose_experts(body: Callable[[bytes], int], logits: Tensor, router: RouterParams) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,7 @@ class Recurrence(NamedTuple):
 
     arguments: bytes
     parts: MixerParts
-    kept: int  # features, of which the fold takes those from `first` on
+    kept: int  # features, of which the scan reads those from `first` on
     first: int
 
 
@@ -40,10 +40,10 @@ def pack(sublayer: RecurrentSublayer) -> Recurrence | None:
     if not simple(sublayer.norm, sublayer.post_norm):
         return None
     match sublayer:
-        case GatedDeltaSublayer(conv=conv, A=A, dt_bias=dt_bias, gated_norm=norm):
-            return _delta(sublayer) if _in_place(conv, A, dt_bias, norm.weight) else None
-        case Mamba2Sublayer(conv=conv, conv_bias=conv_bias, A=A, D=D, dt_bias=dt_bias):
-            return _ssd(sublayer) if _in_place(conv, conv_bias, A, D, dt_bias) else None
+        case GatedDeltaSublayer(params=params):
+            return _delta(sublayer) if _in_place(params.conv, params.A, params.dt_bias, params.norm.weight) else None
+        case Mamba2Sublayer(params=of):
+            return _ssd(sublayer) if _in_place(of.conv, of.conv_bias, of.A, of.D, of.dt_bias) else None
         case ShortConvSublayer(conv=conv, conv_bias=conv_bias):
             return _conv(sublayer) if _in_place(conv, conv_bias) else None
     raise TypeError(f"no native body runs a {type(sublayer).__name__}")
@@ -56,27 +56,20 @@ def _in_place(conv: Tensor, *others: Tensor | None) -> bool:
 
 def _delta(of: GatedDeltaSublayer) -> Recurrence:
     """A layer of the gated delta rule."""
-    parts = gated_delta_parts(
-        of.conv.t(), of.A, of.dt_bias, of.gated_norm, of.key_heads, of.key_dim, of.gate_act == "silu", of.beta_scale
-    )
-    width, embed = parts.carry[0][1], of.qkvz.in_features
-    if of.qkvz.out_features != width + parts.outputs or of.gates.shape != (parts.inputs - width, embed):
-        raise ValueError(f"{of.qkvz} and {of.gates} do not fit {width} features before {parts.outputs} values")
-    layer = _layer(SublayerKind.GATED_DELTA, of, of.qkvz, None, of.gates, of.out, None, parts)
+    parts = gated_delta_parts(of.params.conv.t(), of.params)
+    width, embed = parts.carry[0][1], of.in_features
+    if of.project.out_features != width + parts.outputs or of.gates.shape != (parts.inputs - width, embed):
+        raise ValueError(f"{of.project} and {of.gates} do not fit {width} features before {parts.outputs} values")
+    layer = _layer(SublayerKind.GATED_DELTA, of, parts, gates=of.gates)
     return Recurrence(layer, parts, parts.inputs, 0)
 
 
 def _ssd(of: Mamba2Sublayer) -> Recurrence:
     """A layer of Mamba-2."""
-    parts = mamba2_parts(
-        of.conv.t(), of.conv_bias, of.A, of.D, of.dt_bias, of.head_dim, of.groups, of.dt_limits,
-        of.gated_norm, of.norm_groups, of.gate_last,
-    )  # fmt: skip
+    parts = mamba2_parts(of.params.conv.t(), of.params)
     if of.project.out_features != parts.outputs + parts.inputs:
-        raise ValueError(f"{of.project} and {len(of.A)} heads of {of.head_dim} do not fit each other")
-    layer = _layer(
-        SublayerKind.MAMBA2, of, of.project, of.bias, None, of.out, of.out_bias, parts, of.factors, of.parallel
-    )
+        raise ValueError(f"{of.project} and {len(of.params.A)} heads of {of.params.head_dim} do not fit each other")
+    layer = _layer(SublayerKind.MAMBA2, of, parts, factors=of.factors, parallel=of.parallel)
     return Recurrence(layer, parts, of.project.out_features, parts.outputs)
 
 
@@ -90,7 +83,7 @@ def _conv(of: ShortConvSublayer) -> Recurrence:
         taps.data_ptr(), optional_pointer(of.conv_bias, "the convolution's bias", (width,)), kernel
     )
     parts = MixerParts(arguments, width, width, ((kernel - 1, width),))
-    layer = _layer(SublayerKind.SHORT_CONV, of, of.project, of.bias, None, of.out, of.out_bias, parts)
+    layer = _layer(SublayerKind.SHORT_CONV, of, parts)
     return Recurrence(layer, parts, width, 0)
 
 
@@ -104,32 +97,30 @@ def carried(layer: Recurrence, carry: Carry, new: Carry, kept: Tensor) -> bytes:
 
 
 def room(layer: Recurrence, rows: int, tokens: int) -> tuple[Carry, Tensor]:
-    """For the carry that a layer makes, and what it keeps `[R, T, kept]`."""
+    """Tensors for the carry that a layer makes, and for what it logs `[R, T, kept]`."""
     new = tuple(torch.empty(rows, *shape, dtype=torch.float32) for shape in layer.parts.carry)
     return new, torch.empty(rows, tokens, layer.kept, dtype=torch.float32)
 
 
 def _layer(
     kind: SublayerKind,
-    of: ShortConvSublayer | GatedDeltaSublayer | Mamba2Sublayer,
-    project: Weight,
-    bias: Tensor | None,
-    gates: Weight | None,
-    out: Weight,
-    out_bias: Tensor | None,
+    of: RecurrentSublayer,
     parts: MixerParts,
+    *,
+    gates: Weight | None = None,
     factors: Tensor | None = None,
     parallel: bool = False,
 ) -> bytes:
+    project, out = of.ends
     inputs, projected, outputs = project.in_features, project.out_features, out.out_features
     if out.in_features != parts.outputs:
         raise ValueError(f"{out} does not fit a mixer of {parts.outputs} features")
     before, eps = norm_fields(of.norm, inputs)
     behind, after_eps = norm_fields(of.post_norm, outputs)
     arguments = abi.PROJECTIONS.pack(
-        before, project.storage.data_ptr(), optional_pointer(bias, "the bias", (projected,)),
+        before, project.storage.data_ptr(), optional_pointer(of.bias, "the bias", (projected,)),
         0 if gates is None else gates.storage.data_ptr(), out.storage.data_ptr(),
-        optional_pointer(out_bias, "the bias of out", (outputs,)), behind,
+        optional_pointer(of.out_bias, "the bias of out", (outputs,)), behind,
         optional_pointer(factors, "the factors", (projected,)), inputs, projected, outputs,
         WEIGHT_KINDS[project.kind], 0 if gates is None else WEIGHT_KINDS[gates.kind], WEIGHT_KINDS[out.kind], parallel,
         eps, after_eps, factor(of.scale),

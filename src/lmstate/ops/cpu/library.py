@@ -11,6 +11,8 @@ from lmstate.ops.cpu.mixers import Mixers
 from lmstate.ops.cpu.recurrent import Recurrent
 from lmstate.ops.cpu.slots import Slots
 
+SOFT_PAUSE = 1  # omp_pause_soft: settings stay
+
 
 class Library:
     """The bodies of one variant, for tensors on the processor."""
@@ -23,3 +25,15 @@ class Library:
         self.recurrent = Recurrent(library)
         self.mixers = Mixers(library)
         self.fused = Fused(library)
+        self._pause = getattr(library, "omp_pause_resource_all", None)  # OpenMP 5.0
+        self._set_threads = getattr(library, "omp_set_num_threads", None)
+
+    def release_threads(self) -> None:
+        """End the workers that OpenMP keeps for the calling thread; its next call makes new ones."""
+        if self._pause is not None:
+            self._pause(SOFT_PAUSE)
+
+    def set_threads(self, count: int) -> None:
+        """Set the threads of what the calling thread computes, torch's operations too, and nobody else's."""
+        if self._set_threads is not None:
+            self._set_threads(count)

@@ -15,7 +15,7 @@ from torch import Tensor
 from lmstate.ops.cpu import abi
 from lmstate.ops.cpu.arguments import function
 from lmstate.ops.cpu.recurrent import counted, expect, optional, threads_for
-from lmstate.ops.types.params import Norm
+from lmstate.ops.types.mixers import GatedDeltaParams, Mamba2Params
 
 Carry = tuple[Tensor, Tensor]
 
@@ -43,18 +43,11 @@ class Mixers:
         z: Tensor | None,
         carry: Carry,
         counts: Tensor,
-        conv: Tensor,
-        A: Tensor,
-        dt_bias: Tensor,
-        norm: Norm,
-        key_heads: int,
-        key_dim: int,
-        silu: bool,
-        beta_scale: float,
+        params: GatedDeltaParams,
     ) -> tuple[Tensor, Carry]:
         """`gated_delta_mixer`."""
-        taps = conv.t().contiguous()
-        parts = gated_delta_parts(taps, A, dt_bias, norm, key_heads, key_dim, silu, beta_scale)
+        taps = params.conv.t().contiguous()
+        parts = gated_delta_parts(taps, params)
         return _folded(self._gated_delta, parts, inputs, z, carry, counts, 0 if z is None else parts.outputs)
 
     def mamba2(
@@ -63,30 +56,19 @@ class Mixers:
         gate: Tensor | None,
         carry: Carry,
         counts: Tensor,
-        conv: Tensor,
-        conv_bias: Tensor | None,
-        A: Tensor,
-        D: Tensor | None,
-        dt_bias: Tensor | None,
-        head_dim: int,
-        groups: int,
-        dt_limits: tuple[float, float],
-        norm: Norm | None,
-        norm_groups: int,
-        gate_last: bool,
+        params: Mamba2Params,
     ) -> tuple[Tensor, Carry]:
         """`mamba2_mixer`."""
-        taps = conv.t().contiguous()
-        parts = mamba2_parts(
-            taps, conv_bias, A, D, dt_bias, head_dim, groups, dt_limits, norm, norm_groups, gate_last
-        )  # fmt: skip
+        taps = params.conv.t().contiguous()
+        parts = mamba2_parts(taps, params)
         return _folded(self._mamba2, parts, inputs, gate, carry, counts, parts.outputs)
 
 
-def gated_delta_parts(
-    taps: Tensor, A: Tensor, dt_bias: Tensor, norm: Norm, key_heads: int, key_dim: int, silu: bool, beta_scale: float
-) -> MixerParts:
-    """Those of `gated_delta_mixer`, with the taps `[C, W]` of its convolution, contiguous."""
+def gated_delta_parts(taps: Tensor, params: GatedDeltaParams) -> MixerParts:
+    """Weights of a `gated_delta_mixer` as arguments. taps: those of its convolution `[C, W]`, contiguous."""
+    _, A, dt_bias, norm, key_heads, key_dim, gate_act, beta_scale, floor = params
+    if floor is not None:
+        raise ValueError("no native body bounds the log decay")
     kernel, width = taps.shape
     heads, decays = A.shape[0], dt_bias.shape[0]
     values = width - 2 * key_heads * key_dim
@@ -96,25 +78,15 @@ def gated_delta_parts(
     arguments = abi.GATED_DELTA_PARTS.pack(
         taps.data_ptr(), optional(A, "A", heads), optional(dt_bias, "the bias of dt", decays),
         optional(norm.weight, "the norm's weight", value_dim),
-        key_heads, heads, key_dim, value_dim, kernel, decays > heads, silu, beta_scale, norm.eps,
+        key_heads, heads, key_dim, value_dim, kernel, decays > heads, gate_act == "silu", beta_scale,
+        norm.eps,
     )  # fmt: skip
     return MixerParts(arguments, width + heads + decays, values, ((kernel - 1, width), (heads, key_dim, value_dim)))
 
 
-def mamba2_parts(
-    taps: Tensor,
-    conv_bias: Tensor | None,
-    A: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    head_dim: int,
-    groups: int,
-    dt_limits: tuple[float, float],
-    norm: Norm | None,
-    norm_groups: int,
-    gate_last: bool,
-) -> MixerParts:
-    """Those of `mamba2_mixer`, with the taps `[C, W]` of its convolution, contiguous."""
+def mamba2_parts(taps: Tensor, params: Mamba2Params) -> MixerParts:
+    """Weights of a `mamba2_mixer` as arguments. taps: those of its convolution `[C, W]`, contiguous."""
+    _, conv_bias, A, D, dt_bias, head_dim, groups, dt_limits, norm, norm_groups, gate_last = params
     kernel, width = taps.shape
     heads = A.shape[0]
     inner = heads * head_dim

@@ -31,8 +31,8 @@ class Slots:
 
     def commit(self, changes: Sequence[SlotCommit], starts: Tensor, counts: Tensor, accepted: Tensor) -> None:
         """`commit_slots`."""
-        settle, packed = self.prepare(changes, starts, counts, accepted)
-        settle(packed)
+        commit, packed = self.prepare(changes, starts, counts, accepted)
+        commit(packed)
 
     def prepare(
         self, changes: Sequence[SlotCommit], starts: Tensor, counts: Tensor, accepted: Tensor

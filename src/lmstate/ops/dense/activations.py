@@ -11,10 +11,22 @@ from torch.nn import functional as F
 from lmstate.ops import dispatch
 from lmstate.ops.cpu.abi import GATES
 
+
+def in_double(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """A function of each element, in the dtype of `x`; on a processor computed in float64.
+
+    In float32 torch rounds the last elements of a vector, which may be another row's, otherwise. Where gradients follow
+    no bits are promised, and a graph of float64 would take twice the memory and time.
+    """
+    if x.device.type != "cpu" or (not torch.compiler.is_compiling() and dispatch.is_referring()):
+        return function(x)
+    return function(x.double()).to(x.dtype)
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": lambda x: in_double(F.silu, x),
+    "gelu": lambda x: in_double(F.gelu, x),
+    "gelu_tanh": lambda x: in_double(lambda wide: F.gelu(wide, approximate="tanh"), x),
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
 }
@@ -48,8 +60,5 @@ def glu_reference(x: Tensor, act: str) -> Tensor:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """The sigmoid of any tensor, in its dtype.
-
-    Computed in float64: in float32 torch rounds the last numbers of a vector, which may be another row's, otherwise.
-    """
-    return x.double().sigmoid().to(x.dtype)
+    """The sigmoid of any tensor, in its dtype; see `in_double`."""
+    return in_double(torch.sigmoid, x)

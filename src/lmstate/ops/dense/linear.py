@@ -18,9 +18,6 @@ from lmstate.ops.types.params import Norm, Residual
 from lmstate.ops.types.weight import Weight
 from lmstate.ops.weights.lora import LoraWeight
 
-GEMV_ROWS = 32
-"""Up to so many rows go through fused sublayers in one native call, of which none alone is worth a call."""
-
 
 def linear(
     x: Tensor,
@@ -30,8 +27,9 @@ def linear(
     norm: Norm | None = None,
     gate: str | None = None,
     residual: Residual | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """`x @ weight.T + bias`, added to `residual`, float32 `[..., N]`.
+    """`x @ weight.T + bias`, added to `residual`, float32 `[..., N]`; in `out` if that is given, without gradients.
 
     x: float32 `[..., K]`; with `gate` ("silu", "gelu_tanh", "gelu", "relu2", ...) it is `[..., 2K]` = gate | up and
     act(gate) * up is multiplied. `norm` applies to x first; `residual`: the stream that the product is added to, last.
@@ -41,10 +39,18 @@ def linear(
     multiply float32 activations. Where the processor is faster with pairs of bfloat16 than with twice as many floats,
     bfloat16 weights of K a multiple of 32 multiply activations rounded to bfloat16.
     """
-    if isinstance(weight, LoraWeight):
-        y = weight.add_to(linear, linear(x, weight.base, bias, norm=norm, gate=gate), _entered(x, norm, gate))
-        return y if residual is None else add_residual(residual, y)
     stream = None if residual is None else residual.stream
+    if out is not None:
+        library = dispatch.native(x, weight.storage, stream)
+        simple = not isinstance(weight, LoraWeight) and gate is None and residual is None
+        if library is None or x.dtype != torch.float32 or not simple:
+            return out.copy_(linear(x, weight, bias, norm=norm, gate=gate, residual=residual))
+        if norm is not None and not norm.simple:
+            x, norm = apply_norm(x, norm), None
+        return library.dense.linear(x, weight, bias, norm, 0, None, out)
+    if isinstance(weight, LoraWeight):
+        y = weight.product(linear, _entered(x, norm, gate), bias)
+        return y if residual is None else add_residual(residual, y)
     library = dispatch.native(x, weight.storage, stream)
     if library is not None and x.dtype == torch.float32:
         if residual is not None and not residual.simple:
@@ -63,11 +69,6 @@ def linear_split_concat(x: Tensor, weight: Weight, width: int, beside: Tensor) -
     """`linear`, cut after `width` outputs: the first part with `beside` `[..., G]` behind it, and the rest."""
     y = linear(x, weight)
     return torch.cat([y[..., :width], beside], dim=-1), y[..., width:]
-
-
-def is_gemv(x: Tensor) -> bool:
-    """Whether x goes through fused sublayers."""
-    return x.numel() <= GEMV_ROWS * x.shape[-1] and x.dtype == torch.float32
 
 
 def linear_reference(

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from lmstate.ops import dispatch
 from lmstate.ops.cpu.fused_recurrent import Recurrence, carried, room
-from lmstate.ops.dense.linear import is_gemv
 from lmstate.ops.types.params import KVView, RopeTables
 from lmstate.ops.types.sublayers import (
     AttentionSublayer,
@@ -41,6 +40,8 @@ if TYPE_CHECKING:
     from lmstate.ops.cpu import Library
 
 VARIABLE = "LMSTATE_FUSE"
+FUSED_ROWS = 512
+"""Tokens of a step, over all rows, up to which sublayers are fused: as many as a prompt's parts have."""
 
 
 @lru_cache(maxsize=1)
@@ -50,6 +51,11 @@ def fuses() -> bool:
     if asked not in ("0", "1"):
         raise ValueError(f"{VARIABLE}={asked}: 1 fuses sublayers where native bodies can, 0 runs every operation alone")
     return asked == "1"
+
+
+def is_short(x: Tensor) -> bool:
+    """Whether a stream is short enough to be worth fusing, and of the dtype that native bodies take."""
+    return x.numel() <= FUSED_ROWS * x.shape[-1] and x.dtype == torch.float32
 
 
 def packable(sublayers: Sequence[Sublayer]) -> bool:
@@ -154,7 +160,7 @@ class FusedGraph:
     def set_residual(self, residual: Tensor | None, x: Tensor) -> None:
         """Go on with x, and add the next sublayer's output to `residual` (None: to nothing) instead of to it."""
         self._x, self._residual = x, residual
-        self._library = dispatch.native(x, residual) if is_gemv(x) else None
+        self._library = dispatch.native(x, residual) if is_short(x) else None
         if self._library is not None and not fuses():
             self._library = None
         self._width: int = x.shape[-1]
@@ -281,11 +287,11 @@ class FusedGraph:
         fused.check(sublayer, view, tables, rows, tokens)
         if view.packed is None:
             view.packed = fused.view(view)
-        if (turned := self._tables.get(id(tables))) is None:
-            turned = self._tables[id(tables)] = tables, fused.rotation(tables, rows, tokens)
+        if (rotated := self._tables.get(id(tables))) is None:
+            rotated = self._tables[id(tables)] = tables, fused.rotation(tables, rows, tokens)
         if (placed := self._begins.get(id(view.starts))) is None:
             placed = self._begins[id(view.starts)] = view.starts, fused.starts(view.starts, rows)
-        return packed, placed[1], view.packed, turned[1]
+        return packed, placed[1], view.packed, rotated[1]
 
 
 def fused_feed_forward(x: Tensor, sublayer: MLPSublayer, stream: Tensor | None) -> Tensor | None:

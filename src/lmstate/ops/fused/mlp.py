@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lmstate.ops.dense.linear import is_gemv, linear
-from lmstate.ops.fused.graph import fused_feed_forward
+from lmstate.ops.dense.linear import linear
+from lmstate.ops.fused.graph import fused_feed_forward, is_short
 from lmstate.ops.types.params import Norm, Residual
 from lmstate.ops.types.sublayers import MLPSublayer
 from lmstate.ops.types.weight import Weight
@@ -27,8 +27,8 @@ def feed_forward(
     x: float32 `[..., K]`; up: `[2F, K]`; down: `[N, F]`. Bit for bit the same as two `linear`.
     """
     stream, after, scale = residual or (None, None, 1.0)
-    half = MLPSublayer(up, down, act, up_bias, down_bias, norm=norm, post_norm=after, scale=scale)
-    if is_gemv(x) and (y := fused_feed_forward(x, half, stream)) is not None:
+    sublayer = MLPSublayer(up, down, act, up_bias, down_bias, norm=norm, post_norm=after, scale=scale)
+    if is_short(x) and (y := fused_feed_forward(x, sublayer, stream)) is not None:
         return y
     hidden = linear(x, up, up_bias, norm=norm)
     return linear(hidden, down, down_bias, gate=act, residual=residual)

@@ -1,4 +1,4 @@
-"""The short depthwise causal convolution before a recurrence, as a fold: its carry is the last inputs of each row.
+"""The short depthwise causal convolution before a recurrence, as a scan: its carry is the last inputs of each row.
 
 A token sees itself and the C - 1 tokens before it, so what a step must remember is its last C - 1 inputs *as of each
 row's count*: a row that got fewer new tokens than that keeps part of its old tail.
@@ -61,7 +61,7 @@ def causal_conv(
 
 
 def tap_major(weight: Tensor) -> Tensor:
-    """The same [F, C], laid out tap by tap: what the native body reads without a copy."""
+    """Weight [F, C] laid out tap by tap, which the native body reads without a copy."""
     return weight.t().contiguous().t()
 
 

@@ -15,7 +15,7 @@ from lmstate.ops.dense.activations import sigmoid
 from lmstate.ops.recurrent.causal_conv import causal_conv
 from lmstate.ops.recurrent.gated_delta_rule import gated_delta_rule
 from lmstate.ops.recurrent.gated_norm import gated_norm
-from lmstate.ops.types.params import Gate, Norm
+from lmstate.ops.types.mixers import GatedDeltaParams
 
 
 def gated_delta_mixer(
@@ -23,16 +23,7 @@ def gated_delta_mixer(
     z: Tensor | None,
     carry: Carry,
     counts: Tensor,
-    *,
-    conv: Tensor,
-    A: Tensor,
-    dt_bias: Tensor,
-    norm: Norm,
-    key_heads: int,
-    key_dim: int,
-    gate_act: Gate = "silu",
-    beta_scale: float = 1.0,
-    floor: float | None = None,
+    params: GatedDeltaParams,
 ) -> tuple[Tensor, Carry]:
     """norm(gated_delta_rule(silu(conv(q, k, v)), A softplus(decay + dt_bias), sigmoid(beta) beta_scale)) gate_act(z).
 
@@ -40,20 +31,14 @@ def gated_delta_mixer(
     z        [R, T, H * Dv]: the gate of the outputs, as projected; None: the outputs are not wanted, and have no width
     carry    (the convolution's tail [R, C-1, 2 * Hk * Dk + H * Dv], the state [R, H, Dk, Dv]), not written
     counts   [R] int64
-    conv     [2 * Hk * Dk + H * Dv, C]
-    A        [H], negative
-    dt_bias  [H], or [H * Dk]: then the decay is one a channel, as wide as this
-    norm     of each head's Dv features
-    floor    a bound on the log decay, which is then floor * sigmoid(-A (decay + dt_bias)) (Ling 3.0)
 
     Returns `[R, T, H * Dv]` and the new carry. q and k are normalized, and q is scaled by Dk^-0.5.
     """
+    conv, A, dt_bias, norm, key_heads, key_dim, gate_act, beta_scale, floor = params
     library = dispatch.native(inputs, z, *carry, conv, A, dt_bias, norm.weight)
     known = all_float32(inputs, z, *carry, conv, A, dt_bias, norm.weight)
     if library is not None and known and floor is None:
-        return library.mixers.gated_delta(
-            inputs, z, carry, counts, conv, A, dt_bias, norm, key_heads, key_dim, gate_act == "silu", beta_scale
-        )
+        return library.mixers.gated_delta(inputs, z, carry, counts, params)
     tail, state = carry
     (width, _), heads, decays = conv.shape, len(A), len(dt_bias)
     mixed, beta, decay = inputs.split([width, heads, decays], dim=-1)

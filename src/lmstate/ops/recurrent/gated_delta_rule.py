@@ -204,7 +204,7 @@ def _decayed_products(kq: Tensor, unit: Tensor, log_decay: Tensor) -> Tensor:
 
 
 def _decayed_products_by_channel(kq: Tensor, unit: Tensor, log_decay: Tensor) -> Tensor:
-    """As `_decayed_products`, with a decay a channel: log_decay [N, R, H, c, Dk]."""
+    """Products as in `_decayed_products`, with a decay a channel: log_decay [N, R, H, c, Dk]."""
     kq = (kq * unit).repeat_interleave(log_decay.shape[2] // kq.shape[2], 2)  # each head decays in its own way
     return _products_by_channel(kq, log_decay)
 

@@ -1,4 +1,4 @@
-"""A causal convolution in which every head mixes its own features, as a fold: its carry is each row's last inputs."""
+"""A causal convolution in which every head mixes its own features, as a scan: its carry is each row's last inputs."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from lmstate.ops.cpu.recurrent import all_float32
 from lmstate.ops.recurrent.causal_conv import causal_conv
 from lmstate.ops.recurrent.gated_norm import gated, gated_norm
 from lmstate.ops.recurrent.ssd import ssd
-from lmstate.ops.types.params import Norm
+from lmstate.ops.types.mixers import Mamba2Params
 
 
 def mamba2_mixer(
@@ -21,18 +21,7 @@ def mamba2_mixer(
     gate: Tensor | None,
     carry: Carry,
     counts: Tensor,
-    *,
-    conv: Tensor,
-    conv_bias: Tensor | None,
-    A: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    head_dim: int,
-    groups: int = 1,
-    dt_limits: tuple[float, float] = (0.0, float("inf")),
-    norm: Norm | None = None,
-    norm_groups: int = 1,
-    gate_last: bool = False,
+    params: Mamba2Params,
 ) -> tuple[Tensor, Carry]:
     """gated_norm(ssd(silu(conv(x, B, C)), dt), gate), of H heads of P = `head_dim` features, their states N wide.
 
@@ -40,20 +29,15 @@ def mamba2_mixer(
     gate       [R, T, H * P], as projected; None: the outputs are not wanted, and are neither gated nor normalized
     carry      (the convolution's tail [R, C-1, H * P + 2 * G * N], the state [R, H, P, N]), not written
     counts     [R] int64
-    conv       [H * P + 2 * G * N, C], conv_bias its features or None
-    A, D, dt_bias, groups, dt_limits    as in `ssd`
-    norm, norm_groups, gate_last        as in `gated_norm`; without a norm, what comes out is y * silu(gate)
 
     Returns `[R, T, H * P]` and the new carry.
     """
+    conv, conv_bias, A, D, dt_bias, head_dim, groups, dt_limits, norm, norm_groups, gate_last = params
     weight = None if norm is None else norm.weight
     library = dispatch.native(inputs, gate, *carry, conv, conv_bias, A, D, dt_bias, weight)
     known = all_float32(inputs, gate, *carry, conv, conv_bias, A, D, dt_bias, weight)
     if library is not None and known:
-        return library.mixers.mamba2(
-            inputs, gate, carry, counts, conv, conv_bias, A, D, dt_bias, head_dim, groups, dt_limits, norm, norm_groups,
-            gate_last,
-        )  # fmt: skip
+        return library.mixers.mamba2(inputs, gate, carry, counts, params)
     tail, state = carry
     width, inner = len(conv), len(A) * head_dim
     mixed, tail = causal_conv(inputs[..., :width], tail, conv, conv_bias, counts, "silu")

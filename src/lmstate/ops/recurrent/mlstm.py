@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from lmstate.ops.ragged import blank, padding
 from lmstate.ops.recurrent.linear_attention import linear_attention
+from lmstate.ops.recurrent.scan import running_peaks
 
 Carry = tuple[Tensor, Tensor]
 
@@ -49,8 +50,8 @@ def mlstm(
     keep, added = F.logsigmoid(forget_gate.double()), input_gate.double()
     columns = torch.cat([v.to(dtype), torch.ones_like(v[..., :1], dtype=dtype)], -1) * added.exp().to(dtype)[..., None]
     y, state = linear_attention(q.to(dtype) * q.shape[-1] ** -0.5, k, columns, keep.to(dtype), state, counts)
-    total = blank(keep, mask).cumsum(1)  # [R, T, H]: padding keeps all and adds nothing
+    # Padding keeps all and adds nothing.
     added = added if mask is None else added.masked_fill(mask[..., None], float("-inf"))
-    peaks = total + torch.maximum(peak.double()[:, None], (added - total).cummax(1).values)
+    peaks = running_peaks(blank(keep, mask), added, peak)  # [R, T, H]
     floor = eps * peaks.exp().to(dtype)[..., None]
     return y[..., :-1] / (y[..., -1:].abs().clamp(min=1.0) + floor), (state, peaks[:, -1].to(peak.dtype))

@@ -68,7 +68,7 @@ def recurrent(decay: Tensor, update: Tensor, h: Tensor) -> tuple[Tensor, Tensor]
 
 
 def chunked(decay: Tensor, update: Tensor, h: Tensor, *, piece: int = PIECE) -> tuple[Tensor, Tensor]:
-    """As `recurrent`, chunks side by side."""
+    """Scan as `recurrent` does, chunks side by side."""
     outputs = [update[:, :0]]
     for first, last, size in split(update.shape[1], piece):
         states, h = scan(

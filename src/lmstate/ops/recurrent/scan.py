@@ -13,6 +13,19 @@ import torch
 from torch import Tensor
 
 
+def running_peaks(kept: Tensor, added: Tensor, peak: Tensor) -> Tensor:
+    """The exponents p_t = max(kept_t + p_{t-1}, added_t), float64 [R, T, ...], from that before [R, ...].
+
+    Each is rounded to the carry's dtype, as the one at a cut is: so a cut changes none.
+    kept, added [R, T, ...] float64.
+    """
+    last, peaks = peak.double(), []
+    for keep, add in zip(kept.unbind(1), added.unbind(1), strict=True):
+        last = torch.maximum(last + keep, add).to(peak.dtype).double()
+        peaks.append(last)
+    return torch.stack(peaks, 1)
+
+
 def split(width: int, limit: int) -> list[tuple[int, int, int]]:
     """Pieces (first, last, L) of a step of `width` tokens for `scan`: at most `limit` tokens each, in chunks of L.
 

@@ -4,8 +4,8 @@
     num <- e^w num + e^{k_t} v_t          den <- e^w den + e^{k_t}
 
 Peng et al., "RWKV" (2305.13048). Keys are not bounded, so num and den are kept times e^-p, with e^p the largest weight
-that is remembered: p <- max(w + p, k_t). All p of a step follow from one running maximum, and then num and den are a
-linear recurrence with decays in 0..1, each channel its own.
+that is remembered: p <- max(w + p, k_t). Once all p of a step are known, num and den are a linear recurrence with
+decays in 0..1, each channel its own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from lmstate.ops.ragged import blank, carry_dtype, padding
-from lmstate.ops.recurrent.rg_lru import RECURRENT_UP_TO, chunked, recurrent
+from lmstate.ops.recurrent.rg_lru import recurrent
+from lmstate.ops.recurrent.scan import running_peaks
 
 Carry = tuple[Tensor, Tensor, Tensor]
 
@@ -34,20 +35,18 @@ def wkv(k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor, carry: Carry, counts
     Returns y [R, T, F] and the new carry, in the carry's dtype.
     """
     num, den, peak = carry
-    dtype, width = carry_dtype(num), k.shape[1]
-    mask = padding(counts, width)
+    dtype, mask = carry_dtype(num), padding(counts, k.shape[1])
     v, keys = blank(v.to(dtype), mask), blank(k, mask).double()
     kept = blank(decay.double().expand(keys.shape), mask)  # padding keeps all
     added = keys if mask is None else keys.masked_fill(mask[..., None], float("-inf"))  # and adds nothing
-    # Exponents are float64: so are sums of thousands of w exact enough, and exp the same wherever a number stands.
-    start = torch.where(den > 0, peak, NOTHING).double()[:, None]
-    total = kept.cumsum(1)
-    peaks = total + torch.maximum(start, (added - total).cummax(1).values)  # [R, T, F]
-    before = torch.cat([start, peaks[:, :-1]], 1)
+    # Exponents are float64, where exp is the same wherever a number stands in a vector.
+    start = torch.where(den > 0, peak, NOTHING)
+    peaks = running_peaks(kept, added, start)  # [R, T, F]
+    before = torch.cat([start.double()[:, None], peaks[:, :-1]], 1)
     keep, grow = ((exponent - peaks).exp().to(dtype) for exponent in (kept + before, added))
     states = torch.cat([num, den], -1)
-    body = recurrent if width <= RECURRENT_UP_TO else chunked
-    all_states, last = body(torch.cat([keep, keep], -1), torch.cat([grow * v, grow], -1), states)
+    # Token by token at any length: chunks side by side would round otherwise than tokens that come alone.
+    all_states, last = recurrent(torch.cat([keep, keep], -1), torch.cat([grow * v, grow], -1), states)
     before_num, before_den = torch.cat([states[:, None], all_states[:, :-1]], 1).chunk(2, dim=-1)
     own = keys + bonus.double()
     top = torch.maximum(before, own)

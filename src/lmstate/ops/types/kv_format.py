@@ -1,9 +1,9 @@
 """Keys and values in a few bits a number: what codes, scales and middles stand for.
 
-Of a vector, turned so that no number of it stands out: `x = scale * code`, one scale, or one for each group of a long
-vector, float16. Codes of 8 bits are int8; of 4 and 2 bits they are -7.5, -6.5 .. 7.5 and -1.5 .. 1.5, stored as what
-they are more than the least, 2 or 4 in a byte: number i of the n of a vector is field `i // (n * bits / 8)` of byte
-`i % (n * bits / 8)`, the lowest bits first.
+A vector is transformed so that no number of it stands out; `x = scale * code`, one scale, or one for each group of a
+long vector, float16. Codes of 8 bits are int8; of 4 and 2 bits they are -7.5, -6.5 .. 7.5 and -1.5 .. 1.5, stored as
+what they are more than the least, 2 or 4 in a byte: number i of the n of a vector is field `i // (n * bits / 8)` of
+byte `i % (n * bits / 8)`, the lowest bits first.
 
 Of a block of `BLOCK` positions: `x = scale * code + middle`, a scale and a middle for each channel. The codes of a
 channel are those of a vector. Across the block's slots lie the codes, channel by channel; all scales, then all middles.
@@ -42,7 +42,7 @@ def code_dtype(bits: int) -> torch.dtype:
 
 
 def encode(x: Tensor, bits: int, most: int = GROUP) -> tuple[Tensor, Tensor]:
-    """Turned x `[..., D]` -> codes `[..., D * bits / 8]` and float16 scales `[..., n]`."""
+    """Transformed x `[..., D]` -> codes `[..., D * bits / 8]` and float16 scales `[..., n]`."""
     groups = x.detach().float().unflatten(-1, (-1, group_of(x.shape[-1], bits, most)))  # [..., n, group]
     scale = _scale(groups, bits)
     return _codes(groups, scale, bits).flatten(-2), scale.squeeze(-1)

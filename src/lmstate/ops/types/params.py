@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lmstate.ops.types.block_table import Stored
+
 
 class AttentionParams(NamedTuple):
     """Scores are q k^T * scale, through softcap * tanh(scores / softcap) where there is one (Gemma 2).
@@ -23,7 +25,7 @@ class AttentionParams(NamedTuple):
 
     def softmax(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
         """q `[R, H, T, D]`, k `[R, K, S, D]`, v `[R, K, S, Dv]`, visible bool or None: causal -> `[R, H, T, Dv]`."""
-        gqa = q.shape[1] != k.shape[1]
+        gqa = bool(q.shape[1] != k.shape[1])  # torch.compile may hold sizes as symbols, and SDPA takes no SymBool
         if self.softcap is None and self.sinks is None:
             return F.scaled_dot_product_attention(
                 q, k, v, attn_mask=visible, is_causal=visible is None, scale=self.scale, enable_gqa=gqa
@@ -135,21 +137,21 @@ class QuantizedKV(NamedTuple):
     """
 
     bits: int
-    k: Tensor
-    v: Tensor
-    k_scale: Tensor
-    v_scale: Tensor
-    tail: Tensor | None = None
+    k: Stored
+    v: Stored
+    k_scale: Stored
+    v_scale: Stored
+    tail: Stored | None = None
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def tensors(self) -> tuple[Stored, Stored, Stored, Stored]:
         """Codes and scales."""
         return self.k, self.v, self.k_scale, self.v_scale
 
 
 @dataclass(eq=False)
 class KVView:
-    """Keys `[R, K, S, D]` and values `[R, K, S, Dv]` as they are, position p in slot p % S, and what a query sees.
+    """Keys `[R, K, S, D]` and values `[R, K, S, Dv]` in rings or blocks, and what a query sees.
 
     A layer that has evicted some counts what it kept instead of positions: `starts` int64 `[R]` says how many (these
     alone may be replaced). It may ask for two things to be filled in: `columns` float32 `[R, K, n, S]` with the
@@ -157,8 +159,8 @@ class KVView:
     is), and `queries` float32 `[R, T, H, D]` with the queries as they attend.
     """
 
-    k: Tensor
-    v: Tensor
+    k: Stored
+    v: Stored
     mask: CausalMask = FULL_CAUSAL
     starts: Tensor | None = None
     columns: Tensor | None = None

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from lmstate.ops.types.params import AttentionParams, Gate, Norm
+from lmstate.ops.types.mixers import GatedDeltaParams, Mamba2Params
+from lmstate.ops.types.params import AttentionParams, Norm
 from lmstate.ops.types.weight import Weight
 
 Carry = tuple[Tensor, ...]
@@ -156,77 +157,48 @@ class RecurrentResult(NamedTuple):
     carry: Carry
 
 
+@dataclass(frozen=True, eq=False)
 class RecurrentSublayer(Sublayer):
-    """A layer whose mixer is a recurrence."""
-
-
-@dataclass(frozen=True, eq=False)
-class GatedDeltaSublayer(RecurrentSublayer):
-    """`out(gated_delta_mixer(qkvz(x), gates(x)))`; shapes as in `models.layers.gated_delta_net.GatedDelta`."""
-
-    qkvz: Weight
-    gates: Weight
-    out: Weight
-    conv: Tensor
-    A: Tensor
-    dt_bias: Tensor
-    gated_norm: Norm
-    key_heads: int
-    key_dim: int
-    gate_act: Gate
-    beta_scale: float
-
-    @property
-    def ends(self) -> tuple[Weight, Weight]:
-        return self.qkvz, self.out
-
-
-@dataclass(frozen=True, eq=False)
-class Mamba2Sublayer(RecurrentSublayer):
-    """`out(mamba2_mixer(factors * project(x)))`; shapes as in `models.layers.mamba2.Mamba2`."""
+    """`out(mixer(project(x)))`, where the mixer is a recurrence."""
 
     project: Weight
     out: Weight
-    conv: Tensor
-    conv_bias: Tensor | None
-    A: Tensor
-    D: Tensor
-    dt_bias: Tensor
-    groups: int
-    head_dim: int
-    dt_limits: tuple[float, float]
-    gated_norm: Norm | None = None
-    norm_groups: int = 1
-    gate_last: bool = False
-    bias: Tensor | None = None
-    out_bias: Tensor | None = None
-    factors: Tensor | None = None
-    parallel: bool = False
-    """As in `MLPSublayer`."""
+    bias: Tensor | None = field(default=None, kw_only=True)
+    out_bias: Tensor | None = field(default=None, kw_only=True)
 
     @property
     def ends(self) -> tuple[Weight, Weight]:
         return self.project, self.out
+
+
+@dataclass(frozen=True, eq=False)
+class GatedDeltaSublayer(RecurrentSublayer):
+    """`out(gated_delta_mixer(project(x), gates(x)))`; `project` is the `qkvz` of `models.layers.gated_delta_net`."""
+
+    gates: Weight
+    params: GatedDeltaParams
+
+
+@dataclass(frozen=True, eq=False)
+class Mamba2Sublayer(RecurrentSublayer):
+    """`out(mamba2_mixer(factors * project(x)))`."""
+
+    params: Mamba2Params
+    factors: Tensor | None = None
+    parallel: bool = False
+    """As in `MLPSublayer`."""
 
 
 @dataclass(frozen=True, eq=False)
 class ShortConvSublayer(RecurrentSublayer):
     """`out(c * conv(b * x))` with b | c | x = `project(x)`."""
 
-    project: Weight
-    out: Weight
     conv: Tensor
     conv_bias: Tensor | None = None
-    bias: Tensor | None = None
-    out_bias: Tensor | None = None
-
-    @property
-    def ends(self) -> tuple[Weight, Weight]:
-        return self.project, self.out
 
 
 def pointers(tensors: list[Tensor]) -> list[int]:
-    """Their addresses."""
+    """Addresses of the tensors."""
     return list(map(Tensor.data_ptr, tensors))
 
 

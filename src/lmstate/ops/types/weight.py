@@ -33,10 +33,10 @@ class Weight(ABC):
 
     @abstractmethod
     def to(self, device: torch.device | str) -> Weight:
-        """The same matrix on another device."""
+        """Copy to another device; itself if it is there."""
 
     def in_large_pages(self) -> Weight:
-        """The same, where every step reads it faster; itself if its kind is not one to decode with."""
+        """Copy into large pages, which decoding reads faster; itself if its kind is not one to decode with."""
         return self
 
     @property

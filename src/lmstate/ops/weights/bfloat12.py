@@ -80,19 +80,19 @@ class Bfloat12Weight(Weight):
         return library.dense.rows(self, ids) if library is not None else self.dequantize()[ids]
 
     def tensors(self) -> dict[str, Tensor]:
-        """For no file: squeezing takes no longer than reading."""
+        """Packed tensor; no file has this kind, since packing takes no longer than reading."""
         return {"packed": self.storage}
 
     def to(self, device: torch.device | str) -> Weight:
         return self if torch.device(device).type == "cpu" else self.plain().to(device)
 
     def plain(self) -> FloatWeight:
-        """The same numbers as a matrix."""
+        """Unpacked matrix."""
         return FloatWeight(self.dequantize(torch.bfloat16))
 
 
 def to_bfloat12(weight: Weight) -> Weight:
-    """The same numbers in fewer bytes: a bfloat16 matrix on the processor in 12 bits, where a native body reads them.
+    """Pack a weight losslessly: a bfloat16 matrix on the processor in 12 bits, where a native body reads them.
 
     Anything else comes back as it is: K that is no multiple of 64, or a matrix with many numbers of rare magnitude.
     """

@@ -2,8 +2,10 @@
  *
  * The positions are cut at fixed places (`chunk_begin`). A task is one kv head of one row over one chunk, for a run of
  * the row's new tokens and all query heads of that kv head, so that keys and values are read once for them; each task
- * leaves its part of the softmax, and the parts are put together in the order of the chunks. Where a query's sum is cut
- * depends on its own position alone: its result has the same bits beside other queries, rows and numbers of threads. */
+ * leaves its part of the softmax, and the parts are put together in the order of the chunks. Where there are tasks
+ * enough without it, one has all chunks, and puts each part to those before it while the caches hold it. Where a
+ * query's sum is cut depends on its own position alone: its result has the same bits beside other queries, rows and
+ * numbers of threads. */
 #include <stdlib.h>
 
 #include "attention/kv_read.h"
@@ -75,10 +77,11 @@ static void tile(const attend_args *a, const source *s, const float *const *q, c
   if (first < b) first = b;
   if (last > b + SUB) last = b + SUB;
   if (first >= last) return;
-  const ring_ranges keys = ring_ranges_of(&s->k, first, last, b), values = ring_ranges_of(&s->v, first, last, b);
+  const source here = source_at_tile(s, b);
+  const ring_ranges keys = ring_ranges_of(&here.k, first, last, b), values = ring_ranges_of(&here.v, first, last, b);
   float scores[TILE][SUB];
   memset(scores, 0, (size_t)queries * sizeof *scores);
-  s->score(a, s, q, queries, &keys, b % s->k.slots, scores);
+  here.score(a, &here, q, queries, &keys, b % here.k.slots, scores);
   for (int j = 0; j < queries; j++) {
     const int64_t seen = low[j] > b ? (low[j] < b + SUB ? low[j] - b : SUB) : 0;
     const int64_t until = end[j] < b + SUB ? (end[j] > b ? end[j] - b : 0) : SUB;
@@ -88,13 +91,13 @@ static void tile(const attend_args *a, const source *s, const float *const *q, c
       to[j].peaks[b / SUB] = *to[j].largest;
     }
   }
-  s->add(a, s, to, queries, &values, scores);
+  here.add(a, &here, to, queries, &values, scores);
 }
 
 /* What a task is of, and the positions that it reads. */
 typedef struct { int64_t r, kv, place, first_token, last_token, from, until; } task_of;
 
-/* Tasks of a row are numbered [kv head][chunk][run of new tokens]; `place` is the number without the run. */
+/* Tasks of a row are numbered [kv head][chunk, or none][run of new tokens]; `place` is the number without the run. */
 static task_of numbered_task(const attend_args *a, const attend_plan *all, int64_t number) {
   int64_t low = 0, high = a->rows - 1; /* the last row whose first task is not beyond this one */
   while (low < high) {
@@ -105,10 +108,11 @@ static task_of numbered_task(const attend_args *a, const attend_plan *all, int64
   const row_plan *plan = &all->rows[low];
   const int64_t task = number - plan->first_task, start = a->starts[low];
   task_of t = {.r = low, .place = task / plan->runs, .first_token = task % plan->runs * RUN};
-  const int64_t c = plan->chunk + t.place % plan->chunks;
-  t.kv = t.place / plan->chunks;
   t.last_token = t.first_token + RUN < a->counts[low] ? t.first_token + RUN : a->counts[low];
   t.from = low_of(a, start + t.first_token), t.until = start + t.last_token;
+  t.kv = all->whole ? t.place : t.place / plan->chunks;
+  if (all->whole) return t;
+  const int64_t c = plan->chunk + t.place % plan->chunks;
   if (t.from < chunk_begin(c)) t.from = chunk_begin(c);
   if (t.until > chunk_begin(c + 1)) t.until = chunk_begin(c + 1);
   return t;
@@ -139,11 +143,59 @@ static void look_ahead(const attend_args *a, const attend_plan *all, int64_t num
   }
 }
 
-static void run_task(const attend_args *a, const attend_plan *all, int64_t number) {
-  const task_of task = numbered_task(a, all, number);
-  const int64_t group = a->heads / a->kv_heads, r = task.r, kv = task.kv, start = a->starts[r];
-  const int64_t first_token = task.first_token, from = task.from, until = task.until, n = task.last_token * group;
-  const int64_t first_part = all->rows[r].first_part + task.place * a->counts[r] * group;
+/* A tile's keys and values as float32, for queries enough to pay for it: each product would widen them again. */
+enum { WIDENED_DIM = 256, WIDENED_QUERIES = 4 * TILE };
+typedef struct {
+  float k[SUB * WIDENED_DIM], v[SUB * WIDENED_DIM];
+} widened_tile;
+
+static int widens(const attend_args *a, const attend_plan *all, int64_t queries) {
+  return a->kind != F32 && !all->codes && !all->extra_key && queries >= WIDENED_QUERIES && a->dim <= WIDENED_DIM &&
+         a->dim_v <= WIDENED_DIM;
+}
+
+INLINE void widen_kind(const stored *x, const ring_ranges *r, int64_t dim, int kind, float *to) {
+  const int64_t width = (dim + VL - 1) / VL * VL;
+  for (int run = 0; run < 2; run++)
+    for (int64_t t = 0; t < r->count[run]; t++) {
+      const int64_t from = (r->from[run] + t) * x->slot, at = (r->at[run] + t) * width;
+      for (int64_t d = 0; d < dim; d += VL) {
+        if (d * size_of(kind) % 64 == 0) ask_ahead(kind, x->data, from + d, x->ahead);
+        const vf numbers = dim - d < VL ? load_part(kind, x->data, from + d, (int)(dim - d)) : load(kind, x->data, from + d);
+        vf_store(to + at + d, numbers);
+      }
+    }
+}
+
+static stored widen(const stored *x, int64_t first, int64_t last, int64_t b, int64_t dim, int64_t kind, float *to) {
+  const ring_ranges ranges = ring_ranges_of(x, first, last, b);
+  if (kind == BF16) widen_kind(x, &ranges, dim, BF16, to);
+  else widen_kind(x, &ranges, dim, F16, to);
+  return stored_in_ring(to, 0, NULL, SUB, (dim + VL - 1) / VL * VL, sizeof(float));
+}
+
+/* The positions from..until of the tile at b. */
+static source widened(const attend_args *a, const source *of, int64_t b, int64_t from, int64_t until,
+                      widened_tile *to) {
+  const source here = source_at_tile(of, b);
+  const int64_t first = from > b ? from : b, last = until < b + SUB ? until : b + SUB;
+  return (source){.k = widen(&here.k, first, last, b, a->dim, a->kind, to->k),
+                  .v = widen(&here.v, first, last, b, a->dim_v, a->kind, to->v),
+                  .score = score_f32, .add = add_f32};
+}
+
+/* Where the part of the row's first query is. */
+static int64_t first_part_of(const attend_args *a, const attend_plan *all, const task_of *task) {
+  const row_plan *row = &all->rows[task->r];
+  return row->first_part + task->place * a->counts[task->r] * (a->heads / a->kv_heads);
+}
+
+/* One chunk of a task, or what its queries see of it. */
+static void run_chunk(const attend_args *a, const attend_plan *all, int64_t number, const task_of *task, int64_t from,
+                      int64_t until) {
+  const int64_t group = a->heads / a->kv_heads, r = task->r, kv = task->kv, start = a->starts[r];
+  const int64_t first_token = task->first_token, n = task->last_token * group;
+  const int64_t first_part = first_part_of(a, all, task);
   source coded = {0}, floats = stored_of(a, all, r, kv, &coded);
   for (int64_t j = first_token * group; j < n; j++) {
     partial_softmax p = part_at(a, all->parts, first_part + j);
@@ -155,14 +207,18 @@ static void run_task(const attend_args *a, const attend_plan *all, int64_t numbe
     attend_bf16(&(bf16_task){a, all->codes, &floats, &coded, parts, r, kv, first_token * group, n, from, until});
     return;
   }
-  int leaves = (task.place + 1) % all->rows[r].chunks == 0 && number + 1 < all->tasks; /* the next task is elsewhere */
+  const int wide = widens(a, all, n - first_token * group);
+  widened_tile tile_floats;
+  int leaves = !all->whole && (task->place + 1) % all->rows[r].chunks == 0 && number + 1 < all->tasks;
   for (int64_t b = from / SUB * SUB; b < until; b += SUB) {
-    if (leaves && until - b <= SUB + SUB / 2) { /* no more than half a tile of this head is left behind it */
+    /* The next task is elsewhere, and no more than half a tile of this head is left behind this one. */
+    if (leaves && until - b <= SUB + SUB / 2) {
       look_ahead(a, all, number + 1, b, &floats, &coded);
       leaves = 0;
     }
     /* The queries before this one stand in this block or before it: they see keys of it as floats. */
     const int64_t far = !all->codes ? n : all->codes->tail ? (b + SUB - start) * group : 0;
+    const source read = wide ? widened(a, &floats, b, from, until, &tile_floats) : floats;
     int queries;
     for (int64_t j = first_token * group; j < n; j += queries) {
       const float *q[TILE];
@@ -180,34 +236,80 @@ static void run_task(const attend_args *a, const attend_plan *all, int64_t numbe
           to[i].weights = all->weights + query * all->padded, to[i].peaks = all->peaks + query * (all->padded / SUB);
         }
       }
-      tile(a, j < far ? &floats : &coded, q, low, end, to, queries, b);
+      tile(a, j < far ? &read : &coded, q, low, end, to, queries, b);
     }
   }
 }
 
-/* The parts of one query, in the order of the chunks; one that saw nothing has the sum 0 and adds nothing. */
+/* The whole softmax of a query: largest score and sum of exponentials, and what is to be its output. */
+typedef struct { float *largest, *sum, *values; } whole_softmax;
+
+static whole_softmax whole_of(const attend_args *a, const attend_plan *all, int64_t r, int64_t token, int64_t head) {
+  const int64_t query = (r * a->tokens + token) * a->heads + head;
+  float *total = all->totals + 2 * query;
+  return (whole_softmax){total, total + 1, a->out + query * a->dim_v};
+}
+
+static void begin_whole(const attend_args *a, int64_t head, const whole_softmax *to) {
+  *to->largest = a->sinks ? a->sinks[head] : -INFINITY, *to->sum = a->sinks ? 1 : 0;
+  memset(to->values, 0, (size_t)a->dim_v * sizeof(float));
+}
+
+/* Parts come in the order of the chunks; one that saw nothing adds nothing. */
+static void add_part_to_whole(const attend_args *a, const partial_softmax *p, const whole_softmax *to) {
+  if (*p->largest == -INFINITY) return;
+  const int grows = *p->largest > *to->largest;
+  float less[VL];
+  vf_store(less, vf_exp(vf_set1(grows ? *to->largest - *p->largest : *p->largest - *to->largest)));
+  const float before = grows ? *less : 1, here = grows ? 1 : *less;
+  if (grows) *to->largest = *p->largest;
+  *to->sum = before * *to->sum + here * *p->sum;
+  for (int64_t d = 0; d < a->dim_v; d++) to->values[d] = before * to->values[d] + here * p->values[d];
+}
+
+static void end_whole(const attend_args *a, const whole_softmax *to) {
+  for (int64_t d = 0; d < a->dim_v; d++) to->values[d] /= *to->sum;
+}
+
+static void run_task(const attend_args *a, const attend_plan *all, int64_t number) {
+  const task_of task = numbered_task(a, all, number);
+  if (!all->whole) {
+    run_chunk(a, all, number, &task, task.from, task.until);
+    return;
+  }
+  const int64_t group = a->heads / a->kv_heads, first_part = first_part_of(a, all, &task);
+  const int64_t first = task.first_token * group, last = task.last_token * group, head = task.kv * group;
+  for (int64_t j = first; j < last; j++) {
+    const whole_softmax to = whole_of(a, all, task.r, j / group, head + j % group);
+    begin_whole(a, head + j % group, &to);
+  }
+  for (int64_t from = task.from, until; from < task.until; from = until) {
+    until = chunk_begin(chunk_of(from) + 1) < task.until ? chunk_begin(chunk_of(from) + 1) : task.until;
+    run_chunk(a, all, number, &task, from, until);
+    for (int64_t j = first; j < last; j++) {
+      const partial_softmax p = part_at(a, all->parts, first_part + j);
+      const whole_softmax to = whole_of(a, all, task.r, j / group, head + j % group);
+      add_part_to_whole(a, &p, &to);
+    }
+  }
+  for (int64_t j = first; j < last; j++) {
+    const whole_softmax to = whole_of(a, all, task.r, j / group, head + j % group);
+    end_whole(a, &to);
+  }
+}
+
+/* The parts of one query. */
 static void combine(const attend_args *a, const attend_plan *all, int64_t r, int64_t token, int64_t head) {
   const row_plan *plan = &all->rows[r];
-  float *parts = all->parts;
-  float *out = a->out + ((r * a->tokens + token) * a->heads + head) * a->dim_v;
-  memset(out, 0, (size_t)a->dim_v * sizeof(float));
-  if (token >= a->counts[r]) return;
   const int64_t group = a->heads / a->kv_heads, n = a->counts[r] * group;
   const int64_t first = plan->first_part + head / group * plan->chunks * n + token * group + head % group;
-  float largest = a->sinks ? a->sinks[head] : -INFINITY;
-  for (int64_t c = 0; c < plan->chunks; c++) largest = fmaxf(largest, *part_at(a, parts, first + c * n).largest);
-  float sum = a->sinks ? expf(a->sinks[head] - largest) : 0;
+  const whole_softmax to = whole_of(a, all, r, token, head);
+  begin_whole(a, head, &to);
   for (int64_t c = 0; c < plan->chunks; c++) {
-    const partial_softmax p = part_at(a, parts, first + c * n);
-    if (*p.largest == -INFINITY) continue;
-    const float keep = expf(*p.largest - largest);
-    sum += keep * *p.sum;
-    for (int64_t d = 0; d < a->dim_v; d++) out[d] += keep * p.values[d];
+    const partial_softmax p = part_at(a, all->parts, first + c * n);
+    add_part_to_whole(a, &p, &to);
   }
-  for (int64_t d = 0; d < a->dim_v; d++) out[d] /= sum;
-  if (!a->columns) return;
-  float *total = all->totals + 2 * ((r * a->tokens + token) * a->heads + head);
-  total[0] = largest, total[1] = sum;
+  end_whole(a, &to);
 }
 
 /* Add to the columns of one kv head what its slots received, averaged over the group: in the order of the queries. No
@@ -237,18 +339,22 @@ static void add_columns(const attend_args *a, const attend_plan *all, int64_t r,
   }
 }
 
-int64_t attend_begin(const attend_args *a, attend_plan *plan) {
+int64_t attend_begin(const attend_args *a, const codes_args *codes, attend_plan *plan) {
   plan->tasks = 0;
   plan->parts = plan->weights = NULL;
-  plan->codes = NULL, plan->extra_key = NULL;
+  plan->codes = codes, plan->extra_key = NULL;
   plan->rows = malloc((size_t)(a->rows + 1) * sizeof(row_plan));
   if (!plan->rows) return -1;
-  int64_t parts = 0;
+  int64_t parts = 0, runs = 0;
+  for (int64_t r = 0; r < a->rows; r++) runs += (a->counts[r] + RUN - 1) / RUN;
+  plan->whole = a->tokens > RUN && runs * a->kv_heads >= 4 * a->threads;
   for (int64_t r = 0; r < a->rows; r++) {
     const int64_t start = a->starts[r], count = a->counts[r];
     /* What the row's queries see must lie in the ring at once; a row without tokens sees nothing. */
     const int64_t first = a->columns ? 0 : low_of(a, start); /* a ring that wraps has no columns */
-    const int beyond = a->ends && a->ends[r] < start + count; /* their sums would lie behind the last plane */
+    const int beyond = (a->ends && a->ends[r] < start + count) /* their sums would lie behind the last plane */
+                       /* or they, behind the table */
+                       || ((codes ? codes->k_table : a->k_table) && start + count > a->slots);
     if (start < 0 || count < 0 || count > a->tokens || (count && (beyond || start + count - first > a->slots))) {
       attend_end(plan);
       return 1 + r;
@@ -258,18 +364,22 @@ int64_t attend_begin(const attend_args *a, attend_plan *plan) {
     row->chunk = chunk_of(low_of(a, start));
     row->chunks = count ? chunk_of(start + count - 1) + 1 - row->chunk : 0;
     row->runs = (count + RUN - 1) / RUN;
-    plan->tasks += a->kv_heads * row->chunks * row->runs;
-    parts += a->heads * row->chunks * count;
+    const int64_t places = a->kv_heads * (plan->whole ? row->chunks > 0 : row->chunks);
+    plan->tasks += places * row->runs;
+    parts += places * (a->heads / a->kv_heads) * count;
   }
-  plan->parts = malloc(((size_t)parts * (size_t)(a->dim_v + 2) + 1) * sizeof(float));
+  const size_t of_parts = (size_t)parts * (size_t)(a->dim_v + 2), totals = (size_t)(2 * a->rows * a->tokens * a->heads);
+  plan->parts = malloc((of_parts + totals + 1) * sizeof(float));
   if (a->columns) {
     const size_t queries = (size_t)(a->rows * a->tokens * a->heads);
     plan->padded = (a->slots + SUB - 1) / SUB * SUB;
-    plan->weights = malloc((queries * (size_t)(plan->padded + plan->padded / SUB + 2) + 1) * sizeof(float));
+    plan->weights = malloc((queries * (size_t)(plan->padded + plan->padded / SUB) + 1) * sizeof(float));
     plan->peaks = plan->weights + queries * (size_t)plan->padded;
-    plan->totals = plan->peaks + queries * (size_t)(plan->padded / SUB);
   }
-  if (plan->parts && (plan->weights || !a->columns)) return 0;
+  if (plan->parts && (plan->weights || !a->columns)) {
+    plan->totals = plan->parts + of_parts;
+    return 0;
+  }
   attend_end(plan);
   return -1;
 }
@@ -281,6 +391,7 @@ void attend_end(attend_plan *plan) {
 }
 
 void attend_run(const attend_args *a, const attend_plan *plan) {
+  begin_attend_bf16(a, plan);
   if (a->tokens > RUN) { /* later runs see more */
 #pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < plan->tasks; task++) run_task(a, plan, task);
@@ -288,10 +399,12 @@ void attend_run(const attend_args *a, const attend_plan *plan) {
 #pragma omp for schedule(static)
     for (int64_t task = 0; task < plan->tasks; task++) run_task(a, plan, task);
   }
+  end_attend_bf16(a, plan);
 #pragma omp for schedule(static)
   for (int64_t i = 0; i < a->rows * a->tokens * a->heads; i++) {
     const int64_t r = i / (a->tokens * a->heads), token = i / a->heads % a->tokens;
-    combine(a, plan, r, token, i % a->heads);
+    if (token >= a->counts[r]) memset(a->out + i * a->dim_v, 0, (size_t)a->dim_v * sizeof(float));
+    else if (!plan->whole) combine(a, plan, r, token, i % a->heads);
   }
   if (!a->columns) return;
 #pragma omp for schedule(static)
@@ -301,7 +414,7 @@ void attend_run(const attend_args *a, const attend_plan *plan) {
 int64_t lmstate_attend(const attend_args *a) {
   if (a->rows == 0 || a->tokens == 0) return 0;
   attend_plan plan;
-  const int64_t status = attend_begin(a, &plan);
+  const int64_t status = attend_begin(a, NULL, &plan);
   if (status) return status;
 #pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
   attend_run(a, &plan);

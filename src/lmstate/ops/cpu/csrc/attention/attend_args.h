@@ -14,27 +14,32 @@ typedef struct {
 
 typedef struct {
   const float *from[2];           /* k, v: [R, T, K, D] by their strides */
-  void *to[2];                    /* [R, K, S, D] by their strides */
+  void *to[2];                    /* [R, K, S, D] by their strides; nothing where there are tables */
   const int64_t *starts, *counts; /* [R] */
+  char *const *tables[2];         /* [R, table_row]: see attend_args */
   int64_t rows, tokens, kv_heads, slots, kind, threads;
-  int64_t dim[2];
+  int64_t table_row, block, dim[2];
   int64_t from_row[2], from_token[2], from_head[2];
   int64_t to_row[2], to_head[2], to_slot[2];
 } append_args;
 
 typedef struct {
   const float *q;               /* [R, T, H, D] by its strides */
-  const void *k, *v;            /* [R, K, S, D] and [R, K, S, DV] by their strides, of `kind` */
+  const void *k, *v; /* [R, K, S, D] and [R, K, S, DV] by their strides, of `kind`: position p in slot p % S */
   const int64_t *starts, *counts; /* [R] */
   const float *sinks;           /* [H], or null */
   float *out;                   /* [R, T, H, DV], contiguous */
   float *columns;               /* [R, K, planes, S], where the attention that slots receive is added; or null */
   const int64_t *ends;          /* [R]: the last plane is of the token before ends[r]; null: of the last of the call,
                                  * and the columns are of this call alone: need not be zeros before */
+  /* [R, table_row], or null: where the blocks of `block` positions lie, in their order; k and v are nothing then, the
+   * strides are those of a block, and S = table_row * block positions have a place in the table. */
+  char *const *k_table, *const *v_table;
   int64_t rows, tokens, heads, kv_heads, slots, dim, dim_v;
   int64_t q_row, q_token, q_head;
   int64_t k_row, k_head, k_slot;
   int64_t v_row, v_head, v_slot;
+  int64_t table_row, block;
   int64_t planes;               /* of the last tokens, one each; what comes before goes into the first */
   int64_t kind, window, chunk, threads; /* window, chunk: 0 where there is none */
   double scale, softcap;        /* softcap: 0 where there is none */
@@ -50,14 +55,26 @@ typedef struct {
 typedef struct {
   uint8_t *k, *v;              /* [R, K, S, D * bits / 8], contiguous */
   uint16_t *k_scale, *v_scale; /* float16 [R, K, S, n]; a block of keys has all scales, then all middles */
+  /* [R, table_row] each, or null: as in attend_args, whose own tables are those of the tail. */
+  char *const *k_table, *const *v_table, *const *k_scale_table, *const *v_scale_table;
   int64_t bits, tail;          /* tail: 0 where every key is codes of its own */
+  int64_t table_row, block;
 } codes_args;
 
 /* A second part of every key, in slots of its own, that all kv heads share: queries are [dim | dim of this]. */
 typedef struct {
   const void *k;           /* [R, S, dim] by its strides, of the keys' kind */
+  char *const *table;      /* [R, table_row] as of the keys, or null */
   int64_t dim, row, slot;
 } extra_key_args;
+
+/* Address of a position of one row and head: `head` bytes into a block of the row, or into its ring of `slots`, which
+ * begins `row` bytes behind `base`. */
+static inline char *position_at(const void *base, int64_t row, char *const *table, int64_t block, int64_t slots,
+                             int64_t head, int64_t slot, int64_t position) {
+  if (table) return table[position / block] + head + position % block * slot;
+  return (char *)base + row + head + position % slots * slot;
+}
 
 enum { CODE_BLOCK = 64 };
 /* n of keys in blocks */
@@ -78,15 +95,17 @@ typedef struct {
 typedef struct {
   row_plan *rows; /* [R] */
   float *parts;
-  /* [R, T, H, padded] (see `part`), [R, T, H, padded / SUB], [R, T, H, 2], for columns */
-  float *weights, *peaks, *totals;
+  float *totals;          /* [R, T, H, 2]: largest score and sum of exponentials */
+  float *weights, *peaks; /* [R, T, H, padded] (see `part`), [R, T, H, padded / SUB], for columns */
   int64_t tasks, padded;
+  int64_t whole;          /* whether a task has all chunks, and a row's parts are [kv head][token, head of the group] */
   const codes_args *codes;   /* or null */
   const extra_key_args *extra_key; /* or null */
 } attend_plan;
 
-/* 0; -1 where there was no memory; 1 + r where row r's starts or counts make no sense: nothing is to be ended then. */
-int64_t attend_begin(const attend_args *a, attend_plan *plan);
+/* `codes`: or null. 0; -1 where there was no memory; 1 + r where row r's starts or counts make no sense: nothing is to be
+ * ended then. */
+int64_t attend_begin(const attend_args *a, const codes_args *codes, attend_plan *plan);
 void attend_end(attend_plan *plan);
 /* Run by every thread of a parallel region that is open. When it returns, `out` is whole. */
 void attend_run(const attend_args *a, const attend_plan *plan);

@@ -4,19 +4,34 @@
 #include "attention/kv_layout.h"
 
 #ifdef LMSTATE_PAIRS
-enum { BATCH = 16 * ROWS }; /* queries that meet a block together */
+#include "simd/bf16_tiles.h"
+
+enum {
+  BATCH = 256,       /* queries that meet a span together; half of them where heads are wider than SPAN_DIM */
+  SPAN = 4 * SUB,    /* positions whose largest score is found at once; half of them where heads are wider */
+  SPAN_DIM = 256,
+  MOST_ROWS = 16     /* queries of a product */
+};
 
 typedef struct {
-  _Alignas(64) uint32_t keys[MAX_DIM / 2 * SUB]; /* [D / 2, SUB]: pairs of numbers of a key */
-  _Alignas(64) uint32_t values[SUB / 2 * MAX_DIM]; /* [DV / WIDE, SUB / 2, WIDE]: pairs of positions */
-  uint16_t queries[BATCH * MAX_DIM], expanded[SUB * MAX_DIM];
+  _Alignas(64) uint32_t keys[SPAN_DIM / 2 * SPAN]; /* [positions / SUB, D / 2, SUB]: pairs of numbers of a key */
+  tile_rows rows[SPAN / 16]; /* or where keys lie as they are stored, a task's few queries being in pairs */
+  _Alignas(64) uint32_t pairs[MAX_DIM / 2 * WIDE]; /* [D / 2, WIDE], 16 of them used */
+  _Alignas(64) float columns[SPAN / 16][16][16];   /* [positions, queries] */
+  _Alignas(64) uint32_t values[SPAN_DIM / 2 * SPAN]; /* [DV / WIDE, positions / 2, WIDE]: pairs of positions */
+  _Alignas(64) uint16_t queries[(BATCH + 2 * MOST_ROWS) * SPAN_DIM];
+  uint16_t expanded[SUB * MAX_DIM];
   int64_t low[BATCH], end[BATCH]; /* the positions that a query sees */
-} kv_block;
+  int64_t dim, positions;         /* of keys and queries, with zeros behind them; of the span */
+  int few;                        /* whether keys are read as they are stored */
+} kv_span;
 
 int attends_bf16(const attend_args *a, const attend_plan *plan, int64_t r) {
   (void)r;
-  /* Not where the weights decide what is forgotten, nor over keys that are codes alone. */
-  return a->kind == BF16 && !(plan->codes && !plan->codes->tail) && !plan->extra_key && !a->columns && uses_bf16_dot();
+  /* Not where the weights decide what is forgotten, nor over keys that are codes alone; over codes at all not where a
+   * decode step would wait for a layout that only a prompt in tiles pays for. */
+  if (plan->codes && (uses_amx() || !plan->codes->tail)) return 0;
+  return a->kind == BF16 && !plan->extra_key && !a->columns && rounds_to_bf16();
 }
 
 /* What number i of 16 is in `low` and `high`, as pairs. */
@@ -88,111 +103,188 @@ static void lay_channels(const stored *x, int64_t slot, int64_t dim, int64_t bit
   }
 }
 
-/* Of the positions from b on, those that some query of the task sees: keys as floats or as codes, and values. */
-static void lay_block(const bf16_task *t, int64_t b, int coded, kv_block *to) {
+/* Sixteen rows as they are, or where they do not follow each other or fill no tile, copied with zeros behind them. */
+static tile_rows rows_in_tile(const uint16_t *const *rows, int64_t slot, int64_t dim, int64_t padded, void *copy) {
+  int follow = dim == padded;
+  for (int i = 1; i < 16; i++) follow &= rows[i] == rows[0] + i * slot;
+  if (follow) return (tile_rows){rows[0], slot};
+  uint16_t *to = copy;
+  memset(to, 0, (size_t)(16 * padded) * sizeof *to);
+  for (int i = 0; i < 16; i++) memcpy(to + i * padded, rows[i], (size_t)dim * sizeof *to);
+  return (tile_rows){to, padded};
+}
+
+/* Of the SUB positions from b on, the keys that some query of the task sees, as floats or as codes. */
+static void lay_keys(const bf16_task *t, int64_t b, int coded, kv_span *to) {
   const attend_args *a = t->args;
-  const source *s = coded ? t->coded : t->floats;
-  const int64_t first = t->from > b ? t->from : b, last = t->until < b + SUB ? t->until : b + SUB;
-  const int64_t bits = t->codes ? t->codes->bits : 0;
+  const stored k = at_tile(coded ? &t->coded->k : &t->floats->k, b);
+  const int64_t at = b % to->positions;
+  uint32_t *keys = to->keys + at * (to->dim / 2);
   const uint16_t *rows[SUB];
   if (coded && t->codes->tail) {
-    lay_channels(&s->k, b % s->k.slots, a->dim, bits, to->keys);
+    lay_channels(&k, b % k.slots, a->dim, t->codes->bits, keys);
   } else {
-    rows_of(&s->k, first, last, b, a->dim, coded ? bits : 0, to->expanded, rows);
-    for (int i = 0; i < SUB; i += 16) transpose_all_pairs(rows + i, a->dim, to->keys + i);
+    rows_of(&k, t->from > b ? t->from : b, t->until < b + SUB ? t->until : b + SUB, b, a->dim,
+            coded ? t->codes->bits : 0, to->expanded, rows);
+    for (int i = 0; i < SUB; i += 16)
+      if (to->few) to->rows[(at + i) / 16] = rows_in_tile(rows + i, k.slot, a->dim, to->dim, keys + i * to->dim / 2);
+      else transpose_all_pairs(rows + i, a->dim, keys + i);
   }
-  rows_of(&s->v, first, last, b, a->dim_v, bits, to->expanded, rows);
-  for (int64_t d = 0; d < a->dim_v; d += VL) {
-    uint32_t *pairs = to->values + d / WIDE * (SUB / 2) * WIDE + d % WIDE;
-    const __mmask16 mask = a->dim_v - d < VL ? (__mmask16)((1 << (a->dim_v - d)) - 1) : 0xffff;
-    for (int i = 0; i < SUB; i += 2, pairs += WIDE)
-      _mm512_store_si512(pairs, paired(_mm256_maskz_loadu_epi16(mask, rows[i] + d),
-                                       _mm256_maskz_loadu_epi16(mask, rows[i + 1] + d)));
-  }
+  if (!to->few) memset(keys + a->dim / 2 * SUB, 0, (size_t)((to->dim - a->dim) / 2 * SUB) * sizeof *keys);
 }
 
-INLINE vf power_of_two(vf x) {
-  x = vf_max(vf_set1(-160), x); /* 0 then; a NaN stays one */
-  const vf n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT), r = vf_sub(x, n);
-  vf p = vf_set1(1.3333558e-3f);
-  p = vf_fma(p, r, vf_set1(9.6181291e-3f));
-  p = vf_fma(p, r, vf_set1(5.5504109e-2f));
-  p = vf_fma(p, r, vf_set1(2.4022651e-1f));
-  p = vf_fma(p, r, vf_set1(6.9314718e-1f));
-  p = vf_fma(p, r, vf_set1(1));
-  return _mm512_scalef_ps(p, n);
-}
-
-/* The weights of the positions low..end of a block; what was summed before is scaled to the new largest score. */
-static void softmax_update(const attend_args *a, float *scores, float *part, int64_t low, int64_t end,
-    uint16_t *weights) {
-  enum { VECTORS = SUB / VL };
-  const vf scale = vf_set1((float)a->scale), cap = vf_set1((float)a->softcap), log2e = vf_set1(1.44269504f);
-  vf s[VECTORS], largest = vf_set1(-INFINITY), sum = vf_zero();
-  UNROLL for (int i = 0; i < VECTORS; i++) {
-    s[i] = vf_mul(vf_load(scores + i * VL), scale);
-    if (a->softcap != 0) s[i] = vf_mul(cap, vf_tanh(vf_div(s[i], cap)));
-    const int64_t first = low - i * VL, last = end - i * VL;
-    if (first > 0 || last < VL) {
-      const uint32_t until = last >= VL ? 0xffff : last > 0 ? (1u << last) - 1 : 0;
-      const uint32_t before = first >= VL ? 0xffff : first > 0 ? (1u << first) - 1 : 0;
-      s[i] = _mm512_mask_mov_ps(vf_set1(-INFINITY), (__mmask16)(until & ~before), s[i]);
+/* The same of the values. */
+static void lay_values(const bf16_task *t, int64_t b, int coded, kv_span *to) {
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7); /* halves are taken of each quarter */
+  const int64_t dim = t->args->dim_v;
+  const stored v = at_tile(coded ? &t->coded->v : &t->floats->v, b);
+  const uint16_t *rows[SUB];
+  rows_of(&v, t->from > b ? t->from : b, t->until < b + SUB ? t->until : b + SUB, b, dim, t->codes ? t->codes->bits : 0,
+          to->expanded, rows);
+  for (int64_t d = 0; d < dim; d += 32) {
+    uint32_t *pairs = to->values + (d / WIDE * to->positions + b % to->positions) / 2 * WIDE + d % WIDE;
+    const __mmask32 mask = dim - d < 32 ? (1u << (dim - d)) - 1 : ~0u;
+    for (int i = 0; i < SUB; i += 2, pairs += WIDE) {
+      const __m512i x = _mm512_permutexvar_epi64(order, _mm512_maskz_loadu_epi16(mask, rows[i] + d));
+      const __m512i y = _mm512_permutexvar_epi64(order, _mm512_maskz_loadu_epi16(mask, rows[i + 1] + d));
+      _mm512_store_si512(pairs, _mm512_unpacklo_epi16(x, y));
+      _mm512_store_si512(pairs + 16, _mm512_unpackhi_epi16(x, y));
     }
-    largest = vf_max(largest, s[i]);
   }
-  const float before = part[0], here = vf_largest(largest), now = here > before ? here : before;
-  const vf base = vf_set1(now == -INFINITY ? 0 : -now * 1.44269504f);
-  float rounded[SUB];
-  UNROLL for (int i = 0; i < VECTORS; i++) {
-    const vf w = power_of_two(vf_fma(s[i], log2e, base));
-    vf_store(rounded + i * VL, w);
-    sum = vf_add(sum, w);
-  }
-  round_pairs(rounded, SUB, weights);
-  if (now > before) {
-    const float keep = expf(before - now);
-    part[1] *= keep;
-    for (int64_t d = 0; d < a->dim_v; d++) part[2 + d] *= keep;
-    part[0] = now;
-  }
-  part[1] += vf_sum(sum);
 }
 
-/* Up to ROWS queries, from number j of the batch on, over the block from b on. */
-static void tile(const bf16_task *t, const kv_block *on, int64_t j, int64_t rows, int64_t b, float *parts) {
+/* 0 where it would be no normal number; a NaN stays one. */
+INLINE vf power_of_two(vf x) {
+  const vf r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);
+  vf p = vf_set1(1.3426690e-2f);
+  p = vf_fma(p, r, vf_set1(5.2242465e-2f));
+  p = vf_fma(p, r, vf_set1(2.4128021e-1f));
+  p = vf_fma(p, r, vf_set1(6.9304484e-1f));
+  p = vf_fma(p, r, vf_set1(1));
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, vf_set1(-126), _CMP_NLT_UQ), p, x);
+}
+
+/* Of the scores of SUB positions, those of low..end alone are seen. */
+INLINE void hide(float *scores, int64_t low, int64_t end) {
+  for (int64_t i = 0; i < SUB; i += VL) {
+    const int64_t first = low - i, last = end - i;
+    const uint32_t until = last >= VL ? 0xffff : last > 0 ? (1u << last) - 1 : 0;
+    const uint32_t before = first >= VL ? 0xffff : first > 0 ? (1u << first) - 1 : 0;
+    _mm512_mask_storeu_ps(scores + i, (__mmask16)~(until & ~before), vf_set1(-INFINITY));
+  }
+}
+
+#pragma GCC push_options
+#pragma GCC target("avx512bf16")
+/* The weights of `count` positions, a multiple of SUB, of which low..end are seen; their scores lie `stride` apart from
+ * SUB to SUB. What was summed before is to be multiplied by the result. */
+static float softmax_update_bf16(const attend_args *a, float *scores, int64_t stride, int64_t count, float *part,
+                                 int64_t low, int64_t end, uint16_t *weights) {
+  const int64_t first = low > 0 ? low / SUB * SUB : 0, last = end < count ? (end + SUB - 1) / SUB * SUB : count;
+  if (first >= last) {
+    memset(weights, 0, (size_t)count * sizeof *weights);
+    return 1;
+  }
+  float scale = (float)a->scale;
+  vf largest = vf_set1(-INFINITY), sum = vf_zero();
+  for (int64_t b = first; b < last; b += SUB) {
+    float *s = scores + b / SUB * stride;
+    if (a->softcap != 0) {
+      const vf cap = vf_set1((float)a->softcap);
+      for (int i = 0; i < SUB; i += VL)
+        vf_store(s + i, vf_mul(cap, vf_tanh(vf_div(vf_mul(vf_load(s + i), vf_set1(scale)), cap))));
+    }
+    if (low > b || end < b + SUB) hide(s, low - b, end - b);
+    UNROLL for (int i = 0; i < SUB; i += VL) largest = vf_max(largest, vf_load(s + i));
+  }
+  if (a->softcap != 0) scale = 1;
+  const float before = part[0], here = vf_largest(largest) * scale, now = here > before ? here : before;
+  const vf times = vf_set1(scale * 1.44269504f), base = vf_set1(now == -INFINITY ? 0 : -now * 1.44269504f);
+  memset(weights, 0, (size_t)first * sizeof *weights);
+  for (int64_t b = first; b < last; b += SUB)
+    UNROLL for (int i = 0; i < SUB; i += 2 * VL) {
+      const float *s = scores + b / SUB * stride + i;
+      const vf w[2] = {power_of_two(vf_fma(vf_load(s), times, base)),
+                       power_of_two(vf_fma(vf_load(s + VL), times, base))};
+      sum = vf_add(sum, vf_add(w[0], w[1]));
+      _mm512_storeu_si512(weights + b + i, (__m512i)_mm512_cvtne2ps_pbh(w[1], w[0]));
+    }
+  memset(weights + last, 0, (size_t)(count - last) * sizeof *weights);
+  float keep = 1;
+  if (now > before) keep = _mm512_cvtss_f32(power_of_two(vf_set1((before - now) * 1.44269504f)));
+  part[0] = now;
+  part[1] = part[1] * keep + vf_sum(sum);
+  return keep;
+}
+#pragma GCC pop_options
+
+/* y[m] = the sums over n numbers of x[m] times those of WIDE others. */
+INLINE void products(const uint16_t *x, const uint32_t *w, int64_t n, int64_t rows, float *y) {
+  if (uses_amx()) sums_in_tiles(x, w, n, y, WIDE);
+  else sums_of(x, w, n, rows, y, WIDE, 0);
+}
+
+/* Some queries, from number j of the batch on, over the span from b on. */
+static void tile(const bf16_task *t, const kv_span *on, int64_t j, int64_t rows, int64_t b, float *parts) {
   const attend_args *a = t->args;
   const int64_t stride = a->dim_v + 2;
-  _Alignas(64) float scores[ROWS][SUB];
-  uint16_t weights[ROWS * SUB];
-  sums_of(on->queries + j * a->dim, on->keys, a->dim, rows, scores[0], SUB, 0);
+  _Alignas(64) float scores[SPAN / SUB][MOST_ROWS][SUB];
+  _Alignas(64) uint16_t weights[MOST_ROWS * SPAN];
+  float keep[MOST_ROWS];
+  int64_t first = b + on->positions, last = b;
+  for (int64_t m = j; m < j + rows; m++) {
+    if (on->low[m] < first) first = on->low[m];
+    if (on->end[m] > last) last = on->end[m];
+  }
+  first = first > b ? (first - b) / SUB * SUB : 0;
+  last = last < b + on->positions ? (last - b + SUB - 1) / SUB * SUB : on->positions;
+  if (first >= last) return;
+  for (int64_t i = first; i < last; i += SUB)
+    if (on->few) scores_of_columns(on->columns + i / 16, rows, scores[i / SUB][0]);
+    else products(on->queries + j * on->dim, on->keys + i * (on->dim / 2), on->dim, rows, scores[i / SUB][0]);
+  const int64_t count = last - first;
   for (int64_t m = 0; m < rows; m++)
-    softmax_update(a, scores[m], parts + m * stride, on->low[j + m] - b, on->end[j + m] - b, weights + m * SUB);
+    keep[m] = softmax_update_bf16(a, scores[first / SUB][m], MOST_ROWS * SUB, count, parts + m * stride,
+                                  on->low[j + m] - b - first, on->end[j + m] - b - first, weights + m * count);
   for (int64_t d = 0; d < a->dim_v; d += WIDE) {
-    const uint32_t *values = on->values + d * (SUB / 2);
-    const int64_t n = a->dim_v - d;
-    if (n >= WIDE) {
-      sums_of(weights, values, SUB, rows, parts + 2 + d, stride, 1);
-      continue;
+    products(weights, on->values + (d / WIDE * on->positions + first) / 2 * WIDE, count, rows, scores[0][0]);
+    const int64_t n = a->dim_v - d < WIDE ? a->dim_v - d : WIDE;
+    for (int64_t m = 0; m < rows; m++) {
+      float *to = parts + m * stride + 2 + d, *x = scores[0][m];
+      const vf times = vf_set1(keep[m]);
+      for (int64_t i = 0; i < n; i += VL) {
+        const __mmask16 mask = n - i < VL ? (__mmask16)((1 << (n - i)) - 1) : 0xffff;
+        _mm512_mask_storeu_ps(to + i, mask, vf_fma(_mm512_maskz_loadu_ps(mask, to + i), times, vf_load(x + i)));
+      }
     }
-    sums_of(weights, values, SUB, rows, scores[0], WIDE, 0);
-    for (int64_t m = 0; m < rows; m++)
-      for (int64_t i = 0; i < n; i++) parts[m * stride + 2 + d + i] += scores[m][i];
   }
 }
 
 void attend_bf16(const bf16_task *t) {
   const attend_args *a = t->args;
-  const int64_t group = a->heads / a->kv_heads, start = a->starts[t->row];
-  kv_block on;
-  for (int64_t first = t->first; first < t->n; first += BATCH) {
-    const int64_t count = t->n - first < BATCH ? t->n - first : BATCH;
+  const int64_t group = a->heads / a->kv_heads, start = a->starts[t->row], most = uses_amx() ? MOST_ROWS : ROWS;
+  kv_span on;
+  on.dim = uses_amx() ? (a->dim + 31) / 32 * 32 : a->dim;
+  on.positions = t->codes ? SUB : a->dim > SPAN_DIM || a->dim_v > SPAN_DIM ? SPAN / 2 : SPAN;
+  on.few = uses_amx() && t->n - t->first <= MOST_ROWS;
+  const int64_t batch = a->dim > SPAN_DIM ? BATCH / 2 : BATCH;
+  for (int64_t first = t->first; first < t->n; first += batch) {
+    const int64_t count = t->n - first < batch ? t->n - first : batch;
     for (int64_t j = 0; j < count; j++) {
       const int64_t token = (first + j) / group, head = t->kv * group + (first + j) % group;
+      uint16_t *query = on.queries + j * on.dim;
       on.low[j] = low_of(a, start + token), on.end[j] = start + token + 1;
-      round_pairs(a->q + t->row * a->q_row + token * a->q_token + head * a->q_head, a->dim, on.queries + j * a->dim);
+      round_pairs(a->q + t->row * a->q_row + token * a->q_token + head * a->q_head, a->dim, query);
+      memset(query + a->dim, 0, (size_t)(on.dim - a->dim) * sizeof *query);
     }
+    if (on.few) {
+      const uint16_t *rows[MOST_ROWS];
+      for (int64_t i = 0; i < MOST_ROWS; i++) rows[i] = on.queries + (i < count ? i : 0) * on.dim;
+      transpose_all_pairs(rows, on.dim, on.pairs);
+    }
+    const int64_t from = t->from > on.low[0] ? t->from : on.low[0];
     const int64_t until = t->until < on.end[count - 1] ? t->until : on.end[count - 1];
-    for (int64_t b = (t->from > on.low[0] ? t->from : on.low[0]) / SUB * SUB; b < until; b += SUB) {
+    for (int64_t b = from / on.positions * on.positions; b < until; b += on.positions) {
       /* The queries before this one stand in this block or before it: they see keys of it as floats. */
       const int64_t far = !t->codes ? count : t->codes->tail ? (b + SUB - start) * group - first : 0;
       const int64_t ends[2] = {far < 0 ? 0 : far < count ? far : count, count};
@@ -200,14 +292,26 @@ void attend_bf16(const bf16_task *t) {
         int64_t j = coded ? ends[0] : 0;
         while (j < ends[coded] && on.end[j] <= b) j++;
         if (j == ends[coded]) continue;
-        lay_block(t, b, coded, &on);
+        const int64_t low = from > b ? from / SUB * SUB : b, end = until < b + on.positions ? until : b + on.positions;
+        const int64_t tiles = (low - b) / 16;
+        for (int64_t i = low; i < end; i += SUB) lay_keys(t, i, coded, &on);
+        if (on.few) scores_in_tiles(on.rows + tiles, end - low, on.pairs, on.dim, on.columns + tiles);
+        for (int64_t i = low; i < end; i += SUB) lay_values(t, i, coded, &on); /* while tiles are multiplied */
         for (int64_t rows; j < ends[coded]; j += rows) {
-          rows = ends[coded] - j < ROWS ? ends[coded] - j : ROWS;
-          if (on.low[j] < b + SUB) tile(t, &on, j, rows, b, t->parts + (first + j) * (a->dim_v + 2));
+          rows = ends[coded] - j < most ? ends[coded] - j : most;
+          if (on.low[j] < b + on.positions) tile(t, &on, j, rows, b, t->parts + (first + j) * (a->dim_v + 2));
         }
       }
     }
   }
+}
+
+void begin_attend_bf16(const attend_args *a, const attend_plan *plan) {
+  if (uses_amx() && attends_bf16(a, plan, 0)) begin_tiles(64);
+}
+
+void end_attend_bf16(const attend_args *a, const attend_plan *plan) {
+  if (uses_amx() && attends_bf16(a, plan, 0)) end_tiles();
 }
 #else
 int attends_bf16(const attend_args *a, const attend_plan *plan, int64_t r) {
@@ -216,4 +320,6 @@ int attends_bf16(const attend_args *a, const attend_plan *plan, int64_t r) {
 }
 
 void attend_bf16(const bf16_task *t) { (void)t; }
+void begin_attend_bf16(const attend_args *a, const attend_plan *plan) { (void)a, (void)plan; }
+void end_attend_bf16(const attend_args *a, const attend_plan *plan) { (void)a, (void)plan; }
 #endif

@@ -11,9 +11,11 @@ typedef struct {
   const void *latent, *rope;      /* [R, S, L] and [R, S, P] by their strides, of `kind` */
   const int64_t *starts, *counts; /* [R] */
   float *out;                     /* [R, T, H, L], contiguous */
+  char *const *latent_table, *const *rope_table; /* [R, table_row]: see attend_args */
   int64_t rows, tokens, heads, slots, dim, rope_dim;
   int64_t q_row, q_token, q_head, qr_row, qr_token, qr_head;
   int64_t latent_row, latent_slot, rope_row, rope_slot;
+  int64_t table_row, block;
   int64_t kind, window, threads; /* window: 0 where there is none */
   double scale;
 } attend_latent_args;
@@ -31,15 +33,17 @@ int64_t lmstate_attend_latent(const attend_latent_args *a) {
   if (a->rows == 0 || a->tokens == 0) return 0;
   const int64_t width = a->dim + a->rope_dim, n = a->rows * a->tokens * a->heads;
   /* A group of heads is a kv head whose latents lie where those of the others do. */
-  attend_args attend = {.k = a->latent, .v = a->latent, .starts = a->starts, .counts = a->counts, .out = a->out,
+  attend_args attend = {.k = a->latent, .v = a->latent, .k_table = a->latent_table, .v_table = a->latent_table,
+                        .table_row = a->table_row, .block = a->block, .starts = a->starts, .counts = a->counts,
+                        .out = a->out,
                         .rows = a->rows, .tokens = a->tokens, .heads = a->heads,
                         .kv_heads = a->heads / heads_together(a->heads), .slots = a->slots, .dim = a->dim,
                         .dim_v = a->dim, .q_row = a->tokens * a->heads * width, .q_token = a->heads * width,
                         .q_head = width, .k_row = a->latent_row, .k_slot = a->latent_slot, .v_row = a->latent_row,
                         .v_slot = a->latent_slot, .kind = a->kind, .window = a->window, .scale = a->scale};
-  const extra_key_args extra_key = {a->rope, a->rope_dim, a->rope_row, a->rope_slot};
+  const extra_key_args extra_key = {a->rope, a->rope_table, a->rope_dim, a->rope_row, a->rope_slot};
   attend_plan plan;
-  const int64_t status = attend_begin(&attend, &plan);
+  const int64_t status = attend_begin(&attend, NULL, &plan);
   if (status) return status;
   plan.extra_key = &extra_key;
   float *q = malloc((size_t)(n * width) * sizeof(float));
@@ -54,8 +58,9 @@ int64_t lmstate_attend_latent(const attend_latent_args *a) {
     for (int64_t i = 0; i < n; i++) {
       const int64_t r = i / (a->tokens * a->heads), t = i / a->heads % a->tokens, h = i % a->heads;
       memcpy(q + i * width, a->q + r * a->q_row + t * a->q_token + h * a->q_head, (size_t)a->dim * sizeof(float));
-      memcpy(q + i * width + a->dim, a->q_rope + r * a->qr_row + t * a->qr_token + h * a->qr_head,
-             (size_t)a->rope_dim * sizeof(float));
+      if (a->rope_dim)
+        memcpy(q + i * width + a->dim, a->q_rope + r * a->qr_row + t * a->qr_token + h * a->qr_head,
+               (size_t)a->rope_dim * sizeof(float));
     }
     attend_run(&attend, &plan);
   }

@@ -9,7 +9,7 @@ typedef struct {
   int64_t from_row[2], from_token[2], from_head[2];
   int64_t rotates, store_threads;
   codes_args codes;
-  attend_args attend; /* q: written to where values are turned, unless it is null: then nothing attends */
+  attend_args attend; /* q: written to where there is a Hadamard transform, unless it is null: then nothing attends */
 } attend_quantized_args;
 
 void hadamard_head(float *x, int64_t n) {
@@ -65,16 +65,30 @@ static void encode_vector(const float *x, int64_t n, int64_t bits, uint8_t *code
   for (int64_t d = 0; d < n; d++) codes[d % bytes] |= (uint8_t)(code_of(x[d], step, most) << d / bytes * bits);
 }
 
+/* Where what belongs to a position of a head, `bytes` long, lies among codes or scales. */
+static void *code_at(const attend_args *a, const void *base, char *const *table, const codes_args *c, int64_t r,
+                           int64_t h, int64_t position, int64_t bytes) {
+  const int64_t slots = table ? c->block : a->slots;
+  return position_at(base, r * a->kv_heads * slots * bytes, table ? table + r * c->table_row : NULL, c->block, slots,
+                  h * slots * bytes, bytes, position);
+}
+
+/* Where a key lies among the newest ones, which are floats. */
+static char *tail_at(const attend_args *a, const codes_args *c, int64_t r, int64_t h, int64_t position) {
+  const int64_t size = size_of((int)a->kind);
+  return position_at(a->k, r * a->k_row * size, a->k_table ? a->k_table + r * a->table_row : NULL, a->block, c->tail,
+                  h * a->k_head * size, a->k_slot * size, position);
+}
+
 /* The block of positions from `first` on, whole in the ring of floats, as codes: a channel is a vector of its
  * positions. */
 static void encode_block(const attend_args *a, const codes_args *c, int64_t r, int64_t h, int64_t first) {
-  const int64_t size = size_of((int)a->kind), dim = a->dim, bytes = CODE_BLOCK * c->bits / 8;
-  const int64_t slot = (r * a->kv_heads + h) * a->slots + first % a->slots;
-  const char *k = (const char *)a->k + (r * a->k_row + h * a->k_head) * size;
-  uint8_t *codes = c->k + slot * dim * c->bits / 8;
-  uint16_t *scale = c->k_scale + slot * block_scales(dim), *middle = scale + dim;
+  const int64_t dim = a->dim, bytes = CODE_BLOCK * c->bits / 8;
+  uint8_t *codes = code_at(a, c->k, c->k_table, c, r, h, first, dim * c->bits / 8);
+  uint16_t *scale = code_at(a, c->k_scale, c->k_scale_table, c, r, h, first, 2 * block_scales(dim));
+  uint16_t *middle = scale + dim;
   float x[CODE_BLOCK][MAX_DIM], channel[CODE_BLOCK];
-  for (int64_t t = 0; t < CODE_BLOCK; t++) load_head(k + (first + t) % c->tail * a->k_slot * size, x[t], dim, a->kind);
+  for (int64_t t = 0; t < CODE_BLOCK; t++) load_head(tail_at(a, c, r, h, first + t), x[t], dim, a->kind);
   for (int64_t d = 0; d < dim; d++) {
     float low = x[0][d], high = x[0][d];
     for (int64_t t = 1; t < CODE_BLOCK; t++) low = fminf(low, x[t][d]), high = fmaxf(high, x[t][d]);
@@ -86,16 +100,16 @@ static void encode_block(const attend_args *a, const codes_args *c, int64_t r, i
 
 void store_codes(const attend_args *a, const codes_args *c, int64_t r, int64_t h, int64_t t, float *k, float *v) {
   const int64_t position = a->starts[r] + t, bits = c->bits;
-  const int64_t slot = (r * a->kv_heads + h) * a->slots + position % a->slots;
   hadamard_head(v, a->dim_v);
-  encode_vector(v, a->dim_v, bits, c->v + slot * a->dim_v * bits / 8, c->v_scale + slot);
+  encode_vector(v, a->dim_v, bits, code_at(a, c->v, c->v_table, c, r, h, position, a->dim_v * bits / 8),
+                code_at(a, c->v_scale, c->v_scale_table, c, r, h, position, 2));
   if (c->tail) {
-    const int64_t at = r * a->k_row + h * a->k_head + position % c->tail * a->k_slot;
-    store_head(k, (char *)a->k + at * size_of((int)a->kind), a->dim, a->kind);
+    store_head(k, tail_at(a, c, r, h, position), a->dim, a->kind);
     return;
   }
   hadamard_head(k, a->dim);
-  encode_vector(k, a->dim, bits, c->k + slot * a->dim * bits / 8, c->k_scale + slot);
+  encode_vector(k, a->dim, bits, code_at(a, c->k, c->k_table, c, r, h, position, a->dim * bits / 8),
+                code_at(a, c->k_scale, c->k_scale_table, c, r, h, position, 2));
 }
 
 void close_blocks(const attend_args *a, const codes_args *c, int64_t r, int64_t h) {
@@ -122,7 +136,9 @@ static void store(const attend_quantized_args *c, int64_t r, int64_t h) {
 int64_t lmstate_attend_quantized(const attend_quantized_args *c) {
   const attend_args *a = &c->attend;
   for (int64_t r = 0; r < a->rows; r++)
-    if (a->starts[r] < 0 || a->counts[r] < 0 || a->counts[r] > a->tokens) return 1 + r;
+    if (a->starts[r] < 0 || a->counts[r] < 0 || a->counts[r] > a->tokens ||
+        (c->codes.k_table && a->counts[r] && a->starts[r] + a->counts[r] > a->slots))
+      return 1 + r;
   if (c->rotates) {
     lmstate_rope(&c->q);
     lmstate_rope(&c->k);
@@ -134,9 +150,8 @@ int64_t lmstate_attend_quantized(const attend_quantized_args *c) {
   if (!a->q || a->rows == 0 || a->tokens == 0) return 0;
   if (!c->codes.tail) hadamard_heads((float *)a->q, a->rows * a->tokens * a->heads, a->dim, c->store_threads);
   attend_plan plan;
-  const int64_t status = attend_begin(a, &plan);
+  const int64_t status = attend_begin(a, &c->codes, &plan);
   if (status) return status;
-  plan.codes = &c->codes;
 #pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
   attend_run(a, &plan);
   attend_end(&plan);

@@ -26,29 +26,62 @@ typedef void value_kind(const attend_args *a, const source *s, const partial_sof
 
 /* The keys, or the values, that one kv head of a row has stored: where they lie. */
 typedef struct {
-  const char *data;      /* slot 0 */
-  const uint16_t *scale; /* of codes, float16: see codes_args */
-  int64_t slots, slot;   /* from slot to slot, in elements; in bytes where they are codes */
+  const char *data;      /* slot 0, of the block that is read where there is a table */
+  const uint16_t *scale; /* of codes, float16: see codes_args; of slot 0 as well */
+  int64_t slots;         /* of the ring, or of a block */
+  int64_t slot;          /* from slot to slot, in elements; in bytes where they are codes */
   int64_t bytes;         /* from slot to slot */
-  int64_t ahead;         /* bytes from what is read to what is asked for meanwhile */
+  int64_t ahead;         /* bytes from what is read to what is asked for meanwhile; 0: to the next tile */
+  char *const *table, *const *scale_table; /* the row's blocks, or null */
+  int64_t blocks, first, scale_first; /* in the table; bytes from the start of a block to slot 0 of the head */
 } stored;
 
-/* `slot`: as there, of `size` bytes each. Ahead is the next tile. */
-INLINE stored stored_at(const void *base, int64_t first, const uint16_t *scale, int64_t slots, int64_t slot,
-    int64_t size) {
-  const stored x = {(const char *)base + first * size, scale, slots, slot, slot * size, SUB * slot * size};
-  return x;
+/* In a ring: `first` and `slot` are of `size` bytes each. */
+INLINE stored stored_in_ring(const void *base, int64_t first, const uint16_t *scale, int64_t slots, int64_t slot,
+                             int64_t size) {
+  return (stored){.data = (const char *)base + first * size, .scale = scale, .slots = slots, .slot = slot,
+                  .bytes = slot * size};
 }
 
-INLINE const char *slot_of(const stored *x, int64_t position) { return x->data + position % x->slots * x->bytes; }
+INLINE stored stored_in_blocks(char *const *table, int64_t blocks, int64_t block, int64_t first, int64_t slot,
+                               int64_t size) {
+  return (stored){.slots = block, .slot = slot, .bytes = slot * size, .table = table, .blocks = blocks,
+                  .first = first * size};
+}
+
+INLINE const char *slot_of(const stored *x, int64_t position) {
+  const char *data = x->table ? x->table[position / x->slots] + x->first : x->data;
+  return data + position % x->slots * x->bytes;
+}
+
+/* The same for the tile at b: the block that it lies in, and what comes ahead of it. */
+INLINE stored at_tile(const stored *of, int64_t b) {
+  stored x = *of;
+  if (!x.ahead) x.ahead = SUB * x.bytes;
+  if (!x.table) return x;
+  const int64_t i = b / x.slots, next = (b + SUB) / x.slots;
+  x.data = x.table[i] + x.first;
+  if (x.scale_table) x.scale = (const uint16_t *)(x.scale_table[i] + x.scale_first);
+  if (!of->ahead && next > i)
+    x.ahead = next < x.blocks && x.table[next] ? x.table[next] - x.table[i] - (x.slots - SUB) * x.bytes : 0;
+  return x;
+}
 
 struct source {
   stored k, v;
   score_kind *score; /* of the kind that keys are */
   value_kind *add;   /* of the kind that values are */
-  const char *extra_key; /* slot 0 of the second part of the keys, or null */
+  const char *extra_key; /* slot 0 of the second part of the keys, in the block that is read; or null */
+  char *const *extra_table;
   int64_t extra_slot, extra_dim;
 };
+
+INLINE source source_at_tile(const source *of, int64_t b) {
+  source s = *of;
+  s.k = at_tile(&of->k, b), s.v = at_tile(&of->v, b);
+  if (s.extra_table) s.extra_key = s.extra_table[b / s.k.slots];
+  return s;
+}
 
 INLINE ring_ranges ring_ranges_of(const stored *x, int64_t first, int64_t last, int64_t b) {
   const int64_t slot = first % x->slots, room = x->slots - slot, n = last - first < room ? last - first : room;
@@ -68,5 +101,8 @@ typedef struct {
  * attend_run does for some of them. */
 int attends_bf16(const attend_args *a, const attend_plan *plan, int64_t r);
 void attend_bf16(const bf16_task *t);
+/* Around the tasks of a thread. */
+void begin_attend_bf16(const attend_args *a, const attend_plan *plan);
+void end_attend_bf16(const attend_args *a, const attend_plan *plan);
 
 #endif

@@ -146,21 +146,38 @@ static source floats_of(const attend_args *a, const attend_plan *all, int64_t r,
   static score_kind *const scores[] = {score_f32, score_bf16, score_f16};
   static value_kind *const adds[] = {add_f32, add_bf16, add_f16};
   const int64_t size = size_of((int)a->kind), slots = all->codes ? all->codes->tail : a->slots;
-  source s = {.k = stored_at(a->k, r * a->k_row + kv * a->k_head, NULL, slots, a->k_slot, size),
-              .v = stored_at(a->v, r * a->v_row + kv * a->v_head, NULL, slots, a->v_slot, size),
-              .score = scores[a->kind], .add = adds[a->kind]};
+  const int64_t row = r * a->table_row, k_head = kv * a->k_head, v_head = kv * a->v_head;
+  source s = {.score = scores[a->kind], .add = adds[a->kind]};
+  if (a->k_table) {
+    s.k = stored_in_blocks(a->k_table + row, a->table_row, a->block, k_head, a->k_slot, size);
+    if (a->v_table) s.v = stored_in_blocks(a->v_table + row, a->table_row, a->block, v_head, a->v_slot, size);
+  } else {
+    s.k = stored_in_ring(a->k, r * a->k_row + k_head, NULL, slots, a->k_slot, size);
+    s.v = stored_in_ring(a->v, r * a->v_row + v_head, NULL, slots, a->v_slot, size);
+  }
   if (all->extra_key) {
-    s.extra_key = (const char *)all->extra_key->k + r * all->extra_key->row * size;
     s.extra_slot = all->extra_key->slot, s.extra_dim = all->extra_key->dim;
+    if (all->extra_key->table) s.extra_table = all->extra_key->table + row;
+    else s.extra_key = (const char *)all->extra_key->k + r * all->extra_key->row * size;
   }
   return s;
 }
 
 static source codes_of(const attend_args *a, const codes_args *c, int64_t r, int64_t kv) {
-  const int64_t first = (r * a->kv_heads + kv) * a->slots, k = a->dim * c->bits / 8, v = a->dim_v * c->bits / 8;
+  const int64_t k = a->dim * c->bits / 8, v = a->dim_v * c->bits / 8;
   const int64_t scales = c->tail ? block_scales(a->dim) : 1;
-  source s = {.k = stored_at(c->k, first * k, c->k_scale + first * scales, a->slots, k, 1),
-              .v = stored_at(c->v, first * v, c->v_scale + first, a->slots, v, 1)};
+  source s = {0};
+  if (c->k_table) {
+    const int64_t row = r * c->table_row, first = kv * c->block, n = c->table_row;
+    s.k = stored_in_blocks(c->k_table + row, n, c->block, first * k, k, 1);
+    s.v = stored_in_blocks(c->v_table + row, n, c->block, first * v, v, 1);
+    s.k.scale_table = c->k_scale_table + row, s.k.scale_first = first * scales * 2;
+    s.v.scale_table = c->v_scale_table + row, s.v.scale_first = first * 2;
+  } else {
+    const int64_t first = (r * a->kv_heads + kv) * a->slots;
+    s.k = stored_in_ring(c->k, first * k, c->k_scale + first * scales, a->slots, k, 1);
+    s.v = stored_in_ring(c->v, first * v, c->v_scale + first, a->slots, v, 1);
+  }
   s.add = c->bits == 8 ? add_int8 : c->bits == 4 ? add_int4 : add_int2;
   if (c->tail) s.score = c->bits == 4 ? score_blocks_int4 : score_blocks_int2;
   else s.score = c->bits == 8 ? score_int8 : c->bits == 4 ? score_int4 : score_int2;

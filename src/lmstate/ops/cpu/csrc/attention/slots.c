@@ -8,7 +8,7 @@
 #include "layout.h"
 
 typedef struct {
-  char *kept, *buried; /* [R, K, S, bytes] and [R, K, G, bytes] */
+  char *stored, *undo_log; /* [R, K, S, bytes] and [R, K, G, bytes] */
   int64_t bytes;
 } slot_array;
 
@@ -18,13 +18,13 @@ typedef struct {
   slot_array arrays[ARRAYS]; /* what a slot has, but for its scores */
   int32_t *positions;        /* [R, K, S], which is one of them */
   float *scores;             /* [R, K, history, S]: after length L in L % history, as slots lay then; or null */
-  int32_t *died, *slot;      /* [R, K, G]: at which length the buried ones were evicted, and from where */
-  int64_t *live, *dug;       /* [R, K]: filled slots; slots that are or were buried */
+  int32_t *evicted_at, *slot; /* [R, K, G]: at which length those of the undo log were evicted, and from where */
+  int64_t *filled, *undo_head; /* [R, K]: filled slots; slots that went into the undo log */
   const float *columns;      /* [R, K, planes, wide]: see attend_args; with scores */
-  const uint8_t *gone;       /* [R, K, S]: which ones are evicted, or null */
+  const uint8_t *evicted;    /* [R, K, S]: which ones go, or null */
   const float *queries;      /* [R, T, E], the step's */
   float *ring;               /* [R, Q, E]: that of position p in p % Q; or null */
-  int64_t kv_heads, slots, graves, count, history;
+  int64_t kv_heads, slots, undo_slots, count, history;
   int64_t planes, wide;
   int64_t lowest, budget, batch; /* lowest: of what exceeds the budget, `batch` at least, those of lowest score or */
   int64_t sinks, newest, by_scores; /* position go; positions below `sinks`, and of the `newest` tokens, do not */
@@ -34,12 +34,12 @@ typedef struct {
 typedef struct {
   const int64_t *starts, *counts, *accepted; /* [R] */
   int64_t layers, rows, threads;
-  slot_commit each[]; /* of all layers that a step settles */
+  slot_commit each[]; /* of all layers of a step */
 } commit_slots_args;
 
 /* The scores after each accepted token. Where a slot was not filled before the step, they begin at 0. */
 static void add_scores(const slot_commit *a, int64_t head, int64_t start, int64_t count, int64_t accepted) {
-  const int64_t end = a->live[head] + count, filled = a->live[head];
+  const int64_t end = a->filled[head] + count, filled = a->filled[head];
   float *all = a->scores + head * a->history * a->slots;
   const float *before = all + start % a->history * a->slots;
   int64_t plane = a->planes > count ? a->planes - count : 0, known = filled;
@@ -53,13 +53,14 @@ static void add_scores(const slot_commit *a, int64_t head, int64_t start, int64_
 }
 
 static void evict(const slot_commit *a, int64_t head, int64_t slot, int64_t length) {
-  const int64_t last = --a->live[head], grave = a->graves ? a->dug[head]++ % a->graves : 0;
+  const int64_t last = --a->filled[head], undo = a->undo_slots;
+  const int64_t entry = undo ? head * undo + a->undo_head[head]++ % undo : 0;
   for (const slot_array *x = a->arrays; x < a->arrays + a->count; x++) {
-    char *kept = x->kept + head * a->slots * x->bytes;
-    if (a->graves) memcpy(x->buried + (head * a->graves + grave) * x->bytes, kept + slot * x->bytes, (size_t)x->bytes);
-    if (slot != last) memcpy(kept + slot * x->bytes, kept + last * x->bytes, (size_t)x->bytes);
+    char *stored = x->stored + head * a->slots * x->bytes;
+    if (undo) memcpy(x->undo_log + entry * x->bytes, stored + slot * x->bytes, (size_t)x->bytes);
+    if (slot != last) memcpy(stored + slot * x->bytes, stored + last * x->bytes, (size_t)x->bytes);
   }
-  if (a->graves) a->died[head * a->graves + grave] = (int32_t)length, a->slot[head * a->graves + grave] = (int32_t)slot;
+  if (undo) a->evicted_at[entry] = (int32_t)length, a->slot[entry] = (int32_t)slot;
   if (!a->scores) return;
   float *scores = a->scores + (head * a->history + length % a->history) * a->slots;
   scores[slot] = scores[last];
@@ -68,7 +69,7 @@ static void evict(const slot_commit *a, int64_t head, int64_t slot, int64_t leng
 /* The slot of lowest score or position, of equals the oldest; scores are not negative, and so in the order of their
  * bits. But a NaN may have a sign: as many slots go whatever the scores are, or there would be no room for the next. */
 static int64_t lowest(const slot_commit *a, int64_t head, int64_t length) {
-  const int64_t n = a->live[head];
+  const int64_t n = a->filled[head];
   const int32_t *positions = a->positions + head * a->slots;
   const int32_t sinks = (int32_t)a->sinks, late = (int32_t)(length - a->newest);
   const int32_t *ranks = positions;
@@ -95,18 +96,18 @@ static void commit_row(const slot_commit *a, int64_t r, int64_t start, int64_t c
   for (int64_t head = r * a->kv_heads; head < (r + 1) * a->kv_heads; head++) {
     int32_t *positions = a->positions + head * a->slots;
     if (a->scores) add_scores(a, head, start, count, n);
-    for (int64_t t = 0; t < n; t++) positions[a->live[head] + t] = (int32_t)(start + t);
-    a->live[head] += n;
-    if (a->gone) {
-      const uint8_t *gone = a->gone + head * a->slots;
-      for (int64_t s = a->live[head] - 1; s >= 0; s--)
-        if (gone[s]) evict(a, head, s, length);
+    for (int64_t t = 0; t < n; t++) positions[a->filled[head] + t] = (int32_t)(start + t);
+    a->filled[head] += n;
+    if (a->evicted) {
+      const uint8_t *evicted = a->evicted + head * a->slots;
+      for (int64_t s = a->filled[head] - 1; s >= 0; s--)
+        if (evicted[s]) evict(a, head, s, length);
     }
-    if (!a->lowest || a->live[head] <= a->budget) continue;
-    const int64_t over = a->live[head] - a->budget, goes = over > a->batch ? over : a->batch;
+    if (!a->lowest || a->filled[head] <= a->budget) continue;
+    const int64_t over = a->filled[head] - a->budget, goes = over > a->batch ? over : a->batch;
     for (int64_t i = 0; i < goes; i++) {
       const int64_t slot = lowest(a, head, length);
-      if (slot < a->live[head]) evict(a, head, slot, length);
+      if (slot < a->filled[head]) evict(a, head, slot, length);
     }
   }
   if (!a->ring) return;

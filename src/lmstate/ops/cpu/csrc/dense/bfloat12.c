@@ -73,7 +73,8 @@ void lmstate_to_bfloat12(const to_bfloat12_args *a) {
   }
 }
 
-void unsqueeze(const void *packed, int64_t outputs, int64_t inputs, int64_t first, int64_t count, int kind, void *out) {
+void unpack_bfloat12(const void *packed, int64_t outputs, int64_t inputs, int64_t first, int64_t count, int kind,
+                     void *out) {
   const bfloat12 w = bfloat12_at(packed, outputs, inputs);
   const int64_t size = size_of(kind);
   for (int64_t i = 0; i < inputs; i += SPAN) {

@@ -38,7 +38,8 @@ INLINE uint8_t *span_of(const bfloat12 *w, int64_t output, int64_t inputs, int64
 }
 
 /* `count` outputs that lie together, as floats of `kind`, F32 or BF16. */
-void unsqueeze(const void *packed, int64_t outputs, int64_t inputs, int64_t first, int64_t count, int kind, void *out);
+void unpack_bfloat12(const void *packed, int64_t outputs, int64_t inputs, int64_t first, int64_t count, int kind,
+                     void *out);
 
 /* How far ahead to ask for bytes of weights, into the second cache: measured with eight rows, half as fast again as
  * without. */

@@ -4,8 +4,6 @@
 #include "dense/bfloat12.h"
 #include "layout.h"
 
-enum { GROUP = 32, BYTES4 = 320, BYTES8 = 544 };
-
 typedef struct {
   const uint8_t *packed;
   const int64_t *ids; /* the outputs wanted, or null: `first` on, in order */
@@ -86,7 +84,7 @@ void dequantize(const void *weight, int stored, int64_t outputs, int64_t inputs,
     const int64_t from = block * beside > first ? block * beside : first;
     const int64_t until = (block + 1) * beside < end ? (block + 1) * beside : end;
     const uint8_t *p = (const uint8_t *)weight + block * bytes;
-    if (stored == BFLOAT12) unsqueeze(weight, outputs, inputs, from, until - from, kind, to);
+    if (stored == BFLOAT12) unpack_bfloat12(weight, outputs, inputs, from, until - from, kind, to);
     else if (beside == 1) expand_floats((const uint16_t *)weight + block * inputs, stored, inputs, kind, to);
     else expand_block(p, stored, inputs, (int)(from % BLOCK), (int)(until - block * BLOCK), kind, to);
     to += (until - from) * row;

@@ -13,19 +13,10 @@
 #include "dense/prologue.h"
 #include "dense/bfloat12.h"
 #include "layout.h"
+#include "simd/amx.h"
 
-enum { GROUP = 32, BYTES4 = 320, BYTES8 = 544 };
-
-/* A group of 32 activations rounded to int8 twice: x = scale * (q[0] + q[1] / REST), where the second are what the
- * rounding to the first has left. The sums of their products with the weights' integers are exact. Tiles of up to TALL
- * rows lie together, group after group, so that a product walks through them in order. */
-enum { TALL = 8, REST = 254 };
-typedef struct {
-  int8_t q[2][GROUP];
-  float scale;
-  float scaled_sum; /* of the group: what the weights' minimum multiplies */
-  int32_t sum[2];
-} rounded;
+/* Tiles of up to TALL rows lie together, group after group, so that a product walks through them in order. */
+enum { TALL = 8 };
 
 /* The first group of a row, and from there to its next one. */
 static int64_t tile_rows(const linear_args *a, int64_t row) {
@@ -48,24 +39,18 @@ static void round_row(const float *x, rounded *to, int64_t rows, int64_t groups)
     }
     const float m = vf_largest(largest);
     const vf inverse = vf_set1(m > 0 ? 127.0f / m : 0.0f);
+    vf sum = vf_zero(); /* of integers below 2^24: exact */
     for (int i = 0; i < GROUP; i += VL) {
       const vf v = vf_mul(vf_load(x + i), inverse);
-      vf_round_to_int8(to->q[0] + i, v);
-      vf_round_to_int8(to->q[1] + i, vf_mul(vf_sub(v, vf_load_int8(to->q[0] + i)), vf_set1(REST)));
+      const vf high = vf_round_to_int8(to->q[0] + i, v), rest = vf_mul(vf_sub(v, high), vf_set1(256));
+      const vf low = vf_round_to_int8(to->q[1] + i, rest);
+      sum = vf_add(vf_fma(high, vf_set1(256), low), sum);
     }
-    to->sum[0] = to->sum[1] = 0;
-    for (int i = 0; i < GROUP; i++) to->sum[0] += to->q[0][i], to->sum[1] += to->q[1][i];
-    to->scale = m / 127.0f + 0.0f * vf_sum(total); /* a NaN or an infinity must not vanish in the rounding */
-    to->scaled_sum = to->scale * ((float)to->sum[0] + (float)to->sum[1] * (1.0f / REST));
+    to->sum = (int32_t)vf_sum(sum);
+    /* a NaN or an infinity must not vanish in the rounding */
+    to->scale = m * (1.0f / (127 * 256)) + 0.0f * vf_sum(total);
+    to->scaled_sum = to->scale * (float)to->sum;
   }
-}
-
-/* The products of a group with the integers of each output. */
-INLINE f16x scaled_dot(const group *w, const rounded *x, int bits) {
-  const int32_t zero = bits == 4 ? 0 : -128;
-  const f16x first = part_dot(w, 0, x->q[0], zero * x->sum[0], bits);
-  const f16x rest = part_dot(w, 0, x->q[1], zero * x->sum[1], bits);
-  return f16x_fma1(f16x_fma1(rest, 1.0f / REST, first), x->scale, f16x_zero());
 }
 
 /* The row that the product multiplies: x itself, or what the norm or the gate makes of it in `scratch`. */
@@ -75,23 +60,6 @@ static const float *prologue(const linear_args *a, int64_t row, float *scratch) 
   else if (a->norm) rms_norm_row(a->x + row * n, a->norm, scratch, n, a->eps);
   else return a->x + row * n;
   return scratch;
-}
-
-void linear_finish(const linear_args *a, const float *tile, int64_t width, int64_t row, int64_t rows, int64_t first,
-                   int64_t count) {
-  for (int64_t m = row; m < row + rows; m++, tile += width) {
-    float *y = a->y + m * a->outputs + first;
-    for (int64_t n = 0; n < count; n++) {
-      float v = tile[n];
-      if (a->bias) v += a->bias[first + n];
-      if (a->factors) v *= a->factors[first + n];
-      if (!a->after) {
-        if (a->scale != 0) v *= (float)a->scale;
-        if (a->residual) v += a->residual[m * a->outputs + first + n];
-      }
-      y[n] = v;
-    }
-  }
 }
 
 /* The norm of whole rows, and what `linear_finish` left for after it. */
@@ -114,22 +82,18 @@ INLINE void grouped_tile(const linear_args *a, const rounded *x, const uint8_t *
   UNROLL_ROWS for (int m = 0; m < rows; m++) acc[m] = f16x_zero();
   x += first_group(a, row);
   for (int64_t g = 0; g < a->inputs / GROUP; g++, x += rows) {
-    if (rows > 3)
-      for (int l = 0; l < (bits == 4 ? BYTES4 : BYTES8); l += 64) __builtin_prefetch(p + AHEAD + l, 0, 1);
+    f16x dots[TALL];
+    for (int l = 0; l < (bits == 4 ? BYTES4 : BYTES8); l += 64) __builtin_prefetch(p + AHEAD + l, 0, 1);
+    const group w = bits == 4 ? unpack4(p) : unpack8(p);
+    const f16x scale = f16x_load_f16(p + (bits == 4 ? 256 : 512));
+    group_dots(&w, x, rows, bits, dots);
+    UNROLL_ROWS for (int m = 0; m < rows; m++)
+      acc[m] = f16x_fma(dots[m], f16x_fma1(scale, x[m].scale, f16x_zero()), acc[m]);
     if (bits == 4) {
-      const group w = unpack4(p);
-      const f16x scale = f16x_load_f16(p + 256), minimum = f16x_load_f16(p + 288);
-      UNROLL_ROWS for (int m = 0; m < rows; m++) {
-        acc[m] = f16x_fma(scaled_dot(&w, x + m, 4), scale, acc[m]);
-        acc[m] = f16x_fma1(minimum, x[m].scaled_sum, acc[m]);
-      }
-      p += BYTES4;
-    } else {
-      const group w = unpack8(p);
-      const f16x scale = f16x_load_f16(p + 512);
-      UNROLL_ROWS for (int m = 0; m < rows; m++) acc[m] = f16x_fma(scaled_dot(&w, x + m, 8), scale, acc[m]);
-      p += BYTES8;
+      const f16x minimum = f16x_load_f16(p + 288);
+      UNROLL_ROWS for (int m = 0; m < rows; m++) acc[m] = f16x_fma1(minimum, x[m].scaled_sum, acc[m]);
     }
+    p += bits == 4 ? BYTES4 : BYTES8;
   }
   const int64_t first = block * BLOCK, left = a->outputs - first;
   float tile[TALL][BLOCK];
@@ -161,8 +125,9 @@ static void grouped_block8(const linear_args *a, const rounded *x, int64_t block
 }
 
 /* Rows and outputs of a tile of sums: as many as there are registers for. Outputs that share the rows of a tile while
- * these are in the first cache, and inputs of which they are. */
-enum { HIGH = VL == 16 ? 6 : 4, WIDE = 4, PANEL = 8 * WIDE, DEEP = 1024 };
+ * these are in the first cache, and inputs of which they are. Tiles that share a part of the weights while that is
+ * there, where rows are of no more than NARROW inputs: of longer ones the cache holds those of one tile. */
+enum { HIGH = VL == 16 ? 6 : 4, WIDE = 4, PANEL = 8 * WIDE, DEEP = 1024, SHARE = 2, NARROW = 640 };
 /* More rows than these share packed weights. */
 enum { MANY = 40 };
 
@@ -175,7 +140,7 @@ typedef vf tile_sums[HIGH][WIDE];
  * called. */
 INLINE void float_tile(const float *x, const void *w, const int64_t *at, int64_t k, int rows, int kind,
                        float (*sums)[PANEL]) {
-  tile_sums acc;
+  vf acc[HIGH][WIDE];
   UNROLL for (int m = 0; m < rows; m++)
     UNROLL for (int n = 0; n < WIDE; n++) acc[m][n] = vf_zero();
   int64_t i = 0;
@@ -187,7 +152,7 @@ INLINE void float_tile(const float *x, const void *w, const int64_t *at, int64_t
     UNROLL for (int n = 0; n < WIDE; n++)
       __builtin_prefetch((const char *)w + (at[n] + WIDE * k + i) * size_of(kind), 0, 1);
     UNROLL for (int m = 0; m < rows; m++) {
-      const vf u = vf_load(x + m * k + i);
+      const vf u = vf_in_register(vf_load(x + m * k + i));
       UNROLL for (int n = 0; n < WIDE; n++) acc[m][n] = vf_fma(u, v[n], acc[m][n]);
     }
   }
@@ -213,7 +178,7 @@ INLINE void packed_tile(const float *x, const float *w, int64_t k, int64_t begin
     vf v[WIDE];
     UNROLL for (int n = 0; n < WIDE; n++) v[n] = vf_load(w + n * VL);
     UNROLL for (int m = 0; m < rows; m++) {
-      const vf u = vf_load(x + m * k + i);
+      const vf u = vf_in_register(vf_load(x + m * k + i));
       UNROLL for (int n = 0; n < WIDE; n++) acc[m][n] = vf_fma(u, v[n], acc[m][n]);
     }
   }
@@ -286,53 +251,89 @@ static void bfloat12_tiles(const bfloat12 *w, const float *x, int64_t k, int64_t
   }
 }
 
-/* Four outputs from `first` on as float32, VL inputs of each beside each other, zeros behind the last ones; without the
- * rare numbers of a 12-bit weight. The last output again where there are fewer. */
-static void pack_outputs(const linear_args *a, const bfloat12 *w, int64_t first, float *to) {
-  const int64_t k = a->inputs, last = a->outputs - 1;
-  for (int64_t n = 0; n < WIDE; n++, to += VL) {
-    const int64_t at = (first + n < last ? first + n : last) * k;
+/* Outputs first..first + count as float32, each WIDE of them beside each other by VL inputs, zeros behind the
+ * last ones; without the rare numbers of a 12-bit weight. The last output again where there are fewer. */
+static void pack_outputs(const linear_args *a, const bfloat12 *w, int64_t first, int64_t count, float *to) {
+  const int64_t k = a->inputs, padded = padded_inputs(k), last = a->outputs - 1;
+  for (int64_t n = 0; n < (count + WIDE - 1) / WIDE * WIDE; n++) {
+    const int64_t output = first + n < last ? first + n : last, at = output * k;
+    float *own = to + n / WIDE * WIDE * padded + n % WIDE * VL;
     int64_t i = 0;
     if (a->kind != BFLOAT12) {
-      for (; i + VL <= k; i += VL) vf_store(to + i * WIDE, load((int)a->kind, a->weight, at + i));
-      if (i < k) vf_store(to + i * WIDE, load_part((int)a->kind, a->weight, at + i, (int)(k - i)));
+      for (; i + VL <= k; i += VL) vf_store(own + i * WIDE, load((int)a->kind, a->weight, at + i));
+      if (i < k) vf_store(own + i * WIDE, load_part((int)a->kind, a->weight, at + i, (int)(k - i)));
       continue;
     }
-    const uint8_t *p = span_of(w, first, k, 0);
+    const uint8_t *p = span_of(w, output, k, 0);
     for (; i < k; i += SPAN, p += SPAN_BYTES) {
       vf numbers[SPAN / VL];
-      vf_load_bfloat12(p + lows_at(n), p + codes_at(n), w->table, numbers);
-      UNROLL for (int j = 0; j < SPAN / VL; j++) vf_store(to + (i + j * VL) * WIDE, numbers[j]);
+      vf_load_bfloat12(p + lows_at(output % BESIDE), p + codes_at(output % BESIDE), w->table, numbers);
+      UNROLL for (int j = 0; j < SPAN / VL; j++) vf_store(own + (i + j * VL) * WIDE, numbers[j]);
     }
   }
 }
 
-/* Up to PANEL outputs from `first` on; where many rows share them, packed into `scratch` first. */
+/* What the rare numbers of a 12-bit weight add to the sums, and then the end of the product. */
+static void finish_panel(const linear_args *a, const bfloat12 *w, const float *x, float (*sums)[PANEL], int64_t row,
+                         int64_t rows, int64_t first, int64_t count) {
+  for (int64_t m = 0; m < rows && a->kind == BFLOAT12; m++)
+    for (int64_t n = 0; n < count; n++)
+      for (int32_t r = w->first[first + n]; r < w->first[first + n + 1]; r++)
+        sums[m][n] += w->rares[r].value * x[(row + m) * a->inputs + w->rares[r].column];
+  linear_finish(a, sums[0], PANEL, row, rows, first, count);
+}
+
+/* Up to PANEL outputs from `first` on, of weights as they are stored. */
 static void float_panel(const linear_args *a, const bfloat12 *w, const float *x, int64_t first, int64_t count,
-                        span_of_rows of, float *scratch) {
+                        span_of_rows of) {
   static float_tile_of *const tiles[] = {float_tile_f32, float_tile_bf16, float_tile_f16};
-  const int64_t k = a->inputs, padded = padded_inputs(k), last = a->outputs - 1;
-  const int many = of.last - of.first > MANY, in_bits = a->kind == BFLOAT12 && !many, high = in_bits ? 4 : HIGH;
+  const int64_t k = a->inputs, last = a->outputs - 1, high = a->kind == BFLOAT12 ? 4 : HIGH;
   int64_t at[PANEL];
   for (int64_t n = 0; n < PANEL; n++) at[n] = (first + n < last ? first + n : last) * k;
-  for (int64_t n = 0; n < count && many; n += WIDE) pack_outputs(a, w, first + n, scratch + n * padded);
   for (int64_t row = of.first, rows; row < of.last; row += rows) {
     float sums[HIGH][PANEL];
-    tile_sums before[PANEL / WIDE];
     rows = of.last - row < high ? of.last - row : high;
-    for (int64_t n = 0; n < count && !many; n += WIDE) {
-      if (in_bits) bfloat12_tiles(w, x + row * k, k, first + n, rows, (float(*)[PANEL])(sums[0] + n));
+    for (int64_t n = 0; n < count; n += WIDE) {
+      if (a->kind == BFLOAT12) bfloat12_tiles(w, x + row * k, k, first + n, rows, (float(*)[PANEL])(sums[0] + n));
       else tiles[a->kind](x + row * k, a->weight, at + n, k, rows, (float(*)[PANEL])(sums[0] + n));
     }
-    for (int64_t begin = 0; begin < k && many; begin += DEEP)
+    finish_panel(a, w, x, sums, row, rows, first, count);
+  }
+}
+
+/* Ask for `lines` lines of memory from `at` on, into the second cache; returns what follows them. */
+INLINE const char *ask_lines(const char *at, int64_t lines) {
+  for (; lines > 0; lines--, at += 64) __builtin_prefetch(at, 0, 1);
+  return at;
+}
+
+/* The same for many rows, packed into `scratch` first. Some tiles of rows share a part of four outputs while it is in
+ * the first cache, and each finds its own rows there for all outputs of the panel. Meanwhile it asks for the weights of
+ * the next panel, a few lines at each tile: packing them would wait for the memory. */
+static void packed_panel(const linear_args *a, const bfloat12 *w, const float *x, int64_t first, int64_t count,
+                         span_of_rows of, float *scratch) {
+  const int64_t k = a->inputs, padded = padded_inputs(k), parts = (k + DEEP - 1) / DEEP;
+  const int64_t deep = padded_inputs((k + parts - 1) / parts), next = first + count;
+  const int64_t high = k > NARROW ? HIGH : SHARE * HIGH;
+  const int64_t row_bytes = a->kind == BFLOAT12 ? SPAN_BYTES / BESIDE * (k / SPAN) : k * size_of((int)a->kind);
+  const char *ahead = a->kind == BFLOAT12 ? (const char *)span_of(w, next, k, 0)
+                                          : (const char *)a->weight + next * row_bytes;
+  const int64_t tiles = (of.last - of.first + HIGH - 1) / HIGH * parts * (PANEL / WIDE);
+  const int64_t lines = (PANEL * row_bytes / 64 + tiles - 1) / tiles;
+  pack_outputs(a, w, first, count, scratch);
+  for (int64_t row = of.first, rows; row < of.last; row += rows) {
+    float sums[SHARE * HIGH][PANEL];
+    tile_sums before[SHARE][PANEL / WIDE];
+    rows = of.last - row < high ? of.last - row : high;
+    for (int64_t begin = 0; begin < k; begin += deep)
       for (int64_t n = 0; n < count; n += WIDE)
-        packed_tiles(x + row * k, scratch + n * padded, k, begin, begin + DEEP < k ? begin + DEEP : k, rows,
-                     before[n / WIDE], (float(*)[PANEL])(sums[0] + n));
-    for (int64_t m = 0; m < rows && a->kind == BFLOAT12; m++)
-      for (int64_t n = 0; n < count; n++)
-        for (int32_t r = w->first[first + n]; r < w->first[first + n + 1]; r++)
-          sums[m][n] += w->rares[r].value * x[(row + m) * k + w->rares[r].column];
-    linear_finish(a, sums[0], PANEL, row, rows, first, count);
+        for (int64_t m = 0; m < rows; m += HIGH) {
+          ahead = ask_lines(ahead, lines);
+          packed_tiles(x + (row + m) * k, scratch + n * padded, k, begin, begin + deep < k ? begin + deep : k,
+                       rows - m < HIGH ? rows - m : HIGH, before[m / HIGH][n / WIDE],
+                       (float(*)[PANEL])(sums[m] + n));
+        }
+    finish_panel(a, w, x, sums, row, rows, first, count);
   }
 }
 
@@ -344,17 +345,21 @@ static size_t row_bytes(const linear_args *a) {
   const size_t k = (size_t)a->inputs;
   return grouped(a) ? k / GROUP * sizeof(rounded) : k * (bf16_applies(a) ? sizeof(uint16_t) : sizeof(float));
 }
-static size_t rows_bytes(const linear_args *a) { return ((size_t)a->rows * row_bytes(a) + 15) / 16 * 16; }
+static size_t rows_bytes(const linear_args *a) {
+  const size_t bytes = (size_t)a->rows * row_bytes(a) + (bf16_in_tiles(a) ? BF16_BEHIND : 0);
+  return amx_applies(a) ? amx_rows_bytes(a) : (bytes + 63) / 64 * 64;
+}
 
 /* Whether the rows that it multiplies are made first, and by blocks of how many outputs it goes. */
 static int prepares(const linear_args *a) { return grouped(a) || bf16_applies(a) || a->gate != NO_GATE || a->norm; }
-static int64_t block_of(const linear_args *a) { return grouped(a) ? BLOCK : WIDE; }
+static int64_t block_of(const linear_args *a) { return grouped(a) || bf16_in_tiles(a) ? BLOCK : WIDE; }
 static int64_t blocks_of(const linear_args *a) { return (a->outputs + block_of(a) - 1) / block_of(a); }
 
 /* Floats that a thread has for itself: a row before it is rounded, or a panel of weights. */
 static int64_t scratch_of(const linear_args *a) {
+  if (bf16_in_tiles(a)) return padded_inputs(a->inputs) * LINEAR_SCRATCH + LINEAR_ROOM;
   const int64_t each = bf16_applies(a) ? 2 : grouped(a) || a->rows <= MANY ? 1 : LINEAR_SCRATCH;
-  return padded_inputs(a->inputs) * each;
+  return padded_inputs(a->inputs) * (amx_applies(a) ? AMX_SCRATCH : each);
 }
 
 size_t linear_memory(const linear_args *a) {
@@ -365,7 +370,13 @@ static void prepare(const linear_args *a, int64_t row, char *memory, float *scra
   const int64_t k = a->inputs;
   if (grouped(a)) {
     const float *x = prologue(a, row, scratch);
-    round_row(x, (rounded *)memory + first_group(a, row), tile_rows(a, row), k / GROUP);
+    if (amx_applies(a)) {
+      rounded *own = (rounded *)(scratch + k);
+      round_row(x, own, 1, k / GROUP);
+      amx_lay_row(a, own, row, memory);
+    } else {
+      round_row(x, (rounded *)memory + first_group(a, row), tile_rows(a, row), k / GROUP);
+    }
   } else if (bf16_applies(a)) {
     bf16_round(a, prologue(a, row, scratch), (uint16_t *)memory + row * k);
   } else {
@@ -373,24 +384,50 @@ static void prepare(const linear_args *a, int64_t row, char *memory, float *scra
   }
 }
 
-/* Rows that are multiplied with one block after another: they stay in the second cache meanwhile. A multiple of every
- * tile. */
+static void prepare_rows(const linear_args *a, int64_t begin, int64_t end, char *memory, float *scratch) {
+  const int64_t k = a->inputs;
+  if (!bf16_in_tiles(a)) {
+    for (int64_t m = begin; m < end; m++) prepare(a, m, memory, scratch);
+    return;
+  }
+  uint16_t *const made = (uint16_t *)(scratch + k);
+  for (int64_t row = begin, next; row < end; row = next) { /* as many as go into one tile */
+    next = row / BLOCK * BLOCK + BLOCK < end ? row / BLOCK * BLOCK + BLOCK : end;
+    for (int64_t m = row; m < next; m++) bf16_round(a, prologue(a, m, scratch), made + (m - row) * k);
+    bf16_lay_rows(a, made, row, next - row, (uint16_t *)memory);
+  }
+}
+
+/* Rows that are multiplied with one block after another: they stay in the second cache meanwhile, but where floats are
+ * packed for them they are at least enough to pay for it, and more where the cache would not hold those. A multiple of
+ * every tile. */
 static int64_t rows_together(const linear_args *a) {
-  const int64_t fit = (int64_t)((512 << 10) / row_bytes(a)) / 24 * 24;
-  return fit < 48 ? 48 : fit;
+  if (bf16_in_tiles(a)) return BF16_TILES * BLOCK;
+  const int64_t fit = (int64_t)((512 << 10) / row_bytes(a)) / 48 * 48;
+  const int64_t least = grouped(a) || bf16_applies(a) ? 48 : a->inputs <= 4096 ? 192 : 384;
+  return fit < least ? least : fit;
 }
 
 static void multiply(const linear_args *a, int64_t begin, int64_t end, const char *memory, float *scratch) {
   const bfloat12 w = bfloat12_at(a->weight, a->outputs, a->inputs); /* where it is one */
   const float *x = prepares(a) ? (const float *)memory : a->x;
-  const int pairs = bf16_applies(a);
+  const int pairs = bf16_applies(a), bytes = amx_applies(a), pairs_in_tiles = bf16_in_tiles(a);
   const int64_t step = rows_together(a);
+  if (bytes || pairs_in_tiles) begin_tiles(bytes ? GROUP : 2 * GROUP);
   for (int64_t row = 0; row < a->rows; row += step) {
     const span_of_rows of = {row, row + step < a->rows ? row + step : a->rows};
     if (!grouped(a) && !pairs) {
       const int64_t last = WIDE * end < a->outputs ? WIDE * end : a->outputs;
-      for (int64_t n = WIDE * begin; n < last; n += PANEL)
-        float_panel(a, &w, x, n, last - n < PANEL ? last - n : PANEL, of, scratch);
+      for (int64_t n = WIDE * begin; n < last; n += PANEL) {
+        const int64_t count = last - n < PANEL ? last - n : PANEL;
+        if (of.last - of.first > MANY) packed_panel(a, &w, x, n, count, of, scratch);
+        else float_panel(a, &w, x, n, count, of);
+      }
+      continue;
+    }
+    if (bytes || pairs_in_tiles) {
+      if (bytes) amx_blocks(a, memory, begin, end, of, scratch);
+      else bf16_blocks(a, (const uint16_t *)memory, begin, end, of, scratch);
       continue;
     }
     for (int64_t b = begin; b < end; b++) {
@@ -399,6 +436,7 @@ static void multiply(const linear_args *a, int64_t begin, int64_t end, const cha
       else bf16_block(a, (const uint16_t *)memory, WIDE * b, of, (uint16_t *)scratch);
     }
   }
+  if (bytes || pairs_in_tiles) end_tiles();
 }
 
 /* What of `total` units, of which `before` come before these `count`, this thread takes of these: as in a static loop,
@@ -429,7 +467,7 @@ void linear_run_all(const linear_args *each, int64_t count, void *memory) {
     for (int64_t i = 0; i < count; at += rows_bytes(each + i++)) {
       if (!prepares(each + i)) continue;
       const part p = part_of(rows, before, each[i].rows);
-      for (int64_t m = p.begin; m < p.end; m++) prepare(each + i, m, at, scratch);
+      prepare_rows(each + i, p.begin, p.end, at, scratch);
       before += each[i].rows;
     }
 #pragma omp barrier
@@ -451,7 +489,7 @@ void linear_run(const linear_args *a, void *memory) { linear_run_all(a, 1, memor
 /* 0, or -1 where there was no memory. */
 int64_t lmstate_linear(const linear_args *a) {
   if (a->rows == 0 || a->outputs == 0) return 0;
-  void *memory = malloc(linear_memory(a));
+  void *memory = aligned_alloc(64, (linear_memory(a) + 63) / 64 * 64);
   if (!memory) return -1;
 #pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
   linear_run(a, memory);

@@ -4,10 +4,13 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Floats for each input that a thread has for itself in a product, or in several beside each other, at most. */
-enum { LINEAR_SCRATCH = 32 };
+/* Floats that a thread has for itself in a product, or in several beside each other, at most: for each input, and
+ * beside these. */
+enum { LINEAR_SCRATCH = 32, LINEAR_ROOM = 24 * 1024 };
 
 enum { INT8 = 3, INT4 = 4, BFLOAT12 = 5 }; /* beside the kinds of floats */
+/* Of a group of 16 outputs: their integers and scales, and of INT4 their minimums. */
+enum { BYTES4 = 320, BYTES8 = 544 };
 
 typedef struct {
   const float *x; /* [rows, inputs], or [rows, 2 inputs] before a gate */

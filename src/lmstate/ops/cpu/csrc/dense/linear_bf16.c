@@ -5,33 +5,12 @@
 #include "dense/linear_tile.h"
 #include "simd/bf16_dot.h"
 
-#include <stdlib.h>
-
 #ifdef LMSTATE_PAIRS
-static int known = -1;
-
-int uses_bf16_dot(void) {
-  if (known >= 0) return known;
-  const char *asked = getenv("LMSTATE_PAIRS");
-  __builtin_cpu_init();
-  const int has = __builtin_cpu_supports("avx512bf16") != 0;
-  return known = has && (asked && *asked ? *asked == '1' : !__builtin_cpu_is("intel"));
-}
-
-int64_t lmstate_uses_bf16_dot(const void *nothing) {
-  (void)nothing;
-  return uses_bf16_dot();
-}
-
 enum { STEP = 32, OUTPUTS = 4 }; /* inputs of a vector; outputs of a tile */
 
 int bf16_applies(const linear_args *a) {
-  return (a->kind == BF16 || a->kind == BFLOAT12) && a->inputs % STEP == 0 && uses_bf16_dot();
+  return (a->kind == BF16 || a->kind == BFLOAT12) && a->inputs % STEP == 0 && rounds_to_bf16();
 }
-
-/* Where an input lies in a row: 12-bit weights are unpacked to vectors in which input i of 32 stands beside
- * input i + 16. */
-INLINE int64_t place_in_row(int64_t i) { return i / 32 * 32 + i % 16 * 2 + i / 16 % 2; }
 
 void bf16_round(const linear_args *a, const float *x, uint16_t *to) {
   if (a->kind == BF16) {
@@ -119,14 +98,14 @@ static void packed_tiles(const uint16_t *x, const uint8_t *p, const uint8_t *tab
 }
 #pragma GCC pop_options
 
-/* The outputs that lie together from p on, unpacked into rows of k words. */
-static void unpack(const uint8_t *p, const uint8_t *table, int64_t k, uint16_t *to) {
-  for (int64_t i = 0; i < k; i += SPAN, p += SPAN_BYTES) {
-    UNROLL for (int l = 0; l < SPAN_BYTES; l += 64) __builtin_prefetch(p + AHEAD + l, 0, 1);
+void bf16_unpack(const uint8_t *p, const uint8_t *ahead, const uint8_t *table, int64_t k, uint16_t *to, int64_t row,
+                 int64_t step) {
+  for (int64_t i = 0; i < k; i += SPAN, p += SPAN_BYTES, ahead += BF16_ASKED, to += 2 * step) {
+    UNROLL for (int l = 0; l < BF16_ASKED; l += 64) __builtin_prefetch(ahead + l, 0, 1);
     UNROLL for (int n = 0; n < OUTPUTS; n++) {
       __m512i v[2];
       unpack_words(p + lows_at(n), p + codes_at(n), table, v);
-      UNROLL for (int h = 0; h < 2; h++) _mm512_storeu_si512(to + n * k + i + h * STEP, v[h]);
+      UNROLL for (int h = 0; h < 2; h++) _mm512_storeu_si512(to + n * row + h * step, v[h]);
     }
   }
 }
@@ -139,7 +118,7 @@ void bf16_block(const linear_args *a, const uint16_t *x, int64_t first, span_of_
   const uint16_t *w[OUTPUTS];
   for (int64_t n = 0; n < OUTPUTS; n++) /* the last one again where there are fewer */
     w[n] = packed ? scratch + n * k : (const uint16_t *)a->weight + (first + (n < count ? n : count - 1)) * k;
-  if (packed && many) unpack(p, in_bits.table, k, scratch);
+  if (packed && many) bf16_unpack(p, p + AHEAD, in_bits.table, k, scratch, k, STEP);
   for (int64_t row = of.first, rows; row < of.last; row += rows) {
     float sums[ROWS][OUTPUTS];
     rows = of.last - row < ROWS ? of.last - row : ROWS;
@@ -148,18 +127,13 @@ void bf16_block(const linear_args *a, const uint16_t *x, int64_t first, span_of_
     for (int64_t m = 0; m < rows && packed; m++)
       for (int64_t n = 0; n < count; n++)
         for (int32_t r = in_bits.first[first + n]; r < in_bits.first[first + n + 1]; r++) {
-          const uint16_t with = x[(row + m) * k + place_in_row(in_bits.rares[r].column)];
+          const uint16_t with = x[(row + m) * k + bf16_place_in_row(in_bits.rares[r].column)];
           sums[m][n] += in_bits.rares[r].value * bf16_to_float(with);
         }
     linear_finish(a, sums[0], OUTPUTS, row, rows, first, count);
   }
 }
 #else
-int64_t lmstate_uses_bf16_dot(const void *nothing) {
-  (void)nothing;
-  return 0;
-}
-
 int bf16_applies(const linear_args *a) {
   (void)a;
   return 0;

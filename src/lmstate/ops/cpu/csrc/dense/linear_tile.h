@@ -22,4 +22,32 @@ void bf16_round(const linear_args *a, const float *x, uint16_t *to);
 /* Outputs first..first + 4; `scratch`: 4 * inputs bfloat16 numbers of the thread. */
 void bf16_block(const linear_args *a, const uint16_t *x, int64_t first, span_of_rows rows, uint16_t *scratch);
 
+/* The same in tiles, on processors that have them: see linear_bf16_amx.c. */
+int bf16_in_tiles(const linear_args *a);
+/* Rows row..row + count, of at most 16 from a multiple of 16 on, as bf16_round makes them, into those of the product. */
+void bf16_lay_rows(const linear_args *a, const uint16_t *from, int64_t row, int64_t count, uint16_t *rows);
+/* Tiles of rows whose sums a thread may keep for later; bytes behind the rows that are read too. */
+enum { BF16_TILES = 24, BF16_BEHIND = 64 };
+/* Blocks of 16 outputs; `scratch`: LINEAR_SCRATCH floats for each input and LINEAR_ROOM more. */
+void bf16_blocks(const linear_args *a, const uint16_t *rows, int64_t begin, int64_t end, span_of_rows of,
+                 float *scratch);
+/* Four outputs of a 12-bit weight that lie together from p on, k inputs of each: from an output to the next one `row`
+ * numbers, from 32 inputs to the next `step`. Asks for memory from `ahead` on, BF16_ASKED bytes
+ * for each SPAN of inputs: less than it reads, since the products that follow ask too. */
+enum { BF16_ASKED = 256 };
+void bf16_unpack(const uint8_t *p, const uint8_t *ahead, const uint8_t *table, int64_t k, uint16_t *to, int64_t row,
+                 int64_t step);
+/* Where an input lies in a row where weights are of 12 bits: they are unpacked to vectors in which input i of 32 stands
+ * beside input i + 16. */
+INLINE int64_t bf16_place_in_row(int64_t i) { return i / 32 * 32 + i % 16 * 2 + i / 16 % 2; }
+
+/* Products of quantized weights in tiles, of enough rows on processors that have them: see linear_amx.c. */
+int amx_applies(const linear_args *a);
+/* The rows as those products take them: bytes of all, and how one is put there. */
+size_t amx_rows_bytes(const linear_args *a);
+void amx_lay_row(const linear_args *a, const rounded *x, int64_t row, void *rows);
+/* Blocks of outputs; `scratch`: AMX_SCRATCH floats for each input, of the thread, whose tiles are configured. */
+enum { AMX_SCRATCH = 20 };
+void amx_blocks(const linear_args *a, const void *rows, int64_t begin, int64_t end, span_of_rows of, void *scratch);
+
 #endif

@@ -1,7 +1,7 @@
-/* A run of layers of a decoder in one parallel region: what a step of few tokens costs beyond reading weights and keys
- * is calls and regions, and a block of separate operations has a dozen of them. A block has two halves, attention or a
- * recurrence and a feed-forward part or a mixture of them; a run is any number of halves, each of which reads the
- * stream that the one before it gives. */
+/* Fused sublayers of a decoder in one parallel region: what a step of few tokens costs beyond reading weights and keys
+ * is calls and regions, and a block of separate operations has a dozen of them. A block has two sublayers, attention or
+ * a recurrence, and an MLP or a mixture of experts; any number of them is fused, each of which reads the stream that
+ * the one before it gives. */
 #include "fused/fused.h"
 #include "layout.h"
 
@@ -38,19 +38,20 @@ static sublayer_products products_of(const fused_args *run, const sublayer_args 
   return p;
 }
 
-/* One sublayer, run by every thread. */
-static void run_sublayer(const fused_args *run, const sublayer_args *sublayer, workspace *common, const float *x,
-                     const float *residual, float *y) {
+/* One sublayer, run by every thread; the status of its attention, the same for all of them. */
+static int64_t run_sublayer(const fused_args *run, const sublayer_args *sublayer, workspace *common, const float *x,
+                            const float *residual, float *y) {
   sublayer_products p = products_of(run, sublayer);
   p.into.x = p.beside.x = x, p.out.residual = residual, p.out.y = y;
-  if (sublayer->kind == ATTENTION) attention_sublayer(run, &sublayer->attention, &p, common);
-  else if (sublayer->kind == MOE) moe_sublayer(run, &sublayer->experts, &p, common);
+  if (sublayer->kind == ATTENTION) return attention_sublayer(run, &sublayer->attention, &p, common);
+  if (sublayer->kind == MOE) moe_sublayer(run, &sublayer->experts, &p, common);
   else if (sublayer->kind != MLP) recurrent_sublayer(run, sublayer, &p, common);
   else {
     p.into.y = common->between, p.out.x = common->between;
     linear_run(&p.into, common->products);
     linear_run(&p.out, common->products);
   }
+  return 0;
 }
 
 /* 0, or the status of lmstate_attend of the sublayer that failed, times the count of sublayers, plus its index. */
@@ -65,9 +66,10 @@ int64_t lmstate_fused(const fused_args *run) {
     if (p.between > between) between = p.between;
     if (p.out.outputs > width) width = p.out.outputs;
   }
-  products = (products + 15) / 16 * 16; /* what lies between may be more than floats */
+  products = (products + 63) / 64 * 64; /* what lies between may be more than floats */
   /* A sublayer reads one stream or two, and writes a third. */
-  char *memory = malloc(products + (size_t)(between + 3 * n * width) * sizeof(float));
+  const size_t bytes = products + (size_t)(between + 3 * n * width) * sizeof(float);
+  char *memory = aligned_alloc(64, (bytes + 63) / 64 * 64);
   if (!memory) return -1;
   workspace common = {.products = memory, .between = (float *)(memory + products)};
   float *streams = common.between + between;
@@ -78,8 +80,7 @@ int64_t lmstate_fused(const fused_args *run) {
     for (int64_t i = 0; i < run->count; i++) {
       const sublayer_args *sublayer = &run->sublayers[i];
       float *y = i + 1 < run->count ? streams + i % 3 * n * width : run->y;
-      run_sublayer(run, sublayer, &common, parallel(sublayer) ? before : x, residual, y);
-      if (common.status) {
+      if (run_sublayer(run, sublayer, &common, parallel(sublayer) ? before : x, residual, y)) {
 #pragma omp single nowait
         failed = i;
         break;

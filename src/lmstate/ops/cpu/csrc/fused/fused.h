@@ -1,4 +1,4 @@
-/* The halves of a decoder's blocks, and what a run of them shares; see fused.c. */
+/* Sublayers of a decoder's blocks, and the workspace that fused ones share; see fused.c. */
 #ifndef LMSTATE_FUSED_H
 #define LMSTATE_FUSED_H
 #include "attention/attend_args.h"
@@ -6,7 +6,7 @@
 #include "recurrent/mixers.h"
 
 typedef struct {
-  /* What does not change from step to step. */
+  /* The same in every step. */
   const float *norm;     /* [inputs], or null */
   const void *qkv;       /* [(H or, gated, 2H) * D + 2 * K * D, inputs]; without the last where it reads alone,
                           * and H more with a gate a head */
@@ -25,7 +25,8 @@ typedef struct {
   void *k, *v;           /* as in attend_args */
   float *columns;        /* [R, K, planes, S], of this call alone, as in attend_args; or null */
   float *queries;        /* [N, H, D], filled with the queries as they attend; or null */
-  int64_t slots, k_row, k_head, k_slot, v_row, v_head, v_slot, planes, kind, window, chunk;
+  char *const *k_table, *const *v_table; /* as in attend_args */
+  int64_t slots, k_row, k_head, k_slot, v_row, v_head, v_slot, table_row, block, planes, kind, window, chunk;
   codes_args codes; /* bits: 0 where they are floats */
   /* The rotation. */
   const float *cos, *sin; /* [R, T, half] */
@@ -66,7 +67,7 @@ typedef struct {
     mamba2_parts ssd;
     gated_conv_parts conv;
   };
-  /* What changes from step to step: the carry, read and made, and what the fold takes. */
+  /* Different in each step: the carry, read and made, and the inputs of the scan. */
   const float *tail, *carry; /* a convolution alone has but a tail */
   float *next_tail, *next;
   float *kept; /* [N, F] of a delta rule, [N, projected] of a state space, b * x of a gated convolution */
@@ -78,7 +79,7 @@ typedef struct {
   int64_t hidden, up_kind, down_kind;
 } expert;
 
-/* A mixture of experts: see lmstate.models.moe. */
+/* A mixture of experts: see lmstate.models.layers.moe. */
 typedef struct {
   const float *norm;    /* [inputs], or null */
   const void *router;   /* [count, inputs] */
@@ -97,7 +98,7 @@ typedef struct {
   union {
     attention_args attention;
     mlp_args mlp;
-    recurrent_args recurrent; /* DELTA, SSD and CONV */
+    recurrent_args recurrent; /* GATED_DELTA, MAMBA2 and SHORT_CONV */
     moe_args experts;
   };
 } sublayer_args;
@@ -111,7 +112,7 @@ typedef struct {
   sublayer_args sublayers[];
 } fused_args;
 
-/* What the halves share: memory for the products, what is between them, and the plan of an attention. */
+/* Shared by fused sublayers: memory for the products, activations between them, and the plan of an attention. */
 typedef struct {
   char *products;
   float *between;
@@ -130,7 +131,7 @@ typedef struct {
 /* Each `_sublayer` is for every thread of an open parallel region: y = residual + scale * after(out(...(into(norm
  * x)))). */
 void attention_products(const attention_args *a, sublayer_products *p);
-void attention_sublayer(const fused_args *run, const attention_args *a, sublayer_products *p, workspace *common);
+int64_t attention_sublayer(const fused_args *run, const attention_args *a, sublayer_products *p, workspace *common);
 void recurrent_products(const fused_args *run, const sublayer_args *sublayer, sublayer_products *p);
 void recurrent_sublayer(const fused_args *run, const sublayer_args *sublayer, sublayer_products *p, workspace *common);
 void moe_products(const fused_args *run, const moe_args *a, sublayer_products *p);

@@ -45,9 +45,13 @@ static void norm_rope_store(const fused_args *run, const attention_args *a, cons
       store_codes(attend, &a->codes, r, kv, t, x, value);
       continue;
     }
-    const int64_t slot = (attend->starts[r] + t) % a->slots;
-    store_head(x, (char *)a->k + (r * a->k_row + kv * a->k_head + slot * a->k_slot) * size, a->dim, a->kind);
-    store_head(value, (char *)a->v + (r * a->v_row + kv * a->v_head + slot * a->v_slot) * size, a->dim, a->kind);
+    const int64_t position = attend->starts[r] + t, row = r * a->table_row;
+    char *k = position_at(a->k, r * a->k_row * size, a->k_table ? a->k_table + row : NULL, a->block, a->slots,
+                       kv * a->k_head * size, a->k_slot * size, position);
+    char *v = position_at(a->v, r * a->v_row * size, a->v_table ? a->v_table + row : NULL, a->block, a->slots,
+                       kv * a->v_head * size, a->v_slot * size, position);
+    store_head(x, k, a->dim, a->kind);
+    store_head(value, v, a->dim, a->kind);
   }
   if (!a->codes.tail || a->reads) return;
 #pragma omp for schedule(static)
@@ -55,8 +59,8 @@ static void norm_rope_store(const fused_args *run, const attention_args *a, cons
     close_blocks(attend, &a->codes, i / a->kv_heads, i % a->kv_heads);
 }
 
-/* What was seen of values that are turned. */
-static void turn_back(const attention_args *a, int64_t n, float *seen) {
+/* What was seen of values that went through a Hadamard transform, which is its own inverse. */
+static void undo_hadamard(const attention_args *a, int64_t n, float *seen) {
 #pragma omp for schedule(static)
   for (int64_t i = 0; i < n * a->heads; i++) hadamard_head(seen + i * a->dim, a->dim);
 }
@@ -97,13 +101,14 @@ void attention_products(const attention_args *a, sublayer_products *p) {
   p->out.scale = a->residual_scale, p->between = p->into.rows * (p->into.outputs + p->out.inputs);
 }
 
-void attention_sublayer(const fused_args *run, const attention_args *a, sublayer_products *p, workspace *common) {
+int64_t attention_sublayer(const fused_args *run, const attention_args *a, sublayer_products *p, workspace *common) {
   const int64_t *starts = a->starts ? a->starts : run->starts;
   const int64_t n = p->into.rows, width = p->into.outputs;
   float *qkv = common->between, *seen = qkv + n * width;
   const attend_args attend = {
     .q = qkv, .k = a->k, .v = a->v, .starts = starts, .counts = run->counts, .sinks = a->sinks, .out = seen,
-    .columns = a->reads ? NULL : a->columns, .rows = run->rows, .tokens = run->tokens, .heads = a->heads,
+    .columns = a->reads ? NULL : a->columns, .k_table = a->k_table, .v_table = a->v_table,
+    .table_row = a->table_row, .block = a->block, .rows = run->rows, .tokens = run->tokens, .heads = a->heads,
     .kv_heads = a->kv_heads,
     .slots = a->slots, .dim = a->dim, .dim_v = a->dim, .q_row = run->tokens * width, .q_token = width,
     .q_head = a->gated ? 2 * a->dim : a->dim, .k_row = a->k_row, .k_head = a->k_head, .k_slot = a->k_slot,
@@ -112,18 +117,21 @@ void attention_sublayer(const fused_args *run, const attention_args *a, sublayer
   };
 #pragma omp single nowait
   {
-    common->status = attend_begin(&attend, &common->plan);
-    if (a->codes.bits) common->plan.codes = &a->codes;
+    common->status = attend_begin(&attend, a->codes.bits ? &a->codes : NULL, &common->plan);
   }
   p->into.y = qkv, p->out.x = seen;
   linear_run(&p->into, common->products);
-  if (common->status) return; /* every thread has seen it: a product ends when all have done their part */
+  /* It is there: a product ends when all threads have done their part. From here on none writes it before all have
+   * come to the next such end; later, one that is ahead may be at another layer. */
+  const int64_t status = common->status;
+  if (status) return status;
   norm_rope_store(run, a, &attend, qkv);
   attend_run(&attend, &common->plan);
 #pragma omp single nowait
   attend_end(&common->plan);
-  if (a->codes.bits) turn_back(a, n, seen);
+  if (a->codes.bits) undo_hadamard(a, n, seen);
   if (a->gated) gate_per_feature(a, n, qkv, seen);
   if (a->gates) gate_per_head(a, n, qkv, seen);
   linear_run(&p->out, common->products);
+  return 0;
 }

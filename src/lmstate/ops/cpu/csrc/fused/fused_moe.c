@@ -10,7 +10,7 @@
 
 enum { FEATURES = 256 }; /* of a token that a thread adds up at a time */
 
-/* What lies between the products. A visit is a token at one of its experts; V = N * top_k of them stand in the order of
+/* Between the products. A visit is a token at one of its experts; V = N * top_k of them stand in the order of
  * the experts, so that those of one expert follow each other. */
 typedef struct {
   linear_args *ups, *downs; /* of the experts visited, then of the shared one */
@@ -30,7 +30,7 @@ static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 static int64_t most_visited(const moe_args *a, int64_t visits) { return visits < a->count ? visits : a->count; }
 
-/* The workplace from `base` on; the bytes that it takes. */
+/* Lay out the workspace from `base` on; returns its bytes. */
 static int64_t lay_out(const moe_args *a, int64_t n, char *base, moe_workspace *w) {
   const int64_t visits = n * a->top_k, most = most_visited(a, visits) + 1, shared = a->shared ? n : 0;
   const int64_t one = sizeof(float), index = sizeof(int32_t), product = sizeof(linear_args);
@@ -71,10 +71,11 @@ void moe_products(const fused_args *run, const moe_args *a, sublayer_products *p
   moe_workspace nowhere;
   p->out.outputs = a->outputs, p->out.scale = a->residual_scale;
   p->between = lay_out(a, n, NULL, &nowhere) / (int64_t)sizeof(float);
-  /* Floats are the longest that a row is made into; see linear_memory. */
+  /* Floats are the longest that a row is made into, but for 17 rows of bytes where tiles take 16; see linear_memory. */
   const int64_t widest = larger(larger(a->inputs, a->experts->hidden), a->shared ? a->experts[a->count].hidden : 0);
-  const int64_t threads = larger(run->threads, 1) * LINEAR_SCRATCH * 2, products = most_visited(a, visits) + 2;
-  p->products = (size_t)((visits + 2 * n + threads) * widest + 4 * products) * sizeof(float);
+  const int64_t threads = larger(run->threads, 1), products = most_visited(a, visits) + 2;
+  p->products = (size_t)((visits + 2 * n) * 5 / 4 * widest + threads * (2 * LINEAR_SCRATCH * widest + LINEAR_ROOM) +
+                         32 * products) * sizeof(float);
 }
 
 /* ---- the choice */

@@ -32,7 +32,7 @@ void recurrent_products(const fused_args *run, const sublayer_args *sublayer, su
   p->between += (int64_t)gated_delta_mixer_memory(&a->delta, &fold);
 }
 
-/* `project` gives gate | x, B, C | dt, and the fold takes all but the gate. */
+/* `project` gives gate | x, B, C | dt, and the scan reads all but the gate. */
 static void mamba2_sublayer(const fused_args *run, const recurrent_args *a, sublayer_products *p, workspace *common) {
   const int64_t inner = p->out.inputs;
   float *seen = common->between;
@@ -45,7 +45,7 @@ static void mamba2_sublayer(const fused_args *run, const recurrent_args *a, subl
   linear_run(&p->out, common->products);
 }
 
-/* `project` gives q, k, v | z, `gates` gives beta | decay, and the fold takes q, k, v | beta | decay. */
+/* `project` gives q, k, v | z, `gates` gives beta | decay, and the scan reads q, k, v | beta | decay. */
 static void gated_delta_sublayer(const fused_args *run, const recurrent_args *a, sublayer_products *p,
     workspace *common) {
   const int64_t n = p->out.rows, values = p->out.inputs, gates = p->beside.outputs;
@@ -67,7 +67,7 @@ static void gated_delta_sublayer(const fused_args *run, const recurrent_args *a,
   linear_run(&p->out, common->products);
 }
 
-/* `project` gives b | c | x, and the fold takes b * x. */
+/* `project` gives b | c | x, and the scan reads b * x. */
 static void short_conv_sublayer(const fused_args *run, const recurrent_args *a, sublayer_products *p,
     workspace *common) {
   const int64_t width = p->out.inputs;

@@ -89,10 +89,12 @@ INLINE vf vf_exp(vf x) { /* exactly 0 below -87, as masked scores need */
   return _mm256_and_ps(kept, _mm256_mul_ps(p, _mm256_castsi256_ps(power)));
 }
 
-INLINE void vf_round_to_int8(int8_t *out, vf x) { /* to nearest even, saturating */
-  __m256i i = _mm256_cvtps_epi32(x);
-  __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(i), _mm256_extracti128_si256(i, 1));
+INLINE vf vf_round_to_int8(int8_t *out, vf x) { /* to nearest even, -127..127; and what it is as floats */
+  const __m256i most = _mm256_set1_epi32(127), least = _mm256_set1_epi32(-127);
+  const __m256i i = _mm256_max_epi32(least, _mm256_min_epi32(most, _mm256_cvtps_epi32(x)));
+  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(i), _mm256_extracti128_si256(i, 1));
   _mm_storel_epi64((__m128i *)out, _mm_packs_epi16(words, words));
+  return _mm256_cvtepi32_ps(i);
 }
 
 /* Sixteen outputs of a quantized block: two halves of eight. */
@@ -131,31 +133,36 @@ INLINE group unpack8(const uint8_t *p) {
   UNROLL for (int j = 0; j < 16; j++) g.w[j] = _mm256_loadu_si256((const __m256i *)(p + 32 * j));
   return g;
 }
-/* initial + the products of PART inputs of each output, exactly, as floats */
-INLINE f16x part_dot(const group *g, int part, const int8_t *q, int32_t initial, int bits) {
-  int32_t x[PART / 4];
-  memcpy(x, q, PART);
-  const __m256i *w = g->w + PART / 2 * part, ones = _mm256_set1_epi16(1);
-  __m256i sum[2];
-  if (bits == 4) { /* pairs of 15 * 127 still fit 16 bits, eight of them */
+/* The sums of a group's products of one byte with each output's integers, less their zero. */
+INLINE void byte_dot(const group *g, const int8_t *q, int bits, __m256i sum[2]) {
+  int32_t x[GROUP / 4];
+  memcpy(x, q, GROUP);
+  const __m256i *w = g->w, ones = _mm256_set1_epi16(1);
+  if (bits == 4) { /* pairs of 15 * 128 still fit 16 bits, eight of them */
     __m256i pairs[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
-    UNROLL for (int j = 0; j < PART / 4; j++)
+    UNROLL for (int j = 0; j < GROUP / 4; j++)
       UNROLL for (int half = 0; half < 2; half++)
         pairs[half] = _mm256_add_epi16(pairs[half], _mm256_maddubs_epi16(w[2 * j + half], _mm256_set1_epi32(x[j])));
     UNROLL for (int half = 0; half < 2; half++) sum[half] = _mm256_madd_epi16(pairs[half], ones);
-  } else { /* a pair of 255 * 127 does not: |w - 128| times the activation with its sign, and the 128 put back */
-    int32_t total = 0;
-    for (int i = 0; i < PART; i++) total += q[i];
+  } else { /* a pair of 255 * 127 does not: |w - 128| times the activation with its sign */
     const __m256i offset = _mm256_set1_epi8((char)128);
-    sum[0] = sum[1] = _mm256_set1_epi32(128 * total);
-    UNROLL for (int j = 0; j < PART / 4; j++)
+    sum[0] = sum[1] = _mm256_setzero_si256();
+    UNROLL for (int j = 0; j < GROUP / 4; j++)
       UNROLL for (int half = 0; half < 2; half++) {
         __m256i moved = _mm256_xor_si256(w[2 * j + half], offset);
         __m256i pair = _mm256_maddubs_epi16(_mm256_abs_epi8(moved), _mm256_sign_epi8(_mm256_set1_epi32(x[j]), moved));
         sum[half] = _mm256_add_epi32(sum[half], _mm256_madd_epi16(pair, ones));
       }
   }
-  __m256i first = _mm256_set1_epi32(initial);
-  f16x r = {_mm256_cvtepi32_ps(_mm256_add_epi32(sum[0], first)), _mm256_cvtepi32_ps(_mm256_add_epi32(sum[1], first))};
-  return r;
+}
+/* For each row, the sums of a group's products with each output's integers, of which 128 is the zero where they have 8
+ * bits: exact, then a float. */
+INLINE void group_dots(const group *g, const rounded *x, int rows, int bits, f16x *out) {
+  UNROLL for (int m = 0; m < rows; m++) {
+    __m256i high[2], low[2];
+    byte_dot(g, x[m].q[0], bits, high);
+    byte_dot(g, x[m].q[1], bits, low);
+    out[m].lo = _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_slli_epi32(high[0], 8), low[0]));
+    out[m].hi = _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_slli_epi32(high[1], 8), low[1]));
+  }
 }

@@ -86,8 +86,11 @@ INLINE vf vf_exp(vf x) { /* exactly 0 below -87, as masked scores need */
   return _mm512_maskz_scalef_ps(kept, p, n);
 }
 
-INLINE void vf_round_to_int8(int8_t *out, vf x) { /* to nearest even, saturating */
-  _mm_storeu_si128((__m128i *)out, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x)));
+INLINE vf vf_round_to_int8(int8_t *out, vf x) { /* to nearest even, -127..127; and what it is as floats */
+  const __m512i most = _mm512_set1_epi32(127), least = _mm512_set1_epi32(-127);
+  const __m512i whole = _mm512_max_epi32(least, _mm512_min_epi32(most, _mm512_cvtps_epi32(x)));
+  _mm_storeu_si128((__m128i *)out, _mm512_cvtsepi32_epi8(whole));
+  return _mm512_cvtepi32_ps(whole);
 }
 
 /* Sixteen outputs of a quantized block. */
@@ -115,14 +118,22 @@ INLINE group unpack8(const uint8_t *p) {
   UNROLL for (int j = 0; j < 8; j++) g.w[j] = _mm512_loadu_si512(p + 64 * j);
   return g;
 }
-/* initial + the products of PART inputs of each output, exactly, as floats */
-INLINE f16x part_dot(const group *g, int part, const int8_t *q, int32_t initial, int bits) {
-  (void)bits;
-  __m512i sum = _mm512_set1_epi32(initial);
-  UNROLL for (int j = 0; j < PART / 4; j++) {
-    int32_t x;
-    memcpy(&x, q + 4 * j, 4);
-    sum = _mm512_dpbusd_epi32(sum, g->w[PART / 4 * part + j], _mm512_set1_epi32(x));
+/* For each row, the sums of a group's products with each output's integers, of which 128 is the zero where they have 8
+ * bits: exact, then a float. Rows are the inner loop and each byte has sums of its own: one alone would wait for
+ * itself. `rows` and `bits` are constants where this is called. */
+INLINE void group_dots(const group *g, const rounded *x, int rows, int bits, f16x *out) {
+  __m512i high[8], low[8];
+  UNROLL for (int m = 0; m < rows; m++) high[m] = low[m] = _mm512_setzero_si512();
+  UNROLL for (int j = 0; j < GROUP / 4; j++)
+    UNROLL for (int m = 0; m < rows; m++) {
+      int32_t q[2];
+      memcpy(q, x[m].q[0] + 4 * j, 4), memcpy(q + 1, x[m].q[1] + 4 * j, 4);
+      high[m] = _mm512_dpbusd_epi32(high[m], g->w[j], _mm512_set1_epi32(q[0]));
+      low[m] = _mm512_dpbusd_epi32(low[m], g->w[j], _mm512_set1_epi32(q[1]));
+    }
+  UNROLL for (int m = 0; m < rows; m++) {
+    __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high[m], 8), low[m]);
+    if (bits == 8) sum = _mm512_sub_epi32(sum, _mm512_set1_epi32(128 * x[m].sum));
+    out[m] = _mm512_cvtepi32_ps(sum);
   }
-  return _mm512_cvtepi32_ps(sum);
 }

@@ -1,7 +1,7 @@
 /* Products of bfloat16 numbers in pairs, on processors with an instruction that adds the products of two. */
 #ifndef LMSTATE_PAIRS_H
 #define LMSTATE_PAIRS_H
-#include "simd/simd.h"
+#include "simd/amx.h"
 
 enum { WIDE = 64, ROWS = 6 }; /* sums that are made together: as many as there are registers for */
 
@@ -12,16 +12,14 @@ enum { WIDE = 64, ROWS = 6 }; /* sums that are made together: as many as there a
  * LMSTATE_PAIRS=1 or 0 says otherwise. The same for all products of a process, and for all processes of a machine. */
 int uses_bf16_dot(void);
 
-/* From number `at` on, up to 16 pairs of each of 16 rows -> of each pair, that of all rows. */
-INLINE void transpose_pairs(const uint16_t *const *rows, int64_t at, int pairs, uint32_t *to) {
-  const __mmask16 mask = (__mmask16)((1 << pairs) - 1);
-  __m512i r[16], t[16];
-  UNROLL16 for (int i = 0; i < 16; i++) r[i] = _mm512_maskz_loadu_epi32(mask, rows[i] + at);
+/* Sixteen vectors of sixteen lanes: lane j of vector i becomes lane i of vector j. */
+INLINE void transpose16(__m512i *r) {
+  __m512i t[16];
   UNROLL16 for (int i = 0; i < 16; i += 2) {
     t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
     t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
   }
-  UNROLL16 for (int i = 0; i < 16; i += 4) { /* r[i + j]: of four outputs, the pairs j, 4 + j, 8 + j, 12 + j */
+  UNROLL16 for (int i = 0; i < 16; i += 4) { /* r[i + j]: of four vectors, the lanes j, 4 + j, 8 + j, 12 + j */
     r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
     r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
     r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
@@ -37,7 +35,16 @@ INLINE void transpose_pairs(const uint16_t *const *rows, int64_t at, int pairs, 
     t[4 + j] = _mm512_shuffle_i32x4(odd[0], odd[1], 0x88);
     t[12 + j] = _mm512_shuffle_i32x4(odd[0], odd[1], 0xdd);
   }
-  for (int i = 0; i < pairs; i++) _mm512_store_si512(to + i * WIDE, t[i]);
+  UNROLL16 for (int i = 0; i < 16; i++) r[i] = t[i];
+}
+
+/* From number `at` on, up to 16 pairs of each of 16 rows -> of each pair, that of all rows. */
+INLINE void transpose_pairs(const uint16_t *const *rows, int64_t at, int pairs, uint32_t *to) {
+  const __mmask16 mask = (__mmask16)((1 << pairs) - 1);
+  __m512i r[16];
+  UNROLL16 for (int i = 0; i < 16; i++) r[i] = _mm512_maskz_loadu_epi32(mask, rows[i] + at);
+  transpose16(r);
+  for (int i = 0; i < pairs; i++) _mm512_store_si512(to + i * WIDE, r[i]);
 }
 
 /* All pairs of 16 rows of n numbers. */
@@ -94,4 +101,7 @@ static __attribute__((unused)) void sums_of(const uint16_t *x, const uint32_t *w
 #else
 static inline int uses_bf16_dot(void) { return 0; }
 #endif
+
+/* Whether bfloat16 weights, keys and values multiply what is rounded to bfloat16 too. */
+static inline int rounds_to_bf16(void) { return uses_bf16_dot() || uses_amx(); }
 #endif

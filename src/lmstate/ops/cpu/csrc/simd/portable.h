@@ -60,11 +60,12 @@ INLINE vf vf_exp(vf x) { /* exactly 0 below -87, as masked scores need */
   return r;
 }
 
-INLINE void vf_round_to_int8(int8_t *out, vf x) { /* to nearest even, saturating; a NaN's value does not matter */
+INLINE vf vf_round_to_int8(int8_t *out, vf x) { /* to nearest even, -127..127; and what it is as floats */
   for (int i = 0; i < VL; i++) {
     float r = nearbyintf(x[i]);
-    out[i] = (int8_t)(r > 127 ? 127 : r > -128 ? r : -128);
+    out[i] = (int8_t)(r > 127 ? 127 : r > -127 ? r : -127);
   }
+  return vf_load_int8(out);
 }
 
 /* Sixteen outputs of a quantized block. */
@@ -103,15 +104,14 @@ INLINE group unpack8(const uint8_t *p) {
   memcpy(g.w, p, 512);
   return g;
 }
-/* initial + the products of PART inputs of each output, exactly, as floats */
-INLINE f16x part_dot(const group *g, int part, const int8_t *q, int32_t initial, int bits) {
-  (void)bits;
-  f16x r;
-  for (int n = 0; n < 16; n++) {
-    int32_t sum = initial;
-    for (int j = 0; j < PART / 4; j++)
-      for (int b = 0; b < 4; b++) sum += (int32_t)g->w[64 * (PART / 4 * part + j) + 4 * n + b] * q[4 * j + b];
-    r.v[n] = (float)sum;
-  }
-  return r;
+/* For each row, the sums of a group's products with each output's integers, of which 128 is the zero where they have 8
+ * bits: exact, then a float. */
+INLINE void group_dots(const group *g, const rounded *x, int rows, int bits, f16x *out) {
+  for (int m = 0; m < rows; m++)
+    for (int n = 0; n < 16; n++) {
+      int32_t sum = bits == 4 ? 0 : -128 * x[m].sum;
+      for (int i = 0; i < GROUP; i++)
+        sum += g->w[64 * (i / 4) + 4 * n + i % 4] * (256 * x[m].q[0][i] + x[m].q[1][i]);
+      out[m].v[n] = (float)sum;
+    }
 }

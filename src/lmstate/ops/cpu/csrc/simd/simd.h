@@ -56,8 +56,14 @@ INLINE uint16_t float_to_f16_bits(float f) { /* round to nearest even */
   return (uint16_t)(sign | ((u - 0x38000000u + 0xfffu + ((u >> 13) & 1)) >> 13));
 }
 
-/* Inputs that `part_dot` takes: a group of a quantized weight. */
-enum { PART = 32 };
+/* A group of 32 activations in 16 bits: x = scale * (256 q[0] + q[1]), a product for each byte. */
+enum { GROUP = 32 };
+typedef struct {
+  int8_t q[2][GROUP]; /* q[1] is never -128, whose negative is no int8 */
+  int32_t sum;        /* of 256 q[0] + q[1] */
+  float scale;
+  float scaled_sum; /* what the weights' minimum multiplies */
+} rounded;
 
 /* Where input i of a span of bfloat12.h lies in it: so that bytes which are put side by side, and then taken apart by
  * parity, come in order. */
@@ -70,6 +76,16 @@ INLINE int place_of(int i) { return 16 * (i / 4 % 4) + 8 * (i / 32) + 2 * (i % 4
 #else
 #include "simd/portable.h"
 #endif
+
+/* Loaded once where it is multiplied several times: a compiler would fold the load into each product. */
+INLINE vf vf_in_register(vf x) {
+#if defined(LMSTATE_AVX512)
+  __asm__("" : "+v"(x));
+#elif defined(LMSTATE_AVX2)
+  __asm__("" : "+x"(x));
+#endif
+  return x;
+}
 
 /* VL numbers at element i of an array stored as `kind`; the first n of them, and zeros, where n < VL. */
 INLINE vf load(int kind, const void *base, int64_t i) {

@@ -1,0 +1,136 @@
+"""Stored vectors that lie in blocks of positions, as operations read and write them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias, overload
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+BLOCK_TOKENS = 64
+"""Positions of a block: as many as attention scores together, and as keys share the scales of a channel."""
+
+
+class Block:
+    """`BLOCK_TOKENS` positions of one row in one layer: a tensor `[*heads, B, D]` for each of its buffers.
+
+    It lives as long as somebody holds it.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = tuple(tensors)
+        self.pointers = tuple(tensor.data_ptr() for tensor in tensors)
+        self.nbytes = sum(tensor.nbytes for tensor in tensors)
+
+
+class RowBlocks(NamedTuple):
+    """The blocks of one row, from the one of position 0 on. Never changed: rows, forks and snapshots hold the same."""
+
+    blocks: tuple[Block | None, ...] = ()
+    """None for those that a window has left behind."""
+    shared: int = 0
+    """So many of the first ones may have other holders: a write into one of them goes to a copy."""
+    low: int = 0
+    """The first position that is whole."""
+
+
+class BlockTable:
+    """Keys, values, latents, codes or scales of R rows: position p of a row lies in place p % B of its block p // B.
+
+    It stands for a tensor `[R, K, S, D]`, S the positions that have a place in the table; native bodies read
+    `pointers`, contiguous int64 `[R, S / B]`, instead.
+    """
+
+    def __init__(
+        self, rows: Sequence[RowBlocks], buffer: int, pointers: NDArray[np.int64], heads: int, width: int, like: Tensor
+    ) -> None:
+        """`rows`: followed as they change. `buffer`: which tensor of the blocks. `like`: of their dtype and device."""
+        self.rows, self.buffer, self.pointers = rows, buffer, pointers
+        self.address: int = pointers.__array_interface__["data"][0]
+        """Of the first pointer, for C."""
+        self.heads, self.width = heads, width
+        self.dtype, self.device, self.is_cpu = like.dtype, like.device, like.is_cpu
+        self.requires_grad = any(block.requires_grad for row in self.blocks for block in row if block is not None)
+
+    @property
+    def blocks(self) -> list[list[Tensor | None]]:
+        """Of each row, `[K, B, D]`."""
+        shape = (self.heads, BLOCK_TOKENS, self.width)
+        return [
+            [None if block is None else block.tensors[self.buffer].view(shape) for block in row.blocks]
+            for row in self.rows
+        ]
+
+    @property
+    def shape(self) -> torch.Size:
+        rows, entries = self.pointers.shape
+        return torch.Size((rows, self.heads, entries * BLOCK_TOKENS, self.width))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def stride(self) -> tuple[int, ...]: ...
+    @overload
+    def stride(self, axis: int) -> int: ...
+
+    def stride(self, axis: int | None = None) -> tuple[int, ...] | int:
+        """Of a block, the row's axis aside."""
+        strides = (0, BLOCK_TOKENS * self.width, self.width, 1)
+        return strides if axis is None else strides[axis]
+
+    def data_ptr(self) -> int:
+        """0: the pointers are in the table."""
+        return 0
+
+    def dense(self) -> Tensor:
+        """The same as rings `[R, K, S', D]` of the S' positions of the row that holds most: p in slot p % S'."""
+        blocks = self.blocks
+        begins = [next((i for i, block in enumerate(row) if block is not None), len(row)) for row in blocks]
+        count = max((len(row) - begin for row, begin in zip(blocks, begins)), default=0)
+        nothing = torch.zeros(self.heads, BLOCK_TOKENS, self.width, dtype=self.dtype, device=self.device)
+        rings = []
+        for row, begin in zip(blocks, begins):
+            ring = [nothing] * count
+            for i, block in enumerate(row[begin:], begin):
+                assert block is not None, "a row's blocks follow each other"
+                ring[i % count] = block
+            rings.append(torch.cat(ring, dim=1) if count else nothing[:, :0])
+        return torch.stack(rings)
+
+    def write(self, new: Tensor, starts: Tensor, counts: Tensor) -> None:
+        """Store each row's first `counts[r]` new tokens `[R, T, K, D]` from position `starts[r]` on, rounded."""
+        for row, each, start, count in zip(self.blocks, new, starts.tolist(), counts.tolist()):
+            self._write(row, each[:count].transpose(0, 1), start)
+        self.requires_grad |= new.requires_grad
+
+    def write_back(self, rings: Tensor, starts: Tensor, counts: Tensor, least: int = 1) -> None:
+        """Store what a step made of `dense()`: from the `least` positions on that its first one is among."""
+        for row, ring, start, count in zip(self.blocks, rings, starts.tolist(), counts.tolist()):
+            if not count:
+                continue
+            first = start // least * least
+            positions = torch.arange(first, start + count, device=self.device) % ring.shape[1]
+            self._write(row, ring[:, positions], first)
+
+    def _write(self, row: Sequence[Tensor | None], values: Tensor, start: int) -> None:
+        """values `[K, n, D]` at the positions from `start` on."""
+        done = 0
+        while done < values.shape[1]:
+            index, place = divmod(start + done, BLOCK_TOKENS)
+            count, block = min(BLOCK_TOKENS - place, values.shape[1] - done), row[index]
+            assert block is not None, "no room was reserved for the step"
+            block[:, place : place + count] = values[:, done : done + count]
+            done += count
+
+
+Stored: TypeAlias = Tensor | BlockTable
+"""Vectors of R rows, `[R, K, S, D]`: rings, position p in slot p % S, or blocks."""
+
+
+def dense(x: Stored) -> Tensor:
+    """Rings, for a reference."""
+    return x.dense() if isinstance(x, BlockTable) else x
