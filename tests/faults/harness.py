@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lmstate
 from lmstate import kv
+from lmstate.ops import dispatch
 from tests.zoo import ours, text
 
 Operation = Callable[[lmstate.Model, lmstate.State], object]
@@ -32,11 +34,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def prepared(kind: str, rows: int = 2) -> tuple[lmstate.Model, lmstate.State]:
-    """A state of two rows of different lengths, some drafts and rewinds behind it."""
+def prepared(kind: str, rows: int = 2, **more: Any) -> tuple[lmstate.Model, lmstate.State]:
+    """A state of two rows of different lengths, some drafts and rewinds behind it. `more`: options of the state."""
     case, options = KINDS[kind]
     model = ours(case)
-    state = model.new_state(rows, rewind=8, **options)
+    state = model.new_state(rows, rewind=8, **options, **more)
     model([row.tolist()[: 33 - 10 * i] for i, row in enumerate(text(33, rows=rows))], state)
     for token in range(3):
         model([[token + 1]] * rows, state)
@@ -110,18 +112,67 @@ def probes(model: lmstate.Model, state: lmstate.State) -> list[Tensor]:
 
 
 class Fault(MemoryError):
-    """Thrown by a test at a torch call."""
+    """Thrown by a test at a call."""
 
 
-class FailingCall(TorchDispatchMode):
-    """Raises at the n-th torch call under it; counts them."""
+class Counted:
+    """Counts calls under it, and raises at the n-th."""
 
     def __init__(self, at: int | None = None):
         super().__init__()
         self.at, self.calls = at, 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def fails(self) -> bool:
+        """Whether this call, one more, is the one to fail."""
         self.calls += 1
-        if self.calls == self.at:
+        return self.calls == self.at
+
+
+class FailingCall(Counted, TorchDispatchMode):
+    """Raises at the n-th torch call."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.fails():
             raise Fault(str(function))
         return function(*args, **(kwargs or {}))
+
+
+class FailingNativeCall(Counted):
+    """Raises at the n-th call into the native library, before any of it runs."""
+
+    def __enter__(self) -> Self:
+        library = dispatch.choice().library
+        self._undo: list[tuple[object, str, Any]] = []
+        for subject in vars(library).values():
+            for name, function in list(getattr(subject, "__dict__", {}).items()):
+                if isinstance(function, ctypes._CFuncPtr):
+                    self._undo.append((subject, name, function))
+                    setattr(subject, name, self.guard(function))
+        assert library is None or len(self._undo) > 20
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for undo in self._undo:
+            setattr(*undo)
+
+    def guard(self, function: Any) -> Callable[[bytes], int]:
+        def guarded(arguments: bytes) -> int:
+            if self.fails():
+                raise Fault(function.__name__)
+            return function(arguments)
+
+        return guarded
+
+
+class RefusingNativeCall(FailingNativeCall):
+    """The n-th native call that allocates says that there is no memory."""
+
+    ALLOCATES = (
+        "lmstate_linear", "lmstate_fused", "lmstate_attend", "lmstate_rotate_attend", "lmstate_attend_quantized",
+        "lmstate_attend_latent", "lmstate_gated_delta_rule", "lmstate_gated_delta_mixer", "lmstate_mamba2_mixer",
+    )  # fmt: skip
+
+    def guard(self, function: Any) -> Callable[[bytes], int]:
+        if function.__name__ not in self.ALLOCATES:
+            return function
+        return lambda arguments: -1 if self.fails() else function(arguments)

@@ -117,14 +117,16 @@ def test_failed_step_is_no_step(case: str) -> None:
     model = ours(case)
     mirror = Mirror(model, rows=2)
     mirror.extend([ids(20), ids(7, 1)])
-    before = mirror.state.memory()
+    before = sum(mirror.state.memory().values())
     for index in range(len(model.blocks)):
         for step in (1, 9, 90):
             with failing_layer(model, index, after=step == 9), pytest.raises(Fault):
                 model([ids(step, 2), ids(1, 3)], mirror.state)
         with failing_method(mirror.state.layers[index], "reserve"), pytest.raises(Fault):
             model([ids(90, 2), []], mirror.state)
-    assert mirror.state.memory() == before
+    # Less where a row's rope changes with its length: it goes back to be computed again before the step begins.
+    held = sum(mirror.state.memory().values())
+    assert held <= before if model.dynamic_ropes else held == before
     mirror.check()
 
 

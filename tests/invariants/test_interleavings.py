@@ -38,7 +38,7 @@ KINDS = {
 }
 STRETCHED = {"window under a stretched rope": "mistral", "parallel under a stretched rope": "falcon_h1"}
 OPERATIONS = 30
-MOST = 100  # tokens of a row; it is rewound once it is longer
+MOST = 150  # tokens of a row; it is rewound once it is longer
 
 ROWS = st.integers(0, 2)
 WIDTHS = st.lists(st.sampled_from([0, 0, 1, 1, 2, 3, 5, 9, 20]), min_size=3, max_size=3)
@@ -54,6 +54,8 @@ OPERATION = st.one_of(
     st.tuples(st.just("select"), st.lists(st.one_of(st.none(), ROWS), min_size=3, max_size=3)),
     st.tuples(st.just("snapshot"), ROWS),
     st.tuples(st.just("restore"), ROWS, st.booleans()),
+    st.tuples(st.just("rejoin"), ROWS, st.booleans(), st.integers(1, 9)),
+    st.tuples(st.just("guest"), ROWS, st.integers(1, 9)),
     st.tuples(st.just("fail"), WIDTHS, st.floats(0, 1), st.booleans()),
 )
 
@@ -127,6 +129,36 @@ class Run:
                 snapshot.save(path)
                 snapshot = lmstate.Snapshot.load(path)
         self.mirror.restore(row, snapshot, tokens)
+
+    def rejoin(self, row: int, empty: bool, width: int) -> None:
+        """Have a row leave, and another one take its number, while the others have pending tokens."""
+        mirror = self.mirror
+        new = [[] if index == row else self.ids(width) for index in range(3)]
+        mirror.model(new, mirror.state, commit=False)
+        mirror.state.remove(row)
+        snapshot, tokens = (None, []) if empty or self.kept is None else self.kept
+        assert mirror.state.add(snapshot) == row
+        mirror.rows[row] = list(tokens)
+        mirror.state.commit()
+        for own, ids in zip(mirror.rows, new):
+            own += ids
+
+    def guest(self, row: int, width: int) -> None:
+        """Have a fourth row join as a fork of one, beside pending tokens of another, and leave again."""
+        mirror = self.mirror
+        snapshot = mirror.state.snapshot(row)
+        new = [self.ids(width) if index == (row + 1) % 3 else [] for index in range(3)]
+        mirror.model(new, mirror.state, commit=False)
+        assert mirror.state.add(snapshot) == 3
+        mirror.rows.append(list(mirror.rows[row]))
+        mirror.state.commit()
+        for own, ids in zip(mirror.rows, new):
+            own += ids
+        mirror.extend([*[[]] * 3, self.ids(width)], "all")
+        mirror.check(probe=False)
+        mirror.state.remove(3)
+        mirror.state.select([0, 1, 2])
+        mirror.rows.pop()
 
     def fail(self, widths: list[int], where: float, after: bool) -> None:
         mirror = self.mirror

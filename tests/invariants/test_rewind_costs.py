@@ -79,6 +79,28 @@ def test_farther_back_costs_what_is_said(case: str) -> None:
     mirror.check()
 
 
+@pytest.mark.parametrize("case", FOLDS)
+def test_back_into_tokens_that_were_not_rewindable_computes_them_again(case: str) -> None:
+    for prefill in (5, 40, 48):
+        mirror = Mirror(ours(case))
+        for ids in (text(30)[0].tolist(), text(prefill, seed=1)[0].tolist()):
+            mirror.model([ids], mirror.state, rewindable=False)
+            mirror.rows[0] += ids
+        begin = mirror.state.lengths[0]
+        assert [mirror.state.rewind_cost(0, to) for to in (30, begin - 1, begin)] == [30, begin - 1, 0]
+        for turn in range(35):
+            mirror.extend([[7 + turn]])
+            length = mirror.state.lengths[0]
+            for to in range(max(begin, length - 16), length + 1):
+                assert mirror.state.rewind_cost(0, to) == 0, f"{length} to {to}, turn {turn}"
+        mirror.rewind(0, mirror.state.lengths[0] - 16)
+        assert computed(mirror) == 0
+        mirror.check()
+        mirror.rewind(0, begin - 1)
+        assert computed(mirror) == begin - 1
+        mirror.check()
+
+
 @pytest.mark.parametrize("case", FULL)
 def test_full_attention_goes_anywhere_at_no_cost(case: str) -> None:
     mirror = Mirror(ours(case), rewind=0)

@@ -21,7 +21,7 @@ from lmstate.checkpoints.open import open_source
 from lmstate.models.families import build
 from lmstate.ops import dispatch
 from tests import real_model
-from tests.zoo import CASES, VOCAB, auto, randomize
+from tests.zoo import CASES, VOCAB, auto, ours, randomize
 
 # Quantized weights have inputs in groups of 32.
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -157,6 +157,25 @@ def test_a_product_is_the_same_for_a_row_and_for_many(kind: str, shape: tuple[in
     whole = ops.linear(x, weight, norm=norm)
     for size in (1, 2, 3, 5, 6, 7, 8, 9, 33, 41, 100):
         assert torch.equal(torch.cat([ops.linear(part, weight, norm=norm) for part in x.split(size)]), whole), size
+
+
+# Their frequencies follow the length of the text: as in `transformers`, one that comes whole is another than one that
+# grows past a length of the config. Up to there they hold as all others do.
+STRETCHED = {"llama-dynamic", "llama-longrope", "phi3-longrope", "phimoe-longrope"}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_family_gives_the_same_bits_however_it_is_cut_and_beside_others(case: str) -> None:
+    model = ours(case)
+    assert not model.dynamic_ropes or case in STRETCHED
+    ids = text(12 if case in STRETCHED else 60)
+    whole, _ = fed(model, ids, [len(ids)])
+    for sizes in ([33], [7], [1, 20, 3, 2]):
+        assert torch.equal(fed(model, ids, sizes)[0], whole), sizes
+    rows = [ids[:5], ids, ids[:1]]
+    together = model(rows, model.new_state(len(rows)), logits="all")
+    for got, row in zip(together, rows, strict=True):
+        assert torch.equal(got[: len(row)], whole[: len(row)])
 
 
 @pytest.mark.soak

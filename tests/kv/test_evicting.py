@@ -387,3 +387,16 @@ def test_dropped_span_closes_the_gap(policy: str) -> None:
         torch.testing.assert_close(stored["k"][head, there], keys[head, position[there].long()])
     model([ids(20, 1)], state)
     assert layer is not None and state.lengths == [27]
+
+
+@pytest.mark.parametrize("storage", [kv.Dense(), kv.Quantized(8)])
+def test_up_to_the_budget_a_quarter_more_slots_than_tokens_are_held(storage: kv.Storage) -> None:
+    model = ours("llama")
+    state = model.new_state(kv=kv.H2O(budget=2048, storage=storage), rewind=0)
+    plain = model.new_state(kv=storage, rewind=0)
+    for width in (295, *[1] * 120):
+        piece = [ids(width, width)]
+        close(model(piece, state), model(piece, plain))
+        for layer in map(attention_of, state.layers):
+            assert isinstance(layer, EvictingState)
+            assert state.lengths[0] <= layer.slot_store.slots <= 1.25 * state.lengths[0] + 16

@@ -235,9 +235,9 @@ def test_committed_slots_equal_the_references(by_scores: bool) -> None:
                 torch.testing.assert_close(got, wanted)
         past[lengths[0]] = mine.stored["k"][0, :, :n].clone(), mine.stored["position"][0, :, :n].clone()
     before = max(length for length in past if length <= lengths[0] - 3)
-    dug = mine.undo_head.clone()
+    undo_head = mine.undo_head.clone()
     undo_evictions(mine, before)
-    assert (mine.undo_head[0] < dug[0]).all()
+    assert (mine.undo_head[0] < undo_head[0]).all()
     for got, then in zip((mine.stored["k"], mine.stored["position"]), past[before]):
         assert torch.equal(got[0, :, : int(mine.filled[0, 0])], then[:, : int(mine.filled[0, 0])])
 
@@ -287,12 +287,12 @@ def test_scores_that_are_no_numbers_evict(score: float, body: Any) -> None:
     position = torch.arange(6, dtype=torch.int32)[None, None]
     kept = {"position": position.clone(), "scores": torch.full((1, 1, 1, 6), score)}
     none = torch.zeros(1, 1, 0, dtype=torch.int32)
-    live, dug = torch.tensor([[5]]), torch.zeros(1, 1, dtype=torch.int64)
-    lists = SlotTable(kept, {"position": none, "evicted_at": none, "slot": none}, live, dug)
+    filled, undo_head = torch.tensor([[5]]), torch.zeros(1, 1, dtype=torch.int64)
+    lists = SlotTable(kept, {"position": none, "evicted_at": none, "slot": none}, filled, undo_head)
     change = SlotCommit(lists, torch.zeros(1, 1, 1, 6), EvictLowest(5, 0, 1, 1, True))
     step = torch.tensor([5]), torch.tensor([1]), torch.tensor([1])
     if body == "native":
         commit_slots([change], *step)
     else:
         body(change, *step)
-    assert sorted(kept["position"][0, 0, : int(live)].tolist()) == [0, 2, 3, 4, 5]
+    assert sorted(kept["position"][0, 0, : int(filled)].tolist()) == [0, 2, 3, 4, 5]

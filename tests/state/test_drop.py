@@ -38,14 +38,15 @@ def test_kept_keys_equal_keys_that_were_rotated_there_in_the_first_place(case: s
     assert state.lengths == [40, 9]
     for block, dropped, whole in zip(model.blocks, state.layers, straight.layers):
         # The oracle: undo each stored key's own rotation, and rotate it at the position where it now stands.
-        rope, keys = block.mixer.rope, whole.k[0, :, :60].clone()
+        rope, keys = block.mixer.rope, whole.capture(0, 60)["k"]
         for position in range(25, 60) if rope is not None else ():
             bare = rope.rotate_by(keys[:, position : position + 1], -position)
             keys[:, position : position + 1] = rope.rotate_by(bare, position - 20)
         kept = torch.cat([keys[:, :5], keys[:, 25:]], 1)
-        torch.testing.assert_close(dropped.k[0, :, :40], kept, atol=BOUND, rtol=BOUND)
-        torch.testing.assert_close(dropped.v[0, :, 5:40], whole.v[0, :, 25:60], atol=0, rtol=0)
-        torch.testing.assert_close(dropped.k[1], whole.k[1], atol=0, rtol=0)
+        closed, values = dropped.capture(0, 40), whole.capture(0, 60)["v"]
+        torch.testing.assert_close(closed["k"], kept, atol=BOUND, rtol=BOUND)
+        torch.testing.assert_close(closed["v"][:, 5:], values[:, 25:], atol=0, rtol=0)
+        torch.testing.assert_close(dropped.capture(1, 9)["k"], whole.capture(1, 9)["k"], atol=0, rtol=0)
     model([[3], [4]], state)
     assert state.lengths == [41, 10]
 
@@ -60,7 +61,9 @@ def test_layers_that_never_saw_the_span_close_the_gap_exactly() -> None:
         state.drop(0, 4, 4 + stop - start)
     state.drop(0, 4, 10)
     assert state.tokens(0) == short.tokens(0)
-    torch.testing.assert_close(state.layers[0].k[0, :, :14], short.layers[0].k[0, :, :14], atol=BOUND, rtol=BOUND)
+    torch.testing.assert_close(
+        state.layers[0].capture(0, 14)["k"], short.layers[0].capture(0, 14)["k"], atol=BOUND, rtol=BOUND
+    )
 
 
 @pytest.mark.parametrize("case", [case for case in FULL if case.endswith(STRETCHED)])

@@ -133,14 +133,14 @@ def test_mutated_files_raise_snapshot_errors_and_nothing_else(
     assert ours("llama")([[3]], state).shape == (1, 99), "what was believed can be used"
 
 
-@pytest.mark.parametrize("field", ["version", "format", "cached", "regime", "layers", "fingerprint"])
+@pytest.mark.parametrize("field", ["version", "format", "cached", "frequency_key", "layers", "fingerprint"])
 @pytest.mark.parametrize("value", ["", "-1", "1e9", "99999999999999999999", "x" * 1000, "0"])
 def test_lying_metadata_is_refused(field: str, value: str, tmp_path: Path, saved: bytes) -> None:
     path = tmp_path / "lying.lmstate"
     path.write_bytes(saved)
     size = int.from_bytes(saved[:8], "little")
     metadata = {**json.loads(saved[8 : 8 + size])["__metadata__"], field: value}
-    if (field, value) == ("regime", "0"):
+    if (field, value) == ("frequency_key", "0"):
         return  # that one is true
     from safetensors.torch import load_file
 
@@ -178,3 +178,27 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     for mmap in (False, True):
         with pytest.raises(lmstate.SnapshotError, match="no regular file"):
             lmstate.Snapshot.load(tmp_path / "pipe", mmap=mmap)
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_a_folder_is_refused_by_its_name(tmp_path: Path, mmap: bool) -> None:
+    with pytest.raises(IsADirectoryError) as caught:
+        lmstate.Snapshot.load(tmp_path, mmap=mmap)
+    assert caught.value.filename == str(tmp_path)
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize("shape", [[2**47, 2**47, 0], [0, *[2**47] * 7]])
+def test_an_empty_tensor_of_impossible_extents_is_damage(shape: list[int], mmap: bool, tmp_path: Path) -> None:
+    header = {"tokens": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}
+    content = json.dumps(header).encode()
+    (tmp_path / "x").write_bytes(len(content).to_bytes(8, "little") + content)
+    with pytest.raises(lmstate.SnapshotError, match="does not fill"):
+        lmstate.Snapshot.load(tmp_path / "x", mmap=mmap)
+
+
+@pytest.mark.parametrize("case", ["llama", "falcon_h1", "mamba2"])
+def test_the_layers_of_a_snapshot_are_mappings(case: str) -> None:
+    for layer in taken(case)[1].layers:
+        assert "other" not in layer and layer.get("other") is None
+        assert all(name in layer for name in layer)

@@ -1,5 +1,6 @@
 """The inference state of a batch of sequences. It knows no model."""
 
+from lmstate.state.blocks import BlockPool
 from lmstate.state.kv.eviction.latent import EvictingLatentState
 from lmstate.state.kv.factory import attention_state, latent_state
 from lmstate.state.layers.attention import AttentionState, KeyValueState
@@ -9,11 +10,13 @@ from lmstate.state.layers.latent import LatentState
 from lmstate.state.layers.recurrent import RecurrentState
 from lmstate.state.layers.shared_kv import SharedState
 from lmstate.state.snapshot import Snapshot
+from lmstate.state.snapshot_folder import SnapshotFolder
 from lmstate.state.state import State
 from lmstate.state.step import Step
 
 __all__ = [
     "AttentionState",
+    "BlockPool",
     "CompositeState",
     "EvictingLatentState",
     "KeyValueState",
@@ -23,6 +26,7 @@ __all__ = [
     "RecurrentState",
     "SharedState",
     "Snapshot",
+    "SnapshotFolder",
     "State",
     "Step",
     "attention_state",

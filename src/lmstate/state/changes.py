@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from itertools import starmap
-from operator import call
+from operator import call, setitem
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -31,6 +31,10 @@ class Changes:
     def assign(self, owner: object, name: str, value: object) -> None:
         """`owner.name = value`."""
         self._assignments.append((setattr, owner, name, value))
+
+    def put(self, items: list[Any], index: int, value: object) -> None:
+        """`items[index] = value`"""
+        self._assignments.append((setitem, items, index, value))
 
     def clear(self, items: list[Any]) -> None:
         """Empty a list."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
+
+from lmstate.ops.types.block_table import Block
+from lmstate.state.blocks import held_by
 
 
 @dataclass(frozen=True)
@@ -14,12 +17,13 @@ class Mark:
     """A checkpoint of a row at one position, for the layers that forget."""
 
     at: int
-    regime: int  # the row's, when it was made
-    layers: dict[int, dict[str, Tensor]]
+    frequency_key: int  # the row's, when it was made
+    layers: dict[int, Mapping[str, Tensor]]
     logits: Tensor | None
 
-    def tensors(self) -> Iterable[Tensor]:
-        yield from (tensor for layer in self.layers.values() for tensor in layer.values())
+    def held(self) -> Iterable[Block | Tensor]:
+        """Blocks that a row may hold too, and tensors."""
+        yield from (held for layer in self.layers.values() for held in held_by(layer))
         if self.logits is not None:
             yield self.logits
 
@@ -31,14 +35,15 @@ class Row(NamedTuple):
     """The ids of its tokens, `length` of them; those behind count for nothing, and the next ones take their places."""
     length: int = 0
     cached: int = 0  # how many of the tokens the layers have seen; the rest is computed by the next call
-    regime: int = 0  # what the cached keys were rotated for, see State
+    frequency_key: int = 0  # of the ropes that rotated the cached keys, see State
     logits: Tensor | None = None  # [V] after the last token, as a text of this length has them
     marks: tuple[Mark, ...] = ()
+    removed: bool = False  # its number is free for the next one that is added
 
     @staticmethod
-    def of(tokens: Iterable[int] = (), cached: int = 0, regime: int = 0, logits: Tensor | None = None) -> Row:
+    def of(tokens: Iterable[int] = (), cached: int = 0, frequency_key: int = 0, logits: Tensor | None = None) -> Row:
         ids = list(tokens)
-        return Row(ids, len(ids), cached, regime, logits)
+        return Row(ids, len(ids), cached, frequency_key, logits)
 
     @property
     def tokens(self) -> list[int]:

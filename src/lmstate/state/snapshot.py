@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,29 +11,33 @@ import torch
 from torch import Tensor
 
 from lmstate.errors import SnapshotError, StateError
+from lmstate.ops.types.block_table import Block
+from lmstate.state.blocks import CapturedBlocks, Parts, held_by, nbytes_of
 from lmstate.state.layer_file import MOST_TOKENS, by_layer, metadata_number, read_layers, write_layers
 from lmstate.state.rows import Row
 from lmstate.state.validate import token_ids, whole_number
 
 FORMAT = "lmstate-snapshot"
-VERSION = 4
+VERSION = 5
 
 
 @dataclass(frozen=True, repr=False)
 class Snapshot:
-    """All that a row needs to go on: token ids, last logits and every layer's memory. Nothing in it is shared.
+    """All that a row needs to go on: token ids, last logits and every layer's memory. A value: nothing changes it.
+
+    Keys, values and latents are held in blocks that rows and other snapshots may hold as well.
 
     `cached` of the `length` tokens are in `layers`; the rest (after a rewind that went far back, say) is recomputed by
-    the first call after a restore. `regime` is what the keys were rotated for, see `State`. `logits` (float32 `[V]`)
-    are those after the last token, None if they are not known. `fingerprint` names the model: words of the form
-    name=value, of its config and of a sample of its weights. `notes` is text of the application that made it.
+    the first call after a restore. `frequency_key` tells which frequencies rotated the keys, see `State`. `logits`
+    (float32 `[V]`) are those after the last token, None if they are not known. `fingerprint` names the model: words of
+    the form name=value, of its config and of a sample of its weights. `notes` is text of the application that made it.
     """
 
     tokens: tuple[int, ...]
     cached: int
-    regime: int
+    frequency_key: int
     logits: Tensor | None
-    layers: tuple[dict[str, Tensor], ...]
+    layers: tuple[Mapping[str, Tensor], ...]
     fingerprint: str
     notes: str = ""
 
@@ -49,9 +54,9 @@ class Snapshot:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to one safetensors file, whole or not at all. Raises `OSError` where the file cannot be written.
 
-        Layout: metadata `format`, `version`, `fingerprint`, `cached`, `regime`, `layers`, `notes`, `checksums`; tensors
-        `tokens` int64 `[length]`, `logits` float32 `[V]` if known, and `layers.{index}.{name}` for the content of each
-        layer.
+        Layout: metadata `format`, `version`, `fingerprint`, `cached`, `frequency_key`, `layers`, `notes`, `checksums`;
+        tensors `tokens` int64 `[length]`, `logits` float32 `[V]` if known, and `layers.{index}.{name}` for the content
+        of each layer.
         """
         tensors = {"tokens": torch.tensor(self.tokens, dtype=torch.int64)}
         if self.logits is not None:
@@ -63,7 +68,7 @@ class Snapshot:
             "version": str(VERSION),
             "fingerprint": self.fingerprint,
             "cached": str(self.cached),
-            "regime": str(self.regime),
+            "frequency_key": str(self.frequency_key),
             "layers": str(len(self.layers)),
             "notes": self.notes,
         }
@@ -83,10 +88,10 @@ class Snapshot:
         if logits is not None and (logits.dtype != torch.float32 or logits.ndim != 1):
             raise SnapshotError(f"{path} has logits {logits.dtype} {list(logits.shape)}; they are one float32 vector")
         cached = metadata_number(path, metadata, "cached", len(tokens))
-        regime = metadata_number(path, metadata, "regime", MOST_TOKENS)
+        frequency_key = metadata_number(path, metadata, "frequency_key", MOST_TOKENS)
         layers = by_layer(path, tensors, metadata_number(path, metadata, "layers", 100_000))
         fingerprint, notes = metadata.get("fingerprint", ""), metadata.get("notes", "")
-        return Snapshot(tokens, cached, regime, logits, layers, fingerprint, notes)
+        return Snapshot(tokens, cached, frequency_key, logits, layers, fingerprint, notes)
 
     def as_row(self, vocab_size: int, device: torch.device) -> Row:
         """The record of the row apart from its layers, in tensors of its own.
@@ -96,26 +101,37 @@ class Snapshot:
         """
         try:
             tokens = token_ids(self.tokens, "the snapshot", vocab_size)
-            cached, regime = whole_number(self.cached, "cached"), whole_number(self.regime, "regime")
+            cached = whole_number(self.cached, "cached")
+            frequency_key = whole_number(self.frequency_key, "frequency_key")
         except StateError as error:
             raise SnapshotError(f"the snapshot is damaged: {error}") from None
         if not 0 <= cached <= len(tokens):
             raise SnapshotError(
                 f"the snapshot is damaged: it says that {cached} of its {len(tokens)} tokens are in its layers"
             )
-        if not all(isinstance(part, Tensor) for layer in self.layers for part in dict(layer).values()):
+        if not all(
+            isinstance(layer, CapturedBlocks | Parts) or all(isinstance(part, Tensor) for part in dict(layer).values())
+            for layer in self.layers
+        ):
             raise SnapshotError("the snapshot is damaged: what it has of its layers is not tensors")
         logits = self.logits
         if logits is None:
-            return Row.of(tokens, cached, regime)
+            return Row.of(tokens, cached, frequency_key)
         if not isinstance(logits, Tensor) or logits.shape != (vocab_size,) or not logits.is_floating_point():
             raise SnapshotError(f"the snapshot's logits are {_shown(logits)}; this model gives float32 [{vocab_size}]")
-        return Row.of(tokens, cached, regime, logits.to(device, torch.float32, copy=True))
+        return Row.of(tokens, cached, frequency_key, logits.to(device, torch.float32, copy=True))
+
+    def held(self) -> Iterator[Block | Tensor]:
+        """Blocks, which others may hold too, and tensors."""
+        for layer in self.layers:
+            yield from held_by(layer)
+        if self.logits is not None:
+            yield self.logits
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tensors."""
-        held = sum(tensor.nbytes for layer in self.layers for tensor in layer.values())
+        """Bytes of its tensors, as in a file."""
+        held = sum(map(nbytes_of, self.layers))
         return held + (0 if self.logits is None else self.logits.nbytes)
 
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from torch import Tensor
 
 from lmstate.errors import CapacityError, PendingError, RewindError, SnapshotError, StateError, UnsupportedError
+from lmstate.ops.types.block_table import Block
 from lmstate.state.changes import Changes
 from lmstate.state.device import DeviceResult, DeviceSteps
+from lmstate.state.inference_mode import ordinary_tensors
 from lmstate.state.layers.base import LayerState, Layout
+from lmstate.state.memory import Memory, memory_by_kind
+from lmstate.state.rewind import nearest_checkpoint, rewind_layers
 from lmstate.state.rows import Mark, Row
 from lmstate.state.snapshot import Snapshot, differences
 from lmstate.state.step import DeviceStep, Step, as_counts
@@ -56,19 +60,19 @@ class State:
         vocab_size: int,
         fingerprint: Callable[[], str],
         user: Callable[[], object],
-        regime: Callable[[int], int],
+        frequency_key: Callable[[int], int],
     ):
         """`fingerprint()` names the model; it is asked for only by snapshots, and for a model that is not `user()`.
 
-        `regime(length)` is for ropes whose frequencies depend on the length of the text: two lengths of the same regime
-        rotate alike, and a row that passes from one to another is computed again from its start.
+        `frequency_key(length)` is for ropes whose frequencies depend on the length of the text: two lengths of one key
+        rotate alike, and a row that passes from one key to another is computed again from its start.
         """
         self.layers = list(layers)
         self.layout = layout
         self._vocab_size = vocab_size
         self._fingerprint = fingerprint
         self.user = user  # the model that has the state now, a weak reference: a copy of the state copies no model
-        self._regime = regime
+        self._frequency_key = frequency_key
         self._rows = [Row.of() for _ in range(layout.rows)]
         self._pending: Pending | None = None
         self._tree: PendingTree[State] | None = None
@@ -110,6 +114,7 @@ class State:
         )
         return f"State({self.rows} rows of lengths {self.lengths}{pending}; layers: {layers}; {held / 2**20:,.1f} MiB)"
 
+    @ordinary_tensors
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
         twin = memo[id(self)] = object.__new__(type(self))
         twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
@@ -138,22 +143,31 @@ class State:
             raise StateError(f"layer {layer} was asked for; the state has the layers 0 to {len(self.layers) - 1}")
         return self.layers[layer].kept(row, own.cached)
 
-    def memory(self) -> dict[str, int]:
-        """Bytes held now, by layer kind; `logits`, `marks` and `positions` beside them where there are any."""
+    def memory(self) -> Memory:
+        """Bytes held now, by layer kind; `logits`, `marks` and `positions` beside them where there are any.
+
+        A block counts once, however many rows hold it; `shared` of the result says how many bytes lie in blocks that
+        others may hold as well.
+        """
         self._read_device_step()
-        held: dict[str, int] = {"positions": self._device.positions.nbytes} if self.layout.static else {}
+        positions = self._device.positions.nbytes if self.layout.static else 0
+        return memory_by_kind(self.layers, self._rows, self._logits_held(), positions)
+
+    def blocks(self) -> Iterator[Block]:
+        """Blocks of all rows and layers, see `LayerState.blocks`. Marks aside."""
         for layer in self.layers:
-            for leaf in layer.leaves():
-                held[leaf.kind] = held.get(leaf.kind, 0) + leaf.nbytes()
+            yield from layer.blocks()
+
+    def nbytes_apart(self) -> int:
+        """Bytes of all that lies in no blocks: carries, slots of policies that evict, last logits. Marks aside."""
+        return sum(layer.nbytes_apart() for layer in self.layers) + sum(self._logits_held().values())
+
+    def _logits_held(self) -> dict[int, int]:
+        """Bytes of each tensor of logits, by where it lies."""
         logits = {row.logits.data_ptr(): row.logits.nbytes for row in self._rows if row.logits is not None}
         if self._pending is not None and self._pending.logits is not None:
             logits[self._pending.logits.data_ptr()] = self._pending.logits.nbytes
-        marks = {t.data_ptr(): t.nbytes for row in self._rows for mark in row.marks for t in mark.tensors()}
-        marks = {pointer: size for pointer, size in marks.items() if pointer not in logits}
-        for name, sizes in (("logits", logits), ("marks", marks)):
-            if sizes:
-                held[name] = sum(sizes.values())
-        return held
+        return logits
 
     # ---- a step, for the model that runs it
 
@@ -168,14 +182,14 @@ class State:
             raise StateError(f"{len(counts)} rows of tokens were given to a state of {self.rows}; idle rows are []")
         self._check_capacity(counts)
         for index, (row, count) in enumerate(zip(self._rows, counts)):
-            regime = self._regime(row.length + count)
-            to = 0 if row.cached and regime != row.regime else row.cached
+            key = self._frequency_key(row.length + count)
+            to = 0 if row.cached and key != row.frequency_key else row.cached
             if logits and not count and row.logits is None and row.cached == row.length > 0:
                 to = min(to, row.length - 1)
             # Each row in a change of its own: the next one starts from the tensors that this one leaves.
             changes = Changes()
-            new = self._rewind_layers(index, to, changes)
-            new = new if new.cached or new.regime == regime else new._replace(regime=regime)
+            new = rewind_layers(self.layers, index, row, to, changes)
+            new = new if new.cached or new.frequency_key == key else new._replace(frequency_key=key)
             if new is not row:
                 self._apply(changes, self._with(index, new))
         return [row.backlog for row in self._rows]
@@ -197,11 +211,11 @@ class State:
             rows.append(row)
         self._apply(changes, rows, ends_step=True)
 
-    def plan(self, ids: Sequence[Sequence[int]], *, speculative: bool = False) -> Step:
+    def plan(self, ids: Sequence[Sequence[int]], *, speculative: bool = False, rewindable: bool = True) -> Step:
         """Reserve room for new tokens in every layer, or in none; `record_logits` makes the step pending."""
         counts = tuple(map(len, ids))
         assert all(row.cached == row.length for row in self._rows), "plan before the backlog was computed"
-        return self._reserve([list(row) for row in ids], speculative, self._rope_lengths(counts))
+        return self._reserve([list(row) for row in ids], speculative, self._rope_lengths(counts), rewindable)
 
     def record_logits(self, logits: Tensor | None) -> None:
         """The planned step's forward is done; its logits are `[R, T, V]`, or `[R, V]` of the last tokens."""
@@ -244,12 +258,13 @@ class State:
         room = max(0, min([most, *(limit - held for limit in limits if limit is not None)]))
         if room > 1 and any(leaf.evicts for layer in self.layers for leaf in layer.leaves()):
             return 1
-        while room > 1 and self._regime(held + room) != self._regime(held + 1):
+        while room > 1 and self._frequency_key(held + room) != self._frequency_key(held + 1):
             room -= 1
         return room
 
     # ---- the verdict
 
+    @ordinary_tensors
     def commit(self, counts: int | Sequence[int] | None = None) -> None:
         """Make the first `counts[r]` pending tokens of each row real: all by default, a number for every row alike.
 
@@ -283,6 +298,7 @@ class State:
             rows.append(row)
         self._apply(changes, rows, ends_step=True)
 
+    @ordinary_tensors
     def commit_path(self, paths: Sequence[Sequence[int]]) -> None:
         """Make one path of each row's pending tree real, and nothing else of it.
 
@@ -322,6 +338,7 @@ class State:
 
     # ---- moving about
 
+    @ordinary_tensors
     def queue(self, row: int, ids: Sequence[int]) -> None:
         """Append tokens that count as seen now and are computed at the start of the next call."""
         row, own = self._row(row)
@@ -330,6 +347,7 @@ class State:
             self._check_capacity([len(ids) if i == row else 0 for i in range(self.rows)])
             self._apply(Changes(), self._with(row, own.extended(ids)._replace(logits=None)))
 
+    @ordinary_tensors
     def rewind(self, row: int, to: int) -> None:
         """Take a row back to its first `to` tokens, exactly. `rewind_cost` tells what the next call recomputes.
 
@@ -340,7 +358,7 @@ class State:
             return
         changes, marks = Changes(), tuple(mark for mark in own.marks if mark.at <= to)
         known = next((mark.logits for mark in marks if mark.at == to), None)
-        back = self._rewind_layers(row, to, changes)._replace(length=to, logits=known, marks=marks)
+        back = rewind_layers(self.layers, row, own, to, changes)._replace(length=to, logits=known, marks=marks)
         self._apply(changes, self._with(row, back))
 
     def rewind_cost(self, row: int, to: int) -> int:
@@ -350,9 +368,10 @@ class State:
         then computes it from the start.
         """
         row, to, own = self._rewindable(row, to)
-        base, _ = self._nearest_checkpoint(row, to)
-        return to - base if own.regime == self._regime(to + 1) else to
+        base, _ = nearest_checkpoint(self.layers, row, own, to)
+        return to - base if own.frequency_key == self._frequency_key(to + 1) else to
 
+    @ordinary_tensors
     def mark(self, row: int) -> None:
         """Keep a checkpoint of a row here, to rewind to later. A row keeps the last 8.
 
@@ -363,9 +382,10 @@ class State:
         layers = {i: layer.capture(row, own.cached) for i, layer in enumerate(self.layers) if layer.lossy}
         logits = own.logits if own.cached == own.length else None
         others = [mark for mark in own.marks if mark.at != own.cached]
-        marks = (*others, Mark(own.cached, own.regime, layers, logits))[-MARKS:]
+        marks = (*others, Mark(own.cached, own.frequency_key, layers, logits))[-MARKS:]
         self._apply(Changes(), self._with(row, own._replace(marks=marks)))
 
+    @ordinary_tensors
     def select(self, rows: Sequence[int | None]) -> None:
         """Make a new batch: row i is a copy of the old row `rows[i]`, or empty for None. Rows not named are dropped."""
         self._refuse_pending("select")
@@ -382,14 +402,49 @@ class State:
             layer.select(sources, changes)
         self._apply(changes, [Row.of() if row is None else self._rows[row].fork() for row in sources])
 
+    @ordinary_tensors
+    def add(self, snapshot: Snapshot | None = None) -> int:
+        """Add a row, empty or from a snapshot, and return its number. Others keep theirs, and may have pending tokens.
+
+        It takes the place of a row that was removed, if there is one. Raises `UnsupportedError` for a static state,
+        which keeps its rows, `PendingError` beside a pending tree, and what `restore` raises.
+        """
+        if self._tree is not None:
+            raise PendingError("cannot add a row: a tree is pending; call commit_path or discard first")
+        row = next((i for i, own in enumerate(self._rows) if own.removed), None)
+        if row is None:
+            if snapshot is not None:
+                self._restoring(0, snapshot)  # whatever there is to refuse, before a row more is there
+            row = self._add_row()
+        changes, restored = Changes(), Row.of()
+        if snapshot is not None:
+            changes, restored = self._restoring(row, snapshot)
+        self._apply(changes, self._with(row, restored))
+        return row
+
+    @ordinary_tensors
+    def remove(self, row: int) -> None:
+        """Empty a row and free its number for the next one that is added; the others keep theirs.
+
+        Until then it is one more row that is given no tokens. Other rows may have pending tokens, this one may not.
+        """
+        row, _ = self._row(row)
+        self._refuse_pending("remove", row)
+        changes = Changes()
+        for layer in self.layers:
+            layer.restore(row, 0, {}, changes)
+        self._apply(changes, self._with(row, Row.of()._replace(removed=True)))
+
+    @ordinary_tensors
     def snapshot(self, row: int = 0) -> Snapshot:
-        """A copy of one row, of every layer, with its token ids and last logits."""
+        """One row as a value: every layer, token ids and last logits. It shares the blocks of the row."""
         row, own = self._row(row)
         self._refuse_pending("snapshot", row)
         layers = tuple(layer.capture(row, own.cached) if own.cached else {} for layer in self.layers)
         logits = None if own.logits is None else own.logits.clone()
-        return Snapshot(tuple(own.tokens), own.cached, own.regime, logits, layers, self.fingerprint)
+        return Snapshot(tuple(own.tokens), own.cached, own.frequency_key, logits, layers, self.fingerprint)
 
+    @ordinary_tensors
     def drop(self, row: int, start: int, stop: int) -> None:
         """Forget the tokens `start .. stop - 1` of a row and close the gap, rotating later keys to their new positions.
 
@@ -406,7 +461,7 @@ class State:
                 f"a span of row {row} cannot be dropped: the model has learned each position by itself, and what it "
                 "made of the later tokens is of the positions where they were. Rewind, or feed the shorter text"
             )
-        if own.cached and own.regime != self._regime(0):
+        if own.cached and own.frequency_key != self._frequency_key(0):
             raise UnsupportedError(
                 f"a span of row {row} cannot be dropped: its keys are rotated for a text that has outgrown the model's "
                 "rope, and layers move them as in a short one. Rewind, or feed the shorter text"
@@ -426,13 +481,19 @@ class State:
                 layer.drop(row, own.cached, first, last, changes)
         del tokens[start:stop]
         marks = tuple(mark for mark in own.marks if mark.at <= start)
-        closed = Row(tokens, len(tokens), own.cached - (last - first), own.regime, own.logits, marks)
+        closed = Row(tokens, len(tokens), own.cached - (last - first), own.frequency_key, own.logits, marks)
         self._apply(changes, self._with(row, closed))
 
+    @ordinary_tensors
     def restore(self, row: int, snapshot: Snapshot) -> None:
         """Put a snapshot in a row, whose own content is lost. The snapshot is checked whole before anything moves."""
-        row, own = self._row(row)
+        row, _ = self._row(row)
         self._refuse_pending("restore", row)
+        changes, restored = self._restoring(row, snapshot)
+        self._apply(changes, self._with(row, restored))
+
+    def _restoring(self, row: int, snapshot: Snapshot) -> tuple[Changes, Row]:
+        """The changes that put a snapshot in a row, and the row."""
         if not isinstance(snapshot, Snapshot):
             raise SnapshotError(
                 f"restore was given {snapshot!r:.80}; it takes what state.snapshot or Snapshot.load gave"
@@ -448,8 +509,23 @@ class State:
             )
         changes = Changes()
         for layer, captured in zip(self.layers, snapshot.layers):
-            layer.restore(row, restored.cached, captured, changes, empty=not own.cached)
-        self._apply(changes, self._with(row, restored))
+            layer.restore(row, restored.cached, captured, changes)
+        return changes, restored
+
+    def _add_row(self) -> int:
+        """One row more, removed as yet."""
+        if self.layout.static:
+            raise UnsupportedError(
+                f"a row was to be added; a static state keeps the {self.rows} that it was made with: make another state"
+            )
+        changes, row = Changes(), self.rows
+        for layer in self.layers:
+            layer.add_row(changes)
+        if (pending := self._pending) is not None:
+            more = replace(pending, step=pending.step.with_idle_row(), ids=[*pending.ids, []])
+            changes.assign(self, "_pending", more)
+        self._apply(changes, [*self._rows, Row.of()._replace(removed=True)])
+        return row
 
     # ---- the parts of it
 
@@ -458,6 +534,8 @@ class State:
         number = whole_number(row, "a row")
         if not 0 <= number < self.rows:
             raise StateError(f"row {row} was asked for; the state has the rows 0 to {self.rows - 1}")
+        if self._rows[number].removed:
+            raise StateError(f"row {row} was asked for, and was removed; add() may give its number to another one")
         return number, self._rows[number]
 
     def _rewindable(self, row: int, to: int) -> tuple[int, int, Row]:
@@ -480,6 +558,8 @@ class State:
     def _check_capacity(self, counts: Sequence[int]) -> None:
         capacity, max_positions = self.layout.capacity, self.layout.max_positions
         for index, (row, count) in enumerate(zip(self._rows, counts)):
+            if row.removed and count:
+                raise StateError(f"row {index} was given {count} tokens, and was removed: give it none")
             given = f"row {index} holds {row.length} tokens and was given {count} more"
             if capacity is not None and row.length + count > capacity:
                 raise CapacityError(
@@ -492,10 +572,12 @@ class State:
     def _rope_lengths(self, counts: Sequence[int]) -> tuple[int, ...]:
         return tuple(row.length + count for row, count in zip(self._rows, counts))
 
-    def _reserve(self, ids: list[list[int]], speculative: bool, rope_lengths: tuple[int, ...]) -> Step:
+    def _reserve(
+        self, ids: list[list[int]], speculative: bool, rope_lengths: tuple[int, ...], rewindable: bool = True
+    ) -> Step:
         counts = tuple(map(len, ids))
         starts = tuple(row.cached for row in self._rows)
-        step = Step(starts, counts, self.layout.device, rope_lengths, speculative, self.layout.chunk)
+        step = Step(starts, counts, self.layout.device, rope_lengths, speculative, self.layout.chunk, rewindable)
         self._pending = Pending(step, ids)
         try:
             for layer in self.layers:
@@ -552,41 +634,11 @@ class State:
         changes.apply()
 
     def _logits_if_valid(self, row: Row, logits: Tensor | None) -> Tensor | None:
-        """A copy of the logits after a row's last token, where its layers are of the regime of a text of its length.
+        """A copy of the logits after a row's last token, where its keys are rotated as in a text of its length.
 
         A draft may pass a border that what is accepted of it does not: they are unknown until a call asks for them.
         """
-        return logits.clone() if logits is not None and row.regime == self._regime(row.length) else None
-
-    def _nearest_checkpoint(self, row: int, to: int) -> tuple[int, Mark | None]:
-        """The last position at or before `to` that needs no token computed, and the mark that holds it, if one does.
-
-        A mark is of use only beside layers of its own regime: it holds those that forget, and the others as they are
-        now go on from it.
-        """
-        own = self._rows[row]
-        if to >= own.cached:
-            return own.cached, None
-        if to >= max((layer.earliest_rewind(row, own.cached) for layer in self.layers), default=0):
-            return to, None
-        marks = [mark for mark in own.marks if mark.at <= to and mark.regime == own.regime]
-        last = max(marks, key=lambda mark: mark.at, default=None)
-        return (0, None) if last is None else (last.at, last)
-
-    def _rewind_layers(self, row: int, to: int, changes: Changes) -> Row:
-        """Take the layers of a row back to `to`, or as little before it as can be. Its tokens stay."""
-        own = self._rows[row]
-        base, mark = self._nearest_checkpoint(row, to)
-        if base == own.cached:
-            return own
-        for index, layer in enumerate(self.layers):
-            if mark is not None and layer.lossy:
-                layer.restore(row, base, mark.layers[index], changes)
-            elif base == 0:
-                layer.restore(row, 0, {}, changes)
-            else:
-                layer.rewind(row, own.cached, base, changes)
-        return own._replace(cached=base)
+        return logits.clone() if logits is not None and row.frequency_key == self._frequency_key(row.length) else None
 
 
 def _logits_at(logits: Tensor | None, row: int, accepted: int, count: int) -> Tensor | None:

@@ -38,6 +38,7 @@ class Step:
     rope_lengths: tuple[int, ...]
     speculative: bool = False  # a verdict may accept a prefix of it
     chunk: int = 512  # tokens of a row that one forward takes; a longer step runs as several
+    rewindable: bool = True  # whether a rewind to a place in it, or a bit before, is to compute nothing again
     extras: Extras = field(default_factory=dict, repr=False, compare=False)  # type: ignore[assignment]
     _cached: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
@@ -80,6 +81,11 @@ class Step:
         """int64 [R, T]; a padding token has the position that it would have."""
         return self.starts_t[:, None] + torch.arange(self.width, device=self.device)
 
+    def with_idle_row(self) -> Step:
+        """The same with one row more, which brings no tokens."""
+        starts, counts, lengths = ((*numbers, 0) for numbers in (self.starts, self.counts, self.rope_lengths))
+        return Step(starts, counts, self.device, lengths, self.speculative, self.chunk, self.rewindable)
+
     def cached(self, key: Hashable, build: Callable[[], Built]) -> Built:
         """`build()`, done once in the step for each key: rope tables, masks, index tensors shared by the layers."""
         try:
@@ -96,7 +102,8 @@ class Step:
         for offset in range(0, self.width, self.chunk):
             starts = tuple(start + min(offset, count) for start, count in zip(self.starts, self.counts))
             counts = tuple(min(max(count - offset, 0), self.chunk) for count in self.counts)
-            yield offset, Step(starts, counts, self.device, self.rope_lengths, self.speculative, self.chunk)
+            lengths = self.rope_lengths
+            yield offset, Step(starts, counts, self.device, lengths, self.speculative, self.chunk, self.rewindable)
 
 
 class DeviceStep(Step):

@@ -39,11 +39,7 @@ class KeyValueState(LayerState):
 
 
 class AttentionState(SlotState, KeyValueState):
-    """Keys `[R, K, S, D]` and values `[R, K, S, Dv]` in slots: position p of a row lies in slot `p % S`.
-
-    Without a window S grows by doubling and nothing wraps. With one, the slots are a ring that holds the window,
-    `rewind` slots of slack and the step.
-    """
+    """Keys `[R, K, S, D]` and values `[R, K, S, Dv]`; of a window, the positions that a rewind brings in sight too."""
 
     what = "keys and values"
 
@@ -76,21 +72,12 @@ class AttentionState(SlotState, KeyValueState):
         return {name: (kv_heads, dim) for name, dim in dims.items()}, {}
 
     def view(self, step: Step) -> ops.KVView | None:
-        self._own()
         if not self.view_cache:
             self.view_cache.append(self.new_view())
         return self.view_cache[0]
 
     def new_view(self) -> ops.KVView:
-        return ops.KVView(self.buffers["k"], self.buffers["v"], self.mask)
-
-    @property
-    def k(self) -> Tensor:
-        return self.buffers["k"]
-
-    @property
-    def v(self) -> Tensor:
-        return self.buffers["v"]
+        return ops.KVView(self.stored("k"), self.stored("v"), self.mask)
 
     def attend(
         self,
@@ -100,16 +87,14 @@ class AttentionState(SlotState, KeyValueState):
         params: ops.AttentionParams,
         rotation: ops.RopeTables | None = None,
     ) -> Tensor:
-        if new is not None:
-            self._own()
-        memory = self.k, self.v, step.starts_t, step.counts_t
+        k, v, spans = self.stored("k"), self.stored("v"), (step.starts_t, step.counts_t)
         if new is not None and rotation is not None:
-            return ops.rotate_attend(q, *new, rotation, *memory, params, self.mask)
+            return ops.rotate_attend(q, *new, rotation, k, v, *spans, params, self.mask)
         if rotation is not None:
             q = ops.rope(q, *rotation)
         if new is not None:
-            ops.append(*new, *memory)
-        return ops.attend(q, *memory, params, self.mask)
+            ops.append(*new, k, v, *spans)
+        return ops.attend(q, k, v, *spans, params, self.mask)
 
     def lowest(self, position: int) -> int:
         return self.mask.first_visible(position)

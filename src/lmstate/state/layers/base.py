@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lmstate.errors import UnsupportedError
+from lmstate.ops.types.block_table import Block
+from lmstate.state.blocks import BlockPool
 from lmstate.state.changes import Changes
 from lmstate.state.step import Step
 
@@ -31,6 +33,7 @@ class Layout:
     kv: Policy | None = None  # how an attention layer stores and forgets; None: all of it, in `dtype`
     max_positions: int | None = None  # how many positions the model has learned, each by itself; None: it knows any
     static: bool = False  # tensors that a step uses are made once, and changed only in place
+    pool: BlockPool | None = None  # that counts the blocks of stored positions; None: one for each layer
 
 
 class LayerState(ABC):
@@ -71,16 +74,16 @@ class LayerState(ABC):
         """Make row i of the new batch a copy of row `rows[i]` of the old one; empty where that is None."""
 
     @abstractmethod
-    def capture(self, row: int, length: int) -> dict[str, Tensor]:
-        """Copies of all that the row needs to go on from `length`, without a row axis."""
+    def add_row(self, changes: Changes) -> None:
+        """Add an empty row behind the others, which may be pending."""
 
     @abstractmethod
-    def restore(
-        self, row: int, length: int, tensors: dict[str, Tensor], changes: Changes, *, empty: bool = False
-    ) -> None:
-        """Put copies of what `capture` gave at `length` in a row. Length 0 with no tensors empties it.
+    def capture(self, row: int, length: int) -> Mapping[str, Tensor]:
+        """All that the row needs to go on from `length`, without a row axis: copies, or blocks that nobody changes."""
 
-        `empty`: nothing of the row is committed, so that its place may be written at once.
+    @abstractmethod
+    def restore(self, row: int, length: int, tensors: Mapping[str, Tensor], changes: Changes) -> None:
+        """Put what `capture` gave at `length` in a row. Length 0 with no tensors empties it.
 
         Raises `SnapshotError` if the tensors are not what this layer would have captured.
         """
@@ -118,6 +121,22 @@ class LayerState(ABC):
 
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors())
+
+    def blocks(self) -> Iterator[Block]:
+        """Blocks of all rows; one that several share comes several times."""
+        return iter(())
+
+    def nbytes_apart(self) -> int:
+        """Bytes that lie in no blocks, which others could share."""
+        return self.nbytes()
+
+    def nbytes_to_come(self) -> int:
+        """Bytes that the rows come to hold beside `nbytes`, whatever their lengths."""
+        return 0
+
+    def nbytes_shared(self) -> int:
+        """Bytes of blocks that other rows, marks or snapshots may hold too: a write into them goes to a copy."""
+        return 0
 
     def leaves(self) -> list[LayerState]:
         """The layer states in it that are no composites: itself, most often."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
 from lmstate.errors import SnapshotError
+from lmstate.ops.types.block_table import Block
+from lmstate.state.blocks import Parts
 from lmstate.state.changes import Changes
 from lmstate.state.layers.attention import KeyValueState
 from lmstate.state.layers.base import LayerState
@@ -45,24 +47,27 @@ class CompositeState(LayerState):
         for member in self.members:
             member.select(rows, changes)
 
-    def capture(self, row: int, length: int) -> dict[str, Tensor]:
-        return {
-            f"{i}.{name}": tensor
-            for i, member in enumerate(self.members)
-            for name, tensor in member.capture(row, length).items()
-        }
+    def add_row(self, changes: Changes) -> None:
+        for member in self.members:
+            member.add_row(changes)
 
-    def restore(
-        self, row: int, length: int, tensors: dict[str, Tensor], changes: Changes, *, empty: bool = False
-    ) -> None:
+    def capture(self, row: int, length: int) -> Mapping[str, Tensor]:
+        return Parts([member.capture(row, length) for member in self.members])
+
+    def restore(self, row: int, length: int, tensors: Mapping[str, Tensor], changes: Changes) -> None:
+        for member, own in zip(self.members, self._split(tensors)):
+            member.restore(row, length, own, changes)
+
+    def _split(self, tensors: Mapping[str, Tensor]) -> Sequence[Mapping[str, Tensor]]:
+        if isinstance(tensors, Parts) and len(tensors.members) == len(self.members):
+            return tensors.members
         split: list[dict[str, Tensor]] = [{} for _ in self.members]
         for name, tensor in tensors.items():
             index = name.partition(".")[0]
             if index not in map(str, range(len(self.members))):
                 raise SnapshotError(f"the snapshot has a tensor {name!r} that no part of this layer holds")
             split[int(index)][name[len(index) + 1 :]] = tensor
-        for member, own in zip(self.members, split):
-            member.restore(row, length, own, changes, empty=empty)
+        return split
 
     def kept(self, row: int, length: int) -> list[list[int]]:
         for leaf in self.leaves():
@@ -96,6 +101,22 @@ class CompositeState(LayerState):
 
     def tensors(self) -> list[Tensor]:
         return [tensor for member in self.members for tensor in member.tensors()]
+
+    def nbytes(self) -> int:
+        return sum(member.nbytes() for member in self.members)
+
+    def nbytes_shared(self) -> int:
+        return sum(member.nbytes_shared() for member in self.members)
+
+    def blocks(self) -> Iterator[Block]:
+        for member in self.members:
+            yield from member.blocks()
+
+    def nbytes_apart(self) -> int:
+        return sum(member.nbytes_apart() for member in self.members)
+
+    def nbytes_to_come(self) -> int:
+        return sum(member.nbytes_to_come() for member in self.members)
 
     def leaves(self) -> list[LayerState]:
         return [leaf for member in self.members for leaf in member.leaves()]

@@ -9,7 +9,7 @@ wanted. A scan writes into none of its arguments.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -172,7 +172,9 @@ class RecurrentState(LayerState):
             return
         lengths = [start + n for start, n in zip(step.starts, accepted)]
         if passed:
-            changes.assign(self, "checkpoints", self._with_passed(passed, lengths))
+            changes.assign(self, "checkpoints", self._with_passed(passed, lengths, step.rewindable))
+        if not self._inputs:
+            return
         # A log is written where no rewind before this commit reads, or it is a copy.
         spare = self.log.shape[1]
         taken = any(
@@ -225,12 +227,27 @@ class RecurrentState(LayerState):
         checkpoints = [self._start() if row is None else self.checkpoints[row] for row in rows]
         changes.assign(self, "checkpoints", checkpoints)
 
-    def capture(self, row: int, length: int) -> dict[str, Tensor]:
-        return {name: part[row].clone() for name, part in zip(self.names, self.carry)}
+    def add_row(self, changes: Changes) -> None:
+        def longer(part: Tensor) -> Tensor:
+            return torch.cat([part, torch.zeros_like(part[:1])])
 
-    def restore(
-        self, row: int, length: int, tensors: dict[str, Tensor], changes: Changes, *, empty: bool = False
-    ) -> None:
+        changes.assign(self, "carry", tuple(map(longer, self.carry)))
+        changes.assign(self, "log", longer(self.log))
+        changes.assign(self, "step_inputs", longer(self.step_inputs))
+        changes.assign(self, "checkpoints", [*self.checkpoints, self._start()])
+        if self._step is not None:
+            changes.assign(self, "_step", self._step.with_idle_row())
+            changes.assign(self, "_next", None if self._next is None else tuple(map(longer, self._next)))
+            changes.assign(self, "_inputs", [(step.with_idle_row(), longer(x)) for step, x in self._inputs])
+            passed = [Passage([*each.positions, None], tuple(map(longer, each.carry))) for each in self._passed]
+            changes.assign(self, "_passed", passed)
+
+    def capture(self, row: int, length: int) -> Mapping[str, Tensor]:
+        # The only row's carry is never written into; of several, a part would keep them all alive.
+        shared = len(self.checkpoints) == 1 and not self.layout.static
+        return {name: part[row] if shared else part[row].clone() for name, part in zip(self.names, self.carry)}
+
+    def restore(self, row: int, length: int, tensors: Mapping[str, Tensor], changes: Changes) -> None:
         if length == 0 and not tensors:
             tensors = {name: torch.zeros_like(part[0]) for name, part in zip(self.names, self.carry)}
         if set(tensors) != set(self.names):
@@ -253,6 +270,10 @@ class RecurrentState(LayerState):
         held += [part for passage in self._passed for part in passage.carry]
         held += [*(self._next or ()), *(inputs for _, inputs in self._inputs), *self.next_carry, self.step_inputs]
         return list({tensor.data_ptr(): tensor for tensor in held}.values())  # inputs may be a part of `step_inputs`
+
+    def nbytes_to_come(self) -> int:
+        missing = sum(one is None or one.position == 0 for pair in self.checkpoints for one in pair)
+        return missing * sum(part.nbytes for part in self._zero) if self.period else 0
 
     # ---- the parts of it
 
@@ -284,9 +305,10 @@ class RecurrentState(LayerState):
         """Keep a chunk's inputs if they may be scanned again. Returns where the rows of the whole step end."""
         assert self._step is not None, "a step without reserve"
         ends = self._step.ends
-        if step.speculative or any(
+        logged = step.rewindable and any(
             n and end > last - 2 * self.period for n, end, last in zip(step.counts, step.ends, ends)
-        ):
+        )
+        if step.speculative or logged:
             self._inputs.append((step, inputs))
         return ends
 
@@ -345,9 +367,9 @@ class RecurrentState(LayerState):
         return (Checkpoint(0, self._zero) if self.period else None), None
 
     def _with_passed(
-        self, passed: Sequence[Passage], lengths: Sequence[int]
+        self, passed: Sequence[Passage], lengths: Sequence[int], rewindable: bool
     ) -> list[tuple[Checkpoint | None, Checkpoint | None]]:
-        """The checkpoints once rows of these lengths have passed where they did."""
+        """The checkpoints once rows of these lengths have passed where they did; older ones only if `rewindable`."""
         rows = list(self.checkpoints)
         for passage in passed:
             for row, (at, length) in enumerate(zip(passage.positions, lengths)):
@@ -356,7 +378,7 @@ class RecurrentState(LayerState):
                 # The only row's is the carry itself, which nothing writes into; of several, each keeps its own alone.
                 shared = len(rows) == 1 and not self.layout.static
                 carry = passage.carry if shared else tuple(part[row : row + 1].clone() for part in passage.carry)
-                even, odd = rows[row]
+                even, odd = rows[row] if rewindable else (None, None)
                 here = Checkpoint(at, carry)
                 rows[row] = (here, odd) if at // self.period % 2 == 0 else (even, here)
         return rows
@@ -401,15 +423,23 @@ def _cuts(step: Step, ends: Sequence[int], period: int) -> list[tuple[list[int],
     """Positions to stop at inside a step: the last two multiples of `period` before each row's end.
 
     For each of the two: how many of each row's tokens come before it, and its position in the rows that pass it here.
+    Of a step that is not rewindable, the ends.
     """
+    if not period:
+        return []
+    last = [end // period * period for end in ends] if step.rewindable else ends
+    before = [mark - period for mark in last]
     cuts = []
-    for back in (1, 0):
-        marks = [(end // period - back) * period if period else 0 for end in ends]
+    for marks in (before, last) if step.rewindable else (last,):
         passes: list[int | None] = [
             mark if start < mark <= start + n else None for mark, start, n in zip(marks, step.starts, step.counts)
         ]
         if any(mark is not None for mark in passes):
-            stops = [min(max(mark - start, 0), n) for mark, start, n in zip(marks, step.starts, step.counts)]
+            # At the last stop the rows that pass nothing may be anywhere: at their ends, where the others mostly are.
+            stops = [
+                n if marks is last and at is None else min(max(mark - start, 0), n)
+                for mark, at, start, n in zip(marks, passes, step.starts, step.counts)
+            ]
             cuts.append((stops, passes))
     return cuts
 

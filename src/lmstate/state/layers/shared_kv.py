@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -58,12 +58,13 @@ class SharedState(KeyValueState):
     def select(self, rows: Sequence[int | None], changes: Changes) -> None:
         pass
 
-    def capture(self, row: int, length: int) -> dict[str, Tensor]:
+    def add_row(self, changes: Changes) -> None:
+        pass
+
+    def capture(self, row: int, length: int) -> Mapping[str, Tensor]:
         return {}
 
-    def restore(
-        self, row: int, length: int, tensors: dict[str, Tensor], changes: Changes, *, empty: bool = False
-    ) -> None:
+    def restore(self, row: int, length: int, tensors: Mapping[str, Tensor], changes: Changes) -> None:
         if tensors:
             raise SnapshotError(f"the snapshot has {sorted(tensors)} for a layer that shares another one's memory")
 

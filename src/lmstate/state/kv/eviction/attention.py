@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from lmstate import ops
+from lmstate.errors import PendingError
 from lmstate.ops.attention.attend_quantized import attend_quantized
 from lmstate.ops.attention.attend_slots import attend_observed, attend_slots
 from lmstate.ops.attention.slots import commit_slots_reference, prepare_commit
@@ -207,13 +208,21 @@ class EvictingState(KeyValueState):
         if self.queries is not None:
             changes.assign(self, "queries", self.queries.select(rows))
 
-    def capture(self, row: int, length: int) -> dict[str, Tensor]:
+    def add_row(self, changes: Changes) -> None:
+        if self._chunk is not None:
+            raise PendingError(
+                "a row was to be added beside pending tokens of a layer that evicts; call commit or discard first"
+            )
+        rows = [*range(len(self.slot_store.most)), None]
+        changes.assign(self, "slot_store", self.slot_store.selected(rows))
+        if self.queries is not None:
+            changes.assign(self, "queries", self.queries.select(rows))
+
+    def capture(self, row: int, length: int) -> Mapping[str, Tensor]:
         captured = self.slot_store.captured(row, length)
         return captured if self.queries is None else {**captured, "queries": self.queries.held(row, length)}
 
-    def restore(
-        self, row: int, length: int, tensors: dict[str, Tensor], changes: Changes, *, empty: bool = False
-    ) -> None:
+    def restore(self, row: int, length: int, tensors: Mapping[str, Tensor], changes: Changes) -> None:
         stored, queries = {}, None
         if tensors or length:
             queries = None if self.queries is None else self.queries.check(length, tensors)
@@ -292,7 +301,7 @@ class EvictingState(KeyValueState):
         What was evicted lately goes back to where it lay, and its scores are still there: these slots stay.
         """
         need, slots = max(self.slot_store.most) + width, self.slot_store.slots
-        size = max(need, min(2 * need, self.policy.most + width + ROOM))
+        size = max(need, min(need + need // 4, self.policy.most + width) + ROOM)
         least = max(size, *(row.slots for row in self.slot_store.occupancy.rows))
         if need > slots:
             self.slot_store = self.slot_store.resized(size)

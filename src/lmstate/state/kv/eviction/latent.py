@@ -61,14 +61,14 @@ class EvictingLatentState(EvictingState):
     def extent(self, step: Step) -> int:
         return max(self.slot_store.most) + step.width
 
-    def stored(self, step: Step) -> tuple[Tensor, Tensor]:
+    def latents(self, step: Step) -> tuple[Tensor, Tensor]:
         latent, rope_key = (self.codec.transform(x[:, 0, : self.extent(step)]) for x in self.codec.decode(self.arrays))
         return (refused(latent, LOSS), refused(rope_key, LOSS)) if self._cut else (latent, rope_key)
 
     def attend_latents(self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float) -> Tensor:
         """`LatentState.attend_latents`."""
         chunk = self._enter(step)
-        latent, rope_key = self.stored(step)
+        latent, rope_key = self.latents(step)
         if not self.observed:
             seen = attend_latent(q_latent, q_rope, latent, rope_key, chunk.starts, step.counts_t, scale=scale)
             return refused(seen, LOSS) if self._cut else seen

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ class LastQueries:
         """A row's `low` once the last queries of the positions start .. end - 1 are in the ring."""
         return max(self.low[row] if start else 0, end - self.size)
 
-    def check(self, length: int, tensors: dict[str, Tensor]) -> Tensor:
+    def check(self, length: int, tensors: Mapping[str, Tensor]) -> Tensor:
         """The queries of a snapshot. Raises `SnapshotError` where a row of `length` would not have captured them."""
         queries = tensors.get("queries")
         if queries is None:

@@ -212,7 +212,7 @@ class SlotStore:
             array.masked_fill_(absent[..., None], 0)
         return {name: x[0].clone() for name, x in arrays.items()}
 
-    def restorable(self, length: int, tensors: Arrays) -> Arrays:
+    def restorable(self, length: int, tensors: Mapping[str, Tensor]) -> Arrays:
         """The output of `captured` as `put` takes it. Raises `SnapshotError` if it cannot be of a row of `length`."""
         own = self.table.stored
         position = check(own, length, tensors)
@@ -234,7 +234,7 @@ class SlotStore:
         )
 
 
-def check(stored: Arrays, length: int, tensors: Arrays) -> Tensor:
+def check(stored: Arrays, length: int, tensors: Mapping[str, Tensor]) -> Tensor:
     """The positions of the slots of a snapshot. Raises `SnapshotError` where no row would have captured them."""
     if set(tensors) != set(stored):
         raise SnapshotError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from lmstate import ops
 from lmstate.ops.attention.attend_latent import attend_latent
 from lmstate.ops.attention.attend_quantized import WHOLE, attend_quantized
 from lmstate.ops.types import kv_format
+from lmstate.ops.types.block_table import Stored, dense
 from lmstate.state.gradients import refused, wanted
 from lmstate.state.kv.policies.storage import Quantized
 from lmstate.state.layers.attention import AttentionState
@@ -37,7 +38,7 @@ class QuantizedAttentionState(AttentionState):
         return coded_buffers(dims, 8, kv_heads, most=WHOLE)
 
     def new_view(self) -> ops.KVView:
-        return ops.KVView(self.buffers["k"], self.buffers["v"], self.mask, quantized=quantized_kv(self.buffers, 8))
+        return ops.KVView(self.stored("k"), self.stored("v"), self.mask, quantized=quantized_kv(self.all_stored(), 8))
 
     def attend(
         self,
@@ -47,10 +48,10 @@ class QuantizedAttentionState(AttentionState):
         params: ops.AttentionParams,
         rotation: ops.RopeTables | None = None,
     ) -> Tensor:
+        kv = quantized_kv(self.all_stored(), 8)
         seen = attend_quantized(
-            q, detached(new), rotation, quantized_kv(self.buffers, 8), step.starts_t, step.counts_t, params, self.mask,
-            dtype=self.layout.dtype,
-        )  # fmt: skip
+            q, detached(new), rotation, kv, step.starts_t, step.counts_t, params, self.mask, dtype=self.layout.dtype
+        )
         return refused(seen, LOSS) if wanted(q, *(new or ())) else seen
 
     def refuses_drop(self, row: int) -> str | None:
@@ -80,19 +81,18 @@ class QuantizedLatentState(LatentState):
         self._lost = wanted(latent, rope_key)
         coded = [kv_format.encode(kv_format.hadamard(new[:, :, None]), self.bits) for new in (latent, rope_key)]
         for (one, other), end in zip(zip(*coded), ("", ".scale")):
-            latents, rope_keys = (self.buffers[name + end][:, None] for name in ("latent", "rope"))
+            latents, rope_keys = (self.stored(name + end) for name in ("latent", "rope"))
             ops.append(one, other, latents, rope_keys, step.starts_t, step.counts_t)
 
-    def stored(self, step: Step) -> tuple[Tensor, Tensor]:
+    def latents(self, step: Step) -> tuple[Tensor, Tensor]:
         latent, rope_key = (kv_format.hadamard(x).to(self.layout.dtype) for x in self._transformed(step))
         return (refused(latent, LOSS), refused(rope_key, LOSS)) if self._lost else (latent, rope_key)
 
     def _transformed(self, step: Step) -> tuple[Tensor, Tensor]:
         end = max(step.ends, default=0)
+        rings = {name: dense(x)[:, 0, :end] for name, x in self.all_stored().items()}
         latent, rope_key = (
-            kv_format.decode(
-                self.buffers[name][:, :end], self.buffers[f"{name}.scale"][:, :end], self.bits, self.layout.dtype
-            )
+            kv_format.decode(rings[name], rings[f"{name}.scale"], self.bits, self.layout.dtype)
             for name in ("latent", "rope")
         )
         return latent, rope_key
@@ -111,7 +111,7 @@ def detached(new: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
     return None if new is None else (new[0].detach(), new[1].detach())
 
 
-def quantized_kv(buffers: dict[str, Tensor], bits: int, tail: Tensor | None = None) -> ops.QuantizedKV:
+def quantized_kv(buffers: Mapping[str, Stored], bits: int, tail: Stored | None = None) -> ops.QuantizedKV:
     """Codes and scales as an operation takes them."""
     return ops.QuantizedKV(bits, buffers["k"], buffers["v"], buffers["k.scale"], buffers["v.scale"], tail)
 

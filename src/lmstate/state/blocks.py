@@ -1,0 +1,203 @@
+"""Blocks of stored positions: the pool that counts them, and what a snapshot holds of a row by reference."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from threading import RLock
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from lmstate.errors import CapacityError, StateError
+from lmstate.ops.types.block_table import BLOCK_TOKENS, Block, RowBlocks
+
+
+class BlockPool:
+    """Account of the blocks of one or several states, in bytes, with a limit if there is one.
+
+    A block counts from its allocation until nobody holds it any more: no row, no mark, no snapshot.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        """`limit`: bytes. Raises `StateError` if it is negative."""
+        if limit is not None and limit < 0:
+            raise StateError(f"a pool of {limit} bytes was asked for; a limit is at least 0, None is no limit")
+        self.limit = limit
+        self._nbytes = 0
+        self._sizes: dict[ref[Block], int] = {}
+        # A block may end in any thread, in the middle of anything: what is called then is no line of Python.
+        self._ended: deque[ref[Block]] = deque()
+        self.lock = RLock()
+        """States in several threads may share a pool: held by who requires room until it has taken it."""
+
+    def __repr__(self) -> str:
+        limit = "" if self.limit is None else f" of {self.limit / 2**20:,.1f}"
+        return f"BlockPool({self.nbytes / 2**20:,.1f}{limit} MiB)"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BlockPool:
+        return self  # copies of a state share its blocks
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the blocks that somebody holds."""
+        with self.lock:
+            while self._ended:
+                self._nbytes -= self._sizes.pop(self._ended.popleft())
+            return self._nbytes
+
+    def allocate(self, tensors: Sequence[Tensor]) -> Block:
+        """A block of these tensors, which nobody else has."""
+        block = Block(tensors)
+        with self.lock:
+            self._sizes[ref(block, self._ended.append)] = block.nbytes
+            self._nbytes += block.nbytes
+        return block
+
+    def require(self, nbytes: int) -> None:
+        """Raise `CapacityError` if there is no room for so many bytes."""
+        if self.limit is not None and self.nbytes + nbytes > self.limit:
+            raise CapacityError(
+                f"{nbytes / 2**20:,.2f} MiB of blocks were asked for; the pool holds {self.nbytes / 2**20:,.2f} of at "
+                f"most {self.limit / 2**20:,.2f} MiB: drop rows, marks or snapshots, or make a larger pool"
+            )
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """The vectors that a layer keeps of every position, under one name."""
+
+    heads: tuple[int, ...]  # (K,), or () where all heads share them
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def zeros(self, slots: int = BLOCK_TOKENS, rows: tuple[int, ...] = ()) -> Tensor:
+        """`[*rows, *heads, slots, width]`"""
+        return torch.zeros(*rows, *self.heads, slots, self.width, dtype=self.dtype, device=self.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Of a block."""
+        return prod(self.heads) * BLOCK_TOKENS * self.width * self.dtype.itemsize
+
+
+class CapturedBlocks(Mapping[str, Tensor]):
+    """Positions `start .. stop - 1` of a row's buffers, held as blocks; tensors `[*heads, n, D]` are made on demand.
+
+    A value: whoever holds the blocks copies one before writing into it.
+    """
+
+    def __init__(
+        self,
+        buffers: Mapping[str, Buffer],
+        row: RowBlocks,
+        start: int,
+        stop: int,
+        unfinished: Mapping[str, int] | None = None,
+    ) -> None:
+        """`row.low` may lie before `start`: the blocks hold more. `unfinished`: from which position on what lies in a
+        buffer is of no meaning, and reads as zeros."""
+        self.buffers, self.row, self.start, self.stop = buffers, row, start, stop
+        self.unfinished = unfinished or {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        index = {name: i for i, name in enumerate(self.buffers)}[name]
+        pieces = []
+        for i in range(self.start // BLOCK_TOKENS, -(-self.stop // BLOCK_TOKENS)):
+            block = self.row.blocks[i]
+            assert block is not None, "a block that is captured was given up"
+            first = i * BLOCK_TOKENS
+            pieces.append(block.tensors[index][..., max(self.start - first, 0) : self.stop - first, :])
+        if not pieces:
+            return self.buffers[name].zeros(0)
+        whole = torch.cat(pieces, dim=-2)  # a copy, also of one
+        if (ends := self.unfinished.get(name)) is not None:
+            whole[..., max(ends - self.start, 0) :, :] = 0
+        return whole
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.buffers)
+
+    def __len__(self) -> int:
+        return len(self.buffers)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CapturedBlocks:
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        """Of the positions, not of the blocks that hold them."""
+        return (self.stop - self.start) * sum(buffer.nbytes for buffer in self.buffers.values()) // BLOCK_TOKENS
+
+    def blocks(self) -> list[Block]:
+        return [block for block in self.row.blocks if block is not None]
+
+    def cut(self, start: int, stop: int) -> CapturedBlocks:
+        """A part of the positions, which holds no other blocks."""
+        first, last = start // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS)
+        blocks = (None,) * first + self.row.blocks[first:last]
+        return CapturedBlocks(self.buffers, RowBlocks(blocks, last, start), start, stop, self.unfinished)
+
+    @staticmethod
+    def joined(pieces: Sequence[CapturedBlocks]) -> CapturedBlocks:
+        """Pieces of one row that follow each other. A block that two share is that of the later one.
+
+        Whoever wrote the later piece wrote into the earlier one's block, or into a copy of it.
+        """
+        blocks: list[Block | None] = []
+        for piece in pieces:
+            first = piece.start // BLOCK_TOKENS
+            blocks[first:] = [*[None] * (first - len(blocks)), *piece.row.blocks[first:]]
+        start, last = pieces[0].start, pieces[-1]
+        row = RowBlocks(tuple(blocks), len(blocks), start)
+        return CapturedBlocks(last.buffers, row, start, last.stop, last.unfinished)
+
+
+class Parts(Mapping[str, Tensor]):
+    """Mappings of the members of a layer as one, under the names `{member}.{name}`."""
+
+    def __init__(self, members: Sequence[Mapping[str, Tensor]]) -> None:
+        self.members = tuple(members)
+
+    def __getitem__(self, name: str) -> Tensor:
+        member, _, rest = name.partition(".")
+        if not member.isdecimal() or int(member) >= len(self.members):
+            raise KeyError(name)
+        return self.members[int(member)][rest]
+
+    def __iter__(self) -> Iterator[str]:
+        return (f"{i}.{name}" for i, member in enumerate(self.members) for name in member)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.members))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+def nbytes_of(captured: Mapping[str, Tensor]) -> int:
+    """Bytes of what a captured layer says, each position once, however many blocks hold it."""
+    if isinstance(captured, CapturedBlocks):
+        return captured.nbytes
+    if isinstance(captured, Parts):
+        return sum(map(nbytes_of, captured.members))
+    return sum(tensor.nbytes for tensor in captured.values())
+
+
+def held_by(captured: Mapping[str, Tensor]) -> Iterator[Block | Tensor]:
+    """Blocks of a captured layer, which others may hold too, and its tensors."""
+    if isinstance(captured, CapturedBlocks):
+        yield from captured.blocks()
+    elif isinstance(captured, Parts):
+        for member in captured.members:
+            yield from held_by(member)
+    else:
+        yield from captured.values()

@@ -1,0 +1,242 @@
+"""The positions of every row in blocks that rows, forks, marks and snapshots share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lmstate.ops.types.block_table import BLOCK_TOKENS, Block, BlockTable, RowBlocks
+from lmstate.state.blocks import BlockPool, Buffer, CapturedBlocks
+from lmstate.state.changes import Changes
+from lmstate.state.layers.base import Layout
+from lmstate.state.step import Step
+
+FIRST_ENTRIES = 8
+"""Of a row of the table, to begin with."""
+
+
+class BlockStore:
+    """Buffers `[R, *heads, S, D]` in blocks of `BLOCK_TOKENS` positions: position p of a row lies in its block p // B.
+
+    A step writes behind what is committed, so that to discard it is to give its blocks back. It never writes into a
+    block that another one may hold: `reserve` gives the row a copy first. A window gives up the blocks in front of its
+    span.
+    """
+
+    def __init__(self, layout: Layout, buffers: Mapping[str, Buffer], window_span: int | None, pool: BlockPool) -> None:
+        self.layout, self.buffers, self.window_span, self.pool = layout, dict(buffers), window_span, pool
+        self.rows = [RowBlocks()] * layout.rows
+        self.block_nbytes = sum(buffer.nbytes for buffer in buffers.values())
+        self.tables: dict[str, BlockTable] = {}
+        """Empty where they are to be made anew, by the next step."""
+        self._undo: dict[int, tuple[RowBlocks, RowBlocks]] = {}
+        """The rows that got blocks for the step at hand: before and after."""
+        self.views: list[Any] = []
+        """Made of the tables by layers, and cleared with them; several stores may share the list."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BlockStore:
+        self._share(range(len(self.rows)))
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(
+            vars(self), rows=list(self.rows), tables={}, _undo={}, views=memo.setdefault(id(self.views), [])
+        )
+        return twin
+
+    # ---- the step
+
+    def reserve(self, step: Step) -> None:
+        spans = tuple(zip(step.starts, step.counts))
+        short = [
+            r
+            for r, (row, (start, count)) in enumerate(zip(self.rows, spans))
+            if count and (start < row.shared * BLOCK_TOKENS or start + count > len(row.blocks) * BLOCK_TOKENS)
+        ]
+        if short:
+            self._make_room([(r, *spans[r]) for r in short])
+
+    def commit(self, step: Step, accepted: Sequence[int], changes: Changes) -> None:
+        if self._undo:
+            changes.assign(self, "_undo", {})
+        if self.window_span is None:
+            return
+        for r, (row, start, n) in enumerate(zip(self.rows, step.starts, accepted)):
+            low = start + n - self.window_span
+            if n and low // BLOCK_TOKENS > row.low // BLOCK_TOKENS:
+                changes.put(self.rows, r, _from(row, low))
+
+    def discard(self) -> None:
+        """Give back the blocks that the step was given. What it wrote lies behind what is committed."""
+        for r, (before, after) in self._undo.items():
+            if self.rows[r] is after:  # else somebody has come to share them since
+                self.rows[r] = before
+                self._point(r, 0)
+        self._undo = {}
+
+    def table(self, name: str) -> BlockTable:
+        """A buffer as operations read and write it in the step at hand."""
+        return (self.tables or self._tabled())[name]
+
+    # ---- moving about
+
+    def earliest_rewind(self, row: int) -> int:
+        low = self.rows[row].low
+        return 0 if self.window_span is None or not low else low + self.window_span - self.layout.rewind
+
+    def rewind(self, row: int, to: int, changes: Changes) -> None:
+        own, count = self.rows[row], -(-to // BLOCK_TOKENS)
+        if count < len(own.blocks):
+            changes.put(self.rows, row, own._replace(blocks=own.blocks[:count], shared=min(own.shared, count)))
+
+    def select(self, sources: Sequence[int | None], changes: Changes) -> None:
+        self._share([source for source in set(sources) if source is not None and sources.count(source) > 1])
+        rows = [RowBlocks() if source is None else self.rows[source] for source in sources]
+        changes.assign(self, "rows", rows)
+        self._outdate(changes)
+
+    def add_row(self, changes: Changes) -> None:
+        changes.assign(self, "rows", [*self.rows, RowBlocks()])
+        self._outdate(changes)
+
+    def capture(self, row: int, length: int, unfinished: Mapping[str, int] | None = None) -> CapturedBlocks:
+        self._share([row])
+        own, count = self.rows[row], -(-length // BLOCK_TOKENS)
+        start = own.low if self.window_span is None else max(own.low, length - self.window_span, 0)
+        return CapturedBlocks(self.buffers, RowBlocks(own.blocks[:count], count, own.low), start, length, unfinished)
+
+    def restore(self, row: int, length: int, stored: Mapping[str, Tensor], changes: Changes) -> None:
+        """`stored`: what `capture` gave, here or in a state of the same buffers, or tensors `[*heads, n, D]` of the
+        last n positions."""
+        if isinstance(stored, CapturedBlocks) and stored.buffers == self.buffers:
+            low = max(stored.row.low, 0 if self.window_span is None else length - self.window_span)
+            new = _from(RowBlocks(stored.row.blocks, len(stored.row.blocks), stored.row.low), low)
+        elif stored and length:
+            new = self._written(RowBlocks(), length, stored)
+        else:
+            new = RowBlocks()
+        changes.put(self.rows, row, new)
+        self._outdate(changes)
+
+    def drop(self, row: int, length: int, start: int, stop: int, moved: Mapping[str, Tensor], changes: Changes) -> None:
+        """Have `moved`, of the positions from `stop` on, follow those before `start`."""
+        own, first = self.rows[row], start // BLOCK_TOKENS
+        captured = CapturedBlocks(self.buffers, own, first * BLOCK_TOKENS, start)
+        joined = {name: torch.cat([captured[name], moved[name]], dim=-2) for name in self.buffers}
+        kept = RowBlocks(own.blocks[:first], min(own.shared, first), own.low)
+        changes.put(self.rows, row, self._written(kept, length - stop + start, joined))
+        self._outdate(changes)
+
+    def has_lost(self, row: int) -> bool:
+        """Whether positions of the row were given up."""
+        return self.rows[row].low > 0
+
+    def tensors(self) -> list[Tensor]:
+        """Of every block of every row, once."""
+        blocks = {id(block): block for row in self.rows for block in row.blocks if block is not None}
+        return [tensor for block in blocks.values() for tensor in block.tensors]
+
+    def nbytes(self) -> int:
+        blocks = {id(block) for row in self.rows for block in row.blocks}
+        return self.block_nbytes * len(blocks - {id(None)})
+
+    def nbytes_shared(self) -> int:
+        """Bytes of the blocks that other rows, marks or snapshots may hold too."""
+        blocks = {id(block) for row in self.rows for block in row.blocks[: row.shared]}
+        return self.block_nbytes * len(blocks - {id(None)})
+
+    # ---- blocks
+
+    def _make_room(self, spans: Sequence[tuple[int, int, int]]) -> None:
+        """Blocks of their own for the rows that write `count` positions from `start` on: all, or none of them."""
+        wanted = []  # row, its first block that is written, and where the blocks end
+        for r, start, count in spans:
+            wanted.append((r, start // BLOCK_TOKENS, -(-(start + count) // BLOCK_TOKENS)))
+        need = sum(
+            last - (first if self.rows[r].shared > first else min(len(self.rows[r].blocks), last))
+            for r, first, last in wanted
+        )
+        with self.pool.lock:
+            self.pool.require(need * self.block_nbytes)
+            for (r, first, last), (_, start, _) in zip(wanted, spans):
+                row = self.rows[r]
+                own, known = list(row.blocks), len(row.blocks)
+                if row.shared > first:  # what others hold stays theirs; of what they and this row have in part, a copy
+                    own[first:] = [self._block(row.blocks[first] if start % BLOCK_TOKENS else None)]
+                    known = first
+                own += [self._block() for _ in range(last - len(own))]
+                after = RowBlocks(tuple(own), min(row.shared, first), row.low)
+                self._undo[r], self.rows[r] = (self._undo.get(r, (row,))[0], after), after
+                self._point(r, known)
+
+    def _block(self, like: Block | None = None) -> Block:
+        if like is not None:
+            return self.pool.allocate([tensor.clone() for tensor in like.tensors])
+        return self.pool.allocate([buffer.zeros() for buffer in self.buffers.values()])
+
+    def _written(self, before: RowBlocks, length: int, stored: Mapping[str, Tensor]) -> RowBlocks:
+        """Blocks of a row of `length` that hold the last positions, after those that it has."""
+        count = next(iter(stored.values())).shape[-2]
+        start, blocks = length - count, list(before.blocks)
+        first, last = start // BLOCK_TOKENS, -(-length // BLOCK_TOKENS)
+        blocks += [None] * (first - len(blocks))
+        with self.pool.lock:
+            self.pool.require((last - first) * self.block_nbytes)
+            blocks += [self._block() for _ in range(first, last)]
+        for i in range(first, last):
+            block, begin = blocks[i], i * BLOCK_TOKENS
+            assert block is not None
+            a, b = max(begin, start), min(begin + BLOCK_TOKENS, length)
+            for tensor, name in zip(block.tensors, self.buffers):
+                tensor[..., a - begin : b - begin, :] = stored[name][..., a - start : b - start, :].to(tensor)
+        return RowBlocks(tuple(blocks), before.shared, before.low if before.blocks else start)
+
+    def _share(self, rows: Sequence[int]) -> None:
+        """From here on others may hold the blocks of these rows: nothing else changes, and nothing has to be undone."""
+        for r in rows:
+            self.rows[r] = self.rows[r]._replace(shared=len(self.rows[r].blocks))
+
+    # ---- tables
+
+    def _tabled(self) -> dict[str, BlockTable]:
+        most = max([FIRST_ENTRIES, *(len(row.blocks) for row in self.rows)])
+        entries = FIRST_ENTRIES
+        while entries < most:
+            entries *= 2
+        self._pointers = pointers = np.zeros((len(self.buffers), len(self.rows), entries), dtype=np.int64)
+        self.tables = {
+            name: BlockTable(
+                self.rows, i, pointers[i], buffer.heads[0] if buffer.heads else 1, buffer.width, buffer.zeros(0)
+            )
+            for i, (name, buffer) in enumerate(self.buffers.items())
+        }
+        self.views.clear()
+        for r in range(len(self.rows)):
+            self._point(r, 0)
+        return self.tables
+
+    def _point(self, row: int, first: int) -> None:
+        """Write where a row's blocks lie into the tables, from one on; where they do not suffice, give them up."""
+        blocks = self.rows[row].blocks
+        if not self.tables or len(blocks) > self._pointers.shape[2]:
+            self.tables = {}
+            self.views.clear()
+            return
+        for i in range(first, len(blocks)):
+            if (block := blocks[i]) is not None:
+                self._pointers[:, row, i] = block.pointers
+
+    def _outdate(self, changes: Changes) -> None:
+        changes.assign(self, "tables", {})
+        changes.clear(self.views)
+
+
+def _from(row: RowBlocks, low: int) -> RowBlocks:
+    """The row without the blocks that lie before position `low`."""
+    first = max(low, 0) // BLOCK_TOKENS
+    if low <= row.low:
+        return row
+    return RowBlocks((None,) * first + row.blocks[first:], row.shared, max(row.low, first * BLOCK_TOKENS))

@@ -1,0 +1,44 @@
+"""Bytes that the layers of a state and its rows hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from lmstate.ops.types.block_table import Block
+from lmstate.state.layers.base import LayerState
+from lmstate.state.rows import Row
+
+
+class Memory(dict[str, int]):
+    """Bytes by layer kind. `shared`: of them, those in blocks that other rows, marks or snapshots may hold too."""
+
+    shared = 0
+
+
+def memory_by_kind(
+    layers: Sequence[LayerState], rows: Sequence[Row], logits: Mapping[int, int], positions: int
+) -> Memory:
+    """Bytes by layer kind, and of `positions`, logits and marks where there are any; each tensor and block once.
+
+    logits: bytes of each tensor of them, by where it lies.
+    """
+    held = Memory({"positions": positions} if positions else {})
+    for layer in layers:
+        for leaf in layer.leaves():
+            held[leaf.kind] = held.get(leaf.kind, 0) + leaf.nbytes()
+            held.shared += leaf.nbytes_shared()
+    counted = set(logits)
+    if any(row.marks for row in rows):
+        counted |= {tensor.data_ptr() for layer in layers for tensor in layer.tensors()}
+    marks = {
+        each.data_ptr(): each.nbytes
+        for row in rows
+        for mark in row.marks
+        for kept in mark.held()
+        for each in (kept.tensors if isinstance(kept, Block) else (kept,))
+        if each.data_ptr() not in counted
+    }
+    for name, sizes in (("logits", logits), ("marks", marks)):
+        if sizes:
+            held[name] = sum(sizes.values())
+    return held

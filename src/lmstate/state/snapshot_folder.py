@@ -1,0 +1,280 @@
+"""A folder of snapshots that stores what they have in common once.
+
+index.sqlite3      each snapshot: its name, what a file's metadata would say, and the parts that it is made of
+parts/ab/abcd...   safetensors files, named by the SHA-256 of what they hold
+
+A part holds the positions of a run of tokens, of every layer that keeps an entry a token: two snapshots with a common
+prefix have these parts in common. What layers remember of all tokens together is one more part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sqlite3
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import TypedDict, cast
+
+import torch
+from torch import Tensor
+
+from lmstate.errors import SnapshotError
+from lmstate.files.sqlite_schema import check_schema
+from lmstate.state.blocks import CapturedBlocks, Parts
+from lmstate.state.layer_file import by_layer, read_layers, write_layers
+from lmstate.state.snapshot import VERSION as SNAPSHOT_VERSION
+from lmstate.state.snapshot import Snapshot
+
+FORMAT, VERSION = "lmstate-snapshot-part", 1
+PART_TOKENS = 256
+"""Positions of a part: prefixes are shared in whole parts."""
+MOST_MANIFEST = 2**28  # characters of a manifest: a hostile index must not fill the memory
+TABLE = "snapshots (name text primary key, manifest text not null, nbytes integer not null)"
+DIGEST = re.compile("[0-9a-f]{64}")
+
+
+class Manifest(TypedDict):
+    """The record of a snapshot in the index: `Snapshot` without tensors, and the digests of its parts."""
+
+    version: int
+    fingerprint: str
+    notes: str
+    tokens: list[int]
+    cached: int
+    frequency_key: int
+    layers: int
+    parts: list[str]
+    rest: str
+
+
+class SnapshotFolder:
+    """Snapshots by name, in a folder that several processes may share.
+
+    Parts are content-addressed, written whole or not at all, and checked against their name when they are read.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """The folder is made where there is none. Raises `OSError` where it cannot be, or is no folder of snapshots."""
+        self.path = Path(path)
+        self.path.mkdir(parents=True, exist_ok=True)
+        with self._index() as index:
+            index.execute(f"create table if not exists {TABLE}")
+
+    def save(self, name: str, snapshot: Snapshot) -> None:
+        """Store a snapshot under a name, instead of what had it. Raises `OSError` where it cannot be written."""
+        spans = _per_position(snapshot)
+        rest = {
+            f"layers.{index}.{key}": layer[key]
+            for index, layer in enumerate(snapshot.layers)
+            for key in layer
+            if key not in spans[index]
+        }
+        if snapshot.logits is not None:
+            rest["logits"] = snapshot.logits
+        with self._index() as index:
+            index.execute("begin immediate")  # nobody removes a part that is not in the index yet
+            parts = []
+            for start in range(0, snapshot.cached if any(spans) else 0, PART_TOKENS):
+                stop = min(start + PART_TOKENS, snapshot.cached)
+                parts.append(self._write(_run(snapshot, spans, start, stop)))
+            manifest = Manifest(
+                version=SNAPSHOT_VERSION, fingerprint=snapshot.fingerprint, notes=snapshot.notes,
+                tokens=list(snapshot.tokens), cached=snapshot.cached, frequency_key=snapshot.frequency_key,
+                layers=len(snapshot.layers), parts=parts, rest=self._write(rest),
+            )  # fmt: skip
+            index.execute(
+                "insert or replace into snapshots values (?, ?, ?)", (name, json.dumps(manifest), snapshot.nbytes)
+            )
+
+    def load(self, name: str) -> Snapshot:
+        """A snapshot by its name, in tensors of its own. Raises `SnapshotError` for none, or a damaged one."""
+        while True:
+            told = self._manifest(name)
+            try:
+                return self._snapshot(name, told)
+            except SnapshotError:
+                if self._manifest(name) == told:  # else another one was saved meanwhile, and parts of this one removed
+                    raise
+
+    def names(self) -> list[str]:
+        """Those of all snapshots, in order."""
+        with self._index() as index:
+            return [str(name) for (name,) in index.execute("select name from snapshots order by name")]
+
+    def remove(self, name: str) -> None:
+        """Forget a snapshot, and the parts that no other one is made of. Raises `SnapshotError` where there is none."""
+        self._manifest(name)
+        with self._index() as index:
+            index.execute("begin immediate")
+            files = list(self._files())  # or an error, and nothing is removed
+            index.execute("delete from snapshots where name = ?", (name,))
+            used: set[str] = set()
+            for (text,) in index.execute("select manifest from snapshots"):
+                used |= set(DIGEST.findall(str(text)))
+            for file, _ in files:
+                if file.name not in used:
+                    with suppress(OSError):  # the next removal tries again
+                        file.unlink()
+
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(nbytes for _, nbytes in self._files())
+
+    # ---- the parts of it
+
+    def _index(self) -> _Closing:
+        return _Closing(self.path / "index.sqlite3")
+
+    def _manifest(self, name: str) -> Manifest:
+        with self._index() as index:
+            query = "select manifest from snapshots where name = ? and length(manifest) <= ?"
+            row = index.execute(query, (name, MOST_MANIFEST)).fetchone()
+        if row is None:
+            known = ", ".join(self.names()[:8]) or "none"
+            raise SnapshotError(f"{self.path} has no snapshot {name!r}; there are: {known}")
+        try:
+            told = json.loads(row[0])
+        except (ValueError, RecursionError):
+            told = None
+        if isinstance(told, dict) and told.get("version") not in (None, SNAPSHOT_VERSION):
+            raise SnapshotError(
+                f"{self.path} holds {name!r} as a snapshot of version {told['version']!r:.40}; this lmstate "
+                f"reads version {SNAPSHOT_VERSION}"
+            )
+        try:
+            kinds = {
+                "fingerprint": str,
+                "notes": str,
+                "tokens": list,
+                "cached": int,
+                "frequency_key": int,
+                "layers": int,
+            }
+            sound = all(type(told[key]) is kind for key, kind in kinds.items()) and 0 <= told["layers"] <= 100_000
+            sound = sound and all(type(token) is int for token in told["tokens"])
+            sound = sound and all(DIGEST.fullmatch(digest) for digest in [*told["parts"], told["rest"]])
+            sound = sound and 0 <= told["cached"] <= len(told["tokens"])
+            sound = sound and len(told["parts"]) in (0, -(-told["cached"] // PART_TOKENS))
+        except (KeyError, TypeError):
+            sound = False
+        if not sound:
+            raise SnapshotError(f"{self.path} is damaged: what it says of {name!r} is no snapshot")
+        return cast(Manifest, told)
+
+    def _snapshot(self, name: str, told: Manifest) -> Snapshot:
+        pieces = [self._read(digest) for digest in told["parts"]]
+        if any(set(piece) != set(pieces[0]) for piece in pieces):
+            raise SnapshotError(f"{self.path} is damaged: the parts of {name!r} are of different layers")
+        try:
+            joined = {key: torch.cat([piece[key] for piece in pieces], dim=-2) for key in (pieces or [{}])[0]}
+        except (RuntimeError, IndexError) as error:
+            raise SnapshotError(f"{self.path} is damaged: the parts of {name!r} do not fit each other") from error
+        rest = self._read(told["rest"])
+        logits = rest.pop("logits", None)
+        layers = by_layer(self.path, {**joined, **rest}, told["layers"])
+        tokens, frequency_key = tuple(told["tokens"]), told["frequency_key"]
+        return Snapshot(tokens, told["cached"], frequency_key, logits, layers, told["fingerprint"], told["notes"])
+
+    def _files(self) -> Iterator[tuple[Path, int]]:
+        """The parts that lie in this folder, with their bytes. A link may lead to what is another folder's."""
+        for file in [self.path / "parts", *self.path.glob("parts/*"), *self.path.glob("parts/*/*")]:
+            with suppress(FileNotFoundError):
+                found = file.lstat()
+                if stat.S_ISLNK(found.st_mode):
+                    raise OSError(f"{file} is a link, and what it leads to may be another's: remove the link")
+                if stat.S_ISREG(found.st_mode) and DIGEST.fullmatch(file.name):
+                    yield file, found.st_size
+
+    def _file(self, digest: str) -> Path:
+        return self.path / "parts" / digest[:2] / digest
+
+    def _write(self, tensors: Mapping[str, Tensor]) -> str:
+        whole = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+        digest = _digest(whole)
+        file = self._file(digest)
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_layers(file, {"format": FORMAT, "version": str(VERSION)}, whole)
+        return digest
+
+    def _read(self, digest: str) -> dict[str, Tensor]:
+        try:
+            _, tensors = read_layers(self._file(digest), FORMAT, VERSION, "part of a snapshot")
+        except FileNotFoundError:
+            raise SnapshotError(f"{self.path} is damaged: its part {digest} is missing") from None
+        if _digest(tensors) != digest:
+            raise SnapshotError(f"{self.path} is damaged: its part {digest} holds something else")
+        return tensors
+
+
+class _Closing:
+    """A connection to the index, for one transaction."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> sqlite3.Connection:
+        try:
+            self._connection = sqlite3.connect(self._path, timeout=30.0)
+        except sqlite3.Error as error:
+            raise OSError(f"{self._path} cannot be opened: {error}") from error
+        try:
+            check_schema(self._connection, [TABLE])
+            self._connection.execute("pragma journal_mode=wal")
+        except sqlite3.Error as error:
+            self._connection.close()
+            raise OSError(f"{self._path} is no index of snapshots: {error}") from error
+        return self._connection
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        with closing(self._connection):
+            if error is None:
+                self._connection.commit()
+        if isinstance(error, sqlite3.Error):
+            raise OSError(f"{self._path}: {error}") from error
+
+
+def _per_position(snapshot: Snapshot) -> list[frozenset[str]]:
+    """Of each layer, the tensors that hold every position from 0 on."""
+    return [frozenset(_whole(layer, snapshot.cached)) for layer in snapshot.layers]
+
+
+def _whole(layer: Mapping[str, Tensor], length: int) -> Iterator[str]:
+    if isinstance(layer, CapturedBlocks):
+        if layer.start == 0 and layer.stop == length and not layer.unfinished:
+            yield from layer
+    elif isinstance(layer, Parts):
+        for i, member in enumerate(layer.members):
+            yield from (f"{i}.{name}" for name in _whole(member, length))
+
+
+def _run(snapshot: Snapshot, names: list[frozenset[str]], start: int, stop: int) -> dict[str, Tensor]:
+    return {
+        f"layers.{index}.{name}": _slice(layer, name, start, stop)
+        for index, (layer, own) in enumerate(zip(snapshot.layers, names))
+        for name in sorted(own)
+    }
+
+
+def _slice(layer: Mapping[str, Tensor], name: str, start: int, stop: int) -> Tensor:
+    if isinstance(layer, Parts):
+        member, _, rest = name.partition(".")
+        return _slice(layer.members[int(member)], rest, start, stop)
+    assert isinstance(layer, CapturedBlocks)
+    return layer.cut(start, stop)[name]
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of names, dtypes, shapes and content."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        if tensor.numel():
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
