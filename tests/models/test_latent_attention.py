@@ -8,6 +8,7 @@ import torch
 from lmstate.models.layers import mla
 from lmstate.models.layers.mla import MultiHeadLatentAttention
 from lmstate.ops import dispatch
+from lmstate.ops.types.block_table import BLOCK_TOKENS
 from tests.zoo import latent, ours, text
 
 
@@ -44,7 +45,8 @@ def test_the_state_holds_latents_and_not_keys_and_values() -> None:
     model = ours("deepseek_v3")
     state = model.new_state(1, capacity=50)
     model(text(50), state, logits="none")
-    assert state.memory() == {"latent": 3 * 50 * (20 + 8) * 4}  # layers, positions, latent and rope key, float32
+    positions = -(-50 // BLOCK_TOKENS) * BLOCK_TOKENS
+    assert state.memory() == {"latent": 3 * positions * (20 + 8) * 4}  # layers, latent and rope key, float32
 
 
 @pytest.mark.parametrize("case", ["deepseek_v3", "deepseek_v3-yarn"])

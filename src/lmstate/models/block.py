@@ -60,7 +60,7 @@ class Block:
 
     @cached_property
     def mlp_sublayers(self) -> tuple[ops.Sublayer, ...]:
-        """The same of the feed-forward part."""
+        """Sublayers of the feed-forward part, as `mixer_sublayers`."""
         if not isinstance(self.mlp, MLP | MixtureOfExperts):
             return ()
         return self.mlp.sublayers(self.mlp_norm, self.mlp_post_norm, self.scale, self.parallel)

@@ -35,13 +35,20 @@ def bytes_by_kind(weights: Sequence[Tensor | Weight]) -> Counter[str]:
 
 
 def describe(
-    name: str, config: ModelConfig, blocks: Sequence[Block], parts: Any, dtype: torch.dtype, device: torch.device
+    name: str,
+    config: ModelConfig,
+    blocks: Sequence[Block],
+    parts: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    heads: int = 0,
 ) -> str:
     """Family, size, layers by kind, storage of the weights."""
     weights = stored_weights(parts)
     kinds = Counter(block.mixer.kind for block in blocks)
     layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     stored = ", ".join(f"{kind} {size / 2**20:,.1f} MiB" for kind, size in bytes_by_kind(weights).most_common())
+    layers += f"; {heads} multi-token prediction" if heads else ""
     made_for = "unknown" if config.max_positions is None else f"{config.max_positions:,}"
     return (
         f"Model({name or config.family}: {config.family}, {sum(map(parameter_count, weights)):,} parameters\n"

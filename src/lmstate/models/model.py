@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,31 +14,37 @@ from torch import Tensor
 from lmstate import ops
 from lmstate.errors import StateError, UnsupportedError
 from lmstate.generation import generate, stream
+from lmstate.language_model import Logits
 from lmstate.models.block import Block, new_layers
 from lmstate.models.compiled import STATIC_CHUNK, check_static, device_logits, mark_static, traceable
 from lmstate.models.config import ModelConfig
 from lmstate.models.describe import describe
 from lmstate.models.fingerprint import fingerprint
+from lmstate.models.forward import Forward, Head, Run
+from lmstate.models.heads.ahead import draft_ahead, read
+from lmstate.models.heads.head import PredictionHead
 from lmstate.models.layers.embedding import EmbeddingHook, LearnedPositions, OutputHook
 from lmstate.models.layers.rope import Rope
 from lmstate.models.stack import run_eager, run_stack
+from lmstate.models.tokens import Tokens, token_rows
 from lmstate.models.trace import OnSublayer, Traced, traced_blocks
 from lmstate.ops import Norm, Weight
+from lmstate.ops.dispatch import giving_way
+from lmstate.speculation.heads_drafter import AheadDraft
 from lmstate.state import LayerState, Layout, State, Step
+from lmstate.state.blocks import BlockPool
+from lmstate.state.inference_mode import ordinary_tensors
 from lmstate.state.kv.policies.per_layer import Policies, policy_of
 from lmstate.state.snapshot import differences
 from lmstate.state.tree import grow
-from lmstate.state.validate import token_ids, whole_number
+from lmstate.state.validate import whole_number
 
 if TYPE_CHECKING:
     from lmstate.text.tokenizer import Tokenizer
 
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-Logits = Literal["last", "all", "none"]
-Tokens = Tensor | Sequence[Sequence[int]]
-Run = Callable[[Tensor, Step, State], Tensor]
-"""Tokens int64 `[R, t]` of one part of a step -> the stream behind the blocks, float32 `[R, t, E]`."""
+HEAD_ROWS = 128  # rows of logits at a time: the references need as much memory again for them
+GRAPH_ROWS = 32  # of a compiled graph, and where a gradient follows
 
 
 @dataclass(eq=False, repr=False)
@@ -53,6 +59,7 @@ class Model:
     head_bias: Tensor | None = None
     entry: EmbeddingHook | None = None
     exit: OutputHook | None = None
+    heads: tuple[PredictionHead, ...] = ()  # multi-token prediction; a state has a layer for each behind the blocks'
     dtype: torch.dtype = torch.float32  # of stored keys and values, and of large matrix products
     name: str = ""
     eos_ids: frozenset[int] = frozenset()
@@ -64,7 +71,8 @@ class Model:
     _traced: Model | None = field(default=None, init=False, repr=False)  # what compiled graphs hold
 
     def __repr__(self) -> str:
-        return describe(self.name, self.config, self.blocks, self.parts, self.dtype, self.device)
+        parts, heads = self.parts, len(self.heads)
+        return describe(self.name, self.config, self.blocks, parts, self.dtype, self.device, heads)
 
     @property
     def device(self) -> torch.device:
@@ -83,8 +91,9 @@ class Model:
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """All that has weights."""
-        return self.embed, self.blocks, self.norm, self.head, self.head_bias, self.entry, self.exit
+        """Modules that hold weights."""
+        whole = self.embed, self.blocks, self.norm, self.head, self.head_bias, self.entry, self.exit
+        return (*whole, self.heads) if self.heads else whole
 
     @property
     def fingerprint(self) -> str:
@@ -100,14 +109,16 @@ class Model:
         rewind: int = 16,
         kv: torch.dtype | Policies | None = None,
         static: bool = False,
+        pool: BlockPool | None = None,
     ) -> State:
         """An empty state of `rows` sequences.
 
-        `capacity`: tokens that a row may hold, reserved at once (None: grows). `rewind`: how many tokens back a rewind
+        `capacity`: the most tokens that a row may hold (None: any number). `rewind`: how many tokens back a rewind
         recomputes nothing. `kv`: how keys and values are stored and which are forgotten: a policy of `lmstate.kv`, one
         for each layer (`kv.PerLayer`, or a function of the layer's number), or a dtype; by default all, in the model's.
         `static`: everything is made at once and stays where it is, for `decode_step` in a compiled graph; it needs a
-        `capacity`, keeps its number of rows, and takes no policies.
+        `capacity`, keeps its number of rows, and takes no policies. `pool`: counts the blocks in which keys, values and
+        latents lie, together with those of other states, and may limit their bytes; by default one of its own.
         """
         rows, rewind = whole_number(rows, "rows"), whole_number(rewind, "rewind")
         capacity = None if capacity is None else whole_number(capacity, "capacity")
@@ -122,15 +133,21 @@ class Model:
         dtype = kv if isinstance(kv, torch.dtype) else self.dtype
         chunk = STATIC_CHUNK if static else Layout.chunk
         layout = Layout(
-            rows, self.device, dtype, capacity, rewind, chunk, max_positions=self.max_positions, static=static
-        )
+            rows, self.device, dtype, capacity, rewind, chunk, max_positions=self.max_positions, static=static,
+            pool=pool or BlockPool(),
+        )  # fmt: skip
         state = self._new_state(layout, None if isinstance(kv, torch.dtype) else kv)
         if static:
             if self._traced is None and (traced := traceable(self)) is not self:
                 self._traced = traced
             mark_static((self._traced or self).parts, state)
+        elif self.heads and not any(leaf.evicts for layer in state.layers for leaf in layer.leaves()):
+            # Nothing is drafted in a static graph, nor where a policy evicts after each step.
+            policy = None if kv is None or isinstance(kv, torch.dtype) else policy_of(kv, len(self.blocks) - 1)
+            state.layers += [head.new_state(replace(layout, kv=policy)) for head in self.heads]
         return state
 
+    @ordinary_tensors
     def _new_state(self, layout: Layout, kv: Policies | None = None) -> State:
         count = len(self.blocks)
         layouts = [layout if kv is None else replace(layout, kv=policy_of(kv, layer)) for layer in range(count)]
@@ -140,7 +157,7 @@ class Model:
             vocab_size=self.config.vocab_size,
             fingerprint=lambda: self.fingerprint,
             user=weakref.ref(self),
-            regime=lambda horizon: self._regime(horizon),
+            frequency_key=lambda length: self._frequency_key(length),
         )
 
     def _refuse_other(self, state: State) -> None:
@@ -164,8 +181,8 @@ class Model:
         """Number of learned position embeddings; None: any position will do."""
         return self.entry.count if isinstance(self.entry, LearnedPositions) else None
 
-    def _regime(self, horizon: int) -> int:
-        return max((rope.frequency_key(horizon) for rope in self.dynamic_ropes), default=0)
+    def _frequency_key(self, length: int) -> int:
+        return max((rope.frequency_key(length) for rope in self.dynamic_ropes), default=0)
 
     @cached_property
     def dynamic_ropes(self) -> list[Rope]:
@@ -182,6 +199,7 @@ class Model:
         logits: Logits | None = None,
         commit: bool = True,
         parents: Sequence[Sequence[int]] | None = None,
+        rewindable: bool = True,
     ) -> Tensor | None:
         """Extend the state by `tokens`, and return float32 logits.
 
@@ -193,14 +211,16 @@ class Model:
         until then.
         parents: the tokens of each row are a tree; for each the index of its parent among them, -1 for one that follows
         the row's last token. With `commit=False`; the logits are of all nodes, and `state.commit_path` is the verdict.
+        rewindable=False: to go back into these tokens costs computing them again, inside the state's rewind window too:
+        recurrent layers read them in one go, without a stop for a checkpoint. With `commit=False` it changes nothing.
         Without a state: the plain forward over whole sequences. Raises `StateError` on bad tokens and on the state of
         another model, `CapacityError`, `PendingError`; no error changes the state.
         """
         if logits not in (None, "last", "all", "none"):
             raise StateError(f'logits={logits!r} was asked for; there are "last", "all" and "none"')
         if parents is not None:
-            return self._tree(self._ids(tokens), state, logits or "all", commit, parents)
-        return self._extend(tokens, state, logits, commit, self._run, self.logits)
+            return self._tree(token_rows(tokens, self.config.vocab_size), state, logits or "all", commit, parents)
+        return self._extend(tokens, state, logits, commit, self._run, self.logits, rewindable or not commit)
 
     def hidden(
         self,
@@ -224,7 +244,7 @@ class Model:
             if start:
                 raise StateError(f"hidden(start={start}) was asked for without inputs; give the stream in front of it")
             return self._features(tokens, state, commit, self._run)
-        start, ids = whole_number(start, "start"), self._ids(tokens)
+        start, ids = whole_number(start, "start"), token_rows(tokens, self.config.vocab_size)
         if not 0 <= start <= len(self.blocks):
             raise StateError(f"hidden(start={start}) was asked for; the model has blocks 0 to {len(self.blocks) - 1}")
         length, offset = max(map(len, ids)), 0
@@ -261,7 +281,9 @@ class Model:
             x = self.embedded(ids, step)
             on("embed", ids, x)
             x = run_eager(blocks, x, step, state.layers)
-            return x if self.exit is None else Traced(self.exit, "exit", on)(x)
+            x = x if self.exit is None else Traced(self.exit, "exit", on)(x)
+            self._run_heads(x, ids, step, state.layers)
+            return x
 
         out = self._extend(tokens, state, "all", commit, run, Traced(self.logits, "head", on))
         assert out is not None
@@ -275,6 +297,7 @@ class Model:
     def _run(self, tokens: Tensor, step: Step, state: State) -> Tensor:
         return self.run_layers(tokens, step, state.layers, state)
 
+    @ordinary_tensors
     def _extend(
         self,
         tokens: Tokens,
@@ -282,10 +305,11 @@ class Model:
         logits: Logits | None,
         commit: bool,
         run: Run,
-        head: Callable[[Tensor], Tensor] | None,
+        head: Head | None,
+        rewindable: bool = True,
     ) -> Tensor | None:
         """The transaction of a call; without a head, what it gives is not logits but hidden states."""
-        ids = self._ids(tokens)
+        ids = token_rows(tokens, self.config.vocab_size)
         if state is None:
             # Whole sequences are one step of a state that nobody keeps; in one part, so that gradients can follow.
             width = max(map(len, ids), default=0)
@@ -296,17 +320,19 @@ class Model:
             return self._extend(ids, self._new_state(layout), logits or "all", False, run, head)
         self._refuse_other(state)
         self._catch_up(state, ids, logits or "last")
-        step = state.plan(ids, speculative=not commit)
+        step = state.plan(ids, speculative=not commit, rewindable=rewindable)
         try:
-            out = self._forward(ids, step, state, logits or "last", run, head)
-            state.record_logits(None if head is None else out)
-            if commit:
-                state.commit()
+            with giving_way():
+                out = self._forward(run, head)(ids, step, state, logits or "last")
+                state.record_logits(None if head is None else out)
+                if commit:
+                    state.commit()
         except BaseException:
             state.discard()
             raise
         return out
 
+    @ordinary_tensors
     def _tree(
         self, ids: list[list[int]], state: State | None, logits: Logits, commit: bool, parents: Sequence[Sequence[int]]
     ) -> Tensor:
@@ -332,66 +358,15 @@ class Model:
             step = state.plan_backlog(backlog, counts)
             try:
                 idle = any(not count and late for count, late in zip(counts, backlog))
-                last = self._forward(backlog, step, state, "last" if idle else "none", self._run, self.logits)
+                last = self._forward(self._run, self.logits)(backlog, step, state, "last" if idle else "none")
                 state.commit_backlog(last)
             except BaseException:
                 state.discard()
                 raise
 
-    def _forward(
-        self,
-        ids: list[list[int]],
-        step: Step,
-        state: State,
-        want: Logits,
-        run: Run,
-        head: Callable[[Tensor], Tensor] | None,
-    ) -> Tensor | None:
-        if want == "none":
-            for _ in self._parts(ids, step, state, run):
-                pass
-            return None
-        if want == "all":
-            parts = self._parts(ids, step, state, run)
-            pieces = [hidden if head is None else head(hidden) for _, _, hidden in parts]
-            width = self.config.hidden_size if head is None else self.config.vocab_size
-            none = torch.zeros(step.rows, 0, width, dtype=torch.float32, device=self.device)
-            whole = torch.cat(pieces, dim=1) if pieces else none
-            if not step.uniform:
-                padding = torch.arange(step.width, device=self.device) >= step.counts_t[:, None]
-                whole = whole.masked_fill(padding[..., None], 0.0)
-            return whole
-        rows: list[int] = []
-        last: list[Tensor] = []  # [n, E] hidden at the last tokens of the next n of `rows`
-        for offset, part, hidden in self._parts(ids, step, state, run):
-            ends = {row: n - 1 - offset for row, n in enumerate(step.counts) if 0 <= n - 1 - offset < part.width}
-            if ends:
-                together = len(ends) == step.rows and len(set(ends.values())) == 1
-                last.append(hidden[:, ends[0]] if together else hidden[list(ends), list(ends.values())])
-                rows += ends
-        if rows == list(range(step.rows)):
-            return self.logits(last[0] if len(last) == 1 else torch.cat(last))
-        out = torch.full((step.rows, self.config.vocab_size), float("nan"), dtype=torch.float32, device=self.device)
-        for row, logits in enumerate(state.last_logits()):
-            if logits is not None:
-                out[row] = logits
-        if rows:
-            out[rows] = self.logits(torch.cat(last))
-        return out
-
-    def _parts(self, ids: list[list[int]], step: Step, state: State, run: Run) -> Iterator[tuple[int, Step, Tensor]]:
-        """Run the blocks over a step, part by part: (offset, part, hidden float32 `[R, t, E]`)."""
-        if not step.width:
-            return
-        for offset, part in step.chunks():
-            if self.on_part is not None:
-                self.on_part(offset, step.width)
-            width = part.width
-            rows = [row[offset : offset + width] for row in ids]
-            padded = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self.device)
-            yield offset, part, run(padded, part, state)
-        if self.on_part is not None:
-            self.on_part(step.width, step.width)
+    def _forward(self, run: Run, head: Head | None) -> Forward:
+        features = self.config.hidden_size if head is None else self.config.vocab_size
+        return Forward(run, head, features, self.device, self.on_part)
 
     def run_layers(
         self, tokens: Tensor, step: Step, layers: Sequence[LayerState], state: State | None = None
@@ -401,7 +376,14 @@ class Model:
         Eagerly, unless `state`, whose layers these are, keeps the plan.
         """
         x = run_stack(self.blocks, self.embedded(tokens, step), step, layers, state)
-        return x if self.exit is None else self.exit(x)
+        x = x if self.exit is None else self.exit(x)
+        self._run_heads(x, tokens, step, layers)
+        return x
+
+    def _run_heads(self, stream: Tensor, tokens: Tensor, step: Step, layers: Sequence[LayerState]) -> None:
+        """Have the heads read a step, where the state has layers of theirs: `stream` `[R, T, E]` behind the blocks."""
+        if caches := layers[len(self.blocks) :]:
+            read(self.heads, self.norm, stream, tokens, step, caches)
 
     def embedded(self, tokens: Tensor, step: Step) -> Tensor:
         """The stream in front of the first block: tokens int64 `[R, T]` -> float32 `[R, T, E]`."""
@@ -410,17 +392,38 @@ class Model:
             x = x * self.config.embed_scale
         return x if self.entry is None else self.entry(x, tokens, step)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states `[..., E]` -> float32 logits `[..., V]`."""
-        # By blocks of few rows, so that compiled graphs and references do not need as much memory again.
-        rows = hidden.flatten(0, -2).split(ops.GEMV_ROWS)
-        blocks = [ops.linear(block, self.head, self.head_bias, norm=self.norm) for block in rows]
-        logits = (blocks[0] if len(blocks) == 1 else torch.cat(blocks)).unflatten(0, hidden.shape[:-1])
-        if self.config.logit_scale != 1.0:
-            logits = logits * self.config.logit_scale
-        if (cap := self.config.logit_softcap) is not None:
-            logits = torch.tanh(logits / cap) * cap
-        return logits
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Hidden states `[..., E]` -> float32 logits `[..., V]`; in `out`, of that shape, without gradients."""
+        if out is not None and not out.is_contiguous():
+            for row, into in zip(hidden, out, strict=True):
+                self.logits(row, into)
+            return out
+        rows, done = hidden.flatten(0, -2), 0
+        if out is None:
+            # By blocks of few rows, so that compiled graphs and references do not need as much memory again.
+            blocks = rows.split(GRAPH_ROWS)
+            first = self._head(blocks[0])
+            if len(blocks) == 1:
+                return first.unflatten(0, hidden.shape[:-1])
+            if torch.compiler.is_compiling() or first.requires_grad:
+                return torch.cat([first, *map(self._head, blocks[1:])]).unflatten(0, hidden.shape[:-1])
+            out, done = first.new_empty(*hidden.shape[:-1], first.shape[-1]), len(first)
+            out.view(len(rows), -1)[:done] = first
+        flat = out.view(len(rows), out.shape[-1])
+        for start in range(done, len(rows), HEAD_ROWS):
+            self._head(rows[start : start + HEAD_ROWS], flat[start : start + HEAD_ROWS])
+        return out
+
+    def _head(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """`[n, E]` -> `[n, V]`."""
+        logits = ops.linear(hidden, self.head, self.head_bias, norm=self.norm, out=out)
+        scale, cap = self.config.logit_scale, self.config.logit_softcap
+        if torch.compiler.is_compiling() or logits.requires_grad:
+            logits = logits if scale == 1.0 else logits * scale
+            return logits if cap is None else ops.in_double(torch.tanh, logits / cap) * cap
+        if scale != 1.0:
+            logits.mul_(scale)
+        return logits if cap is None else logits.copy_(ops.in_double(torch.tanh, logits.div_(cap))).mul_(cap)
 
     def decode_step(
         self, tokens: Tensor, state: State, counts: Tensor | None = None, logits: Literal["last", "all"] = "last"
@@ -449,17 +452,27 @@ class Model:
         state.record_device_step(tokens.clone(), None if counts is None else counts.clone(), out)
         return out
 
-    def _ids(self, tokens: Tokens) -> list[list[int]]:
-        if isinstance(tokens, Tensor):
-            if tokens.ndim != 2 or tokens.is_floating_point():
-                raise StateError(f"tokens are {tokens.dtype} {list(tokens.shape)}; they must be int64 [rows, T]")
-            tokens = tokens.tolist()
-        if not isinstance(tokens, Iterable):
-            raise StateError(f"tokens are {tokens!r:.80}; they must be int64 [rows, T], or a list of ids for each row")
-        ids = [token_ids(row, f"row {index}", self.config.vocab_size) for index, row in enumerate(tokens)]
-        if not ids:
-            raise StateError("no rows of tokens were given; a batch has at least one, idle rows are empty lists")
-        return ids
+    # ---- drafts of its own heads
+
+    def has_heads(self, state: State) -> bool:
+        """Whether a state of this model has layers of its multi-token prediction heads."""
+        return len(state.layers) > len(self.blocks)
+
+    @ordinary_tensors
+    def draft_ahead(self, state: State, last: Mapping[int, int], depth: int) -> dict[int, AheadDraft]:
+        """Drafts of the heads after each row's next token: for rows of `last` at most `depth` tokens.
+
+        last: by row, the token that comes next and is not in the state yet. The state is as before afterwards. A row
+        that holds no tokens, or whose layers miss some of them, gets none. Raises `PendingError` while tokens await a
+        verdict, `UnsupportedError` where the state has no layers of heads.
+        """
+        self._refuse_other(state)
+        if not self.has_heads(state):
+            raise UnsupportedError(
+                "the state has no layers of multi-token prediction heads: load the model with heads=True, and make a "
+                "state that is not static and under no policy that evicts"
+            )
+        return draft_ahead(self.heads, self.norm, state, state.layers[len(self.blocks) :], last, depth)
 
     # ---- generation
 

@@ -38,7 +38,7 @@ class PlanOwner(Protocol):
 def run_stack(
     blocks: Sequence[Block], x: Tensor, step: Step, layers: Sequence[LayerState], owner: PlanOwner | None
 ) -> Tensor:
-    """The same, by the owner's plan if it still holds, else by a new one; eagerly if there is no owner."""
+    """Run the blocks by the owner's plan if it still holds, else by a new one; eagerly without an owner."""
     if owner is None or torch.compiler.is_compiling():
         return run_eager(blocks, x, step, layers)
     plan = owner.decode_plan
@@ -59,7 +59,7 @@ class Plan:
         return len(blocks) == len(self.blocks) and all(map(is_, blocks, self.blocks))
 
     def run(self, x: Tensor, step: Step, layers: Sequence[LayerState]) -> Tensor:
-        """As `run_eager`."""
+        """Run the segments in order. Shapes as in `run_eager`."""
         graph = ops.FusedGraph(x, step.starts_t, step.counts_t)
         if not graph.enabled:
             return run_eager(self.blocks, x, step, layers)

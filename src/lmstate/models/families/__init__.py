@@ -71,6 +71,7 @@ FAMILIES = {
     "mamba": "mamba",
     "mamba2": "mamba2",
     "mellum": "mellum",
+    "mimo": "qwen2",
     "mimo_v2_flash": "mimo_v2_flash",
     "minimax": "minimax",
     "minimax_m2": "minimax_m2",
@@ -121,7 +122,8 @@ FLAT = {"qwen2_5_vl": "qwen2_5_vl_text", "qwen2_vl": "qwen2_vl_text"}
 def build(w: WeightLoader) -> Model:
     """The model of an open checkpoint; of a multimodal one, its text model.
 
-    Raises `ModelError` for a family that is not in the table, and for a checkpoint without a head.
+    Raises `ModelError` for a family that is not in the table, for a checkpoint without a head, and where prediction
+    heads are wanted and there are none.
     """
     text, family = w.config.fields("text_config"), w.config.str("model_type", default="")
     if text is None and family in FLAT:
@@ -138,6 +140,11 @@ def build(w: WeightLoader) -> Model:
         require_head(w.source, w.source.config)
     w.config = completed(w.config, defaults(family))
     model: Model = _module(family).build(w)
+    if w.heads and not model.heads:
+        raise ModelError(
+            f"heads=True was asked for, and {w.source.path} has no multi-token prediction heads that lmstate reads "
+            f"in a {family} model; leave heads out"
+        )
     return model
 
 

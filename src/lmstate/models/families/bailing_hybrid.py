@@ -1,11 +1,12 @@
 """Ling 3.0 (`bailing_hybrid`): a delta rule with a decay a channel, gated latent attention, and experts in groups.
 
-Heads for multi-token prediction (layers past the last) are not run, and their weights are ignored.
+A head for multi-token prediction lies in a layer past the last, whose kind its tensors tell.
 """
 
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 from lmstate.checkpoints.config import Config
@@ -82,12 +83,16 @@ def build(w: WeightLoader) -> Model:
     kernel = config.int("linear_conv_kernel_dim", low=1, high=256, default=kernel)
 
     def mixer(index: int, prefix: str) -> Mixer:
-        if kinds[index] == "linear_attention":
+        full = kinds[index] == KINDS[1] if index < shape.layers else w.has(f"{prefix}.kv_a_proj_with_mqa.weight")
+        if not full:
             return b.channel_delta(w, prefix, shape, heads, head_dim, kernel, floor=floor)
         return latent_attention(w, prefix, shape, rope, rope_dim, latent_scale(config), head_gate="g_proj")
 
-    block = b.pre_norm(b.rms_norms(w, shape), mixer, b.deepseek_feed_forward(w, shape))
-    return b.decoder(w, shape, block, ignore=b.mtp_tensors(config, shape))
+    normed = b.rms_norms(w, shape)
+    block = b.pre_norm(normed, mixer, b.deepseek_feed_forward(w, shape))
+    names = b.layers_past_the_last(w, shape.layers)
+    predicting = b.prediction_heads(w, shape, normed, names, partial(block, shape.layers))
+    return b.decoder(w, shape, block, heads=predicting, ignore=b.mtp_tensors(config, shape))
 
 
 def _plain(name: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -72,13 +73,17 @@ def build(w: WeightLoader) -> Model:
     normed_after = config.str("model_type") == "axk1"  # what the experts and those beside them give together
     sparse = b.sparse_layers(config, shape.layers) if b.expert_count(config) else [False] * shape.layers
 
+    def is_sparse(index: int, prefix: str) -> bool:
+        return sparse[index] if index < shape.layers else w.has(f"{prefix}.gate.weight")
+
     def feed_forward(index: int, prefix: str) -> FeedForward:
-        if not sparse[index]:
+        if not is_sparse(index, prefix):
             return b.mlp(w, prefix, shape.hidden, inner, act)
         return b.deepseek_mixture(w, prefix, shape, _router(w, f"{prefix}.gate.weight", shape.hidden))
 
-    def block(index: int) -> Block:
-        layer = f"model.layers.{index}"
+    def block(index: int, layer: str = "") -> Block:
+        layer = layer or f"model.layers.{index}"
+        normed_last = normed_after and is_sparse(index, f"{layer}.mlp")
         after = b.first_present(w, f"{layer}.post_mlp_layernorm.weight", f"{layer}.mlp.post_mlp_layernorm.weight")
         mixer = latent_attention(w, f"{layer}.self_attn", shape, rope, rope_dim, latent_scale(config))
         return Block(
@@ -86,10 +91,12 @@ def build(w: WeightLoader) -> Model:
             feed_forward(index, f"{layer}.mlp"),
             normed(f"{layer}.input_layernorm"),
             normed(f"{layer}.post_attention_layernorm"),
-            mlp_post_norm=normed(after.removesuffix(".weight")) if normed_after and sparse[index] else None,
+            mlp_post_norm=normed(after.removesuffix(".weight")) if normed_last else None,
         )
 
-    return b.decoder(w, shape, block, ignore=b.mtp_tensors(config, shape))
+    names = b.layers_past_the_last(w, shape.layers)
+    heads = b.prediction_heads(w, shape, normed, names, partial(block, shape.layers))
+    return b.decoder(w, shape, block, heads=heads, ignore=b.mtp_tensors(config, shape))
 
 
 def _rope(config: Config, rope_dim: int) -> Rope:
@@ -122,7 +129,7 @@ def latent_attention(
     query = shape.heads * (nope + rope_dim)
     first = "q_proj" if query_latent is None else "q_a_proj"
     width = query_latent or query
-    if w.has(f"{prefix}.k_b_proj.weight"):  # already parted, and the keys' turned, as GGUF has it
+    if w.has(f"{prefix}.k_b_proj.weight"):  # already split, and the keys' transposed, as GGUF has it
         key_up = w.tensor(f"{prefix}.k_b_proj.weight", (shape.heads, latent, nope)).mT
         value_up = w.tensor(f"{prefix}.v_b_proj.weight", (shape.heads, value, latent))
     else:
@@ -155,7 +162,7 @@ def latent_attention(
 
 
 def latent_scale(config: Config) -> float:
-    """Of the scores: by the width of a key, and sharper where yarn stretched the positions."""
+    """Scale of the scores: by the width of a key, and sharper where yarn stretched the positions."""
     width = config.int("qk_nope_head_dim", low=1, high=b.MAX_SIZE) + config.int(
         "qk_rope_head_dim", low=2, high=b.MAX_SIZE
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families import builders as b
 from lmstate.models.layers.base import Mixer
@@ -31,7 +34,10 @@ def build(w: WeightLoader) -> Model:
         return b.attention(w, prefix, shape, rope, biased=biased)
 
     def feed_forward(index: int, prefix: str) -> FeedForward:
-        if not first <= index <= last or (index + 1) % every:
+        sparse = first <= index <= last and (index + 1) % every == 0
+        if index >= shape.layers:
+            sparse = w.has(f"{prefix}.gate.weight")
+        if not sparse:
             return b.mlp(w, prefix, shape.hidden, inner, act, biased=biased)
         statics = "moe_statics.e_score_correction_bias"
         statics = b.first_present(w, f"{prefix}.{statics}", f"{prefix}.gate.{statics}")
@@ -47,6 +53,18 @@ def build(w: WeightLoader) -> Model:
         )
         return b.deepseek_mixture(w, prefix, shape, router, shared=shared)
 
-    return b.decoder(
-        w, shape, b.pre_norm(b.rms_norms(w, shape), mixer, feed_forward), head_biased=biased, ignore=("*mtp*",)
-    )  # fmt: skip
+    norms = b.rms_norms(w, shape)
+    block = b.pre_norm(norms, mixer, feed_forward)
+    heads = b.prediction_heads(
+        w, shape, norms, _head_names(w), partial(block, shape.layers), norm=norms("model.norm"), chained_norm=False
+    )
+    return b.decoder(w, shape, block, head_biased=biased, heads=heads, ignore=("*mtp*",))
+
+
+def _head_names(w: WeightLoader) -> Iterator[b.HeadNames]:
+    """Heads that read the stream before the last norm, and go through the model's own."""
+    for index in range(b.MOST_HEADS):
+        if not w.has(f"model.mtp_linear_proj.{index}.weight"):
+            return
+        embed, hidden, project = (f"model.mtp_{part}.{index}" for part in ("emb_norm", "hidden_norm", "linear_proj"))
+        yield b.HeadNames(f"model.mtp_block.{index}", embed, hidden, project, "model.norm")

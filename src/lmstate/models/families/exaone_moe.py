@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import chain
+
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families import builders as b
 from lmstate.models.layers.base import Mixer
@@ -21,24 +24,24 @@ def build(w: WeightLoader) -> Model:
     config.int("sliding_window", low=1)  # without one no layer would know positions
     window = b.layer_windows(config, shape.layers, full_every=4, switch=False)
     sparse = b.sparse_layers(config, shape.layers)
+    head_window = b.head_window(config, slides=window[0] is not None)
     shared = config.int("num_shared_experts", high=b.MAX_SIZE, default=1)
 
     def mixer(index: int, prefix: str) -> Mixer:
         q_norm, k_norm = b.head_norms(w, prefix, shape)
-        size = window[index]
+        size = window[index] if index < shape.layers else head_window
         return b.attention(w, prefix, shape, None if size is None else rope, window=size, q_norm=q_norm, k_norm=k_norm)
 
     def feed_forward(index: int, prefix: str) -> FeedForward:
-        if not sparse[index]:
+        if not (sparse[index] if index < shape.layers else w.has(f"{prefix}.gate.weight")):
             return b.mlp(w, prefix, shape.hidden, inner, act)
         name = "e_score_correction_bias"
         e_score_correction_bias = b.first_present(w, f"{prefix}.{name}", f"{prefix}.gate.{name}")
         router = b.corrected_router(w, f"{prefix}.gate.weight", e_score_correction_bias, shape.hidden)
         return b.deepseek_mixture(w, prefix, shape, router, shared=shared)
 
-    return b.decoder(
-        w,
-        shape,
-        b.pre_norm(b.rms_norms(w, shape), mixer, feed_forward),
-        ignore=("mtp.*", *b.mtp_tensors(config, shape)),
-    )
+    norms = b.rms_norms(w, shape)
+    block = b.pre_norm(norms, mixer, feed_forward)
+    names = chain(b.mtp_layers(w), b.layers_past_the_last(w, shape.layers))
+    heads = b.prediction_heads(w, shape, norms, names, partial(block, shape.layers))
+    return b.decoder(w, shape, block, heads=heads, ignore=b.mtp_tensors(config, shape))

@@ -144,7 +144,7 @@ def layer_kinds(config: Config, layers: int, full_every: int) -> Sequence[str]:
 
 
 def shared_layers(config: Config, kinds: Sequence[str]) -> list[int | None]:
-    """For each layer the earlier one whose keys and values it reads: of its kind, the last that has any."""
+    """Index, by layer, of the earlier layer whose keys and values it reads: the last of its kind that has any."""
     count = config.int("num_kv_shared_layers", high=len(kinds), default=0)
     own = len(kinds) - count
     last = {kind: index for index, kind in enumerate(kinds[:own])}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families import builders as b
 from lmstate.models.layers.base import Mixer
@@ -23,9 +25,8 @@ def build(w: WeightLoader) -> Model:
         q_norm, k_norm = b.head_norms(w, prefix, shape) if normed else (None, None)
         return b.attention(w, prefix, shape, rope, q_norm=q_norm, k_norm=k_norm, out_biased=False)
 
-    return b.decoder(
-        w,
-        shape,
-        b.pre_norm(b.rms_norms(w, shape), mixer, b.deepseek_feed_forward(w, shape)),
-        ignore=b.mtp_tensors(config, shape),
-    )
+    norms = b.rms_norms(w, shape)
+    block = b.pre_norm(norms, mixer, b.deepseek_feed_forward(w, shape))
+    names = b.layers_past_the_last(w, shape.layers)
+    heads = b.prediction_heads(w, shape, norms, names, partial(block, shape.layers))
+    return b.decoder(w, shape, block, heads=heads, ignore=b.mtp_tensors(config, shape))

@@ -44,8 +44,9 @@ def build(w: WeightLoader) -> Model:
         """A matrix, which is stored [K, N], and its bias."""
 
         weight = w.derived(
-            f"{name}.weight, turned", f"{name}.weight", make=lambda numbers: floats(numbers).T, shape=(outputs, inputs)
-        )
+            f"{name}.weight, transposed", f"{name}.weight", make=lambda numbers: floats(numbers).T,
+            shape=(outputs, inputs),
+        )  # fmt: skip
         return weight, w.tensor(f"{name}.bias", (outputs,))
 
     def mixer(index: int, name: str) -> Attention:

@@ -93,7 +93,7 @@ def build(w: WeightLoader) -> Model:
 
 
 def _biases(w: WeightLoader, prefix: str, count: int, inner: int, hidden: int) -> tuple[Tensor, Tensor]:
-    """Of gate and up, then of down: float32 `[experts, 2 * F]` and `[experts, E]`."""
+    """Biases of gate and up, then of down: float32 `[experts, 2 * F]` and `[experts, E]`."""
     down = w.tensor(f"{prefix}.down_proj_bias", (count, hidden))
     if w.has(f"{prefix}.gate_proj_bias"):
         parts = [w.tensor(f"{prefix}.{part}_proj_bias", (count, inner)) for part in ("gate", "up")]

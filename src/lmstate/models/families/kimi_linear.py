@@ -56,7 +56,7 @@ def build(w: WeightLoader) -> Model:
             b.norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps),
         )
 
-    return b.decoder(w, shape, block, ignore=("model.mtp.*", *b.mtp_tensors(config, shape)))
+    return b.decoder(w, shape, block, ignore=b.mtp_tensors(config, shape))
 
 
 def _kinds(linear: Config, layers: int) -> Sequence[str]:

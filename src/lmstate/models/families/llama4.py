@@ -53,11 +53,11 @@ def build(w: WeightLoader) -> Model:
         return replace(mixer, chunk=chunk if kinds[index] == "chunked_attention" else None)
 
     def expert(name: str, index: int, size: tuple[int, int]) -> Weight:
-        def turned(numbers: Tensor) -> Tensor:  # stored [experts, K, N]
+        def transposed(numbers: Tensor) -> Tensor:  # stored [experts, K, N]
             return numbers[index].T
 
         w.expect(name, (count, *reversed(size)))
-        return w.derived(f"{name}[{index}]", name, make=turned, shape=size)
+        return w.derived(f"{name}[{index}]", name, make=transposed, shape=size)
 
     def feed_forward(index: int, prefix: str) -> FeedForward:
         if index not in sparse:

@@ -27,7 +27,7 @@ DEFAULTS: b.Defaults = {"longcat_flash": {**b.EPS, "zero_expert_num": 256}}
 
 @dataclass(frozen=True, eq=False)
 class Sublayer:
-    """An attention and the dense part behind it, with the norm before each."""
+    """An attention and the MLP behind it, with the norm before each."""
 
     attention: MultiHeadLatentAttention
     mlp: MLP
@@ -37,7 +37,7 @@ class Sublayer:
 
 @dataclass(frozen=True, eq=False)
 class Shortcut:
-    """A whole layer: two halves, and experts that read what the first one's dense part reads and are added at the end.
+    """A whole layer: two sublayers, and experts that read what the first one's MLP reads and are added at the end.
 
     Its input is the stream itself, to which all parts add; so it stands in a block without norms or a part behind it.
     """
@@ -55,7 +55,7 @@ class Shortcut:
         return self.first.attention.rope
 
     def new_state(self, layout: Layout) -> LayerState:
-        return CompositeState([half.attention.new_state(layout) for half in (self.first, self.second)])
+        return CompositeState([sublayer.attention.new_state(layout) for sublayer in (self.first, self.second)])
 
     def __call__(
         self, x: Tensor, step: Step, cache: LayerState, norm: Norm | None = None, residual: Residual | None = None
@@ -63,11 +63,11 @@ class Shortcut:
         assert isinstance(cache, CompositeState) and norm is None
         assert residual is not None and residual.stream is x and residual.norm is None and residual.scale == 1.0
         skipped = None
-        for half, own in zip((self.first, self.second), cache.members):
-            x = half.attention(x, step, own, half.attention_norm, Residual(x))
+        for sublayer, own in zip((self.first, self.second), cache.members):
+            x = sublayer.attention(x, step, own, sublayer.attention_norm, Residual(x))
             if skipped is None:
-                skipped = self.experts(x, half.mlp_norm)
-            x = half.mlp(x, half.mlp_norm, Residual(x))
+                skipped = self.experts(x, sublayer.mlp_norm)
+            x = sublayer.mlp(x, sublayer.mlp_norm, Residual(x))
         assert skipped is not None
         return x + skipped
 
@@ -90,7 +90,7 @@ def build(w: WeightLoader) -> Model:
     rope = make_rope(config, rope_dim, theta=1e7, interleaved=True).to(w.device)
     normed = b.rms_norms(w, shape)
 
-    def half(layer: str, index: int) -> Sublayer:
+    def sublayer(layer: str, index: int) -> Sublayer:
         return Sublayer(
             scaled_attention(w, f"{layer}.self_attn.{index}", shape, rope, rope_dim),
             b.mlp(w, f"{layer}.mlps.{index}", shape.hidden, inner, act),
@@ -100,12 +100,27 @@ def build(w: WeightLoader) -> Model:
 
     def block(index: int) -> Block:
         layer = f"model.layers.{index}"
-        return Block(Shortcut(half(layer, 0), half(layer, 1), mixture(w, f"{layer}.mlp", shape)), None)
+        return Block(Shortcut(sublayer(layer, 0), sublayer(layer, 1), mixture(w, f"{layer}.mlp", shape)), None)
 
     # transformers makes room for the first matrix of experts that have none.
     count = b.expert_count(config)
     unused = [f"*.mlp.experts.{count + index}.*" for index in range(_idle(config))]
-    return b.decoder(w, shape, block, ignore=("model.mtp.*", *unused))
+    layer = "model.mtp.layers.0"
+
+    def head_block(layer: str) -> Block:
+        return Block(
+            scaled_attention(w, f"{layer}.self_attn", shape, rope, rope_dim),
+            b.mlp(w, f"{layer}.transformer_layer.mlp", shape.hidden, inner, act),
+            normed(f"{layer}.input_layernorm"),
+            normed(f"{layer}.post_attention_layernorm"),
+        )
+
+    names = b.HeadNames(
+        layer, f"{layer}.enorm.m", f"{layer}.hnorm.m", f"{layer}.eh_proj", "model.mtp.norm", "model.mtp.embed_tokens"
+    )
+    there = [names] if w.has(f"{names.project}.weight") else []
+    heads = b.prediction_heads(w, shape, normed, there, head_block)
+    return b.decoder(w, shape, block, heads=heads, ignore=tuple(unused))
 
 
 def scaled_attention(

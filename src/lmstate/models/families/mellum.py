@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families import builders as b
 from lmstate.models.layers.base import Mixer
@@ -19,19 +21,23 @@ def build(w: WeightLoader) -> Model:
         rope.to(w.device) for rope in ropes_by_kind(config, shape.head_dim, theta=500_000.0, local_theta=10_000.0)
     )
     sparse = b.sparse_layers(config, shape.layers)
+    head_window = b.head_window(config, slides=True)
 
     def mixer(index: int, prefix: str) -> Mixer:
         q_norm, k_norm = b.head_norms(w, prefix, shape)
-        size = window[index]
+        size = window[index] if index < shape.layers else head_window
         rope = full if size is None else local
         return b.attention(w, prefix, shape, rope, window=size, q_norm=q_norm, k_norm=k_norm)
 
     def feed_forward(index: int, prefix: str) -> FeedForward:
-        if not sparse[index]:
+        if not (sparse[index] if index < shape.layers else w.has(f"{prefix}.gate.weight")):
             return b.mlp(
                 w, prefix, shape.hidden, config.int("intermediate_size", low=1, high=b.MAX_SIZE), b.activation(config)
             )
         normalize = config.bool("norm_topk_prob", default=True)
         return b.softmax_mixture(w, prefix, shape, b.expert_width(config), normalize=normalize)
 
-    return b.decoder(w, shape, b.pre_norm(b.rms_norms(w, shape), mixer, feed_forward), ignore=("mtp.*",))
+    norms = b.rms_norms(w, shape)
+    block = b.pre_norm(norms, mixer, feed_forward)
+    heads = b.prediction_heads(w, shape, norms, b.mtp_layers(w), partial(block, shape.layers))
+    return b.decoder(w, shape, block, heads=heads)

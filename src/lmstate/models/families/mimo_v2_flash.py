@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families import builders as b
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.rope import Rope, make_rope, rope_fields
-from lmstate.models.model import Model
+from lmstate.models.model import Block, Model
 from lmstate.ops import Residual
 from lmstate.state import KeyValueState, LayerState, Step
 
@@ -68,14 +68,30 @@ def build(w: WeightLoader) -> Model:
     near_kv_heads = config.int("swa_num_key_value_heads", low=1, high=b.MAX_SIZE, default=2 * shape.kv_heads)
 
     def mixer(index: int, prefix: str) -> Attention:
-        if kinds[index] == F:
+        if index < shape.layers and kinds[index] == F:
             return narrow_attention(w, prefix, shape, ropes[F])
         near = narrow_attention(w, prefix, replace(shape, kv_heads=near_kv_heads), ropes[S])
         sinks = b.first_present(w, f"{prefix}.attention_sink_bias", f"{prefix}.sinks")
-        return replace(near, window=window, sinks=w.tensor(sinks, (shape.heads,)))
+        sinkless = index >= shape.layers and not w.has(sinks)
+        return replace(near, window=window, sinks=None if sinkless else w.tensor(sinks, (shape.heads,)))
 
-    block = b.pre_norm(b.rms_norms(w, shape), mixer, b.deepseek_feed_forward(w, shape))
-    return b.decoder(w, shape, block, ignore=("model.mtp.*",))
+    norms, feed_forward = b.rms_norms(w, shape), b.deepseek_feed_forward(w, shape)
+
+    def head_block(layer: str) -> Block:
+        second = b.first_present(w, f"{layer}.pre_mlp_layernorm.weight", f"{layer}.post_attention_layernorm.weight")
+        names = ("input_layernorm", "self_attn", second.removesuffix(".weight").rpartition(".")[2], "mlp")
+        return b.pre_norm(norms, mixer, feed_forward, names)(shape.layers, layer)
+
+    heads = b.prediction_heads(w, shape, norms, _head_names(w), head_block)
+    return b.decoder(w, shape, b.pre_norm(norms, mixer, feed_forward), heads=heads)
+
+
+def _head_names(w: WeightLoader) -> Iterator[b.HeadNames]:
+    """Several heads, each with a window on its attention and a dense part."""
+    for layer in (f"model.mtp.layers.{index}" for index in range(b.MOST_HEADS)):
+        if not w.has(f"{layer}.eh_proj.weight"):
+            return
+        yield b.HeadNames(layer, *(f"{layer}.{name}" for name in ("enorm", "hnorm", "eh_proj", "final_layernorm")))
 
 
 def narrow_attention(w: WeightLoader, prefix: str, shape: b.Dims, rope: Rope) -> NarrowValues:

@@ -54,7 +54,7 @@ def build(w: WeightLoader) -> Model:
     ]
 
     def weights(part: str) -> tuple[float, float]:
-        """Of the input and of what the part gives."""
+        """Residual weights: of the input and of the sublayer's output."""
         return config.float(f"{part}_alpha_factor", default=1.0), config.float(f"{part}_beta_factor", default=1.0)
 
     def block(index: int) -> Block:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -19,6 +20,7 @@ from lmstate.ops import FloatWeight, Norm, Residual, Weight
 
 DEFAULTS: b.Defaults = {}
 
+MOST_BLOCKS = 64  # of a prediction head
 LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 
 
@@ -110,7 +112,9 @@ def build(w: WeightLoader) -> Model:
         )
 
     def block(index: int) -> Block:
-        kind, layer = kinds[index], f"backbone.layers.{index}"
+        return of_kind(kinds[index], f"backbone.layers.{index}")
+
+    def of_kind(kind: str, layer: str) -> Block:
         before = b.norm(w, f"{layer}.norm.weight", shape.hidden, shape.eps)
         if kind == "mamba":
             gated = b.gated_norm(w, f"{layer}.mixer.norm.weight", sizes)
@@ -122,9 +126,45 @@ def build(w: WeightLoader) -> Model:
         inner = config.int("intermediate_size", low=1, high=b.MAX_SIZE)
         return Block(Identity(), plain(f"{layer}.mixer", shape.hidden, inner), mlp_norm=before)
 
-    final = b.norm(w, "backbone.norm_f.weight", shape.hidden, shape.eps)
-    # Multi-token prediction heads (`mtp.*`) draft tokens; the model is whole without them.
-    return b.decoder(w, shape, block, embed="backbone.embeddings", final_norm=final, ignore=("mtp.*", "backbone.mtp.*"))
+    normed = b.rms_norms(w, shape)
+    heads = b.prediction_heads(w, shape, normed, _head_names(w), lambda layers: _head_blocks(config, layers, of_kind))
+    return b.decoder(
+        w,
+        shape,
+        block,
+        embed="backbone.embeddings",
+        final_norm=normed("backbone.norm_f"),
+        heads=heads,
+        ignore=("backbone.mtp.*",),
+    )
+
+
+def _head_kinds(config: Config) -> tuple[str, ...]:
+    """The kind of each block of the head."""
+    kinds = config.strs("mtp_layers_block_type", default=None)
+    if kinds is None:
+        letters = config.str("mtp_hybrid_override_pattern", default="*E")
+        kinds = tuple(LETTERS.get(letter, letter) for letter in letters)
+    return tuple("attention" if kind == "full_attention" else kind for kind in kinds)
+
+
+def _head_names(w: WeightLoader) -> Iterator[b.HeadNames]:
+    """One head of several blocks: what comes in front lies in the first one, the last norm in the last one."""
+    first = "mtp.layers.0"
+    last = next((at for at in range(MOST_BLOCKS) if w.has(f"mtp.layers.{at}.final_layernorm.weight")), 0)
+    if w.has(f"{first}.eh_proj.weight"):
+        norm = f"mtp.layers.{last}.final_layernorm"
+        yield b.HeadNames("mtp.layers", f"{first}.enorm", f"{first}.hnorm", f"{first}.eh_proj", norm)
+
+
+def _head_blocks(config: Config, layers: str, block: Callable[[str, str], Block]) -> tuple[Block, ...]:
+    kinds = _head_kinds(config)
+    if not 0 < len(kinds) <= MOST_BLOCKS or not set(kinds) <= set(LETTERS.values()):
+        raise ModelError(
+            f"{config.where} asks for a prediction head of the blocks {', '.join(kinds)[:80]}; it has 1 to "
+            f"{MOST_BLOCKS}, each one of {', '.join(LETTERS.values())}"
+        )
+    return tuple(block(kind, f"{layers}.{index}") for index, kind in enumerate(kinds))
 
 
 def _pattern(config: Config) -> tuple[str, ...]:

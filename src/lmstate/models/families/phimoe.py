@@ -75,7 +75,7 @@ def build(w: WeightLoader) -> Model:
 
 
 def _rope(config: Config, head_dim: int) -> Rope:
-    """Its longrope has a factor on cosines and sines for short texts and one for long ones."""
+    """Longrope with one factor on cosines and sines for short texts and another for long ones."""
     rope, fields = make_rope(config, head_dim, theta=1e6), rope_fields(config)
     if fields.str("rope_type") == "default":
         return rope

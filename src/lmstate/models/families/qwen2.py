@@ -1,8 +1,9 @@
-"""Qwen2: Llama's block with biases on the query, key and value projections; some layers may slide. Dense or sparse."""
+"""Qwen2, and MiMo-7B: Llama's block with biases on q, k and v; some layers may slide. Dense or sparse."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
@@ -26,6 +27,7 @@ QWEN2_VL = {
     "rope_theta": 1e6,
 }
 DEFAULTS: b.Defaults = {
+    "mimo": QWEN2,
     "qwen2": QWEN2,
     "qwen2_5_vl_text": QWEN2_VL,
     "qwen2_moe": b.UNWINDOWED,
@@ -38,12 +40,25 @@ def build(w: WeightLoader) -> Model:
     rope, window = make_rope(config, shape.head_dim).to(w.device), _windows(config, shape.layers)
 
     def mixer(index: int, prefix: str) -> Mixer:
-        return b.attention(w, prefix, shape, rope, window=window[index])
+        return b.attention(w, prefix, shape, rope, window=window[index] if index < shape.layers else None)
 
     def feed_forward(index: int, prefix: str) -> FeedForward:
         return b.qwen_feed_forward(w, index, prefix, shape, normalize=False)
 
-    return b.decoder(w, shape, b.pre_norm(b.rms_norms(w, shape), mixer, feed_forward))
+    norms = b.rms_norms(w, shape)
+    block = b.pre_norm(norms, mixer, feed_forward)
+    heads = b.prediction_heads(w, shape, norms, _head_names(w), partial(block, shape.layers), hidden_first=True)
+    ignore = ("model.mtp_layers.*",) if config.str("model_type") == "mimo" else ()
+    return b.decoder(w, shape, block, heads=heads, ignore=ignore)
+
+
+def _head_names(w: WeightLoader) -> Iterator[b.HeadNames]:
+    """The heads of MiMo-7B (2505.07608)."""
+    names = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+    for layer in (f"model.mtp_layers.{index}" for index in range(b.MOST_HEADS)):
+        if not w.has(f"{layer}.input_proj.weight"):
+            return
+        yield b.HeadNames(layer, *(f"{layer}.{name}" for name in names))
 
 
 def _windows(config: Config, layers: int) -> Sequence[int | None]:

@@ -1,10 +1,13 @@
 """Qwen3-Next and Qwen3.5: gated delta rule in most layers, gated attention in every fourth; norms store w - 1.
 
-The two differ in how the checkpoint lays out the projections of the delta rule. Heads for multi-token prediction
-(`mtp.*`, in GGUF blocks past the last layer) are not run, and their weights are ignored.
+The two differ in how the checkpoint lays out the projections of the delta rule. A head for multi-token prediction
+(`mtp.*`, in GGUF a block past the last layer) has attention.
 """
 
 from __future__ import annotations
+
+from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -31,7 +34,7 @@ def build(w: WeightLoader) -> Model:
     ]
 
     def mixer(index: int, layer: str) -> Mixer:
-        if kinds[index] == "linear_attention":
+        if index < shape.layers and kinds[index] == "linear_attention":
             return delta(w, f"{layer}.linear_attn", shape)
         q_norm, k_norm = (
             b.norm(w, f"{layer}.self_attn.{part}_norm.weight", shape.head_dim, shape.eps, plus_one=True)
@@ -39,19 +42,25 @@ def build(w: WeightLoader) -> Model:
         )
         return b.attention(w, f"{layer}.self_attn", shape, rope, q_norm=q_norm, k_norm=k_norm, gate=True)
 
-    def block(index: int) -> Block:
-        layer = f"model.layers.{index}"
+    def block(index: int, layer: str = "") -> Block:
+        layer = layer or f"model.layers.{index}"
         return Block(
             mixer(index, layer),
             b.qwen_feed_forward(w, index, f"{layer}.mlp", shape, normalize=True),
-            b.norm(w, f"{layer}.input_layernorm.weight", shape.hidden, shape.eps, plus_one=True),
-            b.norm(w, f"{layer}.post_attention_layernorm.weight", shape.hidden, shape.eps, plus_one=True),
+            normed(f"{layer}.input_layernorm"),
+            normed(f"{layer}.post_attention_layernorm"),
         )
 
-    final = b.norm(w, "model.norm.weight", shape.hidden, shape.eps, plus_one=True)
+    normed = b.rms_norms(w, shape, plus_one=True)
+    names = chain(b.mtp_layers(w), b.mtp_layers(w, "model.mtp"), b.layers_past_the_last(w, shape.layers))
     return b.decoder(
-        w, shape, block, final_norm=final, ignore=("mtp.*", "model.mtp.*", *b.mtp_tensors(config, shape))
-    )  # fmt: skip
+        w,
+        shape,
+        block,
+        final_norm=normed("model.norm"),
+        heads=b.prediction_heads(w, shape, normed, names, partial(block, shape.layers)),
+        ignore=b.mtp_tensors(config, shape),
+    )
 
 
 def delta(w: WeightLoader, prefix: str, shape: b.Dims) -> GatedDelta:

@@ -103,7 +103,7 @@ class ChainedMixture:
 
 
 def _gelu(x: Tensor) -> Tensor:
-    """In float64: in float32 torch rounds the last numbers of a vector otherwise, and a choice hangs on them."""
+    """GELU in float64: in float32 torch rounds the last numbers of a vector otherwise, and a choice hangs on them."""
     return F.gelu(x.double()).float()
 
 

@@ -47,7 +47,7 @@ class Attention(FusableLayer):
     to, and `qkv` are queries alone.
 
     `clip`: what the projections give is brought to within that of 0. `turned_weight` float32 `[D]` multiplies queries
-    after they have turned: where a norm comes after the rotation, that is what is left of it there.
+    after they are rotated: where a norm comes after the rotation, that is what is left of it there.
     """
 
     qkv: Weight

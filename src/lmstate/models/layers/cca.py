@@ -25,7 +25,7 @@ class CompressedConvAttention:
     that this one has. Queries and keys pass a convolution of each feature, one of each head, and beside these go on as
     what a query head and its key head are on average; then they are normalized, and a key head has a scale.
 
-    The fold is the convolutions: to see the half of the values a token late is one with a single tap. All biases are
+    The scan is the convolutions: to see the half of the values a token late is one with a single tap. All biases are
     added after it, so that what is before a text is zero.
     """
 

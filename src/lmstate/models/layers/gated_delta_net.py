@@ -13,6 +13,7 @@ from lmstate.models.layers.base import FusableLayer
 from lmstate.ops import Norm, Residual, Weight
 from lmstate.ops.recurrent.causal_conv import tap_major
 from lmstate.ops.recurrent.gated_delta_mixer import gated_delta_mixer
+from lmstate.ops.types.mixers import GatedDeltaParams
 from lmstate.state import LayerState, Layout, RecurrentState, Step
 from lmstate.state.layers.recurrent import Carry
 
@@ -37,7 +38,7 @@ class GatedDelta(FusableLayer):
     channel; it stays float32, for its errors would last. Where the decay or z come through a bottleneck (`decay_up`,
     `gate_up`), `qkvz` gives q, k, v and then the two bottlenecks instead of z.
 
-    The fold takes q, k, v before their convolution, beta and decay before their nonlinearities. z is not remembered.
+    The scan reads q, k, v before their convolution, beta and decay before their nonlinearities. z is not remembered.
     """
 
     qkvz: Weight
@@ -68,6 +69,13 @@ class GatedDelta(FusableLayer):
         """H"""
         return self.A.shape[0]
 
+    @property
+    def _params(self) -> GatedDeltaParams:
+        return GatedDeltaParams(
+            self.conv, self.A, self.dt_bias, self.norm, self.key_heads, self.key_dim, self.gate_act, self.beta_scale,
+            self.floor,
+        )  # fmt: skip
+
     def new_state(self, layout: Layout) -> LayerState:
         width, kernel = self.conv.shape
         shapes = [(kernel - 1, width), (self.heads, self.key_dim, self.value_dim)]
@@ -78,29 +86,14 @@ class GatedDelta(FusableLayer):
     def scan(self, inputs: Tensor, carry: Carry, counts: Tensor, gate: Tensor | None) -> tuple[Tensor, Carry]:
         """q, k, v | beta | decay `[R, T, F]`, beside them z -> `[R, T, H * Dv]`."""
         tail, state = carry
-        return gated_delta_mixer(
-            inputs,
-            gate,
-            (tail, state),
-            counts,
-            conv=self.conv,
-            A=self.A,
-            dt_bias=self.dt_bias,
-            norm=self.norm,
-            key_heads=self.key_heads,
-            key_dim=self.key_dim,
-            gate_act=self.gate_act,
-            beta_scale=self.beta_scale,
-            floor=self.floor,
-        )
+        return gated_delta_mixer(inputs, gate, (tail, state), counts, self._params)
 
     def sublayers(self, norm: Norm | None, post_norm: Norm | None, scale: float) -> tuple[ops.Sublayer, ...]:
         if self.decay_up is not None or self.floor is not None:
             return ()
         sublayer = ops.GatedDeltaSublayer(
-            self.qkvz, self.gates, self.out, self.conv, self.A, self.dt_bias, self.norm, self.key_heads, self.key_dim,
-            self.gate_act, self.beta_scale, norm=norm, post_norm=post_norm, scale=scale,
-        )  # fmt: skip
+            self.qkvz, self.out, self.gates, self._params, norm=norm, post_norm=post_norm, scale=scale
+        )
         return (sublayer,)
 
     def forward(self, x: Tensor, step: Step, cache: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:

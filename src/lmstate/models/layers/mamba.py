@@ -18,7 +18,7 @@ from lmstate.state.layers.recurrent import Carry
 class Mamba:
     """The mixer of Gu and Dao 2023 (2312.00752), of I features with states N wide and time steps of rank Q.
 
-    `project [2 * I, E]` gives x | gate. The fold takes x: what it convolves decides on dt, B and C, through
+    `project [2 * I, E]` gives x | gate. The scan reads x: what it convolves decides on dt, B and C, through
     `select [Q + 2 * N, I]` and `dt_project [I, Q]`. The gate needs no memory. Falcon-Mamba and Jamba normalize dt, B
     and C in between.
     """

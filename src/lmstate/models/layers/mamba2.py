@@ -11,6 +11,7 @@ from lmstate.models.layers.base import FusableLayer
 from lmstate.ops import Norm, Residual, Weight
 from lmstate.ops.recurrent.causal_conv import tap_major
 from lmstate.ops.recurrent.mamba2_mixer import mamba2_mixer
+from lmstate.ops.types.mixers import Mamba2Params
 from lmstate.state import LayerState, Layout, RecurrentState, Step
 from lmstate.state.layers.recurrent import Carry
 
@@ -28,7 +29,7 @@ class GatedNorm:
 class Mamba2(FusableLayer):
     """The mixer of Dao and Gu 2024 (2405.21060), of H heads of P features, their states N wide, in G groups.
 
-    `project [I + (I + 2 * G * N) + H, E]` gives gate | x, B, C | dt, with I = H * P. The fold takes x, B, C and dt; the
+    `project [I + (I + 2 * G * N) + H, E]` gives gate | x, B, C | dt, with I = H * P. The scan reads x, B, C and dt; the
     gate and what comes after it need no memory. `scale` multiplies what was projected, with its bias.
     """
 
@@ -60,6 +61,13 @@ class Mamba2(FusableLayer):
         """I"""
         return self.A.shape[0] * self.head_dim
 
+    @property
+    def _params(self) -> Mamba2Params:
+        gated = (None, 1, False) if self.norm is None else (self.norm.norm, self.norm.groups, self.norm.gate_last)
+        return Mamba2Params(
+            self.conv, self.conv_bias, self.A, self.D, self.dt_bias, self.head_dim, self.groups, self.dt_limits, *gated
+        )
+
     def new_state(self, layout: Layout) -> LayerState:
         width, kernel = self.conv.shape
         shapes = [(kernel - 1, width), (len(self.A), self.head_dim, self.state_size)]
@@ -68,35 +76,14 @@ class Mamba2(FusableLayer):
     def scan(self, inputs: Tensor, carry: Carry, counts: Tensor, gate: Tensor | None) -> tuple[Tensor, Carry]:
         """x, B, C | dt `[R, T, (I + 2 * G * N) + H]`, beside them the gate -> `[R, T, I]`."""
         tail, state = carry
-        gated = self.norm
-        return mamba2_mixer(
-            inputs,
-            gate,
-            (tail, state),
-            counts,
-            conv=self.conv,
-            conv_bias=self.conv_bias,
-            A=self.A,
-            D=self.D,
-            dt_bias=self.dt_bias,
-            head_dim=self.head_dim,
-            groups=self.groups,
-            dt_limits=self.dt_limits,
-            norm=None if gated is None else gated.norm,
-            norm_groups=1 if gated is None else gated.groups,
-            gate_last=gated is not None and gated.gate_last,
-        )
+        return mamba2_mixer(inputs, gate, (tail, state), counts, self._params)
 
     def sublayers(
         self, norm: Norm | None, post_norm: Norm | None, scale: float, parallel: bool = False
     ) -> tuple[ops.Sublayer, ...]:
-        gated_norm, groups, gate_last = None, 1, False
-        if self.norm is not None:
-            gated_norm, groups, gate_last = self.norm.norm, self.norm.groups, self.norm.gate_last
         sublayer = ops.Mamba2Sublayer(
-            self.project, self.out, self.conv, self.conv_bias, self.A, self.D, self.dt_bias, self.groups,
-            self.head_dim, self.dt_limits, gated_norm, groups, gate_last, self.bias, self.out_bias,
-            self.scale, parallel, norm=norm, post_norm=post_norm, scale=scale,
+            self.project, self.out, self._params, self.scale, parallel, bias=self.bias, out_bias=self.out_bias,
+            norm=norm, post_norm=post_norm, scale=scale,
         )  # fmt: skip
         return (sublayer,)
 

@@ -92,8 +92,8 @@ class MultiHeadLatentAttention:
         return per_head_matmul(seen, self.value_up).flatten(-2)
 
     def _expanded(self, q_nope: Tensor, q_rope: Tensor, cache: LatentState | EvictingLatentState, step: Step) -> Tensor:
-        """The same over keys `[R, H, S, Dn + Dr]` and values, made for some heads at a time -> `[R, T, H * Dv]`."""
-        latent, rope_key = (part.to(self.key_up.dtype)[:, None] for part in cache.stored(step))  # [R, 1, S, ...]
+        """Attention over keys `[R, H, S, Dn + Dr]` and values, expanded some heads at a time -> `[R, T, H * Dv]`."""
+        latent, rope_key = (part.to(self.key_up.dtype)[:, None] for part in cache.latents(step))  # [R, 1, S, ...]
         query = torch.cat([q_nope, q_rope], dim=-1)
         per_head = latent[..., 0].numel() * (query.shape[-1] + self.value_up.shape[2])
         size = max(1, EXPANDED // max(per_head, 1))

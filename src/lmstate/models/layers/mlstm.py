@@ -41,7 +41,7 @@ class MLSTM:
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Of q, of k and of v, all heads together."""
+        """Widths of q, k and v, all heads together."""
         return self.heads * self.key_dim, self.heads * self.key_dim, self.heads * self.value_dim
 
     def new_state(self, layout: Layout) -> LayerState:

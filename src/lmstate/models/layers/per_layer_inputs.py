@@ -14,9 +14,9 @@ from lmstate.state import Step
 
 @dataclass(frozen=True, eq=False)
 class PerLayerInputs:
-    """Those of L blocks, P numbers each: an embedding of the token, and a projection of the one that they share.
+    """Per-layer inputs of L blocks, P numbers each: an embedding of the token plus a projection of the shared one.
 
-    Those are added, and divided by the root of two. A token that the table is too short for has that of token 0.
+    The sum is divided by the root of two. A token that the table is too short for has that of token 0.
     """
 
     embed: Weight  # [V, L * P]

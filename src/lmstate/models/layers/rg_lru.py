@@ -20,7 +20,7 @@ class RecurrentBlock:
     """`out(rg_lru(conv(x)) * act(y))`, where `project [2 * F, E]` gives x and y (De et al. 2024, 2402.19427).
 
     The input and recurrence gates read the convolution's output block by block: N `gates [2 * F / N, F / N]`, which
-    give both. The fold takes x; y needs no memory.
+    give both. The scan reads x; y needs no memory.
     """
 
     project: Weight

@@ -72,7 +72,7 @@ class Rope:
         return self._with(lambda frequencies: frequencies.to(device))
 
     def inverse(self) -> Rope:
-        """The same in the other direction."""
+        """Tables that rotate in the other direction."""
         return self._with(torch.neg)
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> Rope:

@@ -18,7 +18,7 @@ from lmstate.state.layers.recurrent import Carry
 class ShortConv(FusableLayer):
     """`out(c * conv(b * x))`, where `project [3 * E, E]` gives b, c and x (Liquid AI, LFM2).
 
-    The fold is the convolution alone; c needs no memory.
+    The scan is the convolution alone; c needs no memory.
     """
 
     project: Weight
@@ -46,7 +46,7 @@ class ShortConv(FusableLayer):
 
     def sublayers(self, norm: Norm | None, post_norm: Norm | None, scale: float) -> tuple[ops.Sublayer, ...]:
         sublayer = ops.ShortConvSublayer(
-            self.project, self.out, self.conv, self.conv_bias, self.bias, self.out_bias,
+            self.project, self.out, self.conv, self.conv_bias, bias=self.bias, out_bias=self.out_bias,
             norm=norm, post_norm=post_norm, scale=scale,
         )  # fmt: skip
         return (sublayer,)

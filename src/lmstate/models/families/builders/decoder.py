@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families.builders.dims import POSITIONS, Dims
+from lmstate.models.families.builders.heads import HeadBuilder
 from lmstate.models.families.builders.norms import NormBuilder, norm
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.embedding import EmbeddingHook, OutputHook
@@ -13,6 +15,15 @@ from lmstate.models.layers.mlp import FeedForward
 from lmstate.models.model import Block, Model, ModelConfig
 from lmstate.ops import Norm
 
+
+class LayerBlock(Protocol):
+    """The block of a layer."""
+
+    def __call__(self, index: int, layer: str = "") -> Block: ...
+
+
+UNASKED_HEADS = ("mtp.*", "model.mtp.*")
+"""Multi-token prediction heads in a part of their own: the model is whole without them."""
 W1_W3_W2 = ("w1", "w3", "w2")  # the same three matrices
 
 
@@ -24,14 +35,15 @@ def pre_norm(
     *,
     layers: str = "model.layers",
     scale: float = 1.0,
-) -> Callable[[int], Block]:
+) -> LayerBlock:
     """Blocks of two parts with a norm before each; a part is made of its layer's number and its tensors' prefix.
 
-    `names`: of the norms and the parts in a layer. `scale`: of what each part adds to the stream.
+    `names`: of the norms and the parts in a layer. `scale`: of what each part adds to the stream. What is returned
+    takes a layer's number, and what its tensors begin with where that is not `layers` and the number.
     """
 
-    def block(index: int) -> Block:
-        first, mixing, second, feeding = (f"{layers}.{index}.{name}" for name in names)
+    def block(index: int, layer: str = "") -> Block:
+        first, mixing, second, feeding = (f"{layer or f'{layers}.{index}'}.{name}" for name in names)
         return Block(mixer(index, mixing), feed_forward(index, feeding), normed(first), normed(second), scale=scale)
 
     return block
@@ -51,13 +63,14 @@ def decoder(
     logit_softcap: float | None = None,
     entry: EmbeddingHook | None = None,
     exit: OutputHook | None = None,
+    heads: HeadBuilder | None = None,
     ignore: tuple[str, ...] = (),
 ) -> Model:
     """A stack of `shape.layers` blocks between `embed_tokens` and `lm_head` (the embedding itself where they are tied).
 
     A checkpoint that holds a head of its own is not tied, whatever its config says. `embed`: the embedding's name where
-    it is another. `head_biased`: the head has a bias. `ignore`: patterns of
-    tensors that the checkpoint holds and this model needs not (rotary tables, say).
+    it is another. `head_biased`: the head has a bias. `heads`: of multi-token prediction, built if they are asked for.
+    `ignore`: patterns of tensors that the checkpoint holds and this model needs not (rotary tables, say).
     """
     config = w.config
     embedded = f"{embed or prefix + '.embed_tokens'}.weight"
@@ -65,7 +78,10 @@ def decoder(
     tied = not w.has("lm_head.weight") or (
         config.bool("tie_word_embeddings", default=False) and w.same("lm_head.weight", embedded)
     )
+    head = embedding if tied else w.linear("lm_head.weight", shape=(shape.vocab, shape.hidden))
+    head_bias = w.tensor("lm_head.bias", (shape.vocab,)) if head_biased else None
     blocks = [block(index) for index in range(shape.layers)]
+    predicting = heads(embedding, head, head_bias) if heads is not None and w.heads else ()
     model = Model(
         ModelConfig(
             config.str("model_type"),
@@ -79,11 +95,12 @@ def decoder(
         embedding,
         blocks,
         final_norm or norm(w, f"{prefix}.norm.weight", shape.hidden, shape.eps),
-        embedding if tied else w.linear("lm_head.weight", shape=(shape.vocab, shape.hidden)),
-        w.tensor("lm_head.bias", (shape.vocab,)) if head_biased else None,
+        head,
+        head_bias,
         entry=entry,
         exit=exit,
+        heads=predicting,
         dtype=w.dtype,
     )
-    w.check_all_used([*(["lm_head.weight"] if tied else []), "*.rotary_emb.inv_freq", *ignore])
+    w.check_all_used([*(["lm_head.weight"] if tied else []), "*.rotary_emb.inv_freq", *UNASKED_HEADS, *ignore])
     return model

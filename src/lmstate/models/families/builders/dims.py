@@ -79,7 +79,14 @@ def layer_windows(
     return [size if index >= first else None for index in range(layers)]
 
 
+def head_window(config: Config, *, slides: bool) -> int | None:
+    """The sliding window of a prediction head's attention; `slides`: whether it has one where the config is silent."""
+    kinds = config.strs("mtp_layer_types", allowed=("sliding_attention", "full_attention"), default=())
+    slides = kinds[0] == "sliding_attention" if kinds else slides
+    return config.int("sliding_window", low=1) if slides else None
+
+
 def mtp_tensors(config: Config, shape: Dims) -> tuple[str, ...]:
-    """Patterns of the tensors of layers past the last one: heads for multi-token prediction, which are not run."""
+    """Patterns of the tensors of layers past the last one: heads for multi-token prediction."""
     drafts = config.int("num_nextn_predict_layers", high=64, default=0)
     return tuple(f"{start}.{shape.layers + extra}.*" for start in ("model.layers", "blk") for extra in range(drafts))

@@ -38,7 +38,7 @@ class Mamba2Shape:
 
     @classmethod
     def of(cls, config: Config, shape: Dims) -> Mamba2Shape:
-        """As Bamba and its heirs name them: `mamba_n_heads`, `mamba_d_state`, ..."""
+        """Dimensions from a config with Bamba's names: `mamba_n_heads`, `mamba_d_state`, ..."""
         only_silu(config)
         heads = config.int("mamba_n_heads", low=1, high=MAX_SIZE)
         head_dim = config.get("mamba_d_head", "auto")
@@ -61,7 +61,7 @@ class Mamba2Shape:
 
     @property
     def width(self) -> int:
-        """Of what is convolved: x, B and C."""
+        """Channels of the convolution: x, B and C."""
         return self.inner + 2 * self.groups * self.state_size
 
 

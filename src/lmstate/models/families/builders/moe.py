@@ -22,7 +22,7 @@ def router_weight(w: WeightLoader, name: str, count: int, hidden: int) -> Weight
 
 
 def top_k(config: Config, count: int, name: str = "num_experts_per_tok") -> int:
-    """To how many of `count` experts a token goes."""
+    """Number of experts that a token goes to, of `count`."""
     return config.int(name, low=1, high=count)
 
 
@@ -54,12 +54,16 @@ def softmax_mixture(w: WeightLoader, prefix: str, shape: Dims, inner: int, *, no
 def qwen_feed_forward(w: WeightLoader, index: int, prefix: str, shape: Dims, *, normalize: bool) -> FeedForward:
     """Dense or sparse; experts may lie beside one that every token goes through, weighed by a gate of its own.
 
-    `normalize`: the weights of the chosen, where the config does not say.
+    `normalize`: the weights of the chosen, where the config does not say. Of a layer past the last, a prediction
+    head's, the tensors say whether it is sparse.
     """
     config, hidden, act = w.config, shape.hidden, activation(w.config)
     every = config.int("decoder_sparse_step", low=1, default=1)
     dense = config.ints("mlp_only_layers", default=()) or ()
-    if not expert_count(config) or index in dense or (index + 1) % every:
+    sparse = index not in dense and (index + 1) % every == 0
+    if index >= shape.layers:
+        sparse = w.has(f"{prefix}.gate.weight")
+    if not expert_count(config) or not sparse:
         return mlp(w, prefix, hidden, config.int("intermediate_size", low=1, high=MAX_SIZE), act)
     mixture = softmax_mixture(
         w, prefix, shape, expert_width(config), normalize=config.bool("norm_topk_prob", default=normalize)
@@ -120,11 +124,14 @@ def deepseek_mixture(
 
 
 def deepseek_feed_forward(w: WeightLoader, shape: Dims) -> Callable[[int, str], FeedForward]:
-    """A layer's feed-forward part, of its number and its tensors' prefix: DeepSeek-V3's experts, or a dense one."""
+    """A layer's feed-forward part, of its number and its tensors' prefix: DeepSeek-V3's experts, or a dense one.
+
+    Of a layer past the last, a prediction head's, the tensors say which.
+    """
     config, sparse = w.config, sparse_layers(w.config, shape.layers)
 
     def feed_forward(index: int, prefix: str) -> FeedForward:
-        if sparse[index]:
+        if sparse[index] if index < shape.layers else w.has(f"{prefix}.gate.weight"):
             return deepseek_mixture(w, prefix, shape)
         return mlp(w, prefix, shape.hidden, config.int("intermediate_size", low=1, high=MAX_SIZE), activation(config))
 
@@ -166,10 +173,10 @@ def _of_all(w: WeightLoader, name: str, index: int, shape: tuple[int, int, int])
     if height == width or w.shape(name) != (count, width, height):
         return w.stacked(name, index, shape=shape)
 
-    def turned(numbers: Tensor) -> Tensor:
+    def transposed(numbers: Tensor) -> Tensor:
         return numbers[index].T
 
-    return w.derived(f"{name}[{index}]", name, make=turned, shape=(height, width))
+    return w.derived(f"{name}[{index}]", name, make=transposed, shape=(height, width))
 
 
 def expert_count(config: Config) -> int:

@@ -1,0 +1,103 @@
+"""The forward of a step: the blocks over one part of it after the other, then the head where it was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lmstate.language_model import Logits
+from lmstate.state import State, Step
+
+Run = Callable[[Tensor, Step, State], Tensor]
+"""Tokens int64 `[R, t]` of one part of a step -> the stream behind the blocks, float32 `[R, t, E]`."""
+
+Head = Callable[[Tensor, Tensor | None], Tensor]
+"""Hidden states `[..., E]`, and where to put what they give (None: anywhere) -> float32 `[..., features]`."""
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The functions that a step goes through: call it for the logits, or hidden states, of a step of `state`."""
+
+    run: Run
+    head: Head | None  # None: hidden states are what is wanted
+    features: int
+    device: torch.device
+    on_part: Callable[[int, int], None] | None
+
+    def __call__(self, ids: list[list[int]], step: Step, state: State, logits: Logits) -> Tensor | None:
+        """ "last" -> float32 `[R, features]`, "all" -> `[R, T, features]`, "none" -> None; see `Model.__call__`."""
+        if logits == "all":
+            return self._all(ids, step, state)
+        if logits == "last":
+            return self._last(ids, step, state)
+        for _ in self._parts(ids, step, state):
+            pass
+        return None
+
+    def _all(self, ids: list[list[int]], step: Step, state: State) -> Tensor:
+        """Features of every token, zero at padding; held once."""
+        whole: Tensor | None = None
+        pieces: list[Tensor] = []
+        for offset, part, hidden in self._parts(ids, step, state):
+            if whole is not None:
+                self._features(hidden, whole[:, offset : offset + part.width])
+                continue
+            piece = self._features(hidden)
+            if part.width == step.width or piece.requires_grad:
+                pieces.append(piece)
+            else:
+                whole = piece.new_empty(step.rows, step.width, piece.shape[-1])
+                whole[:, : part.width] = piece
+                del piece
+        if whole is None:
+            none = torch.zeros(step.rows, 0, self.features, dtype=torch.float32, device=self.device)
+            whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1) if pieces else none
+        if step.uniform:
+            return whole
+        padding = (torch.arange(step.width, device=self.device) >= step.counts_t[:, None])[..., None]
+        # The stream may be what a caller gave; logits are our own.
+        kept = self.head is None or whole.requires_grad
+        return whole.masked_fill(padding, 0.0) if kept else whole.masked_fill_(padding, 0.0)
+
+    def _features(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Hidden states through the head, if there is one, in `out` if there is one."""
+        if self.head is not None:
+            return self.head(hidden, out)
+        return hidden if out is None else out.copy_(hidden)
+
+    def _last(self, ids: list[list[int]], step: Step, state: State) -> Tensor:
+        rows: list[int] = []
+        last: list[Tensor] = []  # [n, E] hidden at the last tokens of the next n of `rows`
+        for offset, part, hidden in self._parts(ids, step, state):
+            ends = {row: n - 1 - offset for row, n in enumerate(step.counts) if 0 <= n - 1 - offset < part.width}
+            if ends:
+                together = len(ends) == step.rows and len(set(ends.values())) == 1
+                last.append(hidden[:, ends[0]] if together else hidden[list(ends), list(ends.values())])
+                rows += ends
+        if rows == list(range(step.rows)):
+            return self._features(last[0] if len(last) == 1 else torch.cat(last))
+        out = torch.full((step.rows, self.features), float("nan"), dtype=torch.float32, device=self.device)
+        for row, logits in enumerate(state.last_logits()):
+            if logits is not None:
+                out[row] = logits
+        if rows:
+            out[rows] = self._features(torch.cat(last))
+        return out
+
+    def _parts(self, ids: list[list[int]], step: Step, state: State) -> Iterator[tuple[int, Step, Tensor]]:
+        """Run the blocks over a step, part by part: (offset, part, hidden float32 `[R, t, E]`)."""
+        if not step.width:
+            return
+        for offset, part in step.chunks():
+            if self.on_part is not None:
+                self.on_part(offset, step.width)
+            width = part.width
+            rows = [row[offset : offset + width] for row in ids]
+            padded = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self.device)
+            yield offset, part, self.run(padded, part, state)
+        if self.on_part is not None:
+            self.on_part(step.width, step.width)

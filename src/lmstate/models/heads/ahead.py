@@ -1,0 +1,147 @@
+"""Multi-token prediction heads at work: they read every step behind the model, and draft ahead of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lmstate import ops
+from lmstate.errors import PendingError
+from lmstate.models.heads.head import PredictionHead, parts
+from lmstate.ops import Norm
+from lmstate.speculation.heads_drafter import AheadDraft
+from lmstate.state import LayerState, State, Step
+from lmstate.state.layers.delayed import DelayedState
+
+DOUBTFUL = 0.05  # a batch whose drafts are all no more probable than this drafts no further
+
+
+def read(
+    heads: Sequence[PredictionHead],
+    norm: Norm,
+    stream: Tensor,
+    tokens: Tensor,
+    step: Step,
+    caches: Sequence[LayerState],
+) -> None:
+    """Have each head read a step, so that its layer state is ready to draft from.
+
+    norm: the model's last; stream: float32 `[R, T, E]` behind its blocks; tokens: int64 `[R, T]`; caches: the heads'.
+    """
+    hidden = ops.norm(stream, norm) if heads[0].chained_norm else stream
+    for head, cache in zip(heads, caches, strict=True):
+        tail, blocks = parts(cache)
+        before = tail.advance(hidden, step)
+        if head is heads[-1]:
+            head.remember(before, tokens, step, blocks)
+        else:
+            hidden = head.handed_on(head.stream(before, tokens, step, blocks))
+
+
+def draft_ahead(
+    heads: Sequence[PredictionHead],
+    norm: Norm,
+    state: State,
+    caches: Sequence[LayerState],
+    last: Mapping[int, int],
+    depth: int,
+) -> dict[int, AheadDraft]:
+    """See `Model.draft_ahead`. One head drafts any number of tokens, from what itself made of the ones before; of
+    several each drafts one."""
+    if any(state.pending):
+        raise PendingError(f"cannot draft: the rows have {state.pending} pending tokens; call commit or discard first")
+    layout, lengths = state.layout, state.lengths
+    depth = depth if len(heads) == 1 else min(depth, len(heads))
+    counts = [0] * state.rows
+    for row in last:
+        ready = lengths[row] and not state.rewind_cost(row, lengths[row])
+        room = [limit - lengths[row] for limit in (layout.capacity, layout.max_positions) if limit is not None]
+        counts[row] = max(0, min([depth, *room])) if ready else 0
+    drafted = _Drafted(last, lengths, counts, layout.device)
+    if not any(counts):
+        return drafted.drafts()
+    _chain(heads[0], caches[0], drafted) if len(heads) == 1 else _each(heads, caches, drafted)
+    return drafted.drafts()
+
+
+class _Drafted:
+    """Tokens of the rows behind what their state holds: the next one, and those drafted after it."""
+
+    def __init__(
+        self, last: Mapping[int, int], lengths: Sequence[int], counts: Sequence[int], device: torch.device
+    ) -> None:
+        self.lengths, self.counts, self.device = lengths, counts, device
+        self.rows = list(last)
+        self.tokens = torch.zeros(len(lengths), 1, dtype=torch.int64, device=device)  # [R, 1 + drafted so far]
+        for row, token in last.items():
+            self.tokens[row, 0] = token
+        self._confidence: list[Tensor] = []
+        self._reached = torch.ones(len(lengths), device=device)
+
+    def step(self, first: int, stop: int) -> Step:
+        """The step over the tokens `first .. stop - 1` of each row that drafts so far."""
+        starts = tuple(length + min(first, count) for length, count in zip(self.lengths, self.counts))
+        counts = tuple(max(0, min(stop, count) - first) for count in self.counts)
+        ends = tuple(start + count for start, count in zip(starts, counts))
+        return Step(starts, counts, self.device, ends, speculative=True)
+
+    def append(self, logits: Tensor) -> bool:
+        """The most likely next tokens, of logits `[R, V]`; returns whether to go on."""
+        best = logits.max(-1)
+        sure = 1 / (logits - best.values[:, None]).exp().sum(-1)
+        self.tokens = torch.cat([self.tokens, best.indices[:, None]], dim=1)
+        self._confidence.append(sure)
+        self._reached = self._reached * sure
+        done = self.tokens.shape[1] - 1
+        going = [row for row, count in enumerate(self.counts) if count > done]
+        return bool(going) and bool((self._reached[going] > DOUBTFUL).any())
+
+    def drafts(self) -> dict[int, AheadDraft]:
+        tokens = self.tokens[:, 1:].tolist()
+        confidence = torch.stack(self._confidence, dim=1).tolist() if self._confidence else [[] for _ in self.lengths]
+        counts = self.counts
+        return {
+            row: AheadDraft(tuple(tokens[row][: counts[row]]), tuple(confidence[row][: counts[row]]))
+            for row in self.rows
+        }
+
+
+def _chain(head: PredictionHead, cache: LayerState, drafted: _Drafted) -> None:
+    """Draft with one head, which reads its own output: in the layer state a step of several parts, never committed."""
+    tail, blocks = parts(cache)
+    most = max(drafted.counts)
+    blocks.reserve(drafted.step(0, most))
+    try:
+        before = tail.carry[0][:, None]  # [R, 1, E]
+        for at in range(most):
+            stream = head.stream(before, drafted.tokens[:, at:], drafted.step(at, at + 1), blocks)
+            if not drafted.append(head.logits(stream[:, 0])):
+                return
+            before = head.handed_on(stream)
+    finally:
+        blocks.discard()
+
+
+def _each(heads: Sequence[PredictionHead], caches: Sequence[LayerState], drafted: _Drafted) -> None:
+    """Draft a token with each head, which first reads what the heads before it made of the tokens drafted so far."""
+    handed_on: Tensor | None = None  # [R, n, E], of the n tokens that the head before has read
+    for at, (head, cache) in enumerate(zip(heads, caches)):
+        if at == max(drafted.counts):
+            return
+        tail, blocks = parts(cache)
+        before = tail.carry[0][:, None]
+        before = before if handed_on is None else torch.cat([before, handed_on], dim=1)
+        stream = _run(head, blocks, before, drafted, drafted.step(0, at + 1))
+        if not drafted.append(head.logits(stream[:, at])):
+            return
+        handed_on = head.handed_on(stream)
+
+
+def _run(head: PredictionHead, blocks: DelayedState, before: Tensor, drafted: _Drafted, step: Step) -> Tensor:
+    blocks.reserve(step)
+    try:
+        return head.stream(before, drafted.tokens, step, blocks)
+    finally:
+        blocks.discard()
