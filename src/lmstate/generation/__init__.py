@@ -1,6 +1,8 @@
 """Text from a model: sampling, stop strings and the one generation loop."""
 
-from lmstate.generation.generate import Generation, Piece, Report, generate, stream
+from lmstate.generation.generate import Generation, generate, stream
+from lmstate.generation.grammar import Grammar
+from lmstate.generation.report import Piece, Report
 from lmstate.generation.sampling import Sampler
 
-__all__ = ["Generation", "Piece", "Report", "Sampler", "generate", "stream"]
+__all__ = ["Generation", "Grammar", "Piece", "Report", "Sampler", "generate", "stream"]

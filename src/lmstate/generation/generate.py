@@ -16,20 +16,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from lmstate.errors import CapacityError, PendingError
-from lmstate.generation.answer import CONTEXT, Answer, Finish, NoText, TextLike
+from lmstate.generation.answer import CONTEXT, Answer, NoText, TextLike
+from lmstate.generation.grammar import Grammar, GrammarPicker
 from lmstate.generation.prompts import Prompt, as_token_lists
+from lmstate.generation.report import Piece, Report
 from lmstate.generation.sampling import Sampler, TokenPicker
 from lmstate.generation.stopping import as_stops
 from lmstate.language_model import LanguageModel
 from lmstate.speculation.acceptance import verify
 from lmstate.speculation.choose import DraftChoice, make_speculator
 from lmstate.speculation.drafter import Draft
-from lmstate.speculation.speculator import DraftReport
+from lmstate.speculation.speculator import DraftReport, widest_draft
 from lmstate.state.validate import token_ids, whole_number
 
 if TYPE_CHECKING:
@@ -38,36 +39,6 @@ if TYPE_CHECKING:
     from lmstate.state import State
 
 MAX_NEW_TOKENS = 256
-
-
-class Piece(NamedTuple):
-    """Text that a row's answer grew by."""
-
-    row: int
-    text: str
-
-
-@dataclass(frozen=True)
-class Report:
-    """Statistics of a generation, summed over the rows. Seconds exclude the time that the caller held the iterator."""
-
-    fed: int  # tokens computed before the first one: the prompt, and what the state had queued
-    reused: int  # tokens that the state had computed before
-    generated: int  # tokens of the answers
-    prefill_seconds: float  # the prompt's forward, up to the first token
-    decode_seconds: float  # the steps after it
-    decoded: int  # tokens that those steps gave
-    finished: tuple[Finish | None, ...]  # why each row ended; None: it has not, or was interrupted
-    draft: DraftReport = field(default_factory=DraftReport)  # what speculation did
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens per second after the first; 0.0 where there was no second."""
-        return self.decoded / self.decode_seconds if self.decode_seconds else 0.0
-
-    @property
-    def fed_per_second(self) -> float:
-        return self.fed / self.prefill_seconds if self.prefill_seconds else 0.0
 
 
 class Generation:
@@ -90,6 +61,7 @@ class Generation:
         max_new_tokens: int = MAX_NEW_TOKENS,
         stop: str | Sequence[str] = (),
         draft: DraftChoice = "auto",
+        grammar: Grammar | None = None,
     ) -> None:
         max_new_tokens = whole_number(max_new_tokens, "max_new_tokens")
         if max_new_tokens < 0:
@@ -110,8 +82,10 @@ class Generation:
         ]
         sampler = sampler or Sampler()
         self._begins = [held + len(prompt) for held, prompt in zip(self.state.lengths, self.prompts)]
-        self._picker = TokenPicker(sampler, len(self.prompts))
-        self._speculator = make_speculator(draft, model, len(self.prompts), sampler, sampler.seed)
+        self._grammar = None if grammar is None else GrammarPicker(sampler, grammar, len(prompts), model.eos_ids)
+        self._picker = self._grammar or TokenPicker(sampler, len(self.prompts))
+        self._speculator = make_speculator(draft, model, len(self.prompts), sampler, sampler.seed, self.state)
+        self._told: list[int] = []  # rows that the drafter knows
         self._last: dict[int, int] = {}  # the newest token of rows that go on: given out, not yet computed
         self._seconds = [0.0, 0.0]  # prefill, decode
         self._first_tokens = 0
@@ -142,6 +116,14 @@ class Generation:
         if self.max_new_tokens == 0:
             self._prefill_only()
             return
+        try:
+            yield from self._pieces()
+        finally:
+            if self._speculator is not None:  # its drafter may go on to other texts
+                for row in self._told:
+                    self._speculator.forget(row)
+
+    def _pieces(self) -> Iterator[Piece]:
         self._remember_seen()
         texts = self._first_step()
         while True:
@@ -179,6 +161,7 @@ class Generation:
         if self._speculator is not None and self._last:
             going = {row: [*held[row], *self._answers[row].tokens] for row in self._last}
             self._speculator.observe(going)
+            self._told = list(going)
         self._seconds[0] += perf_counter() - begin
         self._first_tokens = sum(len(answer.tokens) for answer in self._answers)
         return texts
@@ -220,13 +203,18 @@ class Generation:
 
     def _drafts(self) -> dict[int, Draft]:
         """A draft for each active row, within what its answer and the state have room for."""
-        if self._speculator is None:
+        forced = {row: self._grammar.forced(row) for row in self._last} if self._grammar is not None else {}
+        if self._speculator is None and not any(forced.values()):
             return {row: Draft() for row in self._last}
+        most = widest_draft(len(self.prompts)) if self._speculator is None else self._speculator.most
         room = {}
         for row in self._last:
-            wanted = min(self._speculator.most, self.max_new_tokens - len(self._answers[row].tokens) - 1)
+            wanted = min(most, self.max_new_tokens - len(self._answers[row].tokens) - 1)
             room[row] = max(0, self.state.step_room(row, 1 + wanted) - 1) if wanted > 0 else 0
-        return self._speculator.propose(room)
+        drafts = {row: Draft() for row in self._last}
+        if self._speculator is not None:
+            drafts = self._speculator.propose(room, None if self._grammar is None else self._grammar.admitted)
+        return drafts | {row: draft.cut(room[row]) for row, draft in forced.items() if draft.tokens}
 
     def _choose(
         self, logits: Tensor, drafts: dict[int, Draft], verdict: bool = False
@@ -265,6 +253,8 @@ class Generation:
             self._last.pop(row, None)
             return answer.finish("eos")
         text = answer.take(token)
+        if self._grammar is not None and self._grammar.accept(row, token) and answer.finished is None:
+            text += answer.finish("stop")
         if answer.finished is None and len(answer.tokens) == self.max_new_tokens:
             text += answer.finish("length")
         if answer.finished is None:
@@ -333,6 +323,7 @@ def generate(
     seed: int | None = None,
     draft: DraftChoice = "auto",
     return_ids: bool = False,
+    grammar: Grammar | None = None,
 ) -> str | list[str] | list[int] | list[list[int]]:
     """The text that the model continues `prompt` with; for a list of prompts a list of texts, from one ragged batch.
 
@@ -341,10 +332,12 @@ def generate(
     max_new_tokens  at most this many tokens; 0 only feeds the prompt
     stop            text(s) that end the answer; nothing at or after them is returned
     draft           who proposes tokens that the model verifies several at a step: "text" (what the text itself said
-                    before), a smaller model, a `lmstate.speculation.Drafter`, or None; "auto" is the text. The text and
-                    its probabilities are those without drafts, and how deep to draft is measured
+                    before), "heads" (the model's own, of one loaded with heads=True), a smaller model, a
+                    `lmstate.speculation.Drafter`, or None; "auto" is the text, and the heads where there are some. The
+                    text and its probabilities are those without drafts, and how deep to draft is measured
     return_ids      give the answer's token ids instead of its text: a list of ids, or for a list of prompts a list of
                     these. A model without a tokenizer takes ids and needs this
+    grammar         what may come next, see `lmstate.generation.Grammar`; each row follows a copy of it
     The other options are those of `Sampler`; with one `seed` a row gives the same text whatever the other rows are.
 
     A state that gets full ends the answer with what there is. Raises ValueError for options out of range and empty
@@ -355,7 +348,7 @@ def generate(
     prompts, single = as_token_lists(model.tokenizer if model.has_tokenizer else None, prompt, state)
     sampler = Sampler(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     generation = Generation(
-        model, prompts, state, sampler=sampler, max_new_tokens=max_new_tokens, stop=stop, draft=draft
+        model, prompts, state, sampler=sampler, max_new_tokens=max_new_tokens, stop=stop, draft=draft, grammar=grammar
     )
     for _ in generation:
         pass
@@ -376,6 +369,7 @@ def stream(
     stop: str | Sequence[str] = (),
     seed: int | None = None,
     draft: DraftChoice = "auto",
+    grammar: Grammar | None = None,
 ) -> Iterator[str]:
     """`generate` for one prompt, piece by piece: the pieces joined are what `generate` returns.
 
@@ -391,7 +385,7 @@ def stream(
         )
     sampler = Sampler(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     generation = Generation(
-        model, prompts, state, sampler=sampler, max_new_tokens=max_new_tokens, stop=stop, draft=draft
+        model, prompts, state, sampler=sampler, max_new_tokens=max_new_tokens, stop=stop, draft=draft, grammar=grammar
     )
     return _texts(generation)
 

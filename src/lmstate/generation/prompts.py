@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -46,8 +46,10 @@ def as_token_lists(tokenizer: Tokenizer | None, prompt: Prompt, state: State | N
         elif _are_ids(one):
             rows.append(token_ids(one, f"prompt {row}"))
         else:
+            chat = "; of messages, model.tokenizer.chat(messages) gives the ids" if isinstance(one, Mapping) else ""
             raise ValueError(
                 f"a prompt must be a text or a list of token ids; prompt {row} is {one!r:.80} ({type(one).__name__})"
+                + chat
             )
     return rows, single
 

@@ -175,6 +175,12 @@ class TokenPicker:
         if self.sampler.counts_answer:
             self._counts[row][token] += 1
 
+    def take_forced(self, row: int, token: int) -> None:
+        """`take` of a token that could be no other: it uses up the random number that a draw would have."""
+        if not self.sampler.greedy:
+            self.uniform(row)
+        self.take(row, token)
+
     def _adjusted(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
         """`logits` with bias and penalties: itself if there are none, else a copy."""
         sampler = self.sampler
