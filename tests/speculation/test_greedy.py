@@ -85,6 +85,24 @@ def test_a_model_as_the_drafter_changes_no_token(case: str) -> None:
         assert report.drafted == sum(report.verified) and report.accepted == sum(report.held)
 
 
+def test_a_drafting_model_that_is_kept_reads_what_is_new_of_a_conversation() -> None:
+    model, drafting = speaking("qwen3_5"), speaking("llama")
+    drafter = ModelDrafter(drafting, 1, VOCAB)
+    read: list[int] = []
+    drafting.on_part = lambda done, width: read.append(width)
+    plain, state = model.new_state(), model.new_state()
+    for turn in range(3):
+        prompts = prompts_of(60 - 20 * turn, seed=turn)
+        run(model, prompts, plain, None, max_new_tokens=10)
+        read.clear()
+        generation = run(model, prompts, state, always(drafter, VOCAB, depth=3), max_new_tokens=10)
+        assert state.tokens(0) == plain.tokens(0)
+        assert generation.report().draft.drafted > 0
+        assert len(prompts[0]) <= max(read) <= len(prompts[0]) + 10
+        for each in (plain, state):
+            each.rewind(0, each.lengths[0] - 4)
+
+
 @pytest.mark.parametrize("draft", ["auto", "text", "none", None])
 def test_the_named_drafters_change_no_token(draft: str | None) -> None:
     model = speaking("qwen3_5")

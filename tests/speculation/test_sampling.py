@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from lmstate.generation import Generation, Sampler
 from lmstate.generation.sampling import TokenPicker
-from lmstate.speculation import Draft, ModelDrafter, verify
+from lmstate.speculation import Draft, ModelDrafter, verify, verify_tree
 from tests.generation.fake_model import VOCAB as FAKE
 from tests.generation.fake_model import FakeModel, ids
 from tests.speculation.drafters import NoisyOracle, RandomDrafter, always
@@ -39,7 +40,10 @@ def exact(logits: dict[tuple[int, ...], Tensor], sampler: Sampler) -> dict[tuple
         for at, token in enumerate(text):
             here = logits[text[:at]][None]
             seen = torch.tensor([[token in text[:at] for token in range(SMALL)]])
-            candidates = sampler.candidates(sampler.penalized(here, seen))
+            here = sampler.penalized(here, seen)
+            for known, often in Counter(text[:at]).items():
+                here[0, known] -= sampler.presence_penalty + sampler.frequency_penalty * often
+            candidates = sampler.candidates(here)
             dense = torch.zeros(SMALL, dtype=torch.float64).scatter_(0, candidates.ids[0], candidates.probabilities[0])
             probability *= float(dense[token])
         found[text] = probability
@@ -51,6 +55,38 @@ def append(text: list[int], row: int, token: int) -> bool:
     return True
 
 
+def forget(picker: TokenPicker) -> None:
+    """A new text: nothing of it was seen. The random stream goes on."""
+    picker._mask = None
+    picker._held = [[]]
+    picker._counts = [Counter()]
+
+
+def sampled_by_trees(logits: dict[tuple[int, ...], Tensor], sampler: Sampler, seed: int) -> Counter[tuple[int, ...]]:
+    """Texts of three tokens, each from steps with random trees of drafts, some of whose siblings are the same token."""
+    picker, rng = TokenPicker(sampler, 1), random.Random(seed)
+    counts: Counter[tuple[int, ...]] = Counter()
+    for _ in range(TRIALS):
+        text: list[int] = []
+        forget(picker)
+        while len(text) < 3:
+            paths: list[tuple[int, ...]] = [()]
+            tokens, parents = [0], [-1]
+            for _ in range(rng.randint(0, 5)):
+                parent = rng.randrange(len(paths))
+                token = rng.randrange(SMALL)
+                if len(text) + len(paths[parent]) < 2:
+                    paths.append((*paths[parent], token))
+                    tokens.append(token)
+                    parents.append(parent)
+            step = torch.stack([logits[*text, *path] for path in paths])
+            before = list(text)
+            path = verify_tree(step, 0, tokens, parents, picker, partial(append, text))
+            assert text[: len(before) + len(path) - 1] == [*before, *paths[path[-1]]]
+        counts[tuple(text[:3])] += 1
+    return counts
+
+
 def sampled(
     logits: dict[tuple[int, ...], Tensor], sampler: Sampler, q: Tensor | None, depths: Sequence[int]
 ) -> Counter[tuple[int, ...]]:
@@ -60,8 +96,7 @@ def sampled(
     counts: Counter[tuple[int, ...]] = Counter()
     for _ in range(TRIALS):
         text: list[int] = []
-        picker._mask = None  # a new text: nothing of it was seen
-        picker._held = [[]]
+        forget(picker)
         for depth in itertools.cycle(depths):
             depth = min(depth, 2 - len(text))
             if q is None:
@@ -103,6 +138,9 @@ SAMPLERS = [
     Sampler(temperature=0.7, top_p=0.8, seed=2),
     Sampler(temperature=1.3, top_k=3, repetition_penalty=1.7, seed=3),
 ]
+PENALTIES = Sampler(
+    temperature=0.9, top_p=0.9, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.5, seed=4
+)
 PROPOSALS = {
     "not drawn": None,
     "flat": torch.full((SMALL,), 1 / SMALL, dtype=torch.float64),
@@ -117,6 +155,18 @@ def test_drafts_leave_the_distribution_as_it_is(sampler: Sampler, proposal: str)
     probabilities = exact(logits, sampler)
     counts = sampled(logits, sampler, PROPOSALS[proposal], depths=(2, 1))
     assert fits(counts, probabilities)
+
+
+@pytest.mark.parametrize("sampler", [*SAMPLERS, PENALTIES])
+def test_trees_leave_the_distribution_as_it_is(sampler: Sampler) -> None:
+    logits = table(seed=5)
+    assert fits(sampled_by_trees(logits, sampler, seed=6), exact(logits, sampler))
+
+
+def test_drafts_under_all_penalties_leave_the_distribution_as_it_is() -> None:
+    logits = table(seed=8)
+    for q in (None, PROPOSALS["skewed"]):
+        assert fits(sampled(logits, PENALTIES, q, depths=(2, 1)), exact(logits, PENALTIES))
 
 
 def test_the_test_would_notice_another_distribution() -> None:

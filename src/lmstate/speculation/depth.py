@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from lmstate.speculation.drafter import Draft
 
 FORGET = 256  # steps after which a cost that was not seen again is looked for anew
+REFRESH = 32  # steps after which plain decoding is measured again: both costs are to be of the same load of the machine
+CREDIT, CREDIT_STEP = 1.0, 0.02  # plain steps that a row may lose to its neighbors: at first, and more at each step
+UNLIKELY = 0.02  # a token that is reached with no more probability ends the search for a deeper depth
 GAIN = 1.03  # drafting must promise this much over plain decoding
-SLOPE = 0.1  # of a plain step, for each more token of a row: assumed until two widths were measured
+SLOPE = 0.1  # of a plain step, for each more token of one row: assumed until two widths were measured
 LEVELS = 12
 TRUST = 4.0  # trials that a drafter's own confidence counts for
 MEMORY = 64.0  # trials over which acceptance is averaged
@@ -19,7 +22,9 @@ class StepCosts:
     """Seconds of a step by its width, the tokens of the row that has the most."""
 
     def __init__(self, rows: int = 1) -> None:
-        self._slope = min(1.0, SLOPE * rows)  # many rows fill a processor with one token each
+        # Many rows fill a processor with one token each, but share the reading of the weights: the cost of a token more
+        # lies between that of one row and that of all. To try and be wrong costs part of a step, not to try all gains.
+        self._slope = min(1.0, SLOPE * rows**0.5)
         self._seconds: dict[int, float] = {}
         self._seen: dict[int, int] = {}
         self._steps = 0
@@ -37,6 +42,11 @@ class StepCosts:
 
     def __contains__(self, width: int) -> bool:
         return width in self._seconds
+
+    @property
+    def current(self) -> bool:
+        """Whether a plain step was measured lately."""
+        return 1 in self._seen and self._steps - self._seen[1] <= REFRESH
 
     def __call__(self, width: int) -> float:
         """Seconds of a step of this width, between and beyond measured ones along a line. Needs width 1."""
@@ -59,7 +69,7 @@ class Acceptance:
         self._held: dict[tuple[str, int], float] = {}
 
     def rates(self, draft: Draft) -> list[float]:
-        """For each token of a draft, the probability that it holds if those before it do."""
+        """Probability of each token of a draft to hold if those before it do."""
         rates: list[float] = []
         for at in range(len(draft)):
             level = _level(draft, at)
@@ -91,24 +101,32 @@ def _level(draft: Draft, at: int) -> tuple[str, int]:
     return "confidence", int(-2 * math.log2(doubt))
 
 
-def expected(rates: Sequence[float], depth: int) -> float:
-    """Drafted tokens that hold, of the first `depth`."""
-    reached, total = 1.0, 0.0
-    for rate in rates[:depth]:
-        reached *= rate
-        total += reached
-    return total
-
-
-def best_depth(rows: Sequence[Sequence[float]], costs: StepCosts, most: int, drafting: Sequence[float]) -> int:
+def best_depth(
+    rows: Sequence[Sequence[float]],
+    costs: StepCosts,
+    most: int,
+    drafting: Sequence[float],
+    credit: Sequence[float] | None = None,
+) -> int:
     """The depth that gives the most tokens a second, 0 where none gives more than plain decoding.
 
-    rows: each row's rates of acceptance; drafting: seconds that drafting to depth 0, 1, ... takes from now on.
+    rows: each row's rates of acceptance; drafting: seconds that drafting to depth 0, 1, ... takes from now on; credit:
+    plain steps that each row may lose to the width that others have.
     """
     best, depth = len(rows) / costs(1) * GAIN, 0
+    tokens = float(len(rows))
+    reached, gained = [1.0] * len(rows), [0.0] * len(rows)
     for candidate in range(1, most + 1):
-        tokens = sum(1 + expected(rates, candidate) for rates in rows)
-        speed = tokens / (costs(1 + candidate) + drafting[candidate])
-        if speed > best:
+        for row, rates in enumerate(rows):
+            reached[row] *= rates[candidate - 1] if candidate <= len(rates) else 0.0
+        if sum(reached) < UNLIKELY:
+            break
+        tokens += sum(reached)
+        for row, more in enumerate(reached):
+            gained[row] += more
+        cost = costs(1 + candidate)
+        speed = tokens / (cost + drafting[candidate])
+        lost = cost / costs(1) - 1
+        if speed > best and (credit is None or all(own + got >= lost for own, got in zip(credit, gained))):
             best, depth = speed, candidate
     return depth

@@ -8,6 +8,9 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from lmstate.errors import StateError
+from lmstate.state.validate import token_ids
+
 
 @dataclass(frozen=True)
 class Draft:
@@ -49,7 +52,7 @@ class Drafter(Protocol):
     """Proposes tokens for the rows of a batch. What it proposes changes speed, never text."""
 
     def propose(self, rows: Sequence[int], depth: int) -> Sequence[Draft | Sequence[int]]:
-        """For each of `rows` at most `depth` tokens that may come next; none where it has no idea.
+        """Propose at most `depth` next tokens for each of `rows`; none where it has no idea.
 
         Every call is about the rows as `observe` last told of them; a proposal obliges to nothing.
         """
@@ -60,14 +63,26 @@ class Drafter(Protocol):
         """
 
 
-def as_draft(proposed: Draft | Sequence[int], vocab_size: int, most: int) -> Draft:
-    """A drafter's answer, made safe to verify: at most `most` tokens, up to the first id that is none.
+@runtime_checkable
+class ForgettingDrafter(Drafter, Protocol):
+    """A drafter that can be told that a row has ended. Others are given a new number for each new row, for ever."""
 
-    Raises TypeError where it is no draft.
+    def forget(self, row: int) -> None:
+        """The row has ended: what `observe` tells next under its number is another text."""
+
+
+def as_draft(proposed: Draft | Sequence[int], vocab_size: int, most: int) -> Draft:
+    """A drafter's answer, made safe to verify: at most `most` tokens, up to the first id that is none of the model's.
+
+    Raises StateError where it is no draft, or where what it was drawn from are no distributions over the vocabulary.
     """
     if not isinstance(proposed, Draft):
-        if isinstance(proposed, str | bytes):
-            raise TypeError(f"a drafter proposed {proposed!r:.80}; it gives a Draft or a list of token ids")
-        proposed = Draft(tuple(int(token) for token in proposed))
-    valid = next((at for at, token in enumerate(proposed.tokens) if not 0 <= token < vocab_size), len(proposed))
-    return proposed.cut(min(valid, most))
+        proposed = Draft(tuple(token_ids(proposed, "a draft")))
+    tokens, confidence, drawn_from = token_ids(proposed.tokens, "a draft"), proposed.confidence, proposed.drawn_from
+    if confidence is not None:
+        confidence = tuple(min(1.0, max(0.0, float(sure))) for sure in confidence)  # what is no number is 0
+    if wrong := [q for q in drawn_from or () if not isinstance(q, Tensor) or list(q.shape) != [vocab_size]]:
+        shape = list(wrong[0].shape) if isinstance(wrong[0], Tensor) else f"{wrong[0]!r:.80}"
+        raise StateError(f"a token of a draft was drawn from {shape}; a distribution over the model is [{vocab_size}]")
+    valid = next((at for at, token in enumerate(tokens) if not 0 <= token < vocab_size), len(tokens))
+    return Draft(tuple(tokens), confidence, drawn_from).cut(min(valid, most))

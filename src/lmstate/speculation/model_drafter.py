@@ -18,7 +18,7 @@ DOUBTFUL = 0.05  # a row whose draft is no more probable than this drafts no fur
 
 
 class Distribution(Protocol):
-    """From logits [1, V] to what tokens are drawn from: see `lmstate.generation.Sampler`."""
+    """Sampling distribution of logits [1, V]: see `lmstate.generation.Sampler`."""
 
     @property
     def greedy(self) -> bool: ...
@@ -41,6 +41,7 @@ class ModelDrafter:
              that verifies. None, or a greedy one: drafts are the most likely tokens
     seed     of the draws
     vocab_size  of the model that verifies: no other tokens are drafted
+    reading  tokens of a row's text that a proposal reads at most: a row drafts nothing until all of its text is read
     """
 
     def __init__(
@@ -50,8 +51,10 @@ class ModelDrafter:
         vocab_size: int,
         sampler: Distribution | None = None,
         seed: int | None = None,
+        reading: int | None = None,
     ) -> None:
         self.model = model
+        self._reading = reading
         self._vocab_size = vocab_size
         self._state = model.new_state(rows=rows, rewind=DEEPEST)
         self._texts: list[list[int]] = [[] for _ in range(rows)]
@@ -60,8 +63,14 @@ class ModelDrafter:
         self._random = random.Random(os.urandom(16) if seed is None else f"lmstate:draft:{seed}")
 
     def observe(self, rows: Sequence[int], accepted: Sequence[Sequence[int]]) -> None:
+        if rows and max(rows) >= len(self._texts):
+            raise ValueError(f"a drafter of {len(self._texts)} rows was told of row {max(rows)}: make it for more rows")
         for row, tokens in zip(rows, accepted):
             self._texts[row] += tokens
+
+    def forget(self, row: int) -> None:
+        """The row has ended: its next text may be another one."""
+        self.replace_text(row, 0, ())
 
     def replace_text(self, row: int, keep: int, tokens: Sequence[int]) -> None:
         """The row's text is its first `keep` tokens and then these."""
@@ -73,13 +82,21 @@ class ModelDrafter:
     def propose(self, rows: Sequence[int], depth: int) -> list[Draft]:
         vocab = self.model.config.vocab_size
         feed: list[list[int]] = [[] for _ in self._texts]
+        behind: dict[int, list[int]] = {}
         going = []
         for row in rows:
             held = self._rewind(row)
             missing = self._texts[row][held:]
-            if missing and max(missing) < vocab:
+            if missing and max(missing) >= vocab:
+                continue
+            if self._reading is not None and len(missing) > self._reading:
+                behind[row] = missing[: self._reading]
+                self._drafts[row] = held + self._reading, []
+            elif missing:
                 feed[row] = missing
                 going.append(row)
+        if behind:
+            self.model([behind.get(row, []) for row in range(len(feed))], self._state, logits="none")
         tokens: dict[int, list[int]] = {row: [] for row in rows}
         confidence: dict[int, list[float]] = {row: [] for row in rows}
         drawn: dict[int, list[Tensor]] = {row: [] for row in rows}

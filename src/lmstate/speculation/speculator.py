@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-from lmstate.speculation.depth import Acceptance, StepCosts, best_depth
-from lmstate.speculation.drafter import Draft, Drafter, as_draft
+from lmstate.speculation.depth import CREDIT, CREDIT_STEP, Acceptance, StepCosts, best_depth
+from lmstate.speculation.drafter import Draft, Drafter, ForgettingDrafter, as_draft
+from lmstate.state.validate import whole_number
 
 MOST_TOKENS = 32
 """Tokens, padding included, of the widest step that computes each of them as a step of one does."""
 
 CHEAP = 0.002  # of a plain step, for each token: a drafter that costs less is asked at every step
 FIRST_REST, LONGEST_REST = 16, 256  # plain steps until a drafter that did not pay is tried again
+
+
+def widest_draft(rows: int) -> int:
+    """Most tokens that are drafted for each of the rows of a state."""
+    return max(0, MOST_TOKENS // rows - 1)
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,16 @@ class DraftReport:
     drafting_seconds: float = 0.0
     seconds_saved: float = 0.0  # plain steps for the accepted tokens, less what drafting and wider steps took
 
+    @property
+    def drafts(self) -> int:
+        """Drafts that were verified."""
+        return self.verified[0] if self.verified else 0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens that a step with a draft gave its row, the model's own included; 1.0 where there was none."""
+        return 1.0 + self.accepted / max(1, self.drafts)
+
 
 class Speculator:
     """Drafts for the rows of one batch, at a depth that chooses itself.
@@ -36,16 +52,24 @@ class Speculator:
     """
 
     def __init__(self, drafter: Drafter, vocab_size: int, rows: int, depth: int | None = None) -> None:
-        """`depth`: draft always so deep (where a drafter has as many tokens), instead of what pays most."""
+        """`rows`: of the state, idle ones too, since a step pays for them.
+
+        `depth`: draft always so deep (where a drafter has as many tokens), instead of what pays most. Raises ValueError
+        for one below 0.
+        """
+        depth = None if depth is None else whole_number(depth, "depth")
+        if depth is not None and depth < 0:
+            raise ValueError(f"depth is {depth}; it must be 0 or more, or None for what pays most")
         self.drafter = drafter
-        self.costs = StepCosts(rows)
         self.acceptance = Acceptance()
-        self.most = max(0, MOST_TOKENS // rows - 1)
+        self._costs: dict[int, StepCosts] = {}  # by the rows of the state
+        self.resize(rows)
+        self._credit: dict[int, float] = {}  # plain steps that a row may still lose, see `best_depth`
         self._fixed = depth
         self._vocab_size = vocab_size
         self._proposed: dict[int, Draft] = {}  # in full, to compare with what comes
-        self._verified = [0] * self.most
-        self._held = [0] * self.most
+        self._verified = [0] * MOST_TOKENS
+        self._held = [0] * MOST_TOKENS
         self._drafting = 0.0
         self._saved = 0.0
         self._latest = 0.0  # seconds that the last proposal took
@@ -53,6 +77,11 @@ class Speculator:
         self._places = Acceptance()  # by place in the draft alone: known before anything is drafted
         self._asked = 0  # proposals so far
         self._rest, self._resting = FIRST_REST, 0
+
+    def resize(self, rows: int) -> None:
+        """The state has so many rows from now on."""
+        self.costs = self._costs.setdefault(rows, StepCosts(rows))
+        self.most = widest_draft(rows)
 
     def observe(self, tokens: Mapping[int, Sequence[int]]) -> None:
         """Rows go on with these tokens: at first with all that they hold."""
@@ -66,9 +95,17 @@ class Speculator:
     def forget(self, row: int) -> None:
         """A row has ended: what comes under its number is another text."""
         self._proposed.pop(row, None)
+        self._credit.pop(row, None)
+        if isinstance(self.drafter, ForgettingDrafter):
+            self.drafter.forget(row)
 
-    def propose(self, room: Mapping[int, int]) -> dict[int, Draft]:
-        """Drafts for rows that have room for so many drafted tokens; each may be empty."""
+    def propose(
+        self, room: Mapping[int, int], admitted: Callable[[int, Draft], Draft] | None = None
+    ) -> dict[int, Draft]:
+        """Drafts for rows that have room for so many drafted tokens; each may be empty.
+
+        `admitted(row, draft)`: what of a draft can come at all, and what must, by a row's grammar.
+        """
         self._latest = 0.0
         self._proposed.clear()
         most = min(self.most, max(room.values(), default=0))
@@ -77,6 +114,7 @@ class Speculator:
             return {row: Draft() for row in room}
         begin = perf_counter()
         answers = self.drafter.propose(list(room), depth)
+        answers = list(answers) if isinstance(answers, Iterable) else []
         if len(answers) != len(room):
             raise ValueError(
                 f"a drafter gave {len(answers)} drafts for {len(room)} rows; give one for each, maybe empty"
@@ -85,9 +123,11 @@ class Speculator:
             row: as_draft(answer, self._vocab_size, min(depth, most))
             for (row, most), answer in zip(room.items(), answers)
         }
+        if admitted is not None:
+            drafts = {row: admitted(row, draft).cut(min(depth, room[row])) for row, draft in drafts.items()}
         seconds = perf_counter() - begin
         self._asked += 1
-        if self._asked > 1:  # the first one reads the whole text
+        if self._asked > 1 and any(map(len, drafts.values())):  # the first one, and empty ones, read long texts
             each = seconds / depth
             self._per_token = each if self._per_token is None else self._per_token + 0.2 * (each - self._per_token)
         self._latest = seconds
@@ -97,7 +137,11 @@ class Speculator:
         return {row: draft.cut(cut) for row, draft in drafts.items()}
 
     def verified(self, drafts: Mapping[int, Draft], accepted: Mapping[int, int]) -> None:
-        """Record the outcome of a step's drafts."""
+        """Record the outcome of a step's drafts, one for each row of it; some may be empty."""
+        width = 1 + max(map(len, drafts.values()), default=0)
+        lost = self.costs(width) / self.costs(1) - 1 if width > 1 and 1 in self.costs else 0.0
+        for row in drafts:
+            self._credit[row] = self._credit.get(row, CREDIT) + CREDIT_STEP + accepted[row] - lost
         for row, draft in drafts.items():
             for at in range(min(len(draft), accepted[row] + 1)):
                 self._verified[at] += 1
@@ -119,7 +163,7 @@ class Speculator:
         """Depth to ask of the drafter, before its drafts are known."""
         if self._fixed is not None:
             return min(most, self._fixed)
-        if 1 not in self.costs or most <= 0:
+        if not self.costs.current or most <= 0:
             return 0
         if self._per_token is None:
             return min(most, 4)
@@ -143,5 +187,8 @@ class Speculator:
             # A token drawn at random is verified or not whatever it turned out to be: a choice among them by their
             # confidence, or by that of the tokens after them, would not leave the model's distribution as it is.
             return depth
+        if not any(map(len, drafts.values())):
+            return 0
         rates = [self.acceptance.rates(draft) for draft in drafts.values()]
-        return best_depth(rates, self.costs, max(map(len, drafts.values())), [0.0] * (depth + 1))
+        credit = [self._credit.get(row, CREDIT) for row in drafts]
+        return best_depth(rates, self.costs, max(map(len, drafts.values())), [0.0] * (depth + 1), credit)

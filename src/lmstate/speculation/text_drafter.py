@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from lmstate.speculation.drafter import Draft
 from lmstate.speculation.suffix_automaton import Cursor, SuffixAutomaton
-
-BETWEEN = -2  # no token: keeps a match in the corpus from running across two texts
+from lmstate.speculation.text_corpus import TextCorpus, continuation
 
 
 class TextDrafter:
@@ -17,20 +16,22 @@ class TextDrafter:
     It has no weights and costs microseconds a token: wherever text repeats itself (code under edit, quotations, tables,
     agents that restate their input), it is right for many tokens on end.
 
-    corpus   token ids of other texts (earlier answers, say); `remember` adds more
+    corpus   token ids of other texts (earlier answers, say), or a `TextCorpus`; `remember` adds more
+    reading  tokens of a row's text, and of the corpus, that a proposal reads at most: a row drafts nothing until all of
+             its text is read
     """
 
-    def __init__(self, corpus: Sequence[Sequence[int]] = ()) -> None:
-        self._corpus = SuffixAutomaton()
+    def __init__(self, corpus: Sequence[Sequence[int]] | TextCorpus = (), reading: int | None = None) -> None:
+        self._corpus = corpus if isinstance(corpus, TextCorpus) else TextCorpus()
+        self._reading = reading
         self._rows: dict[int, _Row] = {}
-        for text in corpus:
-            self.remember(text)
+        if not isinstance(corpus, TextCorpus):
+            for text in corpus:
+                self.remember(text)
 
     def remember(self, text: Sequence[int]) -> None:
         """Add a text to the corpus."""
-        for token in text:
-            self._corpus.extend(token)
-        self._corpus.extend(BETWEEN)
+        self._corpus.remember(text)
 
     def forget(self, row: int) -> None:
         """Drop a row's text: the row has ended, or begins anew."""
@@ -38,31 +39,30 @@ class TextDrafter:
 
     def observe(self, rows: Sequence[int], accepted: Sequence[Sequence[int]]) -> None:
         for row, tokens in zip(rows, accepted):
-            if row not in self._rows:
-                self._rows[row] = _Row(Cursor(self._corpus))
-            self._rows[row].fresh += tokens
+            self._rows.setdefault(row, _Row()).fresh += tokens
 
     def propose(self, rows: Sequence[int], depth: int) -> list[Draft]:
+        self._corpus.read(self._reading)
         return [self._propose(self._rows[row], depth) if row in self._rows else Draft() for row in rows]
 
     def _propose(self, row: _Row, depth: int) -> Draft:
-        text, cursor = row.text, row.cursor
-        remembers = bool(self._corpus.tokens)
-        for token in row.fresh:
+        text = row.text
+        row.cursors = self._corpus.cursors(row.cursors)
+        count = len(row.fresh) if self._reading is None else min(len(row.fresh), self._reading)
+        for token in row.fresh[:count]:
             text.extend(token)
-            if remembers:
+            for cursor in row.cursors:
                 cursor.push(token)
-        row.fresh.clear()
-        if cursor.match > text.match:
-            tokens = self._corpus.tokens[cursor.source : cursor.source + depth]
-            if BETWEEN in tokens:
-                tokens = tokens[: tokens.index(BETWEEN)]
-            match = cursor.match
+        del row.fresh[:count]
+        if row.fresh:
+            return Draft()
+        best = max(row.cursors, key=lambda cursor: cursor.match, default=None)
+        if best is not None and best.match > text.match:
+            tokens, match = continuation(best, depth), best.match
         elif text.match:
-            tokens = text.tokens[text.source : text.source + depth]
+            tokens, match = text.tokens[text.source : text.source + depth], text.match
             while 0 < len(tokens) < depth:  # the match reaches the end of the text: it repeats from here on
                 tokens += tokens[: depth - len(tokens)]
-            match = text.match
         else:
             return Draft()
         return Draft(tuple(tokens), tuple(1 - 1 / (match + at + 1) for at in range(len(tokens))))
@@ -72,6 +72,6 @@ class TextDrafter:
 class _Row:
     """A row's text."""
 
-    cursor: Cursor  # in the corpus
     text: SuffixAutomaton = field(default_factory=SuffixAutomaton)
+    cursors: list[Cursor] = field(default_factory=list)  # in the corpus
     fresh: list[int] = field(default_factory=list)  # observed, not yet in the automaton

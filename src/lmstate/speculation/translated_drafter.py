@@ -20,11 +20,11 @@ class TranslatedDrafter:
     Tokens without text (special ones) are left out of what the drafter reads; what it cannot draft costs speed alone.
     """
 
-    def __init__(self, model: LanguageModel, tokenizer: Any, rows: int) -> None:
-        """`tokenizer`: that of the model that verifies."""
+    def __init__(self, model: LanguageModel, tokenizer: Any, rows: int, reading: int | None = None) -> None:
+        """`tokenizer`: that of the model that verifies; `reading` as in `ModelDrafter`."""
         self._own = model.tokenizer
         self._tokenizer = tokenizer
-        self._drafter = ModelDrafter(model, rows, model.config.vocab_size)
+        self._drafter = ModelDrafter(model, rows, model.config.vocab_size, reading=reading)
         self._tails: list[list[int]] = [[] for _ in range(rows)]  # of the row's tokens, in the model's ids
         self._streams = [tokenizer.stream() for _ in range(rows)]
         self._read: list[list[int]] = [[] for _ in range(rows)]  # the row's text in the drafter's ids
@@ -35,6 +35,12 @@ class TranslatedDrafter:
         for row, tokens in zip(rows, accepted):
             self._tails[row] = [*self._tails[row], *tokens][-CONTEXT:]
             self._extend(row, "".join(map(self._streams[row].push, tokens)))
+
+    def forget(self, row: int) -> None:
+        """The row has ended: its next text may be another one."""
+        self._tails[row], self._read[row], self._open[row], self._closed[row] = [], [], "", 0
+        self._streams[row] = self._tokenizer.stream()
+        self._drafter.forget(row)
 
     def propose(self, rows: Sequence[int], depth: int) -> list[Draft]:
         asked = [row for row in rows if self._read[row]]
