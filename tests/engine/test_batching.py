@@ -11,7 +11,9 @@ import torch
 
 import lmstate
 from lmstate.engine import EngineClosed, QueueFull
+from lmstate.engine.rows import RowPool
 from lmstate.generation.sampling import Sampler
+from lmstate.models.forward import Forward
 from tests.engine.alone import alone
 from tests.zoo import VOCAB, ours, text
 
@@ -46,7 +48,7 @@ def test_each_request_of_a_batch_gets_what_it_gets_alone(kind: str) -> None:
         ]
         for seed, (request, length) in enumerate(zip(requests, lengths)):
             tokens, logprobs, why = alone(model, prompt(length, seed), 4 + 3 * seed)
-            got = request.result(60)
+            got = request.result(600)
             assert got.tokens == [tokens]
             assert got.finished == [why]
             assert got.logprobs is not None
@@ -58,7 +60,7 @@ def test_answers_of_one_prompt_draw_as_rows_of_one_seed() -> None:
     model = ours("llama")
     ids = prompt(20, 1)
     with lmstate.Engine(model, rows=3) as engine:
-        got = engine.submit(ids, n=5, max_new_tokens=12, temperature=1.1, top_k=20, seed=7).result(60)
+        got = engine.submit(ids, n=5, max_new_tokens=12, temperature=1.1, top_k=20, seed=7).result(600)
     sampler = Sampler(1.1, 20, seed=7)
     assert got.tokens == [alone(model, ids, 12, sampler, index)[0] for index in range(5)]
 
@@ -70,8 +72,8 @@ def test_penalties_and_bias_change_what_is_picked_as_they_do_alone() -> None:
     with lmstate.Engine(model) as engine:
         got = engine.submit(
             ids, max_new_tokens=30, presence_penalty=0.7, frequency_penalty=0.4, logit_bias={5: 3.0, 9: -100.0}
-        ).result(60)
-        plain = engine.submit(ids, max_new_tokens=30).result(60)
+        ).result(600)
+        plain = engine.submit(ids, max_new_tokens=30).result(600)
     assert got.tokens[0] == alone(model, ids, 30, sampler)[0] != plain.tokens[0]
 
 
@@ -82,9 +84,9 @@ def test_stop_tokens_end_an_answer_and_minimum_tokens_hold_them_off() -> None:
     stop = whole[4]
     first = whole.index(stop)
     with lmstate.Engine(model) as engine:
-        got = engine.submit(ids, max_new_tokens=20, stop_token_ids=[stop], ignore_eos=True).result(60)
+        got = engine.submit(ids, max_new_tokens=20, stop_token_ids=[stop], ignore_eos=True).result(600)
         assert (got.tokens, got.finished, got.stopped_by) == ([whole[:first]], ["stop"], [stop])
-        later = engine.submit(ids, max_new_tokens=20, stop_token_ids=[stop], ignore_eos=True, min_tokens=15).result(60)
+        later = engine.submit(ids, max_new_tokens=20, stop_token_ids=[stop], ignore_eos=True, min_tokens=15).result(600)
         assert stop not in later.tokens[0][:15]
         assert len(later.tokens[0]) >= 15
 
@@ -94,7 +96,7 @@ def test_log_probabilities_of_a_prompt_are_those_of_the_plain_forward() -> None:
     ids = prompt(80, 5)
     expected = model([ids])[0].log_softmax(-1)
     with lmstate.Engine(model) as engine:
-        got = engine.submit(ids, max_new_tokens=0, prompt_logprobs=3).result(60).prompt_logprobs
+        got = engine.submit(ids, max_new_tokens=0, prompt_logprobs=3).result(600).prompt_logprobs
     assert got is not None and got[0] is None and len(got) == len(ids)
     for position, entry in enumerate(got[1:], 1):
         assert entry is not None and entry.token == ids[position]
@@ -110,12 +112,12 @@ def test_a_cancelled_request_ends_with_what_it_has_and_disturbs_nobody() -> None
         for _ in zip(range(5), long):
             pass
         long.cancel()
-        got = long.result(60)
+        got = long.result(600)
         assert got.finished == ["cancelled"]
         assert got.tokens[0][:5] == alone(model, prompt(30, 1), 5, ends=frozenset())[0]
-        assert other.result(60).tokens == [alone(model, prompt(30, 2), 25)[0]]
+        assert other.result(600).tokens == [alone(model, prompt(30, 2), 25)[0]]
         waiting = engine.submit(prompt(3, 3), max_new_tokens=5)
-        assert waiting.result(60).tokens == [alone(model, prompt(3, 3), 5)[0]]
+        assert waiting.result(600).tokens == [alone(model, prompt(3, 3), 5)[0]]
 
 
 def test_a_request_that_waits_can_be_cancelled_and_a_full_queue_says_so() -> None:
@@ -126,9 +128,9 @@ def test_a_request_that_waits_can_be_cancelled_and_a_full_queue_says_so() -> Non
             engine.submit([1, 2, 3])
         second.cancel()
         go.set()
-        assert second.result(60).finished == ["cancelled"]
+        assert second.result(600).finished == ["cancelled"]
         assert second.result().tokens == [[]]
-        assert len(first.result(60).tokens[0]) == 3
+        assert len(first.result(600).tokens[0]) == 3
 
 
 def test_larger_priorities_start_first() -> None:
@@ -140,7 +142,7 @@ def test_larger_priorities_start_first() -> None:
             request.when_done(lambda _, number=number: ended.append(number))
         go.set()
         for request in requests:
-            request.result(60)
+            request.result(600)
         assert ended == [1, 3, 2, 0]
 
 
@@ -148,31 +150,47 @@ def test_a_deadline_ends_a_request_that_waits_and_one_that_runs() -> None:
     with lmstate.Engine(ours("llama"), rows=1) as engine:
         running = engine.submit([1, 2, 3], max_new_tokens=10**6, ignore_eos=True, deadline=0.5)
         waiting = engine.submit([1, 2, 3], max_new_tokens=5, deadline=0.1)
-        assert waiting.result(60).finished == ["deadline"]
-        got = running.result(60)
+        assert waiting.result(600).finished == ["deadline"]
+        got = running.result(600)
         assert got.finished == ["deadline"]
         assert got.tokens[0]
+
+
+def test_a_request_that_fails_again_while_it_ends_gives_its_row_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where memory ran out: what it computed cannot be kept either."""
+
+    def fail(self: object, owner: object) -> None:
+        raise MemoryError("no room for a snapshot")
+
+    with lmstate.Engine(ours("llama"), rows=1) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(RowPool, "snapshot", fail)
+            for _ in range(2):  # the second one needs the only row
+                with pytest.raises(MemoryError, match="no room"):
+                    engine.submit(prompt(5, 1), max_new_tokens=4).result(600)
+        assert len(engine.submit(prompt(5, 2), max_new_tokens=4).result(600).tokens[0]) == 4
+        assert engine.stats()["failed"] == 2
 
 
 def test_a_row_that_fails_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ours("llama")
     poison = 77
-    whole = type(model)._forward
+    whole = Forward.__call__
 
     def forward(self, ids, *rest):  # type: ignore[no-untyped-def]
         if any(poison in row for row in ids):
             raise RuntimeError("a bad token")
         return whole(self, ids, *rest)
 
-    monkeypatch.setattr(type(model), "_forward", forward)
+    monkeypatch.setattr(Forward, "__call__", forward)
     with lmstate.Engine(model, rows=3) as engine:
         go = paused(engine)
         bad = engine.submit(prompt(8, 1), max_new_tokens=9, logit_bias={poison: 1000.0})
         good = engine.submit([1, 5, 3], max_new_tokens=9, logit_bias={poison: -1000.0})
         go.set()
         with pytest.raises(RuntimeError, match="a bad token"):
-            bad.result(60)
-        assert len(good.result(60).tokens[0]) == 9
+            bad.result(600)
+        assert len(good.result(600).tokens[0]) == 9
         assert engine.stats()["failed"] == 1
 
 
@@ -191,7 +209,7 @@ def test_a_prompt_that_arrives_is_read_between_tokens_of_others() -> None:
             between += 1
         stream.cancel()
         assert between > 3
-        assert len(long.result(60).tokens[0]) == 1
+        assert len(long.result(600).tokens[0]) == 1
 
 
 def test_pieces_come_in_asyncio_as_they_do_in_threads() -> None:
@@ -216,7 +234,7 @@ def test_a_closed_engine_ends_what_runs_and_takes_nothing_more() -> None:
     engine = lmstate.Engine(ours("llama"), rows=1)
     requests = [engine.submit([1, 2], max_new_tokens=10**6, ignore_eos=True) for _ in range(2)]
     engine.close()
-    assert [request.result(10).finished for request in requests] == [["cancelled"], ["cancelled"]]
+    assert [request.result(600).finished for request in requests] == [["cancelled"], ["cancelled"]]
     with pytest.raises(EngineClosed):
         engine.submit([1, 2])
     engine.close()
@@ -304,7 +322,7 @@ class OneOrMore(OneOf):
 def test_an_answer_may_end_only_where_its_grammar_is_complete() -> None:
     model = replace(ours("llama"), eos_ids=frozenset({2}))
     with lmstate.Engine(model) as engine:
-        got = engine.submit([3, 4], grammar=OneOrMore(), logit_bias={2: 1000.0}, max_new_tokens=20).result(60)
+        got = engine.submit([3, 4], grammar=OneOrMore(), logit_bias={2: 1000.0}, max_new_tokens=20).result(600)
     assert got.finished == ["eos"]
     assert len(got.tokens[0]) == 3 and set(got.tokens[0]) <= {7, 8}
 
@@ -312,7 +330,7 @@ def test_an_answer_may_end_only_where_its_grammar_is_complete() -> None:
 def test_a_grammar_bounds_each_answer_and_its_forced_tokens_come_at_once() -> None:
     texts = [[5, 6, 7, 8, 9], [5, 6, 10, 11], [12, 13, 14]]
     with lmstate.Engine(ours("llama"), rows=2) as engine:
-        got = engine.submit([3, 4], n=6, temperature=1.5, seed=1, grammar=OneOf(texts)).result(60)
+        got = engine.submit([3, 4], n=6, temperature=1.5, seed=1, grammar=OneOf(texts)).result(600)
     assert all(tokens in texts for tokens in got.tokens)
     assert len({tuple(tokens) for tokens in got.tokens}) > 1
     assert got.finished == ["stop"] * 6

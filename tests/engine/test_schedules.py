@@ -20,10 +20,13 @@ import lmstate
 from lmstate.engine import Completion, Request
 from lmstate.engine.tiers.folder import FolderTier
 from lmstate.generation.sampling import Sampler
+from lmstate.speculation import HeadsDrafter, TextDrafter
 from tests.engine.alone import alone
 from tests.engine.test_batching import KINDS, prompt
 from tests.engine.test_tiers import Failing
-from tests.zoo import ours
+from tests.heads.zoo import pair
+from tests.speculation.drafters import always
+from tests.zoo import VOCAB, ours
 
 MOST = 90  # tokens of a prompt
 OPERATIONS = 25
@@ -54,6 +57,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "little memory": {"memory": 150_000},
     "little memory and a folder": {"memory": 150_000, "folder": FolderTier},
     "a folder that fails": {"memory": 400_000, "folder": Failing},
+    "drafts at every step": {"memory": 150_000, "drafts": True},
 }
 
 
@@ -71,13 +75,18 @@ class Schedule:
         self.asked: list[Asked] = []
         self.texts: list[list[int]] = [prompt(40, 0)]
         self.sessions: dict[str, list[int]] = {}
+        self.once: set[tuple[str, tuple[int, ...]]] = set()  # what sessions have held, after each operation
         self.fed = 0
         self.engine = self.made()
 
     def made(self) -> lmstate.Engine:
         tier = self.options.get("folder")
         store = None if tier is None else tier(self.folder, "schedule", 10**9)
-        return lmstate.Engine(self.model, rows=3, memory=self.options["memory"], store=store)
+        draft = None
+        if self.options.get("drafts"):
+            own = HeadsDrafter(self.model, self.model.new_state()) if self.model.heads else TextDrafter(reading=20)
+            draft = always(own, VOCAB, depth=5)
+        return lmstate.Engine(self.model, rows=3, memory=self.options["memory"], store=store, draft=draft)
 
     def ids(self, count: int) -> list[int]:
         self.fed += 1
@@ -106,7 +115,7 @@ class Schedule:
     def say(self, name: str, new: int, count: int) -> None:
         held = self.sessions.setdefault(name, [])
         ids = self.ids(new)
-        got = self.engine.session(name).send(ids, max_new_tokens=count, ignore_eos=True, logprobs=0).result(60)
+        got = self.engine.session(name).send(ids, max_new_tokens=count, ignore_eos=True, logprobs=0).result(600)
         held += ids
         self.same(got, held, Sampler())
         held += got.tokens[0]
@@ -140,6 +149,10 @@ class Schedule:
         for name, held in self.sessions.items():
             if self.options.get("folder") is None:
                 held.clear()
+            if self.options.get("folder") is Failing:  # what could not be written is as it was before, or not there
+                tokens = self.engine.session(name).tokens
+                assert tokens in (held, []) or (name, tuple(tokens)) in self.once
+                held[:] = tokens
             assert self.engine.session(name).tokens == held
 
     def end(self) -> None:
@@ -154,7 +167,7 @@ class Schedule:
         self.engine.close()
 
     def check(self, one: Asked) -> None:
-        got = one.request.result(60)
+        got = one.request.result(600)
         self.same(got, one.ids, one.sampler)
         assert one.cancelled or "cancelled" not in got.finished
         self.texts.append([*one.ids, *got.tokens[0]])
@@ -172,11 +185,22 @@ class Schedule:
 def test_any_schedule_gives_each_request_what_it_gets_alone(
     kind: str, setting: str, request: pytest.FixtureRequest
 ) -> None:
-    model = ours(KINDS[kind])
+    check_schedules(ours(KINDS[kind]), SETTINGS[setting], request.config.getoption("--interleavings") // 80)
+
+
+@pytest.mark.parametrize("case", ["deepseek_v3-two", "qwen3_next", "mimo_v2_flash"])
+def test_any_schedule_drafted_by_heads_gives_each_request_what_it_gets_alone(
+    case: str, request: pytest.FixtureRequest
+) -> None:
+    options = {"memory": 250_000, "folder": FolderTier, "drafts": True}
+    check_schedules(pair(case).ours, options, request.config.getoption("--interleavings") // 80)
+
+
+def check_schedules(model: lmstate.Model, options: dict[str, Any], count: int) -> None:
     Failing.dice = random.Random(0)
 
     @settings(
-        max_examples=max(1, request.config.getoption("--interleavings") // 80),
+        max_examples=max(1, count),
         deadline=None,
         derandomize=True,
         phases=[Phase.generate],  # a schedule has threads in it, so that a shorter one need not fail as well
@@ -185,9 +209,10 @@ def test_any_schedule_gives_each_request_what_it_gets_alone(
     @given(operations=st.lists(OPERATION, min_size=OPERATIONS, max_size=OPERATIONS))
     def run(operations: list[tuple]) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            schedule = Schedule(model, Path(folder), SETTINGS[setting])
+            schedule = Schedule(model, Path(folder), options)
             for name, *arguments in operations:
                 getattr(schedule, name)(*arguments)
+                schedule.once |= {(held, tuple(tokens)) for held, tokens in schedule.sessions.items()}
             schedule.end()
 
     run()

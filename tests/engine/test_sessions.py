@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -31,7 +32,7 @@ def test_a_client_that_resends_all_of_its_text_has_only_the_new_tail_computed(ca
             held: list[int] = []
             for turn in range(4):
                 request = engine.submit(history, seed=seed, **HOT)
-                got = request.result(60)
+                got = request.result(600)
                 assert request.prompt[: len(held)] == held
                 if turn:
                     new = len(request.prompt) - len(held)
@@ -64,7 +65,7 @@ def test_a_session_of_ids_goes_on_from_its_exact_tokens() -> None:
         expected: list[int] = []
         for turn in range(3):
             new = prompt(7, turn)
-            got = session.send(new, max_new_tokens=5, ignore_eos=True).result(60)
+            got = session.send(new, max_new_tokens=5, ignore_eos=True).result(600)
             expected += new
             assert got.tokens == [alone(model, expected, 5, ends=frozenset())[0]]
             assert got.usage.prompt - got.usage.reused == len(new) + bool(turn)
@@ -76,13 +77,13 @@ def test_undo_rewind_mark_and_fork_cost_nothing_again() -> None:
     model = ours("qwen3_next-dense")
     with lmstate.Engine(model) as engine:
         session = engine.session("main")
-        first = session.send(prompt(20, 1), max_new_tokens=6, ignore_eos=True).result(60)
+        first = session.send(prompt(20, 1), max_new_tokens=6, ignore_eos=True).result(600)
         mark = session.mark()
         before = session.tokens
-        session.send(prompt(9, 2), max_new_tokens=6, ignore_eos=True).result(60)
+        session.send(prompt(9, 2), max_new_tokens=6, ignore_eos=True).result(600)
         session.undo()
         assert session.tokens == before == [*prompt(20, 1), *first.tokens[0]]
-        again = session.send(prompt(9, 3), max_new_tokens=6, ignore_eos=True).result(60)
+        again = session.send(prompt(9, 3), max_new_tokens=6, ignore_eos=True).result(600)
         assert again.usage.prompt - again.usage.reused == 10
         other = session.fork("other")
         session.rewind(mark)
@@ -90,7 +91,7 @@ def test_undo_rewind_mark_and_fork_cost_nothing_again() -> None:
         assert other.tokens == [*before, *prompt(9, 3), *again.tokens[0]]
         assert engine.sessions() == ["main", "other"]
         for one in (session, other):
-            got = one.send(prompt(4, 5), max_new_tokens=4, ignore_eos=True).result(60)
+            got = one.send(prompt(4, 5), max_new_tokens=4, ignore_eos=True).result(600)
             assert got.tokens == [alone(model, one.tokens[:-4], 4, ends=frozenset())[0]]
             assert got.usage.prompt - got.usage.reused <= 5
         other.close()
@@ -101,11 +102,11 @@ def test_what_live_sessions_need_stays_whatever_else_comes() -> None:
     model = ours("qwen3_next-dense")
     with lmstate.Engine(model, rows=1, memory=600_000) as engine:
         session = engine.session("kept")
-        session.send(prompt(40, 1), max_new_tokens=4, ignore_eos=True).result(60)
+        session.send(prompt(40, 1), max_new_tokens=4, ignore_eos=True).result(600)
         for seed in range(40):
-            engine.submit(prompt(60, 100 + seed), max_new_tokens=2).result(60)
+            engine.submit(prompt(60, 100 + seed), max_new_tokens=2).result(600)
         assert engine.stats()["prefixes_evicted"] > 0
-        got = session.send(prompt(5, 2), max_new_tokens=2).result(60)
+        got = session.send(prompt(5, 2), max_new_tokens=2).result(600)
         assert got.usage.prompt - got.usage.reused == 6
 
 
@@ -113,18 +114,18 @@ def test_chat_messages_text_and_the_whole_conversation_again_are_one_history() -
     model = chatting()
     with lmstate.Engine(model) as engine:
         session = engine.session("chat")
-        session.send([said("system", "be brief"), said("user", "hi")], seed=1, **HOT).result(60)
-        session.send("and now", seed=2, **HOT).result(60)
+        session.send([said("system", "be brief"), said("user", "hi")], seed=1, **HOT).result(600)
+        session.send("and now", seed=2, **HOT).result(600)
         roles = [message["role"] for message in session.messages]
         assert roles == ["system", "user", "assistant", "user", "assistant"]
         held = session.tokens
-        got = session.send([*session.messages, said("user", "more")], seed=3, **HOT).result(60)
+        got = session.send([*session.messages, said("user", "more")], seed=3, **HOT).result(600)
         assert session.tokens[: len(held)] == held
         assert got.usage.reused >= len(held) - 1
         session.undo()
         assert session.tokens == held
         edited = [*session.messages[:3], said("user", "something else")]
-        session.send(edited, seed=4, **HOT).result(60)
+        session.send(edited, seed=4, **HOT).result(600)
         assert [message["content"] for message in session.messages[:4]] == [m["content"] for m in edited]
         assert len(session.messages) == 5
 
@@ -139,7 +140,7 @@ def test_one_request_of_a_session_at_a_time() -> None:
             session.rewind(0)
         next(iter(running))
         running.cancel()
-        got = running.result(60)
+        got = running.result(600)
         assert session.tokens == [1, 2, 3, *got.tokens[0]]
         with pytest.raises(lmstate.RewindError, match="positions 0 to"):
             session.rewind(10**6)
@@ -150,12 +151,12 @@ def test_a_session_that_was_saved_goes_on_elsewhere(tmp_path: Path) -> None:
     path = tmp_path / "session.safetensors"
     with lmstate.Engine(model) as engine:
         session = engine.session("here")
-        session.send("hello there", seed=1, **HOT).result(60)
+        session.send("hello there", seed=1, **HOT).result(600)
         session.save(path)
-        expected = session.send("go on", seed=2, **HOT).result(60)
+        expected = session.send("go on", seed=2, **HOT).result(600)
     with lmstate.Engine(model) as engine:
         session = engine.load_session("there", path)
-        got = session.send("go on", seed=2, **HOT).result(60)
+        got = session.send("go on", seed=2, **HOT).result(600)
         assert got.texts == expected.texts
         assert got.usage.reused == expected.usage.reused > 0
         path.write_bytes(path.read_bytes()[:-100])
@@ -167,7 +168,7 @@ def test_a_session_that_was_saved_goes_on_elsewhere(tmp_path: Path) -> None:
 def test_a_session_of_a_closed_engine_stays_as_it_was() -> None:
     with lmstate.Engine(ours("llama")) as engine:
         session = engine.session("s")
-        session.send([1, 2, 3], max_new_tokens=3).result(60)
+        session.send([1, 2, 3], max_new_tokens=3).result(600)
     held = session.tokens
     for change in (session.undo, session.mark, lambda: session.rewind(0), lambda: session.send([4])):
         with pytest.raises(EngineClosed):
@@ -178,14 +179,40 @@ def test_a_session_of_a_closed_engine_stays_as_it_was() -> None:
 def test_a_stop_string_ends_what_a_session_holds_before_it() -> None:
     model = chatting()
     with lmstate.Engine(model) as engine:
-        whole = engine.submit("hello", seed=3, **HOT).result(60).texts[0]
+        whole = engine.submit("hello", seed=3, **HOT).result(600).texts[0]
         stop = whole[5:7]
         session = engine.session("s")
-        got = session.send([said("user", "x")], seed=3, **HOT).result(60)
+        got = session.send([said("user", "x")], seed=3, **HOT).result(600)
         stop = got.texts[0][8:10]
         session.undo()
-        cut = session.send([said("user", "x")], seed=3, stop=[stop], **HOT).result(60)
+        cut = session.send([said("user", "x")], seed=3, stop=[stop], **HOT).result(600)
         assert cut.finished == ["stop"]
         assert cut.stopped_by == [stop]
         assert cut.texts[0] == got.texts[0][: got.texts[0].index(stop)]
         assert model.tokenizer.decode(session.tokens).endswith(cut.texts[0])
+
+
+def test_messages_that_are_added_to_while_they_are_answered_are_not_what_was_answered() -> None:
+    model = chatting("llama")
+    with lmstate.Engine(model) as engine, lmstate.Engine(model) as other:
+        go = Event()
+        engine.call(lambda _: go.wait(30))
+        messages = [said("user", "one")]
+        request = engine.submit(messages, seed=1, **HOT)
+        messages.append(said("user", "two"))
+        go.set()
+        messages += [said("assistant", request.result(600).texts[0]), said("user", "three")]
+        assert engine.encode(messages) == other.encode(messages)
+
+
+def test_what_a_session_stood_on_takes_no_bytes_once_it_had_to_go() -> None:
+    model, first = ours("llama"), prompt(40, 1)
+    with lmstate.Engine(model) as engine:
+        session = engine.session("one")
+        session.send(first, max_new_tokens=4).result(600)
+        engine.call(lambda _: engine._reuse.prefixes.shrink(0)).result(600)
+        stats = engine.stats()
+        assert (stats["prefix_bytes"], stats["row_bytes"]) == (0, 0)
+        held = session.tokens
+        got = session.send([5, 6], max_new_tokens=4).result(600)
+        assert got.tokens == [alone(model, [*held, 5, 6], 4)[0]]

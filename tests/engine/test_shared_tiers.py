@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 import lmstate
 from lmstate.engine.tiers.shared import Blobs, ObjectBlobs, RedisBlobs, SharedTier
-from tests.engine.test_batching import prompt
+from tests.engine.test_batching import KINDS, prompt
 from tests.engine.test_prefixes import ask, check
 from tests.zoo import ours
 
@@ -49,7 +50,7 @@ def goes_on_elsewhere(blobs: Blobs) -> None:
     with lmstate.Engine(model, store=SharedTier(blobs, "one")) as engine:
         ask(engine, ids)
         session = engine.session("name")
-        session.send(prompt(20, 2), max_new_tokens=3, ignore_eos=True).result(60)
+        session.send(prompt(20, 2), max_new_tokens=3, ignore_eos=True).result(600)
         tokens = session.tokens
     with lmstate.Engine(model, store=SharedTier(blobs, "one")) as engine:
         got = ask(engine, [*ids, 4, 5])
@@ -88,6 +89,107 @@ def test_object_stores_keep_prefixes_and_sessions_for_others(tmp_path: Path) -> 
     store = pytest.importorskip("obstore.store")
     goes_on_elsewhere(ObjectBlobs(store.MemoryStore()))
     goes_on_elsewhere(ObjectBlobs(store.LocalStore(tmp_path)))
+
+
+class Memory:
+    """Blobs in a dictionary, which may hang."""
+
+    def __init__(self) -> None:
+        self.blobs: dict[str, bytes] = {}
+        self.asked: list[str] = []
+        self.hang = threading.Event()
+        self.hang.set()
+
+    def get(self, name: str) -> bytes | None:
+        self.asked.append(name)
+        self.hang.wait(30)
+        return self.blobs.get(name)
+
+    def indices(self) -> int:
+        return sum("/index/" in name for name in self.asked)
+
+    def put(self, name: str, data: bytes) -> None:
+        self.blobs[name] = data
+
+    def delete(self, name: str) -> None:
+        self.blobs.pop(name, None)
+
+    def names(self, prefix: str) -> list[str]:
+        return [name for name in list(self.blobs) if name.startswith(prefix)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_another_engine_writes_while_this_one_runs_is_found_at_a_miss(kind: str) -> None:
+    model, blobs = ours(KINDS[kind]), Memory()
+    with (
+        lmstate.Engine(model, store=SharedTier(blobs, "one")) as here,
+        lmstate.Engine(model, store=SharedTier(blobs, "one")) as there,
+    ):
+        ids = prompt(128, 1) * 2
+        first = ask(there, ids)
+        longer = [*ids, *first.tokens[0], *prompt(100, 2)]
+        ask(there, longer)
+        assert there._tier.flush(30)
+        got = ask(here, [*longer, 5, 6])
+        check(model, [*longer, 5, 6], got)
+        assert got.usage.reused == len(longer)
+        assert got.usage.reuse.tier == "shared"
+        assert 0 < blobs.indices() < 20
+        other = ask(here, [*ids, 7, 8, 9])
+        check(model, [*ids, 7, 8, 9], other)
+        assert other.usage.reused >= len(ids) - 1
+        hits = blobs.indices()
+        ask(here, [*longer, 5, 6, 7])  # known here: nobody is asked
+        assert blobs.indices() == hits
+
+
+def test_a_session_of_another_machine_is_seen_when_it_is_asked_for() -> None:
+    model, blobs = ours("qwen3_next-dense"), Memory()
+    with (
+        lmstate.Engine(model, store=SharedTier(blobs, "one")) as here,
+        lmstate.Engine(model, store=SharedTier(blobs, "one")) as there,
+    ):
+        there.session("theirs").send(prompt(70, 1), max_new_tokens=5, ignore_eos=True).result(600)
+        assert there._tier.flush(30)
+        assert here.sessions() == ["theirs"]
+        read = len(blobs.asked)
+        assert here.sessions() == ["theirs"]
+        assert len(blobs.asked) == read, "a name that is known is read once"
+        session = here.session("theirs")
+        assert session.tokens == there.session("theirs").tokens
+        assert session.send([5], max_new_tokens=1, ignore_eos=True).result(600).usage.reused >= 70
+        there.session("theirs").close()
+        assert there._tier.flush(30)
+        assert there.sessions() == []
+
+
+def test_a_store_that_hangs_at_a_lookup_is_left_alone_for_a_while() -> None:
+    model, blobs = ours("llama"), Memory()
+    tier = SharedTier(blobs, "one")
+    engine = lmstate.Engine(model, store=tier)
+    blobs.hang.clear()
+    try:
+        for seed in range(3):
+            ids = prompt(100, seed)
+            check(model, ids, ask(engine, ids))
+        assert len(blobs.asked) <= 3  # the one lookup, and the thread that writes
+    finally:
+        blobs.hang.set()
+        engine.close()
+
+
+def test_hostile_pointers_and_indices_change_no_answer() -> None:
+    model, blobs = ours("qwen3_next-dense"), Memory()
+    ids = prompt(128, 1) * 2
+    with lmstate.Engine(model, store=SharedTier(blobs, "one")) as engine:
+        ask(engine, ids)
+    for name in list(blobs.blobs):
+        if "/prefix/" in name:
+            blobs.blobs[name] = [b"[[1]]", b"{", b'["../x"]', b"7", b"\xff"][len(name) % 5]
+        if "/index/" in name:
+            blobs.blobs[name] = blobs.blobs[name][:-4] + b"abcd"
+    with lmstate.Engine(model, store=SharedTier(blobs, "one")) as engine:
+        check(model, ids, ask(engine, ids))
 
 
 def test_a_store_that_is_not_there_is_as_good_as_none() -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import random
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 import lmstate
 from lmstate.engine.prefix.parts import Layers
-from lmstate.engine.tiers import Entry
+from lmstate.engine.tiers import Entry, SavedSession
 from lmstate.engine.tiers.folder import FolderTier
 from tests.engine.alone import alone
 from tests.engine.chat import chatting
@@ -47,17 +49,17 @@ def test_sessions_go_on_after_a_restart(kind: str, tmp_path: Path) -> None:
     model = chatting(KINDS[kind])
     with lmstate.Engine(model, store=tmp_path) as engine:
         session = engine.session("kept")
-        session.send("hello there", seed=1, **HOT).result(60)
-        session.send("and then", seed=2, **HOT).result(60)
+        session.send("hello there", seed=1, **HOT).result(600)
+        session.send("and then", seed=2, **HOT).result(600)
         session.mark()
-        engine.session("gone").send("x", seed=1, **HOT).result(60)
+        engine.session("gone").send("x", seed=1, **HOT).result(600)
         engine.session("gone").close()
         tokens, messages = session.tokens, session.messages
     with lmstate.Engine(model, store=tmp_path) as engine:
         assert engine.sessions() == ["kept"]
         session = engine.session("kept")
         assert (session.tokens, session.messages) == (tokens, messages)
-        got = session.send("and now", seed=3, **HOT).result(60)
+        got = session.send("and now", seed=3, **HOT).result(600)
         assert session.tokens[: len(tokens)] == tokens
         assert got.usage.reused >= len(tokens) - 1
         session.undo()
@@ -101,7 +103,7 @@ def test_a_hostile_index_changes_no_answer(tmp_path: Path) -> None:
     ids = prompt(60, 1)
     with lmstate.Engine(model, store=tmp_path) as engine:
         ask(engine, ids)
-        engine.session("s").send([1, 2, 3], max_new_tokens=2).result(60)
+        engine.session("s").send([1, 2, 3], max_new_tokens=2).result(600)
     index = sqlite3.connect(tmp_path / "index.sqlite3")
     with index:
         index.execute("update entries set start = 5, kind = 'carry' where start = 0")
@@ -112,6 +114,66 @@ def test_a_hostile_index_changes_no_answer(tmp_path: Path) -> None:
         got = ask(engine, ids)
         check(model, ids, got)
         assert got.usage.reused == 0
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        '{"messages": [], "turns": [[Infinity, 0]], "marks": []}',
+        '{"messages": [], "turns": [0], "marks": []}',
+        '{"messages": [], "turns": [], "marks": [true]}',
+        '{"messages": [{"role": "assistant", "content": {}}], "turns": [[2, 1]], "marks": []}',
+        "[" * 100_000,
+    ],
+)
+def test_hostile_sessions_keep_no_engine_from_starting(record: str, tmp_path: Path) -> None:
+    model = ours("llama")
+    with lmstate.Engine(model, store=tmp_path) as engine:
+        for name in ("a", "b", "c"):
+            engine.session(name).send([1, 2, 3], max_new_tokens=2).result(600)
+        file = tmp_path / "b.lmstate"
+        engine.session("b").save(file)
+        snapshot = dataclasses.replace(lmstate.Snapshot.load(file), notes=record)
+        snapshot.save(file)
+        if "assistant" not in record:
+            with pytest.raises(lmstate.SnapshotError, match="no session"):
+                engine.load_session("d", file)
+    index = sqlite3.connect(tmp_path / "index.sqlite3")
+    with index:
+        index.execute("update sessions set record = ? where name = 'b'", (record,))
+        index.execute("update entries set frequency_key = 9e999 where start = 0")
+    index.close()
+    with lmstate.Engine(model, store=tmp_path) as engine:
+        assert {"a", "c"} <= set(engine.sessions())
+        check(model, prompt(20, 1), ask(engine, prompt(20, 1)))
+
+
+def test_a_store_that_is_no_index_is_named(tmp_path: Path) -> None:
+    (tmp_path / "index.sqlite3").write_bytes(b"no index at all" * 100)
+    with pytest.raises(OSError, match=r"index\.sqlite3 is no index"):
+        lmstate.Engine(ours("llama"), store=tmp_path)
+
+
+def test_an_index_that_would_compute_is_refused(tmp_path: Path) -> None:
+    forever = "with recursive n(x) as (select 1 union all select x + 1 from n) select max(x) as namespace from n"
+    with sqlite3.connect(tmp_path / "index.sqlite3") as index:
+        index.execute(f"create view entries as {forever}")
+    index.close()
+    with pytest.raises(OSError, match="views or triggers"):
+        lmstate.Engine(ours("llama"), store=tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes")
+def test_a_pipe_in_the_place_of_an_entry_holds_up_nothing(tmp_path: Path) -> None:
+    model, ids = ours("llama"), prompt(60, 1)
+    with lmstate.Engine(model, store=tmp_path) as engine:
+        ask(engine, ids)
+    for file in [file for file in (tmp_path / "entries").rglob("*") if file.is_file()]:
+        file.unlink()
+        os.mkfifo(file)
+    with lmstate.Engine(model, store=tmp_path) as engine:
+        check(model, ids, ask(engine, ids))
+        assert engine.stats()["folder_quarantined"] >= 1
 
 
 def test_entries_of_another_model_are_not_seen(tmp_path: Path) -> None:
@@ -138,6 +200,28 @@ def test_a_folder_holds_its_budget(tmp_path: Path) -> None:
         assert ask(engine, [*prompt(40, 29), 3]).usage.reused > 0
 
 
+@pytest.mark.parametrize("kind", ["hybrid", "attention"])
+def test_a_session_of_another_process_is_seen_when_it_is_asked_for(kind: str, tmp_path: Path) -> None:
+    model = ours(KINDS[kind])
+    with lmstate.Engine(model, store=tmp_path) as here, lmstate.Engine(model, store=tmp_path) as there:
+        there.session("theirs").send(prompt(100, 1), max_new_tokens=5, ignore_eos=True).result(600)
+        tokens = there.session("theirs").tokens
+        assert there._tier.flush(30)
+        assert here.sessions() == ["theirs"] == there.sessions()
+        assert here.find_session("nobody's") is None
+        with pytest.raises(ValueError, match="theirs"):
+            here.session("mine").fork("theirs")
+        session = here.find_session("theirs")
+        assert session is here.session("theirs")
+        assert session.tokens == tokens
+        got = session.send(prompt(3, 2), max_new_tokens=4, ignore_eos=True, logprobs=0).result(600)
+        check(model, [*tokens, *prompt(3, 2)], got)
+        assert got.usage.reused >= len(tokens) - 1, "what the other one computed is not computed again"
+        session.close()
+        assert here.sessions() == ["mine"]
+        assert here.find_session("theirs") is None
+
+
 class Failing(FolderTier):
     """A folder any of whose calls may fail."""
 
@@ -158,6 +242,54 @@ class Failing(FolderTier):
         self._maybe()
         super().write(entry, key, layers, above)
 
+    def entries(self) -> Iterator[tuple[str, Entry]]:
+        for pair in super().entries():
+            if self.dice.random() < 0.02:
+                raise OSError("the disk is on fire")
+            yield pair
+
+    def sessions(self) -> Iterator[SavedSession]:
+        for saved in super().sessions():
+            self._maybe()
+            yield saved
+
+    def session_names(self) -> Iterable[str]:
+        self._maybe()
+        return super().session_names()
+
+    def read_session(self, name: str) -> SavedSession | None:
+        self._maybe()
+        return super().read_session(name)
+
+    def find(self, tokens: Sequence[int]) -> list[tuple[str, Entry]]:
+        self._maybe()
+        return super().find(tokens)
+
+    def write_session(self, session: SavedSession) -> None:
+        self._maybe()
+        super().write_session(session)
+
+    def remove_session(self, name: str) -> None:
+        self._maybe()
+        super().remove_session(name)
+
+
+def test_a_session_that_a_store_fails_to_remove_is_closed_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with lmstate.Engine(ours("llama"), store=tmp_path) as engine:
+        engine.session("one").send(prompt(20, 1), max_new_tokens=2).result(600)
+        assert engine._tier.flush(30)
+        monkeypatch.setattr(FolderTier, "remove_session", lambda *_: 1 / 0)
+        engine.session("one").close()
+        assert engine._tier.flush(30)
+        assert engine.sessions() == []
+        assert engine.find_session("one") is None
+        assert engine.session("one").tokens == []
+        engine.session("one").send([5, 6], max_new_tokens=2).result(600)
+        assert engine._tier.flush(30)
+        assert engine.sessions() == ["one"]
+
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tier_that_fails_at_any_call_changes_no_answer(kind: str, tmp_path: Path) -> None:
@@ -166,7 +298,7 @@ def test_a_tier_that_fails_at_any_call_changes_no_answer(kind: str, tmp_path: Pa
     texts: list[list[int]] = [prompt(30, 1)]
     for _ in range(4):
         tier = Failing(tmp_path, f"{kind}", 10**9)
-        with lmstate.Engine(model, rows=2, memory=60_000, store=tier) as engine:
+        with lmstate.Engine(model, rows=2, memory=150_000, store=tier) as engine:
             for _ in range(6):
                 base = dice.choice(texts)
                 ids = [*base[: dice.randint(1, len(base))], *prompt(dice.randint(1, 9), dice.randint(0, 10**6))][:90]
@@ -174,6 +306,9 @@ def test_a_tier_that_fails_at_any_call_changes_no_answer(kind: str, tmp_path: Pa
                 check(model, ids, got)
                 texts.append([*ids, *got.tokens[0]])
                 assert engine.call(lambda _: engine._reuse.prefixes.nbytes == engine._reuse.prefixes.counted()).result()
+            engine.session(f"session {len(texts)}").send([5, 6], max_new_tokens=2).result(600)
+            assert f"session {len(texts)}" in engine.sessions()
+            assert engine.find_session(dice.choice(["nobody's", *engine.sessions()]) + "?") is None
 
 
 class Hanging(FolderTier):
@@ -188,6 +323,12 @@ class Hanging(FolderTier):
             time.sleep(60)
         super().write(entry, key, layers, above)
 
+    def session_names(self) -> Iterable[str]:
+        self.asked += 1
+        time.sleep(60)
+        raise AssertionError
+
+    asked = 0
     hangs = False
 
 
@@ -202,6 +343,8 @@ def test_a_tier_that_hangs_holds_up_nobody_for_long(tmp_path: Path) -> None:
     other = engine.submit([7, 8, 9], max_new_tokens=3)
     assert len(other.result(20).tokens[0]) == 3
     assert slow.result(20).tokens == [alone(model, [*ids, 5], 3)[0]]
+    assert [engine.sessions() for _ in range(3)] == [[]] * 3
+    assert tier.asked == 1, "a tier that hangs is not asked again at once"
     tier.hangs = True
     assert ask(engine, prompt(30, 3)).usage.generated == 6
     tier.close = lambda timeout=0.0: None  # type: ignore[method-assign]

@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from functools import partial
 from threading import Lock
 
 from lmstate.engine.job import Job
 from lmstate.engine.prefix import PrefixStore
 from lmstate.engine.prefix.tree import Node
-from lmstate.engine.replay import Replay
 from lmstate.engine.session import Record, Session, SessionHost
 from lmstate.engine.tiers import SavedSession, Tier
+from lmstate.engine.tiers.fetch import Patience
+from lmstate.text.replay import Replay
 
 
 class Conversations:
-    """`get`, `add`, `drop` and `names` are for any thread, the rest is for the engine's."""
+    """`find`, `add`, `drop` and `names` are for any thread, the rest is for the engine's."""
 
-    def __init__(self, prefixes: PrefixStore, replay: Replay, tier: Tier | None) -> None:
+    def __init__(self, prefixes: PrefixStore, replay: Replay, tier: Tier | None, vocab_size: int) -> None:
         self._prefixes, self._replay, self._tier = prefixes, replay, tier
+        self._vocab_size = vocab_size
+        self._patience = Patience()
+        self._foreign: set[str] = set()  # names under which a tier has what is no session
         self._sessions: dict[str, Session] = {}
         self._pins: dict[Session, list[Node]] = {}  # what live sessions need
         self._lock = Lock()
 
-    def get(self, name: str) -> Session | None:
-        return self._sessions.get(name)
+    def find(self, name: str, engine: SessionHost) -> Session | None:
+        """The session of a name: one of this engine, else one that another process has left in the tier."""
+        if (session := self._sessions.get(name)) is not None or self._tier is None:
+            return session
+        saved = self._patience.ask(partial(self._tier.saved_session, name), None)
+        if saved is None or (session := self._opened(saved, engine)) is None:
+            return None
+        return self.add(session)
 
     def names(self) -> list[str]:
+        """Of this engine, and of the tier."""
+        stored: set[str] = set()
+        if self._tier is not None:
+            stored = self._patience.ask(self._tier.all_session_names, stored)
         with self._lock:
-            return sorted(self._sessions)
+            return sorted((stored - self._foreign).union(self._sessions))
 
     def add(self, session: Session, *, new: bool = False) -> Session:
         """The session of this name: this one, if there is none yet. With `new`, ValueError if there is."""
@@ -77,14 +91,24 @@ class Conversations:
             session.adopt(tokens, messages)
             self.hold(session)
 
-    def recall(self, tier: Tier, vocab: int, engine: SessionHost) -> None:
+    def recall(self, tier: Tier, engine: SessionHost) -> None:
         """Take the sessions that a tier has."""
-        for saved in tier.sessions():
-            with suppress(ValueError, TypeError, RecursionError):  # not one of ours
-                if all(token < vocab for token in saved.tokens):
-                    record = Record.from_json(saved.tokens, saved.record)
-                    self._sessions[saved.name] = Session(engine, saved.name, record)
-                    self.remember(record)
+        for saved in tier.all_sessions():
+            if (session := self._opened(saved, engine)) is not None:
+                self._sessions[saved.name] = session
+
+    def _opened(self, saved: SavedSession, engine: SessionHost) -> Session | None:
+        """None for what is not one of ours."""
+        try:
+            if all(token < self._vocab_size for token in saved.tokens):
+                record = Record.from_json(saved.tokens, saved.record)
+                self.remember(record)
+                self._foreign.discard(saved.name)
+                return Session(engine, saved.name, record)
+        except (ValueError, TypeError, RecursionError):
+            pass
+        self._foreign.add(saved.name)
+        return None
 
     def remember(self, record: Record) -> None:
         """Have its messages found again as the tokens that they were."""

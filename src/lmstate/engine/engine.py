@@ -18,21 +18,28 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from lmstate.engine.conversations import Conversations
+from lmstate.engine.delivery import Delivery
+from lmstate.engine.drafting import Drafting
 from lmstate.engine.job import Job
-from lmstate.engine.options import Grammar, Options, are_messages, as_bytes, check_length, options, prompt_ids
+from lmstate.engine.memory import RowCost
+from lmstate.engine.options import Options, are_messages, as_bytes, check_length, options, prompt_ids
 from lmstate.engine.pace import Pace
-from lmstate.engine.prefix.picture import picture
+from lmstate.engine.prefix.picture import Prefix, picture, prefixes
 from lmstate.engine.queue import Queue
-from lmstate.engine.replay import Replay
 from lmstate.engine.request import Request
 from lmstate.engine.results import EngineClosed, Reuse
 from lmstate.engine.reuse import PrefixReuse
 from lmstate.engine.scheduler import Scheduler
 from lmstate.engine.session import Record, Session
+from lmstate.engine.thinking import ThinkingFormat
 from lmstate.engine.tiers import Tier, open_tier
-from lmstate.errors import SnapshotError, UnsupportedError
-from lmstate.state import Snapshot, State
+from lmstate.errors import SnapshotError
+from lmstate.generation.grammar import Grammar
+from lmstate.speculation import DraftChoice, DraftReport
+from lmstate.state import BlockPool, Snapshot, State
 from lmstate.state.validate import whole_number
+from lmstate.text.replay import Replay
+from lmstate.threads import release_threads
 
 if TYPE_CHECKING:
     from lmstate.models.model import Model
@@ -46,12 +53,16 @@ class Engine:
     """Runs requests on a model, many at a time, on a thread of its own. Close it, or use `with` or `async with`.
 
     rows    sequences that are worked on at a time
-    memory  bytes for the rows and for what is kept of them for reuse, together: a number, or "4GiB"
+    memory  bytes for the rows and for what is kept of them for reuse, together: a number, or "4GiB"; where rows have
+            no room, those of the lowest priority that came last give theirs back, and go on later
     store   where prefixes and sessions are kept beside memory, and found after a restart: a folder, "redis://host",
             "s3://bucket/path" and what else obstore knows; a folder holds at most `store_bytes`
     queue   requests that may wait beside them; more raise `QueueFull`
     stall   while a prompt is read, a token of another answer may come this many times later than it else would
-    draft   there are no drafts here yet: None
+    draft   who proposes tokens that the model verifies several at a step: "text" (the request's own text, and earlier
+            answers), "heads" (the model's own, of one loaded with heads=True), a smaller model, a
+            `lmstate.speculation.Drafter`, or None; "auto" is the text, and the heads where there are some. No answer
+            changes
     kv      how keys and values are stored, as in `model.new_state`
     """
 
@@ -64,15 +75,16 @@ class Engine:
         *,
         store_bytes: int | str = "64GiB",
         kv: Any = None,
-        draft: None = None,
+        draft: DraftChoice = "auto",
         queue: int = 256,
         stall: float = 3.0,
     ) -> None:
+        if isinstance(model, str | os.PathLike):
+            raise ValueError(f"an Engine takes a model; lmstate.load({os.fspath(model)!r}) gives it")
         rows, queue = whole_number(rows, "rows"), whole_number(queue, "queue")
         if rows < 1 or queue < 1 or not stall > 1.0:
             raise ValueError(f"rows={rows}, queue={queue}, stall={stall} were asked for; the least are 1, 1, above 1.0")
-        if draft is not None:
-            raise UnsupportedError(f"draft={draft!r} was asked for; the engine uses no drafts yet: leave it out")
+        drafting = Drafting(draft, model, rows, as_bytes(memory), model.new_state(kv=kv))
         self.model = model
         self._kv = kv
         namespace = f"{model.fingerprint} dtype={model.dtype} kv={kv!r}"
@@ -80,23 +92,39 @@ class Engine:
             store = open_tier(store, namespace, as_bytes(store_bytes))
         self._tier: Tier | None = store
         self._queue, self._replay, pace = Queue(queue), Replay(), Pace(stall)
+        self._delivery = Delivery()
+        self._blocks = BlockPool()  # of all rows, and of what is kept
         self._reuse = PrefixReuse(model, self._new_state, as_bytes(memory), self._tier, pace, self._wake)
-        self._conversations = Conversations(self._reuse.prefixes, self._replay, self._tier)
+        self._conversations = Conversations(self._reuse.prefixes, self._replay, self._tier, model.config.vocab_size)
+        self._cost = RowCost.of(model, lambda rows, capacity: model.new_state(rows=rows, capacity=capacity, kv=kv))
         self._scheduler = Scheduler(
-            model, self._new_state, rows, self._queue, pace, self._reuse, self._conversations.ended
+            model,
+            self._new_state,
+            rows,
+            self._queue,
+            pace,
+            self._reuse,
+            self._blocks,
+            self._cost,
+            drafting,
+            self._conversations.ended,
+            self._delivery,
         )
+        self._drafting = drafting
         self._commands: deque[tuple[Callable[[Model], Any], Future[Any]]] = deque()
         self._changed = Condition()
-        self._closed = False
+        self._closed = self._forked = False
         self._order = 0
         if self._tier is not None:
-            self._conversations.recall(self._tier, model.config.vocab_size, self)
+            self._conversations.recall(self._tier, self)
         arguments = (weakref.ref(self), self._changed)
+        release_threads()  # the engine's thread has its own from here on
         self._thread = Thread(target=_serve, args=arguments, name="lmstate-engine", daemon=True)
         self._thread.start()
         # A daemon thread inside native code while the interpreter goes away can crash it.
         self._at_exit = _closer(weakref.ref(self))
         atexit.register(self._at_exit)
+        _engines.add(self)
 
     # ---- for any thread
 
@@ -125,6 +153,7 @@ class Engine:
         stop_token_ids: Sequence[int] = (),
         min_tokens: int = 0,
         ignore_eos: bool = False,
+        max_thinking_tokens: int | None = None,
     ) -> Request:
         """Queue a request: a text, token ids, or chat messages. Returns at once.
 
@@ -138,8 +167,12 @@ class Engine:
         deadline          seconds from now, after which it ends as it is
         stop_token_ids    end the answer like an end-of-sequence token; ignore_eos: those do not
         min_tokens        no end-of-sequence or stop token before so many
+        max_thinking_tokens  tokens of the thinking section; after them comes what the chat template ends it with, and
+                          the answer. `Request.end_thinking` does so at any moment
 
-        Raises ValueError for what is out of range, `QueueFull`, `EngineClosed`.
+        Raises ValueError for what is out of range, UnsupportedError for a limit on the thinking of a model that does
+        not think aloud, CapacityError for a prompt that `memory` has no room for, `QueueFull`,
+        `EngineClosed`.
         """
         chosen = options(
             self.model,
@@ -163,9 +196,11 @@ class Engine:
             stop_token_ids=stop_token_ids,
             min_tokens=min_tokens,
             ignore_eos=ignore_eos,
+            max_thinking_tokens=max_thinking_tokens,
         )
         if session is None:
-            return self._queued(self._encoded(prompt), chosen, prompt if are_messages(prompt) else [], None)
+            messages = [dict(message) for message in prompt] if are_messages(prompt) else []  # the list is the caller's
+            return self._queued(self._encoded(prompt), chosen, messages, None)
         conversation = self.session(session) if isinstance(session, str) else session
 
         def begin() -> Request:
@@ -177,9 +212,13 @@ class Engine:
     def _encoded(self, prompt: Any) -> list[int]:
         return prompt_ids(self.model, prompt, self._replay)
 
+    def _thinking_format(self) -> ThinkingFormat:
+        return ThinkingFormat.of(self.model.tokenizer)
+
     def _queued(self, ids: list[int], chosen: Options, messages: Any, session: Session | None) -> Request:
         check_length(self.model, ids)
-        request = Request(ids, self._wake)
+        self._cost.refuse_too_long(len(ids), self._reuse.memory)
+        request = Request(ids, self._wake, self._delivery, self._thinking_format)
         with self._changed:
             self.refuse_closed()
             self._queue.add(Job(request, chosen, self._order, messages, session))
@@ -197,16 +236,20 @@ class Engine:
 
     def session(self, name: str) -> Session:
         """The conversation of this name; a new one if there is none."""
+        return self.find_session(name) or self._conversations.add(Session(self, name, Record()))
+
+    def find_session(self, name: str) -> Session | None:
+        """The conversation of this name, if there is one: here, or left in the store by another process since."""
         self.refuse_closed()
-        return self._conversations.get(name) or self._conversations.add(Session(self, name, Record()))
+        return self._conversations.find(name, self)
 
     def sessions(self) -> list[str]:
-        """The names of the conversations that are kept."""
+        """The names of the conversations that are kept, those in the store included, which is asked."""
         return self._conversations.names()
 
     def encode(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """The ids of chat messages, this engine's answers as they were sampled; `variables` as in `Tokenizer.chat`."""
-        return self._replay.encode(self.model.tokenizer, messages, **variables)[0]
+        return self._replay.encode(self.model.tokenizer, messages, **variables)
 
     def remember(self, messages: Sequence[Mapping[str, Any]], tokens: Sequence[int], **variables: Any) -> None:
         """Have `encode` find these tokens for a conversation that ends with an answer in another form, see `Replay`."""
@@ -214,7 +257,7 @@ class Engine:
 
     def new_session(self, name: str, record: Record) -> Session:
         """A conversation that begins with what is recorded. Raises ValueError if there is one of this name."""
-        self.refuse_closed()
+        self.find_session(name)  # one in the store counts
         session = self._conversations.add(Session(self, name, record), new=True)
         self._conversations.remember(record)
         self.changed(session)
@@ -225,7 +268,7 @@ class Engine:
         snapshot = Snapshot.load(path)
         try:
             record = Record.from_json(list(snapshot.tokens), snapshot.notes)
-        except (ValueError, TypeError, RecursionError) as error:
+        except ValueError as error:
             raise SnapshotError(f"{path} holds no session of lmstate: {error}") from None
 
         def take(_: Model) -> None:
@@ -290,9 +333,11 @@ class Engine:
         scheduler, prefixes = self._scheduler, self._reuse.prefixes
         now: dict[str, float] = {
             **scheduler.counts,
+            **self._drafting.counts,
             "waiting": len(self._queue),
             "reading": len(scheduler.reading),
             "decoding": len(scheduler.pool),
+            "set_aside": len(scheduler.preempted),
             "row_bytes": scheduler.row_bytes(),
             "row_bytes_peak": scheduler.peak,
             "prefix_bytes": prefixes.nbytes,
@@ -302,16 +347,29 @@ class Engine:
             now |= {f"{self._tier.name}_{name}": number for name, number in self._tier.counts.items()}
         return now
 
+    def draft_report(self) -> DraftReport:
+        """Tokens drafted and accepted since the start, by place in a draft, and the seconds saved."""
+        return self._drafting.report()
+
     def tree(self) -> str:
         """The prefix store as text, a line for each run of tokens; see `lmstate.engine.prefix.picture`."""
+        return self._called(lambda _: picture(self._reuse.prefixes, self._decoded))
 
-        def decode(ids: Sequence[int]) -> str:
-            return self.model.tokenizer.decode(ids, False) if self.model.has_tokenizer else " ".join(map(str, ids))
+    def prefixes(self, tokens: Sequence[int] = ()) -> list[Prefix]:
+        """The runs of tokens in the prefix store, those above first; each says whether `tokens` run through it."""
+        return self._called(lambda _: list(prefixes(self._reuse.prefixes, self._decoded, tokens)))
 
-        return self._called(lambda _: picture(self._reuse.prefixes, decode))
+    def rewind_window(self) -> int | None:
+        """Number of positions that a row goes back without computing anything again; None for all of them."""
+        return self._new_state(1).layout.rewind if self._reuse.prefixes.split.needs_carry else None
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        return self.model.tokenizer.decode(ids, False) if self.model.has_tokenizer else " ".join(map(str, ids))
 
     def close(self) -> None:
         """End all requests as they are, and the thread. Harmless if it was closed."""
+        if self._forked:  # the threads, and what they hold, are the parent's
+            return
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -344,12 +402,22 @@ class Engine:
             self._changed.notify_all()
 
     def refuse_closed(self) -> None:
-        """Raise EngineClosed if it was closed."""
+        """Raise EngineClosed if it was closed, or belongs to another process."""
+        if self._forked:
+            raise EngineClosed(
+                "the engine belongs to the process that made it, and its threads are not in this one, which was forked "
+                "from that: make an engine in each process"
+            )
         if self._closed:
             raise EngineClosed("the engine was closed: make another one")
 
+    def orphan(self) -> None:
+        """In a forked child: refuse what would wait for the engine's thread for ever."""
+        self._forked = self._closed = True
+        self._changed = Condition()  # a thread of the parent may have held the other one
+
     def _new_state(self, rows: int) -> State:
-        return self.model.new_state(rows=rows, kv=self._kv)
+        return self.model.new_state(rows=rows, kv=self._kv, pool=self._blocks)
 
     # ---- the engine's thread
 
@@ -372,6 +440,18 @@ class Engine:
         self._scheduler.end_all()
         while self._commands:
             self._commands.popleft()[1].cancel()
+
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for engine in list(_engines):
+        engine.orphan()
+
+
+if hasattr(os, "register_at_fork"):  # where there is a fork
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _serve(reference: weakref.ref[Engine], changed: Condition) -> None:

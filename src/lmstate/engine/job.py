@@ -16,7 +16,7 @@ from lmstate.engine.results import Completion, Reuse, TokenLogprob, Usage
 
 if TYPE_CHECKING:
     from lmstate.engine.session import Session
-    from lmstate.engine.tiers.fetch import Fetch
+    from lmstate.engine.tiers.fetch import Fetch, Lookup
     from lmstate.models.model import Model
     from lmstate.state import Snapshot, State
 
@@ -43,6 +43,7 @@ class Job:
         self.cuts: set[int] = set()  # positions at which a chunk has to end, and a snapshot is kept
         self.source: State | Snapshot | None = None  # what answers without a row begin from
         self.follows: tuple[Job, int] | None = None  # who reads the same prefix now, up to where
+        self.lookup: Lookup | None = None  # what a tier is asked for, of texts that nobody here has seen
         self.fetch: Fetch | None = None  # what is read from a tier for it
         self.unseated: list[Choice] = []
         self.reuse = Reuse(0, len(self.prompt))
@@ -72,6 +73,13 @@ class Job:
         stops = [cut for cut in self.cuts if cut > self.at]
         return min(most, min([len(self.prompt), *stops]) - self.at)
 
+    def begin_again(self) -> None:
+        """Its prompt is to be read once more, from what is kept of it: the row was taken back."""
+        self.state = self.fetch = self.follows = None
+        self.request.computed = 0
+        self.prompt_logprobs = []
+        del self._times[1:]
+
     def begin_answers(self, model: Model) -> None:
         seed = self.options.sampler.seed
         seed = int(torch.randint(2**62, ())) if seed is None else seed
@@ -92,6 +100,8 @@ class Job:
                 prompt=len(self.prompt),
                 reused=self.reuse.reused,
                 generated=sum(len(choice.answer.tokens) for choice in choices),
+                drafted=sum(choice.drafted for choice in choices),
+                accepted=sum(choice.accepted for choice in choices),
                 queued=spent[0],
                 prefill=spent[1],
                 decode=spent[2],

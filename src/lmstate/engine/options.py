@@ -6,18 +6,18 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, TypeGuard
 
-from torch import Tensor
-
+from lmstate.engine.thinking import ThinkingFormat
+from lmstate.generation.grammar import Grammar
 from lmstate.generation.prompts import as_token_lists
 from lmstate.generation.sampling import Sampler
 from lmstate.generation.stopping import as_stops
 from lmstate.state.validate import whole_number
 
 if TYPE_CHECKING:
-    from lmstate.engine.replay import Replay
     from lmstate.models.model import Model
+    from lmstate.text.replay import Replay
 
 MOST_TOP_LOGPROBS = 1024
 
@@ -45,27 +45,7 @@ class SubmitOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     min_tokens: int
     ignore_eos: bool
-
-
-class Grammar(Protocol):
-    """Constraint on the next token of an answer. One object an answer; `copy` makes those of the other answers."""
-
-    complete: bool
-    """Whether the answer may end here."""
-    ended: bool
-    """Whether it must."""
-
-    def allowed(self) -> Tensor | None:
-        """bool `[V]`: what may come next; None for anything."""
-
-    def accept(self, token: int) -> None: ...
-
-    def rollback(self, count: int) -> None: ...
-
-    def forced(self) -> Sequence[int]:
-        """Tokens that must come now, if there is only one way on."""
-
-    def copy(self) -> Grammar: ...
+    max_thinking_tokens: int | None
 
 
 @dataclass(frozen=True)
@@ -84,6 +64,8 @@ class Options:
     stop_token_ids: frozenset[int]
     min_tokens: int
     ignore_eos: bool
+    max_thinking_tokens: int | None
+    thinking: ThinkingFormat | None  # of the model, where it is needed
 
 
 def options(
@@ -109,6 +91,7 @@ def options(
     stop_token_ids: Sequence[int],
     min_tokens: int,
     ignore_eos: bool,
+    max_thinking_tokens: int | None,
 ) -> Options:
     """The options of `Engine.submit`. Raises ValueError for one out of range."""
     vocab = model.config.vocab_size
@@ -134,10 +117,12 @@ def options(
         frozenset(_token(token, "stop_token_ids", vocab) for token in stop_token_ids),
         _count("min_tokens", min_tokens),
         bool(ignore_eos),
+        None if max_thinking_tokens is None else _count("max_thinking_tokens", max_thinking_tokens),
+        None if max_thinking_tokens is None else ThinkingFormat.of(model.tokenizer),
     )
 
 
-def are_messages(prompt: Any) -> bool:
+def are_messages(prompt: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     return isinstance(prompt, Sequence) and bool(prompt) and all(isinstance(part, Mapping) for part in prompt)
 
 
@@ -147,7 +132,7 @@ def prompt_ids(model: Model, prompt: Any, replay: Replay) -> list[int]:
     Raises ValueError if it is none of these.
     """
     if are_messages(prompt):
-        ids, _ = replay.encode(model.tokenizer, prompt)
+        ids = replay.encode(model.tokenizer, prompt)
     elif isinstance(prompt, str):
         ids = model.tokenizer.encode(prompt)
     elif isinstance(prompt, tuple) and len(prompt) == 1 and isinstance(prompt[0], str):

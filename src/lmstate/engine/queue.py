@@ -34,6 +34,11 @@ class Queue:
             "engine with a larger queue="
         )
 
+    def put_back(self, job: Job) -> None:
+        """Have a request that was begun wait again: it is not refused, however many wait."""
+        with self._lock:
+            self._jobs.append(job)
+
     def discard(self, job: Job) -> None:
         """Take a job out, if it is here."""
         with self._lock, suppress(ValueError):

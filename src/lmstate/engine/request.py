@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from threading import Condition
+from threading import Condition, Event
 from typing import Any
 
+from lmstate.engine.delivery import Delivery, Waiter
 from lmstate.engine.results import Completion, Piece
+from lmstate.engine.thinking import ThinkingFormat
+from lmstate.errors import UnsupportedError
 
 
 class Request:
@@ -16,16 +19,26 @@ class Request:
     Iterate (`for` or `async for`) for pieces as they come, from the first on. `result()` waits for all.
     """
 
-    def __init__(self, prompt: list[int], wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        prompt: list[int],
+        wake: Callable[[], None],
+        delivery: Delivery,
+        thinking: Callable[[], ThinkingFormat] | None = None,
+    ) -> None:
+        """`thinking`: the format of the model's thinking sections; raises UnsupportedError if it has none."""
         self.prompt = prompt
         self.cancelled = False
         self.computed = 0  # tokens of the prompt, reused ones included; the engine counts
-        self._wake = wake
+        self.end_of_thinking: ThinkingFormat | None = None  # set where the section is to end now
+        self._wake, self._delivery, self._thinking = wake, delivery, thinking
         self._changed = Condition()
+        # Who waits for the end alone is not woken at each token: the engine's thread would wait for the interpreter.
+        self._over = Event()
         self._pieces: list[Piece] = []
         self._completion: Completion | None = None
         self._error: BaseException | None = None
-        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._waiters: list[tuple[Waiter, bool]] = []  # and whether it waits for the end alone
         self._callbacks: list[Callable[[Request], None]] = []
 
     # ---- for the sender
@@ -44,11 +57,20 @@ class Request:
         self.cancelled = True
         self._wake()
 
+    def end_thinking(self) -> None:
+        """Have its answers end their thinking sections within one step, and go on with what follows.
+
+        Raises UnsupportedError if the model's chat template has no thinking section.
+        """
+        if self._thinking is None:
+            raise UnsupportedError("the end of a thinking section was asked for; this request can have none")
+        self.end_of_thinking = self._thinking()
+        self._wake()
+
     def result(self, timeout: float | None = None) -> Completion:
         """Wait for the completion. Raises what made the request fail, and TimeoutError after `timeout` seconds."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self.done, timeout):
-                raise TimeoutError(f"no result within {timeout} seconds; the request goes on: wait again, or cancel it")
+        if not self._over.wait(timeout):
+            raise TimeoutError(f"no result within {timeout} seconds; the request goes on: wait again, or cancel it")
         return self._outcome()
 
     async def wait(self) -> Completion:
@@ -87,9 +109,17 @@ class Request:
     # ---- for the engine
 
     def push(self, piece: Piece) -> None:
+        """One more piece, which its readers hear of with the next delivery."""
+        self._pieces.append(piece)
+        self._delivery.add(self.tell)
+
+    def tell(self) -> list[Waiter]:
+        """Wake the threads that wait for what is new; returns those who wait on event loops."""
         with self._changed:
-            self._pieces.append(piece)
-            self._notify()
+            self._changed.notify_all()
+            told = [waiter for waiter, only_end in self._waiters if self.done or not only_end]
+            self._waiters = [entry for entry in self._waiters if not self.done and entry[1]]
+            return told
 
     def finish(self, outcome: Completion | BaseException) -> None:
         with self._changed:
@@ -99,8 +129,9 @@ class Request:
                 self._error = outcome
             else:
                 self._completion = outcome
-            self._notify()
+            self._over.set()
             callbacks, self._callbacks = self._callbacks, []
+        self._delivery.add(self.tell)
         for callback in callbacks:
             callback(self)
 
@@ -128,17 +159,5 @@ class Request:
                 if self.done or (not only_end and len(self._pieces) > at):
                     return
                 waiter: asyncio.Future[None] = loop.create_future()
-                self._waiters.append((loop, waiter))
+                self._waiters.append(((loop, waiter), only_end))
             await waiter
-
-    def _notify(self) -> None:
-        self._changed.notify_all()
-        waiters, self._waiters = self._waiters, []
-        for loop, waiter in waiters:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_release, waiter)
-
-
-def _release(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 from lmstate.engine.job import Job
@@ -13,7 +14,7 @@ from lmstate.engine.prefix import Match, PrefixStore
 from lmstate.engine.prefix.parts import Split
 from lmstate.engine.results import Reuse
 from lmstate.engine.tiers import Tier
-from lmstate.engine.tiers.fetch import Fetch
+from lmstate.engine.tiers.fetch import SILENCE, Fetch, Lookup
 from lmstate.errors import StateError
 from lmstate.state import Snapshot, State
 
@@ -21,8 +22,12 @@ if TYPE_CHECKING:
     from lmstate.models.model import Model
 
 LEAST_PATIENCE = 1.0  # seconds that a tier may take for what would be computed faster than that
+WORTH_ASKING = 64  # tokens that are not known here, for which a tier is asked
+ASKING = 0.25, 1.0  # seconds that it may take: at least, at most
+MOST_LOOKUPS = 4  # at a time
 LADDER = 256, 4096  # tokens of a prompt between two carries, where nothing else asks for one: at least, at most
-TURNS = 2  # ends of turns in a prompt that get a carry: before and after the last message of its user
+HEADROOM = 8  # of the memory, one part of so many is left to rows that grow, or as much as they have
+TURNS = 2  # ends of turns in a prompt that get a carry in any case: before and after the last message of its user
 
 
 class PrefixReuse:
@@ -41,6 +46,8 @@ class PrefixReuse:
         self.prefixes = PrefixStore(Split.of(new_state(1)), model.fingerprint, memory, tier)
         self.memory = memory
         self._ladder = LADDER[1]
+        self._lookups: list[Lookup] = []
+        self._silent_until = 0.0
         self._model, self._new_state, self._pace, self._wake = model, new_state, pace, wake
 
     # ---- beginning
@@ -50,6 +57,10 @@ class PrefixReuse:
         if self.tier is None or job.options.prompt_logprobs is not None:
             return False
         match = self.prefixes.match(job.prompt)
+        if self._looking_up(job, match.length):
+            return True
+        if job.lookup is not None and job.fetch is None:
+            match = self.prefixes.match(job.prompt)
         if job.fetch is None:
             if not (keys := self.prefixes.missing(match)):
                 return False
@@ -62,6 +73,32 @@ class PrefixReuse:
             self.prefixes.forget_stored(job.fetch.failed)
             with suppress(RuntimeError, IndexError, AttributeError):  # what was stored has other shapes
                 self.prefixes.fill(match, dict(job.fetch.read))
+            job.fetch.read = {}
+        return False
+
+    def _looking_up(self, job: Job, known: int) -> bool:
+        """Whether a tier is being asked for more of a prompt than is known; begins it, and takes what came of it.
+
+        A tier that does not answer in time is not asked again for a while.
+        """
+        assert self.tier is not None
+        now = perf_counter()
+        if job.lookup is None:
+            self._lookups = [lookup for lookup in self._lookups if not lookup.ended]
+            quiet = now < self._silent_until or len(self._lookups) >= MOST_LOOKUPS
+            if not self.tier.looks_up or quiet or len(job.prompt) - known < WORTH_ASKING:
+                return False
+            patience = min(max(2 * (self._pace.seconds(len(job.prompt) - known) or 0.0), ASKING[0]), ASKING[1])
+            job.lookup = Lookup(self.tier, job.prompt, patience, self._wake)
+            self._lookups.append(job.lookup)
+        if not job.lookup.over:
+            return True
+        if not job.lookup.taken:
+            job.lookup.taken = True
+            if job.lookup.ended:
+                self.prefixes.learn(job.lookup.found)
+            else:
+                self._silent_until = now + SILENCE
         return False
 
     def begin(self, job: Job) -> State:
@@ -87,6 +124,19 @@ class PrefixReuse:
         job.cuts |= self._worth_keeping(job.prompt, match)
         return state
 
+    def resume(self, text: list[int]) -> tuple[State, int]:
+        """(a state of one row for a text that was once read, how much of it is in there)."""
+        state = self._new_state(1)
+        match = self.prefixes.match(text, logits=False, only_memory=True)
+        try:
+            if (snapshot := self.prefixes.snapshot(match)) is not None:
+                state.restore(0, snapshot)
+                state.rewind(0, match.length)
+                return state, match.length
+        except (StateError, RuntimeError, IndexError):
+            self.prefixes.discard(match)
+        return self._new_state(1), 0
+
     def explain(self, prompt: list[int]) -> Reuse:
         """Tokens of a prompt that would be reused now."""
         match = self.prefixes.match(prompt)
@@ -109,10 +159,14 @@ class PrefixReuse:
         if not self.prefixes.split.needs_carry:
             return set()
         ends = [at for at, token in enumerate(prompt, 1) if token in self._model.eos_ids]
-        wanted = {match.matched, *ends[-TURNS:], *range(self._ladder, len(prompt), self._ladder)}
+        wanted = {match.matched, *_thinned(ends, len(prompt)), *range(self._ladder, len(prompt), self._ladder)}
         return {at for at in wanted if match.length < at < len(prompt)}
 
     # ---- keeping
+
+    def bound(self, row_bytes: int) -> None:
+        """Have the store leave the rows their bytes, and some to grow by."""
+        self.prefixes.shrink(max(0, self.memory - row_bytes - min(row_bytes, self.memory // HEADROOM)))
 
     def keep(self, snapshot: Snapshot, row_bytes: int) -> None:
         """Have the store keep it, if there is room beside the rows. What cannot be kept is no one's error."""
@@ -122,3 +176,12 @@ class PrefixReuse:
         # Carries are to take no more than the keys and values between them.
         carry, tokens = self.prefixes.split.sizes(snapshot)
         self._ladder = min(max(int(carry / max(tokens, 1)), LADDER[0]), LADDER[1])
+
+
+def _thinned(ends: list[int], length: int) -> list[int]:
+    """Of the ends of turns in a text the last ones, and before them each that is twice as far from the text's end."""
+    kept = ends[-TURNS:][::-1]
+    for at in reversed(ends[:-TURNS]):
+        if length - at >= 2 * (length - kept[-1]):
+            kept.append(at)
+    return kept

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from torch import Tensor
 
+from lmstate.ops.types.block_table import Block
 from lmstate.state import Snapshot, State
 
 if TYPE_CHECKING:
     from lmstate.models.model import Model
 
-SPARE_STEPS = 64  # so long a state has twice the rows that it needs before it gives them back
+IDLE = 2  # steps of all rows: when idle ones have taken part in as many, to copy the others costs less
 
 Owner = TypeVar("Owner")
 
 
 class RowPool(Generic[Owner]):
-    """A state whose rows have owners, or none. Its rows double when they do not suffice, up to `most`, and halve again.
+    """A state whose rows have owners, or none. A row is added where none is free, and given back when long unused.
 
     A sequence joins as a snapshot, or as a state of one row that is taken as it is where nobody else decodes.
     """
@@ -40,8 +41,12 @@ class RowPool(Generic[Owner]):
     def __len__(self) -> int:
         return len(self.owners)
 
-    def nbytes(self) -> int:
-        return 0 if self._state is None else sum(self._state.memory().values())
+    def blocks(self) -> Iterator[Block]:
+        return iter(()) if self._state is None else self._state.blocks()
+
+    def nbytes_apart(self) -> int:
+        """Bytes of its state that lie in no blocks."""
+        return 0 if self._state is None else self._state.nbytes_apart()
 
     def length(self, owner: Owner) -> int:
         return self._held.lengths[self._row(owner)]
@@ -55,9 +60,12 @@ class RowPool(Generic[Owner]):
                 self._state, self._owners, self._spare = source, [owner], 0
                 return
             source = source.snapshot(0)
-        row = self._free_row()
-        self._held.restore(row, source)
-        self._owners[row] = owner
+        if self._state is None:
+            self._state, self._owners = self._new_state(1), [None]
+            self._state.remove(0)
+        assert len(self) < self.most, "more sequences than rows"
+        row = self._state.add(source)
+        self._owners[row:] = [owner, *self._owners[row + 1 :]]
 
     def rewind(self, owner: Owner, to: int) -> None:
         """Take an owner's row back to its first `to` tokens, if that computes nothing again; else leave it."""
@@ -74,7 +82,7 @@ class RowPool(Generic[Owner]):
         if not self.owners:
             self._state, self._owners = None, []  # the next one brings its own
         else:
-            self._held.rewind(row, 0)
+            self._held.remove(row)
 
     # ---- a step
 
@@ -87,6 +95,35 @@ class RowPool(Generic[Owner]):
         logits = self._model(rows, self._held)
         assert logits is not None
         return logits
+
+    def verify(self, tokens: Mapping[Owner, Sequence[int]]) -> Tensor:
+        """`step`, all of which is pending until `accept`. Returns logits float32 `[R, T, V]`, of every token."""
+        rows = [[] if owner is None else list(tokens.get(owner, ())) for owner in self._owners]
+        logits = self._model(rows, self._held, logits="all", commit=False)
+        assert logits is not None
+        return logits
+
+    def accept(self, counts: Mapping[Owner, int]) -> None:
+        """Keep the first tokens of each owner's row, of those that `verify` read."""
+        try:
+            self._held.commit([0 if owner is None else counts.get(owner, 0) for owner in self._owners])
+        except BaseException:
+            self._held.discard()
+            raise
+
+    def room(self, owner: Owner, most: int) -> int:
+        """Number of the `most` next tokens of an owner that one step may read: see `State.step_room`."""
+        return self._held.step_room(self._row(owner), most)
+
+    @property
+    def state(self) -> State:
+        """The state whose rows these are; there has to be one. Another may take its place whenever a row joins."""
+        return self._held
+
+    @property
+    def size(self) -> int:
+        """Rows of the state, idle ones too."""
+        return len(self._owners)
 
     def row(self, owner: Owner) -> int:
         """Row index of the owner's logits in the result of `step`."""
@@ -102,26 +139,12 @@ class RowPool(Generic[Owner]):
     def _row(self, owner: Owner) -> int:
         return next(row for row, other in enumerate(self._owners) if other is owner)
 
-    def _free_row(self) -> int:
-        if self._state is None:
-            self._state, self._owners = self._new_state(1), [None]
-        if None not in self._owners:
-            count = len(self._owners)
-            assert count < self.most, "more sequences than rows"
-            rows = min(2 * count, self.most)
-            self._state.select([*range(count), *[None] * (rows - count)])
-            self._owners += [None] * (rows - count)
-        return self._owners.index(None)
-
     def tidy(self) -> None:
-        """Give rows back that nobody has used for a while. To be called between steps."""
+        """Give rows back that nobody has used for a while: steps compute them too. To be called between steps."""
         used = [row for row, owner in enumerate(self._owners) if owner is not None]
-        if not used or 2 * len(used) > len(self._owners):
-            self._spare = 0
-            return
-        self._spare += 1
-        if self._spare >= SPARE_STEPS:
-            rows: list[int | None] = [*used, *[None] * (len(self._owners) // 2 - len(used))]
-            self._held.select(rows)
-            self._owners = [None if row is None else self._owners[row] for row in rows]
+        idle = len(self._owners) - len(used)
+        self._spare = self._spare + idle if used and idle else 0
+        if self._spare > IDLE * len(self._owners):
+            self._held.select(used)
+            self._owners = [self._owners[row] for row in used]
             self._spare = 0

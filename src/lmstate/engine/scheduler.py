@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
 from lmstate import ops
 from lmstate.engine.choice import Choice, logprob
+from lmstate.engine.delivery import Delivery
+from lmstate.engine.drafting import Drafting
 from lmstate.engine.job import Job
+from lmstate.engine.memory import CHECK_EVERY, Preempted, RowCost, nbytes, too_large
 from lmstate.engine.pace import Pace
 from lmstate.engine.prefix.tree import shared
 from lmstate.engine.queue import Queue
 from lmstate.engine.results import Finished, Piece
 from lmstate.engine.reuse import PrefixReuse
 from lmstate.engine.rows import RowPool
-from lmstate.state import Snapshot, State
+from lmstate.ops.types.block_table import BLOCK_TOKENS, Block
+from lmstate.speculation import Draft
+from lmstate.state import BlockPool, Snapshot, State
 
 if TYPE_CHECKING:
     from lmstate.models.model import Model
 
-COUNTERS = ("requests", "finished", "failed", "prompt_tokens", "reused_tokens", "computed_tokens", "generated_tokens")
+COUNTERS = (
+    "requests", "finished", "failed", "prompt_tokens", "reused_tokens", "computed_tokens", "generated_tokens",
+    "preempted",
+)  # fmt: skip
 WORTH_WAITING = 16  # tokens that another request is about to compute, for which one waits
 ECHO_CHUNK = 64  # tokens of a prompt read at once where the logits of all of them are wanted
 
@@ -44,7 +53,11 @@ class Scheduler:
         waiting: Queue,
         pace: Pace,
         reuse: PrefixReuse,
+        blocks: BlockPool,
+        cost: RowCost,
+        drafting: Drafting,
         ended: Callable[[Job], None],
+        delivery: Delivery,
     ) -> None:
         self.model = model
         self.rows = rows
@@ -54,8 +67,14 @@ class Scheduler:
         self.counts: dict[str, float] = dict.fromkeys(COUNTERS, 0)
         self.pool: RowPool[Choice] = RowPool(model, new_state, rows)
         self.peak = 0  # most bytes of rows at a time
+        self.preempted: list[Preempted] = []  # answers whose rows were taken back
         self._jobs: dict[Choice, Job] = {}  # of the choices that have a row
-        self._pace, self._reuse, self._ended = pace, reuse, ended
+        self._blocks, self._cost = blocks, cost
+        self._crowded = False  # rows were taken back, and no answer has ended since
+        self._unmeasured = 0  # steps since the bytes of the rows were last looked at
+        self._spare = -1.0  # bytes that they may have grown by since, beside having doubled; below 0: look again
+        self._pace, self._reuse, self._drafting, self._ended = pace, reuse, drafting, ended
+        self._delivery = delivery
 
     def step(self) -> bool:
         """One step of everything. Whether anything could be done."""
@@ -64,42 +83,79 @@ class Scheduler:
             self._seat()
             self._admit()
             self._read()
+            self._delivery.deliver()  # first tokens do not wait for the step that follows
             self._decode()
+            self._delivery.deliver()
+            self._bound()
         except Exception as error:  # of the scheduler itself, not of one request: nobody is to wait for ever
             for job in self.all():
                 self._fail(job, error)
+        finally:
+            self._delivery.deliver()
         return bool(self.reading or self.answering)
 
     def end_all(self) -> None:
         for job in self.all():
             self._end(job, "cancelled")
+        self._delivery.deliver()
 
     def all(self) -> list[Job]:
         return [*self.waiting, *self.reading, *self.answering]
 
     def row_bytes(self) -> int:
-        """Bytes of all states, and of what answers without a row begin from."""
-        states = [job.state for job in self.reading if job.state is not None]
+        """Bytes of all states, and of what answers without a row begin from, but for what the prefix store has too."""
+        works: list[Job | Preempted] = [*self.reading, *self.preempted]
+        states = [work.state for work in works if work.state is not None]
         states += [job.source for job in self.answering if isinstance(job.source, State)]
         sources = [job.source for job in self.answering if isinstance(job.source, Snapshot)]
-        reading = sum(sum(state.memory().values()) for state in states)
-        return self.pool.nbytes() + reading + sum(source.nbytes for source in sources)
+        apart = self.pool.nbytes_apart() + sum(state.nbytes_apart() for state in states)
+        held = [each for source in sources for each in source.held()]
+        apart += sum(each.nbytes for each in held if isinstance(each, Tensor))
+        prefixes = self._reuse.prefixes
+        if prefixes.tier is None or not prefixes.tier.writing:
+            return apart + max(0, self._blocks.nbytes - prefixes.block_nbytes)
+        # What waits to be written holds blocks too, which are no row's.
+        blocks = chain(self.pool.blocks(), *(state.blocks() for state in states))
+        own = {id(each): each for each in (*blocks, *held) if isinstance(each, Block) and not prefixes.holds(each)}
+        return apart + sum(block.nbytes for block in own.values())
 
     # ---- beginning
 
     def _admit(self) -> None:
-        """Start requests while there are rows for them."""
-        if self._free() <= 0 or not len(self.waiting):
+        """Start requests while there are rows and bytes for them; before them, what was taken back goes on."""
+        if self._free() <= 0 or not (len(self.waiting) or self.preempted) or (self._crowded and self._working()):
             return
+        for work in sorted(self.preempted, key=lambda work: work.rank):
+            if work.state is None:
+                if self._free() <= 0 or not self._fits(len(work.text) + CHECK_EVERY):
+                    return
+                self._guarded(work.job, partial(self._resume, work))
         for job in self.waiting:
             if self._free() <= 0:
                 return
             if not self._better_wait(job):
+                if not self._fits(len(job.prompt)):
+                    return  # nobody overtakes it: with small ones before it, a large one might never start
                 self.waiting.discard(job)
                 self._guarded(job, self._start)
 
     def _free(self) -> int:
-        return self.rows - len(self.pool) - len(self.reading) - sum(len(job.unseated) for job in self.answering)
+        resuming = sum(work.state is not None for work in self.preempted)
+        unseated = sum(len(job.unseated) for job in self.answering)
+        return self.rows - len(self.pool) - len(self.reading) - resuming - unseated
+
+    def _working(self) -> bool:
+        return bool(len(self.pool) or self.reading or any(work.state is not None for work in self.preempted))
+
+    def _fits(self, tokens: int) -> bool:
+        """Whether a row of so many tokens has room beside the others. One that is alone may always try."""
+        if not self._working():
+            return True
+        promised = sum(max(0, self._cost(len(job.prompt)) - nbytes(job.state)) for job in self.reading if job.state)
+        promised += sum(
+            max(0, self._cost(len(work.text)) - nbytes(work.state)) for work in self.preempted if work.state
+        )
+        return self.row_bytes() + promised + self._cost(tokens) <= self._reuse.memory
 
     def _better_wait(self, job: Job) -> bool:
         """Whether another request is reading what this one begins with too, and has not come to where they part."""
@@ -123,6 +179,7 @@ class Scheduler:
         job.passed()
         self.reading.append(job)
         job.state = self._reuse.begin(job)
+        self._spare = -1
         self.counts["reused_tokens"] += job.reuse.reused
         if job.at == len(job.prompt):
             logits = self.model([[]], job.state)  # those after its last token, which are known
@@ -133,6 +190,11 @@ class Scheduler:
 
     def _read(self) -> None:
         """Read a part of a prompt: of the request that came first among those of the largest priority."""
+        works = [work for work in self.preempted if work.state is not None]
+        if works:
+            first = min(works, key=lambda work: work.rank)
+            self._guarded(first.job, partial(self._read_again, first))
+            return
         jobs = sorted(self.reading, key=lambda job: (-job.options.priority, job.order))
         if jobs:
             self._guarded(jobs[0], self._read_chunk)
@@ -140,21 +202,27 @@ class Scheduler:
     def _read_chunk(self, job: Job) -> None:
         assert job.state is not None
         start, echo = job.at, job.options.prompt_logprobs
-        count = job.chunk(min(self._pace.chunk(decoding=len(self.pool) > 0), ECHO_CHUNK if echo is not None else 512))
+        count = job.chunk(min(self._pace.chunk(len(self.pool) > 0, start), ECHO_CHUNK if echo is not None else 512))
         ids = job.prompt[start : start + count]
-        begin = perf_counter()
-        logits = self.model([ids], job.state, logits="last" if echo is None else "all")
-        assert logits is not None
-        self._pace.read(count, perf_counter() - begin)
+        logits = self._read_ids(ids, job.state, start, "last" if echo is None else "all")
         if echo is not None:
             self._echo(job, logits[0], start)
             logits = logits[:, -1]
         job.request.computed += count
-        self.counts["computed_tokens"] += count
         if job.at in job.cuts or job.at == len(job.prompt):
             self._keep(job.state.snapshot(0))
         if job.at == len(job.prompt):
             self._begin_answers(job, logits[0])
+
+    def _read_ids(self, ids: list[int], state: State, at: int, logits: Literal["last", "all"]) -> Tensor:
+        """Have a state of one row read these, which begin at a position: nobody goes back into them."""
+        begin = perf_counter()
+        out = self.model([ids], state, logits=logits, rewindable=False)
+        assert out is not None
+        self._pace.read(len(ids), perf_counter() - begin, at)
+        self.counts["computed_tokens"] += len(ids)
+        self._spare -= self._cost.per_token * (len(ids) + BLOCK_TOKENS)
+        return out
 
     def _echo(self, job: Job, logits: Tensor, start: int) -> None:
         """Log probabilities of the prompt's tokens after each of a chunk's. logits float32 `[T, V]`."""
@@ -192,14 +260,117 @@ class Scheduler:
                 choice = job.unseated.pop(0)
                 assert job.source is not None
                 self.pool.join(choice, job.source)
+                self._spare = -1
                 self._jobs[choice] = job
             if not job.unseated:
                 job.source = None
 
+    # ---- memory
+
+    def _bound(self) -> None:
+        """Have rows and store within the budget: what is kept goes first, then the rows that started last."""
+        self._unmeasured += 1
+        if not (self._spare < 0 or self.preempted or self._unmeasured >= CHECK_EVERY):
+            return
+        memory, prefixes, kept = self._reuse.memory, self._reuse.prefixes, -1
+        while kept != prefixes.nbytes:  # a block that the store lets go is a row's alone from then on
+            held, kept = self.row_bytes(), prefixes.nbytes
+            while held > memory and self._preempt():
+                if (held := self.row_bytes()) > memory:
+                    self._pack()
+                    held = self.row_bytes()
+                kept = prefixes.nbytes
+            self._reuse.bound(held)
+        self.peak = max(self.peak, held)
+        self._unmeasured = 0
+        # The rows may double in a step. Far from the budget they are looked at now and then.
+        self._spare = memory - 2 * held - prefixes.nbytes
+
+    def _preempt(self) -> bool:
+        """Take a row back, of the lowest priority and the latest: it goes on later. False if there is none.
+
+        One that is alone has no room even so, and ends.
+        """
+        working: list[tuple[tuple[int, int, int], Job, Choice | Preempted | None]] = [
+            ((-job.options.priority, job.order, 0), job, None) for job in self.reading
+        ]
+        for job in self.answering:
+            working += [((-job.options.priority, job.order, choice.index), job, choice) for choice in job.unseated]
+        working += [((-job.options.priority, job.order, c.index), job, c) for c, job in self._jobs.items()]
+        working += [(work.rank, work.job, work) for work in self.preempted if work.state is not None]
+        if not working:
+            return False
+        _, job, what = max(working, key=lambda entry: entry[0])
+        if len(working) == 1:
+            self._end_too_large(job, what)
+        elif what is None:
+            self.reading.remove(job)
+            kept = None if job.state is None or not job.at else job.state.snapshot(0)
+            job.begin_again()
+            self.waiting.put_back(job)
+            self._keep_if(kept)
+        elif isinstance(what, Preempted):
+            what.state, what.at = None, 0
+        elif what in job.unseated:
+            self.preempted += [Preempted.of(job, choice) for choice in job.unseated]
+            job.unseated, job.source = [], None
+        else:
+            self.preempted.append(Preempted.of(job, what))
+            del self._jobs[what]
+            kept = self.pool.snapshot(what)
+            self.pool.leave(what)
+            self._keep_if(kept)
+        self.counts["preempted"] += 1
+        self._crowded = True
+        return True
+
+    def _keep_if(self, snapshot: Snapshot | None) -> None:
+        if snapshot is not None:
+            self._keep(snapshot)
+
+    def _end_too_large(self, job: Job, what: Choice | Preempted | None) -> None:
+        """A request that is alone, and has no room: it ends with what it has."""
+        if what is None:
+            self._fail(job, too_large(len(job.prompt), self._cost(len(job.prompt)), self._reuse.memory))
+            return
+        choice = what.choice if isinstance(what, Preempted) else what
+        job.request.push(choice.end("capacity"))
+        if isinstance(what, Preempted):
+            self.preempted.remove(what)
+        elif choice in job.unseated:
+            job.unseated.remove(choice)
+            job.source = None
+        else:
+            self._leave(choice)
+        self._settle(job)
+
+    def _pack(self) -> None:
+        """Have the rows take no more than they need: those that left, and the longest that was, leave room behind."""
+        rows = [(choice, self.pool.snapshot(choice)) for choice in self.pool.owners]
+        for choice, _ in rows:
+            self.pool.leave(choice)
+        for choice, snapshot in rows:
+            self.pool.join(choice, snapshot)
+
+    def _resume(self, work: Preempted, _: Job) -> None:
+        work.state, work.at = self._reuse.resume(work.text)
+
+    def _read_again(self, work: Preempted, job: Job) -> None:
+        """Read a part of the text of an answer that had a row. The whole of it: then it has one again."""
+        assert work.state is not None
+        if work.at < len(work.text):
+            count = min(self._pace.chunk(len(self.pool) > 0, work.at), len(work.text) - work.at)
+            self._read_ids(work.text[work.at : work.at + count], work.state, work.at, "last")
+            work.at += count
+        if work.at == len(work.text) and len(self.pool) < self.rows:
+            self.preempted.remove(work)
+            self.pool.join(work.choice, work.state)
+            self._jobs[work.choice] = job
+
     # ---- answers
 
     def _decode(self) -> None:
-        """One token for every answer that has a row."""
+        """The next token for every answer that has a row, and those of its draft that hold."""
         self.pool.tidy()
         for choice in self.pool.owners:
             self._end_if_full(choice)
@@ -207,12 +378,21 @@ class Scheduler:
         if not choices:
             return
         begin = perf_counter()
+        drafts = self._drafting.propose({choice: self._jobs[choice] for choice in choices}, self.pool)
+        ran = perf_counter()
         try:
-            logits = self.pool.step({choice: choice.feed for choice in choices})
-        except Exception:
+            feed = {choice: choice.feed + list(drafts.get(choice, Draft()).tokens) for choice in choices}
+            logits = self.pool.verify(feed) if drafts else self.pool.step(feed)[:, None]
+        except Exception:  # of any row; whose it was shows when each is alone
             self._decode_apart(choices)
             return
-        self._take(choices, logits)
+        read = {choice: len(choice.feed) for choice in choices}
+        accepted, failed = self._take(choices, logits, drafts)
+        if drafts:
+            self.pool.accept({choice: read[choice] + accepted[choice] for choice in choices})
+        width = max(map(len, feed.values()))
+        self._drafting.measured(drafts, accepted, width, perf_counter() - ran, len(choices))
+        self._end_choices(choices, failed)
         self._pace.decoded(perf_counter() - begin)
 
     def _decode_apart(self, choices: list[Choice]) -> None:
@@ -223,25 +403,62 @@ class Scheduler:
                 self._guarded(job, partial(self._decode_one, choice))
 
     def _decode_one(self, choice: Choice, job: Job) -> None:
-        self._take([choice], self.pool.step({choice: choice.feed}))
+        _, failed = self._take([choice], self.pool.step({choice: choice.feed})[:, None], {})
+        self._end_choices([choice], failed)
 
-    def _take(self, choices: list[Choice], logits: Tensor) -> None:
-        """The next token of each of these, from logits float32 `[R, V]`."""
-        rows = {choice: self.pool.row(choice) for choice in choices}
+    def _take(
+        self, choices: list[Choice], logits: Tensor, drafts: Mapping[Choice, Draft]
+    ) -> tuple[dict[Choice, int], dict[Job, Exception]]:
+        """Give each of these its next tokens, from logits float32 `[R, T, V]` of what it had to read and of its draft.
+
+        Where it has none, they may be those after the last token alone. Returns how many tokens of each draft hold, and
+        the requests whose tokens could not be chosen.
+        """
         together = [choice for choice in choices if choice.plain]
-        best = dict(zip(together, _best(logits, [rows[choice] for choice in together])))
+        best = dict(zip(together, _best(logits, [self.pool.row(choice) for choice in together])))
+        accepted = dict.fromkeys(choices, 0)
+        failed: dict[Job, Exception] = {}
         for choice in choices:
+            job = self._jobs[choice]
+            if job in failed:
+                continue
+            first = min(len(choice.feed), logits.shape[1]) - 1  # the place after what it had to read
             choice.feed.clear()
-        for choice, row in rows.items():
-            if choice in self._jobs:  # its request may have failed with another answer of it
-                self._guarded(self._jobs[choice], partial(self._next, choice, logits[row], best.get(choice)))
+            try:
+                places, likely = logits[self.pool.row(choice), first:], best[choice][first:] if choice in best else None
+                accepted[choice] = self._follow(job, choice, places, drafts.get(choice, Draft()), likely)
+            except Exception as error:
+                failed[job] = error
+        return accepted, failed
 
-    def _next(self, choice: Choice, logits: Tensor, token: int | None, job: Job) -> None:
-        """One more token of an answer: this one, or None for one picked from logits `[V]`."""
-        self._give(job, choice, choice.pick(logits) if token is None else token, logits)
-        if choice.finished is not None:
-            self._leave(choice)
-            self._settle(job)
+    def _follow(self, job: Job, choice: Choice, logits: Tensor, draft: Draft, best: list[int | None] | None) -> int:
+        """Choose tokens along a draft for as long as they agree; returns how many do, less one that ends the answer.
+
+        logits float32 `[T, V]`; best: the most likely tokens, for an answer that takes those.
+        """
+        given = choice.feed
+        while True:
+            at = len(given)
+            token = None if best is None else best[at]
+            self._give(job, choice, choice.pick(logits[at]) if token is None else token, logits[at])
+            agreed = shared(given, draft.tokens)
+            if choice.finished is not None:
+                return min(agreed, at)
+            if agreed < len(given):
+                del given[:agreed]
+                return agreed
+
+    def _end_choices(self, choices: list[Choice], failed: Mapping[Job, Exception]) -> None:
+        """Free the rows of the answers that have ended, and end the requests that failed."""
+        for job, error in failed.items():
+            self._fail(job, error)
+        for choice in choices:
+            if choice in self._jobs and choice.finished is not None:
+                self._guarded(self._jobs[choice], partial(self._end_choice, choice))
+
+    def _end_choice(self, choice: Choice, job: Job) -> None:
+        self._leave(choice)
+        self._settle(job)
 
     def _give(self, job: Job, choice: Choice, token: int, logits: Tensor) -> None:
         """Hand one more token of an answer, and those that its grammar leaves no choice about, to the request."""
@@ -266,9 +483,13 @@ class Scheduler:
     def _leave(self, choice: Choice) -> None:
         """An answer gives its row back; what the row computed, up to the end of the answer, is kept."""
         job = self._jobs.pop(choice)
-        self.pool.rewind(choice, len(job.prompt) + choice.kept())
-        self._keep(self.pool.snapshot(choice))
-        self.pool.leave(choice)
+        self._drafting.leave(choice, job)
+        try:
+            self.pool.rewind(choice, len(job.prompt) + choice.kept())
+            self._keep(self.pool.snapshot(choice))
+        finally:  # a row without a choice would never be given to another one
+            self.pool.leave(choice)
+            self._crowded = False
 
     def _settle(self, job: Job) -> None:
         """Finish a request whose answers all ended."""
@@ -287,6 +508,9 @@ class Scheduler:
                 self._end(job, "cancelled")
             elif job.overdue:
                 self._end(job, "deadline")
+            elif job.request.end_of_thinking is not None:
+                for choice in job.choices:
+                    choice.end_thinking(job.request.end_of_thinking)
 
     def _end(self, job: Job, why: Finished) -> None:
         """End a request wherever it is."""
@@ -306,13 +530,15 @@ class Scheduler:
         job.request.finish(error)
 
     def _forget(self, job: Job) -> None:
-        """Take a request out of everything; what was computed is kept."""
+        """Take a request out of everything; what was computed is kept if it can be: memory may be what it ended for."""
         if job.state is not None and job.at and job in self.reading:
             with suppress(Exception):
                 self._keep(job.state.snapshot(0))
         for choice in [choice for choice, owner in self._jobs.items() if owner is job]:
-            self._leave(choice)
+            with suppress(Exception):
+                self._leave(choice)
         job.unseated.clear()
+        self.preempted = [work for work in self.preempted if work.job is not job]
         job.state = job.source = None
         self.waiting.discard(job)
         for jobs in (self.reading, self.answering):
@@ -322,19 +548,23 @@ class Scheduler:
     def _keep(self, snapshot: Snapshot) -> None:
         held = self.row_bytes()
         self.peak = max(self.peak, held)
+        self._spare = -1
         self._reuse.keep(snapshot, held)
 
     def _guarded(self, job: Job, action: Callable[[Job], None]) -> None:
         """Do it; what it raises is the end of this request, and of no other."""
         try:
             action(job)
-        except Exception as error:
+        except Exception as error:  # of a model, a grammar or a store that others wrote: its sender hears of it
             self._fail(job, error)
 
 
-def _best(logits: Tensor, rows: list[int]) -> list[int | None]:
-    """The most likely token of each of these rows of float32 `[R, V]`; None where the logits are not numbers."""
+def _best(logits: Tensor, rows: list[int]) -> list[list[int | None]]:
+    """The most likely tokens of each of these rows of float32 `[R, T, V]`; None where the logits are not numbers."""
     if not rows:
         return []
-    values, ids = ops.argmax(logits if len(rows) == len(logits) else logits[rows])
-    return [None if bad else token for token, bad in zip(ids.tolist(), values.isnan().tolist())]
+    here = logits if len(rows) == len(logits) else logits[rows]
+    values, ids = ops.argmax(here.flatten(0, 1))
+    tokens = [None if bad else token for token, bad in zip(ids.tolist(), values.isnan().tolist())]
+    width = here.shape[1]
+    return [tokens[at : at + width] for at in range(0, len(tokens), width)]

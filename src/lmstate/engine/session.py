@@ -61,18 +61,28 @@ class Record:
     @staticmethod
     def from_json(tokens: list[int], text: str) -> Record:
         """Inverse of `to_json`. Raises ValueError for text that it cannot have returned."""
-        told = json.loads(text)
+        try:
+            told = json.loads(text)
+        except RecursionError:
+            raise ValueError("a session's record is nested too deeply") from None
         if not isinstance(told, dict) or not all(isinstance(told.get(k), list) for k in ("messages", "turns", "marks")):
             raise ValueError("a session's record has no messages, turns and marks")
         messages, marks = told["messages"], told["marks"]
-        turns = [Moment(*map(int, turn)) for turn in told["turns"]]
         if not all(isinstance(message, dict) for message in messages):
             raise ValueError("a session's messages are objects")
-        if not all(isinstance(mark, int) and 0 <= mark <= len(tokens) for mark in marks):
-            raise ValueError("a session's marks lie in its tokens")
-        if not all(0 <= turn.tokens <= len(tokens) and 0 <= turn.messages <= len(messages) for turn in turns):
+        if not all(_places(turn, len(tokens), len(messages)) for turn in told["turns"]):
             raise ValueError("a session's turns lie in its tokens and messages")
+        if not all(_places([mark], len(tokens)) for mark in marks):
+            raise ValueError("a session's marks lie in its tokens")
+        turns = [Moment(*turn) for turn in told["turns"]]
         return Record(tokens, messages, turns, marks)
+
+
+def _places(values: object, *lengths: int) -> bool:
+    """Whether these are whole numbers, each up to the length of its place."""
+    if not isinstance(values, list) or len(values) != len(lengths):
+        return False
+    return all(type(value) is int and 0 <= value <= length for value, length in zip(values, lengths))
 
 
 class SessionHost(Protocol):

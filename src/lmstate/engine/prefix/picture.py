@@ -1,36 +1,80 @@
-"""A prefix store as text, for people."""
+"""A prefix store for people: its runs of tokens as values, and as text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from lmstate.engine.prefix.store import PrefixStore
-from lmstate.engine.prefix.tree import Node
+from lmstate.engine.prefix.tree import Node, walk
 
 WIDTH = 48  # characters of a run's text that are shown
 
 
-def picture(store: PrefixStore, decode: Callable[[Sequence[int]], str]) -> str:
-    """A line a node, indented by depth: its tokens, their number, and what is known at its end.
+@dataclass(frozen=True)
+class Prefix:
+    """A run of tokens in the store, and what is known of it.
 
-    `C` a carry, `L` last logits, `M` keys and values in memory, `D` in a tier, `P` a session stands here.
+    `start`, `count` of its tokens; `depth` in the tree; `text`: its beginning, escaped. `memory`, `tier`: whether its
+    keys and values are in memory, and the tier outside that has them. `carry`, `logits`: whether what layers remember
+    of all tokens is kept at its end, and the last logits. `pins`: sessions that stand there. `branch`: whether the
+    tokens that were asked about run through it. `shared`: whether other texts do too. `nbytes`: of memory.
     """
-    lines = [f"{store.nbytes:,} of {store.limit:,} bytes"]
-    for _, node in store.nodes():
-        text = decode(list(node.tokens[:WIDTH]))
-        shown = text.encode("unicode_escape").decode()[:WIDTH]
-        depth = len(node.path()) - 1
-        lines.append(f"{'  ' * depth}{node.start}+{len(node.tokens)} [{_known(node)}] {shown}")
-    return "\n".join(lines)
+
+    start: int
+    count: int
+    depth: int
+    text: str
+    memory: bool
+    tier: str | None
+    carry: bool
+    logits: bool
+    pins: int
+    branch: bool
+    shared: bool
+    nbytes: int
+
+    @property
+    def flags(self) -> str:
+        """`M` keys and values in memory, `D` in a tier, `C` a carry, `L` last logits, `P` a session stands here."""
+        known = {"M": self.memory, "D": self.tier, "C": self.carry, "L": self.logits, "P": self.pins}
+        return "".join(letter for letter, is_so in known.items() if is_so)
 
 
-def _known(node: Node) -> str:
-    logits = node.carry is not None and node.carry.logits is not None
-    flags = {
-        "M": node.run is not None,
-        "D": node.stored_run is not None,
-        "C": node.carry is not None or node.stored_carry is not None,
-        "L": logits,
-        "P": node.pins > 0,
-    }
-    return "".join(letter for letter, is_so in flags.items() if is_so)
+def prefixes(
+    store: PrefixStore, decode: Callable[[Sequence[int]], str], tokens: Sequence[int] = ()
+) -> Iterator[Prefix]:
+    """The runs of the store, those above first; `tokens` are those asked about."""
+    tier = None if store.tier is None else store.tier.name
+    through: dict[int, set[Node]] = {}  # by frequency_key
+    nodes = list(store.nodes())
+    shared: set[Node] = set()
+    for _, node in reversed(nodes):  # those below first
+        if len(node.children) > 1 or any(child in shared for child in node.children.values()):
+            shared.add(node)
+    for frequency_key, node in nodes:
+        path = node.path()
+        if frequency_key not in through:
+            assert path[0].parent is not None
+            through[frequency_key] = set(walk(path[0].parent, tokens)[0].path())
+        text = decode(list(node.tokens[:WIDTH])).encode("unicode_escape").decode()
+        yield Prefix(
+            start=node.start,
+            count=len(node.tokens),
+            depth=len(path) - 1,
+            text=text[:WIDTH],
+            memory=node.run is not None,
+            tier=None if node.stored_run is None else tier,
+            carry=node.carry is not None or node.stored_carry is not None,
+            logits=node.carry is not None and node.carry.logits is not None,
+            pins=node.pins,
+            branch=node in through[frequency_key],
+            shared=node in shared,
+            nbytes=node.own_nbytes + sum(block.nbytes for block in node.blocks()),
+        )
+
+
+def picture(store: PrefixStore, decode: Callable[[Sequence[int]], str]) -> str:
+    """A line a run, indented by depth: its tokens, their number, and what is known at its end; see `Prefix.flags`."""
+    runs = (f"{'  ' * one.depth}{one.start}+{one.count} [{one.flags}] {one.text}" for one in prefixes(store, decode))
+    return "\n".join((f"{store.nbytes:,} of {store.limit:,} bytes", *runs))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
 from torch import Tensor
 
-from lmstate.engine.prefix.parts import Layers, Split, copied, cut, nbytes
-from lmstate.engine.prefix.tree import Carry, Node, Stored, walk
+from lmstate.engine.prefix.parts import Layers, Split, copied, cut, held, nbytes
+from lmstate.engine.prefix.tree import NODE_BYTES, Carry, Node, Stored, walk
 from lmstate.engine.tiers import Entry, Tier
+from lmstate.ops.types.block_table import Block
 from lmstate.state import Snapshot
 
 SLICE = 0.02  # of the budget that is made free at once
@@ -24,16 +26,16 @@ class Match:
     length: int
     matched: int  # tokens that agree with something stored; more than `length` where a carry is missing
     node: Node | None = None  # where that snapshot comes from
-    regime: int = 0
+    frequency_key: int = 0
     tier: str | None = None
 
 
 class PrefixStore:
-    """A tree for each regime of ropes (see `Snapshot.regime`). `limit` is in bytes, of everything held in memory.
+    """A tree for each `Snapshot.frequency_key`. `limit` is in bytes, of everything held in memory.
 
     What a text agrees with is reused at any token where layers keep an entry a token, else at the carries that were
-    kept. What goes first is what saves the least seconds a byte, the longer nobody asked for it the less; never what a
-    pinned text needs.
+    kept. What goes first is what saves the least seconds a byte, the longer nobody asked for it the less; what a pinned
+    text needs goes last, and only for rows that have no other room.
     """
 
     def __init__(self, split: Split, fingerprint: str, limit: int, tier: Tier | None = None) -> None:
@@ -44,6 +46,8 @@ class PrefixStore:
         self.limit = limit
         self.seconds_per_token = 1e-3  # measured by the engine
         self.nbytes = 0
+        self.block_nbytes = 0  # of them, those of blocks, which rows may hold too
+        self._holders: Counter[Block] = Counter()  # of each block, how many nodes hold it
         self.counts = {"stored": 0, "refused": 0, "evicted": 0}
         self._roots: dict[int, Node] = {}
         self._clock = count(1)
@@ -58,13 +62,13 @@ class PrefixStore:
         With `logits`, those after the last token are needed: a text that is stored whole without them gives one less.
         """
         best = Match(0, 0)
-        for regime, root in self._roots.items():
+        for frequency_key, root in self._roots.items():
             node, matched = walk(root, tokens)
             node, matched = self._held(node, matched, only_memory)
             found = self._usable(node, matched, len(tokens), logits, only_memory)
             length = 0 if found is None else found[0]
             if (length, matched) > (best.length, best.matched):
-                best = Match(length, matched, found and found[1], regime, found and self._where(*found))
+                best = Match(length, matched, found and found[1], frequency_key, found and self._where(*found))
         return best
 
     def missing(self, match: Match) -> list[str]:
@@ -125,7 +129,9 @@ class PrefixStore:
             runs.append(part.run if part.end <= length else cut(part.run, 0, length - part.start))
         layers = self.split.join(runs, None if carry is None else carry.layers)
         tokens = tuple(node.all_tokens()[:length])
-        return Snapshot(tokens, length, match.regime, None if carry is None else carry.logits, layers, self.fingerprint)
+        return Snapshot(
+            tokens, length, match.frequency_key, None if carry is None else carry.logits, layers, self.fingerprint
+        )
 
     # ---- keeping
 
@@ -136,34 +142,36 @@ class PrefixStore:
             return False
         tokens = snapshot.tokens[:length]
         logits = snapshot.logits if length == snapshot.length else None
-        root = self._roots.setdefault(snapshot.regime, Node(array("q"), 0))
+        root = self._roots.setdefault(snapshot.frequency_key, Node(array("q"), 0))
         node, matched = walk(root, tokens)
         now = next(self._clock)
         carry = Carry(self.split.carry(snapshot), logits)
         fresh = length - matched
-        need = carry.nbytes + 2 * Node(array("q"), 0).nbytes
-        absent = sum(len(part.tokens) for part in node.path() if part.run is None)
-        need += fresh * 8 + (fresh + absent) * self.split.sizes(snapshot)[1]
-        if not self._make_room(need, needed=node):
-            self.counts["refused"] += 1
-            return False
+        first = min([matched, *(part.start for part in node.path() if part.run is None)])
+        coming = [*carry.held, *held(self.split.run(snapshot, first, length))]
+        for _ in range(2):  # to make room, blocks may go that were to be shared
+            need = fresh * 8 + 2 * NODE_BYTES + self._fresh_bytes(coming)
+            if not self._make_room(need, needed=node):
+                self.counts["refused"] += 1
+                return False
         if matched < node.end:
             node = self._split(node, matched - node.start)
         if fresh:
             leaf = Node(array("q", tokens[matched:]), matched, node)
             node.children[tokens[matched]] = leaf
-            self.nbytes += leaf.nbytes
+            self._count(leaf, 1)
             node = leaf
         path = node.path()
         for part in path:
             part.used = now
             if part.run is None:  # new, or once in memory and then only in a tier
                 self._set(part, run=self.split.run(snapshot, part.start, part.end))
-        if node.carry is None or (node.carry.logits is None and logits is not None):
+        known = node.carry is not None and (node.carry.logits is not None or logits is None)
+        if carry.held and not known:
             self._set(node, carry=carry)
         self.counts["stored"] += 1
         if self.tier is not None:
-            self._write(self.tier, snapshot.regime, path)
+            self._write(self.tier, snapshot.frequency_key, path)
         return True
 
     def pin(self, tokens: Sequence[int]) -> Node | None:
@@ -180,22 +188,25 @@ class PrefixStore:
         node.pins -= 1
 
     def shrink(self, limit: int) -> None:
-        """Hold at most this many bytes from now on, as far as pins allow."""
+        """Hold at most this many bytes from now on; if nothing else is left to go, what is pinned goes too."""
         self.limit = limit
-        self._make_room(0)
+        if not self._make_room(0):
+            self._make_room(0, pinned=True)
 
     # ---- what there is
 
     def nodes(self) -> Iterator[tuple[int, Node]]:
-        """(regime, node), those above first."""
-        for regime, root in self._roots.items():
+        """(frequency_key, node), those above first."""
+        for frequency_key, root in self._roots.items():
             for node in root.below():
                 if node is not root:
-                    yield regime, node
+                    yield frequency_key, node
 
     def counted(self) -> int:
         """`nbytes`, by counting."""
-        return sum(node.nbytes for _, node in self.nodes())
+        nodes = [node for _, node in self.nodes()]
+        blocks = {id(block): block for node in nodes for block in node.blocks()}
+        return sum(node.own_nbytes for node in nodes) + sum(block.nbytes for block in blocks.values())
 
     # ---- the parts of it
 
@@ -253,32 +264,59 @@ class PrefixStore:
         return None
 
     def _split(self, node: Node, at: int) -> Node:
-        before = node.nbytes
+        self._count(node, -1)
         upper = node.split(at)
-        self.nbytes += upper.nbytes + node.nbytes - before
+        self._count(node, 1)
+        self._count(upper, 1)
         return upper
 
     def _set(self, node: Node, *, run: Layers | None = None, carry: Carry | None = None) -> None:
         """Have a node hold these in memory too."""
-        before = node.nbytes
+        self._count(node, -1)
         node.run, node.carry = run or node.run, carry or node.carry
-        self.nbytes += node.nbytes - before
+        self._count(node, 1)
 
     def _drop(self, node: Node, *, run: bool = False) -> None:
         """Have a node hold no carry in memory any more, and with `run` nothing."""
-        before = node.nbytes
+        self._count(node, -1)
         node.carry, node.run = None, None if run else node.run
-        self.nbytes += node.nbytes - before
+        self._count(node, 1)
+
+    def _count(self, node: Node, times: int) -> None:
+        """Count a node, or with -1 no more: a block counts once, however many nodes hold it."""
+        self.nbytes += times * node.own_nbytes
+        for block in node.blocks():
+            before = self._holders[block]
+            if (now := before + times) == 0:
+                del self._holders[block]
+            else:
+                self._holders[block] = now
+            if not (before and now):
+                self.nbytes += times * block.nbytes
+                self.block_nbytes += times * block.nbytes
+
+    def holds(self, block: Block) -> bool:
+        """Whether a node holds a block."""
+        return block in self._holders
+
+    def _fresh_bytes(self, coming: Iterable[Block | Tensor]) -> int:
+        """Bytes of blocks and tensors of which nothing is held yet."""
+        each = {id(one): one for one in coming}.values()
+        return sum(one.nbytes for one in each if not (isinstance(one, Block) and one in self._holders))
+
+    def _freed_by(self, node: Node) -> int:
+        """Bytes that go with a node: blocks that another one holds too stay."""
+        return node.own_nbytes + sum(block.nbytes for block in node.blocks() if self._holders[block] == 1)
 
     # ---- the tier
 
-    def _write(self, tier: Tier, regime: int, path: list[Node]) -> None:
+    def _write(self, tier: Tier, frequency_key: int, path: list[Node]) -> None:
         """Have what is new of a path written."""
         tokens = array("q", path[-1].all_tokens())
         above: list[str] = []
         for part in path:
             if part.stored_run is None and part.run is not None:
-                key = tier.put(Entry("run", regime, part.start, tokens[: part.end]), part.run, above)
+                key = tier.put(Entry("run", frequency_key, part.start, tokens[: part.end]), part.run, above)
                 part.stored_run = None if key is None else Stored(key)
             if part.stored_run is not None:
                 above.append(part.stored_run.key)
@@ -286,14 +324,17 @@ class PrefixStore:
         if last.stored_carry is None and last.carry is not None and (self.split.needs_carry or not last.children):
             layers = _with_logits(last.carry.layers, last.carry.logits)
             known = last.carry.logits is not None
-            key = tier.put(Entry("end" if known else "carry", regime, last.end, tokens), layers, above)
+            key = tier.put(Entry("end" if known else "carry", frequency_key, last.end, tokens), layers, above)
             last.stored_carry = None if key is None else Stored(key, logits=known)
 
     def _recall(self, tier: Tier) -> None:
         """Grow the tree of what a tier has, without anything of it in memory."""
-        entries = sorted(tier.entries(), key=lambda pair: (len(pair[1].tokens), pair[1].kind != "run"))
-        for key, entry in entries:
-            root = self._roots.setdefault(entry.regime, Node(array("q"), 0))
+        self.learn(tier.all_entries())
+
+    def learn(self, found: Iterable[tuple[str, Entry]]) -> None:
+        """Have these entries of the tier found, as far as they hang on something."""
+        for key, entry in sorted(found, key=lambda pair: (len(pair[1].tokens), pair[1].kind != "run")):
+            root = self._roots.setdefault(entry.frequency_key, Node(array("q"), 0))
             node, matched = walk(root, entry.tokens)
             end = len(entry.tokens)
             if matched < node.end and (matched < end or entry.kind != "run"):
@@ -301,14 +342,18 @@ class PrefixStore:
             if entry.kind == "run" and entry.start <= matched < end:
                 leaf = Node(entry.tokens[matched:], matched, node, stored_run=Stored(key, matched - entry.start))
                 node.children[entry.tokens[matched]] = leaf
-                self.nbytes += leaf.nbytes
+                self._count(leaf, 1)
             elif entry.kind != "run" and matched == end and node.parent is not None:
                 node.stored_carry = Stored(key, logits=entry.kind == "end")
+        self._make_room(0)
 
     # ---- room
 
-    def _make_room(self, need: int, needed: Node | None = None) -> bool:
-        """Let things go until `need` more bytes fit. False if they cannot. `needed` and what it hangs on stay."""
+    def _make_room(self, need: int, needed: Node | None = None, *, pinned: bool = False) -> bool:
+        """Let things go until `need` more bytes fit. False if they cannot. `needed` and what it hangs on stay.
+
+        What is pinned goes only with `pinned`.
+        """
         if needed is not None:
             needed.pins += 1
             try:
@@ -319,29 +364,32 @@ class PrefixStore:
             return True
         fits = need <= self.limit  # else nothing goes for it, but what was too much already
         target = max(0, self.limit - int(self.limit * SLICE) - (need if fits else 0))
-        while self.nbytes > target and (ranked := sorted(self._candidates(), key=lambda pair: pair[0])):
+        while self.nbytes > target and (ranked := sorted(self._candidates(pinned), key=lambda pair: pair[0])):
             for _, node in ranked:
                 if self.nbytes <= target:
                     break
                 self._let_go(node)
         return self.nbytes + need <= self.limit
 
-    def _candidates(self) -> Iterator[tuple[float, Node]]:
-        """(seconds that it saves a byte, aged; node) of all that can go."""
+    def _candidates(self, pinned: bool) -> Iterator[tuple[float, Node]]:
+        """(seconds that it saves a byte, aged; node) of all that can go; with `pinned`, whoever needs it."""
         now = next(self._clock)
-        needed = {part for _, node in self.nodes() if node.pins for part in node.path()}
+        needed = set() if pinned else {part for _, node in self.nodes() if node.pins for part in node.path()}
         for _, node in self.nodes():
             below = any(child.run is not None for child in node.children.values())
             if node in needed:
                 continue
             if not below and (node.run is not None or not node.children):
-                size, tokens = node.nbytes, len(node.tokens)
+                size, tokens = self._freed_by(node), len(node.tokens)
             elif node.carry is not None:
-                size, tokens = node.carry.nbytes, self._since_carry(node) if self.split.needs_carry else 1
+                size, tokens = (
+                    sum(each.nbytes for each in node.carry.held),
+                    self._since_carry(node) if self.split.needs_carry else 1,
+                )
             else:
                 continue
             saved = tokens * self.seconds_per_token * (1 + len(node.children))
-            yield saved / size / (1 + now - node.used), node
+            yield saved / max(size, 1) / (1 + now - node.used), node
 
     @staticmethod
     def _since_carry(node: Node) -> int:
@@ -366,13 +414,13 @@ class PrefixStore:
     def _remove(self, node: Node) -> None:
         """Take a node out of the tree, all below it, and what above it was of use to it alone."""
         for part in [*node.below()][::-1]:
-            self.nbytes -= part.nbytes
+            self._count(part, -1)
             above = part.parent
             part.remove()
         while above is not None and above.parent is not None and not above.children and not above.pins:
             if not self.split.needs_carry or self._carries(above, only_memory=False):
                 return
-            self.nbytes -= above.nbytes
+            self._count(above, -1)
             gone, above = above, above.parent
             gone.remove()
 

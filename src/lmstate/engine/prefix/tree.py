@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from lmstate.engine.prefix.parts import Layers, copied, cut, nbytes
+from lmstate.engine.prefix.parts import Layers, copied, cut, held
+from lmstate.ops.types.block_table import Block
 
 NODE_BYTES = 1024  # what Python keeps for a node beside its tensors and tokens, about
 
@@ -21,8 +22,9 @@ class Carry:
     logits: Tensor | None
 
     @property
-    def nbytes(self) -> int:
-        return nbytes(self.layers) + (0 if self.logits is None else self.logits.nbytes)
+    def held(self) -> list[Block | Tensor]:
+        """Blocks that others may hold too, and tensors."""
+        return [*held(self.layers), *([] if self.logits is None else [self.logits])]
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,17 @@ class Node:
         return self.start + len(self.tokens)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes in memory, of itself alone."""
-        carried = 0 if self.carry is None else self.carry.nbytes
-        return NODE_BYTES + self.tokens.itemsize * len(self.tokens) + nbytes(self.run) + carried
+    def own_nbytes(self) -> int:
+        """Bytes in memory of what it does not share with others: all but blocks."""
+        tensors = sum(each.nbytes for each in self._held() if not isinstance(each, Block))
+        return NODE_BYTES + self.tokens.itemsize * len(self.tokens) + tensors
+
+    def blocks(self) -> list[Block]:
+        """Blocks of its run and of its carry; a block at a border is also a neighbor's."""
+        return [each for each in self._held() if isinstance(each, Block)]
+
+    def _held(self) -> list[Block | Tensor]:
+        return [*held(self.run), *([] if self.carry is None else self.carry.held)]
 
     def path(self) -> list[Node]:
         """From the root's child down to itself."""
@@ -99,7 +108,7 @@ class Node:
     def remove(self) -> None:
         assert self.parent is not None and not self.children
         del self.parent.children[self.tokens[0]]
-        self.parent = None
+        self.parent = self.run = self.carry = None  # a session that stood here may hold the node for long
 
 
 def walk(root: Node, tokens: Sequence[int]) -> tuple[Node, int]:

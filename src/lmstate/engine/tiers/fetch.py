@@ -1,13 +1,61 @@
-"""Reading from a tier without waiting for it."""
+"""Reading from a tier without waiting for it, or not for long."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
 from threading import Thread
 from time import perf_counter
+from typing import TypeVar
 
 from lmstate.engine.prefix.parts import Layers
-from lmstate.engine.tiers.tier import Tier, TierError
+from lmstate.engine.tiers.tier import Entry, Tier, TierError
+
+Result = TypeVar("Result")
+
+SECONDS = 1.0  # that a caller waits for a tier
+SILENCE = 30.0  # seconds in which one that did not answer in time is not asked again
+
+
+class Patience:
+    """Asks a tier while a caller waits: not for long, and after an answer that was too late not again for a while."""
+
+    def __init__(self) -> None:
+        self._silent_until = 0.0
+
+    def ask(self, question: Callable[[], Result], otherwise: Result) -> Result:
+        """`question()`, which raises nothing, on a thread of its own; `otherwise` if that is not in time."""
+        if perf_counter() < self._silent_until:
+            return otherwise
+        answers: SimpleQueue[Result] = SimpleQueue()
+        Thread(target=lambda: answers.put(question()), name="lmstate-ask", daemon=True).start()
+        try:
+            return answers.get(timeout=SECONDS)
+        except Empty:
+            self._silent_until = perf_counter() + SILENCE
+            return otherwise
+
+
+class Lookup:
+    """Asks a tier which entries it has of a text, on a thread of its own; `wake` is called at the end."""
+
+    def __init__(self, tier: Tier, tokens: Sequence[int], patience: float, wake: Callable[[], None]) -> None:
+        """`patience`: seconds after which nothing is waited for."""
+        self.found: list[tuple[str, Entry]] = []
+        self.taken = False
+        self.ended = False
+        self._until = perf_counter() + patience
+        self._tier, self._tokens, self._wake = tier, tokens, wake
+        Thread(target=self._run, name="lmstate-lookup", daemon=True).start()
+
+    @property
+    def over(self) -> bool:
+        return self.ended or perf_counter() > self._until
+
+    def _run(self) -> None:
+        self.found = self._tier.lookup(self._tokens)
+        self.ended = True
+        self._wake()
 
 
 class Fetch:

@@ -11,7 +11,7 @@ import hashlib
 import os
 import sqlite3
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from threading import Lock
 from time import time
@@ -19,21 +19,24 @@ from typing import get_args
 
 from lmstate.engine.prefix.parts import Layers
 from lmstate.engine.tiers.tier import Entry, Kind, SavedSession, Tier, from_bytes, packed, to_bytes, unpacked
-from lmstate.errors import SnapshotError
+from lmstate.errors import ModelError, SnapshotError
 from lmstate.files.atomic import atomic_write
+from lmstate.files.mmap_file import open_regular
+from lmstate.files.sqlite_schema import check_schema
 
+MOST_NEW = 256  # entries of other processes that are taken at a time
 MOST_TEXT = 2**28  # bytes of a text in the index, unpacked: a hostile index must not fill the memory
-TABLES = """
-create table if not exists entries (
-    namespace text not null, key text not null, kind text not null, regime integer not null, start integer not null,
-    tokens blob not null, layers integer not null, size integer not null, checksum text not null, used real not null,
-    primary key (namespace, key)
-);
-create table if not exists sessions (
+TABLES = (
+    """entries (
+    namespace text not null, key text not null, kind text not null, frequency_key integer not null,
+    start integer not null, tokens blob not null, layers integer not null, size integer not null,
+    checksum text not null, used real not null, primary key (namespace, key)
+)""",
+    """sessions (
     namespace text not null, name text not null, tokens blob not null, record text not null,
     primary key (namespace, name)
-);
-"""
+)""",
+)
 
 
 class FolderTier(Tier):
@@ -41,6 +44,7 @@ class FolderTier(Tier):
     beginnings. Several processes may share a folder."""
 
     name = "folder"
+    looks_up = True
 
     def __init__(self, path: str | os.PathLike[str], namespace: str, limit: int) -> None:
         super().__init__(namespace)
@@ -48,21 +52,46 @@ class FolderTier(Tier):
         self.limit = limit
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = Lock()
-        self._index = sqlite3.connect(self.path / "index.sqlite3", check_same_thread=False, timeout=10.0)
-        self._index.executescript("pragma journal_mode=wal; pragma synchronous=normal;" + TABLES)
+        self._seen: tuple[int | None, int] = None, 0  # version of the index, and its newest entry, that are known here
+        file = self.path / "index.sqlite3"
+        try:
+            self._index = sqlite3.connect(file, check_same_thread=False, timeout=10.0)
+            check_schema(self._index, TABLES)
+            made = "".join(f"create table if not exists {table};" for table in TABLES)
+            self._index.executescript("pragma journal_mode=wal; pragma synchronous=normal;" + made)
+        except sqlite3.Error as error:
+            raise OSError(f"{file} is no index of prefixes ({error}); remove it, or name another folder") from error
         self._thread.start()
 
     def entries(self) -> Iterable[tuple[str, Entry]]:
+        self._seen = None, 0
+        return self._newer()
+
+    def find(self, tokens: Sequence[int]) -> list[tuple[str, Entry]]:
+        """All that other processes have written since somebody looked, of whatever texts."""
+        return list(self._newer(MOST_NEW))
+
+    def _newer(self, most: int = -1) -> Iterator[tuple[str, Entry]]:
+        """(key, entry) of the entries that are not known yet, the oldest first; at most so many of them."""
         with self._lock:
+            version = self._index.execute("pragma data_version").fetchone()[0]  # another one if others have written
+            if self._seen[0] == version:
+                return
             rows = self._index.execute(
-                "select key, kind, regime, start, tokens from entries where namespace = ?", (self.namespace,)
+                "select rowid, key, kind, frequency_key, start, tokens from entries where namespace = ? and rowid > ? "
+                "order by rowid limit ?",
+                (self.namespace, self._seen[1], most),
             ).fetchall()
-        for key, kind, regime, start, blob in rows:
+            last = rows[-1][0] if rows else self._seen[1]
+            self._seen = (None if len(rows) == most else version), last
+        for _, key, kind, frequency_key, start, blob in rows:
+            if key in self._keys:
+                continue
             try:
                 tokens = unpacked(_inflated(blob))
-                entry = Entry(kind, int(regime), int(start), tokens)
+                entry = Entry(kind, int(frequency_key), int(start), tokens)
                 sound = kind in get_args(Kind) and 0 <= start <= len(tokens) and entry.key(self.namespace) == key
-            except (SnapshotError, zlib.error, TypeError, ValueError):
+            except (SnapshotError, zlib.error, TypeError, ValueError, OverflowError):
                 sound = False
             if sound:
                 self._keys.add(key)
@@ -81,6 +110,18 @@ class FolderTier(Tier):
             except (SnapshotError, zlib.error, TypeError):
                 self.counts["quarantined"] += 1
 
+    def session_names(self) -> Iterable[str]:
+        with self._lock:
+            rows = self._index.execute("select name from sessions where namespace = ?", (self.namespace,)).fetchall()
+        return [str(name) for (name,) in rows]
+
+    def read_session(self, name: str) -> SavedSession | None:
+        with self._lock:
+            row = self._index.execute(
+                "select tokens, record from sessions where namespace = ? and name = ?", (self.namespace, name)
+            ).fetchone()
+        return None if row is None else SavedSession(name, list(unpacked(_inflated(row[0]))), str(row[1]))
+
     def read(self, key: str) -> Layers:
         with self._lock:
             row = self._index.execute(
@@ -90,11 +131,12 @@ class FolderTier(Tier):
             raise SnapshotError("it is in the index no longer")
         file = self._file(key)
         try:
-            data = file.read_bytes()
+            with open_regular(file) as opened:
+                data = opened.read()
             if hashlib.sha256(data).hexdigest() != row[1]:
                 raise SnapshotError(f"{file} is damaged: its checksum is another")
             layers = from_bytes(data, str(file), int(row[0]))
-        except (OSError, SnapshotError):
+        except (OSError, ModelError, SnapshotError):
             self._quarantine(key)
             raise
         with self._lock, self._index:
@@ -113,7 +155,7 @@ class FolderTier(Tier):
         with atomic_write(file) as part:
             part.write_bytes(data)
         told = (
-            self.namespace, key, entry.kind, entry.regime, entry.start, zlib.compress(packed(entry.tokens), 1),
+            self.namespace, key, entry.kind, entry.frequency_key, entry.start, zlib.compress(packed(entry.tokens), 1),
             len(layers), len(data), hashlib.sha256(data).hexdigest(), time(),
         )  # fmt: skip
         with self._lock, self._index:

@@ -1,6 +1,7 @@
 """A store that several machines share: Redis, or an object store (S3, GCS, Azure, a local folder) through obstore.
 
-    <namespace>/index/<key>      which text an entry is of
+    <namespace>/index/<key>      which text an entry is of, and the keys of what it hangs on
+    <namespace>/prefix/<hash>    the keys of entries of texts with this beginning, the newest first
     <namespace>/entries/<key>    a checksum, the number of layers, a safetensors file
     <namespace>/sessions/<hash>  a conversation
 
@@ -22,6 +23,10 @@ from lmstate.errors import SnapshotError
 SECONDS = 5.0  # that a Redis server may take to answer
 MOST_ENTRIES = 50_000  # of the index that are read at the start
 MOST_LAYERS = 100_000
+FINE, COARSE = 64, 1024  # tokens between two beginnings that are looked up, in the first COARSE ones and beyond
+KEYS = 8  # entries that are remembered of a beginning
+DEEPEST = 4  # beginnings of a text, the longest that are known, whose entries are taken
+MOST_FOUND = 64  # entries that one text's lookup reads the index of
 
 
 class Blobs(Protocol):
@@ -93,38 +98,104 @@ class ObjectBlobs:
 
 
 class SharedTier(Tier):
-    """Entries and sessions as blobs. What others write later is seen at the next start."""
+    """Entries and sessions as blobs. What others write later is looked up where a text is not known."""
 
     name = "shared"
+    looks_up = True
 
     def __init__(self, blobs: Blobs, namespace: str) -> None:
         super().__init__(namespace)
         self._blobs = blobs
         self._place = hashlib.sha256(namespace.encode()).hexdigest()[:16]
+        self._names: dict[str, str] = {}  # of sessions, by their places
         self._thread.start()
 
     def entries(self) -> Iterable[tuple[str, Entry]]:
-        for blob in self._all("index", MOST_ENTRIES):
-            try:
-                told, tokens = _parted(blob)
-                entry = Entry(told["kind"], int(told["regime"]), int(told["start"]), unpacked(tokens))
-                key = entry.key(self.namespace)
-                sound = entry.kind in get_args(Kind) and 0 <= entry.start <= len(entry.tokens) and told["key"] == key
-            except (SnapshotError, ValueError, TypeError, KeyError):
-                sound = False
-            if sound:
-                self._keys.add(key)
-                yield key, entry
-            else:
-                self.counts["quarantined"] += 1
+        for place in self._places("index", MOST_ENTRIES):
+            if (blob := self._blobs.get(place)) is not None and (found := self._entry(blob)) is not None:
+                self._keys.add(found[0])
+                yield found[:2]
+
+    def _entry(self, blob: bytes) -> tuple[str, Entry, list[str]] | None:
+        """(key, entry, the keys of what it hangs on) of a blob of the index; None for one that is damaged."""
+        try:
+            told, tokens = _parted(blob)
+            entry = Entry(told["kind"], int(told["frequency_key"]), int(told["start"]), unpacked(tokens))
+            key = entry.key(self.namespace)
+            if entry.kind in get_args(Kind) and 0 <= entry.start <= len(entry.tokens) and told["key"] == key:
+                return key, entry, [str(above) for above in told.get("above", ())]
+        except (SnapshotError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            pass
+        self.counts["quarantined"] += 1
+        return None
+
+    def find(self, tokens: Sequence[int]) -> list[tuple[str, Entry]]:
+        names = self._beginnings(tokens)
+        low, high = 0, len(names)  # who writes of a beginning writes of all shorter ones
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if self._blobs.get(names[middle]) is not None else (low, middle)
+        waiting: list[str] = []
+        for name in names[max(0, low - DEEPEST) : low]:
+            waiting += self._pointed(name)
+        found: dict[str, Entry] = {}
+        asked: set[str] = set()
+        while waiting and len(asked) < MOST_FOUND:
+            if (key := waiting.pop()) in asked:
+                continue
+            asked.add(key)
+            blob = self._blobs.get(f"{self._place}/index/{key}")
+            if blob is not None and (known := self._entry(blob)) is not None and known[0] == key:
+                found[key] = known[1]
+                waiting += known[2]
+        return list(found.items())
+
+    def _beginnings(self, tokens: Sequence[int]) -> list[str]:
+        """The names of the beginnings of a text that are looked up, shorter ones first."""
+        data, names = packed(tokens), []
+        digest, done = hashlib.sha256(), 0
+        ends = [*range(FINE, COARSE, FINE), *range(COARSE, len(tokens) + 1, COARSE)]
+        for end in [end for end in ends if end <= len(tokens)]:
+            digest.update(data[4 * done : 4 * end])
+            done = end
+            names.append(f"{self._place}/prefix/{digest.hexdigest()}")
+        return names
+
+    def _pointed(self, name: str) -> list[str]:
+        """The keys under a beginning; none if there is something else."""
+        try:
+            keys = json.loads(self._blobs.get(name) or b"[]")
+        except (ValueError, RecursionError):
+            return []
+        return [key for key in keys if isinstance(key, str)][:KEYS] if isinstance(keys, list) else []
 
     def sessions(self) -> Iterable[SavedSession]:
-        for blob in self._all("sessions", MOST_ENTRIES):
-            try:
-                told, tokens = _parted(blob)
-                yield SavedSession(str(told["name"]), list(unpacked(tokens)), str(told["record"]))
-            except (SnapshotError, ValueError, TypeError, KeyError):
-                self.counts["quarantined"] += 1
+        for place in self._places("sessions", MOST_ENTRIES):
+            if (session := self._session_at(place)) is not None:
+                yield session
+
+    def session_names(self) -> Iterable[str]:
+        for place in self._places("sessions", MOST_ENTRIES):
+            if place in self._names:
+                yield self._names[place]
+            elif (session := self._session_at(place)) is not None:
+                yield session.name
+
+    def read_session(self, name: str) -> SavedSession | None:
+        session = self._session_at(self._session(name))
+        return session if session is not None and session.name == name else None
+
+    def _session_at(self, place: str) -> SavedSession | None:
+        if (blob := self._blobs.get(place)) is None:
+            return None
+        try:
+            told, tokens = _parted(blob)
+            session = SavedSession(str(told["name"]), list(unpacked(tokens)), str(told["record"]))
+        except (SnapshotError, ValueError, TypeError, KeyError, RecursionError):
+            self.counts["quarantined"] += 1
+            return None
+        self._names[place] = session.name
+        return session
 
     def read(self, key: str) -> Layers:
         name = f"{self._place}/entries/{key}"
@@ -140,9 +211,18 @@ class SharedTier(Tier):
 
     def write(self, entry: Entry, key: str, layers: Layers, above: Sequence[str]) -> None:
         data = len(layers).to_bytes(4, "little") + to_bytes(layers)
-        told = {"key": key, "kind": entry.kind, "regime": entry.regime, "start": entry.start}
+        told = {
+            "key": key, "kind": entry.kind, "frequency_key": entry.frequency_key, "start": entry.start,
+            "above": list(above),
+        }  # fmt: skip
         self._blobs.put(f"{self._place}/entries/{key}", hashlib.sha256(data).digest() + data)
         self._blobs.put(f"{self._place}/index/{key}", _joined(told, packed(entry.tokens)))
+        names = self._beginnings(entry.tokens)
+        before = len(self._beginnings(entry.tokens[: entry.start])) if entry.kind == "run" else len(names) - 1
+        for name in names[max(0, before) :]:
+            # Two that write at once may lose one of the two: then that one is found at the next start.
+            keys = [key, *(other for other in self._pointed(name) if other != key)][:KEYS]
+            self._blobs.put(name, json.dumps(keys).encode())
 
     def write_session(self, session: SavedSession) -> None:
         told = {"name": session.name, "record": session.record}
@@ -154,14 +234,9 @@ class SharedTier(Tier):
     def _session(self, name: str) -> str:
         return f"{self._place}/sessions/{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()}"
 
-    def _all(self, kind: str, most: int) -> Iterable[bytes]:
-        """The blobs of a kind, as far as they can be read now."""
-        try:
-            for name in islice(self._blobs.names(f"{self._place}/{kind}/"), most):
-                if (blob := self._blobs.get(name)) is not None:
-                    yield blob
-        except Exception:  # whatever client that is: a store that cannot be reached has nothing
-            self.counts["failed"] += 1
+    def _places(self, kind: str, most: int) -> Iterable[str]:
+        """The names of the blobs of a kind, at most so many."""
+        return islice(self._blobs.names(f"{self._place}/{kind}/"), most)
 
 
 def _joined(told: dict[str, Any], tokens: bytes) -> bytes:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from abc import ABC, abstractmethod
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from threading import Condition, Thread
-from typing import Literal
+from typing import Literal, TypeVar
 
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from lmstate.state.layer_file import by_layer
 
 WAITING_BYTES = 2**28  # of tensors that may wait to be written; what comes beyond is not kept here
 Kind = Literal["run", "carry", "end"]
+Item = TypeVar("Item")
 
 
 class TierError(StateError):
@@ -30,13 +32,13 @@ class Entry:
     """A run (what the tokens from `start` on left), or the carry after the last token, of a text. An end has logits."""
 
     kind: Kind
-    regime: int
+    frequency_key: int
     start: int
     tokens: array[int]  # all of the text, from its beginning
 
     def key(self, namespace: str) -> str:
         """The same for the same content, on any machine."""
-        told = f"{namespace}|{self.kind}|{self.regime}|{self.start}|".encode()
+        told = f"{namespace}|{self.kind}|{self.frequency_key}|{self.start}|".encode()
         return hashlib.sha256(told + packed(self.tokens)).hexdigest()
 
 
@@ -65,6 +67,7 @@ class Tier(ABC):
     """
 
     name: str
+    looks_up = False  # whether others write to it, so that it is worth asking for what nobody here has seen
 
     def __init__(self, namespace: str) -> None:
         self.namespace = namespace
@@ -73,7 +76,8 @@ class Tier(ABC):
         self._changed = Condition()
         self._writes: deque[_Write | SavedSession | str] = deque()
         self._waiting = 0  # bytes of tensors
-        self._busy = False
+        self._now: _Write | SavedSession | str | None = None  # what is being written
+        self._undropped: set[str] = set()  # sessions that could not be removed: for this process they are gone
         self._closed = False
         self._thread = Thread(target=self._run, name=f"lmstate-{self.name}", daemon=True)
 
@@ -81,6 +85,54 @@ class Tier(ABC):
 
     def has(self, key: str) -> bool:
         return key in self._keys
+
+    def all_entries(self) -> list[tuple[str, Entry]]:
+        """`entries`, as far as they can be read now."""
+        return self._readable(self.entries)
+
+    def all_sessions(self) -> list[SavedSession]:
+        """`sessions`, as far as they can be read now."""
+        return self._readable(self.sessions)
+
+    def saved_session(self, name: str) -> SavedSession | None:
+        """A session as it is once all is written; None if there is none, or it cannot be read."""
+        for job in reversed(self._to_write()):
+            if isinstance(job, SavedSession) and job.name == name:
+                return job
+            if job == name:
+                return None
+        if name in self._undropped:
+            return None
+        try:
+            return self.read_session(name)
+        except Exception:
+            self.counts["failed"] += 1
+            return None
+
+    def all_session_names(self) -> set[str]:
+        """The names of the sessions that there are once all is written, as far as they can be read now."""
+        jobs = self._to_write()  # first: what is written while the others are read counts twice, and changes nothing
+        names = set(self._readable(self.session_names)) - self._undropped
+        for job in jobs:
+            if isinstance(job, SavedSession):
+                names.add(job.name)
+            elif isinstance(job, str):
+                names.discard(job)
+        return names
+
+    def _to_write(self) -> list[_Write | SavedSession | str]:
+        """Jobs that are not done yet, the oldest first."""
+        with self._changed:
+            return [*([] if self._now is None else [self._now]), *self._writes]
+
+    def _readable(self, items: Callable[[], Iterable[Item]]) -> list[Item]:
+        found: list[Item] = []
+        try:
+            for item in items():
+                found.append(item)  # noqa: PERF402 - what was read before it fails counts
+        except Exception:
+            self.counts["failed"] += 1
+        return found
 
     def put(self, entry: Entry, layers: Layers, above: Sequence[str] = ()) -> str | None:
         """Have it written. Returns its key; None if too much waits to be written already.
@@ -109,11 +161,22 @@ class Tier(ABC):
             self._writes.append(name)
             self._changed.notify_all()
 
+    def lookup(self, tokens: Sequence[int]) -> list[tuple[str, Entry]]:
+        """`find`, of which nothing is raised: a store that cannot be asked has nothing."""
+        try:
+            found = self.find(tokens)
+        except Exception:
+            self.counts["failed"] += 1
+            return []
+        with self._changed:
+            self._keys.update(key for key, _ in found)
+        return found
+
     def get(self, key: str) -> Layers:
         """Entry under a key. Raises TierError if it is gone or damaged."""
         try:
             layers = self.read(key)
-        except Exception as error:
+        except Exception as error:  # whatever a store's client raises: the entry counts as gone, and is computed again
             with self._changed:
                 self._keys.discard(key)
                 self.counts["failed"] += 1
@@ -121,10 +184,15 @@ class Tier(ABC):
         self.counts["read"] += 1
         return layers
 
+    @property
+    def writing(self) -> bool:
+        """Whether something is to be written still, whose blocks are held for that."""
+        return bool(self._writes) or self._now is not None
+
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all is written. False if it is not in time."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._writes and not self._busy, timeout)
+            return self._changed.wait_for(lambda: not self.writing, timeout)
 
     def close(self, timeout: float = 30.0) -> None:
         """Write what waits, and end the thread; what is not written in time is lost."""
@@ -145,6 +213,14 @@ class Tier(ABC):
     def sessions(self) -> Iterable[SavedSession]: ...
 
     @abstractmethod
+    def session_names(self) -> Iterable[str]:
+        """Of all `sessions`."""
+
+    @abstractmethod
+    def read_session(self, name: str) -> SavedSession | None:
+        """The session of a name, if there is one. Raises anything for one that is damaged."""
+
+    @abstractmethod
     def read(self, key: str) -> Layers:
         """Raises anything for what is gone or damaged."""
 
@@ -157,6 +233,10 @@ class Tier(ABC):
     @abstractmethod
     def remove_session(self, name: str) -> None: ...
 
+    def find(self, tokens: Sequence[int]) -> list[tuple[str, Entry]]:
+        """(key, entry) of what others may have written of a text's beginning. May raise anything."""
+        return []
+
     def end(self) -> None:  # noqa: B027
         """Let go of files and connections."""
 
@@ -165,24 +245,28 @@ class Tier(ABC):
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._busy = False
+                self._now = None
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._writes or self._closed)
                 if not self._writes:
                     return
-                job = self._writes.popleft()
-                self._busy = True
+                job = self._now = self._writes.popleft()
             try:
                 self._write(job)
                 self.counts["written"] += 1
-            except Exception:
+            except Exception:  # whatever a store's client raises: the entry is not kept, and the thread goes on
                 self.counts["failed"] += 1
+                if isinstance(job, str):
+                    self._undropped.add(job)
+            del job  # and the blocks that it holds
 
     def _write(self, job: _Write | SavedSession | str) -> None:
         if isinstance(job, str):
             self.remove_session(job)
+            self._undropped.discard(job)
         elif isinstance(job, SavedSession):
             self.write_session(job)
+            self._undropped.discard(job.name)
         else:
             try:
                 self.write(job.entry, job.key, job.layers, job.above)
@@ -195,8 +279,6 @@ class Tier(ABC):
 
 def packed(tokens: Sequence[int]) -> bytes:
     """Token ids as int32, little-endian."""
-    import sys
-
     ids = array("i", tokens)
     if sys.byteorder == "big":
         ids.byteswap()
@@ -205,8 +287,6 @@ def packed(tokens: Sequence[int]) -> bytes:
 
 def unpacked(data: bytes) -> array[int]:
     """Inverse of `packed`. Raises SnapshotError for bytes that it cannot have returned."""
-    import sys
-
     if len(data) % 4:
         raise SnapshotError("a stored text is no list of token ids")
     ids = array("i")

@@ -1,0 +1,75 @@
+"""Readers of requests hear of what is new with a delivery: all of one event loop by one wake-up."""
+
+from __future__ import annotations
+
+import asyncio
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from lmstate.engine.delivery import Delivery
+from lmstate.engine.request import Request
+from lmstate.engine.results import Completion, Piece, Usage
+
+DONE = Completion([""], [[1]], None, None, ["eos"], [1], Usage(1, 0, 1))
+
+
+def made(delivery: Delivery, count: int) -> list[Request]:
+    return [Request([1], lambda: None, delivery) for _ in range(count)]
+
+
+def test_many_readers_of_a_loop_are_woken_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    delivery = Delivery()
+    requests = made(delivery, 5)
+
+    async def read(request: Request) -> list[str]:
+        return [str(piece) async for piece in request]
+
+    async def run() -> tuple[int, list[list[str]]]:
+        loop = asyncio.get_running_loop()
+        woken: list[Any] = []
+        plain = loop.call_soon_threadsafe
+
+        def counted(*given: Any) -> Any:
+            woken.append(given)
+            return plain(*given)
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+        readers = [asyncio.create_task(read(request)) for request in requests]
+        for text in "abc":
+            await asyncio.sleep(0)  # until all of them wait
+            await asyncio.sleep(0)
+            for request in requests:
+                request.push(Piece(text))
+            delivery.deliver()
+            await asyncio.sleep(0.01)
+        for request in requests:
+            request.finish(DONE)
+        delivery.deliver()
+        delivery.deliver()  # nothing is new
+        return len(woken), await asyncio.wait_for(asyncio.gather(*readers), 300)
+
+    assert asyncio.run(run()) == (4, [["a", "b", "c"]] * 5)
+
+
+def test_a_loop_that_was_closed_keeps_no_other_reader_waiting() -> None:
+    delivery = Delivery()
+    first, second = made(delivery, 2)
+    gone = asyncio.new_event_loop()
+    waiting = gone.create_task(first.wait())
+    gone.call_soon(gone.stop)
+    gone.run_forever()
+    gone.close()
+    read: list[str] = []
+    thread = Thread(target=lambda: read.extend(map(str, second)))
+    thread.start()
+    first.push(Piece("x"))
+    for request in (first, second):
+        request.push(Piece("y"))
+        request.finish(DONE)
+    delivery.deliver()
+    thread.join(300)
+    assert read == ["y"]
+    assert first.result(0) == DONE
+    waiting.get_coro().close()  # type: ignore[union-attr]

@@ -1,0 +1,152 @@
+"""The budget of bytes: rows and what is kept hold it after every step, and what had to give way goes on to the bit."""
+
+from __future__ import annotations
+
+import gc
+import random
+
+import pytest
+
+import lmstate
+from lmstate.engine.scheduler import Scheduler
+from tests.engine.alone import alone
+from tests.engine.test_batching import KINDS, paused, prompt
+from tests.engine.test_prefixes import check
+from tests.zoo import ours
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes owned and kept after each step, which are checked."""
+    whole = Scheduler.step
+    seen: list[int] = []
+
+    def step(self: Scheduler) -> bool:
+        done = whole(self)
+        prefixes = self._reuse.prefixes
+        seen.append(self.row_bytes() + prefixes.nbytes)
+        if seen[-1] > self._reuse.memory or prefixes.nbytes != prefixes.counted():
+            broken.append(seen[-1])
+        return done
+
+    broken: list[int] = []
+    monkeypatch.setattr(Scheduler, "step", step)
+    yield seen
+    assert seen
+    assert not broken
+
+
+# Too little for all rows at a time, and enough for the longest.
+BUDGETS = {
+    "attention": (110_000, 150_000),
+    "window": (200_000, 280_000),
+    "latent": (100_000, 130_000),
+    "hybrid": (250_000, 330_000),
+    "state space": (170_000, 330_000),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_and_store_stay_within_the_budget_under_any_load(kind: str, steps: list[int]) -> None:
+    model = ours(KINDS[kind])
+    dice = random.Random(kind)
+    preempted = 0.0
+    for memory in BUDGETS[kind]:
+        with lmstate.Engine(model, rows=6, memory=memory) as engine:
+            go = paused(engine)
+            asked = []
+            for number in range(7):
+                ids = [*prompt(30, number % 2), *prompt(dice.randint(1, 60), 50 + number)]
+                options = {"priority": dice.choice([0, 0, 1]), "n": dice.choice([1, 1, 3])}
+                asked.append((ids, engine.submit(ids, max_new_tokens=12, logprobs=0, ignore_eos=True, **options)))
+            go.set()
+            for ids, request in asked:
+                got = request.result(600)
+                assert got.finished == ["length"] * len(got.tokens)
+                check(model, ids, got)
+                assert all(tokens == got.tokens[0] for tokens in got.tokens)
+            stats = engine.stats()
+            preempted += stats["preempted"]
+            assert (stats["row_bytes"], stats["set_aside"], stats["waiting"]) == (0, 0, 0)
+    assert preempted > 0, "there was room for all: the test shows nothing"
+
+
+def test_the_latest_request_of_the_lowest_priority_gives_way() -> None:
+    model = ours("llama")
+    with lmstate.Engine(model, rows=4, memory=190_000, draft=None) as engine:
+        go = paused(engine)
+        asked = {
+            priority: engine.submit(prompt(40, 10 + priority), max_new_tokens=140, ignore_eos=True, priority=priority)
+            for priority in (0, 2, 1)
+        }
+        ended: list[int] = []
+        for priority, request in asked.items():
+            request.when_done(lambda _, priority=priority: ended.append(priority))
+        go.set()
+        for priority, request in asked.items():
+            assert request.result(600).tokens == [alone(model, prompt(40, 10 + priority), 140, ends=frozenset())[0]]
+        assert ended == [2, 1, 0]
+        assert engine.stats()["preempted"] > 0
+
+
+def test_a_prompt_that_can_never_fit_is_refused_and_an_answer_that_outgrows_memory_ends_with_what_it_has() -> None:
+    model = ours("llama")
+    with lmstate.Engine(model, rows=4, memory=80_000) as engine:
+        with pytest.raises(lmstate.CapacityError, match="memory=80,000"):
+            engine.submit(prompt(140, 1) * 2)
+        got = engine.submit(prompt(20, 1), max_new_tokens=10**6, ignore_eos=True).result(600)
+        assert got.finished == ["capacity"]
+        assert len(got.tokens[0]) > 50
+        assert got.tokens == [alone(model, prompt(20, 1), len(got.tokens[0]), ends=frozenset())[0]]
+        assert len(engine.submit(prompt(20, 2), max_new_tokens=3).result(600).tokens[0]) == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [5, 40, 100])
+def test_requests_end_well_where_memory_is_what_one_of_them_is_estimated_to_take(
+    kind: str, length: int, steps: list[int]
+) -> None:
+    model = ours(KINDS[kind])
+    with lmstate.Engine(model) as engine:
+        memory = engine._cost(length + 40)
+    with lmstate.Engine(model, rows=3, memory=int(1.25 * memory)) as engine:
+        go = paused(engine)
+        asked = [engine.submit(prompt(length, n), max_new_tokens=40, ignore_eos=True) for n in range(3)]
+        go.set()
+        assert [request.result(120).finished for request in asked] == [["length"]] * 3
+
+
+def test_cancelling_what_gave_way_ends_it_with_what_it_has(steps: list[int]) -> None:
+    model = ours("llama")
+    with lmstate.Engine(model, rows=4, memory=120_000) as engine:
+        go = paused(engine)
+        asked = [engine.submit(prompt(40, n), max_new_tokens=120, ignore_eos=True, n=2) for n in range(3)]
+        go.set()
+        while not engine.stats()["set_aside"]:
+            assert not all(request.done for request in asked)
+        for request in asked[1:]:
+            request.cancel()
+        for n, request in enumerate(asked):
+            got = request.result(600)
+            for tokens in got.tokens:
+                assert tokens == alone(model, prompt(40, n), len(tokens), ends=frozenset())[0]
+        assert engine.stats()["row_bytes"] == 0
+
+
+@pytest.mark.soak
+def test_a_hundred_thousand_short_requests_leave_nothing_behind(steps: list[int]) -> None:
+    model = ours("llama")
+    dice = random.Random(0)
+    objects: list[int] = []
+    with lmstate.Engine(model, rows=8, memory=400_000) as engine:
+        for round in range(10):
+            for _ in range(10_000 // 50):
+                ids = [[dice.randrange(3, 90) for _ in range(dice.randint(1, 5))] for _ in range(50)]
+                for request in [engine.submit(one, max_new_tokens=2) for one in ids]:
+                    request.result(600)
+            gc.collect()
+            objects.append(len(gc.get_objects()))
+            assert engine.stats()["row_bytes"] == 0, round
+            steps.clear()
+            steps.append(0)
+    assert objects[-1] < 1.02 * objects[1]

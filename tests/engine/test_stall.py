@@ -1,0 +1,91 @@
+"""A long prompt holds up nobody: with a clock and costs of the test's own, so that it is the same on any machine."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+import lmstate
+from lmstate.engine.pace import Pace
+from lmstate.engine.scheduler import Scheduler
+from tests.engine.test_batching import paused, prompt
+from tests.zoo import ours
+
+CALL, TOKEN, POSITION = 10.0, 0.1, 5e-6  # milliseconds of a call, of each of its tokens, and of what each looks back on
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_prompt_of_16000_tokens_delays_no_token_of_seven_streams_beyond_the_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stall = 3.0
+    model = ours("mamba2")
+    clock = Clock()
+    whole = type(model).__call__
+
+    def call(self, tokens, state, **options):  # type: ignore[no-untyped-def]
+        rows = [row for row in tokens if len(row)]
+        lengths = [length for length, row in zip(state.lengths, tokens) if len(row)]
+        looked = sum(POSITION * len(row) * length for row, length in zip(rows, lengths))
+        clock.now += CALL + TOKEN * sum(map(len, rows)) + looked
+        return whole(self, tokens, state, **options)
+
+    monkeypatch.setattr(type(model), "__call__", call)
+    monkeypatch.setattr("lmstate.engine.scheduler.perf_counter", clock)
+    times: dict[lmstate.engine.Request, list[float]] = {}
+    push = lmstate.engine.Request.push
+    monkeypatch.setattr(
+        lmstate.engine.Request, "push", lambda self, piece: (times[self].append(clock.now), push(self, piece))[1]
+    )
+    began: list[float] = []
+    start = Scheduler._start
+    monkeypatch.setattr(Scheduler, "_start", lambda self, job: (began.append(clock.now), start(self, job))[1])
+    with lmstate.Engine(model, rows=8, stall=stall) as engine:
+        go = paused(engine)
+        for seed in range(7):  # of different lengths: chunks of all sizes are measured before, some at nobody's cost
+            request = engine.submit(prompt(20 + 15 * seed, seed), max_new_tokens=10**6, ignore_eos=True)
+            times[request] = []
+        go.set()
+        tokens = [iter(request) for request in times]
+        for one in tokens:
+            for _ in range(30):
+                next(one)
+        streams = list(times)
+        long = engine.submit(prompt(128, 9) * 125, max_new_tokens=1)
+        times[long] = []
+        long.result(300)
+        for request in streams:
+            request.cancel()
+            request.result(600)
+    arrived, read = began[-1], times[long][0]
+    usual = CALL + 7 * TOKEN
+    gaps = [after - before for one in streams for before, after in pairwise(times[one]) if arrived < after <= read]
+    looking = POSITION * sum(len(request.prompt) + len(times[request]) for request in streams)
+    assert len(gaps) > 7 * 100
+    assert max(gaps) <= stall * (usual + looking)
+    # And the time that there is is used: it takes no chunks that are smaller than they need be.
+    assert len(gaps) / 7 < 16000 / 20
+
+
+def test_what_was_measured_at_the_beginning_of_a_text_is_not_taken_for_its_end() -> None:
+    pace = Pace(3.0)
+    pace.decoded(40.0)
+
+    def cost(size: int, at: int) -> float:
+        return 10 + 0.2 * size + 1e-4 * size * at
+
+    for at in range(0, 4096, 128):
+        for size in (8, 16, 32, 64, 128, 256):
+            pace.read(size, cost(size, at), at)
+    for at in (0, 4000, 12000, 16000):
+        chosen = pace.chunk(True, at)
+        assert cost(chosen, at) <= 2 * 40.0
+    assert pace.chunk(True, 0) > pace.chunk(True, 16000)
