@@ -77,7 +77,7 @@ def test_a_prompt_in_bfloat16_is_as_near_to_float32_as_that_of_transformers(
         ours = logits(model)
     assert (ours - want).abs().mean() < 1.2 * (theirs - want).abs().mean()
     library = dispatch.choice().library
-    if library is not None and library.dense.uses_bf16_dot:
+    if library is not None and library.dense.rounds_to_bf16:
         assert {70, 45} <= set(counts)
 
 
@@ -105,26 +105,26 @@ def test_a_gradient_is_followed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "sight"),
+    ("rows", "window"),
     (
-        (["11110", "11111"], attention.VisibleRange(0, None)),
-        (["01110", "01111"], attention.VisibleRange(1, None)),
-        (["01110", "00111"], attention.VisibleRange(1, 3)),
-        (["1110", "0111"], attention.VisibleRange(0, 3)),
-        (["11110", "01111"], attention.VisibleRange(0, 4)),
+        (["11110", "11111"], attention.CausalWindow(0, None)),
+        (["01110", "01111"], attention.CausalWindow(1, None)),
+        (["01110", "00111"], attention.CausalWindow(1, 3)),
+        (["1110", "0111"], attention.CausalWindow(0, 3)),
+        (["11110", "01111"], attention.CausalWindow(0, 4)),
         (["10110", "11111"], None),  # a gap
         (["11111", "11111"], None),  # sees what comes
         (["11110", "00011"], None),  # a chunk begins between them
         (["00110", "01111"], None),  # sees farther than the one before
     ),
 )
-def test_masks_are_read_as_what_they_say(rows: list[str], sight: attention.VisibleRange | None) -> None:
+def test_masks_are_read_as_what_they_say(rows: list[str], window: attention.CausalWindow | None) -> None:
     seen = torch.tensor([[c == "1" for c in row] for row in rows])[None, None]
-    assert attention.sight_of(seen) == sight
-    assert attention.sight_of(torch.cat([seen, seen])) == sight
+    assert attention.causal_window(seen) == window
+    assert attention.causal_window(torch.cat([seen, seen])) == window
     other = seen.clone()
     other[..., 0] = ~other[..., 0]
-    assert attention.sight_of(torch.cat([seen, other])) is None
+    assert attention.causal_window(torch.cat([seen, other])) is None
 
 
 class Logits(torch.nn.Module):

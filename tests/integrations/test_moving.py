@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from lmstate.errors import RewindError, SnapshotError, StateError, UnsupportedError
 from lmstate.integrations.transformers import StateCache
+from lmstate.integrations.transformers.cache.hooks import parameters
+from lmstate.integrations.transformers.cache.layers.base import RewindableLayer
 from lmstate.integrations.transformers.cache.layers.recurrent import RecurrentLayer
 from lmstate.state.layer_file import write_layers
 from tests.integrations.models import DECODERS, call, decoder, text
@@ -69,6 +71,14 @@ def test_a_snapshot_is_untouched_by_what_follows(name: str) -> None:
         cache.restore(snapshot)
         assert cache.get_seq_length() == 40
         goes_on_as(model, cache, text(40, 2))
+    for seed in (3, 4):  # what is written over after a rewind is the cache's own
+        cache.restore(snapshot)
+        cache.rewind(to=20)
+        goes_on_as(model, cache, text(40, 2)[:, :20])
+        cache.restore(snapshot)
+        cache.rewind(to=30)
+        call(model, text(3, 2, seed=seed), cache)
+        goes_on_as(model, cache, torch.cat([text(40, 2)[:, :30], text(3, 2, seed=seed)], dim=1))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -85,6 +95,30 @@ def test_rows_selected_repeated_and_reordered_are_those_rows(name: str) -> None:
     goes_on_as(model, twin, ids)
     cache.batch_select_indices(torch.tensor([False, True]))
     goes_on_as(model, cache, ids[1:])
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs"),
+    [
+        *((name, "input_ids") for name in ("qwen3_next", "mamba2", "falcon_h1", "jamba", "gemma3")),
+        *((name, "inputs_embeds") for name in ("qwen3_next", "mamba2", "gemma3")),
+    ],
+)
+def test_tensors_that_the_caller_uses_again_are_not_looked_at_again(name: str, inputs: str) -> None:
+    model, ids, cache = decoder(name), text(96), StateCache(decoder(name))
+    tokens, mask = torch.empty(1, 16, dtype=torch.long), torch.ones(1, 96, dtype=torch.long)
+    named = {"cache_params" if "cache_params" in parameters(type(model)) else "past_key_values": cache}
+    with torch.no_grad():
+        embeds = model.get_input_embeddings()(tokens * 0)
+        for start in range(0, 96, 16):
+            tokens.copy_(ids[:, start : start + 16])
+            embeds.copy_(model.get_input_embeddings()(tokens))
+            given = {inputs: tokens if inputs == "input_ids" else embeds}
+            model(**given, **named, attention_mask=mask[:, : start + 16], use_cache=True)
+        for used in (tokens, embeds, mask):
+            used.fill_(0)
+        cache.rewind(to=88)
+        goes_on_as(model, cache, ids[:, :88])
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -110,6 +144,48 @@ def test_a_failed_forward_leaves_the_cache_as_it_was(name: str) -> None:
             call(model, text(3, 2, seed=6), cache)
     cache.rewind(to=40)
     goes_on_as(model, cache, text(40, 2))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_restore_that_fails_in_any_layer_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, cache = fed(name)
+    snapshot = cache.snapshot()
+    call(model, text(6, 2, seed=2), cache)
+    for kind in {type(layer) for layer in cache.layers if isinstance(layer, RewindableLayer)}:
+        for last in (False, True):
+            seen, count, put = 0, sum(type(layer) is kind for layer in cache.layers), kind.put
+
+            def failing(layer: Any, *args: Any, put: Any = put, at: int = count if last else 1) -> None:
+                nonlocal seen
+                seen += 1
+                if seen == at:
+                    raise MemoryError
+                put(layer, *args)
+
+            with monkeypatch.context() as patch, pytest.raises(MemoryError):
+                patch.setattr(kind, "put", failing)
+                cache.restore(snapshot)
+            assert cache.get_seq_length() == 46
+            goes_on_as(model, cache.fork(), torch.cat([text(40, 2), text(6, 2, seed=2)], dim=1))
+    cache.restore(snapshot)
+    goes_on_as(model, cache, text(40, 2))
+
+
+@pytest.mark.parametrize("name", ("llama", "gemma3", "qwen3_next"))
+def test_a_reorder_that_fails_in_the_middle_leaves_nothing_that_fits_nowhere(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, cache = fed(name)
+    with pytest.raises(IndexError):
+        cache.reorder_cache(torch.tensor([0, 2]))
+    assert cache.get_seq_length() == 40
+    goes_on_as(model, cache.fork(), text(40, 2))
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="injected"):
+        patch.setattr(cache.layers[-1], "select", _fail)
+        cache.reorder_cache(torch.tensor([1, 0]))
+    assert cache.get_seq_length() == 0
+    call(model, text(11, 1, seed=8), cache)
+    goes_on_as(model, cache, text(11, 1, seed=8))
 
 
 def _fail(*_: object) -> None:
@@ -218,7 +294,15 @@ def test_files_of_other_models_and_damaged_ones_are_refused(tmp_path: Path) -> N
         StateCache.load(tmp_path / "other", model)
     tensors = load_file(path)
     metadata = _metadata(path)
-    for change in ({"version": "9"}, {"length": "41"}, {"kinds": "[]"}, {"length": "-1"}, {"fingerprint": "0"}):
+    for change in (
+        {"version": "9"},
+        {"length": "41"},
+        {"kinds": "[]"},
+        {"kinds": "[" * 10**5},
+        {"kinds": "9" * 5000},
+        {"length": "-1"},
+        {"fingerprint": "0"},
+    ):
         write_layers(tmp_path / "changed", {**metadata, **change}, tensors)
         with pytest.raises(SnapshotError):
             StateCache.load(tmp_path / "changed", model)

@@ -1,7 +1,8 @@
 """transformers' own tests of generation and of caches pass with a StateCache in place of its DynamicCache.
 
 `LMSTATE_TRANSFORMERS_TESTS` names the folder that holds transformers' `tests` (a checkout of the installed version's
-tag; the sdist lacks the models' tests); without it this is skipped. docs/from-transformers.md says which fail, and why.
+tag; the sdist lacks the tests of generation, caches and models); without it this is skipped. docs/from-transformers.md
+says what is left out, and why.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lmstate.errors import UnsupportedError
 from lmstate.integrations.transformers.cache.layers.growable import frozen
+from lmstate.integrations.transformers.cache.layers.sharing import Sharing
 
 IDS, EMBEDS, MASK, POSITIONS = "input_ids", "inputs_embeds", "attention_mask", "position_ids"
 # Along the tokens of the call, in models that know them.
@@ -64,9 +65,15 @@ class InputHistory:
         self.length = 0
         self.known = 0  # ids before this position were never seen (embeddings were fed, or a file had none)
         self.call: Call | None = None
+        self._sharing = Sharing()
 
     def add(self, call: Call) -> None:
-        """Note a call that follows all before it."""
+        """Note a call that follows all before it: in copies, since a caller may use his tensors for the next one."""
+        given = {name: value.clone() if isinstance(value, Tensor) else value for name, value in call.given.items()}
+        call = Call(call.start, call.stop, given)
+        if not self._sharing.alone:
+            self.ids, self.positions = (None if x is None else x.clone() for x in (self.ids, self.positions))
+            self._sharing.leave()
         ids, positions, mask = (call.given.get(name) for name in (IDS, POSITIONS, MASK))
         if isinstance(mask, Tensor) and mask.ndim == 2:
             self.mask = mask
@@ -118,7 +125,7 @@ class InputHistory:
         self.call = None  # it may hold anything
 
     def tensors(self) -> dict[str, Tensor]:
-        """For a file or a snapshot: copies of what is known by id."""
+        """Copies of the inputs that are known by id, for a file or a snapshot."""
         held = {"ids": self.ids, "positions": self.positions, "mask": self.mask}
         return {name: x[..., : self.length].clone() for name, x in held.items() if x is not None}
 

@@ -24,14 +24,10 @@ CACHE, PARAMS = "past_key_values", "cache_params"  # Mamba's models call it so
 
 
 class CallObserver(ABC):
-    """A cache that is told of each call of its model, before and after."""
+    """The part of a cache that is told of each call of its model, before and after."""
 
     feeds_singly: bool
     """Whether tokens that follow others are fed singly, since the model would get them wrong together."""
-
-    @abstractmethod
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens held, left padding included."""
 
     @abstractmethod
     def is_of(self, model: nn.Module) -> bool:
@@ -42,8 +38,8 @@ class CallObserver(ABC):
         """Raise `StateError` unless this module is a part of the cache's model or around it."""
 
     @abstractmethod
-    def admit(self, rows: int) -> None:
-        """Raise `StateError` unless a call with so many rows may go on from here."""
+    def admit(self, rows: int, held: int) -> None:
+        """Raise `StateError` unless a call with so many rows may go on from here, where `held` are held (0: none)."""
 
     @abstractmethod
     def feeds_apart(self, call: Call, outputs: dict[str, Any]) -> bool:
@@ -55,22 +51,40 @@ class CallObserver(ABC):
 
     @abstractmethod
     def end(self, failed: bool) -> list[ModelOutput]:
-        """It has run, or failed; the outputs of those tokens of it that were fed singly."""
+        """End a call that has run, or failed; returns the outputs of its tokens that were fed singly."""
 
     @abstractmethod
-    def feed_first(self, call: Call, stop: int) -> Call:
+    def feed_first(self, cache: ObservedCache, call: Call, stop: int) -> Call:
         """Feed the tokens of a call up to `stop`; the call for the rest."""
 
     @abstractmethod
-    def feed_one_by_one(self, call: Call, outputs: dict[str, Any]) -> Call:
+    def feed_one_by_one(self, cache: ObservedCache, call: Call, outputs: dict[str, Any]) -> Call:
         """Feed all tokens of a call but the last, keeping what they give; the call for that one.
 
         Raises `UnsupportedError`, having fed nothing, for outputs that cannot be put together from single tokens.
         """
 
 
+class ObservedCache(ABC):
+    """A cache whose model's calls are observed."""
+
+    @property
+    @abstractmethod
+    def observer(self) -> CallObserver:
+        """The observer of its calls."""
+
+    @property
+    @abstractmethod
+    def rows(self) -> int:
+        """Rows of the batch; 0 before the first call."""
+
+    @abstractmethod
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens held, left padding included."""
+
+
 def attach(model: nn.Module) -> None:
-    """Have the caches of this model see its calls."""
+    """Install the hooks by which the caches of a model see its calls."""
     if not any(hook is before for hook in model._forward_pre_hooks.values()):
         model.register_forward_pre_hook(before, with_kwargs=True)
         model.register_forward_hook(after, with_kwargs=True, always_call=True)
@@ -93,10 +107,10 @@ def cache_name(model: nn.Module) -> str:
     return PARAMS if PARAMS in parameters(type(model)) else CACHE
 
 
-def cache_of(given: dict[str, Any]) -> CallObserver | None:
+def cache_of(given: dict[str, Any]) -> ObservedCache | None:
     """The observing cache that a call was given, if any."""
     for name in (CACHE, PARAMS):
-        if isinstance(cache := given.get(name), CallObserver):
+        if isinstance(cache := given.get(name), ObservedCache):
             return cache
     return None
 
@@ -108,8 +122,9 @@ def before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     cache = cache_of(given)
     if cache is None:
         return args, kwargs
-    if not cache.is_of(model):
-        cache.check_related(model)
+    observer = cache.observer
+    if not observer.is_of(model):
+        observer.check_related(model)
         return args, kwargs
     given.pop(CACHE, None)
     given.pop(PARAMS, None)
@@ -117,17 +132,17 @@ def before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     fed = given.get(IDS) if given.get(IDS) is not None else given.get(EMBEDS)
     if fed is None:  # an encoder-decoder model, whose cache needs no calls
         return (), {**given, name: cache}
-    cache.admit(fed.shape[0])
+    observer.admit(fed.shape[0], cache.rows)
     inputs = {key: value for key, value in given.items() if key not in OUTPUTS and value is not None}
     call = Call(cache.get_seq_length(), cache.get_seq_length() + fed.shape[1], inputs)
     outputs = {key: value for key, value in given.items() if key in OUTPUTS}
     kept = outputs.get("logits_to_keep")
-    if cache.feeds_singly and call.start and fed.shape[1] > 1:
-        call = cache.feed_one_by_one(call, outputs)
-    elif isinstance(kept, int) and 0 < kept < fed.shape[1] and cache.feeds_apart(call, outputs):
+    if observer.feeds_singly and call.start and fed.shape[1] > 1:
+        call = observer.feed_one_by_one(cache, call, outputs)
+    elif isinstance(kept, int) and 0 < kept < fed.shape[1] and observer.feeds_apart(call, outputs):
         # A rejected draft would cost the prompt a second time; so the prompt, whose logits are not wanted, goes first.
-        call = cache.feed_first(call, call.stop - kept)
-    cache.begin(call)
+        call = observer.feed_first(cache, call, call.stop - kept)
+    observer.begin(call)
     return (), {**call.given, **outputs, name: cache}
 
 
@@ -135,9 +150,9 @@ def before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
 def after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Tell the cache that the call is over. `output` is None if it failed."""
     cache = cache_of(kwargs)
-    if cache is None or not cache.is_of(model):
+    if cache is None or not cache.observer.is_of(model):
         return None
-    earlier = cache.end(failed=output is None)
+    earlier = cache.observer.end(failed=output is None)
     if output is None or isinstance(output, tuple):
         return None
     if earlier:
@@ -173,7 +188,7 @@ def _validate_model_kwargs(self: Any, model_kwargs: dict[str, Any]) -> None:
 
 
 def _validate_generation_mode(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Without the refusal of drafts for recurrent models, which waits until `generate` looks at the cache."""
+    """Check the generation mode, but let drafts for recurrent models pass: `generate` looks at the cache later."""
     self._is_stateful = False
     try:
         type(self)._validate_generation_mode(self, *args, **kwargs)

@@ -120,7 +120,7 @@ def _check_history(path: Path, history: dict[str, Tensor], length: int, known: i
 def _kinds(path: Path, metadata: dict[str, str]) -> list[str]:
     try:
         kinds = json.loads(metadata.get("kinds", ""))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise SnapshotError(f"{path} does not say what its layers are") from error
     if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
         raise SnapshotError(f"{path} does not say what its layers are")

@@ -4,49 +4,38 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import (
-    DYNAMIC_LAYER_TYPE_MAPPING,
     Cache,
     CacheLayerMixin,
     DummyLayer,
+    DynamicCache,
     LinearAttentionCacheLayerMixin,
-    get_layer_types_and_kwargs,
 )
 
-from lmstate.errors import StateError, UnsupportedError
+from lmstate.errors import RewindError, StateError, UnsupportedError
 from lmstate.integrations.transformers.cache import hooks
-from lmstate.integrations.transformers.cache.history import Call, InputHistory
+from lmstate.integrations.transformers.cache.calls import Calls, transformers_model
+from lmstate.integrations.transformers.cache.copies import computed, shared
+from lmstate.integrations.transformers.cache.history import InputHistory
 from lmstate.integrations.transformers.cache.layers.base import RewindableLayer, chosen
-from lmstate.integrations.transformers.cache.layers.full import FullAttentionLayer, IndexedLayer
-from lmstate.integrations.transformers.cache.layers.growable import GrowableTensor
-from lmstate.integrations.transformers.cache.layers.hybrid import HybridLayer, HybridWindowLayer
-from lmstate.integrations.transformers.cache.layers.recurrent import ConvLayer, RecurrentLayer
+from lmstate.integrations.transformers.cache.layers.build import new_layers
+from lmstate.integrations.transformers.cache.layers.recurrent import ConvLayer
 from lmstate.integrations.transformers.cache.layers.sliding import WindowLayer
-from lmstate.integrations.transformers.cache.rollback import Rollback
+from lmstate.integrations.transformers.cache.rewind_log import RewindLog
 from lmstate.integrations.transformers.cache.snapshot import CacheSnapshot, fingerprint_of, load, save
 
-OURS: dict[str, type[RewindableLayer]] = {
-    "full_attention": FullAttentionLayer,
-    "sliding_attention": WindowLayer,
-    "chunked_attention": WindowLayer,
-    "indexed_attention": IndexedLayer,
-    "conv": ConvLayer,
-    "linear_attention": RecurrentLayer,
-    "hybrid": HybridLayer,
-    "hybrid_sliding": HybridWindowLayer,
-}
 ELSEWHERE = frozenset({"minimax", "recurrent_gemma", "reformer", "rwkv", "xlnet", "xlstm"})
 """Models that keep what they remember in their modules or in a cache of their own, in transformers 5.23."""
 
 
-class StateCache(Rollback):
-    """All that a model of transformers remembers, exact under every way of moving about in it.
+class StateCache(DynamicCache, hooks.ObservedCache):
+    """The whole inference state of a model of transformers, exact under every way of moving about in it.
 
     `cache = StateCache(model)`, then `model(**inputs, past_key_values=cache)` or `model.generate(..., past_key_values=
     cache)`. Keys and values lie in memory that doubles, so that no token copies those before it. Left padding, masks
@@ -63,6 +52,8 @@ class StateCache(Rollback):
     A subclass of `DynamicCache` because transformers' encoder-decoder cache and some models ask for one by that name.
     """
 
+    layers: list[Any]  # RewindableLayer, DummyLayer, or a layer of transformers' own
+
     def __init__(
         self,
         model: nn.Module,
@@ -72,19 +63,54 @@ class StateCache(Rollback):
         offloading: bool = False,
         offload_only_non_sliding: bool = False,
     ) -> None:
-        model = _unwrapped(model)
+        model = transformers_model(model)
         config = model.config.get_text_config(decoder=True)
         if config.model_type in ELSEWHERE:
             raise UnsupportedError(
                 f"StateCache(model) was asked for; {type(model).__name__} keeps its state in its modules or in a cache "
                 "of its own, where no other cache can move it: run it without one"
             )
-        layers = [_layer(kind, arguments, rewind) for kind, arguments in zip(*get_layer_types_and_kwargs(config))]
-        Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
-        Rollback.__init__(self, model, anchors)
+        Cache.__init__(
+            self,
+            layers=new_layers(config, rewind),
+            offloading=offloading,
+            offload_only_non_sliding=offload_only_non_sliding,
+        )
+        self._log = RewindLog(self.layers, anchors, encoder=bool(model.config.is_encoder_decoder))
+        self._calls = Calls(model, self._log)
+        self.recomputed = 0
+        """Tokens that going back had to feed again, since the cache was made."""
         hooks.attach(model)
 
+    @property
+    def observer(self) -> Calls:
+        """The observer of the model's calls."""
+        return self._calls
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model of this cache. Raises `StateError` once it is gone."""
+        return self._calls.model
+
+    @property
+    def feeds_singly(self) -> bool:
+        """Whether tokens that follow others are fed singly, since the model would get them wrong together."""
+        return self._calls.feeds_singly
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch; 0 before the first call."""
+        rows = (layer.rows() for layer in self.layers if isinstance(layer, RewindableLayer))
+        return next((n for n in rows if n is not None), 0)
+
     # ---- what transformers asks
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens held, left padding included."""
+        if layer_idx >= len(self.layers):
+            return 0
+        call = self._calls.running
+        return self._log.length(layer_idx) if call is None else call.start
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and offset of the keys that `update` will give back for so many queries."""
@@ -92,8 +118,8 @@ class StateCache(Rollback):
             return query_length, 0
         layer = self.layers[layer_idx]
         if not isinstance(layer, CacheLayerMixin):
-            layer = self._attention
-        return (self._seen + query_length, 0) if layer is None else layer.get_mask_sizes(query_length)
+            layer = self._log.attention
+        return (self._log.seen + query_length, 0) if layer is None else layer.get_mask_sizes(query_length)
 
     @property
     def is_linear(self) -> list[bool]:
@@ -108,23 +134,37 @@ class StateCache(Rollback):
 
     # A graph breaks where something is stored: memory that grows, and is written while views of it are read, is not for
     # torch's compiler.
-    update = torch.compiler.disable(Rollback.update)
+    update = torch.compiler.disable(DynamicCache.update)
+
+    @torch.compiler.disable
+    def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
+        """A convolution's last inputs, which some models write into."""
+        self._log.thaw(layer_idx)
+        return super().get_conv_state(layer_idx, *args, **kwargs)
+
+    @torch.compiler.disable
+    def get_recurrent_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
+        """A carry, which some models write into."""
+        self._log.thaw(layer_idx)
+        return super().get_recurrent_state(layer_idx, *args, **kwargs)
 
     @torch.compiler.disable
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
         """Store a convolution's inputs; the other arguments are the layer's business."""
-        self._expect_call()
+        self._calls.check_known()
+        self._log.thaw(layer_idx)
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
     @torch.compiler.disable
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
         """Store a carry; the other arguments are the layer's business."""
-        self._expect_call()
+        self._calls.check_known()
+        self._log.thaw(layer_idx)
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
     def activate_past_recording(self) -> None:
         """Expect `crop` after each call: keep what it takes to go back to before the call."""
-        self._recording = True
+        self._calls.recording = True
         super().activate_past_recording()
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -145,6 +185,10 @@ class StateCache(Rollback):
         super().reset()
         self._clear()
 
+    def _clear(self) -> None:
+        self._log.clear()
+        self._calls.clear()
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select(beam_idx)
 
@@ -156,8 +200,51 @@ class StateCache(Rollback):
 
     # ---- moving about
 
+    def rewind_cost(self, to: int) -> int:
+        """Number of tokens that `rewind(to=to)` would feed again. Raises as it would."""
+        length = self._checked(to)
+        start = self._log.start(length, to)
+        if start is None:
+            return 0
+        if to > start.position:
+            self._log.history.since(start.position, to)
+        return to - start.position
+
+    def rewind(self, *, to: int) -> int:
+        """Go back to the first `to` tokens, exactly; returns how many had to be fed again.
+
+        Raises `RewindError` for a length that is not held, `UnsupportedError` where tokens must be fed again that the
+        cache never saw by their ids. Neither changes anything.
+        """
+        length = self._checked(to)
+        start = self._log.start(length, to)
+        if start is None:
+            self._log.cut(length, to)
+            return 0
+        given = self._log.history.since(start.position, to) if to > start.position else None
+        self._log.go_back(length, start)
+        if given is not None:
+            self._calls.feed(self, given)
+            self.recomputed += to - start.position
+        return to - start.position
+
+    def _checked(self, to: int) -> int:
+        length = self.get_seq_length()
+        if self._calls.running is not None:
+            raise StateError(
+                "the cache cannot be moved while its model runs; if that was interrupted, call the model again or reset"
+            )
+        if not 0 <= to <= length:
+            raise RewindError(f"rewind(to={to}): the cache holds {length} tokens; go to 0 up to that")
+        return length
+
     def fork(self, n: int = 1) -> StateCache:
-        """A new cache with every row `n` times, in the order of `generate`'s `num_return_sequences`; this one stays."""
+        """A new cache with every row `n` times, in the order of `generate`'s `num_return_sequences`; this one stays.
+
+        One with the same rows (n = 1), and a `copy.deepcopy`, shares all memory until one of the two writes there: the
+        first that goes on writes behind the common tokens, where there is room, the others copy them then. So treat the
+        layers' `keys` and `values` as read-only.
+        """
         forked = copy.deepcopy(self)
         if n != 1 and self.get_seq_length():
             forked.batch_repeat_interleave(n)
@@ -165,32 +252,33 @@ class StateCache(Rollback):
 
     def snapshot(self) -> CacheSnapshot:
         """All of it as an immutable value."""
-        kept = self._kept("a snapshot")
-        if self._lost:
+        kept = self._log.kept("a snapshot")
+        if self._log.lost:
             raise StateError("a call failed in the middle of this recurrent model: rewind or reset before a snapshot")
         return CacheSnapshot(
             length=self.get_seq_length(),
             layers=tuple((layer.kind, layer.capture()) for layer in kept),
-            known=self._history.known if self._forgets else 0,
-            history=self._history.tensors(),
+            known=self._log.known,
+            history=self._log.history.tensors(),
             fingerprint=fingerprint_of(self.model),
         )
 
     def restore(self, snapshot: CacheSnapshot) -> None:
-        """Become what `snapshot` says. Raises `SnapshotError`, having changed nothing, if it is of another model."""
-        kept = self._kept("a restore")
-        snapshot.check(fingerprint_of(self.model), [layer.kind for layer in kept])
-        pairs = list(zip(kept, (tensors for _, tensors in snapshot.layers)))
+        """Become what `snapshot` says. Raises `SnapshotError` if it is of another model; no error changes anything."""
+        snapshot.check(fingerprint_of(self.model), [layer.kind for layer in self._log.kept("a restore")])
+        twin = copy.deepcopy(self)  # which shares all memory until it is written
+        pairs = list(zip(twin._log.kept("a restore"), (tensors for _, tensors in snapshot.layers)))
         for layer, tensors in pairs:
             layer.check(snapshot.length, tensors)
         device = self.model.device
         for layer, tensors in pairs:
             layer.put(snapshot.length, {name: tensor.to(device) for name, tensor in tensors.items()})
-        self._clear()
-        self._seen = snapshot.length
-        self._history = InputHistory.of(
-            snapshot.length, snapshot.known, {name: x.to(device) for name, x in snapshot.history.items()}
+        twin._clear()
+        twin._log.seen = snapshot.length
+        twin._log.history = InputHistory.of(
+            snapshot.length, snapshot.known, {name: x.to(device, copy=True) for name, x in snapshot.history.items()}
         )
+        vars(self).update(vars(twin))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to one safetensors file, whole or not at all."""
@@ -204,63 +292,36 @@ class StateCache(Rollback):
         return cache
 
     def nbytes(self) -> int:
-        """Bytes of memory held by the layers, room to grow included."""
+        """Bytes of memory held by the layers, room to grow and what is shared with forks included."""
         return sum(layer.nbytes() for layer in self.layers if isinstance(layer, RewindableLayer))
 
     # ---- inside
 
     def _select(self, rows: Tensor) -> None:
-        for layer in self.layers:
-            if isinstance(layer, RewindableLayer):
-                layer.select(rows)
-            else:
-                layer.reorder_cache(rows)
-        self._history.select(rows)
-        for anchor in {id(a): a for a in (*self._anchors, self._draft) if a is not None}.values():
-            anchor.carries = {
-                i: {name: held.index_select(0, rows.to(held.device)) for name, held in carry.items()}
-                for i, carry in anchor.carries.items()
-            }
+        rows = rows.cpu()  # waited for once, and not by each layer
+        if rows.tolist() == list(range(self.rows)):
+            return
+        try:
+            for layer in self.layers:
+                if isinstance(layer, RewindableLayer):
+                    layer.select(rows)
+                else:
+                    layer.reorder_cache(rows)
+            self._log.select(rows)
+        except IndexError:
+            raise  # the first layer refuses rows that are not there
+        except BaseException:
+            self.reset()  # some layers have the new order and some have not: what they hold fits nowhere
+            raise
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateCache:
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        memo.update({id(held): held.clone() for held in _computed([self.layers, self._history])})
+        memo.update({id(held): held.clone() for held in computed(self.layers)})
+        memo.update({id(held): held for held in shared([self.layers, self._log])})
         for name, value in self.__dict__.items():
-            twin.__dict__[name] = value if name == "_model" else copy.deepcopy(value, memo)
+            twin.__dict__[name] = copy.deepcopy(value, memo)
         return twin
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         raise TypeError("a StateCache belongs to its model and cannot be pickled: use cache.save(path)")
-
-
-def _computed(value: object) -> Iterator[Tensor]:
-    """The tensors in here that a gradient follows, which torch refuses to copy deeply."""
-    if isinstance(value, Tensor):
-        if not value.is_leaf:
-            yield value
-    elif isinstance(value, dict | list | tuple):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _computed(part)
-    elif isinstance(
-        value, RewindableLayer | CacheLayerMixin | LinearAttentionCacheLayerMixin | GrowableTensor | InputHistory | Call
-    ):
-        yield from _computed(vars(value))
-
-
-def _unwrapped(model: nn.Module) -> PreTrainedModel:
-    """The model of transformers itself, which `generate` of a wrapper around it calls past the wrapper."""
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            return module
-    raise UnsupportedError(f"StateCache(model) was asked for; a {type(model).__name__} is no model of transformers")
-
-
-def _layer(kind: str, arguments: dict[str, Any], rewind: int) -> Any:
-    """A layer of ours, or transformers' own where we have none of the kind (it then keeps transformers' limits)."""
-    if kind not in OURS:
-        return DYNAMIC_LAYER_TYPE_MAPPING[kind](**arguments)
-    ours: Any = OURS[kind]
-    if issubclass(ours, WindowLayer):
-        arguments = {**arguments, "rewind": rewind}
-    return ours(**arguments)

@@ -19,9 +19,9 @@ from transformers.masking_utils import sdpa_mask
 
 from lmstate import ops
 from lmstate.ops import dispatch
-from lmstate.ops.dense.linear import GEMV_ROWS
 
 NAME = "lmstate"
+MAX_TOKENS = 32  # of a row, up to which the native body is the faster one where it has no products of bfloat16
 
 
 def register() -> None:
@@ -31,29 +31,29 @@ def register() -> None:
 
 
 @dataclass(frozen=True)
-class VisibleRange:
-    """Keys that T queries at the end of S keys see: those from `low` on up to their own, the last `window` of them."""
+class CausalWindow:
+    """Keys that T queries at the end of S keys see: those from `first` on to their own, the last `window` of them."""
 
-    low: int
+    first: int
     window: int | None
 
 
 def mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """The mask of sdpa (it takes what that takes), with a `VisibleRange` where there is one; None for a single query
+    """The mask of sdpa (it takes what that takes), with a `CausalWindow` where it is one; None for a single query
     that sees everything."""
     seen = sdpa_mask(*args, **kwargs)
     if seen is None or not seen.is_cpu or torch.compiler.is_compiling():
         return seen
-    sight = sight_of(seen)
-    if sight == VisibleRange(0, None) and seen.shape[2] == 1 and kwargs.get("allow_is_causal_skip", True):
+    visible = causal_window(seen)
+    if visible == CausalWindow(0, None) and seen.shape[2] == 1 and kwargs.get("allow_is_causal_skip", True):
         return None
-    if sight is not None:
-        seen.lmstate_sight = sight  # type: ignore[attr-defined]
+    if visible is not None:
+        seen.lmstate_window = visible  # type: ignore[attr-defined]
     return seen
 
 
-def sight_of(seen: Tensor) -> VisibleRange | None:
-    """Visible range of a boolean mask `[R, 1, T, S]` of queries at the end of the keys, if it has one for all rows."""
+def causal_window(seen: Tensor) -> CausalWindow | None:
+    """Causal window of a boolean mask `[R, 1, T, S]` of queries at the end of the keys, if it has one for all rows."""
     if seen.dtype != torch.bool or seen.ndim != 4 or seen.shape[1] != 1:
         return None
     tokens, stored = seen.shape[2:]
@@ -67,9 +67,9 @@ def sight_of(seen: Tensor) -> VisibleRange | None:
         return None
     low, high = int(lows[0]), int(lows[-1])
     if low == high:
-        return VisibleRange(low, None)
+        return CausalWindow(low, None)
     if bool((lows == (own - (own[-1] - high)).clamp(min=low)).all()):
-        return VisibleRange(low, int(own[-1]) - high + 1)
+        return CausalWindow(low, int(own[-1]) - high + 1)
     return None
 
 
@@ -93,29 +93,29 @@ def attention(
     tokens, stored = query.shape[2], key.shape[2]
     sinks = kwargs.get("s_aux")
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    sight = None
+    visible = None
     if attention_mask is not None:
-        sight = getattr(attention_mask, "lmstate_sight", None)
+        visible = getattr(attention_mask, "lmstate_window", None)
     elif tokens == 1 or (causal and tokens == stored):
-        sight = VisibleRange(0, None)
+        visible = CausalWindow(0, None)
     library = dispatch.native(query, key, value, sinks)
     native = (
-        sight is not None
+        visible is not None
         and library is not None
-        and (tokens <= GEMV_ROWS or (library.dense.uses_bf16_dot and key.dtype == torch.bfloat16))
+        and (tokens <= MAX_TOKENS or (library.dense.rounds_to_bf16 and key.dtype == torch.bfloat16))
         and dropout == 0.0
         and position_bias is None
         and kwargs.get("cache") is None
         and not dispatch.is_intercepted()
     )
-    if native and sight is not None:
+    if native and visible is not None:
         q = query.transpose(1, 2).float()  # [R, T, H, D]
-        k, v = (key[:, :, sight.low :], value[:, :, sight.low :]) if sight.low else (key, value)
-        starts, counts = _places(query.shape[0], stored - sight.low - tokens, tokens)
+        k, v = (key[:, :, visible.first :], value[:, :, visible.first :]) if visible.first else (key, value)
+        starts, counts = _places(query.shape[0], stored - visible.first - tokens, tokens)
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         sinks = None if sinks is None else sinks.detach().float().reshape(-1)
         y = ops.attend(
-            q, k, v, starts, counts, ops.AttentionParams(scale, softcap, sinks), ops.CausalMask(sight.window)
+            q, k, v, starts, counts, ops.AttentionParams(scale, softcap, sinks), ops.CausalMask(visible.window)
         )
         return y.to(query.dtype), None
     if softcap is not None or sinks is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
-from lmstate.integrations.transformers.kernels.linear import MOST, product
+from lmstate.integrations.transformers.kernels.linear import MAX_ROWS, product
 from lmstate.ops import dispatch
 from lmstate.ops.cpu import Library
 
@@ -62,7 +62,7 @@ def _products(
 def _applies(module: Any, x: Tensor, into: Tensor, back: Tensor) -> bool:
     """Whether these are few tokens and plain weights of their type that a body can read, to be multiplied now."""
     return (
-        0 < x.shape[0] <= MOST.get(x.dtype, 0)
+        0 < x.shape[0] <= MAX_ROWS.get(x.dtype, 0)
         and not module.is_transposed
         and not module._is_expert_parallel
         and type(x) is Tensor

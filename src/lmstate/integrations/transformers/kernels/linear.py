@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from lmstate.ops import dispatch
 from lmstate.ops.cpu import Library
-from lmstate.ops.dense.linear import GEMV_ROWS
 from lmstate.ops.weights.grouped import FloatWeight
 
-# Up to so many rows the native body is the faster one. It computes in float32; processors multiply bfloat16 themselves.
-MOST = {torch.float32: GEMV_ROWS, torch.float16: GEMV_ROWS, torch.bfloat16: 12}
+# Rows up to which the native body is the faster one. It computes in float32; processors multiply bfloat16 themselves.
+MAX_ROWS = {torch.float32: 32, torch.float16: 32, torch.bfloat16: 12}
 
 
 class NativeLinear(nn.Linear):
@@ -34,7 +33,7 @@ class NativeLinear(nn.Linear):
 
 
 def use_native_linear(model: nn.Module) -> int:
-    """Have every `nn.Linear` of the model multiply few rows natively; the number of those that do.
+    """Make the `nn.Linear`s of a model multiply few rows natively; returns how many do.
 
     Only modules of exactly that class are taken. Call it again after adding modules; `use_torch_linear` takes it back.
     """
@@ -63,7 +62,7 @@ def _applies(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether these are plain tensors that fit, few enough, and are to be multiplied here and now."""
     inputs, dtype = weight.shape[1], x.dtype
     return (
-        0 < x.numel() <= MOST.get(dtype, 0) * inputs
+        0 < x.numel() <= MAX_ROWS.get(dtype, 0) * inputs
         and x.shape[-1] == inputs
         and weight.dtype == dtype
         and type(x) is Tensor

@@ -44,7 +44,7 @@ class FullAttentionLayer(DynamicLayer, RewindableLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Store new keys and values; all that are stored. The views are valid until tokens are removed."""
+        """Store new keys and values; all that are stored. The views are valid until tokens go or rows are reordered."""
         if not self.is_initialized:
             FullAttentionLayer.lazy_initialization(self, key_states, value_states)
         self.keys = self._k.extend(self.keys, key_states)
@@ -78,7 +78,7 @@ class FullAttentionLayer(DynamicLayer, RewindableLayer):
     def batch_select_indices(self, indices: Tensor) -> None:
         self.select(chosen(indices))
 
-    # ---- Kept
+    # ---- RewindableLayer
 
     def reach(self, length: int) -> int:
         return 0

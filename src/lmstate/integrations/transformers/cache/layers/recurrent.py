@@ -23,6 +23,7 @@ from lmstate.integrations.transformers.cache.layers.base import (
     whole,
 )
 from lmstate.integrations.transformers.cache.layers.growable import frozen
+from lmstate.integrations.transformers.cache.layers.sharing import Sharing
 
 
 class RecurrentLayer(LinearAttentionLayer, RewindableLayer):
@@ -41,12 +42,19 @@ class RecurrentLayer(LinearAttentionLayer, RewindableLayer):
     def activate_past_recording(self) -> None:
         """Nothing to do: see the class."""
 
+    def __init__(self, number_of_states: int = 1) -> None:
+        super().__init__(number_of_states=number_of_states)
+        self._sharing = Sharing()
+
     def thaw(self) -> None:
-        """Copy what was made in inference mode, where that is over: transformers writes into it."""
+        """Copy what must not be written: what a fork shares, and what was made in inference mode where that is over."""
+        shared = not self._sharing.alone
         for states in (self.conv_states, self.recurrent_states):
             for i, held in states.items():
-                if held is not None and frozen(held):
+                if held is not None and (shared or frozen(held)):
                     states[i] = held.clone()
+        if shared:
+            self._sharing.leave()
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:
@@ -64,7 +72,7 @@ class RecurrentLayer(LinearAttentionLayer, RewindableLayer):
     def batch_select_indices(self, indices: Tensor) -> None:
         self.select(chosen(indices))
 
-    # ---- Kept
+    # ---- RewindableLayer
 
     def reach(self, length: int) -> int:
         return length
@@ -77,6 +85,7 @@ class RecurrentLayer(LinearAttentionLayer, RewindableLayer):
             for i, held in states.items():
                 if held is not None:
                     states[i] = held.index_select(0, rows.to(held.device))
+        self._sharing.leave()
 
     def rows(self) -> int | None:
         return next((held.shape[0] for held in self._states().values()), None)
@@ -110,6 +119,7 @@ class RecurrentLayer(LinearAttentionLayer, RewindableLayer):
             if conv is not None:
                 self.conv_kernel_size[i] = conv.shape[-1]
                 self.dtype, self.device = conv.dtype, conv.device
+        self._sharing.leave()
 
     def nbytes(self) -> int:
         return storage_bytes(list(self._states().values()))
@@ -124,7 +134,7 @@ class ConvLayer(RecurrentLayer):
     """Convolution tails alone. While the past is recorded they keep earlier inputs: going back recomputes nothing."""
 
     kind = "conv"
-    MOST = 256  # inputs kept while recording, if none is ever settled by `crop`
+    MOST = 256  # inputs kept while recording, if no `crop` ever decides about any
 
     def activate_past_recording(self) -> None:
         self.record_past = True

@@ -40,7 +40,7 @@ class WindowLayer(DynamicSlidingWindowLayer, RewindableLayer):
         self.rewind = rewind
         self._k, self._v = GrowableTensor(), GrowableTensor()
         self._held: tuple[Tensor, Tensor] | None = None  # views: all that is stored
-        self._settled = 0  # length at the last crop: recording keeps all that came after
+        self._cropped_to = 0  # length at the last crop: recording keeps all that came after
 
     @property
     def slack(self) -> int:
@@ -48,7 +48,7 @@ class WindowLayer(DynamicSlidingWindowLayer, RewindableLayer):
 
     def activate_past_recording(self) -> None:
         if not self.record_past:
-            self._settled = self.cumulative_length
+            self._cropped_to = self.cumulative_length
         self.record_past = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -66,7 +66,7 @@ class WindowLayer(DynamicSlidingWindowLayer, RewindableLayer):
         new = key_states.shape[-2]
         k, v = self._stored()
         seen = min(self.cumulative_length, self.past)  # of the past, by the first new query
-        keep = self.past + max(self.rewind, self.cumulative_length - self._settled if self.record_past else 0)
+        keep = self.past + max(self.rewind, self.cumulative_length - self._cropped_to if self.record_past else 0)
         full = keep + self.slack
         self.cumulative_length += new
         if new > full and not self.record_past:  # a long prompt: most of it is never needed again
@@ -76,8 +76,11 @@ class WindowLayer(DynamicSlidingWindowLayer, RewindableLayer):
             self._hold(self._k.extend(None, last(keys, keep)), self._v.extend(None, last(values, keep)))
             return keys, values
         if k.shape[-2] + new > full:  # what no later query needs is left behind: fresh memory, old views stay whole
-            k, v = last(k, keep), last(v, keep)
-        self._hold(self._grow(self._k, k, key_states, full), self._grow(self._v, v, value_states, full))
+            stored = min(k.shape[-2], keep)
+            k, v = self._k.last(k, stored), self._v.last(v, stored)
+        need = k.shape[-2] + new
+        slots = min(max(2 * k.shape[-2], need), max(full, need))
+        self._hold(self._k.extend(k, key_states, slots), self._v.extend(v, value_states, slots))
         k, v = self._stored()
         return last(k, seen + new), last(v, seen + new)
 
@@ -85,12 +88,12 @@ class WindowLayer(DynamicSlidingWindowLayer, RewindableLayer):
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): pass minus the number of tokens to remove")
         WindowLayer.cut(self, self.cumulative_length, max(0, self.cumulative_length + tokens_to_remove))
-        self._settled = self.cumulative_length
+        self._cropped_to = self.cumulative_length
 
     def reset(self) -> None:
         self.keys = self.values = self._held = None
         self.is_initialized = False
-        self.cumulative_length = self._settled = 0
+        self.cumulative_length = self._cropped_to = 0
         self._k.drop()
         self._v.drop()
 
@@ -110,7 +113,7 @@ class WindowLayer(DynamicSlidingWindowLayer, RewindableLayer):
     def batch_select_indices(self, indices: Tensor) -> None:
         self.select(chosen(indices))
 
-    # ---- Kept
+    # ---- RewindableLayer
 
     def reach(self, length: int) -> int:
         if not self.is_initialized:
@@ -148,7 +151,7 @@ class WindowLayer(DynamicSlidingWindowLayer, RewindableLayer):
         if tensors:
             WindowLayer.lazy_initialization(self, tensors["k"], tensors["v"])
             self._hold(self._k.extend(None, tensors["k"]), self._v.extend(None, tensors["v"]))
-            self.cumulative_length = self._settled = length
+            self.cumulative_length = self._cropped_to = length
 
     def nbytes(self) -> int:
         held = [*(room.slots for room in (self._k, self._v)), self.keys, self.values]
@@ -174,14 +177,3 @@ class WindowLayer(DynamicSlidingWindowLayer, RewindableLayer):
             self._k.drop()
             self._v.drop()
             self._hold(k.to(device, non_blocking=True), v.to(device, non_blocking=True))
-
-    def _grow(self, room: GrowableTensor, held: Tensor, new: Tensor, full: int) -> Tensor:
-        need = held.shape[-2] + new.shape[-2]
-        if room.slots is None or held is not room.view or need > room.slots.shape[-2]:
-            if torch.is_grad_enabled() and (new.requires_grad or held.requires_grad):
-                return room.extend(held, new)
-            slots = room.allocate(new, min(max(2 * held.shape[-2], need), max(full, need)))
-            moved = slots.narrow(-2, 0, held.shape[-2])
-            moved.copy_(held)
-            held = room.view = moved
-        return room.extend(held, new)

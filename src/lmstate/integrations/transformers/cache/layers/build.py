@@ -1,0 +1,40 @@
+"""The layers of a cache, by the kinds that a model's config has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PretrainedConfig
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
+
+from lmstate.integrations.transformers.cache.layers.base import RewindableLayer
+from lmstate.integrations.transformers.cache.layers.full import FullAttentionLayer, IndexedLayer
+from lmstate.integrations.transformers.cache.layers.hybrid import HybridLayer, HybridWindowLayer
+from lmstate.integrations.transformers.cache.layers.recurrent import ConvLayer, RecurrentLayer
+from lmstate.integrations.transformers.cache.layers.sliding import WindowLayer
+
+OURS: dict[str, type[RewindableLayer]] = {
+    "full_attention": FullAttentionLayer,
+    "sliding_attention": WindowLayer,
+    "chunked_attention": WindowLayer,
+    "indexed_attention": IndexedLayer,
+    "conv": ConvLayer,
+    "linear_attention": RecurrentLayer,
+    "hybrid": HybridLayer,
+    "hybrid_sliding": HybridWindowLayer,
+}
+
+
+def new_layers(config: PretrainedConfig, rewind: int) -> list[Any]:
+    """Empty layers of a decoder of this config, whose windows can go back `rewind` tokens at no cost."""
+    return [_layer(kind, arguments, rewind) for kind, arguments in zip(*get_layer_types_and_kwargs(config))]
+
+
+def _layer(kind: str, arguments: dict[str, Any], rewind: int) -> Any:
+    """A layer of ours, or transformers' own where we have none of the kind (it then keeps transformers' limits)."""
+    if kind not in OURS:
+        return DYNAMIC_LAYER_TYPE_MAPPING[kind](**arguments)
+    ours: Any = OURS[kind]
+    if issubclass(ours, WindowLayer):
+        arguments = {**arguments, "rewind": rewind}
+    return ours(**arguments)
