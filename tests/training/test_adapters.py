@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 
 import lmstate
 from lmstate.errors import ModelError, SnapshotError, StateError
 from lmstate.models.fingerprint import weights_in
 from lmstate.training import AdaptedModel, LoraConfig, LoraModel, loss
+from lmstate.training.files import save_tensors
 from tests.training.in_double import InDouble
 from tests.training.small import ragged, saved, theirs, whole_loss
 from tests.zoo import randomize, text
@@ -23,25 +26,29 @@ CASES = {
 }  # fmt: skip
 
 
-def adapted(folder: Path, out: Path, targets: object = "all-linear", seed: int = 1) -> LoraModel:
+def adapted(
+    folder: Path, out: Path, targets: object = "all-linear", seed: int = 1, dora: bool = False
+) -> LoraModel:  # fmt: skip
     """A model with an adapter that changes much, saved in `out`."""
-    model = lmstate.load(
-        folder, weights="float32", trainable="lora", lora=LoraConfig(4, 8.0, targets, ranks={"o_proj": 2})
-    )
+    lora = LoraConfig(4, 8.0, targets, dora=dora, ranks={"o_proj": 2})
+    model = lmstate.load(folder, weights="float32", trainable="lora", lora=lora)
     assert isinstance(model, LoraModel)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in model.parameters():
-            tensor.copy_(0.2 * torch.randn(tensor.shape, generator=generator))
+            moved = 0.2 * torch.randn(tensor.shape, generator=generator)
+            tensor.copy_(moved if tensor.ndim == 2 else tensor * (1 + moved))
     model.save_pretrained(out)
     return model
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_an_adapter_gives_what_merged_weights_give(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "dora"), [*((case, False) for case in CASES), ("falcon-grouped", True), ("phi3", True)]
+)
+def test_an_adapter_gives_what_merged_weights_give(case: str, dora: bool, tmp_path: Path) -> None:
     ids = text(40, rows=2)
     with saved(theirs(case)) as folder, torch.no_grad():
-        model = adapted(folder, tmp_path, CASES[case])
+        model = adapted(folder, tmp_path, CASES[case], dora=dora)
         plain = lmstate.load(folder, weights="float32")
         apart = lmstate.load(folder, weights="float32", adapter=tmp_path)
         merged = lmstate.load(folder, weights="float32", adapter=tmp_path, merge=True)
@@ -52,6 +59,16 @@ def test_an_adapter_gives_what_merged_weights_give(case: str, tmp_path: Path) ->
         apart(ids[:, :17], state)
         cut = apart(ids[:, 17:], state)
         torch.testing.assert_close(cut, merged(ids)[:, -1], atol=1e-4, rtol=1e-4)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("case", ["qwen2-tied-mqa", "falcon-grouped"])  # biases, and outputs in another order
+@pytest.mark.parametrize("kind", ["float32", "int8"])
+def test_a_new_adapter_with_magnitudes_changes_nothing(case: str, kind: str, tmp_path: Path) -> None:
+    ids = text(20, rows=2)
+    with saved(theirs(case)) as folder, torch.no_grad():
+        model = lmstate.load(folder, weights=kind, trainable="lora", lora=LoraConfig(2, dora=True))
+        got, plain = model(ids), lmstate.load(folder, weights=kind)(ids)
+        torch.testing.assert_close(got, plain, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3_next", "phi3"])
@@ -98,11 +115,15 @@ def test_an_adapter_trains_over_weights_of_few_bits(kind: str, tmp_path: Path) -
         assert kinds[0] == kinds[1]
 
 
-def test_each_row_may_have_an_adapter_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "targets"),
+    [("qwen3_next", ["q_proj", "v_proj", "out_proj"]), ("qwen2-tied-mqa", ["q_proj", "up_proj"])],
+)
+def test_each_row_may_have_an_adapter_of_its_own(case: str, targets: list[str], tmp_path: Path) -> None:
     ids = text(30, rows=3)
-    with saved(theirs("qwen3_next")) as folder, torch.no_grad():
+    with saved(theirs(case)) as folder, torch.no_grad():
         for seed, name in enumerate("ab"):
-            adapted(folder, tmp_path / name, ["q_proj", "v_proj", "out_proj"], seed)
+            adapted(folder, tmp_path / name, targets, seed, dora=name == "b")
         model = lmstate.load(folder, weights="float32", adapter={name: tmp_path / name for name in "ab"})
         assert isinstance(model, AdaptedModel)
         rows = model.adapted(["b", None, "a"])
@@ -136,6 +157,21 @@ def test_a_state_of_one_adapter_is_refused_by_another(tmp_path: Path) -> None:
         again([[4]], state)
 
 
+@pytest.mark.parametrize("alpha", [math.nan, math.inf, -1.0])
+def test_an_alpha_that_would_not_load_again_is_refused(alpha: float) -> None:
+    for options in ({"alpha": alpha}, {"alphas": {"q_proj": alpha}}):
+        with pytest.raises(ModelError, match="alphas are 0 to 1e"):
+            LoraConfig(**options)  # type: ignore[arg-type]
+
+
+def test_what_is_saved_may_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
+    save_tensors(tmp_path / "x.safetensors", {"x": torch.zeros(2, 3).T, "one": torch.tensor(1.0)})
+    (tmp_path / "plain").touch()
+    assert (tmp_path / "x.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
+    with safe_open(tmp_path / "x.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"} and file.get_tensor("x").shape == (3, 2)
+
+
 def test_adapters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with saved(theirs("llama")) as folder:
         adapted(folder, tmp_path)
@@ -143,7 +179,8 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with saved(theirs("mistral-full-tied")) as folder:
         for changes in (
             {"peft_type": "IA3"},
-            {"use_dora": True},
+            {"use_dora": True},  # and no magnitudes
+            {"use_qalora": True},
             {"bias": "all"},
             {"r": -1},
             {"rank_pattern": {"(a+)+$": 1}},
@@ -156,17 +193,20 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         lmstate.load(folder, adapter=tmp_path)
 
 
-def test_peft_reads_what_is_saved_and_its_gradients_and_files_are_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dora", [False, True])
+def test_peft_reads_what_is_saved_and_its_gradients_and_files_are_the_same(dora: bool, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     reference, rows = theirs("llama"), ragged(24, 24)
     with saved(reference) as folder:
-        model = adapted(folder, tmp_path / "ours")
+        model = adapted(folder, tmp_path / "ours", dora=dora)
         loss(model, rows, chunk=7).backward()
         other = peft.PeftModel.from_pretrained(reference, tmp_path / "ours", is_trainable=True)
         whole_loss(other, rows).backward()
         own = dict(model.named_parameters())
         found = {
-            name.replace(".default.", "."): leaf for name, leaf in other.named_parameters() if leaf.requires_grad
+            name.replace("_vector.default.weight", "_vector").replace(".default.", "."): leaf
+            for name, leaf in other.named_parameters()
+            if leaf.requires_grad
         }  # fmt: skip
         assert set(own) == set(found)
         for name, leaf in found.items():
@@ -175,3 +215,27 @@ def test_peft_reads_what_is_saved_and_its_gradients_and_files_are_the_same(tmp_p
         again = lmstate.load(folder, weights="float32", adapter=tmp_path / "theirs")
         ids = text(20)
         torch.testing.assert_close(again(ids), other(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["qwen2-tied-mqa", "falcon-grouped"])
+def test_gradients_of_magnitudes_in_chunks_are_those_of_the_whole_and_norms_follow_the_optimizer(
+    case: str, tmp_path: Path
+) -> None:
+    rows = ragged(40, 13)
+    targets = CASES.get(case, "all-linear")
+    with saved(theirs(case)) as folder, InDouble():
+        model = adapted(folder, tmp_path, targets, dora=True)
+        expected = whole_loss(model, rows)
+        expected.backward()
+        wanted = [leaf.grad for leaf in model.parameters()]
+        model.zero_grad()
+        loss(model, rows, chunk=7).backward()
+        for leaf, grad in zip(model.parameters(), wanted):
+            assert grad is not None and float(grad.abs().max()) > 0
+            torch.testing.assert_close(leaf.grad, grad, atol=1e-10, rtol=1e-10)
+        with torch.no_grad():  # one whole pass of an optimizer: norms are those of what it wrote
+            for leaf in model.parameters():
+                leaf -= 0.01 * leaf.grad
+            model.save_pretrained(tmp_path)
+            again = lmstate.load(folder, weights="float32", adapter=tmp_path, merge=True)
+            assert float(abs(whole_loss(again, rows) - whole_loss(model, rows))) < 1e-5

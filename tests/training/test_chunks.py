@@ -69,6 +69,20 @@ def test_gradients_in_chunks_equal_those_of_whole_texts_in_float32(case: str, ch
     assert worst < (1e-5 if case != "qwen3_next" else 1e-4), name  # the delta rule's own rounding
 
 
+@pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2", "gpt_oss", "deepseek_v3", "falcon_h1", "mamba", "rwkv"])
+def test_what_an_optimizer_writes_the_next_loss_uses(case: str) -> None:
+    """Also where the model uses what is made of a parameter: biases, decays, kernels, folded projections."""
+    model, rows = trainable(case), ragged(*ROWS)
+    before = float(loss(model, rows, chunk=16).detach())
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for leaf in model.parameters():
+            leaf += 0.3 * torch.randn_like(leaf)
+    after = float(loss(model, rows, chunk=16).detach())
+    assert after == pytest.approx(float(whole_loss(model, rows).detach()), rel=1e-4)
+    assert abs(after - before) > 1e-2
+
+
 def test_gradients_add_up_over_calls_and_follow_what_the_loss_is_multiplied_by() -> None:
     model, wanted, _ = trained("llama")
     for factor in (2.0, -1.0):

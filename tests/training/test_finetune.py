@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +60,28 @@ def test_a_training_that_was_stopped_goes_on_to_the_bit(kind: str, tmp_path: Pat
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("kind", ["all", "lora"])
+def test_files_reach_the_disk_before_they_get_their_names(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[int] = set()
+    named: dict[str, bool] = {}  # whether what got this name had been synced
+    fsync, rename = os.fsync, os.replace
+
+    def replaced(old: Path, new: Path) -> None:
+        named[Path(new).name] = os.stat(old).st_ino in synced
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.add(os.fstat(file).st_ino), fsync(file)))
+    monkeypatch.setattr(os, "replace", replaced)
+    tuned = model(kind)
+    assert FineTuning(tuned, DOCUMENTS, replace(SETTINGS, steps=2), tmp_path / "run").run()
+    tuned.save_pretrained(tmp_path / "saved")
+    tensors = "model.safetensors" if kind == "all" else "adapter_model.safetensors"
+    assert {"tensors.safetensors", "training.json", tensors} <= set(named)
+    assert all(named.values())
+
+
 @pytest.mark.parametrize("case", ["llama", "gemma3-multimodal", "qwen3_moe", "phi3", "qwen2-tied-mqa", "mamba2"])
 def test_a_saved_model_is_that_model_in_transformers_too(case: str, tmp_path: Path) -> None:
     reference, trained = theirs(case), trainable(case)
@@ -95,9 +120,57 @@ def test_batches_hold_every_document_once_and_no_more_than_they_may() -> None:
     assert split(DOCUMENTS, 0.0, seed=1)[1] == []
 
 
+def test_a_training_that_was_killed_goes_on_from_what_is_whole(tmp_path: Path) -> None:
+    """Ended between the two moves of a checkpoint, and in the middle of a line of the log."""
+    whole = FineTuning(model("lora"), DOCUMENTS, SETTINGS, tmp_path / "whole")
+    whole.run()
+    first = FineTuning(model("lora"), DOCUMENTS, SETTINGS, tmp_path / "cut")
+    asked = iter([False, True])
+    first.run(stop=lambda: next(asked))
+    checkpoint, log = tmp_path / "cut" / "checkpoint", tmp_path / "cut" / "log.jsonl"
+    checkpoint.rename(tmp_path / "cut" / "checkpoint.old")
+    (tmp_path / "cut" / "checkpoint.part").mkdir()
+    log.write_text(log.read_text() + '{"step": 3, "lo')
+    second = FineTuning(model("lora"), DOCUMENTS, SETTINGS, tmp_path / "cut", resume=True)
+    assert second.step == 2
+    second.run()
+    assert log.read_text() == (tmp_path / "whole" / "log.jsonl").read_text()
+    for (name, one), (_, other) in zip(whole.parameters.items(), second.parameters.items(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_a_training_of_another_adapter_is_not_resumed(tmp_path: Path) -> None:
+    with saved(theirs("llama")) as folder:
+
+        def training(settings: Settings, **options: Any) -> FineTuning:
+            made = lmstate.load(folder, weights="int8", trainable="lora", lora=LoraConfig(2, **options))
+            assert isinstance(made, LoraModel)
+            return FineTuning(made, DOCUMENTS, settings, tmp_path, resume=True)
+
+        training(SETTINGS).run(stop=lambda: True)
+        with pytest.raises(ModelError, match=r"adapter \(alpha was 16.0\)"):
+            training(SETTINGS, alpha=4.0)
+        with pytest.raises(ModelError, match=r"settings \(rate was 0.005\)"):
+            training(replace(SETTINGS, rate=1.0))
+
+
+def test_documents_longer_than_the_model_knows_are_refused_before_any_step(tmp_path: Path) -> None:
+    made = trainable("gpt2")
+    assert made.max_positions is not None
+    long = Document([1] * (made.max_positions + 1), [1] * (made.max_positions + 1))
+    with pytest.raises(ModelError, match="positions"):
+        FineTuning(made, [DOCUMENTS[0], long], SETTINGS, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 class ChatTokenizer(FakeTokenizer):
-    def chat(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
-        text = "".join(f"<{message['role']}>{message['content']}/" for message in messages)
+    def chat(
+        self, messages: list[dict[str, str]], add_generation_prompt: bool = True, tools: list[Any] | None = None
+    ) -> list[int]:
+        if any(message["role"] == "poet" for message in messages):
+            raise ModelError("this template knows no poets")
+        text = f"[{len(tools)} tools]" if tools else ""
+        text += "".join(f"<{message['role']}>{message['content']}/" for message in messages)
         return self.encode(text + "<assistant>" * add_generation_prompt)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -117,7 +190,40 @@ def test_answers_and_completions_are_learned_and_nothing_else(tmp_path: Path) ->
     learned = ["".join(chr(label) if label > 0 else "$" for label in each.labels if label != -100) for each in read]
     assert learned == ["abc$", "cd$", "yes/no/"]
     assert all(len(each.tokens) == len(each.labels) for each in read)
-    for bad in ("{", "[1]", '{"messages": 3}', '{"text": 3}', "{}", '{"text": ""}'):
+    for bad in ("{", "[1]", '{"messages": 3}', '{"text": 3}', "{}", '{"text": ""}', "", "\n\n", '{"messages": []}'):
         file.write_text(bad)
         with pytest.raises(ModelError):
             read_documents(file, ChatTokenizer(), eos=None)  # type: ignore[arg-type]
+
+
+def test_tools_of_a_chat_go_to_the_template(tmp_path: Path) -> None:
+    file = tmp_path / "data.jsonl"
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    file.write_text(json.dumps({"messages": messages, "tools": [{"name": "clock"}]}))
+    (read,) = read_documents(file, ChatTokenizer(), eos=None)  # type: ignore[arg-type]
+    assert "".join(map(chr, read.tokens)) == "[1 tools]<user>q/<assistant>a/"
+    assert "".join(chr(label) for label in read.labels if label != -100) == "a/"
+
+
+def test_a_file_of_text_is_one_document(tmp_path: Path) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_text('{"text": "abc"}\nnext', "utf-8-sig")
+    (read,) = read_documents(file, ChatTokenizer(), eos=0)  # type: ignore[arg-type]
+    assert "".join(map(chr, read.tokens[:-1])) == '{"text": "abc"}\nnext' and read.tokens == read.labels
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ModelError, match="UTF-8"):
+        read_documents(file, ChatTokenizer(), eos=0)  # type: ignore[arg-type]
+
+
+def test_faults_name_their_line_and_lines_without_an_answer_are_told(tmp_path: Path) -> None:
+    file = tmp_path / "data.jsonl"
+    good, poet = '{"text": "abc"}', json.dumps({"messages": [{"role": "poet", "content": "x"}]})
+    asks = json.dumps({"messages": [{"role": "user", "content": "x"}]})
+    for bad in (poet, json.dumps({"messages": [], "tools": 3}), "\xff", "[", '{"instruction": "x"}'):
+        file.write_bytes(f"{good}\n\n{bad}\n".encode("latin-1"))
+        with pytest.raises(ModelError, match="line 3"):
+            read_documents(file, ChatTokenizer(), eos=None)  # type: ignore[arg-type]
+    file.write_text(f"{good}\n{asks}\n{good}\n")
+    told: list[str] = []
+    read = read_documents(file, ChatTokenizer(), eos=None, skipped=told.append)  # type: ignore[arg-type]
+    assert len(read) == 2 and len(told) == 1 and told[0].endswith("line 2")

@@ -64,6 +64,7 @@ def test_options_that_do_not_go_together_are_refused() -> None:
             {"merge": True},
             {"lora": lmstate.training.LoraConfig()},
             {"trainable": "lora", "lora": lmstate.training.LoraConfig(targets=["nothing"])},
+            {"trainable": "lora", "lora": lmstate.training.LoraConfig(targets=["q_proj", "k_prj"])},
         ):
             with pytest.raises(ModelError):
                 lmstate.load(folder, **options)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ TEXT = (
     "ledger that nobody has opened since the winter of the blue frost. On Sundays he counts them twice, and if the two "
     "numbers differ he rows out to the skerry, and asks the seals."
 )
-STEPS = 30
+STEPS = 48
 
 
 def losses(chunk: int) -> list[float]:
@@ -35,5 +35,7 @@ def losses(chunk: int) -> list[float]:
 @pytest.mark.soak
 def test_a_text_is_learned_by_heart_in_chunks_as_whole() -> None:
     whole, chunks = losses(512), losses(24)
+    apart = max(abs(one - other) for one, other in zip(whole, chunks))
+    print(f"{STEPS} steps: loss {chunks[0]:.4f} to {chunks[-1]:.4f}, at most {apart:.2e} from that of whole texts")
     assert chunks[-1] < 0.1
-    assert max(abs(one - other) for one, other in zip(whole, chunks)) < 1e-4
+    assert apart < 1e-4

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lmstate.checkpoints.loader import WeightLoader
@@ -40,12 +41,21 @@ class AdaptedWeights(WeightLoader):
             self._bases: dict[str, Weight] = {}
         self.modules: dict[str, tuple[int, int]] = {}
         self.experts: set[str] = set()
-        self.labels: dict[str, str] = {}
-        """The shape of each module that an adapter can update, and which matrix it is a part of."""
+        self.places: dict[str, tuple[str, int, Tensor | None]] = {}
+        """The shape of each module that an adapter can update; the matrix that it is a part of, its first output
+        there, and the order that the outputs of all parts were brought into."""
 
     def base(self, module: str) -> Weight:
         """The matrix that a module is a part of."""
-        return self._bases[self.labels[module]]
+        return self._bases[self.places[module][0]]
+
+    def norms(self, module: str) -> Tensor:
+        """Norm of each row of a module's matrix, float32 `[N]`."""
+        _, first, order = self.places[module]
+        norms = torch.linalg.vector_norm(self.base(module).dequantize(), dim=1)
+        if order is not None:
+            norms = norms[order.argsort()]
+        return norms[first : first + self.modules[module][0]].clone()
 
     def _matrix(self, label: str, parts: list[Any], order: Tensor | None = None) -> Weight:
         if label not in self._bases:
@@ -57,27 +67,28 @@ class AdaptedWeights(WeightLoader):
         base = super()._stack(label, names, order)
         modules = [module_name(self.source, name) for name in names]
         shapes = [(self.shape(name)[0], self.shape(name)[1]) for name in names]
+        firsts = [0, *itertools.accumulate(height for height, _ in shapes)]
+        places = None if order is None else order().to(self.device)
         # Routed experts are no modules of their own in transformers: PEFT has no updates of them either.
         if any(EXPERT.search(module) for module in modules):
             self.experts.update(modules)
         else:
             self.modules.update(zip(modules, shapes))
-            self.labels.update((module, label) for module in modules)
+            self.places.update((module, (label, first, places)) for module, first in zip(modules, firsts))
         known: dict[int, tuple[LowRank, ...]] = {}
         for adapter in self._selection:
             if adapter is None:
                 continue
-            firsts = itertools.accumulate((height for height, _ in shapes), initial=0)
             updates = (adapter.update(*each) for each in zip(modules, firsts, shapes))
             known[id(adapter)] = tuple(update for update in updates if update is not None)
         rows = [known.get(id(adapter), ()) for adapter in self._selection]
         if not any(rows):
             return base
-        weight = LoraWeight(base, rows, None if order is None else order().to(self.device))
+        weight = LoraWeight(base, rows, places)
         if not self._merge:
             return weight
         kind = "bfloat16" if isinstance(base, Bfloat12Weight) else base.kind
-        return self._settle(quantize(weight.merged(), kind))
+        return self._for_decoding(quantize(weight.merged(), kind))
 
 
 def module_name(source: Source, name: str) -> str:
@@ -129,7 +140,7 @@ class AdaptedModel(Model):
         self._fingerprint = None
 
     def adapted(self, adapter: str | Sequence[str | None] | None) -> AdaptedModel:
-        """This model with another adapter (None: with none), or with one for each row of a batch.
+        """Copy of this model with another adapter (None: with none), or with one for each row of a batch.
 
         Weights are shared. With one for each row, states have as many rows. Raises `ModelError` for an unknown name.
         """
@@ -157,7 +168,7 @@ class LoraModel(ParameterModel):
             module: shape for module, shape in plain.modules.items() if id(plain.base(module)) not in outside
         }  # fmt: skip
         self._experts = plain.experts
-        self.adapter = Adapter.fresh(config, self.modules) if adapter is None else adapter
+        self.adapter = Adapter.fresh(config, self.modules, plain.norms) if adapter is None else adapter
         self.adapter.to(weights.device)
         for tensor in self.parameters():
             tensor.requires_grad_()
@@ -173,16 +184,16 @@ class LoraModel(ParameterModel):
 
     @contextmanager
     def apart(self) -> Iterator[tuple[list[Tensor], Iterator[Model]]]:
-        own = [weight for pair in self.adapter.pairs.values() for weight in pair]
-        held = [weight.storage for weight in own]
+        own = [part for _, part in self.adapter.parts()]
+        held = [part.storage for part in own]
         leaves = [tensor.detach().requires_grad_() for tensor in held]
         try:
-            for weight, leaf in zip(own, leaves):
-                weight.storage = leaf
+            for part, leaf in zip(own, leaves):
+                part.storage = leaf
             yield leaves, itertools.repeat(self)
         finally:
-            for weight, tensor in zip(own, held):
-                weight.storage = tensor
+            for part, tensor in zip(own, held):
+                part.storage = tensor
 
     def refresh(self) -> None:
         if self._version != self.version:

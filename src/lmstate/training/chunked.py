@@ -17,6 +17,8 @@ from lmstate.models.model import Model
 from lmstate.models.stack import run_eager
 from lmstate.ops import dispatch
 from lmstate.state import Layout, Step
+from lmstate.state.kv.policies.per_layer import Policies
+from lmstate.training.evicting import StreamEvicting, StreamEvictingLatents
 from lmstate.training.model import ParameterModel
 from lmstate.training.streams import StreamAttention, StreamCarry, StreamLatents, follow, simple, stream_layers
 
@@ -24,14 +26,16 @@ from lmstate.training.streams import StreamAttention, StreamCarry, StreamLatents
 class Tape:
     """Texts of several rows, cut into chunks, and what layers remember of them."""
 
-    def __init__(self, model: Model, ids: Sequence[Sequence[int]], chunk: int, checkpoint: bool) -> None:
+    def __init__(
+        self, model: Model, ids: Sequence[Sequence[int]], chunk: int, checkpoint: bool, kv: Policies | None
+    ) -> None:
         self.ids, self.chunk, self.checkpoint = ids, chunk, checkpoint
         self.lengths = [len(row) for row in ids]
         self.width = max(self.lengths)
         self.layout = Layout(
             len(ids), model.device, model.dtype, self.width, rewind=0, chunk=chunk, max_positions=model.max_positions
         )
-        self.layers = stream_layers(model.blocks, self.layout)
+        self.layers = stream_layers(model.blocks, self.layout, kv)
         self.parts = simple(self.layers)
 
     def steps(self) -> list[tuple[int, Step]]:
@@ -66,23 +70,23 @@ class Tape:
             self._enter(chunk)
             outputs: list[Tensor] = [self._hidden(model, first, step)]
             grads: list[Tensor | None] = [grad[:, first : first + step.width]]
-            folds = [part for part in self.parts if isinstance(part, StreamCarry)]
-            for fold, later in zip(folds, carried or ()):
-                outputs += fold.end
+            scans = [part for part in self.parts if isinstance(part, StreamCarry)]
+            for scan, later in zip(scans, carried or ()):
+                outputs += scan.end
                 grads += later
             pairs = [(out, g) for out, g in zip(outputs, grads) if g is not None and out.requires_grad]
             torch.autograd.backward([out for out, _ in pairs], [g for _, g in pairs])
-            carried = [[part.grad for part in fold.start] for fold in folds]
+            carried = [[part.grad for part in scan.start] for scan in scans]
             self._clear()
 
     def _enter(self, chunk: int) -> None:
         for part in self.parts:
-            if isinstance(part, StreamCarry):
+            if isinstance(part, StreamCarry | StreamEvicting | StreamEvictingLatents):
                 part.enter(chunk)
 
     def _clear(self) -> None:
         for part in self.parts:
-            if isinstance(part, StreamAttention | StreamLatents | StreamCarry):
+            if isinstance(part, StreamAttention | StreamLatents | StreamEvicting | StreamEvictingLatents | StreamCarry):
                 part.clear()
 
     def _hidden(self, model: Model, first: int, step: Step) -> Tensor:
@@ -109,13 +113,24 @@ class _Hidden(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         with torch.enable_grad(), dispatch.references(), ctx.model.apart() as (leaves, models):
             ctx.tape.backward(models, grads[0])
-        return None, None, *(leaf.grad for leaf in leaves)
+        own = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None  # autograd takes a gradient that nobody else holds, and copies any other
+        return None, None, *own
 
 
 def hidden_states(
-    model: ParameterModel, ids: Sequence[Sequence[int]], chunk: int = 512, checkpoint: bool = False
+    model: ParameterModel,
+    ids: Sequence[Sequence[int]],
+    chunk: int = 512,
+    checkpoint: bool = False,
+    kv: Policies | None = None,
 ) -> Tensor:
-    """Hidden states float32 `[R, T, E]` before the last norm and the head, as a function of `model.parameters()`."""
-    tape = Tape(model, ids, chunk, checkpoint)
+    """Hidden states float32 `[R, T, E]` before the last norm and the head, as a function of `model.parameters()`.
+
+    Options are those of `loss`.
+    """
+    model.refresh()
+    tape = Tape(model, ids, chunk, checkpoint, kv)
     hidden: Tensor = _Hidden.apply(model, tape, *model.parameters())
     return hidden

@@ -1,12 +1,13 @@
-"""Documents to fine-tune on: lines of JSON as tokens, with what of them is to be learned."""
+"""Documents to fine-tune on: lines of JSON, or a text, as tokens, with what of them is to be learned."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lmstate.errors import ModelError
@@ -15,6 +16,8 @@ from lmstate.training.next_token import IGNORED
 
 MOST_LINE = 1 << 28
 """Bytes of a line."""
+TEXTS = (".txt", ".md")
+"""Endings of files that are one document, whatever is in them."""
 POOL = 256
 """Documents that are sorted by length together, so that few of a batch's tokens are padding."""
 
@@ -32,29 +35,44 @@ class Document:
         return sum(label != IGNORED for label in self.labels[1:])
 
 
-def read_documents(path: str | os.PathLike[str], tokenizer: Tokenizer, eos: int | None) -> list[Document]:
-    """The documents of a file with one JSON object a line.
+def read_documents(
+    path: str | os.PathLike[str],
+    tokenizer: Tokenizer,
+    eos: int | None,
+    skipped: Callable[[str], None] = lambda where: None,
+) -> list[Document]:
+    """The documents of a file with one JSON object a line; one document of a file of plain text (.txt, .md).
 
-    `{"messages": [{"role": ..., "content": ...}, ...]}`: a chat, of which the assistant's answers are learned.
-    `{"prompt": ..., "completion": ...}`: the completion is learned. `{"text": ...}`: all of it. `eos` ends the
-    last two.
+    `{"messages": [{"role": ..., "content": ...}, ...]}`: a chat, of which the assistant's answers are learned; with
+    "tools" beside it, they go to the chat template. `{"prompt": ..., "completion": ...}`: the completion is learned.
+    `{"text": ...}`: all of it. `eos` ends the last two. `skipped` is told which lines hold nothing to learn.
     Raises `ModelError` that names the line of what is none of these, `OSError`.
     """
+    end = [] if eos is None else [eos]
     documents = []
-    with open(path, "rb") as file:
-        for number, line in enumerate(iter(lambda: file.readline(MOST_LINE), b""), 1):
-            if not line.strip():
-                continue
-            where = f"{os.fspath(path)}, line {number}"
-            try:
-                entry = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ModelError(f"{where} is no JSON ({error})") from None
-            document = _document(entry, tokenizer, [] if eos is None else [eos], where)
-            if document.learned:
-                documents.append(document)
-    if not documents:
-        raise ModelError(f"{os.fspath(path)} holds nothing to learn: no document of two tokens or more")
+    if Path(path).suffix.lower() in TEXTS:
+        try:
+            tokens = [*tokenizer.encode(Path(path).read_text("utf-8-sig")), *end]
+        except UnicodeDecodeError as error:
+            raise ModelError(f"{os.fspath(path)} is no UTF-8 text ({error})") from None
+        documents.append(Document(tokens, tokens))
+    else:
+        with open(path, "rb") as file:
+            for number, line in enumerate(iter(lambda: file.readline(MOST_LINE), b""), 1):
+                if not line.strip():
+                    continue
+                where = f"{os.fspath(path)}, line {number}"
+                try:
+                    entry = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise ModelError(f"{where} is no JSON ({error}); give one object a line, or a .txt") from None
+                document = _document(entry, tokenizer, end, where)
+                if document.learned:
+                    documents.append(document)
+                else:
+                    skipped(where)
+    if not any(document.learned for document in documents):
+        raise ModelError(f"{os.fspath(path)} holds nothing to learn: no text of two tokens, no answer, no completion")
     return documents
 
 
@@ -62,7 +80,7 @@ def _document(entry: Any, tokenizer: Tokenizer, end: list[int], where: str) -> D
     if not isinstance(entry, dict):
         raise ModelError(f"{where} holds a {type(entry).__name__}; a document is an object with text, or messages")
     if "messages" in entry:
-        return _chat(entry["messages"], tokenizer, where)
+        return _chat(entry["messages"], entry.get("tools"), tokenizer, where)
     if "completion" in entry:
         prompt = tokenizer.encode(_text(entry.get("prompt", ""), where))
         whole = [*prompt, *tokenizer.encode(_text(entry["completion"], where), add_special_tokens=False), *end]
@@ -73,16 +91,25 @@ def _document(entry: Any, tokenizer: Tokenizer, end: list[int], where: str) -> D
     return Document(tokens, tokens)
 
 
-def _chat(messages: Any, tokenizer: Tokenizer, where: str) -> Document:
+def _chat(messages: Any, tools: Any, tokenizer: Tokenizer, where: str) -> Document:
     if not isinstance(messages, list) or not all(isinstance(each, dict) and "role" in each for each in messages):
         raise ModelError(f'{where}: "messages" is a list of objects with a role and a content')
-    tokens = tokenizer.chat(messages, add_generation_prompt=False)
+    if tools is not None and not isinstance(tools, list):
+        raise ModelError(f'{where}: "tools" is a list of descriptions of functions')
+    variables: dict[str, Any] = {"tools": tools} if tools else {}
+
+    def rendered(count: int, add_generation_prompt: bool) -> list[int]:
+        try:
+            return tokenizer.chat(messages[:count], add_generation_prompt, **variables)
+        except (ValueError, TypeError) as error:
+            raise ModelError(f"{where}: {error}") from error
+
+    tokens = rendered(len(messages), False)
     labels = [IGNORED] * len(tokens)
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = tokenizer.chat(messages[:index], add_generation_prompt=True)
-        after = tokenizer.chat(messages[: index + 1], add_generation_prompt=False)
+        before, after = rendered(index, True), rendered(index + 1, False)
         if tokens[: len(before)] != before or tokens[: len(after)] != after:
             raise ModelError(
                 f"{where}: the chat template writes message {index} otherwise once others follow, so that it is not "
@@ -99,7 +126,7 @@ def _text(value: Any, where: str) -> str:
 
 
 def split(documents: Sequence[Document], share: float, seed: int) -> tuple[list[Document], list[Document]]:
-    """Those to train on, and a share of them to evaluate on: chosen by the seed, none where the share is 0."""
+    """Split documents into those to train on and a share to evaluate on, by the seed; none where it is 0."""
     order = list(range(len(documents)))
     random.Random(f"{seed} split").shuffle(order)
     count = min(max(round(len(order) * share), 1 if share else 0), len(order) - 1)

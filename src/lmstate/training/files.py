@@ -1,23 +1,28 @@
-"""Files that appear whole: written beside their place and moved there."""
+"""Files of a training, which appear whole."""
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 
+from torch import Tensor
 
-def replace_file(path: Path, write: Callable[[str], object]) -> None:
-    """Have `write` make a file, and put it at `path`. Raises `OSError`; then what was there is still there."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        write(str(beside))
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+from lmstate.files.atomic import atomic_write
+from lmstate.files.safetensors import write_tensors
+
+
+def write_text(path: Path, text: str) -> None:
+    with atomic_write(path) as part:
+        part.write_text(text, "utf-8")
 
 
 def write_json(path: Path, value: object) -> None:
-    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-    replace_file(path, lambda beside: Path(beside).write_text(text, "utf-8"))
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file, as transformers and PEFT read it. (Its own writer lets nobody else read the file.)"""
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with atomic_write(path) as part, part.open("wb") as file:
+        write_tensors(file, whole, {"format": "pt"})

@@ -14,18 +14,19 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from lmstate.errors import ModelError
+from lmstate.files.atomic import sync_folder
 from lmstate.files.json_object import read_object
 from lmstate.files.safetensors import TensorFile
+from lmstate.training.adapted import LoraModel
 from lmstate.training.documents import Document, batches
-from lmstate.training.files import replace_file, write_json
+from lmstate.training.files import save_tensors, write_json, write_text
 from lmstate.training.model import ParameterModel
 from lmstate.training.next_token import loss
 
-CHECKPOINT = "checkpoint"
+CHECKPOINT, OLD = "checkpoint", "checkpoint.old"
 LOG = "log.jsonl"
 
 
@@ -89,8 +90,19 @@ class FineTuning:
             list(self.parameters.values()), lr=settings.rate, betas=settings.betas, weight_decay=settings.weight_decay
         )
         self.step = 0
-        self._origin = {"settings": json.loads(json.dumps(asdict(settings))), "documents": _digest(documents)}
+        adapter = asdict(model.adapter.config) if isinstance(model, LoraModel) else None
+        self._origin = json.loads(
+            json.dumps({"settings": asdict(settings), "adapter": adapter, "documents": _digest(documents)})
+        )
+        limit = model.max_positions
+        longest = max((len(document.tokens) for document in (*documents, *evaluated)), default=0)
+        if limit is not None and longest > limit:
+            raise ModelError(
+                f"a document has {longest} tokens; the model has learned {limit} positions and knows no others: cut it"
+            )
         folder.mkdir(parents=True, exist_ok=True)
+        if (folder / OLD).is_dir() and not (folder / CHECKPOINT).is_dir():
+            (folder / OLD).rename(folder / CHECKPOINT)  # it was ended between the two moves of `save`
         if (folder / CHECKPOINT).is_dir():
             if not resume:
                 raise ModelError(f"{folder} holds a training already: resume it, or choose another folder")
@@ -184,26 +196,32 @@ class FineTuning:
         beside = self.folder / f"{CHECKPOINT}.part"
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir()
-        tensors = {f"parameter.{name}": leaf.detach().contiguous() for name, leaf in self.parameters.items()}
+        tensors: dict[str, Tensor] = {f"parameter.{name}": leaf for name, leaf in self.parameters.items()}
         for name, leaf in self.parameters.items():
             for part, value in self.optimizer.state.get(leaf, {}).items():
-                tensors[f"{part}.{name}"] = value.contiguous()
-        replace_file(beside / "tensors.safetensors", lambda path: save_file(tensors, path))
+                tensors[f"{part}.{name}"] = value
+        save_tensors(beside / "tensors.safetensors", tensors)
         write_json(beside / "training.json", {"step": self.step, **self._origin})
-        target, old = self.folder / CHECKPOINT, self.folder / f"{CHECKPOINT}.old"
+        target, old = self.folder / CHECKPOINT, self.folder / OLD
         shutil.rmtree(old, ignore_errors=True)
         if target.is_dir():
             target.rename(old)
         beside.rename(target)
+        sync_folder(self.folder)  # before the only other one goes
         shutil.rmtree(old, ignore_errors=True)
 
     def _restore(self, path: Path) -> None:
         held = read_object(path / "training.json")
         for name, own in self._origin.items():
-            if held.get(name) != own:
-                raise ModelError(
-                    f"{path} is of a training with other {name}: resume it with those, or choose another folder"
-                )
+            if (was := held.get(name)) == own:
+                continue
+            changed = ""
+            if isinstance(was, dict) and isinstance(own, dict):
+                changed = ", ".join(f"{key} was {was.get(key)!r:.80}" for key in own if was.get(key) != own[key])
+            raise ModelError(
+                f"{path} is of a training with other {name}{changed and f' ({changed})'}: resume it with those, or "
+                "choose another folder"
+            )
         step = held.get("step")
         if not isinstance(step, int) or not 0 <= step <= self.settings.steps:
             raise ModelError(f"{path} is damaged: it says that step {step!r:.40} was made")
@@ -223,8 +241,10 @@ class FineTuning:
         """Forget the reports of steps behind the checkpoint, which are made again."""
         log = self.folder / LOG
         if log.exists():
-            kept = [line for line in log.read_text("utf-8").splitlines(True) if json.loads(line)["step"] <= self.step]
-            replace_file(log, lambda path: Path(path).write_text("".join(kept), "utf-8"))
+            lines = log.read_text("utf-8", errors="replace").splitlines(True)
+            whole = [line for line in lines if line.endswith("\n")]  # the last may have been cut by a kill
+            kept = [line for line in whole if json.loads(line)["step"] <= self.step]
+            write_text(log, "".join(kept))
 
 
 def _read(file: TensorFile, name: str, shape: torch.Size) -> Tensor:

@@ -1,16 +1,18 @@
-"""LoRA adapters (Hu et al. 2021) in the format of PEFT: `adapter_config.json` and `adapter_model.safetensors`."""
+"""LoRA adapters (Hu et al. 2021) in the format of PEFT: `adapter_config.json` and `adapter_model.safetensors`.
+
+Those of DoRA (2402.09353) too, which have a vector of magnitudes beside each pair of matrices.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from lmstate.checkpoints.config import Config
@@ -18,16 +20,17 @@ from lmstate.errors import ModelError
 from lmstate.files.json_object import read_object
 from lmstate.files.safetensors import TensorFile
 from lmstate.ops import FloatWeight
-from lmstate.ops.weights.lora import LowRank
-from lmstate.training.files import replace_file, write_json
+from lmstate.ops.weights.lora import LowRank, Magnitude
+from lmstate.training.files import save_tensors, write_json
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """Prefix of module names in PEFT's files."""
 ALL = "all-linear"
 MOST_RANK = 2**16
+MOST_ALPHA = 1e9
 # What a PEFT config may ask for that changes the arithmetic, and that lmstate does not do.
-REFUSED = ("use_dora", "lora_bias", "use_qalora", "use_bdlora", "alora_invocation_tokens", "layer_replication",
+REFUSED = ("lora_bias", "use_qalora", "use_bdlora", "alora_invocation_tokens", "layer_replication",
            "modules_to_save", "target_parameters", "trainable_token_indices", "fan_in_fan_out", "arrow_config",
            "kasa_config", "velora_config", "monteclora_config")  # fmt: skip
 
@@ -37,14 +40,15 @@ class LoraConfig:
     """LoRA settings: the matrices that get an update, and its rank.
 
     `targets`: the last words of their modules' names (`"q_proj"`), or `"all-linear"`: every projection of the blocks.
-    An update is multiplied by `alpha / rank`, or `alpha / sqrt(rank)` if `rslora` (2312.03732). `ranks` and `alphas`:
-    those of some modules, by the end of their names.
+    An update is multiplied by `alpha / rank`, or `alpha / sqrt(rank)` if `rslora` (2312.03732). `dora`: magnitudes of
+    outputs are trained apart from directions. `ranks` and `alphas`: those of some modules, by the end of their names.
     """
 
     rank: int = 8
     alpha: float = 16.0
     targets: str | Sequence[str] = ALL
     rslora: bool = False
+    dora: bool = False
     ranks: Mapping[str, int] = field(default_factory=dict)
     alphas: Mapping[str, float] = field(default_factory=dict)
 
@@ -52,6 +56,9 @@ class LoraConfig:
         for rank in (self.rank, *self.ranks.values()):
             if not isinstance(rank, int) or not 1 <= rank <= MOST_RANK:
                 raise ModelError(f"a LoRA of rank {rank!r:.40} was asked for; ranks are 1 to {MOST_RANK}")
+        for alpha in (self.alpha, *self.alphas.values()):
+            if not 0 <= alpha <= MOST_ALPHA:
+                raise ModelError(f"a LoRA with alpha={alpha} was asked for; alphas are 0 to {MOST_ALPHA:g}")
         if isinstance(self.targets, str) and self.targets != ALL:
             raise ModelError(f"targets={self.targets!r:.80} was asked for; give a list of module names, or {ALL!r}")
 
@@ -75,24 +82,35 @@ def _ending(module: str, names: Iterable[str]) -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """The updates of one adapter by module: A `[rank, K]` and B `[N, rank]` each."""
+    """The updates of one adapter by module: A `[rank, K]` and B `[N, rank]` each, and for DoRA magnitudes `[N]`."""
 
     config: LoraConfig
     pairs: Mapping[str, tuple[FloatWeight, FloatWeight]]
+    magnitudes: Mapping[str, Magnitude] = field(default_factory=dict)
 
     @classmethod
-    def fresh(cls, config: LoraConfig, shapes: Mapping[str, tuple[int, int]]) -> Adapter:
-        """A new one for modules of shapes `[N, K]`: A is random as in PEFT, B is zero, so that it changes nothing."""
-        pairs = {}
+    def fresh(
+        cls, config: LoraConfig, shapes: Mapping[str, tuple[int, int]], norms: Callable[[str], Tensor]
+    ) -> Adapter:
+        """A new one for modules of shapes `[N, K]`: A is random as in PEFT, B is zero, so that it changes nothing.
+
+        norms: the norm of each row of a module's matrix, float32 `[N]`, where magnitudes begin.
+        """
+        pairs, magnitudes = {}, {}
         for module, (height, width) in shapes.items():
             if config.matches(module):
                 rank, bound = config.rank_of(module), width**-0.5
                 down = torch.empty(rank, width).uniform_(-bound, bound).requires_grad_()
                 pairs[module] = FloatWeight(down), FloatWeight(torch.zeros(height, rank).requires_grad_())
-        if not pairs:
+                if config.dora:
+                    magnitudes[module] = Magnitude(norms(module).requires_grad_())
+        targets = () if config.targets == ALL else config.targets
+        unknown = [name for name in targets if not any(_ending(module, [name]) for module in shapes)]
+        if unknown or not pairs:
             ends = sorted({module.rpartition(".")[2] for module in shapes})
-            raise ModelError(f"no projection is called {config.targets!r:.200}; this model has {', '.join(ends)}")
-        return cls(config, pairs)
+            asked = ", ".join(unknown) or repr(config.targets)
+            raise ModelError(f"no projection is called {asked:.200}; this model has {', '.join(ends)}")
+        return cls(config, pairs, magnitudes)
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Adapter:
@@ -105,28 +123,36 @@ class Adapter:
         file = TensorFile(path / TENSORS)
         found: dict[str, dict[str, Tensor]] = {}
         for name in file.entries:
-            match = re.fullmatch(r"(.*)\.lora_([AB])(?:\.default)?\.weight", name)
+            match = re.fullmatch(r"(.*)\.lora_(A|B|magnitude_vector)(?:\.default)?(?:\.weight)?", name)
             if match is None:
                 raise ModelError(f"{path}: tensor {name[:80]!r} is no part of a LoRA that lmstate runs")
             found.setdefault(match[1].removeprefix(PREFIX), {})[match[2]] = file.tensor(name)
-        pairs = {}
-        for module, both in found.items():
-            if set(both) != {"A", "B"} or any(part.ndim != 2 or not part.is_floating_point() for part in both.values()):
-                raise ModelError(f"{path}: the update of {module[:80]!r} is no pair of matrices of floats, A and B")
-            down, up = (both[name].float().contiguous().clone() for name in "AB")
+        wanted = {"A": 2, "B": 2, "magnitude_vector": 1} if config.dora else {"A": 2, "B": 2}
+        pairs, magnitudes = {}, {}
+        for module, own in found.items():
+            dims = {part: tensor.ndim for part, tensor in own.items() if tensor.is_floating_point()}
+            if dims != wanted:
+                raise ModelError(
+                    f"{path}: the update of {module[:80]!r} is no pair of matrices of floats, A and B"
+                    + (", with a vector of magnitudes" if config.dora else "")
+                )
+            down, up, *vector = (own[part].float().contiguous().clone() for part in wanted)
             if len(down) != up.shape[1]:
                 raise ModelError(f"{path}: the update of {module[:80]!r} has ranks {len(down)} and {up.shape[1]}")
             pairs[module] = FloatWeight(down), FloatWeight(up)
+            if vector:
+                if len(vector[0]) != len(up):
+                    raise ModelError(f"{path}: {module[:80]!r} has {len(up)} outputs and {len(vector[0])} magnitudes")
+                magnitudes[module] = Magnitude(vector[0])
         if not pairs:
             raise ModelError(f"{path / TENSORS} holds no updates")
-        return cls(config, pairs)
+        return cls(config, pairs, magnitudes)
 
     def save(self, folder: str | os.PathLike[str], base: str, modules: Iterable[str]) -> None:
         """Write it for PEFT. `base`: the name of the model; `modules`: all that the model has, its experts too."""
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
-        tensors = {name: leaf.detach().contiguous() for name, leaf in self.named_tensors()}
-        replace_file(path / TENSORS, lambda beside: save_file(tensors, beside, {"format": "pt"}))
+        save_tensors(path / TENSORS, dict(self.named_tensors()))
         # The last words of names where these say it: of experts, PEFT would take them for what they have in common.
         ends = {module.rpartition(".")[2] for module in self.pairs}
         others = {module.rpartition(".")[2] for module in set(modules) - set(self.pairs)}
@@ -136,15 +162,21 @@ class Adapter:
             "r": self.config.rank, "lora_alpha": self.config.alpha, "lora_dropout": 0.0, "bias": "none",
             "target_modules": sorted(ends) if short else sorted(self.pairs), "use_rslora": self.config.rslora,
             "rank_pattern": dict(self.config.ranks), "alpha_pattern": dict(self.config.alphas),
-            "fan_in_fan_out": False, "use_dora": False, "modules_to_save": None, "init_lora_weights": True,
+            "fan_in_fan_out": False, "use_dora": self.config.dora, "modules_to_save": None, "init_lora_weights": True,
         }  # fmt: skip
         write_json(path / CONFIG, config)
 
-    def named_tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """A and B of each module under their names in a file."""
+    def parts(self) -> Iterator[tuple[str, FloatWeight | Magnitude]]:
+        """A, B and magnitudes of each module under their names in a file."""
         for module, (down, up) in self.pairs.items():
-            yield f"{PREFIX}{module}.lora_A.weight", down.storage
-            yield f"{PREFIX}{module}.lora_B.weight", up.storage
+            yield f"{PREFIX}{module}.lora_A.weight", down
+            yield f"{PREFIX}{module}.lora_B.weight", up
+            if module in self.magnitudes:
+                yield f"{PREFIX}{module}.lora_magnitude_vector", self.magnitudes[module]
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of `parts`."""
+        yield from ((name, part.storage) for name, part in self.parts())
 
     def update(self, module: str, first: int, shape: tuple[int, int]) -> LowRank | None:
         """Update of a module of a shape `[N, K]`, which lies from output `first` on; None if it has none."""
@@ -156,13 +188,13 @@ class Adapter:
                 f"the adapter is of another model: its update of {module} is [{up.out_features}, {down.in_features}], "
                 f"and the matrix is {list(shape)}"
             )
-        return LowRank(first, down, up, self.config.scale_of(module, down.out_features))
+        scale = self.config.scale_of(module, down.out_features)
+        return LowRank(first, down, up, scale, self.magnitudes.get(module))
 
     def to(self, device: torch.device) -> None:
         """Move its tensors to where the model is."""
-        for pair in self.pairs.values():
-            for weight in pair:
-                weight.storage = weight.storage.to(device)
+        for _, part in self.parts():
+            part.storage = part.storage.to(device)
 
 
 def _read_config(path: Path) -> LoraConfig:
@@ -180,10 +212,11 @@ def _read_config(path: Path) -> LoraConfig:
             raise ModelError(f"{path}: the pattern {key[:80]!r} is none that lmstate follows; it takes module names")
     return LoraConfig(
         fields.int("r", low=1, high=MOST_RANK),
-        fields.float("lora_alpha", low=0.0, high=1e9),
+        fields.float("lora_alpha", low=0.0, high=MOST_ALPHA),
         rslora=fields.bool("use_rslora", default=False),
+        dora=fields.bool("use_dora", default=False),
         ranks={key: ranks.int(key, low=1, high=MOST_RANK) for key in ranks},
-        alphas={key: alphas.float(key, low=0.0, high=1e9) for key in alphas},
+        alphas={key: alphas.float(key, low=0.0, high=MOST_ALPHA) for key in alphas},
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from typing import Any, Self
@@ -15,7 +15,10 @@ from torch import Tensor
 
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError, StateError
-from lmstate.models.model import Logits, Model, Run, Tokens
+from lmstate.language_model import Logits
+from lmstate.models.forward import Head, Run
+from lmstate.models.model import Model
+from lmstate.models.tokens import Tokens
 from lmstate.state import Layout, State
 from lmstate.state.kv.policies.per_layer import Policies
 from lmstate.training.weights import Leaves, TrainableWeights
@@ -60,7 +63,7 @@ class ParameterModel(Model, ABC):
 
     @abstractmethod
     def refresh(self) -> None:
-        """Have what is made of the parameters be that of their present numbers."""
+        """Rebuild what is derived from the parameters, from their present values."""
 
     @abstractmethod
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
@@ -82,10 +85,11 @@ class ParameterModel(Model, ABC):
         logits: Logits | None,
         commit: bool,
         run: Run,
-        head: Callable[[Tensor], Tensor] | None,
+        head: Head | None,
+        rewindable: bool = True,
     ) -> Tensor | None:
         self.refresh()
-        return super()._extend(tokens, state, logits, commit, run, head)
+        return super()._extend(tokens, state, logits, commit, run, head, rewindable)
 
     @property
     def fingerprint(self) -> str:

@@ -11,8 +11,10 @@ from torch.nn import functional as F
 
 from lmstate import ops
 from lmstate.errors import CapacityError, StateError
-from lmstate.models.model import Model, Tokens
+from lmstate.models.model import Model
+from lmstate.models.tokens import Tokens, token_rows
 from lmstate.ops.weights.grouped import FloatWeight
+from lmstate.state.kv.policies.per_layer import Policies
 from lmstate.state.validate import whole_number
 from lmstate.training.chunked import hidden_states
 from lmstate.training.model import ParameterModel
@@ -30,7 +32,7 @@ def loss(
     tokens: Tokens,
     chunk: int = 512,
     reduction: Reduction = "mean",
-    kv: None = None,
+    kv: Policies | None = None,
     labels: Tokens | None = None,
     checkpoint: bool = False,
 ) -> Tensor:
@@ -41,9 +43,12 @@ def loss(
     chunk: how many tokens of a row are computed at a time; the loss and its gradients are those of the whole rows,
     whatever it is. reduction: "mean" over the tokens that are predicted (NaN if there are none), or "sum".
     checkpoint: keep only what goes into each layer of a chunk, and compute the layer again: less memory, more time.
+    kv: which keys and values attention forgets after each chunk, as in `Model.new_state`: the loss is that of a state
+    which is fed in these chunks, and what is evicted is held constant, so that it does depend on `chunk`.
 
     Memory: keys, values, latents and carries of the whole text, once more for their gradients, and the activations of
-    one chunk. Raises `StateError` for tokens or labels that do not fit, or a model without parameters.
+    one chunk. Raises `StateError` for tokens or labels that do not fit, or a model without parameters, and
+    `UnsupportedError` for a policy that rounds what it keeps.
     """
     if not isinstance(model, ParameterModel):
         raise StateError(
@@ -54,9 +59,7 @@ def loss(
         raise StateError(f"chunk={chunk} was asked for; a chunk has at least one token")
     if reduction not in ("mean", "sum"):
         raise StateError(f'reduction={reduction!r} was asked for; there are "mean" and "sum"')
-    if kv is not None:
-        raise StateError(f"loss(kv={kv!r:.80}) was asked for; training keeps all keys and values, in the model's dtype")
-    ids = model._ids(tokens)
+    ids = token_rows(tokens, model.config.vocab_size)
     limit = model.max_positions
     if limit is not None and max(map(len, ids)) > limit:
         raise CapacityError(
@@ -68,7 +71,7 @@ def loss(
     if not where:
         nothing = torch.zeros((), device=model.device)
         return nothing / 0 if reduction == "mean" else nothing.requires_grad_()
-    hidden = hidden_states(model, ids, chunk, checkpoint)  # which brings the model up to date
+    hidden = hidden_states(model, ids, chunk, checkpoint, kv)  # which brings the model up to date
     rows, positions = (torch.tensor(index, device=model.device) for index in zip(*where))
     wanted = torch.tensor([targets[row][at] for row, at in where], device=model.device)
     total = next_token_loss(model, hidden[rows, positions], wanted)
@@ -129,7 +132,7 @@ def _logits(
 
 
 def _targets(ids: list[list[int]], labels: Tokens | None, vocab: int) -> list[list[int]]:
-    """For each token of each row, which one is to come next: `IGNORED` where none is learned."""
+    """Label of each token: the next one of its row, `IGNORED` where none is learned."""
     if labels is None:
         return [[*row[1:], IGNORED][: len(row)] for row in ids]
     given = labels.tolist() if isinstance(labels, Tensor) else [list(row) for row in labels]

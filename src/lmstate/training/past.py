@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,9 +11,17 @@ from torch import Tensor
 
 from lmstate.ops.attention.attend import attend_span
 from lmstate.ops.types.params import AttentionParams, CausalMask
+from lmstate.state import Layout
+from lmstate.state.blocks import Buffer
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def whole_text(buffers: Iterable[Buffer], layout: Layout) -> list[Tensor]:
+    """`[R, *heads, S, D]` for every position of a text of `layout.capacity` tokens."""
+    assert layout.capacity is not None
+    return [buffer.zeros(layout.capacity, (layout.rows,)) for buffer in buffers]
 
 
 class Past:
@@ -46,12 +56,27 @@ class Past:
             parts.append(torch.cat([leaf, own], dim=2))
         return parts[0], parts[1]
 
+    def gathered(self, k: Tensor, v: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values at the positions kept `[R, K, M]`, -1 for none, then a chunk's own; as `joined` else."""
+        parts = []
+        for at, (own, buffer) in enumerate(((k, self.k), (v, self.v))):
+            index = kept.clamp(min=0)[..., None].expand(-1, -1, -1, buffer.shape[-1])
+            leaf = buffer.gather(2, index)
+            if torch.is_grad_enabled() and leaf.numel():
+                leaf.requires_grad_().register_hook(partial(_scatter, self.grads[at], index))
+            parts.append(torch.cat([leaf, own], dim=2))
+        return parts[0], parts[1]
+
     @property
     def grads(self) -> tuple[Tensor, Tensor]:
-        """Of keys and values, in their dtype; zero before something was added."""
+        """Gradients of keys and values, in their dtype; zero before something was added."""
         if self._grads is None:
             self._grads = torch.zeros_like(self.k), torch.zeros_like(self.v)
         return self._grads
+
+
+def _scatter(into: Tensor, index: Tensor, grad: Tensor) -> None:
+    into.scatter_add_(2, index, grad)
 
 
 class _Later(torch.autograd.Function):
@@ -82,7 +107,7 @@ def attend_past(
 
 
 class _AttendPast(torch.autograd.Function):
-    """Attention to the past, all of it in sight, and to the chunk itself, causally, with one softmax over both.
+    """Attention to the past, all of it visible, and to the chunk itself, causally, with one softmax over both.
 
     Each half is attention of its own, whose logarithm of the sum of exponentials says what share of the whole it has.
     Backward, a half is given the whole's output and logarithm, and its gradients are those of its part of the whole:

@@ -7,12 +7,11 @@ import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from lmstate.checkpoints.source import Source, dtype_name, floats
 from lmstate.text.tokenizer import TokenizerFiles
-from lmstate.training.files import replace_file, write_json
+from lmstate.training.files import save_tensors, write_json
 
 SHARD = 4 << 30
 """Bytes of tensors in a file, at most, where there is more than one tensor."""
@@ -37,7 +36,7 @@ def save_checkpoint(
         size += tensor.nbytes
     files = _file_names(len(shards))
     for file, shard in zip(files, shards):
-        replace_file(folder / file, lambda path, shard=shard: save_file(shard, path, {"format": "pt"}))  # type: ignore[misc]
+        save_tensors(folder / file, shard)
     index = folder / "model.safetensors.index.json"
     if len(shards) > 1:
         where = {name: file for file, shard in zip(files, shards) for name in shard}

@@ -1,7 +1,7 @@
 """Layer states for a text that is fed in chunks, once forward and once backward, with gradients across the chunks.
 
 Forward, without gradients, they keep what a later chunk reads: keys, values or latents of the whole text, and the carry
-of each fold at every border between chunks. Backward, from the last chunk to the first, a chunk is computed again with
+of each scan at every border between chunks. Backward, from the last chunk to the first, a chunk is computed again with
 autograd on. What it reads of earlier chunks is then a leaf, whose gradient is kept and comes back in when the chunk
 that made it has its turn. All rows start at position 0, so a chunk has the same positions in each of them.
 """
@@ -28,18 +28,24 @@ from lmstate.state import (
     SharedState,
     Step,
 )
+from lmstate.state.kv.eviction.attention import EvictingState
+from lmstate.state.kv.eviction.latent import EvictingLatentState
+from lmstate.state.kv.policies.base import Evicting
+from lmstate.state.kv.policies.per_layer import Policies, policy_of
+from lmstate.state.kv.policies.storage import Dense
 from lmstate.state.layers.recurrent import Carry
-from lmstate.training.past import Past, attend_past
+from lmstate.training.evicting import StreamEvicting, StreamEvictingLatents
+from lmstate.training.past import Past, attend_past, whole_text
 
 
 class StreamAttention(AttentionState):
     """Keys and values of every position `[R, K, S, D]`, S the text's length; those of a window are kept as well."""
 
     def __init__(self, layout: Layout, like: AttentionState) -> None:
-        (_, heads, _, dim), value_dim = like.k.shape, like.v.shape[-1]
-        super().__init__(layout, heads, dim, value_dim)
+        keys, values = like.buffers["k"], like.buffers["v"]
+        super().__init__(layout, keys.heads[0], keys.width, values.width)
         self.mask = like.mask
-        self.past = Past(self.buffers["k"], self.buffers["v"])
+        self.past = Past(*whole_text(self.buffers.values(), layout))
         self._again: tuple[Tensor, Tensor] | None = None
 
     def view(self, step: Step) -> ops.KVView | None:
@@ -58,10 +64,13 @@ class StreamAttention(AttentionState):
             q = ops.rope(q, *rotation)
         if new is not None:
             k, v = new if rotation is None else (ops.rope(new[0], *rotation), new[1])
-            k, v = (part.transpose(1, 2).to(self.k.dtype) for part in (k, v))  # [R, K, T, D]
+            k, v = (part.transpose(1, 2).to(self.layout.dtype) for part in (k, v))  # [R, K, T, D]
             self._again = self.past.received(k, v, start)
         assert self._again is not None
         return attend_past(q, *self._again, self.past, start, params, self.mask)
+
+    def nbytes(self) -> int:
+        return self.past.k.nbytes + self.past.v.nbytes
 
     def clear(self) -> None:
         """Let go of what a chunk's graph held."""
@@ -72,8 +81,9 @@ class StreamLatents(LatentState):
     """Latents `[R, S, Lat]` and rope keys `[R, S, Dr]` of every position."""
 
     def __init__(self, layout: Layout, like: LatentState) -> None:
-        super().__init__(layout, like.buffers["latent"].shape[-1], like.buffers["rope"].shape[-1])
-        self.past = Past(self.buffers["latent"][:, None], self.buffers["rope"][:, None])
+        super().__init__(layout, like.buffers["latent"].width, like.buffers["rope"].width)
+        latents, rope_keys = whole_text(self.buffers.values(), layout)
+        self.past = Past(latents[:, None], rope_keys[:, None])
         self._again: tuple[Tensor, Tensor] | None = None
 
     def store(self, latent: Tensor, rope_key: Tensor, step: Step) -> None:
@@ -82,7 +92,7 @@ class StreamLatents(LatentState):
         whole = self.past.joined(*self.past.received(new, key, start), 0, start)
         self._again = whole[0][:, 0], whole[1][:, 0]
 
-    def stored(self, step: Step) -> tuple[Tensor, Tensor]:
+    def latents(self, step: Step) -> tuple[Tensor, Tensor]:
         assert self._again is not None
         return self._again
 
@@ -90,7 +100,10 @@ class StreamLatents(LatentState):
         return start_of(step) + step.width
 
     def attend_latents(self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float) -> Tensor:
-        return attend_latent(q_latent, q_rope, *self.stored(step), step.starts_t, step.counts_t, scale=scale)
+        return attend_latent(q_latent, q_rope, *self.latents(step), step.starts_t, step.counts_t, scale=scale)
+
+    def nbytes(self) -> int:
+        return self.past.k.nbytes + self.past.v.nbytes
 
     def clear(self) -> None:
         """Let go of what a chunk's graph held."""
@@ -142,14 +155,14 @@ def start_of(step: Step) -> int:
     return max(start for start, count in zip(step.starts, step.counts) if count)
 
 
-def stream_layers(blocks: Sequence[Block], layout: Layout) -> list[LayerState]:
-    """Layer states of blocks for texts of up to `layout.capacity` tokens."""
+def stream_layers(blocks: Sequence[Block], layout: Layout, kv: Policies | None = None) -> list[LayerState]:
+    """Layer states of blocks for texts of up to `layout.capacity` tokens; `kv`: what they forget, see `loss`."""
     known: dict[int, LayerState] = {}
-    return [_stream(made, layout, known) for made in _small(blocks, layout)]
+    return [_stream(made, layout, known) for made in _small(blocks, layout, kv)]
 
 
 def follow(layers: Sequence[LayerState], blocks: Sequence[Block], layout: Layout) -> None:
-    """Have scans be those of other blocks: the same model, built again."""
+    """Rebind the scans to other blocks: the same model, built again."""
     pairs = zip(simple(layers), simple(_small(blocks, layout)), strict=True)
     for own, other in pairs:
         if isinstance(own, RecurrentState):
@@ -162,20 +175,37 @@ def simple(layers: Sequence[LayerState]) -> list[LayerState]:
     return [part for layer in layers for part in layer.leaves()]
 
 
-def _small(blocks: Sequence[Block], layout: Layout) -> list[LayerState]:
-    return new_layers(blocks, [replace(layout, capacity=1, rewind=0)] * len(blocks))
+def _small(blocks: Sequence[Block], layout: Layout, kv: Policies | None = None) -> list[LayerState]:
+    policies = [None if kv is None else exact_policy(kv, layer) for layer in range(len(blocks))]
+    return new_layers(blocks, [replace(layout, capacity=1, rewind=0, kv=policy) for policy in policies])
+
+
+def exact_policy(kv: Policies, layer: int) -> Evicting | None:
+    """Policy of a layer that evicts; None if it keeps all. Raises `UnsupportedError` for one that rounds."""
+    policy = policy_of(kv, layer)
+    storage = policy.storage if isinstance(policy, Evicting) else policy
+    if storage != Dense():
+        raise UnsupportedError(
+            f"{policy} was asked for in training, for layer {layer}; gradients cannot pass what it rounds: evict with "
+            "Dense() storage, which is the default of policies with a budget"
+        )
+    return policy if isinstance(policy, Evicting) else None
 
 
 def _stream(made: LayerState, layout: Layout, known: dict[int, LayerState]) -> LayerState:
     stream: LayerState
     if isinstance(made, SharedState):
         source = known[id(made.source)]
-        assert isinstance(source, StreamAttention)
+        assert isinstance(source, StreamAttention | StreamEvicting)
         stream = SharedState(source)
     elif type(made) is AttentionState:
         stream = StreamAttention(layout, made)
     elif type(made) is LatentState:
         stream = StreamLatents(layout, made)
+    elif isinstance(made, EvictingLatentState):
+        stream = StreamEvictingLatents(layout, made)
+    elif isinstance(made, EvictingState):
+        stream = StreamEvicting(layout, made)
     elif isinstance(made, RecurrentState):
         stream = StreamCarry(layout, made)
     elif type(made) is CompositeState:

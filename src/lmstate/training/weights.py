@@ -98,7 +98,8 @@ class TrainableWeights(WeightLoader):
         self._made: dict[str, Weight] = {}
         self._asked: set[str] = set()
         self._unbound: dict[str, tuple[Tensor, ...]] = {}
-        self._packed, self._bar = None, _Bar(False, 0)
+        self._packed, self._bar, self._errors = None, _Bar(False, 0), {}
+        self.heads = False
 
     def over(self, source: Source) -> TrainableWeights:
         return TrainableWeights(source, self.leaves, self.dtype)
