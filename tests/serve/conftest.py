@@ -1,9 +1,10 @@
-"""Servers that the tests of a session share: a small random model, and SmolLM2."""
+"""Servers that the tests of a session share: a small random model, and SmolLM2; and a browser."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,3 +32,11 @@ def real() -> Iterator[Running]:
     path: Path = smollm2()
     with Engine(lmstate.load(str(path)), rows=4) as engine, running(engine, Settings("smollm2", port=0)) as server:
         yield server
+
+
+@pytest.fixture(scope="module")  # playwright's event loop runs until its end, and no other can meanwhile
+def browser() -> Iterator[Any]:
+    from tests.serve.browser import chromium
+
+    with chromium() as browser:
+        yield browser

@@ -60,7 +60,7 @@ def running(engine: Engine, settings: Settings) -> Iterator[Running]:
     server = make_server(engine, settings, close_engine=False)
     thread = Thread(target=server.run, daemon=True)
     thread.start()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not server.started:
         assert thread.is_alive(), "the server did not start"
         assert time.monotonic() < deadline
@@ -69,7 +69,7 @@ def running(engine: Engine, settings: Settings) -> Iterator[Running]:
         yield Running(server, engine, f"http://127.0.0.1:{server.port}")
     finally:
         server.should_exit = True
-        thread.join(30)
+        thread.join(120)
         assert not thread.is_alive(), "the server did not end"
 
 
@@ -85,7 +85,7 @@ def events(text: str) -> list[tuple[str, Any]]:
     return found
 
 
-def wait_until(condition: Any, seconds: float = 20) -> None:
+def wait_until(condition: Any, seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come to pass"

@@ -68,18 +68,37 @@ BODIES: dict[str, dict[str, Any]] = {
             {"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}]},
             {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
             {"type": "function_call_output", "call_id": "c", "output": "r"},
+            {"type": "custom_tool_call", "call_id": "d", "name": "g", "input": "i"},
+            {"type": "custom_tool_call_output", "call_id": "d", "output": "r"},
+            {"type": "local_shell_call", "call_id": "e", "status": "completed", "action": {"command": ["ls"]}},
+            {"type": "local_shell_call_output", "id": "e", "output": "r"},
+            {"type": "mcp_call", "id": "m", "name": "h", "arguments": "{}"},
+            {"type": "compaction", "encrypted_content": "lmstate1.cw=="},
         ],
         "instructions": "i",
         "previous_response_id": None,
         "max_output_tokens": 2,
         "text": {"format": {"type": "text"}},
         "reasoning": {"effort": "low"},
-        "tools": [{"type": "function", **FUNCTION}],
+        "tools": [
+            {"type": "function", **FUNCTION},
+            {
+                "type": "custom",
+                "name": "g",
+                "format": {"type": "grammar", "syntax": "lark", "definition": "start: /x/"},
+            },
+        ],
         "tool_choice": {"type": "function", "name": "f"},
         "include": ["message.output_text.logprobs"],
         "store": False,
         "stream": False,
         **SAMPLING,
+    },
+    "/v1/responses/compact": {
+        "model": "tiny",
+        "input": [{"type": "message", "role": "user", "content": "x"}],
+        "instructions": "i",
+        "previous_response_id": None,
     },
     "/v1/messages": {
         "model": "tiny",
@@ -257,7 +276,7 @@ def test_a_prompt_past_the_context_is_told_as_such(tiny: Running) -> None:
     ids=range(6),
 )
 def test_broken_http_is_answered_or_closed(tiny: Running, raw: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", tiny.server.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", tiny.server.port), timeout=300) as connection:
         answer = b""
         try:
             connection.sendall(raw)

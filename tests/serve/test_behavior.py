@@ -6,11 +6,11 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,7 @@ import lmstate
 from lmstate.engine import Engine
 from lmstate.serve import Settings, read_keys
 from tests.serve.running import Running, events, running, save_tiny, wait_until
+from tests.serve.test_many_connections import room
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
 LONG = {**CHAT, "max_tokens": 1500, "ignore_eos": True, "stream": True}
@@ -128,26 +129,42 @@ def test_a_client_that_leaves_ends_its_request(engine: Engine, path: str, body: 
         assert engine.stats()["generated_tokens"] < 2 * 1500
 
 
+def test_a_client_that_leaves_before_its_body_is_whole_is_no_failure(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running(engine, BASE) as server:
+        with socket.create_connection(("127.0.0.1", server.server.port)) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n{")
+            wait_until(lambda: server.server.server_state.tasks)
+        wait_until(lambda: not server.server.server_state.tasks)
+        assert 'status="499"' in server.client().get("/metrics").text
+    assert not caplog.records
+
+
 def test_a_client_that_leaves_during_its_prompt_ends_its_request(engine: Engine) -> None:
     with running(engine, BASE) as server:
-        go = held(engine)
-        with contextlib.suppress(httpx.TimeoutException), server.client(timeout=0.3) as client:
-            client.post("/v1/completions", json={"prompt": [5] * 1500, "max_tokens": 400, "ignore_eos": True})
-        request = next(iter(server.server.service.running))
+        go, service = held(engine), server.server.service
+        body = json.dumps({"prompt": [5] * 1500, "max_tokens": 400, "ignore_eos": True}).encode()
+        with socket.create_connection(("127.0.0.1", server.server.port)) as connection:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n"
+            connection.sendall(head.encode() + body)
+            wait_until(lambda: service.running)
+        (request,) = service.running
         wait_until(lambda: request.cancelled)
         go.set()
-        assert request.result(20).finished == ["cancelled"]
+        assert request.result(600).finished == ["cancelled"]
         assert request.progress[0] == 0
 
 
 def test_a_waiting_stream_tells_its_progress_in_comments(engine: Engine) -> None:
     with running(engine, BASE) as server, server.client() as client:
-        go = held(engine)
-        Thread(target=lambda: (time.sleep(0.7), go.set()), daemon=True).start()
+        go, text = held(engine), ""
         with client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as answer:
-            text = answer.read().decode()
-        assert re.search(r"^: prompt 0/\d+$", text, re.MULTILINE)
-        assert events(text)[-1][1] == "[DONE]"
+            for piece in answer.iter_text():
+                text += piece
+                if re.search(r"^: prompt 0/\d+$", text, re.MULTILINE):
+                    go.set()
+        assert go.is_set() and events(text)[-1][1] == "[DONE]"
 
 
 def test_more_requests_than_the_queue_holds_are_told_to_come_again(engine: Engine) -> None:
@@ -167,7 +184,7 @@ def test_more_requests_than_the_queue_holds_are_told_to_come_again(engine: Engin
         wait_until(lambda: len(answers) == 6)
         go.set()
         for thread in threads:
-            thread.join(20)
+            thread.join(300)
         assert sorted(answers) == [200] * 2 + [429] * 6
         assert retry.count("1") == 6
 
@@ -210,15 +227,10 @@ def test_metrics_count_requests_and_tokens(tiny: Running) -> None:
         return float(found[1]) if found else 0.0
 
     def settled(client: httpx.Client, past: float = -1.0) -> str:
-        """The metrics once they stand still, and more tokens than `past` were generated: requests end elsewhere too."""
-        text, stands = client.get("/metrics").text, 0
-        while stands < 5:
-            time.sleep(0.05)
-            now = client.get("/metrics").text
-            total = value(now, "generation_tokens_total")
-            stands = stands + 1 if total == value(text, "generation_tokens_total") and total > past else 0
-            text = now
-        return text
+        """The metrics once all requests are counted, also those that other tests left, and more tokens than `past`."""
+        wait_until(lambda: not tiny.server.service.running)
+        wait_until(lambda: value(client.get("/metrics").text, "generation_tokens_total") > past)
+        return client.get("/metrics").text
 
     with tiny.client() as client:
         before = settled(client)
@@ -227,6 +239,7 @@ def test_metrics_count_requests_and_tokens(tiny: Running) -> None:
     assert value(after, "generation_tokens_total") - value(before, "generation_tokens_total") == 3
     assert value(after, "time_to_first_token_seconds_count") - value(before, "time_to_first_token_seconds_count") == 1
     assert 'path="/v1/chat/completions",status="200"' in after
+    assert "lmstate:spec_decode_num_drafts_total{" in after
 
 
 def test_the_openapi_document_names_every_route(tiny: Running) -> None:
@@ -247,11 +260,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def command(directory: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`lmstate serve` as a process, and its URL."""
+def command(directory: Path, *options: str, files: int = 4096) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`lmstate serve` as a process that may open at most so many files, and its URL."""
     arguments = [*MAIN, "serve", str(directory), "--port", "0", *options]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env=environment)
+    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (min(files, 1024), files))
     assert process.stderr is not None
     lines = []
     try:
@@ -267,7 +281,7 @@ def command(directory: Path, *options: str) -> Iterator[tuple[subprocess.Popen[s
 
 
 def test_sigterm_lets_streams_end_properly(directory: Path) -> None:
-    with command(directory) as (process, url), httpx.Client(base_url=url, timeout=60) as client:
+    with command(directory) as (process, url), httpx.Client(base_url=url, timeout=300) as client:
         assert client.get("/health").json() == {"status": "ok"}
         body = {**LONG, "max_tokens": 200}
         with client.stream("POST", "/v1/chat/completions", json=body) as answer:
@@ -278,13 +292,41 @@ def test_sigterm_lets_streams_end_properly(directory: Path) -> None:
         found = [data for _, data in events(text)]
         assert found[-1] == "[DONE]"
         assert found[-2]["choices"][0]["finish_reason"] == "length"
-        assert process.wait(30) in (0, -signal.SIGTERM)
+        assert process.wait(300) in (0, -signal.SIGTERM)
+
+
+def test_the_limit_of_open_files_is_never_reached(directory: Path) -> None:
+    """With it, connections would no longer be accepted, and asyncio would fill the log."""
+    with command(directory, files=1000) as (process, url):
+        address = ("127.0.0.1", int(url.rsplit(":", 1)[1]))
+        with contextlib.ExitStack() as stack:
+            for number in range(min(1500, 2 * room())):
+                connection = stack.enter_context(socket.create_connection(address, timeout=300))
+                connection.sendall(b"GET /health HTTP/1.1\r\n" if number % 2 else b"")
+                if number % 300 == 299:  # on a connection of its own: one kept alive might be the one that gives way
+                    assert httpx.post(f"{url}/v1/chat/completions", json=CHAT, timeout=300).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        assert "out of system resource" not in process.stderr.read()
 
 
 def test_the_command_refuses_the_network_without_a_key(directory: Path) -> None:
     arguments = [*MAIN, "serve", str(directory), "--host", "0.0.0.0"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     environment.pop("LMSTATE_API_KEY", None)
-    ended = subprocess.run(arguments, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    ended = subprocess.run(arguments, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert ended.returncode == 1
     assert "--api-key-file" in ended.stderr
+
+
+def test_the_command_says_that_its_address_is_taken_before_it_loads_a_model() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        for options, said in (
+            (["--port", str(port)], f"lmstate: cannot listen on 127.0.0.1:{port}: Address already in use; --port 0"),
+            (["--host", "nowhere.invalid", "--allow-anonymous"], "lmstate: cannot listen on nowhere.invalid:8080: "),
+        ):
+            arguments = [*MAIN, "serve", "no-model", *options]
+            ended = subprocess.run(arguments, capture_output=True, text=True, env=environment, timeout=60, check=False)
+            assert ended.returncode == 1 and ended.stderr.startswith(said), ended.stderr

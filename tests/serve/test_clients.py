@@ -45,9 +45,10 @@ def claude(real: Running) -> Iterator[anthropic.Anthropic]:
         yield client
 
 
-def test_models(client: openai.OpenAI) -> None:
+def test_models(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
     assert [model.id for model in client.models.list()] == ["smollm2"]
     assert client.models.retrieve("smollm2").id == "smollm2"
+    assert [(model.id, model.type) for model in claude.models.list()] == [("smollm2", "model")]
     with pytest.raises(openai.NotFoundError, match="not served"):
         client.models.retrieve("other")
 
@@ -89,6 +90,24 @@ def test_chat_streamed_whole_and_by_the_asynchronous_client_is_one_answer(client
             return [choice.message.content for answer in await asyncio.gather(*asked) for choice in answer.choices]
 
     assert asyncio.run(ask()) == [text] * 4
+
+
+def test_token_ids_are_told_whole_and_streamed(client: openai.OpenAI, real: Running) -> None:
+    tokenizer = real.engine.model.tokenizer
+    more: Any = {"return_token_ids": True}
+    asked: Any = {"model": "smollm2", "messages": CAPITAL, "max_tokens": 6, "extra_body": more}
+    whole = client.chat.completions.create(**asked).model_dump()
+    prompt, ids = whole["prompt_token_ids"], whole["choices"][0]["token_ids"]
+    assert prompt == tokenizer.chat(CAPITAL)
+    assert tokenizer.decode(ids) == whole["choices"][0]["message"]["content"]
+    chunks = [chunk.model_dump() for chunk in client.chat.completions.create(**asked, stream=True)]
+    assert chunks[0]["prompt_token_ids"] == prompt
+    assert [id for chunk in chunks for id in chunk["choices"][0]["token_ids"]] == ids
+    text: Any = {"model": "smollm2", "prompt": prompt, "max_tokens": 6, "extra_body": more}
+    assert client.completions.create(**text).model_dump()["choices"][0]["token_ids"] == ids
+    with openai.OpenAI(base_url=f"{real.url}/v1", api_key="none") as lax:  # its types take no null finish_reason
+        pieces = [chunk.model_dump()["choices"][0] for chunk in lax.completions.create(**text, stream=True)]
+    assert [id for piece in pieces for id in piece["token_ids"]] == ids
 
 
 def test_stop_strings_and_seeds(client: openai.OpenAI) -> None:
@@ -239,6 +258,45 @@ def test_responses_call_functions_and_take_their_results(client: openai.OpenAI) 
     assert after.usage is not None
     assert made.usage is not None
     assert after.usage.input_tokens_details.cached_tokens >= made.usage.total_tokens - FORCED
+
+
+def test_custom_tools_get_text_whole_and_streamed(client: openai.OpenAI) -> None:
+    tool: Any = {"type": "custom", "name": "run_shell", "description": "Runs a command, such as ls."}
+    asked: Any = {"model": "smollm2", "tools": [tool], "max_output_tokens": 100, "parallel_tool_calls": False}
+    asked["tool_choice"] = {"type": "custom", "name": "run_shell"}
+    events = list(client.responses.create(input="List the files, with ls.", stream=True, **asked))
+    last = events[-1]
+    assert last.type == "response.completed"
+    call = last.response.output[-1]
+    assert call.type == "custom_tool_call"
+    assert (call.name, call.input != "", "input" in call.input) == ("run_shell", True, False)
+    told = "".join(event.delta for event in events if event.type == "response.custom_tool_call_input.delta")
+    assert told == call.input
+    whole = client.responses.create(input="List the files, with ls.", **asked).output[-1]
+    assert whole.type == "custom_tool_call"
+    assert whole.input == call.input
+    output: Any = [{"type": "custom_tool_call_output", "call_id": call.call_id, "output": "a.py"}]
+    after = client.responses.create(input=output, previous_response_id=last.response.id, **asked)
+    assert after.usage is not None
+    assert last.response.usage is not None
+    assert after.usage.input_tokens_details.cached_tokens >= last.response.usage.total_tokens - FORCED
+
+
+def test_a_compacted_conversation_goes_on(real: Running) -> None:
+    # The protocol gives the user's messages, for which the library's type of an output has no place.
+    with openai.OpenAI(base_url=f"{real.url}/v1", api_key="none") as client:
+        first = client.responses.create(model="smollm2", input="My name is Ann.", max_output_tokens=8)
+        made = client.responses.compact(model="smollm2", previous_response_id=first.id, input="I live in Rome.")
+        assert [item.type for item in made.output] == ["message", "message", "compaction"]
+        assert made.usage.input_tokens_details.cached_tokens >= first.usage.total_tokens - 1  # type: ignore[union-attr]
+        items: Any = [item.to_dict(warnings=False) for item in made.output]
+        after = client.responses.create(
+            model="smollm2", input=[*items, {"role": "user", "content": "Where?"}], max_output_tokens=4
+        )
+        assert after.usage is not None
+        assert after.usage.input_tokens > made.usage.output_tokens
+        again = client.responses.compact(model="smollm2", input=[*items, {"role": "user", "content": "Where?"}])
+        assert [item.type for item in again.output] == ["message", "message", "message", "compaction"]
 
 
 def test_messages_streamed_and_whole_are_one_answer(claude: anthropic.Anthropic) -> None:

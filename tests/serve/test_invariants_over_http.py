@@ -69,7 +69,7 @@ def test_random_clients_that_share_prefixes_and_leave_get_what_they_get_alone(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(600)
     assert not failures
     assert counted > 15
     wait_until(lambda: not crowded.server.service.running)

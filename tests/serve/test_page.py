@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import tomllib
@@ -14,10 +15,12 @@ import pytest
 import lmstate
 from lmstate.engine import Engine
 from lmstate.serve import Settings
+from lmstate.serve.conversations.live import Live
 from lmstate.serve.conversations.markdown import GrowingMarkdown, render, render_blocks
+from lmstate.serve.conversations.routes import changes
 from lmstate.serve.conversations.store import ConversationStore
 from lmstate.serve.conversations.tree import Conversation, Node
-from tests.serve.running import Running, running, wait_until
+from tests.serve.running import Running, load_tiny, running, wait_until
 
 ROOT = "/page/conversations"
 PAGE = Path(lmstate.__file__).parent / "serve" / "page"
@@ -125,6 +128,41 @@ def test_branches_share_what_was_computed_and_answer_as_if_alone(client: httpx.C
     assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == left["text"]
 
 
+def test_the_state_tells_bytes_shared_and_own_ways_back_and_tiers(client: httpx.Client) -> None:
+    id = create(client, temperature=0)
+    first = say(client, id, "Hello, who is there? Tell me all.")
+    second = say(client, id, "And then?", first["id"])
+    alone = client.get(f"{ROOT}/{id}/{second['id']}/state").json()
+    say(client, id, "Or something else?", first["id"])
+    told = client.get(f"{ROOT}/{id}/{second['id']}/state").json()
+    assert told["shared_bytes"] > alone["shared_bytes"]
+    assert told["own_bytes"] < alone["own_bytes"]
+    assert told["rewind"] is None, "attention keeps an entry for each token"
+    assert [(one["id"], one["computed"]) for one in told["back"]] == [(first["id"], 0)]
+    assert told["back"][0]["tokens"] <= told["shared"] < told["tokens"]
+    own = [one for one in told["prefixes"] if one["branch"]]
+    assert sum(one["count"] for one in own) >= told["tokens"] - 1
+    assert [one["start"] for one in own] == sorted(one["start"] for one in own)
+    assert all(one["memory"] for one in own)
+    usage = told["usage"]
+    assert usage["reused_tokens"] <= usage["matched_tokens"] <= usage["prompt"]
+
+
+def test_layers_that_forget_have_a_rewind_window_and_carries_in_a_tier(tmp_path: Path) -> None:
+    model = load_tiny(tmp_path / "model", use_sliding_window=True, sliding_window=16, max_window_layers=0)
+    settings = Settings("tiny", port=0)
+    with Engine(model, rows=1, store=tmp_path / "store") as engine, running(engine, settings) as server:
+        with server.client() as client:
+            id = create(client, temperature=0)
+            first = say(client, id, "Hello, who is there? Tell me all.")
+            second = say(client, id, "And then?", first["id"])
+            told = client.get(f"{ROOT}/{id}/{second['id']}/state").json()
+        assert told["rewind"] == 16
+        held = [one for one in told["prefixes"] if one["branch"] and one["carry"]]
+        assert held and held[-1]["start"] + held[-1]["count"] >= told["tokens"] - 1  # the last one was not fed yet
+        assert all(one["memory"] and one["tier"] == "folder" for one in held)
+
+
 def test_another_token_begins_a_branch_there(client: httpx.Client) -> None:
     id = create(client)
     first = say(client, id, "Hello")
@@ -176,6 +214,23 @@ def test_a_stopped_answer_keeps_its_text_and_changes_reach_who_watches(client: h
     stopped = node(client, id, name)
     assert stopped["status"] == "stopped" and stopped["text"]
     assert [seen[at] for at in range(stopped["count"])] == render_blocks(stopped["text"])
+
+
+def test_a_change_while_another_is_sent_is_told_next(tiny: Running) -> None:
+    async def scene() -> list[str]:
+        conversation = Conversation("c", "Title", 0.0, {}, {})
+        live, seen = Live(conversation), list[str]()
+        stream = changes(tiny.server.service, live, "epoch", 0)
+        async for sent in stream:
+            seen += [one["id"] for one in json.loads(sent[6:])["nodes"]]
+            if (count := len(conversation.nodes)) < 2:  # the page has not taken the last event yet
+                node = conversation.nodes[str(count)] = Node(str(count), None, "user", "Hello")
+                live.touch(node)
+            else:
+                await stream.aclose()
+        return seen
+
+    assert asyncio.run(scene()) == ["0", "1"]
 
 
 def test_conversations_are_named_found_and_forgotten(client: httpx.Client) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
-import shutil
-import time
+import json
+import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -16,97 +15,13 @@ import pytest
 import lmstate
 from lmstate.engine import Engine
 from lmstate.serve import Settings
-from tests.serve.running import Running, running, wait_until
+from tests.serve.browser import Visit, needs_chromium
+from tests.serve.running import Running, running, save_tiny, wait_until
+from tests.serve.test_behavior import command
 
-api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium: apt-get install chromium")
+pytestmark = needs_chromium
 
-# The text of every visible element beside its background: the least contrast of each, where it is below 4.5.
-CONTRAST = """() => {
-  const parse = (text) => text.match(/[\\d.]+/g).map(Number);
-  const linear = (v) => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
-  const light = (color) => color.slice(0, 3).map((v) => linear(v / 255))
-    .reduce((sum, v, at) => sum + v * [.2126, .7152, .0722][at], 0);
-  const behind = (one) => { for (; one; one = one.parentElement) {
-    const color = parse(getComputedStyle(one).backgroundColor);
-    if (color.length < 4 || color[3] > 0) return color;
-  } return [255, 255, 255]; };
-  const bad = [];
-  for (const one of document.querySelectorAll("body *")) {
-    const said = [...one.childNodes].some((child) => child.nodeType === 3 && child.data.trim());
-    if (!said || !one.checkVisibility() || one.disabled || one.closest(".hidden")) continue;
-    const pair = [parse(getComputedStyle(one).color), behind(one)].map(light).sort((a, b) => b - a);
-    const ratio = (pair[0] + .05) / (pair[1] + .05);
-    if (ratio < 4.5) bad.push([one.outerHTML.slice(0, 80), ratio]);
-  }
-  return bad;
-}"""
-NAMELESS = """() => [...document.querySelectorAll("button, input, textarea, a, [role=region], aside, section, meter")]
-  .filter((one) => !(one.getAttribute("aria-label") || one.textContent.trim() || one.labels?.length))
-  .map((one) => one.outerHTML.slice(0, 80))"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with api.sync_playwright() as playwright:
-        # Containers have no user namespaces for Chromium's own sandbox.
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-class Visit:
-    """A page that notes what went wrong in it, and whom it asked."""
-
-    def __init__(self, context: Any, url: str) -> None:
-        self.page = context.new_page()
-        self.wrong: list[str] = []
-        self.asked: list[tuple[str, str]] = []
-        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
-        self.page.on("console", lambda said: self.wrong.append(said.text) if said.type == "error" else None)
-        self.page.on("request", lambda request: self.asked.append((request.method, request.url)))
-        self.page.on("dialog", lambda dialog: self.wrong.append(f"a dialog: {dialog.message}"))
-        self.page.goto(url)
-        self.page.wait_for_selector("#model:not(:empty)")
-
-    def until(self, expression: str, seconds: float = 30) -> None:
-        """By looking again: playwright's own waiting evaluates in the page, which the policy forbids."""
-        deadline = time.monotonic() + seconds
-        while not self.page.evaluate(expression):
-            assert time.monotonic() < deadline, f"it did not come to pass: {expression}"
-            self.page.wait_for_timeout(20)
-
-    def settings(self, **values: Any) -> None:
-        self.page.keyboard.press("Alt+Comma")
-        for name, value in values.items():
-            self.page.fill(f"#set-{name}", str(value))
-        self.page.click("text=Keep settings")
-        self.until("location.hash.length > 1")
-        self.until("document.getElementById('said').textContent === 'Settings kept'")
-        self.page.click("[aria-label='Close the panel']")
-
-    def say(self, text: str, answers: int | None = None) -> str:
-        count = self.answers() + 1 if answers is None else answers
-        self.page.fill("#text", text)
-        self.page.press("#text", "Enter")
-        self.ended(count)
-        return self.last()
-
-    def answers(self) -> int:
-        return int(self.page.locator("#pane article.assistant").count())
-
-    def ended(self, count: int) -> None:
-        self.until(
-            "(() => { const all = [...document.querySelectorAll('#pane article.assistant')];"
-            f" return all.length === {count} && all.every((one) => one.getAttribute('aria-busy') === 'false'); }})()"
-        )
-
-    def last(self) -> str:
-        return str(self.page.locator("#pane article.assistant .body").last.text_content()).strip()
-
-    def act(self, name: str) -> None:
-        self.page.locator(f"#pane [aria-label='{name}']").last.click()
+NODES = "SELECT text, body FROM nodes"
 
 
 @pytest.fixture
@@ -114,10 +29,7 @@ def visit(browser: Any, real: Running) -> Iterator[Visit]:
     context = browser.new_context(viewport={"width": 1280, "height": 800}, accept_downloads=True)
     visit = Visit(context, real.url)
     yield visit
-    assert visit.wrong == []
-    assert {re.sub(r"^(https?://[^/]+).*", r"\1", url) for _, url in visit.asked if not url.startswith("blob:")} == {
-        real.url
-    }
+    visit.well(real.url)
     context.close()
 
 
@@ -168,7 +80,7 @@ def test_an_answer_is_stopped_continued_and_lives_through_a_reload(visit: Visit)
     visit.settings(max_tokens=400)
     page.fill("#text", "Write a long story about a ship.")
     page.press("#text", "Enter")
-    visit.until("document.querySelector('#pane article.assistant')?.innerText.length > 60")
+    visit.until("document.querySelector('#pane article.assistant')?.innerText.length > 80")
     page.reload()
     page.wait_for_selector("#pane article.assistant[aria-busy=true]")
     page.keyboard.press("Escape")
@@ -188,7 +100,12 @@ def test_the_state_and_the_tokens_are_shown_and_another_token_forks(visit: Visit
     first = visit.say("Name a river.")
     page.keyboard.press("Alt+s")
     page.wait_for_selector("#panel dt:text-is('attention')")
-    assert "Would be reused" in page.inner_text("#panel")
+    told = page.inner_text("#panel")
+    for line in ("Would be reused", "Rewind window", "Shared with other texts"):
+        assert line in told
+    assert "is the first that nothing kept has" in told or "All of it was kept" in told
+    assert page.locator("#panel .prefixes li.on").count() > 0
+    assert "memory" in page.locator("#panel .prefixes li.on").first.inner_text()
     visit.act("The tokens of this answer and their alternatives")
     page.locator("#panel .tokens button").nth(2).click()
     page.locator("#panel .choices button:enabled").first.click()
@@ -243,6 +160,25 @@ def test_two_tabs_see_one_conversation(visit: Visit, real: Running) -> None:
     assert other.wrong == []
 
 
+def test_two_tabs_see_one_answer_grow_and_either_stops_it(visit: Visit) -> None:
+    visit.settings(max_tokens=400)
+    other = Visit(visit.page.context, visit.page.url)
+    visit.page.fill("#text", "Write a long story about a ship.")
+    visit.page.press("#text", "Enter")
+    for one in (visit, other):
+        one.until("document.querySelector('#pane article.assistant .body')?.innerText.length > 40")
+    other.page.click("#stop")
+    for one in (visit, other):
+        one.ended(1)
+    assert visit.last() == other.last()
+    assert not visit.page.is_visible("#stop") and other.wrong == []
+    other.act("Another answer, in a new branch")
+    visit.page.wait_for_selector("#pane [aria-label='The next branch']")
+    visit.page.keyboard.press("Escape")
+    other.page.click("#stop")
+    other.ended(1)
+
+
 def test_conversations_are_found_renamed_and_deleted_by_keys(visit: Visit) -> None:
     page = visit.page
     visit.settings(max_tokens=2)
@@ -263,32 +199,47 @@ def test_conversations_are_found_renamed_and_deleted_by_keys(visit: Visit) -> No
     assert page.locator("#pane article").count() == 0
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_control_has_a_name_and_every_text_contrast_at_every_size(visit: Visit, scheme: str) -> None:
-    page = visit.page
-    page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
-    visit.settings(max_tokens=24)
-    visit.say("Write `hello` in Python, in a code block.\n\n```python\ndef f(): return 'x'  # y\n```\n> quoted")
-    for panel in ("Alt+t", "Alt+s", "Alt+Comma"):
-        page.keyboard.press(panel)
-        page.wait_for_selector("#panel h2")
-        assert page.evaluate(CONTRAST) == []
-        assert page.evaluate(NAMELESS) == []
-    for width in (360, 800, 1600):
-        page.set_viewport_size({"width": width, "height": 740})
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-    page.keyboard.press("Escape")
-    page.set_viewport_size({"width": 360, "height": 740})
-    page.click("#side-open")
-    assert page.evaluate(CONTRAST) == []
+def test_what_is_refused_says_what_to_do_and_keeps_the_text(browser: Any, tiny_model: lmstate.Model) -> None:
+    context = browser.new_context()
+    settings = Settings("tiny", port=0)
+    with Engine(tiny_model, rows=1, queue=1) as engine, running(engine, settings) as server, server.client() as client:
+        visit = Visit(context, server.url)
+        visit.settings(max_tokens=4)
+        visit.page.fill("#text", "x" * 3000)
+        visit.page.press("#text", "Enter")
+        visit.page.wait_for_selector("#problem:not([hidden])")
+        assert "begin another conversation" in visit.page.inner_text("#problem")
+        assert visit.page.input_value("#text") == "x" * 3000 and visit.answers() == 0
+        visit.page.fill("#text", "Hello")
+        body = {"text": "Hello", "parent": None}
+        others = [
+            client.post("/page/conversations", json={"settings": {"max_tokens": 1800}}).json()["id"] for _ in "ab"
+        ]
+        first = client.post(f"/page/conversations/{others[0]}/say", json=body).json()["answer"]
+        wait_until(lambda: engine.stats()["waiting"] == 0)
+        second = client.post(f"/page/conversations/{others[1]}/say", json=body).json()["answer"]
+        visit.page.press("#text", "Enter")
+        visit.until("document.getElementById('problem').textContent.includes('Your text is kept here')")
+        assert visit.page.input_value("#text") == "Hello" and visit.answers() == 0
+        for conversation, answer in zip(others, (first, second)):
+            client.post(f"/page/conversations/{conversation}/{answer}/stop")
+        wait_until(lambda: engine.stats()["waiting"] + engine.stats()["decoding"] == 0)
+        visit.page.press("#text", "Enter")
+        visit.ended(1)
+        assert not visit.page.is_visible("#problem")
+    context.close()
+
+
+def free_port() -> int:
+    with closing(socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def test_a_server_that_ends_and_comes_back_loses_nothing(
     browser: Any, tiny_model: lmstate.Model, tmp_path: Path
 ) -> None:
-    with closing(socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     settings = Settings("tiny", port=port, folder=tmp_path)
     context = browser.new_context()
     with Engine(tiny_model, rows=2) as engine:
@@ -308,6 +259,38 @@ def test_a_server_that_ends_and_comes_back_loses_nothing(
             visit.page.reload()
             visit.ended(1)
             assert visit.page.input_value("#text") == "Not lost"
+    context.close()
+
+
+def test_an_answer_in_a_server_that_is_killed_goes_on_in_the_next(browser: Any, tmp_path: Path) -> None:
+    model, context = save_tiny(tmp_path / "model"), browser.new_context()
+    options = ("--store", str(tmp_path / "store"), "--port", str(free_port()), "--draft", "none")
+
+    def saved() -> bool:
+        """Whether a part of the answer is in the store: it is saved each second."""
+        with closing(sqlite3.connect(tmp_path / "store" / "conversations.sqlite")) as database:
+            return any(json.loads(body)["role"] == "assistant" and text for text, body in database.execute(NODES))
+
+    with command(model, *options) as (process, url):
+        visit = Visit(context, url)
+        visit.settings(max_tokens=1800)
+        visit.page.fill("#text", "Hello")
+        visit.page.press("#text", "Enter")
+        visit.page.wait_for_selector("#pane article.assistant[aria-busy=true] .body div")
+        wait_until(saved)
+        process.kill()
+    visit.page.wait_for_selector("#connection:not([hidden])")
+    visit.page.fill("#text", "Not lost")
+    with command(model, *options):
+        visit.until("document.getElementById('connection').hidden")
+        visit.ended(1)
+        before = visit.last()
+        assert before and visit.page.input_value("#text") == "Not lost"
+        visit.act("Continue this answer")  # it may have its end before anybody looks
+        visit.until(
+            f"document.querySelector('#pane article.assistant .body').textContent.trim().length > {len(before)}"
+        )
+        visit.ended(1)
     context.close()
 
 

@@ -40,7 +40,7 @@ def written(store: Path) -> bool:
 def test_responses_sessions_and_prefixes_survive_a_kill(directory: Path, tmp_path: Path) -> None:
     store = str(tmp_path / "store")
     going_on = {"input": "And then?", "max_output_tokens": 6}
-    with command(directory, "--store", store) as (process, url), httpx.Client(base_url=url, timeout=60) as client:
+    with command(directory, "--store", store) as (process, url), httpx.Client(base_url=url, timeout=300) as client:
         first = ask(client, "/v1/responses", input="Once upon a time" * 20, max_output_tokens=6)
         kept = ask(client, "/v1/responses", **going_on, previous_response_id=first["id"])
         ask(client, "/v1/sessions", name="s")
@@ -48,7 +48,7 @@ def test_responses_sessions_and_prefixes_survive_a_kill(directory: Path, tmp_pat
         length = client.get("/v1/sessions/s").json()["length"]
         wait_until(lambda: written(tmp_path / "store"))  # it is written beside the work, not before the answer
         process.kill()
-    with command(directory, "--store", store) as (_, url), httpx.Client(base_url=url, timeout=60) as client:
+    with command(directory, "--store", store) as (_, url), httpx.Client(base_url=url, timeout=300) as client:
         again = ask(client, "/v1/responses", **going_on, previous_response_id=first["id"])
         assert again["output"][0]["content"] == kept["output"][0]["content"]
         assert client.get(f"/v1/responses/{first['id']}").json()["output"] == first["output"]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sqlite3
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from lmstate.engine.session import Session
+from lmstate.serve.errors import as_api_error
 from tests.serve.running import Running, events
 
 
@@ -64,6 +68,7 @@ def test_a_downloaded_session_goes_on_elsewhere(client: httpx.Client) -> None:
     for content in (b"", b"nonsense", file.content[: len(file.content) // 2]):
         answer = client.put("/v1/sessions/broken/snapshot", content=content)
         assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["message"].startswith("the file is damaged"), answer.text
     assert client.put("/v1/sessions/here/snapshot", content=file.content).status_code in (400, 409)
 
 
@@ -105,3 +110,22 @@ def test_an_explanation_tells_the_first_token_that_differs(client: httpx.Client)
     usage = client.post("/v1/completions", json={"prompt": other, "max_tokens": 1}).json()["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == 30
     assert usage["lmstate"]["differs_at"] == 30
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_full_disk_is_told(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Session, "save", lambda self, path: Path("/dev/full").write_bytes(b"x"))
+    assert client.post("/v1/sessions", json={"name": "s"}).status_code == 201
+    refused = client.get("/v1/sessions/s/snapshot")
+    assert refused.status_code == 507
+    assert refused.json()["error"]["code"] == "insufficient_storage"
+    assert client.get("/v1/sessions/s").status_code == 200
+
+
+def test_a_full_database_is_a_full_disk() -> None:
+    database = sqlite3.connect(":memory:")
+    database.execute("PRAGMA max_page_count = 2")
+    database.execute("CREATE TABLE texts (text TEXT)")
+    with pytest.raises(sqlite3.Error) as raised:
+        database.execute("INSERT INTO texts VALUES (?)", ("x" * 100_000,))
+    assert as_api_error(raised.value).status == 507

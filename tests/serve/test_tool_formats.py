@@ -14,6 +14,7 @@ from lmstate.serve.grammar import Grammars
 from lmstate.serve.tools import FORMATS, CallArguments, CallStart, Text, Tool, format_of
 from lmstate.serve.tools.events import Reasoning
 from lmstate.serve.tools.reader import Parser
+from lmstate.text.tokenizer import Tokenizer
 from tests.serve.byte_tokenizer import byte_tokenizer
 
 TOOLS = [
@@ -233,6 +234,92 @@ def test_text_may_come_before_calls_that_are_not_required(name: str, special: bo
         assert allowed is None or allowed[token]
         grammar.accept(token)
     assert grammar.complete
+
+
+def grammar_tokenizer(name: str, special: bool, folder: Path) -> Tokenizer:
+    markers = BY_NAME[name].markers
+    return byte_tokenizer(folder, [m for m in markers if m.startswith(("<", "["))] if special else [])
+
+
+def sensible(name: str, arguments: object) -> bool:
+    """Whether the arguments of a call fit the schema of its tool."""
+    if name == "now":
+        return isinstance(arguments, dict)
+    return (
+        name == "get_weather"
+        and isinstance(arguments, dict)
+        and set(arguments) <= {"city", "days"}
+        and isinstance(arguments.get("city"), str)
+        and isinstance(arguments.get("days", 0), int)
+    )
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("special", [False, True])
+def test_an_answer_with_strict_tools_is_text_or_calls_that_fit(
+    name: str, special: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """What a model says under the grammar of `auto`: what it likes, as far as that is allowed."""
+    format = BY_NAME[name]
+    tokenizer = grammar_tokenizer(name, special, tmp_path_factory.mktemp("tokenizer"))
+    grammars = Grammars(tokenizer, tokenizer.vocab_size)
+    lark = grammars.calls(format, TOOLS, required=False, parallel=True)
+    assert lark is not None
+    sample = SAMPLES[name].removesuffix("<|call|>")
+    if name == "harmony":
+        sample = sample.replace("<|call|>", "<|end|>")
+
+    def said(likes: str) -> tuple[str, bool]:
+        """(the text, whether it may end there) of a model that likes to say this, and skips what it may not."""
+        grammar, text = grammars.compile(lark, "tools"), ""
+        for token in tokenizer.encode(likes, add_special_tokens=False):
+            allowed = grammar.allowed()
+            if grammar.ended or (allowed is not None and not allowed[token]):
+                continue
+            grammar.accept(token)
+            text += likes_of(token)
+        return text, grammar.complete
+
+    def likes_of(token: int) -> str:
+        return raw.decode("latin-1") if not (raw := grammars.token_bytes(token)).startswith(b"<|im") else ""
+
+    def fits(text: str) -> None:
+        answer = parsed(name, [text.encode("latin-1").decode("utf-8", "replace")])
+        assert all(sensible(*call) for call in answer.calls), answer
+
+    text, complete = said(sample)
+    assert complete
+    assert text.encode("latin-1").decode() == sample
+    assert parsed(name, [sample]).calls == EXPECTED
+
+    @settings(max_examples=40, deadline=None, database=None)
+    @given(data=st.data())
+    def whatever(data: st.DataObject) -> None:
+        at = data.draw(st.integers(0, len(sample)))
+        damage = data.draw(st.sampled_from(["", "}", '"', "<", "\n", "{", "[", ",", "x", "null", " ", "now"]))
+        damaged = sample[:at] + damage + sample[at + data.draw(st.integers(0, 30)) :]
+        text, complete = said(damaged)
+        if complete:
+            fits(text)
+
+    whatever()
+
+
+def test_answers_beside_strict_tools_of_llama_may_be_any_text_and_other_json(tmp_path: Path) -> None:
+    tokenizer = grammar_tokenizer("llama", False, tmp_path)
+    grammars = Grammars(tokenizer, tokenizer.vocab_size)
+    lark = grammars.calls(BY_NAME["llama"], TOOLS, required=False, parallel=True)
+    assert lark is not None
+    good = ["Well.", "", '{"a": 1}', '{"name": "Ann"}', 'So: {"name": "now"}', '{"name": "now", "parameters": {}}']
+    bad = ['{"name": "now", "x": 1}', ' {"name" : "now"', '{"type": "function", "name": "now"}', '{"name": "now"} then']
+    for text in [*good, *bad]:
+        grammar, walked = grammars.compile(lark, "tools"), True
+        for token in tokenizer.encode(text, add_special_tokens=False):
+            allowed = grammar.allowed()
+            walked = walked and (allowed is None or bool(allowed[token]))
+            if walked:
+                grammar.accept(token)
+        assert (walked and grammar.complete) == (text in good), text
 
 
 def test_formats_are_told_by_their_templates() -> None:

@@ -21,7 +21,7 @@ ALPHABET = string.ascii_letters + string.digits
 
 def new_id(prefix: str, length: int = 24) -> str:
     """An identifier that cannot be guessed."""
-    return prefix + "".join(secrets.choice(ALPHABET) for _ in range(length))
+    return prefix + "".join(ALPHABET[byte % len(ALPHABET)] for byte in secrets.token_bytes(length))
 
 
 @dataclass
@@ -52,13 +52,18 @@ class MarkedText:
 
 @dataclass
 class Answer:
-    """One of the answers to a request."""
+    """One of the answers to a request.
+
+    `single`: it may have one call at most, and ends (`cut`) where the model begins another.
+    """
 
     index: int
     source: MarkedText
     parser: Parser
     stops: StopScanner
     call_id: Callable[[], str]
+    single: bool = False
+    cut: bool = False
     text: str = ""
     reasoning: str = ""
     calls: list[AnsweredCall] = field(default_factory=list)
@@ -69,6 +74,8 @@ class Answer:
 
     def push(self, piece: Piece) -> list[Event]:
         """The events of one more piece; after the last one, of all that was held back too."""
+        if self.cut:
+            return []
         events: list[Event] = []
         for token in piece.tokens:
             found = self.parser.push(self.stops.push(self.source.push(token)))
@@ -81,13 +88,16 @@ class Answer:
             rest = self.stops.push(self.source.flush())
             events += self.parser.push(rest + ("" if self.stops.start is not None else self.stops.flush()))
             events += self.parser.finish()
-        events = self._calls(events)
+        kept: list[Event] = []
         for event in events:
+            if isinstance(event, CallStart):
+                if self.single and self.calls:
+                    self.cut, self.finished = True, "stop"
+                    break
+                event = CallStart(event.name, self.call_id())
             self._keep(event)
-        return events
-
-    def _calls(self, events: list[Event]) -> list[Event]:
-        return [CallStart(event.name, self.call_id()) if isinstance(event, CallStart) else event for event in events]
+            kept.append(event)
+        return kept
 
     def _keep(self, event: Event) -> None:
         if isinstance(event, Text):
@@ -109,6 +119,7 @@ class AnswerMaker:
     markers: tuple[str, ...]
     stops: tuple[str, ...]
     call_prefix: str = "call_"
+    single: bool = False
 
     def answers(self, count: int) -> list[Answer]:
         return [
@@ -118,6 +129,7 @@ class AnswerMaker:
                 Parser(self.parse),
                 StopScanner(self.stops),
                 lambda: new_id(self.call_prefix),
+                self.single,
             )
             for index in range(count)
         ]
@@ -129,6 +141,7 @@ def usage_details(usage: Any) -> dict[str, Any]:
     return {
         "reused_tokens": usage.reused,
         "computed_tokens": usage.prompt - usage.reused,
+        "matched_tokens": reuse.matched,
         "tier": reuse.tier,
         "differs_at": reuse.differs_at,
         "differs": reuse.differs,

@@ -16,7 +16,6 @@ from lmstate.serve.errors import ApiError, as_api_error
 from lmstate.serve.fields import Fields
 from lmstate.serve.http import json_response, log, read_body
 from lmstate.serve.messages import Call, Chat, Message, without_volatile
-from lmstate.serve.openai_chat import remember
 from lmstate.serve.openai_fields import MOST_MESSAGES, MOST_TOOLS, TOOL_NAME
 from lmstate.serve.sampling import sampling_options, stops
 from lmstate.serve.service import ChatTask, Constraint, Service, ToolUse
@@ -73,7 +72,7 @@ SIGNATURE = "lmstate"
 
 @dataclass(frozen=True)
 class MessageAnswer:
-    """How an answer is worded."""
+    """An answer in the form of the Messages API."""
 
     task: ChatTask
     model: str
@@ -133,7 +132,7 @@ class MessageAnswer:
                 for one in found:
                     for out in blocks.take(one):
                         yield out
-            remember(service, self.task)
+            service.remember_answers(self.task)
             for out in blocks.stop():
                 yield out
             stop = self._stop(self.task.answers[0])
@@ -153,10 +152,14 @@ async def messages(service: Service, request: Request) -> ASGIApp:
         raise body.wrong("max_tokens", "a whole number of 1 or more")
     chat, use = read_chat(body)
     stream = body.flag("stream")
+    options = sampling_options(body, service.vocab_size, service.model.defaults)
+    thinking = body.inner("thinking")
+    if thinking is not None and service.renderer.reasoning is not None:  # clients send it to any model
+        options["max_thinking_tokens"] = thinking.integer("budget_tokens", 0, 2**31)
     task = await service.chat(
         request.receive,
         chat,
-        sampling_options(body, service.vocab_size, service.model.defaults),
+        options,
         use=use,
         max_new_tokens=longest,
         constraint=read_format(service, body),
@@ -175,7 +178,7 @@ async def messages(service: Service, request: Request) -> ASGIApp:
             closed=task.request.cancel,
         )
     await task.finished()
-    remember(service, task)
+    service.remember_answers(task)
     return json_response(answer.whole())
 
 
@@ -200,7 +203,10 @@ def read_chat(body: Fields) -> tuple[Chat, ToolUse]:
     kind = None if thinking is None else thinking.choice("type", ("enabled", "disabled", "adaptive"))
     wanted = None if kind in (None, "adaptive") else kind == "enabled"
     continued = found[-1].role == "assistant" and not found[-1].calls
-    return Chat(tuple(found), use.offered, wanted, continued=continued), use
+    config = body.inner("output_config")
+    effort = None if config is None else config.text("effort", most=40)
+    variables = {} if effort is None else {"reasoning_effort": effort}
+    return Chat(tuple(found), use.offered, wanted, variables, continued, body.flag("control_tokens")), use
 
 
 def _system(body: Fields) -> str:

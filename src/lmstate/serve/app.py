@@ -17,6 +17,8 @@ from starlette.types import ASGIApp
 
 from lmstate.serve import (
     anthropic,
+    compact_route,
+    conversations_route,
     embeddings,
     models_route,
     openai_chat,
@@ -26,6 +28,7 @@ from lmstate.serve import (
     sessions,
     tokens_route,
 )
+from lmstate.serve import stored_responses_route as stored
 from lmstate.serve.conversations import routes as conversations
 from lmstate.serve.conversations.keeper import Keeper
 from lmstate.serve.errors import ApiError
@@ -54,10 +57,29 @@ PATHS = (
     Path("POST", "/v1/completions", openai_completions.completions, summary="OpenAI completions"),
     Path("POST", "/v1/responses", responses.create_response, summary="OpenAI responses"),
     Path("POST", "/v1/responses/input_tokens", responses.count_input, summary="Tokens of a response's prompt"),
-    Path("GET", "/v1/responses/{id}", responses.get_response, summary="A stored response"),
-    Path("DELETE", "/v1/responses/{id}", responses.delete_response, summary="Forget a stored response"),
-    Path("GET", "/v1/responses/{id}/input_items", responses.list_input, summary="The input of a stored response"),
-    Path("POST", "/v1/responses/{id}/cancel", responses.cancel_response, summary="Cancel a background response"),
+    Path("POST", "/v1/responses/compact", compact_route.compact, summary="A summary in place of a conversation"),
+    Path("GET", "/v1/responses/{id}", stored.get_response, summary="A stored response"),
+    Path("DELETE", "/v1/responses/{id}", stored.delete_response, summary="Forget a stored response"),
+    Path(
+        "GET",
+        "/v1/responses/{id}/input_items",
+        stored.list_input,
+        summary="The input of a stored response",
+    ),
+    Path(
+        "POST",
+        "/v1/responses/{id}/cancel",
+        stored.cancel_response,
+        summary="Cancel a background response",
+    ),
+    Path("POST", "/v1/conversations", conversations_route.create_conversation, summary="A new conversation"),
+    Path("GET", "/v1/conversations/{id}", conversations_route.get_conversation, summary="A conversation"),
+    Path("POST", "/v1/conversations/{id}", conversations_route.change_conversation, summary="Change its metadata"),
+    Path("DELETE", "/v1/conversations/{id}", conversations_route.delete_conversation, summary="Forget a conversation"),
+    Path("GET", "/v1/conversations/{id}/items", conversations_route.list_items, summary="A conversation's items"),
+    Path("POST", "/v1/conversations/{id}/items", conversations_route.add_items, summary="Add items to it"),
+    Path("GET", "/v1/conversations/{id}/items/{item}", conversations_route.get_item, summary="One of its items"),
+    Path("DELETE", "/v1/conversations/{id}/items/{item}", conversations_route.delete_item, summary="Forget an item"),
     Path("POST", "/v1/messages", anthropic.messages, summary="Anthropic messages"),
     Path("POST", "/v1/messages/count_tokens", anthropic.count_tokens, summary="Tokens of a message's prompt"),
     Path("POST", "/v1/embeddings", embeddings.embeddings, summary="OpenAI embeddings"),
@@ -92,9 +114,9 @@ def create_app(engine: Engine, settings: Settings, *, close_engine: bool = True)
         service.drain()
         service.cancel_all()
         await keeper.close()
+        await service.close()
         if close_engine:
             await asyncio.to_thread(engine.close)
-        service.responses.close()
 
     service = Service(engine, settings)
     keeper = Keeper(service)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import sqlite3
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +49,7 @@ class ApiError(Exception):
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
     def body(self, path: str) -> dict[str, Any]:
-        """In the words of the protocol that `path` belongs to."""
+        """The JSON body of an error, by the protocol that `path` belongs to."""
         return self.anthropic() if is_anthropic(path) else self.openai()
 
 
@@ -69,4 +71,12 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(str(error), 400, code="context_length_exceeded")
     if isinstance(error, StateError | ModelError):
         return ApiError(str(error), 400)
+    if _disk_is_full(error):
+        return ApiError("the server's disk is full: nothing more can be stored there", 507, code="insufficient_storage")
     return ApiError("the server failed to answer; its log says why", 500, code="internal_error")
+
+
+def _disk_is_full(error: Exception) -> bool:
+    if isinstance(error, sqlite3.Error):
+        return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -104,7 +104,8 @@ class Grammars:
         return "start: " + " | ".join(map(quoted, words))
 
     def calls(self, format: ToolFormat, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str | None:
-        """The grammar of an answer with calls: at least one if `required`, else text and perhaps calls after it.
+        """The grammar of an answer with calls: at least one if `required`, else text and perhaps calls after it (or
+        instead of it, in formats whose answers are one or the other).
 
         None for the second where the format has no marker that tells the two apart.
         """
@@ -114,6 +115,9 @@ class Grammars:
         more = f"({rules.between} call)*" if parallel else ""
         if required:
             return "\n".join((f"start: {rules.begin} call {more} {rules.end}", *rules.lines))
+        if rules.text:
+            start = f"start: {format.head(self.literal)} TEXT | {rules.begin} call {more} {rules.end}"
+            return "\n".join((start, f"TEXT: {rules.text}", *rules.lines))
         trigger = self.literal(rules.trigger)
         if trigger.startswith("<["):
             calls = f"calls: {rules.begin} call {more} {rules.end}"

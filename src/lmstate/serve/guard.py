@@ -1,4 +1,4 @@
-"""Who may ask: API keys, the origins of pages, and the name that a local server was asked by."""
+"""Access control: API keys, CORS origins, and the Host header of requests to a local server."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Guard:
             raise ApiError("a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY", 401)
 
     def _known(self, given: bytes) -> bool:
-        """In a time that tells nothing of the keys: every one is compared whole."""
+        """Compare with every key, each in constant time."""
         found = False
         for key in self._keys:
             found |= hmac.compare_digest(key, given)

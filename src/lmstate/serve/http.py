@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
@@ -29,7 +29,7 @@ def endpoint(handler: Handler, path: str) -> Endpoint:
         service: Service = request.app.state.service
         try:
             answer = await handler(service, request)
-        except Disconnected:
+        except (Disconnected, ClientDisconnect):
             answer = Response(status_code=499)  # nobody reads it
         except Exception as error:
             answer = error_response(error, path)

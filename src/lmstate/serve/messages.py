@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lmstate.errors import ModelError
 from lmstate.serve.errors import ApiError
 from lmstate.serve.reasoning import reasoning_of
-from lmstate.serve.replay import Replay, chain
 from lmstate.serve.tools import HERMES, Tool, ToolFormat, format_of
+from lmstate.text.control_tokens import ControlTokens
+from lmstate.text.replay import Replay, chain
 from lmstate.text.tokenizer import Tokenizer
 
 # Claude Code begins its system prompt with a line that changes with every request: no prefix would ever be reused.
@@ -51,7 +52,7 @@ class Message:
 
     def canonical(self) -> list[Any]:
         """The message without what clients write in other ways when they send it back."""
-        calls = [[call.name, loads(call.arguments)] for call in self.calls]
+        calls = [[call.name, _whole_numbers(loads(call.arguments))] for call in self.calls]
         return [
             self.role,
             self.content.strip(),
@@ -70,11 +71,12 @@ class Chat:
     thinking: bool | None = None
     variables: dict[str, Any] = field(default_factory=dict)
     continued: bool = False
+    control_tokens: bool = False  # whether `<|im_end|>` in a message ends a turn, instead of being text
 
     def key(self) -> bytes:
-        """All that the prompt depends on besides the messages."""
+        """Digest of everything besides the messages that the prompt depends on."""
         tools = [tool.described() for tool in self.tools]
-        return json.dumps([tools, self.thinking, self.variables], sort_keys=True).encode()
+        return json.dumps([tools, self.thinking, self.variables, self.control_tokens], sort_keys=True).encode()
 
 
 @dataclass(frozen=True)
@@ -98,23 +100,35 @@ class Renderer:
         self._knows_tools = template is not None and "tools" in template
 
     def prompt(self, chat: Chat) -> Prompt:
-        """Raises `ApiError` for a conversation that the template refuses."""
-        text = self._text(chat, chat.messages)
+        """Render a conversation. Raises `ApiError` for one that the template refuses."""
         links = chain(chat.key(), [message.canonical() for message in chat.messages])
-        tokens = None if chat.continued else self._replayed(chat, text, links)
+        chat, control = self._hidden(chat)
+        text = self._text(chat, chat.messages)
+        tokens = None if chat.continued else self._replayed(chat, text, links, control)
         if tokens is None:
-            tokens = self._encode(text)
-        return Prompt(tokens, text, links[-1])
+            tokens = self._encode(text, control)
+        return Prompt(tokens, control.show(text), links[-1])
 
-    def _replayed(self, chat: Chat, text: str, links: list[bytes]) -> list[int] | None:
+    def _hidden(self, chat: Chat) -> tuple[Chat, ControlTokens]:
+        """The conversation with control tokens in its texts hidden from the template and the tokenizer."""
+        control = self._tokenizer.control_tokens()
+        if chat.control_tokens:
+            return chat, control
+        messages = tuple(_hidden(message, control) for message in chat.messages)
+        tools = tuple(Tool(**control.hide(vars(tool))) for tool in chat.tools)
+        return replace(chat, messages=messages, tools=tools), control
+
+    def _replayed(self, chat: Chat, text: str, links: list[bytes], control: ControlTokens) -> list[int] | None:
         """The prompt with the tokens that the model sampled, for the last answer in it that was given here."""
         for index in reversed(range(len(chat.messages) - 1)):
             if chat.messages[index].role == "assistant" and (known := self.replay.get(links[index])):
                 before = self._text(chat, chat.messages[: index + 1], generation=False)
-                return self.resume(list(known.tokens), known.end, before, text)
+                return self._resume(list(known.tokens), known.end, before, text, control)
         return None
 
-    def resume(self, tokens: list[int], end: int | None, before: str, text: str) -> list[int] | None:
+    def _resume(
+        self, tokens: list[int], end: int | None, before: str, text: str, control: ControlTokens
+    ) -> list[int] | None:
         """`tokens`, which the template writes as `before`, and what `text` has after that; None if it does not fit.
 
         `end` is the token that ended them, which the template may follow with more (a line break).
@@ -127,21 +141,23 @@ class Renderer:
         if at < 0:
             return None
         rest = text[at + len(mark) :] if end is not None else text[at:]
-        return [*tokens, *([] if end is None else [end]), *self._encode(rest)]
+        return [*tokens, *([] if end is None else [end]), *self._encode(rest, control)]
 
     def after(self, chat: Chat, answered: int, tokens: list[int], end: int | None) -> list[int] | None:
         """The prompt of `chat` whose first `answered` messages are exactly `tokens`."""
+        chat, control = self._hidden(chat)
         before = self._text(chat, chat.messages[:answered], generation=False)
-        return self.resume(tokens, end, before, self._text(chat, chat.messages))
+        return self._resume(tokens, end, before, self._text(chat, chat.messages), control)
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, control: ControlTokens) -> list[int]:
         try:
-            return self._tokenizer.encode(text, add_special_tokens=False)
+            return self._tokenizer.encode_rendered(text, control)
         except ValueError as error:
             raise ApiError(str(error), param="messages") from None
 
     def _text(self, chat: Chat, messages: Sequence[Message], generation: bool = True) -> str:
-        """Templates disagree on arguments as text or as an object, and some refuse a second system message."""
+        """Templates disagree on arguments as text or as an object, and some refuse a second system message, or two
+        messages of the user in a row."""
         last = messages[-1] if generation and chat.continued else None
         shown = messages[:-1] if last is not None else messages
         tools: list[Any] | None = [tool.described() for tool in chat.tools] or None
@@ -151,7 +167,8 @@ class Renderer:
         if chat.thinking is not None:
             variables |= {"enable_thinking": chat.thinking, "thinking": chat.thinking}
         refused: ModelError | None = None
-        for merged in (joined(shown, leading=True), joined(shown, leading=False)):
+        system = joined(shown, leading=True), joined(shown, leading=False)
+        for merged in (*system, *map(alternating, system)):
             for as_text in (False, True):
                 given = [self._template_message(message, as_text) for message in merged]
                 try:
@@ -200,6 +217,22 @@ class Renderer:
         return [Message("system", TOOL_PROMPT.format(tools=lines)), *told]
 
 
+def _hidden(message: Message, control: ControlTokens) -> Message:
+    """The message with control tokens in its texts hidden."""
+    texts = {key: control.hide(value) for key, value in vars(message).items() if key not in ("role", "calls")}
+    return replace(message, **texts, calls=tuple(_hidden_call(call, control) for call in message.calls))
+
+
+def _hidden_call(call: Call, control: ControlTokens) -> Call:
+    """The call with control tokens hidden, also those that its JSON writes with escapes."""
+    values = loads(call.arguments)
+    hidden = control.hide(values)
+    arguments = call.arguments if hidden == values else json.dumps(hidden, ensure_ascii=False)
+    if values == call.arguments:  # no JSON
+        arguments = hidden
+    return Call(control.hide(call.id), control.hide(call.name), arguments)
+
+
 def joined(messages: Sequence[Message], leading: bool) -> list[Message]:
     """System messages as one at the beginning: those that lead, or all of them."""
     count = 0
@@ -209,6 +242,26 @@ def joined(messages: Sequence[Message], leading: bool) -> list[Message]:
     system = [*messages[:count], *(m for m in messages[count:] if not leading and m.role == "system")]
     text = "\n\n".join(message.content for message in system)
     return [*([Message("system", text)] if system else []), *others]
+
+
+def alternating(messages: Sequence[Message]) -> list[Message]:
+    """Messages of the user that follow each other as one."""
+    turns: list[Message] = []
+    for message in messages:
+        if turns and message.role == turns[-1].role == "user":
+            turns[-1] = replace(message, content=f"{turns[-1].content}\n\n{message.content}")
+        else:
+            turns.append(message)
+    return turns
+
+
+def _whole_numbers(value: Any) -> Any:
+    """A JSON value with 1.0 as 1: languages that have one kind of number write it so."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {key: _whole_numbers(one) for key, one in value.items()}
+    return [_whole_numbers(one) for one in value] if isinstance(value, list) else value
 
 
 def without_volatile(text: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
@@ -17,8 +17,9 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120,
 STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2.5)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
-# What the engine counts by its own words -> the field's.
+# What the engine counts by its own words -> the field's; the second only grow.
 RENAMED = {"waiting": "num_requests_waiting", "decoding": "num_requests_running"}
+COUNTED = {"preempted": "num_preemptions"}
 
 
 class Metrics:
@@ -51,6 +52,7 @@ class Metrics:
         self._between = histogram("inter_token_latency_seconds", "Mean time between an answer's tokens.", STEP_SECONDS)
         self._whole = histogram("e2e_request_latency_seconds", "From submission to the end.", SECONDS)
         self._queue = histogram("request_queue_time_seconds", "Waiting for a row.", SECONDS)
+        self._inference = histogram("request_inference_time_seconds", "With a row: reading and generating.", SECONDS)
         self._prefill = histogram("request_prefill_time_seconds", "Reading the prompt.", SECONDS)
         self._decode = histogram("request_decode_time_seconds", "Generating.", SECONDS)
         self._prompts = histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
@@ -69,6 +71,7 @@ class Metrics:
         self._accepted.inc(usage.accepted)
         self._first.observe(usage.queued + usage.prefill)
         self._queue.observe(usage.queued)
+        self._inference.observe(usage.prefill + usage.decode)
         self._prefill.observe(usage.prefill)
         self._decode.observe(usage.decode)
         self._whole.observe(usage.queued + usage.prefill + usage.decode)
@@ -99,7 +102,23 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         for key, value in sorted(self._engine.stats().items()):
+            if (counted := COUNTED.get(key)) is not None:
+                counter = CounterMetricFamily(f"lmstate:{counted}", f"The engine's {key}.", labels=["model_name"])
+                counter.add_metric([self._model], float(value))
+                yield counter
+                continue
             name = RENAMED.get(key, "engine_" + re.sub(r"\W", "_", key))
             gauge = GaugeMetricFamily(f"lmstate:{name}", f"The engine's {key}.", labels=["model_name"])
             gauge.add_metric([self._model], float(value))
             yield gauge
+        report = self._engine.draft_report()
+        drafts = CounterMetricFamily("lmstate:spec_decode_num_drafts", "Drafts verified.", labels=["model_name"])
+        drafts.add_metric([self._model], report.drafts)
+        places = CounterMetricFamily(
+            "lmstate:spec_decode_num_accepted_tokens_per_pos",
+            "Drafted tokens accepted, by their place in a draft.",
+            labels=["model_name", "position"],
+        )
+        for position, count in enumerate(report.held):
+            places.add_metric([self._model, str(position)], count)
+        yield from (drafts, places)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import Request
@@ -18,6 +19,11 @@ def model_card(service: Service, name: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
+        "type": "model",  # this line and the next four are Anthropic's
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(service.created, UTC).isoformat(),
+        "lifecycle": "active",
+        "max_input_tokens": service.context,
         "created": service.created,
         "owned_by": "lmstate",
         "root": service.settings.model_name,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.types import ASGIApp
@@ -14,18 +14,21 @@ from lmstate.serve.answers import Answer, new_id
 from lmstate.serve.errors import as_api_error
 from lmstate.serve.fields import Fields
 from lmstate.serve.http import json_response, log, read_body
-from lmstate.serve.messages import Call, Chat, Message
+from lmstate.serve.messages import Chat
 from lmstate.serve.sampling import sampling_options, stops
 from lmstate.serve.service import ChatTask, Service, ToolUse
 from lmstate.serve.sse import DONE, EventStream, comment, data
 from lmstate.serve.tools import CallArguments, CallStart, Event, Reasoning, Text
+
+if TYPE_CHECKING:
+    from lmstate.engine import Piece
 
 MOST_ANSWERS, MOST_TOP = 128, 20
 
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """How an answer is to be worded."""
+    """An answer in the form of chat completions."""
 
     service: Service
     task: ChatTask
@@ -33,6 +36,7 @@ class ChatAnswer:
     model: str
     wants_logprobs: bool
     wants_usage: bool
+    wants_ids: bool = False  # of tokens
 
     def head(self, kind: str) -> dict[str, Any]:
         created = self.task.created
@@ -46,6 +50,7 @@ class ChatAnswer:
             "choices": choices,
             "usage": fields.usage_of(completion, self.task.answers),
             "timings": fields.timings_of(completion),
+            **({"prompt_token_ids": self.task.prompt.tokens} if self.wants_ids else {}),
         }
 
     def _choice(self, answer: Answer) -> dict[str, Any]:
@@ -63,23 +68,24 @@ class ChatAnswer:
         if self.wants_logprobs:
             logprobs = {"content": fields.token_logprobs(self.service, answer.logprobs), "refusal": None}
         reason = fields.finish_reason(answer, bool(answer.calls))
-        return {"index": answer.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+        choice = {"index": answer.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+        return {**choice, "token_ids": answer.tokens} if self.wants_ids else choice
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The stream. The first chunk of an answer has its role, the last its finish_reason; then the usage."""
         for answer in self.task.answers:
-            yield self._chunk(answer.index, {"role": "assistant", "content": ""})
-        untold: dict[int, list[Any]] = {}
+            yield self._chunk(answer.index, {"role": "assistant", "content": ""}, first=True)
+        untold: dict[int, list[Piece]] = {}  # pieces whose tokens no chunk told of yet
         try:
             async for answer, piece, events in self.task.events():
                 index = answer.index
-                untold.setdefault(index, []).extend(piece.logprobs or [])
+                untold.setdefault(index, []).append(piece)
                 for delta in deltas(events, len(answer.calls)):
-                    yield self._chunk(index, delta, logprobs=untold.pop(index, []))
+                    yield self._chunk(index, delta, told=untold.pop(index, ()))
                 if piece.finished is not None:
                     reason = fields.finish_reason(answer, bool(answer.calls))
-                    yield self._chunk(index, {}, reason, untold.pop(index, []))
-            remember(self.service, self.task)
+                    yield self._chunk(index, {}, reason, untold.pop(index, ()))
+            self.service.remember_answers(self.task)
             if self.wants_usage:
                 usage = fields.usage_of(self.task.completion, self.task.answers)
                 timings = fields.timings_of(self.task.completion)
@@ -90,13 +96,22 @@ class ChatAnswer:
             yield data(as_api_error(error).openai())
 
     def _chunk(
-        self, index: int, delta: dict[str, Any], reason: str | None = None, logprobs: list[Any] | None = None
+        self,
+        index: int,
+        delta: dict[str, Any],
+        reason: str | None = None,
+        told: Sequence[Piece] = (),
+        first: bool = False,
     ) -> bytes:
-        told = None
-        if self.wants_logprobs and logprobs:
-            told = {"content": fields.token_logprobs(self.service, logprobs), "refusal": None}
-        choice = {"index": index, "delta": delta, "logprobs": told, "finish_reason": reason}
+        """`told` are the pieces whose log probabilities and tokens the chunk tells of."""
+        choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+        if self.wants_logprobs and (logprobs := [one for piece in told for one in piece.logprobs or ()]):
+            choice["logprobs"] = {"content": fields.token_logprobs(self.service, logprobs), "refusal": None}
+        if self.wants_ids:
+            choice["token_ids"] = [token for piece in told for token in piece.tokens]
         chunk = {**self.head("chat.completion.chunk"), "choices": [choice]}
+        if first and self.wants_ids:
+            chunk["prompt_token_ids"] = self.task.prompt.tokens
         return data({**chunk, "usage": None} if self.wants_usage else chunk)
 
 
@@ -141,11 +156,12 @@ async def chat_completions(service: Service, request: Request) -> ASGIApp:
     )
     wants_usage = stream_options is not None and stream_options.flag("include_usage")
     name = model or service.settings.model_name
-    answer = ChatAnswer(service, task, new_id("chatcmpl-"), name, wants_logprobs, wants_usage)
+    wants_ids = body.flag("return_token_ids")
+    answer = ChatAnswer(service, task, new_id("chatcmpl-"), name, wants_logprobs, wants_usage, wants_ids)
     if stream:
         return event_stream(service, task, answer.chunks())
     await task.finished()
-    remember(service, task)
+    service.remember_answers(task)
     return json_response(answer.whole())
 
 
@@ -157,7 +173,7 @@ def read_chat(body: Fields) -> tuple[Chat, ToolUse]:
     continued = body.flag("continue_final_message")
     if continued and messages[-1].role != "assistant":
         raise body.wrong("continue_final_message", "false where the last message is not the assistant's")
-    return Chat(messages, use.offered, thinking, variables, continued), use
+    return Chat(messages, use.offered, thinking, variables, continued, body.flag("control_tokens")), use
 
 
 def event_stream(service: Service, task: ChatTask, events: AsyncIterator[bytes]) -> EventStream:
@@ -170,11 +186,3 @@ def event_stream(service: Service, task: ChatTask, events: AsyncIterator[bytes])
         {},
         closed=task.request.cancel,
     )
-
-
-def remember(service: Service, task: ChatTask) -> None:
-    """Keep what was sampled, for when the client sends it back."""
-    for answer in task.answers:
-        calls = tuple(Call(call.id, call.name, call.arguments) for call in answer.calls)
-        message = Message("assistant", answer.text, answer.reasoning, calls)
-        service.remember(task, answer, message.canonical())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from time import time
 from typing import TYPE_CHECKING, Any
@@ -48,6 +48,7 @@ class Texts:
     echo: bool
     logprobs: int | None
     keep: int  # best_of keeps n of more
+    wants_ids: bool = False  # of tokens
     id: str = field(default_factory=lambda: new_id("cmpl-"))
     created: int = field(default_factory=lambda: int(time()))
 
@@ -82,7 +83,9 @@ class Texts:
         if self.echo:
             text = self.service.tokenizer.decode(prompt) + text
         reason = "stop" if completion.finished[index] in ("eos", "stop") else "length"
-        return {"index": number * self.keep + place, "text": text, "logprobs": told, "finish_reason": reason}
+        choice = {"index": number * self.keep + place, "text": text, "logprobs": told, "finish_reason": reason}
+        ids = {"prompt_token_ids": prompt, "token_ids": completion.tokens[index]}
+        return {**choice, **ids} if self.wants_ids else choice
 
     def legacy(self, tokens: list[int], entries: list[TokenLogprob | None], offset: int = 0) -> dict[str, Any]:
         """The log probabilities of completions: parallel lists, the first of a prompt null."""
@@ -147,8 +150,8 @@ class Texts:
                 reason = None
                 if piece.finished is not None:
                     reason = "stop" if piece.finished in ("eos", "stop") else "length"
-                if piece.text or told or reason:
-                    yield self._chunk(index, piece.text, told, reason)
+                if piece.text or told or reason or self.wants_ids:
+                    yield self._chunk(index, piece.text, told, reason, piece.tokens)
             if wants_usage:
                 completions = [await request.wait() for request in self.requests]
                 yield data({**self.head(), "choices": [], "usage": usage_of(completions)})
@@ -161,8 +164,12 @@ class Texts:
                 task.cancel()
             self.cancel()
 
-    def _chunk(self, index: int, text: str, told: dict[str, Any] | None, reason: str | None) -> bytes:
+    def _chunk(
+        self, index: int, text: str, told: dict[str, Any] | None, reason: str | None, tokens: Sequence[int] = ()
+    ) -> bytes:
         choice = {"index": index, "text": text, "logprobs": told, "finish_reason": reason}
+        if self.wants_ids:
+            choice["token_ids"] = list(tokens)
         return data({**self.head(), "choices": [choice]})
 
     def cancel(self) -> None:
@@ -195,7 +202,17 @@ async def completions(service: Service, request: Request) -> ASGIApp:
     constraint = fields.read_constraint(body, service.grammars)
     longest = body.integer("max_tokens", 0, 2**31, 16)
     requests: list[EngineRequest] = []
-    texts = Texts(service, model or service.settings.model_name, prompts, requests, n, echo, logprobs, n)
+    texts = Texts(
+        service,
+        model or service.settings.model_name,
+        prompts,
+        requests,
+        n,
+        echo,
+        logprobs,
+        n,
+        body.flag("return_token_ids"),
+    )
     try:
         for prompt in prompts:
             grammar = None
@@ -265,11 +282,12 @@ def usage_of(completions: list[Completion]) -> dict[str, Any]:
     """The usage of several requests as one."""
     prompt = sum(completion.usage.prompt for completion in completions)
     generated = sum(completion.usage.generated for completion in completions)
+    reused = sum(completion.usage.reused for completion in completions)
     usage: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": sum(completion.usage.reused for completion in completions)},
+        "prompt_tokens_details": {"cached_tokens": reused, "cache_write_tokens": prompt - reused},
     }
     if len(completions) == 1:
         usage["lmstate"] = fields.usage_of(completions[0], [])["lmstate"]

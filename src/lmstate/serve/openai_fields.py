@@ -7,6 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from lmstate.serve.answers import Answer, usage_details
+from lmstate.serve.custom_tools import custom_tool
 from lmstate.serve.errors import ApiError
 from lmstate.serve.fields import Fields
 from lmstate.serve.grammar import Grammars
@@ -67,22 +68,30 @@ def _call(given: Fields) -> Call:
     function = given.inner("function")
     if function is None:
         raise given.wrong("function", "an object")
+    arguments = function.get("arguments")
+    if isinstance(arguments, dict):  # some clients keep the object
+        return Call(given.text("id") or "", function.need_text("name"), json.dumps(arguments, ensure_ascii=False))
     return Call(given.text("id") or "", function.need_text("name"), function.text("arguments") or "{}")
 
 
-def read_tools(body: Fields) -> tuple[Tool, ...]:
-    """The functions among the `tools`, in the form of chat (`function: {...}`) or of responses (flat).
+def read_tools(body: Fields, custom: bool = False) -> tuple[Tool, ...]:
+    """The functions among the `tools`, in the form of chat (`function: {...}`) or of responses (flat), and with
+    `custom` the custom tools.
 
     Kinds of tools that run elsewhere are left out, since clients send them to every server.
     """
     tools = []
     for given in body.items("tools", MOST_TOOLS):
-        if given.text("type", "function") != "function":
+        kind = given.text("type", "function")
+        if kind != "function" and not (custom and kind == "custom"):
             continue
         function = given.inner("function") or given
         name = function.need_text("name")
         if not TOOL_NAME.fullmatch(name):
             raise function.wrong("name", "up to 128 letters, digits and _ . : / -")
+        if kind == "custom":
+            tools.append(custom_tool(given, name))
+            continue
         parameters = function.inner("parameters")
         strict = function.flag("strict") or given.flag("strict")
         tools.append(
@@ -93,9 +102,9 @@ def read_tools(body: Fields) -> tuple[Tool, ...]:
     return tuple(tools)
 
 
-def read_tool_use(body: Fields) -> ToolUse:
+def read_tool_use(body: Fields, custom: bool = False) -> ToolUse:
     """`tools`, `tool_choice` and `parallel_tool_calls`."""
-    tools = read_tools(body)
+    tools = read_tools(body, custom)
     parallel = body.flag("parallel_tool_calls", True)
     choice = body.get("tool_choice")
     if choice is None or isinstance(choice, str):
@@ -109,7 +118,7 @@ def read_tool_use(body: Fields) -> ToolUse:
     if kind == "allowed_tools":
         return _allowed_tools(given.inner("allowed_tools") or given, tools, parallel)
     name = (given.inner("function") or given).text("name")
-    if kind != "function" or name is None:
+    if kind not in ("function", "custom") or name is None:
         raise body.wrong("tool_choice", "auto, none, required, or an object that names a function")
     if name not in {tool.name for tool in tools}:
         raise ApiError(f"tool_choice names {name[:100]!r}, which is not among the tools", param="tool_choice")
@@ -208,7 +217,7 @@ def usage_of(completion: Any, answers: list[Answer]) -> dict[str, Any]:
         "prompt_tokens": usage.prompt,
         "completion_tokens": generated,
         "total_tokens": usage.prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": usage.reused},
+        "prompt_tokens_details": {"cached_tokens": usage.reused, "cache_write_tokens": usage.prompt - usage.reused},
         "completion_tokens_details": {
             "reasoning_tokens": sum(answer.reasoning_tokens for answer in answers),
             "accepted_prediction_tokens": usage.accepted,

@@ -29,11 +29,24 @@ SAMPLING = {
     "stream_options": {"type": "object", "properties": {"include_usage": FLAG}},
     "n": {"type": "integer", "minimum": 1, "maximum": 128},
     "model": TEXT,
+    "ignore_eos": FLAG,
+    "min_tokens": WHOLE,
+    "stop_token_ids": IDS,
+    "return_token_ids": FLAG,
+    "grammar": TEXT,
+    "guided_regex": TEXT,
+    "guided_json": OBJECT,
+    "guided_choice": TEXTS,
+    "structured_outputs": {
+        "type": "object",
+        "properties": {"json": OBJECT, "regex": TEXT, "choice": TEXTS, "grammar": TEXT},
+    },
 }
+ROLE = {"enum": ["system", "developer", "user", "assistant", "tool"]}
 MESSAGE = {
     "type": "object",
     "properties": {
-        "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+        "role": ROLE,
         "content": {"anyOf": [TEXT, OBJECTS, {"type": "null"}]},
         "tool_calls": OBJECTS,
         "tool_call_id": TEXT,
@@ -47,6 +60,7 @@ TOOLS = {
     "parallel_tool_calls": FLAG,
     "reasoning_effort": TEXT,
     "chat_template_kwargs": OBJECT,
+    "control_tokens": FLAG,
 }
 CHAT = {"messages": {"type": "array", "items": MESSAGE, "minItems": 1}, **TOOLS}
 PROMPT = {"anyOf": [TEXT, TEXTS, IDS, {"type": "array", "items": IDS}]}
@@ -56,16 +70,49 @@ def body(properties: dict[str, Any], *required: str) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(required)}
 
 
+METADATA = {"type": "object", "additionalProperties": {"type": "string", "maxLength": 512}, "maxProperties": 16}
+PART = {
+    "type": "object",
+    "properties": {"type": {"enum": ["input_text", "output_text", "summary_text", "reasoning_text"]}, "text": TEXT},
+    "required": ["type", "text"],
+}
+PARTS = {"anyOf": [TEXT, {"type": "array", "items": PART}]}
+
+
+def item(kind: str, required: Sequence[str], **properties: Any) -> dict[str, Any]:
+    fixed = {"type": {"const": kind}, "id": {"type": "string", "maxLength": 200}}
+    return {"type": "object", "properties": {**fixed, **properties}, "required": ["type", *required]}
+
+
+ITEMS = {
+    "type": "array",
+    "items": {
+        "anyOf": [
+            item("message", ("role", "content"), role=ROLE, content=PARTS),
+            item("reasoning", ("summary",), summary={"type": "array", "items": PART}),
+            item("function_call", ("call_id", "name", "arguments"), call_id=TEXT, name=TEXT, arguments=TEXT),
+            item("function_call_output", ("call_id", "output"), call_id=TEXT, output=PARTS),
+            item("custom_tool_call", ("call_id", "name", "input"), call_id=TEXT, name=TEXT, input=TEXT),
+            item("custom_tool_call_output", ("call_id", "output"), call_id=TEXT, output=PARTS),
+            item("compaction", ("encrypted_content",), encrypted_content=TEXT),
+            item("item_reference", ("id",)),
+        ]
+    },
+}
 RESPONSE = {
-    "input": {"anyOf": [TEXT, OBJECTS]},
+    "input": {"anyOf": [TEXT, ITEMS]},
     "instructions": TEXT,
     "previous_response_id": TEXT,
     "max_output_tokens": {"type": "integer", "minimum": 1},
     "text": OBJECT,
     "reasoning": OBJECT,
     "store": FLAG,
-    "metadata": OBJECT,
+    "metadata": METADATA,
     "include": TEXTS,
+    "background": FLAG,
+    "conversation": {"anyOf": [TEXT, body({"id": TEXT}, "id")]},
+    "truncation": {"enum": ["auto", "disabled"]},
+    "control_tokens": FLAG,
     **{key: TOOLS[key] for key in ("tools", "tool_choice", "parallel_tool_calls")},
 }
 ANTHROPIC = {
@@ -74,6 +121,8 @@ ANTHROPIC = {
     "tools": OBJECTS,
     "tool_choice": OBJECT,
     "thinking": OBJECT,
+    "output_config": OBJECT,
+    "control_tokens": FLAG,
     "model": TEXT,
 }
 
@@ -103,8 +152,14 @@ BODIES: dict[str, dict[str, Any]] = {
         },
         "prompt",
     ),
-    "/v1/responses": body({**SAMPLING, **RESPONSE}, "input"),
-    "/v1/responses/input_tokens": body(RESPONSE, "input"),
+    "/v1/responses": body({**SAMPLING, **RESPONSE}),
+    "/v1/responses/input_tokens": body(RESPONSE),
+    "/v1/responses/compact": body(
+        {key: RESPONSE[key] for key in ("input", "instructions", "previous_response_id")} | {"model": TEXT}
+    ),
+    "/v1/conversations": body({"items": ITEMS, "metadata": METADATA}),
+    "/v1/conversations/{id}": body({"metadata": METADATA}, "metadata"),
+    "/v1/conversations/{id}/items": body({"items": ITEMS}, "items"),
     "/v1/messages": body(
         {
             **ANTHROPIC,
@@ -142,6 +197,17 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/sessions/{name}/fork": body({"name": TEXT}, "name"),
 }
 
+PAGE = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": 100},
+    "order": {"enum": ["asc", "desc"]},
+    "after": TEXT,
+}
+QUERIES: dict[str, dict[str, Any]] = {  # of GET
+    "/v1/responses/{id}": {"stream": FLAG, "starting_after": WHOLE},
+    "/v1/responses/{id}/input_items": PAGE,
+    "/v1/conversations/{id}/items": PAGE,
+}
+
 
 def document(paths: Sequence[Path]) -> dict[str, Any]:
     """OpenAPI 3.1 of these routes."""
@@ -164,7 +230,10 @@ def document(paths: Sequence[Path]) -> dict[str, Any]:
                 {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
                 for name in parameters
             ]
-        if (schema := BODIES.get(one.path)) is not None:
+        if one.method == "GET" and (query := QUERIES.get(one.path)):
+            asked = [{"name": name, "in": "query", "schema": schema} for name, schema in query.items()]
+            operation.setdefault("parameters", []).extend(asked)
+        if one.method == "POST" and (schema := BODIES.get(one.path)) is not None:
             operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
         described.setdefault(path, {})[one.method.lower()] = operation
     keys = {

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from lmstate.serve.tools.events import Reasoning
 from lmstate.serve.tools.reader import Parse, Reader
+from lmstate.text import thinking
 
 
-@dataclass(frozen=True)
-class ReasoningMarkers:
-    start: str
-    end: str
-
-    def opened_by(self, prompt: str) -> bool:
-        """Whether the prompt already begins the reasoning, as some templates do."""
-        return prompt.rstrip().endswith(self.start)
-
-    def closed_by(self, prompt: str) -> bool:
-        """Whether the prompt holds the reasoning, empty, since none is wanted."""
-        return prompt.rstrip().endswith(self.end)
+class ReasoningMarkers(thinking.ThinkingMarkers):
+    """Texts around the reasoning of an answer."""
 
     def parse(self, answer: Callable[[Reader], Parse[None]], opened: bool) -> Callable[[Reader], Parse[None]]:
         """A parser of reasoning, then of the answer."""
@@ -42,13 +32,10 @@ class ReasoningMarkers:
         return parse
 
 
-KNOWN = (
-    ReasoningMarkers("<think>", "</think>"),
-    ReasoningMarkers("[THINK]", "[/THINK]"),
-    ReasoningMarkers("<seed:think>", "</seed:think>"),
-)
+KNOWN = tuple(ReasoningMarkers(markers.start, markers.end) for markers in thinking.KNOWN)
 
 
 def reasoning_of(template: str | None) -> ReasoningMarkers | None:
     """The markers that a chat template writes; None if the model does not think aloud."""
-    return next((known for known in KNOWN if template and known.end in template), None)
+    markers = thinking.thinking_markers(template)
+    return None if markers is None else KNOWN[thinking.KNOWN.index(markers)]

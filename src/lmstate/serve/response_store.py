@@ -7,7 +7,6 @@ use go when they take more bytes than allowed.
 from __future__ import annotations
 
 import json
-import sqlite3
 from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ from threading import Lock
 from time import time
 from typing import Any
 
+from lmstate.serve.database import open_database
 from lmstate.serve.messages import Call, Message
 
 SCHEMA = """
@@ -24,6 +24,8 @@ CREATE TABLE IF NOT EXISTS responses (
     end INTEGER, key BLOB
 );
 CREATE INDEX IF NOT EXISTS responses_used ON responses (used);
+CREATE TABLE IF NOT EXISTS items (id TEXT, response TEXT, item TEXT, PRIMARY KEY (response, id));
+CREATE INDEX IF NOT EXISTS items_id ON items (id);
 """
 
 
@@ -40,35 +42,35 @@ class Stored:
     end: int | None
     key: bytes  # of instructions, tools and what else the prompt depends on
 
+    @property
+    def ended(self) -> bool:
+        """Whether it was answered: one in the background may be asked for before, and a kill ends it."""
+        return self.body["status"] not in ("queued", "in_progress")
+
 
 class ResponseStore:
-    """At most `most` bytes of responses, in `folder` or in memory. Thread-safe."""
+    """Stored responses, at most `most` bytes of them, in `folder` or in memory. Thread-safe."""
 
     def __init__(self, folder: Path | None, most: int) -> None:
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-        where = ":memory:" if folder is None else str(folder / "responses.sqlite")
         self._most = most
         self._lock = Lock()
-        self._connection = sqlite3.connect(where, check_same_thread=False)
-        with self._lock, self._connection as connection:
-            if folder is not None:
-                connection.execute("PRAGMA journal_mode=WAL")
-            connection.executescript(SCHEMA)
+        self._connection = open_database(folder, "responses.sqlite", SCHEMA)
 
     def put(self, stored: Stored) -> None:
         body, items = json.dumps(stored.body), json.dumps(stored.input)
         messages = json.dumps([asdict(message) for message in stored.messages])
         tokens = array("I", stored.tokens).tobytes()
-        size = len(body) + len(items) + len(messages) + len(tokens)
+        size = 2 * (len(body) + len(items)) + len(messages) + len(tokens)  # items are there once more, by their ids
         row = (stored.id, time(), size, stored.model, body, items, messages, tokens, stored.end, stored.key)
         with self._lock, self._connection as connection:
             connection.execute("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+            listed = [(item["id"], stored.id, json.dumps(item)) for item in (*stored.input, *stored.body["output"])]
+            connection.executemany("INSERT OR REPLACE INTO items VALUES (?, ?, ?)", listed)
             (held,) = connection.execute("SELECT total(bytes) FROM responses").fetchone()
             for id, count in connection.execute("SELECT id, bytes FROM responses ORDER BY used").fetchall():
                 if held <= self._most:
                     break
-                connection.execute("DELETE FROM responses WHERE id = ?", (id,))
+                self._delete(id)
                 held -= count
 
     def get(self, id: str) -> Stored | None:
@@ -86,9 +88,19 @@ class ResponseStore:
             id, model, json.loads(body), json.loads(items), tuple(map(_message, json.loads(messages))), ids, end, key
         )
 
+    def find_item(self, id: str) -> dict[str, Any] | None:
+        """An item of the input or output of any response."""
+        with self._lock:
+            row = self._connection.execute("SELECT item FROM items WHERE id = ?", (id,)).fetchone()
+        return None if row is None else json.loads(row[0])
+
     def delete(self, id: str) -> bool:
-        with self._lock, self._connection as connection:
-            return connection.execute("DELETE FROM responses WHERE id = ?", (id,)).rowcount > 0
+        with self._lock, self._connection:
+            return self._delete(id)
+
+    def _delete(self, id: str) -> bool:
+        self._connection.execute("DELETE FROM items WHERE response = ?", (id,))
+        return self._connection.execute("DELETE FROM responses WHERE id = ?", (id,)).rowcount > 0
 
     def close(self) -> None:
         with self._lock:

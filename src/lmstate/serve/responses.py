@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
+from bisect import bisect_left
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -13,16 +15,20 @@ from starlette.types import ASGIApp
 from lmstate.serve import openai_fields as fields
 from lmstate.serve import response_items as items
 from lmstate.serve.answers import new_id, usage_details
+from lmstate.serve.background import BackgroundResponse
+from lmstate.serve.conversation_store import StoredConversation
+from lmstate.serve.conversations_route import conversation_named, metadata_of
 from lmstate.serve.errors import ApiError, as_api_error
 from lmstate.serve.fields import Fields
 from lmstate.serve.http import json_response, log, read_body
 from lmstate.serve.messages import Chat, Message
 from lmstate.serve.openai_chat import MOST_TOP, event_stream
+from lmstate.serve.response_output import Output
 from lmstate.serve.response_store import Stored
 from lmstate.serve.sampling import sampling_options, stops
 from lmstate.serve.service import ChatTask, Constraint, Service, ToolUse
-from lmstate.serve.sse import event
-from lmstate.serve.tools import CallArguments, CallStart, Event, Reasoning, Text
+from lmstate.serve.stored_responses_route import followed
+from lmstate.text.replay import Sampled
 
 
 @dataclass(frozen=True)
@@ -33,104 +39,27 @@ class Asked:
     chat: Chat
     use: ToolUse
     constraint: Constraint | None
-    input: list[Any]
+    input: list[dict[str, Any]]
     previous: Stored | None
     answered: int  # messages of `chat` that `previous` answered
+    conversation: StoredConversation | None = None
+
+    @property
+    def background(self) -> bool:
+        return self.body.flag("background")
+
+    @property
+    def store(self) -> bool:
+        return self.body.flag("store", True)
 
     @property
     def key(self) -> bytes:
         return (self.body.text("instructions") or "").encode() + b"\0" + self.chat.key()
 
 
-@dataclass
-class Output:
-    """The output items of a response as they grow, and the events of each step."""
-
-    items: list[dict[str, Any]] = field(default_factory=list)
-    sequence: int = 0
-    open: str = ""
-    text: str = ""
-
-    def event(self, kind: str, **values: Any) -> bytes:
-        number, self.sequence = self.sequence, self.sequence + 1
-        return event(kind, {"type": kind, "sequence_number": number, **values})
-
-    @property
-    def _where(self) -> dict[str, Any]:
-        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
-
-    @property
-    def _part(self) -> dict[str, Any]:
-        return {**self._where, "content_index": 0}
-
-    def take(self, found: Event, logprobs: list[Any]) -> list[bytes]:
-        """The protocol's events for one of ours."""
-        if isinstance(found, Text) and found.text:
-            events = [] if self.open == "message" else self._begin_message()
-            self.text += found.text
-            return [
-                *events,
-                self.event("response.output_text.delta", **self._part, delta=found.text, logprobs=logprobs),
-            ]
-        if isinstance(found, Reasoning) and found.text:
-            events = [] if self.open == "reasoning" else self._begin_reasoning()
-            self.text += found.text
-            return [*events, self.event("response.reasoning_text.delta", **self._part, delta=found.text)]
-        if isinstance(found, CallStart):
-            item = items.call_item(new_id("fc_"), found.id or new_id("call_"), found.name, "", "in_progress")
-            return self._begin("call", item)
-        if isinstance(found, CallArguments) and found.text:
-            self.text += found.text
-            return [self.event("response.function_call_arguments.delta", **self._where, delta=found.text)]
-        return []
-
-    def _begin(self, kind: str, item: dict[str, Any]) -> list[bytes]:
-        events = self.close("completed", [])
-        self.open, self.text = kind, ""
-        self.items.append(item)
-        added = self.event("response.output_item.added", output_index=len(self.items) - 1, item=item)
-        return [*events, added]
-
-    def _begin_message(self) -> list[bytes]:
-        events = self._begin("message", items.message_item(new_id("msg_"), [], "in_progress"))
-        return [*events, self.event("response.content_part.added", **self._part, part=items.text_part(""))]
-
-    def _begin_reasoning(self) -> list[bytes]:
-        events = self._begin("reasoning", items.reasoning_item(new_id("rs_"), "", "in_progress"))
-        part = {"type": "reasoning_text", "text": ""}
-        return [*events, self.event("response.content_part.added", **self._part, part=part)]
-
-    def close(self, status: str, logprobs: list[Any]) -> list[bytes]:
-        """End the open item."""
-        kind, self.open = self.open, ""
-        if not kind:
-            return []
-        item = self.items[-1]
-        if kind == "message":
-            part = items.text_part(self.text, logprobs)
-            events = [
-                self.event("response.output_text.done", **self._part, text=self.text, logprobs=logprobs),
-                self.event("response.content_part.done", **self._part, part=part),
-            ]
-            item["content"] = [part]
-        elif kind == "reasoning":
-            part = {"type": "reasoning_text", "text": self.text}
-            events = [
-                self.event("response.reasoning_text.done", **self._part, text=self.text),
-                self.event("response.content_part.done", **self._part, part=part),
-            ]
-            item["content"] = [part]
-        else:
-            item["arguments"] = self.text
-            done = {"name": item["name"], "arguments": self.text}
-            events = [self.event("response.function_call_arguments.done", **self._where, **done)]
-        item["status"] = status
-        return [*events, self.event("response.output_item.done", output_index=len(self.items) - 1, item=item)]
-
-
 @dataclass(frozen=True)
 class ResponseAnswer:
-    """How a response is worded, and kept."""
+    """An answer in the form of the Responses API, and its record in the store."""
 
     service: Service
     task: ChatTask
@@ -150,7 +79,7 @@ class ResponseAnswer:
             "object": "response",
             "created_at": self.task.created,
             "status": status,
-            "background": False,
+            "background": self.asked.background,
             "error": None,
             "incomplete_details": reason,
             "instructions": body.text("instructions"),
@@ -160,29 +89,22 @@ class ResponseAnswer:
             "parallel_tool_calls": self.asked.use.parallel,
             "previous_response_id": body.text("previous_response_id"),
             "reasoning": options.get("reasoning") or {"effort": None, "summary": None},
-            "store": body.flag("store", True),
+            "store": self.asked.store,
+            "conversation": None if self.asked.conversation is None else {"id": self.asked.conversation.id},
             "temperature": options.get("temperature"),
             "text": options.get("text") or {"format": {"type": "text"}},
             "tool_choice": options.get("tool_choice") or "auto",
-            "tools": [tool for tool in options.get("tools") or [] if tool.get("type") == "function"],
+            "tools": [tool for tool in options.get("tools") or [] if tool.get("type") in ("function", "custom")],
             "top_p": options.get("top_p"),
-            "truncation": "disabled",
-            "usage": None if self.task.completion is None else self._usage(),
-            "metadata": options.get("metadata") or {},
+            "truncation": options.get("truncation") or "disabled",
+            "usage": None if self.task.completion is None else usage_of(self.task),
+            "metadata": metadata_of(body),
         }
 
-    def _usage(self) -> dict[str, Any]:
-        completion = self.task.completion
-        assert completion is not None
-        usage = completion.usage
-        return {
-            "input_tokens": usage.prompt,
-            "input_tokens_details": {"cached_tokens": usage.reused, "cache_write_tokens": usage.prompt - usage.reused},
-            "output_tokens": usage.generated,
-            "output_tokens_details": {"reasoning_tokens": self.task.answers[0].reasoning_tokens},
-            "total_tokens": usage.prompt + usage.generated,
-            "lmstate": usage_details(usage),
-        }
+    def shown(self) -> dict[str, Any]:
+        """The response as it stands while it is made."""
+        begun = self.task.request.computed > 0
+        return self.object("in_progress" if begun else "queued")
 
     async def events(self) -> AsyncIterator[bytes]:
         """All events up to the end; `output` holds the items then."""
@@ -198,40 +120,74 @@ class ResponseAnswer:
                     for out in output.take(one, told):
                         yield out
             answer = self.task.answers[0]
-            status = "completed" if answer.finished in ("eos", "stop") else "incomplete"
+            status = self.status()
             if not output.items:
-                for out in output._begin_message():
+                for out in output.begin_message():
                     yield out
             logprobs = fields.token_logprobs(self.service, answer.logprobs) if self.wants_logprobs else []
-            for out in output.close(status, logprobs):
+            for out in output.close("completed" if status == "completed" else "incomplete", logprobs):
                 yield out
             await self.keep(status)
-            yield output.event(f"response.{status}", response=self.object(status))
+            ending = "completed" if status == "completed" else "incomplete"  # the protocol has no event of a cancel
+            yield output.event(f"response.{ending}", response=self.object(status))
         except Exception as error:
             log.error("a stream failed", exc_info=error)
             failure = as_api_error(error)
-            error_object = {"code": "server_error", "message": failure.message}
-            yield output.event("response.failed", response={**self.object("failed"), "error": error_object})
+            failed = {**self.object("failed"), "error": {"code": "server_error", "message": failure.message}}
+            if self.asked.background:
+                await self.store(failed)
+            yield output.event("response.failed", response=failed)
+
+    def status(self) -> str:
+        """Of a response that ended."""
+        finished = self.task.answers[0].finished
+        if finished == "cancelled" and self.asked.background:
+            return "cancelled"
+        return "completed" if finished in ("eos", "stop") else "incomplete"
 
     async def keep(self, status: str) -> None:
         """Remember what was sampled, and store the response unless the client said not to."""
         message = items.answer_message(self.task.answers[0])
-        sampled = self.service.remember(self.task, self.task.answers[0], message.canonical())
-        if not self.asked.body.flag("store", True):
-            return
-        instructed = self.asked.body.has("instructions")
-        conversation = (*self.asked.chat.messages[1 if instructed else 0 :], message)
-        stored = Stored(
-            self.id,
-            self.service.model.fingerprint,
-            self.object(status),
-            self.asked.input,
-            conversation,
-            sampled.tokens,
-            sampled.end,
-            self.asked.key,
-        )
+        sampled = self.service.remember(self.task, self.task.answers[0], message)
+        response = self.object(status)
+        if self.asked.store:
+            instructed = self.asked.body.has("instructions")
+            try:
+                await self.store(response, (*self.asked.chat.messages[1 if instructed else 0 :], message), sampled)
+            except sqlite3.Error as error:  # a full disk, say: what was computed is answered all the same
+                log.error("the response %s could not be stored: %s", self.id, error)
+        if (conversation := self.asked.conversation) is not None:
+            added = [*self.asked.input, *response["output"]]
+            await asyncio.to_thread(
+                self.service.conversations.append,
+                conversation.id,
+                added,
+                response=self.id if self.asked.store else None,
+                after=len(conversation.items),
+            )
+
+    async def store(
+        self, response: dict[str, Any], messages: tuple[Message, ...] = (), sampled: Sampled | None = None
+    ) -> None:
+        """Store the response. Nothing goes on from one without messages."""
+        tokens, end = ((), None) if sampled is None else (sampled.tokens, sampled.end)
+        fingerprint = self.service.model.fingerprint
+        stored = Stored(self.id, fingerprint, response, self.asked.input, messages, tokens, end, self.asked.key)
         await asyncio.to_thread(self.service.responses.put, stored)
+
+
+def usage_of(task: ChatTask) -> dict[str, Any]:
+    """The usage of a task that ended."""
+    assert task.completion is not None
+    usage = task.completion.usage
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.reused, "cache_write_tokens": usage.prompt - usage.reused},
+        "output_tokens": usage.generated,
+        "output_tokens_details": {"reasoning_tokens": task.answers[0].reasoning_tokens},
+        "total_tokens": usage.prompt + usage.generated,
+        "lmstate": usage_details(usage),
+    }
 
 
 async def create_response(service: Service, request: Request) -> ASGIApp:
@@ -253,7 +209,16 @@ async def create_response(service: Service, request: Request) -> ASGIApp:
         logprobs=top if wants_logprobs else None,
         tokens=await asyncio.to_thread(exact_tokens, service, asked),
     )
-    answer = ResponseAnswer(service, task, asked, wants_logprobs)
+    answer = ResponseAnswer(service, task, asked, wants_logprobs, output=Output(asked.use.custom))
+    if asked.background:
+        try:
+            await answer.store(answer.object("queued"))  # so that one which a kill ends is known to have been
+        except BaseException:
+            task.request.cancel()
+            raise
+        live = BackgroundResponse(answer.id, answer.shown, task.request.cancel)
+        service.background.start(live, answer.events())
+        return followed(service, live, task.progress) if stream else json_response(answer.shown())
     if stream:
         return event_stream(service, task, answer.events())
     await task.finished()
@@ -263,7 +228,7 @@ async def create_response(service: Service, request: Request) -> ASGIApp:
 async def whole(answer: ResponseAnswer) -> dict[str, Any]:
     """The response of a task that ended."""
     made, output = answer.task.answers[0], answer.output
-    status = "completed" if made.finished in ("eos", "stop") else "incomplete"
+    status = answer.status()
     if made.reasoning:
         output.items.append(items.reasoning_item(new_id("rs_"), made.reasoning, "completed"))
     if made.text or not made.calls:
@@ -271,29 +236,37 @@ async def whole(answer: ResponseAnswer) -> dict[str, Any]:
         part = items.text_part(made.text, logprobs)
         output.items.append(items.message_item(new_id("msg_"), [part], status))
     for call in made.calls:
-        output.items.append(items.call_item(new_id("fc_"), call.id, call.name, call.arguments, "completed"))
+        custom = call.name in output.custom
+        output.items.append(items.call_item(call.id, call.name, call.arguments, "completed", custom))
     await answer.keep(status)
     return answer.object(status)
 
 
 async def read(service: Service, body: Fields) -> Asked:
-    for name in ("background",):
-        if body.flag(name):
-            raise ApiError(f"{name} is not served here: ask without it", param=name)
-    if body.has("conversation"):
-        raise ApiError("conversation is not served here: use previous_response_id", param="conversation")
+    if body.flag("background") and not body.flag("store", True):
+        raise ApiError("a response in the background is asked for by its id: it needs store", param="store")
+    if body.has("prompt"):
+        raise ApiError("no prompt templates are stored here: give instructions and input", param="prompt")
+    metadata_of(body)
+    truncation = body.choice("truncation", ("auto", "disabled"), "disabled")
+    conversation = await asyncio.to_thread(conversation_of, service, body)
     previous = None
     if (id := body.text("previous_response_id", most=200)) is not None:
         previous = await asyncio.to_thread(service.responses.get, id)
-        if previous is None:
+        if previous is None or not previous.messages:
+            running = service.background.running(id) is not None
+            message = "has not ended: wait for it" if running else "is not stored here (any more), or has no answer"
             raise ApiError(
-                f"the response {id!r} is not stored here (any more)",
-                404,
+                f"the response {id!r} {message}",
+                409 if running else 404,
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
-    new, listed = items.read_input(body)
-    use = fields.read_tool_use(body)
+    if conversation is not None and conversation.last is not None:
+        last = await asyncio.to_thread(service.responses.get, conversation.last)
+        previous = last if last is not None and last.messages else None
+    new, listed = await asyncio.to_thread(items.read_input, body, service.find_item)
+    use = fields.read_tool_use(body, custom=True)
     reasoning = body.inner("reasoning")
     effort = None if reasoning is None else reasoning.text("effort")
     thinking, variables = fields.thinking_of(body)
@@ -305,46 +278,61 @@ async def read(service: Service, body: Fields) -> Asked:
     instructions = body.text("instructions")
     system = [Message("system", instructions)] if instructions is not None else []
     before = [] if previous is None else list(previous.messages)
-    chat = Chat((*system, *before, *new), use.offered, thinking, variables)
-    return Asked(body, chat, use, constraint, listed, previous, len(system) + len(before))
+    if conversation is not None and previous is None:
+        before = items.read_items(Fields({"items": list(conversation.items)}), "items", service.find_item)[0]
+    if not (*before, *new):
+        raise body.wrong("input", "a string or an array of items")
+    control = body.flag("control_tokens")
+    chat = Chat((*system, *before, *new), use.offered, thinking, variables, control_tokens=control)
+    asked = Asked(body, chat, use, constraint, listed, previous, len(system) + len(before), conversation)
+    return await asyncio.to_thread(truncated, service, asked) if truncation == "auto" else asked
+
+
+def truncated(service: Service, asked: Asked) -> Asked:
+    """Without the oldest turns, as few as make room for the answer; the system's messages stay."""
+    if service.context is None:
+        return asked
+    messages, quarter = asked.chat.messages, service.context // 4
+    most = service.context - min(asked.body.integer("max_output_tokens", 1, 2**31) or quarter, quarter)
+    lead = next((at for at, message in enumerate(messages) if message.role != "system"), 0)
+
+    def from_turn(start: int) -> Chat:
+        return replace(asked.chat, messages=(*messages[:lead], *messages[start:]))
+
+    def fits(start: int) -> bool:
+        return len(service.renderer.prompt(from_turn(start)).tokens) <= most
+
+    starts = [at for at in range(lead, len(messages)) if at == lead or messages[at].role == "user"]
+    first = bisect_left(starts, True, key=fits)
+    if first == 0 or not starts:
+        return asked
+    return replace(asked, chat=from_turn(starts[min(first, len(starts) - 1)]), previous=None)
+
+
+def conversation_of(service: Service, body: Fields) -> StoredConversation | None:
+    """The `conversation` that a body names, by its id or in an object."""
+    if not body.has("conversation"):
+        return None
+    given = body.get("conversation")
+    id = given if isinstance(given, str) else (body.inner("conversation") or body).need_text("id", most=200)
+    if body.has("previous_response_id"):
+        raise ApiError(
+            "conversation and previous_response_id both say what came before: give one", param="conversation"
+        )
+    return conversation_named(service, id)
 
 
 def exact_tokens(service: Service, asked: Asked) -> list[int] | None:
     """The prompt as the tokens of the previous response and what is new; None where its beginning changed."""
     previous = asked.previous
-    if previous is None or previous.key != asked.key or previous.model != service.model.fingerprint:
+    if (
+        previous is None
+        or not previous.tokens
+        or previous.key != asked.key
+        or previous.model != service.model.fingerprint
+    ):
         return None
     return service.renderer.after(asked.chat, asked.answered, list(previous.tokens), previous.end)
-
-
-async def _stored(service: Service, request: Request) -> Stored:
-    id = request.path_params["id"]
-    stored = await asyncio.to_thread(service.responses.get, id)
-    if stored is None:
-        raise ApiError(f"the response {id[:100]!r} is not stored here (any more)", 404)
-    return stored
-
-
-async def get_response(service: Service, request: Request) -> ASGIApp:
-    return json_response((await _stored(service, request)).body)
-
-
-async def delete_response(service: Service, request: Request) -> ASGIApp:
-    stored = await _stored(service, request)
-    await asyncio.to_thread(service.responses.delete, stored.id)
-    return json_response({"id": stored.id, "object": "response", "deleted": True})
-
-
-async def list_input(service: Service, request: Request) -> ASGIApp:
-    listed = (await _stored(service, request)).input
-    ids = [item.get("id") for item in listed] or [None]
-    paging = {"first_id": ids[0], "last_id": ids[-1], "has_more": False}
-    return json_response({"object": "list", "data": listed, **paging})
-
-
-async def cancel_response(service: Service, request: Request) -> ASGIApp:
-    await _stored(service, request)
-    raise ApiError("only background responses are cancelled, and none is: close the stream instead")
 
 
 async def count_input(service: Service, request: Request) -> ASGIApp:

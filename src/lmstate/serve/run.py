@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lmstate.serve.app import create_app
+from lmstate.serve.errors import ApiError
 from lmstate.serve.settings import Settings
 
 if TYPE_CHECKING:
@@ -19,6 +22,16 @@ if TYPE_CHECKING:
     from lmstate.serve.service import Service
 
 MOST_HEADER = 2**16
+# Connections accepted at a time. Those of a few rounds of the loop are open at once before the bound closes others, and
+# asyncio, once it has no more files, tries and logs as many times in a row.
+BACKLOG = 128
+OWN_FILES = 256 + 4 * BACKLOG  # what is open beside connections: weights, the store, the log; and those rounds
+_BUSY = ApiError("the server has as many connections as it takes", 503, code="too_many_connections").openai()
+_BODY = json.dumps(_BUSY).encode()
+FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 5\r\nconnection: close\r\n"
+    b"content-length: %d\r\n\r\n%b" % (len(_BODY), _BODY)
+)
 
 
 class Server(uvicorn.Server):
@@ -36,7 +49,7 @@ class Server(uvicorn.Server):
 
     @property
     def port(self) -> int:
-        """Where it listens: what was asked for, or what was free."""
+        """Port that the server listens on; the one that was free, if 0 was asked for."""
         return int(self.servers[0].sockets[0].getsockname()[1])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -58,36 +71,77 @@ class Server(uvicorn.Server):
         self.service.cancel_all()
 
 
-def protocol(header_timeout: float) -> type[H11Protocol]:
-    """uvicorn's HTTP protocol, which else waits for ever for the head of a request."""
+def protocol(header_timeout: float, most: int) -> type[H11Protocol]:
+    """uvicorn's HTTP protocol, which else waits for ever for the head of a request, and for any number of them.
+
+    Of more than `most` connections the one that has waited longest for a head is closed; where all are at work, the
+    new one gets 503.
+    """
+    idle: dict[H11Protocol, None] = {}  # connections that wait for a head, the longest first
 
     class TimedProtocol(H11Protocol):
         _waiting: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
             super().connection_made(transport)  # type: ignore[arg-type]
+            idle[self] = None
             self._waiting = self.loop.call_later(header_timeout, self._too_slow)
+            if len(self.connections) > most:
+                longest = next(iter(idle))
+                if longest is self:
+                    self.transport.write(FULL)
+                del idle[longest]
+                longest.transport.close()
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            idle = self.cycle is None or self.cycle.response_complete
-            if not idle and self._waiting is not None:
-                self._waiting.cancel()
-                self._waiting = None
-            elif idle and self._waiting is None and not self.transport.is_closing():
-                self._waiting = self.loop.call_later(header_timeout, self._too_slow)
+            if self._is_idle():
+                if self._waiting is None and not self.transport.is_closing():
+                    self._waiting = self.loop.call_later(header_timeout, self._too_slow)
+            else:
+                idle.pop(self, None)
+                self._cancel_timer()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self._is_idle() and not self.transport.is_closing():
+                idle[self] = None
 
         def connection_lost(self, exc: Exception | None) -> None:
+            idle.pop(self, None)
+            self._cancel_timer()
+            super().connection_lost(exc)
+
+        def _is_idle(self) -> bool:
+            return self.cycle is None or self.cycle.response_complete
+
+        def _cancel_timer(self) -> None:
             if self._waiting is not None:
                 self._waiting.cancel()
-            super().connection_lost(exc)
+                self._waiting = None
 
         def _too_slow(self) -> None:
             self._waiting = None
-            if self.cycle is None or self.cycle.response_complete:
+            if self._is_idle():
                 self.transport.close()
 
     return TimedProtocol
+
+
+def most_connections(wanted: int) -> int:
+    """Connections that the limit of open files allows, beside what the server needs for itself; at most `wanted`."""
+    try:
+        import resource
+    except ImportError:  # no such limit on Windows
+        return wanted
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + OWN_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        with suppress(ValueError, OSError):  # a process may raise its own limit up to the hard one
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return wanted if soft == resource.RLIM_INFINITY else max(min(wanted, soft - OWN_FILES), 16)
 
 
 def make_server(engine: Engine, settings: Settings, *, close_engine: bool = True) -> Server:
@@ -97,15 +151,16 @@ def make_server(engine: Engine, settings: Settings, *, close_engine: bool = True
         app,
         host=settings.host,
         port=settings.port,
-        http=protocol(settings.header_timeout),
+        http=protocol(settings.header_timeout, most_connections(settings.max_connections)),
         ws="none",
         lifespan="on",
         log_config=None,
         access_log=False,
         server_header=False,
+        backlog=BACKLOG,
         proxy_headers=False,
         h11_max_incomplete_event_size=MOST_HEADER,
-        timeout_keep_alive=30,
+        timeout_keep_alive=settings.keep_alive,
         timeout_graceful_shutdown=int(settings.drain) + 5,
     )
     return Server(config, app.state.service)

@@ -33,6 +33,7 @@ def sampling_options(body: Fields, vocab_size: int, defaults: dict[str, Any]) ->
         "ignore_eos": body.flag("ignore_eos"),
         "min_tokens": body.count("min_tokens", 0, 2**31, 0),
         "stop_token_ids": tuple(_ids(body, "stop_token_ids", vocab_size)),
+        "max_thinking_tokens": body.integer("thinking_token_budget", 0, 2**31),
         "priority": body.count("priority", -(2**31), 2**31, 0),
     }
     return options

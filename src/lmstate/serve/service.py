@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import time
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +14,17 @@ from starlette.types import Receive
 from lmstate.engine.results import EngineClosed, QueueFull
 from lmstate.errors import StateError
 from lmstate.serve.answers import Answer, AnswerMaker
+from lmstate.serve.background import BackgroundResponses
+from lmstate.serve.conversation_store import ConversationStore
 from lmstate.serve.errors import ApiError, as_api_error
 from lmstate.serve.grammar import Grammars, TokenGrammar
-from lmstate.serve.messages import Chat, Prompt, Renderer
+from lmstate.serve.messages import Call, Chat, Message, Prompt, Renderer
 from lmstate.serve.metrics import Metrics
-from lmstate.serve.replay import Replay, Sampled, link
 from lmstate.serve.response_store import ResponseStore
 from lmstate.serve.settings import Settings
 from lmstate.serve.sse import Disconnected, unless_gone
 from lmstate.serve.tools import Event, Tool
+from lmstate.text.replay import Replay, Sampled, link
 
 if TYPE_CHECKING:
     from lmstate.engine import Completion, Engine, Piece, Request
@@ -40,7 +42,7 @@ class Constraint:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """How tools may be used: `choice` is auto, none, required or the name of a tool."""
+    """Tools of a request and the tool choice: auto, none, required or the name of a tool."""
 
     tools: tuple[Tool, ...] = ()
     choice: str = "auto"
@@ -53,8 +55,13 @@ class ToolUse:
 
     @property
     def allowed(self) -> tuple[Tool, ...]:
-        """Those that a call may name."""
+        """Tools that a call may name."""
         return tuple(tool for tool in self.offered if not self.named or tool.name == self.choice)
+
+    @property
+    def custom(self) -> frozenset[str]:
+        """The names of tools whose input is a text."""
+        return frozenset(tool.name for tool in self.tools if tool.custom)
 
     @property
     def required(self) -> bool:
@@ -78,6 +85,8 @@ class ChatTask:
             async for piece in self.request:
                 answer = self.answers[piece.index]
                 yield answer, piece, answer.push(piece)
+                if answer.cut and all(answer.cut for answer in self.answers):
+                    self.request.cancel()
             self.completion = await self.request.wait()
         finally:
             self.request.cancel()
@@ -94,7 +103,7 @@ class ChatTask:
         return self.completion
 
     def progress(self) -> str:
-        """How far the prompt is, for a line that clients skip."""
+        """Progress of the prompt, as a comment line, which clients skip."""
         computed, total = self.request.progress
         return f"prompt {computed}/{total}" if computed < total else "ping"
 
@@ -112,6 +121,8 @@ class Service:
         self.renderer = Renderer(self.tokenizer, Replay())
         self.metrics = Metrics(engine, settings.model_name)
         self.responses = ResponseStore(settings.folder, settings.stored_responses)
+        self.conversations = ConversationStore(settings.folder, settings.stored_responses)
+        self.background = BackgroundResponses()
         self.created = int(time())
         self.running: set[Request] = set()
         self.draining = False
@@ -167,13 +178,14 @@ class Service:
         return self.context - length
 
     def _done(self, request: Request) -> None:
-        self.running.discard(request)
         try:
             self.metrics.observe(request.result(0))
         except Exception as error:
             self.metrics.failed()
             if not isinstance(error, StateError):
                 log.error("a request failed", exc_info=error)
+        finally:
+            self.running.discard(request)
 
     async def chat(
         self,
@@ -214,7 +226,7 @@ class Service:
     def maker(
         self, prompt: Prompt, use: ToolUse, stops: tuple[str, ...] = (), call_prefix: str = "call_"
     ) -> AnswerMaker:
-        """What makes text, reasoning and calls of the tokens that follow a prompt."""
+        """A parser that makes text, reasoning and tool calls of the tokens that follow a prompt."""
         format, reasoning = self.renderer.format, self.renderer.reasoning
         markers = format.markers
 
@@ -225,9 +237,10 @@ class Service:
             return format.parse(reader, use.offered) if use.offered or format.name == "harmony" else plain_text(reader)
 
         if reasoning is None:
-            return AnswerMaker(self.tokenizer, parse, markers, stops, call_prefix)
+            return AnswerMaker(self.tokenizer, parse, markers, stops, call_prefix, not use.parallel)
         whole = reasoning.parse(parse, reasoning.opened_by(prompt.text))
-        return AnswerMaker(self.tokenizer, whole, (*markers, reasoning.start, reasoning.end), stops, call_prefix)
+        markers = (*markers, reasoning.start, reasoning.end)
+        return AnswerMaker(self.tokenizer, whole, markers, stops, call_prefix, not use.parallel)
 
     def _grammar(self, prompt: Prompt, use: ToolUse, constraint: Constraint | None) -> TokenGrammar | None:
         """The grammar of the whole answer, reasoning included; None if anything goes."""
@@ -236,32 +249,46 @@ class Service:
         if use.required:
             lark = grammars.calls(format, use.allowed, required=True, parallel=use.parallel)
             param = "tools"
-        elif use.offered and lark is not None:
-            called = grammars.calls(format, use.allowed, required=True, parallel=use.parallel) or ""
-            lark = (
-                "start: answered | called\n"
-                + lark.replace("start:", "answered:", 1)
-                + "\n"
-                + called.replace("start:", "called:", 1)
-            )
+        elif lark is not None:
+            lark = f"start: {format.head(grammars.literal)} answered\n" + lark.replace("start:", "answered:", 1)
+            if use.offered:
+                called = grammars.calls(format, use.allowed, required=True, parallel=use.parallel) or ""
+                lark = lark.replace("\n", " | called\n", 1) + "\n" + called.replace("start:", "called:", 1)
         elif any(tool.strict for tool in use.offered):
             lark = grammars.calls(format, use.allowed, required=False, parallel=use.parallel)
         if lark is None:
             return None
-        lark = format.framed(lark, grammars.literal, final=not use.required)
+        lark = format.framed(lark, grammars.literal)
         reasoning = self.renderer.reasoning
         if reasoning is not None and not reasoning.closed_by(prompt.text):
             lark = grammars.with_reasoning(lark, reasoning.start, reasoning.end, reasoning.opened_by(prompt.text))
         return grammars.compile(lark, param)
 
-    def remember(self, task: ChatTask, answer: Answer, message: list[Any]) -> Sampled:
-        """Keep an answer's tokens, for when a client sends it back. `message` is its canonical form."""
+    def remember(self, task: ChatTask, answer: Answer, message: Message) -> Sampled | None:
+        """Keep an answer's tokens, for when a client sends `message` back, in whatever words.
+
+        Not those of an answer that was cut: they go on with what nobody was told of.
+        """
         assert task.completion is not None
+        if answer.cut:
+            return None
         by = task.completion.stopped_by[answer.index]
         ended = by if task.completion.finished[answer.index] == "eos" and isinstance(by, int) else None
         sampled = Sampled([*task.prompt.tokens, *answer.tokens], ended)
-        self.renderer.replay.put(link(task.prompt.chain, message), sampled)
+        self.renderer.replay.put(link(task.prompt.chain, message.canonical()), sampled)
+        if message.reasoning:  # which many clients leave out
+            self.renderer.replay.put(link(task.prompt.chain, replace(message, reasoning="").canonical()), sampled)
         return sampled
+
+    def remember_answers(self, task: ChatTask) -> None:
+        """Keep what was sampled, for when a client sends the answers back as the messages that they are."""
+        for answer in task.answers:
+            calls = tuple(Call(call.id, call.name, call.arguments) for call in answer.calls)
+            self.remember(task, answer, Message("assistant", answer.text, answer.reasoning, calls))
+
+    def find_item(self, id: str) -> dict[str, Any] | None:
+        """An item of a stored response or conversation."""
+        return self.responses.find_item(id) or self.conversations.find_item(id)
 
     def drain(self) -> None:
         """Refuse new requests."""
@@ -270,6 +297,14 @@ class Service:
     def cancel_all(self) -> None:
         for request in list(self.running):
             request.cancel()
+
+    async def close(self) -> None:
+        """End what runs in the background, and close the stores."""
+        self.drain()
+        self.cancel_all()
+        await self.background.close()
+        self.responses.close()
+        self.conversations.close()
 
 
 __all__ = ["ChatTask", "Constraint", "Disconnected", "Service", "ToolUse"]

@@ -38,10 +38,10 @@ MOST_SESSIONS = 100_000
 
 
 async def create(service: Service, request: Request) -> ASGIApp:
-    """`name`: by default one that nobody guesses."""
+    """Create a session; without a `name` it gets a random one."""
     body = await read_body(service, request)
     name = checked_name(body.text("name") or new_id("session_", 16))
-    known = service.engine.sessions()
+    known = await asyncio.to_thread(service.engine.sessions)
     if name in known:
         raise ApiError(f"there is a session {name!r} already: delete it, or take another name", 409, param="name")
     if len(known) >= MOST_SESSIONS:
@@ -50,7 +50,7 @@ async def create(service: Service, request: Request) -> ASGIApp:
 
 
 async def list_sessions(service: Service, request: Request) -> ASGIApp:
-    names = service.engine.sessions()
+    names = await asyncio.to_thread(service.engine.sessions)
     return json_response({"object": "list", "data": [{"object": "session", "name": name} for name in names]})
 
 
@@ -67,7 +67,7 @@ async def delete(service: Service, request: Request) -> ASGIApp:
 
 
 async def rewind(service: Service, request: Request) -> ASGIApp:
-    """`to`: a position, in tokens."""
+    """Rewind a session to position `to`, in tokens."""
     session, body = found(service, request), await read_body(service, request)
     to = body.integer("to", 0, 2**31)
     if to is None:
@@ -89,10 +89,10 @@ async def undo(service: Service, request: Request) -> ASGIApp:
 
 
 async def fork(service: Service, request: Request) -> ASGIApp:
-    """`name` of the new one, which shares all that was computed."""
+    """Fork a session under a new `name`; both share all that was computed."""
     session, body = found(service, request), await read_body(service, request)
     name = checked_name(body.text("name") or new_id("session_", 16))
-    if name in service.engine.sessions():
+    if service.engine.find_session(name) is not None:
         raise ApiError(f"there is a session {name!r} already: delete it, or take another name", 409, param="name")
     return json_response(shown(await done(lambda: session.fork(name))), 201)
 
@@ -130,6 +130,9 @@ async def upload(service: Service, request: Request) -> ASGIApp:
     try:
         await receive_file(service, request, path)
         session = await done(lambda: service.engine.load_session(name, path))
+    except ApiError as error:  # our name for the file says nothing to a client
+        error.message = error.message.replace(str(path), "the file")
+        raise
     finally:
         path.unlink(missing_ok=True)
     return json_response(shown(session), 201)
@@ -141,7 +144,7 @@ async def tree(service: Service, request: Request) -> ASGIApp:
 
 
 async def explain(service: Service, request: Request) -> ASGIApp:
-    """How much of a prompt would be reused, and why not more. `prompt` or `messages`, as in the other endpoints."""
+    """Explain how much of a prompt would be reused, and why not more: `prompt` or `messages`, as elsewhere."""
     body = await read_body(service, request)
     if body.has("messages"):
         from lmstate.serve.openai_chat import read_chat
@@ -239,9 +242,9 @@ def shown(session: Session) -> dict[str, Any]:
 
 def found(service: Service, request: Request) -> Session:
     name = request.path_params["name"]
-    if name not in service.engine.sessions():
+    if (session := service.engine.find_session(name)) is None:
         raise ApiError(f"there is no session {name[:100]!r}", 404)
-    return service.engine.session(name)
+    return session
 
 
 def checked_name(name: str) -> str:

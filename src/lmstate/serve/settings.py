@@ -1,4 +1,4 @@
-"""How a server is set up: who may ask, how much, and where what outlives it is kept."""
+"""Settings of a server: access, limits, and the folder of what outlives it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEY_VARIABLE = "LMSTATE_API_KEY"
 
 @dataclass(frozen=True)
 class Settings:
-    """Times are in seconds, sizes in bytes."""
+    """Settings of a server. Times are in seconds, sizes in bytes."""
 
     model_name: str
     host: str = "127.0.0.1"
@@ -28,7 +28,9 @@ class Settings:
     max_snapshot: int = 2**32  # of a session's file that a client sends
     max_new_tokens: int = 4096  # when a request does not say; the context ends an answer too
     max_inputs: int = 2048  # prompts in one completions or embeddings request
+    max_connections: int = 4096  # fewer where the limit of open files is lower
     header_timeout: float = 20.0
+    keep_alive: int = 30  # a connection with no request is closed
     body_timeout: float = 60.0
     write_timeout: float = 60.0  # a reader that takes nothing for so long is gone
     request_timeout: float | None = None

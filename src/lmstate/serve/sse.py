@@ -10,6 +10,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any, TypeVar
 
 from starlette.types import Message, Receive, Scope, Send
@@ -18,7 +19,7 @@ T = TypeVar("T")
 
 
 class Disconnected(Exception):
-    """The client has left; nobody reads an answer."""
+    """Raised when the client has left before the answer."""
 
 
 def data(value: Any) -> bytes:
@@ -39,13 +40,16 @@ def comment(text: str) -> bytes:
 DONE = b"data: [DONE]\n\n"
 
 
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circular=False).encode
+
+
 def dumps(value: Any) -> bytes:
     # Half a surrogate pair cannot come in; the model's text is valid as the tokenizer decodes it.
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    return _encode(value).encode("utf-8")
 
 
 async def until_gone(receive: Receive) -> None:
-    """Returns when the client disconnects."""
+    """Wait for the client to disconnect."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -89,29 +93,53 @@ class EventStream:
             self.closed()
 
     async def _send(self, send: Send) -> None:
-        async def put(message: Message) -> None:
-            await asyncio.wait_for(send(message), self.write_timeout)
-
+        output = _Output(send)
         headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **self.headers}
         raw = [(key.encode(), value.encode()) for key, value in headers.items()]
-        await put({"type": "http.response.start", "status": 200, "headers": raw})
-        following: asyncio.Future[bytes] | None = None
+        await output.put({"type": "http.response.start", "status": 200, "headers": raw})
+        writing, watching = asyncio.create_task(self._write(output)), asyncio.create_task(self._watch(output))
         try:
-            while True:
-                following = following or asyncio.ensure_future(anext(self.events))
-                await asyncio.wait((following,), timeout=self.ping_interval)
-                if not following.done():
-                    await put({"type": "http.response.body", "body": self.ping(), "more_body": True})
-                    continue
-                done, following = following, None
-                try:
-                    body = done.result()
-                except StopAsyncIteration:
-                    break
-                await put({"type": "http.response.body", "body": body, "more_body": True})
-            await put({"type": "http.response.body", "body": b"", "more_body": False})
+            await asyncio.wait((writing, watching), return_when=asyncio.FIRST_COMPLETED)
+            (writing if writing.done() else watching).result()
         finally:
-            if following is not None:
-                following.cancel()
-                await asyncio.gather(following, return_exceptions=True)
+            for task in (writing, watching):
+                task.cancel()
+            await asyncio.gather(writing, watching, return_exceptions=True)
+
+    async def _write(self, output: _Output) -> None:
+        """Send the events as they come. One task for all of them: many streams of many tokens go through here."""
+        try:
+            async for body in self.events:
+                await output.body(body)
+            await output.put({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
             await self.events.aclose()  # type: ignore[attr-defined]
+
+    async def _watch(self, output: _Output) -> None:
+        """Ping a client that waits. Raises `TimeoutError` when one takes nothing: a timer a message would cost more."""
+        while True:
+            left = output.last + (self.write_timeout if output.busy else self.ping_interval) - monotonic()
+            if left > 0:
+                await asyncio.sleep(min(left, self.write_timeout, self.ping_interval))
+            elif output.busy:
+                raise TimeoutError
+            else:
+                async with asyncio.timeout(self.write_timeout):
+                    await output.body(self.ping())
+
+
+class _Output:
+    """The way to the client: whether a message is on it, and since when there has been none, or that one."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.busy = False
+        self.last = monotonic()
+
+    async def put(self, message: Message) -> None:
+        self.busy, self.last = True, monotonic()
+        await self._send(message)
+        self.busy = False
+
+    async def body(self, body: bytes) -> None:
+        await self.put({"type": "http.response.body", "body": body, "more_body": True})

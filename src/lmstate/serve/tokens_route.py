@@ -72,7 +72,7 @@ async def apply_template(service: Service, request: Request) -> ASGIApp:
 
 
 async def count_input(service: Service, request: Request) -> ASGIApp:
-    """How many tokens a chat's prompt has."""
+    """Count the tokens of a chat's prompt."""
     chat, _ = read_chat(await read_body(service, request))
     prompt = await asyncio.to_thread(service.renderer.prompt, chat)
     return json_response({"object": "chat.completion.input_tokens", "input_tokens": len(prompt.tokens)})

@@ -37,7 +37,7 @@ FINISHED = {"eos": "done", "stop": "done", "length": "length", "capacity": "leng
 
 @dataclass(frozen=True)
 class Plan:
-    """What an answer is computed from: the first `base` tokens of the answer before it, then `added`."""
+    """The prompt of an answer: the first `base` tokens of the answer before it, then `added`."""
 
     base: int
     added: list[int]
@@ -62,7 +62,7 @@ class Keeper:
         return live
 
     async def open(self, id: str) -> Live:
-        """Raises `ApiError` if there is none."""
+        """The open conversation of this id. Raises `ApiError` if there is none."""
         if id not in self._open:
             conversation = await asyncio.to_thread(self.store.get, id)
             if conversation is None:
@@ -259,7 +259,7 @@ class Keeper:
         answer.usage = {"prompt": usage.prompt, "generated": usage.generated, **usage_details(usage)}
 
     def _reader(self, live: Live, answer: Node) -> Answer:
-        """What makes text and reasoning of an answer's tokens."""
+        """A parser that makes text and reasoning of an answer's tokens."""
         tokens = live.conversation.tokens(answer)[: answer.start]
         prompt = Prompt(tokens, self.service.tokenizer.decode(tokens[-64:], False), b"")
         return self.service.maker(prompt, ToolUse()).answers(1)[0]

@@ -27,7 +27,7 @@ class Shown:
 
 
 class Live:
-    """For the event loop's thread alone."""
+    """An open conversation, with versions of its parts. For the event loop's thread alone."""
 
     def __init__(self, conversation: Conversation) -> None:
         self.conversation = conversation
@@ -59,7 +59,7 @@ class Live:
         shown.changed[first:] = [self.version] * (len(blocks) - first)
 
     async def wait(self, seen: int, seconds: float) -> bool:
-        """Until there is something that version `seen` has not, or the time is over: whether there is."""
+        """Wait for a change after version `seen`; False if none came in time."""
         if self.version == seen and not self.deleted:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), seconds)
@@ -81,7 +81,7 @@ class Live:
                     shown.show(blocks)
 
     def since(self, seen: int) -> dict[str, Any]:
-        """What a page that has version `seen` has to know."""
+        """Changes since version `seen`, for a page that has that version."""
         told = self.conversation
         nodes = [self._told(node, seen) for node in told.nodes.values() if self._shown[node.id].version > seen]
         return {"version": self.version, "title": told.title, "settings": told.settings, "nodes": nodes}

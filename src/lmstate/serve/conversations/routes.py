@@ -27,6 +27,7 @@ from lmstate.serve.service import Service
 from lmstate.serve.sessions import done, receive_file, temporary
 from lmstate.serve.sse import EventStream, comment, data
 
+MOST_PREFIXES, MOST_BACK = 200, 20  # of the store, and of earlier answers, that the panel of the state tells of
 WAIT, LOOK = 5.0, 0.5  # seconds after which a page that hears nothing is told so; between looks for the server's end
 
 
@@ -97,8 +98,10 @@ async def changes(service: Service, live: Live, epoch: str, seen: int) -> AsyncI
         whole = seen == 0
         await live.render()
         while not live.deleted:
-            yield data({"epoch": epoch, "whole": whole, **live.since(seen)})
-            seen, whole = live.version, False
+            told = live.since(seen)
+            seen = told["version"]  # not what it is once this is sent: changes happen meanwhile
+            yield data({"epoch": epoch, "whole": whole, **told})
+            whole = False
             for _ in range(int(WAIT / LOOK)):
                 if service.draining:
                     return  # the page finds the next server
@@ -171,30 +174,49 @@ async def tokens(service: Service, request: Request) -> ASGIApp:
 
 
 async def state(service: Service, request: Request) -> ASGIApp:
-    """What is held of a branch: bytes by layer kind, what going on would reuse, and the prefixes that are kept."""
+    """State of a branch: bytes, what going on and going back would compute, and the prefixes that are kept."""
     live, node = await found(request)
     answer = node if node.role == "assistant" else live.conversation.answer_before(node)
     held = live.conversation.tokens(answer)
-    if not held:
+    if answer is None or not held:
         raise ApiError("nothing was computed for this branch yet", 409)
     engine = service.engine
-    reuse = await asyncio.to_thread(engine.explain, held)
+    kept = await asyncio.to_thread(engine.prefixes, held)
+    own = [one for one in kept if one.branch]
+    shown = kept if len(kept) <= MOST_PREFIXES else own[-MOST_PREFIXES:]
     return json_response(
         {
             "tokens": len(held),
             "shared": shared(live.conversation, answer),
             "context": service.context,
             "memory": await asyncio.to_thread(engine.held, held),
-            "reuse": asdict(reuse),
-            "usage": answer.usage if answer is not None else {},
-            "session": None if answer is None else session_name(live.conversation.id, answer.id),
-            "tree": await asyncio.to_thread(engine.tree),
+            "shared_bytes": sum(one.nbytes for one in own if one.shared),
+            "own_bytes": sum(one.nbytes for one in own if not one.shared),
+            "rewind": await asyncio.to_thread(engine.rewind_window),
+            "back": await asyncio.to_thread(back, service, live.conversation, answer),
+            "reuse": asdict(await asyncio.to_thread(engine.explain, held)),
+            "usage": answer.usage,
+            "session": session_name(live.conversation.id, answer.id),
+            "prefixes": [asdict(one) for one in shown],
+            "prefixes_left_out": len(kept) - len(shown),
         }
     )
 
 
+def back(service: Service, conversation: Conversation, answer: Node) -> list[dict[str, Any]]:
+    """Costs of going back to each earlier answer of a branch: the tokens up to it, and how many are computed again."""
+    above = [node for node in conversation.path(answer)[:-1] if node.role == "assistant"][-MOST_BACK:]
+    told = []
+    for node in reversed(above):
+        held = conversation.tokens(node)
+        # With a token behind them: their own last logits are not needed to go on.
+        reused = min(service.engine.explain([*held, held[0]]).reused, len(held))
+        told.append({"id": node.id, "tokens": len(held), "computed": len(held) - reused})
+    return told
+
+
 def shared(conversation: Conversation, answer: Node | None) -> int:
-    """How many of a branch's tokens another branch has too: those before its last parting of ways."""
+    """Number of a branch's leading tokens that another branch shares: those before its last fork."""
     path = conversation.path(answer)
     for node in reversed(path):
         if len(conversation.children(node.parent)) > 1:
@@ -304,7 +326,7 @@ def title_of(body: Fields) -> str | None:
 
 
 def settings_of(body: Fields) -> dict[str, Any] | None:
-    """Those that the page knows; others are left out."""
+    """The settings that the page knows; others are left out."""
     given = body.inner("settings")
     if given is None:
         return None

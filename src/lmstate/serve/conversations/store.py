@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from lmstate.serve.conversations.tree import Conversation, Node
+from lmstate.serve.database import open_database
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS conversations (
@@ -21,22 +21,15 @@ CREATE TABLE IF NOT EXISTS nodes (
 
 
 class ConversationStore:
-    """In `folder`, or in memory. Only the conversations of one model are seen: tokens mean nothing to another.
+    """Conversations of one model, in `folder` or in memory. Others are not seen: tokens mean nothing to another model.
 
     Thread-safe.
     """
 
     def __init__(self, folder: Path | None, model: str) -> None:
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-        where = ":memory:" if folder is None else str(folder / "conversations.sqlite")
         self._model = model
         self._lock = Lock()
-        self._connection = sqlite3.connect(where, check_same_thread=False)
-        with self._lock, self._connection as connection:
-            if folder is not None:
-                connection.execute("PRAGMA journal_mode=WAL")
-            connection.executescript(SCHEMA)
+        self._connection = open_database(folder, "conversations.sqlite", SCHEMA)
 
     def list(self, search: str = "") -> list[dict[str, Any]]:
         """Id, title and time of those that have every word of `search` in the title or a message; latest first."""

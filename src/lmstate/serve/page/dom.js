@@ -16,19 +16,52 @@ export function el(tag, options = {}, ...children) {
   return made;
 }
 
-export const button = (text, click, options = {}) => el("button", { type: "button", on: { click }, ...options }, text);
+export const button = (text, click, options = {}, ...children) => el("button", { type: "button", on: { click }, ...options }, text, ...children);
 
-/** Show HTML that the server rendered and sanitized, with a button to copy each block of code. */
+/** Have an element show a text. One that it shows already is left alone, so that nothing is laid out or read anew. */
+export function showText(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+/** Whether an element is not to be seen; nothing is touched if that is so already. */
+export function hide(element, hidden) {
+  if (element.hidden !== hidden) element.hidden = hidden;
+}
+
+/**
+ * Show HTML that the server rendered and sanitized, with a button to copy each block of code. Only what differs from
+ * what is shown is touched: a growing block costs what it grew by, and a selection in it stays.
+ */
 export function showHtml(element, html) {
-  element.innerHTML = policy ? policy.createHTML(html) : html;
-  for (const code of element.querySelectorAll("pre.code")) {
+  const made = document.createElement("div");
+  made.innerHTML = policy ? policy.createHTML(html) : html;
+  for (const code of made.querySelectorAll("pre.code")) {
     const box = el("div", { class: "code-box" });
     code.replaceWith(box);
     code.tabIndex = 0; // a block that scrolls can be scrolled by keys
     code.setAttribute("role", "region");
     code.setAttribute("aria-label", "Code");
-    box.append(copyButton(() => code.textContent, "Copy code"), code);
+    box.append(copyButton(() => box.querySelector("code").textContent, "Copy code"), code);
   }
+  graft(element, made);
+}
+
+/** Make the children of one element those of another. */
+function graft(into, from) {
+  let at = into.firstChild;
+  for (const wanted of [...from.childNodes]) {
+    if (!at) { into.append(wanted); continue; }
+    const next = at.nextSibling;
+    if (at.nodeType === Node.TEXT_NODE && wanted.nodeType === Node.TEXT_NODE) {
+      if (wanted.data.startsWith(at.data)) { if (wanted.length > at.length) at.appendData(wanted.data.slice(at.length)); }
+      else at.data = wanted.data;
+    } else if (!at.isEqualNode(wanted)) {
+      if (at.cloneNode(false).isEqualNode(wanted.cloneNode(false))) graft(at, wanted);
+      else at.replaceWith(wanted);
+    }
+    at = next;
+  }
+  while (at) { const next = at.nextSibling; at.remove(); at = next; }
 }
 
 export function copyButton(text, name) {
@@ -47,7 +80,7 @@ export function copyButton(text, name) {
 
 /** Tell those who listen to the page. */
 export function announce(text) {
-  byId("said").textContent = text;
+  byId("said").textContent = text; // even the same one again: it is said again
 }
 
 /** Ask for a text, or with no `label` only for a yes. Resolves to null when it was cancelled. */

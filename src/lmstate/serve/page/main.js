@@ -2,7 +2,7 @@
 
 import { follow, get, post } from "./api.js";
 import { Conversation } from "./conversation.js";
-import { announce, ask, byId, el } from "./dom.js";
+import { announce, ask, byId, el, hide, showText } from "./dom.js";
 import { Pane } from "./messages.js";
 import { keepSettings, settingsPanel, statePanel, tokensPanel, treePanel } from "./panels.js";
 import { showList, walk } from "./side.js";
@@ -13,7 +13,7 @@ const text = byId("text");
 const actions = {
   choose: (node) => goTo(conversation.end(node.id)),
   goTo: (node) => { goTo(node.id); text.focus(); },
-  compare: (node) => { conversation.other = conversation.end(node.id); draw(); },
+  compare: (node) => { conversation.other = conversation.end(node.id); draw(); panes.forEach((pane) => pane.toEnd()); },
   stop: (node) => tried(() => post(`${conversation.root}/${node.id}/stop`)),
   goOn: (node) => tried(async () => goTo((await post(`${conversation.root}/${node.id}/continue`)).answer)),
   again: (node) => tried(async () => goTo((await post(`${conversation.root}/say`, { parent: node.parent })).answer)),
@@ -57,8 +57,8 @@ function gone(message) {
 function connection(up) {
   const line = byId("connection");
   if (up && !line.hidden) announce("The connection is back.");
-  line.hidden = up;
-  line.textContent = up ? "" : "The connection is lost. Trying again… what you write stays here.";
+  hide(line, up);
+  showText(line, up ? "" : "The connection is lost. Trying again… what you write stays here.");
 }
 
 function goTo(id) {
@@ -84,17 +84,18 @@ function later() {
 
 function draw() {
   const empty = new Conversation(""), shown = conversation ?? empty;
-  byId("title").textContent = shown.title;
-  document.title = conversation ? `${shown.title} – lmstate` : "lmstate";
-  byId("rename").hidden = !conversation;
+  const title = conversation ? `${shown.title} – lmstate` : "lmstate";
+  showText(byId("title"), shown.title);
+  if (document.title !== title) document.title = title;
+  hide(byId("rename"), !conversation);
   panes[0].show(shown, shown.leaf);
-  byId("other").hidden = !shown.other;
+  hide(byId("other"), !shown.other);
   if (shown.other) panes[1].show(shown, shown.other);
   const running = runningAnswers();
-  byId("stop").hidden = !running.length;
-  byId("send").textContent = shown.other ? "Send to both" : "Send";
-  byId("send").disabled = running.length > 0;
+  hide(byId("stop"), !running.length);
+  showText(byId("send"), shown.other ? "Send to both" : "Send");
   const now = running.length > 0;
+  if (byId("send").disabled !== now) byId("send").disabled = now;
   if (wasRunning !== null && now !== wasRunning) announce(now ? "An answer is being written." : "The answer ended.");
   if (now !== wasRunning && panel === "state") drawPanel();
   wasRunning = now;
@@ -110,11 +111,13 @@ const runningAnswers = () => conversation ? [...new Set([conversation.running(co
 let tokensOf = null;
 
 function openPanel(name, id = null) {
+  const ends = panes.filter((pane) => pane.isAtEnd());
   panel = name === panel && id === null ? null : name;
   tokensOf = id;
   for (const one of document.querySelectorAll("[data-panel]")) one.setAttribute("aria-pressed", one.dataset.panel === panel);
   byId("panel").hidden = panel === null;
   byId("panel").replaceChildren();
+  ends.forEach((pane) => pane.toEnd()); // lines break elsewhere now
   if (panel) drawPanel(true);
 }
 
@@ -130,7 +133,7 @@ async function drawPanel(focus = false) {
       });
     } else if (!conversation) parts = [el("p", { class: "quiet" }, "No conversation yet.")];
     else if (panel === "tree") parts = treePanel(conversation, (node) => (node ? goTo(node.role === "user" ? conversation.end(node.id) : node.id) : undo()));
-    else if (panel === "state") parts = await statePanel(conversation);
+    else if (panel === "state") parts = await statePanel(conversation, actions.goTo);
     else parts = await tokensPanel(conversation, conversation.nodes.get(tokensOf), (node, at, token) =>
       tried(async () => {
         const { answer } = await post(`${conversation.root}/${node.id}/fork`, { at, token });

@@ -1,7 +1,8 @@
 // A branch as messages. Elements of messages that did not change stay; of those that grow, only the changed blocks.
 
-import { button, copyButton, el, showHtml } from "./dom.js";
+import { button, copyButton, el, hide, showHtml, showText } from "./dom.js";
 
+const SLICE = 40; // messages of a long branch that are made in a frame, the last ones first
 const CALLED = { user: "You", assistant: "Answer" };
 
 export class Pane {
@@ -11,11 +12,16 @@ export class Pane {
     this.actions = actions;
     this.shown = new Map();
     this.editing = null;
+    this.looked = [null, null]; // the conversation, and the last message of the branch
+    this.most = SLICE;
+    this.due = false;
   }
 
   show(conversation, leaf) {
-    const near = this.element.scrollHeight - this.element.scrollTop - this.element.clientHeight < 120;
+    const near = this.isAtEnd();
     const path = conversation.path(leaf);
+    if (this.looked[0] !== conversation) this.most = SLICE;
+    this.looked = [conversation, leaf];
     const wanted = new Set(path.map((node) => node.id));
     for (const [id, view] of this.shown) {
       if (!wanted.has(id)) { view.element.remove(); this.shown.delete(id); }
@@ -26,8 +32,10 @@ export class Pane {
       this.element.append(el("p", { class: "welcome" },
         "Say something. Every answer can be asked for again, every message said otherwise: the conversation becomes a tree, and no branch computes what another has."));
     }
+    if (path.length <= this.most) this.most = Infinity; // all of them are there: from now on they come one by one
+    else this.soon();
     let at = null;
-    for (const node of path) {
+    for (const node of path.slice(-this.most)) {
       let view = this.shown.get(node.id);
       if (!view) { view = new View(node, this); this.shown.set(node.id, view); }
       const after = at ? at.nextSibling : this.element.firstChild;
@@ -36,6 +44,21 @@ export class Pane {
       view.update(node, conversation.siblings(node), node.id === leaf);
     }
     if (near) this.element.scrollTop = this.element.scrollHeight;
+  }
+
+  /** Show more of a long branch in the next frame. */
+  soon() {
+    if (this.due) return;
+    this.due = true;
+    requestAnimationFrame(() => {
+      this.due = false;
+      this.most += SLICE;
+      this.show(...this.looked);
+    });
+  }
+
+  isAtEnd() {
+    return this.element.scrollHeight - this.element.scrollTop - this.element.clientHeight < 120;
   }
 
   toEnd() {
@@ -73,18 +96,18 @@ class View {
     });
     while (this.blocks.length > node.blocks.length) this.blocks.pop().element.remove();
     const running = node.status === "running";
-    this.element.setAttribute("aria-busy", running);
+    if (this.element.getAttribute("aria-busy") !== `${running}`) this.element.setAttribute("aria-busy", running);
     if (running && !node.blocks.length) {
       this.waiting ??= this.body.appendChild(el("p", { class: "waiting" }));
       const [read, total] = node.progress ?? [0, 0];
-      this.waiting.textContent = read < total ? `Reading: ${read} of ${total} tokens…` : "…";
+      showText(this.waiting, read < total ? `Reading: ${read} of ${total} tokens…` : "…");
     } else { this.waiting?.remove(); this.waiting = null; }
     if (node.reasoning) {
-      this.reasoning.hidden = false;
-      if (this.reasoning.lastChild.textContent !== node.reasoning) this.reasoning.lastChild.textContent = node.reasoning;
+      hide(this.reasoning, false);
+      showText(this.reasoning.lastChild, node.reasoning);
     }
-    this.error.hidden = !node.error;
-    if (this.error.textContent !== node.error) this.error.textContent = node.error;
+    hide(this.error, !node.error);
+    showText(this.error, node.error);
     // Buttons are made anew only when they would be others: a focused one stays.
     const buttons = JSON.stringify([node.status, siblings.length, place, last, node.usage]);
     if (buttons === this.buttons) return;

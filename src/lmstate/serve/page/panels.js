@@ -17,8 +17,7 @@ export function treePanel(conversation, go) {
     return list;
   };
   const entry = (node) => {
-    const start = (node.text ?? "…").split("\n").find((text) => text.trim()) ?? "(empty)";
-    return button(start.slice(0, 80), () => go(node), {
+    return button(beginning(node.text ?? "…"), () => go(node), {
       class: `${node.role}${on.has(node.id) ? " on" : ""}`,
       "aria-current": node.id === conversation.leaf ? "true" : undefined,
       title: node.role === "user" ? "A message of yours" : "An answer",
@@ -34,33 +33,41 @@ export function treePanel(conversation, go) {
   ];
 }
 
-export async function statePanel(conversation) {
+/** The first words of a message, without the marks of Markdown. */
+function beginning(text) {
+  const lines = text.split("\n").map((line) => line.replace(/^\s*(```\S*|[#>*+-]+(?=\s))/, "").trim());
+  return (lines.find(Boolean) ?? "(empty)").slice(0, 80);
+}
+
+export async function statePanel(conversation, go) {
   const answer = conversation.answer(conversation.leaf);
   if (!answer || answer.status === "running") {
     return [el("h2", {}, "What the state holds"), el("p", { class: "quiet" }, answer ? "It is being written." : "Nothing yet.")];
   }
   const told = await get(`${conversation.root}/${answer.id}/state`);
   const { reuse, usage } = told;
-  const pairs = (...rows) => el("dl", {}, ...rows.filter(Boolean).flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, `${value}`)]));
   const total = Object.values(told.memory).reduce((sum, bytes) => sum + bytes, 0);
   const meter = told.context ? el("meter", { min: 0, max: told.context, value: told.tokens, high: told.context * 0.9, "aria-label": "Context in use" }) : null;
-  const tier = reuse.tier ?? (reuse.reused ? "memory" : "nowhere");
   return [
     el("h2", {}, "What the state holds"),
     pairs(["Tokens of this branch", told.tokens], ["Shared with another branch", told.shared], ["Its own", told.tokens - told.shared], told.context && ["Context", told.context]),
     meter,
     el("h3", {}, "Bytes by layer kind"),
     pairs(...Object.entries(told.memory).map(([kind, bytes]) => [kind, size(bytes)]), ["all", size(total)]),
+    el("h3", {}, "Bytes that are kept"),
+    pairs(["Shared with other texts", size(told.shared_bytes)], ["This branch’s own", size(told.own_bytes)]),
+    el("h3", {}, "Why the last answer computed what it did"),
+    ...whyParts(usage),
     el("h3", {}, "Going on from here"),
-    pairs(["Would be reused", `${reuse.reused} of ${told.tokens}`], ["Found in", tier], ["Computed again", Math.max(0, told.tokens - reuse.reused)], reuse.forced_by && ["Because of", reuse.forced_by]),
-    el("h3", {}, "The last answer"),
-    usage.prompt === undefined ? el("p", { class: "quiet" }, "It was loaded, not computed here.") : pairs(
-      ["Prompt", usage.prompt], ["Reused", usage.reused_tokens], ["Computed", usage.computed_tokens],
-      usage.tier && ["From", usage.tier],
-      usage.differs_at !== null && ["First new token", `${usage.differs_at} ${JSON.stringify(usage.differs)}`],
-      usage.forced_by && ["Recomputed because of", usage.forced_by],
-      ["Waited", `${usage.queued_ms.toFixed(1)} ms`], ["Prompt took", `${usage.prefill_ms.toFixed(1)} ms`], ["Answer took", `${usage.decode_ms.toFixed(1)} ms`],
-    ),
+    pairs(["Would be reused", `${reuse.reused} of ${told.tokens}`], ["Found in", tierName(reuse.tier) ?? "nowhere"], ["Computed again", reuse.computed], reuse.forced_by && ["Because of", reuse.forced_by]),
+    el("h3", {}, "Going back"),
+    pairs(["Rewind window", told.rewind === null ? "all tokens" : `${told.rewind} tokens`]),
+    el("p", { class: "quiet" }, told.rewind === null
+      ? "Every layer keeps an entry for each token: any earlier position is reached without computing."
+      : "Some layers keep a summary of all tokens: farther back than this, one goes on from the nearest summary that is kept."),
+    el("ul", { class: "ways" }, ...told.back.map(({ id, tokens, computed }) => el("li", {},
+      button("", () => go(conversation.nodes.get(id)), { "aria-label": `Go back to ${tokens} tokens, which computes ${computed}` },
+        el("span", {}, `to ${tokens} tokens`), el("span", {}, computed ? `computes ${computed}` : "computes nothing"))))),
     el("h3", {}, "Save and share"),
     el("div", { class: "stack" },
       button("Save this branch with its state", async () => {
@@ -70,9 +77,41 @@ export async function statePanel(conversation) {
       button("Export the tree as JSON", () => saveAs(`${fileName(conversation)}.json`, new Blob([asJson(conversation)], { type: "application/json" }))),
     ),
     el("h3", {}, "Prefixes that are kept"),
-    el("p", { class: "quiet" }, "M in memory, D in the store, C a carry, L last logits, P a session stands here."),
-    el("pre", { class: "plain", tabindex: "0", role: "region", "aria-label": "Prefixes that are kept" }, told.tree),
+    el("p", { class: "quiet" }, "Runs of tokens, of all conversations; those of this branch are marked. A text that begins with them does not compute them again."),
+    el("ul", { class: "prefixes" }, ...told.prefixes.map(prefixLine)),
+    told.prefixes_left_out ? el("p", { class: "quiet" }, `And ${told.prefixes_left_out} others.`) : null,
   ];
+}
+
+const pairs = (...rows) => el("dl", {}, ...rows.filter(Boolean).flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, `${value}`)]));
+
+const TIERS = { memory: "memory", folder: "the store’s folder", shared: "the shared store" };
+const tierName = (tier) => TIERS[tier] ?? tier;
+
+/** Where the tokens of an answer's prompt came from, in words, and the times. */
+function whyParts(usage) {
+  if (usage.prompt === undefined) return [el("p", { class: "quiet" }, "It was loaded, not computed here.")];
+  const said = [];
+  const { prompt, reused_tokens: reused, computed_tokens: computed, matched_tokens: matched } = usage;
+  said.push(reused ? `${reused} of the prompt’s ${prompt} tokens were taken from ${tierName(usage.tier) ?? "memory"}.` : `Nothing that is kept begins as the prompt of ${prompt} tokens does.`);
+  if (usage.forced_by && matched > reused) said.push(`${matched - reused} more agreed with what is kept, but ${usage.forced_by} layers keep a summary of all tokens, and none was kept at that place.`);
+  if (usage.differs_at !== null) said.push(`Token ${usage.differs_at}, ${JSON.stringify(usage.differs)}, is the first that nothing kept has: from there on it was computed.`);
+  else if (computed) said.push(`All of it was kept; ${computed === 1 ? "the last token was" : `${computed} tokens were`} computed to know what comes next.`);
+  else said.push("All of it was kept, with what comes next: nothing was computed.");
+  const times = ["queued_ms", "prefill_ms", "decode_ms"].map((name) => `${usage[name].toFixed(1)} ms`);
+  return [
+    el("p", { class: "why" }, said.join(" ")),
+    pairs(["Reused", reused], ["Computed", computed], ["Waited", times[0]], ["Prompt took", times[1]], [`Answer of ${usage.generated} took`, times[2]]),
+  ];
+}
+
+function prefixLine(one) {
+  const where = [one.memory && `memory, ${size(one.nbytes)}`, tierName(one.tier), one.carry && "carry", one.logits && "logits", one.pins && "a branch ends here"].filter(Boolean);
+  const line = el("li", { class: one.branch ? "on" : undefined },
+    el("code", {}, one.text),
+    el("span", {}, `${one.branch ? "this branch · " : ""}${one.shared ? "shared · " : ""}${one.count} ${one.count === 1 ? "token" : "tokens"} from ${one.start} · ${where.join(", ")}`));
+  line.style.setProperty("--depth", Math.min(one.depth, 8));
+  return line;
 }
 
 const fileName = (conversation) => conversation.title.replace(/[^\p{L}\p{N} _-]/gu, "").trim().slice(0, 60) || "conversation";

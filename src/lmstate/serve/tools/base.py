@@ -15,7 +15,7 @@ Literal = Callable[[str], str]  # a marker as a term of a Lark grammar: a specia
 
 
 class ToolFormat(ABC):
-    """How models of some kind write calls of functions in their text.
+    """A format in which models write tool calls in their text.
 
     `markers` are the special tokens that the format is told by: they must reach the parser, though other special tokens
     have no text.
@@ -36,8 +36,12 @@ class ToolFormat(ABC):
     def rules(self, tools: Sequence[Tool], literal: Literal) -> Rules:
         """The grammar of calls."""
 
-    def framed(self, lark: str, literal: Literal, *, final: bool) -> str:
-        """A grammar within what this format writes around an answer (`final`) or around calls."""
+    def head(self, literal: Literal) -> str:
+        """The term that this format writes before an answer that is no call; empty for most."""
+        return ""
+
+    def framed(self, lark: str, literal: Literal) -> str:
+        """A grammar after what this format may write before an answer and before calls."""
         return lark
 
     def call_id(self, id: str) -> str:
@@ -50,7 +54,7 @@ class Rules:
     """A Lark grammar: `call` is the name of the rule of one call, `lines` define it.
 
     Calls stand between `begin` and `end` and are parted by `between`, terms of Lark or empty. `trigger` is the marker
-    that tells text from calls.
+    that tells text from calls; where the whole answer is one or the other, `text` is the regular expression of text.
     """
 
     lines: tuple[str, ...]
@@ -58,7 +62,7 @@ class Rules:
     begin: str = ""
     between: str = ""
     end: str = ""
-    call: str = "call"
+    text: str = ""
 
 
 def quoted(text: str) -> str:
@@ -193,5 +197,5 @@ def tool_named(tools: Sequence[Tool], name: str) -> Tool | None:
 
 
 def plain_text(reader: Reader) -> Parse[None]:
-    """All that comes is text."""
+    """Pass everything on as text."""
     yield from reader.until((), Text)

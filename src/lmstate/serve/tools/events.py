@@ -8,15 +8,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the model may call. `parameters` is a JSON schema; `strict` asks for calls that fit it."""
+    """A function that the model may call. `parameters` is a JSON schema; `strict` asks for calls that fit it.
+
+    `custom`: its client knows it as a tool whose input is a text.
+    """
 
     name: str
     description: str = ""
     parameters: dict[str, Any] = field(default_factory=dict)
     strict: bool = False
+    custom: bool = False
 
     def described(self) -> dict[str, Any]:
-        """As chat templates expect it."""
+        """The tool in the form that chat templates expect."""
         function = {"name": self.name, "description": self.description, "parameters": self.schema}
         return {"type": "function", "function": function}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,9 @@ from lmstate.serve.tools.events import CallStart, Reasoning, Text, Tool
 from lmstate.serve.tools.reader import Parse, Reader
 
 FENCE = "\n```json\n"
+
+
+SPACE_OUTSIDE = re.compile(r'("(?:[^"\\]|\\.)*"?)|\s+')  # strings, which stay, or space
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,7 @@ class MistralCalls(ToolFormat):
         return "[TOOL_CALLS]" in template and ("[ARGS]" not in template) == self.listed
 
     def call_id(self, id: str) -> str:
-        """Their templates take ids of nine letters and digits, and no others."""
+        """An id of nine letters and digits: Mistral's templates refuse others."""
         return id if len(id) == 9 and id.isalnum() else hashlib.blake2b(id.encode()).hexdigest()[:9]
 
     def parse(self, reader: Reader, tools: Sequence[Tool]) -> Parse[None]:
@@ -190,9 +194,8 @@ class LlamaCalls(ToolFormat):
     def _is_call(self, reader: Reader, names: Sequence[str]) -> Parse[bool]:
         """Whether the object names a tool first: an answer may be JSON that is no call."""
         while True:
-            text = "".join(reader.text.split())
+            text = SPACE_OUTSIDE.sub(r"\1", reader.text)
             heads = ['{"type":"function","name":' + name for name in names] + ['{"name":' + name for name in names]
-            heads = ["".join(head.split()) for head in heads]
             if any(text.startswith(head) for head in heads):
                 return True
             if reader.closed or not any(head.startswith(text) for head in heads):
@@ -204,7 +207,11 @@ class LlamaCalls(ToolFormat):
             head = '{"name": ' + quoted(tool.name) + ', "parameters": '
             return f'{quoted(head)} {json_term(tool.schema)} "}}"'
 
-        return Rules((choice("call", tools, term),), '{"name": ', between='"; "')
+        python = r"(<\|python_tag\|>\s*)?"
+        names = "|".join(re.escape(json.dumps(tool.name)).replace("/", r"\/") for tool in tools)
+        call = rf'\s*{python}\{{\s*("type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*({names})(.|\n)*'
+        text = rf"/(.|\n)*/ & ~/{call}/"
+        return Rules((choice("call", tools, term),), '{"name": ', between='"; "', text=text)
 
 
 @dataclass(frozen=True)
@@ -250,12 +257,16 @@ class HarmonyCalls(ToolFormat):
             to = quoted(f"commentary to=functions.{tool.name} ")
             return f'{channel} {to} {literal("<|constrain|>")} "json" {message} {json_term(tool.schema)}'
 
-        return Rules((choice("call", tools, term),), "<|channel|>")
+        between = f'{literal("<|end|>")} {literal("<|start|>")} "assistant"'
+        text = r"/(.|\n)*/ & ~/(.|\n)*<\|(start|channel|message|end|call|return)\|>(.|\n)*/"
+        return Rules((choice("call", tools, term),), "<|channel|>", between=between, text=text)
 
-    def framed(self, lark: str, literal: Literal, *, final: bool) -> str:
-        """Reasoning may come first, in a channel of its own."""
+    def head(self, literal: Literal) -> str:
+        return f'{literal("<|channel|>")} "final" {literal("<|message|>")}'
+
+    def framed(self, lark: str, literal: Literal) -> str:
+        """The grammar with harmony's channels around it: reasoning may come first, in a channel of its own."""
         channel, message = literal("<|channel|>"), literal("<|message|>")
         analysis = f'{channel} "analysis" {message} ANALYSIS {literal("<|end|>")} {literal("<|start|>")} "assistant"'
-        head = f'{channel} "final" {message}' if final else ""
         rules = "ANALYSIS: /(.|\\n)*/\n" + lark.replace("start:", "framed:", 1)
-        return f"start: ({analysis})? {head} framed\n{rules}"
+        return f"start: ({analysis})? framed\n{rules}"

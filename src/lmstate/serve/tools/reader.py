@@ -123,7 +123,7 @@ class JsonScan:
         self._inside = self._escaped = self._begun = False
 
     def push(self, text: str) -> int:
-        """How many characters of `text` belong to the value."""
+        """Number of characters of `text` that belong to the value."""
         for at, char in enumerate(text):
             if self._inside:
                 if self._escaped:
@@ -157,7 +157,7 @@ class JsonScan:
 
 
 def overlap(text: str, marker: str) -> int:
-    """How long an end of `text` is a proper beginning of `marker`."""
+    """Length of the longest suffix of `text` that is a proper prefix of `marker`."""
     for length in range(min(len(marker) - 1, len(text)), 0, -1):
         if text.endswith(marker[:length]):
             return length

@@ -1,0 +1,53 @@
+"""`POST /v1/responses/compact`: a conversation as what its user said, and a summary of the rest."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from lmstate.serve import response_items as items
+from lmstate.serve.answers import new_id
+from lmstate.serve.compaction import ASK, BEFORE, compaction_item
+from lmstate.serve.http import json_response, read_body
+from lmstate.serve.messages import Message
+from lmstate.serve.responses import exact_tokens, read, truncated, usage_of
+from lmstate.serve.sampling import sampling_options
+from lmstate.serve.service import Service, ToolUse
+
+SUMMARY = 1024  # tokens of a summary at most
+
+
+async def compact(service: Service, request: Request) -> ASGIApp:
+    """Nothing is stored. Where the conversation is too long to be read, its oldest turns are not in the summary."""
+    body = await read_body(service, request)
+    service.settings.check_model(body.text("model"))
+    asked = await read(service, body)
+    said = [message.content for message in asked.chat.messages if message.role == "user"]
+    asked = replace(asked, chat=replace(asked.chat, messages=(*asked.chat.messages, Message("user", ASK))))
+    asked = await asyncio.to_thread(truncated, service, asked)
+    task = await service.chat(
+        request.receive,
+        asked.chat,
+        sampling_options(body, service.vocab_size, service.model.defaults),
+        use=ToolUse(),
+        max_new_tokens=min(SUMMARY, service.settings.max_new_tokens),
+        tokens=await asyncio.to_thread(exact_tokens, service, asked),
+    )
+    await task.finished()
+    output = [
+        {**items.message_item(new_id("msg_"), [{"type": "input_text", "text": text}], "completed"), "role": "user"}
+        for text in said
+        if not text.startswith(BEFORE)
+    ]
+    return json_response(
+        {
+            "id": new_id("resp_"),
+            "object": "response.compaction",
+            "created_at": task.created,
+            "output": [*output, compaction_item(task.answers[0].text.strip())],
+            "usage": usage_of(task),
+        }
+    )

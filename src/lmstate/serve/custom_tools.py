@@ -1,0 +1,41 @@
+"""Custom tools of the Responses API, whose input is a text: the model calls them as functions of that one argument."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from lmstate.serve.fields import Fields
+from lmstate.serve.messages import Call
+from lmstate.serve.tools import Tool
+from lmstate.serve.tools.base import as_json
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+
+
+def custom_tool(given: Fields, name: str) -> Tool:
+    """The tool as a function. A grammar that its input is to fit is told to the model, which is not held to it."""
+    description = given.text("description") or ""
+    format = given.inner("format")
+    if format is not None and (definition := format.text("definition")):
+        syntax = format.text("syntax", most=40) or "this"
+        description = f"{description}\n\nThe input has to fit this {syntax} grammar:\n{definition}".strip()
+    return Tool(name, description, SCHEMA, custom=True)
+
+
+def input_of(arguments: str) -> str:
+    """The text in a call's arguments; arguments that were cut off, or are of another form, as they are."""
+    values = as_json(arguments)
+    text = values.get("input") if isinstance(values, dict) else None
+    return text if isinstance(text, str) else arguments
+
+
+def custom_call(item: Fields) -> Call:
+    """The call that an item tells of."""
+    arguments = json.dumps({"input": item.text("input") or ""}, ensure_ascii=False)
+    return Call(item.need_text("call_id"), item.need_text("name"), arguments)
