@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 import lmstate
+from lmstate.checkpoints.hub import ALIASES, name_of
+from lmstate.checkpoints.open import open_cached
 from lmstate.cli.app import app
+from tests.files import ggufs
 from tests.zoo import ours
 
 
@@ -65,10 +69,10 @@ def test_the_cache_lists_what_is_its_own(folder: Path) -> None:
     code, told, _ = cache("list")
     lines = [line.split() for line in told.splitlines()[2:]]
     assert code == 0
-    assert [line[:5] for line in lines[:-1]] == [
-        ["a" * 12, "download", "small.gguf", "1", "KiB"],
-        ["b1" * 6, "conversion", "int4", "2.0", "KiB"],
-        ["b2" * 6, "conversion", "int8", "512", "B"],
+    assert [line[:6] for line in lines[:-1]] == [
+        ["a" * 12, "download", str(folder / "models" / ("a" * 16) / "small.gguf"), "small.gguf", "1", "KiB"],
+        ["b1" * 6, "conversion", "unknown", "int4", "2.0", "KiB"],
+        ["b2" * 6, "conversion", "unknown", "int8", "512", "B"],
     ]
     assert lines[-1] == ["all", "3.5", "KiB"]
 
@@ -89,6 +93,40 @@ def test_removing_takes_what_was_named_and_nothing_else(folder: Path, arguments:
     there = {"a": folder / "models" / ("a" * 16), "b1": folder / ("b1" * 16), "b2": folder / ("b2" * 16)}
     assert [name for name, path in there.items() if path.exists()] == left
     assert (folder / "mine" / "int4.safetensors").exists() and (folder / "models" / "letters.txt").exists()
+
+
+def test_conversions_are_listed_and_removed_by_the_model_that_they_are_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LMSTATE_CACHE", str(tmp_path / "cache"))
+    first = ggufs.write(tmp_path / "one.gguf", tensors=ggufs.llama_tensors())
+    second = ggufs.write(tmp_path / "two.gguf", tensors=ggufs.llama_tensors())
+    opened = open_cached(second, tmp_path / "cache")  # parsed, and nothing converted
+    assert opened.path == second
+    for kind in ("int4", "int8"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            lmstate.load(first, weights=kind)
+    lines = [line.split() for line in cache("list")[1].splitlines()[2:-1]]
+    assert {(line[1], line[2]) for line in lines} == {("conversion", str(first)), ("conversion", str(second))}
+    code, told, _ = cache("remove", str(first))
+    assert code == 0 and told.count("removed") == 1
+    lines = [line.split() for line in cache("list")[1].splitlines()[2:-1]]
+    assert [line[2] for line in lines] == [str(second)]
+    assert cache("remove", "unknown")[0] == 1  # there is none
+
+
+def test_a_path_is_named_as_load_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    alias = ALIASES["smollm2"]
+    for path, name in (
+        (f"/c/models/{alias.sha256[:16]}/{Path(alias.member).name}", "smollm2"),
+        ("/hub/models--organization--name/snapshots/0a1b", "organization/name"),
+        ("/hub/models--organization--name/snapshots/0a1b/file.gguf", "organization/name/file.gguf"),
+        ("/home/someone/models/mine", "~/models/mine"),
+        ("/srv/models/mine", "/srv/models/mine"),
+    ):
+        assert name_of(path) == name
 
 
 @pytest.mark.parametrize(

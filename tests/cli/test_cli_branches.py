@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from click.testing import Result
 from typer.testing import CliRunner
 
 import lmstate
@@ -124,6 +126,42 @@ def test_a_file_that_cannot_be_written_is_named(conversation: Conversation, tmp_
     with pytest.raises(FileNotFoundError) as error:
         command(conversation, f"/save {path}")
     assert error.value.filename == str(path) and ".part" not in str(error.value)
+
+
+@pytest.fixture
+def full_disk() -> Iterator[None]:
+    """Files of this process cannot grow beyond a few bytes, as on a disk that is about to be full."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails instead
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3_next"])
+def test_a_chat_whose_disk_is_full_goes_on(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    model, old = talking(case), tmp_path / "old"
+    monkeypatch.setattr(lmstate, "load", lambda *_, **__: model, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def chat(*lines: str) -> Result:
+        return CliRunner().invoke(app, ["chat", "m", "-n", "6"], input="".join(f"{line}\n" for line in lines))
+
+    first = chat("one", f"/save {old}", "two")
+    assert first.exit_code == 0
+    saved = old.read_bytes()
+    request.getfixturevalue("full_disk")
+    second = chat("one", f"/save {tmp_path / 'new'}", f"/save --force {old}", "two")
+    assert second.exit_code == 1 and "2 of the questions and commands failed" in second.stderr
+    assert f"lmstate: {tmp_path / 'new'}: " in second.stderr and f"lmstate: {old}: " in second.stderr
+    assert ".part" not in second.stderr
+    told = [line for line in first.stdout.splitlines() if not line.startswith("saved ")]
+    assert second.stdout.splitlines() == told, "the conversation went on as without the files"
+    assert [*tmp_path.iterdir()] == [old] and old.read_bytes() == saved
 
 
 def test_edited_question_takes_the_place_of_the_last(conversation: Conversation) -> None:

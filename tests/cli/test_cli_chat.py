@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import signal
@@ -214,6 +215,19 @@ def test_piped_lines_that_failed_show_in_the_exit_code(
 ) -> None:
     result = chat(runner, *lines)
     assert result.exit_code == code and ("failed" in result.stderr) == bool(code)
+    assert "Errno" not in result.stderr
+
+
+def test_a_reader_that_leaves_ends_the_chat_quietly(
+    model: FakeModel, runner: CliRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leave(*_: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr("lmstate.cli.chat.command.write_pieces", leave)
+    monkeypatch.setattr("lmstate.cli.app._forget_stdout", lambda: None)
+    result = chat(runner, "one", "two")
+    assert (result.exit_code, result.stderr) == (0, "")
 
 
 def test_an_edited_question_that_fails_is_told_too(model: FakeModel, runner: CliRunner) -> None:

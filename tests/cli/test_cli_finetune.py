@@ -44,7 +44,10 @@ def test_a_text_is_learned_stopped_resumed_and_told(folder: Path, tmp_path: Path
     assert len(losses) == 40 and losses[-1] < 0.1 < losses[0]
     again = CliRunner().invoke(app, command)
     assert again.exit_code == 1 and "resume" in again.output
-    assert CliRunner().invoke(app, [*command, "--resume"]).exit_code == 0
+    resumed = CliRunner().invoke(app, [*command, "--resume"])
+    assert resumed.exit_code == 0 and "no checkpoint" not in resumed.stderr
+    elsewhere = [*command[:4], str(tmp_path / "other"), *command[5:-4], "--steps", "1"]
+    assert "other holds no checkpoint" in CliRunner().invoke(app, [*elsewhere, "--resume"]).stderr.replace("\n", "")
     told = CliRunner().invoke(
         app, ["generate", str(folder), "--raw", "the keeper of", "--adapter", str(out), "-n", "4", "-t", "0"]
     )

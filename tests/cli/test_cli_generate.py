@@ -16,6 +16,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import lmstate
 from lmstate.cli.app import app
 from lmstate.cli.progress import PromptProgress
 from lmstate.generation.sampling import Sampler, TokenPicker
@@ -272,3 +273,26 @@ def test_off_a_terminal_a_prompt_that_takes_long_tells_in_lines_how_far_it_is(
             progress(done, 4000)
         told = capsys.readouterr().err
         assert read(told) == expected and told.count("\n") == len(expected) and "\r" not in told
+
+
+def test_a_draft_that_is_none_is_told_with_those_that_are(
+    model: FakeModel, runner: CliRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = lmstate.load
+    monkeypatch.setattr(lmstate, "load", lambda name, weights: load("missing" if name == "txt" else name, weights))
+    result = runner.invoke(app, ["generate", "m", "Hello", "--draft", "txt"])
+    assert result.exit_code == 1 and "--draft is auto, text, heads, none or a model: no model" in result.stderr
+
+
+def test_heads_are_loaded_where_they_draft(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def load(name: str, weights: str = "auto", adapter: object = None, heads: bool = False) -> object:
+        asked.append(heads)
+        raise lmstate.ModelError(f"{name} has no multi-token prediction heads")
+
+    monkeypatch.setattr(lmstate, "load", load, raising=False)
+    for command in ("generate", "chat"):
+        result = runner.invoke(app, [command, "m", "--draft", "heads", *(["x"] if command == "generate" else [])])
+        assert result.exit_code == 1 and "no multi-token prediction heads" in result.stderr
+    assert asked == [True, True]

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import sys
+import warnings
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 import lmstate
 from lmstate.cli.app import app
-from lmstate.cli.inspect_model import state_rows
+from lmstate.cli.inspect_model import state_rows, weight_rows
 from lmstate.cli.output import size, table
+from lmstate.models.describe import stored_weights
+from lmstate.ops.types.block_table import BLOCK_TOKENS
 from tests.zoo import pair
 
 
@@ -32,9 +36,13 @@ def test_inspect_counts_what_the_model_holds(runner: CliRunner, monkeypatch: pyt
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "qwen3_5", "mamba2", "falcon_h1"])
 def test_what_grows_and_what_does_not_is_what_a_state_holds(name: str) -> None:
     model = pair(name)[1]
-    held = [sum(model.new_state(capacity=n, rewind=0).memory().values()) for n in (1, 2)]
+    held = []
+    for tokens in (BLOCK_TOKENS, 2 * BLOCK_TOKENS):
+        state = model.new_state(rewind=0)
+        state.plan([[0] * tokens])
+        held.append(sum(state.memory().values()))
     *_, growing, fixed = state_rows(model)[-1]
-    assert (growing, fixed) == (size(held[1] - held[0]), size(2 * held[0] - held[1]))
+    assert (growing, fixed) == (size((held[1] - held[0]) // BLOCK_TOKENS), size(2 * held[0] - held[1]))
 
 
 @pytest.mark.parametrize("command", ["models", "doctor"])
@@ -62,3 +70,50 @@ def test_a_piped_table_is_plain_and_a_terminal_gets_a_drawn_one(
 )
 def test_sizes(count: int, text: str) -> None:
     assert size(count) == text
+
+
+@pytest.mark.parametrize("name", ["llama-tied-mha", "qwen3_moe", "gemma3", "falcon_h1"])
+def test_every_weight_stands_in_one_row_of_the_table(name: str) -> None:
+    model = pair(name)[1]
+    rows = weight_rows(model)
+    weights = stored_weights(model.parts)
+    assert sum(int(row[4]) for row in rows) == len(weights)
+    assert all(row[1:3] == ("float32", "32.0") for row in rows)
+    assert len({row[:4] for row in rows}) == len(rows) < 30
+    if name == "llama-tied-mha":
+        assert (
+            rows[0][:5] == ("embed, head", "float32", "32.0", "99 x 48", "1") and rows[1][0] == "blocks 0-2: mixer.qkv"
+        )
+
+
+def test_a_warning_is_a_line_on_stderr(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str, weights: str) -> lmstate.Model:
+        warnings.warn("4 bits are few", UserWarning, stacklevel=1)
+        return pair("llama-tied-mha")[1]
+
+    monkeypatch.setattr(lmstate, "load", load)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        result = runner.invoke(app, ["inspect", "tiny"])
+    assert result.exit_code == 0 and result.stderr == "lmstate: 4 bits are few\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["inspect", "missing.lmstate"], ["missing.lmstate: no such file or directory"]),
+        (["inspect", "smolm2"], ["no model called 'smolm2'", "did you mean 'smollm2'?"]),
+        (["generate", "smollm2", "hi", "--prompt-file", "x"], ["not both"]),
+        (["generate", "smollm2", "--prompt-file", "missing.txt"], ["missing.txt: no such file or directory"]),
+        (["generate", "smollm2", "hi", "--save-state", "nowhere/x.lmstate"], ["there is no folder nowhere", "make it"]),
+        (["generate", "smollm2", "hi", "--save-state", ".", "--force"], [". is a directory", "name a file in it"]),
+        (["generate", "smollm2", "hi", "--state", "no.lmstate"], ["no.lmstate: no such file or directory"]),
+    ],
+)
+def test_an_error_names_the_file_and_the_cause(
+    runner: CliRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], parts: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = runner.invoke(app, arguments)
+    assert result.exit_code in (1, 2) and all(part in result.stderr for part in parts), result.stderr
+    assert "Errno" not in result.stderr and not result.stdout

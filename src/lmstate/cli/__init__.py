@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 
 
 def main() -> None:
     """The entry point. Exit codes: 0 done, 1 could not be done, 2 wrong usage, 130 stopped with Ctrl-C."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # Until a model is loaded there is nothing to undo, and of the modules that are imported some show a
+        # KeyboardInterrupt as a traceback, and some lose it.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     from lmstate.cli.app import app
 
     _open_streams()

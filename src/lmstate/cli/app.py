@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import warnings
 from typing import Annotated, Any
 
 import typer
@@ -12,14 +13,15 @@ from typer.core import TyperGroup
 
 from lmstate.cli import bench, cache, demo, doctor, finetune, generate, inspect, models, serve
 from lmstate.cli.chat import command as chat
-
-DEBUG = "LMSTATE_DEBUG"  # set to anything: errors show their traceback
+from lmstate.cli.output import DEBUG, one_line
 
 
 class Commands(TyperGroup):
     """A group whose commands end in an exit code, never in a traceback, for what can go wrong in a sound program."""
 
     def invoke(self, ctx: Any) -> Any:
+        shown = warnings.showwarning
+        warnings.showwarning = _warn
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -32,13 +34,15 @@ class Commands(TyperGroup):
                 raise typer.Exit(0) from None
             if os.environ.get(DEBUG):
                 raise
-            print(f"lmstate: {_one_line(error)}", file=sys.stderr)
+            print(f"lmstate: {one_line(error)}", file=sys.stderr)
             raise typer.Exit(1) from None
+        finally:
+            warnings.showwarning = shown
 
 
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return text or f"{type(error).__name__} (set {DEBUG}=1 for the traceback)"
+def _warn(message: Warning | str, *where: Any, **_: Any) -> None:
+    """In place of `warnings.showwarning`: a line for a reader of the program, without a place in its source."""
+    print(f"lmstate: {' '.join(str(message).split())}", file=sys.stderr)
 
 
 def _forget_stdout() -> None:

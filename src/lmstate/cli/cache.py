@@ -32,6 +32,17 @@ class Entry:
         return sum(file.stat().st_size for file in self.files)
 
     @property
+    def model(self) -> str:
+        """The name that loads what was downloaded or converted; "unknown" where nothing tells."""
+        from lmstate.checkpoints.conversion_cache import recorded_source
+        from lmstate.checkpoints.hub import name_of
+
+        if self.kind == "download":
+            return name_of(min(self.files)) if self.files else "unknown"
+        source = recorded_source(self.path)
+        return "unknown" if source is None else name_of(source)
+
+    @property
     def content(self) -> str:
         """The file that was downloaded, or the storages that were made."""
         names = [file.name for file in self.files if self.kind == "download" or file.suffix == ".safetensors"]
@@ -60,7 +71,7 @@ def _folders(root: Path, pattern: re.Pattern[str]) -> list[Path]:
 
 @cache.command("list")
 def list_() -> None:
-    """List downloads and conversions: name, size, age.
+    """List downloads and conversions: of which model, size, age.
 
     \b
     Examples:
@@ -70,24 +81,28 @@ def list_() -> None:
     from lmstate.checkpoints.hub import cache_dir
 
     found = entries(cache_dir())
-    rows = [(each.path.name[:SHOWN], each.kind, each.content, size(each.nbytes), each.written) for each in found]
-    rows.append(("", "", "all", size(sum(each.nbytes for each in found)), ""))
-    table(f"Cache: {cache_dir()}", ("name", "kind", "what", "size", "written"), rows)
+    rows = [
+        (each.path.name[:SHOWN], each.kind, each.model, each.content, size(each.nbytes), each.written) for each in found
+    ]
+    rows.append(("", "", "", "all", size(sum(each.nbytes for each in found)), ""))
+    table(f"Cache: {cache_dir()}", ("name", "kind", "model", "what", "size", "written"), rows)
 
 
 @cache.command("remove")
 def remove(
-    names: Annotated[list[str] | None, typer.Argument(metavar="NAME...", help="Names from `list`, or kinds.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Names or models of `list`, kinds.")] = None,
     every: Annotated[bool, typer.Option("--all", help="All downloads and conversions.")] = False,
 ) -> None:
     """Remove downloads and conversions; they are made again when a model is next loaded.
 
-    NAME is the beginning of a name that `lmstate cache list` shows, or `download` or `conversion` for all of a kind.
+    NAME is the beginning of a name that `lmstate cache list` shows, a model for all that there is of it, or `download`
+    or `conversion` for all of a kind.
 
     \b
     Examples:
       lmstate cache remove conversion
       lmstate cache remove 3f2a 90c1
+      lmstate cache remove smollm2
       lmstate cache remove --all
     """
     from lmstate.checkpoints.hub import cache_dir
@@ -105,8 +120,13 @@ def remove(
 
 def _named(found: list[Entry], name: str) -> list[Entry]:
     """The entries that a name stands for. Raises ValueError if there is none, or a beginning is not clear."""
+    from lmstate.checkpoints.hub import name_of
+
     if name in ("download", "conversion"):
         return [each for each in found if each.kind == name]
+    models = {name, name_of(Path(name).expanduser().absolute())}
+    if of_model := [each for each in found if each.model in models]:
+        return of_model
     fitting = [each for each in found if name and each.path.name.startswith(name)]
     if len(fitting) != 1:
         how = "no name begins" if not fitting else f"{len(fitting)} names begin"

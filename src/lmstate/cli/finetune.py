@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lmstate.cli import options
-from lmstate.cli.output import Interrupt, note
+from lmstate.cli.output import Interrupt, note, raise_interrupts
 
 if TYPE_CHECKING:
     from lmstate.training.finetune import FineTuning, Report
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 def finetune(
     model: options.ModelName,
-    data: Annotated[Path, typer.Argument(metavar="DATA.jsonl", help="Lines of JSON.")],
+    data: Annotated[
+        Path,
+        typer.Argument(metavar="DATA.jsonl", help="Lines of JSON; or a .txt or .md.", exists=True, dir_okay=False),
+    ],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Where the result and checkpoints go.")],
     full: Annotated[bool, typer.Option("--full", help="Train every weight instead of a LoRA adapter.")] = False,
     rank: Annotated[int, typer.Option("--rank", min=1, help="Of the adapter.")] = 8,
@@ -28,9 +31,12 @@ def finetune(
         str, typer.Option("--targets", help="Modules with an adapter, separated by commas; all-linear: all of them.")
     ] = "all-linear",
     rslora: Annotated[bool, typer.Option("--rslora", help="Multiply by alpha / sqrt(rank).")] = False,
-    epochs: Annotated[float, typer.Option("--epochs", help="Passes over the documents; --steps overrides.")] = 1.0,
+    dora: Annotated[bool, typer.Option("--dora", help="Train magnitudes apart from directions (DoRA).")] = False,
+    epochs: Annotated[
+        float, typer.Option("--epochs", min=0.0, help="Passes over the documents; --steps overrides.")
+    ] = 1.0,
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Steps of the optimizer.")] = None,
-    rate: Annotated[float, typer.Option("--lr", help="The highest learning rate.")] = 2e-4,
+    rate: Annotated[float, typer.Option("--lr", min=0.0, help="The highest learning rate.")] = 2e-4,
     warmup: Annotated[
         float, typer.Option("--warmup", min=0.0, max=1.0, help="Share of the steps that it rises.")
     ] = 0.03,
@@ -53,9 +59,9 @@ def finetune(
 ) -> None:
     """Train a model on documents, by default a LoRA adapter beside its weights.
 
-    A line of DATA.jsonl is {"messages": [...]}, of which the assistant's answers are learned, {"prompt": ...,
-    "completion": ...} or {"text": ...}. Long documents are computed in chunks, with the gradients of the whole. Ctrl-C
-    ends with a checkpoint, from which --resume goes on.
+    A line of DATA.jsonl is {"messages": [...]} (and "tools"), of which the assistant's answers are learned, {"prompt":
+    ..., "completion": ...} or {"text": ...}; a .txt is one document. Long documents are computed in chunks, with the
+    gradients of the whole. Ctrl-C ends with a checkpoint, from which --resume goes on.
 
     \b
     Examples:
@@ -69,15 +75,20 @@ def finetune(
     from lmstate.training.documents import batches, read_documents, split
     from lmstate.training.finetune import LOG, FineTuning, Settings, plot
 
+    raise_interrupts()
     torch.manual_seed(seed)
     if full:
         loaded = lmstate.load(model, weights=weights.value, trainable=True)
     else:
         names = targets if targets == "all-linear" else [name.strip() for name in targets.split(",") if name.strip()]
-        lora = LoraConfig(rank, alpha, names, rslora)
+        lora = LoraConfig(rank, alpha, names, rslora, dora)
         loaded = lmstate.load(model, weights=weights.value, trainable="lora", lora=lora)
     assert isinstance(loaded, ParameterModel)
-    documents = read_documents(data, loaded.tokenizer, min(loaded.eos_ids, default=None))
+    empty: list[str] = []
+    documents = read_documents(data, loaded.tokenizer, min(loaded.eos_ids, default=None), empty.append)
+    if empty:
+        more = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
+        note(f"left out, since there is no answer in it to learn: {empty[0]}{more}")
     trained, evaluated = split(documents, evaluate, seed)
     if steps is None:
         passes = sum(1 for _ in batches(trained, batch_tokens, None))
@@ -87,6 +98,8 @@ def finetune(
         batch_tokens=batch_tokens, accumulate=accumulate, chunk=chunk, checkpoint_layers=checkpoint_layers, seed=seed,
     )  # fmt: skip
     training = FineTuning(loaded, trained, settings, out, evaluated, resume)
+    if resume and not training.step:
+        note(f"{out} holds no checkpoint: training from the start")
     count = sum(leaf.numel() for leaf in loaded.parameters())
     note(
         f"{count:,} parameters, {len(trained)} documents of {sum(len(each.tokens) for each in trained):,} tokens "

@@ -88,7 +88,7 @@ def generate(
       lmstate generate smollm2 --raw -f book.txt -n 0 --save-state book.lmstate
       lmstate generate smollm2 --state book.lmstate "In one sentence, the book says" --json
     """
-    from lmstate.cli.chat.branches import with_messages, write
+    from lmstate.cli.chat.branches import with_messages
     from lmstate.cli.progress import warn_of_length
     from lmstate.generation import Generation
     from lmstate.generation.stopping import as_stops
@@ -99,12 +99,18 @@ def generate(
         raise typer.BadParameter("--system needs the chat template; it does not go with --raw")
     if state is not None and system is not None:
         raise typer.BadParameter("--system begins a conversation; it does not go with --state")
+    if state is not None:
+        state.stat()  # before a model is loaded for nothing
+    if save_state is not None and save_state.is_dir():
+        raise IsADirectoryError(f"--save-state {save_state} is a directory; name a file in it")
     if save_state is not None and save_state.exists() and not force:
         raise FileExistsError(f"{save_state} exists; --force lets --save-state replace it")
+    if save_state is not None and not save_state.absolute().parent.is_dir():
+        raise FileNotFoundError(f"--save-state {save_state}: there is no folder {save_state.parent}; make it first")
     with options.usage():
         stops = as_stops(stop or ())
     sampling = options.Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    loaded = options.load_model(model, weights, threads, adapter)
+    loaded = options.load_model(model, weights, threads, adapter, draft)
     request = _begin(loaded, text, chat, system) if state is None else _go_on(loaded, state, text, chat)
     held = request.state.lengths[0]
     warn_of_length(loaded, held, held + len(request.ids))
@@ -127,7 +133,7 @@ def generate(
         if request.messages is not None:
             answer: Message = {"role": "assistant", "content": generation.texts[0]}
             snapshot = with_messages(snapshot, [*request.messages, answer])
-        write(snapshot, save_state)
+        snapshot.save(save_state)
     if sys.stderr.isatty() if stats is None else stats:
         note(describe(generation.report()))
     if stopped:

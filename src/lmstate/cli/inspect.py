@@ -24,9 +24,11 @@ def inspect(model: options.ModelName, weights: options.Weights = options.WeightK
         print()
         table("layers", ("layers", "tensors", "bytes"), layer_rows(snapshot))
         return
-    from lmstate.cli.inspect_model import model_rows, state_rows
+    from lmstate.cli.inspect_model import model_rows, state_rows, weight_rows
 
     loaded = options.load_model(model, weights)
     table(model, ("", ""), model_rows(loaded))
+    print()
+    table("weights", ("matrix", "stored as", "bits a number", "shape", "how many", "bytes"), weight_rows(loaded))
     print()
     table("state of one row", ("layers", "kind", "bytes per token", "bytes whatever the length"), state_rows(loaded))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 
 from torch import Tensor
@@ -11,9 +12,11 @@ from torch import Tensor
 from lmstate.cli.output import size
 from lmstate.generation import Sampler
 from lmstate.models.describe import bytes_by_kind, parameter_count, stored_weights
+from lmstate.models.fingerprint import weights_in
 from lmstate.models.model import Model
 from lmstate.ops import Weight
-from lmstate.state import AttentionState
+from lmstate.ops.types.block_table import BLOCK_TOKENS
+from lmstate.state import AttentionState, LayerState
 
 
 def model_rows(model: Model) -> list[tuple[str, str]]:
@@ -50,24 +53,87 @@ def _weights(weights: Sequence[Tensor | Weight]) -> str:
 
 
 def state_rows(model: Model) -> list[tuple[str, ...]]:
-    """Of each kind of layer state: how many layers, bytes per token, and bytes that do not grow.
+    """A line for each kind of layer state: number of layers, bytes per token, and bytes that do not grow.
 
-    Measured, not derived: what a state of two tokens holds more than one of one token.
+    Measured, not derived: what a state with room for two blocks of tokens holds more than one with room for one.
     """
     layers: Counter[str] = Counter()
     growing: Counter[str] = Counter()
     fixed: Counter[str] = Counter()
-    for one, two in zip(
-        (part for layer in model.new_state(rows=1, capacity=1, rewind=0).layers for part in layer.leaves()),
-        (part for layer in model.new_state(rows=1, capacity=2, rewind=0).layers for part in layer.leaves()),
-    ):
+    for one, two in zip(*(_with_room(model, blocks * BLOCK_TOKENS) for blocks in (1, 2))):
         kind = one.kind
         if isinstance(one, AttentionState) and one.window_span is not None:
             kind = f"{kind} (the last {one.window_span + 1:,} tokens)"
         layers[kind] += 1
-        growing[kind] += two.nbytes() - one.nbytes()
+        growing[kind] += (two.nbytes() - one.nbytes()) // BLOCK_TOKENS
         fixed[kind] += 2 * one.nbytes() - two.nbytes()
     rows: list[tuple[str, ...]] = [(str(layers[kind]), kind, size(growing[kind]), size(fixed[kind])) for kind in layers]
     if len(rows) > 1:
         rows.append((str(layers.total()), "together", size(growing.total()), size(fixed.total())))
     return rows
+
+
+def _with_room(model: Model, tokens: int) -> list[LayerState]:
+    """Layer states with room for so many tokens."""
+    state = model.new_state(rewind=0)
+    state.plan([[0] * tokens])
+    return [part for layer in state.layers for part in layer.leaves()]
+
+
+PARTS = ("embed", "blocks", "norm", "head", "head_bias", "entry", "exit", "heads")  # of `Model.parts`
+NUMBERS = re.compile(r"\.\d+(?=\.|$)")
+
+
+def weight_rows(model: Model) -> list[tuple[str, ...]]:
+    """Of matrices of one name, storage and shape: their name, storage, bits a number, shape, how many, bytes.
+
+    Matrices of many blocks stand in one row, "blocks 0-3, 7: mixer.qkv"; of many experts, too. Last, in one row, what
+    is no matrix: norms, biases.
+    """
+    groups: dict[tuple[str, str, str], tuple[list[int], list[Weight]]] = {}
+    small: list[Tensor] = []
+    for name, block, weight in _named(model):
+        if isinstance(weight, Tensor):
+            small.append(weight)
+            continue
+        blocks, weights = groups.setdefault((name, weight.kind, " x ".join(map(str, weight.shape))), ([], []))
+        weights.append(weight)
+        if block is not None and block not in blocks:
+            blocks.append(block)
+    rows: list[tuple[str, ...]] = []
+    for (name, kind, shape), (blocks, weights) in groups.items():
+        nbytes = sum(weight.nbytes for weight in weights)
+        bits = 8 * nbytes / max(1, sum(map(parameter_count, weights)))
+        where = f"blocks {_ranges(blocks)}: {name}" if blocks else name
+        rows.append((where, kind, f"{bits:.1f}", shape, str(len(weights)), size(nbytes)))
+    if small:
+        rows.append(("no matrices", "float32", "32.0", "", str(len(small)), size(sum(each.nbytes for each in small))))
+    return rows
+
+
+def _named(model: Model) -> Iterator[tuple[str, int | None, Tensor | Weight]]:
+    """Every weight once: its name with `*` for what is counted, the number of its block, and it."""
+    seen: set[int] = set()
+    tied = model.head is model.embed
+    for part, thing in zip(PARTS, model.parts):
+        for path, weight in weights_in(thing):
+            if id(weight) in seen or path.endswith(".frequencies"):
+                continue
+            seen.add(id(weight))
+            if part == "blocks":
+                _, block, rest = path.split(".", 2)
+                yield NUMBERS.sub(".*", rest), int(block), weight
+            else:
+                name = "embed, head" if tied and part == "embed" else part
+                yield NUMBERS.sub(".*", name + path), None, weight
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers in short: "0-3, 7"."""
+    told: list[list[int]] = []
+    for number in numbers:
+        if told and number == told[-1][-1] + 1:
+            told[-1][1:] = [number]
+        else:
+            told.append([number])
+    return ", ".join("-".join(map(str, each)) for each in told)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lmstate.cli.output import raise_interrupts
+
 if TYPE_CHECKING:
     from lmstate.generation import Sampler
     from lmstate.models.model import Model
@@ -62,22 +64,30 @@ Threads = Annotated[
 Draft = Annotated[
     str,
     typer.Option(
-        "--draft", metavar="MODEL|text|none",
-        help="Who proposes tokens to verify several at a step: the text so far, or a smaller model. Changes no word.",
+        "--draft", metavar="MODEL|text|heads|none",
+        help="Who proposes tokens to verify several at a step: the text so far, the model's own multi-token "
+        "prediction heads, or a smaller model. Changes no word.",
     ),
 ]  # fmt: skip
 System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="A system message that comes first.")]
 
 
 def load_model(
-    name: str, weights: WeightKind = WeightKind.auto, threads: str | None = None, adapter: Path | None = None
+    name: str,
+    weights: WeightKind = WeightKind.auto,
+    threads: str | None = None,
+    adapter: Path | None = None,
+    draft: str = "auto",
 ) -> Model:
     """The model by its name; what takes long (download, conversion, a long prompt) reports its own progress."""
     import lmstate
     from lmstate.cli.progress import PromptProgress
 
+    raise_interrupts()
     _set_threads(threads)
-    if adapter is None:
+    if draft == "heads":
+        model = lmstate.load(name, weights=weights.value, adapter=adapter, heads=True)
+    elif adapter is None:
         model = lmstate.load(name, weights=weights.value)
     else:
         model = lmstate.load(name, weights=weights.value, adapter=adapter)
@@ -86,7 +96,7 @@ def load_model(
 
 
 def _set_threads(asked: str | None) -> None:
-    """Raises `typer.BadParameter` for what is neither a number nor "auto"."""
+    """Set torch's threads. Raises `typer.BadParameter` for what is neither a number nor "auto"."""
     from lmstate import set_threads
 
     if asked is None and os.environ.get("OMP_NUM_THREADS"):
@@ -103,10 +113,15 @@ def _set_threads(asked: str | None) -> None:
 
 
 def load_drafter(name: str) -> str | Model:
-    """Drafter that `--draft` names: "auto", "text" or "none" as they are, else the model of that name."""
+    """Drafter that `--draft` names: "auto", "text", "heads" or "none" as they are, else the model of that name."""
     import lmstate
 
-    return name if name in ("auto", "text", "none") else lmstate.load(name, weights=WeightKind.auto.value)
+    if name in ("auto", "text", "heads", "none"):
+        return name
+    try:
+        return lmstate.load(name, weights=WeightKind.auto.value)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"--draft is auto, text, heads, none or a model: {error}") from None
 
 
 @contextmanager

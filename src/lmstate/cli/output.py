@@ -12,7 +12,16 @@ if TYPE_CHECKING:
     from lmstate.generation import Report
 
 
+DEBUG = "LMSTATE_DEBUG"  # set to anything: errors show their traceback
 CLEAR = "\r\033[K"  # of a terminal's line: a progress that was cut short may stand there
+
+
+def raise_interrupts() -> None:
+    """Have Ctrl-C raise KeyboardInterrupt from here on, where it ended the program (`cli.main`)."""
+    import lmstate.loading  # noqa: F401 - what is to be imported is imported before
+
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Interrupt:
@@ -69,6 +78,14 @@ def note(text: str) -> None:
     if sys.stderr.isatty():
         text = f"{CLEAR}\033[2m{text}\033[0m"
     print(text, file=sys.stderr, flush=True)
+
+
+def one_line(error: BaseException) -> str:
+    """An error as a line for a reader of the program; one of a file begins with the file."""
+    text = " ".join(str(error).split())
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        text = f"{error.filename}: {error.strerror[:1].lower()}{error.strerror[1:]}"
+    return text or f"{type(error).__name__} (set {DEBUG}=1 for the traceback)"
 
 
 def describe(report: Report) -> str:

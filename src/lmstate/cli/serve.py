@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import logging
+import os
+import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -44,6 +49,12 @@ def serve(
     ] = None,
     weights: options.Weights = options.WeightKind.auto,
     threads: options.Threads = None,
+    draft: Annotated[
+        str,
+        typer.Option(
+            "--draft", metavar="MODEL|text|heads|none", help="Who proposes tokens to verify several at a step."
+        ),
+    ] = "auto",
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts to the log.")] = False,
 ) -> None:
     """Serve a model to OpenAI, Anthropic and other clients over HTTP.
@@ -75,14 +86,37 @@ def serve(
         request_timeout=timeout,
     )
     settings.check(allow_anonymous)
-    loaded = options.load_model(model, weights, threads)
+    check_address(host, port)
+    loaded = options.load_model(model, weights, threads, draft=draft)
     loaded.on_part = None  # of many requests at a time nobody follows one
-    with Engine(loaded, rows=rows, memory=memory, store=store, queue=queue) as engine:
+    drafter = options.load_drafter(draft)
+    with Engine(loaded, rows=rows, memory=memory, store=store, queue=queue, draft=drafter) as engine:
         server = make_server(engine, settings)
         server.ready = lambda port: note(banner(settings, port, rows, loaded.config.max_positions))
-        server.run()
+        # What was loaded stays: a full collection that looks at it all holds up every stream for a fifth of a second.
+        gc.collect()
+        gc.freeze()
+        with suppress(SystemExit):  # uvicorn's, where it could not start and has said why
+            server.run()
     if not server.started:
-        raise OSError(f"cannot listen on {host}:{port}: is another server there? --port 0 takes a free one")
+        raise OSError(f"cannot serve on {host}:{port}")
+
+
+def check_address(host: str, port: int) -> None:
+    """Refuse an address that nobody can listen on, before a model is loaded for nothing. Raises `OSError`."""
+    try:
+        for family, kind, number, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind, number) as probe:
+                if os.name == "posix":  # as servers do: one that has just ended there does not count
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind(address)
+    except OSError as error:
+        if error.errno == errno.EAFNOSUPPORT:  # a host may have addresses of other families
+            return
+        hint = "; --port 0 takes a free one" if error.errno == errno.EADDRINUSE else ""
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}{hint}") from None
 
 
 def banner(settings: object, port: int, rows: int, context: int | None) -> str:

@@ -91,7 +91,7 @@ def save(messages: list[Message], state: State, path: Path, force: bool = False)
     if path.exists() and not force:
         raise FileExistsError(f"{path} exists; /save --force {path} replaces it")
     snapshot = with_messages(state.snapshot(0), messages)
-    write(snapshot, path)
+    snapshot.save(path)
     return snapshot
 
 
@@ -107,14 +107,6 @@ def load(state: State, path: Path) -> tuple[Snapshot, list[Message]]:
         raise ValueError(f"{path} is a snapshot, but of no conversation: it has no messages")
     state.restore(0, snapshot)
     return snapshot, messages
-
-
-def write(snapshot: Snapshot, path: Path) -> None:
-    """Write a snapshot. Raises OSError that names `path`."""
-    try:
-        snapshot.save(path)
-    except OSError as error:  # which names the temporary file that becomes this one
-        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
 def with_messages(snapshot: Snapshot, messages: list[Message]) -> Snapshot:

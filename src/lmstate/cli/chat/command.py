@@ -10,7 +10,7 @@ import typer
 
 from lmstate.cli import options
 from lmstate.cli.chat.input import MORE, PROMPT, as_text, read
-from lmstate.cli.output import describe, note, write_pieces
+from lmstate.cli.output import describe, note, one_line, write_pieces
 
 if TYPE_CHECKING:
     from lmstate.cli.chat.conversation import Conversation
@@ -52,7 +52,7 @@ def chat(
 
     system = None if system is None else as_text(system, "--system")
     sampling = options.Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    loaded = options.load_model(model, weights, threads)
+    loaded = options.load_model(model, weights, threads, draft=draft)
     if not loaded.tokenizer.has_chat_template:
         raise ValueError(f"{model} has no chat template; use `lmstate generate {model} --raw` to go on with a text")
     typed_in = sys.stdin.isatty()
@@ -89,9 +89,11 @@ def talk(conversation: Conversation, stats: bool, transcript: bool = False) -> i
                 answer(conversation, edited.question, stats)
         except ExitChat:
             break
+        except BrokenPipeError:  # nobody reads on
+            raise
         except (ValueError, OSError) as error:
             failed += 1
-            note(f"lmstate: {error}")
+            note(f"lmstate: {one_line(error)}")
     return failed
 
 

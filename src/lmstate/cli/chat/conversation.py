@@ -12,6 +12,7 @@ from lmstate.cli.chat.branches import Branches, load
 from lmstate.cli.chat.messages import Message, common_prefix
 from lmstate.cli.progress import warn_of_length
 from lmstate.generation import Generation, Report, Sampler
+from lmstate.speculation import Speculator, make_drafter
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -53,6 +54,9 @@ class Conversation:
         self.system = system
         self.sampler = sampler or Sampler()
         self.max_new_tokens = max_new_tokens
+        # A model that drafts reads each turn once: what makes it a drafter holds its state.
+        if not (draft is None or isinstance(draft, str | Speculator)):
+            draft = make_drafter(draft, model, 1, self.sampler, self.sampler.seed)
         self.draft = draft
         self.report: Report | None = None  # of the last answer
         self.messages: list[Message] = []
