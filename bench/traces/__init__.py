@@ -13,23 +13,27 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Turn:
-    """Goes on from the first `keep` (a part of 1) of history `base`, with `new` tokens, to `answer` tokens more.
+    """Goes on from history `base` with a message of `new` tokens, which is answered with `answer` tokens.
 
-    `save`: the name under which the whole, with its answer, is kept; None for a side request. Turns of one `wave`
-    come at the same time.
+    `back`: so many messages of the user at the end of the history are taken back first, with their answers, and the
+    new message begins with the first `same` tokens of the earliest of them: an edit. `cut`: a part of the history's
+    tokens, of 1, after which all is taken back, wherever that is. `save`: the name under which the whole, with its
+    answer, is kept; None for a side request. Turns of one `wave` come at the same time.
     """
 
     base: str | None
-    keep: float
     new: int
     answer: int
     save: str | None
     wave: int
+    back: int = 0
+    same: int = 0
+    cut: float = 1.0
 
 
 def conversation(dice: random.Random, turns: int = 8) -> Iterator[Turn]:
-    """Append, now and then regenerate the last answer, undo a turn, edit in the middle, ask for a title."""
-    yield Turn(None, 1.0, 400, 40, "chat:0", 0)
+    """Append, now and then regenerate the last answer, undo a turn, edit an earlier message, ask for a title."""
+    yield Turn(None, 400, 40, "chat:0", 0)
     history = ["chat:0"]
     for wave in range(1, turns):
         name = f"chat:{wave}"
@@ -37,27 +41,35 @@ def conversation(dice: random.Random, turns: int = 8) -> Iterator[Turn]:
         if what == "undo" and len(history) > 1:
             history.pop()
         if what == "edit":
-            yield Turn(history[-1], dice.uniform(0.3, 0.8), dice.randint(20, 60), 40, name, wave)
+            back = dice.randint(1, min(3, len(history)))
+            yield Turn(history[-1], dice.randint(20, 60), 40, name, wave, back, dice.randint(0, 4))
         elif what == "regenerate":
-            yield Turn(history[-1], 1.0, 30, 40, name, wave)
-            yield Turn(history[-1], 1.0, 30, 40, name, wave)
+            yield Turn(history[-1], 0, 40, name, wave, 1, 10**6)
         else:
-            yield Turn(history[-1], 1.0, dice.randint(20, 120), 40, name, wave)
-        yield Turn(name, 1.0, 12, 8, None, wave)  # a title, of which nothing stays
+            yield Turn(history[-1], dice.randint(20, 120), 40, name, wave)
+        yield Turn(name, 12, 8, None, wave)  # a title, of which nothing stays
         history.append(name)
+
+
+def cuts(dice: random.Random, turns: int = 8) -> Iterator[Turn]:
+    """Text that is cut anywhere and goes on otherwise: nothing tells where, before it happens."""
+    yield Turn(None, 400, 40, "text:0", 0)
+    for wave in range(1, turns):
+        cut = dice.uniform(0.3, 0.8) if wave % 3 == 0 else 1.0
+        yield Turn(f"text:{wave - 1}", dice.randint(20, 120), 40, f"text:{wave}", wave, cut=cut)
 
 
 def agents(dice: random.Random, count: int = 5, turns: int = 5) -> Iterator[Turn]:
     """Agents that begin with one system prompt at the same time, then work each for itself with results of tools."""
-    yield Turn(None, 1.0, 600, 1, "system", 0)
+    yield Turn(None, 600, 1, "system", 0)
     for turn in range(turns):
         for agent in range(count):
             name = f"agent:{agent}"
             base = name if turn else "system"
-            yield Turn(base, 1.0, dice.choice([30, 80, 300]), dice.randint(10, 40), name, turn + 1)
+            yield Turn(base, dice.choice([30, 80, 300]), dice.randint(10, 40), name, turn + 1)
 
 
-TRACES = {"conversation": conversation, "agents": agents}
+TRACES = {"conversation": conversation, "cuts": cuts, "agents": agents}
 
 
 def trace(name: str, seed: int = 0) -> list[Turn]:
