@@ -23,38 +23,50 @@ from torch import Tensor
 
 from lmstate.errors import ModelError
 from lmstate.files.atomic import atomic_write
+from lmstate.files.json_object import read_object
 from lmstate.files.safetensors import DTYPES, TensorFile
 from lmstate.ops.types.weight import Weight
 from lmstate.ops.weights.grouped import weight_from_tensors
 
-FORMAT = 4  # of everything in the cache; raise it when a file's meaning changes, and old ones are made again
+FORMAT = 6  # of everything in the cache; raise it when a file's meaning changes, and old ones are made again
 LINE = 64  # bytes of a cache line
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SPARE_BYTES = 2**30  # leave this many bytes of the disk free
 
 
 class ConversionCache:
-    """The matrices of one checkpoint in one storage, by the names that they were asked for with."""
+    """The matrices of one checkpoint in one storage, by the names that they were asked for with.
 
-    def __init__(self, path: Path) -> None:
+    `source`: the checkpoint's path, which the file notes for `recorded_source`.
+    """
+
+    def __init__(self, path: Path, source: Path) -> None:
         self._path = path
+        self._source = source
         self._file = _open(path)
         self._shapes: dict[str, Any] = json.loads(self._file.metadata["weights"]) if self._file else {}
         self._new: dict[str, Weight] = {}
+        self._errors: dict[str, float | None] = {label: error for label, (*_, error) in self._shapes.items()}
 
     def get(self, label: str) -> Weight | None:
         """The matrix kept under a label, mapped from the file; None if there is none."""
         if self._file is None or label not in self._shapes:
             return None
-        kind, shape, parts = self._shapes[label]
+        kind, shape, parts, _ = self._shapes[label]
         tensors = {part: self._file.tensor(f"{label}#{part}") for part in parts}
         try:
             return weight_from_tensors(kind, tuple(shape), tensors)
         except (ValueError, KeyError, TypeError, IndexError, RuntimeError):
             return None  # of another layout than this version packs: convert again
 
-    def put(self, label: str, weight: Weight) -> None:
+    def error(self, label: str) -> float | None:
+        """The error that was put beside the matrix that is kept under a label."""
+        return self._errors.get(label)
+
+    def put(self, label: str, weight: Weight, error: float | None = None) -> None:
+        """Keep a matrix from the next `save` on; with what quantizing it lost, where that is worth a warning."""
         self._new[label] = weight
+        self._errors[label] = error
 
     def save(self) -> None:
         """Write what was put. A full disk or a read-only folder is no error: the next start converts again."""
@@ -67,12 +79,29 @@ class ConversionCache:
                 weights.setdefault(label, kept)
         self._new = {}
         tensors = {f"{label}#{part}": t for label, w in weights.items() for part, t in w.tensors().items()}
-        shapes = {label: [w.kind, list(w.shape), list(w.tensors())] for label, w in weights.items()}
+        shapes = {
+            label: [w.kind, list(w.shape), list(w.tensors()), self._errors.get(label)] for label, w in weights.items()
+        }
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             needed = sum(tensor.nbytes for tensor in tensors.values())
             if shutil.disk_usage(self._path.parent).free > needed + SPARE_BYTES:
-                _save_tensors(self._path, tensors, {"format": str(FORMAT), "weights": json.dumps(shapes)})
+                metadata = {
+                    "format": str(FORMAT),
+                    "source": str(self._source.absolute()),
+                    "weights": json.dumps(shapes),
+                }
+                _save_tensors(self._path, tensors, metadata)
+
+
+def recorded_source(folder: Path) -> str | None:
+    """The path of the checkpoint that a folder of the cache was made of; None if nothing there tells."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return str(TensorFile(path).metadata["source"])
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return str(read_object(folder / "memory.json")["path"])
+    return None
 
 
 def _open(path: Path) -> TensorFile | None:
@@ -84,7 +113,7 @@ def _open(path: Path) -> TensorFile | None:
         sound = (
             unchanged
             and file.metadata.get("format") == str(FORMAT)
-            and all(f"{label}#{part}" in file.entries for label, (_, _, parts) in shapes.items() for part in parts)
+            and all(f"{label}#{part}" in file.entries for label, (_, _, parts, _) in shapes.items() for part in parts)
         )
     except OSError:
         return None

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import zipfile
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +93,26 @@ def resolve(name: str | os.PathLike[str]) -> Path:
         return _fetch_from_hub(repository, file)
     if path.suffix != ".gguf" and _looks_like_hub_id(text):
         return _fetch_from_hub(text)
+    meant = get_close_matches(text.lower(), ALIASES, n=1)
     raise FileNotFoundError(
         f"no model called {text!r}: it is no alias ({', '.join(ALIASES)}), no file or directory, and no Hub id of the "
-        f"form organization/model or organization/model/file.gguf"
+        f"form organization/model or organization/model/file.gguf{f'; did you mean {meant[0]!r}?' if meant else ''}"
     )
+
+
+def name_of(path: str | os.PathLike[str]) -> str:
+    """The shortest name that `resolve` takes for a path: an alias, a Hub id, or the path from the home folder on."""
+    path = Path(path)
+    for name, alias in ALIASES.items():
+        if path.name == Path(alias.member).name and path.parent.name == alias.sha256[:16]:
+            return name
+    for place, part in enumerate(path.parts[:-2]):
+        if part.startswith("models--") and path.parts[place + 1] == "snapshots":
+            return "/".join([*part.split("--")[1:], *path.parts[place + 3 :]])
+    try:
+        return "~/" + path.relative_to(Path.home()).as_posix()
+    except (ValueError, RuntimeError):  # not below it, or nobody knows where it is
+        return str(path)
 
 
 def open_checkpoint(
@@ -104,6 +121,7 @@ def open_checkpoint(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     progress: bool = True,
+    heads: bool = False,
 ) -> tuple[WeightLoader, Tokenizer | None, dict[str, Any]]:
     """Open a model by name: its weights (not read yet), its tokenizer (None without one), its generation defaults.
 
@@ -112,7 +130,7 @@ def open_checkpoint(
     `repetition_penalty`.
     """
     source = open_cached(resolve(name), cache_dir())
-    held = WeightLoader(source, weights, dtype, device or "cpu", cache_dir(), progress)
+    held = WeightLoader(source, weights, dtype, device or "cpu", cache_dir(), progress, heads)
     defaults = generation_defaults(source.generation, source.config)
     files = source.tokenizer_files()
     tokenizer = Tokenizer(files, defaults["eos_token_id"]) if files is not None else None

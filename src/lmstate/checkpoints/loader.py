@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import fnmatch
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias, overload
@@ -20,7 +21,7 @@ from lmstate.ops.memory import spare
 from lmstate.ops.processor import multiplies_bfloat16
 from lmstate.ops.types.weight import FLOAT_KINDS, Weight
 from lmstate.ops.weights.bfloat12 import to_bfloat12
-from lmstate.ops.weights.grouped import FloatWeight, Int4Weight, Int8Weight, quantize
+from lmstate.ops.weights.grouped import FloatWeight, Int4Weight, Int8Weight, quantization_error, quantize
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 KINDS = ("auto", "int4", "int8", "bfloat16", "float32")
 # From fewest bits to most: matrices that are stacked into one take the widest storage among them.
 WIDTHS = ("int4", "int8", "bfloat16", "float16", "float32")
+MOST_LOST = {"int4": 0.15, "int8": 0.05}
+"""The quantization error beyond which int4 becomes int8, and int8 is warned about: normal numbers have 0.08 and 0.005,
+those of long tails up to 0.13 and 0.02, and a matrix with columns of outliers 0.2 and more."""
+NAMED = 4  # matrices that a warning names
 Numbers: TypeAlias = Tensor | GroupedQuant
 Make: TypeAlias = Callable[..., Numbers]
 
@@ -35,16 +40,17 @@ Make: TypeAlias = Callable[..., Numbers]
 class WeightLoader:
     """Hands out the parameters of one checkpoint, and knows which of them nobody asked for.
 
-    `kind`: the storage of the matrices; of "int4" embeddings, heads and what a file holds in more bits are int8. "auto"
-    keeps the precision of a quantized file; float checkpoints become bfloat16 where the processor multiplies it
-    natively, float32 elsewhere. `dtype`: that of K/V storage and of the big products, float32 for float32 weights and
-    bfloat16 for all others unless given. `cache`: the folder where conversions are kept, None for nowhere. `progress`:
-    whether a long conversion may draw a bar on a terminal.
+    `kind`: the storage of the matrices; of "int4" embeddings, heads, what a file holds in more bits and what would lose
+    too much (`MOST_LOST`) are int8, the last with a warning. "auto" keeps the precision of a quantized file; float
+    checkpoints become bfloat16 where the processor multiplies it natively, float32 elsewhere. `dtype`: that of K/V
+    storage and of the big products, float32 for float32 weights and bfloat16 for all others unless given. `cache`: the
+    folder where conversions are kept, None for nowhere. `progress`: whether a long conversion may draw a bar on a
+    terminal. `heads`: whether multi-token prediction heads are wanted.
 
     Matrices that need no conversion lie in the mapped checkpoint itself. Those that are stacked from several (q, k, v)
-    are copied together at each start, and bfloat16 ones are squeezed where a native body reads them so: both are faster
-    than reading a second copy of the model from a cache. Quantized ones are mapped from the cache and copied into large
-    pages, unless memory is short.
+    are copied together at each start, and bfloat16 ones are packed in 12 bits where a native body reads them so: both
+    are faster than reading a second copy of the model from a cache. Quantized ones are mapped from the cache and copied
+    into large pages, unless memory is short.
     """
 
     def __init__(
@@ -55,12 +61,14 @@ class WeightLoader:
         device: torch.device | str = "cpu",
         cache: Path | None = None,
         progress: bool = True,
+        heads: bool = False,
     ) -> None:
         if kind not in KINDS:
             raise ModelError(f"weights={kind!r} is no storage; choose one of {', '.join(KINDS)}")
         if dtype not in (None, torch.float32, torch.bfloat16):
             raise ModelError(f"dtype={dtype} is not supported; choose torch.float32 or torch.bfloat16")
         self.source = source
+        self.heads = heads
         self.device = torch.device(device)
         self.config = Config(source.config, f"config of {source.path}")
         self.float_kind = "bfloat16" if multiplies_bfloat16(self.device) else "float32"
@@ -71,15 +79,18 @@ class WeightLoader:
             dtype = torch.float32 if stays_float32 else torch.bfloat16
         self.dtype = dtype
         self._packed = (
-            ConversionCache(cache / source.key() / f"{kind}-{self.float_kind}.safetensors") if cache else None
+            ConversionCache(cache / source.key() / f"{kind}-{self.float_kind}.safetensors", source.path)
+            if cache
+            else None
         )
         self._spare = spare()
         self._made: dict[str, Weight] = {}
+        self._errors: dict[str, float] = {}  # of the matrices that were to be quantized, in the storage asked for
         self._asked: set[str] = set()
         self._bar = _Bar(progress, len(source.names()))
 
     def over(self, source: Source) -> WeightLoader:
-        """The same demands on another source, the text part of a checkpoint say. Before anything was asked for."""
+        """A loader over another source, say the text part of a checkpoint. Call it before anything is loaded."""
         other = copy.copy(self)
         other.source, other.config = source, Config(source.config, f"config of {source.path}")
         return other
@@ -196,6 +207,22 @@ class WeightLoader:
             )
         if self._packed is not None:
             self._packed.save()
+        self._warn_of_losses()
+
+    def _warn_of_losses(self) -> None:
+        """One `UserWarning` for the matrices that 4 or 8 bits lose much of; worst first."""
+        worst = sorted(self._errors.items(), key=lambda item: -item[1])
+        if not worst:
+            return
+        names = ", ".join(f"{label[:80]} ({error:.0%})" for label, error in worst[:NAMED])
+        names += ", ..." if len(worst) > NAMED else ""
+        many = f"{len(worst)} of {len(self._made)} matrices"
+        if self.kind == "int4":
+            text = f"would lose much in 4 bits, and are kept in 8: {names}; the rest may lose some too"
+            advice = 'weights="auto" and "int8" lose less'
+        else:
+            text, advice = f"lose much in 8 bits: {names}", 'weights="bfloat16" loses less'
+        warnings.warn(f"{self.source.path} has outliers: {many} {text}; {advice}", UserWarning, stacklevel=2)
 
     def _stack(self, label: str, names: Sequence[str], order: Callable[[], Tensor] | None) -> Weight:
         parts = [_Part((name,), self.source.stored(name)) for name in names]
@@ -210,26 +237,32 @@ class WeightLoader:
     def _matrix(self, label: str, parts: list[_Part], order: Tensor | None = None) -> Weight:
         self._asked.update(name for part in parts for name in part.names)
         kept = self._packed.get(label) if self._packed else None
-        if kept is not None:
-            return self._settle(kept)
+        if self._packed is not None and kept is not None:
+            self._note_error(label, self._packed.error(label))
+            return self._for_decoding(kept)
         kind = self._storage(parts)
-        weight = self._convert(parts, kind, order)
+        weight, error = self._convert(parts, kind, order)
+        self._note_error(label, error)
         # Plain floats are quick to take from the checkpoint; only what was taken apart or rounded is worth keeping.
         costly = weight.kind in ("int4", "int8") or any(part.stored in ("int4", "int8") for part in parts)
         if costly and self._packed is not None:
-            self._packed.put(label, weight)
+            self._packed.put(label, weight, error)
         if costly:
             self._bar.advance(len(parts))
-        return self._settle(weight)
+        return self._for_decoding(weight)
 
-    def _settle(self, weight: Weight) -> Weight:
+    def _note_error(self, label: str, error: float | None) -> None:
+        if error is not None:
+            self._errors[label] = error
+
+    def _for_decoding(self, weight: Weight) -> Weight:
         if self.device.type != "cpu":
             return weight.to(self.device)
         if weight.nbytes > self._spare:
             return weight  # where it lies, in a mapped file say
-        settled = to_bfloat12(weight.in_large_pages())
-        self._spare -= settled.nbytes if settled is not weight else 0
-        return settled
+        packed = to_bfloat12(weight.in_large_pages())
+        self._spare -= packed.nbytes if packed is not weight else 0
+        return packed
 
     def _storage(self, parts: list[_Part]) -> str:
         """The storage that a stack is brought to.
@@ -246,18 +279,24 @@ class WeightLoader:
             return "int8" if outside or "int8" in stored else "int4"
         return self.kind
 
-    def _convert(self, parts: list[_Part], kind: str, order: Tensor | None) -> Weight:
+    def _convert(self, parts: list[_Part], kind: str, order: Tensor | None) -> tuple[Weight, float | None]:
+        """The stack in a storage, and its error there if that is beyond `MOST_LOST`: int4 is then int8."""
         numbers = [self._read(part) for part in parts]
         grouped = [part for part in numbers if isinstance(part, GroupedQuant)]
         if len(grouped) == len(numbers) and all(part.kind == kind for part in grouped):
-            return _pack(grouped, order)
+            return _pack(grouped, order), None
         plain = [floats(part) for part in numbers]
         dtype = FLOAT_KINDS.get(kind)
         if dtype is not None:
             plain = [part.to(dtype) for part in plain]
         whole = plain[0] if len(plain) == 1 else torch.cat(plain)
         whole = whole if order is None else whole[order]
-        return quantize(whole, kind) if dtype is None else FloatWeight(whole)
+        if dtype is not None:
+            return FloatWeight(whole), None
+        error = quantization_error(whole, kind)
+        if error <= MOST_LOST[kind]:
+            return quantize(whole, kind), None
+        return quantize(whole, "int8"), error
 
     def _read(self, part: _Part) -> Numbers:
         return part.make(*(self.source.read(name) for name in part.names))

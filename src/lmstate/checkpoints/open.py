@@ -48,7 +48,12 @@ def open_cached(path: Path, cache: Path | None) -> Source:
         return recalled
     source = GgufSource.open(path)
     files = source.tokenizer_files()
-    record: dict[str, Any] = {"format": FORMAT, "source": source.to_json(), "settings": None}
+    record: dict[str, Any] = {
+        "format": FORMAT,
+        "path": str(path.absolute()),
+        "source": source.to_json(),
+        "settings": None,
+    }
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         if files is not None and isinstance(files.tokenizer_json, str):

@@ -38,11 +38,11 @@ class GroupedQuant:
         return groups.view(rows, columns)
 
     def rows(self, order: Tensor) -> GroupedQuant:
-        """The same matrix with its rows in another order."""
+        """Permute the rows of the matrix."""
         return GroupedQuant(self.q[order], self.scale[order], None if self.minimum is None else self.minimum[order])
 
     def groups(self, order: Tensor) -> GroupedQuant:
-        """The same matrix with its groups of columns in another order, int64 `[K/32]`."""
+        """Permute groups of 32 columns of the matrix: int64 `[K/32]`."""
         q = self.q.view(len(self.q), -1, GROUP)[:, order].flatten(1)
         return GroupedQuant(q, self.scale[:, order], None if self.minimum is None else self.minimum[:, order])
 

@@ -13,8 +13,10 @@ from lmstate.errors import ModelError
 # Where wrappers put the text model, with its head or without, and where its head is.
 TEXT = re.compile(r"(model\.)?(language|text)_model\.")
 TEXT_HEAD = re.compile(r"(model\.)?((language|text)_model\.)?lm_head\.")
+# Where some have the text model's multi-token prediction heads: beside it.
+HEADS = "mtp."
 # The text model's own names, for a wrapper that leaves it as it is.
-OWN = (*BASES.values(), HEAD)
+OWN = (*BASES.values(), HEAD, HEADS)
 
 
 class TextModelSource(Renamed):
@@ -30,7 +32,7 @@ class TextModelSource(Renamed):
             if config.get(name) is None and whole.config.get(name) is not None:
                 config[name] = whole.config[name]
         pairs = [(plain, name) for name in whole.names() if (plain := _plain(name)) is not None]
-        if all(plain.startswith(HEAD) for plain, _ in pairs):  # it is in none of those places
+        if all(plain.startswith((HEAD, HEADS)) for plain, _ in pairs):  # it is in none of those places
             pairs = [(name, name) for name in whole.names() if name.startswith(OWN)]
         super().__init__(whole, with_head(pairs), config)
         if not any(base + embedding in self.names() for embedding, base in BASES.items()):
@@ -48,4 +50,4 @@ def _plain(name: str) -> str | None:
         return HEAD + name[head.end() :]
     if text := TEXT.match(name):
         return name[text.end() :]
-    return None
+    return name if name.startswith(HEADS) else None

@@ -22,31 +22,41 @@ def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path in the same folder; on a clean exit it is synced and renamed to `path`, else removed.
 
     A link is followed and stays. A new file's mode follows the umask; one that is replaced keeps its mode. What killed
-    processes left of earlier writes to this path is removed. Raises `OSError`, also for a path that is no regular file:
-    a rename would replace a pipe or a device.
+    processes left of earlier writes to this path is removed. Raises `OSError` that names `path`, also for what is no
+    regular file: a rename would replace a pipe or a device.
     """
-    path = Path(os.path.realpath(path))
+    named, path = path, Path(os.path.realpath(path))
     with contextlib.suppress(FileNotFoundError):
         found = path.stat().st_mode
         if stat.S_ISDIR(found):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(named))
         if not stat.S_ISREG(found):
-            raise OSError(errno.EINVAL, "is a pipe, a socket or a device; name a file to write", str(path))
+            raise OSError(errno.EINVAL, "is a pipe, a socket or a device; name a file to write", str(named))
     _remove_stale_parts(path)
     # Created as `open` would, so that the umask counts; exclusively, so that no planted link is followed.
     part = path.parent / f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part"
-    os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     try:
-        with contextlib.suppress(FileNotFoundError):
-            part.chmod(stat.S_IMODE(path.stat().st_mode))
-        yield part
-        with part.open("rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-    if os.name == "posix":  # the rename itself must reach the disk too
-        folder = os.open(path.parent, os.O_RDONLY)
+        os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                part.chmod(stat.S_IMODE(path.stat().st_mode))
+            yield part
+            with part.open("rb+") as file:
+                os.fsync(file.fileno())
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:  # of a full disk it names no file, else the part, which nobody has heard of
+        if error.errno is None or error.filename not in (None, str(part)):
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), str(named)) from error
+    sync_folder(path.parent)  # the rename itself must reach the disk too
+
+
+def sync_folder(path: Path) -> None:
+    """Have what was created, renamed and removed in a folder reach the disk, where the system can be told to."""
+    if os.name == "posix":
+        folder = os.open(path, os.O_RDONLY)
         try:
             os.fsync(folder)
         finally:

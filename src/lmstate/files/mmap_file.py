@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import mmap
 import os
@@ -70,6 +71,8 @@ class ReadFile:
 @contextmanager
 def open_regular(path: Path) -> Iterator[BinaryIO]:
     """Open a file for reading. Raises `OSError`, and `ModelError` for what is no file: a pipe would wait for ever."""
+    if os.path.isdir(path):  # `fdopen` would name its handle
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     with os.fdopen(handle, "rb") as file:
         if not stat.S_ISREG(os.fstat(handle).st_mode):

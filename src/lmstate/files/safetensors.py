@@ -10,6 +10,7 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,6 +23,7 @@ from lmstate.files.mmap_file import MappedFile, ReadFile
 
 MOST_HEADER_BYTES = 100 * 10**6  # the format's own limit
 MOST_DIMENSIONS = 8
+MOST_ELEMENTS = 2**48
 
 DTYPES = {
     "F64": torch.float64,
@@ -104,15 +106,14 @@ class TensorFile:
             raise self._damaged(f"the shape of tensor {shown!r} is not a list of up to {MOST_DIMENSIONS} sizes")
         if not (_whole_numbers(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1] <= self._file.size):
             raise self._damaged(f"the data of tensor {shown!r} does not lie inside the file")
-        needed = dtype.itemsize
-        for extent in shape:
-            needed *= extent
-        if needed != offsets[1] - offsets[0]:
+        needed = prod(shape) * dtype.itemsize
+        # No extent alone makes an empty tensor's others harmless: torch computes strides of them.
+        if needed != offsets[1] - offsets[0] or prod(max(extent, 1) for extent in shape) > MOST_ELEMENTS:
             raise self._damaged(f"tensor {shown!r} of shape {shape} does not fill the bytes that the header gives it")
         return dtype, tuple(shape), offsets[0], offsets[1]
 
     def _damaged(self, what: str) -> ModelError:
-        return ModelError(f"{self.path} is damaged or incomplete: {what}. Download it again")
+        return ModelError(f"{self.path} is damaged or incomplete: {what}. Make or download it again")
 
 
 def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
@@ -134,5 +135,5 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: dict[
 
 
 def _whole_numbers(values: Any) -> bool:
-    # 2**48 bytes is beyond any file; the bound also keeps products of hostile sizes cheap.
-    return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**48 for value in values)
+    # So many bytes are beyond any file; the bound also keeps products of hostile sizes cheap.
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < MOST_ELEMENTS for value in values)

@@ -35,6 +35,14 @@ EXPERTS = {  # [experts, N, K] in GGUF, one matrix per expert under the Hugging 
     "ffn_up_exps": "mlp.experts.{expert}.up_proj",
     "ffn_down_exps": "mlp.experts.{expert}.down_proj",
 }
+NEXTN = {  # a multi-token prediction head, in a block behind the last layer
+    "nextn.eh_proj": "eh_proj",
+    "nextn.enorm": "enorm",
+    "nextn.hnorm": "hnorm",
+    "nextn.embed_tokens": "embed_tokens",
+    "nextn.shared_head_head": "shared_head.head",
+    "nextn.shared_head_norm": "shared_head.norm",
+}
 STANDARD = {**ATTENTION, **MLP, **PRE_NORMS}
 BLOCK = r"blk\.(0|[1-9]\d{0,4})\."
 """Prefix of the name of a tensor inside a block. A number has one spelling: 00 is no layer."""

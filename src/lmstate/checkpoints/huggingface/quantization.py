@@ -29,7 +29,7 @@ def settings(config: dict[str, Any], path: Path) -> Config:
 
 
 def check_read(quantization: Config, tensors: Mapping[str, Entry], path: Path) -> None:
-    """Raises `ModelError` if the config names how matrices were quantized, and some are in a way that is not read.
+    """Raise `ModelError` if the config names how matrices were quantized, and some are in a way that is not read.
 
     What the tensors are decides: tools name themselves in the configs of models that they left as they were.
     """

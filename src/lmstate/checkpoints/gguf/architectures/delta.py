@@ -9,6 +9,7 @@ from lmstate.checkpoints.gguf.architecture import (
     HEAD_NORMS,
     MLP,
     MOST_WIDTH,
+    NEXTN,
     OUTSIDE,
     Architecture,
     Change,
@@ -23,6 +24,7 @@ QWEN = {
     **MLP,
     **HEAD_NORMS,
     **EXPERTS,
+    **NEXTN,
     "attn_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
     "attn_qkv": "linear_attn.in_proj_qkv",
@@ -46,6 +48,9 @@ QWEN_CHANGES: dict[str, Change] = {
     "q_norm.weight": "one more",
     "k_norm.weight": "one more",
     "model.norm.weight": "one more",
+    ".enorm.weight": "one more",
+    ".hnorm.weight": "one more",
+    "shared_head.norm.weight": "one more",
 }
 QWEN3_5_TILED: dict[str, Spans] = {
     "linear_attn.in_proj_qkv.weight": "rows",

@@ -46,7 +46,7 @@ def _space(inside: str) -> dict[str, str]:
 
 
 def _space_whole(inside: str, *, heads: bool) -> dict[str, str]:
-    """Its parameters without an ending; `heads`: it is a Mamba-2."""
+    """Names of the parameters that have no suffix; `heads`: of a Mamba-2."""
     names = {"ssm_a": f"{inside}.A_log", "ssm_d": f"{inside}.D"}
     return names | {"ssm_dt.bias": f"{inside}.dt_bias"} if heads else names
 

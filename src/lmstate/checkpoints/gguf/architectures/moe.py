@@ -14,6 +14,7 @@ from lmstate.checkpoints.gguf.architecture import (
     MLP,
     MOST_LAYERS,
     MOST_WIDTH,
+    NEXTN,
     PRE_NORMS,
     Architecture,
     HFConfig,
@@ -30,7 +31,7 @@ def _shared(name: str) -> dict[str, str]:
 
 
 SHARED = _shared("mlp.shared_experts")
-DEEPSEEK = {**SPARSE, **MLP, **HEAD_NORMS, **SHARED}
+DEEPSEEK = {**SPARSE, **MLP, **HEAD_NORMS, **SHARED, **NEXTN}
 CORRECTION = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 
 

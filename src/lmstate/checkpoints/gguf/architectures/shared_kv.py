@@ -77,10 +77,10 @@ def _gemma4(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -
     divisors = (config.pop("rope_scaling", None) or {}).get("long_factor", [1.0])
     if any(divisor != 1.0 and divisor < UNTURNED for divisor in divisors):
         raise ModelError(f"{metadata.where} stretches some rotary frequencies, which no Gemma 4 does")
-    turned = sum(divisor == 1.0 for divisor in divisors) / len(divisors)
+    rotated = sum(divisor == 1.0 for divisor in divisors) / len(divisors)
     config["rope_parameters"] = {
         "full_attention": {
-            "rope_type": "proportional", "partial_rotary_factor": turned, "rope_theta": config["rope_theta"],
+            "rope_type": "proportional", "partial_rotary_factor": rotated, "rope_theta": config["rope_theta"],
         },
         "sliding_attention": {"rope_type": "default", "rope_theta": config["rope_local_base_freq"]},
     }  # fmt: skip
