@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmstate.errors import ModelError
 from lmstate.files.json_object import MOST_BYTES
+from lmstate.text.control_tokens import ControlTokens, control_pattern
 
 if TYPE_CHECKING:
     import tokenizers
@@ -87,7 +88,7 @@ class Tokenizer:
         Raises ValueError for negative ids and those past any vocabulary.
         """
         ids = [int(token) for token in ids]
-        if any(not 0 <= token < max(2 * self.vocab_size, MOST_IDS) for token in ids):
+        if ids and (min(ids) < 0 or max(ids) >= max(MOST_IDS, 2 * self.vocab_size)):
             raise ValueError(
                 f"token ids are whole numbers from 0 to {self.vocab_size - 1}; got {min(ids)} to {max(ids)}"
             )
@@ -121,33 +122,38 @@ class Tokenizer:
         A control token (`<|im_end|>`, say) that is written in the content of a message is plain text there: it neither
         ends a turn nor begins one. With `control_tokens=True` it becomes that token.
         """
+        if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages):
+            raise ValueError(f'chat takes messages, [{{"role": "user", "content": "..."}}]; {messages!r:.80} was given')
         if control_tokens:
             return self.encode(self.chat_text(messages, add_generation_prompt, **variables), add_special_tokens=False)
-        marks: dict[str, str] = {}
-        messages = [_marked(message, self._control_tokens, marks) for message in messages]
-        text = self.chat_text(messages, add_generation_prompt, **variables)
+        control = self.control_tokens()
+        messages = control.hide(messages)
+        return self.encode_rendered(self.chat_text(messages, add_generation_prompt, **variables), control)
+
+    def control_tokens(self) -> ControlTokens:
+        """An empty set of hidden control tokens, for the texts of one conversation and `encode_rendered`."""
+        return ControlTokens(self._control_pattern)
+
+    def encode_rendered(self, text: str, control: ControlTokens) -> list[int]:
+        """The ids of a template's text; what `control` hid in the messages is plain text. Raises ValueError."""
         ids: list[int] = []
-        for piece in re.split(f"([{''.join(marks)}])", text) if marks else [text]:
-            if piece in marks:
-                with self._special_tokens_as_text():
-                    ids += self.encode(marks[piece], add_special_tokens=False)
-            elif piece:
-                ids += self.encode(piece, add_special_tokens=False)
+        for piece, literal in control.pieces(control.rendered(text)):
+            ids += self._encode_literal(piece) if literal else self.encode(piece, add_special_tokens=False)
         return ids
 
     @cached_property
-    def _control_tokens(self) -> list[str]:
-        """The texts of special tokens, the longest first."""
+    def _control_pattern(self) -> re.Pattern[str]:
         added = self._inner.get_added_tokens_decoder().values()
-        return sorted({token.content for token in added if token.special}, key=len, reverse=True)
+        return control_pattern(token.content for token in added if token.special)
 
-    @contextmanager
-    def _special_tokens_as_text(self) -> Iterator[None]:
-        self._inner.encode_special_tokens = True
-        try:
-            yield
-        finally:
-            self._inner.encode_special_tokens = False
+    def _encode_literal(self, text: str) -> list[int]:
+        """The ids of a text in which no special token is one. Another tokenizer: threads share the first."""
+        self._literal.encode_special_tokens = True  # each time, since a pickled tokenizer loses it
+        return list(self._literal.encode(text, add_special_tokens=False).ids)
+
+    @cached_property
+    def _literal(self) -> tokenizers.Tokenizer:
+        return copy.deepcopy(self._inner)
 
     @property
     def has_chat_template(self) -> bool:
@@ -266,20 +272,3 @@ class TokenizerFiles:
 
     tokenizer_json: Path | str
     settings: dict[str, Any] = field(default_factory=dict)
-
-
-MARKS = range(0xF0000, 0xFFFFE)  # a private use plane: characters that no text has
-
-
-def _marked(message: Message, tokens: Sequence[str], marks: dict[str, str]) -> Message:
-    """The message with each control token in its content replaced by a character that stands for it in `marks`."""
-    content = message.get("content")
-    if not isinstance(content, str) or not any(token in content for token in tokens):
-        return message
-    stands = {token: mark for mark, token in marks.items()}
-    for token in tokens:
-        if token in content:
-            mark = stands.get(token) or chr(MARKS[len(marks)])
-            marks[mark] = token
-            content = content.replace(token, mark)
-    return {**message, "content": content}
