@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: demo test soak bench lint docs asan wheel clean
+.PHONY: demo test soak bench lint docs asan tsan wheel clean
 
 demo: $(READY)
 	$(BIN)/lmstate demo
@@ -31,17 +31,36 @@ API ?= lmstate lmstate.kv lmstate.generation lmstate.speculation lmstate.engine 
 
 # The native operations under AddressSanitizer and UndefinedBehaviorSanitizer, built apart from the checkout: any report
 # ends the run. Leaks are not looked for (Python and torch keep memory to their end), nor the fast variants left out.
+# Reports go to the terminal: what pytest captures would be lost with the process that they end.
 ASAN = build/asan
 asan: $(READY)
-	rm -rf $(ASAN) && mkdir -p $(ASAN) && cp -r src tests setup.py pyproject.toml README.md LICENSE $(ASAN)
-	cp -r docs examples bench $(ASAN)
-	cd $(ASAN) && LMSTATE_CFLAGS="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all" \
-	  $(abspath $(BIN))/python setup.py -q build_ext --inplace --force
+	$(call apart,$(ASAN))
+	cd $(ASAN) && LMSTATE_CFLAGS="$(LIGHT) -fsanitize=address,undefined -fno-sanitize-recover=all" $(BUILD)
 	cd $(ASAN) && PYTHONPATH=src LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" \
-	  ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0 UBSAN_OPTIONS=print_stacktrace=1 \
-	  $(abspath $(BIN))/python -m pytest $(ASAN_TESTS)
+	  ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0 UBSAN_OPTIONS=print_stacktrace=1 $(PYTEST) $(ASAN_TESTS)
 
-ASAN_TESTS ?= -q -x -p no:cacheprovider tests/ops tests/kv tests/invariants
+# Not the longest of storages, which take minutes more, nor their measures of quality, which run nothing that others do not.
+ASAN_TESTS ?= tests/ops tests/kv tests/state/test_blocks.py tests/invariants/test_to_the_bit.py \
+  --ignore=tests/kv/test_quality.py -k "not perplexity and not long_stream"
+
+# Threads under ThreadSanitizer. It does not see libgomp, so parallel regions run on the threads of tests/threads/gomp.c;
+# torch and Python are not built with it, and what they read and write is left out.
+TSAN = build/tsan
+tsan: $(READY)
+	$(call apart,$(TSAN))
+	$(CC) -std=gnu11 $(LIGHT) -fPIC -fsanitize=thread -c tests/threads/gomp.c -o $(TSAN)/gomp.o
+	cd $(TSAN) && LMSTATE_CFLAGS="$(LIGHT) -fsanitize=thread -Wl,-Bsymbolic -Wl,$(abspath $(TSAN))/gomp.o" $(BUILD)
+	cd $(TSAN) && PYTHONPATH=src LD_PRELOAD="$$($(CC) -print-file-name=libtsan.so)" \
+	  TSAN_OPTIONS=ignore_noninstrumented_modules=1:exitcode=66 setarch -R $(PYTEST) $(TSAN_TESTS)
+
+TSAN_TESTS ?= tests/threads/test_races.py tests/ops -k "races or threads"
+
+LIGHT = -O1 -g1 -fno-var-tracking
+NATIVE = src/lmstate/ops/cpu/native_*.so
+BUILD = $(abspath $(BIN))/python setup.py -q build_ext --inplace --force && ls $(NATIVE)
+PYTEST = $(abspath $(BIN))/python -m pytest -q -x -s -p no:cacheprovider
+apart = rm -rf $(1) && mkdir -p $(1) && cp -r src tests docs examples bench setup.py pyproject.toml README.md LICENSE $(1) \
+  && rm -f $(1)/$(NATIVE)
 
 # A wheel with the libraries of all variants, which installs without a compiler.
 wheel: $(READY)

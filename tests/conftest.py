@@ -1,12 +1,20 @@
-"""What every test shares: one thread, since the models are small and the suite runs in several processes."""
+"""What every test shares: one thread, since the models are small and the suite runs in several processes; and a seed,
+so that what a test draws does not depend on those before it."""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 import torch
 
+os.environ["LMSTATE_THREADS"] = "fixed"  # tests of several threads run on several, whatever else runs
 torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--interleavings", type=int, default=200, help="random interleavings of each layer kind")
+
+
+def pytest_runtest_setup() -> None:
+    torch.manual_seed(0)

@@ -28,12 +28,13 @@ if TYPE_CHECKING:
     from lmstate.engine import Engine
     from lmstate.loading import load
     from lmstate.models.model import Model
-    from lmstate.state import Snapshot, State
+    from lmstate.state import BlockPool, Snapshot, SnapshotFolder, State
     from lmstate.threads import set_threads
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockPool",
     "CapacityError",
     "Engine",
     "Model",
@@ -42,6 +43,7 @@ __all__ = [
     "RewindError",
     "Snapshot",
     "SnapshotError",
+    "SnapshotFolder",
     "State",
     "StateError",
     "UnsupportedError",
@@ -52,9 +54,11 @@ __all__ = [
 
 # Importing torch takes seconds: what needs it is imported when first asked for, so that `lmstate --help` need not wait.
 _LAZY = {
+    "BlockPool": "lmstate.state",
     "Engine": "lmstate.engine",
     "Model": "lmstate.models.model",
     "Snapshot": "lmstate.state",
+    "SnapshotFolder": "lmstate.state",
     "State": "lmstate.state",
     "load": "lmstate.loading",
     "set_threads": "lmstate.threads",

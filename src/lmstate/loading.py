@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from lmstate.errors import ModelError
 from lmstate.models.model import Model
 
 if TYPE_CHECKING:
@@ -23,12 +24,13 @@ def load(
     lora: LoraConfig | None = None,
     adapter: str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]] | None = None,
     merge: bool = False,
+    heads: bool = False,
 ) -> Model:
     """Load a model by alias ("smollm2"), directory, `.gguf` file or Hub id.
 
-    weights: storage of the matrices, "auto", "int4" (embeddings, heads and what a file holds in more bits stay int8),
-    "int8", "bfloat16" or "float32"; "auto" keeps the precision of a
-    quantized file, and takes float checkpoints in bfloat16 where the processor multiplies it, else in float32.
+    weights: storage of the matrices, "auto", "int4" (embeddings, heads, what a file holds in more bits and what would
+    lose too much are int8, the last with a `UserWarning`), "int8", "bfloat16" or "float32"; "auto" keeps the precision
+    of a quantized file, and takes float checkpoints in bfloat16 where the processor multiplies it, else in float32.
     dtype: of stored keys and values and of large products; float32 for float32 weights, else bfloat16.
     device: the CPU unless given.
     trainable: True for a model of which every weight is a parameter, "lora" for one of which an adapter is, described
@@ -36,6 +38,8 @@ def load(
     adapter: a folder with a LoRA adapter as PEFT saves it, which runs beside the weights, or is merged into them with
     `merge`; or several by name, of which `model.adapted(name)` runs one, or one for each row. With trainable="lora",
     the one to train on.
+    heads: also load the checkpoint's multi-token prediction heads, to draft with (`generate(draft="heads")`; "auto"
+    uses them too). Each is one more layer, which every state of the model then keeps and every step runs.
     Raises `ModelError` (a `ValueError`) for a checkpoint that is damaged or not supported, `OSError` for files that are
     missing or cannot be fetched.
     """
@@ -43,8 +47,13 @@ def load(
     from lmstate.models.families import build
 
     _check_device(device)
-    opened, tokenizer, defaults = open_checkpoint(name, weights, dtype, device)
-    if trainable or lora is not None or adapter is not None or merge:
+    adapted = trainable or lora is not None or adapter is not None or merge
+    if heads and adapted:
+        raise ModelError(
+            "heads=True does not go with training or adapters: prediction heads were made for the model alone"
+        )
+    opened, tokenizer, defaults = open_checkpoint(name, weights, dtype, device, heads=heads)
+    if adapted:
         from lmstate.training import open_model
 
         model = open_model(opened, trainable, lora, adapter, merge)

@@ -22,6 +22,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"training", "engine", "integrations"},
         {"loading", "serve"},
         {"cli"},
+        {"__main__"},
     ],
     "lmstate.ops": [
         {"fork", "memory", "processor", "ragged"},
@@ -33,12 +34,13 @@ FLOORS: dict[str, list[set[str]]] = {
         {"attention", "recurrent", "fused"},
     ],
     "lmstate.state": [
-        {"changes", "gradients", "validate"},
+        {"blocks", "changes", "gradients", "inference_mode", "validate"},
         {"step", "rows", "tree"},
         {"layer_file"},
         {"snapshot"},
+        {"snapshot_folder"},
         {"layers"},
-        {"kv", "device"},
+        {"kv", "device", "memory", "rewind"},
         {"state"},
     ],
 }

@@ -68,6 +68,17 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> 
     assert names(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "old"
 
 
+def test_an_error_names_the_file_that_was_asked_for_and_not_the_part(tmp_path: Path) -> None:
+    write(tmp_path / "file", "x")
+    for path in (tmp_path / "nowhere" / "new", tmp_path / "file" / "new"):
+        with pytest.raises(OSError) as caught:
+            write(path, "x")
+        assert caught.value.filename == str(path)
+    with pytest.raises(FileNotFoundError) as caught, atomic_write(tmp_path / "file"):
+        (tmp_path / "other").read_text()
+    assert caught.value.filename == str(tmp_path / "other") and names(tmp_path) == ["file"]
+
+
 def test_what_a_killed_write_left_is_removed_by_the_next_and_that_of_a_running_one_is_not(tmp_path: Path) -> None:
     killed = (
         "import os, pathlib, sys\n"
@@ -96,8 +107,9 @@ def test_a_full_disk_is_an_os_error_and_leaves_the_old_file(tmp_path: Path) -> N
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
-        with pytest.raises(OSError):
+        with pytest.raises(OSError) as caught:
             write(tmp_path / "file", "new" * 10_000)
+        assert caught.value.filename == str(tmp_path / "file")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert names(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "old"

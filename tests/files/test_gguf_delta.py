@@ -111,10 +111,12 @@ def write(
     keys: dict[str, Any] | None = None,
     drafts: int = 0,
     quantized: str = "-",
+    more: dict[str, np.ndarray] | None = None,
 ) -> Path:
     """`model` as a file of architecture `arch`; `folder`: an empty one, to save it to on the way.
 
-    `keys`: metadata in place of the model's. `quantized`: part of the names of matrices that are written as Q8_0.
+    `more`: tensors in place of, or beside, the model's. `keys`: metadata in place of the model's.
+    `quantized`: part of the names of matrices that are written as Q8_0.
     """
     model.save_pretrained(folder)
     config, layers = model.config, model.config.num_hidden_layers + drafts
@@ -132,6 +134,7 @@ def write(
     for layer in range(layers - drafts, layers):
         tensors[f"blk.{layer}.nextn.eh_proj.weight"] = ggufs.floats(48, 96)
         tensors[f"blk.{layer}.attn_norm.weight"] = ggufs.floats(48)
+    tensors |= more or {}
     sizes = {
         "layers": layers,
         "hidden": config.hidden_size,

@@ -112,6 +112,13 @@ def test_a_lone_surrogate_is_refused(smollm2):
         smollm2.encode("a\ud800b")
 
 
+@pytest.mark.parametrize("given", ["Hello", ["Hello"], {"role": "user", "content": "Hello"}])
+@pytest.mark.parametrize("control_tokens", [False, True])
+def test_what_is_no_conversation_is_refused(smollm2, given, control_tokens):
+    with pytest.raises(ValueError, match="chat takes messages"):
+        smollm2.chat(given, control_tokens=control_tokens)
+
+
 # -- GGUF metadata
 
 PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
