@@ -15,6 +15,7 @@ import pytest
 import lmstate
 from lmstate.engine import Engine
 from lmstate.serve import Settings
+from lmstate.serve.conversations import keeper
 from lmstate.serve.conversations.live import Live
 from lmstate.serve.conversations.markdown import GrowingMarkdown, render, render_blocks
 from lmstate.serve.conversations.routes import changes
@@ -214,6 +215,27 @@ def test_a_stopped_answer_keeps_its_text_and_changes_reach_who_watches(client: h
     stopped = node(client, id, name)
     assert stopped["status"] == "stopped" and stopped["text"]
     assert [seen[at] for at in range(stopped["count"])] == render_blocks(stopped["text"])
+
+
+def test_who_is_told_that_an_answer_ended_is_told_all_of_it(
+    client: httpx.Client, tiny: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tiny.server.config.app.state.keeper  # type: ignore[union-attr]
+    id = create(client)
+    live, blocks = kept._open[id], dict[int, str]()
+
+    def told_meanwhile(text: str) -> list[str]:
+        event = live.since(0)
+        blocks.clear()
+        for one in event["nodes"]:
+            if one["role"] == "assistant" and one["status"] != "running":
+                blocks.update(one["blocks"])
+        return render_blocks(text + "!")
+
+    monkeypatch.setattr(keeper, "render_blocks", told_meanwhile)
+    told = say(client, id, "Hello")
+    assert told["text"] and told["status"] == "length"
+    assert list(blocks.values()) in ([], [html for _, html in told["blocks"]])
 
 
 def test_a_change_while_another_is_sent_is_told_next(tiny: Running) -> None:

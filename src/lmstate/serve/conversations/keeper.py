@@ -213,22 +213,25 @@ class Keeper:
 
     async def _write(self, live: Live, answer: Node, request: Request) -> None:
         """Take an answer's pieces into the conversation, to its end."""
+        status, wrong = "stopped", ""
         try:
-            await self._take(live, answer, request)
+            status = await self._take(live, answer, request)
         except Exception as error:
             log.error("an answer of a conversation failed", exc_info=error)
-            answer.status, answer.error = "failed", as_api_error(error).message
+            status, wrong = "failed", as_api_error(error).message
         finally:
             request.cancel()
+            # Rendered before its end is told: who sees that it ended sees all of it.
+            blocks = await asyncio.to_thread(render_blocks, answer.text)
+            answer.status, answer.error = status, wrong
             live.running.pop(answer.id, None)
-            if answer.status == "running":
-                answer.status = "stopped"
             if not live.deleted:
                 self.store.put(live.conversation, answer)
-                live.grew(answer, await asyncio.to_thread(render_blocks, answer.text))
+                live.grew(answer, blocks)
                 await self.hold(live.conversation, answer)
 
-    async def _take(self, live: Live, answer: Node, request: Request) -> None:
+    async def _take(self, live: Live, answer: Node, request: Request) -> str:
+        """All pieces of an answer. Returns the status that it ended with."""
         reader, growing = self._reader(live, answer), GrowingMarkdown()
         own = live.conversation.own_tokens(answer)
         reader.push(Piece("", tokens=own))  # those that an answer which goes on has already
@@ -254,9 +257,9 @@ class Keeper:
         own = [*own, *completion.tokens[0]]
         answer.added = [*answer.added[: answer.start - answer.base], *own]
         del answer.logprobs[len(own) :]
-        answer.status = FINISHED.get(completion.finished[0], "stopped")
         usage = completion.usage
         answer.usage = {"prompt": usage.prompt, "generated": usage.generated, **usage_details(usage)}
+        return FINISHED.get(completion.finished[0], "stopped")
 
     def _reader(self, live: Live, answer: Node) -> Answer:
         """A parser that makes text and reasoning of an answer's tokens."""
