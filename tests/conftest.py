@@ -11,9 +11,18 @@ import torch
 os.environ["LMSTATE_THREADS"] = "fixed"  # tests of several threads run on several, whatever else runs
 torch.set_num_threads(1)
 
+REAL_TIME = ("cli", "docs", "engine", "faults", "serve", "threads")  # sockets, processes, signals, a browser
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--interleavings", type=int, default=200, help="random interleavings of each layer kind")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run again, at most twice, what fails in real time: the summary names it, for there is a race to be found."""
+    for item in items:
+        if item.path.relative_to(config.rootpath / "tests").parts[0] in REAL_TIME:
+            item.add_marker(pytest.mark.flaky(reruns=2))
 
 
 def pytest_runtest_setup() -> None:
