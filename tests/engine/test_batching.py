@@ -33,7 +33,7 @@ def prompt(length: int, seed: int) -> list[int]:
 def paused(engine: lmstate.Engine) -> Event:
     """Hold the engine's thread until the event is set, so that what is submitted now starts together."""
     go = Event()
-    engine.call(lambda _: go.wait(30))
+    engine.call(lambda _: go.wait(600))
     return go
 
 
@@ -143,14 +143,21 @@ def test_larger_priorities_start_first() -> None:
         go.set()
         for request in requests:
             request.result(600)
+        engine.call(lambda _: None).result(600)  # who waits for a result may hear of it before the callback
         assert ended == [1, 3, 2, 0]
 
 
-def test_a_deadline_ends_a_request_that_waits_and_one_that_runs() -> None:
+def test_a_deadline_ends_a_request_that_waits_and_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("lmstate.engine.job.perf_counter", lambda: now)
     with lmstate.Engine(ours("llama"), rows=1) as engine:
         running = engine.submit([1, 2, 3], max_new_tokens=10**6, ignore_eos=True, deadline=0.5)
         waiting = engine.submit([1, 2, 3], max_new_tokens=5, deadline=0.1)
+        next(iter(running))
+        now = 0.2
         assert waiting.result(600).finished == ["deadline"]
+        assert not running.done
+        now = 0.6
         got = running.result(600)
         assert got.finished == ["deadline"]
         assert got.tokens[0]
@@ -199,17 +206,20 @@ def test_a_prompt_that_arrives_is_read_between_tokens_of_others() -> None:
     model = ours("llama")
     with lmstate.Engine(model, rows=2) as engine:
         stream = engine.submit([1, 2, 3], max_new_tokens=10**6, ignore_eos=True)
-        tokens = iter(stream)
-        for _ in range(20):
-            next(tokens)
-        long = engine.submit(prompt(140, 2) * 20, max_new_tokens=1)
-        between = 0
-        while not long.done:
-            next(tokens)
-            between += 1
-        stream.cancel()
-        assert between > 3
+        for _ in zip(range(20), stream):
+            pass
+        made = list[int]()  # tokens of the stream when the prompt comes, and when it is read, whoever looks when
+
+        def come(_: lmstate.Model) -> lmstate.engine.Request:
+            made.append(len(stream._pieces))
+            return engine.submit(prompt(140, 2) * 20, max_new_tokens=1)
+
+        long = engine.call(come).result(600)
+        long.when_done(lambda _: made.append(len(stream._pieces)))
         assert len(long.result(600).tokens[0]) == 1
+        stream.cancel()
+        assert stream.result(600).finished == ["cancelled"]
+        assert made[1] - made[0] > 3
 
 
 def test_pieces_come_in_asyncio_as_they_do_in_threads() -> None:

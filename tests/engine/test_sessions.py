@@ -196,7 +196,7 @@ def test_messages_that_are_added_to_while_they_are_answered_are_not_what_was_ans
     model = chatting("llama")
     with lmstate.Engine(model) as engine, lmstate.Engine(model) as other:
         go = Event()
-        engine.call(lambda _: go.wait(30))
+        engine.call(lambda _: go.wait(600))
         messages = [said("user", "one")]
         request = engine.submit(messages, seed=1, **HOT)
         messages.append(said("user", "two"))

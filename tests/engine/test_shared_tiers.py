@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ import lmstate
 from lmstate.engine.tiers.shared import Blobs, ObjectBlobs, RedisBlobs, SharedTier
 from tests.engine.test_batching import KINDS, prompt
 from tests.engine.test_prefixes import ask, check
+from tests.waiting import impatient, wait_until
 from tests.zoo import ours
 
 
@@ -31,16 +32,17 @@ def redis_url(tmp_path: Path) -> Iterator[str]:
     )
     try:
         client = redis.Redis(unix_socket_path=str(socket))
-        for _ in range(200):
-            try:
-                client.ping()
-                break
-            except redis.ConnectionError:
-                time.sleep(0.05)
+
+        def answers() -> bool:
+            with suppress(redis.ConnectionError):
+                return bool(client.ping())
+            return False
+
+        wait_until(answers)
         yield f"unix://{socket}"
     finally:
         server.terminate()
-        server.wait(10)
+        server.wait(600)
 
 
 def goes_on_elsewhere(blobs: Blobs) -> None:
@@ -102,7 +104,7 @@ class Memory:
 
     def get(self, name: str) -> bytes | None:
         self.asked.append(name)
-        self.hang.wait(30)
+        self.hang.wait(600)
         return self.blobs.get(name)
 
     def indices(self) -> int:
@@ -129,7 +131,7 @@ def test_what_another_engine_writes_while_this_one_runs_is_found_at_a_miss(kind:
         first = ask(there, ids)
         longer = [*ids, *first.tokens[0], *prompt(100, 2)]
         ask(there, longer)
-        assert there._tier.flush(30)
+        assert there._tier.flush(600)
         got = ask(here, [*longer, 5, 6])
         check(model, [*longer, 5, 6], got)
         assert got.usage.reused == len(longer)
@@ -150,7 +152,7 @@ def test_a_session_of_another_machine_is_seen_when_it_is_asked_for() -> None:
         lmstate.Engine(model, store=SharedTier(blobs, "one")) as there,
     ):
         there.session("theirs").send(prompt(70, 1), max_new_tokens=5, ignore_eos=True).result(600)
-        assert there._tier.flush(30)
+        assert there._tier.flush(600)
         assert here.sessions() == ["theirs"]
         read = len(blobs.asked)
         assert here.sessions() == ["theirs"]
@@ -159,11 +161,12 @@ def test_a_session_of_another_machine_is_seen_when_it_is_asked_for() -> None:
         assert session.tokens == there.session("theirs").tokens
         assert session.send([5], max_new_tokens=1, ignore_eos=True).result(600).usage.reused >= 70
         there.session("theirs").close()
-        assert there._tier.flush(30)
+        assert there._tier.flush(600)
         assert there.sessions() == []
 
 
-def test_a_store_that_hangs_at_a_lookup_is_left_alone_for_a_while() -> None:
+def test_a_store_that_hangs_at_a_lookup_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    impatient(monkeypatch)
     model, blobs = ours("llama"), Memory()
     tier = SharedTier(blobs, "one")
     engine = lmstate.Engine(model, store=tier)

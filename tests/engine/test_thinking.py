@@ -22,7 +22,7 @@ def test_a_section_has_at_most_its_tokens_and_what_follows_is_what_follows_that_
     with lmstate.Engine(model) as engine:
         for logprobs in (None, 0):
             got = engine.submit(ASKED, max_new_tokens=40, max_thinking_tokens=limit, logprobs=logprobs, **LONG).result(
-                60
+                600
             )
             thought = alone(model, ids, limit, ends=frozenset())[0]
             after = [*ids, *thought, *closing]

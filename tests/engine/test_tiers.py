@@ -6,9 +6,9 @@ import dataclasses
 import os
 import random
 import sqlite3
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -21,6 +21,7 @@ from tests.engine.chat import chatting
 from tests.engine.test_batching import KINDS, prompt
 from tests.engine.test_prefixes import ask, check
 from tests.engine.test_sessions import HOT
+from tests.waiting import impatient
 from tests.zoo import ours
 
 
@@ -192,7 +193,7 @@ def test_a_folder_holds_its_budget(tmp_path: Path) -> None:
     with lmstate.Engine(model, store=tmp_path, store_bytes=limit) as engine:
         for seed in range(30):
             ask(engine, prompt(40, seed), 2)
-        engine._tier.flush(30)
+        assert engine._tier.flush(600)
         held = sum(file.stat().st_size for file in (tmp_path / "entries").rglob("*") if file.is_file())
         assert 0 < held <= limit
         assert engine._tier.nbytes() == held
@@ -206,7 +207,7 @@ def test_a_session_of_another_process_is_seen_when_it_is_asked_for(kind: str, tm
     with lmstate.Engine(model, store=tmp_path) as here, lmstate.Engine(model, store=tmp_path) as there:
         there.session("theirs").send(prompt(100, 1), max_new_tokens=5, ignore_eos=True).result(600)
         tokens = there.session("theirs").tokens
-        assert there._tier.flush(30)
+        assert there._tier.flush(600)
         assert here.sessions() == ["theirs"] == there.sessions()
         assert here.find_session("nobody's") is None
         with pytest.raises(ValueError, match="theirs"):
@@ -279,15 +280,15 @@ def test_a_session_that_a_store_fails_to_remove_is_closed_all_the_same(
 ) -> None:
     with lmstate.Engine(ours("llama"), store=tmp_path) as engine:
         engine.session("one").send(prompt(20, 1), max_new_tokens=2).result(600)
-        assert engine._tier.flush(30)
+        assert engine._tier.flush(600)
         monkeypatch.setattr(FolderTier, "remove_session", lambda *_: 1 / 0)
         engine.session("one").close()
-        assert engine._tier.flush(30)
+        assert engine._tier.flush(600)
         assert engine.sessions() == []
         assert engine.find_session("one") is None
         assert engine.session("one").tokens == []
         engine.session("one").send([5, 6], max_new_tokens=2).result(600)
-        assert engine._tier.flush(30)
+        assert engine._tier.flush(600)
         assert engine.sessions() == ["one"]
 
 
@@ -312,40 +313,50 @@ def test_a_tier_that_fails_at_any_call_changes_no_answer(kind: str, tmp_path: Pa
 
 
 class Hanging(FolderTier):
+    """A folder that answers when `goes_on` is set."""
+
     name = "hanging"
 
+    def __init__(self, path: Path, namespace: str, limit: int) -> None:
+        self.goes_on = Event()
+        super().__init__(path, namespace, limit)
+
     def read(self, key: str) -> Layers:
-        time.sleep(60)
-        raise AssertionError
+        self.goes_on.wait()
+        raise OSError("too late")
 
     def write(self, entry: Entry, key: str, layers: Layers, above: Sequence[str]) -> None:
         if self.hangs:
-            time.sleep(60)
+            self.goes_on.wait()
         super().write(entry, key, layers, above)
 
     def session_names(self) -> Iterable[str]:
         self.asked += 1
-        time.sleep(60)
-        raise AssertionError
+        self.goes_on.wait()
+        raise OSError("too late")
 
     asked = 0
     hangs = False
 
 
-def test_a_tier_that_hangs_holds_up_nobody_for_long(tmp_path: Path) -> None:
+def test_a_tier_that_hangs_holds_up_nobody_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    impatient(monkeypatch)
     model = ours("llama")
     ids = prompt(40, 1)
     with lmstate.Engine(model, store=FolderTier(tmp_path, "one", 10**9)) as engine:
         ask(engine, ids)
     tier = Hanging(tmp_path, "one", 10**9)
-    engine = lmstate.Engine(model, store=tier)
-    slow = engine.submit([*ids, 5], max_new_tokens=3)
-    other = engine.submit([7, 8, 9], max_new_tokens=3)
-    assert len(other.result(20).tokens[0]) == 3
-    assert slow.result(20).tokens == [alone(model, [*ids, 5], 3)[0]]
-    assert [engine.sessions() for _ in range(3)] == [[]] * 3
-    assert tier.asked == 1, "a tier that hangs is not asked again at once"
-    tier.hangs = True
-    assert ask(engine, prompt(30, 3)).usage.generated == 6
-    tier.close = lambda timeout=0.0: None  # type: ignore[method-assign]
-    engine.close()
+    try:
+        with lmstate.Engine(model, store=tier) as engine:
+            slow = engine.submit([*ids, 5], max_new_tokens=3)
+            other = engine.submit([7, 8, 9], max_new_tokens=3)
+            assert len(other.result(600).tokens[0]) == 3
+            assert slow.result(600).tokens == [alone(model, [*ids, 5], 3)[0]]
+            assert [engine.sessions() for _ in range(3)] == [[]] * 3
+            assert tier.asked == 1, "a tier that hangs is not asked again at once"
+            tier.hangs = True
+            assert ask(engine, prompt(30, 3)).usage.generated == 6
+            assert not tier.goes_on.is_set()
+            tier.goes_on.set()
+    finally:
+        tier.goes_on.set()

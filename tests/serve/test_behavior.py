@@ -41,7 +41,7 @@ def engine(tiny_model: lmstate.Model) -> Iterator[Engine]:
 def held(engine: Engine) -> Event:
     """Hold the engine's thread until the event is set."""
     go = Event()
-    engine.call(lambda _: go.wait(30))
+    engine.call(lambda _: go.wait(600))
     return go
 
 

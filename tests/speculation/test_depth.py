@@ -13,6 +13,14 @@ from lmstate.speculation.depth import Acceptance, StepCosts, best_depth
 VOCAB = 50
 
 
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that a test moves on: those of the machine are no part of costs that a test has made up."""
+    clock = [0.0]
+    monkeypatch.setattr("lmstate.speculation.speculator.perf_counter", lambda: clock[0])
+    return clock
+
+
 class Repeats:
     """Drafts zeros."""
 
@@ -163,9 +171,9 @@ def test_no_depth_pays_where_nothing_holds() -> None:
     assert best_depth([[1.0] * 8], costs, 8, [2.0 * depth for depth in range(9)]) == 0
 
 
-def test_a_slow_drafter_that_is_always_wrong_is_soon_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr("lmstate.speculation.speculator.perf_counter", lambda: clock[0])
+def test_a_slow_drafter_that_is_always_wrong_is_soon_left_alone(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     drafter = Repeats()
     propose = drafter.propose
 

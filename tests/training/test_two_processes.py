@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from pathlib import Path
 
 import torch
@@ -32,9 +30,8 @@ def train(model: TrainableModel, rows: list[list[int]], rank: int, world: int) -
         optimizer.step()
 
 
-def process(rank: int, port: int, folder: str, out: str) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+def process(rank: int, folder: str, out: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{out}/meeting", rank=rank, world_size=2)
     torch.set_num_threads(1)
     model = opened(Path(folder))
     train(model, ragged(20, 13, 9, 17), rank, 2)
@@ -43,14 +40,11 @@ def process(rank: int, port: int, folder: str, out: str) -> None:
 
 
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     with saved(theirs("lfm2")) as folder:
         alone = opened(folder)
         train(alone, ragged(20, 13, 9, 17), 0, 1)
         multiprocessing.start_processes(
-            process, (port, str(folder), str(tmp_path)), nprocs=2, start_method="spawn"
+            process, (str(folder), str(tmp_path)), nprocs=2, start_method="spawn"
         )  # fmt: skip
     both = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
     for name, leaf in alone.named_parameters():

@@ -187,7 +187,8 @@ class Tier(ABC):
     @property
     def writing(self) -> bool:
         """Whether something is to be written still, whose blocks are held for that."""
-        return bool(self._writes) or self._now is not None
+        with self._changed:  # between the queue and the writer's hands a job is in neither
+            return bool(self._writes) or self._now is not None
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all is written. False if it is not in time."""

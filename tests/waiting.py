@@ -1,0 +1,34 @@
+"""Waiting for what is to come, however slow and crowded the machine is: the guards are there for what never comes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from lmstate.engine import reuse
+from lmstate.engine.tiers import fetch
+
+GUARD = 600.0  # seconds
+
+
+def wait_until(condition: Callable[[], object], seconds: float = GUARD) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.01)
+
+
+def patient(monkeypatch: pytest.MonkeyPatch, seconds: float = GUARD) -> None:
+    """Have engines wait so long for what a tier has: what is reused is not to depend on the machine's load."""
+    monkeypatch.setattr(fetch, "SECONDS", seconds)
+    monkeypatch.setattr(reuse, "LEAST_PATIENCE", seconds)
+    monkeypatch.setattr(reuse, "ASKING", (seconds, seconds))
+
+
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have engines wait for no tier that hangs, and not ask it again in the same test."""
+    patient(monkeypatch, 0.05)
+    for module in (fetch, reuse):
+        monkeypatch.setattr(module, "SILENCE", float("inf"))
