@@ -14,6 +14,8 @@ from lmstate.serve import Settings
 from tests.real_model import smollm2
 from tests.serve.running import Running, load_tiny, running
 
+KEPT = 86_400  # seconds: no connection of a client that several tests share is closed while it asks
+
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> lmstate.Model:
@@ -22,7 +24,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> lmstate.Model:
 
 @pytest.fixture(scope="session")
 def tiny(tiny_model: lmstate.Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    settings = Settings("tiny", port=0, folder=tmp_path_factory.mktemp("store"), max_new_tokens=16, max_body=2**20)
+    folder = tmp_path_factory.mktemp("store")
+    settings = Settings("tiny", port=0, folder=folder, max_new_tokens=16, max_body=2**20, keep_alive=KEPT)
     with Engine(tiny_model, rows=4) as engine, running(engine, settings) as server:
         yield server
 
@@ -30,7 +33,8 @@ def tiny(tiny_model: lmstate.Model, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture(scope="session")
 def real() -> Iterator[Running]:
     path: Path = smollm2()
-    with Engine(lmstate.load(str(path)), rows=4) as engine, running(engine, Settings("smollm2", port=0)) as server:
+    settings = Settings("smollm2", port=0, keep_alive=KEPT)
+    with Engine(lmstate.load(str(path)), rows=4) as engine, running(engine, settings) as server:
         yield server
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import httpx
@@ -19,6 +18,7 @@ from lmstate.engine import Engine
 from lmstate.serve import Settings, make_server
 from lmstate.serve.run import Server
 from tests.serve.byte_tokenizer import END, TEMPLATE, save_tokenizer
+from tests.waiting import GUARD, wait_until
 from tests.zoo import auto, randomize
 from tests.zoo.small import config
 
@@ -51,7 +51,7 @@ class Running:
     url: str
 
     def client(self, **changes: Any) -> httpx.Client:
-        return httpx.Client(**{"base_url": self.url, "timeout": 60, **changes})
+        return httpx.Client(**{"base_url": self.url, "timeout": GUARD, **changes})
 
 
 @contextmanager
@@ -60,17 +60,36 @@ def running(engine: Engine, settings: Settings) -> Iterator[Running]:
     server = make_server(engine, settings, close_engine=False)
     thread = Thread(target=server.run, daemon=True)
     thread.start()
-    deadline = time.monotonic() + 120
-    while not server.started:
-        assert thread.is_alive(), "the server did not start"
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: server.started or not thread.is_alive())
+    assert server.started, "the server did not start"
     try:
         yield Running(server, engine, f"http://127.0.0.1:{server.port}")
     finally:
         server.should_exit = True
-        thread.join(120)
+        thread.join(GUARD)
         assert not thread.is_alive(), "the server did not end"
+
+
+@contextmanager
+def standing_still(engine: Engine, tokens: int = 10) -> Iterator[None]:
+    """Have an engine without work make about so many tokens, and no more until a request is cancelled.
+
+    Else a long answer may be over before a test on a crowded machine has come to leave or to stop it.
+    """
+    scheduler = engine._scheduler
+    decode, most, over = scheduler._decode, scheduler.counts["generated_tokens"] + tokens, Event()
+
+    def held() -> None:
+        if scheduler.counts["generated_tokens"] >= most:
+            wait_until(lambda: over.is_set() or any(job.request.cancelled for job in scheduler.all()))
+        decode()
+
+    scheduler._decode = held  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        over.set()
+        del scheduler._decode
 
 
 def events(text: str) -> list[tuple[str, Any]]:
@@ -83,10 +102,3 @@ def events(text: str) -> list[tuple[str, Any]]:
         if data is not None:
             found.append((name, data if data == "[DONE]" else json.loads(data)))
     return found
-
-
-def wait_until(condition: Any, seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.01)

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.serve.running import Running, wait_until
+from tests.serve.running import Running
+from tests.waiting import GUARD, wait_until
 
 USER = [{"role": "user", "content": "Hi"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -161,7 +162,7 @@ def test_wrong_fields_are_refused_or_harmless(tiny: Running, path: str) -> None:
                 check(path, answer.status_code, answer.text)
             answer = client.post(path, json={k: v for k, v in valid.items() if k != key})
             check(path, answer.status_code, answer.text)
-    assert not tiny.server.service.running
+    wait_until(lambda: not tiny.server.service.running)
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -276,7 +277,7 @@ def test_a_prompt_past_the_context_is_told_as_such(tiny: Running) -> None:
     ids=range(6),
 )
 def test_broken_http_is_answered_or_closed(tiny: Running, raw: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", tiny.server.port), timeout=300) as connection:
+    with socket.create_connection(("127.0.0.1", tiny.server.port), timeout=GUARD) as connection:
         answer = b""
         try:
             connection.sendall(raw)

@@ -23,12 +23,15 @@ import pytest
 import lmstate
 from lmstate.engine import Engine
 from lmstate.serve import Settings, read_keys
-from tests.serve.running import Running, events, running, save_tiny, wait_until
+from tests.serve.running import Running, events, running, save_tiny, standing_still
 from tests.serve.test_many_connections import room
+from tests.waiting import GUARD, wait_until
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
 LONG = {**CHAT, "max_tokens": 1500, "ignore_eos": True, "stream": True}
-MAIN = (sys.executable, "-c", "from lmstate.cli import main; main()")
+# A server that waits for what its store has as long as that takes: what is reused is not to depend on the machine.
+PATIENT = "from lmstate.engine import reuse; reuse.LEAST_PATIENCE = 600.0; from lmstate.cli import main; main()"
+MAIN = (sys.executable, "-c", PATIENT)
 BASE = Settings("tiny", port=0, ping_interval=0.2)
 
 
@@ -43,6 +46,20 @@ def held(engine: Engine) -> Event:
     go = Event()
     engine.call(lambda _: go.wait(600))
     return go
+
+
+@contextlib.contextmanager
+def asking(server: Running, path: str, body: dict[str, Any], buffer: int | None = None) -> Iterator[socket.socket]:
+    """A connection on which something was asked. `buffer`: bytes that the system takes for who does not read."""
+    sent = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(sent)}\r\n\r\n"
+    with socket.socket() as connection:
+        connection.settimeout(GUARD)
+        if buffer is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+        connection.connect(("127.0.0.1", server.server.port))
+        connection.sendall(head.encode() + sent)
+        yield connection
 
 
 def test_a_key_is_needed_in_every_protocol(engine: Engine) -> None:
@@ -117,16 +134,15 @@ def test_pages_of_other_origins_may_not_ask_unless_allowed(engine: Engine) -> No
     ],
 )
 def test_a_client_that_leaves_ends_its_request(engine: Engine, path: str, body: dict[str, Any]) -> None:
-    with running(engine, BASE) as server:
-        with (
-            contextlib.suppress(httpx.TimeoutException),
-            server.client(timeout=httpx.Timeout(10, read=0.05)) as client,
-            client.stream("POST", path, json=body) as answer,
-        ):
-            next(answer.iter_bytes())
+    with running(engine, BASE) as server, standing_still(engine):
         service = server.server.service
+        with asking(server, path, body) as connection:
+            wait_until(lambda: service.running)
+            requests = list(service.running)
+            if body.get("stream"):
+                wait_until(lambda: b"data: " in connection.recv(1000, socket.MSG_PEEK))
         wait_until(lambda: not service.running)
-        assert engine.stats()["generated_tokens"] < 2 * 1500
+        assert all("cancelled" in request.result(600).finished for request in requests)
 
 
 def test_a_client_that_leaves_before_its_body_is_whole_is_no_failure(
@@ -144,10 +160,7 @@ def test_a_client_that_leaves_before_its_body_is_whole_is_no_failure(
 def test_a_client_that_leaves_during_its_prompt_ends_its_request(engine: Engine) -> None:
     with running(engine, BASE) as server:
         go, service = held(engine), server.server.service
-        body = json.dumps({"prompt": [5] * 1500, "max_tokens": 400, "ignore_eos": True}).encode()
-        with socket.create_connection(("127.0.0.1", server.server.port)) as connection:
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n"
-            connection.sendall(head.encode() + body)
+        with asking(server, "/v1/completions", {"prompt": [5] * 1500, "max_tokens": 400, "ignore_eos": True}):
             wait_until(lambda: service.running)
         (request,) = service.running
         wait_until(lambda: request.cancelled)
@@ -190,7 +203,7 @@ def test_more_requests_than_the_queue_holds_are_told_to_come_again(engine: Engin
 
 
 def test_slow_heads_and_bodies_are_ended_and_hold_up_nobody(engine: Engine) -> None:
-    settings = replace(BASE, header_timeout=0.5, body_timeout=0.5)
+    settings = replace(BASE, header_timeout=4.0, body_timeout=4.0)  # others may be as slow on a crowded machine
     with running(engine, settings) as server, server.client() as client:
         address = ("127.0.0.1", server.server.port)
         slow = [socket.create_connection(address) for _ in range(200)]
@@ -199,7 +212,7 @@ def test_slow_heads_and_bodies_are_ended_and_hold_up_nobody(engine: Engine) -> N
             connection.sendall(head if number % 2 else head + b"Content-Length: 100\r\n\r\n{")
         assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
         for connection in slow:
-            connection.settimeout(10)
+            connection.settimeout(GUARD)
             answer = connection.recv(1000)
             assert not answer or answer.startswith(b"HTTP/1.1 408")
             connection.close()
@@ -209,16 +222,14 @@ def test_slow_heads_and_bodies_are_ended_and_hold_up_nobody(engine: Engine) -> N
 def test_a_reader_that_takes_nothing_is_dropped_and_holds_up_nobody(engine: Engine) -> None:
     settings = replace(BASE, write_timeout=0.5)
     with running(engine, settings) as server, server.client() as client:
-        with socket.socket() as connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            connection.connect(("127.0.0.1", server.server.port))
-            body = json.dumps({**LONG, "n": 8, "logprobs": True, "top_logprobs": 20}).encode()
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n"
-            connection.sendall(head.encode() + body)
+        # More than anybody computes while nothing is taken.
+        body = {**LONG, "n": 100, "logprobs": True, "top_logprobs": 20}
+        with asking(server, "/v1/chat/completions", body, buffer=4096):
             wait_until(lambda: server.server.service.running)
+            (request,) = server.server.service.running
             assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
-            wait_until(lambda: not server.server.service.running, 60)
-        assert engine.stats()["generated_tokens"] < 8 * 1500
+            wait_until(lambda: not server.server.service.running)
+        assert "cancelled" in request.result(600).finished
 
 
 def test_metrics_count_requests_and_tokens(tiny: Running) -> None:
@@ -328,5 +339,5 @@ def test_the_command_says_that_its_address_is_taken_before_it_loads_a_model() ->
             (["--host", "nowhere.invalid", "--allow-anonymous"], "lmstate: cannot listen on nowhere.invalid:8080: "),
         ):
             arguments = [*MAIN, "serve", "no-model", *options]
-            ended = subprocess.run(arguments, capture_output=True, text=True, env=environment, timeout=60, check=False)
+            ended = subprocess.run(arguments, capture_output=True, text=True, env=environment, timeout=600, check=False)
             assert ended.returncode == 1 and ended.stderr.startswith(said), ended.stderr

@@ -14,7 +14,8 @@ import lmstate
 from lmstate.engine import Engine
 from lmstate.serve import Settings
 from tests.engine.alone import alone
-from tests.serve.running import Running, running, wait_until
+from tests.serve.running import Running, running
+from tests.waiting import wait_until
 
 
 @pytest.fixture

@@ -11,12 +11,14 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 
 import lmstate
 from lmstate.engine import Engine
 from lmstate.serve import Settings
-from tests.serve.running import Running, running, wait_until
+from tests.serve.running import Running, running
+from tests.waiting import GUARD, wait_until
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "ignore_eos": True}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
@@ -27,7 +29,7 @@ BEGUN = (
     HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{",
     b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",  # answered, and then kept open
 )
-SETTINGS = Settings("tiny", port=0, header_timeout=3.0, body_timeout=3.0, keep_alive=3, max_connections=20_000)
+SETTINGS = Settings("tiny", port=0, header_timeout=6.0, body_timeout=6.0, keep_alive=6, max_connections=20_000)
 
 
 def descriptors() -> int:
@@ -57,7 +59,9 @@ async def _count() -> int:
 
 
 def open_many(engine: Engine, count: int, settings: Settings) -> None:
-    with running(engine, settings) as server, server.client() as client:
+    # On a connection of its own each time: one kept alive may be closed while it asks.
+    alone = httpx.Limits(max_keepalive_connections=0)
+    with running(engine, settings) as server, server.client(limits=alone) as client:
         assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
         gc.collect()
         before, busy = descriptors(), tasks(server)
@@ -73,7 +77,7 @@ def open_many(engine: Engine, count: int, settings: Settings) -> None:
                     assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
             assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
             for number, connection in enumerate(held):
-                connection.settimeout(60)
+                connection.settimeout(GUARD)
                 answer = b""
                 with suppress(ConnectionResetError):
                     while piece := connection.recv(4096):
@@ -84,18 +88,18 @@ def open_many(engine: Engine, count: int, settings: Settings) -> None:
         wait_until(lambda: descriptors() <= before + 2)
         wait_until(lambda: tasks(server) <= busy + 1)
         assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
-        assert not server.server.service.running
+        wait_until(lambda: not server.server.service.running)
 
 
 def connected(server: Running, stack: ExitStack, begun: bytes) -> socket.socket:
     connection = stack.enter_context(socket.create_connection(("127.0.0.1", server.server.port), timeout=300))
     connection.sendall(begun)
-    connection.settimeout(20)
+    connection.settimeout(GUARD)
     return connection
 
 
 def test_past_the_limit_the_connection_that_waited_longest_makes_room(tiny_model: lmstate.Model) -> None:
-    settings = replace(SETTINGS, header_timeout=60.0, body_timeout=60.0, max_connections=16)
+    settings = replace(SETTINGS, header_timeout=GUARD, body_timeout=GUARD, max_connections=16)
     with Engine(tiny_model, rows=2) as engine, running(engine, settings) as server, ExitStack() as stack:
         held = [connected(server, stack, BEGUN[number % 2]) for number in range(24)]
         for connection in held[:8]:
@@ -111,7 +115,7 @@ def test_past_the_limit_the_connection_that_waited_longest_makes_room(tiny_model
 
 
 def test_a_connection_past_the_limit_is_refused_while_all_others_are_at_work(tiny_model: lmstate.Model) -> None:
-    settings = replace(SETTINGS, body_timeout=60.0, max_connections=16)
+    settings = replace(SETTINGS, header_timeout=GUARD, body_timeout=GUARD, max_connections=16)
     with Engine(tiny_model, rows=2) as engine, running(engine, settings) as server:
         with ExitStack() as stack:
             for _ in range(16):

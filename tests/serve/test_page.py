@@ -21,7 +21,8 @@ from lmstate.serve.conversations.markdown import GrowingMarkdown, render, render
 from lmstate.serve.conversations.routes import changes
 from lmstate.serve.conversations.store import ConversationStore
 from lmstate.serve.conversations.tree import Conversation, Node
-from tests.serve.running import Running, load_tiny, running, wait_until
+from tests.serve.running import Running, load_tiny, running, standing_still
+from tests.waiting import wait_until
 
 ROOT = "/page/conversations"
 PAGE = Path(lmstate.__file__).parent / "serve" / "page"
@@ -123,7 +124,8 @@ def test_branches_share_what_was_computed_and_answer_as_if_alone(client: httpx.C
     state = client.get(f"{ROOT}/{id}/{left['id']}/state").json()
     assert state["tokens"] == left["usage"]["prompt"] + len(own)
     assert sum(state["memory"].values()) > 0
-    assert state["session"] in [one["name"] for one in client.get("/v1/sessions").json()["data"]]
+    # It is made once the answer was told of.
+    wait_until(lambda: state["session"] in [one["name"] for one in client.get("/v1/sessions").json()["data"]])
     session = client.get(f"/v1/sessions/{state['session']}").json()
     body = {"prompt": session["tokens"][: -len(own)], "max_tokens": 8, "temperature": 0}
     assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == left["text"]
@@ -197,11 +199,12 @@ def test_an_answer_that_was_cut_off_goes_on_as_if_it_never_was(client: httpx.Cli
     assert node(client, short, part["id"])["text"] == whole["text"] and node(client, short, below["id"]) == below
 
 
-def test_a_stopped_answer_keeps_its_text_and_changes_reach_who_watches(client: httpx.Client) -> None:
+def test_a_stopped_answer_keeps_its_text_and_changes_reach_who_watches(client: httpx.Client, tiny: Running) -> None:
     id = create(client, max_tokens=1500)
-    name = client.post(f"{ROOT}/{id}/say", json={"text": "Hello"}).json()["answer"]
+    wait_until(lambda: not tiny.server.service.running)
     seen: dict[int, str] = {}
-    with client.stream("GET", f"{ROOT}/{id}/events") as stream:
+    with standing_still(tiny.engine), client.stream("GET", f"{ROOT}/{id}/events") as stream:
+        name = client.post(f"{ROOT}/{id}/say", json={"text": "Hello"}).json()["answer"]
         for line in stream.iter_lines():
             if not line.startswith("data: "):
                 continue

@@ -16,8 +16,9 @@ import lmstate
 from lmstate.engine import Engine
 from lmstate.serve import Settings
 from tests.serve.browser import Visit, needs_chromium
-from tests.serve.running import Running, running, save_tiny, wait_until
+from tests.serve.running import Running, running, save_tiny
 from tests.serve.test_behavior import command
+from tests.waiting import wait_until
 
 pytestmark = needs_chromium
 

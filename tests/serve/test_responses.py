@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ import pytest
 import lmstate
 from lmstate.engine import Engine
 from lmstate.serve import Settings
-from tests.serve.running import Running, running, wait_until
+from tests.serve.running import Running, running, standing_still
 from tests.serve.test_behavior import held
+from tests.waiting import GUARD, wait_until
 
 IGNORE: Any = {"ignore_eos": True}
 ASKED: Any = {"model": "tiny", "max_output_tokens": 4, "extra_body": IGNORE}
@@ -27,7 +29,7 @@ LONG: Any = {"model": "tiny", "max_output_tokens": 1500, "extra_body": IGNORE, "
 
 def strict(server: Running) -> openai.OpenAI:
     return openai.OpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=0, _strict_response_validation=True, timeout=60
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, _strict_response_validation=True, timeout=GUARD
     )
 
 
@@ -153,7 +155,11 @@ def test_a_background_stream_is_followed_from_any_event_on(client: openai.OpenAI
 
 
 def test_a_background_response_is_cancelled_and_deleted(engine: Engine) -> None:
-    with running(engine, Settings("tiny", port=0)) as server, strict(server) as client:
+    with (
+        running(engine, Settings("tiny", port=0)) as server,
+        strict(server) as client,
+        standing_still(engine),
+    ):
         made = client.responses.create(input="Hello", **LONG)
         with pytest.raises(openai.ConflictError, match="not ended"):
             client.responses.create(input="x", previous_response_id=made.id, **ASKED)
@@ -163,7 +169,7 @@ def test_a_background_response_is_cancelled_and_deleted(engine: Engine) -> None:
         client.responses.delete(other.id)
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(other.id)
-        assert not server.server.service.running
+        wait_until(lambda: not server.server.service.running)
 
 
 def test_a_background_response_that_waits_is_queued(engine: Engine) -> None:
@@ -177,12 +183,14 @@ def test_a_background_response_that_waits_is_queued(engine: Engine) -> None:
 
 
 def test_what_was_kept_survives_a_restart_and_a_shutdown_ends_the_background(engine: Engine, tmp_path: Path) -> None:
-    kept = Settings("tiny", port=0, folder=tmp_path)
+    kept, ends = Settings("tiny", port=0, folder=tmp_path), ExitStack()
     with running(engine, kept) as server, strict(server) as client:
         conversation = client.conversations.create()
         first = client.responses.create(input="One", conversation=conversation.id, **ASKED)
+        ends.enter_context(standing_still(engine))
         made = client.responses.create(input="Hello", **LONG)
-    assert not server.server.service.running
+    wait_until(lambda: not server.server.service.running)
+    ends.close()
     with running(engine, replace(kept)) as server, strict(server) as client:
         assert client.responses.retrieve(made.id).status == "cancelled"
         second = client.responses.create(input="Two", conversation=conversation.id, **ASKED)

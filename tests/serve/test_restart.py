@@ -10,8 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serve.running import save_tiny, wait_until
+from tests.serve.running import save_tiny
 from tests.serve.test_behavior import command
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
