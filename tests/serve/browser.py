@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+
+from tests.waiting import GUARD
 
 api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -30,7 +32,7 @@ class Visit:
 
     def __init__(self, context: Any, url: str) -> None:
         self.page = context.new_page()
-        self.page.set_default_timeout(120_000)
+        self.page.set_default_timeout(1000 * GUARD)
         self.wrong: list[str] = []
         self.asked: list[tuple[str, str]] = []
         self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
@@ -40,7 +42,7 @@ class Visit:
         self.page.goto(url)
         self.page.wait_for_selector("#model:not(:empty)")
 
-    def until(self, expression: str, seconds: float = 120) -> None:
+    def until(self, expression: str, seconds: float = GUARD) -> None:
         """By looking again: playwright's own waiting evaluates in the page, which the policy forbids."""
         deadline = time.monotonic() + seconds
         while not self.page.evaluate(expression):
@@ -61,7 +63,16 @@ class Visit:
         self.page.fill("#text", text)
         self.page.press("#text", "Enter")
         self.ended(count)
+        self.until("document.getElementById('text').value === ''")  # the page knows that it was said
         return self.last()
+
+    def branch(self, act: Callable[[], None]) -> None:
+        """Do what makes another answer in the place of the last one, and wait until that is shown and ended."""
+        shown = "[...document.querySelectorAll('#pane article.assistant')].at(-1)"
+        before, count = self.page.evaluate(f"{shown}.dataset.id"), self.answers()
+        act()
+        self.until(f"({shown}?.dataset.id ?? '{before}') !== '{before}'")
+        self.ended(count)
 
     def answers(self) -> int:
         return int(self.page.locator("#pane article.assistant").count())

@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
@@ -271,9 +271,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def command(directory: Path, *options: str, files: int = 4096) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def command(
+    directory: Path, *options: str, files: int = 4096, main: Sequence[str] = MAIN
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`lmstate serve` as a process that may open at most so many files, and its URL."""
-    arguments = [*MAIN, "serve", str(directory), "--port", "0", *options]
+    arguments = [*main, "serve", str(directory), "--port", "0", *options]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env=environment)
     resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (min(files, 1024), files))

@@ -17,6 +17,7 @@ import lmstate
 from tests.engine.alone import alone
 from tests.serve.running import load_tiny
 from tests.serve.test_behavior import command
+from tests.waiting import GUARD, wait_until
 
 SHARED = [random.Random(7).randrange(256) for _ in range(120)]
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -38,7 +39,7 @@ class Client:
         acts = (self.complete, self.leave, self.talk, self.respond, self.session)
         with (
             contextlib.suppress(httpx.TransportError),
-            httpx.Client(base_url=url, timeout=300, limits=httpx.Limits(max_keepalive_connections=0)) as http,
+            httpx.Client(base_url=url, timeout=GUARD, limits=httpx.Limits(max_keepalive_connections=0)) as http,
         ):
             while True:
                 try:
@@ -114,6 +115,16 @@ class Client:
             assert again["output"][0]["content"] == answer["output"][0]["content"]
 
 
+def at_work(clients: list[Client], threads: list[Thread], more: int) -> None:
+    """Wait until they have so many more answers, and a response that was stored: there is to be something to check."""
+    wanted = more + sum(len(client.answers) for client in clients)
+
+    def enough() -> bool:
+        return sum(len(client.answers) for client in clients) >= wanted and any(one.responses for one in clients)
+
+    wait_until(lambda: enough() or not any(thread.is_alive() for thread in threads))
+
+
 def survive(tmp_path: Path, kills: int, seed: int) -> None:
     model = load_tiny(tmp_path / "model")
     draw = random.Random(seed)
@@ -124,13 +135,12 @@ def survive(tmp_path: Path, kills: int, seed: int) -> None:
             threads = [Thread(target=client.run, args=(url,)) for client in clients]
             for thread in threads:
                 thread.start()
-            time.sleep(draw.uniform(0.5, 3.0))
+            at_work(clients, threads, draw.randrange(5, 40))
+            time.sleep(draw.uniform(0.0, 0.2))  # in the middle of whatever they are at then
             process.kill()
             for thread in threads:
-                thread.join(300)
+                thread.join(GUARD)
                 assert not thread.is_alive()
-    assert sum(len(client.answers) for client in clients) >= 5 * kills
-    assert any(client.responses for client in clients)
     with command(tmp_path / "model", *options) as (_, url), httpx.Client(base_url=url, timeout=300) as http:
         for client in clients:
             client.check(model, http)

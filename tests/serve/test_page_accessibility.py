@@ -54,9 +54,7 @@ def test_nothing_serious_is_found_on_any_view(visit: Visit, scheme: str, size: s
     visit.settings(max_tokens=12, temperature=0)
     visit.say(MARKDOWN)
     found["chat"] = findings(visit)
-    visit.act("Another answer, in a new branch")
-    page.wait_for_selector("#pane [aria-label='The next branch']")
-    visit.ended(1)
+    visit.branch(lambda: visit.act("Another answer, in a new branch"))
     for name, key in {"tree": "Alt+t", "state": "Alt+s", "settings": "Alt+Comma"}.items():
         page.keyboard.press(key)
         page.wait_for_selector("#panel h2")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator
-from contextlib import closing
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from socket import socket
+from socket import SO_REUSEADDR, SOL_SOCKET, socket
 from typing import Any
 
 import pytest
@@ -16,13 +17,29 @@ import lmstate
 from lmstate.engine import Engine
 from lmstate.serve import Settings
 from tests.serve.browser import Visit, needs_chromium
-from tests.serve.running import Running, running, save_tiny
-from tests.serve.test_behavior import command
+from tests.serve.running import Running, running, save_tiny, standing_still
+from tests.serve.test_behavior import command, held
 from tests.waiting import wait_until
 
 pytestmark = needs_chromium
 
 NODES = "SELECT text, body FROM nodes"
+
+
+# A server whose answers are not over before a browser on a crowded machine has looked.
+SLOW = (
+    sys.executable,
+    "-c",
+    "import time; from lmstate.engine.scheduler import Scheduler as S; step = S.step;"
+    " S.step = lambda self: (time.sleep(0.05), step(self))[1]; from lmstate.cli import main; main()",
+)
+
+
+@pytest.fixture
+def enter() -> Iterator[Callable[[Any], Any]]:
+    """Enters a context until the end of the test."""
+    with ExitStack() as stack:
+        yield stack.enter_context
 
 
 @pytest.fixture
@@ -40,9 +57,8 @@ def test_a_conversation_is_a_tree_and_walking_it_computes_nothing(visit: Visit) 
     first = visit.say("Name a river.")
     page.locator("#pane [aria-label='Say this otherwise, in a new branch']").click()
     page.fill("form.edit textarea", "Name a mountain.")
-    page.press("form.edit textarea", "Enter")
+    visit.branch(lambda: page.press("form.edit textarea", "Enter"))
     visit.until("document.querySelector('#pane .user .body')?.innerText.includes('mountain')")
-    visit.ended(1)
     second = visit.last()
     assert second != first
     before = len(visit.asked)
@@ -52,9 +68,8 @@ def test_a_conversation_is_a_tree_and_walking_it_computes_nothing(visit: Visit) 
     page.locator("#panel .map button.assistant").last.click()
     assert visit.last() == second
     assert [method for method, _ in visit.asked[before:] if method != "GET"] == []
-    visit.act("Another answer, in a new branch")
+    visit.branch(lambda: visit.act("Another answer, in a new branch"))
     page.wait_for_selector("#panel .map li:nth-child(2) .map button.assistant >> nth=1")
-    visit.ended(1)
     page.keyboard.press("Alt+z")
     assert visit.answers() == 0
     assert page.input_value("#text") == "Name a mountain."
@@ -63,9 +78,7 @@ def test_a_conversation_is_a_tree_and_walking_it_computes_nothing(visit: Visit) 
 def test_two_branches_stand_side_by_side_and_go_on_together(visit: Visit) -> None:
     visit.settings(max_tokens=10, temperature=0)
     visit.say("Name a river.")
-    visit.act("Another answer, in a new branch")
-    visit.page.wait_for_selector("#pane [aria-label='The next branch']")
-    visit.ended(1)
+    visit.branch(lambda: visit.act("Another answer, in a new branch"))
     visit.act("Show the next branch beside this one")
     assert visit.page.locator("#other article").count() == 2
     visit.say("And another one.", 2)
@@ -76,22 +89,25 @@ def test_two_branches_stand_side_by_side_and_go_on_together(visit: Visit) -> Non
     assert not visit.page.is_visible("#other")
 
 
-def test_an_answer_is_stopped_continued_and_lives_through_a_reload(visit: Visit) -> None:
+def test_an_answer_is_stopped_continued_and_lives_through_a_reload(visit: Visit, real: Running) -> None:
     page = visit.page
-    visit.settings(max_tokens=400)
-    page.fill("#text", "Write a long story about a ship.")
-    page.press("#text", "Enter")
-    visit.until("document.querySelector('#pane article.assistant')?.innerText.length > 80")
-    page.reload()
-    page.wait_for_selector("#pane article.assistant[aria-busy=true]")
-    page.keyboard.press("Escape")
-    visit.ended(1)
+    visit.settings(max_tokens=400, temperature=0)
+    wait_until(lambda: not real.server.service.running)
+    with standing_still(real.engine, 60):
+        page.fill("#text", "Write a long story about a ship.")
+        page.press("#text", "Enter")
+        visit.until("document.querySelector('#pane article.assistant')?.innerText.length > 80")
+        page.reload()
+        page.wait_for_selector("#pane article.assistant[aria-busy=true]")
+        page.keyboard.press("Escape")
+        visit.ended(1)
     stopped = visit.last()
     assert len(stopped) > 60
-    visit.act("Continue this answer")
-    visit.until(f"document.querySelector('#pane article.assistant .body').innerText.length > {len(stopped) + 40}")
-    page.locator("#stop").click()
-    visit.ended(1)
+    with standing_still(real.engine, 60):
+        visit.act("Continue this answer")
+        visit.until(f"document.querySelector('#pane article.assistant .body').innerText.length > {len(stopped) + 40}")
+        page.locator("#stop").click()
+        visit.ended(1)
     assert visit.last()[:60] == stopped[:60]
 
 
@@ -109,9 +125,7 @@ def test_the_state_and_the_tokens_are_shown_and_another_token_forks(visit: Visit
     assert "memory" in page.locator("#panel .prefixes li.on").first.inner_text()
     visit.act("The tokens of this answer and their alternatives")
     page.locator("#panel .tokens button").nth(2).click()
-    page.locator("#panel .choices button:enabled").first.click()
-    page.wait_for_selector("#pane [aria-label='The next branch']")
-    visit.ended(1)
+    visit.branch(lambda: page.locator("#panel .choices button:enabled").first.click())
     assert visit.last() != first
     visit.act("The branch before")
     assert visit.last() == first
@@ -161,23 +175,26 @@ def test_two_tabs_see_one_conversation(visit: Visit, real: Running) -> None:
     assert other.wrong == []
 
 
-def test_two_tabs_see_one_answer_grow_and_either_stops_it(visit: Visit) -> None:
-    visit.settings(max_tokens=400)
+def test_two_tabs_see_one_answer_grow_and_either_stops_it(visit: Visit, real: Running) -> None:
+    visit.settings(max_tokens=400, temperature=0)
     other = Visit(visit.page.context, visit.page.url)
-    visit.page.fill("#text", "Write a long story about a ship.")
-    visit.page.press("#text", "Enter")
-    for one in (visit, other):
-        one.until("document.querySelector('#pane article.assistant .body')?.innerText.length > 40")
-    other.page.click("#stop")
-    for one in (visit, other):
-        one.ended(1)
+    wait_until(lambda: not real.server.service.running)
+    with standing_still(real.engine, 40):
+        visit.page.fill("#text", "Write a long story about a ship.")
+        visit.page.press("#text", "Enter")
+        for one in (visit, other):
+            one.until("document.querySelector('#pane article.assistant .body')?.innerText.length > 40")
+        other.page.click("#stop")
+        for one in (visit, other):
+            one.ended(1)
     assert visit.last() == other.last()
     assert not visit.page.is_visible("#stop") and other.wrong == []
-    other.act("Another answer, in a new branch")
-    visit.page.wait_for_selector("#pane [aria-label='The next branch']")
-    visit.page.keyboard.press("Escape")
-    other.page.click("#stop")
-    other.ended(1)
+    with standing_still(real.engine, 40):
+        other.act("Another answer, in a new branch")
+        visit.page.wait_for_selector("#pane [aria-label='The next branch']")
+        visit.page.keyboard.press("Escape")
+        other.page.click("#stop")
+        other.ended(1)
 
 
 def test_conversations_are_found_renamed_and_deleted_by_keys(visit: Visit) -> None:
@@ -189,8 +206,13 @@ def test_conversations_are_found_renamed_and_deleted_by_keys(visit: Visit) -> No
     page.press("#dialog-input", "Enter")
     page.wait_for_selector("h1:text-is('Tusks')")
     page.keyboard.press("Alt+k")
-    page.keyboard.type("walruses")
-    visit.until("document.querySelectorAll('#list .open').length === 1")
+    # The list as it was is marked: what is found takes its place, and nothing else is asked for after that.
+    page.evaluate("document.querySelectorAll('#list .open').forEach((one) => { one.dataset.before = true; })")
+    page.keyboard.insert_text("walruses")
+    visit.until(
+        "(() => { const all = [...document.querySelectorAll('#list .open')];"
+        " return all.length === 1 && all[0].textContent === 'Tusks' && !all[0].dataset.before; })()"
+    )
     page.keyboard.press("ArrowDown")
     assert page.evaluate("document.activeElement.textContent") == "Tusks"
     page.keyboard.press("Tab")
@@ -212,39 +234,37 @@ def test_what_is_refused_says_what_to_do_and_keeps_the_text(browser: Any, tiny_m
         assert "begin another conversation" in visit.page.inner_text("#problem")
         assert visit.page.input_value("#text") == "x" * 3000 and visit.answers() == 0
         visit.page.fill("#text", "Hello")
-        body = {"text": "Hello", "parent": None}
-        others = [
-            client.post("/page/conversations", json={"settings": {"max_tokens": 1800}}).json()["id"] for _ in "ab"
-        ]
-        first = client.post(f"/page/conversations/{others[0]}/say", json=body).json()["answer"]
-        wait_until(lambda: engine.stats()["waiting"] == 0)
-        second = client.post(f"/page/conversations/{others[1]}/say", json=body).json()["answer"]
+        go, body = held(engine), {"text": "Hello", "parent": None}
+        other = client.post("/page/conversations", json={}).json()["id"]
+        answer = client.post(f"/page/conversations/{other}/say", json=body).json()["answer"]  # and the queue is full
         visit.page.press("#text", "Enter")
         visit.until("document.getElementById('problem').textContent.includes('Your text is kept here')")
         assert visit.page.input_value("#text") == "Hello" and visit.answers() == 0
-        for conversation, answer in zip(others, (first, second)):
-            client.post(f"/page/conversations/{conversation}/{answer}/stop")
-        wait_until(lambda: engine.stats()["waiting"] + engine.stats()["decoding"] == 0)
+        client.post(f"/page/conversations/{other}/{answer}/stop")
+        go.set()
+        wait_until(lambda: not server.server.service.running)
         visit.page.press("#text", "Enter")
         visit.ended(1)
         assert not visit.page.is_visible("#problem")
     context.close()
 
 
-def free_port() -> int:
-    with closing(socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+@contextmanager
+def own_port() -> Iterator[int]:
+    """A port that is nobody else's until the end: bound, so that the system gives it to none, and not listened on."""
+    with socket() as bound:
+        bound.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)
+        bound.bind(("127.0.0.1", 0))
+        yield int(bound.getsockname()[1])
 
 
 def test_a_server_that_ends_and_comes_back_loses_nothing(
     browser: Any, tiny_model: lmstate.Model, tmp_path: Path
 ) -> None:
-    port = free_port()
-    settings = Settings("tiny", port=port, folder=tmp_path)
     context = browser.new_context()
-    with Engine(tiny_model, rows=2) as engine:
-        with running(engine, settings) as server:
+    with Engine(tiny_model, rows=2) as engine, own_port() as port:
+        settings = Settings("tiny", port=port, folder=tmp_path)
+        with running(engine, settings) as server, standing_still(engine):
             visit = Visit(context, server.url)
             visit.settings(max_tokens=1500)
             visit.page.fill("#text", "Hello")
@@ -263,16 +283,19 @@ def test_a_server_that_ends_and_comes_back_loses_nothing(
     context.close()
 
 
-def test_an_answer_in_a_server_that_is_killed_goes_on_in_the_next(browser: Any, tmp_path: Path) -> None:
+def test_an_answer_in_a_server_that_is_killed_goes_on_in_the_next(
+    browser: Any, tmp_path: Path, enter: Callable[[Any], Any]
+) -> None:
     model, context = save_tiny(tmp_path / "model"), browser.new_context()
-    options = ("--store", str(tmp_path / "store"), "--port", str(free_port()), "--draft", "none")
+    port = enter(own_port())
+    options = ("--store", str(tmp_path / "store"), "--port", str(port), "--draft", "none")
 
     def saved() -> bool:
         """Whether a part of the answer is in the store: it is saved each second."""
         with closing(sqlite3.connect(tmp_path / "store" / "conversations.sqlite")) as database:
             return any(json.loads(body)["role"] == "assistant" and text for text, body in database.execute(NODES))
 
-    with command(model, *options) as (process, url):
+    with command(model, *options, main=SLOW) as (process, url):
         visit = Visit(context, url)
         visit.settings(max_tokens=1800)
         visit.page.fill("#text", "Hello")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lmstate.serve.conversations.keeper import Keeper
-from lmstate.serve.conversations.markdown import GrowingMarkdown
+from lmstate.serve.conversations.markdown import GrowingMarkdown, render_blocks
 from lmstate.serve.conversations.tree import Node
 from tests.serve.browser import Visit, needs_chromium
 from tests.serve.running import Running
@@ -66,7 +66,8 @@ async def write(keeper: Keeper, id: str, answer: Node) -> int:
     live, growing = await keeper.open(id), GrowingMarkdown()
     words = (ANSWER * 50).split(" ")
     began, said = time.monotonic(), 0
-    while (now := time.monotonic() - began) < SECONDS:
+    while said < RATE * SECONDS:
+        now = min(time.monotonic() - began, SECONDS)
         text = "".join(f"{word} " for word in words[said : int(now * RATE)])
         said = int(now * RATE)
         answer.text += text
@@ -92,8 +93,11 @@ def test_a_growing_answer_touches_its_last_block_alone(browser: Any, tiny: Runni
     visit.page.wait_for_selector("#list .open")
     visit.page.evaluate(WATCH)
     writing = asyncio.run_coroutine_threadsafe(write(keeper, id, answer), loop)
-    visit.page.wait_for_timeout(SECONDS * 1000 + 500)
-    tokens = writing.result(600)
+    while not writing.done():
+        visit.page.wait_for_timeout(100)
+    tokens = writing.result()
+    last = "[...document.querySelectorAll('#pane article')].at(-1).querySelector('.body')"
+    visit.until(f"{last}.children.length === {len(render_blocks(answer.text))}")
     seen = visit.page.evaluate("globalThis.seen")
     shown = visit.page.evaluate(
         "[...document.querySelectorAll('#pane article .body')]"
@@ -104,7 +108,7 @@ def test_a_growing_answer_touches_its_last_block_alone(browser: Any, tiny: Runni
         f"{tokens} tokens, {len(rounds)} rounds of changes, {sum(one['made'] for one in rounds)} nodes made; "
         f"longest frame {max(seen['frames']):.0f} ms, long tasks {[round(one) for one in seen['long']]}"
     )
-    assert tokens > RATE * SECONDS / 2 and len(rounds) > 5
+    assert tokens == RATE * SECONDS and len(rounds) > 5
     assert seen["outside"] == []
     # A round may end a block and begin others; those before the last one of the round before stay as they are.
     for before, now in pairwise(rounds):
