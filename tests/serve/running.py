@@ -71,7 +71,7 @@ def running(engine: Engine, settings: Settings) -> Iterator[Running]:
 
 
 @contextmanager
-def standing_still(engine: Engine, tokens: int = 10) -> Iterator[None]:
+def standing_still(engine: Engine, tokens: int = 100) -> Iterator[None]:
     """Have an engine without work make about so many tokens, and no more until a request is cancelled.
 
     Else a long answer may be over before a test on a crowded machine has come to leave or to stop it.
