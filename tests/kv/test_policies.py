@@ -99,6 +99,15 @@ def test_what_is_no_policy_is_refused(given: object) -> None:
         ours("llama").new_state(kv=given)
 
 
+@pytest.mark.parametrize("layer", [99, 3, -1, "0"])
+def test_a_policy_for_a_layer_that_there_is_not_is_refused(layer: object) -> None:
+    model = ours("llama")
+    assert len(model.blocks) == 3
+    given = kv.PerLayer({0: kv.Recent(budget=8, sinks=1), layer: kv.Quantized(8)})  # type: ignore[dict-item]
+    with pytest.raises(lmstate.StateError, match=rf"layer {layer!r}; the model has the layers 0 to 2"):
+        model.new_state(kv=given)
+
+
 @pytest.mark.parametrize("make", [
     lambda: kv.Recent(budget=0), lambda: kv.Recent(budget=4, sinks=5), lambda: kv.H2O(budget=100, recent=100),
     lambda: kv.SnapKV(budget=32, window=32), lambda: kv.Recent(budget=4, sinks=-1),

@@ -34,7 +34,7 @@ from lmstate.speculation.heads_drafter import AheadDraft
 from lmstate.state import LayerState, Layout, State, Step
 from lmstate.state.blocks import BlockPool
 from lmstate.state.inference_mode import ordinary_tensors
-from lmstate.state.kv.policies.per_layer import Policies, policy_of
+from lmstate.state.kv.policies.per_layer import Policies, policies_of
 from lmstate.state.snapshot import differences
 from lmstate.state.tree import grow
 from lmstate.state.validate import whole_number
@@ -143,14 +143,15 @@ class Model:
             mark_static((self._traced or self).parts, state)
         elif self.heads and not any(leaf.evicts for layer in state.layers for leaf in layer.leaves()):
             # Nothing is drafted in a static graph, nor where a policy evicts after each step.
-            policy = None if kv is None or isinstance(kv, torch.dtype) else policy_of(kv, len(self.blocks) - 1)
+            policy = None if kv is None or isinstance(kv, torch.dtype) else policies_of(kv, len(self.blocks))[-1]
             state.layers += [head.new_state(replace(layout, kv=policy)) for head in self.heads]
         return state
 
     @ordinary_tensors
     def _new_state(self, layout: Layout, kv: Policies | None = None) -> State:
         count = len(self.blocks)
-        layouts = [layout if kv is None else replace(layout, kv=policy_of(kv, layer)) for layer in range(count)]
+        policies = [layout.kv] * count if kv is None else policies_of(kv, count)
+        layouts = [replace(layout, kv=policy) for policy in policies]
         return State(
             new_layers(self.blocks, layouts),
             layout,

@@ -31,8 +31,9 @@ from lmstate.state import (
 from lmstate.state.kv.eviction.attention import EvictingState
 from lmstate.state.kv.eviction.latent import EvictingLatentState
 from lmstate.state.kv.policies.base import Evicting
-from lmstate.state.kv.policies.per_layer import Policies, policy_of
+from lmstate.state.kv.policies.per_layer import Policies, policies_of
 from lmstate.state.kv.policies.storage import Dense
+from lmstate.state.layers.base import Policy
 from lmstate.state.layers.recurrent import Carry
 from lmstate.training.evicting import StreamEvicting, StreamEvictingLatents
 from lmstate.training.past import Past, attend_past, whole_text
@@ -176,13 +177,14 @@ def simple(layers: Sequence[LayerState]) -> list[LayerState]:
 
 
 def _small(blocks: Sequence[Block], layout: Layout, kv: Policies | None = None) -> list[LayerState]:
-    policies = [None if kv is None else exact_policy(kv, layer) for layer in range(len(blocks))]
+    policies: list[Evicting | None] = [None] * len(blocks)
+    if kv is not None:
+        policies = [exact(policy, layer) for layer, policy in enumerate(policies_of(kv, len(blocks)))]
     return new_layers(blocks, [replace(layout, capacity=1, rewind=0, kv=policy) for policy in policies])
 
 
-def exact_policy(kv: Policies, layer: int) -> Evicting | None:
-    """Policy of a layer that evicts; None if it keeps all. Raises `UnsupportedError` for one that rounds."""
-    policy = policy_of(kv, layer)
+def exact(policy: Policy, layer: int) -> Evicting | None:
+    """The policy of a layer that evicts; None if it keeps all. Raises `UnsupportedError` for one that rounds."""
     storage = policy.storage if isinstance(policy, Evicting) else policy
     if storage != Dense():
         raise UnsupportedError(

@@ -41,8 +41,15 @@ def pyramid(policy: Budget, layers: int, ratio: float = 4.0) -> PerLayer:
     })  # fmt: skip
 
 
-def policy_of(kv: Policies, layer: int) -> Policy:
-    """A layer's policy. Raises `StateError` for what is none."""
+def policies_of(kv: Policies, layers: int) -> list[Policy]:
+    """The policy of each of so many layers. Raises `StateError` for what is none, and for a layer that there is not."""
+    if isinstance(kv, PerLayer) and (others := [layer for layer in kv.policies if layer not in range(layers)]):
+        named = ", ".join(repr(layer) for layer in others[:3]) + (", ..." if len(others) > 3 else "")
+        raise StateError(f"PerLayer has a policy for layer {named}; the model has the layers 0 to {layers - 1}")
+    return [_policy_of(kv, layer) for layer in range(layers)]
+
+
+def _policy_of(kv: Policies, layer: int) -> Policy:
     policy = kv if isinstance(kv, Policy) else kv(layer) if callable(kv) else kv
     if not isinstance(policy, Policy):
         raise StateError(
