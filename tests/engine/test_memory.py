@@ -104,6 +104,17 @@ def test_a_prompt_that_can_never_fit_is_refused_and_an_answer_that_outgrows_memo
         assert len(engine.submit(prompt(20, 2), max_new_tokens=3).result(600).tokens[0]) == 3
 
 
+def test_an_engine_that_could_take_no_request_is_not_made() -> None:
+    model = ours("llama")
+    with pytest.raises(lmstate.CapacityError, match="1,024 bytes of memory were asked for") as refused:
+        lmstate.Engine(model, memory="1KiB")
+    needed = int(str(refused.value).partition("needs about ")[2].split()[0].replace(",", ""))
+    with pytest.raises(lmstate.CapacityError, match=f"{needed:,}"):
+        lmstate.Engine(model, memory=needed - 1)
+    with lmstate.Engine(model, memory=needed) as engine:
+        assert len(engine.submit(prompt(20, 1), max_new_tokens=3).result(600).tokens[0]) == 3
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [5, 40, 100])
 def test_requests_end_well_where_memory_is_what_one_of_them_is_estimated_to_take(

@@ -343,3 +343,14 @@ def test_the_command_says_that_its_address_is_taken_before_it_loads_a_model() ->
             arguments = [*MAIN, "serve", "no-model", *options]
             ended = subprocess.run(arguments, capture_output=True, text=True, env=environment, timeout=600, check=False)
             assert ended.returncode == 1 and ended.stderr.startswith(said), ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("memory", "code", "said"),
+    [("1KiB", 1, r"1,024 bytes of memory were asked for.* needs about [0-9,]+ "), ("plenty", 2, "'plenty' is no size")],
+)
+def test_the_command_refuses_memory_that_no_request_fits_in(directory: Path, memory: str, code: int, said: str) -> None:
+    arguments = [*MAIN, "serve", str(directory) if code == 1 else "no-model", "--port", "0", "--memory", memory]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(arguments, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert ended.returncode == code and re.search(said, ended.stderr), ended.stderr

@@ -25,7 +25,7 @@ def serve(
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = 8080,
     rows: Annotated[int, typer.Option("--rows", min=1, help="Answers that are worked on at a time.")] = 8,
     queue: Annotated[int, typer.Option("--queue", min=1, help="Requests that may wait; more get 429.")] = 256,
-    memory: Annotated[str, typer.Option("--memory", metavar="SIZE", help="For prefixes kept in memory: 4GiB.")] = (
+    memory: Annotated[str, typer.Option("--memory", metavar="SIZE", help="For answers and kept prefixes: 4GiB.")] = (
         "4GiB"
     ),
     store: Annotated[
@@ -70,7 +70,10 @@ def serve(
     except ModuleNotFoundError as error:
         raise ImportError(f"the server needs {error.name}: pip install 'lmstate[serve]'") from None
     from lmstate.engine import Engine
+    from lmstate.engine.options import as_bytes
 
+    with options.usage():
+        memory_bytes = as_bytes(memory)  # before a model is loaded for nothing
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=logging.INFO)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     settings = Settings(
@@ -90,7 +93,7 @@ def serve(
     loaded = options.load_model(model, weights, threads, draft=draft)
     loaded.on_part = None  # of many requests at a time nobody follows one
     drafter = options.load_drafter(draft)
-    with Engine(loaded, rows=rows, memory=memory, store=store, queue=queue, draft=drafter) as engine:
+    with Engine(loaded, rows=rows, memory=memory_bytes, store=store, queue=queue, draft=drafter) as engine:
         server = make_server(engine, settings)
         server.ready = lambda port: note(banner(settings, port, rows, loaded.config.max_positions))
         # What was loaded stays: a full collection that looks at it all holds up every stream for a fifth of a second.

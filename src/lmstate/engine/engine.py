@@ -84,7 +84,10 @@ class Engine:
         rows, queue = whole_number(rows, "rows"), whole_number(queue, "queue")
         if rows < 1 or queue < 1 or not stall > 1.0:
             raise ValueError(f"rows={rows}, queue={queue}, stall={stall} were asked for; the least are 1, 1, above 1.0")
-        drafting = Drafting(draft, model, rows, as_bytes(memory), model.new_state(kv=kv))
+        memory = as_bytes(memory)
+        self._cost = RowCost.of(model, lambda rows, capacity: model.new_state(rows=rows, capacity=capacity, kv=kv))
+        self._cost.refuse_too_little(memory)
+        drafting = Drafting(draft, model, rows, memory, model.new_state(kv=kv))
         self.model = model
         self._kv = kv
         namespace = f"{model.fingerprint} dtype={model.dtype} kv={kv!r}"
@@ -94,9 +97,8 @@ class Engine:
         self._queue, self._replay, pace = Queue(queue), Replay(), Pace(stall)
         self._delivery = Delivery()
         self._blocks = BlockPool()  # of all rows, and of what is kept
-        self._reuse = PrefixReuse(model, self._new_state, as_bytes(memory), self._tier, pace, self._wake)
+        self._reuse = PrefixReuse(model, self._new_state, memory, self._tier, pace, self._wake)
         self._conversations = Conversations(self._reuse.prefixes, self._replay, self._tier, model.config.vocab_size)
-        self._cost = RowCost.of(model, lambda rows, capacity: model.new_state(rows=rows, capacity=capacity, kv=kv))
         self._scheduler = Scheduler(
             model,
             self._new_state,

@@ -41,6 +41,14 @@ class RowCost:
     def __call__(self, tokens: int) -> int:
         return self.fixed + int(self.per_token * BLOCK_TOKENS * -(-tokens // BLOCK_TOKENS))
 
+    def refuse_too_little(self, memory: int) -> None:
+        """Raises CapacityError for memory that not even the shortest prompt would have room in."""
+        if (need := self(1)) > memory:
+            raise CapacityError(
+                f"{memory:,} bytes of memory were asked for; a row of {BLOCK_TOKENS} tokens, the least that a request "
+                f"takes, needs about {need:,} with this model: give more memory"
+            )
+
     def refuse_too_long(self, tokens: int, memory: int) -> None:
         """Raises CapacityError for a prompt that could not be read if it were alone."""
         if (need := self(tokens)) > memory:
