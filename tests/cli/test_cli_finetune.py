@@ -72,3 +72,36 @@ def test_bad_data_is_one_line(folder: Path, tmp_path: Path) -> None:
     data.write_text('{"text": "the keeper"}\n{"prompt": "the"}\n')
     ran = CliRunner().invoke(app, ["finetune", str(folder), str(data), "-o", str(tmp_path / "out")])
     assert ran.exit_code == 1 and "line 2" in ran.output
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (["--epochs", "0"], "--epochs 0"),
+        (["--epochs", "nan"], "--epochs nan"),
+        (["--epochs", "inf"], "--epochs inf"),
+        (["-o", "data.jsonl"], "data.jsonl"),
+    ],
+)
+def test_usage_is_refused_before_a_model_is_loaded(
+    changed: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("data.jsonl").write_text('{"text": "the keeper"}\n')
+    ran = CliRunner().invoke(app, ["finetune", "no-model", "data.jsonl", "-o", "out", *changed])
+    assert ran.exit_code == 2 and said in ran.output, ran.output
+    assert not Path("out").exists()
+
+
+def test_data_and_folder_are_looked_at_before_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for line in ("{", "[1]", '{"messages": 3}', '{"text": 3}', '{"instruction": "the"}'):
+        Path("data.jsonl").write_text(f'{{"text": "the keeper"}}\n{line}\n')
+        ran = CliRunner().invoke(app, ["finetune", "no-model", "data.jsonl", "-o", "out"])
+        assert ran.exit_code == 1 and "data.jsonl, line 2" in ran.output, ran.output
+    Path("data.jsonl").write_text('{"text": "the keeper"}\n')
+    Path("out/checkpoint").mkdir(parents=True)
+    ran = CliRunner().invoke(app, ["finetune", "no-model", "data.jsonl", "-o", "out"])
+    assert ran.exit_code == 1 and "out holds a training already" in ran.output

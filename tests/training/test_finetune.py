@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 import lmstate
 from lmstate.errors import ModelError
 from lmstate.training import LoraConfig, LoraModel, ParameterModel, loss
-from lmstate.training.documents import Document, batches, read_documents, split
+from lmstate.training.documents import Document, batches, read_entries, split, tokenize
 from lmstate.training.finetune import FineTuning, Settings, plot
 from tests.generation.fake_model import FakeTokenizer
 from tests.training.small import ragged, saved, theirs, trainable
@@ -174,7 +175,12 @@ class ChatTokenizer(FakeTokenizer):
         return self.encode(text + "<assistant>" * add_generation_prompt)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        text.encode("utf-8")  # half a surrogate pair is refused
         return [ord(letter) for letter in text]
+
+
+def documents_of(file: Path, eos: int | None, skipped: Callable[[str], None] = lambda where: None) -> list[Document]:
+    return tokenize(read_entries(file), ChatTokenizer(), eos, skipped)  # type: ignore[arg-type]
 
 
 def test_answers_and_completions_are_learned_and_nothing_else(tmp_path: Path) -> None:
@@ -186,21 +192,21 @@ def test_answers_and_completions_are_learned_and_nothing_else(tmp_path: Path) ->
     ]
     file = tmp_path / "data.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    read = read_documents(file, ChatTokenizer(), eos=0)  # type: ignore[arg-type]
+    read = documents_of(file, eos=0)
     learned = ["".join(chr(label) if label > 0 else "$" for label in each.labels if label != -100) for each in read]
     assert learned == ["abc$", "cd$", "yes/no/"]
     assert all(len(each.tokens) == len(each.labels) for each in read)
     for bad in ("{", "[1]", '{"messages": 3}', '{"text": 3}', "{}", '{"text": ""}', "", "\n\n", '{"messages": []}'):
         file.write_text(bad)
         with pytest.raises(ModelError):
-            read_documents(file, ChatTokenizer(), eos=None)  # type: ignore[arg-type]
+            documents_of(file, eos=None)
 
 
 def test_tools_of_a_chat_go_to_the_template(tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     file.write_text(json.dumps({"messages": messages, "tools": [{"name": "clock"}]}))
-    (read,) = read_documents(file, ChatTokenizer(), eos=None)  # type: ignore[arg-type]
+    (read,) = documents_of(file, eos=None)
     assert "".join(map(chr, read.tokens)) == "[1 tools]<user>q/<assistant>a/"
     assert "".join(chr(label) for label in read.labels if label != -100) == "a/"
 
@@ -208,22 +214,23 @@ def test_tools_of_a_chat_go_to_the_template(tmp_path: Path) -> None:
 def test_a_file_of_text_is_one_document(tmp_path: Path) -> None:
     file = tmp_path / "notes.txt"
     file.write_text('{"text": "abc"}\nnext', "utf-8-sig")
-    (read,) = read_documents(file, ChatTokenizer(), eos=0)  # type: ignore[arg-type]
+    (read,) = documents_of(file, eos=0)
     assert "".join(map(chr, read.tokens[:-1])) == '{"text": "abc"}\nnext' and read.tokens == read.labels
     file.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ModelError, match="UTF-8"):
-        read_documents(file, ChatTokenizer(), eos=0)  # type: ignore[arg-type]
+        documents_of(file, eos=0)
 
 
 def test_faults_name_their_line_and_lines_without_an_answer_are_told(tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     good, poet = '{"text": "abc"}', json.dumps({"messages": [{"role": "poet", "content": "x"}]})
     asks = json.dumps({"messages": [{"role": "user", "content": "x"}]})
-    for bad in (poet, json.dumps({"messages": [], "tools": 3}), "\xff", "[", '{"instruction": "x"}'):
+    half = '{"text": "a \\ud800"}'
+    for bad in (poet, json.dumps({"messages": [], "tools": 3}), "\xff", "[", '{"instruction": "x"}', half):
         file.write_bytes(f"{good}\n\n{bad}\n".encode("latin-1"))
         with pytest.raises(ModelError, match="line 3"):
-            read_documents(file, ChatTokenizer(), eos=None)  # type: ignore[arg-type]
+            documents_of(file, eos=None)
     file.write_text(f"{good}\n{asks}\n{good}\n")
     told: list[str] = []
-    read = read_documents(file, ChatTokenizer(), eos=None, skipped=told.append)  # type: ignore[arg-type]
+    read = documents_of(file, eos=None, skipped=told.append)
     assert len(read) == 2 and len(told) == 1 and told[0].endswith("line 2")

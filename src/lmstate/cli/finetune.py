@@ -23,7 +23,10 @@ def finetune(
         Path,
         typer.Argument(metavar="DATA.jsonl", help="Lines of JSON; or a .txt or .md.", exists=True, dir_okay=False),
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Where the result and checkpoints go.")],
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", metavar="FOLDER", help="Where the result and checkpoints go.", file_okay=False),
+    ],
     full: Annotated[bool, typer.Option("--full", help="Train every weight instead of a LoRA adapter.")] = False,
     rank: Annotated[int, typer.Option("--rank", min=1, help="Of the adapter.")] = 8,
     alpha: Annotated[float, typer.Option("--alpha", help="The adapter is multiplied by alpha / rank.")] = 16.0,
@@ -33,7 +36,7 @@ def finetune(
     rslora: Annotated[bool, typer.Option("--rslora", help="Multiply by alpha / sqrt(rank).")] = False,
     dora: Annotated[bool, typer.Option("--dora", help="Train magnitudes apart from directions (DoRA).")] = False,
     epochs: Annotated[
-        float, typer.Option("--epochs", min=0.0, help="Passes over the documents; --steps overrides.")
+        float, typer.Option("--epochs", help="Passes over the documents, above 0; --steps overrides.")
     ] = 1.0,
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Steps of the optimizer.")] = None,
     rate: Annotated[float, typer.Option("--lr", min=0.0, help="The highest learning rate.")] = 2e-4,
@@ -72,10 +75,15 @@ def finetune(
 
     import lmstate
     from lmstate.training import LoraConfig, ParameterModel
-    from lmstate.training.documents import batches, read_documents, split
-    from lmstate.training.finetune import LOG, FineTuning, Settings, plot
+    from lmstate.training.documents import batches, read_entries, split, tokenize
+    from lmstate.training.finetune import LOG, FineTuning, Settings, plot, refuse_begun
 
     raise_interrupts()
+    # What can be refused without the model is refused before it is loaded for nothing.
+    if steps is None and not 0 < epochs < math.inf:
+        raise typer.BadParameter(f"--epochs {epochs:g} was asked for; give a number above 0, or --steps")
+    refuse_begun(out, resume)
+    entries = read_entries(data)
     torch.manual_seed(seed)
     if full:
         loaded = lmstate.load(model, weights=weights.value, trainable=True)
@@ -85,14 +93,14 @@ def finetune(
         loaded = lmstate.load(model, weights=weights.value, trainable="lora", lora=lora)
     assert isinstance(loaded, ParameterModel)
     empty: list[str] = []
-    documents = read_documents(data, loaded.tokenizer, min(loaded.eos_ids, default=None), empty.append)
+    documents = tokenize(entries, loaded.tokenizer, min(loaded.eos_ids, default=None), empty.append)
     if empty:
         more = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
         note(f"left out, since there is no answer in it to learn: {empty[0]}{more}")
     trained, evaluated = split(documents, evaluate, seed)
     if steps is None:
         passes = sum(1 for _ in batches(trained, batch_tokens, None))
-        steps = max(1, math.ceil(epochs * passes / accumulate))
+        steps = math.ceil(epochs * passes / accumulate)
     settings = Settings(
         steps=steps, rate=rate, warmup=round(warmup * steps), weight_decay=weight_decay, clip=clip,
         batch_tokens=batch_tokens, accumulate=accumulate, chunk=chunk, checkpoint_layers=checkpoint_layers, seed=seed,

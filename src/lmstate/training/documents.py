@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,74 +35,110 @@ class Document:
         return sum(label != IGNORED for label in self.labels[1:])
 
 
-def read_documents(
-    path: str | os.PathLike[str],
+@dataclass(frozen=True)
+class Entry:
+    """One document of a file as it is written there; `where` names its line."""
+
+    fields: dict[str, Any]
+    where: str
+
+
+def read_entries(path: str | os.PathLike[str]) -> list[Entry]:
+    """The entries of a file with one JSON object a line; one entry of a file of plain text (.txt, .md).
+
+    `{"messages": [{"role": ..., "content": ...}, ...]}`: a chat, of which the assistant's answers are learned; with
+    "tools" beside it, they go to the chat template. `{"prompt": ..., "completion": ...}`: the completion is learned.
+    `{"text": ...}`: all of it. Raises `ModelError` that names the line of what is none of these, `OSError`.
+    """
+    name = str(path)
+    if Path(path).suffix.lower() in TEXTS:
+        try:
+            return [Entry({"text": Path(path).read_text("utf-8-sig")}, name)]
+        except UnicodeDecodeError as error:
+            raise ModelError(f"{name} is no UTF-8 text ({error})") from None
+    entries = []
+    with open(path, "rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(MOST_LINE), b""), 1):
+            if not line.strip():
+                continue
+            where = f"{name}, line {number}"
+            try:
+                entry = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ModelError(f"{where} is no JSON ({error}); give one object a line, or a .txt") from None
+            _check(entry, where)
+            entries.append(Entry(entry, where))
+    if not entries:
+        raise ModelError(f"{name} holds nothing to learn: it is empty")
+    return entries
+
+
+def _check(entry: Any, where: str) -> None:
+    """Refuse what is no document, whatever the model."""
+    if not isinstance(entry, dict):
+        raise ModelError(f"{where} holds a {type(entry).__name__}; a document is an object with text, or messages")
+    if "messages" in entry:
+        messages, tools = entry["messages"], entry.get("tools")
+        if not isinstance(messages, list) or not all(isinstance(each, dict) and "role" in each for each in messages):
+            raise ModelError(f'{where}: "messages" is a list of objects with a role and a content')
+        if tools is not None and not isinstance(tools, list):
+            raise ModelError(f'{where}: "tools" is a list of descriptions of functions')
+        return
+    if "completion" in entry:
+        texts = [entry.get("prompt", ""), entry["completion"]]
+    elif "text" in entry:
+        texts = [entry["text"]]
+    else:
+        raise ModelError(f'{where} has none of "messages", "completion" and "text"')
+    for value in texts:
+        if not isinstance(value, str):
+            raise ModelError(f"{where}: a {type(value).__name__} stands where text is meant")
+
+
+def tokenize(
+    entries: Sequence[Entry],
     tokenizer: Tokenizer,
     eos: int | None,
     skipped: Callable[[str], None] = lambda where: None,
 ) -> list[Document]:
-    """The documents of a file with one JSON object a line; one document of a file of plain text (.txt, .md).
+    """The documents of the entries. `eos` ends texts and completions; `skipped` is told where nothing is to be learned.
 
-    `{"messages": [{"role": ..., "content": ...}, ...]}`: a chat, of which the assistant's answers are learned; with
-    "tools" beside it, they go to the chat template. `{"prompt": ..., "completion": ...}`: the completion is learned.
-    `{"text": ...}`: all of it. `eos` ends the last two. `skipped` is told which lines hold nothing to learn.
-    Raises `ModelError` that names the line of what is none of these, `OSError`.
+    Raises `ModelError` for a text that is no Unicode, and for a chat that the template refuses, or writes so that no
+    answer can be told from the rest.
     """
     end = [] if eos is None else [eos]
     documents = []
-    if Path(path).suffix.lower() in TEXTS:
+    for entry in entries:
         try:
-            tokens = [*tokenizer.encode(Path(path).read_text("utf-8-sig")), *end]
-        except UnicodeDecodeError as error:
-            raise ModelError(f"{os.fspath(path)} is no UTF-8 text ({error})") from None
-        documents.append(Document(tokens, tokens))
-    else:
-        with open(path, "rb") as file:
-            for number, line in enumerate(iter(lambda: file.readline(MOST_LINE), b""), 1):
-                if not line.strip():
-                    continue
-                where = f"{os.fspath(path)}, line {number}"
-                try:
-                    entry = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise ModelError(f"{where} is no JSON ({error}); give one object a line, or a .txt") from None
-                document = _document(entry, tokenizer, end, where)
-                if document.learned:
-                    documents.append(document)
-                else:
-                    skipped(where)
-    if not any(document.learned for document in documents):
-        raise ModelError(f"{os.fspath(path)} holds nothing to learn: no text of two tokens, no answer, no completion")
+            document = _document(entry.fields, tokenizer, end)
+        except (ValueError, TypeError) as error:
+            raise ModelError(f"{entry.where}: {error}") from error
+        if document.learned:
+            documents.append(document)
+        else:
+            skipped(entry.where)
+    if not documents:
+        first = entries[0].where
+        raise ModelError(f"from {first} on there is nothing to learn: no text of two tokens, no answer, no completion")
     return documents
 
 
-def _document(entry: Any, tokenizer: Tokenizer, end: list[int], where: str) -> Document:
-    if not isinstance(entry, dict):
-        raise ModelError(f"{where} holds a {type(entry).__name__}; a document is an object with text, or messages")
-    if "messages" in entry:
-        return _chat(entry["messages"], entry.get("tools"), tokenizer, where)
-    if "completion" in entry:
-        prompt = tokenizer.encode(_text(entry.get("prompt", ""), where))
-        whole = [*prompt, *tokenizer.encode(_text(entry["completion"], where), add_special_tokens=False), *end]
+def _document(fields: Mapping[str, Any], tokenizer: Tokenizer, end: list[int]) -> Document:
+    if "messages" in fields:
+        return _chat(fields["messages"], fields.get("tools"), tokenizer)
+    if "completion" in fields:
+        prompt = tokenizer.encode(fields.get("prompt", ""))
+        whole = [*prompt, *tokenizer.encode(fields["completion"], add_special_tokens=False), *end]
         return Document(whole, [*[IGNORED] * len(prompt), *whole[len(prompt) :]])
-    if "text" not in entry:
-        raise ModelError(f'{where} has none of "messages", "completion" and "text"')
-    tokens = [*tokenizer.encode(_text(entry["text"], where)), *end]
+    tokens = [*tokenizer.encode(fields["text"]), *end]
     return Document(tokens, tokens)
 
 
-def _chat(messages: Any, tools: Any, tokenizer: Tokenizer, where: str) -> Document:
-    if not isinstance(messages, list) or not all(isinstance(each, dict) and "role" in each for each in messages):
-        raise ModelError(f'{where}: "messages" is a list of objects with a role and a content')
-    if tools is not None and not isinstance(tools, list):
-        raise ModelError(f'{where}: "tools" is a list of descriptions of functions')
+def _chat(messages: list[dict[str, Any]], tools: list[Any] | None, tokenizer: Tokenizer) -> Document:
     variables: dict[str, Any] = {"tools": tools} if tools else {}
 
     def rendered(count: int, add_generation_prompt: bool) -> list[int]:
-        try:
-            return tokenizer.chat(messages[:count], add_generation_prompt, **variables)
-        except (ValueError, TypeError) as error:
-            raise ModelError(f"{where}: {error}") from error
+        return tokenizer.chat(messages[:count], add_generation_prompt, **variables)
 
     tokens = rendered(len(messages), False)
     labels = [IGNORED] * len(tokens)
@@ -112,17 +148,11 @@ def _chat(messages: Any, tools: Any, tokenizer: Tokenizer, where: str) -> Docume
         before, after = rendered(index, True), rendered(index + 1, False)
         if tokens[: len(before)] != before or tokens[: len(after)] != after:
             raise ModelError(
-                f"{where}: the chat template writes message {index} otherwise once others follow, so that it is not "
+                f"the chat template writes message {index} otherwise once others follow, so that it is not "
                 "clear which tokens are the answer; give each answer as a document of its own"
             )
         labels[len(before) : len(after)] = tokens[len(before) : len(after)]
     return Document(tokens, labels)
-
-
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise ModelError(f"{where}: a {type(value).__name__} stands where text is meant")
-    return value
 
 
 def split(documents: Sequence[Document], share: float, seed: int) -> tuple[list[Document], list[Document]]:

@@ -101,11 +101,10 @@ class FineTuning:
                 f"a document has {longest} tokens; the model has learned {limit} positions and knows no others: cut it"
             )
         folder.mkdir(parents=True, exist_ok=True)
+        refuse_begun(folder, resume)
         if (folder / OLD).is_dir() and not (folder / CHECKPOINT).is_dir():
             (folder / OLD).rename(folder / CHECKPOINT)  # it was ended between the two moves of `save`
         if (folder / CHECKPOINT).is_dir():
-            if not resume:
-                raise ModelError(f"{folder} holds a training already: resume it, or choose another folder")
             self._restore(folder / CHECKPOINT)
             self._cut_log()
         elif (folder / LOG).exists():
@@ -245,6 +244,12 @@ class FineTuning:
             whole = [line for line in lines if line.endswith("\n")]  # the last may have been cut by a kill
             kept = [line for line in whole if json.loads(line)["step"] <= self.step]
             write_text(log, "".join(kept))
+
+
+def refuse_begun(folder: Path, resume: bool) -> None:
+    """Raise `ModelError` for a folder with a checkpoint that is not to be resumed."""
+    if not resume and any((folder / name).is_dir() for name in (CHECKPOINT, OLD)):
+        raise ModelError(f"{folder} holds a training already: resume it, or choose another folder")
 
 
 def _read(file: TensorFile, name: str, shape: torch.Size) -> Tensor:
