@@ -37,7 +37,10 @@ BODIES: dict[str, dict[str, Any]] = {
             {
                 "role": "assistant",
                 "content": None,
-                "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+                "tool_calls": [
+                    {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}},
+                    {"id": "d", "type": "custom", "custom": {"name": "g", "input": "i"}},
+                ],
             },
             {"role": "tool", "tool_call_id": "c", "content": "r"},
         ],
@@ -45,7 +48,16 @@ BODIES: dict[str, dict[str, Any]] = {
         "max_completion_tokens": 2,
         "logprobs": True,
         "top_logprobs": 1,
-        "tools": [{"type": "function", "function": FUNCTION}],
+        "tools": [
+            {"type": "function", "function": FUNCTION},
+            {
+                "type": "custom",
+                "custom": {
+                    "name": "g",
+                    "format": {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: /x/"}},
+                },
+            },
+        ],
         "tool_choice": "auto",
         "parallel_tool_calls": True,
         "response_format": {"type": "text"},
@@ -232,6 +244,71 @@ def test_schemas_that_cannot_be_used_are_refused_in_bounded_time(tiny: Running, 
         tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
         answer = client.post("/v1/chat/completions", json={**body, "tools": [tool], "tool_choice": "required"})
         check("/v1/chat/completions", answer.status_code, answer.text)
+
+
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+LOOP = {"$ref": "#/nowhere"}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    return {"items": nested(depth - 1)} if depth else {}
+
+
+@pytest.mark.parametrize(
+    ("path", "tools", "choice", "field"),
+    [
+        (CHAT, [{"type": "function", "function": {}}], None, "tools[0].function.name"),
+        (CHAT, [{"type": "function", "function": {"name": "a b"}}], None, "tools[0].function.name"),
+        (CHAT, [{"type": "function"}], None, "tools[0].function"),
+        (CHAT, [{"type": "custom"}], None, "tools[0].custom"),
+        (CHAT, [{"type": "custom", "custom": {"name": 3}}], None, "tools[0].custom.name"),
+        (
+            CHAT,
+            [{"type": "function", "function": {"name": "f", "parameters": 3}}],
+            None,
+            "tools[0].function.parameters",
+        ),
+        (CHAT, [{"type": "function", "function": {"name": "f", "strict": 3}}], None, "tools[0].function.strict"),
+        (CHAT, [{"type": "function", "function": {"name": "f"}}] * 2, None, "tools[1].function.name"),
+        (
+            CHAT,
+            [{"type": "mcp"}, *({"function": {"name": n, "parameters": p}} for n, p in (("f", SCHEMA), ("g", LOOP)))],
+            "required",
+            "tools[2].function.parameters",
+        ),
+        (
+            CHAT,
+            [{"type": "function", "function": {"name": "f", "strict": True, "parameters": nested(80)}}],
+            None,
+            "tools[0].function.parameters",
+        ),
+        (CHAT, [], {"type": "function", "function": {"name": "g"}}, "tool_choice.function.name"),
+        (CHAT, [], {"type": "function", "function": {}}, "tool_choice.function.name"),
+        (CHAT, [], {"type": "custom"}, "tool_choice.custom"),
+        (CHAT, [], {"type": "nonsense"}, "tool_choice.type"),
+        (RESPONSES, [{"type": "function"}], None, "tools[0].name"),
+        (RESPONSES, [{"type": "custom", "name": ""}], None, "tools[0].name"),
+        (RESPONSES, [{"type": "function", "name": "f", "parameters": LOOP}], "required", "tools[0].parameters"),
+        (RESPONSES, [{"type": "function", "name": "f"}] * 2, None, "tools[1].name"),
+        (RESPONSES, [], {"type": "function", "name": "g"}, "tool_choice.name"),
+        (MESSAGES, [{"input_schema": SCHEMA}], None, "tools[0].name"),
+        (MESSAGES, [{"name": "f"}], None, "tools[0].input_schema"),
+        (MESSAGES, [{"name": "f", "input_schema": LOOP}], {"type": "any"}, "tools[0].input_schema"),
+        (MESSAGES, [{"name": "f", "input_schema": SCHEMA}] * 2, None, "tools[1].name"),
+        (MESSAGES, [], {"type": "tool", "name": "g"}, "tool_choice.name"),
+    ],
+)
+def test_errors_about_tools_name_the_field_with_all_that_is_around_it(
+    tiny: Running, path: str, tools: list[Any], choice: Any, field: str
+) -> None:
+    body = {"model": "tiny", "messages": USER, "input": "x", "tools": tools, "tool_choice": choice}
+    with tiny.client() as client:
+        answer = client.post(path, json=body if path != MESSAGES else {**body, "max_tokens": 1})
+    assert answer.status_code == 400
+    check(path, answer.status_code, answer.text)
+    error = answer.json()["error"]
+    assert error["message"].startswith(f"{field} ")
+    assert error.get("param") == (None if path == MESSAGES else field)
 
 
 def test_what_is_not_there_is_said_in_the_protocol_of_the_path(tiny: Running) -> None:

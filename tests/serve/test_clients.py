@@ -282,6 +282,32 @@ def test_custom_tools_get_text_whole_and_streamed(client: openai.OpenAI) -> None
     assert after.usage.input_tokens_details.cached_tokens >= last.response.usage.total_tokens - FORCED
 
 
+def test_custom_tools_of_a_chat_get_text_whole_and_streamed(client: openai.OpenAI, real: Running) -> None:
+    grammar = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "ls.*"}}
+    custom = {"name": "run_shell", "description": "Runs a command, such as ls.", "format": grammar}
+    ask: list[Any] = [{"role": "user", "content": "List the files, with ls."}]
+    asked: Any = {"model": "smollm2", "tools": [{"type": "custom", "custom": custom}, TOOL], "max_tokens": 100}
+    choice: Any = {"type": "custom", "custom": {"name": "run_shell"}}
+    whole = client.chat.completions.create(messages=ask, tool_choice=choice, **asked)
+    assert whole.choices[0].finish_reason == "tool_calls"
+    call = (whole.choices[0].message.tool_calls or [])[0]
+    assert call.type == "custom"
+    assert (call.custom.name, call.custom.input != "", "input" in call.custom.input) == ("run_shell", True, False)
+    # The library's type of a chunk has no custom tools, which the protocol has.
+    with openai.OpenAI(base_url=f"{real.url}/v1", api_key="none") as lenient:
+        chunks = list(lenient.chat.completions.create(messages=ask, tool_choice=choice, stream=True, **asked))
+    told = [call.to_dict() for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+    assert told[0] == {"index": 0, "id": told[0]["id"], "type": "custom", "custom": {"name": "run_shell", "input": ""}}
+    assert told[1:] == [{"index": 0, "custom": {"input": call.custom.input}}]
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    back: Any = {"role": "assistant", "content": None, "tool_calls": [call.to_dict()]}
+    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "a.py"}
+    after = client.chat.completions.create(messages=[*ask, back, result], **asked)
+    assert after.usage is not None and after.usage.prompt_tokens_details is not None
+    assert whole.usage is not None
+    assert (after.usage.prompt_tokens_details.cached_tokens or 0) >= whole.usage.total_tokens - FORCED
+
+
 def test_a_compacted_conversation_goes_on(real: Running) -> None:
     # The protocol gives the user's messages, for which the library's type of an output has no place.
     with openai.OpenAI(base_url=f"{real.url}/v1", api_key="none") as client:

@@ -16,7 +16,8 @@ from lmstate.serve.errors import ApiError, as_api_error
 from lmstate.serve.fields import Fields
 from lmstate.serve.http import json_response, log, read_body
 from lmstate.serve.messages import Call, Chat, Message, without_volatile
-from lmstate.serve.openai_fields import MOST_MESSAGES, MOST_TOOLS, TOOL_NAME
+from lmstate.serve.openai_fields import MOST_MESSAGES
+from lmstate.serve.openai_tools import MOST_TOOLS, chosen_name, tool_name
 from lmstate.serve.sampling import sampling_options, stops
 from lmstate.serve.service import ChatTask, Constraint, Service, ToolUse
 from lmstate.serve.sse import EventStream, event
@@ -261,32 +262,27 @@ def _result(block: Fields) -> str:
 
 
 def _tool_use(body: Fields) -> ToolUse:
-    tools = []
+    named: dict[str, Tool] = {}
     for given in body.items("tools", MOST_TOOLS):
         if given.text("type", "custom") != "custom":
             continue  # run by the provider, and sent to every server
-        name = given.need_text("name")
-        if not TOOL_NAME.fullmatch(name):
-            raise given.wrong("name", "up to 128 letters, digits and _ . : / -")
+        name = tool_name(given, named)
         schema = given.inner("input_schema")
         if schema is None:
             raise given.wrong("input_schema", "a JSON schema")
-        tools.append(Tool(name, given.text("description") or "", schema.values, given.flag("strict")))
-    if len({tool.name for tool in tools}) < len(tools):
-        raise ApiError("two tools have the same name", param="tools")
+        description, strict = given.text("description") or "", given.flag("strict")
+        named[name] = Tool(name, description, schema.values, strict, param=given.name("input_schema"))
+    tools = tuple(named.values())
     choice = body.inner("tool_choice")
     if choice is None:
-        return ToolUse(tuple(tools))
+        return ToolUse(tools)
     kind = choice.choice("type", ("auto", "any", "tool", "none"))
     parallel = not choice.flag("disable_parallel_tool_use")
     if kind == "tool":
-        name = choice.need_text("name")
-        if name not in {tool.name for tool in tools}:
-            raise ApiError(f"tool_choice names {name[:100]!r}, which is not among the tools", param="tool_choice")
-        return ToolUse(tuple(tools), name, named=True, parallel=False)
+        return ToolUse(tools, chosen_name(choice, tools), named=True, parallel=False)
     if kind == "any" and not tools:
         raise ApiError("tool_choice is any, and no tools are given", param="tool_choice")
-    return ToolUse(tuple(tools), {"any": "required"}.get(kind or "auto", kind or "auto"), parallel=parallel)
+    return ToolUse(tools, {"any": "required"}.get(kind or "auto", kind or "auto"), parallel=parallel)
 
 
 def read_format(service: Service, body: Fields) -> Constraint | None:

@@ -1,4 +1,4 @@
-"""Custom tools of the Responses API, whose input is a text: the model calls them as functions of that one argument."""
+"""Custom tools of OpenAI's protocols, whose input is a text: the model calls them as functions of that one argument."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 from lmstate.serve.fields import Fields
-from lmstate.serve.messages import Call
 from lmstate.serve.tools import Tool
 from lmstate.serve.tools.base import as_json
 
@@ -22,10 +21,11 @@ def custom_tool(given: Fields, name: str) -> Tool:
     """The tool as a function. A grammar that its input is to fit is told to the model, which is not held to it."""
     description = given.text("description") or ""
     format = given.inner("format")
-    if format is not None and (definition := format.text("definition")):
-        syntax = format.text("syntax", most=40) or "this"
+    grammar = None if format is None else format.inner("grammar") or format  # chat has one more object around it
+    if grammar is not None and (definition := grammar.text("definition")):
+        syntax = grammar.text("syntax", most=40) or "this"
         description = f"{description}\n\nThe input has to fit this {syntax} grammar:\n{definition}".strip()
-    return Tool(name, description, SCHEMA, custom=True)
+    return Tool(name, description, SCHEMA, custom=True, param=given.path)
 
 
 def input_of(arguments: str) -> str:
@@ -35,7 +35,6 @@ def input_of(arguments: str) -> str:
     return text if isinstance(text, str) else arguments
 
 
-def custom_call(item: Fields) -> Call:
-    """The call that an item tells of."""
-    arguments = json.dumps({"input": item.text("input") or ""}, ensure_ascii=False)
-    return Call(item.need_text("call_id"), item.need_text("name"), arguments)
+def arguments_of(text: str) -> str:
+    """The arguments of a call with this input."""
+    return json.dumps({"input": text}, ensure_ascii=False)

@@ -110,7 +110,7 @@ class Grammars:
         None for the second where the format has no marker that tells the two apart.
         """
         for tool in tools:
-            check_schema(tool.schema, f"tools.{tool.name}.parameters")
+            check_schema(tool.schema, tool.param)
         rules = format.rules(tools, self.literal)
         more = f"({rules.between} call)*" if parallel else ""
         if required:
@@ -150,19 +150,23 @@ class Grammars:
         token = self._tokenizer.id_of(text)
         return f"<[{token}]>" if token is not None and token in self._special else quoted(text)
 
-    def compile(self, lark: str, param: str) -> TokenGrammar:
-        """The grammar at its beginning. Takes milliseconds; seconds at most for what the limits just allow."""
-        from llguidance import LLMatcher, LLParserLimits
+    def compile(self, lark: str, param: str, tools: Sequence[Tool] = ()) -> TokenGrammar:
+        """The grammar at its beginning. Takes milliseconds; seconds at most for what the limits just allow.
 
+        An error names `param`, or the schema that is at fault of one of the `tools` in the grammar.
+        """
         if len(lark) > SOURCE:
             raise ApiError(f"{param} has {len(lark)} characters; at most {SOURCE} are compiled", param=param)
         with self._lock:
             if (known := self._compiled.get(lark)) is not None:
                 self._compiled.move_to_end(lark)
                 return TokenGrammar(known.deep_copy(), self._vocab)
-        limits = LLParserLimits(max_grammar_size=100_000, max_lexer_states=50_000, verbose_errors=False)
-        matcher = LLMatcher(self._inner, LLMatcher.grammar_from_lark(lark), log_level=0, limits=limits)
+        matcher = self._matcher(lark)
         if matcher.is_error():
+            for tool in tools:
+                if (alone := self._matcher(self.json_schema(tool.schema, tool.param))).is_error():
+                    matcher, param = alone, tool.param
+                    break
             message = first_line(matcher.get_error())
             raise ApiError(
                 f"{param} cannot be used as a constraint: {message}", param=param, code="unsupported_grammar"
@@ -172,6 +176,12 @@ class Grammars:
             while len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
         return TokenGrammar(matcher, self._vocab)
+
+    def _matcher(self, lark: str) -> llguidance.LLMatcher:
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(max_grammar_size=100_000, max_lexer_states=50_000, verbose_errors=False)
+        return LLMatcher(self._inner, LLMatcher.grammar_from_lark(lark), log_level=0, limits=limits)
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of a token, special ones as their text."""

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from lmstate.serve import openai_fields as fields
-from lmstate.serve.answers import Answer, new_id
+from lmstate.serve.answers import Answer, AnsweredCall, new_id
+from lmstate.serve.custom_tools import input_of
 from lmstate.serve.errors import as_api_error
 from lmstate.serve.fields import Fields
 from lmstate.serve.http import json_response, log, read_body
 from lmstate.serve.messages import Chat
+from lmstate.serve.openai_tools import read_tool_use
 from lmstate.serve.sampling import sampling_options, stops
 from lmstate.serve.service import ChatTask, Service, ToolUse
 from lmstate.serve.sse import DONE, EventStream, comment, data
-from lmstate.serve.tools import CallArguments, CallStart, Event, Reasoning, Text
+from lmstate.serve.tools import CallArguments, Event, Reasoning, Text
 
 if TYPE_CHECKING:
     from lmstate.engine import Piece
@@ -37,6 +39,7 @@ class ChatAnswer:
     wants_logprobs: bool
     wants_usage: bool
     wants_ids: bool = False  # of tokens
+    custom: frozenset[str] = frozenset()  # names of custom tools
 
     def head(self, kind: str) -> dict[str, Any]:
         created = self.task.created
@@ -60,10 +63,7 @@ class ChatAnswer:
         if answer.reasoning:
             message |= {"reasoning_content": answer.reasoning, "reasoning": answer.reasoning}
         if answer.calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in answer.calls
-            ]
+            message["tool_calls"] = [self._call(call) for call in answer.calls]
         logprobs = None
         if self.wants_logprobs:
             logprobs = {"content": fields.token_logprobs(self.service, answer.logprobs), "refusal": None}
@@ -71,16 +71,26 @@ class ChatAnswer:
         choice = {"index": answer.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
         return {**choice, "token_ids": answer.tokens} if self.wants_ids else choice
 
+    def _call(self, call: AnsweredCall) -> dict[str, Any]:
+        if call.name in self.custom:
+            custom = {"name": call.name, "input": input_of(call.arguments)}
+            return {"id": call.id, "type": "custom", "custom": custom}
+        return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
     async def chunks(self) -> AsyncIterator[bytes]:
         """The stream. The first chunk of an answer has its role, the last its finish_reason; then the usage."""
         for answer in self.task.answers:
             yield self._chunk(answer.index, {"role": "assistant", "content": ""}, first=True)
+        deltas = [Deltas(self.custom) for _ in self.task.answers]
         untold: dict[int, list[Piece]] = {}  # pieces whose tokens no chunk told of yet
         try:
             async for answer, piece, events in self.task.events():
                 index = answer.index
                 untold.setdefault(index, []).append(piece)
-                for delta in deltas(events, len(answer.calls)):
+                found = [delta for event in events for delta in deltas[index].take(event)]
+                if piece.finished is not None:
+                    found += deltas[index].end_call()
+                for delta in found:
                     yield self._chunk(index, delta, told=untold.pop(index, ()))
                 if piece.finished is not None:
                     reason = fields.finish_reason(answer, bool(answer.calls))
@@ -115,22 +125,40 @@ class ChatAnswer:
         return data({**chunk, "usage": None} if self.wants_usage else chunk)
 
 
-def deltas(events: list[Event], calls: int) -> list[dict[str, Any]]:
-    """The deltas of one piece; `calls` counts the answer's calls up to now, those of `events` included."""
-    at = calls - sum(isinstance(event, CallStart) for event in events) - 1
-    found: list[dict[str, Any]] = []
-    for event in events:
+@dataclass
+class Deltas:
+    """The deltas of one answer, from its events in turn. The input of a custom tool comes whole, as its call ends."""
+
+    custom: frozenset[str]
+    calls: int = 0
+    _arguments: str | None = field(default=None, init=False)  # of the custom call that is open
+
+    def take(self, event: Event) -> list[dict[str, Any]]:
+        if isinstance(event, CallArguments):
+            if self._arguments is not None:  # the input is known when the JSON around it is
+                self._arguments += event.text
+                return []
+            return [self._call({"function": {"arguments": event.text}})] if event.text else []
+        ended = self.end_call()
         if isinstance(event, Text):
-            found.append({"content": event.text})
-        elif isinstance(event, Reasoning):
-            found.append({"reasoning_content": event.text, "reasoning": event.text})
-        elif isinstance(event, CallStart):
-            at += 1
-            function = {"name": event.name, "arguments": ""}
-            found.append({"tool_calls": [{"index": at, "id": event.id, "type": "function", "function": function}]})
-        elif isinstance(event, CallArguments) and event.text:
-            found.append({"tool_calls": [{"index": at, "function": {"arguments": event.text}}]})
-    return found
+            return [*ended, {"content": event.text}]
+        if isinstance(event, Reasoning):
+            return [*ended, {"reasoning_content": event.text, "reasoning": event.text}]
+        self.calls += 1
+        if event.name in self.custom:
+            self._arguments = ""
+            called: dict[str, Any] = {"type": "custom", "custom": {"name": event.name, "input": ""}}
+        else:
+            called = {"type": "function", "function": {"name": event.name, "arguments": ""}}
+        return [*ended, self._call({"id": event.id, **called})]
+
+    def end_call(self) -> list[dict[str, Any]]:
+        """The input of the custom call that is open."""
+        arguments, self._arguments = self._arguments, None
+        return [] if arguments is None else [self._call({"custom": {"input": input_of(arguments)}})]
+
+    def _call(self, values: dict[str, Any]) -> dict[str, Any]:
+        return {"tool_calls": [{"index": self.calls - 1, **values}]}
 
 
 async def chat_completions(service: Service, request: Request) -> ASGIApp:
@@ -157,7 +185,7 @@ async def chat_completions(service: Service, request: Request) -> ASGIApp:
     wants_usage = stream_options is not None and stream_options.flag("include_usage")
     name = model or service.settings.model_name
     wants_ids = body.flag("return_token_ids")
-    answer = ChatAnswer(service, task, new_id("chatcmpl-"), name, wants_logprobs, wants_usage, wants_ids)
+    answer = ChatAnswer(service, task, new_id("chatcmpl-"), name, wants_logprobs, wants_usage, wants_ids, use.custom)
     if stream:
         return event_stream(service, task, answer.chunks())
     await task.finished()
@@ -168,7 +196,7 @@ async def chat_completions(service: Service, request: Request) -> ASGIApp:
 def read_chat(body: Fields) -> tuple[Chat, ToolUse]:
     """The conversation of a chat body, and how its tools may be used."""
     messages = fields.read_messages(body)
-    use = fields.read_tool_use(body)
+    use = read_tool_use(body, wrapped=True)
     thinking, variables = fields.thinking_of(body)
     continued = body.flag("continue_final_message")
     if continued and messages[-1].role != "assistant":

@@ -1,26 +1,23 @@
-"""The fields of OpenAI's chat protocol: messages, tools, response formats, log probabilities, usage."""
+"""The fields of OpenAI's chat protocol: messages, response formats, log probabilities, usage."""
 
 from __future__ import annotations
 
 import json
-import re
 from typing import TYPE_CHECKING, Any
 
 from lmstate.serve.answers import Answer, usage_details
-from lmstate.serve.custom_tools import custom_tool
+from lmstate.serve.custom_tools import arguments_of
 from lmstate.serve.errors import ApiError
 from lmstate.serve.fields import Fields
 from lmstate.serve.grammar import Grammars
 from lmstate.serve.messages import Call, Message
-from lmstate.serve.service import Constraint, Service, ToolUse
-from lmstate.serve.tools import Tool
+from lmstate.serve.service import Constraint, Service
 
 if TYPE_CHECKING:
     from lmstate.engine import TokenLogprob
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
-MOST_TOOLS, MOST_MESSAGES = 512, 20_000
+MOST_MESSAGES = 20_000
 
 
 def read_messages(body: Fields) -> tuple[Message, ...]:
@@ -65,6 +62,8 @@ def _part(part: Fields) -> str:
 
 
 def _call(given: Fields) -> Call:
+    if (custom := given.inner("custom")) is not None:
+        return Call(given.text("id") or "", custom.need_text("name"), arguments_of(custom.text("input") or ""))
     function = given.inner("function")
     if function is None:
         raise given.wrong("function", "an object")
@@ -72,63 +71,6 @@ def _call(given: Fields) -> Call:
     if isinstance(arguments, dict):  # some clients keep the object
         return Call(given.text("id") or "", function.need_text("name"), json.dumps(arguments, ensure_ascii=False))
     return Call(given.text("id") or "", function.need_text("name"), function.text("arguments") or "{}")
-
-
-def read_tools(body: Fields, custom: bool = False) -> tuple[Tool, ...]:
-    """The functions among the `tools`, in the form of chat (`function: {...}`) or of responses (flat), and with
-    `custom` the custom tools.
-
-    Kinds of tools that run elsewhere are left out, since clients send them to every server.
-    """
-    tools = []
-    for given in body.items("tools", MOST_TOOLS):
-        kind = given.text("type", "function")
-        if kind != "function" and not (custom and kind == "custom"):
-            continue
-        function = given.inner("function") or given
-        name = function.need_text("name")
-        if not TOOL_NAME.fullmatch(name):
-            raise function.wrong("name", "up to 128 letters, digits and _ . : / -")
-        if kind == "custom":
-            tools.append(custom_tool(given, name))
-            continue
-        parameters = function.inner("parameters")
-        strict = function.flag("strict") or given.flag("strict")
-        tools.append(
-            Tool(name, function.text("description") or "", {} if parameters is None else parameters.values, strict)
-        )
-    if len({tool.name for tool in tools}) < len(tools):
-        raise ApiError("two tools have the same name", param="tools")
-    return tuple(tools)
-
-
-def read_tool_use(body: Fields, custom: bool = False) -> ToolUse:
-    """`tools`, `tool_choice` and `parallel_tool_calls`."""
-    tools = read_tools(body, custom)
-    parallel = body.flag("parallel_tool_calls", True)
-    choice = body.get("tool_choice")
-    if choice is None or isinstance(choice, str):
-        word = body.choice("tool_choice", ("auto", "none", "required"), "auto")
-        if word == "required" and not tools:
-            raise ApiError("tool_choice is required, and no tools are given", param="tool_choice")
-        return ToolUse(tools, word or "auto", parallel=parallel)
-    given = body.inner("tool_choice")
-    assert given is not None
-    kind = given.text("type")
-    if kind == "allowed_tools":
-        return _allowed_tools(given.inner("allowed_tools") or given, tools, parallel)
-    name = (given.inner("function") or given).text("name")
-    if kind not in ("function", "custom") or name is None:
-        raise body.wrong("tool_choice", "auto, none, required, or an object that names a function")
-    if name not in {tool.name for tool in tools}:
-        raise ApiError(f"tool_choice names {name[:100]!r}, which is not among the tools", param="tool_choice")
-    return ToolUse(tools, name, named=True, parallel=False)
-
-
-def _allowed_tools(given: Fields, tools: tuple[Tool, ...], parallel: bool) -> ToolUse:
-    names = {(item.inner("function") or item).text("name") for item in given.items("tools", MOST_TOOLS)}
-    mode = given.choice("mode", ("auto", "required"), "auto")
-    return ToolUse(tuple(tool for tool in tools if tool.name in names), mode or "auto", parallel=parallel)
 
 
 def read_constraint(body: Fields, grammars: Grammars, key: str = "response_format") -> Constraint | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from lmstate.serve.answers import Answer, new_id
 from lmstate.serve.compaction import summary_of
-from lmstate.serve.custom_tools import custom_call, input_of
+from lmstate.serve.custom_tools import arguments_of, input_of
 from lmstate.serve.errors import ApiError
 from lmstate.serve.fields import Fields
 from lmstate.serve.messages import Call, Message
@@ -44,6 +44,10 @@ def _function_call(item: Fields) -> Call:
     return Call(item.need_text("call_id"), item.need_text("name"), item.text("arguments") or "{}")
 
 
+def _custom_call(item: Fields) -> Call:
+    return Call(item.need_text("call_id"), item.need_text("name"), arguments_of(item.text("input") or ""))
+
+
 def _shell_call(item: Fields) -> Call:
     action = item.inner("action")
     arguments = json.dumps({} if action is None else action.values, ensure_ascii=False)
@@ -52,7 +56,7 @@ def _shell_call(item: Fields) -> Call:
 
 CALLS: dict[str, Callable[[Fields], Call]] = {
     "function_call": _function_call,
-    "custom_tool_call": custom_call,
+    "custom_tool_call": _custom_call,
     "local_shell_call": _shell_call,
 }
 

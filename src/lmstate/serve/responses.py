@@ -23,6 +23,7 @@ from lmstate.serve.fields import Fields
 from lmstate.serve.http import json_response, log, read_body
 from lmstate.serve.messages import Chat, Message
 from lmstate.serve.openai_chat import MOST_TOP, event_stream
+from lmstate.serve.openai_tools import read_tool_use
 from lmstate.serve.response_output import Output
 from lmstate.serve.response_store import Stored
 from lmstate.serve.sampling import sampling_options, stops
@@ -266,7 +267,7 @@ async def read(service: Service, body: Fields) -> Asked:
         last = await asyncio.to_thread(service.responses.get, conversation.last)
         previous = last if last is not None and last.messages else None
     new, listed = await asyncio.to_thread(items.read_input, body, service.find_item)
-    use = fields.read_tool_use(body, custom=True)
+    use = read_tool_use(body, wrapped=False)
     reasoning = body.inner("reasoning")
     effort = None if reasoning is None else reasoning.text("effort")
     thinking, variables = fields.thinking_of(body)

@@ -262,7 +262,7 @@ class Service:
         reasoning = self.renderer.reasoning
         if reasoning is not None and not reasoning.closed_by(prompt.text):
             lark = grammars.with_reasoning(lark, reasoning.start, reasoning.end, reasoning.opened_by(prompt.text))
-        return grammars.compile(lark, param)
+        return grammars.compile(lark, param, use.offered)
 
     def remember(self, task: ChatTask, answer: Answer, message: Message) -> Sampled | None:
         """Keep an answer's tokens, for when a client sends `message` back, in whatever words.

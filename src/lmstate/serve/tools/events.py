@@ -10,7 +10,7 @@ from typing import Any
 class Tool:
     """A function that the model may call. `parameters` is a JSON schema; `strict` asks for calls that fit it.
 
-    `custom`: its client knows it as a tool whose input is a text.
+    `custom`: its client knows it as a tool whose input is a text. `param`: where the request has its schema.
     """
 
     name: str
@@ -18,6 +18,7 @@ class Tool:
     parameters: dict[str, Any] = field(default_factory=dict)
     strict: bool = False
     custom: bool = False
+    param: str = "tools"
 
     def described(self) -> dict[str, Any]:
         """The tool in the form that chat templates expect."""
