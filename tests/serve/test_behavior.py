@@ -62,6 +62,42 @@ def asking(server: Running, path: str, body: dict[str, Any], buffer: int | None 
         yield connection
 
 
+def test_ids_of_requests_are_in_every_answer_and_in_the_log(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = replace(BASE, api_keys=("secret",), cors_origins=("http://a.example",), log_prompts=True)
+    with running(engine, settings) as server, server.client(headers={"x-api-key": "secret"}) as client:
+        for method, path, headers, status in (
+            ("GET", "/health", {}, 200),
+            ("GET", "/nowhere", {}, 404),
+            ("GET", "/v1/chat/completions", {}, 405),
+            ("GET", "/v1/models", {"x-api-key": "wrong"}, 401),
+            ("POST", "/v1/messages", {"x-api-key": "wrong"}, 401),
+            ("POST", "/v1/messages", {}, 400),
+            ("OPTIONS", "/v1/models", {"origin": "http://a.example"}, 204),
+        ):
+            answer = client.request(method, path, headers=headers)
+            assert answer.status_code == status
+            assert re.fullmatch("req_[A-Za-z0-9]{24}", answer.headers["x-request-id"])
+            mine = client.request(method, path, headers={**headers, "x-request-id": "mine-1"}).headers
+            assert mine["x-request-id"] == "mine-1"
+            assert ("request-id" in mine) == ("messages" in path)
+        for odd in ("a b", "%s", "x" * 129, "", "é"):
+            given = client.get("/health", headers={"x-request-id": odd.encode("latin-1")}).headers["x-request-id"]
+            assert given.startswith("req_")
+        with caplog.at_level("INFO", "lmstate.serve"):
+            client.post("/v1/chat/completions", json=CHAT, headers={"x-request-id": "mine-2"})
+            monkeypatch.setattr(type(engine.model), "logits", lambda *_: 1 / 0)
+            for number, stream in ((3, False), (4, True)):
+                body = {"messages": [{"role": "user", "content": f"Hello {number}"}], "stream": stream}
+                client.post("/v1/chat/completions", json=body, headers={"x-request-id": f"mine-{number}"})
+            wait_until(lambda: not server.server.service.running)
+    told = [record.getMessage() for record in caplog.records if record.name == "lmstate.serve"]
+    assert told and all(re.match(r"\[mine-[234]\] [^[]", line) for line in told)
+    for line in ("[mine-2] prompt: ", "[mine-3] a request failed", "[mine-3] /v1/chat", "[mine-4] a stream failed"):
+        assert any(one.startswith(line) for one in told), told
+
+
 def test_a_key_is_needed_in_every_protocol(engine: Engine) -> None:
     with running(engine, replace(BASE, api_keys=("secret", "other"))) as server, server.client() as client:
         assert client.get("/health").status_code == 200

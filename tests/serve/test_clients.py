@@ -53,6 +53,27 @@ def test_models(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
         client.models.retrieve("other")
 
 
+def test_every_answer_and_error_has_the_id_of_its_request(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+    asked: Any = {"model": "smollm2", "messages": CAPITAL, "max_tokens": 1}
+    own = {"x-request-id": "trace-7/a"}
+    made = client.chat.completions.create(**asked), claude.messages.create(**asked)
+    again = (
+        client.chat.completions.create(**asked, extra_headers=own),
+        claude.messages.create(**asked, extra_headers=own),
+    )
+    for first, second in zip(made, again):
+        assert (first._request_id or "").startswith("req_")
+        assert second._request_id == "trace-7/a"
+    assert made[0]._request_id != made[1]._request_id
+    with pytest.raises(openai.NotFoundError) as not_there:
+        client.models.retrieve("other", extra_headers=own)
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        claude.messages.create(**{**asked, "max_tokens": 0}, extra_headers=own)
+    assert not_there.value.request_id == refused.value.request_id == "trace-7/a"
+    with client.chat.completions.with_streaming_response.create(**asked, stream=True) as stream:
+        assert (stream.request_id or "").startswith("req_")
+
+
 def test_chat_streamed_whole_and_by_the_asynchronous_client_is_one_answer(client: openai.OpenAI, real: Running) -> None:
     whole = client.chat.completions.create(model="smollm2", messages=CAPITAL, max_completion_tokens=12, logprobs=True)
     text = whole.choices[0].message.content

@@ -36,6 +36,7 @@ from lmstate.serve.guard import Guard
 from lmstate.serve.http import endpoint, error_response, json_response
 from lmstate.serve.openapi import document
 from lmstate.serve.paths import Path
+from lmstate.serve.request_id import RequestIds
 from lmstate.serve.service import Service
 from lmstate.serve.settings import Settings
 
@@ -126,7 +127,10 @@ def create_app(engine: Engine, settings: Settings, *, close_engine: bool = True)
     ]
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Guard, settings=settings, open_paths=page_route.OPEN_PATHS)],
+        middleware=[
+            Middleware(RequestIds),
+            Middleware(Guard, settings=settings, open_paths=page_route.OPEN_PATHS),
+        ],
         exception_handlers={HTTPException: _http_error, Exception: _failed},
         lifespan=lifespan,
     )

@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lmstate.serve.errors import ApiError
 from lmstate.serve.http import error_response
+from lmstate.serve.request_id import ANTHROPIC, OPENAI
 from lmstate.serve.settings import Settings, is_loopback
 
 OPEN = frozenset({"/health", "/v1/health"})  # asked by what watches a server, without a key
@@ -38,6 +39,7 @@ class Guard:
                 added["x-content-type-options"] = "nosniff"
                 if cross is not None:
                     added["access-control-allow-origin"] = cross
+                    added["access-control-expose-headers"] = f"{OPENAI}, {ANTHROPIC}"
                     added.append("vary", "origin")
             await send(message)
 

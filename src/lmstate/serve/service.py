@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from time import time
 from typing import TYPE_CHECKING, Any
@@ -163,7 +164,8 @@ class Service:
         except (QueueFull, EngineClosed) as error:
             raise as_api_error(error) from None
         self.running.add(request)
-        request.when_done(self._done)
+        context = copy_context()  # what is logged at the end is told of this HTTP request
+        request.when_done(lambda request: context.run(self._done, request))
         return request
 
     def room(self, length: int) -> int:

@@ -1,0 +1,55 @@
+"""The id of a request: in the headers of its answer, and in the lines that the log has about it."""
+
+from __future__ import annotations
+
+import logging
+import re
+from contextvars import ContextVar
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lmstate.serve.answers import new_id
+from lmstate.serve.errors import is_anthropic
+
+OPENAI, ANTHROPIC = "x-request-id", "request-id"  # the headers that the protocols' clients read
+PLAIN = re.compile(r"[A-Za-z0-9._~:/+=@-]{1,128}")  # of a client's own ids, which go to the log as they are
+
+_current: ContextVar[str] = ContextVar("request_id", default="")
+
+
+class RequestIds:
+    """ASGI middleware that gives every request an id: the one that its client sent, where that is plain, or a new one.
+
+    What is logged for the request, also in tasks and threads that it begins, starts with the id.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(OPENAI, "")
+        id = given if PLAIN.fullmatch(given) else new_id("req_")
+        names = (OPENAI, ANTHROPIC) if is_anthropic(scope["path"]) else (OPENAI,)
+
+        async def put(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name in names:
+                    headers[name] = id
+            await send(message)
+
+        _current.set(id)
+        await self._app(scope, receive, put)
+
+
+def _name(record: logging.LogRecord) -> bool:
+    if id := _current.get():
+        record.msg = f"[{id}] {record.msg}"
+    return True
+
+
+logging.getLogger("lmstate.serve").addFilter(_name)
