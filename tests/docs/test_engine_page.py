@@ -1,0 +1,41 @@
+"""The Python of docs/engine.md, and the loop of docs/speculation.md, run as they are written."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lmstate
+from tests.real_model import smollm2
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(encoding="utf-8"), re.S | re.M)
+
+
+def test_the_page_of_the_engine_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (block,) = blocks("engine.md")
+    names: dict[str, Any] = {}
+    exec(compile(block, "engine.md", "exec"), names)
+    assert names["request"].result().texts[0] in capsys.readouterr().out
+    assert any((tmp_path / "prefixes").iterdir())
+
+
+def test_the_loop_of_ones_own_gives_the_plain_text() -> None:
+    model = lmstate.load(str(smollm2()))
+    names: dict[str, Any] = {"model": model, "prompt": "1 2 3 4 1 2 3 4 1 2 3 4 1 2"}
+    exec(compile(blocks("speculation.md")[-1], "speculation.md", "exec"), names)
+    plain = model.new_state()
+    model.generate(names["prompt"], plain, max_new_tokens=100, draft=None)
+    text = names["text"]
+    assert len(text) >= 100 and text == names["state"].tokens(0)
+    assert text[: plain.lengths[0]] == plain.tokens(0)[: len(text)]
+    assert names["speculator"].report().accepted > 0
