@@ -22,7 +22,7 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromi
 def chromium() -> Iterator[Any]:
     with api.sync_playwright() as playwright:
         # Containers have no user namespaces for Chromium's own sandbox.
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=1000 * GUARD)
         yield browser
         browser.close()
 

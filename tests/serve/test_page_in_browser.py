@@ -19,7 +19,7 @@ from lmstate.serve import Settings
 from tests.serve.browser import Visit, needs_chromium
 from tests.serve.running import Running, running, save_tiny, standing_still
 from tests.serve.test_behavior import command, held
-from tests.waiting import wait_until
+from tests.waiting import GUARD, wait_until
 
 pytestmark = needs_chromium
 
@@ -322,6 +322,7 @@ def test_a_server_with_keys_is_asked_with_one(browser: Any, tiny_model: lmstate.
     context = browser.new_context()
     with Engine(tiny_model, rows=1) as engine, running(engine, Settings("tiny", port=0, api_keys=("k",))) as server:
         page = context.new_page()
+        page.set_default_timeout(1000 * GUARD)
         page.goto(server.url)
         for key in ("wrong", "k"):
             page.wait_for_selector("#dialog[open]")
