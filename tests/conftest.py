@@ -7,6 +7,7 @@ import os
 
 import pytest
 import torch
+from hypothesis import settings
 
 os.environ["LMSTATE_THREADS"] = "fixed"  # tests of several threads run on several, whatever else runs
 torch.set_num_threads(1)
@@ -16,6 +17,12 @@ REAL_TIME = ("cli", "docs", "engine", "faults", "serve", "threads")  # sockets, 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--interleavings", type=int, default=200, help="random interleavings of each layer kind")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hypothesis draws the same examples in every run of the suite, and others in every soak."""
+    settings.register_profile("suite", derandomize=config.option.markexpr == "not soak", deadline=None)
+    settings.load_profile("suite")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
