@@ -43,25 +43,21 @@ class Forward:
         whole: Tensor | None = None
         pieces: list[Tensor] = []
         for offset, part, hidden in self._parts(ids, step, state):
-            if whole is not None:
+            if whole is not None and part.uniform:
                 self._features(hidden, whole[:, offset : offset + part.width])
                 continue
-            piece = self._features(hidden)
-            if part.width == step.width or piece.requires_grad:
+            piece = part.padded(self._features(part.packed(hidden)))
+            if whole is None and (part.width == step.width or piece.requires_grad):
                 pieces.append(piece)
-            else:
-                whole = piece.new_empty(step.rows, step.width, piece.shape[-1])
-                whole[:, : part.width] = piece
-                del piece
-        if whole is None:
-            none = torch.zeros(step.rows, 0, self.features, dtype=torch.float32, device=self.device)
-            whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1) if pieces else none
-        if step.uniform:
+                continue
+            if whole is None:
+                whole = piece.new_zeros(step.rows, step.width, piece.shape[-1])
+            whole[:, offset : offset + part.width] = piece
+            del piece
+        if whole is not None:
             return whole
-        padding = (torch.arange(step.width, device=self.device) >= step.counts_t[:, None])[..., None]
-        # The stream may be what a caller gave; logits are our own.
-        kept = self.head is None or whole.requires_grad
-        return whole.masked_fill(padding, 0.0) if kept else whole.masked_fill_(padding, 0.0)
+        none = torch.zeros(step.rows, 0, self.features, dtype=torch.float32, device=self.device)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1) if pieces else none
 
     def _features(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Hidden states through the head, if there is one, in `out` if there is one."""

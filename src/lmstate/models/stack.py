@@ -60,7 +60,7 @@ class Plan:
 
     def run(self, x: Tensor, step: Step, layers: Sequence[LayerState]) -> Tensor:
         """Run the segments in order. Shapes as in `run_eager`."""
-        graph = ops.FusedGraph(x, step.starts_t, step.counts_t)
+        graph = ops.FusedGraph(x, step.starts_t, step.counts_t, step.new_tokens)
         if not graph.enabled:
             return run_eager(self.blocks, x, step, layers)
         if self.segments is None:
