@@ -52,7 +52,7 @@ class Plan:
 
     def __init__(self, blocks: Sequence[Block]):
         self.blocks = tuple(blocks)
-        self.segments: list[FusedSegment | EagerSegment] | None = None
+        self.segments: list[EagerSegment] | None = None
 
     def holds(self, blocks: Sequence[Block]) -> bool:
         """Whether it is of these very blocks."""
@@ -61,8 +61,6 @@ class Plan:
     def run(self, x: Tensor, step: Step, layers: Sequence[LayerState]) -> Tensor:
         """Run the segments in order. Shapes as in `run_eager`."""
         graph = ops.FusedGraph(x, step.starts_t, step.counts_t, step.new_tokens)
-        if not graph.enabled:
-            return run_eager(self.blocks, x, step, layers)
         if self.segments is None:
             self.segments = compile_blocks(self.blocks)
         for segment in self.segments:
@@ -97,7 +95,7 @@ class Part:
         return add_sublayers(graph, self.sublayers, caches, step, self.mixer.rope_tables(step))
 
 
-def compile_blocks(blocks: Sequence[Block]) -> list[FusedSegment | EagerSegment]:
+def compile_blocks(blocks: Sequence[Block]) -> list[EagerSegment]:
     """The segments of a stack: parts that native bodies know, and between them those that they do not."""
     parts = [part for index, block in enumerate(blocks) for part in _parts(index, block)]
     grouped = groupby(parts, lambda part: bool(part.sublayers))
@@ -112,13 +110,18 @@ def _parts(index: int, block: Block) -> Iterator[Part]:
     mixing, feeding = (each if ops.packable(each) else () for each in (block.mixer_sublayers, block.mlp_sublayers))
     if block.parallel and block.mlp is not None:
         both = (*mixing, *feeding) if mixing and feeding else ()
-        yield Part(index, both, lambda x, step, cache: block.feed(x, block.mix(x, step, cache)), mixer)
+        yield Part(index, both, lambda x, step, cache: _feed(block, x, block.mix(x, step, cache), step), mixer)
     else:
         yield Part(index, mixing, block.mix, mixer)
         if block.mlp is not None:
-            yield Part(index, feeding, lambda x, step, cache: block.feed(x, x))
+            yield Part(index, feeding, lambda x, step, cache: _feed(block, x, x, step))
     if (hook := block.output_hook) is not None:
         yield Part(index, (), lambda x, step, cache: hook(x, step))
+
+
+def _feed(block: Block, x: Tensor, stream: Tensor, step: Step) -> Tensor:
+    """`Block.feed` of the tokens that there are: zeros at padding."""
+    return step.padded(block.feed(step.packed(x)[None], step.packed(stream)[None])[0])
 
 
 class EagerSegment:
@@ -139,16 +142,19 @@ class Captured(NamedTuple):
     ropes: list[FusableLayer]
 
 
-class FusedSegment:
+class FusedSegment(EagerSegment):
     """Parts that run as one native call, captured in one step and replayed in the next ones."""
 
     def __init__(self, parts: list[Part]):
-        self.parts = parts
+        super().__init__(parts)
         self._mixers = [(part.index, part.mixer) for part in parts if part.mixer is not None]
         self._captured: Captured | None = None
 
     def run(self, graph: ops.FusedGraph, step: Step, layers: Sequence[LayerState]) -> None:
         """Add the parts to the graph; where one cannot be fused in this step, it runs eagerly in between."""
+        if not graph.enabled:
+            super().run(graph, step, layers)
+            return
         if self._captured is not None and self._replay(self._captured, graph, step, layers):
             return
         whole = True

@@ -145,7 +145,7 @@ class DeviceStep(Step):
         super().__init__((), (), starts.device, (0,) * starts.shape[0])
         # Where the base would find them once computed; a tracer cannot follow the lock of a cached property.
         object.__setattr__(self, "width", width)
-        object.__setattr__(self, "new_tokens", self.rows * width)  # how many of them are none is on the device
+        object.__setattr__(self, "new_tokens", self.rows * width)
         object.__setattr__(self, "starts_t", starts)
         object.__setattr__(self, "counts_t", counts)
         object.__setattr__(self, "positions", starts[:, None] + torch.arange(width, device=starts.device))
@@ -153,6 +153,13 @@ class DeviceStep(Step):
     @property
     def rows(self) -> int:
         return self.starts_t.shape[0]
+
+    def packed(self, x: Tensor) -> Tensor:
+        """All of them: what is padding is on the device."""
+        return x.flatten(0, 1)
+
+    def padded(self, x: Tensor) -> Tensor:
+        return x.unflatten(0, (self.rows, self.width))
 
 
 def as_counts(value: int | Sequence[int] | None, limits: Sequence[int]) -> tuple[int, ...] | None:

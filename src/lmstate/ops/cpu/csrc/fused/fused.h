@@ -112,7 +112,7 @@ typedef struct {
   sublayer_args sublayers[];
 } fused_args;
 
-/* Shared by fused sublayers: their tokens, N that are no padding, memory for the products, activations between them, and
+/* Shared by fused sublayers: which N tokens are no padding, memory for the products, activations between them, and
  * the plan of an attention. */
 typedef struct {
   packed_tokens packed;

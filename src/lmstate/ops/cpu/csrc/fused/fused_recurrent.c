@@ -3,7 +3,8 @@
 
 static fold_args fold_of(const fused_args *run, const recurrent_args *a, const workspace *common) {
   const fold_args fold = {.tail = a->tail, .carry = a->carry, .counts = run->counts, .begins = common->packed.begins,
-                          .next_tail = a->next_tail, .next = a->next, .rows = run->rows, .tokens = run->tokens, .threads = run->threads};
+                          .next_tail = a->next_tail, .next = a->next, .rows = run->rows, .tokens = run->tokens,
+                          .threads = run->threads};
   return fold;
 }
 

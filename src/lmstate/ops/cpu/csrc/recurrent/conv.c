@@ -8,11 +8,11 @@ enum { FEATURES = 512 }; /* that a thread takes at a time: their taps and inputs
 INLINE const float *input(const causal_conv_args *a, int64_t row, int64_t i) {
   const int64_t before = a->kernel - 1;
   if (i < before) return a->tail + row * a->tail_row + i * a->width;
-  return a->x + begin_of(a->begins, row, a->x_row, a->x_token) + (i - before) * a->x_token;
+  return a->x + token_at(a->begins, row, i - before, a->x_row, a->x_token);
 }
 
 static float *output(const causal_conv_args *a, int64_t row, int64_t t) {
-  return a->y + begin_of(a->begins, row, a->tokens * a->width, a->width) + t * a->width;
+  return a->y + token_at(a->begins, row, t, a->tokens * a->width, a->width);
 }
 
 /* Token t, features first..last. `kernel` is a constant where this is called, up to 4. */
@@ -69,7 +69,7 @@ void gated_conv_run(const causal_conv_args *a, const float *projected, float *ta
 #pragma omp for schedule(static)
   for (int64_t i = 0; i < a->rows * blocks; i++) {
     const int64_t row = i / blocks, first = i % blocks * FEATURES, last = at_most(first + FEATURES, width);
-    const int64_t begin = begin_of(a->begins, row, a->tokens, 1);
+    const int64_t begin = token_at(a->begins, row, 0, a->tokens, 1);
     const int64_t end = begin + placed_tokens(a->begins, real_tokens(a->counts, row, a->tokens), a->tokens);
     for (int64_t t = begin; t < end; t++)
       for (int64_t f = first; f < last; f++)

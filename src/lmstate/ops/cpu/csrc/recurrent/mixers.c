@@ -49,8 +49,8 @@ void gated_delta_mixer_run(const gated_delta_parts *m, const fold_args *f, float
   gated_delta_rule_args delta = delta_of(m, f, memory, &norm);
   const int64_t width = delta.q_token;
   const causal_conv_args conv = {
-      f->x, f->tail, m->taps, 0, f->counts, f->begins, memory, f->next_tail, f->rows, f->tokens, width, m->kernel, 1, f->threads,
-      f->x_row, f->x_token, (m->kernel - 1) * width};
+      f->x, f->tail, m->taps, 0, f->counts, f->begins, memory, f->next_tail, f->rows, f->tokens, width, m->kernel, 1,
+      f->threads, f->x_row, f->x_token, (m->kernel - 1) * width};
   conv_run(&conv);
   delta_run(&delta, memory + all_tokens(f) * width);
 }
@@ -81,8 +81,8 @@ void mamba2_mixer_run(const mamba2_parts *m, const fold_args *f, float *memory) 
   const int64_t inner = m->heads * m->head_dim, each = m->groups * m->states, width = ssd_width(m);
   const int64_t row = f->tokens * width;
   const causal_conv_args conv = {
-      f->x, f->tail, m->taps, m->conv_bias, f->counts, f->begins, memory, f->next_tail, f->rows, f->tokens, width, m->kernel, 1,
-      f->threads, f->x_row, f->x_token, (m->kernel - 1) * width};
+      f->x, f->tail, m->taps, m->conv_bias, f->counts, f->begins, memory, f->next_tail, f->rows, f->tokens, width,
+      m->kernel, 1, f->threads, f->x_row, f->x_token, (m->kernel - 1) * width};
   const ssd_args ssd = {
       .x = memory, .B = memory + inner, .C = memory + inner + each, .dt = f->x + width, .A = m->A, .D = m->D,
       .bias = m->dt_bias, .carry = f->carry, .counts = f->counts, .begins = f->begins, .y = f->y, .next = f->next,

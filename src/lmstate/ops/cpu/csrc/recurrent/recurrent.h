@@ -38,10 +38,10 @@ INLINE int64_t real_tokens(const int64_t *counts, int64_t row, int64_t tokens) {
   return n < 0 ? 0 : at_most(n, tokens);
 }
 
-/* Where a row's tokens begin, of numbers `token` apart: rows lie `row` apart, or follow each other without padding, each
- * behind the begins[r] tokens of those before it. */
-INLINE int64_t begin_of(const int64_t *begins, int64_t r, int64_t row, int64_t token) {
-  return begins ? begins[r] * token : r * row;
+/* Where token t of row r is: tokens lie `token` apart, and rows `row`, or without padding each behind the begins[r]
+ * tokens of those before it. */
+INLINE int64_t token_at(const int64_t *begins, int64_t r, int64_t t, int64_t row, int64_t token) {
+  return begins ? (begins[r] + t) * token : r * row + t * token;
 }
 
 /* Tokens of a row that have a place, with padding if there is any. */
@@ -83,7 +83,7 @@ typedef struct {
   const float *taps;     /* [C, F] */
   const float *bias;     /* [F] or null */
   const int64_t *counts; /* [R] */
-  const int64_t *begins; /* [R], where x and y have no padding: see `begin_of`; or null */
+  const int64_t *begins; /* [R], where x and y have no padding: see `token_at`; or null */
   float *y, *next;       /* [R, T, F] and the new tail, contiguous */
   int64_t rows, tokens, width, kernel, silu, threads;
   int64_t x_row, x_token, tail_row;
