@@ -18,6 +18,9 @@ Head = Callable[[Tensor, Tensor | None], Tensor]
 """Hidden states `[..., E]`, and where to put what they give (None: anywhere) -> float32 `[..., features]`."""
 
 
+FEW = 512  # tokens whose features are made without padding, and put in their places
+
+
 @dataclass(frozen=True)
 class Forward:
     """The functions that a step goes through: call it for the logits, or hidden states, of a step of `state`."""
@@ -43,21 +46,28 @@ class Forward:
         whole: Tensor | None = None
         pieces: list[Tensor] = []
         for offset, part, hidden in self._parts(ids, step, state):
-            if whole is not None and part.uniform:
+            if whole is not None:
                 self._features(hidden, whole[:, offset : offset + part.width])
                 continue
-            piece = part.padded(self._features(part.packed(hidden)))
-            if whole is None and (part.width == step.width or piece.requires_grad):
+            if part.new_tokens <= FEW:
+                piece = part.padded(self._features(part.packed(hidden)))
+            else:  # with padding: to take it out would hold the features twice
+                piece = self._features(hidden)
+            if part.width == step.width or piece.requires_grad:
                 pieces.append(piece)
-                continue
-            if whole is None:
-                whole = piece.new_zeros(step.rows, step.width, piece.shape[-1])
-            whole[:, offset : offset + part.width] = piece
-            del piece
-        if whole is not None:
+            else:
+                whole = piece.new_empty(step.rows, step.width, piece.shape[-1])
+                whole[:, : part.width] = piece
+                del piece
+        if whole is None:
+            none = torch.zeros(step.rows, 0, self.features, dtype=torch.float32, device=self.device)
+            whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1) if pieces else none
+        if step.uniform or (len(pieces) == 1 and step.new_tokens <= FEW):
             return whole
-        none = torch.zeros(step.rows, 0, self.features, dtype=torch.float32, device=self.device)
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1) if pieces else none
+        padding = (torch.arange(step.width, device=self.device) >= step.counts_t[:, None])[..., None]
+        # The stream may be what a caller gave; logits are our own.
+        kept = self.head is None or whole.requires_grad
+        return whole.masked_fill(padding, 0.0) if kept else whole.masked_fill_(padding, 0.0)
 
     def _features(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Hidden states through the head, if there is one, in `out` if there is one."""
