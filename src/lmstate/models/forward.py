@@ -18,7 +18,7 @@ Head = Callable[[Tensor, Tensor | None], Tensor]
 """Hidden states `[..., E]`, and where to put what they give (None: anywhere) -> float32 `[..., features]`."""
 
 
-FEW = 512  # tokens whose features are made without padding, and put in their places
+FEW = 512  # tokens whose features are made without padding and then put in their places: held twice for a moment
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Forward:
     features: int
     device: torch.device
     on_part: Callable[[int, int], None] | None
+    packs: bool = True  # whether the head may get few tokens without their padding, `[N, E]`
 
     def __call__(self, ids: list[list[int]], step: Step, state: State, logits: Logits) -> Tensor | None:
         """ "last" -> float32 `[R, features]`, "all" -> `[R, T, features]`, "none" -> None; see `Model.__call__`."""
@@ -43,16 +44,16 @@ class Forward:
 
     def _all(self, ids: list[list[int]], step: Step, state: State) -> Tensor:
         """Features of every token, zero at padding; held once."""
+        if self.packs and not step.uniform and step.width <= step.chunk and step.new_tokens <= FEW:
+            ((_, part, hidden),) = self._parts(ids, step, state)
+            return part.padded(self._features(part.packed(hidden)))
         whole: Tensor | None = None
         pieces: list[Tensor] = []
         for offset, part, hidden in self._parts(ids, step, state):
             if whole is not None:
                 self._features(hidden, whole[:, offset : offset + part.width])
                 continue
-            if part.new_tokens <= FEW:
-                piece = part.padded(self._features(part.packed(hidden)))
-            else:  # with padding: to take it out would hold the features twice
-                piece = self._features(hidden)
+            piece = self._features(hidden)
             if part.width == step.width or piece.requires_grad:
                 pieces.append(piece)
             else:
@@ -62,7 +63,7 @@ class Forward:
         if whole is None:
             none = torch.zeros(step.rows, 0, self.features, dtype=torch.float32, device=self.device)
             whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1) if pieces else none
-        if step.uniform or (len(pieces) == 1 and step.new_tokens <= FEW):
+        if step.uniform:
             return whole
         padding = (torch.arange(step.width, device=self.device) >= step.counts_t[:, None])[..., None]
         # The stream may be what a caller gave; logits are our own.

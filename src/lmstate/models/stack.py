@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from operator import is_
 from typing import NamedTuple, Protocol
 
@@ -52,7 +52,7 @@ class Plan:
 
     def __init__(self, blocks: Sequence[Block]):
         self.blocks = tuple(blocks)
-        self.segments: list[EagerSegment] | None = None
+        self.segments: list[FusedSegment | EagerSegment] | None = None
 
     def holds(self, blocks: Sequence[Block]) -> bool:
         """Whether it is of these very blocks."""
@@ -63,6 +63,10 @@ class Plan:
         graph = ops.FusedGraph(x, step.starts_t, step.counts_t, step.new_tokens)
         if self.segments is None:
             self.segments = compile_blocks(self.blocks)
+        if not graph.enabled:
+            for part in chain.from_iterable(segment.parts for segment in self.segments):
+                x = part.eager(x, step, layers[part.index])
+            return x
         for segment in self.segments:
             segment.run(graph, step, layers)
         return graph.flush()
@@ -95,7 +99,7 @@ class Part:
         return add_sublayers(graph, self.sublayers, caches, step, self.mixer.rope_tables(step))
 
 
-def compile_blocks(blocks: Sequence[Block]) -> list[EagerSegment]:
+def compile_blocks(blocks: Sequence[Block]) -> list[FusedSegment | EagerSegment]:
     """The segments of a stack: parts that native bodies know, and between them those that they do not."""
     parts = [part for index, block in enumerate(blocks) for part in _parts(index, block)]
     grouped = groupby(parts, lambda part: bool(part.sublayers))
@@ -142,19 +146,16 @@ class Captured(NamedTuple):
     ropes: list[FusableLayer]
 
 
-class FusedSegment(EagerSegment):
+class FusedSegment:
     """Parts that run as one native call, captured in one step and replayed in the next ones."""
 
     def __init__(self, parts: list[Part]):
-        super().__init__(parts)
+        self.parts = parts
         self._mixers = [(part.index, part.mixer) for part in parts if part.mixer is not None]
         self._captured: Captured | None = None
 
     def run(self, graph: ops.FusedGraph, step: Step, layers: Sequence[LayerState]) -> None:
         """Add the parts to the graph; where one cannot be fused in this step, it runs eagerly in between."""
-        if not graph.enabled:
-            super().run(graph, step, layers)
-            return
         if self._captured is not None and self._replay(self._captured, graph, step, layers):
             return
         whole = True

@@ -145,7 +145,7 @@ class DeviceStep(Step):
         super().__init__((), (), starts.device, (0,) * starts.shape[0])
         # Where the base would find them once computed; a tracer cannot follow the lock of a cached property.
         object.__setattr__(self, "width", width)
-        object.__setattr__(self, "new_tokens", self.rows * width)
+        object.__setattr__(self, "new_tokens", starts.shape[0] * width)
         object.__setattr__(self, "starts_t", starts)
         object.__setattr__(self, "counts_t", counts)
         object.__setattr__(self, "positions", starts[:, None] + torch.arange(width, device=starts.device))

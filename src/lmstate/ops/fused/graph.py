@@ -58,7 +58,8 @@ def is_short(x: Tensor, tokens: int | None = None) -> bool:
 
     tokens: how many of its are no padding, if some are.
     """
-    return (x.shape[:-1].numel() if tokens is None else tokens) <= FUSED_ROWS and x.dtype == torch.float32
+    width = x.shape[-1]
+    return (x.numel() if tokens is None else tokens * width) <= FUSED_ROWS * width and x.dtype == torch.float32
 
 
 def packable(sublayers: Sequence[Sublayer]) -> bool:
@@ -155,7 +156,7 @@ class FusedGraph:
         self, x: Tensor, starts: Tensor | None = None, counts: Tensor | None = None, tokens: int | None = None
     ):
         self._starts, self._counts = starts, counts
-        self._tokens = x.shape[:-1].numel() if tokens is None else tokens
+        self._tokens = x.shape[0] * x.shape[1] if tokens is None else tokens
         self._tables: dict[int, tuple[RopeTables | None, bytes]] = {}
         self._begins: dict[int, tuple[Tensor | None, bytes]] = {}
         self._shape = x.shape[:2]
