@@ -124,6 +124,24 @@ def test_attention_equals_its_operations(variant: str, name: str, dtype: torch.d
         assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_padding_is_not_read_and_gives_zeros(variant: str, name: str) -> None:
+    torch.manual_seed(2)
+    mixer, x, counts = CASES[name](), torch.randn(3, 40, EMBED), [2, 40, 0]
+    for row, count in enumerate(counts):
+        x[row, count:] = torch.nan
+    step = step_of([0, 0, 0], counts)
+    memory = mixer.new_state(Layout(3, torch.device("cpu"), torch.float32))
+    assert isinstance(memory, KeyValueState)
+    memory.reserve(step)
+    graph = ops.FusedGraph(x, step.starts_t, step.counts_t, step.new_tokens)
+    assert add_sublayers(graph, mixer.sublayers(norm_fixed(), *onto(x)[1:]), [memory], step, mixer.rope_tables(step))
+    y = graph.flush()
+    for row, count in enumerate(counts):
+        (alone,) = run(mixer, [([count], x[row : row + 1, :count])], True, torch.float32) if count else (y[row, :0],)
+        assert torch.equal(y[row, :count], alone) and not y[row, count:].any()
+
+
 POLICIES = {
     "8 bits": kv.Quantized(8),
     "4 bits": kv.Quantized(4),

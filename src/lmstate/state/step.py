@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, TypedDict, TypeVar
 
 import torch
@@ -52,6 +53,16 @@ class Step:
         return max(self.counts, default=0)
 
     @cached_property
+    def new_tokens(self) -> int:
+        """N: those of all rows, without padding."""
+        return sum(self.counts)
+
+    @cached_property
+    def begins(self) -> tuple[int, ...]:
+        """The place of each row's first token among all N, which follow each other row by row."""
+        return tuple(accumulate(self.counts, initial=0))[:-1]
+
+    @cached_property
     def ends(self) -> tuple[int, ...]:
         """The length of each row once the whole step is committed."""
         return tuple(start + count for start, count in zip(self.starts, self.counts))
@@ -80,6 +91,23 @@ class Step:
     def positions(self) -> Tensor:
         """int64 [R, T]; a padding token has the position that it would have."""
         return self.starts_t[:, None] + torch.arange(self.width, device=self.device)
+
+    def packed(self, x: Tensor) -> Tensor:
+        """`[R, T, ..]` without its padding, `[N, ..]`; a view where there is none."""
+        return x.flatten(0, 1) if self.uniform else x.flatten(0, 1)[self._places]
+
+    def padded(self, x: Tensor) -> Tensor:
+        """The inverse: `[N, ..]` -> `[R, T, ..]`, with zeros at padding."""
+        if self.uniform:
+            return x.unflatten(0, (self.rows, self.width))
+        whole = x.new_zeros(self.rows * self.width, *x.shape[1:])
+        return whole.index_copy_(0, self._places, x).unflatten(0, (self.rows, self.width))
+
+    @cached_property
+    def _places(self) -> Tensor:
+        """int64 [N]: where the tokens are among the R * T with padding."""
+        places = [row * self.width + at for row, count in enumerate(self.counts) for at in range(count)]
+        return torch.tensor(places, dtype=torch.int64, device=self.device)
 
     def with_idle_row(self) -> Step:
         """The same with one row more, which brings no tokens."""
@@ -117,6 +145,7 @@ class DeviceStep(Step):
         super().__init__((), (), starts.device, (0,) * starts.shape[0])
         # Where the base would find them once computed; a tracer cannot follow the lock of a cached property.
         object.__setattr__(self, "width", width)
+        object.__setattr__(self, "new_tokens", starts.shape[0] * width)
         object.__setattr__(self, "starts_t", starts)
         object.__setattr__(self, "counts_t", counts)
         object.__setattr__(self, "positions", starts[:, None] + torch.arange(width, device=starts.device))
@@ -124,6 +153,13 @@ class DeviceStep(Step):
     @property
     def rows(self) -> int:
         return self.starts_t.shape[0]
+
+    def packed(self, x: Tensor) -> Tensor:
+        """All of them: what is padding is on the device."""
+        return x.flatten(0, 1)
+
+    def padded(self, x: Tensor) -> Tensor:
+        return x.unflatten(0, (self.rows, self.width))
 
 
 def as_counts(value: int | Sequence[int] | None, limits: Sequence[int]) -> tuple[int, ...] | None:

@@ -51,7 +51,7 @@ class FusableLayer(ABC):
     ) -> Tensor:
         """`forward`, as one native call where that can be."""
         stream, post_norm, scale = residual or (None, None, 1.0)
-        graph = ops.FusedGraph(x, step.starts_t, step.counts_t)
+        graph = ops.FusedGraph(x, step.starts_t, step.counts_t, step.new_tokens)
         graph.set_residual(stream, x)
         sublayers = self.sublayers(norm, post_norm, scale) if graph.enabled else ()
         if sublayers and add_sublayers(graph, sublayers, simple_caches(cache), step, self.rope_tables(step)):

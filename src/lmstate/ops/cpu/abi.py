@@ -130,7 +130,7 @@ TO_BFLOAT12 = Layout("to_bfloat12_args", "P matrix packed", "q outputs inputs th
 COUNT = Layout("count_args", "P matrix seen", "q count threads")
 
 CAUSAL_CONV = Layout(
-    "causal_conv_args", "P x tail taps bias counts y next",
+    "causal_conv_args", "P x tail taps bias counts begins y next",
     "q rows tokens width kernel silu threads x_row x_token tail_row",
 )  # fmt: skip
 GATED_NORM = Layout(
@@ -138,13 +138,13 @@ GATED_NORM = Layout(
     "q rows tokens groups width weights silu gate_last threads gate_row gate_token", "d eps",
 )  # fmt: skip
 GATED_DELTA_RULE = Layout(
-    "gated_delta_rule_args", "P q k v g beta carry counts y next",
+    "gated_delta_rule_args", "P q k v g beta carry counts begins y next",
     "q rows tokens key_heads heads key_dim value_dim by_channel normalize threads q_row q_token q_head",
     "q k_row k_token k_head v_row v_token v_head g_row g_token g_head beta_row beta_token beta_head carry_row",
     "d scale", "P A bias", "d beta_scale", "P norm",
 )  # fmt: skip
 SSD = Layout(
-    "ssd_args", "P x dt A B C D bias carry counts y next", "q rows tokens heads head_dim groups states threads",
+    "ssd_args", "P x dt A B C D bias carry counts begins y next", "q rows tokens heads head_dim groups states threads",
     "q x_row x_token x_head dt_row dt_token dt_head B_row B_token B_group C_row C_token C_group carry_row",
     "d low high",
 )  # fmt: skip
@@ -158,7 +158,7 @@ RG_LRU = Layout(
 )  # fmt: skip
 
 FOLD = Layout(
-    "fold_args", "P x z tail carry counts y next_tail next", "q rows tokens threads x_row x_token z_row z_token"
+    "fold_args", "P x z tail carry counts begins y next_tail next", "q rows tokens threads x_row x_token z_row z_token"
 )
 GATED_DELTA_PARTS = Layout(
     "gated_delta_parts", "P taps A bias norm", "q key_heads heads key_dim value_dim kernel by_channel silu",

@@ -89,7 +89,7 @@ def _conv(of: ShortConvSublayer) -> Recurrence:
 
 def carried(layer: Recurrence, carry: Carry, new: Carry, kept: Tensor) -> bytes:
     """All of a layer's arguments: what comes through it in a step, too. `new` and `kept` are as `room` makes them."""
-    shapes, rows = layer.parts.carry, kept.shape[0]
+    shapes, rows = layer.parts.carry, new[0].shape[0]
     before = [float_pointer(part, "the carry", (rows, *shape)) for part, shape in zip(carry, shapes, strict=True)]
     after = [part.data_ptr() for part in new]
     none = [0] * (2 - len(shapes))
@@ -97,9 +97,9 @@ def carried(layer: Recurrence, carry: Carry, new: Carry, kept: Tensor) -> bytes:
 
 
 def room(layer: Recurrence, rows: int, tokens: int) -> tuple[Carry, Tensor]:
-    """Tensors for the carry that a layer makes, and for what it logs `[R, T, kept]`."""
+    """Tensors for the carry that a layer makes, and for what it logs of so many tokens, `[N, kept]`."""
     new = tuple(torch.empty(rows, *shape, dtype=torch.float32) for shape in layer.parts.carry)
-    return new, torch.empty(rows, tokens, layer.kept, dtype=torch.float32)
+    return new, torch.empty(tokens, layer.kept, dtype=torch.float32)
 
 
 def _layer(

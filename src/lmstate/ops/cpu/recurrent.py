@@ -46,7 +46,7 @@ class Recurrent:
         y, new = _empty(rows, tokens, width), _empty(*tail.shape)
         arguments = abi.CAUSAL_CONV.pack(
             x.data_ptr(), tail.data_ptr(), taps.data_ptr(), optional(bias, "the bias", width),
-            counted(counts, rows).data_ptr(), y.data_ptr(), new.data_ptr(),
+            counted(counts, rows).data_ptr(), 0, y.data_ptr(), new.data_ptr(),
             rows, tokens, width, kernel, silu, threads_for(kernel * y.numel()), *x.stride()[:2], tail.stride(0),
         )  # fmt: skip
         self._causal_conv(arguments)
@@ -79,7 +79,7 @@ class Recurrent:
         y, new = _empty(rows, tokens, heads, value_dim), _empty(*carry.shape)
         arguments = abi.GATED_DELTA_RULE.pack(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), 0 if beta is None else beta.data_ptr(),
-            carry.data_ptr(), counted(counts, rows).data_ptr(), y.data_ptr(), new.data_ptr(),
+            carry.data_ptr(), counted(counts, rows).data_ptr(), 0, y.data_ptr(), new.data_ptr(),
             rows, tokens, key_heads, heads, key_dim, value_dim, by_channel, normalize,
             threads_for(tokens * new.numel()),
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3],
@@ -115,7 +115,7 @@ class Recurrent:
         arguments = abi.SSD.pack(
             x.data_ptr(), dt.data_ptr(), A.data_ptr(), B.data_ptr(), C.data_ptr(), optional(D, "D", heads),
             optional(dt_bias, "dt's bias", heads), carry.data_ptr(), counted(counts, rows).data_ptr(),
-            y.data_ptr(), new.data_ptr(),
+            0, y.data_ptr(), new.data_ptr(),
             rows, tokens, heads, head_dim, groups, states, threads_for(tokens * new.numel()),
             *x.stride()[:3], *dt.stride(), *B.stride()[:3], *C.stride()[:3], carry.stride(0), *dt_limits,
         )  # fmt: skip

@@ -53,9 +53,13 @@ def fuses() -> bool:
     return asked == "1"
 
 
-def is_short(x: Tensor) -> bool:
-    """Whether a stream is short enough to be worth fusing, and of the dtype that native bodies take."""
-    return x.numel() <= FUSED_ROWS * x.shape[-1] and x.dtype == torch.float32
+def is_short(x: Tensor, tokens: int | None = None) -> bool:
+    """Whether a stream is short enough to be worth fusing, and of the dtype that native bodies take.
+
+    tokens: how many of its are no padding, if some are.
+    """
+    width = x.shape[-1]
+    return (x.numel() if tokens is None else tokens * width) <= FUSED_ROWS * width and x.dtype == torch.float32
 
 
 def packable(sublayers: Sequence[Sublayer]) -> bool:
@@ -92,7 +96,7 @@ class PendingSublayers:
         new, kept = room(recurrence, rows, tokens)
         self.arguments[place] = carried(recurrence, before, new, kept)
         self.held += (*before, *new, kept)
-        return RecurrentResult(kept[..., recurrence.first :], new)
+        return RecurrentResult(kept[:, recurrence.first :], new)
 
 
 class CapturedGraph:
@@ -144,10 +148,15 @@ class FusedGraph:
     """A residual stream float32 `[R, T, E]`, and the sublayers that are still to be applied to it.
 
     starts, counts: int64 `[R]`, where a row's tokens start and how many there are; feed-forward sublayers need none.
+    tokens: N, how many there are in all; None: R * T, or more than there are. What is padding is not computed: it is
+    zero in what a flush returns.
     """
 
-    def __init__(self, x: Tensor, starts: Tensor | None = None, counts: Tensor | None = None):
+    def __init__(
+        self, x: Tensor, starts: Tensor | None = None, counts: Tensor | None = None, tokens: int | None = None
+    ):
         self._starts, self._counts = starts, counts
+        self._tokens = x.shape[0] * x.shape[1] if tokens is None else tokens
         self._tables: dict[int, tuple[RopeTables | None, bytes]] = {}
         self._begins: dict[int, tuple[Tensor | None, bytes]] = {}
         self._shape = x.shape[:2]
@@ -160,7 +169,7 @@ class FusedGraph:
     def set_residual(self, residual: Tensor | None, x: Tensor) -> None:
         """Go on with x, and add the next sublayer's output to `residual` (None: to nothing) instead of to it."""
         self._x, self._residual = x, residual
-        self._library = dispatch.native(x, residual) if is_short(x) else None
+        self._library = dispatch.native(x, residual) if is_short(x, self._tokens) else None
         if self._library is not None and not fuses():
             self._library = None
         self._width: int = x.shape[-1]
@@ -209,7 +218,7 @@ class FusedGraph:
             assert carry is not None
             place = len(pending.arguments)
             pending.arguments.append(b"")
-            result = pending.set_carry(place, packed, carry, *self._shape)
+            result = pending.set_carry(place, packed, carry, self._shape[0], self._tokens)
             pending.recurrences[place] = packed
         elif view is not None:
             assert isinstance(sublayer, AttentionSublayer)
@@ -276,7 +285,7 @@ class FusedGraph:
                 pending.arguments[place] = new
         self._width = captured.sublayers[-1].out_features
         recurrent = zip(captured.recurrences.items(), carries)
-        return [pending.set_carry(place, each, carry, rows, tokens) for (place, each), carry in recurrent]
+        return [pending.set_carry(place, each, carry, rows, self._tokens) for (place, each), carry in recurrent]
 
     def _attention(
         self, sublayer: AttentionSublayer, packed: bytes, view: KVView, tables: RopeTables | None

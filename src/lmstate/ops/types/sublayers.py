@@ -153,7 +153,7 @@ class MoESublayer(Sublayer):
 class RecurrentResult(NamedTuple):
     """A recurrent sublayer's step, for its layer's state; valid after `flush()`."""
 
-    inputs: Tensor  # [R, T, F], of the scan
+    inputs: Tensor  # [N, F], of the scan: of the tokens of all rows, without padding
     carry: Carry
 
 

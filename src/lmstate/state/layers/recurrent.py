@@ -106,9 +106,9 @@ class RecurrentState(LayerState):
             return outputs
         if (whole := self.single_scan_carry(step)) is not None:
             outputs, carry = self.scan(inputs, whole, step.counts_t, gate)
-            self.record(step, inputs, carry)
+            self.record(step, step.packed(inputs), carry)
             return outputs
-        ends = self._log(step, inputs)
+        ends = self._log(step, step.packed(inputs))
         carry = self.carry if self._next is None else self._next
         outputs, self._next, passed = self._run(inputs, carry, step, ends, gate)
         self._passed += passed
@@ -128,7 +128,7 @@ class RecurrentState(LayerState):
         return self.carry if self._next is None else self._next
 
     def record(self, step: Step, inputs: Tensor, carry: Carry) -> None:
-        """A step's inputs `[R, T, F]` were scanned from `single_scan_carry`, and gave this carry.
+        """A step's inputs `[N, F]`, without padding, were scanned from `single_scan_carry`, and gave this carry.
 
         Or will be before anything else is asked of this state: both are only kept.
         """
@@ -140,7 +140,7 @@ class RecurrentState(LayerState):
         self.reserve(step)
         self._next = self.next_carry
         inputs = self.step_inputs[:, : step.width]
-        self._inputs = [(step, inputs)]
+        self._inputs = [(step, step.packed(inputs))]
         cuts = self._stops(step, step.ends)
         if all(stops == list(step.counts) for stops, _ in cuts):
             self._passed = [Passage(positions, self.next_carry) for _, positions in cuts]
@@ -238,7 +238,7 @@ class RecurrentState(LayerState):
         if self._step is not None:
             changes.assign(self, "_step", self._step.with_idle_row())
             changes.assign(self, "_next", None if self._next is None else tuple(map(longer, self._next)))
-            changes.assign(self, "_inputs", [(step.with_idle_row(), longer(x)) for step, x in self._inputs])
+            changes.assign(self, "_inputs", [(step.with_idle_row(), x) for step, x in self._inputs])
             passed = [Passage([*each.positions, None], tuple(map(longer, each.carry))) for each in self._passed]
             changes.assign(self, "_passed", passed)
 
@@ -320,7 +320,9 @@ class RecurrentState(LayerState):
         redone = self.carry
         passed: list[Passage] = []
         if any(again):
-            inputs = torch.cat([piece for _, piece in self._inputs], dim=1)[:, : max(again)]
+            index = step.cached(("again", again), lambda: self._index_again(step, again))
+            pieces = [piece for _, piece in self._inputs]
+            inputs = (pieces[0] if len(pieces) == 1 else torch.cat(pieces))[index]
             short = Step(step.starts, again, step.device, step.rope_lengths)
             _, redone, passed = self._run(inputs, self.carry, short, short.ends)
         whole = [
@@ -334,14 +336,25 @@ class RecurrentState(LayerState):
             )
         return redone, whole + passed
 
+    def _index_again(self, step: Step, again: Sequence[int]) -> Tensor:
+        """Where the first `again[r]` inputs of each row are among those of the step's parts, int64 `[R, t]`."""
+        index = [[0] * max(again) for _ in again]
+        offset = 0
+        for part, _ in self._inputs:
+            for row, (start, count) in enumerate(zip(part.starts, part.counts)):
+                first = start - step.starts[row]
+                for at in range(first, min(first + count, again[row])):
+                    index[row][at] = offset + part.begins[row] + at - first
+            offset += part.new_tokens
+        return torch.tensor(index, device=self.log.device)
+
     def _log_writes(self, step: Step, accepted: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
         """(flat slots, inputs to put there) for the inputs accepted that the log still holds afterwards."""
         writes = []
         for part, inputs in self._inputs:
             key = ("log", self.period, accepted)
             slots, sources = part.cached(key, lambda part=part: self._log_index(part, step, accepted))  # type: ignore[misc]
-            rows = inputs.flatten(0, 1)
-            writes.append((slots, rows if len(sources) == len(rows) else rows[sources]))
+            writes.append((slots, inputs if len(sources) == len(inputs) else inputs[sources]))
         return writes
 
     def _log_index(self, part: Step, step: Step, accepted: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -352,7 +365,7 @@ class RecurrentState(LayerState):
             length = step.starts[row] + accepted[row]
             for position in range(max(start, length - size), min(start + count, length)):
                 slots.append(row * size + position % size)
-                sources.append(row * part.width + position - start)
+                sources.append(part.begins[row] + position - start)
         index = torch.tensor([slots, sources], dtype=torch.int64, device=self.log.device)
         return index[0], index[1]
 

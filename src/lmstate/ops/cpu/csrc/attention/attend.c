@@ -184,6 +184,11 @@ static source widened(const attend_args *a, const source *of, int64_t b, int64_t
                   .score = score_f32, .add = add_f32};
 }
 
+/* Among the queries of all rows. */
+static int64_t query_number(const attend_args *a, const attend_plan *all, int64_t r, int64_t token, int64_t head) {
+  return (all->rows[r].first_token + token) * a->heads + head;
+}
+
 /* Where the part of the row's first query is. */
 static int64_t first_part_of(const attend_args *a, const attend_plan *all, const task_of *task) {
   const row_plan *row = &all->rows[task->r];
@@ -196,6 +201,7 @@ static void run_chunk(const attend_args *a, const attend_plan *all, int64_t numb
   const int64_t group = a->heads / a->kv_heads, r = task->r, kv = task->kv, start = a->starts[r];
   const int64_t first_token = task->first_token, n = task->last_token * group;
   const int64_t first_part = first_part_of(a, all, task);
+  const float *queries_of_row = a->q + all->rows[r].q;
   source coded = {0}, floats = stored_of(a, all, r, kv, &coded);
   for (int64_t j = first_token * group; j < n; j++) {
     partial_softmax p = part_at(a, all->parts, first_part + j);
@@ -204,7 +210,8 @@ static void run_chunk(const attend_args *a, const attend_plan *all, int64_t numb
   }
   if (attends_bf16(a, all, r)) {
     float *parts = part_at(a, all->parts, first_part).largest;
-    attend_bf16(&(bf16_task){a, all->codes, &floats, &coded, parts, r, kv, first_token * group, n, from, until});
+    attend_bf16(&(bf16_task){a, all->codes, &floats, &coded, queries_of_row, parts, r, kv, first_token * group, n, from,
+                             until});
     return;
   }
   const int wide = widens(a, all, n - first_token * group);
@@ -228,11 +235,11 @@ static void run_chunk(const attend_args *a, const attend_plan *all, int64_t numb
       queries = stop - j < TILE ? (int)(stop - j) : TILE;
       for (int i = 0; i < queries; i++) {
         const int64_t token = (j + i) / group, head = kv * group + (j + i) % group;
-        q[i] = a->q + r * a->q_row + token * a->q_token + head * a->q_head;
+        q[i] = queries_of_row + token * a->q_token + head * a->q_head;
         low[i] = low_of(a, start + token), end[i] = start + token + 1;
         to[i] = part_at(a, all->parts, first_part + j + i);
         if (a->columns) {
-          const int64_t query = (r * a->tokens + token) * a->heads + head;
+          const int64_t query = query_number(a, all, r, token, head);
           to[i].weights = all->weights + query * all->padded, to[i].peaks = all->peaks + query * (all->padded / SUB);
         }
       }
@@ -245,7 +252,7 @@ static void run_chunk(const attend_args *a, const attend_plan *all, int64_t numb
 typedef struct { float *largest, *sum, *values; } whole_softmax;
 
 static whole_softmax whole_of(const attend_args *a, const attend_plan *all, int64_t r, int64_t token, int64_t head) {
-  const int64_t query = (r * a->tokens + token) * a->heads + head;
+  const int64_t query = query_number(a, all, r, token, head);
   float *total = all->totals + 2 * query;
   return (whole_softmax){total, total + 1, a->out + query * a->dim_v};
 }
@@ -324,7 +331,7 @@ static void add_columns(const attend_args *a, const attend_plan *all, int64_t r,
     const int64_t own = a->starts[r] + token, plane = own + a->planes - end;
     float *column = a->columns + ((r * a->kv_heads + kv) * a->planes + (plane < 0 ? 0 : plane)) * a->slots;
     for (int64_t h = kv * group; h < (kv + 1) * group; h++) {
-      const int64_t query = (r * a->tokens + token) * a->heads + h;
+      const int64_t query = query_number(a, all, r, token, h);
       const float *weights = all->weights + query * all->padded, *total = all->totals + 2 * query;
       for (int64_t b = low_of(a, own) / SUB * SUB; b <= own; b += SUB) {
         const float peak = all->peaks[query * (all->padded / SUB) + b / SUB];
@@ -339,10 +346,14 @@ static void add_columns(const attend_args *a, const attend_plan *all, int64_t r,
   }
 }
 
-int64_t attend_begin(const attend_args *a, const codes_args *codes, attend_plan *plan) {
+static int64_t all_tokens(const attend_args *a, const packed_tokens *packed) {
+  return packed ? packed->begins[a->rows] : a->rows * a->tokens;
+}
+
+int64_t attend_begin(const attend_args *a, const codes_args *codes, const packed_tokens *packed, attend_plan *plan) {
   plan->tasks = 0;
   plan->parts = plan->weights = NULL;
-  plan->codes = codes, plan->extra_key = NULL;
+  plan->packed = packed, plan->codes = codes, plan->extra_key = NULL;
   plan->rows = malloc((size_t)(a->rows + 1) * sizeof(row_plan));
   if (!plan->rows) return -1;
   int64_t parts = 0, runs = 0;
@@ -361,6 +372,8 @@ int64_t attend_begin(const attend_args *a, const codes_args *codes, attend_plan 
     }
     row_plan *row = &plan->rows[r];
     row->first_task = plan->tasks, row->first_part = parts;
+    row->first_token = packed ? packed->begins[r] : r * a->tokens;
+    row->q = packed ? packed->begins[r] * a->q_token : r * a->q_row;
     row->chunk = chunk_of(low_of(a, start));
     row->chunks = count ? chunk_of(start + count - 1) + 1 - row->chunk : 0;
     row->runs = (count + RUN - 1) / RUN;
@@ -368,10 +381,10 @@ int64_t attend_begin(const attend_args *a, const codes_args *codes, attend_plan 
     plan->tasks += places * row->runs;
     parts += places * (a->heads / a->kv_heads) * count;
   }
-  const size_t of_parts = (size_t)parts * (size_t)(a->dim_v + 2), totals = (size_t)(2 * a->rows * a->tokens * a->heads);
+  const size_t of_parts = (size_t)parts * (size_t)(a->dim_v + 2);
+  const size_t queries = (size_t)(all_tokens(a, packed) * a->heads), totals = 2 * queries;
   plan->parts = malloc((of_parts + totals + 1) * sizeof(float));
   if (a->columns) {
-    const size_t queries = (size_t)(a->rows * a->tokens * a->heads);
     plan->padded = (a->slots + SUB - 1) / SUB * SUB;
     plan->weights = malloc((queries * (size_t)(plan->padded + plan->padded / SUB) + 1) * sizeof(float));
     plan->peaks = plan->weights + queries * (size_t)plan->padded;
@@ -401,8 +414,9 @@ void attend_run(const attend_args *a, const attend_plan *plan) {
   }
   end_attend_bf16(a, plan);
 #pragma omp for schedule(static)
-  for (int64_t i = 0; i < a->rows * a->tokens * a->heads; i++) {
-    const int64_t r = i / (a->tokens * a->heads), token = i / a->heads % a->tokens;
+  for (int64_t i = 0; i < all_tokens(a, plan->packed) * a->heads; i++) {
+    const int64_t number = i / a->heads, r = plan->packed ? plan->packed->rows[number] : number / a->tokens;
+    const int64_t token = number - plan->rows[r].first_token;
     if (token >= a->counts[r]) memset(a->out + i * a->dim_v, 0, (size_t)a->dim_v * sizeof(float));
     else if (!plan->whole) combine(a, plan, r, token, i % a->heads);
   }
@@ -414,7 +428,7 @@ void attend_run(const attend_args *a, const attend_plan *plan) {
 int64_t lmstate_attend(const attend_args *a) {
   if (a->rows == 0 || a->tokens == 0) return 0;
   attend_plan plan;
-  const int64_t status = attend_begin(a, NULL, &plan);
+  const int64_t status = attend_begin(a, NULL, NULL, &plan);
   if (status) return status;
 #pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
   attend_run(a, &plan);

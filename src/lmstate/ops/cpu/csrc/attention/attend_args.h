@@ -86,8 +86,15 @@ typedef struct {
   attend_args attend; /* of q as rotated */
 } rotate_attend_args;
 
+/* Tokens of all rows that follow each other without padding: those of row r are begins[r]..begins[r + 1]. */
+typedef struct {
+  int64_t *begins; /* [R + 1] */
+  int32_t *rows;   /* of each token */
+} packed_tokens;
+
 typedef struct {
   int64_t first_task, first_part; /* of a row; parts are [kv head][chunk][token, head of the group] */
+  int64_t first_token, q;         /* its number among the tokens of all rows; where its queries begin */
   int64_t chunk, chunks;          /* the first chunk that a query of the row sees, and how many */
   int64_t runs;                   /* of new tokens */
 } row_plan;
@@ -95,17 +102,18 @@ typedef struct {
 typedef struct {
   row_plan *rows; /* [R] */
   float *parts;
-  float *totals;          /* [R, T, H, 2]: largest score and sum of exponentials */
-  float *weights, *peaks; /* [R, T, H, padded] (see `part`), [R, T, H, padded / SUB], for columns */
+  float *totals;          /* [N, H, 2]: largest score and sum of exponentials; N as of the queries */
+  float *weights, *peaks; /* [N, H, padded] (see `part`), [N, H, padded / SUB], for columns */
   int64_t tasks, padded;
   int64_t whole;          /* whether a task has all chunks, and a row's parts are [kv head][token, head of the group] */
+  const packed_tokens *packed; /* or null: there is padding, and N = R * T */
   const codes_args *codes;   /* or null */
   const extra_key_args *extra_key; /* or null */
 } attend_plan;
 
-/* `codes`: or null. 0; -1 where there was no memory; 1 + r where row r's starts or counts make no sense: nothing is to be
- * ended then. */
-int64_t attend_begin(const attend_args *a, const codes_args *codes, attend_plan *plan);
+/* `codes`: or null. `packed`: or null; else q is [N, H, D] by the strides of tokens and heads, and `out` [N, H, DV]. 0;
+ * -1 where there was no memory; 1 + r where row r's starts or counts make no sense: nothing is to be ended then. */
+int64_t attend_begin(const attend_args *a, const codes_args *codes, const packed_tokens *packed, attend_plan *plan);
 void attend_end(attend_plan *plan);
 /* Run by every thread of a parallel region that is open. When it returns, `out` is whole. */
 void attend_run(const attend_args *a, const attend_plan *plan);

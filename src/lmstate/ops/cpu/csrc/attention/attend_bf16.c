@@ -274,7 +274,7 @@ void attend_bf16(const bf16_task *t) {
       const int64_t token = (first + j) / group, head = t->kv * group + (first + j) % group;
       uint16_t *query = on.queries + j * on.dim;
       on.low[j] = low_of(a, start + token), on.end[j] = start + token + 1;
-      round_pairs(a->q + t->row * a->q_row + token * a->q_token + head * a->q_head, a->dim, query);
+      round_pairs(t->q + token * a->q_token + head * a->q_head, a->dim, query);
       memset(query + a->dim, 0, (size_t)(on.dim - a->dim) * sizeof *query);
     }
     if (on.few) {

@@ -43,7 +43,7 @@ int64_t lmstate_attend_latent(const attend_latent_args *a) {
                         .v_slot = a->latent_slot, .kind = a->kind, .window = a->window, .scale = a->scale};
   const extra_key_args extra_key = {a->rope, a->rope_table, a->rope_dim, a->rope_row, a->rope_slot};
   attend_plan plan;
-  const int64_t status = attend_begin(&attend, NULL, &plan);
+  const int64_t status = attend_begin(&attend, NULL, NULL, &plan);
   if (status) return status;
   plan.extra_key = &extra_key;
   float *q = malloc((size_t)(n * width) * sizeof(float));

@@ -150,7 +150,7 @@ int64_t lmstate_attend_quantized(const attend_quantized_args *c) {
   if (!a->q || a->rows == 0 || a->tokens == 0) return 0;
   if (!c->codes.tail) hadamard_heads((float *)a->q, a->rows * a->tokens * a->heads, a->dim, c->store_threads);
   attend_plan plan;
-  const int64_t status = attend_begin(a, &c->codes, &plan);
+  const int64_t status = attend_begin(a, &c->codes, NULL, &plan);
   if (status) return status;
 #pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
   attend_run(a, &plan);

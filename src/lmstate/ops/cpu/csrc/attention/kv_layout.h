@@ -93,6 +93,7 @@ typedef struct {
   const attend_args *args;
   const codes_args *codes; /* or null */
   const source *floats, *coded;
+  const float *q;          /* of the row's first token */
   float *parts;            /* of query 0, dim_v + 2 floats each: see `part` */
   int64_t row, kv, first, n, from, until;
 } bf16_task;

@@ -23,16 +23,16 @@ static int parallel(const sublayer_args *sublayer) {
 
 static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
 
-static sublayer_products products_of(const fused_args *run, const sublayer_args *sublayer) {
-  const linear_args common = {.rows = run->rows * run->tokens, .threads = run->threads};
-  sublayer_products p = {.into = common, .beside = common, .out = common};
+static sublayer_products products_of(const fused_args *run, const sublayer_args *sublayer, const workspace *common) {
+  const linear_args each = {.rows = common->packed.begins[run->rows], .threads = run->threads};
+  sublayer_products p = {.into = each, .beside = each, .out = each};
   if (sublayer->kind == MOE) {
     moe_products(run, &sublayer->experts, &p);
     return p;
   }
   if (sublayer->kind == ATTENTION) attention_products(&sublayer->attention, &p);
   else if (sublayer->kind == MLP) mlp_products(&sublayer->mlp, &p);
-  else recurrent_products(run, sublayer, &p);
+  else recurrent_products(run, sublayer, &p, common);
   const size_t first = linear_memory(&p.into) + (p.beside.weight ? linear_memory(&p.beside) : 0);
   p.products = larger(first, linear_memory(&p.out));
   return p;
@@ -41,10 +41,10 @@ static sublayer_products products_of(const fused_args *run, const sublayer_args 
 /* One sublayer, run by every thread; the status of its attention, the same for all of them. */
 static int64_t run_sublayer(const fused_args *run, const sublayer_args *sublayer, workspace *common, const float *x,
                             const float *residual, float *y) {
-  sublayer_products p = products_of(run, sublayer);
+  sublayer_products p = products_of(run, sublayer, common);
   p.into.x = p.beside.x = x, p.out.residual = residual, p.out.y = y;
   if (sublayer->kind == ATTENTION) return attention_sublayer(run, &sublayer->attention, &p, common);
-  if (sublayer->kind == MOE) moe_sublayer(run, &sublayer->experts, &p, common);
+  if (sublayer->kind == MOE) moe_sublayer(&sublayer->experts, &p, common);
   else if (sublayer->kind != MLP) recurrent_sublayer(run, sublayer, &p, common);
   else {
     p.into.y = common->between, p.out.x = common->between;
@@ -54,42 +54,98 @@ static int64_t run_sublayer(const fused_args *run, const sublayer_args *sublayer
   return 0;
 }
 
-/* 0, or the status of lmstate_attend of the sublayer that failed, times the count of sublayers, plus its index. */
-int64_t lmstate_fused(const fused_args *run) {
-  const int64_t n = run->rows * run->tokens;
-  if (n == 0) return 0;
+/* Number the tokens that are no padding. Whether there was memory. */
+static int number_tokens(const fused_args *run, packed_tokens *packed) {
+  const size_t begins = (size_t)(run->rows + 1) * sizeof *packed->begins;
+  char *memory = malloc(begins + (size_t)(run->rows * run->tokens) * sizeof *packed->rows);
+  if (!memory) return 0;
+  packed->begins = (int64_t *)memory, packed->rows = (int32_t *)(memory + begins);
+  int64_t n = 0;
+  for (int64_t r = 0; r < run->rows; r++) {
+    packed->begins[r] = n;
+    const int64_t count = run->counts ? run->counts[r] : run->tokens; /* attention refuses those that make no sense */
+    for (int64_t t = 0; t < count && t < run->tokens; t++) packed->rows[n++] = (int32_t)r;
+  }
+  packed->begins[run->rows] = n;
+  return 1;
+}
+
+/* [R, T, width] without its padding. */
+static const float *gathered(const fused_args *run, const packed_tokens *packed, const float *from, int64_t width,
+                             float *to) {
+#pragma omp for schedule(static)
+  for (int64_t i = 0; i < packed->begins[run->rows]; i++) {
+    const int64_t r = packed->rows[i], place = r * run->tokens + i - packed->begins[r];
+    memcpy(to + i * width, from + place * width, (size_t)width * sizeof(float));
+  }
+  return to;
+}
+
+/* The inverse: y has zeros at padding. */
+static void scatter(const fused_args *run, const packed_tokens *packed, const float *from, int64_t width) {
+#pragma omp for schedule(static)
+  for (int64_t i = 0; i < run->rows * run->tokens; i++) {
+    const int64_t token = packed->begins[i / run->tokens] + i % run->tokens;
+    if (token < packed->begins[i / run->tokens + 1])
+      memcpy(run->y + i * width, from + token * width, (size_t)width * sizeof(float));
+    else memset(run->y + i * width, 0, (size_t)width * sizeof(float));
+  }
+}
+
+/* As lmstate_fused, with the tokens numbered. */
+static int64_t run_sublayers(const fused_args *run, workspace *common) {
+  const packed_tokens *packed = &common->packed;
+  const int64_t n = packed->begins[run->rows], last = run->count - 1;
+  const sublayer_products first = products_of(run, run->sublayers, common);
+  const int ragged = n < run->rows * run->tokens, added = ragged && run->residual && run->residual != run->x;
   size_t products = 0;
-  int64_t between = 0, width = 0;
-  for (int64_t i = 0; i < run->count; i++) {
-    const sublayer_products p = products_of(run, &run->sublayers[i]);
+  int64_t between = 0, width = 0, outputs = 0;
+  for (int64_t i = 0; i <= last; i++) {
+    const sublayer_products p = products_of(run, &run->sublayers[i], common);
     products = larger(products, p.products);
     if (p.between > between) between = p.between;
-    if (p.out.outputs > width) width = p.out.outputs;
+    outputs = p.out.outputs;
+    if (outputs > width) width = outputs;
   }
   products = (products + 63) / 64 * 64; /* what lies between may be more than floats */
-  /* A sublayer reads one stream or two, and writes a third. */
-  const size_t bytes = products + (size_t)(between + 3 * n * width) * sizeof(float);
+  /* A sublayer reads one stream or two, and writes a third; beside them is what was gathered. */
+  const int64_t inputs = ragged ? n * first.into.inputs : 0, residuals = added ? n * first.out.outputs : 0;
+  const size_t bytes = products + (size_t)(between + 3 * n * width + inputs + residuals) * sizeof(float);
   char *memory = aligned_alloc(64, (bytes + 63) / 64 * 64);
   if (!memory) return -1;
-  workspace common = {.products = memory, .between = (float *)(memory + products)};
-  float *streams = common.between + between;
+  common->products = memory, common->between = (float *)(memory + products);
+  float *streams = common->between + between, *gather = streams + 3 * n * width;
   int64_t failed = 0;
 #pragma omp parallel num_threads((int)run->threads) if (run->threads > 1)
   {
     const float *before = NULL, *x = run->x, *residual = run->residual;
-    for (int64_t i = 0; i < run->count; i++) {
+    if (ragged) x = gathered(run, packed, run->x, first.into.inputs, gather);
+    if (added) residual = gathered(run, packed, run->residual, first.out.outputs, gather + inputs);
+    else if (ragged && residual) residual = x;
+    for (int64_t i = 0; i <= last; i++) {
       const sublayer_args *sublayer = &run->sublayers[i];
-      float *y = i + 1 < run->count ? streams + i % 3 * n * width : run->y;
-      if (run_sublayer(run, sublayer, &common, parallel(sublayer) ? before : x, residual, y)) {
+      float *y = i == last && !ragged ? run->y : streams + i % 3 * n * width;
+      if (run_sublayer(run, sublayer, common, parallel(sublayer) ? before : x, residual, y)) {
 #pragma omp single nowait
         failed = i;
         break;
       }
       before = x, x = residual = y;
     }
+    if (ragged) scatter(run, packed, x, outputs);
   }
   free(memory);
-  return common.status < 0 ? -1 : common.status ? common.status * run->count + failed : 0;
+  return common->status < 0 ? -1 : common->status ? common->status * run->count + failed : 0;
+}
+
+/* 0, or the status of lmstate_attend of the sublayer that failed, times the count of sublayers, plus its index. */
+int64_t lmstate_fused(const fused_args *run) {
+  if (run->rows * run->tokens == 0) return 0;
+  workspace common = {.status = 0};
+  if (!number_tokens(run, &common.packed)) return -1;
+  const int64_t status = run_sublayers(run, &common);
+  free(common.packed.begins);
+  return status;
 }
 
 EXPORT_SIZE(fused_args);

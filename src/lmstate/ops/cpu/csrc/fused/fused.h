@@ -24,7 +24,7 @@ typedef struct {
   /* The rings. */
   void *k, *v;           /* as in attend_args */
   float *columns;        /* [R, K, planes, S], of this call alone, as in attend_args; or null */
-  float *queries;        /* [N, H, D], filled with the queries as they attend; or null */
+  float *queries;        /* [R, T, H, D], filled with the queries as they attend; or null */
   char *const *k_table, *const *v_table; /* as in attend_args */
   int64_t slots, k_row, k_head, k_slot, v_row, v_head, v_slot, table_row, block, planes, kind, window, chunk;
   codes_args codes; /* bits: 0 where they are floats */
@@ -104,16 +104,18 @@ typedef struct {
 } sublayer_args;
 
 typedef struct {
-  const float *x;        /* [N, inputs of the first sublayer], N = rows * tokens */
+  const float *x;        /* [R, T, inputs of the first sublayer] */
   const float *residual; /* what the first sublayer is added to, or null; the others are added to what they read */
-  float *y;              /* [N, outputs of the last sublayer] */
-  const int64_t *starts, *counts; /* [R] */
+  float *y;              /* [R, T, outputs of the last sublayer], zeros at padding */
+  const int64_t *starts, *counts; /* [R]; counts: or null, all are real */
   int64_t rows, tokens, count, threads;
   sublayer_args sublayers[];
 } fused_args;
 
-/* Shared by fused sublayers: memory for the products, activations between them, and the plan of an attention. */
+/* Shared by fused sublayers: which N tokens are no padding, memory for the products, activations between them, and
+ * the plan of an attention. */
 typedef struct {
+  packed_tokens packed;
   char *products;
   float *between;
   attend_plan plan;
@@ -129,12 +131,13 @@ typedef struct {
 } sublayer_products;
 
 /* Each `_sublayer` is for every thread of an open parallel region: y = residual + scale * after(out(...(into(norm
- * x)))). */
+ * x)))), all of them [N, ..]. */
 void attention_products(const attention_args *a, sublayer_products *p);
 int64_t attention_sublayer(const fused_args *run, const attention_args *a, sublayer_products *p, workspace *common);
-void recurrent_products(const fused_args *run, const sublayer_args *sublayer, sublayer_products *p);
+void recurrent_products(const fused_args *run, const sublayer_args *sublayer, sublayer_products *p,
+                        const workspace *common);
 void recurrent_sublayer(const fused_args *run, const sublayer_args *sublayer, sublayer_products *p, workspace *common);
 void moe_products(const fused_args *run, const moe_args *a, sublayer_products *p);
-void moe_sublayer(const fused_args *run, const moe_args *a, sublayer_products *p, workspace *common);
+void moe_sublayer(const moe_args *a, sublayer_products *p, workspace *common);
 
 #endif

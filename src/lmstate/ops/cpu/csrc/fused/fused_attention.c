@@ -10,10 +10,11 @@ static int64_t qkv_width(const attention_args *a) {
 }
 
 /* Norm and rotate the heads of the projections in place, and store those of keys and values. */
-static void norm_rope_store(const fused_args *run, const attention_args *a, const attend_args *attend, float *qkv) {
+static void norm_rope_store(const fused_args *run, const attention_args *a, const attend_args *attend,
+                            const packed_tokens *packed, float *qkv) {
   const int64_t each = a->gated ? 2 * a->dim : a->dim; /* from one query head to the next */
   const int64_t keys = a->heads * each, values = keys + a->kv_heads * a->dim, width = qkv_width(a);
-  const int64_t n = run->rows * run->tokens, all = a->heads + stored_heads(a), size = a->kind == F32 ? 4 : 2;
+  const int64_t n = packed->begins[run->rows], all = a->heads + stored_heads(a), size = a->kind == F32 ? 4 : 2;
   const int whole_q = a->q_norm && a->q_norm_width != a->dim, whole_k = a->k_norm && a->k_norm_width != a->dim;
   if (whole_q || whole_k) {
 #pragma omp for schedule(static)
@@ -25,20 +26,20 @@ static void norm_rope_store(const fused_args *run, const attention_args *a, cons
   }
 #pragma omp for schedule(static)
   for (int64_t i = 0; i < n * all; i++) {
-    const int64_t token = i / all, r = token / run->tokens, t = token % run->tokens;
+    const int64_t token = i / all, r = packed->rows[token], t = token - packed->begins[r], place = r * run->tokens + t;
     const int64_t h = i % all, kv = h - a->heads;
     float *x = qkv + token * width + (kv < 0 ? h * each : keys + kv * a->dim);
     if (kv < 0 ? a->q_norm && !whole_q : a->k_norm && !whole_k)
       rms_norm_row(x, kv < 0 ? a->q_norm : a->k_norm, x, a->dim, kv < 0 ? a->q_eps : a->k_eps);
     if (a->half) {
       float turned[MAX_DIM];
-      rotate_head(x, a->cos + token * a->half, a->sin + token * a->half, turned, a->dim, a->half, a->interleaved);
+      rotate_head(x, a->cos + place * a->half, a->sin + place * a->half, turned, a->dim, a->half, a->interleaved);
       memcpy(x, turned, (size_t)a->dim * sizeof(float));
     }
     if (kv < 0 && a->queries && !a->reads)
-      memcpy(a->queries + (token * a->heads + h) * a->dim, x, (size_t)a->dim * sizeof(float));
+      memcpy(a->queries + (place * a->heads + h) * a->dim, x, (size_t)a->dim * sizeof(float));
     if (kv < 0 && a->codes.bits && !a->codes.tail) hadamard_head(x, a->dim);
-    if (kv < 0 || t >= run->counts[r]) continue;
+    if (kv < 0) continue;
     float *value = qkv + token * width + values + kv * a->dim;
     if (a->v_norm) rms_norm_row(value, a->v_norm, value, a->dim, a->v_eps);
     if (a->codes.bits) {
@@ -109,15 +110,14 @@ int64_t attention_sublayer(const fused_args *run, const attention_args *a, subla
     .q = qkv, .k = a->k, .v = a->v, .starts = starts, .counts = run->counts, .sinks = a->sinks, .out = seen,
     .columns = a->reads ? NULL : a->columns, .k_table = a->k_table, .v_table = a->v_table,
     .table_row = a->table_row, .block = a->block, .rows = run->rows, .tokens = run->tokens, .heads = a->heads,
-    .kv_heads = a->kv_heads,
-    .slots = a->slots, .dim = a->dim, .dim_v = a->dim, .q_row = run->tokens * width, .q_token = width,
+    .kv_heads = a->kv_heads, .slots = a->slots, .dim = a->dim, .dim_v = a->dim, .q_token = width,
     .q_head = a->gated ? 2 * a->dim : a->dim, .k_row = a->k_row, .k_head = a->k_head, .k_slot = a->k_slot,
     .v_row = a->v_row, .v_head = a->v_head, .v_slot = a->v_slot, .planes = a->planes, .kind = a->kind,
     .window = a->window, .chunk = a->chunk, .threads = run->threads, .scale = a->scale, .softcap = a->softcap,
   };
 #pragma omp single nowait
   {
-    common->status = attend_begin(&attend, a->codes.bits ? &a->codes : NULL, &common->plan);
+    common->status = attend_begin(&attend, a->codes.bits ? &a->codes : NULL, &common->packed, &common->plan);
   }
   p->into.y = qkv, p->out.x = seen;
   linear_run(&p->into, common->products);
@@ -125,7 +125,7 @@ int64_t attention_sublayer(const fused_args *run, const attention_args *a, subla
    * come to the next such end; later, one that is ahead may be at another layer. */
   const int64_t status = common->status;
   if (status) return status;
-  norm_rope_store(run, a, &attend, qkv);
+  norm_rope_store(run, a, &attend, &common->packed, qkv);
   attend_run(&attend, &common->plan);
 #pragma omp single nowait
   attend_end(&common->plan);

@@ -22,7 +22,7 @@ typedef struct {
   float *hidden, *done;     /* [V, 2 * hidden], [V, outputs] */
   float *sums;              /* [N, outputs] */
   float *shared_hidden, *shared, *shared_gate; /* [N, 2 * the shared one's hidden], [N, outputs], [N] */
-  int32_t *chosen;          /* [N, top_k]: experts; -1 of padding, which visits none */
+  int32_t *chosen;          /* [N, top_k]: experts */
   int32_t *visits, *placed; /* [V]: token * top_k + i of each visit; [N, top_k]: places of a token's visits, in order */
 } moe_workspace;
 
@@ -69,7 +69,7 @@ static int64_t lay_out(const moe_args *a, int64_t n, char *base, moe_workspace *
 void moe_products(const fused_args *run, const moe_args *a, sublayer_products *p) {
   const int64_t n = p->into.rows, visits = n * a->top_k;
   moe_workspace nowhere;
-  p->out.outputs = a->outputs, p->out.scale = a->residual_scale;
+  p->into.inputs = a->inputs, p->out.outputs = a->outputs, p->out.scale = a->residual_scale;
   p->between = lay_out(a, n, NULL, &nowhere) / (int64_t)sizeof(float);
   /* Floats are the longest that a row is made into, but for 17 rows of bytes where tiles take 16; see linear_memory. */
   const int64_t widest = larger(larger(a->inputs, a->experts->hidden), a->shared ? a->experts[a->count].hidden : 0);
@@ -176,7 +176,7 @@ static void pair_up(const moe_args *a, const sublayer_products *p, const expert 
 static void plan(const moe_args *a, const sublayer_products *p, const moe_workspace *w) {
   const int64_t n = p->into.rows, visits = n * a->top_k, width = 2 * a->experts->hidden;
   int64_t at = 0, found = 0;
-  int32_t met[n];
+  int32_t met[n + 1];
   memset(met, 0, sizeof(met));
   for (int64_t e = 0; e < a->count; e++) {
     const int64_t first = at;
@@ -205,7 +205,6 @@ static void add_up(const moe_args *a, const moe_workspace *w, int64_t token, int
   const int32_t *placed = w->placed + token * a->top_k;
   float *y = w->sums + token * a->outputs;
   memset(y + first, 0, (size_t)(last - first) * sizeof(float));
-  if (w->chosen[token * a->top_k] < 0) return;
   for (int64_t i = 0; i < a->top_k; i++) {
     const float weight = a->scale_input ? 1 : w->weights[w->visits[placed[i]]];
     const float *done = w->done + placed[i] * a->outputs;
@@ -230,7 +229,7 @@ static void join(const sublayer_products *p, const moe_workspace *w, int64_t tok
   }
 }
 
-void moe_sublayer(const fused_args *run, const moe_args *a, sublayer_products *p, workspace *common) {
+void moe_sublayer(const moe_args *a, sublayer_products *p, workspace *common) {
   const int64_t n = p->into.rows, width = a->inputs, blocks = (a->outputs + FEATURES - 1) / FEATURES;
   moe_workspace w;
   lay_out(a, n, (char *)common->between, &w);
@@ -245,13 +244,8 @@ void moe_sublayer(const fused_args *run, const moe_args *a, sublayer_products *p
   first[0].x = first[1].x = w.x, first[0].y = w.scores, first[1].y = w.shared_gate;
   linear_run_all(first, a->shared_gate ? 2 : 1, common->products);
 #pragma omp for schedule(static)
-  for (int64_t i = 0; i < n; i++) {
-    int32_t *chosen = w.chosen + i * a->top_k;
-    if (!run->counts || i % run->tokens < run->counts[i / run->tokens])
-      choose(a, w.scores + i * a->count, w.choice + 2 * i * a->count, chosen, w.weights + i * a->top_k);
-    else
-      for (int64_t k = 0; k < a->top_k; k++) chosen[k] = -1;
-  }
+  for (int64_t i = 0; i < n; i++)
+    choose(a, w.scores + i * a->count, w.choice + 2 * i * a->count, w.chosen + i * a->top_k, w.weights + i * a->top_k);
 #pragma omp single
   plan(a, p, &w);
 #pragma omp for schedule(static)

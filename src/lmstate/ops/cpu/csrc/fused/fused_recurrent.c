@@ -1,15 +1,17 @@
 /* A recurrent layer as a sublayer: its projections, what its mixer makes of them, the projection back. */
 #include "fused/fused.h"
 
-static fold_args fold_of(const fused_args *run, const recurrent_args *a) {
-  const fold_args fold = {.tail = a->tail, .carry = a->carry, .counts = run->counts, .next_tail = a->next_tail,
-                          .next = a->next, .rows = run->rows, .tokens = run->tokens, .threads = run->threads};
+static fold_args fold_of(const fused_args *run, const recurrent_args *a, const workspace *common) {
+  const fold_args fold = {.tail = a->tail, .carry = a->carry, .counts = run->counts, .begins = common->packed.begins,
+                          .next_tail = a->next_tail, .next = a->next, .rows = run->rows, .tokens = run->tokens,
+                          .threads = run->threads};
   return fold;
 }
 
-void recurrent_products(const fused_args *run, const sublayer_args *sublayer, sublayer_products *p) {
+void recurrent_products(const fused_args *run, const sublayer_args *sublayer, sublayer_products *p,
+                        const workspace *common) {
   const recurrent_args *a = &sublayer->recurrent;
-  const fold_args fold = fold_of(run, a);
+  const fold_args fold = fold_of(run, a, common);
   p->into.norm = a->norm, p->into.eps = a->norm_eps, p->into.inputs = a->inputs, p->beside = p->into;
   p->into.weight = a->project, p->into.bias = a->bias, p->into.factors = a->factors, p->into.kind = a->project_kind,
       p->into.outputs = a->projected;
@@ -36,9 +38,9 @@ void recurrent_products(const fused_args *run, const sublayer_args *sublayer, su
 static void mamba2_sublayer(const fused_args *run, const recurrent_args *a, sublayer_products *p, workspace *common) {
   const int64_t inner = p->out.inputs;
   float *seen = common->between;
-  fold_args fold = fold_of(run, a);
+  fold_args fold = fold_of(run, a, common);
   fold.z = a->kept, fold.x = a->kept + inner, fold.y = seen;
-  fold.x_row = fold.z_row = run->tokens * a->projected, fold.x_token = fold.z_token = a->projected;
+  fold.x_token = fold.z_token = a->projected;
   p->into.y = a->kept, p->out.x = seen;
   linear_run(&p->into, common->products);
   mamba2_mixer_run(&a->ssd, &fold, seen + p->out.rows * inner);
@@ -51,10 +53,9 @@ static void gated_delta_sublayer(const fused_args *run, const recurrent_args *a,
   const int64_t n = p->out.rows, values = p->out.inputs, gates = p->beside.outputs;
   const int64_t width = a->projected - values, taken = width + gates;
   float *projected = common->between, *gated = projected + n * a->projected, *seen = gated + n * gates;
-  fold_args fold = fold_of(run, a);
+  fold_args fold = fold_of(run, a, common);
   fold.x = a->kept, fold.z = projected + width, fold.y = seen;
-  fold.x_row = run->tokens * taken, fold.x_token = taken;
-  fold.z_row = run->tokens * a->projected, fold.z_token = a->projected;
+  fold.x_token = taken, fold.z_token = a->projected;
   p->into.y = projected, p->beside.y = gated, p->out.x = seen;
   const linear_args projections[] = {p->beside, p->into};
   linear_run_all(projections, 2, common->products);
@@ -73,8 +74,10 @@ static void short_conv_sublayer(const fused_args *run, const recurrent_args *a, 
   const int64_t width = p->out.inputs;
   float *projected = common->between, *seen = projected + p->out.rows * a->projected;
   const causal_conv_args conv = {
-      a->kept, a->tail, a->conv.taps, a->conv.bias, run->counts, seen, a->next_tail, run->rows, run->tokens, width,
-      a->conv.kernel, 0, run->threads, run->tokens * width, width, (a->conv.kernel - 1) * width};
+      .x = a->kept, .tail = a->tail, .taps = a->conv.taps, .bias = a->conv.bias, .counts = run->counts,
+      .begins = common->packed.begins, .y = seen, .next = a->next_tail, .rows = run->rows, .tokens = run->tokens,
+      .width = width, .kernel = a->conv.kernel, .threads = run->threads, .x_token = width,
+      .tail_row = (a->conv.kernel - 1) * width};
   p->into.y = projected, p->out.x = seen;
   linear_run(&p->into, common->products);
   gated_conv_run(&conv, projected, a->kept);

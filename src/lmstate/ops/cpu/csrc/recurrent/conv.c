@@ -8,14 +8,18 @@ enum { FEATURES = 512 }; /* that a thread takes at a time: their taps and inputs
 INLINE const float *input(const causal_conv_args *a, int64_t row, int64_t i) {
   const int64_t before = a->kernel - 1;
   if (i < before) return a->tail + row * a->tail_row + i * a->width;
-  return a->x + row * a->x_row + (i - before) * a->x_token;
+  return a->x + token_at(a->begins, row, i - before, a->x_row, a->x_token);
+}
+
+static float *output(const causal_conv_args *a, int64_t row, int64_t t) {
+  return a->y + token_at(a->begins, row, t, a->tokens * a->width, a->width);
 }
 
 /* Token t, features first..last. `kernel` is a constant where this is called, up to 4. */
 INLINE void convolve_few(const causal_conv_args *a, int64_t row, int64_t t, int64_t first, int64_t last, int kernel) {
   const float *in[4];
   UNROLL for (int c = 0; c < kernel; c++) in[c] = input(a, row, t + c);
-  float *y = a->y + (row * a->tokens + t) * a->width;
+  float *y = output(a, row, t);
   for (int64_t f = first; f < last; f += VL) {
     const int64_t n = last - f;
     vf sum = a->bias ? load_some(a->bias + f, n) : vf_zero();
@@ -26,7 +30,7 @@ INLINE void convolve_few(const causal_conv_args *a, int64_t row, int64_t t, int6
 }
 
 static void convolve_many(const causal_conv_args *a, int64_t row, int64_t t, int64_t first, int64_t last) {
-  float *y = a->y + (row * a->tokens + t) * a->width;
+  float *y = output(a, row, t);
   for (int64_t f = first; f < last; f += VL) {
     const int64_t n = last - f;
     vf sum = a->bias ? load_some(a->bias + f, n) : vf_zero();
@@ -45,7 +49,8 @@ static void convolve(const causal_conv_args *a, int64_t row, int64_t first, int6
       case 4: convolve_few(a, row, t, first, last, 4); break;
       default: convolve_many(a, row, t, first, last); break;
     }
-  for (int64_t t = count; t < a->tokens; t++) memset(a->y + (row * a->tokens + t) * a->width + first, 0, bytes);
+  const int64_t placed = placed_tokens(a->begins, count, a->tokens);
+  for (int64_t t = count; t < placed; t++) memset(output(a, row, t) + first, 0, bytes);
   for (int64_t i = 0; i < before; i++)
     memcpy(a->next + (row * before + i) * a->width + first, input(a, row, count + i) + first, bytes);
 }
@@ -64,7 +69,8 @@ void gated_conv_run(const causal_conv_args *a, const float *projected, float *ta
 #pragma omp for schedule(static)
   for (int64_t i = 0; i < a->rows * blocks; i++) {
     const int64_t row = i / blocks, first = i % blocks * FEATURES, last = at_most(first + FEATURES, width);
-    const int64_t begin = row * a->tokens, end = begin + a->tokens;
+    const int64_t begin = token_at(a->begins, row, 0, a->tokens, 1);
+    const int64_t end = begin + placed_tokens(a->begins, real_tokens(a->counts, row, a->tokens), a->tokens);
     for (int64_t t = begin; t < end; t++)
       for (int64_t f = first; f < last; f++)
         taken[t * width + f] = projected[t * 3 * width + f] * projected[(t * 3 + 2) * width + f];

@@ -36,12 +36,15 @@ static void prepare(const gated_delta_rule_args *a, const scratch *s, int64_t r,
   for (int64_t i = 0; i < n; i++) {
     const int64_t t = first + i;
     float *k = s->k + i * dim, *q = s->q + i * dim;
-    scaled(a->k + r * a->k_row + t * a->k_token + key_head * a->k_head, k, dim, 1.0f, a->normalize);
-    scaled(a->q + r * a->q_row + t * a->q_token + key_head * a->q_head, q, dim, (float)a->scale, a->normalize);
+    const float *from_k = a->k + token_at(a->begins, r, t, a->k_row, a->k_token) + key_head * a->k_head;
+    const float *from_q = a->q + token_at(a->begins, r, t, a->q_row, a->q_token) + key_head * a->q_head;
+    scaled(from_k, k, dim, 1.0f, a->normalize);
+    scaled(from_q, q, dim, (float)a->scale, a->normalize);
     s->hits[i] = dot(q, k, dim);
-    s->beta[i] = a->beta ? a->beta[r * a->beta_row + t * a->beta_token + h * a->beta_head] : 1.0f;
+    s->beta[i] = 1.0f;
+    if (a->beta) s->beta[i] = a->beta[token_at(a->begins, r, t, a->beta_row, a->beta_token) + h * a->beta_head];
     if (a->A) s->beta[i] = (float)a->beta_scale / (1.0f + expf(-s->beta[i]));
-    const float *g = a->g + r * a->g_row + t * a->g_token + h * a->g_head;
+    const float *g = a->g + token_at(a->begins, r, t, a->g_row, a->g_token) + h * a->g_head;
     if (!a->by_channel) s->decay[i * dim] = expf(a->A ? a->A[h] * softplus(g[0] + a->bias[h]) : g[0]);
     else
       for (int64_t d = 0; d < dim; d += VL) {
@@ -91,8 +94,9 @@ INLINE void run_block(const gated_delta_rule_args *a, const scratch *s, int64_t 
   vf answer[VECTORS], out[VECTORS], u[VECTORS];
   sweep(s->block, from + c, to + c, stride, columns, dim, 0, 0, s->decay, s->k, s->q, answer, out, flags | LOAD | READ);
   for (int64_t i = 0; i < n; i++) {
-    const float *v = a->v + r * a->v_row + (first + i) * a->v_token + h * a->v_head + c;
-    float *y = flags & ANSWER ? a->y + ((r * a->tokens + first + i) * a->heads + h) * a->value_dim + c : 0;
+    const float *v = a->v + token_at(a->begins, r, first + i, a->v_row, a->v_token) + h * a->v_head + c;
+    float *y = 0;
+    if (flags & ANSWER) y = a->y + (token_at(a->begins, r, first + i, a->tokens, 1) * a->heads + h) * stride + c;
     UNROLL for (int j = 0; j < VECTORS; j++) {
       const int64_t left = flags & WHOLE ? VL : columns - j * VL;
       u[j] = load_some(v + j * VL, left);
@@ -132,8 +136,8 @@ INLINE void one_token(const gated_delta_rule_args *a, const scratch *s, int64_t 
                       const float *from, float *to, int flags) {
   const int64_t dim = a->key_dim, stride = a->value_dim;
   const int past = bypasses(to, stride, a->heads * dim * stride);
-  const float *v = a->v + r * a->v_row + h * a->v_head;
-  float *y = a->y + (r * a->tokens * a->heads + h) * a->value_dim;
+  const float *v = a->v + token_at(a->begins, r, 0, a->v_row, a->v_token) + h * a->v_head;
+  float *y = a->y + (token_at(a->begins, r, 0, a->tokens, 1) * a->heads + h) * a->value_dim;
   for (int64_t c = 0; c < stride; c += wide * VL) {
     vf by_k[8], by_q[8], u[8];
     UNROLL for (int j = 0; j < wide; j++) by_k[j] = by_q[j] = vf_zero();
@@ -194,10 +198,11 @@ static void run_head(const gated_delta_rule_args *a, const scratch *s, int64_t r
     else (a->y ? run_scalar : run_scalar_again)(a, s, r, h, first, n, from, to);
   }
   if (!count) memcpy(to, from, (size_t)size * sizeof(float));
-  for (int64_t t = count; a->y && t < a->tokens; t++)
-    memset(a->y + ((r * a->tokens + t) * a->heads + h) * a->value_dim, 0, (size_t)a->value_dim * sizeof(float));
+  const int64_t begin = token_at(a->begins, r, 0, a->tokens, 1), placed = placed_tokens(a->begins, count, a->tokens);
+  for (int64_t t = count; a->y && t < placed; t++)
+    memset(a->y + ((begin + t) * a->heads + h) * a->value_dim, 0, (size_t)a->value_dim * sizeof(float));
   if (a->norm)
-    for (int64_t t = 0; t < count; t++) gated_norm_group(a->norm, r * a->tokens + t, h);
+    for (int64_t t = 0; t < count; t++) gated_norm_group(a->norm, begin + t, h);
 }
 
 size_t delta_memory(const gated_delta_rule_args *a) { return (size_t)a->threads * scratch_size(a); }

@@ -2,6 +2,20 @@
 #include "recurrent/mixers.h"
 #include "layout.h"
 
+/* Tokens that have a place, over all rows. */
+static int64_t all_tokens(const fold_args *f) { return f->begins ? f->begins[f->rows] : f->rows * f->tokens; }
+
+/* The norm and the gate of a mixer's outputs, in place. Without padding they are those of one long row. */
+static gated_norm_args norm_of(const fold_args *f, const float *weight, int64_t groups, int64_t width, int64_t weights,
+                               int64_t silu, int64_t gate_last, double eps) {
+  const gated_norm_args norm = {
+      .y = f->y, .gate = f->z, .weight = weight, .out = f->y, .counts = f->begins ? 0 : f->counts,
+      .rows = f->begins ? 1 : f->rows, .tokens = f->begins ? all_tokens(f) : f->tokens, .groups = groups,
+      .width = width, .weights = weights, .silu = silu, .gate_last = gate_last, .threads = f->threads,
+      .gate_row = f->z_row, .gate_token = f->z_token, .eps = eps};
+  return norm;
+}
+
 static int64_t delta_width(const gated_delta_parts *m) {
   return 2 * m->key_heads * m->key_dim + m->heads * m->value_dim;
 }
@@ -11,7 +25,8 @@ static gated_delta_rule_args delta_of(const gated_delta_parts *m, const fold_arg
     const gated_norm_args *norm) {
   const int64_t keys = m->key_heads * m->key_dim, width = delta_width(m), row = f->tokens * width;
   const gated_delta_rule_args delta = {
-      .q = mixed, .k = mixed + keys, .v = mixed + 2 * keys, .carry = f->carry, .counts = f->counts, .y = f->y,
+      .q = mixed, .k = mixed + keys, .v = mixed + 2 * keys, .carry = f->carry, .counts = f->counts,
+      .begins = f->begins, .y = f->y,
       .next = f->next, .rows = f->rows, .tokens = f->tokens, .key_heads = m->key_heads, .heads = m->heads,
       .key_dim = m->key_dim, .value_dim = m->value_dim, .by_channel = m->by_channel, .normalize = 1,
       .threads = f->threads, .q_row = row, .q_token = width, .q_head = m->key_dim, .k_row = row, .k_token = width,
@@ -26,20 +41,18 @@ static gated_delta_rule_args delta_of(const gated_delta_parts *m, const fold_arg
 
 size_t gated_delta_mixer_memory(const gated_delta_parts *m, const fold_args *f) {
   const gated_delta_rule_args delta = {.key_dim = m->key_dim, .threads = f->threads};
-  return delta_memory(&delta) + (size_t)(f->rows * f->tokens * delta_width(m));
+  return delta_memory(&delta) + (size_t)(all_tokens(f) * delta_width(m));
 }
 
 void gated_delta_mixer_run(const gated_delta_parts *m, const fold_args *f, float *memory) {
-  const gated_norm_args norm = {
-      f->y, f->z, m->norm, f->y, f->counts, f->rows, f->tokens, m->heads, m->value_dim, m->value_dim, m->silu, 1,
-      f->threads, f->z_row, f->z_token, m->eps};
+  const gated_norm_args norm = norm_of(f, m->norm, m->heads, m->value_dim, m->value_dim, m->silu, 1, m->eps);
   gated_delta_rule_args delta = delta_of(m, f, memory, &norm);
   const int64_t width = delta.q_token;
   const causal_conv_args conv = {
-      f->x, f->tail, m->taps, 0, f->counts, memory, f->next_tail, f->rows, f->tokens, width, m->kernel, 1, f->threads,
-      f->x_row, f->x_token, (m->kernel - 1) * width};
+      f->x, f->tail, m->taps, 0, f->counts, f->begins, memory, f->next_tail, f->rows, f->tokens, width, m->kernel, 1,
+      f->threads, f->x_row, f->x_token, (m->kernel - 1) * width};
   conv_run(&conv);
-  delta_run(&delta, memory + f->rows * delta.q_row);
+  delta_run(&delta, memory + all_tokens(f) * width);
 }
 
 typedef struct {
@@ -61,25 +74,25 @@ int64_t lmstate_gated_delta_mixer(const gated_delta_mixer_args *a) {
 static int64_t ssd_width(const mamba2_parts *m) { return m->heads * m->head_dim + 2 * m->groups * m->states; }
 
 size_t mamba2_mixer_memory(const mamba2_parts *m, const fold_args *f) {
-  return (size_t)(f->rows * f->tokens * ssd_width(m));
+  return (size_t)(all_tokens(f) * ssd_width(m));
 }
 
 void mamba2_mixer_run(const mamba2_parts *m, const fold_args *f, float *memory) {
   const int64_t inner = m->heads * m->head_dim, each = m->groups * m->states, width = ssd_width(m);
   const int64_t row = f->tokens * width;
   const causal_conv_args conv = {
-      f->x, f->tail, m->taps, m->conv_bias, f->counts, memory, f->next_tail, f->rows, f->tokens, width, m->kernel, 1,
-      f->threads, f->x_row, f->x_token, (m->kernel - 1) * width};
+      f->x, f->tail, m->taps, m->conv_bias, f->counts, f->begins, memory, f->next_tail, f->rows, f->tokens, width,
+      m->kernel, 1, f->threads, f->x_row, f->x_token, (m->kernel - 1) * width};
   const ssd_args ssd = {
       .x = memory, .B = memory + inner, .C = memory + inner + each, .dt = f->x + width, .A = m->A, .D = m->D,
-      .bias = m->dt_bias, .carry = f->carry, .counts = f->counts, .y = f->y, .next = f->next, .rows = f->rows,
+      .bias = m->dt_bias, .carry = f->carry, .counts = f->counts, .begins = f->begins, .y = f->y, .next = f->next,
+      .rows = f->rows,
       .tokens = f->tokens, .heads = m->heads, .head_dim = m->head_dim, .groups = m->groups, .states = m->states,
       .threads = f->threads, .x_row = row, .x_token = width, .x_head = m->head_dim, .dt_row = f->x_row,
       .dt_token = f->x_token, .dt_head = 1, .B_row = row, .B_token = width, .B_group = m->states, .C_row = row,
       .C_token = width, .C_group = m->states, .carry_row = inner * m->states, .low = m->low, .high = m->high};
-  const gated_norm_args norm = {
-      f->y, f->z, m->norm, f->y, f->counts, f->rows, f->tokens, m->norm_groups, inner / m->norm_groups,
-      m->norm_weights, 1, m->gate_last, f->threads, f->z_row, f->z_token, m->eps};
+  const gated_norm_args norm =
+      norm_of(f, m->norm, m->norm_groups, inner / m->norm_groups, m->norm_weights, 1, m->gate_last, m->eps);
   conv_run(&conv);
   ssd_run(&ssd);
   if (f->z) gated_norm_run(&norm);

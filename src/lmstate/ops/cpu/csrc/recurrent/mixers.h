@@ -12,6 +12,7 @@ typedef struct {
   const float *tail;     /* [R, C - 1, W], contiguous, as is all that follows */
   const float *carry;    /* [R, H, Dk, Dv], or [R, H, P, N] */
   const int64_t *counts; /* [R] */
+  const int64_t *begins; /* [R + 1], where x, z and y have no padding: see `token_at`; or null */
   float *y;              /* [R, T, I]; null: not wanted of a delta rule */
   float *next_tail, *next;
   int64_t rows, tokens, threads;

@@ -38,6 +38,15 @@ INLINE int64_t real_tokens(const int64_t *counts, int64_t row, int64_t tokens) {
   return n < 0 ? 0 : at_most(n, tokens);
 }
 
+/* Where token t of row r is: tokens lie `token` apart, and rows `row`, or without padding each behind the begins[r]
+ * tokens of those before it. */
+INLINE int64_t token_at(const int64_t *begins, int64_t r, int64_t t, int64_t row, int64_t token) {
+  return begins ? (begins[r] + t) * token : r * row + t * token;
+}
+
+/* Tokens of a row that have a place, with padding if there is any. */
+INLINE int64_t placed_tokens(const int64_t *begins, int64_t count, int64_t tokens) { return begins ? count : tokens; }
+
 /* log(1 + exp(x)) = max(x, 0) + log1p(u) with u = exp(-|x|), and log1p(u) = 2 atanh(u / (2 + u)), a short series. */
 INLINE vf vf_softplus(vf x) {
   const vf u = vf_exp(vf_sub(vf_zero(), vf_abs(x)));
@@ -74,6 +83,7 @@ typedef struct {
   const float *taps;     /* [C, F] */
   const float *bias;     /* [F] or null */
   const int64_t *counts; /* [R] */
+  const int64_t *begins; /* [R], where x and y have no padding: see `token_at`; or null */
   float *y, *next;       /* [R, T, F] and the new tail, contiguous */
   int64_t rows, tokens, width, kernel, silu, threads;
   int64_t x_row, x_token, tail_row;
@@ -97,6 +107,7 @@ typedef struct {
   const float *beta;      /* [R, T, H], or null: nothing is corrected */
   const float *carry;     /* [R, H, Dk, Dv] by its row stride */
   const int64_t *counts;  /* [R] */
+  const int64_t *begins;  /* as in causal_conv_args */
   float *y, *next;        /* [R, T, H, Dv], or null where the rule corrects itself, and the new carry, contiguous */
   int64_t rows, tokens, key_heads, heads, key_dim, value_dim, by_channel, normalize, threads;
   int64_t q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head;
@@ -116,6 +127,7 @@ typedef struct {
   const float *D, *bias;  /* [H] or null */
   const float *carry;     /* [R, H, P, N] by its row stride */
   const int64_t *counts;  /* [R] */
+  const int64_t *begins;  /* as in causal_conv_args */
   float *y, *next;        /* [R, T, H, P] and the new carry, contiguous */
   int64_t rows, tokens, heads, head_dim, groups, states, threads;
   int64_t x_row, x_token, x_head, dt_row, dt_token, dt_head, B_row, B_token, B_group, C_row, C_token, C_group;

@@ -12,10 +12,10 @@ enum { TALL = 4, WIDE = VL == 16 ? 4 : 2, AHEAD = 4 };
 INLINE void tile(const ssd_args *a, int64_t r, int64_t h, int64_t first, int64_t count, int64_t p, int64_t n,
                  const float *weight, const float *decay, const float *from, float *to, int whole, int past) {
   const int64_t group = h / (a->heads / a->groups), tall = a->head_dim - p, wide = a->states - n;
-  const float *x = a->x + r * a->x_row + first * a->x_token + h * a->x_head + p;
-  const float *B = a->B + r * a->B_row + first * a->B_token + group * a->B_group + n;
-  const float *C = a->C + r * a->C_row + first * a->C_token + group * a->C_group + n;
-  float *y = a->y + ((r * a->tokens + first) * a->heads + h) * a->head_dim + p;
+  const float *x = a->x + token_at(a->begins, r, first, a->x_row, a->x_token) + h * a->x_head + p;
+  const float *B = a->B + token_at(a->begins, r, first, a->B_row, a->B_token) + group * a->B_group + n;
+  const float *C = a->C + token_at(a->begins, r, first, a->C_row, a->C_token) + group * a->C_group + n;
+  float *y = a->y + (token_at(a->begins, r, first, a->tokens, 1) * a->heads + h) * a->head_dim + p;
   const int64_t at = p * a->states + n;
   vf S[TALL][WIDE];
   UNROLL for (int i = 0; i < TALL; i++)
@@ -64,17 +64,17 @@ static void run_head(const ssd_args *a, int64_t r, int64_t h) {
   const int64_t real = real_tokens(a->counts, r, a->tokens), size = a->head_dim * a->states;
   const float *from = a->carry + r * a->carry_row + h * size;
   float *to = a->next + (r * a->heads + h) * size;
-  float *y = a->y + (r * a->tokens * a->heads + h) * a->head_dim;
+  float *y = a->y + (token_at(a->begins, r, 0, a->tokens, 1) * a->heads + h) * a->head_dim;
   const int past = real <= RUN && bypasses(to, a->states, a->heads * size);
   for (int64_t first = 0; first < real; first += RUN, from = to) {
     const int64_t count = at_most(RUN, real - first);
     float weight[RUN], decay[RUN];
     for (int64_t t = 0; t < count; t++) {
-      const float raw = a->dt[r * a->dt_row + (first + t) * a->dt_token + h * a->dt_head];
+      const float raw = a->dt[token_at(a->begins, r, first + t, a->dt_row, a->dt_token) + h * a->dt_head];
       const float dt = softplus(a->bias ? raw + a->bias[h] : raw);
       weight[t] = dt < (float)a->low ? (float)a->low : dt > (float)a->high ? (float)a->high : dt;
       decay[t] = expf(weight[t] * a->A[h]);
-      const float *x = a->x + r * a->x_row + (first + t) * a->x_token + h * a->x_head;
+      const float *x = a->x + token_at(a->begins, r, first + t, a->x_row, a->x_token) + h * a->x_head;
       float *out = y + (first + t) * a->heads * a->head_dim;
       for (int64_t p = 0; p < a->head_dim; p++) out[p] = a->D ? a->D[h] * x[p] : 0.0f;
     }
@@ -88,7 +88,7 @@ static void run_head(const ssd_args *a, int64_t r, int64_t h) {
     }
   }
   if (!real) memcpy(to, from, (size_t)size * sizeof(float));
-  for (int64_t t = real; t < a->tokens; t++)
+  for (int64_t t = real; t < placed_tokens(a->begins, real, a->tokens); t++)
     memset(y + t * a->heads * a->head_dim, 0, (size_t)a->head_dim * sizeof(float));
 }
 
