@@ -337,7 +337,7 @@ class RecurrentState(LayerState):
         return redone, whole + passed
 
     def _index_again(self, step: Step, again: Sequence[int]) -> Tensor:
-        """Where the first `again[r]` inputs of each row are among those of the step's parts, int64 `[R, t]`."""
+        """Places of the first `again[r]` inputs of each row among those of the step's parts, int64 `[R, t]`."""
         index = [[0] * max(again) for _ in again]
         offset = 0
         for part, _ in self._inputs:
