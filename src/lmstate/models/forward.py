@@ -18,9 +18,6 @@ Head = Callable[[Tensor, Tensor | None], Tensor]
 """Hidden states `[..., E]`, and where to put what they give (None: anywhere) -> float32 `[..., features]`."""
 
 
-FEW = 512  # tokens whose features are made without padding and then put in their places: held twice for a moment
-
-
 @dataclass(frozen=True)
 class Forward:
     """The functions that a step goes through: call it for the logits, or hidden states, of a step of `state`."""
@@ -30,7 +27,6 @@ class Forward:
     features: int
     device: torch.device
     on_part: Callable[[int, int], None] | None
-    packs: bool = True  # whether the head may get few tokens without their padding, `[N, E]`
 
     def __call__(self, ids: list[list[int]], step: Step, state: State, logits: Logits) -> Tensor | None:
         """ "last" -> float32 `[R, features]`, "all" -> `[R, T, features]`, "none" -> None; see `Model.__call__`."""
@@ -44,9 +40,6 @@ class Forward:
 
     def _all(self, ids: list[list[int]], step: Step, state: State) -> Tensor:
         """Features of every token, zero at padding; held once."""
-        if self.packs and not step.uniform and step.width <= step.chunk and step.new_tokens <= FEW:
-            ((_, part, hidden),) = self._parts(ids, step, state)
-            return part.padded(self._features(part.packed(hidden)))
         whole: Tensor | None = None
         pieces: list[Tensor] = []
         for offset, part, hidden in self._parts(ids, step, state):

@@ -367,7 +367,7 @@ class Model:
 
     def _forward(self, run: Run, head: Head | None) -> Forward:
         features = self.config.hidden_size if head is None else self.config.vocab_size
-        return Forward(run, head, features, self.device, self.on_part, packs=not isinstance(head, Traced))
+        return Forward(run, head, features, self.device, self.on_part)
 
     def run_layers(
         self, tokens: Tensor, step: Step, layers: Sequence[LayerState], state: State | None = None

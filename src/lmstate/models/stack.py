@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import groupby
 from operator import is_
 from typing import NamedTuple, Protocol
 
@@ -61,12 +61,10 @@ class Plan:
     def run(self, x: Tensor, step: Step, layers: Sequence[LayerState]) -> Tensor:
         """Run the segments in order. Shapes as in `run_eager`."""
         graph = ops.FusedGraph(x, step.starts_t, step.counts_t, step.new_tokens)
+        if not graph.enabled:
+            return run_eager(self.blocks, x, step, layers)
         if self.segments is None:
             self.segments = compile_blocks(self.blocks)
-        if not graph.enabled:
-            for part in chain.from_iterable(segment.parts for segment in self.segments):
-                x = part.eager(x, step, layers[part.index])
-            return x
         for segment in self.segments:
             segment.run(graph, step, layers)
         return graph.flush()
@@ -114,18 +112,13 @@ def _parts(index: int, block: Block) -> Iterator[Part]:
     mixing, feeding = (each if ops.packable(each) else () for each in (block.mixer_sublayers, block.mlp_sublayers))
     if block.parallel and block.mlp is not None:
         both = (*mixing, *feeding) if mixing and feeding else ()
-        yield Part(index, both, lambda x, step, cache: _feed(block, x, block.mix(x, step, cache), step), mixer)
+        yield Part(index, both, lambda x, step, cache: block.feed(x, block.mix(x, step, cache)), mixer)
     else:
         yield Part(index, mixing, block.mix, mixer)
         if block.mlp is not None:
-            yield Part(index, feeding, lambda x, step, cache: _feed(block, x, x, step))
+            yield Part(index, feeding, lambda x, step, cache: block.feed(x, x))
     if (hook := block.output_hook) is not None:
         yield Part(index, (), lambda x, step, cache: hook(x, step))
-
-
-def _feed(block: Block, x: Tensor, stream: Tensor, step: Step) -> Tensor:
-    """`Block.feed` of the tokens that there are: zeros at padding."""
-    return step.padded(block.feed(step.packed(x)[None], step.packed(stream)[None])[0])
 
 
 class EagerSegment:
