@@ -96,13 +96,6 @@ class Step:
         """`[R, T, ..]` without its padding, `[N, ..]`; a view where there is none."""
         return x.flatten(0, 1) if self.uniform else x.flatten(0, 1)[self._places]
 
-    def padded(self, x: Tensor) -> Tensor:
-        """The inverse: `[N, ..]` -> `[R, T, ..]`, with zeros at padding."""
-        if self.uniform:
-            return x.unflatten(0, (self.rows, self.width))
-        whole = x.new_zeros(self.rows * self.width, *x.shape[1:])
-        return whole.index_copy_(0, self._places, x).unflatten(0, (self.rows, self.width))
-
     @cached_property
     def _places(self) -> Tensor:
         """int64 [N]: where the tokens are among the R * T with padding."""
@@ -157,9 +150,6 @@ class DeviceStep(Step):
     def packed(self, x: Tensor) -> Tensor:
         """All of them: what is padding is on the device."""
         return x.flatten(0, 1)
-
-    def padded(self, x: Tensor) -> Tensor:
-        return x.unflatten(0, (self.rows, self.width))
 
 
 def as_counts(value: int | Sequence[int] | None, limits: Sequence[int]) -> tuple[int, ...] | None:
