@@ -80,12 +80,39 @@ def test_what_was_measured_at_the_beginning_of_a_text_is_not_taken_for_its_end()
     pace.decoded(40.0)
 
     def cost(size: int, at: int) -> float:
-        return 10 + 0.2 * size + 1e-4 * size * at
+        return 10 + 0.2 * size + 1e-4 * size * (at + size / 2)
 
     for at in range(0, 4096, 128):
         for size in (8, 16, 32, 64, 128, 256):
-            pace.read(size, cost(size, at), at)
+            pace.read(size, cost(size, at), at, 0)
     for at in (0, 4000, 12000, 16000):
-        chosen = pace.chunk(True, at)
-        assert cost(chosen, at) <= 2 * 40.0
-    assert pace.chunk(True, 0) > pace.chunk(True, 16000)
+        chosen = pace.chunk(True, at, 20000)
+        assert 0.8 * 2 * 40.0 <= cost(chosen, at) <= 2 * 40.0
+    assert pace.chunk(True, 0, 20000) > pace.chunk(True, 16000, 20000)
+
+
+def test_costs_that_change_are_followed_and_a_hiccup_is_not() -> None:
+    pace = Pace(3.0)
+    pace.decoded(10.0)
+
+    def read(times: int, call: float, token: float, head: float) -> int:
+        for number in range(times):
+            size, heads = (24, 1) if number % 5 == 0 else (pace.chunk(True, 0, 512), 0)
+            pace.read(size, call + token * size + head * heads, 0, heads)
+        return pace.chunk(True, 0, 512)
+
+    quiet = read(60, 2.0, 0.5, 3.0)
+    assert 28 <= quiet <= 36  # 2 + 0.5 * 36 is all the time that there is
+    assert pace.chunk(True, 0, quiet) <= quiet - 4, "the last chunk has the head to pay for"
+    pace.read(quiet, 500.0, 0, 0)
+    assert pace.chunk(True, 0, 512) >= 8
+    assert read(30, 2.0, 0.5, 3.0) >= quiet - 4, "one chunk that took ever so long is forgotten"
+    busy = read(60, 4.0, 1.0, 6.0)
+    assert 4.0 + 1.0 * busy <= 20.0, "another process took half of the machine"
+
+
+def test_where_no_one_waits_for_a_token_chunks_are_large() -> None:
+    pace = Pace(3.0)
+    assert pace.chunk(False, 0, 5000) == 512 and pace.chunk(False, 0, 100) == 100
+    pace.decoded(10.0)
+    assert pace.chunk(True, 0, 5000) <= 16, "nothing was measured: nobody is to wait for a guess"

@@ -68,10 +68,9 @@ class Job:
         """The next phase begins: its prompt is read, or its answers are made."""
         self._times.append(perf_counter())
 
-    def chunk(self, most: int) -> int:
-        """Number of tokens to read next, at most `most` and not past a cut."""
-        stops = [cut for cut in self.cuts if cut > self.at]
-        return min(most, min([len(self.prompt), *stops]) - self.at)
+    def left(self) -> int:
+        """Number of tokens to read up to the next cut, or to the end of the prompt."""
+        return min(cut for cut in (*self.cuts, len(self.prompt)) if cut > self.at) - self.at
 
     def begin_again(self) -> None:
         """Its prompt is to be read once more, from what is kept of it: the row was taken back."""

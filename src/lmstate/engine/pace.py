@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from math import sqrt
 
-SIZES = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-NEW = 0.3  # weight of the newest measurement
-MARGIN = 0.7  # of the time there is, which is planned with: no two chunks take quite the same
-APART = 256  # positions between two measurements that tell what a position costs
-
-
-@dataclass(frozen=True)
-class _Measured:
-    seconds: float
-    at: float  # position in its text
+LEAST, MOST, MULTIPLE = 8, 512, 4  # tokens of a chunk
+NEW = 0.3  # weight of the newest measurement of a decode step
+NOISE, DRIFT = 0.05, 0.02  # of a chunk's seconds, and of the costs between two chunks: parts of them
+FAR = 1000  # positions after which, as far as nothing is measured, what came before may cost as much as the token
+DOUBT, DOUBTS = 0.1, 4.0  # part of a chunk's seconds that they are wrong by at first; how often that is planned with
+ABRUPT = 0.5  # part of its seconds that one chunk may move the costs by: a hiccup of the machine tells nothing
 
 
 class Pace:
     """Measured seconds of a decode step, and of a chunk of a prompt by its size and position.
+
+    A chunk costs so much for the call, for each token, for each that the head reads, and for each position that a token
+    looks back on: a Kalman filter of the four, which drift, as the load of the machine does.
 
     `stall`: a token of a row that decodes may come this many times later than without prompts being read.
     """
@@ -27,62 +25,66 @@ class Pace:
         self.stall = stall
         self.decode: float | None = None
         self._last = 0.0  # seconds of the last decode step: rows that left make it shorter at once
-        self._chunks: dict[int, _Measured] = {}
-        self._before: dict[int, _Measured] = {}  # some way before in the text
-        self._position = 0.0  # seconds a token and position: attention reads all that came before
+        self._costs = [0.0] * 4
+        self._prior: list[float] = []  # variances of the costs while nothing is known; empty: nothing was measured
+        self._covariance: list[list[float]] = []
+        self._doubt = DOUBT
+        self._largest = LEAST
 
     def decoded(self, seconds: float) -> None:
         self._last = seconds
         self.decode = seconds if self.decode is None else (1 - NEW) * self.decode + NEW * seconds
 
-    def read(self, tokens: int, seconds: float, at: int) -> None:
-        """A chunk of `tokens` at a position took this long."""
-        size = next((size for size in SIZES if tokens <= size), SIZES[-1])
-        if tokens * 2 <= size:  # a chunk much smaller than its class says little about it
-            return
-        seconds *= size / tokens
-        before = self._before.get(size)
-        if before is not None and at - before.at >= APART:
-            growth = max(0.0, (seconds - before.seconds) / (size * (at - before.at)))
-            self._position = (1 - NEW) * self._position + NEW * growth
-        if before is None or not 0 <= at - before.at < APART:
-            self._before[size] = _Measured(seconds, at)
-        if (known := self._chunks.get(size)) is not None:
-            seconds = (1 - NEW) * self._at(known, size, at) + NEW * seconds
-        self._chunks[size] = _Measured(seconds, at)
+    def read(self, tokens: int, seconds: float, at: int, heads: int) -> None:
+        """A chunk of `tokens` at a position took this long, the head over `heads` of them included."""
+        x = _parts(tokens, at, heads)
+        self._largest = max(self._largest, tokens)
+        if not self._prior:
+            token = seconds / tokens
+            self._costs = [0.0, token, 0.0, 0.0]
+            self._prior = [seconds**2, token**2, seconds**2, (token / FAR) ** 2]
+            self._covariance = [[self._prior[i] * (i == j) for j in range(4)] for i in range(4)]
+        expected = max(self.expected(tokens, at, heads), 1e-9)
+        for i, most in enumerate(self._prior):
+            self._covariance[i][i] = min(self._covariance[i][i] + DRIFT**2 * most, most)
+        wrong = seconds - expected
+        self._doubt += 0.1 * (min(abs(wrong) / expected, 1.0) - self._doubt)
+        along = [sum(row[j] * x[j] for j in range(4)) for row in self._covariance]
+        variance = sum(x[i] * along[i] for i in range(4)) + (NOISE * expected) ** 2
+        step = min(max(wrong, -ABRUPT * expected), ABRUPT * expected) / variance
+        self._costs = [max(0.0, cost + part * step) for cost, part in zip(self._costs, along)]
+        self._covariance = [
+            [self._covariance[i][j] - along[i] * along[j] / variance for j in range(4)] for i in range(4)
+        ]
+
+    def expected(self, tokens: int, at: int, heads: int) -> float:
+        """Seconds of a chunk of so many tokens, as far as is known."""
+        return sum(cost * part for cost, part in zip(self._costs, _parts(tokens, at, heads)))
 
     def seconds(self, tokens: int) -> float | None:
         """Estimated seconds to read so many tokens; None while nothing was measured."""
-        if not self._chunks:
-            return None
-        size = max(self._chunks)
-        return self._at(self._chunks[size], size, tokens / 2) / size * tokens
+        call, token, _, position = self._costs
+        return (call / MOST + token + position * tokens / 2) * tokens if self._prior else None
 
-    def chunk(self, decoding: bool, at: int) -> int:
-        """Number of tokens to read now, at a position of their text."""
+    def chunk(self, decoding: bool, at: int, left: int) -> int:
+        """Number of tokens to read now, at a position of their text; the head reads the last of the `left` ones."""
         if not decoding:
-            return SIZES[-1]
-        spare = MARGIN * (self.stall - 1) * min(self.decode or 0.0, self._last)
-        costs = {size: self._at(known, size, at) for size, known in self._chunks.items()}
-        fitting = SIZES[0]
-        for size in SIZES[1:]:
-            cost = _between(costs, size)
-            if cost is None or cost > spare:
-                break
-            fitting = size
-        return fitting
+            return min(MOST, left)
+        time = (self.stall - 1) * min(self.decode or 0.0, self._last) / (1 + DOUBTS * self._doubt)
+        size = self._fitting(time, at)
+        if size >= left:
+            size = min(left, self._fitting(time - self._costs[2], at))
+        return min(size, left)
 
-    def _at(self, known: _Measured, size: int, at: float) -> float:
-        """Seconds of a chunk that was measured elsewhere; what is farther back is no dearer than measured."""
-        return max(known.seconds + self._position * size * (at - known.at), 0.5 * known.seconds)
+    def _fitting(self, time: float, at: int) -> int:
+        """The largest chunk that takes no longer, or the least one. Never far beyond what was measured."""
+        call, token, _, position = self._costs
+        time, token, most = max(0.0, time - call), token + position * at, min(MOST, 2 * self._largest)
+        slope = token + sqrt(token**2 + 2 * position * time)
+        size = 2 * time / slope if slope * most > 2 * time else most
+        return max(LEAST, int(size) // MULTIPLE * MULTIPLE)
 
 
-def _between(costs: Mapping[int, float], size: int) -> float | None:
-    """Seconds of a size, from those of the sizes around it where it was not measured; None where nothing was."""
-    below = max((other for other in costs if other <= size), default=None)
-    above = min((other for other in costs if other >= size), default=None)
-    if above is None:
-        return None if below is None else costs[below] * size / below
-    if below is None or below == above:
-        return costs[above]
-    return costs[below] + (costs[above] - costs[below]) * (size - below) / (above - below)
+def _parts(tokens: int, at: int, heads: int) -> tuple[float, float, float, float]:
+    """How many calls, tokens, tokens with the head, and positions looked back on a chunk has."""
+    return 1.0, float(tokens), float(heads), tokens * (at + tokens / 2)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -23,6 +23,7 @@ from lmstate.engine.queue import Queue
 from lmstate.engine.results import Finished, Piece
 from lmstate.engine.reuse import PrefixReuse
 from lmstate.engine.rows import RowPool
+from lmstate.language_model import Logits
 from lmstate.ops.types.block_table import BLOCK_TOKENS, Block
 from lmstate.speculation import Draft
 from lmstate.state import BlockPool, Snapshot, State
@@ -201,25 +202,30 @@ class Scheduler:
 
     def _read_chunk(self, job: Job) -> None:
         assert job.state is not None
-        start, echo = job.at, job.options.prompt_logprobs
-        count = job.chunk(min(self._pace.chunk(len(self.pool) > 0, start), ECHO_CHUNK if echo is not None else 512))
-        ids = job.prompt[start : start + count]
-        logits = self._read_ids(ids, job.state, start, "last" if echo is None else "all")
+        start, echo, left = job.at, job.options.prompt_logprobs, job.left()
+        count = self._pace.chunk(len(self.pool) > 0, start, left)
+        # The head may be a third of the weights: a small chunk that nothing begins after does without.
+        wanted: Logits = "last" if count == left else "none"
         if echo is not None:
+            count, wanted = min(count, ECHO_CHUNK), "all"
+        logits = self._read_ids(job.prompt[start : start + count], job.state, start, wanted)
+        if echo is not None:
+            assert logits is not None
             self._echo(job, logits[0], start)
             logits = logits[:, -1]
         job.request.computed += count
-        if job.at in job.cuts or job.at == len(job.prompt):
+        if count == left:
             self._keep(job.state.snapshot(0))
         if job.at == len(job.prompt):
+            assert logits is not None
             self._begin_answers(job, logits[0])
 
-    def _read_ids(self, ids: list[int], state: State, at: int, logits: Literal["last", "all"]) -> Tensor:
+    def _read_ids(self, ids: list[int], state: State, at: int, logits: Logits) -> Tensor | None:
         """Have a state of one row read these, which begin at a position: nobody goes back into them."""
         begin = perf_counter()
         out = self.model([ids], state, logits=logits, rewindable=False)
-        assert out is not None
-        self._pace.read(len(ids), perf_counter() - begin, at)
+        heads = {"all": len(ids), "last": 1, "none": 0}[logits]
+        self._pace.read(len(ids), perf_counter() - begin, at, heads)
         self.counts["computed_tokens"] += len(ids)
         self._spare -= self._cost.per_token * (len(ids) + BLOCK_TOKENS)
         return out
@@ -359,8 +365,8 @@ class Scheduler:
         """Read a part of the text of an answer that had a row. The whole of it: then it has one again."""
         assert work.state is not None
         if work.at < len(work.text):
-            count = min(self._pace.chunk(len(self.pool) > 0, work.at), len(work.text) - work.at)
-            self._read_ids(work.text[work.at : work.at + count], work.state, work.at, "last")
+            count = self._pace.chunk(len(self.pool) > 0, work.at, len(work.text) - work.at)
+            self._read_ids(work.text[work.at : work.at + count], work.state, work.at, "none")
             work.at += count
         if work.at == len(work.text) and len(self.pool) < self.rows:
             self.preempted.remove(work)
