@@ -88,9 +88,9 @@ class Drafting:
         return {choice: draft for choice, draft in found.items() if draft.tokens}
 
     def measured(
-        self, drafts: Mapping[Choice, Draft], accepted: Mapping[Choice, int], width: int, seconds: float, rows: int
+        self, drafts: Mapping[Choice, Draft], accepted: Mapping[Choice, int], tokens: int, seconds: float, rows: int
     ) -> None:
-        """A step of `rows` answers took so long; of the drafts, so many tokens held."""
+        """A step of so many tokens of `rows` answers took so long; of the drafts, so many held."""
         for choice, draft in drafts.items():
             choice.drafted += len(draft)
             choice.accepted += accepted[choice]
@@ -102,7 +102,7 @@ class Drafting:
                 {row: drafts.get(choice, Draft()) for row, choice in known.items()},
                 {row: accepted[choice] for row, choice in known.items()},
             )
-            self._speculator.measured(width, seconds, rows, sum(accepted.values()))
+            self._speculator.measured(tokens, seconds, rows, sum(accepted.values()))
             self.counts["draft_seconds_saved"] = self._speculator.report().seconds_saved
 
     def report(self) -> DraftReport:

@@ -396,8 +396,8 @@ class Scheduler:
         accepted, failed = self._take(choices, logits, drafts)
         if drafts:
             self.pool.accept({choice: read[choice] + accepted[choice] for choice in choices})
-        width = max(map(len, feed.values()))
-        self._drafting.measured(drafts, accepted, width, perf_counter() - ran, len(choices))
+        tokens = sum(map(len, feed.values()))
+        self._drafting.measured(drafts, accepted, tokens, perf_counter() - ran, len(choices))
         self._end_choices(choices, failed)
         self._pace.decoded(perf_counter() - begin)
 

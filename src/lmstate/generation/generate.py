@@ -196,7 +196,8 @@ class Generation:
                 raise
         if self._speculator is not None:
             self._speculator.verified(drafts, accepted)
-            self._speculator.measured(width, perf_counter() - ran, len(drafts), gained=sum(accepted.values()))
+            tokens = sum(map(len, feed))
+            self._speculator.measured(tokens, perf_counter() - ran, len(drafts), gained=sum(accepted.values()))
             self._speculator.observe({row: self._answers[row].tokens[before[row] :] for row in self._last})
         self._seconds[1] += perf_counter() - begin
         return texts

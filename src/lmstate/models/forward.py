@@ -46,6 +46,8 @@ class Forward:
             if whole is not None:
                 self._features(hidden, whole[:, offset : offset + part.width])
                 continue
+            if self.head is not None and part is step and step.speculative and not step.uniform:
+                return self._verified(hidden, step, self.head)
             piece = self._features(hidden)
             if part.width == step.width or piece.requires_grad:
                 pieces.append(piece)
@@ -62,6 +64,15 @@ class Forward:
         # The stream may be what a caller gave; logits are our own.
         kept = self.head is None or whole.requires_grad
         return whole.masked_fill(padding, 0.0) if kept else whole.masked_fill_(padding, 0.0)
+
+    def _verified(self, hidden: Tensor, step: Step, head: Head) -> Tensor:
+        """`_all` of drafts that await a verdict. Rows with long ones lie beside rows with none, and a head costs more
+        than most layers do, so it leaves padding out."""
+        packed = head(step.packed(hidden), None)  # [N, V]
+        whole = packed.new_zeros(step.rows, step.width, packed.shape[-1])
+        for row, own in enumerate(packed.split(step.counts)):
+            whole[row, : len(own)] = own
+        return whole
 
     def _features(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Hidden states through the head, if there is one, in `out` if there is one."""

@@ -1,82 +1,106 @@
-"""Choice of draft depth: measured costs of a step by its width, measured acceptance, and the depth that pays most."""
+"""Choice of draft depths: measured costs of a step by its tokens, measured acceptance, and the depths that pay most."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Sequence
+from heapq import heapify, heappop, heapreplace
 
 from lmstate.speculation.drafter import Draft
 
-FORGET = 256  # steps after which a cost that was not seen again is looked for anew
+DOWN, UP = 0.5, 0.1  # weight of a measurement below and above what was known: others on the machine can only add
+OFTEN = 4  # measurements of a step after which its cost is believed
+FORGET = 16  # steps after which a cost that was measured once is looked for anew; n times: n * n as many
 REFRESH = 32  # steps after which plain decoding is measured again: both costs are to be of the same load of the machine
-CREDIT, CREDIT_STEP = 1.0, 0.02  # plain steps that a row may lose to its neighbors: at first, and more at each step
-UNLIKELY = 0.02  # a token that is reached with no more probability ends the search for a deeper depth
+FIRST = 4  # drafted tokens that are tried at first, or one for each row
+SLOPE = 0.1  # of a plain step of one row, for each more token: assumed until some were measured
+CREDIT, CREDIT_STEP = 0.5, 0.01  # plain steps that a row may lose to its neighbors: at first, and more at each step
+UNLIKELY = 0.02  # a token that is reached with no more probability ends the search
 GAIN = 1.03  # drafting must promise this much over plain decoding
-SLOPE = 0.1  # of a plain step, for each more token of one row: assumed until two widths were measured
+DEEPER = 1.02  # and a token more this much over doing without: deep drafts lose most where estimates err
 LEVELS = 12
-TRUST = 4.0  # trials that a drafter's own confidence counts for
+TRUST, TRUST_ALL = 4.0, 16.0  # trials that a drafter's own confidence counts for, and that of all rows for one of them
 MEMORY = 64.0  # trials over which acceptance is averaged
 
 
 class StepCosts:
-    """Seconds of a step by its width, the tokens of the row that has the most."""
+    """Seconds of a step by its tokens, those of all rows. A plain one has a token for each row that goes on."""
 
-    def __init__(self, rows: int = 1) -> None:
-        # Many rows fill a processor with one token each, but share the reading of the weights: the cost of a token more
-        # lies between that of one row and that of all. To try and be wrong costs part of a step, not to try all gains.
-        self._slope = min(1.0, SLOPE * rows**0.5)
+    def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
+        self._times: dict[int, int] = {}  # that each was measured, `OFTEN` at most
         self._seen: dict[int, int] = {}
         self._steps = 0
+        self._known: list[tuple[int, float]] = []  # tokens and seconds, both rising
 
-    def measured(self, width: int, seconds: float) -> None:
+    def measured(self, tokens: int, seconds: float) -> None:
         self._steps += 1
-        old = self._seconds.get(width)
-        # Fast down and slow up: what else runs on the machine can only add.
-        weight = 1.0 if old is None else 0.5 if seconds < old else 0.1
-        self._seconds[width] = seconds if old is None else old + weight * (seconds - old)
-        self._seen[width] = self._steps
-        stale = [known for known, seen in self._seen.items() if self._steps - seen > FORGET]
-        for known in stale:
-            del self._seconds[known], self._seen[known]
+        old = self._seconds.get(tokens, seconds)
+        self._seconds[tokens] = old + (DOWN if seconds < old else UP) * (seconds - old)
+        self._times[tokens] = min(OFTEN, self._times.get(tokens, 0) + 1)
+        self._seen[tokens] = self._steps
+        for stale in [known for known in self._seconds if self._age(known) > FORGET * self._times[known] ** 2]:
+            del self._seconds[stale], self._seen[stale]
+        # A step never takes longer than one of more tokens: where it seems to, it was unlucky.
+        self._known, least = [], math.inf
+        for known in sorted(self._seconds, reverse=True):
+            least = min(least, self._seconds[known])
+            self._known.insert(0, (known, least))
 
-    def __contains__(self, width: int) -> bool:
-        return width in self._seconds
+    def __contains__(self, tokens: int) -> bool:
+        return tokens in self._seconds
 
-    @property
-    def current(self) -> bool:
-        """Whether a plain step was measured lately."""
-        return 1 in self._seen and self._steps - self._seen[1] <= REFRESH
+    def current(self, tokens: int) -> bool:
+        """Whether a step of so many tokens was measured lately, or a while ago and often."""
+        return tokens in self and self._age(tokens) <= REFRESH * self._times[tokens] // OFTEN
 
-    def __call__(self, width: int) -> float:
-        """Seconds of a step of this width, between and beyond measured ones along a line. Needs width 1."""
-        if width in self._seconds:
-            return self._seconds[width]
-        below = max(known for known in self._seconds if known < width)
-        above = min((known for known in self._seconds if known > width), default=None)
-        low = self._seconds[below]
-        if above is not None:
-            return low + (self._seconds[above] - low) * (width - below) / (above - below)
-        slope = self._slope * low if below == 1 else max(0.0, (low - self._seconds[1]) / (below - 1))
-        return low + slope * (width - below)
+    def __call__(self, tokens: int, plain: int) -> float:
+        """Seconds of a step, between and beyond measured ones along a line. Needs the cost of a plain one.
+
+        Infinite where it has more than twice as many drafted tokens as any that was measured: not too far at once.
+        """
+        at = bisect_left(self._known, (tokens, 0.0))
+        above, high = self._known[at] if at < len(self._known) else (0, 0.0)
+        if above == tokens:
+            return high
+        below, low = self._known[at - 1]
+        if above:
+            return low + (high - low) * (tokens - below) / (above - below)
+        if tokens - plain > max(FIRST, plain, 2 * (below - plain)):
+            return math.inf
+        first = self(plain, plain)
+        # Many rows fill a processor with one token each, but share the reading of the weights: the cost of a token more
+        # lies between that of one row and that of all. To try and be wrong costs part of a step, not to try all gains.
+        slope = SLOPE * first / plain**0.5
+        if below > plain:  # the first few tokens may come for nothing, and those after them not
+            slope = max(slope / 4, (low - first) / (below - plain))
+        return low + slope * (tokens - below)
+
+    def _age(self, tokens: int) -> int:
+        return self._steps - self._seen[tokens]
 
 
 class Acceptance:
     """Conditional acceptance rate of a drafted token, by the drafter's confidence in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, of_all: Acceptance | None = None) -> None:
+        """`of_all`: that of all rows, which one row's begins with."""
+        self._of_all = of_all
         self._trials: dict[tuple[str, int], float] = {}
         self._held: dict[tuple[str, int], float] = {}
 
     def rates(self, draft: Draft) -> list[float]:
         """Probability of each token of a draft to hold if those before it do."""
         rates: list[float] = []
+        said, trust = (draft.confidence, TRUST) if self._of_all is None else (self._of_all.rates(draft), TRUST_ALL)
         for at in range(len(draft)):
             level = _level(draft, at)
             # Before anything was counted: what the drafter says, or else what held for the place before.
-            prior = draft.confidence[at] if draft.confidence is not None else rates[-1] if rates else 0.5
+            prior = said[at] if said is not None else rates[-1] if rates else 0.5
             trials, held = self._trials.get(level, 0.0), self._held.get(level, 0.0)
-            rates.append((held + TRUST * prior) / (trials + TRUST))
+            rates.append((held + trust * prior) / (trials + trust))
         return rates
 
     def compare(self, draft: Draft, actual: Sequence[int]) -> int:
@@ -101,32 +125,45 @@ def _level(draft: Draft, at: int) -> tuple[str, int]:
     return "confidence", int(-2 * math.log2(doubt))
 
 
-def best_depth(
+def best_depths(
     rows: Sequence[Sequence[float]],
-    costs: StepCosts,
-    most: int,
-    drafting: Sequence[float],
+    cost: Callable[[int], float],
+    drafting: Callable[[int], float] | None = None,
     credit: Sequence[float] | None = None,
-) -> int:
-    """The depth that gives the most tokens a second, 0 where none gives more than plain decoding.
+) -> list[int]:
+    """The depth for each row that gives most tokens a second to all; zeros where none gives more than plain decoding.
 
-    rows: each row's rates of acceptance; drafting: seconds that drafting to depth 0, 1, ... takes from now on; credit:
-    plain steps that each row may lose to the width that others have.
+    rows: the rates of acceptance of each row's draft; cost: seconds of a step of so many tokens; drafting: seconds
+    that drafting to a depth takes from now on; credit: plain steps that each row may lose to what others draft.
     """
-    best, depth = len(rows) / costs(1) * GAIN, 0
-    tokens = float(len(rows))
-    reached, gained = [1.0] * len(rows), [0.0] * len(rows)
-    for candidate in range(1, most + 1):
-        for row, rates in enumerate(rows):
-            reached[row] *= rates[candidate - 1] if candidate <= len(rates) else 0.0
-        if sum(reached) < UNLIKELY:
-            break
-        tokens += sum(reached)
-        for row, more in enumerate(reached):
-            gained[row] += more
-        cost = costs(1 + candidate)
-        speed = tokens / (cost + drafting[candidate])
-        lost = cost / costs(1) - 1
-        if speed > best and (credit is None or all(own + got >= lost for own, got in zip(credit, gained))):
-            best, depth = speed, candidate
-    return depth
+    plain = cost(len(rows))
+    best, chosen = len(rows) / plain * GAIN, 0
+    expected, deepest = float(len(rows)), 0
+    order: list[int] = []  # rows, each as often as it has tokens
+    gained = [0.0] * len(rows)
+    # The tokens that are most probably reached come first: of as many, no others give more. Of equals, those of the
+    # row that lost most.
+    lost = credit or gained[:]
+    heap = [(-rates[0], 1, lost[row], row) for row, rates in enumerate(rows) if rates]
+    heapify(heap)
+    while heap and heap[0][0] < -UNLIKELY:
+        reached, depth, _, row = heap[0]
+        if depth < len(rows[row]):
+            heapreplace(heap, (reached * rows[row][depth], depth + 1, lost[row], row))
+        else:
+            heappop(heap)
+        order.append(row)
+        expected -= reached
+        gained[row] -= reached
+        deepest = max(deepest, depth)
+        seconds = cost(len(rows) + len(order))
+        speed = expected / (seconds + (drafting(deepest) if drafting else 0.0))
+        if speed > best and (credit is None or _all_afford(seconds / plain - 1, gained, credit)):
+            best, chosen = speed * DEEPER, len(order)
+    depths = Counter(order[:chosen])
+    return [depths[row] for row in range(len(rows))]
+
+
+def _all_afford(steps: float, gained: Sequence[float], credit: Sequence[float]) -> bool:
+    """Whether no row loses more than it may where a step takes so many plain steps more, and gains so many tokens."""
+    return all(got > steps or own + got >= steps for got, own in zip(gained, credit))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import mul
 from time import perf_counter
 
-from lmstate.speculation.depth import CREDIT, CREDIT_STEP, Acceptance, StepCosts, best_depth
+from lmstate.speculation.depth import CREDIT, CREDIT_STEP, Acceptance, StepCosts, best_depths
 from lmstate.speculation.drafter import Draft, Drafter, ForgettingDrafter, as_draft
 from lmstate.state.validate import whole_number
 
-MOST_TOKENS = 32
-"""Tokens, padding included, of the widest step that computes each of them as a step of one does."""
+MOST_TOKENS = 64
+"""Tokens of a step with drafts, padding included: there are logits of as many."""
 
 CHEAP = 0.002  # of a plain step, for each token: a drafter that costs less is asked at every step
 FIRST_REST, LONGEST_REST = 16, 256  # plain steps until a drafter that did not pay is tried again
@@ -45,14 +47,14 @@ class DraftReport:
 
 
 class Speculator:
-    """Drafts for the rows of one batch, at a depth that chooses itself.
+    """Drafts for the rows of one batch, at depths that choose themselves.
 
     A caller runs: `observe` with what each row holds, then for every step `propose`, a step of the model over the last
     token and the draft of each row, `verified`, `observe` with the new tokens, `measured` with the step's seconds.
     """
 
     def __init__(self, drafter: Drafter, vocab_size: int, rows: int, depth: int | None = None) -> None:
-        """`rows`: of the state, idle ones too, since a step pays for them.
+        """`rows`: of the state, idle ones too, since its logits have as many.
 
         `depth`: draft always so deep (where a drafter has as many tokens), instead of what pays most. Raises ValueError
         for one below 0.
@@ -62,10 +64,12 @@ class Speculator:
             raise ValueError(f"depth is {depth}; it must be 0 or more, or None for what pays most")
         self.drafter = drafter
         self.acceptance = Acceptance()
+        self._by_row: dict[int, Acceptance] = {}
         self._costs: dict[int, StepCosts] = {}  # by the rows of the state
         self.resize(rows)
-        self._credit: dict[int, float] = {}  # plain steps that a row may still lose, see `best_depth`
+        self._credit: dict[int, float] = {}  # plain steps that a row may still lose, see `best_depths`
         self._fixed = depth
+        self._accepted: dict[int, int] = {}  # of the drafts of the latest step
         self._vocab_size = vocab_size
         self._proposed: dict[int, Draft] = {}  # in full, to compare with what comes
         self._verified = [0] * MOST_TOKENS
@@ -80,7 +84,7 @@ class Speculator:
 
     def resize(self, rows: int) -> None:
         """The state has so many rows from now on."""
-        self.costs = self._costs.setdefault(rows, StepCosts(rows))
+        self.costs = self._costs.setdefault(rows, StepCosts())
         self.most = widest_draft(rows)
 
     def observe(self, tokens: Mapping[int, Sequence[int]]) -> None:
@@ -88,6 +92,7 @@ class Speculator:
         for row, actual in tokens.items():
             if (draft := self._proposed.pop(row, None)) is not None:
                 self.acceptance.compare(draft, actual)
+                self._of(row).compare(draft, actual)
                 self._places.compare(Draft(draft.tokens), actual)
         if tokens:
             self.drafter.observe(list(tokens), list(tokens.values()))
@@ -96,6 +101,7 @@ class Speculator:
         """A row has ended: what comes under its number is another text."""
         self._proposed.pop(row, None)
         self._credit.pop(row, None)
+        self._by_row.pop(row, None)
         if isinstance(self.drafter, ForgettingDrafter):
             self.drafter.forget(row)
 
@@ -133,26 +139,27 @@ class Speculator:
         self._latest = seconds
         self._drafting += seconds
         self._proposed = dict(drafts)
-        cut = self._cut(drafts, depth)
-        return {row: draft.cut(cut) for row, draft in drafts.items()}
+        return {row: draft.cut(cut) for (row, draft), cut in zip(drafts.items(), self._cuts(drafts, depth))}
 
     def verified(self, drafts: Mapping[int, Draft], accepted: Mapping[int, int]) -> None:
         """Record the outcome of a step's drafts, one for each row of it; some may be empty."""
-        width = 1 + max(map(len, drafts.values()), default=0)
-        lost = self.costs(width) / self.costs(1) - 1 if width > 1 and 1 in self.costs else 0.0
-        for row in drafts:
-            self._credit[row] = self._credit.get(row, CREDIT) + CREDIT_STEP + accepted[row] - lost
+        self._accepted = dict(accepted)
         for row, draft in drafts.items():
             for at in range(min(len(draft), accepted[row] + 1)):
                 self._verified[at] += 1
                 self._held[at] += at < accepted[row]
 
-    def measured(self, width: int, seconds: float, rows: int, gained: int) -> None:
-        """A step over `rows` took so long; `gained`: drafted tokens that it accepted."""
-        self.costs.measured(width, seconds)
-        if 1 in self.costs:
-            plain = self.costs(1)  # gives a token to each row
-            self._saved += gained * plain / rows - self._latest - (seconds - plain if width > 1 else 0.0)
+    def measured(self, tokens: int, seconds: float, rows: int, gained: int) -> None:
+        """A step of so many tokens over `rows` took so long; `gained`: drafted tokens that it accepted."""
+        self.costs.measured(tokens, seconds)
+        lost = 0.0
+        if rows in self.costs:
+            plain = self.costs(rows, rows)  # gives a token to each row
+            lost = self.costs(tokens, rows) / plain - 1
+            self._saved += gained * plain / rows - self._latest - (seconds - plain if tokens > rows else 0.0)
+        for row, accepted in self._accepted.items():
+            self._credit[row] = self._credit.get(row, CREDIT) + CREDIT_STEP + accepted - lost
+        self._accepted.clear()
 
     def report(self) -> DraftReport:
         deepest = max((at + 1 for at, count in enumerate(self._verified) if count), default=0)
@@ -163,15 +170,14 @@ class Speculator:
         """Depth to ask of the drafter, before its drafts are known."""
         if self._fixed is not None:
             return min(most, self._fixed)
-        if not self.costs.current or most <= 0:
+        if not self.costs.current(rows) or most <= 0:
             return 0
         if self._per_token is None:
             return min(most, 4)
-        if self._per_token <= CHEAP * self.costs(1):
+        if self._per_token <= CHEAP * self.costs(rows, rows):
             return most
         rates = self._places.rates(Draft((0,) * most))
-        drafting = [self._per_token * depth for depth in range(most + 1)]
-        depth = best_depth([rates] * rows, self.costs, most, drafting)
+        depth = max(best_depths([rates] * rows, partial(self.costs, plain=rows), partial(mul, self._per_token)))
         if depth:
             self._rest, self._resting = FIRST_REST, 0
             return depth
@@ -181,14 +187,17 @@ class Speculator:
         self._rest, self._resting = min(2 * self._rest, LONGEST_REST), 0
         return min(most, 2)
 
-    def _cut(self, drafts: Mapping[int, Draft], depth: int) -> int:
-        """Depth that pays to verify, given the drafts."""
+    def _cuts(self, drafts: Mapping[int, Draft], depth: int) -> list[int]:
+        """The depth of each draft that pays to verify."""
         if self._fixed is not None or any(draft.drawn_from for draft in drafts.values()):
             # A token drawn at random is verified or not whatever it turned out to be: a choice among them by their
             # confidence, or by that of the tokens after them, would not leave the model's distribution as it is.
-            return depth
+            return [depth] * len(drafts)
         if not any(map(len, drafts.values())):
-            return 0
-        rates = [self.acceptance.rates(draft) for draft in drafts.values()]
+            return [0] * len(drafts)
+        rates = [self._of(row).rates(draft) for row, draft in drafts.items()]
         credit = [self._credit.get(row, CREDIT) for row in drafts]
-        return best_depth(rates, self.costs, max(map(len, drafts.values())), [0.0] * (depth + 1), credit)
+        return best_depths(rates, partial(self.costs, plain=len(drafts)), credit=credit)
+
+    def _of(self, row: int) -> Acceptance:
+        return self._by_row.setdefault(row, Acceptance(self.acceptance))
