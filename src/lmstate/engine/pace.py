@@ -86,5 +86,5 @@ class Pace:
 
 
 def _parts(tokens: int, at: int, heads: int) -> tuple[float, float, float, float]:
-    """How many calls, tokens, tokens with the head, and positions looked back on a chunk has."""
+    """Numbers of calls, tokens, tokens with the head, and positions looked back on of a chunk."""
     return 1.0, float(tokens), float(heads), tokens * (at + tokens / 2)
