@@ -48,7 +48,7 @@ def test_a_prompt_of_16000_tokens_delays_no_token_of_seven_streams_beyond_the_bo
     began: list[float] = []
     start = Scheduler._start
     monkeypatch.setattr(Scheduler, "_start", lambda self, job: (began.append(clock.now), start(self, job))[1])
-    with lmstate.Engine(model, rows=8, stall=stall) as engine:
+    with lmstate.Engine(model, rows=8, stall=stall, draft=None) as engine:  # so that all steps are usual ones
         go = paused(engine)
         for seed in range(7):  # of different lengths: chunks of all sizes are measured before, some at nobody's cost
             request = engine.submit(prompt(20 + 15 * seed, seed), max_new_tokens=10**6, ignore_eos=True)
@@ -87,7 +87,7 @@ def test_what_was_measured_at_the_beginning_of_a_text_is_not_taken_for_its_end()
             pace.read(size, cost(size, at), at, 0)
     for at in (0, 4000, 12000, 16000):
         chosen = pace.chunk(True, at, 20000)
-        assert 0.8 * 2 * 40.0 <= cost(chosen, at) <= 2 * 40.0
+        assert 0.75 * 2 * 40.0 <= cost(chosen, at) <= 2 * 40.0
     assert pace.chunk(True, 0, 20000) > pace.chunk(True, 16000, 20000)
 
 

@@ -9,6 +9,7 @@ NEW = 0.3  # weight of the newest measurement of a decode step
 NOISE, DRIFT = 0.05, 0.02  # of a chunk's seconds, and of the costs between two chunks: parts of them
 FAR = 1000  # positions after which, as far as nothing is measured, what came before may cost as much as the token
 DOUBT, DOUBTS = 0.1, 4.0  # part of a chunk's seconds that they are wrong by at first; how often that is planned with
+SURE = 0.03  # the least of it: a fit that was right for long may still be of other sizes and positions
 ABRUPT = 0.5  # part of its seconds that one chunk may move the costs by: a hiccup of the machine tells nothing
 
 
@@ -42,7 +43,8 @@ class Pace:
         if not self._prior:
             token = seconds / tokens
             self._costs = [0.0, token, 0.0, 0.0]
-            self._prior = [seconds**2, token**2, seconds**2, (token / FAR) ** 2]
+            # At first every chunk has the head: what it may cost is the call's until one without it shows.
+            self._prior = [seconds**2, token**2, (seconds / 4) ** 2, (token / FAR) ** 2]
             self._covariance = [[self._prior[i] * (i == j) for j in range(4)] for i in range(4)]
         expected = max(self.expected(tokens, at, heads), 1e-9)
         for i, most in enumerate(self._prior):
@@ -70,7 +72,7 @@ class Pace:
         """Number of tokens to read now, at a position of their text; the head reads the last of the `left` ones."""
         if not decoding:
             return min(MOST, left)
-        time = (self.stall - 1) * min(self.decode or 0.0, self._last) / (1 + DOUBTS * self._doubt)
+        time = (self.stall - 1) * min(self.decode or 0.0, self._last) / (1 + DOUBTS * max(self._doubt, SURE))
         size = self._fitting(time, at)
         if size >= left:
             size = min(left, self._fitting(time - self._costs[2], at))
