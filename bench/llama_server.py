@@ -8,7 +8,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -48,8 +48,11 @@ class LlamaServer:
 
 
 @contextmanager
-def llama_server(where: str, model: str, threads: int, slots: int = SLOTS) -> Iterator[LlamaServer]:
-    """`where`: a URL, or the path of the binary, which then serves the file `model` while the context lasts.
+def llama_server(
+    where: str, model: str, threads: int, slots: int = SLOTS, options: Sequence[str] = ()
+) -> Iterator[LlamaServer]:
+    """`where`: a URL, or the path of the binary, which then serves the file `model` while the context lasts, with
+    more `options` of its command line.
 
     Raises RuntimeError, with what it wrote, for a server that does not start.
     """
@@ -60,7 +63,7 @@ def llama_server(where: str, model: str, threads: int, slots: int = SLOTS) -> It
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [where, "-m", model, "--port", str(port), "-np", str(slots), "-c", str(slots * CONTEXT)]
-    command += ["-t", str(threads), "-tb", str(threads), "--no-webui", "-lv", "1"]
+    command += ["-t", str(threads), "-tb", str(threads), "--no-webui", "-lv", "1", *options]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     try:
         url = f"http://127.0.0.1:{port}"

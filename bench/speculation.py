@@ -4,7 +4,8 @@ On SmolLM2's real weights: text that is repeated with small changes, free prose 
 the same and of different text, and the engine; on a hybrid of random weights, a drafter that is right with a given
 probability; and the cost of verifying several tokens over one. Plain decoding and decoding with drafts run by turns in
 one process; each counts as fast as in the best of its rounds, since what else runs on the machine can only add. With
-transformers and accelerate installed, its prompt lookup runs on the same text (float32 there).
+transformers and accelerate installed, its prompt lookup runs on the same text (float32 there), and with
+`--llama-server PATH` that of llama.cpp (`--spec-type ngram-simple`, on the same file).
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from time import perf_counter, process_time
 import torch
 
 import lmstate
+from bench.llama_server import llama_server
+from lmstate.checkpoints.hub import resolve
 from lmstate.generation import Generation, Sampler
 
 CODE = '''def total(items):
@@ -177,8 +180,6 @@ def prompt_lookup(prompt: str, tokens: int, rounds: int) -> str:
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError:
         return "transformers and accelerate are not both installed: no numbers of its prompt lookup"
-    from lmstate.checkpoints.hub import resolve
-
     path = resolve("smollm2")
     theirs = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
@@ -194,15 +195,32 @@ def prompt_lookup(prompt: str, tokens: int, rounds: int) -> str:
     return f"transformers (float32): {plain:.1f} tokens/s, with prompt lookup {looked_up:.1f} ({ratio:.2f}x)"
 
 
+def llama_lookup(binary: str, prompt: list[int], tokens: int, rounds: int, threads: int) -> str:
+    """Tokens a second of llama.cpp, plain and with its prompt lookup; the prompt is in its cache after the first."""
+    path = str(resolve("smollm2"))
+    speeds = [0.0, 0.0]
+    with (
+        llama_server(binary, path, threads, 1) as plain,
+        llama_server(binary, path, threads, 1, ("--spec-type", "ngram-simple")) as drafting,
+    ):
+        for _ in range(rounds + 1):
+            for way, server in enumerate((plain, drafting)):
+                begin = clock()
+                speeds[way] = max(speeds[way], len(server.ask(prompt, tokens)()) / (clock() - begin))
+    ratio = speeds[1] / speeds[0]
+    return f"llama.cpp: {speeds[0]:.1f} tokens/s, with prompt lookup {speeds[1]:.1f} ({ratio:.2f}x)"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.speculation", description=__doc__)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--plot", type=Path, help="write the chart of the costs of verifying there (needs matplotlib)")
     parser.add_argument(
         "--processor-time", action="store_true", help="measure that, of one thread: for a machine that others use too"
     )
+    parser.add_argument("--llama-server", metavar="PATH", help="the program, whose prompt lookup runs beside")
     options = parser.parse_args()
     if options.processor_time:
         global clock
@@ -241,6 +259,8 @@ def main() -> None:
     if options.plot:
         plot(costs, options.plot)
     print("\n" + prompt_lookup(COPY, tokens, rounds))
+    if options.llama_server:
+        print(llama_lookup(options.llama_server, model.tokenizer.encode(COPY), tokens, rounds, options.threads))
 
 
 if __name__ == "__main__":
