@@ -39,7 +39,7 @@ def test_the_logits_of_all_tokens_are_made_once(name: str, ragged: bool) -> None
     if ragged:
         ids[1] = ids[1][:700]
     for state in (None, model.new_state(rows=2)):
-        with Large(2 * LENGTH * VOCAB) as large:
+        with Large(sum(map(len, ids)) * VOCAB) as large:
             out = model(ids, state, logits="all")
         assert out is not None and large.made == 1
         for row, each in enumerate(ids):
@@ -47,6 +47,21 @@ def test_the_logits_of_all_tokens_are_made_once(name: str, ragged: bool) -> None
             assert alone is not None
             torch.testing.assert_close(out[row, : len(each)], alone[0], rtol=1e-4, atol=1e-4)
             assert not out[row, len(each) :].any()
+
+
+@pytest.mark.parametrize("commit", [False, True])
+def test_the_head_of_few_ragged_tokens_reads_no_padding(commit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = ours("gemma2"), text(13, rows=3).tolist()
+    ids[0], ids[2] = ids[0][:1], ids[2][:4]
+    read: list[int] = []
+    head = type(model).logits
+    monkeypatch.setattr(
+        type(model), "logits", lambda self, x, out=None: (read.append(x[..., 0].numel()), head(self, x, out))[1]
+    )
+    out = model(ids, model.new_state(rows=3), logits="all", commit=commit)
+    assert out is not None and read == [1 + 13 + 4]
+    for row, each in zip(out, ids):
+        assert torch.equal(row[: len(each)], model([each])[0]) and not row[len(each) :].any()
 
 
 def test_a_state_keeps_the_last_logits_and_not_those_before() -> None:

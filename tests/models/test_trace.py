@@ -39,7 +39,16 @@ def test_a_trace_is_a_call_and_its_streams_follow_each_other(case: str) -> None:
     for before, after in zip(["embed", *blocks], blocks):
         assert calls[before][1] is calls[after][0]
     assert all(f"{name}.mixer" in calls for name in blocks)
+    assert calls["head"][0] is calls[blocks[-1]][1] or "exit" in calls
     assert torch.equal(calls["head"][1][0], got[0])
+
+
+@pytest.mark.parametrize("state", [False, True])
+def test_a_trace_of_ragged_rows_has_their_padding(state: bool) -> None:
+    model, ids = ours("llama"), [[3, 4, 5], [6]]
+    out, seen = traced(model, ids, model.new_state(2) if state else None, commit=not state)
+    assert {(name, *result.shape[:2]) for name, _, result in seen} == {(name, 2, 3) for name, *_ in seen}
+    assert torch.equal(out[1, 0], seen[-1][2][1, 0]) and not out[1, 1:].any()
 
 
 def test_a_mixer_and_a_feed_forward_part_add_to_the_stream() -> None:

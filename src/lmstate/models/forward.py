@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from lmstate.language_model import Logits
+from lmstate.models.trace import Traced
 from lmstate.state import State, Step
+
+PACKED = 64  # tokens whose logits may be held twice, with and without padding: those of drafts in a few rows
 
 Run = Callable[[Tensor, Step, State], Tensor]
 """Tokens int64 `[R, t]` of one part of a step -> the stream behind the blocks, float32 `[R, t, E]`."""
@@ -46,8 +49,8 @@ class Forward:
             if whole is not None:
                 self._features(hidden, whole[:, offset : offset + part.width])
                 continue
-            if self.head is not None and part is step and step.speculative and not step.uniform:
-                return self._verified(hidden, step, self.head)
+            if part is step and self._packs(step):
+                return self._padded(self._features(step.packed(hidden)), step)
             piece = self._features(hidden)
             if part.width == step.width or piece.requires_grad:
                 pieces.append(piece)
@@ -65,10 +68,14 @@ class Forward:
         kept = self.head is None or whole.requires_grad
         return whole.masked_fill(padding, 0.0) if kept else whole.masked_fill_(padding, 0.0)
 
-    def _verified(self, hidden: Tensor, step: Step, head: Head) -> Tensor:
-        """`_all` of drafts that await a verdict. Rows with long ones lie beside rows with none, and a head costs more
-        than most layers do, so it leaves padding out."""
-        packed = head(step.packed(hidden), None)  # [N, V]
+    def _packs(self, step: Step) -> bool:
+        """Whether the head leaves padding out. It costs more than most layers do, and where drafts await a verdict rows
+        with long ones lie beside rows with none; a trace tells of it as of the others, padding included."""
+        packs = self.head is not None and not isinstance(self.head, Traced)
+        return packs and not step.uniform and step.new_tokens <= PACKED
+
+    def _padded(self, packed: Tensor, step: Step) -> Tensor:
+        """Logits `[N, V]` -> `[R, T, V]`."""
         whole = packed.new_zeros(step.rows, step.width, packed.shape[-1])
         for row, own in enumerate(packed.split(step.counts)):
             whole[row, : len(own)] = own
