@@ -48,7 +48,7 @@ def test_a_prompt_of_16000_tokens_delays_no_token_of_seven_streams_beyond_the_bo
     began: list[float] = []
     start = Scheduler._start
     monkeypatch.setattr(Scheduler, "_start", lambda self, job: (began.append(clock.now), start(self, job))[1])
-    with lmstate.Engine(model, rows=8, stall=stall, draft=None) as engine:  # so that all steps are usual ones
+    with lmstate.Engine(model, rows=8, stall=stall) as engine:
         go = paused(engine)
         for seed in range(7):  # of different lengths: chunks of all sizes are measured before, some at nobody's cost
             request = engine.submit(prompt(20 + 15 * seed, seed), max_new_tokens=10**6, ignore_eos=True)

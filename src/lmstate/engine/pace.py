@@ -46,7 +46,7 @@ class Pace:
             # At first every chunk has the head: what it may cost is the call's until one without it shows.
             self._prior = [seconds**2, token**2, (seconds / 4) ** 2, (token / FAR) ** 2]
             self._covariance = [[self._prior[i] * (i == j) for j in range(4)] for i in range(4)]
-        expected = max(self.expected(tokens, at, heads), 1e-9)
+        expected = max(self._expected(tokens, at, heads), 1e-9)
         for i, most in enumerate(self._prior):
             self._covariance[i][i] = min(self._covariance[i][i] + DRIFT**2 * most, most)
         wrong = seconds - expected
@@ -59,7 +59,7 @@ class Pace:
             [self._covariance[i][j] - along[i] * along[j] / variance for j in range(4)] for i in range(4)
         ]
 
-    def expected(self, tokens: int, at: int, heads: int) -> float:
+    def _expected(self, tokens: int, at: int, heads: int) -> float:
         """Seconds of a chunk of so many tokens, as far as is known."""
         return sum(cost * part for cost, part in zip(self._costs, _parts(tokens, at, heads)))
 
@@ -72,7 +72,9 @@ class Pace:
         """Number of tokens to read now, at a position of their text; the head reads the last of the `left` ones."""
         if not decoding:
             return min(MOST, left)
-        time = (self.stall - 1) * min(self.decode or 0.0, self._last) / (1 + DOUBTS * max(self._doubt, SURE))
+        usual = sorted((self.decode or 0.0, self._last))
+        # The whole gap is what may turn out longer: the decode step behind the chunk, too.
+        time = self.stall * usual[0] / (1 + DOUBTS * max(self._doubt, SURE)) - usual[1]
         size = self._fitting(time, at)
         if size >= left:
             size = min(left, self._fitting(time - self._costs[2], at))
