@@ -205,8 +205,8 @@ def llama_lookup(binary: str, prompt: list[int], tokens: int, rounds: int, threa
     ):
         for _ in range(rounds + 1):
             for way, server in enumerate((plain, drafting)):
-                begin = clock()
-                speeds[way] = max(speeds[way], len(server.ask(prompt, tokens)()) / (clock() - begin))
+                begin = perf_counter()
+                speeds[way] = max(speeds[way], len(server.ask(prompt, tokens)()) / (perf_counter() - begin))
     ratio = speeds[1] / speeds[0]
     return f"llama.cpp: {speeds[0]:.1f} tokens/s, with prompt lookup {speeds[1]:.1f} ({ratio:.2f}x)"
 

@@ -77,7 +77,7 @@ class Pace:
         time = self.stall * usual[0] / (1 + DOUBTS * max(self._doubt, SURE)) - usual[1]
         size = self._fitting(time, at)
         if size >= left:
-            size = min(left, self._fitting(time - self._costs[2], at))
+            size = self._fitting(time - self._costs[2], at)
         return min(size, left)
 
     def _fitting(self, time: float, at: int) -> int:
