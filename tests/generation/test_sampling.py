@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmstate.errors import ModelError
-from lmstate.generation.sampling import HEAD, Sampler, TokenPicker
+from lmstate.generation.sampling import Sampler, TokenPicker
+from lmstate.ops.dense.sample import HEAD
 
 SETTINGS = [
     {"temperature": 0.7},
@@ -49,9 +50,9 @@ def test_distribution_equals_transformers(options: dict, vocab: int, scale: floa
     sampler = Sampler(**options)
     mine = logits
     if sampler.repetition_penalty != 1.0:
-        mine = sampler.penalized(logits, torch.zeros(3, vocab, dtype=torch.bool).scatter_(1, seen, True))
-    candidates = sampler.candidates(mine)
-    whole = torch.zeros(3, vocab, dtype=torch.float64).scatter_(1, candidates.ids, candidates.probabilities)
+        mine = logits.scatter(1, seen, sampler.penalized(logits.gather(1, seen)))
+    probabilities, ids = sampler.candidates(mine)
+    whole = torch.zeros(3, vocab, dtype=torch.float64).scatter_(1, ids, probabilities)
     expected = theirs(options, seen, logits.clone())
     torch.testing.assert_close(whole.float(), expected, atol=2e-6, rtol=1e-4)
 

@@ -40,11 +40,11 @@ def exact(logits: dict[tuple[int, ...], Tensor], sampler: Sampler) -> dict[tuple
         for at, token in enumerate(text):
             here = logits[text[:at]][None]
             seen = torch.tensor([[token in text[:at] for token in range(SMALL)]])
-            here = sampler.penalized(here, seen)
+            here = torch.where(seen, sampler.penalized(here), here)
             for known, often in Counter(text[:at]).items():
                 here[0, known] -= sampler.presence_penalty + sampler.frequency_penalty * often
-            candidates = sampler.candidates(here)
-            dense = torch.zeros(SMALL, dtype=torch.float64).scatter_(0, candidates.ids[0], candidates.probabilities[0])
+            probabilities, ids = sampler.candidates(here)
+            dense = torch.zeros(SMALL, dtype=torch.float64).scatter_(0, ids[0], probabilities[0])
             probability *= float(dense[token])
         found[text] = probability
     return found
@@ -57,8 +57,7 @@ def append(text: list[int], row: int, token: int) -> bool:
 
 def forget(picker: TokenPicker) -> None:
     """A new text: nothing of it was seen. The random stream goes on."""
-    picker._mask = None
-    picker._held = [[]]
+    picker._held, picker._new, picker._ids = [set()], [[]], [torch.empty(0, dtype=torch.int64)]
     picker._counts = [Counter()]
 
 

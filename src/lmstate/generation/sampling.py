@@ -21,17 +21,6 @@ from lmstate import ops
 from lmstate.errors import ModelError
 from lmstate.state.validate import whole_number
 
-# Top-p looks among this many best tokens first: sorting the whole vocabulary costs as much as a decode step.
-HEAD = 1024
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """Distribution of the next token: `probabilities` [R, k] float64 (rows sum to 1, zeros allowed) of `ids` [R, k]."""
-
-    probabilities: Tensor
-    ids: Tensor
-
 
 @dataclass(frozen=True)
 class Sampler:
@@ -104,24 +93,18 @@ class Sampler:
         """Whether the most likely token is taken, whatever came before."""
         return self.greedy and not (self.counts_answer or self.logit_bias or self.repetition_penalty != 1.0)
 
-    def penalized(self, logits: Tensor, seen: Tensor) -> Tensor:
-        """`logits` [R, V] with the repetition penalty on the tokens where `seen` [R, V] bool is true."""
-        penalty = self.repetition_penalty
-        return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+    def penalized(self, logits: Tensor) -> Tensor:
+        """Logits, of any shape, of tokens that their row holds, with the repetition penalty."""
+        return torch.where(logits < 0, logits * self.repetition_penalty, logits / self.repetition_penalty)
 
-    def candidates(self, logits: Tensor) -> Candidates:
-        """The distribution after temperature and filters. logits [R, V] float32, already penalized; temperature > 0."""
-        rows, vocab = logits.shape
-        # Relative to the best token, so that a tiny temperature cannot overflow.
-        scores = (logits - logits.amax(-1, keepdim=True)).double() / self.temperature  # [R, V]
-        ids = torch.arange(vocab, device=logits.device).expand(rows, vocab)
-        if self.top_k is not None and self.top_k < vocab:
-            scores, ids = scores.topk(self.top_k)  # [R, k], best first
-        if self.top_p is not None and self.top_p < 1.0:
-            scores, ids = _nucleus(scores, ids, self.top_p)
-        if self.min_p is not None and self.min_p > 0.0:
-            scores = scores.masked_fill(scores < math.log(self.min_p), -math.inf)  # the best token has score 0
-        return Candidates(scores.softmax(-1), ids)
+    @property
+    def filters(self) -> tuple[float, int | None, float | None, float | None]:
+        """What a distribution goes through after the penalties: temperature, top-k, top-p and min-p."""
+        return self.temperature, self.top_k, self.top_p, self.min_p
+
+    def candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """`ops.candidates` of logits [R, V] float32, already penalized; temperature > 0."""
+        return ops.candidates(logits, *self.filters)
 
 
 class TokenPicker:
@@ -134,23 +117,28 @@ class TokenPicker:
         # Host generators: one number per token is drawn, and it is the same whatever the device of the logits.
         self._streams = [random.Random(f"lmstate:{seed}:{first + row}") for row in range(rows)]
         self._counts: list[Counter[int]] = [Counter() for _ in range(rows)]  # of the tokens of the answers
-        self._held: list[list[int]] = [[] for _ in range(rows)]  # seen, not yet in the mask
-        self._mask: Tensor | None = None  # [R, V] bool, built with the first logits
+        self._held: list[set[int]] = [set() for _ in range(rows)]  # tokens that each row holds
+        self._new: list[list[int]] = [[] for _ in range(rows)]  # of them, those that are not yet in the tensor
+        self._ids = [torch.empty(0, dtype=torch.int64) for _ in range(rows)]
 
     def see(self, row: int, ids: Iterable[int]) -> None:
         """Tell that `row` holds these tokens (for the repetition penalty). Picked tokens count by themselves."""
         if self.sampler.repetition_penalty != 1.0:
-            self._held[row].extend(ids)
+            fresh = set(ids) - self._held[row]
+            self._held[row] |= fresh
+            self._new[row] += fresh
 
     def pick(self, logits: Tensor, rows: Sequence[int]) -> list[int]:
         """The next token of each of `rows`. logits [len(rows), V] float32, in the order of `rows`."""
         logits = self._adjusted(logits, rows)
         if self.sampler.greedy:
             best, ids = ops.argmax(logits)
-            _check_numbers(best)
+            _check_numbers(not bool(best.isnan().any()))
             picked: list[int] = ids.tolist()
         else:
-            picked = self._draw(self.sampler.candidates(logits), rows)
+            uniform = torch.tensor([self.uniform(row) for row in rows], dtype=torch.float64)
+            picked = ops.sample(logits, uniform, *self.sampler.filters).tolist()
+            _check_numbers(-1 not in picked)
         for row, token in zip(rows, picked):
             self.take(row, token)
         return picked
@@ -162,8 +150,8 @@ class TokenPicker:
         if self.sampler.greedy:
             dense[ops.argmax(logits)[1]] = 1.0
             return dense
-        candidates = self.sampler.candidates(logits)
-        return dense.scatter_(0, candidates.ids[0], candidates.probabilities[0])
+        probabilities, ids = self.sampler.candidates(logits)
+        return dense.scatter_(0, ids[0], probabilities[0])
 
     def uniform(self, row: int) -> float:
         """A number in 0..1 from the row's random stream."""
@@ -184,52 +172,29 @@ class TokenPicker:
     def _adjusted(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
         """`logits` with bias and penalties: itself if there are none, else a copy."""
         sampler = self.sampler
+        if not (sampler.logit_bias or sampler.counts_answer or sampler.repetition_penalty != 1.0):
+            return logits
+        logits = logits.clone()
         if sampler.logit_bias:
             ids, values = zip(*sampler.logit_bias)
-            logits = logits.clone()
             logits[:, list(ids)] += torch.tensor(values, dtype=logits.dtype, device=logits.device)
-        if sampler.repetition_penalty != 1.0:
-            logits = sampler.penalized(logits, self._seen(logits, rows))
-        if sampler.counts_answer and any(self._counts[row] for row in rows):
-            logits = logits.clone()
-            for index, row in enumerate(rows):
+        for index, row in enumerate(rows):
+            if sampler.repetition_penalty != 1.0:
+                held = self._seen(row, logits.device)
+                logits[index, held] = sampler.penalized(logits[index, held])
+            if self._counts[row]:
                 held = torch.tensor(list(self._counts[row]), dtype=torch.int64, device=logits.device)
                 often = torch.tensor(list(self._counts[row].values()), dtype=logits.dtype, device=logits.device)
                 logits[index, held] -= sampler.presence_penalty + sampler.frequency_penalty * often
         return logits
 
-    def _draw(self, candidates: Candidates, rows: Sequence[int]) -> list[int]:
-        """Inverse of the cumulative distribution at one uniform number per row."""
-        cumulative = candidates.probabilities.cumsum(-1)  # [R, k]
-        total = cumulative[:, -1:]
-        _check_numbers(total)
-        uniform = torch.tensor([[self._streams[row].random()] for row in rows], dtype=torch.float64)
-        # Strictly below the total, so that rounding never falls past the last token that has any probability.
-        point = torch.minimum(uniform.to(total.device) * total, torch.nextafter(total, torch.zeros_like(total)))
-        index = torch.searchsorted(cumulative, point, right=True)  # [R, 1]: first whose cumulative exceeds the point
-        picked: list[int] = candidates.ids.gather(-1, index)[:, 0].tolist()
-        return picked
-
-    def _seen(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
-        """The mask [len(rows), V] of tokens that each row holds, brought up to date."""
-        if self._mask is None:
-            self._mask = torch.zeros(len(self._streams), logits.shape[-1], dtype=torch.bool, device=logits.device)
-        for row in rows:
-            if self._held[row]:
-                self._mask[row, torch.tensor(self._held[row], device=logits.device)] = True
-                self._held[row].clear()
-        return self._mask[list(rows)]
-
-
-def _nucleus(scores: Tensor, ids: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """The most likely tokens, best first, until their probability reaches `top_p`; others -inf. scores, ids [R, k]."""
-    total = scores.logsumexp(-1, keepdim=True)
-    ordered, order = scores.topk(min(HEAD, scores.shape[-1]))
-    if ordered.shape[-1] < scores.shape[-1] and bool(((ordered - total).exp().sum(-1) < top_p).any()):
-        ordered, order = scores.sort(-1, descending=True)
-    probability = (ordered - total).exp()
-    before = probability.cumsum(-1) - probability  # what the better tokens hold together: 0 for the best one
-    return ordered.masked_fill(before >= top_p, -math.inf), ids.gather(-1, order)
+    def _seen(self, row: int, device: torch.device) -> Tensor:
+        """The tokens that a row holds, int64 `[n]`, each once."""
+        if self._new[row] or self._ids[row].device != device:
+            new = torch.tensor(self._new[row], dtype=torch.int64, device=device)
+            self._ids[row] = torch.cat([self._ids[row].to(device), new])
+            self._new[row].clear()
+        return self._ids[row]
 
 
 def _check(name: str, value: float | None, right: bool, range_: str) -> None:
@@ -237,8 +202,8 @@ def _check(name: str, value: float | None, right: bool, range_: str) -> None:
         raise ValueError(f"{name} is {value!r}; it must be {range_}")
 
 
-def _check_numbers(values: Tensor) -> None:
-    if bool(values.isnan().any()):
+def _check_numbers(right: bool) -> None:
+    if not right:
         raise ModelError(
             "the logits are not numbers: the row has no tokens yet, or the model's weights or storage type overflow "
             "(try weights='float32')"

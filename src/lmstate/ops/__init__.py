@@ -15,6 +15,7 @@ from lmstate.ops.dense.activations import ACTIVATIONS, activation, glu, in_doubl
 from lmstate.ops.dense.argmax import argmax
 from lmstate.ops.dense.linear import linear, linear_split_concat
 from lmstate.ops.dense.norm import add_residual, norm
+from lmstate.ops.dense.sample import candidates, sample
 from lmstate.ops.dispatch import info
 from lmstate.ops.fused.choose_experts import choose_experts
 from lmstate.ops.fused.graph import CapturedGraph, Fusable, FusedGraph, packable
@@ -79,6 +80,7 @@ __all__ = [
     "append",
     "argmax",
     "attend",
+    "candidates",
     "choose_experts",
     "feed_forward",
     "gated",
@@ -92,6 +94,7 @@ __all__ = [
     "quantize",
     "rope",
     "rotate_attend",
+    "sample",
     "sigmoid",
     "to_bfloat12",
 ]

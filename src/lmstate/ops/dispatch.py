@@ -132,6 +132,7 @@ _ALIKE = (
     "append",
     "glu",
     "argmax",
+    "sample",
     "causal_conv",
     "gated_norm",
     "selective_scan",

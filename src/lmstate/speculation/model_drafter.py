@@ -23,15 +23,7 @@ class Distribution(Protocol):
     @property
     def greedy(self) -> bool: ...
 
-    def candidates(self, logits: Tensor) -> Candidates: ...
-
-
-class Candidates(Protocol):
-    @property
-    def probabilities(self) -> Tensor: ...  # float64 [1, k]
-
-    @property
-    def ids(self) -> Tensor: ...  # int64 [1, k]
+    def candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]: ...  # float64 [1, k], int64 [1, k]
 
 
 class ModelDrafter:
@@ -153,8 +145,7 @@ class ModelDrafter:
             return best.indices.tolist(), sure.tolist()
         tokens, sures = [], []
         for row in rows:
-            candidates = self._sampler.candidates(logits[row : row + 1])
-            probabilities, ids = candidates.probabilities[0], candidates.ids[0]
+            (probabilities,), (ids,) = self._sampler.candidates(logits[row : row + 1])
             cumulative = probabilities.cumsum(0)
             point = torch.tensor(self._random.random(), dtype=torch.float64, device=cumulative.device) * cumulative[-1]
             below = torch.nextafter(cumulative[-1], torch.zeros_like(cumulative[-1]))

@@ -125,6 +125,7 @@ LINEAR = Layout(
 )  # fmt: skip
 ROWS = Layout("rows_args", "P x weight y", "q rows width gate x_kind y_kind threads", "d eps")
 ARGMAX = Layout("argmax_args", "P x largest where", "q rows width threads")
+SAMPLE = Layout("sample_args", "P x uniform picked", "q rows width top_k threads", "d temperature top_p min_p")
 DEQUANTIZE = Layout("dequantize_args", "P packed ids out", "q first count outputs inputs stored kind threads")
 TO_BFLOAT12 = Layout("to_bfloat12_args", "P matrix packed", "q outputs inputs threads")
 COUNT = Layout("count_args", "P matrix seen", "q count threads")

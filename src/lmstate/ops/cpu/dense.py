@@ -22,6 +22,7 @@ class Dense:
         self._rms_norm = function(library, "lmstate_rms_norm")
         self._glu = function(library, "lmstate_glu")
         self._argmax = function(library, "lmstate_argmax")
+        self._sample = function(library, "lmstate_sample")
         self._per_head_matmul = function(library, "lmstate_per_head_matmul")
         self._dequantize = function(library, "lmstate_dequantize")
         self._count_high_bytes = function(library, "lmstate_count_high_bytes")
@@ -108,6 +109,31 @@ class Dense:
         pointers = float_pointer(x, "x", x.shape), largest.data_ptr(), where.data_ptr()
         self._argmax(abi.ARGMAX.pack(*pointers, rows, width, threads_for(x.numel())))
         return largest, where
+
+    def sample(
+        self,
+        logits: Tensor,
+        uniform: Tensor,
+        temperature: float,
+        top_k: int | None,
+        top_p: float | None,
+        min_p: float | None,
+    ) -> Tensor:
+        """`ops.sample`."""
+        x = logits.contiguous()
+        rows, width = x.shape
+        if uniform.shape != (rows,) or uniform.dtype != torch.float64 or not uniform.is_cpu:
+            raise ValueError(f"{rows} rows take float64 [{rows}]; this is {uniform.dtype} {list(uniform.shape)}")
+        if width == 0:
+            raise ValueError("a row without elements has nothing to draw")
+        uniform, picked = uniform.contiguous(), torch.empty(rows, dtype=torch.int64)
+        pointers = float_pointer(x, "logits", x.shape), uniform.data_ptr(), picked.data_ptr()
+        most = top_k if top_k is not None and top_k < width else 0
+        threads = min(threads_for(x.numel()), max(rows, 1))
+        filters = temperature, 1.0 if top_p is None else top_p, min_p or 0.0
+        if self._sample(abi.SAMPLE.pack(*pointers, rows, width, most, threads, *filters)):
+            raise MemoryError(f"no memory to draw from {width} logits")
+        return picked
 
     def dequantize(self, weight: Weight, first: int, out: Tensor) -> None:
         """Outputs first.. of a quantized weight into `out` `[count, K]`, float32 or bfloat16."""
