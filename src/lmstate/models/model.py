@@ -141,7 +141,7 @@ class Model:
             if self._traced is None and (traced := traceable(self)) is not self:
                 self._traced = traced
             mark_static((self._traced or self).parts, state)
-        elif self.heads and not any(leaf.evicts for layer in state.layers for leaf in layer.leaves()):
+        elif self.heads and not state.evicts:
             # Nothing is drafted in a static graph, nor where a policy evicts after each step.
             policy = None if kv is None or isinstance(kv, torch.dtype) else policies_of(kv, len(self.blocks))[-1]
             state.layers += [head.new_state(replace(layout, kv=policy)) for head in self.heads]

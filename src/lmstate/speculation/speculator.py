@@ -176,8 +176,10 @@ class Speculator:
             return min(most, 4)
         if self._per_token <= CHEAP * self.costs(rows, rows):
             return most
+        # As if all rows were alike, and went as deep as each other: then one stands for all.
         rates = self._places.rates(Draft((0,) * most))
-        depth = max(best_depths([rates] * rows, partial(self.costs, plain=rows), partial(mul, self._per_token)))
+        drafting = partial(mul, self._per_token)
+        (depth,) = best_depths([rates], lambda tokens: self.costs(rows * tokens, rows), drafting)
         if depth:
             self._rest, self._resting = FIRST_REST, 0
             return depth

@@ -68,6 +68,7 @@ class State:
         rotate alike, and a row that passes from one key to another is computed again from its start.
         """
         self.layers = list(layers)
+        self.evicts = any(leaf.evicts for layer in self.layers for leaf in layer.leaves())
         self.layout = layout
         self._vocab_size = vocab_size
         self._fingerprint = fingerprint
@@ -256,8 +257,8 @@ class State:
         held = own.length
         limits = (self.layout.capacity, self.layout.max_positions)
         room = max(0, min([most, *(limit - held for limit in limits if limit is not None)]))
-        if room > 1 and any(leaf.evicts for layer in self.layers for leaf in layer.leaves()):
-            return 1
+        if self.evicts:
+            return min(room, 1)
         while room > 1 and self._frequency_key(held + room) != self._frequency_key(held + 1):
             room -= 1
         return room
