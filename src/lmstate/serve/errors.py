@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import sqlite3
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,9 @@ from lmstate.errors import CapacityError, ModelError, StateError
 # Status -> the `type` of the error object, in OpenAI's and in Anthropic's words.
 OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 ANTHROPIC_TYPES = {**OPENAI_TYPES, 413: "request_too_large", 529: "overloaded_error"}
+
+current_id: ContextVar[str] = ContextVar("request_id", default="")
+"""The id of the request that is being answered; empty outside of one."""
 
 
 @dataclass
@@ -44,9 +48,9 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def anthropic(self) -> dict[str, Any]:
-        """`{"type": "error", "error": {"type", "message"}}`"""
+        """`{"type": "error", "error": {"type", "message"}, "request_id"}`"""
         kind = ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
+        return {"type": "error", "error": {"type": kind, "message": self.message}, "request_id": current_id.get()}
 
     def body(self, path: str) -> dict[str, Any]:
         """The JSON body of an error, by the protocol that `path` belongs to."""

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import logging
 import re
-from contextvars import ContextVar
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lmstate.serve.answers import new_id
-from lmstate.serve.errors import is_anthropic
+from lmstate.serve.errors import current_id, is_anthropic
 
 OPENAI, ANTHROPIC = "x-request-id", "request-id"  # the headers that the protocols' clients read
 PLAIN = re.compile(r"[A-Za-z0-9._~:/+=@-]{1,128}")  # of a client's own ids, which go to the log as they are
-
-_current: ContextVar[str] = ContextVar("request_id", default="")
 
 
 class RequestIds:
@@ -42,12 +39,12 @@ class RequestIds:
                     headers[name] = id
             await send(message)
 
-        _current.set(id)
+        current_id.set(id)
         await self._app(scope, receive, put)
 
 
 def _name(record: logging.LogRecord) -> bool:
-    if id := _current.get():
+    if id := current_id.get():
         record.msg = f"[{id}] {record.msg}"
     return True
 
