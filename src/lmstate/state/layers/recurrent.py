@@ -31,6 +31,13 @@ Scan = Callable[[Tensor, Carry, Tensor, Tensor | None], tuple[Tensor, Carry]]
 MOST_UNSCANNED = 8  # tokens of a row that are left to the next step's scan: each is scanned again in every step
 
 
+class Inputs(NamedTuple):
+    """Inputs of a scan `[N, F]`, of all rows without padding, and how many each row has."""
+
+    inputs: Tensor
+    counts: tuple[int, ...]
+
+
 class Checkpoint(NamedTuple):
     """The carry of one row at a position, `[1, ...]` each; never written into."""
 
@@ -77,7 +84,7 @@ class RecurrentState(LayerState):
         rows, device = layout.rows, layout.device
         self.carry: Carry = tuple(torch.zeros(rows, *shape, dtype=torch.float32, device=device) for shape in shapes)
         self._zero: Carry = tuple(torch.zeros(1, *shape, dtype=torch.float32, device=device) for shape in shapes)
-        self.unscanned: Unscanned | None = None
+        self.unscanned: Inputs | None = None
         """Committed inputs of each row that the carry does not have yet."""
         self._next: Carry | None = None
         self._resumable = False  # whether a part of the step may be left unscanned
@@ -142,7 +149,7 @@ class RecurrentState(LayerState):
         if isinstance(step, DeviceStep):
             return None
         assert self._step is not None, "a step without reserve"
-        start = ScanStart(self.carry, self.unscanned) if self._next is None else ScanStart(self._next)
+        start = ScanStart(self.carry, self._unscanned(step)) if self._next is None else ScanStart(self._next)
         cuts = self._stops(step, self._step.ends)
         if all(stops == list(step.counts) for stops, _ in cuts):
             return start
@@ -365,34 +372,41 @@ class RecurrentState(LayerState):
         """The carry at each row's committed length, with what is unscanned in it."""
         return self.carry if self.unscanned is None else _scanned(self.scan, self.carry, self.unscanned)
 
-    def _resumed(self, step: Step, accepted: tuple[int, ...]) -> tuple[Carry, Unscanned | None]:
+    def _unscanned(self, step: Step) -> Unscanned | None:
+        if self.unscanned is None:
+            return None
+        inputs, counts = self.unscanned
+
+        def places() -> tuple[Tensor, Tensor]:
+            numbers = (counts, tuple(accumulate(counts, initial=0)))
+            counts_t, begins_t = (torch.tensor(each, dtype=torch.int64, device=step.device) for each in numbers)
+            return counts_t, begins_t
+
+        return Unscanned(inputs, counts, *step.cached(("unscanned", counts), places))
+
+    def _resumed(self, step: Step, accepted: tuple[int, ...]) -> tuple[Carry, Inputs | None]:
         """The carry after accepted prefixes, and what it lacks: nothing is scanned here before that becomes much."""
         since = self._since(step, accepted)
         if max(since.counts) <= MOST_UNSCANNED:
             return self.carry, since
         return _scanned(self.scan, self.carry, since), None
 
-    def _since(self, step: Step, accepted: tuple[int, ...]) -> Unscanned:
+    def _since(self, step: Step, accepted: tuple[int, ...]) -> Inputs:
         """All inputs that come after the carry: what is unscanned, and the accepted prefixes of a step's."""
         ((_, inputs),) = self._inputs
         before = (0,) * len(accepted) if self.unscanned is None else self.unscanned.counts
 
-        def build() -> tuple[Tensor, tuple[int, ...], Tensor, Tensor]:
+        def places() -> Tensor:
             begins = list(accumulate(before, initial=0))
-            places = [
+            return torch.tensor([
                 place
                 for row, (first, old, begin, new) in enumerate(zip(begins, before, step.begins, accepted))
                 for place in (*range(first, first + old), *range(begins[-1] + begin, begins[-1] + begin + new))
-            ]
-            counts = tuple(old + new for old, new in zip(before, accepted))
-            device = self.log.device
-            numbers = (places, counts, list(accumulate(counts, initial=0)))
-            index, counts_t, begins_t = (torch.tensor(each, dtype=torch.int64, device=device) for each in numbers)
-            return index, counts, counts_t, begins_t
+            ], dtype=torch.int64, device=self.log.device)  # fmt: skip
 
-        index, counts, counts_t, begins_t = step.cached(("since", before, accepted), build)
         known = inputs if self.unscanned is None else torch.cat([self.unscanned.inputs, inputs])
-        return Unscanned(known[index], counts, counts_t, begins_t)
+        taken = known[step.cached(("since", before, accepted), places)]
+        return Inputs(taken, tuple(old + new for old, new in zip(before, accepted)))
 
     def _replay(self, step: Step, accepted: tuple[int, ...]) -> tuple[Carry, list[Passage]]:
         """The carry after the accepted prefixes: rows accepted in part are scanned again from the committed carry."""
@@ -514,11 +528,12 @@ def _position(checkpoint: Checkpoint) -> int:
     return checkpoint.position
 
 
-def _scanned(scan: Scan, carry: Carry, inputs: Unscanned) -> Carry:
-    """The carry with what is unscanned in it."""
-    padded = pad_sequence(inputs.inputs.split(inputs.counts), batch_first=True)
+def _scanned(scan: Scan, carry: Carry, unscanned: Inputs) -> Carry:
+    """The carry with these inputs in it as well."""
+    inputs, counts = unscanned
+    padded = pad_sequence(inputs.split(counts), batch_first=True)
     with torch.no_grad():  # they were scanned without a gradient before
-        return scan(padded, carry, inputs.counts_t, None)[1]
+        return scan(padded, carry, torch.tensor(counts, device=inputs.device), None)[1]
 
 
 def _prefix(step: Step, counts: tuple[int, ...]) -> Step:
