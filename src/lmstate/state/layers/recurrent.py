@@ -328,8 +328,11 @@ class RecurrentState(LayerState):
         return list({tensor.data_ptr(): tensor for tensor in held}.values())  # inputs may be a part of `step_inputs`
 
     def nbytes_to_come(self) -> int:
+        if not self.period:
+            return 0
         missing = sum(one is None or one.position == 0 for pair in self.checkpoints for one in pair)
-        return missing * sum(part.nbytes for part in self._zero) if self.period else 0
+        unscanned = 0 if self.layout.static else MOST_UNSCANNED * self.log[:, :1].nbytes
+        return missing * sum(part.nbytes for part in self._zero) + unscanned
 
     # ---- the parts of it
 
