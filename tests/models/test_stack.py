@@ -287,7 +287,7 @@ def test_a_captured_graph_is_for_its_rows_its_tables_and_its_carries() -> None:
     cache = mixer.new_state(Layout(1, torch.device("cpu"), torch.float32))
     x, one = torch.randn(1, 1, 64), torch.tensor([1])
     graph = ops.FusedGraph(x, one * 0, one)
-    fusable = graph.fusable(sublayer, carry=cache.carry)
+    fusable = graph.fusable(sublayer, start=ops.ScanStart(cache.carry))
     assert fusable is not None
     graph.add(fusable)
     captured = graph.capture()
@@ -295,7 +295,8 @@ def test_a_captured_graph_is_for_its_rows_its_tables_and_its_carries() -> None:
 
     def replays(x: torch.Tensor, *carries: Any) -> bool:
         counts = torch.ones(x.shape[0], dtype=torch.int64)
-        return ops.FusedGraph(x, counts * 0, counts).replay(captured, [], carries, []) is not None
+        scans = [ops.ScanStart(carry) for carry in carries]
+        return ops.FusedGraph(x, counts * 0, counts).replay(captured, [], scans, []) is not None
 
     assert replays(x, cache.carry)
     assert not replays(torch.randn(2, 1, 64), cache.carry), "two rows"
@@ -379,9 +380,9 @@ def test_a_weight_on_another_device_is_not_fused() -> None:
         cache = mixer.new_state(Layout(1, torch.device("cpu"), torch.float32))
         one = torch.tensor([1])
         graph = ops.FusedGraph(torch.randn(1, 1, 64), one * 0, one)
-        assert graph.fusable(sublayer, carry=cache.carry) is not None
+        assert graph.fusable(sublayer, start=ops.ScanStart(cache.carry)) is not None
         sublayer.out.storage = sublayer.out.storage.to(DEVICE)
-        assert graph.fusable(sublayer, carry=cache.carry) is None
+        assert graph.fusable(sublayer, start=ops.ScanStart(cache.carry)) is None
         assert not ops.FusedGraph(torch.randn(1, 1, 64).to(DEVICE), one * 0, one).enabled
 
 

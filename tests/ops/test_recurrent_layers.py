@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -60,6 +62,64 @@ def test_a_layer_equals_its_operations(variant: str, name: str, kind: str, monke
         [[one and one.position for one in pair] for pair in each.checkpoints] for each in (memory, expected)
     )
     assert passed == wanted
+
+
+VERDICTS = (([3, 2], [1, 2]), ([2, 4], [2, 1]), ([4, 4], [2, 3]), ([1, 0], [1, 0]), ([4, 3], [3, 0]), ([3, 4], [1, 2]))
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_partly_accepted_steps_equal_those_never_drafted(variant: str, name: str) -> None:
+    """What was accepted of a step is scanned by the next one: whatever comes between, nothing else is to be seen."""
+    torch.manual_seed(3)
+    mixer = MIXERS[name]("int4", EMBED, OUT)
+    x = torch.randn(2, 24, EMBED)
+    layout = Layout(2, CPU, torch.float32, rewind=4)
+    memory, plain = mixer.new_state(layout), mixer.new_state(layout)
+    assert isinstance(memory, RecurrentState) and isinstance(plain, RecurrentState)
+    lengths, left = [0, 0], 0
+    for counts, accepted in VERDICTS:
+        drafted = forward(mixer, memory, x, lengths, counts, accepted)
+        single = [forward(mixer, plain, x, lengths, counts=[n > at for n in accepted], past=at) for at in range(4)]
+        for row, count in enumerate(accepted):
+            assert torch.equal(drafted[row, :count], torch.cat([each[row] for each in single])[:count])
+        lengths = [length + n for length, n in zip(lengths, accepted)]
+        left += memory.unscanned is not None
+        for row, length in enumerate(lengths):
+            for to in range(memory.earliest_rewind(row, length), length + 1):
+                got, want = (rewound(each, row, length, to) for each in (memory, plain))
+                assert all(torch.equal(got[part], want[part]) for part in want), (row, to)
+    assert left > 2
+
+
+def forward(
+    mixer: GatedDelta | Mamba2 | ShortConv,
+    memory: RecurrentState,
+    x: Tensor,
+    lengths: list[int],
+    counts: Sequence[int],
+    accepted: Sequence[int] | None = None,
+    past: int = 0,
+) -> Tensor:
+    """A step of so many tokens of x `[R, .., E]` from `past` behind each row's length on; accepts all by default."""
+    starts = tuple(length + past for length in lengths)
+    step = Step(starts, tuple(map(int, counts)), CPU, starts, speculative=accepted is not None)
+    pieces = [row[start : start + n] for row, start, n in zip(x, starts, step.counts)]
+    if not step.width:
+        return torch.empty(len(lengths), 0, OUT)
+    memory.reserve(step)
+    y = mixer(torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True), step, memory, None, None)
+    changes = Changes()
+    memory.commit(step, step.counts if accepted is None else tuple(accepted), changes)
+    changes.apply()
+    return y
+
+
+def rewound(memory: RecurrentState, row: int, length: int, to: int) -> Mapping[str, Tensor]:
+    """What a copy of a state holds of a row that went back to a position."""
+    copied, changes = copy.deepcopy(memory), Changes()
+    copied.rewind(row, length, to, changes)
+    changes.apply()
+    return copied.capture(row, to)
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int4"])

@@ -162,22 +162,22 @@ class FusedSegment:
 
     def _replay(self, captured: Captured, graph: ops.FusedGraph, step: Step, layers: Sequence[LayerState]) -> bool:
         """Add all parts as in the captured step; False where that does not hold any more."""
-        views, carries, recurrent = [], [], []
+        views, scans, recurrent = [], [], []
         for index, _ in self._mixers:
             for cache in simple_caches(layers[index]):
                 if isinstance(cache, RecurrentState):
-                    if (carry := cache.single_scan_carry(step)) is None:
+                    if (start := cache.fused_scan_start(step)) is None:
                         return False
-                    carries.append(carry)
+                    scans.append(start)
                     recurrent.append(cache)
                 elif isinstance(cache, KeyValueState):
                     if (view := cache.view(step)) is None:
                         return False
                     views.append(view)
         tables = [each for mixer in captured.ropes if (each := mixer.rope_tables(step)) is not None]
-        results = graph.replay(captured.graph, views, carries, tables)
+        results = graph.replay(captured.graph, views, scans, tables)
         if results is None:
             return False
         for cache, result in zip(recurrent, results, strict=True):
-            cache.record(step, *result)
+            cache.record(step, *result, fused=True)
         return True

@@ -40,8 +40,10 @@ from lmstate.ops.types.sublayers import (
     MoESublayer,
     RecurrentSublayer,
     RouterParams,
+    ScanStart,
     ShortConvSublayer,
     Sublayer,
+    Unscanned,
 )
 from lmstate.ops.types.weight import Weight
 from lmstate.ops.weights.bfloat12 import Bfloat12Weight, to_bfloat12
@@ -72,8 +74,10 @@ __all__ = [
     "Residual",
     "RopeTables",
     "RouterParams",
+    "ScanStart",
     "ShortConvSublayer",
     "Sublayer",
+    "Unscanned",
     "Weight",
     "activation",
     "add_residual",

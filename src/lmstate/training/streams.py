@@ -17,6 +17,7 @@ from torch import Tensor
 from lmstate import ops
 from lmstate.errors import UnsupportedError
 from lmstate.models.block import Block, new_layers
+from lmstate.ops import ScanStart
 from lmstate.ops.attention.attend_latent import attend_latent
 from lmstate.state import (
     AttentionState,
@@ -132,10 +133,12 @@ class StreamCarry(RecurrentState):
         outputs, self._exit_carry = self.scan(inputs, self._entry_carry, step.counts_t, gate)
         return outputs
 
-    def single_scan_carry(self, step: Step) -> Carry | None:
-        return self._entry_carry
+    def fused_scan_start(self, step: Step) -> ScanStart:
+        return ScanStart(self._entry_carry)
 
-    def record(self, step: Step, inputs: Tensor, carry: Carry) -> None:
+    def record(
+        self, step: Step, inputs: Tensor, carry: Carry, marked: Carry | None = None, *, fused: bool = False
+    ) -> None:
         self._exit_carry = carry
 
     def clear(self) -> None:

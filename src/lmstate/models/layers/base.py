@@ -77,19 +77,19 @@ def add_sublayers(
     """
     fusable = []
     for place, sublayer in enumerate(sublayers):
-        view = carry = None
+        view = start = None
         if place < len(caches):
             cache = caches[place]
             if isinstance(cache, RecurrentState):
-                carry = cache.single_scan_carry(step)
+                start = cache.fused_scan_start(step)
             elif isinstance(cache, KeyValueState):
                 view = cache.view(step)
-        if (one := graph.fusable(sublayer, view=view, carry=carry, tables=tables)) is None:
+        if (one := graph.fusable(sublayer, view=view, start=start, tables=tables)) is None:
             return False
         fusable.append(one)
     for place, one in enumerate(fusable):
         if (result := graph.add(one)) is not None:
             cache = caches[place]
             assert isinstance(cache, RecurrentState)
-            cache.record(step, *result)
+            cache.record(step, *result, fused=True)
     return True

@@ -132,7 +132,7 @@ COUNT = Layout("count_args", "P matrix seen", "q count threads")
 
 CAUSAL_CONV = Layout(
     "causal_conv_args", "P x tail taps bias counts begins y next",
-    "q rows tokens width kernel silu threads x_row x_token tail_row",
+    "q rows tokens width kernel silu threads x_row x_token tail_row", "P marks marked",
 )  # fmt: skip
 GATED_NORM = Layout(
     "gated_norm_args", "P y gate weight out counts",
@@ -142,12 +142,12 @@ GATED_DELTA_RULE = Layout(
     "gated_delta_rule_args", "P q k v g beta carry counts begins y next",
     "q rows tokens key_heads heads key_dim value_dim by_channel normalize threads q_row q_token q_head",
     "q k_row k_token k_head v_row v_token v_head g_row g_token g_head beta_row beta_token beta_head carry_row",
-    "d scale", "P A bias", "d beta_scale", "P norm",
+    "d scale", "P A bias", "d beta_scale", "P norm marks marked",
 )  # fmt: skip
 SSD = Layout(
     "ssd_args", "P x dt A B C D bias carry counts begins y next", "q rows tokens heads head_dim groups states threads",
     "q x_row x_token x_head dt_row dt_token dt_head B_row B_token B_group C_row C_token C_group carry_row",
-    "d low high",
+    "d low high", "P marks marked",
 )  # fmt: skip
 SELECTIVE_SCAN = Layout(
     "selective_scan_args", "P x dt gate A B C D carry counts y next", "q rows tokens channels states softplus threads",
@@ -159,8 +159,9 @@ RG_LRU = Layout(
 )  # fmt: skip
 
 FOLD = Layout(
-    "fold_args", "P x z tail carry counts begins y next_tail next", "q rows tokens threads x_row x_token z_row z_token"
-)
+    "fold_args", "P x z tail carry counts begins y next_tail next marks marked_tail marked",
+    "q rows tokens threads x_row x_token z_row z_token",
+)  # fmt: skip
 GATED_DELTA_PARTS = Layout(
     "gated_delta_parts", "P taps A bias norm", "q key_heads heads key_dim value_dim kernel by_channel silu",
     "d beta_scale eps",
@@ -204,7 +205,10 @@ PROJECTIONS = Layout(
     "q inputs projected outputs project_kind gates_kind out_kind parallel", "d norm_eps after_eps residual_scale",
 )  # fmt: skip
 MIXER_BYTES = max(each.size for each in (GATED_DELTA_PARTS, MAMBA2_PARTS, GATED_CONV_PARTS))
-CARRY = Layout("", "P tail carry next_tail next kept")
+CARRY = Layout(
+    "", "P tail carry next_tail next kept unscanned unscanned_counts unscanned_begins marks marked_tail marked",
+    "q unscanned_tokens",
+)  # fmt: skip
 
 _KIND = Struct("q")
 SUBLAYER_BYTES = _KIND.size + ATTENTION.size  # the longest of them

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lmstate.ops.cpu import abi
 from lmstate.ops.cpu.abi import WEIGHT_KINDS, SublayerKind
-from lmstate.ops.cpu.arguments import factor, float_pointer, norm_fields, optional_pointer, simple
+from lmstate.ops.cpu.arguments import factor, float_pointer, integers, norm_fields, optional_pointer, simple
 from lmstate.ops.cpu.mixers import MixerParts, gated_delta_parts, mamba2_parts
 from lmstate.ops.cpu.recurrent import all_float32
 from lmstate.ops.types.sublayers import (
@@ -17,6 +17,7 @@ from lmstate.ops.types.sublayers import (
     GatedDeltaSublayer,
     Mamba2Sublayer,
     RecurrentSublayer,
+    ScanStart,
     ShortConvSublayer,
 )
 
@@ -87,19 +88,34 @@ def _conv(of: ShortConvSublayer) -> Recurrence:
     return Recurrence(layer, parts, width, 0)
 
 
-def carried(layer: Recurrence, carry: Carry, new: Carry, kept: Tensor) -> bytes:
-    """All of a layer's arguments: what comes through it in a step, too. `new` and `kept` are as `room` makes them."""
+def carried(layer: Recurrence, start: ScanStart, new: Carry, kept: Tensor, marked: Carry | None) -> bytes:
+    """All of a layer's arguments: what comes through it in a step, too. The last three are as `room` makes them."""
     shapes, rows = layer.parts.carry, new[0].shape[0]
-    before = [float_pointer(part, "the carry", (rows, *shape)) for part, shape in zip(carry, shapes, strict=True)]
+    before = [float_pointer(part, "the carry", (rows, *shape)) for part, shape in zip(start.carry, shapes, strict=True)]
     after = [part.data_ptr() for part in new]
     none = [0] * (2 - len(shapes))
-    return b"".join([layer.arguments, abi.CARRY.pack(*before, *none, *after, *none, kept.data_ptr()), _REST])
+    first, most, marks = (0, 0, 0), 0, (0, 0, 0)
+    if start.unscanned is not None:
+        inputs, counts, counts_t, begins_t = start.unscanned
+        most = max(counts)
+        first = (
+            float_pointer(inputs, "what is not scanned yet", (sum(counts), layer.parts.inputs)),
+            integers(counts_t, "its counts", rows).data_ptr(),
+            integers(begins_t, "its begins", rows + 1).data_ptr(),
+        )
+    if start.marks is not None and marked is not None:
+        tail, *matrix = (part.data_ptr() for part in marked)
+        marks = (integers(start.marks, "marks", rows).data_ptr(), tail, matrix[0] if matrix else 0)
+    carried = abi.CARRY.pack(*before, *none, *after, *none, kept.data_ptr(), *first, *marks, most)
+    return b"".join([layer.arguments, carried, _REST])
 
 
-def room(layer: Recurrence, rows: int, tokens: int) -> tuple[Carry, Tensor]:
-    """Tensors for the carry that a layer makes, and for what it logs of so many tokens, `[N, kept]`."""
-    new = tuple(torch.empty(rows, *shape, dtype=torch.float32) for shape in layer.parts.carry)
-    return new, torch.empty(tokens, layer.kept, dtype=torch.float32)
+def room(layer: Recurrence, rows: int, tokens: int, marks: bool) -> tuple[Carry, Tensor, Carry | None]:
+    """Tensors for the carry that a layer makes, for what it logs of so many tokens, `[N, kept]`, and at marks."""
+    carries = [
+        tuple(torch.empty(rows, *shape, dtype=torch.float32) for shape in layer.parts.carry) for _ in range(1 + marks)
+    ]
+    return carries[0], torch.empty(tokens, layer.kept, dtype=torch.float32), carries[1] if marks else None
 
 
 def _layer(

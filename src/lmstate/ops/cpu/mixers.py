@@ -128,7 +128,7 @@ def _folded(
     fold = abi.FOLD.pack(
         inputs.data_ptr(), 0 if gate is None else gate.data_ptr(), tail.data_ptr(), state.data_ptr(),
         counted(counts, rows).data_ptr(), 0, y.data_ptr() if outputs else 0, new[0].data_ptr(), new[1].data_ptr(),
-        rows, tokens, threads_for(tokens * state.numel()), *inputs.stride()[:2],
+        0, 0, 0, rows, tokens, threads_for(tokens * state.numel()), *inputs.stride()[:2],
         *((0, 0) if gate is None else gate.stride()[:2]),
     )  # fmt: skip
     if call(fold + parts.arguments):

@@ -47,7 +47,7 @@ class Recurrent:
         arguments = abi.CAUSAL_CONV.pack(
             x.data_ptr(), tail.data_ptr(), taps.data_ptr(), optional(bias, "the bias", width),
             counted(counts, rows).data_ptr(), 0, y.data_ptr(), new.data_ptr(),
-            rows, tokens, width, kernel, silu, threads_for(kernel * y.numel()), *x.stride()[:2], tail.stride(0),
+            rows, tokens, width, kernel, silu, threads_for(kernel * y.numel()), *x.stride()[:2], tail.stride(0), 0, 0,
         )  # fmt: skip
         self._causal_conv(arguments)
         return y, new
@@ -83,7 +83,7 @@ class Recurrent:
             rows, tokens, key_heads, heads, key_dim, value_dim, by_channel, normalize,
             threads_for(tokens * new.numel()),
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3],
-            *((0, 0, 0) if beta is None else beta.stride()), carry.stride(0), scale, 0, 0, 1.0, 0,
+            *((0, 0, 0) if beta is None else beta.stride()), carry.stride(0), scale, 0, 0, 1.0, 0, 0, 0,
         )  # fmt: skip
         if self._gated_delta_rule(arguments):
             raise MemoryError(f"no memory for the delta rule's runs of heads of {key_dim}")
@@ -117,7 +117,7 @@ class Recurrent:
             optional(dt_bias, "dt's bias", heads), carry.data_ptr(), counted(counts, rows).data_ptr(),
             0, y.data_ptr(), new.data_ptr(),
             rows, tokens, heads, head_dim, groups, states, threads_for(tokens * new.numel()),
-            *x.stride()[:3], *dt.stride(), *B.stride()[:3], *C.stride()[:3], carry.stride(0), *dt_limits,
+            *x.stride()[:3], *dt.stride(), *B.stride()[:3], *C.stride()[:3], carry.stride(0), *dt_limits, 0, 0,
         )  # fmt: skip
         self._ssd(arguments)
         return y, new

@@ -26,10 +26,10 @@ from lmstate.ops.cpu.fused_recurrent import Recurrence, carried, room
 from lmstate.ops.types.params import KVView, RopeTables
 from lmstate.ops.types.sublayers import (
     AttentionSublayer,
-    Carry,
     MLPSublayer,
     MoESublayer,
     RecurrentResult,
+    ScanStart,
     Sublayer,
     pointers,
     requires_grad,
@@ -74,7 +74,7 @@ class Fusable(NamedTuple):
     sublayer: Sublayer
     packed: bytes | Recurrence
     view: KVView | None
-    carry: Carry | None
+    start: ScanStart | None
     tables: RopeTables | None
 
 
@@ -89,14 +89,18 @@ class PendingSublayers:
     held: list[Tensor] = field(default_factory=list)
 
     def set_carry(
-        self, place: int, recurrence: Recurrence, carry: Sequence[Tensor], rows: int, tokens: int
+        self, place: int, recurrence: Recurrence, start: ScanStart, rows: int, tokens: int
     ) -> RecurrentResult:
-        """Complete the arguments of a recurrent layer, in their place, for a step from this carry."""
-        before = tuple(part.contiguous() for part in carry)
-        new, kept = room(recurrence, rows, tokens)
-        self.arguments[place] = carried(recurrence, before, new, kept)
-        self.held += (*before, *new, kept)
-        return RecurrentResult(kept[:, recurrence.first :], new)
+        """Complete the arguments of a recurrent layer, in their place, for a step that scans from there."""
+        start = start._replace(carry=tuple(part.contiguous() for part in start.carry))
+        new, kept, marked = room(recurrence, rows, tokens, start.marks is not None)
+        self.arguments[place] = carried(recurrence, start, new, kept, marked)
+        self.held += (*start.carry, *new, kept)
+        if (first := start.unscanned) is not None:
+            self.held += (first.inputs, first.counts_t, first.begins_t)
+        if start.marks is not None and marked is not None:
+            self.held += (start.marks, *marked)
+        return RecurrentResult(kept[:, recurrence.first :], new, marked)
 
 
 class CapturedGraph:
@@ -185,24 +189,25 @@ class FusedGraph:
         sublayer: Sublayer,
         *,
         view: KVView | None = None,
-        carry: Carry | None = None,
+        start: ScanStart | None = None,
         tables: RopeTables | None = None,
     ) -> Fusable | None:
         """The sublayer with its operands, for `add`; None where no native body runs it, or its operand is missing.
 
-        Attention needs a view, a recurrent layer a carry.
+        Attention needs a view, a recurrent layer where its scan starts.
         """
         library = self._library
         if library is None or (packed := library.fused.pack(sublayer)) is None:
             return None
         if not isinstance(sublayer, MLPSublayer | MoESublayer):
-            if self._counts is None or (carry is None and view is None):
+            if self._counts is None or (start is None and view is None):
                 return None
             if view is not None and view.packed is None and not library.fused.knows(view):
                 return None
-            if torch.is_grad_enabled() and any(map(requires_grad, (view.k,) if view is not None else carry or ())):
+            changed = (view.k,) if view is not None else start.carry if start is not None else ()
+            if torch.is_grad_enabled() and any(map(requires_grad, changed)):
                 return None
-        return Fusable(sublayer, packed, view, carry, tables)
+        return Fusable(sublayer, packed, view, start, tables)
 
     def add(self, fusable: Fusable) -> RecurrentResult | None:
         """Apply a sublayer to the stream at the next flush.
@@ -210,15 +215,15 @@ class FusedGraph:
         Returns what a recurrent layer's state is to keep: tensors that are filled by then. Raises `ValueError` where
         the operands do not fit the sublayer.
         """
-        sublayer, packed, view, carry, tables = fusable
+        sublayer, packed, view, start, tables = fusable
         if sublayer.in_features != self._width:
             raise ValueError(f"{sublayer.ends[0]} does not fit a stream of {self._width} features")
         pending, result = self._pending, None
         if isinstance(packed, Recurrence):
-            assert carry is not None
+            assert start is not None
             place = len(pending.arguments)
             pending.arguments.append(b"")
-            result = pending.set_carry(place, packed, carry, self._shape[0], self._tokens)
+            result = pending.set_carry(place, packed, start, self._shape[0], self._tokens)
             pending.recurrences[place] = packed
         elif view is not None:
             assert isinstance(sublayer, AttentionSublayer)
@@ -250,24 +255,24 @@ class FusedGraph:
         self,
         captured: CapturedGraph,
         views: Sequence[KVView],
-        carries: Sequence[Carry],
+        scans: Sequence[ScanStart],
         tables: Sequence[RopeTables],
     ) -> list[RecurrentResult] | None:
         """Add all of a captured graph where nothing is pending; None where something moved, or is another.
 
-        views, carries: of its attention and of its recurrent layers, in their order. tables: instead of its `tables`.
+        views, scans: of its attention and of its recurrent layers, in their order. tables: instead of its `tables`.
         """
         library, (rows, tokens) = self._library, self._shape
         alike = all(one.cos.shape[-1] == other.cos.shape[-1] for one, other in zip(tables, captured.tables))
         fits = rows == captured.rows and (tokens == 1 or not captured.single_token)
         if library is not captured.library or self._width != captured.sublayers[0].in_features or not (fits and alike):
             return None
-        if [view() for view in captured.views.values()] != list(views) or len(carries) != len(captured.recurrences):
+        if [view() for view in captured.views.values()] != list(views) or len(scans) != len(captured.recurrences):
             return None
         if not captured.is_valid():
             return None
         if torch.is_grad_enabled():
-            changed = [*(view.k for view in views), *(part for carry in carries for part in carry)]
+            changed = [*(view.k for view in views), *(part for start in scans for part in start.carry)]
             if any(map(requires_grad, changed)):
                 return None
         starts: list[Tensor | None] = [None] * len(captured.start_places)
@@ -284,8 +289,8 @@ class FusedGraph:
             for place in places:
                 pending.arguments[place] = new
         self._width = captured.sublayers[-1].out_features
-        recurrent = zip(captured.recurrences.items(), carries)
-        return [pending.set_carry(place, each, carry, rows, self._tokens) for (place, each), carry in recurrent]
+        recurrent = zip(captured.recurrences.items(), scans)
+        return [pending.set_carry(place, each, start, rows, self._tokens) for (place, each), start in recurrent]
 
     def _attention(
         self, sublayer: AttentionSublayer, packed: bytes, view: KVView, tables: RopeTables | None

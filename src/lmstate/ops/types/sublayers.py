@@ -150,11 +150,29 @@ class MoESublayer(Sublayer):
         return self.router.weight, self.experts[0].down
 
 
+class Unscanned(NamedTuple):
+    """Inputs of a recurrent sublayer's scan that come before those of a step, and are not in the carry yet."""
+
+    inputs: Tensor  # [N, F], of all rows, without padding
+    counts: tuple[int, ...]  # of each row
+    counts_t: Tensor  # int64 [R], the same
+    begins_t: Tensor  # int64 [R + 1]: where each row's begin, and N
+
+
+class ScanStart(NamedTuple):
+    """Where a recurrent sublayer's scan begins, and where on its way the carry is kept as well."""
+
+    carry: Carry
+    unscanned: Unscanned | None = None
+    marks: Tensor | None = None  # int64 [R]: tokens of each row's step; 0: none
+
+
 class RecurrentResult(NamedTuple):
     """A recurrent sublayer's step, for its layer's state; valid after `flush()`."""
 
     inputs: Tensor  # [N, F], of the scan: of the tokens of all rows, without padding
     carry: Carry
+    marked: Carry | None = None  # that at the marks; of rows without one nothing is said
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,18 +11,31 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lmstate.errors import SnapshotError
+from lmstate.ops import ScanStart, Unscanned
 from lmstate.state.changes import Changes
 from lmstate.state.layers.base import LayerState, Layout
 from lmstate.state.step import DeviceStep, Step
 
 Carry = tuple[Tensor, ...]
 Scan = Callable[[Tensor, Carry, Tensor, Tensor | None], tuple[Tensor, Carry]]
+
+
+MOST_UNSCANNED = 8  # tokens of a row that are left to the next step's scan: each is scanned again in every step
+
+
+class Inputs(NamedTuple):
+    """Inputs of a scan `[N, F]`, of all rows without padding, and how many each row has."""
+
+    inputs: Tensor
+    counts: tuple[int, ...]
 
 
 class Checkpoint(NamedTuple):
@@ -44,10 +57,11 @@ class RecurrentState(LayerState):
     """The carry of every row, float32 `[R, ...]` each, at the row's committed length.
 
     A step scans to a next carry, which `commit` adopts. If only a prefix was accepted, the step's inputs are scanned
-    again from the old carry. To go back, each row's carry at the last two multiples of `rewind` (its checkpoints) and
-    the inputs since the older of them (the log, a ring) are kept: any of the last `rewind` positions, and usually more,
-    is reached by scanning again from a checkpoint. Tensors of a carry are never written into, so that they are shared
-    freely.
+    again from the old carry: at once, or, where a native body does it in passing, at the beginning of the next step's
+    scan (what is `unscanned` until then). To go back, each row's carry at the last two multiples of `rewind` (its
+    checkpoints) and the inputs since the older of them (the log, a ring) are kept: any of the last `rewind` positions,
+    and usually more, is reached by scanning again from a checkpoint. Tensors of a carry are never written into, so that
+    they are shared freely.
 
     Of a static layout, carry, next carry and the step's inputs have tensors of their own, that a `DeviceStep` fills.
     """
@@ -70,7 +84,10 @@ class RecurrentState(LayerState):
         rows, device = layout.rows, layout.device
         self.carry: Carry = tuple(torch.zeros(rows, *shape, dtype=torch.float32, device=device) for shape in shapes)
         self._zero: Carry = tuple(torch.zeros(1, *shape, dtype=torch.float32, device=device) for shape in shapes)
+        self.unscanned: Inputs | None = None
+        """Committed inputs of each row that the carry does not have yet."""
         self._next: Carry | None = None
+        self._resumable = False  # whether a part of the step may be left unscanned
         self._inputs: list[tuple[Step, Tensor]] = []
         self._passed: list[Passage] = []
         self._step: Step | None = None
@@ -109,7 +126,7 @@ class RecurrentState(LayerState):
             self.record(step, step.packed(inputs), carry)
             return outputs
         ends = self._log(step, step.packed(inputs))
-        carry = self.carry if self._next is None else self._next
+        carry = self._scanned() if self._next is None else self._next
         outputs, self._next, passed = self._run(inputs, carry, step, ends, gate)
         self._passed += passed
         return outputs
@@ -117,24 +134,52 @@ class RecurrentState(LayerState):
     def single_scan_carry(self, step: Step) -> Carry | None:
         """The carry that all of a step's inputs are scanned from at once; None where a checkpoint lies between them.
 
-        None for a `DeviceStep` too, which copies what it gets. Whoever scans them (and makes them in the same call,
-        say) says so with `record`.
+        Whoever scans them says so with `record`.
+        """
+        assert self._step is not None, "a step without reserve"
+        if any(stops != list(step.counts) for stops, _ in self._stops(step, self._step.ends)):
+            return None
+        return self._scanned() if self._next is None else self._next
+
+    def fused_scan_start(self, step: Step) -> ScanStart | None:
+        """The same for a native call that makes the inputs and scans them, after what is unscanned.
+
+        Between those of a short step a checkpoint may lie. None for a `DeviceStep`, which copies what it gets.
         """
         if isinstance(step, DeviceStep):
             return None
         assert self._step is not None, "a step without reserve"
-        if any(stops != list(step.counts) for stops, _ in self._stops(step, self._step.ends)):
+        start = ScanStart(self.carry, self._unscanned(step)) if self._next is None else ScanStart(self._next)
+        cuts = self._stops(step, self._step.ends)
+        if all(stops == list(step.counts) for stops, _ in cuts):
+            return start
+        if not self._is_short(step):
             return None
-        return self.carry if self._next is None else self._next
+        ((_, positions),) = cuts
 
-    def record(self, step: Step, inputs: Tensor, carry: Carry) -> None:
+        def marks() -> Tensor:
+            after = [0 if at is None else at - start for at, start in zip(positions, step.starts)]
+            return torch.tensor(after, dtype=torch.int64, device=step.device)
+
+        return start._replace(marks=step.cached(("marks", self.period), marks))
+
+    def record(
+        self, step: Step, inputs: Tensor, carry: Carry, marked: Carry | None = None, *, fused: bool = False
+    ) -> None:
         """A step's inputs `[N, F]`, without padding, were scanned from `single_scan_carry`, and gave this carry.
 
-        Or will be before anything else is asked of this state: both are only kept.
+        Or, `fused`, from `fused_scan_start`, with `marked` at its marks, or will be before anything else is asked of
+        this state: all are only kept.
         """
         ends = self._log(step, inputs)
-        self._passed += [Passage(positions, carry) for _, positions in self._stops(step, ends)]
+        self._resumable = fused and self._is_short(step)
+        at_marks = carry if marked is None else marked
+        self._passed += [Passage(positions, at_marks) for _, positions in self._stops(step, ends)]
         self._next = carry
+
+    def _is_short(self, step: Step) -> bool:
+        """Whether no row passes more than one checkpoint in it, which is the whole step."""
+        return step is self._step and step.width <= self.period and step.rewindable and not self.layout.static
 
     def adopt_device_step(self, step: Step) -> None:
         self.reserve(step)
@@ -164,13 +209,17 @@ class RecurrentState(LayerState):
         self._leave(changes)
         if self._next is None:
             return
-        carry, passed = self._next, self._passed
+        lengths = [start + n for start, n in zip(step.starts, accepted)]
+        carry, unscanned, passed = self._next, None, self._passed
         if accepted != step.counts:
-            carry, passed = self._replay(step, accepted)
+            if self._resumable:
+                carry, unscanned = self._resumed(step, accepted)
+            else:
+                carry, passed = self._replay(step, accepted)
         self._hold(carry, changes)
+        changes.assign(self, "unscanned", unscanned)
         if not self.period:
             return
-        lengths = [start + n for start, n in zip(step.starts, accepted)]
         if passed:
             changes.assign(self, "checkpoints", self._with_passed(passed, lengths, step.rewindable))
         if not self._inputs:
@@ -188,12 +237,12 @@ class RecurrentState(LayerState):
             changes.assign(self, "log", log)
 
     def discard(self) -> None:
-        self._next, self._step = None, None
+        self._next, self._step, self._resumable = None, None, False
         self._inputs, self._passed = [], []
 
     def _leave(self, changes: Changes) -> None:
         """`discard`, as a part of a change."""
-        for name, value in (("_next", None), ("_step", None), ("_inputs", []), ("_passed", [])):
+        for name, value in (("_next", None), ("_step", None), ("_resumable", False), ("_inputs", []), ("_passed", [])):
             changes.assign(self, name, value)
 
     # ---- moving about
@@ -222,7 +271,8 @@ class RecurrentState(LayerState):
             part[empty] = 0
             return part
 
-        self._hold(tuple(map(picked, self.carry)), changes)
+        self._hold(tuple(map(picked, self._scanned())), changes)
+        changes.assign(self, "unscanned", None)
         changes.assign(self, "log", picked(self.log))
         checkpoints = [self._start() if row is None else self.checkpoints[row] for row in rows]
         changes.assign(self, "checkpoints", checkpoints)
@@ -231,7 +281,8 @@ class RecurrentState(LayerState):
         def longer(part: Tensor) -> Tensor:
             return torch.cat([part, torch.zeros_like(part[:1])])
 
-        changes.assign(self, "carry", tuple(map(longer, self.carry)))
+        changes.assign(self, "carry", tuple(map(longer, self._scanned())))
+        changes.assign(self, "unscanned", None)
         changes.assign(self, "log", longer(self.log))
         changes.assign(self, "step_inputs", longer(self.step_inputs))
         changes.assign(self, "checkpoints", [*self.checkpoints, self._start()])
@@ -245,7 +296,11 @@ class RecurrentState(LayerState):
     def capture(self, row: int, length: int) -> Mapping[str, Tensor]:
         # The only row's carry is never written into; of several, a part would keep them all alive.
         shared = len(self.checkpoints) == 1 and not self.layout.static
-        return {name: part[row] if shared else part[row].clone() for name, part in zip(self.names, self.carry)}
+        carry = tuple(part[row : row + 1] for part in self.carry)
+        if self.unscanned is not None and (count := self.unscanned.counts[row]):
+            inputs = self.unscanned.inputs.split(self.unscanned.counts)[row][None]
+            carry = self.scan(inputs, carry, torch.tensor([count], device=self.log.device), None)[1]
+        return {name: part[0] if shared else part[0].clone() for name, part in zip(self.names, carry)}
 
     def restore(self, row: int, length: int, tensors: Mapping[str, Tensor], changes: Changes) -> None:
         if length == 0 and not tensors:
@@ -267,13 +322,17 @@ class RecurrentState(LayerState):
     def tensors(self) -> list[Tensor]:
         held = [*self.carry, *self._zero, self.log]
         held += [part for pair in self.checkpoints for one in pair if one is not None for part in one.carry]
+        held += [] if self.unscanned is None else [self.unscanned.inputs]
         held += [part for passage in self._passed for part in passage.carry]
         held += [*(self._next or ()), *(inputs for _, inputs in self._inputs), *self.next_carry, self.step_inputs]
         return list({tensor.data_ptr(): tensor for tensor in held}.values())  # inputs may be a part of `step_inputs`
 
     def nbytes_to_come(self) -> int:
+        if not self.period:
+            return 0
         missing = sum(one is None or one.position == 0 for pair in self.checkpoints for one in pair)
-        return missing * sum(part.nbytes for part in self._zero) if self.period else 0
+        unscanned = 0 if self.layout.static else MOST_UNSCANNED * self.log[:, :1].nbytes
+        return missing * sum(part.nbytes for part in self._zero) + unscanned
 
     # ---- the parts of it
 
@@ -312,19 +371,59 @@ class RecurrentState(LayerState):
             self._inputs.append((step, inputs))
         return ends
 
+    def _scanned(self) -> Carry:
+        """The carry at each row's committed length, with what is unscanned in it."""
+        return self.carry if self.unscanned is None else _scanned(self.scan, self.carry, self.unscanned)
+
+    def _unscanned(self, step: Step) -> Unscanned | None:
+        if self.unscanned is None:
+            return None
+        inputs, counts = self.unscanned
+
+        def places() -> tuple[Tensor, Tensor]:
+            numbers = (counts, tuple(accumulate(counts, initial=0)))
+            counts_t, begins_t = (torch.tensor(each, dtype=torch.int64, device=step.device) for each in numbers)
+            return counts_t, begins_t
+
+        return Unscanned(inputs, counts, *step.cached(("unscanned", counts), places))
+
+    def _resumed(self, step: Step, accepted: tuple[int, ...]) -> tuple[Carry, Inputs | None]:
+        """The carry after accepted prefixes, and what it lacks: nothing is scanned here before that becomes much."""
+        since = self._since(step, accepted)
+        if max(since.counts) <= MOST_UNSCANNED:
+            return self.carry, since
+        return _scanned(self.scan, self.carry, since), None
+
+    def _since(self, step: Step, accepted: tuple[int, ...]) -> Inputs:
+        """All inputs that come after the carry: what is unscanned, and the accepted prefixes of a step's."""
+        ((_, inputs),) = self._inputs
+        before = (0,) * len(accepted) if self.unscanned is None else self.unscanned.counts
+
+        def places() -> Tensor:
+            begins = list(accumulate(before, initial=0))
+            return torch.tensor([
+                place
+                for row, (first, old, begin, new) in enumerate(zip(begins, before, step.begins, accepted))
+                for place in (*range(first, first + old), *range(begins[-1] + begin, begins[-1] + begin + new))
+            ], dtype=torch.int64, device=self.log.device)  # fmt: skip
+
+        known = inputs if self.unscanned is None else torch.cat([self.unscanned.inputs, inputs])
+        taken = known[step.cached(("since", before, accepted), places)]
+        return Inputs(taken, tuple(old + new for old, new in zip(before, accepted)))
+
     def _replay(self, step: Step, accepted: tuple[int, ...]) -> tuple[Carry, list[Passage]]:
         """The carry after the accepted prefixes: rows accepted in part are scanned again from the committed carry."""
         assert self._next is not None
         again = tuple(n if n < count else 0 for n, count in zip(accepted, step.counts))
         partly = [n < count for n, count in zip(accepted, step.counts)]
-        redone = self.carry
+        redone = self._scanned()
         passed: list[Passage] = []
         if any(again):
             index = step.cached(("again", again), lambda: self._index_again(step, again))
             pieces = [piece for _, piece in self._inputs]
             inputs = (pieces[0] if len(pieces) == 1 else torch.cat(pieces))[index]
-            short = Step(step.starts, again, step.device, step.rope_lengths)
-            _, redone, passed = self._run(inputs, self.carry, short, short.ends)
+            short = _prefix(step, again)
+            _, redone, passed = self._run(inputs, redone, short, short.ends)
         whole = [
             Passage([None if p else at for p, at in zip(partly, passage.positions)], passage.carry)
             for passage in self._passed
@@ -409,16 +508,16 @@ class RecurrentState(LayerState):
         """Give a row a carry `[1, ...]` and checkpoints, also beside a pending step of others."""
 
         def with_row(parts: Carry) -> Carry:
-            if len(parts[0]) == 1:
-                return carry
             parts = tuple(part.clone() for part in parts)
             for part, own in zip(parts, carry):
                 part[row] = own[0]
             return parts
 
-        self._hold(with_row(self.carry), changes)
+        alone = len(self.carry[0]) == 1
+        self._hold(carry if alone else with_row(self._scanned()), changes)
+        changes.assign(self, "unscanned", None)
         if self._next is not None:
-            changes.assign(self, "_next", with_row(self._next))
+            changes.assign(self, "_next", carry if alone else with_row(self._next))
         if self.period:
             changes.assign(self, "checkpoints", [*self.checkpoints[:row], checkpoints, *self.checkpoints[row + 1 :]])
 
@@ -430,6 +529,19 @@ class RecurrentState(LayerState):
 
 def _position(checkpoint: Checkpoint) -> int:
     return checkpoint.position
+
+
+def _scanned(scan: Scan, carry: Carry, unscanned: Inputs) -> Carry:
+    """The carry with these inputs in it as well."""
+    inputs, counts = unscanned
+    padded = pad_sequence(inputs.split(counts), batch_first=True)
+    with torch.no_grad():  # they were scanned without a gradient before
+        return scan(padded, carry, torch.tensor(counts, device=inputs.device), None)[1]
+
+
+def _prefix(step: Step, counts: tuple[int, ...]) -> Step:
+    """A step of the first tokens of each row alone."""
+    return Step(step.starts, counts, step.device, step.rope_lengths)
 
 
 def _cuts(step: Step, ends: Sequence[int], period: int) -> list[tuple[list[int], list[int | None]]]:

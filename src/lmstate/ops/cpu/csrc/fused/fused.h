@@ -71,6 +71,12 @@ typedef struct {
   const float *tail, *carry; /* a convolution alone has but a tail */
   float *next_tail, *next;
   float *kept; /* [N, F] of a delta rule, [N, projected] of a state space, b * x of a gated convolution */
+  /* Inputs of the scan that come before those of this step and are not in the carry yet, without padding; or null. */
+  const float *unscanned;                              /* [.., F] */
+  const int64_t *unscanned_counts, *unscanned_begins; /* [R], [R + 1] */
+  const int64_t *marks;                               /* as in fold_args, and so is what follows */
+  float *marked_tail, *marked;
+  int64_t unscanned_tokens;                            /* of the row that has most */
 } recurrent_args;
 
 typedef struct {

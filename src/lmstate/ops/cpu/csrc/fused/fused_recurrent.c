@@ -1,17 +1,30 @@
 /* A recurrent layer as a sublayer: its projections, what its mixer makes of them, the projection back. */
 #include "fused/fused.h"
 
+/* The scan of a step's inputs, in the new carry where others were scanned into that before. */
 static fold_args fold_of(const fused_args *run, const recurrent_args *a, const workspace *common) {
-  const fold_args fold = {.tail = a->tail, .carry = a->carry, .counts = run->counts, .begins = common->packed.begins,
-                          .next_tail = a->next_tail, .next = a->next, .rows = run->rows, .tokens = run->tokens,
-                          .threads = run->threads};
+  const fold_args fold = {.tail = a->unscanned ? a->next_tail : a->tail, .carry = a->unscanned ? a->next : a->carry,
+                          .counts = run->counts, .begins = common->packed.begins, .next_tail = a->next_tail,
+                          .next = a->next, .rows = run->rows, .tokens = run->tokens, .threads = run->threads,
+                          .marks = a->marks, .marked_tail = a->marked_tail, .marked = a->marked};
   return fold;
 }
+
+/* That of the inputs before them, [.., width], whose outputs nobody wants: `y` is memory for them, or null. */
+static fold_args unscanned_fold(const fused_args *run, const recurrent_args *a, int64_t width, float *y) {
+  const fold_args fold = {.x = a->unscanned, .tail = a->tail, .carry = a->carry, .counts = a->unscanned_counts,
+                          .begins = a->unscanned_begins, .y = y, .next_tail = a->next_tail, .next = a->next,
+                          .rows = run->rows, .tokens = a->unscanned_tokens, .threads = run->threads, .x_token = width};
+  return fold;
+}
+
+static int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
 
 void recurrent_products(const fused_args *run, const sublayer_args *sublayer, sublayer_products *p,
                         const workspace *common) {
   const recurrent_args *a = &sublayer->recurrent;
-  const fold_args fold = fold_of(run, a, common);
+  const fold_args fold = fold_of(run, a, common), before = unscanned_fold(run, a, 0, 0);
+  const int64_t unscanned = a->unscanned ? a->unscanned_begins[run->rows] : 0;
   p->into.norm = a->norm, p->into.eps = a->norm_eps, p->into.inputs = a->inputs, p->beside = p->into;
   p->into.weight = a->project, p->into.bias = a->bias, p->into.factors = a->factors, p->into.kind = a->project_kind,
       p->into.outputs = a->projected;
@@ -19,12 +32,14 @@ void recurrent_products(const fused_args *run, const sublayer_args *sublayer, su
   p->out.kind = a->out_kind, p->out.outputs = a->outputs, p->out.scale = a->residual_scale;
   if (sublayer->kind == SHORT_CONV) {
     p->out.inputs = a->projected / 3;
-    p->between = p->out.rows * (p->into.outputs + p->out.inputs);
+    p->between = p->out.rows * (p->into.outputs + p->out.inputs) + unscanned * p->out.inputs;
     return;
   }
   if (sublayer->kind == MAMBA2) {
     p->out.inputs = a->ssd.heads * a->ssd.head_dim;
     p->between = p->out.rows * p->out.inputs + (int64_t)mamba2_mixer_memory(&a->ssd, &fold);
+    if (unscanned)
+      p->between = larger_of(p->between, unscanned * p->out.inputs + (int64_t)mamba2_mixer_memory(&a->ssd, &before));
     return;
   }
   p->beside.weight = a->gates, p->beside.kind = a->gates_kind;
@@ -32,6 +47,7 @@ void recurrent_products(const fused_args *run, const sublayer_args *sublayer, su
   p->out.inputs = a->delta.heads * a->delta.value_dim;
   p->between = p->out.rows * (p->into.outputs + p->beside.outputs + p->out.inputs);
   p->between += (int64_t)gated_delta_mixer_memory(&a->delta, &fold);
+  if (unscanned) p->between = larger_of(p->between, (int64_t)gated_delta_mixer_memory(&a->delta, &before));
 }
 
 /* `project` gives gate | x, B, C | dt, and the scan reads all but the gate. */
@@ -42,6 +58,10 @@ static void mamba2_sublayer(const fused_args *run, const recurrent_args *a, subl
   fold.z = a->kept, fold.x = a->kept + inner, fold.y = seen;
   fold.x_token = fold.z_token = a->projected;
   p->into.y = a->kept, p->out.x = seen;
+  if (a->unscanned) {
+    const fold_args before = unscanned_fold(run, a, a->projected - inner, seen);
+    mamba2_mixer_run(&a->ssd, &before, seen + a->unscanned_begins[run->rows] * inner);
+  }
   linear_run(&p->into, common->products);
   mamba2_mixer_run(&a->ssd, &fold, seen + p->out.rows * inner);
   linear_run(&p->out, common->products);
@@ -57,6 +77,10 @@ static void gated_delta_sublayer(const fused_args *run, const recurrent_args *a,
   fold.x = a->kept, fold.z = projected + width, fold.y = seen;
   fold.x_token = taken, fold.z_token = a->projected;
   p->into.y = projected, p->beside.y = gated, p->out.x = seen;
+  if (a->unscanned) {
+    const fold_args before = unscanned_fold(run, a, taken, 0);
+    gated_delta_mixer_run(&a->delta, &before, common->between);
+  }
   const linear_args projections[] = {p->beside, p->into};
   linear_run_all(projections, 2, common->products);
 #pragma omp for schedule(static)
@@ -73,11 +97,18 @@ static void short_conv_sublayer(const fused_args *run, const recurrent_args *a, 
     workspace *common) {
   const int64_t width = p->out.inputs;
   float *projected = common->between, *seen = projected + p->out.rows * a->projected;
-  const causal_conv_args conv = {
-      .x = a->kept, .tail = a->tail, .taps = a->conv.taps, .bias = a->conv.bias, .counts = run->counts,
-      .begins = common->packed.begins, .y = seen, .next = a->next_tail, .rows = run->rows, .tokens = run->tokens,
+  causal_conv_args conv = {
+      .x = a->unscanned, .tail = a->tail, .taps = a->conv.taps, .bias = a->conv.bias,
+      .counts = a->unscanned_counts, .begins = a->unscanned_begins, .y = seen + p->out.rows * width,
+      .next = a->next_tail, .rows = run->rows, .tokens = a->unscanned_tokens,
       .width = width, .kernel = a->conv.kernel, .threads = run->threads, .x_token = width,
       .tail_row = (a->conv.kernel - 1) * width};
+  if (a->unscanned) {
+    conv_run(&conv);
+    conv.tail = a->next_tail;
+  }
+  conv.x = a->kept, conv.counts = run->counts, conv.begins = common->packed.begins, conv.y = seen;
+  conv.tokens = run->tokens, conv.marks = a->marks, conv.marked = a->marked_tail;
   p->into.y = projected, p->out.x = seen;
   linear_run(&p->into, common->products);
   gated_conv_run(&conv, projected, a->kept);

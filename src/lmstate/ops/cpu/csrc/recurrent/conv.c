@@ -51,8 +51,14 @@ static void convolve(const causal_conv_args *a, int64_t row, int64_t first, int6
     }
   const int64_t placed = placed_tokens(a->begins, count, a->tokens);
   for (int64_t t = count; t < placed; t++) memset(output(a, row, t) + first, 0, bytes);
-  for (int64_t i = 0; i < before; i++)
-    memcpy(a->next + (row * before + i) * a->width + first, input(a, row, count + i) + first, bytes);
+  const int64_t mark = a->marks ? a->marks[row] : 0;
+  for (int64_t i = 0; mark && i < before; i++)
+    memcpy(a->marked + (row * before + i) * a->width + first, input(a, row, mark + i) + first, bytes);
+  for (int64_t i = 0; i < before; i++) {
+    float *to = a->next + (row * before + i) * a->width + first;
+    const float *from = input(a, row, count + i) + first;
+    if (to != from) memcpy(to, from, bytes);
+  }
 }
 
 void conv_run(const causal_conv_args *a) {

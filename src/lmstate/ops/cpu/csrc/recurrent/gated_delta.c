@@ -189,15 +189,17 @@ static void run_head(const gated_delta_rule_args *a, const scratch *s, int64_t r
   const int64_t count = real_tokens(a->counts, r, a->tokens), size = a->key_dim * a->value_dim;
   const float *from = a->carry + r * a->carry_row + h * size;
   float *to = a->next + (r * a->heads + h) * size;
-  for (int64_t first = 0; first < count; first += RUN, from = to) {
-    const int64_t n = at_most(RUN, count - first);
+  const int64_t mark = a->marks ? a->marks[r] : 0;
+  for (int64_t first = 0, n; first < count; first += n, from = to) {
+    n = at_most(RUN, (first < mark ? mark : count) - first);
     prepare(a, s, r, h, first, n);
-    if (count == 1 && a->y && run_one(a, s, r, h, from, to)) break;
-    if (!a->beta) run_plain(a, s, r, h, first, n, from, to);
+    if (count == 1 && a->y && run_one(a, s, r, h, from, to)) n = 1;
+    else if (!a->beta) run_plain(a, s, r, h, first, n, from, to);
     else if (a->by_channel) (a->y ? run_channels : run_channels_again)(a, s, r, h, first, n, from, to);
     else (a->y ? run_scalar : run_scalar_again)(a, s, r, h, first, n, from, to);
+    if (first + n == mark) memcpy(a->marked + (r * a->heads + h) * size, to, (size_t)size * sizeof(float));
   }
-  if (!count) memcpy(to, from, (size_t)size * sizeof(float));
+  if (!count && to != from) memcpy(to, from, (size_t)size * sizeof(float));
   const int64_t begin = token_at(a->begins, r, 0, a->tokens, 1), placed = placed_tokens(a->begins, count, a->tokens);
   for (int64_t t = count; a->y && t < placed; t++)
     memset(a->y + ((begin + t) * a->heads + h) * a->value_dim, 0, (size_t)a->value_dim * sizeof(float));

@@ -35,7 +35,7 @@ static gated_delta_rule_args delta_of(const gated_delta_parts *m, const fold_arg
       .g = f->x + width + m->heads, .g_row = f->x_row, .g_token = f->x_token,
       .g_head = m->by_channel ? m->key_dim : 1, .carry_row = m->heads * m->key_dim * m->value_dim,
       .scale = 1.0 / sqrt((double)m->key_dim), .A = m->A, .bias = m->bias, .beta_scale = m->beta_scale,
-      .norm = f->z ? norm : 0};
+      .norm = f->z ? norm : 0, .marks = f->marks, .marked = f->marked};
   return delta;
 }
 
@@ -50,7 +50,7 @@ void gated_delta_mixer_run(const gated_delta_parts *m, const fold_args *f, float
   const int64_t width = delta.q_token;
   const causal_conv_args conv = {
       f->x, f->tail, m->taps, 0, f->counts, f->begins, memory, f->next_tail, f->rows, f->tokens, width, m->kernel, 1,
-      f->threads, f->x_row, f->x_token, (m->kernel - 1) * width};
+      f->threads, f->x_row, f->x_token, (m->kernel - 1) * width, f->marks, f->marked_tail};
   conv_run(&conv);
   delta_run(&delta, memory + all_tokens(f) * width);
 }
@@ -82,7 +82,7 @@ void mamba2_mixer_run(const mamba2_parts *m, const fold_args *f, float *memory) 
   const int64_t row = f->tokens * width;
   const causal_conv_args conv = {
       f->x, f->tail, m->taps, m->conv_bias, f->counts, f->begins, memory, f->next_tail, f->rows, f->tokens, width,
-      m->kernel, 1, f->threads, f->x_row, f->x_token, (m->kernel - 1) * width};
+      m->kernel, 1, f->threads, f->x_row, f->x_token, (m->kernel - 1) * width, f->marks, f->marked_tail};
   const ssd_args ssd = {
       .x = memory, .B = memory + inner, .C = memory + inner + each, .dt = f->x + width, .A = m->A, .D = m->D,
       .bias = m->dt_bias, .carry = f->carry, .counts = f->counts, .begins = f->begins, .y = f->y, .next = f->next,
@@ -90,7 +90,8 @@ void mamba2_mixer_run(const mamba2_parts *m, const fold_args *f, float *memory) 
       .tokens = f->tokens, .heads = m->heads, .head_dim = m->head_dim, .groups = m->groups, .states = m->states,
       .threads = f->threads, .x_row = row, .x_token = width, .x_head = m->head_dim, .dt_row = f->x_row,
       .dt_token = f->x_token, .dt_head = 1, .B_row = row, .B_token = width, .B_group = m->states, .C_row = row,
-      .C_token = width, .C_group = m->states, .carry_row = inner * m->states, .low = m->low, .high = m->high};
+      .C_token = width, .C_group = m->states, .carry_row = inner * m->states, .low = m->low, .high = m->high,
+      .marks = f->marks, .marked = f->marked};
   const gated_norm_args norm =
       norm_of(f, m->norm, m->norm_groups, inner / m->norm_groups, m->norm_weights, 1, m->gate_last, m->eps);
   conv_run(&conv);

@@ -15,6 +15,8 @@ typedef struct {
   const int64_t *begins; /* [R + 1], where x, z and y have no padding: see `token_at`; or null */
   float *y;              /* [R, T, I]; null: not wanted of a delta rule */
   float *next_tail, *next;
+  const int64_t *marks;  /* [R]: a row's tokens after which tail and carry are kept as well; 0: none; or null */
+  float *marked_tail, *marked;
   int64_t rows, tokens, threads;
   int64_t x_row, x_token, z_row, z_token;
 } fold_args;

@@ -87,6 +87,8 @@ typedef struct {
   float *y, *next;       /* [R, T, F] and the new tail, contiguous */
   int64_t rows, tokens, width, kernel, silu, threads;
   int64_t x_row, x_token, tail_row;
+  const int64_t *marks; /* [R]: a row's tokens after which its tail is kept as well; 0: none; or null */
+  float *marked;        /* as next */
 } causal_conv_args;
 
 typedef struct {
@@ -117,6 +119,8 @@ typedef struct {
   const float *A, *bias;  /* [H] and [H] or [H, Dk]; null: they are made already */
   double beta_scale;
   const gated_norm_args *norm; /* of each head's outputs, in place; or null */
+  const int64_t *marks;   /* as in causal_conv_args, of the carry */
+  float *marked;
 } gated_delta_rule_args;
 
 typedef struct {
@@ -133,6 +137,8 @@ typedef struct {
   int64_t x_row, x_token, x_head, dt_row, dt_token, dt_head, B_row, B_token, B_group, C_row, C_token, C_group;
   int64_t carry_row;
   double low, high; /* limits of dt */
+  const int64_t *marks; /* as in causal_conv_args, of the carry */
+  float *marked;
 } ssd_args;
 
 void conv_run(const causal_conv_args *a);

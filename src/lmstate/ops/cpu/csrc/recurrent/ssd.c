@@ -65,9 +65,10 @@ static void run_head(const ssd_args *a, int64_t r, int64_t h) {
   const float *from = a->carry + r * a->carry_row + h * size;
   float *to = a->next + (r * a->heads + h) * size;
   float *y = a->y + (token_at(a->begins, r, 0, a->tokens, 1) * a->heads + h) * a->head_dim;
-  const int past = real <= RUN && bypasses(to, a->states, a->heads * size);
-  for (int64_t first = 0; first < real; first += RUN, from = to) {
-    const int64_t count = at_most(RUN, real - first);
+  const int64_t mark = a->marks ? a->marks[r] : 0;
+  const int past = real <= RUN && !mark && bypasses(to, a->states, a->heads * size);
+  for (int64_t first = 0, count; first < real; first += count, from = to) {
+    count = at_most(RUN, (first < mark ? mark : real) - first);
     float weight[RUN], decay[RUN];
     for (int64_t t = 0; t < count; t++) {
       const float raw = a->dt[token_at(a->begins, r, first + t, a->dt_row, a->dt_token) + h * a->dt_head];
@@ -86,8 +87,9 @@ static void run_head(const ssd_args *a, int64_t r, int64_t h) {
         run(a, r, h, first, count, p, n, weight, decay, from, to);
       }
     }
+    if (first + count == mark) memcpy(a->marked + (r * a->heads + h) * size, to, (size_t)size * sizeof(float));
   }
-  if (!real) memcpy(to, from, (size_t)size * sizeof(float));
+  if (!real && to != from) memcpy(to, from, (size_t)size * sizeof(float));
   for (int64_t t = real; t < placed_tokens(a->begins, real, a->tokens); t++)
     memset(y + t * a->heads * a->head_dim, 0, (size_t)a->head_dim * sizeof(float));
 }
