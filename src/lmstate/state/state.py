@@ -221,7 +221,7 @@ class State:
     def record_logits(self, logits: Tensor | None) -> None:
         """The planned step's forward is done; its logits are `[R, T, V]`, or `[R, V]` of the last tokens."""
         assert self._pending is not None
-        self._pending = replace(self._pending, logits=logits, ready=True)
+        self._pending = Pending(self._pending.step, self._pending.ids, logits, ready=True)
 
     def last_logits(self) -> list[Tensor | None]:
         """Of each row: float32 `[V]` after its last committed token, where known."""
@@ -293,9 +293,9 @@ class State:
             layer.commit(step, accepted, changes)
         for index, (row, ids, n) in enumerate(zip(self._rows, pending.ids, accepted)):
             if n:
-                row = row.extended(ids[:n])._replace(cached=row.cached + n)
-                logits = _logits_at(pending.logits, index, n, step.counts[index])
-                row = row._replace(logits=self._logits_if_valid(row, logits))
+                row = row.extended(ids[:n])
+                logits = self._logits_if_valid(row, _logits_at(pending.logits, index, n, step.counts[index]))
+                row = row._replace(cached=row.cached + n, logits=logits)
             rows.append(row)
         self._apply(changes, rows, ends_step=True)
 

@@ -147,10 +147,9 @@ class Dense:
         ids = ids.contiguous()
         if ids.dtype != torch.int64:
             raise ValueError(f"ids are int64; these are {ids.dtype}")
-        if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= weight.out_features):
-            raise IndexError(
-                f"ids must lie in 0..{weight.out_features - 1}; these reach {int(ids.min())}..{int(ids.max())}"
-            )
+        low, high = map(int, ids.aminmax()) if ids.numel() else (0, -1)
+        if low < 0 or high >= weight.out_features:
+            raise IndexError(f"ids must lie in 0..{weight.out_features - 1}; these reach {low}..{high}")
         y = torch.empty(*ids.shape, weight.in_features, dtype=torch.float32)
         self._expand(weight, ids, y, 0)
         return y
