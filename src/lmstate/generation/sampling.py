@@ -99,7 +99,7 @@ class Sampler:
 
     @property
     def filters(self) -> tuple[float, int | None, float | None, float | None]:
-        """What a distribution goes through after the penalties: temperature, top-k, top-p and min-p."""
+        """Temperature, top-k, top-p and min-p, in the order in which `ops.candidates` takes them."""
         return self.temperature, self.top_k, self.top_p, self.min_p
 
     def candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
