@@ -160,7 +160,7 @@ class Unscanned(NamedTuple):
 
 
 class ScanStart(NamedTuple):
-    """Where a recurrent sublayer's scan begins, and where on its way the carry is kept as well."""
+    """Start of a recurrent sublayer's scan, and the places on its way at which the carry is kept as well."""
 
     carry: Carry
     unscanned: Unscanned | None = None
