@@ -6,7 +6,8 @@ Beside plain `generate` for one client, and beside `llama-server` where `--llama
 overhead  one client: seconds of `generate` over the engine's, both without drafts, and both with the default
 clients   1 to 16 of them, prompts of mixed lengths; of `--rounds`, in which both take turns, the one with the most
           tokens a second counts for each, since what else runs on the machine can only add
-traces    seconds of each of `bench.traces`, with memory for all
+traces    seconds of each of `bench.traces`, with memory for all; of `--rounds` of other texts, in which both take
+          turns, the least for each
 budgets   what a trace has computed over what is new, at parts of the memory; no seconds, and no server
 
 `python -m bench.engine_long` has what takes long prompts: the stall bound, and the first token after a restart.
@@ -102,12 +103,16 @@ def overhead(model: lmstate.Model, rounds: int, draft: Literal["auto"] | None) -
     return median(ratios)
 
 
-def traces(model: lmstate.Model, server: LlamaServer | None) -> Iterator[dict[str, object]]:
+def traces(model: lmstate.Model, server: LlamaServer | None, rounds: int) -> Iterator[dict[str, object]]:
     """Seconds of each trace."""
+    end = min(model.eos_ids, default=1)
     for name in TRACES:
-        row: dict[str, object] = {"trace": name, "lmstate": run_trace(model, name, "16GiB").seconds}
-        if server is not None:
-            _, row["llama-server"] = play(name, model.config.vocab_size, min(model.eos_ids, default=1), server.ask)
+        seconds: dict[str, list[float]] = {"lmstate": [], "llama-server": []}
+        for number in range(rounds):
+            seconds["lmstate"].append(run_trace(model, name, "16GiB", number).seconds)
+            if server is not None:
+                seconds["llama-server"].append(play(name, model.config.vocab_size, end, server.ask, number)[1])
+        row: dict[str, object] = {"trace": name} | {who: min(took) for who, took in seconds.items() if took}
         print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
         yield row
 
@@ -122,7 +127,7 @@ def budgets(model: lmstate.Model) -> Iterator[dict[str, object]]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.engine", description=__doc__)
     parser.add_argument("--model", default="smollm2", help="what lmstate.load takes")
-    parser.add_argument("--rounds", type=int, default=5, help="of the overhead, and of each number of clients")
+    parser.add_argument("--rounds", type=int, default=5, help="of the overhead, each number of clients, and each trace")
     parser.add_argument("--clients", default="1,4,8,16")
     parser.add_argument("--requests", type=int, default=32, help="of each number of clients")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -166,7 +171,7 @@ def main() -> None:
                 print(f"{name:12} {best}", flush=True)
                 result[name].append(asdict(best))
         if "traces" in parts:
-            result["traces"] += traces(model, server)
+            result["traces"] += traces(model, server, options.rounds)
         if "budgets" in parts:
             result["budgets"] += budgets(model)
         (options.out / "engine.json").write_text(json.dumps(result, indent=2))

@@ -66,9 +66,12 @@ def follow(turn: Turn, base: list[Message], vocab: int, end: int, dice: random.R
     return [*base[: len(base) - turn.back], Message(9, text, end, [])]
 
 
-def play(name: str, vocab: int, end: int, ask: Ask) -> tuple[int, float]:
-    """(tokens of prompts that nobody had computed, seconds in all). `end`: the token that ends a message."""
-    dice = random.Random(name)
+def play(name: str, vocab: int, end: int, ask: Ask, number: int = 0) -> tuple[int, float]:
+    """(tokens of prompts that nobody had computed, seconds in all). `end`: the token that ends a message.
+
+    Another `number` has other texts of the same lengths, so that one who remembers those before knows none of them.
+    """
+    dice = random.Random(f"{name}{number or ''}")
     histories: dict[str | None, list[Message]] = {None: []}
     known: list[list[int]] = []  # what was computed by anybody: prompts, and answers but for their last token
     new = 0
@@ -97,7 +100,7 @@ def play(name: str, vocab: int, end: int, ask: Ask) -> tuple[int, float]:
     return new, perf_counter() - begin
 
 
-def run_trace(model: lmstate.Model, name: str, memory: int | str) -> Traced:
+def run_trace(model: lmstate.Model, name: str, memory: int | str, number: int = 0) -> Traced:
     longest = 0
     with lmstate.Engine(model, rows=8, memory=memory) as engine:
 
@@ -107,7 +110,7 @@ def run_trace(model: lmstate.Model, name: str, memory: int | str) -> Traced:
             request = engine.submit(ids, max_new_tokens=count, ignore_eos=True)
             return lambda: request.result().tokens[0]
 
-        new, seconds = play(name, model.config.vocab_size, min(model.eos_ids, default=1), ask)
+        new, seconds = play(name, model.config.vocab_size, min(model.eos_ids, default=1), ask, number)
         stats = engine.stats()
     return Traced(
         trace=name,
