@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from operator import mul
 from time import perf_counter
 
-from lmstate.speculation.depth import CREDIT, CREDIT_STEP, Acceptance, StepCosts, best_depths
+from lmstate.speculation.depth import CREDIT, CREDIT_STEP, DOWN, UP, Acceptance, StepCosts, best_depths
 from lmstate.speculation.drafter import Draft, Drafter, ForgettingDrafter, as_draft
 from lmstate.state.validate import whole_number
 
 MOST_TOKENS = 64
 """Tokens of a step with drafts, padding included: there are logits of as many."""
 
-CHEAP = 0.002  # of a plain step, for each token: a drafter that costs less is asked at every step
-FIRST_REST, LONGEST_REST = 16, 256  # plain steps until a drafter that did not pay is tried again
+CHEAP = 0.002  # of a plain step, for each token: a drafter that costs less is asked for as much as there is room for
+ALLOWANCE = 0.25  # plain steps that a drafter may take more than its drafts promise, before it is left in peace
+FIRST_REST, LONGEST_REST = 16, 256  # steps until it is tried again, twice as many each time
 
 
 def widest_draft(rows: int) -> int:
@@ -80,7 +82,8 @@ class Speculator:
         self._per_token: float | None = None  # seconds of drafting one token deeper; None: not known
         self._places = Acceptance()  # by place in the draft alone: known before anything is drafted
         self._asked = 0  # proposals so far
-        self._rest, self._resting = FIRST_REST, 0
+        self._allowance = ALLOWANCE
+        self._rest, self._resting = FIRST_REST, 0  # steps of the next rest, and those left of this one
 
     def resize(self, rows: int) -> None:
         """The state has so many rows from now on."""
@@ -131,15 +134,18 @@ class Speculator:
         }
         if admitted is not None:
             drafts = {row: admitted(row, draft).cut(min(depth, room[row])) for row, draft in drafts.items()}
-        seconds = perf_counter() - begin
+        cuts = self._cuts(drafts, depth)
+        self._latest = perf_counter() - begin
+        self._drafting += self._latest
         self._asked += 1
         if self._asked > 1 and any(map(len, drafts.values())):  # the first one, and empty ones, read long texts
-            each = seconds / depth
-            self._per_token = each if self._per_token is None else self._per_token + 0.2 * (each - self._per_token)
-        self._latest = seconds
-        self._drafting += seconds
+            each = self._latest / depth
+            known = each if self._per_token is None else self._per_token
+            self._per_token = known + (DOWN if each < known else UP) * (each - known)
         self._proposed = dict(drafts)
-        return {row: draft.cut(cut) for (row, draft), cut in zip(drafts.items(), self._cuts(drafts, depth))}
+        drafts = {row: draft.cut(cut) for (row, draft), cut in zip(drafts.items(), cuts)}
+        self._weigh(depth, drafts)
+        return drafts
 
     def verified(self, drafts: Mapping[int, Draft], accepted: Mapping[int, int]) -> None:
         """Record the outcome of a step's drafts, one for each row of it; some may be empty."""
@@ -174,20 +180,37 @@ class Speculator:
             return 0
         if self._per_token is None:
             return min(most, 4)
+        if self._resting:
+            self._resting -= 1
+            return 0
         if self._per_token <= CHEAP * self.costs(rows, rows):
             return most
         # As if all rows were alike, and went as deep as each other: then one stands for all.
         rates = self._places.rates(Draft((0,) * most))
         drafting = partial(mul, self._per_token)
         (depth,) = best_depths([rates], lambda tokens: self.costs(rows * tokens, rows), drafting)
-        if depth:
-            self._rest, self._resting = FIRST_REST, 0
-            return depth
-        self._resting += 1
-        if self._resting < self._rest:
-            return 0
-        self._rest, self._resting = min(2 * self._rest, LONGEST_REST), 0
-        return min(most, 2)
+        if not depth:
+            self._pause()
+        return depth or min(most, 2)
+
+    def _pause(self) -> None:
+        """Ask for no drafts for a while."""
+        self._allowance = ALLOWANCE
+        self._resting, self._rest = self._rest, min(2 * self._rest, LONGEST_REST)
+
+    def _weigh(self, depth: int, drafts: Mapping[int, Draft]) -> None:
+        """Set what these drafts promise against what it took to get them; pause where that goes on not to pay."""
+        if self._fixed is not None or self._per_token is None or self._resting:
+            return
+        rows = len(drafts)
+        plain, tokens = self.costs(rows, rows), rows + sum(map(len, drafts.values()))
+        promised = sum(sum(accumulate(self._of(row).rates(draft), mul)) for row, draft in drafts.items())
+        gain = promised / rows - (self.costs(tokens, rows) + self._per_token * depth) / plain + 1
+        if gain > 0:
+            self._rest = FIRST_REST
+        self._allowance = min(ALLOWANCE, self._allowance + gain)
+        if self._allowance < 0:
+            self._pause()
 
     def _cuts(self, drafts: Mapping[int, Draft], depth: int) -> list[int]:
         """The depth of each draft that pays to verify."""
