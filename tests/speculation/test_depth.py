@@ -240,14 +240,15 @@ def test_a_row_without_credit_pays_for_no_neighbor() -> None:
     assert best_depths(rows, cost, credit=[9.0, -0.1]) == [0, 0]
 
 
-def test_a_slow_drafter_that_is_always_wrong_is_soon_left_alone(
-    clock: list[float], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("seconds", "most"), [(0.3, 20), (0.0015, 80)])  # of a plain step, each token
+def test_a_drafter_that_is_always_wrong_is_left_alone_the_sooner_the_slower_it_is(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch, seconds: float, most: int
 ) -> None:
     drafter = Repeats()
     propose = drafter.propose
 
     def slow(rows: Sequence[int], depth: int) -> list[list[int]]:
-        clock[0] += 0.3 * depth
+        clock[0] += seconds * depth
         return propose(rows, depth)
 
     monkeypatch.setattr(drafter, "propose", slow)
@@ -258,4 +259,4 @@ def test_a_slow_drafter_that_is_always_wrong_is_soon_left_alone(
         speculator.verified({0: draft}, {0: 0})
         speculator.measured(1 + len(draft), cheap(1 + len(draft)), 1, 0)
         speculator.observe({0: [9]})
-    assert drafter.asked < 20 and clock[0] < 0.05 * 500
+    assert drafter.asked < most and clock[0] < 0.05 * 500
