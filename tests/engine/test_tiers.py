@@ -68,6 +68,18 @@ def test_sessions_go_on_after_a_restart(kind: str, tmp_path: Path) -> None:
         assert len(session.messages) == 2
 
 
+@pytest.mark.parametrize("kind", ["hybrid", "window"])
+def test_a_session_is_saved_whole_before_its_prefix_was_read_again(kind: str, tmp_path: Path) -> None:
+    model = ours(KINDS[kind])
+    with lmstate.Engine(model, store=tmp_path / "store") as engine:
+        engine.session("kept").send(prompt(70, 1), max_new_tokens=5).result(600)
+        tokens = engine.session("kept").tokens
+    with lmstate.Engine(model, store=tmp_path / "store") as engine:
+        engine.session("kept").save(tmp_path / "file")
+    with lmstate.Engine(model) as engine:
+        assert engine.load_session("copy", tmp_path / "file").tokens == tokens
+
+
 def damaged(path: Path, how: str) -> None:
     """Spoil every file of a folder."""
     files = [file for file in (path / "entries").rglob("*") if file.is_file()]

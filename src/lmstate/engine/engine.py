@@ -291,13 +291,9 @@ class Engine:
         return self._called(lambda _: self._held(tokens).memory())
 
     def _held(self, tokens: Sequence[int]) -> State:
-        """A state of what is kept of some tokens, the others queued. For the engine's thread."""
-        match = self._reuse.prefixes.match(tokens, logits=False)
-        state = self._new_state(1)
-        if (snapshot := self._reuse.prefixes.snapshot(match)) is not None:
-            state.restore(0, snapshot)
-            state.rewind(0, match.length)
-        state.queue(0, tokens[match.length :])
+        """A state of what memory keeps of some tokens, the others queued. For the engine's thread."""
+        state, kept = self._reuse.resume(list(tokens))
+        state.queue(0, tokens[kept:])
         return state
 
     def close_session(self, session: Session) -> None:
