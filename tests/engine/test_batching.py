@@ -12,6 +12,7 @@ import torch
 import lmstate
 from lmstate.engine import EngineClosed, QueueFull
 from lmstate.engine.rows import RowPool
+from lmstate.errors import ModelError
 from lmstate.generation.sampling import Sampler
 from lmstate.models.forward import Forward
 from tests.engine.alone import alone
@@ -344,3 +345,12 @@ def test_a_grammar_bounds_each_answer_and_its_forced_tokens_come_at_once() -> No
     assert all(tokens in texts for tokens in got.tokens)
     assert len({tuple(tokens) for tokens in got.tokens}) > 1
     assert got.finished == ["stop"] * 6
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_token_outside_a_grammar_comes_where_a_bias_rules_out_those_in_it(temperature: float) -> None:
+    bias = {5: float("-inf"), 12: float("-inf")}
+    with lmstate.Engine(ours("llama")) as engine:
+        request = engine.submit([3, 4], grammar=OneOf([[5, 6], [12, 13]]), logit_bias=bias, temperature=temperature)
+        with pytest.raises(ModelError, match="rules out"):
+            request.result(600)

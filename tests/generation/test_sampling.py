@@ -131,9 +131,10 @@ def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_not_numbers_are_refused(temperature: float) -> None:
+@pytest.mark.parametrize("logit", [math.nan, -math.inf])
+def test_logits_that_are_not_numbers_are_refused(temperature: float, logit: float) -> None:
     with pytest.raises(ModelError, match="not numbers"):
-        TokenPicker(Sampler(temperature=temperature), 1).pick(torch.full((1, 8), math.nan), [0])
+        TokenPicker(Sampler(temperature=temperature), 1).pick(torch.full((1, 8), logit), [0])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -571,6 +572,6 @@ def _best(logits: Tensor, rows: list[int]) -> list[list[int | None]]:
         return []
     here = logits if len(rows) == len(logits) else logits[rows]
     values, ids = ops.argmax(here.flatten(0, 1))
-    tokens = [None if bad else token for token, bad in zip(ids.tolist(), values.isnan().tolist())]
+    tokens = [token if right else None for token, right in zip(ids.tolist(), (values > -math.inf).tolist())]
     width = here.shape[1]
     return [tokens[at : at + width] for at in range(0, len(tokens), width)]

@@ -133,7 +133,7 @@ class TokenPicker:
         logits = self._adjusted(logits, rows)
         if self.sampler.greedy:
             best, ids = ops.argmax(logits)
-            _check_numbers(not bool(best.isnan().any()))
+            _check_numbers(bool((best > -math.inf).all()))
             picked: list[int] = ids.tolist()
         else:
             uniform = torch.tensor([self.uniform(row) for row in rows], dtype=torch.float64)
@@ -206,5 +206,5 @@ def _check_numbers(right: bool) -> None:
     if not right:
         raise ModelError(
             "the logits are not numbers: the row has no tokens yet, or the model's weights or storage type overflow "
-            "(try weights='float32')"
+            "(try weights='float32'), or a logit_bias of -inf rules out all that may come"
         )
