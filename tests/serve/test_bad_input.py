@@ -311,6 +311,15 @@ def test_errors_about_tools_name_the_field_with_all_that_is_around_it(
     assert error.get("param") == (None if path == MESSAGES else field)
 
 
+@pytest.mark.parametrize(("path", "field"), [("/v1/completions", "prompt"), ("/v1/embeddings", "input")])
+@pytest.mark.parametrize("given", ["", [""], [{}]])
+def test_errors_about_a_text_name_its_field(tiny: Running, path: str, field: str, given: Any) -> None:
+    with tiny.client() as client:
+        answer = client.post(path, json={"model": "tiny", field: given})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == field
+
+
 def test_what_is_not_there_is_said_in_the_protocol_of_the_path(tiny: Running) -> None:
     with tiny.client() as client:
         for method, path, status in (

@@ -235,6 +235,17 @@ def test_completions_of_texts_and_of_tokens_score_their_prompts(real: Running) -
         assert texts == [choice.text for choice in whole.choices]
 
 
+def test_log_probabilities_of_completions_are_told_alike_whole_and_streamed(tiny: Running) -> None:
+    asked: Any = {"model": "tiny", "prompt": ["ab", "c"], "n": 2, "temperature": 1, "seed": 1, "logprobs": 2}
+    with openai.OpenAI(base_url=f"{tiny.url}/v1", api_key="none", max_retries=0) as client:
+        whole = client.completions.create(**asked).choices
+        parts = [choice for chunk in client.completions.create(**asked, stream=True) for choice in chunk.choices]
+    for choice in whole:
+        told = [part.logprobs for part in parts if part.index == choice.index and part.logprobs is not None]
+        for name, values in dict(choice.logprobs or {}).items():
+            assert [value for some in told for value in getattr(some, name)] == values
+
+
 def test_responses_go_on_from_the_very_tokens(client: openai.OpenAI) -> None:
     first = client.responses.create(model="smollm2", input="My name is Ann. Say hello.", max_output_tokens=20)
     assert first.usage is not None

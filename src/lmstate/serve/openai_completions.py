@@ -133,6 +133,7 @@ class Texts:
         try:
             running = len(tasks)
             echoed: set[int] = set()
+            offsets: dict[int, int] = {}  # of each choice: where the text of its next token begins
             while running:
                 number, piece = await queue.get()
                 if isinstance(piece, Exception):
@@ -146,7 +147,8 @@ class Texts:
                     yield self._chunk(index, self.service.tokenizer.decode(self.prompts[number]), None, None)
                 told = None
                 if self.logprobs is not None and piece.logprobs:
-                    told = self.legacy(piece.tokens, list(piece.logprobs))
+                    told = self.legacy(piece.tokens, list(piece.logprobs), offsets.get(index, 0))
+                    offsets[index] = told["text_offset"][-1] + len(told["tokens"][-1])
                 reason = None
                 if piece.finished is not None:
                     reason = "stop" if piece.finished in ("eos", "stop") else "length"
@@ -257,9 +259,9 @@ def prompt_ids(service: Service, prompt: Any, name: str, suffix: str | None = No
     elif isinstance(prompt, list):
         tokens = check_ids(prompt, name, service.vocab_size)
     else:
-        raise ApiError(f"{name} must be a string or an array of token ids", param="prompt")
+        raise ApiError(f"{name} must be a string or an array of token ids", param=name.partition("[")[0])
     if not tokens:
-        raise ApiError(f"{name} has no tokens: there is nothing to continue", param="prompt")
+        raise ApiError(f"{name} has no tokens: there is nothing to read", param=name.partition("[")[0])
     return tokens
 
 
