@@ -137,6 +137,13 @@ def test_calls_are_parsed_whole_and_character_by_character(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLES)
+def test_an_answer_that_ends_inside_of_its_last_marker_shows_none_of_it(name: str) -> None:
+    text = SAMPLES[name]
+    for end in range(text.rindex("}") + 1 if "}" in text else len(text), len(text) + 1):
+        assert parsed(name, [text[:end]]).text.strip() == "", text[end - 5 : end]
+
+
+@pytest.mark.parametrize("name", SAMPLES)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_where_the_text_is_cut_does_not_matter(name: str, data: st.DataObject) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lmstate.serve.tools.base import Literal, Rules, ToolFormat, call_object, choice, json_term, quoted
 from lmstate.serve.tools.events import Text, Tool
-from lmstate.serve.tools.reader import Parse, Reader
+from lmstate.serve.tools.reader import Parse, Reader, overlap
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,17 @@ class JsonCalls(ToolFormat):
     def parse(self, reader: Reader, tools: Sequence[Tool]) -> Parse[None]:
         while (yield from reader.until((self.begin,), Text)) is not None:
             yield from reader.skip_space("[" if self.listed else "")
+            called = False
             while (yield from call_object(reader)):
+                called = True
                 yield from reader.skip_space(",")
                 if not self.listed:
                     break
             if self.end:
                 # What stands between markers and is no call is shown: it may be all that the model said.
                 stray, closed = yield from reader.collect((self.end,))
+                if called and closed is None:  # an answer at its limit may end inside of the marker
+                    stray = stray[: len(stray) - overlap(stray, self.end)]
                 if stray.strip(" \t\r\n]"):
                     yield Text(stray)
                 if closed is None:
