@@ -257,7 +257,8 @@ def test_restored_in_a_fresh_state_goes_on_as_if_never_saved(policy: str, case: 
     model([ids(60)], undisturbed)
     restored.restore(0, undisturbed.snapshot())
     for seed in range(25):
-        close(model([ids(1 + seed % 2, seed)], restored), model([ids(1 + seed % 2, seed)], undisturbed))
+        new = [ids(1 + seed % 2, seed)]
+        assert torch.equal(model(new, restored), model(new, undisturbed))
     for layer, one in enumerate(undisturbed.layers):
         if isinstance(attention_of(one), EvictingState):
             assert restored.kept(0, layer) == undisturbed.kept(0, layer)
@@ -324,7 +325,7 @@ def test_a_snapshot_that_does_not_fit_is_refused_before_anything_moves(
         bad["scores negative"] = {**own, "scores": -own["scores"]}
     position = own["position"]
     bad["position twice"] = {**own, "position": position[:, :1].expand_as(position).contiguous()}
-    bad["position falls"] = {**own, "position": position.flip(-1)}
+    bad["position behind a gap"] = {**own, "position": position.masked_fill(position == position[:, :1], -1)}
     bad["position beyond"] = {**own, "position": position + 60}
     for how, layer in bad.items():
         with pytest.raises(lmstate.SnapshotError):
@@ -332,7 +333,7 @@ def test_a_snapshot_that_does_not_fit_is_refused_before_anything_moves(
             pytest.fail(f"taken: {how}")
     for one in (state, twin):
         model([ids(3, 2), ids(3, 3)], one)
-    close(model([[5], [6]], state), model([[5], [6]], twin))
+    assert torch.equal(model([[5], [6]], state), model([[5], [6]], twin))
     state.restore(0, snapshot)
     close(model([[7], []], state)[0], model([[7]], source)[0])
 

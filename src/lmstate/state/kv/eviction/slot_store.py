@@ -13,7 +13,7 @@ from torch import Tensor
 from lmstate.errors import SnapshotError
 from lmstate.ops import KVView
 from lmstate.ops.attention.slots import evict, undo_evictions
-from lmstate.ops.types.slot_table import NONE, SlotCommit, SlotTable
+from lmstate.ops.types.slot_table import SlotCommit, SlotTable
 
 Arrays = dict[str, Tensor]
 
@@ -163,8 +163,8 @@ class SlotStore:
         return positions.int(), behind < more
 
     def put(self, row: int, arrays: Arrays, there: Tensor) -> None:
-        """Fill a row's slots with those of `arrays` `[1, K, n]` that are `there`, by position; there is room."""
-        order = torch.where(there, arrays["position"], NONE).argsort(dim=-1)[..., : int(there.sum(-1).max())]
+        """Fill a row's slots with those of `arrays` `[1, K, n]` that are `there`, in their order; there is room."""
+        order = (~there).int().argsort(dim=-1, stable=True)[..., : int(there.sum(-1).max())]
         for name, array in gathered({name: arrays[name] for name in self.table.stored}, order).items():
             self.table.stored[name][row].narrow(_axis(name) - 1, 0, order.shape[2]).copy_(array[0])
         self.table.filled[row] = there[0].sum(-1)
@@ -199,18 +199,17 @@ class SlotStore:
         return whole
 
     def captured(self, row: int, length: int) -> Arrays:
-        """Copies of a row's slots, by position, without a row axis; -1 and zeros where a head has fewer than others."""
-        stored = {name: x[row : row + 1] for name, x in self.table.stored.items()}
-        there = self.filled()[row : row + 1]
-        order = torch.where(there, stored["position"], NONE).argsort(dim=-1)[..., : self.most[row]]
-        absent = ~there.gather(-1, order)
-        arrays = gathered(stored, order)
-        arrays["position"].masked_fill_(absent, -1)
-        if "scores" in arrays:
-            arrays["scores"] = arrays["scores"][:, :, length % arrays["scores"].shape[2]].masked_fill(absent, 0)
-        for array in (x for x in arrays.values() if x.ndim == 4):
-            array.masked_fill_(absent[..., None], 0)
-        return {name: x[0].clone() for name, x in arrays.items()}
+        """Copies of a row's slots without a row axis; -1 and zeros where a head has fewer than others.
+
+        In the order in which they lie, since that is the order in which attention sums over them.
+        """
+        absent, arrays = ~self.filled()[row, :, : self.most[row]], {}
+        for name, stored in self.table.stored.items():
+            own = stored[row, :, length % stored.shape[2]] if name == "scores" else stored[row]  # [K, S, ..]
+            own = own[:, : self.most[row]]
+            hidden = absent[..., None] if own.ndim == 3 else absent
+            arrays[name] = own.masked_fill(hidden, -1 if name == "position" else 0)
+        return arrays
 
     def restorable(self, length: int, tensors: Mapping[str, Tensor]) -> Arrays:
         """The output of `captured` as `put` takes it. Raises `SnapshotError` if it cannot be of a row of `length`."""
@@ -254,10 +253,13 @@ def check(stored: Arrays, length: int, tensors: Mapping[str, Tensor]) -> Tensor:
             raise SnapshotError(f"the snapshot's {name} is {tensor.dtype}; this layer holds {own.dtype}")
     if position.numel() and not -1 <= int(position.min()) <= int(position.max()) < length:
         raise SnapshotError(f"the snapshot's positions leave the row of {length} tokens")
-    there = position >= 0
-    rises = there[:, :-1] & (position[:, 1:] > position[:, :-1])
-    if not (rises | ~there[:, 1:]).all() or not there.any(0).all():
-        raise SnapshotError("the snapshot's positions do not rise in every head, to the last slot of the fullest one")
+    there, ordered = position >= 0, position.sort(dim=-1).values
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    if twice.any() or (there[:, 1:] & ~there[:, :-1]).any() or not there.any(0).all():
+        raise SnapshotError(
+            "the snapshot's positions are not all different in every head, or not from its first slot on, to the last "
+            "slot of the fullest one"
+        )
     if "scores" in tensors and tensors["scores"].signbit().any():
         raise SnapshotError("the snapshot's scores are sums of attention, and some are negative")
     return position
