@@ -39,7 +39,7 @@ class FusableLayer(ABC):
         """The layer with the norms around it, one sublayer for each of its caches; empty where no native body does."""
 
     def rope_tables(self, step: Step) -> ops.RopeTables | None:
-        """The rotation of a step's queries and keys."""
+        """The rotation of a step's queries and keys, as a fused sublayer takes it."""
         return None
 
     @abstractmethod

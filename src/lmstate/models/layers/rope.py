@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,6 +14,10 @@ from lmstate import ops
 from lmstate.checkpoints.config import Config
 from lmstate.errors import ModelError
 from lmstate.state import Step
+from lmstate.state.step import DeviceStep
+
+FIRST_TABLED, TABLED = 1024, 2**16
+"""Positions whose tables are kept: as many at first, and twice what is needed later, up to so many."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +53,24 @@ class Rope:
         """Cosines and sines of a step's positions; one table a step."""
         return step.cached(self, lambda: self._rotation(step))
 
+    def fused_rotation(self, step: Step) -> ops.RopeTables:
+        """The same for a fused sublayer: of all positions from 0 on, where the length of the text makes no difference.
+
+        They are computed once, not in each step.
+        """
+        if self.original_max_positions is not None or isinstance(step, DeviceStep) or step.longest > TABLED:
+            return self.rotation(step)
+        if (tables := self._kept.get("tables")) is None or step.longest > tables.cos.shape[0]:
+            count = min(max(FIRST_TABLED, 2 * step.longest), TABLED)
+            positions = torch.arange(count, device=self.frequencies.device)
+            tables = self._kept["tables"] = self._turned(positions, self.frequencies, self.scale)
+        return tables
+
+    @cached_property
+    def _kept(self) -> dict[str, ops.RopeTables]:
+        """The tables of the first positions, as far as they were asked for."""
+        return {}
+
     def _rotation(self, step: Step) -> ops.RopeTables:
         frequencies: Tensor = self.frequencies
         scale: float | Tensor = self.scale
@@ -56,7 +79,11 @@ class Rope:
             if self.long_scale is not None:
                 scales = [self.long_scale if self.frequency_key(length) else self.scale for length in step.rope_lengths]
                 scale = torch.tensor(scales, dtype=torch.float32, device=frequencies.device)[:, None, None]
-        angles = step.positions[..., None].float() * frequencies
+        return self._turned(step.positions, frequencies, scale)
+
+    def _turned(self, positions: Tensor, frequencies: Tensor, scale: float | Tensor) -> ops.RopeTables:
+        """Tables `[.., rot / 2]` of positions `[..]`."""
+        angles = positions[..., None].float() * frequencies
         cos, sin = angles.cos(), angles.sin()
         if isinstance(scale, Tensor) or scale != 1.0:
             cos, sin = cos * scale, sin * scale

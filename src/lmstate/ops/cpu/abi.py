@@ -187,7 +187,7 @@ KV_VIEW = Layout(
     "q planes kind window chunk",
     CODES,
 )
-ROTATION = Layout("", "P cos sin", "q half interleaved")
+ROTATION = Layout("", "P cos sin", "q half interleaved positions")
 ATTENTION = Layout("attention_args", ATTENTION_WEIGHTS, STARTS, KV_VIEW, ROTATION)
 MLP = Layout(
     "mlp_args", "P norm up up_bias down down_bias after factors",

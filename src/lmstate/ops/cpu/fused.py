@@ -119,10 +119,12 @@ class Fused:
     def rotation(self, rotation: RopeTables | None, rows: int, tokens: int) -> bytes:
         """The end of the arguments of attention."""
         if rotation is None:
-            return abi.ROTATION.pack(0, 0, 0, 0)
-        half = rotation.cos.shape[-1]
-        cos, sin = (float_pointer(table, "cos and sin", (rows, tokens, half)) for table in rotation[:2])
-        return abi.ROTATION.pack(cos, sin, half, rotation.interleaved)
+            return abi.ROTATION.pack(0, 0, 0, 0, 0)
+        *outer, half = rotation.cos.shape
+        by_position = len(outer) == 1
+        shape = (*outer, half) if by_position else (rows, tokens, half)
+        cos, sin = (float_pointer(table, "cos and sin", shape) for table in rotation[:2])
+        return abi.ROTATION.pack(cos, sin, half, rotation.interleaved, outer[0] if by_position else 0)
 
     def check(self, half: AttentionSublayer, view: KVView, rotation: RopeTables | None, rows: int, tokens: int) -> None:
         """ValueError where these do not go together."""

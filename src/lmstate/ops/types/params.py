@@ -110,9 +110,9 @@ class Residual(NamedTuple):
 
 
 class RopeTables(NamedTuple):
-    """Cosines and sines of a step's positions: see `ops.rope`."""
+    """Cosines and sines of a step's positions: see `ops.rope`. A fused sublayer takes those of the first P, too."""
 
-    cos: Tensor  # float32 [R, T, rot / 2]
+    cos: Tensor  # float32 [R, T, rot / 2], or [P, rot / 2]
     sin: Tensor
     interleaved: bool = False
 

@@ -29,8 +29,8 @@ typedef struct {
   int64_t slots, k_row, k_head, k_slot, v_row, v_head, v_slot, table_row, block, planes, kind, window, chunk;
   codes_args codes; /* bits: 0 where they are floats */
   /* The rotation. */
-  const float *cos, *sin; /* [R, T, half] */
-  int64_t half, interleaved;
+  const float *cos, *sin; /* [R, T, half]; or [positions, half], of the positions from 0 on */
+  int64_t half, interleaved, positions; /* the last 0 where they are of the tokens */
 } attention_args;
 
 typedef struct {

@@ -9,6 +9,13 @@ static int64_t qkv_width(const attention_args *a) {
   return ((a->gated ? 2 : 1) * a->heads + 2 * stored_heads(a)) * a->dim + a->gates;
 }
 
+/* 1 + the first row whose positions the rotation does not reach, or 0. */
+static int64_t first_beyond(const fused_args *run, const attention_args *a) {
+  for (int64_t r = 0; a->positions && r < run->rows; r++)
+    if (run->counts[r] && (run->starts[r] < 0 || run->starts[r] + run->counts[r] > a->positions)) return r + 1;
+  return 0;
+}
+
 /* Norm and rotate the heads of the projections in place, and store those of keys and values. */
 static void norm_rope_store(const fused_args *run, const attention_args *a, const attend_args *attend,
                             const packed_tokens *packed, float *qkv) {
@@ -33,7 +40,8 @@ static void norm_rope_store(const fused_args *run, const attention_args *a, cons
       rms_norm_row(x, kv < 0 ? a->q_norm : a->k_norm, x, a->dim, kv < 0 ? a->q_eps : a->k_eps);
     if (a->half) {
       float turned[MAX_DIM];
-      rotate_head(x, a->cos + place * a->half, a->sin + place * a->half, turned, a->dim, a->half, a->interleaved);
+      const int64_t angle = (a->positions ? run->starts[r] + t : place) * a->half;
+      rotate_head(x, a->cos + angle, a->sin + angle, turned, a->dim, a->half, a->interleaved);
       memcpy(x, turned, (size_t)a->dim * sizeof(float));
     }
     if (kv < 0 && a->queries && !a->reads)
@@ -117,7 +125,9 @@ int64_t attention_sublayer(const fused_args *run, const attention_args *a, subla
   };
 #pragma omp single nowait
   {
-    common->status = attend_begin(&attend, a->codes.bits ? &a->codes : NULL, &common->packed, &common->plan);
+    const int64_t late = first_beyond(run, a);
+    common->status =
+      late ? late : attend_begin(&attend, a->codes.bits ? &a->codes : NULL, &common->packed, &common->plan);
   }
   p->into.y = qkv, p->out.x = seen;
   linear_run(&p->into, common->products);
