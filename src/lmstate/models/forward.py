@@ -94,7 +94,7 @@ class Forward:
             ends = {row: n - 1 - offset for row, n in enumerate(step.counts) if 0 <= n - 1 - offset < part.width}
             if ends:
                 together = len(ends) == step.rows and len(set(ends.values())) == 1
-                last.append(hidden[:, ends[0]] if together else hidden[list(ends), list(ends.values())])
+                last.append(hidden.select(1, ends[0]) if together else hidden[list(ends), list(ends.values())])
                 rows += ends
         if rows == list(range(step.rows)):
             return self._features(last[0] if len(last) == 1 else torch.cat(last))

@@ -402,10 +402,10 @@ class Model:
         rows, done = hidden.flatten(0, -2), 0
         if out is None:
             # By blocks of few rows, so that compiled graphs and references do not need as much memory again.
+            if rows.shape[0] <= GRAPH_ROWS:
+                return self._head(rows).view(*hidden.shape[:-1], self.head.out_features)
             blocks = rows.split(GRAPH_ROWS)
             first = self._head(blocks[0])
-            if len(blocks) == 1:
-                return first.unflatten(0, hidden.shape[:-1])
             if torch.compiler.is_compiling() or first.requires_grad:
                 return torch.cat([first, *map(self._head, blocks[1:])]).unflatten(0, hidden.shape[:-1])
             out, done = first.new_empty(*hidden.shape[:-1], first.shape[-1]), len(first)
