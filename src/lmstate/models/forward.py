@@ -11,6 +11,7 @@ from torch import Tensor
 from lmstate.language_model import Logits
 from lmstate.models.trace import Traced
 from lmstate.state import State, Step
+from lmstate.state.step import integers
 
 PACKED = 64  # tokens whose logits may be held twice, with and without padding: those of drafts in a few rows
 
@@ -115,7 +116,7 @@ class Forward:
                 self.on_part(offset, step.width)
             width = part.width
             rows = [row[offset : offset + width] for row in ids]
-            padded = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self.device)
+            padded = integers([row + [0] * (width - len(row)) for row in rows], self.device)
             yield offset, part, self.run(padded, part, state)
         if self.on_part is not None:
             self.on_part(step.width, step.width)

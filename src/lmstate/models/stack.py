@@ -139,6 +139,14 @@ class Captured(NamedTuple):
     ropes: list[FusableLayer]
 
 
+class Caches(NamedTuple):
+    """The caches of a segment's mixers among a state's layers."""
+
+    layers: Sequence[LayerState]
+    attending: list[KeyValueState]
+    recurrent: list[RecurrentState]
+
+
 class FusedSegment:
     """Parts that run as one native call, captured in one step and replayed in the next ones."""
 
@@ -146,6 +154,7 @@ class FusedSegment:
         self.parts = parts
         self._mixers = [(part.index, part.mixer) for part in parts if part.mixer is not None]
         self._captured: Captured | None = None
+        self._caches = Caches((), [], [])
 
     def run(self, graph: ops.FusedGraph, step: Step, layers: Sequence[LayerState]) -> None:
         """Add the parts to the graph; where one cannot be fused in this step, it runs eagerly in between."""
@@ -162,22 +171,22 @@ class FusedSegment:
 
     def _replay(self, captured: Captured, graph: ops.FusedGraph, step: Step, layers: Sequence[LayerState]) -> bool:
         """Add all parts as in the captured step; False where that does not hold any more."""
-        views, scans, recurrent = [], [], []
-        for index, _ in self._mixers:
-            for cache in simple_caches(layers[index]):
-                if isinstance(cache, RecurrentState):
-                    if (start := cache.fused_scan_start(step)) is None:
-                        return False
-                    scans.append(start)
-                    recurrent.append(cache)
-                elif isinstance(cache, KeyValueState):
-                    if (view := cache.view(step)) is None:
-                        return False
-                    views.append(view)
+        caches = self._caches_of(layers)
+        scans = [start for each in caches.recurrent if (start := each.fused_scan_start(step)) is not None]
+        views = [view for each in caches.attending if (view := each.view(step)) is not None]
+        if len(scans) < len(caches.recurrent) or len(views) < len(caches.attending):
+            return False
         tables = [each for mixer in captured.ropes if (each := mixer.rope_tables(step)) is not None]
         results = graph.replay(captured.graph, views, scans, tables)
         if results is None:
             return False
-        for cache, result in zip(recurrent, results, strict=True):
+        for cache, result in zip(caches.recurrent, results, strict=True):
             cache.record(step, *result, fused=True)
         return True
+
+    def _caches_of(self, layers: Sequence[LayerState]) -> Caches:
+        if self._caches.layers is not layers:
+            simple = [cache for index, _ in self._mixers for cache in simple_caches(layers[index])]
+            attending = [cache for cache in simple if isinstance(cache, KeyValueState)]
+            self._caches = Caches(layers, attending, [cache for cache in simple if isinstance(cache, RecurrentState)])
+        return self._caches

@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, TypedDict, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -80,12 +81,12 @@ class Step:
     @cached_property
     def starts_t(self) -> Tensor:
         """int64 [R]"""
-        return torch.tensor(self.starts, dtype=torch.int64, device=self.device)
+        return integers(self.starts, self.device)
 
     @cached_property
     def counts_t(self) -> Tensor:
         """int64 [R]"""
-        return torch.tensor(self.counts, dtype=torch.int64, device=self.device)
+        return integers(self.counts, self.device)
 
     @cached_property
     def positions(self) -> Tensor:
@@ -150,6 +151,11 @@ class DeviceStep(Step):
     def packed(self, x: Tensor) -> Tensor:
         """All of them: what is padding is on the device."""
         return x.flatten(0, 1)
+
+
+def integers(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """int64, as `torch.tensor` makes it: in a fourth of the time."""
+    return torch.from_numpy(np.array(values, dtype=np.int64)).to(device)
 
 
 def as_counts(value: int | Sequence[int] | None, limits: Sequence[int]) -> tuple[int, ...] | None:

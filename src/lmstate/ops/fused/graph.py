@@ -14,7 +14,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from operator import is_not
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import ref
 
@@ -133,19 +132,22 @@ class CapturedGraph:
         kinds = [id(each) for each, _ in begins]
         self.starts = [kinds.index(id(view.starts)) for view in pending.views.values()]
         """For each view, which of `start_places` its starts have."""
-        self._tensors = [tensor for sublayer in pending.sublayers for tensor in sublayer.tensors()]
-        self._pointers = pointers(self._tensors)
         self._weights = [weight for sublayer in pending.sublayers for weight in sublayer.weights]
-        self._storages = [weight.storage for weight in self._weights]
+        self._parameters = [tensor for sublayer in pending.sublayers for tensor in sublayer.parameters]
+        self._pointers = pointers(self._tensors())
 
     def _places(self, packed: bytes) -> list[int]:
         return [place for place, each in enumerate(self.arguments) if each is packed]
 
+    def _tensors(self) -> list[Tensor]:
+        return [*map(storage, self._weights), *self._parameters]
+
     def is_valid(self) -> bool:
         """Whether no weight was replaced or moved, and no gradient is to follow."""
-        if any(map(is_not, map(storage, self._weights), self._storages)) or pointers(self._tensors) != self._pointers:
+        tensors = self._tensors()
+        if pointers(tensors) != self._pointers:
             return False
-        return not (torch.is_grad_enabled() and any(map(requires_grad, self._tensors)))
+        return not (torch.is_grad_enabled() and any(map(requires_grad, tensors)))
 
 
 class FusedGraph:
