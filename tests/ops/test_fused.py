@@ -377,5 +377,9 @@ def test_what_does_not_fit_is_refused(variant: str) -> None:
 
     with pytest.raises(ValueError, match="ring of 8 slots"):
         attend(torch.tensor([8]), view)
+    tables = ops.RopeTables(torch.ones(4, 16), torch.zeros(4, 16))  # of four positions
+    attend(torch.tensor([3]), view)
+    with pytest.raises(ValueError, match="row 0 starts at 4"):
+        attend(torch.tensor([4]), view)
     with pytest.raises(ValueError, match="do not fit 1 rows"):
         attend(one * 0, ops.KVView(torch.zeros(1, 3, 8, 32), view.v))
