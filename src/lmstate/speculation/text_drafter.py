@@ -39,7 +39,9 @@ class TextDrafter:
 
     def observe(self, rows: Sequence[int], accepted: Sequence[Sequence[int]]) -> None:
         for row, tokens in zip(rows, accepted):
-            self._rows.setdefault(row, _Row()).fresh += tokens
+            if row not in self._rows:
+                self._rows[row] = _Row()
+            self._rows[row].fresh += tokens
 
     def propose(self, rows: Sequence[int], depth: int) -> list[Draft]:
         self._corpus.read(self._reading)
