@@ -54,8 +54,7 @@ class NarrowValues(Attention):
         v = v.unflatten(-1, (-1, self.value_dim)) * self.value_scale
         v = pad(v, (0, self.head_dim - self.value_dim))  # [R, T, K, D]
         params = ops.AttentionParams(self.scale, self.softcap, self.sinks)
-        rotation = None if self.rope is None else self.rope.rotation(step)
-        seen = cache.attend(q, (k, v), step, params, rotation)  # [R, T, H, D]
+        seen = cache.attend(q, (k, v), step, params, self.rotation(step))  # [R, T, H, D]
         return ops.linear(seen[..., : self.value_dim].flatten(-2), self.out, self.out_bias, residual=residual)
 
 

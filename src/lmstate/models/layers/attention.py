@@ -101,6 +101,10 @@ class Attention(FusableLayer):
     def rope_tables(self, step: Step) -> ops.RopeTables | None:
         return None if self.rope is None else self.rope.fused_rotation(step)
 
+    def rotation(self, step: Step) -> ops.RopeTables | None:
+        """The rotation of a step's queries and keys, a table for each of its positions."""
+        return None if self.rope is None else self.rope.rotation(step)
+
     def forward(self, x: Tensor, step: Step, cache: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
         return self.mix(ops.linear(x, self.qkv, self.qkv_bias, norm=norm), step, cache, residual)
 
@@ -120,7 +124,7 @@ class Attention(FusableLayer):
             new = _normed(k, self.k_norm, self.head_dim), _normed(v, self.v_norm, self.head_dim)  # [R, T, K, D] each
         if self.temperature is not None:
             q = q * self.temperature.at(step)  # a number a token, which no rotation touches
-        rotation = None if self.rope is None else self.rope.rotation(step)
+        rotation = self.rotation(step)
         if self.turned_weight is not None and rotation is not None:
             q = ops.rope(q, *rotation) * self.turned_weight
             new = None if new is None else (ops.rope(new[0], *rotation), new[1])
