@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from pathlib import Path
@@ -53,12 +54,12 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
 
 
 def threads(machine: Machine, measured: Contention, most: int, own: float, others: float) -> int:
-    monkeypatch = pytest.MonkeyPatch()
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "get_num_threads", lambda: most)
-        measured.threads()
-        machine.run(1.0, own, others)
-        return measured.threads()
+    """Those of the second of two parts of a call."""
+    measured.threads(most)
+    machine.run(1.0, own, others)
+    left = measured.threads(most)
+    measured.rest()
+    return left
 
 
 @pytest.mark.parametrize(
@@ -92,12 +93,42 @@ def test_own_threads_that_wait_awake_are_no_load(machine: Machine) -> None:
     assert threads(machine, Contention(), 4, own=4.0, others=0.0) == 4
 
 
-def test_a_look_of_long_ago_says_nothing(machine: Machine) -> None:
+def test_what_was_found_long_ago_says_nothing(machine: Machine) -> None:
     measured = Contention()
     assert threads(machine, measured, 4, 1.0, 3.0) == 1
-    machine.run(3600.0, 0.0, 0.0)
-    assert threads(machine, measured, 4, 1.0, 3.0) == 1
-    assert threads(machine, measured, 4, 4.0, 0.0) == 4
+    machine.run(1.0, 0.0, 0.0)
+    assert measured.threads(4) == 1
+    measured.rest()
+    machine.run(3600.0, 0.0, 4.0)
+    assert measured.threads(4) == 4
+
+
+def test_what_others_do_while_nothing_is_computed_takes_no_thread(machine: Machine) -> None:
+    measured = Contention()
+    for _ in range(3):  # of two processes that wait for each other, both have all processors
+        for _ in range(2):
+            assert measured.threads(4) == 4
+            machine.run(0.4, 4.0, 0.0)
+        measured.rest()
+        machine.run(0.8, 0.0, 4.0)
+    for _ in range(3):  # calls in quick succession are one work
+        machine.run(0.05, 0.0, 4.0)
+        left = measured.threads(4)
+        machine.run(0.2, 1.0, 3.0)
+        measured.rest()
+    assert left == 1
+
+
+def test_a_call_that_is_long_and_has_one_part_is_measured_too(machine: Machine) -> None:
+    measured = Contention()
+    assert measured.threads(4) == 4
+    machine.run(10.0, 2.0, 2.0)
+    measured.rest()
+    machine.run(1.0, 0.0, 0.0)
+    assert measured.threads(4) == 2
+    machine.run(10.0, 4.0, 0.0)
+    measured.rest()
+    assert measured.threads(4) == 4
 
 
 def test_the_variable_keeps_the_number(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +142,7 @@ def test_the_variable_keeps_the_number(machine: Machine, monkeypatch: pytest.Mon
 def test_a_system_that_does_not_tell_keeps_the_number(machine: Machine, text: str) -> None:
     measured = Contention()
     machine.path.write_text(text, encoding="ascii")
-    assert measured.threads() == torch.get_num_threads()
+    assert measured.threads(4) == 4
     assert threads(machine, measured, 4, 1.0, 3.0) == 4
 
 
@@ -125,7 +156,8 @@ def test_a_call_runs_on_the_threads_that_are_left_and_gives_them_back(monkeypatc
     def fail(name: str, given: torch.Tensor, made: torch.Tensor) -> None:
         raise KeyError(name)
 
-    monkeypatch.setattr(dispatch, "threads_now", lambda: 2)
+    left = itertools.cycle([3, 2])  # of the call, and of its part
+    monkeypatch.setattr(contention.contention, "threads", lambda most: next(left))
     try:
         torch.set_num_threads(3)
         expected = model([[5, 6, 7]])

@@ -31,6 +31,7 @@ class Forward:
     features: int
     device: torch.device
     on_part: Callable[[int, int], None] | None
+    give_way: Callable[[], None]  # see `giving_way`
 
     def __call__(self, ids: list[list[int]], step: Step, state: State, logits: Logits) -> Tensor | None:
         """ "last" -> float32 `[R, features]`, "all" -> `[R, T, features]`, "none" -> None; see `Model.__call__`."""
@@ -112,6 +113,7 @@ class Forward:
         if not step.width:
             return
         for offset, part in step.chunks():
+            self.give_way()
             if self.on_part is not None:
                 self.on_part(offset, step.width)
             width = part.width

@@ -323,8 +323,8 @@ class Model:
         self._catch_up(state, ids, logits or "last")
         step = state.plan(ids, speculative=not commit, rewindable=rewindable)
         try:
-            with giving_way():
-                out = self._forward(run, head)(ids, step, state, logits or "last")
+            with giving_way() as give_way:
+                out = self._forward(run, head, give_way)(ids, step, state, logits or "last")
                 state.record_logits(None if head is None else out)
                 if commit:
                     state.commit()
@@ -359,15 +359,17 @@ class Model:
             step = state.plan_backlog(backlog, counts)
             try:
                 idle = any(not count and late for count, late in zip(counts, backlog))
-                last = self._forward(self._run, self.logits)(backlog, step, state, "last" if idle else "none")
-                state.commit_backlog(last)
+                with giving_way() as give_way:
+                    forward = self._forward(self._run, self.logits, give_way)
+                    last = forward(backlog, step, state, "last" if idle else "none")
+                    state.commit_backlog(last)
             except BaseException:
                 state.discard()
                 raise
 
-    def _forward(self, run: Run, head: Head | None) -> Forward:
+    def _forward(self, run: Run, head: Head | None, give_way: Callable[[], None]) -> Forward:
         features = self.config.hidden_size if head is None else self.config.vocab_size
-        return Forward(run, head, features, self.device, self.on_part)
+        return Forward(run, head, features, self.device, self.on_part, give_way)
 
     def run_layers(
         self, tokens: Tensor, step: Step, layers: Sequence[LayerState], state: State | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lmstate.ops.cpu.contention import threads_now
+from lmstate.ops.cpu.contention import contention
 from lmstate.ops.types.block_table import Stored
 
 if TYPE_CHECKING:
@@ -82,18 +82,31 @@ def is_referring() -> bool:
 
 
 @contextmanager
-def giving_way() -> Iterator[None]:
-    """Compute on fewer threads inside while other processes keep processors busy; see `ops.cpu.contention`."""
-    most, now = torch.get_num_threads(), threads_now()
-    library = choice().library if now < most else None
+def giving_way() -> Iterator[Callable[[], None]]:
+    """Compute on fewer threads inside while other processes keep processors busy; see `ops.cpu.contention`.
+
+    Gives what looks again, to be called between the parts of something long.
+    """
+    library = choice().library
     if library is None:
-        yield
+        yield lambda: None
         return
-    library.set_threads(now)
+    most = now = torch.get_num_threads()
+
+    def look() -> None:
+        nonlocal now
+        left = contention.threads(most)
+        if left != now:
+            library.set_threads(left)
+            now = left
+
+    look()
     try:
-        yield
+        yield look
     finally:
-        library.set_threads(most)
+        contention.rest()
+        if now != most:
+            library.set_threads(most)
 
 
 def native(*tensors: Stored | None) -> Library | None:

@@ -13,13 +13,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 VARIABLE = "LMSTATE_THREADS"
 """`fixed`: the number that was set, whatever else runs."""
 
 INTERVAL = 0.25  # seconds between two looks
-STALE = 2.0  # seconds after which the look before says nothing of now
+IDLE = 0.1  # seconds between two calls: what others did meanwhile is no sign that they compete with the next one
+STALE = 2.0  # seconds after which what was found says nothing of now
 SHARED = 0.3  # of a processor: whoever competes with a thread of ours for one gets about half
 STAT = Path("/proc/stat")
 
@@ -57,44 +56,63 @@ def busy_seconds(stat: str, processors: set[int], ticks: int) -> float | None:
 
 
 class Contention:
-    """Measures what other processes take of the processors, now and then, as it is asked for threads."""
+    """Measures what other processes take of the processors while this one computes, now and then.
+
+    Whoever computes calls `threads` before it, and between the parts of something long, and `rest` behind it.
+    """
 
     def __init__(self) -> None:
-        measures = hasattr(os, "sched_getaffinity") and os.environ.get(VARIABLE, "").strip().lower() != "fixed"
-        self._next = 0.0 if measures else float("inf")
+        self._measures = hasattr(os, "sched_getaffinity") and os.environ.get(VARIABLE, "").strip().lower() != "fixed"
         self._before: Look | None = None
+        self._rested = float("inf")  # since when nothing is computed
+        self._found = 0.0  # when `_taken` was measured
         self._taken = 0
         self._processors = 1
         self._lock = threading.Lock()
 
-    def threads(self) -> int:
-        """Torch's number of threads, less those for which others leave no processor; at least 1."""
-        most = torch.get_num_threads()
-        if most == 1:
-            return 1
-        if time.perf_counter() >= self._next and self._lock.acquire(blocking=False):
-            try:
-                self._look()
-            finally:
-                self._lock.release()
+    def threads(self, most: int) -> int:
+        """Of so many threads, those for which others leave a processor; at least 1."""
+        if most == 1 or not self._measures:
+            return most
+        now = time.perf_counter()
+        if now > self._rested + IDLE:
+            self._before = None
+        self._rested = float("inf")
+        self._look_when_due(now)
         if not self._taken:
             return most
         spare = max(0, self._processors - most)
         return max(1, most - max(0, self._taken - spare))
 
-    def _look(self) -> None:
+    def rest(self) -> None:
+        """Nothing is computed from here on."""
+        self._rested = now = time.perf_counter()
+        if self._before is not None:
+            self._look_when_due(now)
+
+    def _look_when_due(self, now: float) -> None:
+        before = self._before
+        if (before is None or now >= before.at + INTERVAL) and self._lock.acquire(blocking=False):
+            try:
+                self._look(now, before)
+            finally:
+                self._lock.release()
+
+    def _look(self, now: float, before: Look | None) -> None:
         here = os.sched_getaffinity(0)
         try:
             busy = busy_seconds(STAT.read_text(encoding="ascii"), here, os.sysconf("SC_CLK_TCK"))
         except (OSError, ValueError):
             busy = None
         if busy is None:  # a system that does not tell will not tell later
-            self._next, self._taken = float("inf"), 0
+            self._measures, self._before, self._taken = False, None, 0
             return
-        look, before = Look(time.perf_counter(), busy, time.process_time()), self._before
-        if before is not None and look.at - before.at < STALE and len(here) == self._processors:
-            self._taken = look.processors_taken(before)
-        self._before, self._processors, self._next = look, len(here), look.at + INTERVAL
+        look = Look(now, busy, time.process_time())
+        if before is not None and len(here) == self._processors:
+            self._taken, self._found = look.processors_taken(before), now
+        elif now > self._found + STALE:
+            self._taken = 0
+        self._before, self._processors = look, len(here)
 
 
-threads_now = Contention().threads
+contention = Contention()
