@@ -124,43 +124,40 @@ static void grouped_block8(const linear_args *a, const rounded *x, int64_t block
   grouped_block(a, x, block, of, 8);
 }
 
-/* Rows and outputs of a tile of sums: as many as there are registers for. Outputs that share the rows of a tile while
- * these are in the first cache, and inputs of which they are. Tiles that share a part of the weights while that is
- * there, where rows are of no more than NARROW inputs: of longer ones the cache holds those of one tile. */
-enum { HIGH = VL == 16 ? 6 : 4, WIDE = 4, PANEL = 8 * WIDE, DEEP = 1024, SHARE = 2, NARROW = 640 };
+/* Inputs of which tiles share the rows, in floats or pairs of bfloat16. Tiles that share a part of the weights while
+ * that is in the first cache, where rows are of no more than NARROW inputs: of longer ones the cache holds those of one
+ * tile. */
+enum { DEEP = 1024, SHARE = 2, NARROW = 640 };
 /* More rows than these share packed weights. */
-enum { MANY = 40 };
+static int64_t few_rows(const linear_args *a) { return bf16_applies(a) ? HIGH : 40; }
 
 static int64_t padded_inputs(int64_t k) { return (k + 15) / 16 * 16; }
-
-/* What a tile has summed before it goes on along the inputs. */
-typedef vf tile_sums[HIGH][WIDE];
 
 /* Four outputs, whose weights are the rows at[..] of w, for `rows` rows. `rows` and `kind` are constants where this is
  * called. */
 INLINE void float_tile(const float *x, const void *w, const int64_t *at, int64_t k, int rows, int kind,
                        float (*sums)[PANEL]) {
-  vf acc[HIGH][WIDE];
+  vf acc[HIGH][OUTPUTS];
   UNROLL for (int m = 0; m < rows; m++)
-    UNROLL for (int n = 0; n < WIDE; n++) acc[m][n] = vf_zero();
+    UNROLL for (int n = 0; n < OUTPUTS; n++) acc[m][n] = vf_zero();
   int64_t i = 0;
   for (; i + VL <= k; i += VL) {
-    vf v[WIDE];
-    UNROLL for (int n = 0; n < WIDE; n++) v[n] = load(kind, w, at[n] + i);
+    vf v[OUTPUTS];
+    UNROLL for (int n = 0; n < OUTPUTS; n++) v[n] = load(kind, w, at[n] + i);
     /* Rows are short runs for the processor's own prefetch: ask for the same place of the next four. Into the second
      * cache: the first has room for few requests at a time, and waiting for them halves what a core can read. */
-    UNROLL for (int n = 0; n < WIDE; n++)
-      __builtin_prefetch((const char *)w + (at[n] + WIDE * k + i) * size_of(kind), 0, 1);
+    UNROLL for (int n = 0; n < OUTPUTS; n++)
+      __builtin_prefetch((const char *)w + (at[n] + OUTPUTS * k + i) * size_of(kind), 0, 1);
     UNROLL for (int m = 0; m < rows; m++) {
       const vf u = vf_in_register(vf_load(x + m * k + i));
-      UNROLL for (int n = 0; n < WIDE; n++) acc[m][n] = vf_fma(u, v[n], acc[m][n]);
+      UNROLL for (int n = 0; n < OUTPUTS; n++) acc[m][n] = vf_fma(u, v[n], acc[m][n]);
     }
   }
   if (i < k) {
     const int part = (int)(k - i);
     UNROLL for (int m = 0; m < rows; m++) {
       const vf u = load_part(F32, x + m * k, i, part);
-      UNROLL for (int n = 0; n < WIDE; n++) acc[m][n] = vf_fma(u, load_part(kind, w, at[n] + i, part), acc[m][n]);
+      UNROLL for (int n = 0; n < OUTPUTS; n++) acc[m][n] = vf_fma(u, load_part(kind, w, at[n] + i, part), acc[m][n]);
     }
   }
   UNROLL for (int m = 0; m < rows; m++) vf_sum4(acc[m][0], acc[m][1], acc[m][2], acc[m][3], sums[m]);
@@ -168,28 +165,28 @@ INLINE void float_tile(const float *x, const void *w, const int64_t *at, int64_t
 
 /* The same for inputs begin..end of outputs that lie in `w` as `pack_outputs` put them. */
 INLINE void packed_tile(const float *x, const float *w, int64_t k, int64_t begin, int64_t end, int rows,
-                        tile_sums before, float (*sums)[PANEL]) {
-  tile_sums acc;
+                        open_sums before, float (*sums)[PANEL]) {
+  open_sums acc;
   UNROLL for (int m = 0; m < rows; m++)
-    UNROLL for (int n = 0; n < WIDE; n++) acc[m][n] = begin ? before[m][n] : vf_zero();
+    UNROLL for (int n = 0; n < OUTPUTS; n++) acc[m][n] = begin ? before[m][n] : vf_zero();
   int64_t i = begin;
-  w += begin * WIDE;
-  for (; i + VL <= end; i += VL, w += WIDE * VL) {
-    vf v[WIDE];
-    UNROLL for (int n = 0; n < WIDE; n++) v[n] = vf_load(w + n * VL);
+  w += begin * OUTPUTS;
+  for (; i + VL <= end; i += VL, w += OUTPUTS * VL) {
+    vf v[OUTPUTS];
+    UNROLL for (int n = 0; n < OUTPUTS; n++) v[n] = vf_load(w + n * VL);
     UNROLL for (int m = 0; m < rows; m++) {
       const vf u = vf_in_register(vf_load(x + m * k + i));
-      UNROLL for (int n = 0; n < WIDE; n++) acc[m][n] = vf_fma(u, v[n], acc[m][n]);
+      UNROLL for (int n = 0; n < OUTPUTS; n++) acc[m][n] = vf_fma(u, v[n], acc[m][n]);
     }
   }
   if (i < end)
     UNROLL for (int m = 0; m < rows; m++) {
       const vf u = load_part(F32, x + m * k, i, (int)(end - i));
-      UNROLL for (int n = 0; n < WIDE; n++) acc[m][n] = vf_fma(u, vf_load(w + n * VL), acc[m][n]);
+      UNROLL for (int n = 0; n < OUTPUTS; n++) acc[m][n] = vf_fma(u, vf_load(w + n * VL), acc[m][n]);
     }
   if (end < k)
     UNROLL for (int m = 0; m < rows; m++)
-      UNROLL for (int n = 0; n < WIDE; n++) before[m][n] = acc[m][n];
+      UNROLL for (int n = 0; n < OUTPUTS; n++) before[m][n] = acc[m][n];
   else
     UNROLL for (int m = 0; m < rows; m++) vf_sum4(acc[m][0], acc[m][1], acc[m][2], acc[m][3], sums[m]);
 }
@@ -215,7 +212,7 @@ FLOAT_TILE(float_tile_bf16)
 FLOAT_TILE(float_tile_f16)
 #undef CASE
 static void packed_tiles(const float *x, const float *w, int64_t k, int64_t begin, int64_t end, int64_t rows,
-                         tile_sums before, float (*sums)[PANEL]) {
+                         open_sums before, float (*sums)[PANEL]) {
 #define CASE(high) case high: packed_tile(x, w, k, begin, end, high, before, sums); break;
   switch (rows) { EACH_HEIGHT default: break; }
 #undef CASE
@@ -251,51 +248,60 @@ static void bfloat12_tiles(const bfloat12 *w, const float *x, int64_t k, int64_t
   }
 }
 
-/* Outputs first..first + count as float32, each WIDE of them beside each other by VL inputs, zeros behind the
+/* Outputs first..first + count as float32, each OUTPUTS of them beside each other by VL inputs, zeros behind the
  * last ones; without the rare numbers of a 12-bit weight. The last output again where there are fewer. */
 static void pack_outputs(const linear_args *a, const bfloat12 *w, int64_t first, int64_t count, float *to) {
   const int64_t k = a->inputs, padded = padded_inputs(k), last = a->outputs - 1;
-  for (int64_t n = 0; n < (count + WIDE - 1) / WIDE * WIDE; n++) {
+  for (int64_t n = 0; n < (count + OUTPUTS - 1) / OUTPUTS * OUTPUTS; n++) {
     const int64_t output = first + n < last ? first + n : last, at = output * k;
-    float *own = to + n / WIDE * WIDE * padded + n % WIDE * VL;
+    float *own = to + n / OUTPUTS * OUTPUTS * padded + n % OUTPUTS * VL;
     int64_t i = 0;
     if (a->kind != BFLOAT12) {
-      for (; i + VL <= k; i += VL) vf_store(own + i * WIDE, load((int)a->kind, a->weight, at + i));
-      if (i < k) vf_store(own + i * WIDE, load_part((int)a->kind, a->weight, at + i, (int)(k - i)));
+      for (; i + VL <= k; i += VL) vf_store(own + i * OUTPUTS, load((int)a->kind, a->weight, at + i));
+      if (i < k) vf_store(own + i * OUTPUTS, load_part((int)a->kind, a->weight, at + i, (int)(k - i)));
       continue;
     }
     const uint8_t *p = span_of(w, output, k, 0);
     for (; i < k; i += SPAN, p += SPAN_BYTES) {
       vf numbers[SPAN / VL];
       vf_load_bfloat12(p + lows_at(output % BESIDE), p + codes_at(output % BESIDE), w->table, numbers);
-      UNROLL for (int j = 0; j < SPAN / VL; j++) vf_store(own + (i + j * VL) * WIDE, numbers[j]);
+      UNROLL for (int j = 0; j < SPAN / VL; j++) vf_store(own + (i + j * VL) * OUTPUTS, numbers[j]);
     }
   }
 }
 
 /* What the rare numbers of a 12-bit weight add to the sums, and then the end of the product. */
-static void finish_panel(const linear_args *a, const bfloat12 *w, const float *x, float (*sums)[PANEL], int64_t row,
+static void finish_panel(const linear_args *a, const bfloat12 *w, const void *x, float (*sums)[PANEL], int64_t row,
                          int64_t rows, int64_t first, int64_t count) {
-  for (int64_t m = 0; m < rows && a->kind == BFLOAT12; m++)
-    for (int64_t n = 0; n < count; n++)
-      for (int32_t r = w->first[first + n]; r < w->first[first + n + 1]; r++)
-        sums[m][n] += w->rares[r].value * x[(row + m) * a->inputs + w->rares[r].column];
+  const int pairs = bf16_applies(a);
+  for (int64_t n = 0; n < count && a->kind == BFLOAT12; n++)
+    for (int32_t r = w->first[first + n]; r < w->first[first + n + 1]; r++) {
+      const int64_t at = row * a->inputs + w->rares[r].column;
+      for (int64_t m = 0; m < rows; m++) {
+        const int64_t i = at + m * a->inputs;
+        sums[m][n] += w->rares[r].value * (pairs ? bf16_to_float(((const uint16_t *)x)[bf16_place_in_row(i)])
+                                                 : ((const float *)x)[i]);
+      }
+    }
   linear_finish(a, sums[0], PANEL, row, rows, first, count);
 }
 
 /* Up to PANEL outputs from `first` on, of weights as they are stored. */
-static void float_panel(const linear_args *a, const bfloat12 *w, const float *x, int64_t first, int64_t count,
-                        span_of_rows of) {
+static void stored_panel(const linear_args *a, const bfloat12 *w, const void *x, int64_t first, int64_t count,
+                         span_of_rows of) {
   static float_tile_of *const tiles[] = {float_tile_f32, float_tile_bf16, float_tile_f16};
-  const int64_t k = a->inputs, last = a->outputs - 1, high = a->kind == BFLOAT12 ? 4 : HIGH;
+  const int64_t k = a->inputs, last = a->outputs - 1, pairs = bf16_applies(a);
+  const int64_t high = a->kind == BFLOAT12 && !pairs ? 4 : HIGH;
   int64_t at[PANEL];
   for (int64_t n = 0; n < PANEL; n++) at[n] = (first + n < last ? first + n : last) * k;
   for (int64_t row = of.first, rows; row < of.last; row += rows) {
     float sums[HIGH][PANEL];
     rows = of.last - row < high ? of.last - row : high;
-    for (int64_t n = 0; n < count; n += WIDE) {
-      if (a->kind == BFLOAT12) bfloat12_tiles(w, x + row * k, k, first + n, rows, (float(*)[PANEL])(sums[0] + n));
-      else tiles[a->kind](x + row * k, a->weight, at + n, k, rows, (float(*)[PANEL])(sums[0] + n));
+    for (int64_t n = 0; n < count; n += OUTPUTS) {
+      float(*own)[PANEL] = (float(*)[PANEL])(sums[0] + n);
+      if (pairs) bf16_tile(a, w, (const uint16_t *)x + row * k, first + n, rows, own);
+      else if (a->kind == BFLOAT12) bfloat12_tiles(w, (const float *)x + row * k, k, first + n, rows, own);
+      else tiles[a->kind]((const float *)x + row * k, a->weight, at + n, k, rows, own);
     }
     finish_panel(a, w, x, sums, row, rows, first, count);
   }
@@ -310,28 +316,31 @@ INLINE const char *ask_lines(const char *at, int64_t lines) {
 /* The same for many rows, packed into `scratch` first. Some tiles of rows share a part of four outputs while it is in
  * the first cache, and each finds its own rows there for all outputs of the panel. Meanwhile it asks for the weights of
  * the next panel, a few lines at each tile: packing them would wait for the memory. */
-static void packed_panel(const linear_args *a, const bfloat12 *w, const float *x, int64_t first, int64_t count,
+static void packed_panel(const linear_args *a, const bfloat12 *w, const void *x, int64_t first, int64_t count,
                          span_of_rows of, float *scratch) {
-  const int64_t k = a->inputs, padded = padded_inputs(k), parts = (k + DEEP - 1) / DEEP;
+  const int pairs = bf16_applies(a);
+  const int64_t k = pairs ? a->inputs / 2 : a->inputs, padded = padded_inputs(k), parts = (k + DEEP - 1) / DEEP;
   const int64_t deep = padded_inputs((k + parts - 1) / parts), next = first + count;
   const int64_t high = k > NARROW ? HIGH : SHARE * HIGH;
-  const int64_t row_bytes = a->kind == BFLOAT12 ? SPAN_BYTES / BESIDE * (k / SPAN) : k * size_of((int)a->kind);
-  const char *ahead = a->kind == BFLOAT12 ? (const char *)span_of(w, next, k, 0)
+  const int64_t row_bytes = a->kind == BFLOAT12 ? SPAN_BYTES / BESIDE * (a->inputs / SPAN)
+                                                : a->inputs * size_of((int)a->kind);
+  const char *ahead = a->kind == BFLOAT12 ? (const char *)span_of(w, next, a->inputs, 0)
                                           : (const char *)a->weight + next * row_bytes;
-  const int64_t tiles = (of.last - of.first + HIGH - 1) / HIGH * parts * (PANEL / WIDE);
+  const int64_t tiles = (of.last - of.first + HIGH - 1) / HIGH * parts * (PANEL / OUTPUTS);
   const int64_t lines = (PANEL * row_bytes / 64 + tiles - 1) / tiles;
-  pack_outputs(a, w, first, count, scratch);
+  if (pairs) bf16_pack(a, w, first, count, (uint16_t *)scratch);
+  else pack_outputs(a, w, first, count, scratch);
   for (int64_t row = of.first, rows; row < of.last; row += rows) {
     float sums[SHARE * HIGH][PANEL];
-    tile_sums before[SHARE][PANEL / WIDE];
+    open_sums before[SHARE][PANEL / OUTPUTS];
     rows = of.last - row < high ? of.last - row : high;
     for (int64_t begin = 0; begin < k; begin += deep)
-      for (int64_t n = 0; n < count; n += WIDE)
+      for (int64_t n = 0; n < count; n += OUTPUTS)
         for (int64_t m = 0; m < rows; m += HIGH) {
           ahead = ask_lines(ahead, lines);
-          packed_tiles(x + (row + m) * k, scratch + n * padded, k, begin, begin + deep < k ? begin + deep : k,
-                       rows - m < HIGH ? rows - m : HIGH, before[m / HIGH][n / WIDE],
-                       (float(*)[PANEL])(sums[m] + n));
+          (pairs ? bf16_packed_tile : packed_tiles)(
+            (const float *)x + (row + m) * k, scratch + n * padded, k, begin, begin + deep < k ? begin + deep : k,
+            rows - m < HIGH ? rows - m : HIGH, before[m / HIGH][n / OUTPUTS], (float(*)[PANEL])(sums[m] + n));
         }
     finish_panel(a, w, x, sums, row, rows, first, count);
   }
@@ -352,13 +361,13 @@ static size_t rows_bytes(const linear_args *a) {
 
 /* Whether the rows that it multiplies are made first, and by blocks of how many outputs it goes. */
 static int prepares(const linear_args *a) { return grouped(a) || bf16_applies(a) || a->gate != NO_GATE || a->norm; }
-static int64_t block_of(const linear_args *a) { return grouped(a) || bf16_in_tiles(a) ? BLOCK : WIDE; }
+static int64_t block_of(const linear_args *a) { return grouped(a) || bf16_in_tiles(a) ? BLOCK : OUTPUTS; }
 static int64_t blocks_of(const linear_args *a) { return (a->outputs + block_of(a) - 1) / block_of(a); }
 
 /* Floats that a thread has for itself: a row before it is rounded, or a panel of weights. */
 static int64_t scratch_of(const linear_args *a) {
   if (bf16_in_tiles(a)) return padded_inputs(a->inputs) * LINEAR_SCRATCH + LINEAR_ROOM;
-  const int64_t each = bf16_applies(a) ? 2 : grouped(a) || a->rows <= MANY ? 1 : LINEAR_SCRATCH;
+  const int64_t each = grouped(a) || a->rows <= few_rows(a) ? 1 : bf16_applies(a) ? LINEAR_SCRATCH / 2 : LINEAR_SCRATCH;
   return padded_inputs(a->inputs) * (amx_applies(a) ? AMX_SCRATCH : each);
 }
 
@@ -410,18 +419,18 @@ static int64_t rows_together(const linear_args *a) {
 
 static void multiply(const linear_args *a, int64_t begin, int64_t end, const char *memory, float *scratch) {
   const bfloat12 w = bfloat12_at(a->weight, a->outputs, a->inputs); /* where it is one */
-  const float *x = prepares(a) ? (const float *)memory : a->x;
-  const int pairs = bf16_applies(a), bytes = amx_applies(a), pairs_in_tiles = bf16_in_tiles(a);
+  const void *x = prepares(a) ? (const void *)memory : a->x;
+  const int bytes = amx_applies(a), pairs_in_tiles = bf16_in_tiles(a);
   const int64_t step = rows_together(a);
   if (bytes || pairs_in_tiles) begin_tiles(bytes ? GROUP : 2 * GROUP);
   for (int64_t row = 0; row < a->rows; row += step) {
     const span_of_rows of = {row, row + step < a->rows ? row + step : a->rows};
-    if (!grouped(a) && !pairs) {
-      const int64_t last = WIDE * end < a->outputs ? WIDE * end : a->outputs;
-      for (int64_t n = WIDE * begin; n < last; n += PANEL) {
+    if (!grouped(a) && !pairs_in_tiles) {
+      const int64_t last = OUTPUTS * end < a->outputs ? OUTPUTS * end : a->outputs;
+      for (int64_t n = OUTPUTS * begin; n < last; n += PANEL) {
         const int64_t count = last - n < PANEL ? last - n : PANEL;
-        if (of.last - of.first > MANY) packed_panel(a, &w, x, n, count, of, scratch);
-        else float_panel(a, &w, x, n, count, of);
+        if (of.last - of.first > few_rows(a)) packed_panel(a, &w, x, n, count, of, scratch);
+        else stored_panel(a, &w, x, n, count, of);
       }
       continue;
     }
@@ -432,8 +441,7 @@ static void multiply(const linear_args *a, int64_t begin, int64_t end, const cha
     }
     for (int64_t b = begin; b < end; b++) {
       if (a->kind == INT4) grouped_block4(a, (const rounded *)memory, b, of);
-      else if (a->kind == INT8) grouped_block8(a, (const rounded *)memory, b, of);
-      else bf16_block(a, (const uint16_t *)memory, WIDE * b, of, (uint16_t *)scratch);
+      else grouped_block8(a, (const rounded *)memory, b, of);
     }
   }
   if (bytes || pairs_in_tiles) end_tiles();

@@ -4,7 +4,7 @@
 #include "simd/amx.h"
 
 #ifdef LMSTATE_AMX
-enum { SIDE = 16, AHEAD = 16384 };
+enum { SIDE = 16 };
 /* Of fewer rows vectors are faster, which multiply weights where they lie. */
 enum { FEW4 = 16, FEW8 = 32 };
 /* Blocks of outputs that meet 16 rows while these are in the first cache: their sums are then written in longer runs. */

@@ -6,7 +6,7 @@
 #include "simd/bf16_dot.h"
 
 #ifdef LMSTATE_PAIRS
-enum { STEP = 32, OUTPUTS = 4 }; /* inputs of a vector; outputs of a tile */
+enum { STEP = 32 }; /* inputs of a vector */
 
 int bf16_applies(const linear_args *a) {
   return (a->kind == BF16 || a->kind == BFLOAT12) && a->inputs % STEP == 0 && rounds_to_bf16();
@@ -35,16 +35,15 @@ INLINE void unpack_words(const uint8_t *lows, const uint8_t *codes, const uint8_
 
 #pragma GCC push_options
 #pragma GCC target("avx512bf16")
-/* Four outputs, whose weights are the rows w[..], for `rows` rows of x. `rows` and `ask` are constants where this is
- * called. */
-INLINE void tile(const uint16_t *x, const uint16_t *const *w, int64_t k, int rows, int ask, float (*sums)[OUTPUTS]) {
+/* Four outputs, whose weights are the rows w[..], for `rows` rows of x, a constant where this is called. */
+INLINE void stored_tile(const uint16_t *x, const uint16_t *const *w, int64_t k, int rows, float (*sums)[PANEL]) {
   __m512 acc[ROWS][OUTPUTS];
   UNROLL for (int m = 0; m < rows; m++)
     UNROLL for (int n = 0; n < OUTPUTS; n++) acc[m][n] = vf_zero();
   for (int64_t i = 0; i < k; i += STEP) {
     __m512i v[OUTPUTS];
     UNROLL for (int n = 0; n < OUTPUTS; n++) v[n] = _mm512_loadu_si512(w[n] + i);
-    if (ask) UNROLL for (int n = 0; n < OUTPUTS; n++) __builtin_prefetch(w[n] + OUTPUTS * k + i, 0, 1);
+    UNROLL for (int n = 0; n < OUTPUTS; n++) __builtin_prefetch(w[n] + OUTPUTS * k + i, 0, 1);
     UNROLL for (int m = 0; m < rows; m++) {
       const __m512i u = _mm512_loadu_si512(x + m * k + i);
       UNROLL for (int n = 0; n < OUTPUTS; n++) acc[m][n] = _mm512_dpbf16_ps(acc[m][n], (__m512bh)u, (__m512bh)v[n]);
@@ -54,8 +53,8 @@ INLINE void tile(const uint16_t *x, const uint16_t *const *w, int64_t k, int row
 }
 
 /* The same for the four outputs of a 12-bit weight that lie together from p on. */
-INLINE void packed_tile(const uint16_t *x, const uint8_t *p, const uint8_t *table, int64_t k, int rows,
-                        float (*sums)[OUTPUTS]) {
+INLINE void bfloat12_tile(const uint16_t *x, const uint8_t *p, const uint8_t *table, int64_t k, int rows,
+                          float (*sums)[PANEL]) {
   __m512 acc[ROWS][OUTPUTS];
   UNROLL for (int m = 0; m < rows; m++)
     UNROLL for (int n = 0; n < OUTPUTS; n++) acc[m][n] = vf_zero();
@@ -74,26 +73,60 @@ INLINE void packed_tile(const uint16_t *x, const uint8_t *p, const uint8_t *tabl
   UNROLL for (int m = 0; m < rows; m++) vf_sum4(acc[m][0], acc[m][1], acc[m][2], acc[m][3], sums[m]);
 }
 
-static void tiles(const uint16_t *x, const uint16_t *const *w, int64_t k, int64_t rows, float (*sums)[OUTPUTS]) {
+/* The same of packed weights. */
+INLINE void packed_tile(const float *x, const float *w, int64_t k, int64_t begin, int64_t end, int rows,
+                        open_sums before, float (*sums)[PANEL]) {
+  open_sums acc;
+  UNROLL for (int m = 0; m < rows; m++)
+    UNROLL for (int n = 0; n < OUTPUTS; n++) acc[m][n] = begin ? before[m][n] : vf_zero();
+  w += begin * OUTPUTS;
+  for (int64_t i = begin; i < end; i += VL, w += OUTPUTS * VL) {
+    __m512i v[OUTPUTS];
+    UNROLL for (int n = 0; n < OUTPUTS; n++) v[n] = _mm512_load_si512(w + n * VL);
+    UNROLL for (int m = 0; m < rows; m++) {
+      const __m512i u = _mm512_loadu_si512(x + m * k + i);
+      UNROLL for (int n = 0; n < OUTPUTS; n++) acc[m][n] = _mm512_dpbf16_ps(acc[m][n], (__m512bh)u, (__m512bh)v[n]);
+    }
+  }
+  if (end < k)
+    UNROLL for (int m = 0; m < rows; m++)
+      UNROLL for (int n = 0; n < OUTPUTS; n++) before[m][n] = acc[m][n];
+  else
+    UNROLL for (int m = 0; m < rows; m++) vf_sum4(acc[m][0], acc[m][1], acc[m][2], acc[m][3], sums[m]);
+}
+
+#define EACH_HEIGHT CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+void bf16_tile(const linear_args *a, const bfloat12 *w, const uint16_t *x, int64_t first, int64_t rows,
+               float (*sums)[PANEL]) {
+  const int64_t k = a->inputs, last = a->outputs - 1;
+  if (a->kind == BFLOAT12) {
+    const uint8_t *p = span_of(w, first, k, 0);
+    switch (rows) {
+#define CASE(high) case high: bfloat12_tile(x, p, w->table, k, high, sums); break;
+      EACH_HEIGHT
+#undef CASE
+      default: break;
+    }
+    return;
+  }
+  const uint16_t *at[OUTPUTS];
+  for (int64_t n = 0; n < OUTPUTS; n++) /* the last one again where there are fewer */
+    at[n] = (const uint16_t *)a->weight + (first + n < last ? first + n : last) * k;
   switch (rows) {
-    case 1: tile(x, w, k, 1, 1, sums); break;
-    case 2: tile(x, w, k, 2, 1, sums); break;
-    case 3: tile(x, w, k, 3, 1, sums); break;
-    case 4: tile(x, w, k, 4, 1, sums); break;
-    case 5: tile(x, w, k, 5, 1, sums); break;
-    default: tile(x, w, k, ROWS, 0, sums); break;
+#define CASE(high) case high: stored_tile(x, at, k, high, sums); break;
+    EACH_HEIGHT
+#undef CASE
+    default: break;
   }
 }
 
-static void packed_tiles(const uint16_t *x, const uint8_t *p, const uint8_t *table, int64_t k, int64_t rows,
-                         float (*sums)[OUTPUTS]) {
+void bf16_packed_tile(const float *x, const float *w, int64_t k, int64_t begin, int64_t end, int64_t rows,
+                      open_sums before, float (*sums)[PANEL]) {
   switch (rows) {
-    case 1: packed_tile(x, p, table, k, 1, sums); break;
-    case 2: packed_tile(x, p, table, k, 2, sums); break;
-    case 3: packed_tile(x, p, table, k, 3, sums); break;
-    case 4: packed_tile(x, p, table, k, 4, sums); break;
-    case 5: packed_tile(x, p, table, k, 5, sums); break;
-    default: packed_tile(x, p, table, k, ROWS, sums); break;
+#define CASE(high) case high: packed_tile(x, w, k, begin, end, high, before, sums); break;
+    EACH_HEIGHT
+#undef CASE
+    default: break;
   }
 }
 #pragma GCC pop_options
@@ -110,27 +143,19 @@ void bf16_unpack(const uint8_t *p, const uint8_t *ahead, const uint8_t *table, i
   }
 }
 
-void bf16_block(const linear_args *a, const uint16_t *x, int64_t first, span_of_rows of, uint16_t *scratch) {
-  const int64_t k = a->inputs, left = a->outputs - first, count = left < OUTPUTS ? left : OUTPUTS;
-  const int packed = a->kind == BFLOAT12, many = of.last - of.first > ROWS;
-  const bfloat12 in_bits = bfloat12_at(a->weight, a->outputs, k); /* where it is one */
-  const uint8_t *p = packed ? span_of(&in_bits, first, k, 0) : NULL;
-  const uint16_t *w[OUTPUTS];
-  for (int64_t n = 0; n < OUTPUTS; n++) /* the last one again where there are fewer */
-    w[n] = packed ? scratch + n * k : (const uint16_t *)a->weight + (first + (n < count ? n : count - 1)) * k;
-  if (packed && many) bf16_unpack(p, p + AHEAD, in_bits.table, k, scratch, k, STEP);
-  for (int64_t row = of.first, rows; row < of.last; row += rows) {
-    float sums[ROWS][OUTPUTS];
-    rows = of.last - row < ROWS ? of.last - row : ROWS;
-    if (packed && !many) packed_tiles(x + row * k, p, in_bits.table, k, rows, sums);
-    else tiles(x + row * k, w, k, rows, sums);
-    for (int64_t m = 0; m < rows && packed; m++)
-      for (int64_t n = 0; n < count; n++)
-        for (int32_t r = in_bits.first[first + n]; r < in_bits.first[first + n + 1]; r++) {
-          const uint16_t with = x[(row + m) * k + bf16_place_in_row(in_bits.rares[r].column)];
-          sums[m][n] += in_bits.rares[r].value * bf16_to_float(with);
-        }
-    linear_finish(a, sums[0], OUTPUTS, row, rows, first, count);
+void bf16_pack(const linear_args *a, const bfloat12 *w, int64_t first, int64_t count, uint16_t *to) {
+  const int64_t k = a->inputs, last = a->outputs - 1;
+  for (int64_t n = 0; n < count; n += OUTPUTS, to += OUTPUTS * k) {
+    if (a->kind == BFLOAT12) {
+      const uint8_t *p = span_of(w, first + n, k, 0);
+      bf16_unpack(p, p, w->table, k, to, STEP, OUTPUTS * STEP);
+      continue;
+    }
+    for (int64_t j = 0; j < OUTPUTS; j++) {
+      const uint16_t *from = (const uint16_t *)a->weight + (first + n + j < last ? first + n + j : last) * k;
+      for (int64_t i = 0; i < k; i += STEP)
+        _mm512_store_si512(to + i * OUTPUTS + j * STEP, _mm512_loadu_si512(from + i));
+    }
   }
 }
 #else
@@ -141,7 +166,17 @@ int bf16_applies(const linear_args *a) {
 
 void bf16_round(const linear_args *a, const float *x, uint16_t *to) { (void)a, (void)x, (void)to; }
 
-void bf16_block(const linear_args *a, const uint16_t *x, int64_t first, span_of_rows of, uint16_t *scratch) {
-  (void)a, (void)x, (void)first, (void)of, (void)scratch;
+void bf16_tile(const linear_args *a, const bfloat12 *w, const uint16_t *x, int64_t first, int64_t rows,
+               float (*sums)[PANEL]) {
+  (void)a, (void)w, (void)x, (void)first, (void)rows, (void)sums;
+}
+
+void bf16_pack(const linear_args *a, const bfloat12 *w, int64_t first, int64_t count, uint16_t *to) {
+  (void)a, (void)w, (void)first, (void)count, (void)to;
+}
+
+void bf16_packed_tile(const float *x, const float *w, int64_t k, int64_t begin, int64_t end, int64_t rows,
+                      open_sums before, float (*sums)[PANEL]) {
+  (void)x, (void)w, (void)k, (void)begin, (void)end, (void)rows, (void)before, (void)sums;
 }
 #endif

@@ -1,8 +1,16 @@
 /* What the products of all kinds of weights share: where the sums of some outputs of a row go. */
 #ifndef LMSTATE_LINEAR_TILE_H
 #define LMSTATE_LINEAR_TILE_H
+#include "dense/bfloat12.h"
 #include "dense/linear.h"
 #include "simd/simd.h"
+
+/* Rows and outputs of a tile of sums: as many as there are registers for. Outputs that share the rows of a tile while
+ * these are in the first cache. */
+enum { HIGH = VL == 16 ? 6 : 4, OUTPUTS = 4, PANEL = 8 * OUTPUTS };
+
+/* What a tile has summed before it goes on along the inputs. */
+typedef vf open_sums[HIGH][OUTPUTS];
 
 /* y[row.., first..] = residual + scale * factors * (tile + bias), for `rows` rows, of which `tile` has `width` sums
  * each; a norm of whole rows leaves residual and scale for later. A function: a copy in every tile takes long to
@@ -19,8 +27,14 @@ typedef struct {
 int bf16_applies(const linear_args *a);
 /* A row of floats, rounded as those products take it: [inputs] bfloat16. */
 void bf16_round(const linear_args *a, const float *x, uint16_t *to);
-/* Outputs first..first + 4; `scratch`: 4 * inputs bfloat16 numbers of the thread. */
-void bf16_block(const linear_args *a, const uint16_t *x, int64_t first, span_of_rows rows, uint16_t *scratch);
+/* The sums of OUTPUTS outputs from `first` on for up to HIGH rows, without the rare numbers of a 12-bit weight. */
+void bf16_tile(const linear_args *a, const bfloat12 *w, const uint16_t *x, int64_t first, int64_t rows,
+               float (*sums)[PANEL]);
+/* The same of weights that bf16_pack has put to OUTPUTS outputs beside each other by 32 inputs: the inputs begin..end
+ * of k, all counted in pairs, where `before` has the sums of those before them. */
+void bf16_pack(const linear_args *a, const bfloat12 *w, int64_t first, int64_t count, uint16_t *to);
+void bf16_packed_tile(const float *x, const float *w, int64_t k, int64_t begin, int64_t end, int64_t rows,
+                      open_sums before, float (*sums)[PANEL]);
 
 /* The same in tiles, on processors that have them: see linear_bf16_amx.c. */
 int bf16_in_tiles(const linear_args *a);
