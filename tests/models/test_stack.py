@@ -309,6 +309,23 @@ def test_a_captured_graph_is_for_its_rows_its_tables_and_its_carries() -> None:
         assert replays(x, follow)
 
 
+def test_a_step_of_another_thread_may_have_longer_tables_made_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ours("llama")
+    whole = model([[5, 6, 7]])
+    rope = model.blocks[0].mixer.rope
+    capture = ops.FusedGraph.capture
+
+    def interrupted(self: ops.FusedGraph) -> ops.CapturedGraph | None:
+        rope._kept.clear()
+        return capture(self)
+
+    monkeypatch.setattr(ops.FusedGraph, "capture", interrupted)
+    state = model.new_state(1)
+    for token in (5, 6, 7):
+        logits = model([[token]], state)
+    assert torch.equal(logits[0], whole[0, -1])
+
+
 @native
 def test_a_part_that_nothing_fuses_leaves_its_neighbors_captured(asked: list[Part]) -> None:
     model = copy.deepcopy(ours("llama"))

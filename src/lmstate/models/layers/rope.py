@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -37,6 +36,7 @@ class Rope:
     long_frequencies: Callable[[int], Tensor] | None = field(default=None, repr=False)
     continuous: bool = False  # `long_frequencies` differs from each length to the next
     long_scale: float | None = None
+    _kept: dict[str, ops.RopeTables] = field(default_factory=dict, init=False, repr=False)
 
     def frequency_key(self, length: int) -> int:
         """A number that two lengths share if the frequencies are the same for both."""
@@ -60,16 +60,16 @@ class Rope:
         """
         if self.original_max_positions is not None or isinstance(step, DeviceStep) or step.longest > TABLED:
             return self.rotation(step)
-        if (tables := self._kept.get("tables")) is None or step.longest > tables.cos.shape[0]:
-            count = min(max(FIRST_TABLED, 2 * step.longest), TABLED)
-            positions = torch.arange(count, device=self.frequencies.device)
+        # The same ones in all of a step: another thread's step may have others made meanwhile.
+        return step.cached((self, "all positions"), lambda: self._first(step.longest))
+
+    def _first(self, count: int) -> ops.RopeTables:
+        """The tables of the first positions, at least so many."""
+        tables = self._kept.get("tables")
+        if tables is None or count > tables.cos.shape[0]:
+            positions = torch.arange(min(max(FIRST_TABLED, 2 * count), TABLED), device=self.frequencies.device)
             tables = self._kept["tables"] = self._turned(positions, self.frequencies, self.scale)
         return tables
-
-    @cached_property
-    def _kept(self) -> dict[str, ops.RopeTables]:
-        """The tables of the first positions, as far as they were asked for."""
-        return {}
 
     def _rotation(self, step: Step) -> ops.RopeTables:
         frequencies: Tensor = self.frequencies
