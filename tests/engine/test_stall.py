@@ -8,7 +8,9 @@ import pytest
 
 import lmstate
 from lmstate.engine.pace import Pace
+from lmstate.engine.rows import RowPool
 from lmstate.engine.scheduler import Scheduler
+from tests.engine.alone import alone
 from tests.engine.test_batching import paused, prompt
 from tests.zoo import ours
 
@@ -116,3 +118,49 @@ def test_where_no_one_waits_for_a_token_chunks_are_large() -> None:
     assert pace.chunk(False, 0, 5000) == 512 and pace.chunk(False, 0, 100) == 100
     pace.decoded(10.0)
     assert pace.chunk(True, 0, 5000) <= 16, "nothing was measured: nobody is to wait for a guess"
+
+
+@pytest.mark.parametrize(
+    ("second", "answer", "expected"),
+    [
+        pytest.param(300, 5, ["read 20", "read 300", "decode 2"], id="both are read first"),
+        pytest.param(900, 5, ["read 20", "decode 1"], id="too long to wait for"),
+        pytest.param(300, 1, ["read 20", "done", "read 300"], id="nothing to gain"),
+    ],
+)
+def test_an_answer_waits_for_a_prompt_that_came_with_it_where_that_is_short(
+    second: int, answer: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, clock, seen = ours("llama"), Clock(), list[str]()
+    whole, step = type(model).__call__, RowPool.step
+
+    def call(self, tokens, state=None, **options):  # type: ignore[no-untyped-def]
+        clock.now += 0.001 * sum(map(len, tokens))
+        return whole(self, tokens, state, **options)
+
+    def read(self, ids, *rest):  # type: ignore[no-untyped-def]
+        seen.append(f"read {len(ids)}")
+        return reading(self, ids, *rest)
+
+    def decode(self, tokens):  # type: ignore[no-untyped-def]
+        seen.append(f"decode {len(tokens)}")
+        return step(self, tokens)
+
+    reading = Scheduler._read_ids
+    monkeypatch.setattr(type(model), "__call__", call)
+    monkeypatch.setattr(Scheduler, "_read_ids", read)
+    monkeypatch.setattr(RowPool, "step", decode)
+    monkeypatch.setattr("lmstate.engine.scheduler.perf_counter", clock)
+    monkeypatch.setattr("lmstate.engine.job.perf_counter", clock)
+    finish = lmstate.engine.Request.finish
+    monkeypatch.setattr(
+        lmstate.engine.Request, "finish", lambda self, result: (seen.append("done"), finish(self, result))[1]
+    )
+    with lmstate.Engine(model, rows=8, draft=None) as engine:
+        go = paused(engine)
+        prompts = prompt(20, 1), prompt(second, 2)
+        requests = [engine.submit(ids, max_new_tokens=answer, ignore_eos=True) for ids in prompts]
+        go.set()
+        got = [request.result(600).tokens[0] for request in requests]
+    assert seen[: len(expected)] == expected
+    assert got == [alone(model, ids, answer, ends=frozenset())[0] for ids in prompts]

@@ -15,6 +15,8 @@ from lmstate.engine.request import Request
 from lmstate.engine.results import Completion, Reuse, TokenLogprob, Usage
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from lmstate.engine.session import Session
     from lmstate.engine.tiers.fetch import Fetch, Lookup
     from lmstate.models.model import Model
@@ -41,6 +43,7 @@ class Job:
         self.choices: list[Choice] = []
         self.state: State | None = None  # of one row, while the prompt is read
         self.cuts: set[int] = set()  # positions at which a chunk has to end, and a snapshot is kept
+        self.logits: Tensor | None = None  # float32 `[V]` after the prompt, which is read, until its answers begin
         self.source: State | Snapshot | None = None  # what answers without a row begin from
         self.follows: tuple[Job, int] | None = None  # who reads the same prefix now, up to where
         self.lookup: Lookup | None = None  # what a tier is asked for, of texts that nobody here has seen
@@ -50,6 +53,7 @@ class Job:
         self.prompt_logprobs: list[TokenLogprob | None] = []
         self.error: Exception | None = None  # why it failed
         self._times = [perf_counter()]  # submitted, started, first token
+        self._read = 0.0  # when its prompt was read
 
     @property
     def at(self) -> int:
@@ -68,13 +72,20 @@ class Job:
         """The next phase begins: its prompt is read, or its answers are made."""
         self._times.append(perf_counter())
 
+    def has_read(self, logits: Tensor) -> None:
+        self.logits, self._read = logits, perf_counter()
+
+    def waited_to_answer(self) -> float:
+        """Seconds since its prompt was read."""
+        return perf_counter() - self._read
+
     def left(self) -> int:
         """Number of tokens to read up to the next cut, or to the end of the prompt."""
         return min(cut for cut in (*self.cuts, len(self.prompt)) if cut > self.at) - self.at
 
     def begin_again(self) -> None:
         """Its prompt is to be read once more, from what is kept of it: the row was taken back."""
-        self.state = self.fetch = self.follows = None
+        self.state = self.fetch = self.follows = self.logits = None
         self.request.computed = 0
         self.prompt_logprobs = []
         del self._times[1:]

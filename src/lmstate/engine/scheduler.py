@@ -37,6 +37,7 @@ COUNTERS = (
     "preempted",
 )  # fmt: skip
 WORTH_WAITING = 16  # tokens that another request is about to compute, for which one waits
+TOGETHER = 0.5  # seconds that an answer may wait for the prompts of others, so that they begin together
 ECHO_CHUNK = 64  # tokens of a prompt read at once where the logits of all of them are wanted
 
 
@@ -186,20 +187,34 @@ class Scheduler:
         if job.at == len(job.prompt):
             logits = self.model([[]], job.state)  # those after its last token, which are known
             assert logits is not None
-            self._begin_answers(job, logits[0])
+            job.has_read(logits[0])
 
     # ---- prompts
 
     def _read(self) -> None:
-        """Read a part of a prompt: of the request that came first among those of the largest priority."""
+        """Read a part of a prompt: of the request that came first among those of the largest priority.
+
+        An answer begins once its prompt is read. Where nobody decodes yet it may wait for prompts that came with it:
+        between its steps they would be read in small chunks, and rows that decode together share the weights.
+        """
         works = [work for work in self.preempted if work.state is not None]
-        if works:
+        jobs = sorted(self.reading, key=lambda job: (-job.options.priority, job.order))
+        read, unread = [[job for job in jobs if (job.logits is None) is so] for so in (False, True)]
+        if read and (works or not unread or not all(self._waits(job, unread[0]) for job in read)):
+            for job in read:
+                self._guarded(job, self._begin_answers)
+        elif works:
             first = min(works, key=lambda work: work.rank)
             self._guarded(first.job, partial(self._read_again, first))
-            return
-        jobs = sorted(self.reading, key=lambda job: (-job.options.priority, job.order))
-        if jobs:
-            self._guarded(jobs[0], self._read_chunk)
+        elif unread:
+            self._guarded(unread[0], self._read_chunk)
+
+    def _waits(self, job: Job, other: Job) -> bool:
+        """Whether the answers of a prompt that is read wait for another one's prompt."""
+        if len(self.pool) or job.options.max_new_tokens <= 1:
+            return False
+        reading = self._pace.seconds(len(other.prompt) - other.at)
+        return reading is not None and job.waited_to_answer() + reading <= TOGETHER
 
     def _read_chunk(self, job: Job) -> None:
         assert job.state is not None
@@ -219,7 +234,9 @@ class Scheduler:
             self._keep(job.state.snapshot(0))
         if job.at == len(job.prompt):
             assert logits is not None
-            self._begin_answers(job, logits[0])
+            job.has_read(logits[0])
+            if len(self.pool) or (len(self.reading) == 1 and not len(self.waiting)):
+                self._begin_answers(job)
 
     def _read_ids(self, ids: list[int], state: State, at: int, logits: Logits) -> Tensor | None:
         """Have a state of one row read these, which begin at a position: nobody goes back into them."""
@@ -240,8 +257,10 @@ class Scheduler:
         for offset, token in enumerate(job.prompt[start + 1 : start + 1 + len(logits)]):
             job.prompt_logprobs.append(logprob(logits[offset], token, top))
 
-    def _begin_answers(self, job: Job, logits: Tensor) -> None:
-        """The prompt is read: every answer gets its first token from its last logits `[V]`, then a row."""
+    def _begin_answers(self, job: Job) -> None:
+        """Every answer gets its first token from the last logits of the prompt, then a row."""
+        logits, job.logits = job.logits, None
+        assert logits is not None
         job.passed()
         self.counts["prompt_tokens"] += len(job.prompt)
         self.reading.remove(job)
