@@ -80,6 +80,14 @@ class Buffer:
         """`[*rows, *heads, slots, width]`"""
         return torch.zeros(*rows, *self.heads, slots, self.width, dtype=self.dtype, device=self.device)
 
+    def filled(self, part: Tensor, at: int) -> Tensor:
+        """A block `[*heads, BLOCK_TOKENS, width]` of its own: `part` from slot `at` on, and zeros elsewhere."""
+        if part.shape == (*self.heads, BLOCK_TOKENS, self.width):
+            return part.to(self.device, self.dtype, copy=True, memory_format=torch.contiguous_format)
+        block = self.zeros()
+        block[..., at : at + part.shape[-2], :] = part.to(block)
+        return block
+
     @property
     def nbytes(self) -> int:
         """Of a block."""

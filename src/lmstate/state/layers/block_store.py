@@ -185,13 +185,11 @@ class BlockStore:
         blocks += [None] * (first - len(blocks))
         with self.pool.lock:
             self.pool.require((last - first) * self.block_nbytes)
-            blocks += [self._block() for _ in range(first, last)]
-        for i in range(first, last):
-            block, begin = blocks[i], i * BLOCK_TOKENS
-            assert block is not None
-            a, b = max(begin, start), min(begin + BLOCK_TOKENS, length)
-            for tensor, name in zip(block.tensors, self.buffers):
-                tensor[..., a - begin : b - begin, :] = stored[name][..., a - start : b - start, :].to(tensor)
+            for begin in range(first * BLOCK_TOKENS, length, BLOCK_TOKENS):
+                a, b = max(begin, start), min(begin + BLOCK_TOKENS, length)
+                parts = {name: stored[name][..., a - start : b - start, :] for name in self.buffers}
+                filled = [buffer.filled(parts[name], a - begin) for name, buffer in self.buffers.items()]
+                blocks.append(self.pool.allocate(filled))
         return RowBlocks(tuple(blocks), before.shared, before.low if before.blocks else start)
 
     def _share(self, rows: Sequence[int]) -> None:
