@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from queue import Empty, SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 from time import perf_counter
 from typing import TypeVar
 
@@ -14,6 +16,7 @@ from lmstate.engine.tiers.tier import Entry, Tier, TierError
 Result = TypeVar("Result")
 
 SECONDS = 1.0  # that a caller waits for a tier
+AT_ONCE = 2  # keys that are read beside each other: to read a file is to wait for it, and then to check its bytes
 SILENCE = 30.0  # seconds in which one that did not answer in time is not asked again
 
 
@@ -59,27 +62,35 @@ class Lookup:
 
 
 class Fetch:
-    """Reads some keys on a thread of its own; `wake` is called at the end. A tier that hangs holds up nothing else."""
+    """Reads some keys on threads of its own; `wake` is called at the end. A tier that hangs holds up nothing else."""
 
     def __init__(self, tier: Tier, keys: Sequence[str], patience: float, wake: Callable[[], None]) -> None:
         """`patience`: seconds after which it counts as failed."""
         self.read: dict[str, Layers] = {}
         self.failed: list[str] = []
         self.taken = False  # whether somebody has used what was read
+        self._left = deque(keys)
+        self._running = min(AT_ONCE, len(keys))
         self._ended = False
         self._until = perf_counter() + patience
-        self._tier, self._keys, self._wake = tier, keys, wake
-        Thread(target=self._run, name="lmstate-fetch", daemon=True).start()
+        self._tier, self._wake, self._lock = tier, wake, Lock()
+        for _ in range(self._running):
+            Thread(target=self._run, name="lmstate-fetch", daemon=True).start()
 
     @property
     def over(self) -> bool:
         return self._ended or perf_counter() > self._until
 
     def _run(self) -> None:
-        for key in self._keys:
-            try:
-                self.read[key] = self._tier.get(key)
-            except TierError:
-                self.failed.append(key)  # the others are still tried: what is damaged is to be known and written again
-        self._ended = True
-        self._wake()
+        with suppress(IndexError):  # none is left
+            while True:
+                key = self._left.popleft()
+                try:
+                    self.read[key] = self._tier.get(key)
+                except TierError:
+                    self.failed.append(key)  # the others are still tried: what is damaged is to be written again
+        with self._lock:
+            self._running -= 1
+            self._ended = not self._running
+        if self._ended:
+            self._wake()

@@ -181,7 +181,8 @@ class Tier(ABC):
                 self._keys.discard(key)
                 self.counts["failed"] += 1
             raise TierError(f"{self.name} cannot give {key[:12]}: {error}") from error
-        self.counts["read"] += 1
+        with self._changed:
+            self.counts["read"] += 1
         return layers
 
     @property
