@@ -179,16 +179,16 @@ class BlockStore:
 
     def _written(self, before: RowBlocks, length: int, stored: Mapping[str, Tensor]) -> RowBlocks:
         """Blocks of a row of `length` that hold the last positions, after those that it has."""
-        count = next(iter(stored.values())).shape[-2]
-        start, blocks = length - count, list(before.blocks)
+        tensors = [stored[name] for name in self.buffers]  # once: what is captured in blocks is put together for it
+        start, blocks = length - tensors[0].shape[-2], list(before.blocks)
         first, last = start // BLOCK_TOKENS, -(-length // BLOCK_TOKENS)
         blocks += [None] * (first - len(blocks))
         with self.pool.lock:
             self.pool.require((last - first) * self.block_nbytes)
             for begin in range(first * BLOCK_TOKENS, length, BLOCK_TOKENS):
                 a, b = max(begin, start), min(begin + BLOCK_TOKENS, length)
-                parts = {name: stored[name][..., a - start : b - start, :] for name in self.buffers}
-                filled = [buffer.filled(parts[name], a - begin) for name, buffer in self.buffers.items()]
+                parts = [tensor[..., a - start : b - start, :] for tensor in tensors]
+                filled = [buffer.filled(part, a - begin) for buffer, part in zip(self.buffers.values(), parts)]
                 blocks.append(self.pool.allocate(filled))
         return RowBlocks(tuple(blocks), before.shared, before.low if before.blocks else start)
 
