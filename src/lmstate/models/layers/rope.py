@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -36,7 +37,6 @@ class Rope:
     long_frequencies: Callable[[int], Tensor] | None = field(default=None, repr=False)
     continuous: bool = False  # `long_frequencies` differs from each length to the next
     long_scale: float | None = None
-    _kept: dict[str, ops.RopeTables] = field(default_factory=dict, init=False, repr=False)
 
     def frequency_key(self, length: int) -> int:
         """A number that two lengths share if the frequencies are the same for both."""
@@ -70,6 +70,11 @@ class Rope:
             positions = torch.arange(min(max(FIRST_TABLED, 2 * count), TABLED), device=self.frequencies.device)
             tables = self._kept["tables"] = self._turned(positions, self.frequencies, self.scale)
         return tables
+
+    @cached_property  # not a field: torch.compile takes the hash of a frozen dataclass from all of its fields
+    def _kept(self) -> dict[str, ops.RopeTables]:
+        """The tables of the first positions, as far as they were asked for."""
+        return {}
 
     def _rotation(self, step: Step) -> ops.RopeTables:
         frequencies: Tensor = self.frequencies
