@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -53,6 +53,20 @@ class Passage:
     carry: Carry
 
 
+@dataclass
+class Pending:
+    """What a step has scanned that is not committed: the carry after its chunks so far, None before the first.
+
+    `inputs`: of those chunks that may be scanned again. `resumable`: a part of the step may be left unscanned.
+    """
+
+    step: Step
+    carry: Carry | None = None
+    inputs: list[tuple[Step, Tensor]] = field(default_factory=list)
+    passed: list[Passage] = field(default_factory=list)
+    resumable: bool = False
+
+
 class RecurrentState(LayerState):
     """The carry of every row, float32 `[R, ...]` each, at the row's committed length.
 
@@ -86,11 +100,7 @@ class RecurrentState(LayerState):
         self._zero: Carry = tuple(torch.zeros(1, *shape, dtype=torch.float32, device=device) for shape in shapes)
         self.unscanned: Inputs | None = None
         """Committed inputs of each row that the carry does not have yet."""
-        self._next: Carry | None = None
-        self._resumable = False  # whether a part of the step may be left unscanned
-        self._inputs: list[tuple[Step, Tensor]] = []
-        self._passed: list[Passage] = []
-        self._step: Step | None = None
+        self._pending: Pending | None = None
         self.period = layout.rewind
         self.log = torch.zeros(rows, 2 * self.period, inputs, dtype=torch.float32, device=device)
         self.checkpoints = [self._start() for _ in range(rows)]
@@ -111,8 +121,7 @@ class RecurrentState(LayerState):
     # ---- the step
 
     def reserve(self, step: Step) -> None:
-        self.discard()
-        self._step = step
+        self._pending = Pending(step)
 
     def advance(self, inputs: Tensor, step: Step, gate: Tensor | None = None) -> Tensor:
         """Scan a step's inputs `[R, T, F]` -> `[R, T, G]`, from where the chunk before it ended."""
@@ -125,10 +134,10 @@ class RecurrentState(LayerState):
             outputs, carry = self.scan(inputs, whole, step.counts_t, gate)
             self.record(step, step.packed(inputs), carry)
             return outputs
-        ends = self._log(step, step.packed(inputs))
-        carry = self._scanned() if self._next is None else self._next
-        outputs, self._next, passed = self._run(inputs, carry, step, ends, gate)
-        self._passed += passed
+        pending = self._log(step, step.packed(inputs))
+        carry = self._scanned() if pending.carry is None else pending.carry
+        outputs, pending.carry, passed = self._run(inputs, carry, step, pending.step.ends, gate)
+        pending.passed += passed
         return outputs
 
     def single_scan_carry(self, step: Step) -> Carry | None:
@@ -136,10 +145,10 @@ class RecurrentState(LayerState):
 
         Whoever scans them says so with `record`.
         """
-        assert self._step is not None, "a step without reserve"
-        if any(stops != list(step.counts) for stops, _ in self._stops(step, self._step.ends)):
+        pending = self._reserved()
+        if any(stops != list(step.counts) for stops, _ in self._stops(step, pending.step.ends)):
             return None
-        return self._scanned() if self._next is None else self._next
+        return self._scanned() if pending.carry is None else pending.carry
 
     def fused_scan_start(self, step: Step) -> ScanStart | None:
         """The same for a native call that makes the inputs and scans them, after what is unscanned.
@@ -148,12 +157,12 @@ class RecurrentState(LayerState):
         """
         if isinstance(step, DeviceStep):
             return None
-        assert self._step is not None, "a step without reserve"
-        start = ScanStart(self.carry, self._unscanned(step)) if self._next is None else ScanStart(self._next)
-        cuts = self._stops(step, self._step.ends)
+        pending = self._reserved()
+        start = ScanStart(self.carry, self._unscanned(step)) if pending.carry is None else ScanStart(pending.carry)
+        cuts = self._stops(step, pending.step.ends)
         if all(stops == list(step.counts) for stops, _ in cuts):
             return start
-        if not self._is_short(step):
+        if not self._is_short(step, pending):
             return None
         ((_, positions),) = cuts
 
@@ -171,26 +180,24 @@ class RecurrentState(LayerState):
         Or, `fused`, from `fused_scan_start`, with `marked` at its marks, or will be before anything else is asked of
         this state: all are only kept.
         """
-        ends = self._log(step, inputs)
-        self._resumable = fused and self._is_short(step)
+        pending = self._log(step, inputs)
+        pending.resumable = fused and self._is_short(step, pending)
         at_marks = carry if marked is None else marked
-        self._passed += [Passage(positions, at_marks) for _, positions in self._stops(step, ends)]
-        self._next = carry
+        pending.passed += [Passage(positions, at_marks) for _, positions in self._stops(step, pending.step.ends)]
+        pending.carry = carry
 
-    def _is_short(self, step: Step) -> bool:
+    def _is_short(self, step: Step, pending: Pending) -> bool:
         """Whether no row passes more than one checkpoint in it, which is the whole step."""
-        return step is self._step and step.width <= self.period and step.rewindable and not self.layout.static
+        return step is pending.step and step.width <= self.period and step.rewindable and not self.layout.static
 
     def adopt_device_step(self, step: Step) -> None:
-        self.reserve(step)
-        self._next = self.next_carry
         inputs = self.step_inputs[:, : step.width]
-        self._inputs = [(step, step.packed(inputs))]
         cuts = self._stops(step, step.ends)
         if all(stops == list(step.counts) for stops, _ in cuts):
-            self._passed = [Passage(positions, self.next_carry) for _, positions in cuts]
+            passed = [Passage(positions, self.next_carry) for _, positions in cuts]
         else:  # a checkpoint inside the step is not what the device has kept
-            self._passed = self._run(inputs, self.carry, step, step.ends)[2]
+            passed = self._run(inputs, self.carry, step, step.ends)[2]
+        self._pending = Pending(step, self.next_carry, [(step, step.packed(inputs))], passed)
 
     def static_tensors(self) -> dict[str, Tensor]:
         parts = {name: (own, next_carry) for name, own, next_carry in zip(self.names, self.carry, self.next_carry)}
@@ -206,23 +213,24 @@ class RecurrentState(LayerState):
         self._fill(self.carry, self.next_carry)
 
     def commit(self, step: Step, accepted: tuple[int, ...], changes: Changes) -> None:
-        self._leave(changes)
-        if self._next is None:
+        pending = self._pending
+        changes.assign(self, "_pending", None)
+        if pending is None or pending.carry is None:
             return
         lengths = [start + n for start, n in zip(step.starts, accepted)]
-        carry, unscanned, passed = self._next, None, self._passed
+        carry, unscanned, passed = pending.carry, None, pending.passed
         if accepted != step.counts:
-            if self._resumable:
-                carry, unscanned = self._resumed(step, accepted)
+            if pending.resumable:
+                carry, unscanned = self._resumed(pending, step, accepted)
             else:
-                carry, passed = self._replay(step, accepted)
+                carry, passed = self._replay(pending, carry, step, accepted)
         self._hold(carry, changes)
         changes.assign(self, "unscanned", unscanned)
         if not self.period:
             return
         if passed:
             changes.assign(self, "checkpoints", self._with_passed(passed, lengths, step.rewindable))
-        if not self._inputs:
+        if not pending.inputs:
             return
         # A log is written where no rewind before this commit reads, or it is a copy.
         spare = self.log.shape[1]
@@ -231,19 +239,13 @@ class RecurrentState(LayerState):
             for row, (n, length) in enumerate(zip(accepted, lengths))
         )
         log = self.log.clone() if taken or self.log.requires_grad else self.log
-        for slots, rows in self._log_writes(step, accepted):
+        for slots, rows in self._log_writes(pending, step, accepted):
             log.flatten(0, 1).index_copy_(0, slots, rows)
         if log is not self.log:
             changes.assign(self, "log", log)
 
     def discard(self) -> None:
-        self._next, self._step, self._resumable = None, None, False
-        self._inputs, self._passed = [], []
-
-    def _leave(self, changes: Changes) -> None:
-        """`discard`, as a part of a change."""
-        for name, value in (("_next", None), ("_step", None), ("_resumable", False), ("_inputs", []), ("_passed", [])):
-            changes.assign(self, name, value)
+        self._pending = None
 
     # ---- moving about
 
@@ -286,12 +288,15 @@ class RecurrentState(LayerState):
         changes.assign(self, "log", longer(self.log))
         changes.assign(self, "step_inputs", longer(self.step_inputs))
         changes.assign(self, "checkpoints", [*self.checkpoints, self._start()])
-        if self._step is not None:
-            changes.assign(self, "_step", self._step.with_idle_row())
-            changes.assign(self, "_next", None if self._next is None else tuple(map(longer, self._next)))
-            changes.assign(self, "_inputs", [(step.with_idle_row(), x) for step, x in self._inputs])
-            passed = [Passage([*each.positions, None], tuple(map(longer, each.carry))) for each in self._passed]
-            changes.assign(self, "_passed", passed)
+        if (pending := self._pending) is not None:
+            wider = replace(
+                pending,
+                step=pending.step.with_idle_row(),
+                carry=None if pending.carry is None else tuple(map(longer, pending.carry)),
+                inputs=[(step.with_idle_row(), x) for step, x in pending.inputs],
+                passed=[Passage([*each.positions, None], tuple(map(longer, each.carry))) for each in pending.passed],
+            )
+            changes.assign(self, "_pending", wider)
 
     def capture(self, row: int, length: int) -> Mapping[str, Tensor]:
         # The only row's carry is never written into; of several, a part would keep them all alive.
@@ -323,8 +328,10 @@ class RecurrentState(LayerState):
         held = [*self.carry, *self._zero, self.log]
         held += [part for pair in self.checkpoints for one in pair if one is not None for part in one.carry]
         held += [] if self.unscanned is None else [self.unscanned.inputs]
-        held += [part for passage in self._passed for part in passage.carry]
-        held += [*(self._next or ()), *(inputs for _, inputs in self._inputs), *self.next_carry, self.step_inputs]
+        if (pending := self._pending) is not None:
+            held += [*(pending.carry or ()), *(inputs for _, inputs in pending.inputs)]
+            held += [part for passage in pending.passed for part in passage.carry]
+        held += [*self.next_carry, self.step_inputs]
         return list({tensor.data_ptr(): tensor for tensor in held}.values())  # inputs may be a part of `step_inputs`
 
     def nbytes_to_come(self) -> int:
@@ -360,16 +367,19 @@ class RecurrentState(LayerState):
     def _stops(self, step: Step, ends: Sequence[int]) -> list[tuple[list[int], list[int | None]]]:
         return step.cached(("cuts", self.period, tuple(ends)), lambda: _cuts(step, ends, self.period))
 
-    def _log(self, step: Step, inputs: Tensor) -> Sequence[int]:
-        """Keep a chunk's inputs if they may be scanned again. Returns where the rows of the whole step end."""
-        assert self._step is not None, "a step without reserve"
-        ends = self._step.ends
+    def _reserved(self) -> Pending:
+        assert self._pending is not None, "a step without reserve"
+        return self._pending
+
+    def _log(self, step: Step, inputs: Tensor) -> Pending:
+        """Keep a chunk's inputs if they may be scanned again."""
+        pending = self._reserved()
         logged = step.rewindable and any(
-            n and end > last - 2 * self.period for n, end, last in zip(step.counts, step.ends, ends)
+            n and end > last - 2 * self.period for n, end, last in zip(step.counts, step.ends, pending.step.ends)
         )
         if step.speculative or logged:
-            self._inputs.append((step, inputs))
-        return ends
+            pending.inputs.append((step, inputs))
+        return pending
 
     def _scanned(self) -> Carry:
         """The carry at each row's committed length, with what is unscanned in it."""
@@ -387,16 +397,16 @@ class RecurrentState(LayerState):
 
         return Unscanned(inputs, counts, *step.cached(("unscanned", counts), places))
 
-    def _resumed(self, step: Step, accepted: tuple[int, ...]) -> tuple[Carry, Inputs | None]:
+    def _resumed(self, pending: Pending, step: Step, accepted: tuple[int, ...]) -> tuple[Carry, Inputs | None]:
         """The carry after accepted prefixes, and what it lacks: nothing is scanned here before that becomes much."""
-        since = self._since(step, accepted)
+        since = self._since(pending, step, accepted)
         if max(since.counts) <= MOST_UNSCANNED:
             return self.carry, since
         return _scanned(self.scan, self.carry, since), None
 
-    def _since(self, step: Step, accepted: tuple[int, ...]) -> Inputs:
+    def _since(self, pending: Pending, step: Step, accepted: tuple[int, ...]) -> Inputs:
         """All inputs that come after the carry: what is unscanned, and the accepted prefixes of a step's."""
-        ((_, inputs),) = self._inputs
+        ((_, inputs),) = pending.inputs
         before = (0,) * len(accepted) if self.unscanned is None else self.unscanned.counts
 
         def places() -> Tensor:
@@ -411,35 +421,39 @@ class RecurrentState(LayerState):
         taken = known[step.cached(("since", before, accepted), places)]
         return Inputs(taken, tuple(old + new for old, new in zip(before, accepted)))
 
-    def _replay(self, step: Step, accepted: tuple[int, ...]) -> tuple[Carry, list[Passage]]:
-        """The carry after the accepted prefixes: rows accepted in part are scanned again from the committed carry."""
-        assert self._next is not None
+    def _replay(
+        self, pending: Pending, carry: Carry, step: Step, accepted: tuple[int, ...]
+    ) -> tuple[Carry, list[Passage]]:
+        """The carry after the accepted prefixes: rows accepted in part are scanned again from the committed carry.
+
+        carry: that after all of the step.
+        """
         again = tuple(n if n < count else 0 for n, count in zip(accepted, step.counts))
         partly = [n < count for n, count in zip(accepted, step.counts)]
         redone = self._scanned()
         passed: list[Passage] = []
         if any(again):
-            index = step.cached(("again", again), lambda: self._index_again(step, again))
-            pieces = [piece for _, piece in self._inputs]
+            index = step.cached(("again", again), lambda: self._index_again(pending, step, again))
+            pieces = [piece for _, piece in pending.inputs]
             inputs = (pieces[0] if len(pieces) == 1 else torch.cat(pieces))[index]
             short = _prefix(step, again)
             _, redone, passed = self._run(inputs, redone, short, short.ends)
         whole = [
             Passage([None if p else at for p, at in zip(partly, passage.positions)], passage.carry)
-            for passage in self._passed
+            for passage in pending.passed
         ]
         if not all(p or not count for p, count in zip(partly, step.counts)):
             mask = torch.tensor(partly, device=self.log.device)
             redone = tuple(
-                torch.where(mask.view(-1, *[1] * (old.ndim - 1)), old, new) for old, new in zip(redone, self._next)
+                torch.where(mask.view(-1, *[1] * (old.ndim - 1)), old, new) for old, new in zip(redone, carry)
             )
         return redone, whole + passed
 
-    def _index_again(self, step: Step, again: Sequence[int]) -> Tensor:
+    def _index_again(self, pending: Pending, step: Step, again: Sequence[int]) -> Tensor:
         """Places of the first `again[r]` inputs of each row among those of the step's parts, int64 `[R, t]`."""
         index = [[0] * max(again) for _ in again]
         offset = 0
-        for part, _ in self._inputs:
+        for part, _ in pending.inputs:
             for row, (start, count) in enumerate(zip(part.starts, part.counts)):
                 first = start - step.starts[row]
                 for at in range(first, min(first + count, again[row])):
@@ -447,10 +461,10 @@ class RecurrentState(LayerState):
             offset += part.new_tokens
         return torch.tensor(index, device=self.log.device)
 
-    def _log_writes(self, step: Step, accepted: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
+    def _log_writes(self, pending: Pending, step: Step, accepted: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
         """(flat slots, inputs to put there) for the inputs accepted that the log still holds afterwards."""
         writes = []
-        for part, inputs in self._inputs:
+        for part, inputs in pending.inputs:
             key = ("log", self.period, accepted)
             slots, sources = part.cached(key, lambda part=part: self._log_index(part, step, accepted))  # type: ignore[misc]
             writes.append((slots, inputs if len(sources) == len(inputs) else inputs[sources]))
@@ -516,8 +530,9 @@ class RecurrentState(LayerState):
         alone = len(self.carry[0]) == 1
         self._hold(carry if alone else with_row(self._scanned()), changes)
         changes.assign(self, "unscanned", None)
-        if self._next is not None:
-            changes.assign(self, "_next", carry if alone else with_row(self._next))
+        if (pending := self._pending) is not None and pending.carry is not None:
+            wanted = carry if alone else with_row(pending.carry)
+            changes.assign(self, "_pending", replace(pending, carry=wanted))
         if self.period:
             changes.assign(self, "checkpoints", [*self.checkpoints[:row], checkpoints, *self.checkpoints[row + 1 :]])
 
