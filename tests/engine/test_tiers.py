@@ -16,6 +16,7 @@ import lmstate
 from lmstate.engine.prefix.parts import Layers
 from lmstate.engine.tiers import Entry, SavedSession
 from lmstate.engine.tiers.folder import FolderTier
+from lmstate.state.layers.block_store import BlockStore
 from tests.engine.alone import alone
 from tests.engine.chat import chatting
 from tests.engine.test_batching import KINDS, prompt
@@ -43,6 +44,25 @@ def test_a_restart_finds_what_was_computed_before(kind: str, tmp_path: Path) -> 
         again = ask(engine, [*system, 7, 8])
         check(model, [*system, 7, 8], again)
         assert again.usage.reused == len(system)
+
+
+@pytest.mark.parametrize("kind", ["attention", "hybrid", "latent"])
+def test_rows_share_the_blocks_of_what_was_read_again(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ours(KINDS[kind])
+    system = prompt(90, 1)
+    with lmstate.Engine(model, store=tmp_path) as engine:
+        longer = [*system, *ask(engine, system).tokens[0], *prompt(9, 2)]
+        ask(engine, longer)
+    monkeypatch.setattr(BlockStore, "_written", None)  # copies tensors into a row's blocks
+    with lmstate.Engine(model, store=tmp_path) as engine:
+        for text in ([*longer[:-1], 5], [*longer, 6], [*longer, 7]):
+            got = ask(engine, text)
+            check(model, text, got)
+            assert got.usage.reused >= (len(longer) if text[-1] > 5 else len(system))
+        prefixes = engine._reuse.prefixes
+        assert prefixes.nbytes == prefixes.counted()
 
 
 @pytest.mark.parametrize("kind", ["hybrid", "window"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -15,7 +14,7 @@ from lmstate.engine.prefix.parts import Split
 from lmstate.engine.results import Reuse
 from lmstate.engine.tiers import Tier
 from lmstate.engine.tiers.fetch import SILENCE, Fetch, Lookup
-from lmstate.errors import StateError
+from lmstate.errors import SnapshotError, StateError
 from lmstate.state import Snapshot, State
 
 if TYPE_CHECKING:
@@ -71,8 +70,10 @@ class PrefixReuse:
         if not job.fetch.taken:
             job.fetch.taken = True
             self.prefixes.forget_stored(job.fetch.failed)
-            with suppress(RuntimeError, IndexError, AttributeError):  # what was stored has other shapes
+            try:
                 self.prefixes.fill(match, dict(job.fetch.read))
+            except SnapshotError:  # of another kind of state: nothing that hangs on it is of use
+                self.prefixes.discard(match)
             job.fetch.read = {}
         return False
 
@@ -170,6 +171,8 @@ class PrefixReuse:
 
     def keep(self, snapshot: Snapshot, row_bytes: int) -> None:
         """Have the store keep it, if there is room beside the rows. What cannot be kept is no one's error."""
+        if not snapshot.cached:
+            return  # nothing was computed
         self.prefixes.shrink(max(0, self.memory - row_bytes))
         self.prefixes.seconds_per_token = self._pace.seconds(1) or 1e-3
         self.prefixes.put(snapshot)

@@ -82,7 +82,7 @@ class Buffer:
 
     def filled(self, part: Tensor, at: int) -> Tensor:
         """A block `[*heads, BLOCK_TOKENS, width]` of its own: `part` from slot `at` on, and zeros elsewhere."""
-        if part.shape == (*self.heads, BLOCK_TOKENS, self.width):
+        if part.shape[-2] == BLOCK_TOKENS:
             return part.to(self.device, self.dtype, copy=True, memory_format=torch.contiguous_format)
         block = self.zeros()
         block[..., at : at + part.shape[-2], :] = part.to(block)
@@ -92,6 +92,23 @@ class Buffer:
     def nbytes(self) -> int:
         """Of a block."""
         return prod(self.heads) * BLOCK_TOKENS * self.width * self.dtype.itemsize
+
+
+def written(pool: BlockPool, buffers: Mapping[str, Buffer], start: int, tensors: Mapping[str, Tensor]) -> list[Block]:
+    """New blocks of tensors `[*heads, n, D]`, one for each buffer, of the positions from `start` on.
+
+    Zeros stand before them in the first block, and behind them in the last. Raises `CapacityError` of the pool.
+    """
+    stop = start + next(iter(tensors.values())).shape[-2]
+    begins = [start, *range((start // BLOCK_TOKENS + 1) * BLOCK_TOKENS, stop, BLOCK_TOKENS)] if start < stop else []
+    sizes = [end - begin for begin, end in zip(begins, [*begins[1:], stop])]
+    with pool.lock:
+        pool.require(len(begins) * sum(buffer.nbytes for buffer in buffers.values()))
+        parts = [
+            [buffer.filled(part, begin % BLOCK_TOKENS) for begin, part in zip(begins, tensors[name].split(sizes, -2))]
+            for name, buffer in buffers.items()
+        ]
+        return list(map(pool.allocate, zip(*parts)))
 
 
 class CapturedBlocks(Mapping[str, Tensor]):
@@ -147,6 +164,17 @@ class CapturedBlocks(Mapping[str, Tensor]):
 
     def blocks(self) -> list[Block]:
         return [block for block in self.row.blocks if block is not None]
+
+    def follow(self, before: CapturedBlocks) -> None:
+        """Complete the first block by what the piece before it holds there. Nobody else may have the block yet."""
+        index, place = divmod(self.start, BLOCK_TOKENS)
+        if not place:
+            return
+        first, earlier = self.row.blocks[index], before.row.blocks[index]
+        assert first is not None and earlier is not None, "a block that is captured was given up"
+        if first is not earlier:  # else both are parts of one piece
+            for own, other in zip(first.tensors, earlier.tensors):
+                own[..., :place, :] = other[..., :place, :]
 
     def cut(self, start: int, stop: int) -> CapturedBlocks:
         """A part of the positions, which holds no other blocks."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
-import torch
 from torch import Tensor
 
+from lmstate.errors import SnapshotError
 from lmstate.ops.types.block_table import Block
 from lmstate.state import LayerState, Snapshot, State
 from lmstate.state.blocks import CapturedBlocks, Parts, held_by, nbytes_of
@@ -15,6 +16,8 @@ from lmstate.state.layers.composite import CompositeState
 from lmstate.state.layers.slots import SlotState
 
 Layers = tuple[Mapping[str, Tensor], ...]
+Slots: TypeAlias = "SlotState | tuple[Slots, ...] | None"
+"""What of a layer has one entry a token: all, or parts of its members; None for nothing."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Split:
     others (windows, convolution tails, recurrent carries, policies that forget) are a *carry*: of use at its position.
     """
 
-    per_token: tuple[frozenset[str], ...]  # of each layer, the names of the tensors that have one entry a token
+    per_token: tuple[Slots, ...]  # of each layer
     needs_carry: bool  # whether a row cannot go on from what each token left alone
     forced_by: str | None  # the layer kind that a carry is for
     slack: int  # how many positions a row can go back from a carry at no cost
@@ -36,21 +39,35 @@ class Split:
         kept = [part for part in kept if part.kind != "shared"]
         windows = all(isinstance(part, SlotState) for part in kept)
         return Split(
-            tuple(frozenset(_per_token(layer)) for layer in state.layers),
+            tuple(map(_slots, state.layers)),
             bool(kept),
             min((part.kind for part in kept), default=None),
             state.layout.rewind if windows else 0,
         )
 
     def run(self, snapshot: Snapshot, start: int, stop: int) -> Layers:
-        """Per-token tensors of the tokens `start .. stop - 1`: blocks that rows may hold too, or copies."""
-        return tuple(
-            _per_position(layer, names, slice(start, stop)) for layer, names in zip(snapshot.layers, self.per_token)
-        )
+        """What the tokens `start .. stop - 1` left by themselves: blocks that rows may hold too."""
+        return tuple(_run(layer, slots, start, stop) for layer, slots in zip(snapshot.layers, self.per_token))
 
     def carry(self, snapshot: Snapshot) -> Layers:
         """Carries: the tensors of each layer that summarize all tokens."""
-        return tuple(_without(layer, names) for layer, names in zip(snapshot.layers, self.per_token))
+        return tuple(map(_carry, snapshot.layers, self.per_token))
+
+    def run_of(self, read: Layers, start: int) -> Layers:
+        """A run that was written, of the positions from `start` on, in blocks of its own.
+
+        Raises SnapshotError for what is no run of such a state.
+        """
+        return tuple(_in_blocks(layer, slots, start) for layer, slots in zip(self._whole(read), self.per_token))
+
+    def carry_of(self, read: Layers) -> Layers:
+        """The same for carries, and what follows them."""
+        return (*map(_in_parts, self._whole(read), self.per_token), *read[len(self.per_token) :])
+
+    def _whole(self, read: Layers) -> Layers:
+        if len(read) < len(self.per_token):
+            raise SnapshotError(f"{len(read)} layers were read; this state has {len(self.per_token)}")
+        return read
 
     def sizes(self, snapshot: Snapshot) -> tuple[int, int]:
         """Bytes of the carry of a snapshot, and of what one of its tokens left."""
@@ -72,9 +89,10 @@ def cut(layers: Layers, start: int, stop: int | None = None) -> Layers:
     return tuple(_cut(layer, start, stop) for layer in layers)
 
 
-def copied(layers: Layers) -> Layers:
-    """Copies of what somebody else may change: not of blocks."""
-    return tuple(_copied(layer) for layer in layers)
+def pieces(layers: Layers) -> Iterator[CapturedBlocks]:
+    """All that a run holds, one after the other."""
+    for layer in layers:
+        yield from _pieces(layer)
 
 
 def held(layers: Layers | None) -> Iterator[Block | Tensor]:
@@ -88,74 +106,84 @@ def nbytes(layers: Layers | None) -> int:
     return sum(each.nbytes for each in held(layers))
 
 
-def _per_position(layer: Mapping[str, Tensor], names: frozenset[str], span: slice) -> Mapping[str, Tensor]:
-    """Of the named tensors, all of a layer's per-token ones, some positions."""
-    if isinstance(layer, CapturedBlocks):
-        return layer.cut(span.start, span.stop) if names else {}
-    if isinstance(layer, Parts):
-        return Parts([_per_position(part, _of_member(names, i), span) for i, part in enumerate(layer.members)])
-    return {name: layer[name][..., span, :].clone() for name in layer if name in names}
-
-
-def _without(layer: Mapping[str, Tensor], names: frozenset[str]) -> Mapping[str, Tensor]:
-    if isinstance(layer, CapturedBlocks):
-        return {} if names else layer
-    if isinstance(layer, Parts):
-        return Parts([_without(part, _of_member(names, i)) for i, part in enumerate(layer.members)])
-    return {name: tensor for name, tensor in layer.items() if name not in names}
-
-
-def _of_member(names: frozenset[str], member: int) -> frozenset[str]:
-    prefix = f"{member}."
-    return frozenset(name.removeprefix(prefix) for name in names if name.startswith(prefix))
-
-
-def _cut(layer: Mapping[str, Tensor], start: int, stop: int | None) -> Mapping[str, Tensor]:
-    if isinstance(layer, CapturedBlocks):
-        return layer.cut(layer.start + start, layer.stop if stop is None else layer.start + stop)
-    if isinstance(layer, Parts):
-        return Parts([_cut(part, start, stop) for part in layer.members])
-    return {name: tensor[..., start:stop, :] for name, tensor in layer.items()}
-
-
-def _copied(layer: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    if isinstance(layer, CapturedBlocks):
+def _slots(layer: LayerState) -> Slots:
+    if _cuttable(layer):
+        assert isinstance(layer, SlotState)
         return layer
-    if isinstance(layer, Parts):
-        return Parts([_copied(part) for part in layer.members])
-    return {name: tensor.clone() for name, tensor in layer.items()}
-
-
-def _joined(pieces: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-    """Pieces of a layer that follow each other."""
-    if len(pieces) <= 1:
-        return pieces[0] if pieces else {}
-    blocks = [piece for piece in pieces if isinstance(piece, CapturedBlocks)]
-    if len(blocks) == len(pieces):
-        return CapturedBlocks.joined(blocks)
-    parts = [piece for piece in pieces if isinstance(piece, Parts)]
-    if len(parts) == len(pieces):
-        return Parts([_joined(members) for members in zip(*(part.members for part in parts))])
-    return {name: torch.cat([piece[name] for piece in pieces], dim=-2) for name in pieces[0]}
-
-
-def _united(run: Mapping[str, Tensor], carry: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Union of what tokens left and what summarizes them, which have no names in common."""
-    if not carry or not run:
-        return run or carry
-    if isinstance(run, Parts) and isinstance(carry, Parts):
-        return Parts([_united(*both) for both in zip(run.members, carry.members)])
-    return {**run, **carry}
+    return tuple(map(_slots, layer.members)) if type(layer) is CompositeState else None
 
 
 def _cuttable(part: LayerState) -> bool:
     return isinstance(part, SlotState) and part.window_span is None
 
 
-def _per_token(layer: LayerState) -> Iterable[str]:
-    if _cuttable(layer):
-        assert isinstance(layer, SlotState)
-        return layer.buffers
-    if type(layer) is CompositeState:
-        return [f"{i}.{name}" for i, member in enumerate(layer.members) for name in _per_token(member)]
-    return ()
+def _run(layer: Mapping[str, Tensor], slots: Slots, start: int, stop: int) -> Mapping[str, Tensor]:
+    if isinstance(slots, SlotState):
+        assert isinstance(layer, CapturedBlocks), "a state whose slots are in no blocks"
+        return layer.cut(start, stop)
+    if slots is None:
+        return {}
+    assert isinstance(layer, Parts)
+    return Parts([_run(part, own, start, stop) for part, own in zip(layer.members, slots)])
+
+
+def _carry(layer: Mapping[str, Tensor], slots: Slots) -> Mapping[str, Tensor]:
+    if isinstance(slots, SlotState):
+        return {}
+    if slots is None:
+        return layer
+    assert isinstance(layer, Parts)
+    return Parts(list(map(_carry, layer.members, slots)))
+
+
+def _in_blocks(read: Mapping[str, Tensor], slots: Slots, start: int) -> Mapping[str, Tensor]:
+    if isinstance(slots, SlotState):
+        return slots.in_blocks(start, read)
+    if slots is None:
+        if read:
+            raise SnapshotError(f"a run holds {sorted(read)} of a layer that keeps no entry a token")
+        return {}
+    return Parts([_in_blocks(_member(read, i), own, start) for i, own in enumerate(slots)])
+
+
+def _in_parts(read: Mapping[str, Tensor], slots: Slots) -> Mapping[str, Tensor]:
+    if not isinstance(slots, tuple):
+        return read
+    return Parts([_in_parts(_member(read, i), own) for i, own in enumerate(slots)])
+
+
+def _member(read: Mapping[str, Tensor], index: int) -> Mapping[str, Tensor]:
+    prefix = f"{index}."
+    return {name.removeprefix(prefix): tensor for name, tensor in read.items() if name.startswith(prefix)}
+
+
+def _cut(layer: Mapping[str, Tensor], start: int, stop: int | None) -> Mapping[str, Tensor]:
+    if isinstance(layer, CapturedBlocks):
+        return layer.cut(layer.start + start, layer.stop if stop is None else layer.start + stop)
+    return Parts([_cut(part, start, stop) for part in layer.members]) if isinstance(layer, Parts) else layer
+
+
+def _pieces(layer: Mapping[str, Tensor]) -> Iterator[CapturedBlocks]:
+    if isinstance(layer, CapturedBlocks):
+        yield layer
+    elif isinstance(layer, Parts):
+        for member in layer.members:
+            yield from _pieces(member)
+
+
+def _joined(runs: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+    """Runs of a layer that follow each other."""
+    if len(runs) <= 1:
+        return runs[0] if runs else {}
+    blocks = [run for run in runs if isinstance(run, CapturedBlocks)]
+    if blocks:
+        return CapturedBlocks.joined(blocks)
+    parts = [run for run in runs if isinstance(run, Parts)]
+    return Parts([_joined(members) for members in zip(*(part.members for part in parts))]) if parts else {}
+
+
+def _united(run: Mapping[str, Tensor], carry: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Union of what tokens left and what summarizes them: each is of other members."""
+    if isinstance(run, Parts) and isinstance(carry, Parts):
+        return Parts([_united(*both) for both in zip(run.members, carry.members)])
+    return run or carry

@@ -10,9 +10,10 @@ from itertools import count
 
 from torch import Tensor
 
-from lmstate.engine.prefix.parts import Layers, Split, copied, cut, held, nbytes
+from lmstate.engine.prefix.parts import Layers, Split, cut, held, nbytes, pieces
 from lmstate.engine.prefix.tree import NODE_BYTES, Carry, Node, Stored, walk
 from lmstate.engine.tiers import Entry, Tier
+from lmstate.errors import SnapshotError
 from lmstate.ops.types.block_table import Block
 from lmstate.state import Snapshot
 
@@ -81,22 +82,37 @@ class PrefixStore:
         return list({stored.key: None for stored in (*runs, carry) if stored is not None})
 
     def fill(self, match: Match, read: Mapping[str, Layers]) -> bool:
-        """Put what was read for a match in its place. False if there is no room, or it does not fit."""
+        """Put what was read for a match in its place. False if there is no room.
+
+        Raises SnapshotError for what was not written by a store of such states.
+        """
         if match.node is None or match.node.parent is None:
             return False
-        if not self._make_room(sum(map(nbytes, read.values())), needed=match.node):
-            return False
+        made: dict[str, Layers] = {}  # parts of one run share the blocks at their borders
         for part in match.node.path():
-            stored = part.stored_run
-            if part.run is None and stored is not None and stored.key in read:
-                run = copied(cut(read[stored.key], stored.offset, stored.offset + len(part.tokens)))
-                if any(tensor.shape[-2] != len(part.tokens) for layer in run for tensor in layer.values()):
-                    return False
-                self._set(part, run=run)
+            if part.run is None and (run := part.stored_run) is not None and run.key in read:
+                if run.key not in made:
+                    made[run.key] = self.split.run_of(read[run.key], part.start - run.offset)
+                if any(piece.stop < part.end for piece in pieces(made[run.key])):
+                    raise SnapshotError(f"{run.key} has less than {part.end} positions")
         carried = match.node.stored_carry
         if match.node.carry is None and carried is not None and carried.key in read:
-            layers, logits = _without_logits(read[carried.key])
-            self._set(match.node, carry=Carry(layers, logits))
+            made[carried.key] = self.split.carry_of(read[carried.key])
+        if not self._make_room(sum(map(nbytes, made.values())), needed=match.node):
+            return False
+        before: Layers = ()
+        for part in match.node.path():
+            if part.run is None:
+                if (run := part.stored_run) is None or run.key not in made:
+                    return False
+                own = cut(made[run.key], run.offset, run.offset + len(part.tokens))
+                for piece, earlier in zip(pieces(own), pieces(before)):
+                    piece.follow(earlier)
+                self._set(part, run=own)
+            assert part.run is not None
+            before = part.run
+        if carried is not None and carried.key in made:
+            self._set(match.node, carry=Carry(*_without_logits(made[carried.key])))
         return not self.missing(match)
 
     def discard(self, match: Match) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from lmstate.engine.prefix.parts import Layers, copied, cut, held
+from lmstate.engine.prefix.parts import Layers, cut, held
 from lmstate.ops.types.block_table import Block
 
 NODE_BYTES = 1024  # what Python keeps for a node beside its tensors and tokens, about
@@ -97,7 +97,7 @@ class Node:
         upper = Node(self.tokens[:count], self.start, self.parent, used=self.used)
         upper.stored_run = self.stored_run
         if self.run is not None:
-            upper.run, self.run = copied(cut(self.run, 0, count)), copied(cut(self.run, count))
+            upper.run, self.run = cut(self.run, 0, count), cut(self.run, count)
         if self.stored_run is not None:
             self.stored_run = Stored(self.stored_run.key, self.stored_run.offset + count)
         self.parent.children[self.tokens[0]] = upper

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lmstate.ops.types.block_table import BLOCK_TOKENS, Block, BlockTable, RowBlocks
-from lmstate.state.blocks import BlockPool, Buffer, CapturedBlocks
+from lmstate.state.blocks import BlockPool, Buffer, CapturedBlocks, written
 from lmstate.state.changes import Changes
 from lmstate.state.layers.base import Layout
 from lmstate.state.step import Step
@@ -121,6 +121,12 @@ class BlockStore:
         changes.put(self.rows, row, new)
         self._outdate(changes)
 
+    def in_blocks(self, start: int, stored: Mapping[str, Tensor]) -> CapturedBlocks:
+        """Tensors `[*heads, n, D]` of the positions from `start` on in blocks of their own, as a row's are captured."""
+        blocks = [None] * (start // BLOCK_TOKENS) + written(self.pool, self.buffers, start, stored)
+        stop = start + next(iter(stored.values())).shape[-2]
+        return CapturedBlocks(self.buffers, RowBlocks(tuple(blocks), len(blocks), start), start, stop)
+
     def drop(self, row: int, length: int, start: int, stop: int, moved: Mapping[str, Tensor], changes: Changes) -> None:
         """Have `moved`, of the positions from `stop` on, follow those before `start`."""
         own, first = self.rows[row], start // BLOCK_TOKENS
@@ -179,17 +185,10 @@ class BlockStore:
 
     def _written(self, before: RowBlocks, length: int, stored: Mapping[str, Tensor]) -> RowBlocks:
         """Blocks of a row of `length` that hold the last positions, after those that it has."""
-        tensors = [stored[name] for name in self.buffers]  # once: what is captured in blocks is put together for it
-        start, blocks = length - tensors[0].shape[-2], list(before.blocks)
-        first, last = start // BLOCK_TOKENS, -(-length // BLOCK_TOKENS)
-        blocks += [None] * (first - len(blocks))
-        with self.pool.lock:
-            self.pool.require((last - first) * self.block_nbytes)
-            for begin in range(first * BLOCK_TOKENS, length, BLOCK_TOKENS):
-                a, b = max(begin, start), min(begin + BLOCK_TOKENS, length)
-                parts = [tensor[..., a - start : b - start, :] for tensor in tensors]
-                filled = [buffer.filled(part, a - begin) for buffer, part in zip(self.buffers.values(), parts)]
-                blocks.append(self.pool.allocate(filled))
+        tensors = {name: stored[name] for name in self.buffers}  # what is captured in blocks is put together once
+        start = length - next(iter(tensors.values())).shape[-2]
+        blocks = [*before.blocks, *[None] * (start // BLOCK_TOKENS - len(before.blocks))]
+        blocks += written(self.pool, self.buffers, start, tensors)
         return RowBlocks(tuple(blocks), before.shared, before.low if before.blocks else start)
 
     def _share(self, rows: Sequence[int]) -> None:

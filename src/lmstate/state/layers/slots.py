@@ -103,6 +103,13 @@ class SlotState(LayerState):
         low = self.lowest(length)
         return [list(range(low, length)) for _ in range(heads[0] if heads else 1)]
 
+    def in_blocks(self, start: int, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What is stored of the positions from `start` on, as `capture` has it. SnapshotError if it is not of that."""
+        self._check_tensors(tensors)
+        if len({tensors[name].shape[-2] for name in self.buffers}) != 1:
+            raise SnapshotError(f"the buffers {' and '.join(self.buffers)} have different numbers of positions")
+        return self.content.in_blocks(start, tensors) if isinstance(self.content, BlockStore) else tensors
+
     def lowest(self, position: int) -> int:
         """The first position that a query at `position` sees."""
         return 0
