@@ -53,7 +53,9 @@ class BlockTable:
         """Of the first pointer, for C."""
         self.heads, self.width = heads, width
         self.dtype, self.device, self.is_cpu = like.dtype, like.device, like.is_cpu
-        self.requires_grad = any(block.requires_grad for row in self.blocks for block in row if block is not None)
+        self.requires_grad = any(
+            block.tensors[buffer].requires_grad for row in rows for block in row.blocks if block is not None
+        )
 
     @property
     def blocks(self) -> list[list[Tensor | None]]:

@@ -96,8 +96,10 @@ class RecurrentState(LayerState):
         self.layout, self.scan = layout, scan
         self.names = tuple(names or (f"carry.{i}" for i in range(len(shapes))))
         rows, device = layout.rows, layout.device
-        self.carry: Carry = tuple(torch.zeros(rows, *shape, dtype=torch.float32, device=device) for shape in shapes)
         self._zero: Carry = tuple(torch.zeros(1, *shape, dtype=torch.float32, device=device) for shape in shapes)
+        self.carry: Carry = self._zero
+        if rows != 1 or layout.static:
+            self.carry = tuple(torch.zeros(rows, *shape, dtype=torch.float32, device=device) for shape in shapes)
         self.unscanned: Inputs | None = None
         """Committed inputs of each row that the carry does not have yet."""
         self._pending: Pending | None = None
