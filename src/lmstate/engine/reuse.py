@@ -159,7 +159,8 @@ class PrefixReuse:
         """Positions to cut a prompt at and store carries of: later requests may continue from each."""
         if not self.prefixes.split.needs_carry:
             return set()
-        ends = [at for at, token in enumerate(prompt, 1) if token in self._model.eos_ids]
+        new = enumerate(prompt[match.length :], match.length + 1)
+        ends = [at for at, token in new if token in self._model.eos_ids]
         wanted = {match.matched, *_thinned(ends, len(prompt)), *range(self._ladder, len(prompt), self._ladder)}
         return {at for at in wanted if match.length < at < len(prompt)}
 

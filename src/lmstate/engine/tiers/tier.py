@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from abc import ABC, abstractmethod
 from array import array
 from collections import deque
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from threading import Condition, Thread
 from typing import Literal, TypeVar
 
+import numpy as np
 from torch import Tensor
 
 from lmstate.engine.prefix.parts import Layers, nbytes
@@ -281,23 +281,17 @@ class Tier(ABC):
 
 def packed(tokens: Sequence[int]) -> bytes:
     """Token ids as int32, little-endian."""
-    ids = array("i", tokens)
-    if sys.byteorder == "big":
-        ids.byteswap()
-    return ids.tobytes()
+    return np.asarray(tokens, dtype=np.int64).astype("<i4").tobytes()
 
 
 def unpacked(data: bytes) -> array[int]:
     """Inverse of `packed`. Raises SnapshotError for bytes that it cannot have returned."""
     if len(data) % 4:
         raise SnapshotError("a stored text is no list of token ids")
-    ids = array("i")
-    ids.frombytes(data)
-    if sys.byteorder == "big":
-        ids.byteswap()
-    if any(token < 0 for token in ids):
+    ids = np.frombuffer(data, dtype="<i4")
+    if (ids < 0).any():
         raise SnapshotError("a stored text has negative token ids")
-    return array("q", ids)
+    return array("q", ids.astype(np.int64).tobytes())
 
 
 def to_bytes(layers: Layers) -> bytes:
