@@ -17,7 +17,7 @@ from lmstate.state.layers.slots import SlotState
 
 Layers = tuple[Mapping[str, Tensor], ...]
 Slots: TypeAlias = "SlotState | tuple[Slots, ...] | None"
-"""What of a layer has one entry a token: all, or parts of its members; None for nothing."""
+"""The part of a layer that has one entry a token: all, or parts of its members; None for nothing."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Split:
         )
 
     def run(self, snapshot: Snapshot, start: int, stop: int) -> Layers:
-        """What the tokens `start .. stop - 1` left by themselves: blocks that rows may hold too."""
+        """Per-token tensors of the tokens `start .. stop - 1`, in blocks that rows may hold too."""
         return tuple(_run(layer, slots, start, stop) for layer, slots in zip(snapshot.layers, self.per_token))
 
     def carry(self, snapshot: Snapshot) -> Layers:

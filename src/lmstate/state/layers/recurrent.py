@@ -55,7 +55,7 @@ class Passage:
 
 @dataclass
 class Pending:
-    """What a step has scanned that is not committed: the carry after its chunks so far, None before the first.
+    """Results of a step that is not committed: the carry after its chunks so far, None before the first.
 
     `inputs`: of those chunks that may be scanned again. `resumable`: a part of the step may be left unscanned.
     """
@@ -96,16 +96,13 @@ class RecurrentState(LayerState):
         self.layout, self.scan = layout, scan
         self.names = tuple(names or (f"carry.{i}" for i in range(len(shapes))))
         rows, device = layout.rows, layout.device
+        self.carry: Carry = tuple(torch.zeros(rows, *shape, dtype=torch.float32, device=device) for shape in shapes)
         self._zero: Carry = tuple(torch.zeros(1, *shape, dtype=torch.float32, device=device) for shape in shapes)
-        self.carry: Carry = self._zero
-        if rows != 1 or layout.static:
-            self.carry = tuple(torch.zeros(rows, *shape, dtype=torch.float32, device=device) for shape in shapes)
         self.unscanned: Inputs | None = None
         """Committed inputs of each row that the carry does not have yet."""
         self._pending: Pending | None = None
         self.period = layout.rewind
-        # It is read only where it was written: to zero it would take longer than all else that a new row costs.
-        self.log = torch.empty(rows, 2 * self.period, inputs, dtype=torch.float32, device=device)
+        self.log = torch.zeros(rows, 2 * self.period, inputs, dtype=torch.float32, device=device)
         self.checkpoints = [self._start() for _ in range(rows)]
         """Of each row, those at an even and at an odd multiple of `period`."""
         self.next_carry: Carry = tuple(map(torch.zeros_like, self.carry)) if layout.static else ()

@@ -104,7 +104,7 @@ class SlotState(LayerState):
         return [list(range(low, length)) for _ in range(heads[0] if heads else 1)]
 
     def in_blocks(self, start: int, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """What is stored of the positions from `start` on, as `capture` has it. SnapshotError if it is not of that."""
+        """Stored tensors of the positions from `start` on, as `capture` has them. Raises SnapshotError for others."""
         self._check_tensors(tensors)
         if len({tensors[name].shape[-2] for name in self.buffers}) != 1:
             raise SnapshotError(f"the buffers {' and '.join(self.buffers)} have different numbers of positions")
