@@ -272,6 +272,7 @@ def heads_of(theirs: Any, case: Case) -> Any:
     for key, value in case.head.items():
         setattr(changed, key, value)
     mtp = MtpModel(theirs, case.heads).float().eval()
+    mtp.layers.apply(theirs._init_weights)  # which `MtpModel` leaves to loading: sinks are unwritten memory until then
     theirs.config = whole
     randomize(mtp.layers, seed=1)
     return mtp
