@@ -65,6 +65,47 @@ def test_rows_share_the_blocks_of_what_was_read_again(
         assert prefixes.nbytes == prefixes.counted()
 
 
+class Changing(FolderTier):
+    """A folder whose runs, or ends of texts, read as something else, of the right checksum."""
+
+    change = ""
+
+    def read(self, key: str) -> Layers:
+        ((kind,),) = self._index.execute("select kind from entries where key = ?", (key,)).fetchall()
+        layers = super().read(key)
+        if kind != {"": None, "short run": "run"}.get(self.change, "end"):
+            return layers
+        if self.change == "few layers":
+            return layers[:-2]
+        along = -2 if self.change == "short run" else -1
+        return tuple({name: tensor.narrow(along, 1, 1) for name, tensor in layer.items()} for layer in layers)
+
+
+@pytest.mark.parametrize("change", ["short run", "few layers", "narrow tensors"])
+def test_an_entry_of_another_shape_is_computed_again_and_takes_nothing_with_it(change: str, tmp_path: Path) -> None:
+    model = ours("qwen3_next-dense")
+    system = prompt(90, 1)
+    with lmstate.Engine(model, store=tmp_path) as engine:
+        longer = [*system, *ask(engine, system).tokens[0], *prompt(9, 2)]
+        ask(engine, longer)
+        store = engine._tier
+        assert isinstance(store, FolderTier)
+        namespace = store.namespace
+    tier = Changing(tmp_path, namespace, 10**9)
+    with lmstate.Engine(model, store=tier) as engine:
+        assert ask(engine, [*system, 7]).usage.reused == len(system), "now in memory"
+        tier.change = change
+        got = ask(engine, [*longer, 5], 1)
+        check(model, [*longer, 5], got)
+        assert got.usage.reused == len(system), "what is in memory stays"
+        assert engine.stats()["folder_failed"] >= 1
+        ask(engine, [*longer, 6], 1)
+    with lmstate.Engine(model, store=tmp_path) as engine:
+        got = ask(engine, [*longer, 7], 1)
+        check(model, [*longer, 7], got)
+        assert got.usage.reused == len(longer), "what was computed again was written again"
+
+
 @pytest.mark.parametrize("kind", ["hybrid", "window"])
 def test_sessions_go_on_after_a_restart(kind: str, tmp_path: Path) -> None:
     model = chatting(KINDS[kind])

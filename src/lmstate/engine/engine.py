@@ -292,8 +292,8 @@ class Engine:
 
     def _held(self, tokens: Sequence[int]) -> State:
         """A state of what memory keeps of some tokens, the others queued. For the engine's thread."""
-        state, kept = self._reuse.resume(list(tokens))
-        state.queue(0, tokens[kept:])
+        state = self._reuse.resume(list(tokens))
+        state.queue(0, tokens[state.lengths[0] :])
         return state
 
     def close_session(self, session: Session) -> None:

@@ -14,7 +14,7 @@ from lmstate.engine.prefix.parts import Split
 from lmstate.engine.results import Reuse
 from lmstate.engine.tiers import Tier
 from lmstate.engine.tiers.fetch import SILENCE, Fetch, Lookup
-from lmstate.errors import SnapshotError, StateError
+from lmstate.errors import StateError
 from lmstate.state import Snapshot, State
 
 if TYPE_CHECKING:
@@ -70,10 +70,7 @@ class PrefixReuse:
         if not job.fetch.taken:
             job.fetch.taken = True
             self.prefixes.forget_stored(job.fetch.failed)
-            try:
-                self.prefixes.fill(match, dict(job.fetch.read))
-            except SnapshotError:  # of another kind of state: nothing that hangs on it is of use
-                self.prefixes.discard(match)
+            self.prefixes.fill(match, dict(job.fetch.read))
             job.fetch.read = {}
         return False
 
@@ -109,34 +106,38 @@ class PrefixReuse:
         match = self.prefixes.match(job.prompt)
         if self.prefixes.missing(match):
             match = self.prefixes.match(job.prompt, only_memory=True)
-        state, reused = self._new_state(1), 0
-        try:
-            if (snapshot := self.prefixes.snapshot(match)) is not None:
-                state.restore(0, snapshot)
-                reused = match.length - state.rewind_cost(0, match.length)
-                state.rewind(0, match.length)
-                job.request.computed = match.length
-        except (StateError, RuntimeError, IndexError):  # of a file that was made by someone else
-            self.prefixes.discard(match)
-            state, reused = self._new_state(1), 0
+        if (restored := self._restored(match)) is None:
+            return self.begin(job)  # with less
+        state, reused = restored
+        job.request.computed = state.lengths[0]
         if job.fetch is not None and match.tier is not None and self.tier is not None:
             match = replace(match, tier=self.tier.name)
         job.reuse = self.told(job.prompt, match, reused)
         job.cuts |= self._worth_keeping(job.prompt, match)
         return state
 
-    def resume(self, text: list[int]) -> tuple[State, int]:
-        """(a state of one row for a text that was once read, how much of it is in there)."""
-        state = self._new_state(1)
+    def resume(self, text: list[int]) -> State:
+        """A state of one row with what memory has of a text that was once read."""
         match = self.prefixes.match(text, logits=False, only_memory=True)
+        restored = self._restored(match)
+        return self.resume(text) if restored is None else restored[0]
+
+    def _restored(self, match: Match) -> tuple[State, int] | None:
+        """(a state of one row with what is stored of a match, how many of its tokens need not be computed).
+
+        None where it is of no such state, as a file that was made by someone else may be: it is forgotten.
+        """
+        state = self._new_state(1)
         try:
-            if (snapshot := self.prefixes.snapshot(match)) is not None:
-                state.restore(0, snapshot)
-                state.rewind(0, match.length)
-                return state, match.length
+            if (snapshot := self.prefixes.snapshot(match)) is None:
+                return state, 0
+            state.restore(0, snapshot)
+            reused = match.length - state.rewind_cost(0, match.length)
+            state.rewind(0, match.length)
+            return state, reused
         except (StateError, RuntimeError, IndexError):
             self.prefixes.discard(match)
-        return self._new_state(1), 0
+            return None
 
     def explain(self, prompt: list[int]) -> Reuse:
         """Tokens of a prompt that would be reused now."""

@@ -379,7 +379,8 @@ class Scheduler:
             self.pool.join(choice, snapshot)
 
     def _resume(self, work: Preempted, _: Job) -> None:
-        work.state, work.at = self._reuse.resume(work.text)
+        work.state = self._reuse.resume(work.text)
+        work.at = work.state.lengths[0]
 
     def _read_again(self, work: Preempted, job: Job) -> None:
         """Read a part of the text of an answer that had a row. The whole of it: then it has one again."""

@@ -82,22 +82,28 @@ class PrefixStore:
         return list({stored.key: None for stored in (*runs, carry) if stored is not None})
 
     def fill(self, match: Match, read: Mapping[str, Layers]) -> bool:
-        """Put what was read for a match in its place. False if there is no room.
+        """Put what was read for a match in its place. False if there is no room, or if some of it is no good.
 
-        Raises SnapshotError for what was not written by a store of such states.
+        What was not written by a store of such states is forgotten; all else stays.
         """
         if match.node is None or match.node.parent is None:
             return False
         made: dict[str, Layers] = {}  # parts of one run share the blocks at their borders
-        for part in match.node.path():
-            if part.run is None and (run := part.stored_run) is not None and run.key in read:
-                if run.key not in made:
-                    made[run.key] = self.split.run_of(read[run.key], part.start - run.offset)
-                if any(piece.stop < part.end for piece in pieces(made[run.key])):
-                    raise SnapshotError(f"{run.key} has less than {part.end} positions")
-        carried = match.node.stored_carry
-        if match.node.carry is None and carried is not None and carried.key in read:
-            made[carried.key] = self.split.carry_of(read[carried.key])
+        carried = match.node.stored_carry if match.node.carry is None else None
+        key = ""
+        try:
+            for part in match.node.path():
+                if part.run is None and (run := part.stored_run) is not None and run.key in read:
+                    if (key := run.key) not in made:
+                        made[key] = self.split.run_of(read[key], part.start - run.offset)
+                    if any(piece.stop < part.end for piece in pieces(made[key])):
+                        raise SnapshotError(f"{key} has less than {part.end} positions")
+            if carried is not None and carried.key in read:
+                key = carried.key
+                made[key] = self.split.carry_of(read[key])
+        except (SnapshotError, RuntimeError):  # of another kind of state, or more than there is memory for
+            self._refuse(key)
+            return False
         if not self._make_room(sum(map(nbytes, made.values())), needed=match.node):
             return False
         before: Layers = ()
@@ -117,8 +123,11 @@ class PrefixStore:
 
     def discard(self, match: Match) -> None:
         """Forget a match that proved damaged, and all that goes on from it."""
-        if match.node is not None and (path := match.node.path()):
-            self._remove(path[0])
+        if (node := match.node) is not None and node.parent is not None:
+            for stored in (node.stored_run, node.stored_carry):
+                if stored is not None:
+                    self._refuse(stored.key)
+            self._remove(node)
 
     def forget_stored(self, keys: Iterable[str]) -> None:
         """These could not be read, or were no good: never ask for them again."""
@@ -325,6 +334,12 @@ class PrefixStore:
         return node.own_nbytes + sum(block.nbytes for block in node.blocks() if self._holders[block] == 1)
 
     # ---- the tier
+
+    def _refuse(self, key: str) -> None:
+        """Forget what was read and is no good: it is written anew when it was computed anew."""
+        self.forget_stored([key])
+        if self.tier is not None:
+            self.tier.refuse(key)
 
     def _write(self, tier: Tier, frequency_key: int, path: list[Node]) -> None:
         """Have what is new of a path written."""

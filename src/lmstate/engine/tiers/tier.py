@@ -177,13 +177,17 @@ class Tier(ABC):
         try:
             layers = self.read(key)
         except Exception as error:  # whatever a store's client raises: the entry counts as gone, and is computed again
-            with self._changed:
-                self._keys.discard(key)
-                self.counts["failed"] += 1
+            self.refuse(key)
             raise TierError(f"{self.name} cannot give {key[:12]}: {error}") from error
         with self._changed:
             self.counts["read"] += 1
         return layers
+
+    def refuse(self, key: str) -> None:
+        """Have an entry that is no good count as gone, so that `put` writes it anew."""
+        with self._changed:
+            self._keys.discard(key)
+            self.counts["failed"] += 1
 
     @property
     def writing(self) -> bool:

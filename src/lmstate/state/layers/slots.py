@@ -108,7 +108,8 @@ class SlotState(LayerState):
         self._check_tensors(tensors)
         if len({tensors[name].shape[-2] for name in self.buffers}) != 1:
             raise SnapshotError(f"the buffers {' and '.join(self.buffers)} have different numbers of positions")
-        return self.content.in_blocks(start, tensors) if isinstance(self.content, BlockStore) else tensors
+        assert isinstance(self.content, BlockStore), "a static state's slots are in no blocks"
+        return self.content.in_blocks(start, tensors)
 
     def lowest(self, position: int) -> int:
         """The first position that a query at `position` sees."""
