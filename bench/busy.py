@@ -1,5 +1,6 @@
-"""Decode and prompts on one and on two threads, on a machine that does nothing else and beside a process that keeps one
-processor busy: `python -m bench.busy [--weights KIND]`. Linux; tokens a second, mean of the turns.
+"""Decode and prompts on one and on two threads: on a machine that does nothing else, beside a process that keeps one
+processor busy, in another Python thread than one that has computed, and in two at once. `python -m bench.busy
+[--weights KIND]`; Linux; tokens a second, mean of the turns.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -50,6 +53,12 @@ def prefill(model: lmstate.Model, seconds: float) -> float:
     return tokens / (perf_counter() - begin)
 
 
+def elsewhere(model: lmstate.Model, seconds: float, count: int = 1) -> float:
+    """Decode in so many Python threads of its own at once: the sum."""
+    with ThreadPoolExecutor(count) as pool:
+        return sum(pool.map(lambda _: decode(model, seconds), range(count)))
+
+
 def turns(model: lmstate.Model, run: Callable[[lmstate.Model, float], float]) -> list[float]:
     """Of one and of two threads, by turns."""
     sums = [0.0, 0.0]
@@ -67,12 +76,17 @@ def main() -> None:
     model = lmstate.load("smollm2", weights=parser.parse_args().weights)
     last = max(os.sched_getaffinity(0))
     print("| | 1 thread | 2 threads | ratio |\n|---|---|---|---|", flush=True)
-    for name, run in (("decode", decode), ("prompts of 512", prefill)):
+
+    def show(name: str, run: Callable[[lmstate.Model, float], float]) -> None:
         one, two = turns(model, run)
-        print(f"| {name}, nothing else | {one:.0f} | {two:.0f} | {two / one:.2f} |", flush=True)
+        print(f"| {name} | {one:.0f} | {two:.0f} | {two / one:.2f} |", flush=True)
+
+    for name, run in (("decode", decode), ("prompts of 512", prefill)):
+        show(f"{name}, nothing else", run)
         with spinning(last):
-            one, two = turns(model, run)
-        print(f"| {name}, processor {last} busy | {one:.0f} | {two:.0f} | {two / one:.2f} |", flush=True)
+            show(f"{name}, processor {last} busy", run)
+    show("decode, in another Python thread", elsewhere)
+    show("decode, in two at once", partial(elsewhere, count=2))
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ bool GOMP_loop_nonmonotonic_dynamic_next(long *begin, long *end) {
   return taken > 0;
 }
 
-/* Every loop of the operations ends with a barrier: a thread is never two ahead of another. */
+/* Behind every loop of the operations stands a barrier (see team.h): a thread is never two ahead of another. */
 bool GOMP_loop_nonmonotonic_dynamic_start(long begin, long end, long step, long chunk, long *first, long *last) {
   team *t = me.team;
   if (!t) abort(); /* the operations have such loops in parallel regions alone */
@@ -87,7 +87,7 @@ bool GOMP_loop_nonmonotonic_dynamic_start(long begin, long end, long step, long 
   return GOMP_loop_nonmonotonic_dynamic_next(first, last);
 }
 
-void GOMP_loop_end(void) { GOMP_barrier(); }
+void GOMP_loop_end_nowait(void) {}
 
 int omp_get_num_threads(void) { return me.team ? (int)me.team->size : 1; }
 int omp_get_thread_num(void) { return (int)me.id; }

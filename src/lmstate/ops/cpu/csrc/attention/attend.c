@@ -10,6 +10,7 @@
 
 #include "attention/kv_read.h"
 #include "layout.h"
+#include "team.h"
 
 enum { RUN = 32 }; /* new tokens of a task */
 
@@ -406,23 +407,26 @@ void attend_end(attend_plan *plan) {
 void attend_run(const attend_args *a, const attend_plan *plan) {
   begin_attend_bf16(a, plan);
   if (a->tokens > RUN) { /* later runs see more */
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic) nowait
     for (int64_t task = 0; task < plan->tasks; task++) run_task(a, plan, task);
   } else { /* a thread's tasks follow each other in memory: what one asks for ahead is what the next one reads */
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (int64_t task = 0; task < plan->tasks; task++) run_task(a, plan, task);
   }
+  team_barrier();
   end_attend_bf16(a, plan);
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
   for (int64_t i = 0; i < all_tokens(a, plan->packed) * a->heads; i++) {
     const int64_t number = i / a->heads, r = plan->packed ? plan->packed->rows[number] : number / a->tokens;
     const int64_t token = number - plan->rows[r].first_token;
     if (token >= a->counts[r]) memset(a->out + i * a->dim_v, 0, (size_t)a->dim_v * sizeof(float));
     else if (!plan->whole) combine(a, plan, r, token, i % a->heads);
   }
+  team_barrier();
   if (!a->columns) return;
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
   for (int64_t i = 0; i < a->rows * a->kv_heads; i++) add_columns(a, plan, i / a->kv_heads, i % a->kv_heads);
+  team_barrier();
 }
 
 int64_t lmstate_attend(const attend_args *a) {

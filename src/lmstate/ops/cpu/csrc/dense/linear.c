@@ -14,6 +14,7 @@
 #include "dense/bfloat12.h"
 #include "layout.h"
 #include "simd/amx.h"
+#include "team.h"
 
 /* Tiles of up to TALL rows lie together, group after group, so that a product walks through them in order. */
 enum { TALL = 8 };
@@ -64,7 +65,7 @@ static const float *prologue(const linear_args *a, int64_t row, float *scratch) 
 
 /* The norm of whole rows, and what `linear_finish` left for after it. */
 static void finish_rows(const linear_args *a) {
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
   for (int64_t m = 0; m < a->rows; m++) {
     float *y = a->y + m * a->outputs;
     rms_norm_row(y, a->after, y, a->outputs, a->after_eps);
@@ -73,6 +74,7 @@ static void finish_rows(const linear_args *a) {
     if (a->residual)
       for (int64_t n = 0; n < a->outputs; n++) y[n] += a->residual[m * a->outputs + n];
   }
+  team_barrier();
 }
 
 /* One block of 16 outputs for `rows` rows from `row` on. `rows` and `bits` are constants where this is called. */
@@ -478,7 +480,7 @@ void linear_run_all(const linear_args *each, int64_t count, void *memory) {
       prepare_rows(each + i, p.begin, p.end, at, scratch);
       before += each[i].rows;
     }
-#pragma omp barrier
+    team_barrier();
   }
   at = first, before = 0;
   for (int64_t i = 0; i < count; at += rows_bytes(each + i++)) {
@@ -487,7 +489,7 @@ void linear_run_all(const linear_args *each, int64_t count, void *memory) {
     if (p.begin < p.end) multiply(each + i, p.begin, p.end, at, scratch);
     before += blocks_own;
   }
-#pragma omp barrier
+  team_barrier();
   for (int64_t i = 0; i < count; i++)
     if (each[i].after) finish_rows(each + i);
 }
@@ -499,8 +501,13 @@ int64_t lmstate_linear(const linear_args *a) {
   if (a->rows == 0 || a->outputs == 0) return 0;
   void *memory = aligned_alloc(64, (linear_memory(a) + 63) / 64 * 64);
   if (!memory) return -1;
+  team together = {0};
 #pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
-  linear_run(a, memory);
+  {
+    team_begin(&together);
+    linear_run(a, memory);
+    team_end();
+  }
   free(memory);
   return 0;
 }

@@ -73,23 +73,25 @@ static int number_tokens(const fused_args *run, packed_tokens *packed) {
 /* [R, T, width] without its padding. */
 static const float *gathered(const fused_args *run, const packed_tokens *packed, const float *from, int64_t width,
                              float *to) {
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
   for (int64_t i = 0; i < packed->begins[run->rows]; i++) {
     const int64_t r = packed->rows[i], place = r * run->tokens + i - packed->begins[r];
     memcpy(to + i * width, from + place * width, (size_t)width * sizeof(float));
   }
+  team_barrier();
   return to;
 }
 
 /* The inverse: y has zeros at padding. */
 static void scatter(const fused_args *run, const packed_tokens *packed, const float *from, int64_t width) {
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
   for (int64_t i = 0; i < run->rows * run->tokens; i++) {
     const int64_t token = packed->begins[i / run->tokens] + i % run->tokens;
     if (token < packed->begins[i / run->tokens + 1])
       memcpy(run->y + i * width, from + token * width, (size_t)width * sizeof(float));
     else memset(run->y + i * width, 0, (size_t)width * sizeof(float));
   }
+  team_barrier();
 }
 
 /* As lmstate_fused, with the tokens numbered. */
@@ -116,8 +118,10 @@ static int64_t run_sublayers(const fused_args *run, workspace *common) {
   common->products = memory, common->between = (float *)(memory + products);
   float *streams = common->between + between, *gather = streams + 3 * n * width;
   int64_t failed = 0;
+  team together = {0};
 #pragma omp parallel num_threads((int)run->threads) if (run->threads > 1)
   {
+    team_begin(&together);
     const float *before = NULL, *x = run->x, *residual = run->residual;
     if (ragged) x = gathered(run, packed, run->x, first.into.inputs, gather);
     if (added) residual = gathered(run, packed, run->residual, first.out.outputs, gather + inputs);
@@ -133,6 +137,7 @@ static int64_t run_sublayers(const fused_args *run, workspace *common) {
       before = x, x = residual = y;
     }
     if (ragged) scatter(run, packed, x, outputs);
+    team_end();
   }
   free(memory);
   return common->status < 0 ? -1 : common->status ? common->status * run->count + failed : 0;

@@ -4,6 +4,7 @@
 #include "attention/attend_args.h"
 #include "dense/linear.h"
 #include "recurrent/mixers.h"
+#include "team.h"
 
 typedef struct {
   /* The same in every step. */

@@ -24,14 +24,15 @@ static void norm_rope_store(const fused_args *run, const attention_args *a, cons
   const int64_t n = packed->begins[run->rows], all = a->heads + stored_heads(a), size = a->kind == F32 ? 4 : 2;
   const int whole_q = a->q_norm && a->q_norm_width != a->dim, whole_k = a->k_norm && a->k_norm_width != a->dim;
   if (whole_q || whole_k) {
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (int64_t i = 0; i < n; i++) {
       float *x = qkv + i * width;
       if (whole_q) rms_norm_row(x, a->q_norm, x, a->q_norm_width, a->q_eps);
       if (whole_k) rms_norm_row(x + keys, a->k_norm, x + keys, a->k_norm_width, a->k_eps);
     }
+    team_barrier();
   }
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
   for (int64_t i = 0; i < n * all; i++) {
     const int64_t token = i / all, r = packed->rows[token], t = token - packed->begins[r], place = r * run->tokens + t;
     const int64_t h = i % all, kv = h - a->heads;
@@ -62,22 +63,25 @@ static void norm_rope_store(const fused_args *run, const attention_args *a, cons
     store_head(x, k, a->dim, a->kind);
     store_head(value, v, a->dim, a->kind);
   }
+  team_barrier();
   if (!a->codes.tail || a->reads) return;
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
   for (int64_t i = 0; i < run->rows * a->kv_heads; i++)
     close_blocks(attend, &a->codes, i / a->kv_heads, i % a->kv_heads);
+  team_barrier();
 }
 
 /* What was seen of values that went through a Hadamard transform, which is its own inverse. */
 static void undo_hadamard(const attention_args *a, int64_t n, float *seen) {
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
   for (int64_t i = 0; i < n * a->heads; i++) hadamard_head(seen + i * a->dim, a->dim);
+  team_barrier();
 }
 
 /* seen[token, head] *= sigmoid(the gate beside the head's query) */
 static void gate_per_feature(const attention_args *a, int64_t n, const float *qkv, float *seen) {
   const int64_t width = qkv_width(a);
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
   for (int64_t i = 0; i < n * a->heads; i++) {
     const float *gate = qkv + i / a->heads * width + (i % a->heads * 2 + 1) * a->dim;
     float *x = seen + i * a->dim;
@@ -88,18 +92,20 @@ static void gate_per_feature(const attention_args *a, int64_t n, const float *qk
       store_part(x + d, vf_mul(load_part(F32, x, d, rest), vf_sigmoid(load_part(F32, gate, d, rest))), rest);
     }
   }
+  team_barrier();
 }
 
 /* seen[token, head] *= sigmoid(the head's own number, which stands last) */
 static void gate_per_head(const attention_args *a, int64_t n, const float *qkv, float *seen) {
   const int64_t width = qkv_width(a);
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
   for (int64_t i = 0; i < n * a->heads; i++) {
     const float gate = qkv[(i / a->heads + 1) * width - a->gates + i % a->heads];
     float share[VL];
     vf_store(share, vf_sigmoid(vf_set1(gate)));
     for (int64_t d = 0; d < a->dim; d++) seen[i * a->dim + d] *= share[0];
   }
+  team_barrier();
 }
 
 void attention_products(const attention_args *a, sublayer_products *p) {

@@ -233,41 +233,47 @@ void moe_sublayer(const moe_args *a, sublayer_products *p, workspace *common) {
   const int64_t n = p->into.rows, width = a->inputs, blocks = (a->outputs + FEATURES - 1) / FEATURES;
   moe_workspace w;
   lay_out(a, n, (char *)common->between, &w);
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
   for (int64_t i = 0; i < n; i++) {
     const float *x = p->into.x + i * width;
     if (a->norm) rms_norm_row(x, a->norm, w.x + i * width, width, a->norm_eps);
     else memcpy(w.x + i * width, x, (size_t)width * sizeof(float));
   }
+  team_barrier();
   linear_args first[] = {product(p, a->router, a->bias, a->router_kind, n, width, a->count),
                          product(p, a->shared_gate, NULL, a->shared_gate_kind, n, width, 1)};
   first[0].x = first[1].x = w.x, first[0].y = w.scores, first[1].y = w.shared_gate;
   linear_run_all(first, a->shared_gate ? 2 : 1, common->products);
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
   for (int64_t i = 0; i < n; i++)
     choose(a, w.scores + i * a->count, w.choice + 2 * i * a->count, w.chosen + i * a->top_k, w.weights + i * a->top_k);
-#pragma omp single
+  team_barrier();
+#pragma omp single nowait
   plan(a, p, &w);
-#pragma omp for schedule(static)
+  team_barrier();
+#pragma omp for schedule(static) nowait
   for (int64_t i = 0; i < *w.count; i++) {
     const float *x = w.x + w.visits[i] / a->top_k * width, weight = a->scale_input ? w.weights[w.visits[i]] : 1;
     for (int64_t f = 0; f < width; f++) w.visitors[i * width + f] = x[f] * weight;
   }
+  team_barrier();
   linear_run_all(w.ups, *w.experts, common->products);
   linear_run_all(w.downs, *w.experts, common->products);
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
   for (int64_t i = 0; i < n * blocks; i++) {
     const int64_t token = i / blocks, from = i % blocks * FEATURES, end = from + FEATURES;
     const int64_t to = end < a->outputs ? end : a->outputs;
     add_up(a, &w, token, from, to);
     if (!a->after) join(p, &w, token, from, to);
   }
+  team_barrier();
   if (!a->after) return;
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
   for (int64_t i = 0; i < n; i++) {
     rms_norm_row(w.sums + i * a->outputs, a->after, w.sums + i * a->outputs, a->outputs, a->after_eps);
     join(p, &w, i, 0, a->outputs);
   }
+  team_barrier();
 }
 
 EXPORT_SIZE(expert);

@@ -83,11 +83,12 @@ static void gated_delta_sublayer(const fused_args *run, const recurrent_args *a,
   }
   const linear_args projections[] = {p->beside, p->into};
   linear_run_all(projections, 2, common->products);
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
   for (int64_t i = 0; i < n; i++) {
     memcpy(a->kept + i * taken, projected + i * a->projected, (size_t)width * sizeof(float));
     memcpy(a->kept + i * taken + width, gated + i * gates, (size_t)gates * sizeof(float));
   }
+  team_barrier();
   gated_delta_mixer_run(&a->delta, &fold, seen + n * values);
   linear_run(&p->out, common->products);
 }

@@ -63,16 +63,17 @@ static void convolve(const causal_conv_args *a, int64_t row, int64_t first, int6
 
 void conv_run(const causal_conv_args *a) {
   const int64_t blocks = (a->width + FEATURES - 1) / FEATURES;
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
   for (int64_t i = 0; i < a->rows * blocks; i++) {
     const int64_t first = i % blocks * FEATURES;
     convolve(a, i / blocks, first, at_most(first + FEATURES, a->width));
   }
+  team_barrier();
 }
 
 void gated_conv_run(const causal_conv_args *a, const float *projected, float *taken) {
   const int64_t width = a->width, blocks = (width + FEATURES - 1) / FEATURES;
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
   for (int64_t i = 0; i < a->rows * blocks; i++) {
     const int64_t row = i / blocks, first = i % blocks * FEATURES, last = at_most(first + FEATURES, width);
     const int64_t begin = token_at(a->begins, row, 0, a->tokens, 1);
@@ -84,6 +85,7 @@ void gated_conv_run(const causal_conv_args *a, const float *projected, float *ta
     for (int64_t t = begin; t < end; t++)
       for (int64_t f = first; f < last; f++) a->y[t * width + f] *= projected[(t * 3 + 1) * width + f];
   }
+  team_barrier();
 }
 
 void lmstate_causal_conv(const causal_conv_args *a) {

@@ -211,8 +211,9 @@ size_t delta_memory(const gated_delta_rule_args *a) { return (size_t)a->threads 
 
 void delta_run(const gated_delta_rule_args *a, float *memory) {
   const scratch s = scratch_of(a, memory + (size_t)omp_get_thread_num() * scratch_size(a));
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
   for (int64_t i = 0; i < a->rows * a->heads; i++) run_head(a, &s, i / a->heads, i % a->heads);
+  team_barrier();
 }
 
 /* 0, or -1 where there was no memory. */

@@ -30,12 +30,13 @@ void gated_norm_group(const gated_norm_args *a, int64_t token, int64_t g) {
 
 void gated_norm_run(const gated_norm_args *a) {
   const int64_t tokens = a->rows * a->tokens;
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
   for (int64_t i = 0; i < tokens * a->groups; i++) {
     const int64_t token = i / a->groups;
     if (a->counts && token % a->tokens >= a->counts[token / a->tokens]) continue;
     gated_norm_group(a, token, i % a->groups);
   }
+  team_barrier();
 }
 
 void lmstate_gated_norm(const gated_norm_args *a) {

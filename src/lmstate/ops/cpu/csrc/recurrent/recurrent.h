@@ -8,6 +8,7 @@
 #include <stdlib.h>
 
 #include "dense/prologue.h"
+#include "team.h"
 
 enum { RUN = 32 };
 

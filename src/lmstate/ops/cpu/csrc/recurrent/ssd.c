@@ -95,8 +95,9 @@ static void run_head(const ssd_args *a, int64_t r, int64_t h) {
 }
 
 void ssd_run(const ssd_args *a) {
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
   for (int64_t i = 0; i < a->rows * a->heads; i++) run_head(a, i / a->heads, i % a->heads);
+  team_barrier();
 }
 
 void lmstate_ssd(const ssd_args *a) {
