@@ -102,7 +102,8 @@ class RecurrentState(LayerState):
         """Committed inputs of each row that the carry does not have yet."""
         self._pending: Pending | None = None
         self.period = layout.rewind
-        self.log = torch.zeros(rows, 2 * self.period, inputs, dtype=torch.float32, device=device)
+        # It is read only where it was written: to zero it would take longer than all else that a new row costs.
+        self.log = torch.empty(rows, 2 * self.period, inputs, dtype=torch.float32, device=device)
         self.checkpoints = [self._start() for _ in range(rows)]
         """Of each row, those at an even and at an odd multiple of `period`."""
         self.next_carry: Carry = tuple(map(torch.zeros_like, self.carry)) if layout.static else ()
