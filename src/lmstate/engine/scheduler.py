@@ -86,7 +86,6 @@ class Scheduler:
             self._seat()
             self._admit()
             self._read()
-            self._delivery.deliver()  # first tokens do not wait for the step that follows
             self._decode()
             self._delivery.deliver()
             self._bound()
@@ -230,13 +229,14 @@ class Scheduler:
             self._echo(job, logits[0], start)
             logits = logits[:, -1]
         job.request.computed += count
-        if count == left:
-            self._keep(job.state.snapshot(0))
         if job.at == len(job.prompt):
             assert logits is not None
             job.has_read(logits[0])
             if len(self.pool) or (len(self.reading) == 1 and not len(self.waiting)):
-                self._begin_answers(job)
+                self._begin_answers(job, fresh=True)
+                return
+        if count == left:
+            self._keep(job.state.snapshot(0))
 
     def _read_ids(self, ids: list[int], state: State, at: int, logits: Logits) -> Tensor | None:
         """Have a state of one row read these, which begin at a position: nobody goes back into them."""
@@ -257,8 +257,11 @@ class Scheduler:
         for offset, token in enumerate(job.prompt[start + 1 : start + 1 + len(logits)]):
             job.prompt_logprobs.append(logprob(logits[offset], token, top))
 
-    def _begin_answers(self, job: Job) -> None:
-        """Every answer gets its first token from the last logits of the prompt, then a row."""
+    def _begin_answers(self, job: Job, fresh: bool = False) -> None:
+        """Every answer gets its first token from the last logits of the prompt, then a row.
+
+        fresh: the prompt is not kept yet.
+        """
         logits, job.logits = job.logits, None
         assert logits is not None
         job.passed()
@@ -272,9 +275,12 @@ class Scheduler:
                 job.request.push(choice.end("length"))
             else:
                 self._give(job, choice, choice.pick(logits), logits)
+        self._delivery.deliver()  # nobody waits for what else is to be done
         job.unseated = [choice for choice in job.choices if choice.finished is None]
+        assert isinstance(job.source, State)
+        if fresh:
+            self._keep(job.source.snapshot(0))
         if len(job.unseated) > 1:
-            assert isinstance(job.source, State)
             job.source = job.source.snapshot(0)
         self._settle(job)
         self._seat()
