@@ -20,19 +20,14 @@ from lmstate.errors import ModelError
 SAMPLES, SAMPLE_BYTES = 16, 16 * 1024
 
 
-class MappedFile:
-    """A whole file as a buffer. Copy-on-write: tensors in it may be written to, the file never changes."""
+class FileBuffer:
+    """The content of a whole file in memory. Tensors are views of it, and may be written to."""
 
-    def __init__(self, path: Path) -> None:
-        with open_regular(path) as file:
-            self.size = file.seek(0, 2)
-            if self.size == 0:
-                raise ModelError(f"{path} is empty; download it again")
-            self.buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        self.path = path
+    def __init__(self, path: Path, buffer: mmap.mmap | bytearray) -> None:
+        self.path, self.buffer, self.size = path, buffer, len(buffer)
 
     def bytes(self, start: int, stop: int) -> bytes:
-        return self.buffer[start:stop]
+        return bytes(self.buffer[start:stop])
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The tensor at a byte offset, which the caller has checked to lie inside the file."""
@@ -46,6 +41,16 @@ class MappedFile:
         # Old writers do not align. Kernels may assume that numbers lie on their natural boundary: copy.
         raw = torch.frombuffer(self.buffer, dtype=torch.uint8, count=count * dtype.itemsize, offset=offset)
         return raw.clone().view(dtype).view(shape)
+
+
+class MappedFile(FileBuffer):
+    """A whole file as a buffer. Copy-on-write: tensors in it may be written to, the file never changes."""
+
+    def __init__(self, path: Path) -> None:
+        with open_regular(path) as file:
+            if file.seek(0, 2) == 0:
+                raise ModelError(f"{path} is empty; download it again")
+            super().__init__(path, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
 
 
 class ReadFile:

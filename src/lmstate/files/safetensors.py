@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lmstate.errors import ModelError
 from lmstate.files.json_object import parse_object
-from lmstate.files.mmap_file import MappedFile, ReadFile
+from lmstate.files.mmap_file import FileBuffer, MappedFile, ReadFile
 
 MOST_HEADER_BYTES = 100 * 10**6  # the format's own limit
 MOST_DIMENSIONS = 8
@@ -56,7 +56,7 @@ class TensorFile:
     Raises `ModelError` for a file that lies about itself in any way, `OSError` for one that cannot be read.
     """
 
-    def __init__(self, path: Path, file: MappedFile | ReadFile | None = None) -> None:
+    def __init__(self, path: Path, file: FileBuffer | ReadFile | None = None) -> None:
         """`file`: how to read it; by default it is mapped."""
         self.path = path
         self._file = MappedFile(path) if file is None else file

@@ -132,10 +132,12 @@ class FolderTier(Tier):
         file = self._file(key)
         try:
             with open_regular(file) as opened:
-                data = opened.read()
+                data = bytearray(opened.seek(0, 2))
+                opened.seek(0)
+                opened.readinto(data)  # type: ignore[attr-defined]
             if hashlib.sha256(data).hexdigest() != row[1]:
                 raise SnapshotError(f"{file} is damaged: its checksum is another")
-            layers = from_bytes(data, str(file), int(row[0]))
+            layers = from_bytes(data, file, int(row[0]))
         except (OSError, ModelError, SnapshotError):
             self._quarantine(key)
             raise

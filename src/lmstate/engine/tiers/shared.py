@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any, Protocol, get_args
 
 from lmstate.engine.prefix.parts import Layers
@@ -207,7 +208,7 @@ class SharedTier(Tier):
             self.counts["quarantined"] += 1
             self._blobs.delete(name)
             raise SnapshotError(f"{name} is damaged: its checksum is another")
-        return from_bytes(blob[36:], name, layers)
+        return from_bytes(bytearray(blob[36:]), Path(name), layers)
 
     def write(self, entry: Entry, key: str, layers: Layers, above: Sequence[str]) -> None:
         data = len(layers).to_bytes(4, "little") + to_bytes(layers)

@@ -8,6 +8,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Condition, Thread
 from typing import Literal, TypeVar
 
@@ -15,7 +16,9 @@ import numpy as np
 from torch import Tensor
 
 from lmstate.engine.prefix.parts import Layers, nbytes
-from lmstate.errors import SnapshotError, StateError
+from lmstate.errors import ModelError, SnapshotError, StateError
+from lmstate.files.mmap_file import FileBuffer
+from lmstate.files.safetensors import TensorFile
 from lmstate.state.layer_file import by_layer
 
 WAITING_BYTES = 2**28  # of tensors that may wait to be written; what comes beyond is not kept here
@@ -310,15 +313,11 @@ def to_bytes(layers: Layers) -> bytes:
     return save(tensors, {"format": "lmstate-prefix", "version": "1", "layers": str(len(layers))})
 
 
-def from_bytes(data: bytes, where: str, layers: int) -> Layers:
-    """Inverse of `to_bytes` for a model of so many layers. Raises SnapshotError for a damaged or foreign file."""
-    from pathlib import Path
-
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
+def from_bytes(data: bytearray, where: Path, layers: int) -> Layers:
+    """Inverse of `to_bytes` for a model of so many layers: views of `data`. Raises SnapshotError for a damaged or
+    foreign file."""
     try:
-        tensors = load(data)
-    except (SafetensorError, ValueError, KeyError, OverflowError) as error:
-        raise SnapshotError(f"{where} is damaged: {error}") from error
-    return by_layer(Path(where), tensors, layers)
+        file = TensorFile(where, FileBuffer(where, data))
+    except ModelError as error:
+        raise SnapshotError(str(error)) from error
+    return by_layer(where, {name: file.tensor(name) for name in file.entries}, layers)
