@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from threading import Condition, Thread, current_thread
+from threading import Condition, Event, Thread, current_thread
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -39,7 +39,7 @@ from lmstate.speculation import DraftChoice, DraftReport
 from lmstate.state import BlockPool, Snapshot, State
 from lmstate.state.validate import whole_number
 from lmstate.text.replay import Replay
-from lmstate.threads import release_threads
+from lmstate.threads import make_threads, release_threads
 
 if TYPE_CHECKING:
     from lmstate.models.model import Model
@@ -119,10 +119,12 @@ class Engine:
         self._order = 0
         if self._tier is not None:
             self._conversations.recall(self._tier, self)
-        arguments = (weakref.ref(self), self._changed)
+        ready = Event()
+        arguments = (weakref.ref(self), self._changed, ready)
         release_threads()  # the engine's thread has its own from here on
         self._thread = Thread(target=_serve, args=arguments, name="lmstate-engine", daemon=True)
         self._thread.start()
+        ready.wait()
         # A daemon thread inside native code while the interpreter goes away can crash it.
         self._at_exit = _closer(weakref.ref(self))
         atexit.register(self._at_exit)
@@ -452,8 +454,12 @@ if hasattr(os, "register_at_fork"):  # where there is a fork
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def _serve(reference: weakref.ref[Engine], changed: Condition) -> None:
+def _serve(reference: weakref.ref[Engine], changed: Condition, ready: Event) -> None:
     """The engine's thread. It holds the engine only while there is work, so that a forgotten engine can go."""
+    try:
+        make_threads()
+    finally:
+        ready.set()
     with torch.no_grad():
         while True:
             engine = reference()
