@@ -89,12 +89,3 @@ def release_threads() -> None:
     """
     if (library := dispatch.choice().library) is not None:
         library.release_threads()
-
-
-def make_threads() -> None:
-    """Make the OpenMP workers of the calling thread, for which its first call would wait.
-
-    A new one begins on the processor of the thread that makes it, and milliseconds go by before the system moves one of
-    the two.
-    """
-    torch.zeros(torch.get_num_threads() << 15)  # torch takes one thread less for less

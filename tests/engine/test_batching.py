@@ -180,6 +180,24 @@ def test_a_request_that_fails_again_while_it_ends_gives_its_row_back(monkeypatch
         assert engine.stats()["failed"] == 2
 
 
+def test_the_model_runs_once_before_the_first_request_and_may_fail_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ours("llama")
+    ran: list[object] = []
+
+    def forward(self: Forward, ids: object, *rest: object) -> None:
+        ran.append(ids)
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Forward, "__call__", forward)
+        engine = lmstate.Engine(model)
+    with engine:
+        assert len(ran) == 1
+        assert engine.submit(prompt(5, 1), max_new_tokens=4).result(600).tokens == [alone(model, prompt(5, 1), 4)[0]]
+        stats = engine.stats()
+        assert (stats["failed"], stats["prompt_tokens"]) == (0, 5)
+
+
 def test_a_row_that_fails_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ours("llama")
     poison = 77

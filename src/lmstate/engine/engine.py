@@ -39,7 +39,7 @@ from lmstate.speculation import DraftChoice, DraftReport
 from lmstate.state import BlockPool, Snapshot, State
 from lmstate.state.validate import whole_number
 from lmstate.text.replay import Replay
-from lmstate.threads import make_threads, release_threads
+from lmstate.threads import release_threads
 
 if TYPE_CHECKING:
     from lmstate.models.model import Model
@@ -421,6 +421,11 @@ class Engine:
 
     # ---- the engine's thread
 
+    def _warm_up(self) -> None:
+        """Read the weights once, and make the thread's OpenMP workers: the first request would wait for both."""
+        with suppress(Exception), torch.no_grad():  # what fails here fails the first request, which tells of it
+            self.model([[0]], self._new_state(1))
+
     def _busy(self) -> bool:
         return bool(self._commands or self._scheduler.reading or self._scheduler.answering or len(self._queue))
 
@@ -456,10 +461,10 @@ if hasattr(os, "register_at_fork"):  # where there is a fork
 
 def _serve(reference: weakref.ref[Engine], changed: Condition, ready: Event) -> None:
     """The engine's thread. It holds the engine only while there is work, so that a forgotten engine can go."""
-    try:
-        make_threads()
-    finally:
-        ready.set()
+    if (engine := reference()) is not None:
+        engine._warm_up()
+    del engine
+    ready.set()
     with torch.no_grad():
         while True:
             engine = reference()
