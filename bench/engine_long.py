@@ -1,13 +1,17 @@
 """`python -m bench.engine_long`: long prompts through the engine, on a hybrid of random weights.
 
 stall     rows decode without drafts, a long prompt arrives: the gaps between two tokens of a stream over its usual one
-restart   a session with a long text is found again in a folder: seconds to its first token over those of its prefill
+restart   a session with a long text is found again in a folder, by another process: seconds to its first token over
+          those of its prefill
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
+import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass
 from itertools import pairwise
@@ -100,17 +104,25 @@ class Restart:
     reused: int
 
 
-def restart(model: lmstate.Model, prompt: int, folder: Path) -> Restart:
+def restart(model: lmstate.Model, prompt: int, made: Path, folder: Path) -> Restart:
+    """`made`: the checkpoint that the model was loaded from."""
     ids = words(prompt, model.config.vocab_size, random.Random(1))
     with lmstate.Engine(model, store=folder) as engine:
         done = engine.session("long").send(ids, max_new_tokens=1, ignore_eos=True).result()
-    with lmstate.Engine(model, store=folder) as engine:
+    command = [sys.executable, "-m", "bench.engine_long", "--threads", str(torch.get_num_threads())]
+    told = subprocess.run([*command, "--resume", made, folder], stdout=subprocess.PIPE, check=True).stdout
+    first, reused = json.loads(told)
+    return Restart(done.usage.prefill, first, first / done.usage.prefill, reused)
+
+
+def resume(made: Path, folder: Path) -> tuple[float, int]:
+    """(seconds to the first token of the session in a folder, how many tokens were not computed for it)."""
+    with lmstate.Engine(lmstate.load(made, weights="bfloat16"), store=folder) as engine:
         begin = perf_counter()
         request = engine.session("long").send([17], max_new_tokens=1, ignore_eos=True)
         next(iter(request))
         first = perf_counter() - begin
-        reused = request.result().usage.reused
-    return Restart(done.usage.prefill, first, first / done.usage.prefill, reused)
+        return first, request.result().usage.reused
 
 
 def main() -> None:
@@ -120,11 +132,16 @@ def main() -> None:
     parser.add_argument("--stall", type=float, default=3.0, help="the bound")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--restarts", type=int, default=1, help="and no stall, where there are several")
+    parser.add_argument("--resume", nargs=2, type=Path, help=argparse.SUPPRESS)  # what the other process does
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    if options.resume is not None:
+        print(json.dumps(resume(*options.resume)))
+        return
     with tempfile.TemporaryDirectory() as folder:
-        model = hybrid(Path(folder, "model"))
-        found = [restart(model, options.prompt, Path(folder, f"store{number}")) for number in range(options.restarts)]
+        model = hybrid(made := Path(folder, "model"))
+        stores = [Path(folder, f"store{number}") for number in range(options.restarts)]
+        found = [restart(model, options.prompt, made, store) for store in stores]
         print(*found, sep="\n", flush=True)
         if len(found) > 1:
             print(f"median of the ratios: {median(each.ratio for each in found):.4f}")
