@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
 
+import lmstate
 from lmstate.engine.delivery import Delivery
 from lmstate.engine.request import Request
 from lmstate.engine.results import Completion, Piece, Usage
+from tests.zoo import ours
 
 DONE = Completion([""], [[1]], None, None, ["eos"], [1], Usage(1, 0, 1))
 
@@ -73,3 +75,26 @@ def test_a_loop_that_was_closed_keeps_no_other_reader_waiting() -> None:
     assert read == ["y"]
     assert first.result(0) == DONE
     waiting.get_coro().close()  # type: ignore[union-attr]
+
+
+def test_who_ends_with_its_first_token_waits_for_no_step_of_others() -> None:
+    heard = Event()
+    with lmstate.Engine(ours("llama"), rows=2) as engine:
+        stream = engine.submit([1, 2, 3], max_new_tokens=10**6, ignore_eos=True)
+        next(iter(stream))
+        decode = engine._scheduler._decode
+        asked: list[Request] = []
+
+        def held() -> None:
+            if asked and asked[0].done:
+                heard.wait(60)
+            decode()
+
+        async def ask() -> None:
+            asked.append(engine.submit([4, 5], max_new_tokens=1))
+            await asked[0]
+            heard.set()
+
+        engine._scheduler._decode = held  # type: ignore[method-assign]
+        asyncio.run(asyncio.wait_for(ask(), 30))
+        stream.cancel()

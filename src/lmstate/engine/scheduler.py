@@ -86,6 +86,7 @@ class Scheduler:
             self._seat()
             self._admit()
             self._read()
+            self._delivery.deliver()  # who ended does not wait for the step that follows
             self._decode()
             self._delivery.deliver()
             self._bound()
