@@ -9,7 +9,7 @@ from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
 
 from lmstate.errors import UnsupportedError
 from lmstate.integrations.transformers import StateCache
-from lmstate.integrations.transformers.cache.hooks import CACHE, PARAMS
+from lmstate.integrations.transformers.cache.history import CACHES
 
 PLACED = 0
 """Caches put in place since the session began."""
@@ -32,9 +32,9 @@ def _placed(model: Any, cache: Any) -> Any:
 
 
 def _prepare(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-    given = {name for name in (CACHE, PARAMS) if model_kwargs.get(name) is not None}
+    given = {name for name in CACHES if model_kwargs.get(name) is not None}
     _inherited(self, generation_config, model_kwargs, *args, **kwargs)
-    for name in {CACHE, PARAMS} - given:  # a cache of the caller's stays
+    for name in set(CACHES) - given:  # a cache of the caller's stays
         if model_kwargs.get(name) is not None:
             model_kwargs[name] = _placed(self, model_kwargs[name])
             if generation_config.is_assistant:

@@ -1,8 +1,8 @@
 """Two forward hooks, and wrappers around three methods of `generate`, that let a cache observe each call of its model.
 
 All are added to the one model and do nothing for calls with another cache. The wrappers stand before methods that
-`generate` calls, not before `generate` itself: in `model.generate(..., past_key_values=StateCache(model))` Python has
-taken that from the model before the cache is made.
+`generate` calls, not before `generate` itself: in `model.generate(..., cache=StateCache(model))` Python has taken
+that from the model before the cache is made.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import GenerationMixin
 from transformers.utils import ModelOutput
 
-from lmstate.integrations.transformers.cache.history import EMBEDS, IDS, OUTPUTS, Call
+from lmstate.integrations.transformers.cache.history import CACHES, EMBEDS, IDS, OUTPUTS, Call
 
-CACHE, PARAMS = "past_key_values", "cache_params"  # Mamba's models call it so
+GENERATE = next(
+    name for name in CACHES if name in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+)
+"""The name by which `generate` of the installed transformers knows a cache, whatever the model calls it."""
 
 
 class CallObserver(ABC):
@@ -104,15 +108,14 @@ def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def cache_name(model: nn.Module) -> str:
-    return PARAMS if PARAMS in parameters(type(model)) else CACHE
+    """The name by which the forward of a model takes its cache."""
+    known = parameters(type(model))
+    return next((name for name in CACHES if name in known), GENERATE)
 
 
 def cache_of(given: dict[str, Any]) -> ObservedCache | None:
     """The observing cache that a call was given, if any."""
-    for name in (CACHE, PARAMS):
-        if isinstance(cache := given.get(name), ObservedCache):
-            return cache
-    return None
+    return next((cache for name in CACHES if isinstance(cache := given.get(name), ObservedCache)), None)
 
 
 @torch.compiler.disable
@@ -126,8 +129,7 @@ def before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     if not observer.is_of(model):
         observer.check_related(model)
         return args, kwargs
-    given.pop(CACHE, None)
-    given.pop(PARAMS, None)
+    given = {key: value for key, value in given.items() if key not in CACHES}
     name = cache_name(model)
     fed = given.get(IDS) if given.get(IDS) is not None else given.get(EMBEDS)
     if fed is None:  # an encoder-decoder model, whose cache needs no calls
@@ -157,8 +159,8 @@ def after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outpu
         return None
     if earlier:
         _join(earlier, output, kwargs.get("logits_to_keep"))
-    if cache_name(model) == PARAMS:
-        output.past_key_values = cache  # under the name that the rest of transformers asks for
+    if cache_name(model) != GENERATE:
+        output[GENERATE] = cache  # under the name that the rest of transformers asks for
     return None
 
 
@@ -181,10 +183,9 @@ def _join(earlier: list[ModelOutput], output: ModelOutput, kept: int | None) -> 
 
 
 def _validate_model_kwargs(self: Any, model_kwargs: dict[str, Any]) -> None:
-    """Mamba's models know the cache by another name; `_prepare_cache_for_generation` sees to that."""
-    ours = cache_of(model_kwargs) is not None and cache_name(self) == PARAMS
-    known = {key: value for key, value in model_kwargs.items() if not (ours and key == CACHE)}
-    type(self)._validate_model_kwargs(self, known)
+    """A model may know the cache by another name; `_prepare_cache_for_generation` sees to that."""
+    unknown = {GENERATE} if cache_of(model_kwargs) is not None and cache_name(self) != GENERATE else set()
+    type(self)._validate_model_kwargs(self, {key: value for key, value in model_kwargs.items() if key not in unknown})
 
 
 def _validate_generation_mode(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -204,8 +205,7 @@ def _prepare_cache_for_generation(
     if cache is None:
         inherited._validate_generation_mode(self, generation_mode, generation_config, {})
     else:
-        model_kwargs.pop(CACHE, None)
-        model_kwargs[cache_name(self)] = cache
+        model_kwargs[cache_name(self)] = model_kwargs.pop(GENERATE, cache)
     inherited._prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args, **kwargs)
     if cache is not None:
-        model_kwargs[CACHE] = model_kwargs.pop(cache_name(self))
+        model_kwargs[GENERATE] = model_kwargs.pop(cache_name(self))
