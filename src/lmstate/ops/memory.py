@@ -1,4 +1,4 @@
-"""Memory that is written once and read at every step, in large pages: a core that reads weights waits for page tables.
+"""Memory in large pages, for weights and files read whole: a core that reads weights waits for page tables.
 
 `python -m bench.layouts` compares them with a mapped file's pages of 4 KiB. They are filled faster too, with a fault
 for each 2 MiB.
@@ -29,12 +29,26 @@ def zeroed(size: int) -> Tensor:
     in a chunk: for what lives as long as a model."""
     global _chunk
     if size > CHUNK // 4:
-        return _mapped(size)
+        return torch.frombuffer(pages(size), dtype=torch.uint8)
     with _lock:
         if size > len(_chunk):
-            _chunk = _mapped(CHUNK)
+            _chunk = torch.frombuffer(pages(CHUNK), dtype=torch.uint8)
         taken, _chunk = _chunk[:size], _chunk[-(-size // LINE) * LINE :]
     return taken
+
+
+def pages(size: int) -> mmap.mmap:
+    """A buffer of its own, of zeros. It is freed once nothing refers to it. `size`: bytes, at least one. Raises
+    MemoryError."""
+    try:
+        if not LARGE:
+            return mmap.mmap(-1, size)
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{size} bytes are not to be had: {error}") from error
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def spare() -> int:
@@ -43,12 +57,3 @@ def spare() -> int:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024 // 2
     return sys.maxsize  # nobody tells
-
-
-def _mapped(size: int) -> Tensor:
-    if not LARGE:
-        return torch.zeros(size, dtype=torch.uint8)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -23,6 +23,7 @@ from lmstate.errors import ModelError, SnapshotError
 from lmstate.files.atomic import atomic_write
 from lmstate.files.mmap_file import open_regular
 from lmstate.files.sqlite_schema import check_schema
+from lmstate.ops.memory import pages
 
 MOST_NEW = 256  # entries of other processes that are taken at a time
 MOST_TEXT = 2**28  # bytes of a text in the index, unpacked: a hostile index must not fill the memory
@@ -132,7 +133,7 @@ class FolderTier(Tier):
         file = self._file(key)
         try:
             with open_regular(file) as opened:
-                data = bytearray(opened.seek(0, 2))
+                data = pages(max(opened.seek(0, 2), 1))
                 opened.seek(0)
                 opened.readinto(data)  # type: ignore[attr-defined]
             if hashlib.sha256(data).hexdigest() != row[1]:

@@ -203,12 +203,13 @@ class SharedTier(Tier):
         blob = self._blobs.get(name)
         if blob is None:
             raise SnapshotError("it is there no longer")
-        layers = int.from_bytes(blob[32:36], "little")
-        if hashlib.sha256(blob[32:]).digest() != blob[:32] or layers > MOST_LAYERS:
+        body = memoryview(blob)[32:]
+        layers = int.from_bytes(body[:4], "little")
+        if hashlib.sha256(body).digest() != blob[:32] or layers > MOST_LAYERS:
             self.counts["quarantined"] += 1
             self._blobs.delete(name)
             raise SnapshotError(f"{name} is damaged: its checksum is another")
-        return from_bytes(bytearray(blob[36:]), Path(name), layers)
+        return from_bytes(bytearray(body[4:]), Path(name), layers)
 
     def write(self, entry: Entry, key: str, layers: Layers, above: Sequence[str]) -> None:
         data = len(layers).to_bytes(4, "little") + to_bytes(layers)
