@@ -44,9 +44,16 @@ static void expand_row(const uint8_t *p, int bits, int64_t inputs, int n, int ki
 INLINE void expand_some(const uint8_t *p, int bits, int64_t inputs, int first, int last, int kind, char *out) {
   const int64_t size = size_of(kind);
   for (int64_t g = 0; g < inputs / GROUP; g++, p += bits == 4 ? BYTES4 : BYTES8) {
-    const group unpacked = bits == 4 ? unpack4(p) : unpack8(p);
     uint32_t words[GROUP / 4][BLOCK], numbers[BLOCK][GROUP / 4]; /* a word: four inputs of an output */
-    memcpy(words, &unpacked, sizeof words);
+    if (bits == 8) memcpy(words, p, sizeof words);
+    else
+      for (int j = 0; j < GROUP / 8; j++)
+        for (int n = 0; n < BLOCK; n++) {
+          uint32_t both;
+          memcpy(&both, p + 64 * j + 4 * n, 4);
+          words[2 * j][n] = both & 0x0f0f0f0f;
+          words[2 * j + 1][n] = both >> 4 & 0x0f0f0f0f;
+        }
     for (int j = 0; j < GROUP / 4; j++)
       for (int n = 0; n < BLOCK; n++) numbers[n][j] = words[j][n];
     float scale[BLOCK], minimum[BLOCK] = {0};

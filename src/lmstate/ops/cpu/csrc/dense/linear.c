@@ -47,6 +47,7 @@ static void round_row(const float *x, rounded *to, int64_t rows, int64_t groups)
       const vf low = vf_round_to_int8(to->q[1] + i, rest);
       sum = vf_add(vf_fma(high, vf_set1(256), low), sum);
     }
+    join_parts(to);
     to->sum = (int32_t)vf_sum(sum);
     /* a NaN or an infinity must not vanish in the rounding */
     to->scale = m * (1.0f / (127 * 256)) + 0.0f * vf_sum(total);
@@ -88,6 +89,8 @@ INLINE void grouped_tile(const linear_args *a, const rounded *x, const uint8_t *
     for (int l = 0; l < (bits == 4 ? BYTES4 : BYTES8); l += 64) __builtin_prefetch(p + AHEAD + l, 0, 1);
     const group w = bits == 4 ? unpack4(p) : unpack8(p);
     const f16x scale = f16x_load_f16(p + (bits == 4 ? 256 : 512));
+    /* Where registers are few, the sums of some rows wait in memory: GCC would move them and the products' about. */
+    if (VL == 8 && rows > 3 && rows < TALL) UNROLL_ROWS for (int m = 0; m < rows; m++) __asm__("" : "+m"(acc[m]));
     group_dots(&w, x, rows, bits, dots);
     UNROLL_ROWS for (int m = 0; m < rows; m++)
       acc[m] = f16x_fma(dots[m], f16x_fma1(scale, x[m].scale, f16x_zero()), acc[m]);

@@ -99,7 +99,8 @@ INLINE vf vf_round_to_int8(int8_t *out, vf x) { /* to nearest even, -127..127; a
 
 /* Sixteen outputs of a quantized block: two halves of eight. */
 typedef struct { __m256 lo, hi; } f16x;
-typedef struct { __m256i w[16]; } group; /* 8 x 4 inputs of 16 outputs, unsigned bytes */
+/* Inputs 4q, 4q + 2 (parity 0) and 4q + 1, 4q + 3 (1) of sixteen outputs, two halves of eight, as 16 bits. */
+typedef struct { __m256i w[GROUP / 4][2][2]; } group;
 
 INLINE f16x f16x_zero(void) { f16x r = {_mm256_setzero_ps(), _mm256_setzero_ps()}; return r; }
 INLINE f16x f16x_load_f16(const uint8_t *p) {
@@ -119,50 +120,67 @@ INLINE void f16x_store(float *p, f16x x) { _mm256_storeu_ps(p, x.lo); _mm256_sto
 
 INLINE group unpack4(const uint8_t *p) {
   group g;
-  const __m256i low = _mm256_set1_epi8(15);
-  UNROLL for (int j = 0; j < 4; j++)
+  const __m256i low = _mm256_set1_epi16(15);
+  UNROLL for (int q = 0; q < GROUP / 4; q += 2)
     UNROLL for (int half = 0; half < 2; half++) {
-      __m256i b = _mm256_loadu_si256((const __m256i *)(p + 64 * j + 32 * half));
-      g.w[4 * j + half] = _mm256_and_si256(b, low);
-      g.w[4 * j + 2 + half] = _mm256_and_si256(_mm256_srli_epi16(b, 4), low);
+      const __m256i b = _mm256_loadu_si256((const __m256i *)(p + 32 * q + 32 * half));
+      g.w[q][0][half] = _mm256_and_si256(b, low);
+      g.w[q][1][half] = _mm256_and_si256(_mm256_srli_epi16(b, 8), low);
+      g.w[q + 1][0][half] = _mm256_and_si256(_mm256_srli_epi16(b, 4), low);
+      g.w[q + 1][1][half] = _mm256_srli_epi16(b, 12);
     }
   return g;
 }
 INLINE group unpack8(const uint8_t *p) {
   group g;
-  UNROLL for (int j = 0; j < 16; j++) g.w[j] = _mm256_loadu_si256((const __m256i *)(p + 32 * j));
+  UNROLL for (int q = 0; q < GROUP / 4; q++)
+    UNROLL for (int half = 0; half < 2; half++) {
+      const __m256i b = _mm256_loadu_si256((const __m256i *)(p + 64 * q + 32 * half));
+      g.w[q][0][half] = _mm256_and_si256(b, _mm256_set1_epi16(255));
+      g.w[q][1][half] = _mm256_srli_epi16(b, 8);
+    }
   return g;
 }
-/* The sums of a group's products of one byte with each output's integers, less their zero. */
-INLINE void byte_dot(const group *g, const int8_t *q, int bits, __m256i sum[2]) {
-  int32_t x[GROUP / 4];
-  memcpy(x, q, GROUP);
-  const __m256i *w = g->w, ones = _mm256_set1_epi16(1);
-  if (bits == 4) { /* pairs of 15 * 128 still fit 16 bits, eight of them */
-    __m256i pairs[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
-    UNROLL for (int j = 0; j < GROUP / 4; j++)
-      UNROLL for (int half = 0; half < 2; half++)
-        pairs[half] = _mm256_add_epi16(pairs[half], _mm256_maddubs_epi16(w[2 * j + half], _mm256_set1_epi32(x[j])));
-    UNROLL for (int half = 0; half < 2; half++) sum[half] = _mm256_madd_epi16(pairs[half], ones);
-  } else { /* a pair of 255 * 127 does not: |w - 128| times the activation with its sign */
-    const __m256i offset = _mm256_set1_epi8((char)128);
-    sum[0] = sum[1] = _mm256_setzero_si256();
-    UNROLL for (int j = 0; j < GROUP / 4; j++)
+/* In place of its bytes, the activations of a group as 16 bits: even inputs, then odd ones, so that 32 bits of either
+ * are what four bytes of weights give when they are taken apart by parity. */
+INLINE void join_parts(rounded *x) {
+  const __m256i high = _mm256_loadu_si256((const __m256i *)x->q[0]);
+  const __m256i low = _mm256_loadu_si256((const __m256i *)x->q[1]);
+  const __m256i even = _mm256_add_epi16(_mm256_slli_epi16(high, 8), _mm256_srai_epi16(_mm256_slli_epi16(low, 8), 8));
+  const __m256i odd = _mm256_add_epi16(_mm256_slli_epi16(_mm256_srli_epi16(high, 8), 8), _mm256_srai_epi16(low, 8));
+  _mm256_storeu_si256((__m256i *)x->q[0], even);
+  _mm256_storeu_si256((__m256i *)x->q[1], odd);
+}
+/* Rows whose sums are in registers together. */
+enum { TOGETHER = 4 };
+/* Adds the products of four inputs to the sums of `rows` rows. */
+INLINE void quad_dots(const group *g, const rounded *x, int q, int rows, __m256i (*sums)[2]) {
+  UNROLL for (int parity = 0; parity < 2; parity++)
+    UNROLL for (int m = 0; m < rows; m++) {
+      int32_t both;
+      memcpy(&both, x[m].q[parity] + 4 * q, 4);
+      const __m256i pair = _mm256_set1_epi32(both);
       UNROLL for (int half = 0; half < 2; half++) {
-        __m256i moved = _mm256_xor_si256(w[2 * j + half], offset);
-        __m256i pair = _mm256_maddubs_epi16(_mm256_abs_epi8(moved), _mm256_sign_epi8(_mm256_set1_epi32(x[j]), moved));
-        sum[half] = _mm256_add_epi32(sum[half], _mm256_madd_epi16(pair, ones));
+        sums[m][half] = _mm256_add_epi32(sums[m][half], _mm256_madd_epi16(g->w[q][parity][half], pair));
+        __asm__("" : "+x"(sums[m][half])); /* or GCC adds all products as a tree, through memory */
       }
-  }
+    }
 }
 /* For each row, the sums of a group's products with each output's integers, of which 128 is the zero where they have 8
- * bits: exact, then a float. */
+ * bits: exact, then a float. `rows` and `bits` are constants where this is called. */
 INLINE void group_dots(const group *g, const rounded *x, int rows, int bits, f16x *out) {
-  UNROLL for (int m = 0; m < rows; m++) {
-    __m256i high[2], low[2];
-    byte_dot(g, x[m].q[0], bits, high);
-    byte_dot(g, x[m].q[1], bits, low);
-    out[m].lo = _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_slli_epi32(high[0], 8), low[0]));
-    out[m].hi = _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_slli_epi32(high[1], 8), low[1]));
+  UNROLL for (int first = 0; first < rows; first += TOGETHER) {
+    const int count = rows - first < TOGETHER ? rows - first : TOGETHER;
+    __m256i sums[TOGETHER][2];
+    UNROLL for (int m = 0; m < count; m++) sums[m][0] = sums[m][1] = _mm256_setzero_si256();
+    if (rows < TOGETHER) /* weights need not go through memory */
+      UNROLL for (int q = 0; q < GROUP / 4; q++) quad_dots(g, x + first, q, count, sums);
+    else
+      _Pragma("GCC unroll 1") for (int q = 0; q < GROUP / 4; q++) quad_dots(g, x + first, q, count, sums);
+    UNROLL for (int m = 0; m < count; m++) {
+      const __m256i zero = _mm256_set1_epi32(bits == 8 ? 128 * x[first + m].sum : 0);
+      out[first + m].lo = _mm256_cvtepi32_ps(_mm256_sub_epi32(sums[m][0], zero));
+      out[first + m].hi = _mm256_cvtepi32_ps(_mm256_sub_epi32(sums[m][1], zero));
+    }
   }
 }

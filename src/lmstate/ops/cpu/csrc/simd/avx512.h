@@ -118,6 +118,7 @@ INLINE group unpack8(const uint8_t *p) {
   UNROLL for (int j = 0; j < 8; j++) g.w[j] = _mm512_loadu_si512(p + 64 * j);
   return g;
 }
+INLINE void join_parts(rounded *x) { (void)x; }
 /* For each row, the sums of a group's products with each output's integers, of which 128 is the zero where they have 8
  * bits: exact, then a float. Rows are the inner loop and each byte has sums of its own: one alone would wait for
  * itself. `rows` and `bits` are constants where this is called. */

@@ -104,6 +104,7 @@ INLINE group unpack8(const uint8_t *p) {
   memcpy(g.w, p, 512);
   return g;
 }
+INLINE void join_parts(rounded *x) { (void)x; }
 /* For each row, the sums of a group's products with each output's integers, of which 128 is the zero where they have 8
  * bits: exact, then a float. */
 INLINE void group_dots(const group *g, const rounded *x, int rows, int bits, f16x *out) {
