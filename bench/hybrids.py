@@ -155,8 +155,10 @@ class Peer:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
 
+        from lmstate.integrations.transformers.cache.hooks import cache_name
+
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-        self.argument = "cache_params" if self.model.config.model_type == "mamba2" else "past_key_values"
+        self.argument = cache_name(self.model)
 
     def prefill(self, ids: list[int]) -> None:
         self.cache = None

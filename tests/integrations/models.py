@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lmstate.integrations.transformers.cache.hooks import parameters
+from lmstate.integrations.transformers.cache.hooks import cache_name, parameters
 from tests.zoo import CASES as ZOO
 from tests.zoo import randomize
 
@@ -117,9 +117,8 @@ def encoder_decoder(name: str) -> Any:
 
 def call(model: Any, ids: torch.Tensor, cache: Any, start: int | None = None) -> torch.Tensor:
     """Logits of new tokens after what a cache holds. Some models count positions from 0 unless they are told."""
-    taken = parameters(type(model))
-    given = {"cache_params" if "cache_params" in taken else "past_key_values": cache}
-    if "position_ids" in taken:
+    given = {cache_name(model): cache}
+    if "position_ids" in parameters(type(model)):
         start = cache.get_seq_length() if start is None else start
         given["position_ids"] = torch.arange(start, start + ids.shape[1]).expand(ids.shape[0], -1)
     with torch.no_grad():

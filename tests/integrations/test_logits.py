@@ -11,6 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from lmstate.integrations.transformers import StateCache
+from lmstate.integrations.transformers.cache.hooks import cache_name
 from tests.integrations.models import DECODERS, call, decoder, text
 
 CUTS = (0, 30, 31, 32, 37, 50, 51, 60)  # a prompt past every window, single tokens, several at once
@@ -143,7 +144,7 @@ def test_a_compiled_model_goes_on_from_its_cache(name: str) -> None:
     model, ids = copy.deepcopy(decoder(name)), text(40)
     torch._dynamo.reset()
     step, cache = torch.compile(model, backend="aot_eager"), StateCache(model)
-    given = {"cache_params" if "mamba" in name else "past_key_values": cache}
+    given = {cache_name(model): cache}
     with torch.inference_mode():
         model(ids[:, :20], **given, use_cache=True)
     with torch.no_grad():

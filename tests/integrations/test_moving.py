@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from lmstate.errors import RewindError, SnapshotError, StateError, UnsupportedError
 from lmstate.integrations.transformers import StateCache
-from lmstate.integrations.transformers.cache.hooks import parameters
+from lmstate.integrations.transformers.cache.hooks import cache_name
 from lmstate.integrations.transformers.cache.layers.base import RewindableLayer
 from lmstate.integrations.transformers.cache.layers.recurrent import RecurrentLayer
 from lmstate.state.layer_file import write_layers
@@ -107,7 +107,7 @@ def test_rows_selected_repeated_and_reordered_are_those_rows(name: str) -> None:
 def test_tensors_that_the_caller_uses_again_are_not_looked_at_again(name: str, inputs: str) -> None:
     model, ids, cache = decoder(name), text(96), StateCache(decoder(name))
     tokens, mask = torch.empty(1, 16, dtype=torch.long), torch.ones(1, 96, dtype=torch.long)
-    named = {"cache_params" if "cache_params" in parameters(type(model)) else "past_key_values": cache}
+    named = {cache_name(model): cache}
     with torch.no_grad():
         embeds = model.get_input_embeddings()(tokens * 0)
         for start in range(0, 96, 16):
