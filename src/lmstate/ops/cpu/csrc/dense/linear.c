@@ -134,9 +134,31 @@ static void grouped_block8(const linear_args *a, const rounded *x, int64_t block
  * tile. */
 enum { DEEP = 1024, SHARE = 2, NARROW = 640 };
 /* More rows than these share packed weights. */
-static int64_t few_rows(const linear_args *a) { return bf16_applies(a) ? HIGH : 40; }
+static int64_t few_rows(const linear_args *a) { return bf16_applies(a) ? HIGH : VL == 16 ? 40 : 20; }
 
 static int64_t padded_inputs(int64_t k) { return (k + 15) / 16 * 16; }
+
+/* The products of VL inputs of rows of x with the weights of output n, which `weights` loads, to the sums `acc`. Beside
+ * the sums, registers have the weights of all outputs where there are 32, else the inputs of all rows. */
+#if VL == 16
+#define ADD_PRODUCTS(weights) { \
+    vf v[OUTPUTS]; \
+    UNROLL for (int n = 0; n < OUTPUTS; n++) v[n] = weights; \
+    UNROLL for (int m = 0; m < rows; m++) { \
+      const vf u = vf_in_register(vf_load(x + m * k + i)); \
+      UNROLL for (int n = 0; n < OUTPUTS; n++) acc[m][n] = vf_fma(u, v[n], acc[m][n]); \
+    } \
+  }
+#else
+#define ADD_PRODUCTS(weights) { \
+    vf u[HIGH]; \
+    UNROLL for (int m = 0; m < rows; m++) u[m] = vf_in_register(vf_load(x + m * k + i)); \
+    UNROLL for (int n = 0; n < OUTPUTS; n++) { \
+      const vf v = vf_in_register(weights); \
+      UNROLL for (int m = 0; m < rows; m++) acc[m][n] = vf_fma(u[m], v, acc[m][n]); \
+    } \
+  }
+#endif
 
 /* Four outputs, whose weights are the rows at[..] of w, for `rows` rows. `rows` and `kind` are constants where this is
  * called. */
@@ -147,16 +169,11 @@ INLINE void float_tile(const float *x, const void *w, const int64_t *at, int64_t
     UNROLL for (int n = 0; n < OUTPUTS; n++) acc[m][n] = vf_zero();
   int64_t i = 0;
   for (; i + VL <= k; i += VL) {
-    vf v[OUTPUTS];
-    UNROLL for (int n = 0; n < OUTPUTS; n++) v[n] = load(kind, w, at[n] + i);
     /* Rows are short runs for the processor's own prefetch: ask for the same place of the next four. Into the second
      * cache: the first has room for few requests at a time, and waiting for them halves what a core can read. */
     UNROLL for (int n = 0; n < OUTPUTS; n++)
       __builtin_prefetch((const char *)w + (at[n] + OUTPUTS * k + i) * size_of(kind), 0, 1);
-    UNROLL for (int m = 0; m < rows; m++) {
-      const vf u = vf_in_register(vf_load(x + m * k + i));
-      UNROLL for (int n = 0; n < OUTPUTS; n++) acc[m][n] = vf_fma(u, v[n], acc[m][n]);
-    }
+    ADD_PRODUCTS(load(kind, w, at[n] + i))
   }
   if (i < k) {
     const int part = (int)(k - i);
@@ -177,12 +194,7 @@ INLINE void packed_tile(const float *x, const float *w, int64_t k, int64_t begin
   int64_t i = begin;
   w += begin * OUTPUTS;
   for (; i + VL <= end; i += VL, w += OUTPUTS * VL) {
-    vf v[OUTPUTS];
-    UNROLL for (int n = 0; n < OUTPUTS; n++) v[n] = vf_load(w + n * VL);
-    UNROLL for (int m = 0; m < rows; m++) {
-      const vf u = vf_in_register(vf_load(x + m * k + i));
-      UNROLL for (int n = 0; n < OUTPUTS; n++) acc[m][n] = vf_fma(u, v[n], acc[m][n]);
-    }
+    ADD_PRODUCTS(vf_load(w + n * VL))
   }
   if (i < end)
     UNROLL for (int m = 0; m < rows; m++) {
@@ -199,7 +211,7 @@ INLINE void packed_tile(const float *x, const float *w, int64_t k, int64_t begin
 #if VL == 16
 #define EACH_HEIGHT CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #else
-#define EACH_HEIGHT CASE(1) CASE(2) CASE(3) CASE(4)
+#define EACH_HEIGHT CASE(1) CASE(2) CASE(3)
 #endif
 typedef void float_tile_of(const float *x, const void *w, const int64_t *at, int64_t k, int64_t rows,
     float (*sums)[PANEL]);
@@ -223,11 +235,14 @@ static void packed_tiles(const float *x, const float *w, int64_t k, int64_t begi
 #undef CASE
 }
 
+/* Rows that share the numbers of a 12-bit weight while they are taken apart. */
+enum { HIGH12 = HIGH < 4 ? HIGH : 4 };
+
 /* The outputs of a 12-bit weight that lie together from `first` on, for `rows` rows, a constant where this is called,
  * as they are stored. */
 INLINE void bfloat12_tile(const bfloat12 *w, const float *x, int64_t k, int64_t first, int rows, float (*sums)[PANEL]) {
   const uint8_t *p = span_of(w, first, k, 0);
-  vf acc[4][BESIDE];
+  vf acc[HIGH12][BESIDE];
   UNROLL for (int m = 0; m < rows; m++)
     UNROLL for (int n = 0; n < BESIDE; n++) acc[m][n] = vf_zero();
   for (int64_t i = 0; i < k; i += SPAN, p += SPAN_BYTES) {
@@ -249,7 +264,7 @@ static void bfloat12_tiles(const bfloat12 *w, const float *x, int64_t k, int64_t
     case 1: bfloat12_tile(w, x, k, first, 1, sums); break;
     case 2: bfloat12_tile(w, x, k, first, 2, sums); break;
     case 3: bfloat12_tile(w, x, k, first, 3, sums); break;
-    default: bfloat12_tile(w, x, k, first, 4, sums); break;
+    default: bfloat12_tile(w, x, k, first, HIGH12, sums); break;
   }
 }
 
@@ -296,7 +311,7 @@ static void stored_panel(const linear_args *a, const bfloat12 *w, const void *x,
                          span_of_rows of) {
   static float_tile_of *const tiles[] = {float_tile_f32, float_tile_bf16, float_tile_f16};
   const int64_t k = a->inputs, last = a->outputs - 1, pairs = bf16_applies(a);
-  const int64_t high = a->kind == BFLOAT12 && !pairs ? 4 : HIGH;
+  const int64_t high = a->kind == BFLOAT12 && !pairs ? HIGH12 : HIGH;
   int64_t at[PANEL];
   for (int64_t n = 0; n < PANEL; n++) at[n] = (first + n < last ? first + n : last) * k;
   for (int64_t row = of.first, rows; row < of.last; row += rows) {

@@ -7,7 +7,7 @@
 
 /* Rows and outputs of a tile of sums: as many as there are registers for. Outputs that share the rows of a tile while
  * these are in the first cache. */
-enum { HIGH = VL == 16 ? 6 : 4, OUTPUTS = 4, PANEL = 8 * OUTPUTS };
+enum { HIGH = VL == 16 ? 6 : 3, OUTPUTS = 4, PANEL = 8 * OUTPUTS };
 
 /* What a tile has summed before it goes on along the inputs. */
 typedef vf open_sums[HIGH][OUTPUTS];
