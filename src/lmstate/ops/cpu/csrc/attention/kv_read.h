@@ -113,6 +113,7 @@ INLINE void add_all(const attend_args *a, const source *s, const partial_softmax
 #else
 #define FOR_QUERIES(call) switch (queries) { \
     case 1: { enum { N = 1 }; call; break; } \
+    case 2: { enum { N = 2 }; call; break; } \
     default: { enum { N = TILE }; call; } }
 #endif
 #define KIND(name, kind) \

@@ -11,11 +11,7 @@ enum { SUB = 64 }; /* positions that are scored together */
 INLINE void ask_ahead(int kind, const void *base, int64_t at, int64_t ahead) {
   __builtin_prefetch((const char *)base + at * size_of(kind) + ahead, 0, 1);
 }
-#if VL == 16
-enum { TILE = 4 }; /* queries that share a key in registers */
-#else
-enum { TILE = 2 };
-#endif
+enum { TILE = VL == 16 ? 4 : 3 }; /* queries that share a key in registers, with sums for four keys */
 
 /* A part of a softmax: largest score, sum of exponentials, then their sum with the values (dim_v floats). Where they
  * are asked for, also the exponentials of each tile of SUB positions, and the largest score that these are relative
@@ -30,28 +26,32 @@ INLINE void score(const float *const *q, int queries, const void *key, int64_t s
   for (int64_t t = 0; t < count; t += 4) {
     int64_t rows[4];
     UNROLL for (int n = 0; n < 4; n++) rows[n] = (t + n < count ? t + n : count - 1) * stride;
-    vf acc[TILE][4], k[4][4];
+    vf acc[TILE][4], k[4];
     UNROLL for (int j = 0; j < queries; j++)
       UNROLL for (int n = 0; n < 4; n++) acc[j][n] = vf_zero();
     int64_t d = 0;
     for (; d + VL <= part; d += VL) {
-      UNROLL for (int n = 0; n < 4; n++) load_fields(kind, key, rows[n] + d, k[n]);
       if (d * size_of(kind) % 64 == 0)
         UNROLL for (int n = 0; n < 4; n++) ask_ahead(kind, key, rows[n] + d, ahead);
-      UNROLL for (int f = 0; f < fields; f++)
-        UNROLL for (int j = 0; j < queries; j++) {
-          vf x = vf_load(q[j] + f * part + d);
-          UNROLL for (int n = 0; n < 4; n++) acc[j][n] = vf_fma(x, k[n][f], acc[j][n]);
-        }
+      vf x[TILE][4];
+      UNROLL for (int j = 0; j < queries; j++)
+        UNROLL for (int f = 0; f < fields; f++) x[j][f] = vf_load(q[j] + f * part + d);
+      UNROLL for (int n = 0; n < 4; n++) {
+        load_fields(kind, key, rows[n] + d, k);
+        UNROLL for (int f = 0; f < fields; f++)
+          UNROLL for (int j = 0; j < queries; j++) acc[j][n] = vf_fma(x[j][f], k[f], acc[j][n]);
+      }
     }
     if (d < part) {
       const int rest = (int)(part - d);
-      UNROLL for (int n = 0; n < 4; n++) load_fields_part(kind, key, rows[n] + d, rest, k[n]);
-      UNROLL for (int f = 0; f < fields; f++)
-        UNROLL for (int j = 0; j < queries; j++) {
-          vf x = load_part(F32, q[j], f * part + d, rest);
-          UNROLL for (int n = 0; n < 4; n++) acc[j][n] = vf_fma(x, k[n][f], acc[j][n]);
-        }
+      vf x[TILE][4];
+      UNROLL for (int j = 0; j < queries; j++)
+        UNROLL for (int f = 0; f < fields; f++) x[j][f] = load_part(F32, q[j], f * part + d, rest);
+      UNROLL for (int n = 0; n < 4; n++) {
+        load_fields_part(kind, key, rows[n] + d, rest, k);
+        UNROLL for (int f = 0; f < fields; f++)
+          UNROLL for (int j = 0; j < queries; j++) acc[j][n] = vf_fma(x[j][f], k[f], acc[j][n]);
+      }
     }
     UNROLL for (int j = 0; j < queries; j++) {
       float four[4];
@@ -72,15 +72,13 @@ INLINE void add_vectors(const partial_softmax *to, int queries, const void *valu
     UNROLL for (int i = 0; i < vectors; i++)
       UNROLL for (int f = 0; f < fields; f++) acc[j][i][f] = vf_load(to[j].values + f * part + d + i * VL);
   for (int64_t t = 0; t < count; t++) {
-    vf v[4][4];
+    vf v[4], w[TILE];
+    UNROLL for (int j = 0; j < queries; j++) w[j] = vf_set1(weights[j][at + t]);
     UNROLL for (int i = 0; i < vectors; i++) {
-      load_fields(kind, value, t * stride + d + i * VL, v[i]);
+      load_fields(kind, value, t * stride + d + i * VL, v);
       if (i * VL * size_of(kind) % 64 == 0) ask_ahead(kind, value, t * stride + d + i * VL, ahead);
-    }
-    UNROLL for (int j = 0; j < queries; j++) {
-      vf w = vf_set1(weights[j][at + t]);
-      UNROLL for (int i = 0; i < vectors; i++)
-        UNROLL for (int f = 0; f < fields; f++) acc[j][i][f] = vf_fma(w, v[i][f], acc[j][i][f]);
+      UNROLL for (int f = 0; f < fields; f++)
+        UNROLL for (int j = 0; j < queries; j++) acc[j][i][f] = vf_fma(w[j], v[f], acc[j][i][f]);
     }
   }
   UNROLL for (int j = 0; j < queries; j++)
