@@ -1,12 +1,15 @@
-"""Our product of float32 weights beside torch's, by turns: `python -m bench.products [--threads N] [--rows N ...]`.
+"""Our products beside torch's of float32, by turns.
 
-GFLOP/s, the best of the rounds. Ours sums in one order at every number of rows; torch's does not.
+`python -m bench.products [--threads N] [--rows N ...] [--kinds int4 int8 bfloat16 float32]`.
+
+GFLOP/s, the best of the rounds. Ours sum in one order at every number of rows; torch's does not.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from itertools import product
 from time import perf_counter
 
 import torch
@@ -31,21 +34,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.products", description=__doc__)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 512])
+    parser.add_argument("--kinds", nargs="+", default=["float32"], choices=("int4", "int8", "bfloat16", "float32"))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    print("| rows | outputs x inputs | ours | torch's | ratio |\n|---|---|---|---|---|")
-    for rows in options.rows:
+    print("| weights | rows | outputs x inputs | ours | torch's | ratio |\n|---|---|---|---|---|---|")
+    for kind, rows in product(options.kinds, options.rows):
         for outputs, inputs in SHAPES:
             matrix, x = torch.randn(outputs, inputs), torch.randn(rows, inputs)
-            weight, operations = ops.quantize(matrix, "float32"), 2 * rows * outputs * inputs
+            weight, operations = ops.quantize(matrix, kind), 2 * rows * outputs * inputs
             ours = theirs = 0.0
             for _ in range(ROUNDS):
                 ours = max(ours, speed(lambda: ops.linear(x, weight), operations))  # noqa: B023
                 theirs = max(theirs, speed(lambda: F.linear(x, matrix), operations))  # noqa: B023
-            print(
-                f"| {rows} | {outputs} x {inputs} | {ours / 1e9:.0f} | {theirs / 1e9:.0f} | {ours / theirs:.2f} |",
-                flush=True,
-            )
+            speeds = f"{ours / 1e9:.0f} | {theirs / 1e9:.0f} | {ours / theirs:.2f}"
+            print(f"| {kind} | {rows} | {outputs} x {inputs} | {speeds} |", flush=True)
 
 
 if __name__ == "__main__":
