@@ -11,6 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from lmstate.integrations.transformers import StateCache
+from lmstate.integrations.transformers.cache.history import CACHES
 from lmstate.integrations.transformers.cache.hooks import cache_name
 from tests.integrations.models import DECODERS, call, decoder, text
 
@@ -37,6 +38,17 @@ def test_logits_equal_those_with_the_dynamic_cache(name: str) -> None:
         for held, wanted in zip(ours, theirs):
             for x, y in zip(held, wanted):
                 assert (x is None) == (y is None) and (x is None or torch.equal(x, y))
+
+
+@pytest.mark.parametrize("given", CACHES)
+@pytest.mark.parametrize("name", ("llama", "mamba2"))
+def test_a_cache_is_taken_under_any_of_its_names(name: str, given: str) -> None:
+    model, ids, cache = decoder(name), text(40), StateCache(decoder(name))
+    with torch.no_grad():
+        whole = model(ids).logits
+        parts = [model(part, **{given: cache}, use_cache=True).logits for part in ids.split((25, 1, 14), dim=1)]
+    assert cache.get_seq_length() == 40
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-5, rtol=1e-5)
 
 
 QUESTIONS: dict[str, Callable[[Any, int], Any]] = {
