@@ -345,9 +345,22 @@ def test_a_prompt_past_the_context_is_told_as_such(tiny: Running) -> None:
         answer = client.post("/v1/chat/completions", json=body)
         assert answer.status_code == 400
         assert answer.json()["error"]["code"] == "context_length_exceeded"
+        assert "maximum context length is" in answer.json()["error"]["message"]  # words that clients look for
         answer = client.post("/v1/messages", json={**body, "model": "tiny", "max_tokens": 5})
         assert answer.status_code == 400
         assert answer.json()["error"]["type"] == "invalid_request_error"
+        assert answer.json()["error"]["message"].startswith("prompt is too long: ")
+
+
+def test_variables_of_a_template_cannot_take_the_place_of_what_is_rendered(tiny: Running) -> None:
+    with tiny.client() as client:
+        plain = client.post("/v1/chat/completions", json={"messages": USER, "max_tokens": 3})
+        variables = {"self": 1, "messages": [], "tools": 2, "add_generation_prompt": False, "given": 3}
+        told = client.post(
+            "/v1/chat/completions", json={"messages": USER, "max_tokens": 3, "chat_template_kwargs": variables}
+        )
+    assert told.status_code == 200, told.text
+    assert told.json()["choices"] == plain.json()["choices"]
 
 
 @pytest.mark.parametrize(

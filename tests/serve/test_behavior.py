@@ -117,7 +117,12 @@ def test_a_key_is_needed_in_every_protocol(engine: Engine) -> None:
             answer = client.post("/v1/messages", json=body, headers=headers)
             assert answer.status_code == 401
             assert answer.json()["type"] == "error"
-        for headers in ({"x-api-key": "secret"}, {"authorization": "Bearer other"}, {"authorization": "bearer secret"}):
+        for headers in (
+            {"x-api-key": "secret"},
+            {"authorization": "Bearer other"},
+            {"authorization": "bearer secret"},
+            {"x-api-key": "secret", "authorization": "Bearer of a library's default"},
+        ):
             assert client.post("/v1/messages", json=body, headers=headers).status_code == 200
             assert client.post("/v1/chat/completions", json=body, headers=headers).status_code == 200
 

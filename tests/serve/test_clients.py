@@ -68,7 +68,7 @@ def test_every_answer_and_error_has_the_id_of_its_request(client: openai.OpenAI,
     with pytest.raises(openai.NotFoundError) as not_there:
         client.models.retrieve("other", extra_headers=own)
     with pytest.raises(anthropic.BadRequestError) as refused:
-        claude.messages.create(**{**asked, "max_tokens": 0}, extra_headers=own)
+        claude.messages.create(**{**asked, "max_tokens": -1}, extra_headers=own)
     assert not_there.value.request_id == refused.value.request_id == "trace-7/a"
     with client.chat.completions.with_streaming_response.create(**asked, stream=True) as stream:
         assert (stream.request_id or "").startswith("req_")
@@ -375,7 +375,9 @@ def test_messages_streamed_and_whole_are_one_answer(claude: anthropic.Anthropic)
     assert stopped.stop_reason == "stop_sequence"
     assert stopped.stop_sequence == "Paris"
     with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
-        claude.messages.create(**{**asked, "max_tokens": 0})
+        claude.messages.create(**{**asked, "max_tokens": -1})
+    warmed = claude.messages.create(**{**asked, "max_tokens": 0})  # as clients ask for a prompt to be read ahead
+    assert (warmed.content, warmed.stop_reason) == ([], "max_tokens")
 
 
 def test_messages_use_tools(claude: anthropic.Anthropic) -> None:

@@ -30,7 +30,7 @@ def server(tiny_model: lmstate.Model) -> Iterator[Running]:
 def test_codex(server: Running) -> None:
     """Responses only, nothing stored, kinds of tools that run elsewhere among its own, fields that nobody else has."""
     function = {"type": "function", "name": "shell", "description": "Runs.", "strict": False, "parameters": SCHEMA}
-    others = [{"type": kind} for kind in ("web_search", "local_shell", "image_generation", "namespace")]
+    others = [{"type": kind} for kind in ("web_search", "local_shell", "image_generation", "tool_search")]
     custom = {
         "type": "custom",
         "name": "apply_patch",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import string
 from collections.abc import Callable, Iterable
@@ -32,6 +33,15 @@ class AnsweredCall:
     name: str
     arguments: str = ""
 
+    @property
+    def whole(self) -> bool:
+        """Whether the answer was not cut off in it."""
+        try:
+            json.loads(self.arguments)
+        except (ValueError, RecursionError):
+            return False
+        return True
+
 
 class MarkedText:
     """Text of tokens, special ones left out but for the markers that a parser needs."""
@@ -54,7 +64,8 @@ class MarkedText:
 class Answer:
     """One of the answers to a request.
 
-    `single`: it may have one call at most, and ends (`cut`) where the model begins another.
+    `single`: it may have one call at most, and ends (`cut`) where the model begins another. `only_calls`: it has no
+    text.
     """
 
     index: int
@@ -63,6 +74,7 @@ class Answer:
     stops: StopScanner
     call_id: Callable[[], str]
     single: bool = False
+    only_calls: bool = False
     cut: bool = False
     text: str = ""
     reasoning: str = ""
@@ -87,7 +99,10 @@ class Answer:
             self.finished = piece.finished
             rest = self.stops.push(self.source.flush())
             events += self.parser.push(rest + ("" if self.stops.start is not None else self.stops.flush()))
-            events += self.parser.finish()
+            held = self.parser.finish()
+            calls = self.only_calls or self.calls or any(isinstance(event, CallStart) for event in events)
+            # What was held back is the beginning of a call, where the answer was cut off in it.
+            events += [event for event in held if piece.finished == "eos" or not (calls and isinstance(event, Text))]
         kept: list[Event] = []
         for event in events:
             if isinstance(event, CallStart):
@@ -120,6 +135,7 @@ class AnswerMaker:
     stops: tuple[str, ...]
     call_prefix: str = "call_"
     single: bool = False
+    only_calls: bool = False
 
     def answers(self, count: int) -> list[Answer]:
         return [
@@ -130,6 +146,7 @@ class AnswerMaker:
                 StopScanner(self.stops),
                 lambda: new_id(self.call_prefix),
                 self.single,
+                self.only_calls,
             )
             for index in range(count)
         ]

@@ -148,9 +148,9 @@ async def messages(service: Service, request: Request) -> ASGIApp:
     body = await read_body(service, request)
     model = body.need_text("model")
     service.settings.check_model(model)
-    longest = body.integer("max_tokens", 1, 2**31)
+    longest = body.integer("max_tokens", 0, 2**31)
     if longest is None:
-        raise body.wrong("max_tokens", "a whole number of 1 or more")
+        raise body.wrong("max_tokens", "a whole number of 0 or more")
     chat, use = read_chat(body)
     stream = body.flag("stream")
     options = sampling_options(body, service.vocab_size, service.model.defaults)
@@ -251,14 +251,15 @@ def _read_message(given: Fields) -> list[Message]:
             texts.append(_text_block(block))
     if results and not texts:
         return results
-    return [*results, Message(role, "".join(texts), reasoning, tuple(calls))]
+    text = ("" if role == "assistant" else "\n").join(texts)
+    return [*results, Message(role, text, reasoning, tuple(calls))]
 
 
 def _result(block: Fields) -> str:
     value = block.get("content")
     if value is None or isinstance(value, str):
         return value or ""
-    return "".join(_text_block(part) for part in block.items("content"))
+    return "\n".join(_text_block(part) for part in block.items("content"))
 
 
 def _tool_use(body: Fields) -> ToolUse:

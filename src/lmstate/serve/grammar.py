@@ -5,7 +5,7 @@ Compiling is bounded in work and in memory; what a schema asks and the library l
 
 from __future__ import annotations
 
-import json
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lmstate.serve.errors import ApiError
 from lmstate.serve.tools import Tool, ToolFormat
-from lmstate.serve.tools.base import quoted
+from lmstate.serve.tools.base import json_term, quoted
 
 if TYPE_CHECKING:
     import llguidance
@@ -71,7 +71,7 @@ class TokenGrammar:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            message = f"the constraint is too complex to follow: {first_line(self._matcher.get_error())}"
+            message = f"the constraint is too complex to follow: {reason_of(self._matcher.get_error())}"
             raise ApiError(message, code="unsupported_grammar")
 
 
@@ -91,10 +91,10 @@ class Grammars:
     def json_object(self) -> str:
         return self.json_schema({"type": "object"}, "response_format")
 
-    def json_schema(self, schema: Any, param: str) -> str:
-        """The grammar of JSON that fits a schema."""
+    def json_schema(self, schema: Any, param: str, strict: bool = True) -> str:
+        """The grammar of JSON that fits a schema; unless `strict`, as far as it can be followed."""
         check_schema(schema, param)
-        return f"start: %json {json.dumps(schema)}"
+        return f"start: {json_term(schema, strict)}"
 
     def regex(self, pattern: str) -> str:
         return f"start: /{pattern.replace('/', chr(92) + '/')}/"
@@ -164,10 +164,10 @@ class Grammars:
         matcher = self._matcher(lark)
         if matcher.is_error():
             for tool in tools:
-                if (alone := self._matcher(self.json_schema(tool.schema, tool.param))).is_error():
+                if (alone := self._matcher(self.json_schema(tool.schema, tool.param, tool.strict))).is_error():
                     matcher, param = alone, tool.param
                     break
-            message = first_line(matcher.get_error())
+            message = reason_of(matcher.get_error())
             raise ApiError(
                 f"{param} cannot be used as a constraint: {message}", param=param, code="unsupported_grammar"
             )
@@ -211,5 +211,7 @@ def check_schema(schema: Any, param: str) -> None:
     raise ApiError(f"{param} is a schema nested more than {SCHEMA_DEPTH} deep", param=param)
 
 
-def first_line(message: str) -> str:
-    return message.strip().split("\n")[0][:500]
+def reason_of(message: str) -> str:
+    """What llguidance says of an error, in one line: without the grammar, and without marks below it."""
+    lines = (line.strip() for line in re.split(r"\n +\d+ \| ", message)[0].splitlines())
+    return " ".join(line for line in lines if line.strip("^"))[:500]

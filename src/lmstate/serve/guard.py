@@ -61,15 +61,14 @@ class Guard:
             # A page can make a name of its own mean 127.0.0.1; its requests then carry that name.
             name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
             if self._settings.on_loopback and not is_loopback(name):
-                raise ApiError(f"this server is asked as localhost, not as {host[:200]!r}", 403)
+                where = f"this server is asked as localhost, not as {host[:200]!r}"
+                raise ApiError(f"{where}; with --api-key-file it answers to any name", 403)
             return
         if scope["path"] in self._open or scope["method"] == "OPTIONS":
             return
-        given = headers.get("x-api-key") or ""
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer":
-            given = token.strip()
-        if not self._known(given.encode("utf-8", "surrogateescape")):
+        given = [headers.get("x-api-key", ""), token.strip() if scheme.lower() == "bearer" else ""]
+        if True not in [self._known(key.encode("utf-8", "surrogateescape")) for key in given]:
             raise ApiError("a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY", 401)
 
     def _known(self, given: bytes) -> bool:

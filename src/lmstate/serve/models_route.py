@@ -9,7 +9,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from lmstate.serve.errors import ApiError
 from lmstate.serve.http import json_response
 from lmstate.serve.service import Service
 
@@ -51,8 +50,7 @@ async def list_models(service: Service, request: Request) -> ASGIApp:
 
 async def get_model(service: Service, request: Request) -> ASGIApp:
     name = request.path_params["model"]
-    if name not in names(service):
-        raise ApiError(f"the model {name[:100]!r} is not served here", 404, param="model", code="model_not_found")
+    service.settings.check_model(name)
     return json_response(model_card(service, name))
 
 

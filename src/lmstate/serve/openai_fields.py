@@ -32,24 +32,24 @@ def read_message(given: Fields) -> Message:
     role = given.choice("role", tuple(ROLES))
     if role is None:
         raise given.wrong("role", f"one of {', '.join(ROLES)}")
-    content = read_content(given, "content")
+    content = read_content(given, "content", role)
     calls = tuple(map(_call, given.items("tool_calls", 1000)))
     if role == "tool":
         return Message("tool", content, call_id=given.need_text("tool_call_id"), name=given.text("name"))
-    if not given.has("content") and not (role == "assistant" and (calls or given.has("refusal"))):
-        raise given.wrong("content", "a string or an array of parts")
     reasoning = given.text("reasoning_content") or given.text("reasoning") or ""
+    if not given.has("content") and not (role == "assistant" and (calls or reasoning or given.has("refusal"))):
+        raise given.wrong("content", "a string or an array of parts")
     return Message(ROLES[role], content, reasoning, calls, name=given.text("name"))
 
 
-def read_content(given: Fields, key: str) -> str:
-    """Text, or the text of parts."""
+def read_content(given: Fields, key: str, role: str = "assistant") -> str:
+    """Text, or the text of parts: those of an answer go on from each other, others are lines of their own."""
     value = given.get(key)
     if value is None or isinstance(value, str):
         return value or ""
     if not isinstance(value, list):
         raise given.wrong(key, "a string or an array of parts")
-    return "".join(map(_part, given.items(key)))
+    return ("" if role == "assistant" else "\n").join(map(_part, given.items(key)))
 
 
 def _part(part: Fields) -> str:
@@ -81,7 +81,7 @@ def read_constraint(body: Fields, grammars: Grammars, key: str = "response_forma
     if (pattern := body.text("guided_regex")) is not None:
         return Constraint(grammars.regex(pattern), "guided_regex")
     if body.has("guided_json"):
-        return Constraint(grammars.json_schema(body.get("guided_json"), "guided_json"), "guided_json")
+        return Constraint(grammars.json_schema(_schema(body, "guided_json"), "guided_json"), "guided_json")
     if choices := body.texts("guided_choice", 1000):
         return Constraint(grammars.words(choices), "guided_choice")
     if (structured := body.inner("structured_outputs")) is not None:
@@ -94,7 +94,7 @@ def read_constraint(body: Fields, grammars: Grammars, key: str = "response_forma
         raise given.wrong("type", "text, json_object or json_schema")
     if kind == "text":
         return None
-    if kind == "json_object":
+    if kind == "json_object" and not given.has("schema"):
         return Constraint(grammars.json_object(), given.path)
     if kind == "grammar":
         return Constraint(lark_of(given.need_text("grammar"), given.path), given.path)
@@ -103,18 +103,15 @@ def read_constraint(body: Fields, grammars: Grammars, key: str = "response_forma
     holder = given.inner("json_schema") or given
     if not holder.has("schema"):
         raise holder.wrong("schema", "a JSON schema")
-    return Constraint(grammars.json_schema(holder.get("schema"), holder.name("schema")), holder.name("schema"))
+    name = holder.name("schema")
+    return Constraint(grammars.json_schema(holder.get("schema"), name, holder.flag("strict")), name)
 
 
 def _structured(given: Fields, grammars: Grammars) -> Constraint | None:
     if given.has("json"):
-        schema = given.get("json")
-        if isinstance(schema, str):
-            try:
-                schema = json.loads(schema)
-            except (ValueError, RecursionError):
-                raise given.wrong("json", "a JSON schema") from None
-        return Constraint(grammars.json_schema(schema, given.name("json")), given.name("json"))
+        return Constraint(grammars.json_schema(_schema(given, "json"), given.name("json")), given.name("json"))
+    if given.flag("json_object"):
+        return Constraint(grammars.json_object(), given.name("json_object"))
     if (pattern := given.text("regex")) is not None:
         return Constraint(grammars.regex(pattern), given.name("regex"))
     if choices := given.texts("choice", 1000):
@@ -122,6 +119,17 @@ def _structured(given: Fields, grammars: Grammars) -> Constraint | None:
     if (text := given.text("grammar")) is not None:
         return Constraint(lark_of(text, given.name("grammar")), given.name("grammar"))
     return None
+
+
+def _schema(given: Fields, key: str) -> Any:
+    """A JSON schema, or the text of one."""
+    schema = given.get(key)
+    if not isinstance(schema, str):
+        return schema
+    try:
+        return json.loads(schema)
+    except (ValueError, RecursionError):
+        raise given.wrong(key, "a JSON schema") from None
 
 
 def lark_of(text: str, param: str) -> str:
@@ -141,7 +149,7 @@ def thinking_of(body: Fields) -> tuple[bool | None, dict[str, Any]]:
     effort = body.text("reasoning_effort")
     kwargs = body.inner("chat_template_kwargs")
     variables = dict(kwargs.values) if kwargs is not None else {}
-    variables = {key: value for key, value in variables.items() if key not in ("messages", "tools")}
+    variables = {key: value for key, value in variables.items() if key not in ("self", "messages", "tools")}
     variables.pop("add_generation_prompt", None)
     if effort is not None:
         variables.setdefault("reasoning_effort", effort)
@@ -191,9 +199,9 @@ def timings_of(completion: Any) -> dict[str, Any]:
 
 
 def finish_reason(answer: Answer, called: bool) -> str:
-    """stop, length or tool_calls."""
+    """stop, length or tool_calls: a call that a stop string cut is not to be made."""
     if answer.finished in ("eos", "stop"):
-        return "tool_calls" if called else "stop"
+        return "tool_calls" if called and all(call.whole for call in answer.calls) else "stop"
     return "length"
 
 

@@ -15,6 +15,7 @@ from lmstate.serve.tools import Tool
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 MOST_TOOLS = 512
 KINDS = ("function", "custom")
+NAMESPACE = "namespace"  # a kind of tool in responses: functions of one source, an MCP server say
 
 
 def read_tool_use(body: Fields, *, wrapped: bool) -> ToolUse:
@@ -38,7 +39,7 @@ def read_tool_use(body: Fields, *, wrapped: bool) -> ToolUse:
         return _allowed_tools(given.inner("allowed_tools") or given, tools, parallel)
     if kind not in KINDS:
         raise given.wrong("type", f"one of {', '.join(KINDS)}, allowed_tools")
-    name = chosen_name(_unwrapped(given, kind, wrapped), tools)
+    name = chosen_name(_unwrapped(given, kind, wrapped), tools, given.text("namespace"))
     return ToolUse(tools, name, named=True, parallel=False)
 
 
@@ -50,22 +51,36 @@ def read_tools(body: Fields, wrapped: bool) -> tuple[Tool, ...]:
     tools: dict[str, Tool] = {}
     for given in body.items("tools", MOST_TOOLS):
         kind = given.text("type", "function")
-        if kind not in KINDS:
-            continue
-        fields = _unwrapped(given, kind, wrapped)
-        name = tool_name(fields, tools)
-        if kind == "custom":
+        if kind == NAMESPACE and not wrapped:
+            space = given.text("name")
+            for inner in given.items("tools", MOST_TOOLS):
+                if inner.text("type", "function") == "function":
+                    _add_function(tools, inner, inner, space)
+        elif kind == "custom":
+            fields = _unwrapped(given, kind, wrapped)
+            name = tool_name(fields, tools)
             tools[name] = custom_tool(fields, name)
-            continue
-        parameters = fields.inner("parameters")
-        tools[name] = Tool(
-            name,
-            fields.text("description") or "",
-            {} if parameters is None else parameters.values,
-            fields.flag("strict") or given.flag("strict"),
-            param=fields.name("parameters"),
-        )
+        elif kind == "function":
+            _add_function(tools, _unwrapped(given, kind, wrapped), given)
     return tuple(tools.values())
+
+
+def _add_function(tools: dict[str, Tool], fields: Fields, given: Fields, space: str | None = None) -> None:
+    name = tool_name(fields, tools, space)
+    parameters = fields.inner("parameters")
+    tools[name] = Tool(
+        name,
+        fields.text("description") or "",
+        {} if parameters is None else parameters.values,
+        fields.flag("strict") or given.flag("strict"),
+        own=None if not space else (space, fields.need_text("name")),
+        param=fields.name("parameters"),
+    )
+
+
+def full_name(space: str | None, name: str) -> str:
+    """What the model knows a tool as."""
+    return name if not space else f"{space.rstrip('_')}__{name}"
 
 
 def _unwrapped(given: Fields, kind: str, wrapped: bool) -> Fields:
@@ -80,14 +95,14 @@ def _allowed_tools(given: Fields, tools: tuple[Tool, ...], parallel: bool) -> To
     names: set[Any] = set()
     for item in given.items("tools", MOST_TOOLS):
         inner = next((inner for kind in KINDS if (inner := item.inner(kind)) is not None), item)
-        names.add(inner.text("name"))
+        names.add(full_name(inner.text("namespace"), inner.need_text("name")))
     mode = given.choice("mode", ("auto", "required"), "auto")
     return ToolUse(tuple(tool for tool in tools if tool.name in names), mode or "auto", parallel=parallel)
 
 
-def tool_name(given: Fields, others: dict[str, Tool]) -> str:
+def tool_name(given: Fields, others: dict[str, Tool], space: str | None = None) -> str:
     """The name of a tool. Raises `ApiError` for none, and for that of another one."""
-    name = given.need_text("name")
+    name = full_name(space, given.need_text("name"))
     if not TOOL_NAME.fullmatch(name):
         raise given.wrong("name", "up to 128 letters, digits and _ . : / -")
     if name in others:
@@ -95,9 +110,9 @@ def tool_name(given: Fields, others: dict[str, Tool]) -> str:
     return name
 
 
-def chosen_name(given: Fields, tools: Sequence[Tool]) -> str:
+def chosen_name(given: Fields, tools: Sequence[Tool], space: str | None = None) -> str:
     """The name in a `tool_choice`. Raises `ApiError` for one that no tool has."""
-    name = given.need_text("name")
+    name = full_name(space, given.need_text("name"))
     if name not in {tool.name for tool in tools}:
         where = given.name("name")
         raise ApiError(f"{where} is {name[:100]!r}, which is not among the tools", param=where)

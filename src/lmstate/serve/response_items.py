@@ -14,6 +14,8 @@ from lmstate.serve.errors import ApiError
 from lmstate.serve.fields import Fields
 from lmstate.serve.messages import Call, Message
 from lmstate.serve.openai_fields import MOST_MESSAGES, ROLES, read_content
+from lmstate.serve.openai_tools import full_name
+from lmstate.serve.tools import Tool
 
 Find = Callable[[str], dict[str, Any] | None]
 
@@ -41,7 +43,8 @@ ELSEWHERE = (
 
 
 def _function_call(item: Fields) -> Call:
-    return Call(item.need_text("call_id"), item.need_text("name"), item.text("arguments") or "{}")
+    name = full_name(item.text("namespace"), item.need_text("name"))
+    return Call(item.need_text("call_id"), name, item.text("arguments") or "{}")
 
 
 def _custom_call(item: Fields) -> Call:
@@ -134,7 +137,7 @@ def _read_item(item: Fields, kind: str, messages: list[Message]) -> None:
         role = item.choice("role", tuple(ROLES))
         if role is None or not isinstance(item.get("content"), str | list):
             raise item.wrong("role" if role is None else "content", "a role and content")
-        content = read_content(item, "content")
+        content = read_content(item, "content", role)
         if role == "assistant" and last is not None and not last.content and not last.calls:
             messages[-1] = replace(last, content=content)
         else:
@@ -152,7 +155,7 @@ def _read_item(item: Fields, kind: str, messages: list[Message]) -> None:
         if not item.has("output"):
             raise item.wrong("output", "a string or an array of parts")
         id = item.text("call_id") if kind != "local_shell_call_output" else item.text("call_id") or item.text("id")
-        messages.append(Message("tool", read_content(item, "output"), call_id=id or item.need_text("call_id")))
+        messages.append(Message("tool", read_content(item, "output", "tool"), call_id=id or item.need_text("call_id")))
     elif kind == "compaction":
         messages.append(Message("user", summary_of(item)))
     elif kind not in ELSEWHERE:
@@ -172,11 +175,13 @@ def message_item(id: str, parts: list[Any], status: str) -> dict[str, Any]:
     return {"id": id, "type": "message", "role": "assistant", "content": parts, "status": status}
 
 
-def call_item(call_id: str, name: str, arguments: str, status: str, custom: bool = False) -> dict[str, Any]:
-    """The call of a function, or of a custom tool."""
+def call_item(call_id: str, name: str, arguments: str, status: str, tool: Tool | None) -> dict[str, Any]:
+    """The call of a function, or of a custom tool, by its name as the client knows it."""
     called = {"call_id": call_id, "name": name, "status": status}
-    if custom:
+    if tool is not None and tool.custom:
         return {"id": new_id("ctc_"), "type": "custom_tool_call", **called, "input": input_of(arguments)}
+    if tool is not None and tool.own is not None:
+        called["namespace"], called["name"] = tool.own
     return {"id": new_id("fc_"), "type": "function_call", **called, "arguments": arguments}
 
 

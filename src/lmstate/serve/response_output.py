@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,14 +10,15 @@ from lmstate.serve import response_items as items
 from lmstate.serve.answers import new_id
 from lmstate.serve.custom_tools import input_of
 from lmstate.serve.sse import event
-from lmstate.serve.tools import CallArguments, CallStart, Event, Reasoning, Text
+from lmstate.serve.tools import CallArguments, CallStart, Event, Reasoning, Text, Tool
+from lmstate.serve.tools.base import tool_named
 
 
 @dataclass
 class Output:
     """The output items of a response as they grow, and the events of each step."""
 
-    custom: frozenset[str] = frozenset()  # names of custom tools
+    tools: Sequence[Tool] = ()  # that may be called
     items: list[dict[str, Any]] = field(default_factory=list)
     sequence: int = 0
     open: str = ""
@@ -48,9 +50,9 @@ class Output:
             self.text += found.text
             return [*events, self.event("response.reasoning_text.delta", **self._part, delta=found.text)]
         if isinstance(found, CallStart):
-            custom = found.name in self.custom
-            item = items.call_item(found.id or new_id("call_"), found.name, "", "in_progress", custom)
-            return self._begin("custom" if custom else "call", item)
+            tool = tool_named(self.tools, found.name)
+            item = items.call_item(found.id or new_id("call_"), found.name, "", "in_progress", tool)
+            return self._begin("custom" if item["type"] == "custom_tool_call" else "call", item)
         if isinstance(found, CallArguments) and found.text:
             self.text += found.text
             if self.open == "custom":  # its input is known when the JSON around it is

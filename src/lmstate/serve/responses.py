@@ -23,12 +23,13 @@ from lmstate.serve.fields import Fields
 from lmstate.serve.http import json_response, log, read_body
 from lmstate.serve.messages import Chat, Message
 from lmstate.serve.openai_chat import MOST_TOP, event_stream
-from lmstate.serve.openai_tools import read_tool_use
+from lmstate.serve.openai_tools import KINDS, NAMESPACE, read_tool_use
 from lmstate.serve.response_output import Output
 from lmstate.serve.response_store import Stored
 from lmstate.serve.sampling import sampling_options, stops
 from lmstate.serve.service import ChatTask, Constraint, Service, ToolUse
 from lmstate.serve.stored_responses_route import followed
+from lmstate.serve.tools.base import tool_named
 from lmstate.text.replay import Sampled
 
 
@@ -95,7 +96,7 @@ class ResponseAnswer:
             "temperature": options.get("temperature"),
             "text": options.get("text") or {"format": {"type": "text"}},
             "tool_choice": options.get("tool_choice") or "auto",
-            "tools": [tool for tool in options.get("tools") or [] if tool.get("type") in ("function", "custom")],
+            "tools": [tool for tool in options.get("tools") or [] if tool.get("type") in (*KINDS, NAMESPACE)],
             "top_p": options.get("top_p"),
             "truncation": options.get("truncation") or "disabled",
             "usage": None if self.task.completion is None else usage_of(self.task),
@@ -210,7 +211,7 @@ async def create_response(service: Service, request: Request) -> ASGIApp:
         logprobs=top if wants_logprobs else None,
         tokens=await asyncio.to_thread(exact_tokens, service, asked),
     )
-    answer = ResponseAnswer(service, task, asked, wants_logprobs, output=Output(asked.use.custom))
+    answer = ResponseAnswer(service, task, asked, wants_logprobs, output=Output(asked.use.tools))
     if asked.background:
         try:
             await answer.store(answer.object("queued"))  # so that one which a kill ends is known to have been
@@ -237,8 +238,9 @@ async def whole(answer: ResponseAnswer) -> dict[str, Any]:
         part = items.text_part(made.text, logprobs)
         output.items.append(items.message_item(new_id("msg_"), [part], status))
     for call in made.calls:
-        custom = call.name in output.custom
-        output.items.append(items.call_item(call.id, call.name, call.arguments, "completed", custom))
+        ended = "completed" if status == "completed" or call is not made.calls[-1] else "incomplete"
+        tool = tool_named(output.tools, call.name)
+        output.items.append(items.call_item(call.id, call.name, call.arguments, ended, tool))
     await answer.keep(status)
     return answer.object(status)
 

@@ -174,7 +174,9 @@ class Service:
             return 2**31
         if length >= self.context:
             raise ApiError(
-                f"the prompt has {length} tokens and the model's context {self.context}: shorten the prompt",
+                # Clients tell an overflow, which they make room after, by words: Anthropic's, and OpenAI's.
+                f"prompt is too long: {length} tokens > {self.context} maximum. This model's maximum context length is "
+                f"{self.context} tokens: shorten the prompt",
                 code="context_length_exceeded",
             )
         return self.context - length
@@ -205,6 +207,8 @@ class Service:
         tokens: list[int] | None = None,
     ) -> ChatTask:
         """Begin to answer a conversation. `tokens` stand for its rendered prompt where they are known already."""
+        if use.required:
+            stops = ()  # there is no text for them to end, and arguments are to be whole
 
         def prepare() -> tuple[Prompt, TokenGrammar | None, AnswerMaker]:
             prompt = self.renderer.prompt(chat)
@@ -239,10 +243,10 @@ class Service:
             return format.parse(reader, use.offered) if use.offered or format.name == "harmony" else plain_text(reader)
 
         if reasoning is None:
-            return AnswerMaker(self.tokenizer, parse, markers, stops, call_prefix, not use.parallel)
+            return AnswerMaker(self.tokenizer, parse, markers, stops, call_prefix, not use.parallel, use.required)
         whole = reasoning.parse(parse, reasoning.opened_by(prompt.text))
         markers = (*markers, reasoning.start, reasoning.end)
-        return AnswerMaker(self.tokenizer, whole, markers, stops, call_prefix, not use.parallel)
+        return AnswerMaker(self.tokenizer, whole, markers, stops, call_prefix, not use.parallel, use.required)
 
     def _grammar(self, prompt: Prompt, use: ToolUse, constraint: Constraint | None) -> TokenGrammar | None:
         """The grammar of the whole answer, reasoning included; None if anything goes."""

@@ -232,7 +232,10 @@ def read_prompt(service: Service, body: Fields) -> tuple[Any, int]:
         text = body.need_text("text")
         return text, len(service.tokenizer.encode(text, add_special_tokens=False))
     read_messages(body)  # checks them
-    messages = [{"role": item.get("role"), "content": read_content(item, "content")} for item in body.items("messages")]
+    messages = [
+        {"role": (role := item.get("role")), "content": read_content(item, "content", role)}
+        for item in body.items("messages")
+    ]
     return messages, sum(len(service.tokenizer.encode(message["content"], False)) for message in messages)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from typing import Any, ClassVar
 
 from lmstate.serve.tools.events import CallArguments, CallStart, Text, Tool
 from lmstate.serve.tools.reader import Parse, Reader
+
+LOOKAROUND = re.compile(r"\(\?<?[=!]")
 
 Literal = Callable[[str], str]  # a marker as a term of a Lark grammar: a special token, or a string
 
@@ -75,9 +78,34 @@ def choice(name: str, tools: Sequence[Tool], term: Callable[[Tool], str]) -> str
     return f"{name}: " + " | ".join(term(tool) for tool in tools)
 
 
-def json_term(schema: dict[str, Any]) -> str:
-    """JSON that fits a schema, as a term of Lark."""
-    return "%json " + json.dumps(schema)
+def json_term(schema: Any, strict: bool) -> str:
+    """JSON that fits a schema, as a term of Lark; unless `strict`, as far as it can be followed."""
+    return "%json " + json.dumps(schema if strict or not isinstance(schema, dict) else _followed(schema))
+
+
+def arguments_term(tool: Tool) -> str:
+    """The arguments of a tool's call, as a term of Lark."""
+    return json_term(tool.schema, tool.strict)
+
+
+def _followed(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema without what a grammar cannot follow: keywords and formats that llguidance lacks, and lookarounds."""
+    return {**_without_lookarounds(schema), "x-guidance": {"lenient": True}}
+
+
+def _without_lookarounds(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_without_lookarounds(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {}
+    for key, value in schema.items():
+        if key == "pattern" and isinstance(value, str) and LOOKAROUND.search(value):
+            continue
+        if key == "patternProperties" and isinstance(value, dict):
+            value = {pattern: one for pattern, one in value.items() if not LOOKAROUND.search(pattern)}
+        kept[key] = _without_lookarounds(value)
+    return kept
 
 
 def call_object(reader: Reader, arguments_keys: Sequence[str] = ("arguments", "parameters")) -> Parse[bool]:

@@ -10,7 +10,8 @@ from typing import Any
 class Tool:
     """A function that the model may call. `parameters` is a JSON schema; `strict` asks for calls that fit it.
 
-    `custom`: its client knows it as a tool whose input is a text. `param`: where the request has its schema.
+    `custom`: its client knows it as a tool whose input is a text. `own`: (namespace, name in it) as its client knows a
+    tool of a namespace. `param`: where the request has its schema.
     """
 
     name: str
@@ -18,6 +19,7 @@ class Tool:
     parameters: dict[str, Any] = field(default_factory=dict)
     strict: bool = False
     custom: bool = False
+    own: tuple[str, str] | None = None
     param: str = "tools"
 
     def described(self) -> dict[str, Any]:

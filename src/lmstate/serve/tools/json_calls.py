@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lmstate.serve.tools.base import Literal, Rules, ToolFormat, call_object, choice, json_term, quoted
+from lmstate.serve.tools.base import Literal, Rules, ToolFormat, arguments_term, call_object, choice, quoted
 from lmstate.serve.tools.events import Text, Tool
 from lmstate.serve.tools.reader import Parse, Reader, overlap
 
@@ -55,7 +55,7 @@ class JsonCalls(ToolFormat):
     def rules(self, tools: Sequence[Tool], literal: Literal) -> Rules:
         def term(tool: Tool) -> str:
             head = '{"name": ' + quoted(tool.name) + ', "arguments": '
-            return f'{quoted(head)} {json_term(tool.schema)} "}}"'
+            return f'{quoted(head)} {arguments_term(tool)} "}}"'
 
         if self.listed:
             end = f'"]" {literal(self.end)}' if self.end else '"]"'

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lmstate.serve.tools.base import Literal, Rules, ToolFormat, arguments, call_object, choice, json_term, quoted
+from lmstate.serve.tools.base import Literal, Rules, ToolFormat, arguments, arguments_term, call_object, choice, quoted
 from lmstate.serve.tools.events import CallStart, Reasoning, Text, Tool
 from lmstate.serve.tools.reader import Parse, Reader
 
@@ -68,8 +68,8 @@ class DeepSeekCalls(ToolFormat):
         def term(tool: Tool) -> str:
             if self.fenced:
                 opening = f'{literal(begin)} "function" {literal(sep)} {quoted(tool.name + FENCE)}'
-                return f'{opening} {json_term(tool.schema)} "\\n```" {literal(end)}'
-            return f"{literal(begin)} {quoted(tool.name)} {literal(sep)} {json_term(tool.schema)} {literal(end)}"
+                return f'{opening} {arguments_term(tool)} "\\n```" {literal(end)}'
+            return f"{literal(begin)} {quoted(tool.name)} {literal(sep)} {arguments_term(tool)} {literal(end)}"
 
         between = '"\\n"' if self.fenced else ""
         return Rules((choice("call", tools, term),), section, literal(section), between, literal(section_end))
@@ -112,7 +112,7 @@ class KimiCalls(ToolFormat):
 
         def term(tool: Tool) -> str:
             opening = f"{literal(begin)} {quoted(f'functions.{tool.name}:')} /[0-9]+/ {literal(sep)}"
-            return f"{opening} {json_term(tool.schema)} {literal(end)}"
+            return f"{opening} {arguments_term(tool)} {literal(end)}"
 
         return Rules((choice("call", tools, term),), section, literal(section), "", literal(section_end))
 
@@ -160,11 +160,13 @@ class MistralCalls(ToolFormat):
 
             def term(tool: Tool) -> str:
                 head = '{"name": ' + quoted(tool.name) + ', "arguments": '
-                return f'{quoted(head)} {json_term(tool.schema)} "}}"'
+                return f'{quoted(head)} {arguments_term(tool)} "}}"'
 
             return Rules((choice("call", tools, term),), begin, f'{literal(begin)} "["', '", "', '"]"')
         calls = choice(
-            "call", tools, lambda tool: f"{literal(begin)} {quoted(tool.name)} {literal(sep)} {json_term(tool.schema)}"
+            "call",
+            tools,
+            lambda tool: f"{literal(begin)} {quoted(tool.name)} {literal(sep)} {arguments_term(tool)}",
         )
         return Rules((calls,), begin)
 
@@ -205,7 +207,7 @@ class LlamaCalls(ToolFormat):
     def rules(self, tools: Sequence[Tool], literal: Literal) -> Rules:
         def term(tool: Tool) -> str:
             head = '{"name": ' + quoted(tool.name) + ', "parameters": '
-            return f'{quoted(head)} {json_term(tool.schema)} "}}"'
+            return f'{quoted(head)} {arguments_term(tool)} "}}"'
 
         python = r"(<\|python_tag\|>\s*)?"
         names = "|".join(re.escape(json.dumps(tool.name)).replace("/", r"\/") for tool in tools)
@@ -255,7 +257,7 @@ class HarmonyCalls(ToolFormat):
 
         def term(tool: Tool) -> str:
             to = quoted(f"commentary to=functions.{tool.name} ")
-            return f'{channel} {to} {literal("<|constrain|>")} "json" {message} {json_term(tool.schema)}'
+            return f'{channel} {to} {literal("<|constrain|>")} "json" {message} {arguments_term(tool)}'
 
         between = f'{literal("<|end|>")} {literal("<|start|>")} "assistant"'
         text = r"/(.|\n)*/ & ~/(.|\n)*<\|(start|channel|message|end|call|return)\|>(.|\n)*/"

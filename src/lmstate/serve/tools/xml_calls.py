@@ -157,20 +157,20 @@ def parameter_rules(
         parts = []
         for index, (key, schema) in enumerate(properties.items()):
             rule = f"value_{number}_{index}"
-            yield value_rule(rule, schema, newline, end)
+            yield value_rule(rule, schema, tool.strict, newline, end)
             one = f"{opening(key, schema)} {rule} {quoted(after)}"
             parts.append(one if key in required else f"({one})?")
         yield f"values_{number}: " + (" ".join(parts) or '""')
 
 
-def value_rule(rule: str, schema: dict[str, Any], newline: str, end: str) -> str:
+def value_rule(rule: str, schema: dict[str, Any], strict: bool, newline: str, end: str) -> str:
     """A value and the marker that ends it. Plain text runs up to the marker, whether that is a token or text."""
     closing = f"{quoted(newline)} {end}" if newline else end
     words = schema.get("enum")
     if is_text(schema) and isinstance(words, list) and words:
         return f"{rule}: ({' | '.join(quoted(str(word)) for word in words)}) {closing}"
     if not is_text(schema):
-        return f"{rule}: {json_term(schema)} {closing}"
+        return f"{rule}: {json_term(schema, strict)} {closing}"
     if end.startswith("<["):
         return f"{rule}: /(.|\\n)*/ {end}"
     return f"{rule}[suffix={quoted(newline + json.loads(end))}]: /(.|\\n)*/"
