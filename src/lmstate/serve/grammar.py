@@ -212,6 +212,6 @@ def check_schema(schema: Any, param: str) -> None:
 
 
 def reason_of(message: str) -> str:
-    """What llguidance says of an error, in one line: without the grammar, and without marks below it."""
+    """The reason in an error of llguidance, in one line: without the grammar and the marks below it."""
     lines = (line.strip() for line in re.split(r"\n +\d+ \| ", message)[0].splitlines())
     return " ".join(line for line in lines if line.strip("^"))[:500]

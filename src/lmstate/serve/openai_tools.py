@@ -79,7 +79,7 @@ def _add_function(tools: dict[str, Tool], fields: Fields, given: Fields, space: 
 
 
 def full_name(space: str | None, name: str) -> str:
-    """What the model knows a tool as."""
+    """The name that the model knows a tool by."""
     return name if not space else f"{space.rstrip('_')}__{name}"
 
 
