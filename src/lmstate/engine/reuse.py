@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from lmstate.engine.job import Job
 from lmstate.engine.pace import Pace
 from lmstate.engine.prefix import Match, PrefixStore
 from lmstate.engine.prefix.parts import Split
+from lmstate.engine.request import Request
 from lmstate.engine.results import Reuse
 from lmstate.engine.tiers import Tier
 from lmstate.engine.tiers.fetch import SILENCE, Fetch, Lookup
@@ -24,6 +26,7 @@ LEAST_PATIENCE = 1.0  # seconds that a tier may take for what would be computed 
 WORTH_ASKING = 64  # tokens that are not known here, for which a tier is asked
 ASKING = 0.25, 1.0  # seconds that it may take: at least, at most
 MOST_LOOKUPS = 4  # at a time
+MOST_FETCHES = 4  # at a time: each has threads of its own, and holds all that it has read until it is taken
 LADDER = 256, 4096  # tokens of a prompt between two carries, where nothing else asks for one: at least, at most
 HEADROOM = 8  # of the memory, one part of so many is left to rows that grow, or as much as they have
 TURNS = 2  # ends of turns in a prompt that get a carry in any case: before and after the last message of its user
@@ -45,7 +48,8 @@ class PrefixReuse:
         self.prefixes = PrefixStore(Split.of(new_state(1)), model.fingerprint, memory, tier)
         self.memory = memory
         self._ladder = LADDER[1]
-        self._lookups: list[Lookup] = []
+        self._lookups: list[Lookup] = []  # of which nothing is learned yet
+        self._fetches: WeakKeyDictionary[Fetch, Request] = WeakKeyDictionary()  # and whom each reads for
         self._silent_until = 0.0
         self._model, self._new_state, self._pace, self._wake = model, new_state, pace, wake
 
@@ -55,48 +59,62 @@ class PrefixReuse:
         """Whether something is read from a tier for a request; begins it, and takes what came of it."""
         if self.tier is None or job.options.prompt_logprobs is not None:
             return False
-        match = self.prefixes.match(job.prompt)
-        if self._looking_up(job, match.length):
+        if self._looking_up(job):
             return True
-        if job.lookup is not None and job.fetch is None:
-            match = self.prefixes.match(job.prompt)
+        match = self.prefixes.match(job.prompt)
         if job.fetch is None:
             if not (keys := self.prefixes.missing(match)):
                 return False
+            if len(others := self._fetching()) >= MOST_FETCHES:
+                return any(fetch.ended or not fetch.over for fetch in others)  # else the tier hangs: it does without
             patience = max(LEAST_PATIENCE, 2 * (self._pace.seconds(match.length) or 0.0))
             job.fetch = Fetch(self.tier, keys, patience, self._wake)
+            self._fetches[job.fetch] = job.request
         if not job.fetch.over:
             return True
         if not job.fetch.taken:
             job.fetch.taken = True
+            job.fetch.stop()
             self.prefixes.forget_stored(job.fetch.failed)
             self.prefixes.fill(match, dict(job.fetch.read))
             job.fetch.read = {}
         return False
 
-    def _looking_up(self, job: Job, known: int) -> bool:
+    def _fetching(self) -> list[Fetch]:
+        """The fetches that read, and those whose entries were not taken yet."""
+        for fetch, request in [*self._fetches.items()]:
+            if request.done:
+                fetch.stop()
+            if fetch.ended and (fetch.taken or request.done):
+                del self._fetches[fetch]
+        return [*self._fetches]
+
+    def _looking_up(self, job: Job) -> bool:
         """Whether a tier is being asked for more of a prompt than is known; begins it, and takes what came of it.
 
         A tier that does not answer in time is not asked again for a while.
         """
         assert self.tier is not None
+        if job.lookup is not None and not job.lookup.over:
+            return True
+        # Those that were too late, or whose request is gone, count too: a tier tells of each entry once.
+        for lookup in [lookup for lookup in self._lookups if lookup.ended]:
+            self._lookups.remove(lookup)
+            self.prefixes.learn(lookup.found)
         now = perf_counter()
         if job.lookup is None:
-            self._lookups = [lookup for lookup in self._lookups if not lookup.ended]
             quiet = now < self._silent_until or len(self._lookups) >= MOST_LOOKUPS
-            if not self.tier.looks_up or quiet or len(job.prompt) - known < WORTH_ASKING:
+            if not self.tier.looks_up or quiet:
                 return False
-            patience = min(max(2 * (self._pace.seconds(len(job.prompt) - known) or 0.0), ASKING[0]), ASKING[1])
+            unknown = len(job.prompt) - self.prefixes.match(job.prompt).length
+            if unknown < WORTH_ASKING:
+                return False
+            patience = min(max(2 * (self._pace.seconds(unknown) or 0.0), ASKING[0]), ASKING[1])
             job.lookup = Lookup(self.tier, job.prompt, patience, self._wake)
             self._lookups.append(job.lookup)
-        if not job.lookup.over:
             return True
-        if not job.lookup.taken:
-            job.lookup.taken = True
-            if job.lookup.ended:
-                self.prefixes.learn(job.lookup.found)
-            else:
-                self._silent_until = now + SILENCE
+        if not job.lookup.ended:
+            self._silent_until = now + SILENCE
         return False
 
     def begin(self, job: Job) -> State:

@@ -345,14 +345,18 @@ class PrefixStore:
         """Have what is new of a path written."""
         tokens = array("q", path[-1].all_tokens())
         above: list[str] = []
+
+        def kept(where: Stored | None) -> bool:  # not so if its write failed, or the tier has let it go
+            return where is not None and tier.keeps(where.key)
+
         for part in path:
-            if part.stored_run is None and part.run is not None:
+            if part.run is not None and not kept(part.stored_run):
                 key = tier.put(Entry("run", frequency_key, part.start, tokens[: part.end]), part.run, above)
                 part.stored_run = None if key is None else Stored(key)
             if part.stored_run is not None:
                 above.append(part.stored_run.key)
         last = path[-1]
-        if last.stored_carry is None and last.carry is not None and (self.split.needs_carry or not last.children):
+        if last.carry is not None and not kept(last.stored_carry) and (self.split.needs_carry or not last.children):
             layers = _with_logits(last.carry.layers, last.carry.logits)
             known = last.carry.logits is not None
             key = tier.put(Entry("end" if known else "carry", frequency_key, last.end, tokens), layers, above)

@@ -45,7 +45,6 @@ class Lookup:
     def __init__(self, tier: Tier, tokens: Sequence[int], patience: float, wake: Callable[[], None]) -> None:
         """`patience`: seconds after which nothing is waited for."""
         self.found: list[tuple[str, Entry]] = []
-        self.taken = False
         self.ended = False
         self._until = perf_counter() + patience
         self._tier, self._tokens, self._wake = tier, tokens, wake
@@ -71,7 +70,7 @@ class Fetch:
         self.taken = False  # whether somebody has used what was read
         self._left = deque(keys)
         self._running = min(AT_ONCE, len(keys))
-        self._ended = False
+        self.ended = False  # whether its threads have
         self._until = perf_counter() + patience
         self._tier, self._wake, self._lock = tier, wake, Lock()
         for _ in range(self._running):
@@ -79,7 +78,11 @@ class Fetch:
 
     @property
     def over(self) -> bool:
-        return self._ended or perf_counter() > self._until
+        return self.ended or perf_counter() > self._until
+
+    def stop(self) -> None:
+        """Begin to read nothing more: nobody waits for it."""
+        self._left.clear()
 
     def _run(self) -> None:
         with suppress(IndexError):  # none is left
@@ -91,6 +94,6 @@ class Fetch:
                     self.failed.append(key)  # the others are still tried: what is damaged is to be written again
         with self._lock:
             self._running -= 1
-            self._ended = not self._running
-        if self._ended:
+            self.ended = not self._running
+        if self.ended:
             self._wake()

@@ -14,11 +14,21 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from threading import Lock
-from time import time
+from time import time, time_ns
 from typing import get_args
 
-from lmstate.engine.prefix.parts import Layers
-from lmstate.engine.tiers.tier import Entry, Kind, SavedSession, Tier, from_bytes, packed, to_bytes, unpacked
+from lmstate.engine.prefix.parts import Layers, nbytes
+from lmstate.engine.tiers.tier import (
+    MOST_LAYERS,
+    Entry,
+    Kind,
+    SavedSession,
+    Tier,
+    from_bytes,
+    packed,
+    to_bytes,
+    unpacked,
+)
 from lmstate.errors import ModelError, SnapshotError
 from lmstate.files.atomic import atomic_write
 from lmstate.files.mmap_file import open_regular
@@ -26,6 +36,7 @@ from lmstate.files.sqlite_schema import check_schema
 from lmstate.ops.memory import pages
 
 MOST_NEW = 256  # entries of other processes that are taken at a time
+ENDING = 1.0  # seconds that a statement on the index may go on at the end
 MOST_TEXT = 2**28  # bytes of a text in the index, unpacked: a hostile index must not fill the memory
 TABLES = (
     """entries (
@@ -49,7 +60,7 @@ class FolderTier(Tier):
 
     def __init__(self, path: str | os.PathLike[str], namespace: str, limit: int) -> None:
         super().__init__(namespace)
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # the process may change its folder
         self.limit = limit
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = Lock()
@@ -126,21 +137,25 @@ class FolderTier(Tier):
     def read(self, key: str) -> Layers:
         with self._lock:
             row = self._index.execute(
-                "select layers, checksum from entries where namespace = ? and key = ?", (self.namespace, key)
+                "select layers, checksum, size from entries where namespace = ? and key = ?", (self.namespace, key)
             ).fetchone()
         if row is None:
             raise SnapshotError("it is in the index no longer")
-        file = self._file(key)
+        file, size = self._file(key), row[2]
         try:
+            if int(row[0]) > MOST_LAYERS:
+                raise SnapshotError(f"{file} has {row[0]} layers, by the index")
             with open_regular(file) as opened:
-                data = pages(max(opened.seek(0, 2), 1))
+                if opened.seek(0, 2) != size:  # before memory is taken for it
+                    raise SnapshotError(f"{file} is damaged: its size is another")
+                data = pages(max(size, 1))
                 opened.seek(0)
                 opened.readinto(data)  # type: ignore[attr-defined]
             if hashlib.sha256(data).hexdigest() != row[1]:
                 raise SnapshotError(f"{file} is damaged: its checksum is another")
             layers = from_bytes(data, file, int(row[0]))
-        except (OSError, ModelError, SnapshotError):
-            self._quarantine(key)
+        except (ModelError, SnapshotError, FileNotFoundError):
+            self._quarantine(key)  # not for other errors: with too many open files, say, nothing is wrong with this one
             raise
         with self._lock, self._index:
             self._index.execute(
@@ -149,9 +164,10 @@ class FolderTier(Tier):
         return layers
 
     def write(self, entry: Entry, key: str, layers: Layers, above: Sequence[str]) -> None:
-        data = to_bytes(layers)
-        if len(data) > self.limit:
-            raise OSError(f"an entry of {len(data)} bytes is more than the folder may hold")
+        size = nbytes(layers)
+        data = to_bytes(layers) if size <= self.limit else b""  # no copy of what has no room: it comes again each turn
+        if max(size, len(data)) > self.limit:
+            raise OSError(f"an entry of {size} bytes is more than the folder may hold")
         self._make_room(len(data))
         file = self._file(key)
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -162,7 +178,13 @@ class FolderTier(Tier):
             len(layers), len(data), hashlib.sha256(data).hexdigest(), time(),
         )  # fmt: skip
         with self._lock, self._index:
-            self._index.execute("insert or replace into entries values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", told)
+            # SQLite would give the largest rowid again once its entry is gone: who has seen that one misses this one.
+            self._index.execute(
+                "insert or replace into entries "
+                "(rowid, namespace, key, kind, frequency_key, start, tokens, layers, size, checksum, used) "
+                "values (max(?, (select coalesce(max(rowid), 0) + 1 from entries)), ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (time_ns(), *told),
+            )
             # What it hangs on is used with it: so that ends of texts go before their beginnings.
             touched = [(told[-1], self.namespace, other) for other in above]
             self._index.executemany("update entries set used = ? where namespace = ? and key = ?", touched)
@@ -182,8 +204,11 @@ class FolderTier(Tier):
             return int(self._index.execute("select coalesce(sum(size), 0) from entries").fetchone()[0])
 
     def end(self) -> None:
-        with self._lock:
-            self._index.close()
+        if self._lock.acquire(timeout=ENDING):  # else a statement hangs, as on a network's disk: nobody waits for it
+            try:
+                self._index.close()
+            finally:
+                self._lock.release()
 
     # ---- the parts of it
 

@@ -10,8 +10,13 @@ from lmstate.engine.tiers.tier import Tier
 
 
 def open_tier(store: str | os.PathLike[str], namespace: str, limit: int) -> Tier:
-    """The tier that `Engine(store=...)` names: a folder, a `redis://` URL, or an object store's (`s3://`, ...)."""
+    """The tier that `Engine(store=...)` names: a folder, a `redis://` URL, or an object store's (`s3://`, ...).
+
+    Raises ValueError for an empty name, which would be the folder that the process happens to be in.
+    """
     where = os.fspath(store)
+    if not where:
+        raise ValueError("store='' was asked for; name a folder or a URL, or give None to keep nothing")
     scheme = where.partition("://")[0] if "://" in where else ""
     if scheme in ("redis", "rediss", "unix"):
         return SharedTier(RedisBlobs(where), namespace)

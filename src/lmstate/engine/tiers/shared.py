@@ -18,12 +18,21 @@ from pathlib import Path
 from typing import Any, Protocol, get_args
 
 from lmstate.engine.prefix.parts import Layers
-from lmstate.engine.tiers.tier import Entry, Kind, SavedSession, Tier, from_bytes, packed, to_bytes, unpacked
+from lmstate.engine.tiers.tier import (
+    MOST_LAYERS,
+    Entry,
+    Kind,
+    SavedSession,
+    Tier,
+    from_bytes,
+    packed,
+    to_bytes,
+    unpacked,
+)
 from lmstate.errors import SnapshotError
 
 SECONDS = 5.0  # that a Redis server may take to answer
 MOST_ENTRIES = 50_000  # of the index that are read at the start
-MOST_LAYERS = 100_000
 FINE, COARSE = 64, 1024  # tokens between two beginnings that are looked up, in the first COARSE ones and beyond
 KEYS = 8  # entries that are remembered of a beginning
 DEEPEST = 4  # beginnings of a text, the longest that are known, whose entries are taken

@@ -17,12 +17,14 @@ import numpy as np
 from torch import Tensor
 
 from lmstate.engine.prefix.parts import Layers, nbytes
+from lmstate.engine.results import EngineClosed
 from lmstate.errors import ModelError, SnapshotError, StateError
 from lmstate.files.mmap_file import FileBuffer
 from lmstate.files.safetensors import TensorFile
 from lmstate.state.layer_file import by_layer
 
-WAITING_BYTES = 2**28  # of tensors that may wait to be written; what comes beyond is not kept here
+WAITING_BYTES = 2**28  # of tensors that may wait to be written; what comes beyond waits alone, or is not kept here
+MOST_LAYERS = 100_000  # of an entry: what a store says is not to fill the memory
 Kind = Literal["run", "carry", "end"]
 Item = TypeVar("Item")
 
@@ -77,6 +79,7 @@ class Tier(ABC):
         self.namespace = namespace
         self.counts = {"written": 0, "dropped": 0, "failed": 0, "read": 0, "quarantined": 0}
         self._keys: set[str] = set()
+        self._coming: set[str] = set()  # keys of what is queued, or being written
         self._changed = Condition()
         self._writes: deque[_Write | SavedSession | str] = deque()
         self._waiting = 0  # bytes of tensors
@@ -89,6 +92,10 @@ class Tier(ABC):
 
     def has(self, key: str) -> bool:
         return key in self._keys
+
+    def keeps(self, key: str) -> bool:
+        """Whether it has an entry, or is to have it: what could not be written, or went since, is to be `put` again."""
+        return key in self._coming or key in self._keys
 
     def all_entries(self) -> list[tuple[str, Entry]]:
         """`entries`, as far as they can be read now."""
@@ -145,25 +152,45 @@ class Tier(ABC):
         """
         key, size = entry.key(self.namespace), nbytes(layers)
         with self._changed:
-            if key in self._keys:
+            if self.keeps(key):
                 return key
-            if self._closed or self._waiting + size > WAITING_BYTES:
+            if self._closed or (self._waiting and self._waiting + size > WAITING_BYTES):
                 self.counts["dropped"] += 1
                 return None
             self._waiting += size
+            self._coming.add(key)
             self._writes.append(_Write(entry, key, layers, tuple(above)))
             self._changed.notify_all()
         return key
 
     def put_session(self, session: SavedSession) -> None:
+        """Have it written, instead of what waits under its name: a tier that hangs is not to hold it once a turn."""
         with self._changed:
-            self._writes.append(session)
+            if self._closed:
+                self.counts["dropped"] += 1
+                return
+            if (at := self._waits(session.name)) is None:
+                self._writes.append(session)
+            else:  # in its place: at the end of the queue, one that is put often would never be written
+                self._writes[at] = session
             self._changed.notify_all()
 
     def drop_session(self, name: str) -> None:
+        """Have it removed. Raises EngineClosed if that cannot be any more."""
         with self._changed:
+            if self._closed:
+                raise EngineClosed(
+                    f"session {name!r} stays in the store, which was closed with its engine: make another"
+                )
+            if (at := self._waits(name)) is not None:
+                del self._writes[at]
             self._writes.append(name)
             self._changed.notify_all()
+
+    def _waits(self, name: str) -> int | None:
+        """Place in the queue of the session of a name."""
+        found = (at for at, job in enumerate(self._writes) if isinstance(job, SavedSession) and job.name == name)
+        return next(found, None)
 
     def lookup(self, tokens: Sequence[int]) -> list[tuple[str, Entry]]:
         """`find`, of which nothing is raised: a store that cannot be asked has nothing."""
@@ -284,6 +311,7 @@ class Tier(ABC):
                     self._keys.add(job.key)
             finally:
                 with self._changed:
+                    self._coming.discard(job.key)
                     self._waiting -= nbytes(job.layers)
 
 
