@@ -216,3 +216,89 @@ def test_what_a_session_stood_on_takes_no_bytes_once_it_had_to_go() -> None:
         held = session.tokens
         got = session.send([5, 6], max_new_tokens=4).result(600)
         assert got.tokens == [alone(model, [*held, 5, 6], 4)[0]]
+
+
+def test_a_text_like_the_first_one_goes_on_as_any_other() -> None:
+    with lmstate.Engine(chatting()) as engine:
+        session = engine.session("x")
+        for count, told in enumerate(("yes", "no", "yes"), 1):
+            session.send(told, max_new_tokens=2).result(60)
+            assert [message["content"] for message in session.messages[::2]] == ["yes", "no", "yes"][:count]
+
+
+def test_ids_after_messages_leave_a_session_that_forks_is_saved_and_survives(tmp_path: Path) -> None:
+    model = chatting()
+    with lmstate.Engine(model, store=tmp_path / "store") as engine:
+        session = engine.session("x")
+        session.send("hello", max_new_tokens=3).result(60)
+        session.send([9, 10, 11], max_new_tokens=3).result(60)
+        tokens = session.tokens
+        assert session.fork("y").tokens == tokens
+        session.save(tmp_path / "file")
+        assert engine.load_session("z", tmp_path / "file").tokens == tokens
+    with lmstate.Engine(model, store=tmp_path / "store") as engine:
+        assert engine.sessions() == ["x", "y", "z"]
+        again = engine.session("x")
+        assert again.tokens == tokens
+        again.undo()
+        assert 0 < len(again.tokens) < len(tokens) and again.tokens == tokens[: len(again.tokens)]
+
+
+def test_a_mark_keeps_its_messages_however_many_turns_follow() -> None:
+    with lmstate.Engine(chatting()) as engine:
+        session = engine.session("x")
+        session.send("hello", max_new_tokens=2).result(60)
+        at, messages = session.mark(), session.messages
+        for _ in range(66):
+            session.send("a", max_new_tokens=1).result(60)
+        session.rewind(at)
+        assert session.messages == messages
+        asked = session.send("hi", max_new_tokens=1)
+        assert engine.model.tokenizer.decode(asked.prompt, False).endswith("[user]hi<end>[assistant]")
+        asked.result(60)
+
+
+def test_a_session_of_another_engine_or_one_that_was_closed_takes_nothing() -> None:
+    model = chatting()
+    with lmstate.Engine(model) as one, lmstate.Engine(model) as other:
+        session = one.session("x")
+        session.send("hello", max_new_tokens=2).result(60)
+        before = session.tokens
+        with pytest.raises(lmstate.StateError, match="another engine"):
+            other.submit("hello", session=session)
+        assert session.tokens == before
+        session.close()
+        for use in (lambda: session.send("more"), session.mark, lambda: session.fork("y")):
+            with pytest.raises(lmstate.StateError, match="was closed"):
+                use()
+        assert one.sessions() == []
+        assert one.session("x").tokens == []
+
+
+@pytest.mark.parametrize("name", [None, 5, b"x", "\ud800"])
+def test_what_cannot_be_written_is_no_name_of_a_session(name: object) -> None:
+    with lmstate.Engine(chatting()) as engine:
+        with pytest.raises(ValueError, match="a name is a str"):
+            engine.session(name)  # type: ignore[arg-type]
+        assert engine.sessions() == []
+
+
+def test_a_session_that_filled_the_model_holds_no_token_more(tmp_path: Path) -> None:
+    model = ours("gpt2")
+    most = model.max_positions
+    assert most is not None
+    with lmstate.Engine(model) as engine:
+        session = engine.session("x")
+        got = session.send(prompt(most - 3, 1), max_new_tokens=20, ignore_eos=True).result(60)
+        assert got.finished == ["capacity"]
+        assert len(session.tokens) == most
+        session.save(tmp_path / "file")
+
+
+def test_policies_given_by_a_function_find_what_they_stored(tmp_path: Path) -> None:
+    model = ours("llama")
+    reused = []
+    for _ in range(2):
+        with lmstate.Engine(model, store=tmp_path, kv=lambda layer: lmstate.kv.Quantized(8)) as engine:
+            reused.append(engine.submit(prompt(200, 1), max_new_tokens=2).result(60).usage.reused)
+    assert reused[0] == 0 and reused[1] > 100

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from threading import Lock
+from typing import TYPE_CHECKING
 
 from lmstate.engine.job import Job
 from lmstate.engine.prefix import PrefixStore
@@ -13,13 +14,16 @@ from lmstate.engine.tiers import SavedSession, Tier
 from lmstate.engine.tiers.fetch import Patience
 from lmstate.text.replay import Replay
 
+if TYPE_CHECKING:
+    from lmstate.models.model import Model
+
 
 class Conversations:
     """`find`, `add`, `drop` and `names` are for any thread, the rest is for the engine's."""
 
-    def __init__(self, prefixes: PrefixStore, replay: Replay, tier: Tier | None, vocab_size: int) -> None:
+    def __init__(self, model: Model, prefixes: PrefixStore, replay: Replay, tier: Tier | None) -> None:
         self._prefixes, self._replay, self._tier = prefixes, replay, tier
-        self._vocab_size = vocab_size
+        self._vocab_size, self._most = model.config.vocab_size, model.max_positions
         self._patience = Patience()
         self._foreign: set[str] = set()  # names under which a tier has what is no session
         self._sessions: dict[str, Session] = {}
@@ -52,23 +56,26 @@ class Conversations:
 
     def drop(self, session: Session) -> None:
         with self._lock:
-            if self._sessions.get(session.name) is session:
-                del self._sessions[session.name]
-        if self._tier is not None:
-            self._tier.drop_session(session.name)
+            if self._sessions.get(session.name) is not session:
+                return  # it was closed before; another one may have its name now
+            if self._tier is not None:
+                self._tier.drop_session(session.name)
+            del self._sessions[session.name]
 
     # ---- for the engine's thread
 
     def hold(self, session: Session) -> None:
         """Keep what going on from a session's end and its marks needs, and the session itself where there is a tier."""
         self.release(session)
-        if self._sessions.get(session.name) is not session:
-            return  # it was closed
-        record = session.record
-        pinned = [self._prefixes.pin(record.tokens[:at]) for at in (*record.marks, len(record.tokens)) if at]
-        self._pins[session] = [node for node in pinned if node is not None]
-        if self._tier is not None:
-            self._tier.put_session(SavedSession(session.name, list(record.tokens), record.to_json()))
+        with self._lock:  # else it could be closed in between, and be written after that
+            if self._sessions.get(session.name) is not session:
+                return  # it was closed
+            record = session.record
+            needed = [*(mark.tokens for mark in record.marks), len(record.tokens)]
+            pinned = [self._prefixes.pin(record.tokens[:at]) for at in needed if at]
+            self._pins[session] = [node for node in pinned if node is not None]
+            if self._tier is not None:
+                self._tier.put_session(SavedSession(session.name, list(record.tokens), record.to_json()))
 
     def release(self, session: Session) -> None:
         for node in self._pins.pop(session, []):
@@ -82,7 +89,7 @@ class Conversations:
             if session is not None:
                 session.give_up()
             return
-        tokens = [*job.prompt, *choice.answer.tokens[: choice.kept()]]
+        tokens = [*job.prompt, *choice.answer.tokens[: choice.kept()]][: self._most]
         messages = [dict(message) for message in job.messages]
         if messages:
             messages.append({"role": "assistant", "content": choice.answer.text})

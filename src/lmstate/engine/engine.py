@@ -30,13 +30,15 @@ from lmstate.engine.request import Request
 from lmstate.engine.results import EngineClosed, Reuse
 from lmstate.engine.reuse import PrefixReuse
 from lmstate.engine.scheduler import Scheduler
-from lmstate.engine.session import Record, Session
+from lmstate.engine.session import Record, Session, check_name
 from lmstate.engine.thinking import ThinkingFormat
 from lmstate.engine.tiers import Tier, open_tier
 from lmstate.errors import SnapshotError
 from lmstate.generation.grammar import Grammar
 from lmstate.speculation import DraftChoice, DraftReport
 from lmstate.state import BlockPool, Snapshot, State
+from lmstate.state.kv.policies.base import Policy
+from lmstate.state.kv.policies.per_layer import policies_of
 from lmstate.state.validate import whole_number
 from lmstate.text.replay import Replay
 from lmstate.threads import release_threads
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
+CLOSED = "the engine was closed: make another one"
 IDLE = 0.05  # seconds between two looks at requests that cannot begin yet; what they wait for wakes the thread before
 
 
@@ -90,7 +93,9 @@ class Engine:
         drafting = Drafting(draft, model, rows, memory, model.new_state(kv=kv))
         self.model = model
         self._kv = kv
-        namespace = f"{model.fingerprint} dtype={model.dtype} kv={kv!r}"
+        # A function has no name that holds in another process; what it gives for each layer has.
+        policies = policies_of(kv, len(model.blocks)) if callable(kv) and not isinstance(kv, Policy) else kv
+        namespace = f"{model.fingerprint} dtype={model.dtype} kv={policies!r}"
         if store is not None and not isinstance(store, Tier):
             store = open_tier(store, namespace, as_bytes(store_bytes))
         self._tier: Tier | None = store
@@ -98,7 +103,7 @@ class Engine:
         self._delivery = Delivery()
         self._blocks = BlockPool()  # of all rows, and of what is kept
         self._reuse = PrefixReuse(model, self._new_state, memory, self._tier, pace, self._wake)
-        self._conversations = Conversations(self._reuse.prefixes, self._replay, self._tier, model.config.vocab_size)
+        self._conversations = Conversations(model, self._reuse.prefixes, self._replay, self._tier)
         self._scheduler = Scheduler(
             model,
             self._new_state,
@@ -120,7 +125,7 @@ class Engine:
         if self._tier is not None:
             self._conversations.recall(self._tier, self)
         ready = Event()
-        arguments = (weakref.ref(self), self._changed, ready)
+        arguments = (weakref.ref(self), self._changed, ready, self._tier)
         release_threads()  # the engine's thread has its own from here on
         self._thread = Thread(target=_serve, args=arguments, name="lmstate-engine", daemon=True)
         self._thread.start()
@@ -205,7 +210,8 @@ class Engine:
         if session is None:
             messages = [dict(message) for message in prompt] if are_messages(prompt) else []  # the list is the caller's
             return self._queued(self._encoded(prompt), chosen, messages, None)
-        conversation = self.session(session) if isinstance(session, str) else session
+        conversation = session if isinstance(session, Session) else self.session(session)
+        conversation.refuse_other(self)
 
         def begin() -> Request:
             ids, messages = conversation.continued(prompt, self._encoded)
@@ -239,12 +245,13 @@ class Engine:
         return self.model.has_tokenizer and self.model.tokenizer.has_chat_template
 
     def session(self, name: str) -> Session:
-        """The conversation of this name; a new one if there is none."""
+        """The conversation of this name; a new one if there is none. Raises ValueError for what is no name."""
         return self.find_session(name) or self._conversations.add(Session(self, name, Record()))
 
     def find_session(self, name: str) -> Session | None:
         """The conversation of this name, if there is one: here, or left in the store by another process since."""
         self.refuse_closed()
+        check_name(name)
         return self._conversations.find(name, self)
 
     def sessions(self) -> list[str]:
@@ -409,7 +416,7 @@ class Engine:
                 "from that: make an engine in each process"
             )
         if self._closed:
-            raise EngineClosed("the engine was closed: make another one")
+            raise EngineClosed(CLOSED)
 
     def orphan(self) -> None:
         """In a forked child: refuse what would wait for the engine's thread for ever."""
@@ -442,9 +449,13 @@ class Engine:
         return self._scheduler.step() or asked > 0
 
     def _shut(self) -> None:
-        self._scheduler.end_all()
-        while self._commands:
-            self._commands.popleft()[1].cancel()
+        try:
+            self._scheduler.end_all()
+        finally:
+            while self._commands:
+                future = self._commands.popleft()[1]
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(EngineClosed(CLOSED))
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -459,8 +470,9 @@ if hasattr(os, "register_at_fork"):  # where there is a fork
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def _serve(reference: weakref.ref[Engine], changed: Condition, ready: Event) -> None:
-    """The engine's thread. It holds the engine only while there is work, so that a forgotten engine can go."""
+def _serve(reference: weakref.ref[Engine], changed: Condition, ready: Event, tier: Tier | None) -> None:
+    """The engine's thread. It holds the engine only while there is work, so that a forgotten engine can go, and closes
+    the tier of one."""
     if (engine := reference()) is not None:
         engine._warm_up()
     del engine
@@ -469,6 +481,8 @@ def _serve(reference: weakref.ref[Engine], changed: Condition, ready: Event) -> 
         while True:
             engine = reference()
             if engine is None:
+                if tier is not None:
+                    tier.close()
                 return
             if engine._closed:
                 engine._shut()

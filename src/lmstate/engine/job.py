@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from lmstate.state import Snapshot, State
 
 
+AGING = 10.0  # seconds since it was submitted that are worth one step of priority
+
+
 class Job:
     """A request from its queue to its end: waiting, then its prompt is read, then its answers are made."""
 
@@ -51,7 +54,7 @@ class Job:
         self.unseated: list[Choice] = []
         self.reuse = Reuse(0, len(self.prompt))
         self.prompt_logprobs: list[TokenLogprob | None] = []
-        self.error: Exception | None = None  # why it failed
+        self.error: BaseException | None = None  # why it failed
         self._times = [perf_counter()]  # submitted, started, first token
         self._read = 0.0  # when its prompt was read
 
@@ -65,8 +68,9 @@ class Job:
         deadline = self.options.deadline
         return deadline is not None and perf_counter() - self._times[0] > deadline
 
-    def waited(self) -> float:
-        return perf_counter() - self._times[0]
+    def turn(self) -> tuple[float, int]:
+        """Place among others that wait for the same: the larger priority first, first come first served within one."""
+        return -self.options.priority - (perf_counter() - self._times[0]) // AGING, self.order
 
     def passed(self) -> None:
         """The next phase begins: its prompt is read, or its answers are made."""

@@ -9,8 +9,6 @@ from threading import Lock
 from lmstate.engine.job import Job
 from lmstate.engine.results import QueueFull
 
-AGING = 10.0  # seconds of waiting that are worth one step of priority
-
 
 class Queue:
     """Safe to use from any thread."""
@@ -48,4 +46,4 @@ class Queue:
         """In the order in which they are to start."""
         with self._lock:
             jobs = list(self._jobs)
-        return iter(sorted(jobs, key=lambda job: (-job.options.priority - job.waited() // AGING, job.order)))
+        return iter(sorted(jobs, key=Job.turn))

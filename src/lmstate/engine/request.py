@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from threading import Condition, Event
 from typing import Any
@@ -133,7 +134,10 @@ class Request:
             callbacks, self._callbacks = self._callbacks, []
         self._delivery.add(self.tell)
         for callback in callbacks:
-            callback(self)
+            try:
+                callback(self)
+            except Exception:  # of whoever sent this request: the others go on
+                logging.getLogger(__name__).exception("what was to be called at the end of a request failed")
 
     def when_done(self, callback: Callable[[Request], None]) -> None:
         """Call it once the request ended, on the engine's thread; at once if it has."""

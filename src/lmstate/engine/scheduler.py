@@ -73,7 +73,7 @@ class Scheduler:
         self.preempted: list[Preempted] = []  # answers whose rows were taken back
         self._jobs: dict[Choice, Job] = {}  # of the choices that have a row
         self._blocks, self._cost = blocks, cost
-        self._crowded = False  # rows were taken back, and no answer has ended since
+        self._crowded = False  # rows were taken back, and nothing has ended since
         self._unmeasured = 0  # steps since the bytes of the rows were last looked at
         self._spare = -1.0  # bytes that they may have grown by since, beside having doubled; below 0: look again
         self._pace, self._reuse, self._drafting, self._ended = pace, reuse, drafting, ended
@@ -90,7 +90,7 @@ class Scheduler:
             self._decode()
             self._delivery.deliver()
             self._bound()
-        except Exception as error:  # of the scheduler itself, not of one request: nobody is to wait for ever
+        except BaseException as error:  # of the scheduler itself, not of one request: nobody is to wait for ever
             for job in self.all():
                 self._fail(job, error)
         finally:
@@ -99,7 +99,7 @@ class Scheduler:
 
     def end_all(self) -> None:
         for job in self.all():
-            self._end(job, "cancelled")
+            self._guarded(job, partial(self._end, why="cancelled"))
         self._delivery.deliver()
 
     def all(self) -> list[Job]:
@@ -192,13 +192,13 @@ class Scheduler:
     # ---- prompts
 
     def _read(self) -> None:
-        """Read a part of a prompt: of the request that came first among those of the largest priority.
+        """Read a part of a prompt: of the request whose turn it is, as in the queue.
 
         An answer begins once its prompt is read. Where nobody decodes yet it may wait for prompts that came with it:
         between its steps they would be read in small chunks, and rows that decode together share the weights.
         """
         works = [work for work in self.preempted if work.state is not None]
-        jobs = sorted(self.reading, key=lambda job: (-job.options.priority, job.order))
+        jobs = sorted(self.reading, key=Job.turn)
         read, unread = [[job for job in jobs if (job.logits is None) is so] for so in (False, True)]
         if read and (works or not unread or not all(self._waits(job, unread[0]) for job in read)):
             for job in read:
@@ -412,7 +412,7 @@ class Scheduler:
         """The next token for every answer that has a row, and those of its draft that hold."""
         self.pool.tidy()
         for choice in self.pool.owners:
-            self._end_if_full(choice)
+            self._guarded(self._jobs[choice], partial(self._end_if_full, choice))
         choices = self.pool.owners
         if not choices:
             return
@@ -422,7 +422,7 @@ class Scheduler:
         try:
             feed = {choice: choice.feed + list(drafts.get(choice, Draft()).tokens) for choice in choices}
             logits = self.pool.verify(feed) if drafts else self.pool.step(feed)[:, None]
-        except Exception:  # of any row; whose it was shows when each is alone
+        except BaseException:  # of any row; whose it was shows when each is alone
             self._decode_apart(choices)
             return
         read = {choice: len(choice.feed) for choice in choices}
@@ -447,7 +447,7 @@ class Scheduler:
 
     def _take(
         self, choices: list[Choice], logits: Tensor, drafts: Mapping[Choice, Draft]
-    ) -> tuple[dict[Choice, int], dict[Job, Exception]]:
+    ) -> tuple[dict[Choice, int], dict[Job, BaseException]]:
         """Give each of these its next tokens, from logits float32 `[R, T, V]` of what it had to read and of its draft.
 
         Where it has none, they may be those after the last token alone. Returns how many tokens of each draft hold, and
@@ -456,7 +456,7 @@ class Scheduler:
         together = [choice for choice in choices if choice.plain]
         best = dict(zip(together, _best(logits, [self.pool.row(choice) for choice in together])))
         accepted = dict.fromkeys(choices, 0)
-        failed: dict[Job, Exception] = {}
+        failed: dict[Job, BaseException] = {}
         for choice in choices:
             job = self._jobs[choice]
             if job in failed:
@@ -466,7 +466,7 @@ class Scheduler:
             try:
                 places, likely = logits[self.pool.row(choice), first:], best[choice][first:] if choice in best else None
                 accepted[choice] = self._follow(job, choice, places, drafts.get(choice, Draft()), likely)
-            except Exception as error:
+            except BaseException as error:
                 failed[job] = error
         return accepted, failed
 
@@ -487,7 +487,7 @@ class Scheduler:
                 del given[:agreed]
                 return agreed
 
-    def _end_choices(self, choices: list[Choice], failed: Mapping[Job, Exception]) -> None:
+    def _end_choices(self, choices: list[Choice], failed: Mapping[Job, BaseException]) -> None:
         """Free the rows of the answers that have ended, and end the requests that failed."""
         for job, error in failed.items():
             self._fail(job, error)
@@ -509,10 +509,9 @@ class Scheduler:
         self.counts["generated_tokens"] += len(piece.tokens)
         job.request.push(piece)
 
-    def _end_if_full(self, choice: Choice) -> None:
+    def _end_if_full(self, choice: Choice, job: Job) -> None:
         most = self.model.max_positions
         if most is not None and self.pool.length(choice) + len(choice.feed) > most:
-            job = self._jobs[choice]
             job.request.push(choice.end("capacity"))
             self._leave(choice)
             self._settle(job)
@@ -538,18 +537,23 @@ class Scheduler:
 
     def _finish(self, job: Job) -> None:
         self.counts["finished"] += 1
+        self._crowded = False
         self._ended(job)
         job.request.finish(job.completion())
 
     def _end_early(self) -> None:
         for job in self.all():
             if job.request.cancelled:
-                self._end(job, "cancelled")
+                self._guarded(job, partial(self._end, why="cancelled"))
             elif job.overdue:
-                self._end(job, "deadline")
+                self._guarded(job, partial(self._end, why="deadline"))
             elif job.request.end_of_thinking is not None:
-                for choice in job.choices:
-                    choice.end_thinking(job.request.end_of_thinking)
+                self._guarded(job, self._end_thinking)
+
+    def _end_thinking(self, job: Job) -> None:
+        assert job.request.end_of_thinking is not None
+        for choice in job.choices:
+            choice.end_thinking(job.request.end_of_thinking)
 
     def _end(self, job: Job, why: Finished) -> None:
         """End a request wherever it is."""
@@ -561,8 +565,13 @@ class Scheduler:
         self._forget(job)
         self._finish(job)
 
-    def _fail(self, job: Job, error: Exception) -> None:
+    def _fail(self, job: Job, cause: BaseException) -> None:
+        error = cause
+        if not isinstance(cause, Exception):  # a panic of native code, say, which is not to end who reads the answer
+            error = RuntimeError(f"{type(cause).__name__}: {cause}")
+            error.__cause__ = cause
         self.counts["failed"] += 1
+        self._crowded = False
         self._forget(job)
         job.error = error
         self._ended(job)
@@ -571,10 +580,10 @@ class Scheduler:
     def _forget(self, job: Job) -> None:
         """Take a request out of everything; what was computed is kept if it can be: memory may be what it ended for."""
         if job.state is not None and job.at and job in self.reading:
-            with suppress(Exception):
+            with suppress(BaseException):
                 self._keep(job.state.snapshot(0))
         for choice in [choice for choice, owner in self._jobs.items() if owner is job]:
-            with suppress(Exception):
+            with suppress(BaseException):
                 self._leave(choice)
         job.unseated.clear()
         self.preempted = [work for work in self.preempted if work.job is not job]
@@ -594,7 +603,7 @@ class Scheduler:
         """Do it; what it raises is the end of this request, and of no other."""
         try:
             action(job)
-        except Exception as error:  # of a model, a grammar or a store that others wrote: its sender hears of it
+        except BaseException as error:  # of a model, a grammar or a store that others wrote: its sender hears of it
             self._fail(job, error)
 
 

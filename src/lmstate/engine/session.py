@@ -40,7 +40,7 @@ class Record:
     tokens: list[int] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
     turns: list[Moment] = field(default_factory=list)  # before each request, for `undo`
-    marks: list[int] = field(default_factory=list)
+    marks: list[Moment] = field(default_factory=list)
 
     def moment(self) -> Moment:
         return Moment(len(self.tokens), len(self.messages))
@@ -52,11 +52,11 @@ class Record:
         del self.tokens[to.tokens :]
         del self.messages[to.messages :]
         self.turns = [turn for turn in self.turns if turn.tokens <= to.tokens and turn.messages <= to.messages]
-        self.marks = [mark for mark in self.marks if mark <= to.tokens]
+        self.marks = [mark for mark in self.marks if mark.tokens <= to.tokens and mark.messages <= to.messages]
 
     def to_json(self) -> str:
-        turns = [[turn.tokens, turn.messages] for turn in self.turns]
-        return json.dumps({"messages": self.messages, "turns": turns, "marks": self.marks}, default=str)
+        turns, marks = ([[at.tokens, at.messages] for at in moments] for moments in (self.turns, self.marks))
+        return json.dumps({"messages": self.messages, "turns": turns, "marks": marks}, default=str)
 
     @staticmethod
     def from_json(tokens: list[int], text: str) -> Record:
@@ -67,14 +67,12 @@ class Record:
             raise ValueError("a session's record is nested too deeply") from None
         if not isinstance(told, dict) or not all(isinstance(told.get(k), list) for k in ("messages", "turns", "marks")):
             raise ValueError("a session's record has no messages, turns and marks")
-        messages, marks = told["messages"], told["marks"]
+        messages = told["messages"]
         if not all(isinstance(message, dict) for message in messages):
             raise ValueError("a session's messages are objects")
-        if not all(_places(turn, len(tokens), len(messages)) for turn in told["turns"]):
-            raise ValueError("a session's turns lie in its tokens and messages")
-        if not all(_places([mark], len(tokens)) for mark in marks):
-            raise ValueError("a session's marks lie in its tokens")
-        turns = [Moment(*turn) for turn in told["turns"]]
+        if not all(_places(at, len(tokens), len(messages)) for at in (*told["turns"], *told["marks"])):
+            raise ValueError("a session's turns and marks lie in its tokens and messages")
+        turns, marks = ([Moment(*at) for at in told[key]] for key in ("turns", "marks"))
         return Record(tokens, messages, turns, marks)
 
 
@@ -83,6 +81,15 @@ def _places(values: object, *lengths: int) -> bool:
     if not isinstance(values, list) or len(values) != len(lengths):
         return False
     return all(type(value) is int and 0 <= value <= length for value, length in zip(values, lengths))
+
+
+def check_name(name: object) -> None:
+    """Raises ValueError for what a session cannot be called, and be found again by in a store."""
+    try:
+        assert isinstance(name, str)
+        name.encode()
+    except (AssertionError, UnicodeEncodeError):
+        raise ValueError(f"a session was to be called {name!r:.80}; a name is a str that UTF-8 can write") from None
 
 
 class SessionHost(Protocol):
@@ -116,6 +123,7 @@ class Session:
         self._record = record
         self._lock = Lock()
         self._running: Request | None = None
+        self._closed = False
 
     @property
     def tokens(self) -> list[int]:
@@ -130,7 +138,7 @@ class Session:
     def send(self, prompt: str | Sequence[int] | Sequence[Message], **options: Unpack[SubmitOptions]) -> Request:
         """Go on with a text, messages or token ids; the options are those of `Engine.submit`.
 
-        text      a message of the user, where the model has a chat template; else plain text
+        text      the next message of the user, where the model has a chat template; else plain text
         messages  what is said next; or the whole conversation again, if it begins with the same message: then it goes
                   on from where it first differs from what was said
         ids       are appended as they are
@@ -147,17 +155,17 @@ class Session:
                 raise RewindError(f"rewind to {to} was asked for; the session has positions 0 to {len(record.tokens)}")
             if to < len(record.tokens):
                 # Between two turns no messages stand for the tokens: text that is sent then goes on as plain text.
-                held = [turn.messages for turn in record.turns if turn.tokens == to]
+                held = [at.messages for at in (*record.turns, *record.marks) if at.tokens == to]
                 record.back(Moment(to, max(held, default=0)))
         self._engine.changed(self)
 
     def mark(self) -> int:
         """Keep what going back to here needs. Returns the position, for `rewind`. A session keeps the last 64 marks."""
         with self._resting() as record:
-            at = len(record.tokens)
-            record.marks = [*(mark for mark in record.marks if mark != at), at][-MARKS:]
+            at = record.moment()
+            record.marks = [*(mark for mark in record.marks if mark.tokens != at.tokens), at][-MARKS:]
         self._engine.changed(self)
-        return at
+        return at.tokens
 
     def undo(self) -> None:
         """Forget the last request and its answer. Raises StateError if there is none."""
@@ -180,7 +188,8 @@ class Session:
         self._engine.save_session(copy, Path(path))
 
     def close(self) -> None:
-        """Forget the session; what was computed for it may go. Ends a request that runs."""
+        """Forget the session; what was computed for it may go. Ends a request that runs. It takes no others then."""
+        self._closed = True
         if (running := self._running) is not None:
             running.cancel()
         self._engine.close_session(self)
@@ -196,7 +205,8 @@ class Session:
         if isinstance(prompt, str):
             if not record.messages and (record.tokens or not self._engine.chats):
                 return [*record.tokens, *encode((prompt,) if record.tokens else prompt)], []
-            prompt = [{"role": "user", "content": prompt}]
+            whole = [*record.messages, {"role": "user", "content": prompt}]
+            return encode(whole), whole
         if prompt and all(isinstance(message, Mapping) for message in prompt):
             said, told = record.messages, [dict(message) for message in prompt]
             if record.tokens and not said:
@@ -221,8 +231,9 @@ class Session:
         # The whole conversation may have been sent again, and differ early: what stood after that is gone.
         record.turns = [turn for turn in record.turns if turn.tokens <= same and turn.messages <= len(messages)]
         if same == len(record.tokens):
-            record.turns = [*(turn for turn in record.turns if turn.tokens < same), record.moment()][-UNDOS:]
-        record.marks = [mark for mark in record.marks if mark <= same]
+            before = Moment(same, min(len(record.messages), len(messages)))
+            record.turns = [*(turn for turn in record.turns if turn.tokens < same), before][-UNDOS:]
+        record.marks = [mark for mark in record.marks if mark.tokens <= same and mark.messages <= len(messages)]
         record.tokens, record.messages = tokens, messages
         self._running = None
 
@@ -234,7 +245,14 @@ class Session:
     def record(self) -> Record:
         return self._record
 
+    def refuse_other(self, engine: SessionHost) -> None:
+        """Raise StateError if it is a session of another engine."""
+        if self._engine is not engine:
+            raise StateError(f"session {self.name!r} is of another engine: give its name, or save it and load it here")
+
     def _refuse_busy(self) -> None:
+        if self._closed:
+            raise StateError(f"session {self.name!r} was closed: `Engine.session` begins another one of this name")
         if self._running is not None and not self._running.done:
             raise SessionBusy(f"session {self.name!r} is answering: wait for the request, or cancel it")
 
