@@ -251,3 +251,15 @@ def test_a_pool_of_several_threads_holds_its_limit(through: str, monkeypatch: py
         done = list(threads.map(fill, states))
     assert done.count(True) <= 1 and pool.nbytes <= pool.limit
     assert [bool(state.lengths[0]) for state in states] == done
+
+
+def test_a_pool_that_nobody_asks_forgets_blocks_that_ended() -> None:
+    model = ours("mistral")
+    state = model.new_state(rows=1)
+    with torch.no_grad():
+        for at in range(40):
+            model([[(at + place) % 50 for place in range(256)]], state, logits="none", rewindable=False)
+    pools = {id(pool): pool for layer in state.layers if (pool := getattr(layer.content, "pool", None)) is not None}
+    assert pools
+    for pool in pools.values():
+        assert len(pool._sizes) < 100

@@ -46,17 +46,21 @@ class BlockPool:
     def nbytes(self) -> int:
         """Bytes of the blocks that somebody holds."""
         with self.lock:
-            while self._ended:
-                self._nbytes -= self._sizes.pop(self._ended.popleft())
+            self._forget_ended()
             return self._nbytes
 
     def allocate(self, tensors: Sequence[Tensor]) -> Block:
         """A block of these tensors, which nobody else has."""
         block = Block(tensors)
         with self.lock:
+            self._forget_ended()
             self._sizes[ref(block, self._ended.append)] = block.nbytes
             self._nbytes += block.nbytes
         return block
+
+    def _forget_ended(self) -> None:
+        while self._ended:
+            self._nbytes -= self._sizes.pop(self._ended.popleft())
 
     def require(self, nbytes: int) -> None:
         """Raise `CapacityError` if there is no room for so many bytes."""

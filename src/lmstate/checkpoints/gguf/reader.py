@@ -109,8 +109,10 @@ class Cursor:
 def parse(file: MappedFile) -> GgufContents:
     """Metadata and tensor table of a mapped GGUF file. Raises `ModelError` for anything that does not add up."""
     cursor = Cursor(file)
-    if file.size < 24 or file.buffer[:4] != b"GGUF":
+    if file.buffer[:4] != b"GGUF":
         raise ModelError(f"{file.path} is not a GGUF file: it does not begin with the letters GGUF")
+    if file.size < 24:
+        raise cursor.damaged(f"it has {file.size} bytes")
     cursor.at = 4
     version = cursor.number("I")
     if version not in (2, 3):
