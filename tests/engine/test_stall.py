@@ -113,40 +113,6 @@ def test_costs_that_change_are_followed_and_a_hiccup_is_not() -> None:
     assert 4.0 + 1.0 * busy <= 20.0, "another process took half of the machine"
 
 
-def test_requests_that_wait_behind_a_prompt_count_as_rows_that_would_decode(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, waited = ours("llama"), list[int]()
-    chunk = Pace.chunk
-
-    def counted(self, decoding, at, left, others=0):  # type: ignore[no-untyped-def]
-        if at == 0 and len(waited) < 5 and decoding:
-            waited.append(others)
-        return chunk(self, decoding, at, left, others)
-
-    with lmstate.Engine(model, rows=4, draft=None) as engine:
-        first = engine.submit(prompt(20, 1), max_new_tokens=10**6, ignore_eos=True)
-        next(iter(first))
-        monkeypatch.setattr(Pace, "chunk", counted)
-        go = paused(engine)
-        requests = [engine.submit(prompt(40, seed), max_new_tokens=8, ignore_eos=True) for seed in range(2, 7)]
-        go.set()
-        got = [request.result(600).tokens[0] for request in requests]
-        first.cancel()
-        first.result(600)
-    # Of the five three have room beside the one that decodes: two wait behind the one that is read, then one has room.
-    assert waited[:3] == [2, 1, 0]
-    assert got == [alone(model, prompt(40, seed), 8, ends=frozenset())[0] for seed in range(2, 7)]
-
-
-def test_a_chunk_may_take_longer_where_more_requests_wait() -> None:
-    pace = Pace(3.0)
-    pace.decoded(40.0)
-    for size in (8, 16, 32, 64, 128, 256) * 10:
-        pace.read(size, 10 + 0.5 * size, 0, 0)
-    one, many = pace.chunk(True, 0, 512), pace.chunk(True, 0, 512, others=20)
-    assert 0.75 * 70 <= 0.5 * one <= 70  # 3 * 40, less the step and the chunk's call
-    assert 0.75 * 100 <= 0.5 * many <= 100  # 3 * (40 + 20 * 0.5), less the same
-
-
 def test_where_no_one_waits_for_a_token_chunks_are_large() -> None:
     pace = Pace(3.0)
     assert pace.chunk(False, 0, 5000) == 512 and pace.chunk(False, 0, 100) == 100

@@ -19,7 +19,7 @@ class Pace:
     A chunk costs so much for the call, for each token, for each that the head reads, and for each position that a token
     looks back on: a Kalman filter of the four, which drift, as the load of the machine does.
 
-    `stall`: a token of a row that decodes may come this many times later than if no prompt had to be read.
+    `stall`: a token of a row that decodes may come this many times later than without prompts being read.
     """
 
     def __init__(self, stall: float) -> None:
@@ -68,17 +68,11 @@ class Pace:
         call, token, _, position = self._costs
         return (call / MOST + token + position * tokens / 2) * tokens if self._prior else None
 
-    def chunk(self, decoding: bool, at: int, left: int, others: int = 0) -> int:
-        """Number of tokens to read now, at a position of their text; the head reads the last of the `left` ones.
-
-        others: requests that wait behind this one, for rows that there are.
-        """
+    def chunk(self, decoding: bool, at: int, left: int) -> int:
+        """Number of tokens to read now, at a position of their text; the head reads the last of the `left` ones."""
         if not decoding:
             return min(MOST, left)
         usual = sorted((self.decode or 0.0, self._last))
-        # If no prompt had to be read, those would have a token each in every step. Without them few rows would leave
-        # time for small chunks alone, so that rows end faster than prompts are read, and few they stay.
-        usual[0] += others * self._costs[1]
         # The whole gap is what may turn out longer: the decode step behind the chunk, too.
         time = self.stall * usual[0] / (1 + DOUBTS * max(self._doubt, SURE)) - usual[1]
         size = self._fitting(time, at)

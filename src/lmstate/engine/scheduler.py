@@ -219,7 +219,7 @@ class Scheduler:
     def _read_chunk(self, job: Job) -> None:
         assert job.state is not None
         start, echo, left = job.at, job.options.prompt_logprobs, job.left()
-        count = self._pace.chunk(len(self.pool) > 0, start, left, self._others())
+        count = self._pace.chunk(len(self.pool) > 0, start, left)
         # The head may be a third of the weights: a small chunk that nothing begins after does without.
         wanted: Logits = "last" if count == left else "none"
         if echo is not None:
@@ -238,11 +238,6 @@ class Scheduler:
                 return
         if count == left:
             self._keep(job.state.snapshot(0))
-
-    def _others(self) -> int:
-        """Requests that wait for a row behind the one that is being read, as far as there are rows."""
-        waiting = len(self.waiting) + len(self.reading) + len(self.preempted)
-        return max(0, min(waiting, self.rows - len(self.pool)) - 1)
 
     def _read_ids(self, ids: list[int], state: State, at: int, logits: Logits) -> Tensor | None:
         """Have a state of one row read these, which begin at a position: nobody goes back into them."""
@@ -398,7 +393,7 @@ class Scheduler:
         """Read a part of the text of an answer that had a row. The whole of it: then it has one again."""
         assert work.state is not None
         if work.at < len(work.text):
-            count = self._pace.chunk(len(self.pool) > 0, work.at, len(work.text) - work.at, self._others())
+            count = self._pace.chunk(len(self.pool) > 0, work.at, len(work.text) - work.at)
             self._read_ids(work.text[work.at : work.at + count], work.state, work.at, "none")
             work.at += count
         if work.at == len(work.text) and len(self.pool) < self.rows:
