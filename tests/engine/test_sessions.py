@@ -9,6 +9,7 @@ import pytest
 
 import lmstate
 from lmstate.engine import EngineClosed, SessionBusy
+from lmstate.engine.session import Moment, Record
 from tests.engine.alone import alone
 from tests.engine.chat import chatting
 from tests.engine.test_batching import prompt
@@ -302,3 +303,10 @@ def test_policies_given_by_a_function_find_what_they_stored(tmp_path: Path) -> N
         with lmstate.Engine(model, store=tmp_path, kv=lambda layer: lmstate.kv.Quantized(8)) as engine:
             reused.append(engine.submit(prompt(200, 1), max_new_tokens=2).result(60).usage.reused)
     assert reused[0] == 0 and reused[1] > 100
+
+
+def test_marks_that_were_stored_as_positions_alone_are_read() -> None:
+    record = Record.from_json([5, 6, 7], '{"messages": [], "turns": [[1, 0]], "marks": [2, [3, 0]]}')
+    assert record.marks == [Moment(2, 0), Moment(3, 0)]
+    with pytest.raises(ValueError, match="marks lie in"):
+        Record.from_json([5, 6, 7], '{"messages": [], "turns": [], "marks": [4]}')

@@ -70,6 +70,7 @@ class Record:
         messages = told["messages"]
         if not all(isinstance(message, dict) for message in messages):
             raise ValueError("a session's messages are objects")
+        told["marks"] = [[at, 0] if type(at) is int else at for at in told["marks"]]  # as they were once written
         if not all(_places(at, len(tokens), len(messages)) for at in (*told["turns"], *told["marks"])):
             raise ValueError("a session's turns and marks lie in its tokens and messages")
         turns, marks = ([Moment(*at) for at in told[key]] for key in ("turns", "marks"))
@@ -84,12 +85,13 @@ def _places(values: object, *lengths: int) -> bool:
 
 
 def check_name(name: object) -> None:
-    """Raises ValueError for what a session cannot be called, and be found again by in a store."""
+    """Raise ValueError for what a session cannot be called, and be found again by in a store."""
     try:
-        assert isinstance(name, str)
-        name.encode()
-    except (AssertionError, UnicodeEncodeError):
-        raise ValueError(f"a session was to be called {name!r:.80}; a name is a str that UTF-8 can write") from None
+        known = isinstance(name, str) and name.encode() is not None
+    except UnicodeEncodeError:
+        known = False
+    if not known:
+        raise ValueError(f"a session was to be called {name!r:.80}; a name is a str that UTF-8 can write")
 
 
 class SessionHost(Protocol):
