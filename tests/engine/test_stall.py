@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 import lmstate
-from lmstate.engine.pace import Pace
+from lmstate.engine.pace import LATE, SURE, Pace
 from lmstate.engine.rows import RowPool
 from lmstate.engine.scheduler import Scheduler
 from tests.engine.alone import alone
@@ -87,9 +87,10 @@ def test_what_was_measured_at_the_beginning_of_a_text_is_not_taken_for_its_end()
     for at in range(0, 4096, 128):
         for size in (8, 16, 32, 64, 128, 256):
             pace.read(size, cost(size, at), at, 0)
+    time = 3.0 * 40.0 / (1 + LATE) - 40.0
     for at in (0, 4000, 12000, 16000):
         chosen = pace.chunk(True, at, 20000)
-        assert 0.75 * 2 * 40.0 <= cost(chosen, at) <= 2 * 40.0
+        assert cost(chosen, at) <= time < cost(chosen + 8, at)
     assert pace.chunk(True, 0, 20000) > pace.chunk(True, 16000, 20000)
 
 
@@ -104,13 +105,37 @@ def test_costs_that_change_are_followed_and_a_hiccup_is_not() -> None:
         return pace.chunk(True, 0, 512)
 
     quiet = read(60, 2.0, 0.5, 3.0)
-    assert 28 <= quiet <= 36  # 2 + 0.5 * 36 is all the time that there is
+    most = (3.0 * 10.0 / (1 + LATE) - 10.0 - 2.0) / 0.5  # tokens in the time that there is
+    assert most - 4 <= quiet <= most
     assert pace.chunk(True, 0, quiet) <= quiet - 4, "the last chunk has the head to pay for"
     pace.read(quiet, 500.0, 0, 0)
     assert pace.chunk(True, 0, 512) >= 8
     assert read(30, 2.0, 0.5, 3.0) >= quiet - 4, "one chunk that took ever so long is forgotten"
     busy = read(60, 4.0, 1.0, 6.0)
     assert 4.0 + 1.0 * busy <= 20.0, "another process took half of the machine"
+
+
+def test_what_gaps_take_longer_than_planned_is_planned_with_and_slowly_forgotten() -> None:
+    pace = Pace(3.0)
+
+    def gaps(times: int, late: float = 0.0) -> float:
+        """The gap that is planned after so many that took longer than planned by a part."""
+        for _ in range(times):
+            size = pace.chunk(True, 0, 512)
+            pace.read(size, 2.0 + 0.5 * size, 0, 0)
+            pace.decoded(10.0 + late * (12.0 + 0.5 * size))
+            pace.decoded(10.0)
+        return 12.0 + 0.5 * pace.chunk(True, 0, 512)
+
+    pace.decoded(10.0)
+    step = 0.5 * 4  # sizes are multiples of four
+    assert 30.0 / (1 + LATE) - step <= gaps(50) <= 30.0 / (1 + LATE) + step
+    quiet = gaps(2000)
+    assert 30.0 / (1 + SURE) - step <= quiet <= 30.0 / (1 + SURE)
+    assert gaps(1, late=0.3) <= 30.0 / 1.3 < quiet, "one that was late is remembered"
+    assert gaps(100) < quiet and gaps(2000) == quiet, "for hundreds of gaps"
+    gaps(1, late=20.0)
+    assert gaps(20) >= 30.0 / (1 + LATE) - step, "a machine that stood still tells nothing"
 
 
 def test_where_no_one_waits_for_a_token_chunks_are_large() -> None:

@@ -8,8 +8,8 @@ LEAST, MOST, MULTIPLE = 8, 512, 4  # tokens of a chunk
 NEW = 0.3  # weight of the newest measurement of a decode step
 NOISE, DRIFT = 0.05, 0.02  # of a chunk's seconds, and of the costs between two chunks: parts of them
 FAR = 1000  # positions after which, as far as nothing is measured, what came before may cost as much as the token
-DOUBT, DOUBTS = 0.1, 4.0  # part of a chunk's seconds that they are wrong by at first; how often that is planned with
-SURE = 0.03  # the least of it: a fit that was right for long may still be of other sizes and positions
+LATE, SURE = 0.4, 0.2  # part of its time that a gap may take longer than planned: at first and at most, at least
+FORGET = 0.9995  # what is left of it after a gap that did not: a bound is for the one in a thousand
 ABRUPT = 0.5  # part of its seconds that one chunk may move the costs by: a hiccup of the machine tells nothing
 
 
@@ -29,10 +29,15 @@ class Pace:
         self._costs = [0.0] * 4
         self._prior: list[float] = []  # variances of the costs while nothing is known; empty: nothing was measured
         self._covariance: list[list[float]] = []
-        self._doubt = DOUBT
+        self._late = LATE
+        self._gap: tuple[float, float] | None = None  # (planned, taken) seconds of a chunk, the next step is its rest
         self._largest = LEAST
 
     def decoded(self, seconds: float) -> None:
+        if self._gap is not None and self.decode is not None:
+            planned, taken = self._gap[0] + max(self.decode, self._last), self._gap[1] + seconds
+            self._late = max(min(taken / planned - 1, LATE), FORGET * self._late)
+        self._gap = None
         self._last = seconds
         self.decode = seconds if self.decode is None else (1 - NEW) * self.decode + NEW * seconds
 
@@ -50,7 +55,7 @@ class Pace:
         for i, most in enumerate(self._prior):
             self._covariance[i][i] = min(self._covariance[i][i] + DRIFT**2 * most, most)
         wrong = seconds - expected
-        self._doubt += 0.1 * (min(abs(wrong) / expected, 1.0) - self._doubt)
+        self._gap = None if heads else (expected, seconds)  # behind a head a row joins: that step is another one
         along = [sum(row[j] * x[j] for j in range(4)) for row in self._covariance]
         variance = sum(x[i] * along[i] for i in range(4)) + (NOISE * expected) ** 2
         step = min(max(wrong, -ABRUPT * expected), ABRUPT * expected) / variance
@@ -74,7 +79,7 @@ class Pace:
             return min(MOST, left)
         usual = sorted((self.decode or 0.0, self._last))
         # The whole gap is what may turn out longer: the decode step behind the chunk, too.
-        time = self.stall * usual[0] / (1 + DOUBTS * max(self._doubt, SURE)) - usual[1]
+        time = self.stall * usual[0] / (1 + max(self._late, SURE)) - usual[1]
         size = self._fitting(time, at)
         if size >= left:
             size = self._fitting(time - self._costs[2], at)
