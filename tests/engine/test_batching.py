@@ -92,17 +92,43 @@ def test_stop_tokens_end_an_answer_and_minimum_tokens_hold_them_off() -> None:
         assert len(later.tokens[0]) >= 15
 
 
-def test_log_probabilities_of_a_prompt_are_those_of_the_plain_forward() -> None:
-    model = ours("mistral")
-    ids = prompt(80, 5)
+@pytest.mark.parametrize("case", ["mistral", "llama-dynamic", "llama-longrope"])
+def test_log_probabilities_of_a_prompt_are_those_of_the_plain_forward(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmstate.engine.scheduler.ECHO_CHUNK", 24)
+    model = ours(case)
+    ids = prompt(80, 5)  # longer than what the ropes of the last two keep their frequencies for
     expected = model([ids])[0].log_softmax(-1)
     with lmstate.Engine(model) as engine:
+        engine.submit(ids[:70], max_new_tokens=1).result(600)
         got = engine.submit(ids, max_new_tokens=0, prompt_logprobs=3).result(600).prompt_logprobs
     assert got is not None and got[0] is None and len(got) == len(ids)
     for position, entry in enumerate(got[1:], 1):
         assert entry is not None and entry.token == ids[position]
         assert entry.logprob == pytest.approx(float(expected[position - 1, ids[position]]), abs=1e-4)
         assert entry.top[0][1] == pytest.approx(float(expected[position - 1].max()), abs=1e-4)
+
+
+@pytest.mark.parametrize("case", ["llama-dynamic", "llama-longrope"])
+def test_a_prompt_that_outgrows_its_rope_is_rotated_for_its_length_from_its_first_chunk(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again: list[int] = []
+    plan = lmstate.State.plan_backlog
+    monkeypatch.setattr(
+        lmstate.State, "plan_backlog", lambda self, ids, *rest: (again.extend(map(len, ids)), plan(self, ids, *rest))[1]
+    )
+    monkeypatch.setattr("lmstate.engine.pace.MOST", 24)
+    model = ours(case)
+    texts = [prompt(60, 1) + prompt(40, seed) for seed in (2, 3)]
+    expected = [alone(model, ids, 1)[0] for ids in texts]
+    with lmstate.Engine(model) as engine:
+        for ids, answer in zip(texts, expected):
+            done = engine.submit(ids, max_new_tokens=1).result(600)
+            assert done.tokens == [answer] and not again, "nothing was computed twice"
+        assert done.usage.reused == 60, "what was read of a text of the same frequencies"
+        assert engine.explain(prompt(60, 1)).reused == 0, "a short text has others"
 
 
 def test_a_cancelled_request_ends_with_what_it_has_and_disturbs_nobody() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import lmstate
 from tests.invariants.mirror import Mirror, close
@@ -52,6 +53,27 @@ def test_a_mark_is_of_use_again_where_the_row_is_again_of_its_rotation() -> None
     mirror.rewind(0, 43)
     assert computed(mirror) == 3
     mirror.check()
+
+
+@every_rope
+@every_case
+def test_parts_of_a_text_that_was_announced_are_rotated_as_the_whole(case: str, continuous: bool) -> None:
+    model, whole = stretched(case, continuous), ids(150)
+    expected = model([whole], model.new_state(1), logits="all")
+    assert expected is not None
+    state = model.new_state(1)
+    state.expect(0, len(whole))
+    parts = [model([whole[at : at + 50]], state, logits="all") for at in range(0, 150, 50)]
+    assert torch.equal(torch.cat([part for part in parts if part is not None], 1), expected)
+    assert torch.equal(model([[7]], state), model([[7]], grown_at_once(model, whole))), "and then it grows as any row"
+    state.rewind(0, 40)
+    assert torch.equal(model([[7]], state), model([[7]], grown_at_once(model, whole[:40]))), "going back ends it"
+
+
+def grown_at_once(model: lmstate.Model, tokens: list[int]) -> lmstate.State:
+    state = model.new_state(1)
+    model([tokens], state)
+    return state
 
 
 @every_rope

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -61,7 +61,7 @@ class PrefixReuse:
             return False
         if self._looking_up(job):
             return True
-        match = self.prefixes.match(job.prompt)
+        match = self.match(job.prompt)
         if job.fetch is None:
             if not (keys := self.prefixes.missing(match)):
                 return False
@@ -106,7 +106,7 @@ class PrefixReuse:
             quiet = now < self._silent_until or len(self._lookups) >= MOST_LOOKUPS
             if not self.tier.looks_up or quiet:
                 return False
-            unknown = len(job.prompt) - self.prefixes.match(job.prompt).length
+            unknown = len(job.prompt) - self.match(job.prompt).length
             if unknown < WORTH_ASKING:
                 return False
             patience = min(max(2 * (self._pace.seconds(unknown) or 0.0), ASKING[0]), ASKING[1])
@@ -120,11 +120,12 @@ class PrefixReuse:
     def begin(self, job: Job) -> State:
         """A state of one row for a request's prompt, with as much of it as need not be computed."""
         if job.options.prompt_logprobs is not None:
-            return self._new_state(1)  # all of it is computed
-        match = self.prefixes.match(job.prompt)
+            (state := self._new_state(1)).expect(0, len(job.prompt))
+            return state  # all of it is computed
+        match = self.match(job.prompt)
         if self.prefixes.missing(match):
-            match = self.prefixes.match(job.prompt, only_memory=True)
-        if (restored := self._restored(match)) is None:
+            match = self.match(job.prompt, only_memory=True)
+        if (restored := self._restored(match, len(job.prompt))) is None:
             return self.begin(job)  # with less
         state, reused = restored
         job.request.computed = state.lengths[0]
@@ -136,22 +137,31 @@ class PrefixReuse:
 
     def resume(self, text: list[int]) -> State:
         """A state of one row with what memory has of a text that was once read."""
-        match = self.prefixes.match(text, logits=False, only_memory=True)
-        restored = self._restored(match)
+        match = self.match(text, logits=False, only_memory=True)
+        restored = self._restored(match, len(text))
         return self.resume(text) if restored is None else restored[0]
 
-    def _restored(self, match: Match) -> tuple[State, int] | None:
+    def match(self, text: Sequence[int], logits: bool = True, only_memory: bool = False) -> Match:
+        """The longest part of a text that needs not be computed."""
+        return self.prefixes.match(text, logits, only_memory, self._model.frequency_key(len(text)))
+
+    def _restored(self, match: Match, length: int) -> tuple[State, int] | None:
         """(a state of one row with what is stored of a match, how many of its tokens need not be computed).
+
+        `length`: of the whole text.
 
         None where it is of no such state, as a file that was made by someone else may be: it is forgotten.
         """
         state = self._new_state(1)
         try:
             if (snapshot := self.prefixes.snapshot(match)) is None:
+                state.expect(0, length)
                 return state, 0
             state.restore(0, snapshot)
+            state.expect(0, length)
             reused = match.length - state.rewind_cost(0, match.length)
             state.rewind(0, match.length)
+            state.expect(0, length)  # which going back had ended
             return state, reused
         except (StateError, RuntimeError, IndexError):
             self.prefixes.discard(match)
@@ -159,7 +169,7 @@ class PrefixReuse:
 
     def explain(self, prompt: list[int]) -> Reuse:
         """Tokens of a prompt that would be reused now."""
-        match = self.prefixes.match(prompt)
+        match = self.match(prompt)
         return self.told(prompt, match, match.length)
 
     def told(self, prompt: list[int], match: Match, reused: int) -> Reuse:

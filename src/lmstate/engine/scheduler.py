@@ -171,8 +171,10 @@ class Scheduler:
             job.follows = None
             return False
         for leader in self.reading:
+            if self.model.frequency_key(len(leader.prompt)) != self.model.frequency_key(len(job.prompt)):
+                continue
             until = min(shared(leader.prompt, job.prompt), len(job.prompt) - 1)
-            if until - max(leader.at, self._reuse.prefixes.match(job.prompt).length) >= WORTH_WAITING:
+            if until - max(leader.at, self._reuse.match(job.prompt).length) >= WORTH_WAITING:
                 leader.cuts.add(until)
                 job.follows = (leader, until)
                 return True

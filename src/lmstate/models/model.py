@@ -158,7 +158,7 @@ class Model:
             vocab_size=self.config.vocab_size,
             fingerprint=lambda: self.fingerprint,
             user=weakref.ref(self),
-            frequency_key=lambda length: self._frequency_key(length),
+            frequency_key=lambda length: self.frequency_key(length),
         )
 
     def _refuse_other(self, state: State) -> None:
@@ -182,7 +182,8 @@ class Model:
         """Number of learned position embeddings; None: any position will do."""
         return self.entry.count if isinstance(self.entry, LearnedPositions) else None
 
-    def _frequency_key(self, length: int) -> int:
+    def frequency_key(self, length: int) -> int:
+        """A number that two lengths of a text share if keys are rotated alike in both."""
         return max((rope.frequency_key(length) for rope in self.dynamic_ropes), default=0)
 
     @cached_property

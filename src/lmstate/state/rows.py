@@ -36,6 +36,7 @@ class Row(NamedTuple):
     length: int = 0
     cached: int = 0  # how many of the tokens the layers have seen; the rest is computed by the next call
     frequency_key: int = 0  # of the ropes that rotated the cached keys, see State
+    expected: int = 0  # tokens that the text will have at least: keys are rotated as in one of so many
     logits: Tensor | None = None  # [V] after the last token, as a text of this length has them
     marks: tuple[Mark, ...] = ()
     removed: bool = False  # its number is free for the next one that is added
@@ -43,7 +44,7 @@ class Row(NamedTuple):
     @staticmethod
     def of(tokens: Iterable[int] = (), cached: int = 0, frequency_key: int = 0, logits: Tensor | None = None) -> Row:
         ids = list(tokens)
-        return Row(ids, len(ids), cached, frequency_key, logits)
+        return Row(ids, len(ids), cached, frequency_key, logits=logits)
 
     @property
     def tokens(self) -> list[int]:

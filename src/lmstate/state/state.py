@@ -182,8 +182,8 @@ class State:
         if len(counts) != self.rows:
             raise StateError(f"{len(counts)} rows of tokens were given to a state of {self.rows}; idle rows are []")
         self._check_capacity(counts)
-        for index, (row, count) in enumerate(zip(self._rows, counts)):
-            key = self._frequency_key(row.length + count)
+        for index, (row, length, count) in enumerate(zip(self._rows, self._rope_lengths(counts), counts)):
+            key = self._frequency_key(length)
             to = 0 if row.cached and key != row.frequency_key else row.cached
             if logits and not count and row.logits is None and row.cached == row.length > 0:
                 to = min(to, row.length - 1)
@@ -349,6 +349,18 @@ class State:
             self._apply(Changes(), self._with(row, own.extended(ids)._replace(logits=None)))
 
     @ordinary_tensors
+    def expect(self, row: int, length: int) -> None:
+        """Announce that the text of a row will have `length` tokens, of which the next calls bring parts.
+
+        Where frequencies depend on the length of the text, all parts are then rotated, and their logits are, as if one
+        call brought the whole, and nothing is computed twice on the way. Until a rewind, or until the row is longer.
+        """
+        row, own = self._row(row)
+        length = whole_number(length, "length")
+        self._refuse_pending("expect tokens", row)
+        self._apply(Changes(), self._with(row, own._replace(expected=length)))
+
+    @ordinary_tensors
     def rewind(self, row: int, to: int) -> None:
         """Take a row back to its first `to` tokens, exactly. `rewind_cost` tells what the next call recomputes.
 
@@ -359,7 +371,9 @@ class State:
             return
         changes, marks = Changes(), tuple(mark for mark in own.marks if mark.at <= to)
         known = next((mark.logits for mark in marks if mark.at == to), None)
-        back = rewind_layers(self.layers, row, own, to, changes)._replace(length=to, logits=known, marks=marks)
+        back = rewind_layers(self.layers, row, own, to, changes)._replace(
+            length=to, expected=0, logits=known, marks=marks
+        )
         self._apply(changes, self._with(row, back))
 
     def rewind_cost(self, row: int, to: int) -> int:
@@ -370,7 +384,7 @@ class State:
         """
         row, to, own = self._rewindable(row, to)
         base, _ = nearest_checkpoint(self.layers, row, own, to)
-        return to - base if own.frequency_key == self._frequency_key(to + 1) else to
+        return to - base if own.frequency_key == self._frequency_key(max(to + 1, own.expected)) else to
 
     @ordinary_tensors
     def mark(self, row: int) -> None:
@@ -482,7 +496,9 @@ class State:
                 layer.drop(row, own.cached, first, last, changes)
         del tokens[start:stop]
         marks = tuple(mark for mark in own.marks if mark.at <= start)
-        closed = Row(tokens, len(tokens), own.cached - (last - first), own.frequency_key, own.logits, marks)
+        closed = Row(
+            tokens, len(tokens), own.cached - (last - first), own.frequency_key, logits=own.logits, marks=marks
+        )
         self._apply(changes, self._with(row, closed))
 
     @ordinary_tensors
@@ -571,7 +587,7 @@ class State:
                 raise CapacityError(f"{given}; the model has learned {max_positions} positions and knows no others")
 
     def _rope_lengths(self, counts: Sequence[int]) -> tuple[int, ...]:
-        return tuple(row.length + count for row, count in zip(self._rows, counts))
+        return tuple(max(row.length + count, row.expected) for row, count in zip(self._rows, counts))
 
     def _reserve(
         self, ids: list[list[int]], speculative: bool, rope_lengths: tuple[int, ...], rewindable: bool = True

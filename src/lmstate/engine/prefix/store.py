@@ -57,13 +57,18 @@ class PrefixStore:
 
     # ---- finding
 
-    def match(self, tokens: Sequence[int], logits: bool = True, only_memory: bool = False) -> Match:
+    def match(
+        self, tokens: Sequence[int], logits: bool = True, only_memory: bool = False, key: int | None = None
+    ) -> Match:
         """The longest part of `tokens` that needs not be computed.
 
         With `logits`, those after the last token are needed: a text that is stored whole without them gives one less.
+        `key`: the frequency key of the text that they are read for; None: any.
         """
         best = Match(0, 0)
         for frequency_key, root in self._roots.items():
+            if key not in (None, frequency_key):
+                continue
             node, matched = walk(root, tokens)
             node, matched = self._held(node, matched, only_memory)
             found = self._usable(node, matched, len(tokens), logits, only_memory)
