@@ -164,16 +164,17 @@ def test_a_product_is_the_same_for_a_row_and_for_many(kind: str, shape: tuple[in
 STRETCHED = {"llama-dynamic", "llama-longrope", "phi3-longrope", "phimoe-longrope"}
 
 
+@pytest.mark.parametrize("policy", ["float32", "int8"])
 @pytest.mark.parametrize("case", CASES)
-def test_every_family_gives_the_same_bits_however_it_is_cut_and_beside_others(case: str) -> None:
+def test_every_family_gives_the_same_bits_however_it_is_cut_and_beside_others(case: str, policy: str) -> None:
     model = ours(case)
     assert not model.dynamic_ropes or case in STRETCHED
-    ids = text(12 if case in STRETCHED else 60)
-    whole, _ = fed(model, ids, [len(ids)])
+    ids, keys = text(12 if case in STRETCHED else 70), POLICIES[policy]
+    whole, _ = fed(model, ids, [len(ids)], kv=keys)
     for sizes in ([33], [7], [1, 20, 3, 2]):
-        assert torch.equal(fed(model, ids, sizes)[0], whole), sizes
+        assert torch.equal(fed(model, ids, sizes, kv=keys)[0], whole), sizes
     rows = [ids[:5], ids, ids[:1]]
-    together = model(rows, model.new_state(len(rows)), logits="all")
+    together = model(rows, model.new_state(len(rows), kv=keys), logits="all")
     for got, row in zip(together, rows, strict=True):
         assert torch.equal(got[: len(row)], whole[: len(row)])
 

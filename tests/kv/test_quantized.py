@@ -239,7 +239,7 @@ def test_a_query_that_is_no_number_sees_none_and_leaves_the_others_alone(bits: i
 
 @every_width
 @pytest.mark.parametrize("window", [None, 70])
-@pytest.mark.parametrize("dim", [16, 64, 80, 128])
+@pytest.mark.parametrize("dim", [4, 12, 16, 20, 64, 76, 80, 128])
 @every_dtype
 def test_attention_reads_what_the_codes_stand_for(bits: int, window: int | None, dim: int, dtype: torch.dtype) -> None:
     """Against plain attention of each query by itself over what it should read; rows differ, and rings wrap."""
@@ -275,12 +275,13 @@ def test_attention_reads_what_the_codes_stand_for(bits: int, window: int | None,
 
 
 @every_width
-def test_a_row_has_the_same_bits_however_its_tokens_come(bits: int) -> None:
+@pytest.mark.parametrize("dim", [12, 64])
+def test_a_row_has_the_same_bits_however_its_tokens_come(bits: int, dim: int) -> None:
     """Alone or beside other rows, one token at a time or 32: what speculation needs."""
     if dispatch.choice().library is None:
         pytest.skip("the references promise no bits")
     counts = [30, 20, 32, 1, 7, 32, 32, 15, 4]
-    together, alone = (Stored(bits, 64, 256) for _ in range(2))
+    together, alone = (Stored(bits, dim, 256) for _ in range(2))
     for n in counts:
         q, k, v = together.new((n, 0, max(n - 3, 0)))
         starts = torch.tensor(together.lengths)

@@ -133,7 +133,7 @@ class Attention:
         return (
             q.dtype == torch.float32
             and max(dim, dim_v) <= MAX_HEAD_DIM
-            and dim % 8 == dim_v % 8 == 0
+            and dim % 4 == dim_v % 4 == 0
             and (kv.tail is None or kv.tail.dtype in KINDS)
         )
 
