@@ -307,6 +307,16 @@ def test_a_closed_engine_ends_what_runs_and_takes_nothing_more() -> None:
         ({"prompt": [1], "logit_bias": {VOCAB: 1.0}}, "logit_bias has token"),
         ({"prompt": [1], "stop": "x"}, "no tokenizer"),
         ({"prompt": [1], "deadline": -1}, "deadline"),
+        ({"prompt": [1], "deadline": "soon"}, "deadline must be a number; 'soon'"),
+        ({"prompt": [1], "temperature": "hot"}, "temperature must be a number; 'hot'"),
+        ({"prompt": [1], "top_p": [1]}, "top_p must be a number"),
+        ({"prompt": [1], "repetition_penalty": None}, "repetition_penalty must be a number"),
+        ({"prompt": [1], "logit_bias": 5}, "logit_bias is 5; it must be a dict"),
+        ({"prompt": [1], "logit_bias": {1: None}}, "logit_bias of token 1 must be a number"),
+        ({"prompt": [1], "seed": "abc"}, "seed must be a whole number; 'abc'"),
+        ({"prompt": [1], "stop": 5}, "stop is 5; it must be a text"),
+        ({"prompt": [1], "stop_token_ids": 5}, "stop_token_ids was given 5"),
+        ({"prompt": [1], "grammar": "json"}, "grammar is 'json'"),
     ],
 )
 def test_bad_requests_are_refused_when_they_are_made(given: dict, said: str) -> None:

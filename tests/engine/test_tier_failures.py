@@ -365,5 +365,8 @@ def test_a_folder_stays_where_it_was_named(tmp_path: Path, monkeypatch: pytest.M
             reused.append(engine.submit(prompt(200, 1), max_new_tokens=2).result(60).usage.reused)
     assert reused[0] == 0 and reused[1] > 100
     assert not list((tmp_path / "other").iterdir())
-    with pytest.raises(ValueError, match="name a folder"):
-        lmstate.Engine(model, store="")
+    for name in ("", __file__, 5):
+        with pytest.raises(ValueError, match="name a folder"):
+            lmstate.Engine(model, store=name)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="store='bogus://x' was asked for, and obstore says"):
+        lmstate.Engine(model, store="bogus://x")

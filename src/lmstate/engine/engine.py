@@ -39,7 +39,7 @@ from lmstate.speculation import DraftChoice, DraftReport
 from lmstate.state import BlockPool, Snapshot, State
 from lmstate.state.kv.policies.base import Policy
 from lmstate.state.kv.policies.per_layer import policies_of
-from lmstate.state.validate import whole_number
+from lmstate.state.validate import real_number, whole_number
 from lmstate.text.replay import Replay
 from lmstate.threads import release_threads
 
@@ -84,7 +84,7 @@ class Engine:
     ) -> None:
         if isinstance(model, str | os.PathLike):
             raise ValueError(f"an Engine takes a model; lmstate.load({os.fspath(model)!r}) gives it")
-        rows, queue = whole_number(rows, "rows"), whole_number(queue, "queue")
+        rows, queue, stall = whole_number(rows, "rows"), whole_number(queue, "queue"), real_number(stall, "stall")
         if rows < 1 or queue < 1 or not stall > 1.0:
             raise ValueError(f"rows={rows}, queue={queue}, stall={stall} were asked for; the least are 1, 1, above 1.0")
         memory = as_bytes(memory)

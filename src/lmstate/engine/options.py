@@ -13,7 +13,7 @@ from lmstate.generation.grammar import Grammar
 from lmstate.generation.prompts import as_token_lists
 from lmstate.generation.sampling import Sampler
 from lmstate.generation.stopping import as_stops
-from lmstate.state.validate import whole_number
+from lmstate.state.validate import real_number, token_ids, whole_number
 
 if TYPE_CHECKING:
     from lmstate.models.model import Model
@@ -95,14 +95,21 @@ def options(
 ) -> Options:
     """The options of `Engine.submit`. Raises ValueError for one out of range."""
     vocab = model.config.vocab_size
-    bias = tuple((_token(token, "logit_bias", vocab), float(value)) for token, value in dict(logit_bias or {}).items())
+    if not isinstance(logit_bias, Mapping | None):
+        raise ValueError(f"logit_bias is {logit_bias!r:.80}; it must be a dict of what is added to each token's logit")
+    bias = tuple(
+        (_token(token, "logit_bias", vocab), real_number(value, f"the logit_bias of token {token}"))
+        for token, value in (logit_bias or {}).items()
+    )
     sampler = Sampler(
         temperature, top_k, top_p, min_p, repetition_penalty, seed, presence_penalty, frequency_penalty, bias
     )
     stops = as_stops(stop)
     if stops and not model.has_tokenizer:
         raise ValueError("stop strings were given, and this model has no tokenizer: give stop_token_ids")
-    if deadline is not None and not 0 < deadline < math.inf:
+    if not isinstance(grammar, Grammar | None):
+        raise ValueError(f"grammar is {grammar!r:.80}; it must have the methods of lmstate.generation.grammar.Grammar")
+    if deadline is not None and not 0 < real_number(deadline, "deadline") < math.inf:
         raise ValueError(f"deadline is {deadline!r}; it must be a number of seconds above 0, or None")
     return Options(
         sampler,
@@ -114,7 +121,7 @@ def options(
         whole_number(priority, "priority"),
         deadline,
         stops,
-        frozenset(_token(token, "stop_token_ids", vocab) for token in stop_token_ids),
+        frozenset(token_ids(stop_token_ids, "stop_token_ids", vocab)),
         _count("min_tokens", min_tokens),
         bool(ignore_eos),
         None if max_thinking_tokens is None else _count("max_thinking_tokens", max_thinking_tokens),

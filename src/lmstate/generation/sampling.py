@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lmstate import ops
 from lmstate.errors import ModelError
-from lmstate.state.validate import whole_number
+from lmstate.state.validate import real_number, whole_number
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,13 @@ class Sampler:
     logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            object.__setattr__(self, name, real_number(getattr(self, name), name))
+        for name in ("top_p", "min_p"):
+            if (given := getattr(self, name)) is not None:
+                object.__setattr__(self, name, real_number(given, name))
+        if self.seed is not None:
+            object.__setattr__(self, "seed", whole_number(self.seed, "seed"))
         _check("temperature", self.temperature, 0.0 <= self.temperature < math.inf, "0 (greedy) or more")
         top_k = None if self.top_k is None else whole_number(self.top_k, "top_k")
         _check("top_k", top_k, top_k is None or top_k >= 1, "at least 1, or None for all tokens")

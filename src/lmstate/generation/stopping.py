@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
-def as_stops(stop: str | Sequence[str]) -> tuple[str, ...]:
+def as_stops(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     """The `stop` argument of `generate` as a tuple; a bare string is one stop string."""
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not isinstance(stop, Iterable | None):
+        raise ValueError(f"stop is {stop!r:.80}; it must be a text, or a list of texts")
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     for text in stops:
         if not isinstance(text, str) or not text:
             raise ValueError(f"stop has {text!r}; every stop string must be a text of at least one character")

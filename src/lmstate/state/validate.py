@@ -5,7 +5,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any, SupportsIndex
+from numbers import Real
+from typing import Any, SupportsFloat, SupportsIndex
 
 from torch import Tensor
 
@@ -22,6 +23,14 @@ def whole_number(value: SupportsIndex, what: str) -> int:
         with suppress(TypeError):
             return operator.index(number)
     raise StateError(f"{what} must be a whole number; {value!r:.80} was given")
+
+
+def real_number(value: SupportsFloat, what: str) -> float:
+    """`value` as a plain float: a number of Python or numpy, or of torch without axes; else raises `StateError`."""
+    number: Any = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
+    if isinstance(number, Real) and not isinstance(number, bool):
+        return float(number)
+    raise StateError(f"{what} must be a number; {value!r:.80} was given")
 
 
 def token_ids(values: Iterable[SupportsIndex], whose: str, vocab_size: int | None = None) -> list[int]:

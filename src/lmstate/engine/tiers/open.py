@@ -12,9 +12,11 @@ from lmstate.engine.tiers.tier import Tier
 def open_tier(store: str | os.PathLike[str], namespace: str, limit: int) -> Tier:
     """The tier that `Engine(store=...)` names: a folder, a `redis://` URL, or an object store's (`s3://`, ...).
 
-    Raises ValueError for an empty name, which would be the folder that the process happens to be in.
+    Raises ValueError for what names none, and for an empty name, which would be the folder that the process happens to
+    be in.
     """
-    where = os.fspath(store)
+    if not isinstance(store, str | os.PathLike) or not isinstance(where := os.fspath(store), str):
+        raise ValueError(f"store={store!r:.80} was asked for; name a folder or a URL")
     if not where:
         raise ValueError("store='' was asked for; name a folder or a URL, or give None to keep nothing")
     scheme = where.partition("://")[0] if "://" in where else ""
@@ -22,4 +24,6 @@ def open_tier(store: str | os.PathLike[str], namespace: str, limit: int) -> Tier
         return SharedTier(RedisBlobs(where), namespace)
     if scheme:
         return SharedTier(ObjectBlobs(where), namespace)
+    if os.path.exists(where) and not os.path.isdir(where):
+        raise ValueError(f"store={where!r} was asked for, and is a file; name a folder, or a URL")
     return FolderTier(where, namespace, limit)

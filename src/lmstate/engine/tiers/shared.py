@@ -82,11 +82,15 @@ class ObjectBlobs:
     def __init__(self, store: str | Any) -> None:
         try:
             import obstore
-            from obstore.exceptions import NotFoundError
+            from obstore.exceptions import BaseError, NotFoundError
         except ImportError:
             raise ImportError(f"store={store!r} needs the obstore package: pip install lmstate[obstore]") from None
         self._obstore, self._absent = obstore, NotFoundError
-        self._store: Any = obstore.store.from_url(store) if isinstance(store, str) else store
+        try:
+            self._store: Any = obstore.store.from_url(store) if isinstance(store, str) else store
+        except BaseError as error:
+            told = str(error).partition("\n")[0]  # what comes after it is for obstore's own makers
+            raise ValueError(f"store={store!r} was asked for, and obstore says: {told}") from error
 
     def get(self, name: str) -> bytes | None:
         try:
