@@ -12,7 +12,9 @@ import pytest
 
 import lmstate
 from lmstate.engine import Engine
-from lmstate.serve import Settings
+from lmstate.serve import Settings, anthropic
+from lmstate.serve.errors import ApiError
+from lmstate.serve.fields import Fields
 from tests.serve.running import Running, events, running
 
 PAGE = Path(__file__).parents[2] / "docs" / "server.md"
@@ -127,6 +129,34 @@ def test_claude_code(server: Running) -> None:
         assert client.post("/v1/messages", json={**body, "stream": False}).status_code == 200
         counted = {key: body[key] for key in ("model", "system", "messages", "tools", "thinking")}
         assert client.post("/v1/messages/count_tokens?beta=true", json=counted).json()["input_tokens"] > 0
+
+
+def test_what_a_provider_ran_itself_is_left_out_and_its_texts_are_read() -> None:
+    """Histories of clients that changed servers in between; documents, search results and tools found by name."""
+    searched = [
+        {"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {"query": "q"}},
+        {"type": "web_search_tool_result", "tool_use_id": "srvtoolu_1", "content": [{"type": "web_search_result"}]},
+        {"type": "mcp_tool_use", "id": "mcptoolu_1", "name": "n", "server_name": "s", "input": {}},
+        {"type": "mcp_tool_result", "tool_use_id": "mcptoolu_1", "content": []},
+        {"type": "text", "text": "It is 5."},
+        {"type": "tool_use", "id": "toolu_1", "name": "find", "input": {}},
+    ]
+    found = [
+        {"type": "tool_reference", "tool_name": "Read"},
+        {"type": "search_result", "title": "T", "source": "s", "content": [{"type": "text", "text": "x"}]},
+    ]
+    document = {"type": "document", "title": "D", "source": {"type": "text", "media_type": "text/plain", "data": "y"}}
+    given = [
+        {"role": "user", "content": [document, {"type": "text", "text": "?"}]},
+        {"role": "assistant", "content": searched},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": found}]},
+    ]
+    read = anthropic.read_chat(Fields({"messages": given}))[0].messages
+    assert [message.content for message in read] == ["D\ny\n?", "It is 5.", "Read\nT\ns\nx"]
+    assert [call.name for call in read[1].calls] == ["find"]
+    for bad in ({**document, "source": {"type": "url", "url": "u"}}, {"type": "image"}, searched[0]):
+        with pytest.raises(ApiError, match=r"messages\[0\].content\[0\] is of type"):
+            anthropic.read_chat(Fields({"messages": [{"role": "user", "content": [bad]}]}))
 
 
 def test_open_webui_and_aider(server: Running) -> None:

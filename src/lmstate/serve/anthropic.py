@@ -67,6 +67,10 @@ class Blocks:
         return []
 
 
+# Calls that a provider ran itself (server_tool_use, web_search_tool_result, mcp_tool_use): clients that changed servers
+# in between send them on, and no model here made them.
+ELSEWHERE = ("_tool_use", "_tool_result")
+
 # Clients send thinking back with the signature that it came with; ours is not secret, since nothing is trusted by it.
 SIGNATURE = "lmstate"
 
@@ -218,9 +222,17 @@ def _system(body: Fields) -> str:
 
 
 def _text_block(block: Fields) -> str:
-    if block.text("type", "text") != "text":
-        raise ApiError(f"{block.path} is of type {block.text('type')!r}; this model reads text only", param=block.path)
-    return block.need_text("text")
+    kind = block.text("type", "text")
+    if kind == "text":
+        return block.need_text("text")
+    if kind == "tool_reference":
+        return block.need_text("tool_name")
+    if kind == "search_result":
+        parts = [_text_block(part) for part in block.items("content")]
+        return "\n".join([block.need_text("title"), block.need_text("source"), *parts])
+    if kind == "document" and (source := block.inner("source")) is not None and source.text("type") == "text":
+        return "\n".join(filter(None, (block.text("title"), block.text("context"), source.need_text("data"))))
+    raise ApiError(f"{block.path} is of type {kind!r}; this model reads text only", param=block.path)
 
 
 def _read_message(given: Fields) -> list[Message]:
@@ -247,7 +259,9 @@ def _read_message(given: Fields) -> list[Message]:
             calls.append(Call(block.need_text("id"), block.need_text("name"), json.dumps(values, ensure_ascii=False)))
         elif kind == "tool_result" and role == "user":
             results.append(Message("tool", _result(block), call_id=block.need_text("tool_use_id")))
-        elif kind not in ("redacted_thinking",):
+        elif kind == "redacted_thinking" or (role == "assistant" and kind is not None and kind.endswith(ELSEWHERE)):
+            continue
+        else:
             texts.append(_text_block(block))
     if results and not texts:
         return results
