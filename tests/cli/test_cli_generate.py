@@ -196,6 +196,16 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     assert process.wait() == 0
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["generate", "m", "x", "-n", "2"]])
+def test_a_full_disk_is_told(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-c", SCRIPT, *arguments]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=full, stderr=subprocess.PIPE, cwd=ROOT)
+    assert done.returncode == 1
+    assert b"No space left on device" in done.stderr and b"Traceback" not in done.stderr
+
+
 @pytest.mark.skipif(os.name != "posix", reason="closes descriptors of a child")
 @pytest.mark.parametrize(
     ("arguments", "closed", "code", "out", "err"),

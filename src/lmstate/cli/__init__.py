@@ -15,9 +15,15 @@ def main() -> None:
         # KeyboardInterrupt as a traceback, and some lose it.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from lmstate.cli.app import app
+    from lmstate.cli.output import DEBUG
 
     _open_streams()
-    app(prog_name="lmstate")
+    try:
+        app(prog_name="lmstate")
+    except OSError as error:  # of a page of help: those of commands are told where they run
+        if os.environ.get(DEBUG):
+            raise
+        sys.exit(f"lmstate: {error.strerror or error}")
 
 
 def _open_streams() -> None:
