@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -184,6 +185,8 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
             {"bias": "all"},
             {"r": -1},
             {"rank_pattern": {"(a+)+$": 1}},
+            {"init_lora_weights": "pissa_niter_4"},  # beside a base that is not the checkpoint's
+            {"init_lora_weights": "OLoRA"},
         ):
             (tmp_path / "adapter_config.json").write_text(json.dumps({**config, **changes}))
             with pytest.raises(ModelError):
@@ -191,6 +194,27 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     with saved(theirs("gpt_neox")) as folder, pytest.raises(ModelError, match="has not"):
         lmstate.load(folder, adapter=tmp_path)
+
+
+def test_damaged_files_of_an_adapter_are_refused(tmp_path: Path) -> None:
+    with saved(theirs("llama")) as folder:
+        adapted(folder, tmp_path)
+        with safe_open(tmp_path / "adapter_model.safetensors", "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no dict
+        for module in {name.partition(".lora_")[0] for name in tensors}:
+            down, up = (f"{module}.lora_{part}.weight" for part in "AB")
+            tensors[down], tensors[up] = tensors[down][:0], tensors[up][:, :0]
+        save_tensors(tmp_path / "adapter_model.safetensors", tensors)
+        with pytest.raises(ModelError, match="has rank 0"):
+            lmstate.load(folder, adapter=tmp_path)
+        tensors[f"{module}.lora_A.default.weight"] = tensors[down]
+        save_tensors(tmp_path / "adapter_model.safetensors", tensors)
+        with pytest.raises(ModelError, match="two tensors A"):
+            lmstate.load(folder, adapter=tmp_path)
+        (tmp_path / "adapter_config.json").unlink()
+        os.mkfifo(tmp_path / "adapter_config.json")
+        with pytest.raises(ModelError, match="no regular file"):
+            lmstate.load(folder, adapter=tmp_path)
 
 
 @pytest.mark.parametrize("dora", [False, True])

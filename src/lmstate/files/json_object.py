@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lmstate.errors import ModelError
+from lmstate.files.mmap_file import open_regular
 
 MOST_BYTES = 256 * 2**20  # the largest tokenizer.json in use is near 35 MB
 
@@ -35,7 +36,8 @@ def parse_object(text: str | bytes, where: str) -> dict[str, Any]:
 
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises `OSError` if it cannot be read, `ModelError` if it is not one."""
-    size = path.stat().st_size
-    if size > MOST_BYTES:
-        raise ModelError(f"{path} has {size} bytes; a JSON file of a checkpoint has at most {MOST_BYTES}")
-    return parse_object(path.read_bytes(), str(path))
+    with open_regular(path) as file:
+        data = file.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise ModelError(f"{path} is too large; a JSON file of a checkpoint has at most {MOST_BYTES} bytes")
+    return parse_object(data, str(path))

@@ -128,6 +128,8 @@ class Model:
         if isinstance(kv, torch.dtype) and kv not in KV_DTYPES:
             known = ", ".join(map(str, KV_DTYPES))
             raise StateError(f"new_state(kv={kv}) was asked for; keys and values are stored in {known}")
+        if not isinstance(pool, BlockPool | None):
+            raise StateError(f"new_state(pool={pool!r:.80}) was asked for; give a lmstate.BlockPool")
         if static:
             check_static(capacity, kv, max_positions=self.max_positions, dynamic_ropes=self.dynamic_ropes)
         dtype = kv if isinstance(kv, torch.dtype) else self.dtype
@@ -446,8 +448,14 @@ class Model:
         `CapacityError`. Raises `PendingError`, `UnsupportedError` if the state is not static, `CapacityError` for a T
         that never fits.
         """
+        if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.dtype != torch.int64:
+            raise StateError(f"tokens are {_shown(tokens)}; they must be int64 [rows, T]")
         if tokens.shape[0] != state.rows:
             raise StateError(f"{tokens.shape[0]} rows of tokens were given to a state of {state.rows}")
+        if counts is not None and (tuple(counts.shape) != (state.rows,) or counts.dtype != torch.int64):
+            raise StateError(f"counts are {_shown(counts)}; they must be int64 [{state.rows}], one for each row")
+        if logits not in ("last", "all"):
+            raise StateError(f'logits={logits!r} was asked for; there are "last" and "all"')
         self._refuse_other(state)
         step, room = state.device_step(tokens.shape[1], counts)
         model = self._traced if torch.compiler.is_compiling() and self._traced is not None else self
@@ -482,3 +490,8 @@ class Model:
 
     generate = generate
     stream = stream
+
+
+def _shown(value: object) -> str:
+    """A tensor by its dtype and shape, anything else as it is, for messages."""
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.80}"

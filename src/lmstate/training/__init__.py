@@ -39,7 +39,7 @@ def open_model(
     merge: bool,
 ) -> Model:
     """The model of an open checkpoint with parameters or adapters; see `lmstate.load`."""
-    if trainable not in (True, False, "lora"):
+    if not isinstance(trainable, bool) and trainable != "lora":
         raise ModelError(f'trainable={trainable!r:.80} was asked for; there are True, False and "lora"')
     if merge and adapter is None:
         raise ModelError("merge=True was asked for without an adapter to merge")

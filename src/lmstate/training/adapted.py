@@ -177,7 +177,7 @@ class LoraModel(ParameterModel):
 
     @property
     def version(self) -> int:
-        return sum(tensor._version for tensor in self.parameters())
+        return hash(tuple((tensor._version, tensor.data_ptr()) for tensor in self.parameters()))
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.adapter.named_tensors()

@@ -13,11 +13,15 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute
 
+from lmstate.errors import StateError
 from lmstate.models.model import Model
 from lmstate.models.stack import run_eager
+from lmstate.models.tokens import Tokens, token_rows
 from lmstate.ops import dispatch
 from lmstate.state import Layout, Step
+from lmstate.state.inference_mode import ordinary_tensors
 from lmstate.state.kv.policies.per_layer import Policies
+from lmstate.state.validate import whole_number
 from lmstate.training.evicting import StreamEvicting, StreamEvictingLatents
 from lmstate.training.model import ParameterModel
 from lmstate.training.streams import StreamAttention, StreamCarry, StreamLatents, follow, simple, stream_layers
@@ -64,6 +68,9 @@ class Tape:
         padding = torch.arange(self.width) >= torch.tensor(self.lengths)[:, None]
         grad = grad.masked_fill(padding[..., None].to(grad.device), 0.0)
         carried: list[Sequence[Tensor | None]] | None = None
+        for part in self.parts:
+            if isinstance(part, StreamAttention | StreamLatents | StreamEvicting | StreamEvictingLatents):
+                part.past.forget()  # of an earlier backward through the same text
         for chunk, (first, step) in reversed(list(enumerate(self.steps()))):
             model = next(models)
             follow(self.layers, model.blocks, self.layout)
@@ -106,11 +113,16 @@ class _Hidden(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, model: ParameterModel, tape: Tape, *parameters: Tensor) -> Tensor:
-        ctx.model, ctx.tape = model, tape
+        ctx.model, ctx.tape, ctx.version = model, tape, model.version
         return tape.forward(model)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.model.version != ctx.version:
+            raise StateError(
+                "backward was asked for, and the weights have changed since the loss was computed; step the optimizer "
+                "after backward, or compute the loss again"
+            )
         with torch.enable_grad(), dispatch.references(), ctx.model.apart() as (leaves, models):
             ctx.tape.backward(models, grads[0])
         own = [leaf.grad for leaf in leaves]
@@ -119,9 +131,10 @@ class _Hidden(torch.autograd.Function):
         return None, None, *own
 
 
+@ordinary_tensors
 def hidden_states(
     model: ParameterModel,
-    ids: Sequence[Sequence[int]],
+    ids: Tokens,
     chunk: int = 512,
     checkpoint: bool = False,
     kv: Policies | None = None,
@@ -130,6 +143,9 @@ def hidden_states(
 
     Options are those of `loss`.
     """
+    chunk, ids = whole_number(chunk, "chunk"), token_rows(ids, model.config.vocab_size)
+    if chunk < 1:
+        raise StateError(f"chunk={chunk} was asked for; a chunk has at least one token")
     model.refresh()
     tape = Tape(model, ids, chunk, checkpoint, kv)
     hidden: Tensor = _Hidden.apply(model, tape, *model.parameters())

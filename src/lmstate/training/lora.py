@@ -33,6 +33,7 @@ MOST_ALPHA = 1e9
 REFUSED = ("lora_bias", "use_qalora", "use_bdlora", "alora_invocation_tokens", "layer_replication",
            "modules_to_save", "target_parameters", "trainable_token_indices", "fan_in_fan_out", "arrow_config",
            "kasa_config", "velora_config", "monteclora_config")  # fmt: skip
+MOVED = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,10 @@ class Adapter:
             match = re.fullmatch(r"(.*)\.lora_(A|B|magnitude_vector)(?:\.default)?(?:\.weight)?", name)
             if match is None:
                 raise ModelError(f"{path}: tensor {name[:80]!r} is no part of a LoRA that lmstate runs")
-            found.setdefault(match[1].removeprefix(PREFIX), {})[match[2]] = file.tensor(name)
+            own = found.setdefault(match[1].removeprefix(PREFIX), {})
+            if match[2] in own:
+                raise ModelError(f"{path}: {match[1][:80]!r} has two tensors {match[2]}; the file is damaged")
+            own[match[2]] = file.tensor(name)
         wanted = {"A": 2, "B": 2, "magnitude_vector": 1} if config.dora else {"A": 2, "B": 2}
         pairs, magnitudes = {}, {}
         for module, own in found.items():
@@ -137,6 +141,10 @@ class Adapter:
                     + (", with a vector of magnitudes" if config.dora else "")
                 )
             down, up, *vector = (own[part].float().contiguous().clone() for part in wanted)
+            if not 1 <= len(down) <= MOST_RANK:
+                raise ModelError(
+                    f"{path}: the update of {module[:80]!r} has rank {len(down)}; 1 to {MOST_RANK} will do"
+                )
             if len(down) != up.shape[1]:
                 raise ModelError(f"{path}: the update of {module[:80]!r} has ranks {len(down)} and {up.shape[1]}")
             pairs[module] = FloatWeight(down), FloatWeight(up)
@@ -206,6 +214,12 @@ def _read_config(path: Path) -> LoraConfig:
         raise ModelError(f"{path}: bias={bias[:40]!r} is not supported; an adapter trains no biases here")
     if asked := [name for name in REFUSED if raw.get(name)]:
         raise ModelError(f"{path} asks for {', '.join(asked)}, which lmstate does not run")
+    # These take their own beginning off the base matrix: the file holds what is beside another base than the model's.
+    if (made := str(raw.get("init_lora_weights")).lower()).startswith(MOVED):
+        raise ModelError(
+            f"{path} was begun with init_lora_weights={made[:40]!r}, which changes the base weights, too; save it with "
+            "PEFT's save_pretrained(path_initial_model_for_weight_conversion=...), which makes a plain LoRA of it"
+        )
     ranks, alphas = (fields.fields(name, Config({}, name)) or Config({}, name) for name in _PATTERNS)
     for key in (*ranks, *alphas):
         if not re.fullmatch(r"[\w.]+", key):

@@ -20,7 +20,9 @@ from lmstate.models.forward import Head, Run
 from lmstate.models.model import Model
 from lmstate.models.tokens import Tokens
 from lmstate.state import Layout, State
+from lmstate.state.inference_mode import ordinary_tensors
 from lmstate.state.kv.policies.per_layer import Policies
+from lmstate.training.streams import follow
 from lmstate.training.weights import Leaves, TrainableWeights
 
 OWN = ("name", "eos_ids", "defaults", "_tokenizer")
@@ -48,7 +50,10 @@ class ParameterModel(Model, ABC):
     @property
     @abstractmethod
     def version(self) -> int:
-        """A number that grows when a parameter is written into."""
+        """A number that changes when a parameter is written into, or given other memory.
+
+        What is written through `parameter.data` moves it only where that is replaced (`p.data = ...`).
+        """
 
     @abstractmethod
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -89,6 +94,9 @@ class ParameterModel(Model, ABC):
         rewindable: bool = True,
     ) -> Tensor | None:
         self.refresh()
+        if isinstance(state, State) and torch.is_grad_enabled():
+            self._refuse_other(state)
+            follow(state.layers, self.blocks, state.layout)  # its scans may be of an earlier build
         return super()._extend(tokens, state, logits, commit, run, head, rewindable)
 
     @property
@@ -154,6 +162,7 @@ class TrainableModel(ParameterModel):
         parameters = [leaf for leaf in leaves.tensors.values() if leaf.requires_grad]
         yield parameters, iter(lambda: self.built(leaves), None)
 
+    @ordinary_tensors
     def refresh(self) -> None:
         """Build the model again where a gradient is to follow, or where its weights have changed."""
         if torch.is_grad_enabled() or self._version != self.version:

@@ -14,8 +14,9 @@ from lmstate.errors import CapacityError, StateError
 from lmstate.models.model import Model
 from lmstate.models.tokens import Tokens, token_rows
 from lmstate.ops.weights.grouped import FloatWeight
+from lmstate.state.inference_mode import ordinary_tensors
 from lmstate.state.kv.policies.per_layer import Policies
-from lmstate.state.validate import whole_number
+from lmstate.state.validate import token_ids
 from lmstate.training.chunked import hidden_states
 from lmstate.training.model import ParameterModel
 
@@ -27,6 +28,7 @@ IGNORED = -100
 Reduction = Literal["mean", "sum"]
 
 
+@ordinary_tensors
 def loss(
     model: Model,
     tokens: Tokens,
@@ -54,9 +56,6 @@ def loss(
         raise StateError(
             'this model has no parameters to train: load it with lmstate.load(..., trainable=True), or trainable="lora"'
         )
-    chunk = whole_number(chunk, "chunk")
-    if chunk < 1:
-        raise StateError(f"chunk={chunk} was asked for; a chunk has at least one token")
     if reduction not in ("mean", "sum"):
         raise StateError(f'reduction={reduction!r} was asked for; there are "mean" and "sum"')
     ids = token_rows(tokens, model.config.vocab_size)
@@ -112,7 +111,7 @@ class _NextTokenLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         of_hidden, *of_shared = (
-            None if own is None else own.mul_(grads[0]) for own in (ctx.of_hidden, *ctx.of_shared)
+            None if own is None else own * grads[0] for own in (ctx.of_hidden, *ctx.of_shared)
         )  # fmt: skip
         return None, of_hidden, None, *of_shared
 
@@ -135,7 +134,10 @@ def _targets(ids: list[list[int]], labels: Tokens | None, vocab: int) -> list[li
     """Label of each token: the next one of its row, `IGNORED` where none is learned."""
     if labels is None:
         return [[*row[1:], IGNORED][: len(row)] for row in ids]
-    given = labels.tolist() if isinstance(labels, Tensor) else [list(row) for row in labels]
+    if isinstance(labels, Tensor) and (labels.ndim != 2 or labels.is_floating_point()):
+        raise StateError(f"labels are {labels.dtype} {list(labels.shape)}; they must be int64 [rows, T]")
+    rows = labels.tolist() if isinstance(labels, Tensor) else labels
+    given = [token_ids(row, f"row {index} of the labels") for index, row in enumerate(rows)]
     if [len(row) for row in given] != [len(row) for row in ids]:
         raise StateError(
             f"labels of {[len(row) for row in given]} tokens a row were given for texts of "

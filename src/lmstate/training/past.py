@@ -67,6 +67,10 @@ class Past:
             parts.append(torch.cat([leaf, own], dim=2))
         return parts[0], parts[1]
 
+    def forget(self) -> None:
+        """Begin another backward."""
+        self._grads = None
+
     @property
     def grads(self) -> tuple[Tensor, Tensor]:
         """Gradients of keys and values, in their dtype; zero before something was added."""

@@ -58,9 +58,21 @@ class Leaves:
             self.stacks[label] = whole
         leaves = [self.get(name, self.dtype) for name in names]
         if label in self.stacks:
+            self._gather(label, leaves)
             stacked: Tensor = _Stacked.apply(self.stacks[label], *leaves)
             return stacked
         return torch.cat(leaves)
+
+    def _gather(self, label: str, leaves: Sequence[Tensor]) -> None:
+        """Bring leaves that were given memory of their own (`p.data = ...`) back into their stack."""
+        at = self.stacks[label].data_ptr()
+        for leaf in leaves:
+            if leaf.data_ptr() != at:
+                self.stacks[label] = whole = torch.cat([leaf.detach() for leaf in leaves])
+                for part, own in zip(whole.split([len(leaf) for leaf in leaves]), leaves):
+                    own.data = part
+                return
+            at += leaf.nbytes
 
     def detached(self) -> Leaves:
         """Other leaves with the same numbers, whose gradients are their own."""
@@ -72,8 +84,8 @@ class Leaves:
 
     @property
     def version(self) -> int:
-        """A number that grows when a leaf is written into."""
-        return sum(leaf._version for leaf in self.tensors.values())
+        """A number that changes when a leaf is written into, or given other memory."""
+        return hash(tuple((leaf._version, leaf.data_ptr()) for leaf in self.tensors.values()))
 
 
 class _Stacked(torch.autograd.Function):

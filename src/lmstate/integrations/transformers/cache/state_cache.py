@@ -29,6 +29,7 @@ from lmstate.integrations.transformers.cache.layers.recurrent import ConvLayer
 from lmstate.integrations.transformers.cache.layers.sliding import WindowLayer
 from lmstate.integrations.transformers.cache.rewind_log import RewindLog
 from lmstate.integrations.transformers.cache.snapshot import CacheSnapshot, fingerprint_of, load, save
+from lmstate.state.validate import whole_number
 
 ELSEWHERE = frozenset({"minimax", "recurrent_gemma", "reformer", "rwkv", "xlnet", "xlstm"})
 """Models that keep what they remember in their modules or in a cache of their own, in transformers 5.23."""
@@ -63,6 +64,9 @@ class StateCache(DynamicCache, hooks.ObservedCache):
         offloading: bool = False,
         offload_only_non_sliding: bool = False,
     ) -> None:
+        for name, value in (("rewind", rewind), ("anchors", anchors)):
+            if whole_number(value, name) < 0:
+                raise StateError(f"StateCache({name}={value}) was asked for; it is 0 or more")
         model = transformers_model(model)
         config = model.config.get_text_config(decoder=True)
         if config.model_type in ELSEWHERE:
@@ -169,6 +173,7 @@ class StateCache(DynamicCache, hooks.ObservedCache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens, exactly, for every kind of layer. 0: they are here to stay."""
+        tokens_to_remove = whole_number(tokens_to_remove, "a number of tokens to remove")
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): pass minus the number of tokens to remove, or use rewind(to=)")
         if not all(isinstance(layer, RewindableLayer | DummyLayer) for layer in self.layers):
@@ -190,19 +195,21 @@ class StateCache(DynamicCache, hooks.ObservedCache):
         self._calls.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._select(beam_idx)
+        self._select(chosen(beam_idx, self.rows))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        if (repeats := whole_number(repeats, "repeats")) < 1:
+            raise StateError(f"every row {repeats} times was asked for; take it at least once")
         self._select(torch.arange(self.rows).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor | Sequence[int] | Sequence[bool]) -> None:
-        self._select(chosen(indices))
+        self._select(chosen(indices, self.rows))
 
     # ---- moving about
 
     def rewind_cost(self, to: int) -> int:
         """Number of tokens that `rewind(to=to)` would feed again. Raises as it would."""
-        length = self._checked(to)
+        length, to = self._checked(to)
         start = self._log.start(length, to)
         if start is None:
             return 0
@@ -216,7 +223,7 @@ class StateCache(DynamicCache, hooks.ObservedCache):
         Raises `RewindError` for a length that is not held, `UnsupportedError` where tokens must be fed again that the
         cache never saw by their ids. Neither changes anything.
         """
-        length = self._checked(to)
+        length, to = self._checked(to)
         start = self._log.start(length, to)
         if start is None:
             self._log.cut(length, to)
@@ -228,15 +235,16 @@ class StateCache(DynamicCache, hooks.ObservedCache):
             self.recomputed += to - start.position
         return to - start.position
 
-    def _checked(self, to: int) -> int:
-        length = self.get_seq_length()
+    def _checked(self, to: int) -> tuple[int, int]:
+        """(tokens held, a plain `to` of them)."""
+        length, to = self.get_seq_length(), whole_number(to, "a position to go back to")
         if self._calls.running is not None:
             raise StateError(
                 "the cache cannot be moved while its model runs; if that was interrupted, call the model again or reset"
             )
         if not 0 <= to <= length:
             raise RewindError(f"rewind(to={to}): the cache holds {length} tokens; go to 0 up to that")
-        return length
+        return length, to
 
     def fork(self, n: int = 1) -> StateCache:
         """A new cache with every row `n` times, in the order of `generate`'s `num_return_sequences`; this one stays.
@@ -245,6 +253,8 @@ class StateCache(DynamicCache, hooks.ObservedCache):
         first that goes on writes behind the common tokens, where there is room, the others copy them then. So treat the
         layers' `keys` and `values` as read-only.
         """
+        if (n := whole_number(n, "n")) < 1:
+            raise StateError(f"fork({n}) was asked for; every row is there at least once")
         forked = copy.deepcopy(self)
         if n != 1 and self.get_seq_length():
             forked.batch_repeat_interleave(n)
@@ -298,7 +308,6 @@ class StateCache(DynamicCache, hooks.ObservedCache):
     # ---- inside
 
     def _select(self, rows: Tensor) -> None:
-        rows = rows.cpu()  # waited for once, and not by each layer
         if rows.tolist() == list(range(self.rows)):
             return
         try:
@@ -308,8 +317,6 @@ class StateCache(DynamicCache, hooks.ObservedCache):
                 else:
                     layer.reorder_cache(rows)
             self._log.select(rows)
-        except IndexError:
-            raise  # the first layer refuses rows that are not there
         except BaseException:
             self.reset()  # some layers have the new order and some have not: what they hold fits nowhere
             raise

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lmstate.errors import SnapshotError
+from lmstate.errors import SnapshotError, StateError
 
 Tensors = dict[str, Tensor]
 
@@ -68,9 +68,21 @@ def repeated(rows: int | None, repeats: int) -> Tensor:
     return torch.arange(rows or 0).repeat_interleave(repeats)
 
 
-def chosen(indices: Tensor | Sequence[int] | Sequence[bool]) -> Tensor:
-    indices = torch.as_tensor(indices)
-    return indices.nonzero().flatten() if indices.dtype == torch.bool else indices.long()
+def chosen(indices: Tensor | Sequence[int] | Sequence[bool], rows: int) -> Tensor:
+    """The row numbers of a batch of `rows` that are asked for, by number or by a mask; a batch of 0 has not begun.
+
+    Raises `StateError` for what is neither, and `IndexError` for rows that are not there.
+    """
+    index = torch.as_tensor(indices).cpu()
+    if index.ndim != 1 or index.is_floating_point() or not len(index):
+        raise StateError(f"rows {indices!r:.80} were asked for; give at least one row number, or a mask of the rows")
+    if index.dtype == torch.bool:
+        if rows and len(index) != rows:
+            raise StateError(f"a mask of {len(index)} rows was given for a batch of {rows}")
+        return index.nonzero().flatten()
+    if rows and not bool(((index >= 0) & (index < rows)).all()):
+        raise IndexError(f"rows {index.tolist()} of a batch of {rows} rows were asked for: take 0 to {rows - 1}")
+    return index.long()
 
 
 def check_pair(kind: str, tensors: Tensors, least: int, most: int) -> None:

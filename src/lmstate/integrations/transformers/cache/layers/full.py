@@ -76,7 +76,7 @@ class FullAttentionLayer(DynamicLayer, RewindableLayer):
         self.select(repeated(self.rows(), repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self.select(chosen(indices))
+        self.select(chosen(indices, self.rows() or 0))
 
     # ---- RewindableLayer
 

@@ -37,8 +37,9 @@ class GrowableTensor:
         need = length + new.shape[-2]
         if held is not self.view:
             self.drop()
-        if torch.is_grad_enabled() and (new.requires_grad or (held is not None and held.requires_grad)):
-            # Written in place, a value that the backward pass needs would be gone.
+        if torch.is_grad_enabled():
+            # Written in place, what the backward pass needs would count as changed: also keys without a gradient, which
+            # queries with one were multiplied by.
             self._move(None, 0)
             self._common = None
             self.view = new if held is None else torch.cat([held, new], dim=-2)

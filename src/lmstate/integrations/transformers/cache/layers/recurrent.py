@@ -70,7 +70,7 @@ class RecurrentLayer(LinearAttentionLayer, RewindableLayer):
         self.select(repeated(self.rows(), repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self.select(chosen(indices))
+        self.select(chosen(indices, self.rows() or 0))
 
     # ---- RewindableLayer
 

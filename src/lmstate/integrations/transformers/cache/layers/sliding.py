@@ -111,7 +111,7 @@ class WindowLayer(DynamicSlidingWindowLayer, RewindableLayer):
         self.select(repeated(self.rows(), repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self.select(chosen(indices))
+        self.select(chosen(indices, self.rows() or 0))
 
     # ---- RewindableLayer
 
