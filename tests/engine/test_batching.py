@@ -317,6 +317,9 @@ def test_a_closed_engine_ends_what_runs_and_takes_nothing_more() -> None:
         ({"prompt": [1], "stop": 5}, "stop is 5; it must be a text"),
         ({"prompt": [1], "stop_token_ids": 5}, "stop_token_ids was given 5"),
         ({"prompt": [1], "grammar": "json"}, "grammar is 'json'"),
+        ({"prompt": [1], "priority": 10**309}, "priority is 1000"),
+        ({"prompt": [1], "temperature": 10**400}, "temperature must be a number"),
+        ({"prompt": b"ab"}, "is bytes: decode them first"),
     ],
 )
 def test_bad_requests_are_refused_when_they_are_made(given: dict, said: str) -> None:

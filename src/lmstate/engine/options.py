@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict, TypeGuard
 
 from lmstate.engine.thinking import ThinkingFormat
-from lmstate.generation.grammar import Grammar
+from lmstate.generation.grammar import Grammar, check_grammar
 from lmstate.generation.prompts import as_token_lists
 from lmstate.generation.sampling import Sampler
 from lmstate.generation.stopping import as_stops
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lmstate.text.replay import Replay
 
 MOST_TOP_LOGPROBS = 1024
+MOST_PRIORITY = 2**31
 
 
 class SubmitOptions(TypedDict, total=False):
@@ -107,8 +108,8 @@ def options(
     stops = as_stops(stop)
     if stops and not model.has_tokenizer:
         raise ValueError("stop strings were given, and this model has no tokenizer: give stop_token_ids")
-    if not isinstance(grammar, Grammar | None):
-        raise ValueError(f"grammar is {grammar!r:.80}; it must have the methods of lmstate.generation.grammar.Grammar")
+    if grammar is not None:
+        check_grammar(grammar)
     if deadline is not None and not 0 < real_number(deadline, "deadline") < math.inf:
         raise ValueError(f"deadline is {deadline!r}; it must be a number of seconds above 0, or None")
     return Options(
@@ -118,7 +119,7 @@ def options(
         None if logprobs is None else _count("logprobs", logprobs, most=MOST_TOP_LOGPROBS),
         None if prompt_logprobs is None else _count("prompt_logprobs", prompt_logprobs, most=MOST_TOP_LOGPROBS),
         grammar,
-        whole_number(priority, "priority"),
+        _count("priority", priority, least=-MOST_PRIORITY, most=MOST_PRIORITY),
         deadline,
         stops,
         frozenset(token_ids(stop_token_ids, "stop_token_ids", vocab)),

@@ -42,8 +42,11 @@ class Queue:
         with self._lock, suppress(ValueError):
             self._jobs.remove(job)
 
+    def jobs(self) -> list[Job]:
+        """Those that wait, in no order."""
+        with self._lock:
+            return list(self._jobs)
+
     def __iter__(self) -> Iterator[Job]:
         """In the order in which they are to start."""
-        with self._lock:
-            jobs = list(self._jobs)
-        return iter(sorted(jobs, key=Job.turn))
+        return iter(sorted(self.jobs(), key=Job.turn))

@@ -103,7 +103,7 @@ class Scheduler:
         self._delivery.deliver()
 
     def all(self) -> list[Job]:
-        return [*self.waiting, *self.reading, *self.answering]
+        return [*self.waiting.jobs(), *self.reading, *self.answering]
 
     def row_bytes(self) -> int:
         """Bytes of all states, and of what answers without a row begin from, but for what the prefix store has too."""

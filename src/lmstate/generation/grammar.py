@@ -43,6 +43,12 @@ class Grammar(Protocol):
         """Another one at the same place."""
 
 
+def check_grammar(grammar: object) -> None:
+    """Raise ValueError for what is no grammar."""
+    if not isinstance(grammar, Grammar):
+        raise ValueError(f"grammar is {grammar!r:.80}; it must have the methods of lmstate.generation.grammar.Grammar")
+
+
 def forbidden(grammar: Grammar, ends: frozenset[int], device: torch.device) -> Tensor | None:
     """Tokens that must not come next, bool `[V]`; None if all may. `ends` end the answer, where it is complete."""
     allowed = grammar.allowed()
@@ -96,6 +102,7 @@ class GrammarPicker(TokenPicker):
 
     def __init__(self, sampler: Sampler, grammar: Grammar, rows: int, ends: frozenset[int]) -> None:
         super().__init__(sampler, rows)
+        check_grammar(grammar)
         self._grammars = [grammar.copy() for _ in range(rows)]
         self._forced: list[tuple[int, ...]] = [()] * rows  # to come next
         self._ends = ends

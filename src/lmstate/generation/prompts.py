@@ -55,4 +55,6 @@ def as_token_lists(tokenizer: Tokenizer | None, prompt: Prompt, state: State | N
 
 
 def _are_ids(value: Any) -> bool:
+    if isinstance(value, bytes | bytearray | memoryview):
+        raise ValueError(f"a prompt must be a text or a list of token ids; {value!r:.80} is bytes: decode them first")
     return isinstance(value, Sequence) and all(isinstance(token, Integral) for token in value)

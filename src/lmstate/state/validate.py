@@ -29,7 +29,8 @@ def real_number(value: SupportsFloat, what: str) -> float:
     """`value` as a plain float: a number of Python or numpy, or of torch without axes; else raises `StateError`."""
     number: Any = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
     if isinstance(number, Real) and not isinstance(number, bool):
-        return float(number)
+        with suppress(OverflowError):  # a whole number beyond any float
+            return float(number)
     raise StateError(f"{what} must be a number; {value!r:.80} was given")
 
 
