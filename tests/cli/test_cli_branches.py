@@ -171,9 +171,32 @@ def test_edited_question_takes_the_place_of_the_last(conversation: Conversation)
     ask(conversation, "two")
     with pytest.raises(AskQuestion) as edited:
         command(conversation, "/edit three")
-    assert ask(conversation, edited.value.question) == ask(plain, "three")
+    assert "".join(conversation.edit(edited.value.question)) == ask(plain, "three")
     assert conversation.messages == plain.messages
     check(conversation)
+
+
+@pytest.mark.parametrize("stop", ["it fails", "Ctrl-C"])
+def test_an_edited_question_without_an_answer_leaves_the_last_turn(
+    conversation: Conversation, stop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(conversation, "one")
+    ask(conversation, "two")
+    messages, tokens = conversation.messages, conversation.state.tokens(0)
+
+    def fail(ids: object, *_: object, **__: object) -> None:
+        raise ValueError("the state is full") if stop == "it fails" else KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(conversation.model), "__call__", fail)
+        with pytest.raises((ValueError, KeyboardInterrupt)):
+            list(conversation.edit("three"))
+    assert conversation.messages == messages and conversation.state.tokens(0) == tokens
+    check(conversation)
+    plain = Conversation(conversation.model, max_new_tokens=6)
+    for question in ("one", "two"):
+        ask(plain, question)
+    assert ask(conversation, "four") == ask(plain, "four")
 
 
 def test_branches_go_on_apart(conversation: Conversation) -> None:

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import lmstate
 from lmstate.cli.app import app
+from lmstate.cli.output import Interrupt
 from lmstate.cli.progress import PromptProgress
 from lmstate.generation.sampling import Sampler, TokenPicker
 from tests.generation.fake_model import FakeModel
@@ -271,6 +272,24 @@ def test_a_long_prompt_is_shown_on_a_terminal_and_computed_as_without(
     states[1].rewind(0, 600)
     model([[5]], states[1])
     assert read(capsys.readouterr().err) in ([], [512])  # a token more is none to show, all again is
+
+
+def test_ctrl_c_stops_a_long_prompt_between_two_parts_and_it_never_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, text = replace(ours("llama")), [[(7 * i) % 90 + 1 for i in range(1200)]]
+    state, progress, seen = model.new_state(), PromptProgress(), list[int]()
+
+    def on_part(done: int, total: int) -> None:
+        seen.append(done)
+        if done == 512:
+            os.kill(os.getpid(), signal.SIGINT)
+        progress(done, total)
+
+    model.on_part = on_part
+    with Interrupt(), pytest.raises(KeyboardInterrupt):
+        model(text, state)
+    assert seen == [0, 512] and state.lengths == [0]
+    model.on_part = progress  # nobody asks any more
+    assert torch.equal(model(text, state), model(text, model.new_state()))
 
 
 def test_off_a_terminal_a_prompt_that_takes_long_tells_in_lines_how_far_it_is(

@@ -97,6 +97,13 @@ class FakeState:
     def mark(self, row: int) -> None:
         assert 0 <= row < self.rows
 
+    def snapshot(self, row: int) -> tuple[list[int], list[int]]:
+        return [*self.computed[row]], [*self.queued[row]]
+
+    def restore(self, row: int, snapshot: tuple[list[int], list[int]]) -> None:
+        computed, queued = snapshot
+        self.computed[row], self.queued[row] = [*computed], [*queued]
+
     def rewind(self, row: int, to: int) -> None:
         tokens = self.tokens(row)
         assert 0 <= to <= len(tokens)

@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from lmstate.generation import Report
@@ -27,17 +27,28 @@ def raise_interrupts() -> None:
 class Interrupt:
     """While entered, Ctrl-C asks instead of striking: `asked` turns true, and whoever loops stops after its step.
 
-    A second Ctrl-C raises KeyboardInterrupt where the program stands (a long prompt is one step).
+    A second Ctrl-C raises KeyboardInterrupt where the program stands, and `check` does where a long prompt, which is
+    one step, may stop: that step then never happened.
     """
+
+    entered: ClassVar[Interrupt | None] = None
+
+    @classmethod
+    def check(cls) -> None:
+        """Raise KeyboardInterrupt if somebody asked."""
+        if cls.entered is not None and cls.entered.asked:
+            raise KeyboardInterrupt
 
     def __init__(self) -> None:
         self.asked = False
 
     def __enter__(self) -> Interrupt:
         self._before = signal.signal(signal.SIGINT, self._on_signal)
+        Interrupt.entered = self
         return self
 
     def __exit__(self, *exception: object) -> None:
+        Interrupt.entered = None
         signal.signal(signal.SIGINT, self._before)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

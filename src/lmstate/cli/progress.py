@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from time import monotonic
 
-from lmstate.cli.output import CLEAR, note
+from lmstate.cli.output import CLEAR, Interrupt, note
 from lmstate.models.model import Model
 
 QUIET_SECONDS = 5.0  # off a terminal: until the first line, and between two
@@ -21,7 +21,8 @@ def warn_of_length(model: Model, held: int, length: int) -> None:
 class PromptProgress:
     """A `Model.on_part` that tells on stderr how far a long prompt is.
 
-    On a terminal in one line that goes away, elsewhere in a line every few seconds of one that takes long.
+    On a terminal in one line that goes away, elsewhere in a line every few seconds of one that takes long. Ctrl-C stops
+    it between two parts.
     """
 
     def __init__(self) -> None:
@@ -30,6 +31,8 @@ class PromptProgress:
         self._shown = False
 
     def __call__(self, done: int, total: int) -> None:
+        if 0 < done < total:
+            Interrupt.check()
         if self._terminal:
             if 0 < done < total:
                 self._shown = True

@@ -86,7 +86,7 @@ def talk(conversation: Conversation, stats: bool, transcript: bool = False) -> i
                 else:
                     answer(conversation, typed.text, stats)
             except AskQuestion as edited:
-                answer(conversation, edited.question, stats)
+                answer(conversation, edited.question, stats, instead=True)
         except ExitChat:
             break
         except BrokenPipeError:  # nobody reads on
@@ -102,13 +102,14 @@ def quoted(text: str) -> str:
     return PROMPT + text.encode(errors="replace").decode().replace("\n", f"\n{MORE}")
 
 
-def answer(conversation: Conversation, question: str, stats: bool) -> None:
-    """One turn: the answer to stdout as it comes, then what it took."""
+def answer(conversation: Conversation, question: str, stats: bool, instead: bool = False) -> None:
+    """One turn: the answer to stdout as it comes, then what it took. `instead`: of the last turn."""
+    ask = conversation.edit if instead else conversation.ask
     try:
-        with closing(conversation.ask(as_text(question, "the question"))) as pieces:
+        with closing(ask(as_text(question, "the question"))) as pieces:
             stopped = write_pieces(pieces)
-    except KeyboardInterrupt:  # the second one: the model was in the middle of a step, which then never happened
-        stopped = True
+    except KeyboardInterrupt:  # the model was in the middle of a step, which then never happened: nor do its numbers
+        stopped, stats = True, False
     if stopped:
         note("(stopped)")
     if stats and conversation.report is not None:

@@ -112,6 +112,18 @@ class Conversation:
             if self.report.generated or self.report.finished[0] is not None:
                 self.messages = [*messages, {"role": "assistant", "content": generation.texts[0]}]
 
+    def edit(self, question: str) -> Generator[str]:
+        """`ask` in the place of the last question, which stays with its answer where no other answer comes."""
+        messages, snapshot = self.messages, self.state.snapshot(0)
+        self.undo(1)
+        before = self.messages
+        try:
+            yield from self.ask(question)
+        finally:
+            if self.messages is before:
+                self.messages = messages
+                self.state.restore(0, snapshot)
+
     def undo_replacement(self) -> str | None:
         """Bring back what a reset or a load replaced, if nothing was asked since; returns its name, None if nothing."""
         if (before := self._replaced) is None:

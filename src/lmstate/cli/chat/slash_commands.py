@@ -16,7 +16,7 @@ class ExitChat(Exception):
 
 
 class AskQuestion(Exception):
-    """A command ends in a question for the model."""
+    """A command ends in a question for the model, in the place of the last one."""
 
     @property
     def question(self) -> str:
@@ -68,8 +68,8 @@ def _paths(begun: str) -> list[str]:
     folder, _, _ = begun.rpartition("/")
     parent = f"{folder}/" if "/" in begun else ""
     try:
-        found = list(Path(parent or ".").iterdir())
-    except OSError:
+        found = list(Path(parent or ".").expanduser().iterdir())
+    except (OSError, RuntimeError):  # of a home that is not known
         return []
     return [f"{parent}{path.name}{'/' if path.is_dir() else ''}" for path in found]
 
@@ -116,7 +116,6 @@ def _undo(conversation: Conversation, argument: str) -> str:
 def _edit(conversation: Conversation, argument: str) -> str:
     if not argument:
         raise ValueError("/edit needs the question that takes the place of the last one")
-    conversation.undo(1)
     raise AskQuestion(argument)
 
 
@@ -140,17 +139,17 @@ def _tree(conversation: Conversation, argument: str) -> str:
 
 def _save(conversation: Conversation, argument: str) -> str:
     force = argument.startswith("--force ")
-    name = argument.removeprefix("--force").strip()
+    name = argument.removeprefix("--force ").strip()
     if not name:
         raise ValueError("/save needs a file name")
-    snapshot = save(conversation.messages, conversation.state, Path(name), force)
+    snapshot = save(conversation.messages, conversation.state, Path(name).expanduser(), force)
     return f"saved {snapshot.length} tokens, {size(snapshot.nbytes)}, to {name}"
 
 
 def _load(conversation: Conversation, argument: str) -> str:
     if not argument:
         raise ValueError("/load needs a file name")
-    snapshot = conversation.load(Path(argument))
+    snapshot = conversation.load(Path(argument).expanduser())
     return f"{snapshot.length} tokens from {argument}; {_priced(snapshot.length - snapshot.cached)}"
 
 
