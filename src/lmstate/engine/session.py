@@ -74,7 +74,7 @@ class Record:
         if not all(_places(at, len(tokens), len(messages)) for at in (*told["turns"], *told["marks"])):
             raise ValueError("a session's turns and marks lie in its tokens and messages")
         turns, marks = ([Moment(*at) for at in told[key]] for key in ("turns", "marks"))
-        return Record(tokens, messages, turns, marks)
+        return Record(tokens, messages, turns[-UNDOS:], marks[-MARKS:])
 
 
 def _places(values: object, *lengths: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from lmstate.errors import ModelError
 from lmstate.files.mmap_file import open_regular
 
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 MOST_BYTES = 256 * 2**20  # the largest tokenizer.json in use is near 35 MB
 
 
@@ -29,6 +31,11 @@ def parse_object(text: str | bytes, where: str) -> dict[str, Any]:
         raise
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{where} is not valid JSON ({error}); the file is damaged or incomplete") from error
+    if SURROGATE.search(text if isinstance(text, str) else text.decode("latin-1")):  # or they would cost a copy of it
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ModelError(f"{where} has half a surrogate pair in a text; the file is damaged") from None
     if not isinstance(value, dict):
         raise ModelError(f"{where} must hold a JSON object, and holds a {type(value).__name__}")
     return value

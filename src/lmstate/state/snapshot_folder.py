@@ -167,7 +167,15 @@ class SnapshotFolder:
         return cast(Manifest, told)
 
     def _snapshot(self, name: str, told: Manifest) -> Snapshot:
-        pieces = [self._read(digest) for digest in told["parts"]]
+        known: dict[str, dict[str, Tensor]] = {}
+        pieces = []
+        for start, digest in zip(range(0, told["cached"], PART_TOKENS), told["parts"]):
+            if digest not in known:
+                known[digest] = self._read(digest)
+            pieces.append(known[digest])
+            count = min(PART_TOKENS, told["cached"] - start)
+            if any(part.ndim < 2 or part.shape[-2] != count for part in pieces[-1].values()):
+                raise SnapshotError(f"{self.path} is damaged: a part of {name!r} is of other positions")
         if any(set(piece) != set(pieces[0]) for piece in pieces):
             raise SnapshotError(f"{self.path} is damaged: the parts of {name!r} are of different layers")
         try:
@@ -207,6 +215,8 @@ class SnapshotFolder:
             _, tensors = read_layers(self._file(digest), FORMAT, VERSION, "part of a snapshot")
         except FileNotFoundError:
             raise SnapshotError(f"{self.path} is damaged: its part {digest} is missing") from None
+        except RuntimeError as error:  # more than there is memory for
+            raise SnapshotError(f"{self.path}: its part {digest} cannot be read: {str(error)[:200]}") from error
         if _digest(tensors) != digest:
             raise SnapshotError(f"{self.path} is damaged: its part {digest} holds something else")
         return tensors

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 BROKEN = "\ufffd"  # what stands in decoded text for bytes that are not UTF-8, or not yet
 HELD = 4  # tokens that may be held back for the rest of a character; UTF-8 has at most 4 bytes in one
 MOST_IDS = 2**22  # an id past this is of no vocabulary
+MOST_GROWTH, MOST_STEPS = 256, 1000  # of a normalizer or a decoder: how much longer it makes a text; its parts
 
 Message = Mapping[str, Any]
 
@@ -80,7 +83,8 @@ class Tokenizer:
             raise ValueError(
                 f"the text has half a surrogate pair at character {error.start}; it is no Unicode"
             ) from error
-        return list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
+        with _told("encode"):
+            return list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ids. Those past the vocabulary have none: logits may be padded.
@@ -92,7 +96,8 @@ class Tokenizer:
             raise ValueError(
                 f"token ids are whole numbers from 0 to {self.vocab_size - 1}; got {min(ids)} to {max(ids)}"
             )
-        return self._inner.decode(ids, skip_special_tokens=skip_special_tokens)
+        with _told("decode"):
+            return self._inner.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def chat_text(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> str:
         """A conversation as the text that the model was trained on: `[{"role": "user", "content": "..."}, ...]`.
@@ -149,7 +154,8 @@ class Tokenizer:
     def _encode_literal(self, text: str) -> list[int]:
         """The ids of a text in which no special token is one. Another tokenizer: threads share the first."""
         self._literal.encode_special_tokens = True  # each time, since a pickled tokenizer loses it
-        return list(self._literal.encode(text, add_special_tokens=False).ids)
+        with _told("encode"):
+            return list(self._literal.encode(text, add_special_tokens=False).ids)
 
     @cached_property
     def _literal(self) -> tokenizers.Tokenizer:
@@ -183,7 +189,7 @@ class Tokenizer:
     def _template_source(self) -> str | None:
         value = self._settings.get("chat_template")
         if isinstance(value, list):  # several, by name
-            named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
+            named = {item.get("name"): item.get("template") for item in value if _is_named(item)}
             value = named.get("default")
         if value is not None and not isinstance(value, str):
             raise ModelError(f"the tokenizer's chat_template is a {type(value).__name__}; it must be a text")
@@ -260,7 +266,44 @@ def _build(source: Path | str) -> tokenizers.Tokenizer:
         raise
     except BaseException as error:  # the library raises bare Exception, and its panics are not even that
         raise ModelError(f"{where} is damaged or of a newer kind: {str(error)[:200]}") from error
+    for part in (inner.normalizer, inner.pre_tokenizer, inner.decoder):
+        if part is not None:
+            _check_growth(json.loads(part.__getstate__()), where)
     return inner
+
+
+def _check_growth(step: Any, where: str) -> None:
+    """Raise `ModelError` for steps that write far more than they read: the library ends the process without memory."""
+    growth, waiting, count = 1.0, [step], 0
+    while waiting:
+        step, count = waiting.pop(), count + 1
+        for value in step.values():
+            waiting += [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, dict)]
+        if step.get("type") == "Replace":
+            pattern = step["pattern"]
+            least = len(pattern["String"].encode()) if "String" in pattern else 1  # of a text that the pattern fits
+            if not least:
+                raise ModelError(f"{where} replaces an empty text; the file is damaged")
+            growth *= max(1.0, len(step["content"].encode()) / least)
+        elif step.get("type") == "Prepend" and not step["prepend"]:
+            raise ModelError(f"{where} prepends an empty text; the file is damaged")
+        if growth > MOST_GROWTH or count > MOST_STEPS:
+            raise ModelError(f"{where} has steps that make a text more than {MOST_GROWTH} times as long; it is damaged")
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Turn what the library raises into `ModelError`: bare Exception, and panics, which are not even that."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError, OverflowError, ValueError):
+        raise
+    except BaseException as error:
+        raise ModelError(f"the model's tokenizer cannot {what} this: {str(error)[:200]}") from error
+
+
+def _is_named(item: Any) -> bool:
+    return isinstance(item, dict) and isinstance(item.get("name"), str)
 
 
 @dataclass(frozen=True)

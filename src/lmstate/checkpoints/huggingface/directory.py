@@ -7,16 +7,17 @@ from typing import Any
 
 from torch import Tensor
 
-from lmstate.checkpoints.huggingface import fp8, quantization
+from lmstate.checkpoints.huggingface import fp8, mxfp4, quantization
 from lmstate.checkpoints.source import GroupedQuant, dtype_name
 from lmstate.errors import ModelError
 from lmstate.files.json_object import read_object
-from lmstate.files.mmap_file import fingerprint
+from lmstate.files.mmap_file import fingerprint, open_regular
 from lmstate.files.safetensors import TensorFile
 from lmstate.text.tokenizer import TokenizerFiles
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MOST_SHARDS = 4096
+MOST_TEMPLATE = 2**22  # bytes
 FLOATS = ("float32", "float16", "bfloat16")
 
 
@@ -60,7 +61,8 @@ class Checkpoint:
     def read(self, name: str) -> Tensor | GroupedQuant:
         if self._is_fp8(name):
             return self._dequantized(name)
-        if self._dtype(name) not in FLOATS and not self._mxfp4:
+        blocks = self._mxfp4 and name.endswith(mxfp4.PARTS) and self._dtype(name) == "uint8"
+        if self._dtype(name) not in FLOATS and not blocks:
             raise ModelError(
                 f"tensor {name!r} of {self.path} holds {self._dtype(name)} numbers; lmstate reads checkpoints of "
                 f"{', '.join(FLOATS)}. A quantized checkpoint of this kind needs converting to one of those first"
@@ -144,5 +146,17 @@ def tokenizer_files(path: Path) -> TokenizerFiles | None:
     if (path / "chat_template.json").is_file():
         settings.update(read_object(path / "chat_template.json"))
     if (path / "chat_template.jinja").is_file():
-        settings["chat_template"] = (path / "chat_template.jinja").read_text(encoding="utf-8")
+        settings["chat_template"] = _template(path / "chat_template.jinja")
     return TokenizerFiles(path / "tokenizer.json", settings)
+
+
+def _template(path: Path) -> str:
+    """A chat template from a file of its own."""
+    with open_regular(path) as file:
+        data = file.read(MOST_TEMPLATE + 1)
+    if len(data) > MOST_TEMPLATE:
+        raise ModelError(f"{path} is too large; a chat template has at most {MOST_TEMPLATE} bytes")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None

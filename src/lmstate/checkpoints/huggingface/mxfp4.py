@@ -10,6 +10,9 @@ from lmstate.checkpoints.source import GroupedQuant
 # The sixteen values of a 1-2-1 bit float (sign, exponent, mantissa), doubled: whole numbers.
 DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
+PARTS = ("_blocks", "_scales")
+"""Endings of the names of its tensors, which hold bytes."""
+
 
 def take_apart(blocks: Tensor, scales: Tensor) -> GroupedQuant:
     """Blocks uint8 `[N, K / 32, 16]` and exponents uint8 `[N, K / 32]` as int8 groups: the same numbers, exactly.

@@ -37,7 +37,8 @@ from lmstate.ops.memory import pages
 
 MOST_NEW = 256  # entries of other processes that are taken at a time
 ENDING = 1.0  # seconds that a statement on the index may go on at the end
-MOST_TEXT = 2**28  # bytes of a text in the index, unpacked: a hostile index must not fill the memory
+# Bytes of a text in the index, unpacked, and of all that are read at a time: a hostile index must not fill the memory.
+MOST_TEXT, MOST_TEXTS = 2**26, 2**30
 TABLES = (
     """entries (
     namespace text not null, key text not null, kind text not null, frequency_key integer not null,
@@ -96,11 +97,16 @@ class FolderTier(Tier):
             ).fetchall()
             last = rows[-1][0] if rows else self._seen[1]
             self._seen = (None if len(rows) == most else version), last
+        inflated = 0
         for _, key, kind, frequency_key, start, blob in rows:
             if key in self._keys:
                 continue
+            if inflated > MOST_TEXTS:
+                self.counts["failed"] += 1
+                return
             try:
-                tokens = unpacked(_inflated(blob))
+                inflated += len(text := _inflated(blob))
+                tokens = unpacked(text)
                 entry = Entry(kind, int(frequency_key), int(start), tokens)
                 sound = kind in get_args(Kind) and 0 <= start <= len(tokens) and entry.key(self.namespace) == key
             except (SnapshotError, zlib.error, TypeError, ValueError, OverflowError):
@@ -145,6 +151,8 @@ class FolderTier(Tier):
         try:
             if int(row[0]) > MOST_LAYERS:
                 raise SnapshotError(f"{file} has {row[0]} layers, by the index")
+            if size > self.limit:
+                raise SnapshotError(f"{file} is larger than all that the folder holds")
             with open_regular(file) as opened:
                 if opened.seek(0, 2) != size:  # before memory is taken for it
                     raise SnapshotError(f"{file} is damaged: its size is another")
