@@ -102,6 +102,17 @@ HOSTILE = {
     "comparisons of long texts": "{% set a = 'a' * 9999999 %}{% set b = 'a' * 9999998 ~ 'a' %}"
     "{% for i in range(99999) %}{% if a == b %}{% endif %}{% endfor %}",
     "counts in a long text": "{% set a = 'a' * 9999999 %}{% for i in range(99999) %}{{ a.count('ab') }}{% endfor %}",
+    "widths of many fields": "{{ ('{0:99999}' * 40000).format(1) }}",
+    "widths of many percents": "{{ ('%99999d' * 100000) % ((1,) * 100000) }}",
+    "widths of a map": "{{ ('{a:99999}' * 1000000).format_map({'a': 1}) }}",
+    "long fields": "{{ ('%s' * 10000) | format(*((['x' * 100000],) * 10000)) }}",
+    "long lists in fields": "{{ ('{0}' * 100000).format(['x' * 100000]) }}",
+    "a text in a list many times": "{{ ((['x' * 1600000] * 8000) ~ '') | length }}",
+    "such a list printed": "{{ ['x' * 1600000] * 8000 }}",
+    "such a list joined": "{{ (['x' * 1600000] * 8000) | join }}",
+    "such a list in groups": "{{ ([{'a': 'A' * 8000000}] * 99999) | groupby('a') }}",
+    "tests that search": "{% set L = range(99999) | list %}{{ L | reject('in', L) | list | length }}",
+    "no float": "{% set a = 1e999 %}{{ a }}",
     "wrapping": "{{ ('a' * 9999999) | wordwrap(1) }}",
     "quoting": "{{ ('%' * 9999999) | urlencode }}",
 }
@@ -112,6 +123,19 @@ def test_hostile_templates_end_in_an_error(what, monkeypatch):
     monkeypatch.setattr(chat_template, "SECONDS", 1.0)
     with pytest.raises(ModelError, match="chat template"):
         render(HOSTILE[what])
+
+
+@pytest.mark.parametrize("said", ['{"id":1234567}', "100% of host:1234567", "{x} %123456d :99999999", "50%1000000"])
+def test_what_a_message_says_is_no_format(said):
+    source = "{% for m in messages %}{{ m.content.split('</think>')[-1].lstrip('\\n').replace('a', 'a') }}{% endfor %}"
+    assert ChatTemplate(source).render([{"role": "user", "content": said}]) == said
+
+
+def test_formats_of_templates_are_followed():
+    source = (
+        "{{ '{:>10}|{}|{x:.3f}'.format('ab', 2024, x=1.5) }}|{{ '%5.1f|%-6s' % (1.5, 'a') }}|{{ '%s' | format('x') }}"
+    )
+    assert ChatTemplate(source).render([]) == "        ab|2024|1.500|  1.5|a     |x"
 
 
 def test_seconds_of_a_render_are_bounded(monkeypatch):

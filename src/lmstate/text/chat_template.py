@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -28,7 +29,8 @@ from jinja2.visitor import NodeTransformer
 
 from lmstate.errors import ModelError
 
-MOST_SOURCE, MOST_TEXT, MOST_STEPS, WIDEST = 2**20, 2**24, 2 * 10**6, 10**5
+MOST_SOURCE, MOST_TEXT, MOST_STEPS, WIDEST = 2**18, 2**24, 2 * 10**6, 10**5
+WIDEST_FIELD = 1000  # characters of a number or a text that a format pads
 MOST_CHARACTERS = 2**27
 """Characters and bytes that one render may create, those that are thrown away included."""
 SECONDS = 10.0
@@ -43,6 +45,9 @@ istitle isupper join lower lstrip partition removeprefix removesuffix replace rf
 split splitlines startswith strip swapcase title upper
 """
 FILTERS = frozenset(_FILTERS.split())
+_WRITERS = "e escape forceescape groupby join max min sort string tojson unique"
+WRITERS = frozenset(_WRITERS.split())
+"""Filters that write, or compare, all the text inside of a value."""
 METHODS: dict[type, frozenset[str]] = {
     str: frozenset(_STR_METHODS.split()),
     dict: frozenset(["copy", "get", "items", "keys", "values"]),
@@ -114,11 +119,14 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols], finalize=_checked
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols], finalize=_printed
         )
-        self.filters = {name: _bounded(function) for name, function in self.filters.items() if name in FILTERS}
+        given = {**self.filters, "tojson": _tojson}
+        self.filters = {name: _bounded(given[name], name in WRITERS) for name in (*FILTERS, "tojson")}
+        self.filters["format"] = _bounded_format(given["format"])
+        tests: dict[str, Any] = {**self.tests}
+        self.tests = {name: _bounded_test(function) for name, function in tests.items()}
         self.filters |= {
-            "tojson": _bounded(_tojson),
             "_counted": _counted,
             "_checked": _checked,
             "_joined": _joined,
@@ -141,7 +149,11 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         # The sandbox wraps str.format; the text that it belongs to is on the method inside.
-        _check_arguments(getattr(inspect.unwrap(__obj), "__self__", None), args, kwargs)
+        inner = inspect.unwrap(__obj)
+        owner = getattr(inner, "__self__", None)
+        _check_arguments(owner, args, kwargs)
+        if isinstance(owner, str) and getattr(inner, "__name__", "") in ("format", "format_map"):
+            _check_format(owner, [*args, *kwargs.values()])
         return _checked(super().call(__context, __obj, *args, **kwargs))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
@@ -154,6 +166,11 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 class _Bounds(NodeTransformer):
     """Route loops, `~`, comparisons, containers and captured blocks of a template through filters that charge."""
+
+    def visit_Const(self, node: nodes.Const) -> nodes.Const:
+        if isinstance(node.value, float) and not math.isfinite(node.value):
+            raise TooMuch("it has a number that is beyond any float")
+        return node
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
@@ -275,20 +292,69 @@ def _items(container: Any) -> list[Any]:
     return list(container.values() if isinstance(container, dict) else container)
 
 
+def _written(value: Any) -> int:
+    """Characters of a value as text, at least, and no more than it takes to be too many."""
+    total, waiting = 0, [value]
+    while waiting and total <= MOST_TEXT:
+        one = waiting.pop()
+        if isinstance(one, CONTAINERS):
+            waiting += _items(one)
+            if isinstance(one, dict):
+                waiting += one
+            total += 2
+        else:
+            total += len(one) if isinstance(one, (str, bytes)) else 8
+    return total
+
+
+def _printed(value: Any) -> Any:
+    """What a template prints: the text of a container is made at once."""
+    if isinstance(value, CONTAINERS):
+        _check_total([_written(value)])
+    return _checked(value)
+
+
 def _joined(parts: list[Any]) -> str:
+    _check_total(map(_written, parts))
     texts = [str(_checked(part)) for part in parts]
     _check_total(map(len, texts))
     return "".join(texts)
 
 
-def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
+def _bounded(function: Callable[..., Any], writes: bool = False) -> Callable[..., Any]:
     """A filter whose arguments and result are measured. `wraps` keeps the marks by which Jinja passes a context."""
     leading = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @functools.wraps(function)
     def measured(*args: Any, **kwargs: Any) -> Any:
+        if writes:
+            _check_total(map(_written, args[leading:]))
         _check_arguments(args[leading] if len(args) > leading else None, args[leading + 1 :], kwargs)
         return _checked(function(*args, **kwargs))
+
+    return measured
+
+
+def _bounded_format(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The filter `format`."""
+
+    @functools.wraps(function)
+    def measured(text: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_format(str(text), [*args, *kwargs.values()])
+        return _bounded(function)(text, *args, **kwargs)
+
+    return measured
+
+
+def _bounded_test(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A test that charges for what it compares or looks through: `select` and `reject` call it for each item."""
+
+    @functools.wraps(function)
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        if _budget.get(None) is not None:
+            for value in args:
+                _searched(value)
+        return function(*args, **kwargs)
 
     return measured
 
@@ -307,11 +373,15 @@ def _check_product(left: Any, right: Any) -> None:
 
 
 def _check_format(text: str, arguments: Sequence[Any]) -> None:
-    """Widths in formats (`%99999999d`, `{:99999999}`) allocate as many characters."""
-    if re.search(r"[%{:][^\s]{0,99}?\d{6}", text) or (
-        "*" in text and any(isinstance(a, int) and a > WIDEST for a in arguments)
-    ):
+    """Check a text that is a format: a width (`%99999999d`, `{:99999999}`) allocates as much in each field."""
+    # Widths of `%` stand before and behind a point, those of `{}` behind a colon; both may be arguments (`*`, `{:{}}`).
+    widths = re.findall(r"%(?:\([^)]*\))?[#0 +-]*(\d*)\.?(\d*)|\{[^{}:]*:[^{}\d]*(\d*)\.?(\d*)", text)
+    inside = "*" in text or re.search(r"\{[^{}]*\{", text)
+    given = [value for value in arguments if isinstance(value, int)] if inside else []
+    if any(len(width) > 3 for field in widths for width in field) or any(value > WIDEST_FIELD for value in given):
         raise TooMuch("it formats to an absurd width")
+    fields = text.count("%") + text.count("{")
+    _check_total([len(text), fields * (WIDEST_FIELD + max(map(_written, arguments), default=0))])
 
 
 def _check_arguments(owner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -325,8 +395,6 @@ def _check_arguments(owner: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
         _searched(owner)
         texts = [len(value) for value in given if isinstance(value, str)]
         _check_total([len(owner) + (len(owner) + 1) * longest for longest in texts[-1:]])
-        if given and re.search(r"[{%]", owner):
-            _check_format(owner, ())
     for value in [owner, *given]:
         if isinstance(value, (list, tuple)):
             # A join writes every item and a separator between each two.
