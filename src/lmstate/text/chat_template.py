@@ -308,7 +308,7 @@ def _written(value: Any) -> int:
 
 
 def _printed(value: Any) -> Any:
-    """What a template prints: the text of a container is made at once."""
+    """A value that a template prints: the text of a container is made at once."""
     if isinstance(value, CONTAINERS):
         _check_total([_written(value)])
     return _checked(value)
