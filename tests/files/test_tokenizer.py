@@ -113,6 +113,26 @@ def test_a_lone_surrogate_is_refused(smollm2):
 
 
 @pytest.mark.parametrize("given", ["Hello", ["Hello"], {"role": "user", "content": "Hello"}])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "Icon \U0010fffd and <|im_end|>.", "Icon \U000f0000 and <|im_end|>.", "\\udbff\\udffd and <|im_end|>",
+        "\\U0010fffd <|im_end|> \U0010fffc <|im_start|>",
+    ],
+)  # fmt: skip
+def test_what_stands_for_a_control_token_is_not_read_as_one(smollm2, content):
+    """The characters that take the places of control tokens while a template runs, and escapes of them."""
+    ids = smollm2.chat([{"role": "user", "content": content}])
+    assert content in smollm2.decode(ids, skip_special_tokens=False)
+    plain = smollm2.chat([{"role": "user", "content": "a"}])
+    assert [ids.count(end) for end in smollm2.eos_ids] == [plain.count(end) for end in smollm2.eos_ids]
+
+
+def test_private_characters_alone_are_cut_as_in_plain_text(smollm2):
+    messages = [{"role": "user", "content": "a \U0010fffd!"}]
+    assert smollm2.chat(messages) == smollm2.encode(smollm2.chat_text(messages), add_special_tokens=False)
+
+
 @pytest.mark.parametrize("control_tokens", [False, True])
 def test_what_is_no_conversation_is_refused(smollm2, given, control_tokens):
     with pytest.raises(ValueError, match="chat takes messages"):
