@@ -245,9 +245,10 @@ def test_saved_conversation_goes_on_in_another_process(conversation: Conversatio
     check(later)
 
 
-def test_inspect_describes_a_snapshot(conversation: Conversation, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["chat.lmstate", "monday", "chat.lms"])
+def test_inspect_describes_a_snapshot(conversation: Conversation, name: str, tmp_path: Path) -> None:
     ask(conversation, "one")
-    path = tmp_path / "chat.lmstate"
+    path = tmp_path / name
     command(conversation, f"/save {path}")
     result = CliRunner().invoke(app, ["inspect", str(path)])
     assert result.exit_code == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from lmstate.cli import options
 from lmstate.cli.output import table
 
@@ -15,7 +17,7 @@ def inspect(model: options.ModelName, weights: options.Weights = options.WeightK
       lmstate inspect path/to/model.gguf --weights int8
       lmstate inspect monday.lmstate
     """
-    if model.endswith(".lmstate"):
+    if model.endswith(".lmstate") or (Path(model).is_file() and not model.endswith(".gguf")):
         from lmstate.cli.inspect_snapshot import layer_rows, snapshot_rows
         from lmstate.state import Snapshot
 
