@@ -87,6 +87,30 @@ def test_weights_that_change_between_a_loss_and_its_backward_are_refused() -> No
         value.backward()
 
 
+@pytest.mark.parametrize("case", ["llama", "gemma3", "deepseek_v3", "qwen3_next", "mamba2"])
+def test_drafts_that_were_scored_and_discarded_leave_nothing_for_the_next(case: str) -> None:
+    model, (ids,) = trainable(case), ragged(14)
+    found = []
+    for drafts in ([ids[8:11], ids[9:13]], [ids[9:13]]):
+        with torch.no_grad():
+            state = model.new_state()
+            model([ids[:8]], state)
+        for draft in drafts:
+            model.zero_grad()
+            logits = model([draft], state, logits="all", commit=False)
+            assert logits is not None
+            state.discard()
+            logits.logsumexp(-1).sum().backward()
+        found.append(gradients(model))
+        with torch.no_grad():
+            model([ids[8:11]], state)
+        logits = model([ids[11:]], state, logits="all")
+        assert logits is not None
+        logits.sum().backward()
+    worst, name = furthest(found[0], found[1], floor=1e-6)
+    assert worst < 1e-5, name
+
+
 def test_a_loss_is_computed_under_inference_mode_as_without_gradients() -> None:
     model, ids = trainable("llama"), ragged(12)
     with torch.no_grad():

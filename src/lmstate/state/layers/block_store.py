@@ -51,6 +51,9 @@ class BlockStore:
 
     def reserve(self, step: Step) -> None:
         spans = tuple(zip(step.starts, step.counts))
+        if step.speculative and torch.is_grad_enabled():
+            # Autograd would take what is committed in a block for a part of a draft that was written behind it.
+            self._share([r for r, count in enumerate(step.counts) if count])
         short = [
             r
             for r, (row, (start, count)) in enumerate(zip(self.rows, spans))
