@@ -51,6 +51,11 @@ class Block:
         assert self.mlp is not None
         return self.mlp(x, self.mlp_norm, Residual(stream, self.mlp_post_norm, self.scale))
 
+    @property
+    def reads(self) -> int | None:
+        """The block whose keys and values this one attends to, where they are not its own."""
+        return self.mixer.reads if isinstance(self.mixer, Attention) else None
+
     @cached_property
     def mixer_sublayers(self) -> tuple[ops.Sublayer, ...]:
         """The mixer as native bodies know it; empty where they do not."""
@@ -70,11 +75,10 @@ def new_layers(blocks: Iterable[Block], layouts: Iterable[Layout]) -> list[Layer
     """A layer state for each block."""
     layers: list[LayerState] = []
     for block, layout in zip(blocks, layouts):
-        reads = block.mixer.reads if isinstance(block.mixer, Attention) else None
-        if reads is None:
+        if block.reads is None:
             layers.append(block.mixer.new_state(layout))
         else:
-            source = layers[reads]
+            source = layers[block.reads]
             assert isinstance(source, KeyValueState)
             layers.append(SharedState(source))
     return layers

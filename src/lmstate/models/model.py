@@ -242,7 +242,8 @@ class Model:
 
         inputs: float32 `[rows, T, E]`, the stream in front of block `start` (a traced output of the block before, say),
         which stands in for what the tokens' embeddings would have become; `start` may be the number of blocks. A state
-        is then only read, and nothing is left pending: the blocks before `start` have not seen these tokens.
+        is then only read, and nothing is left pending: the blocks before `start` have not seen these tokens. A block
+        that shares the keys of an earlier one (Gemma 3n, Gemma 4) cannot go without it: StateError.
         """
         if inputs is None:
             if start:
@@ -251,6 +252,12 @@ class Model:
         start, ids = whole_number(start, "start"), token_rows(tokens, self.config.vocab_size)
         if not 0 <= start <= len(self.blocks):
             raise StateError(f"hidden(start={start}) was asked for; the model has blocks 0 to {len(self.blocks) - 1}")
+        for reader, block in enumerate(self.blocks[start:], start):
+            if block.reads is not None and block.reads < start:
+                raise StateError(
+                    f"hidden(start={start}) was asked for, but block {reader} reads the keys of block {block.reads}, "
+                    f"which would not see these tokens; start at {block.reads} or before"
+                )
         length, offset = max(map(len, ids)), 0
 
         def run(part: Tensor, step: Step, state: State) -> Tensor:
