@@ -10,6 +10,7 @@ import lmstate
 from lmstate.engine import Completion
 from tests.engine.alone import alone
 from tests.engine.test_batching import KINDS, paused, prompt
+from tests.invariants.stretched import stretched
 from tests.zoo import ours
 
 
@@ -120,3 +121,14 @@ def test_any_traffic_at_any_budget_gives_what_each_request_gets_alone(kind: str,
             assert held[0] <= engine._reuse.prefixes.limit <= engine._reuse.memory
         if memory == "1GiB":
             assert engine.stats()["reused_tokens"] > 0
+
+
+def test_trees_of_lengths_that_nobody_asks_for_any_more_go() -> None:
+    model = stretched("llama", continuous=True)  # each length has its own frequencies, and so its own tree
+    with lmstate.Engine(model, rows=1, memory="1MiB") as engine:
+        store = engine._reuse.prefixes
+        for length in range(80, 140):
+            ask(engine, prompt(length, length), 1)
+        assert store.counts["evicted"] > 0
+        kept = {key for key, _ in store.nodes()}
+        assert len(store._roots) <= len(kept) + 5

@@ -172,8 +172,7 @@ class PrefixStore:
             return False
         tokens = snapshot.tokens[:length]
         logits = snapshot.logits if length == snapshot.length else None
-        root = self._roots.setdefault(snapshot.frequency_key, Node(array("q"), 0))
-        node, matched = walk(root, tokens)
+        node, matched = walk(self._root(snapshot.frequency_key), tokens)
         now = next(self._clock)
         carry = Carry(self.split.carry(snapshot), logits)
         fresh = length - matched
@@ -239,6 +238,13 @@ class PrefixStore:
         return sum(node.own_nbytes for node in nodes) + sum(block.nbytes for block in blocks.values())
 
     # ---- the parts of it
+
+    def _root(self, frequency_key: int) -> Node:
+        """The tree of a frequency key. Where it is new, empty ones go: some models have a key for every length."""
+        if frequency_key not in self._roots:
+            self._roots = {key: root for key, root in self._roots.items() if root.children}
+            self._roots[frequency_key] = Node(array("q"), 0)
+        return self._roots[frequency_key]
 
     def _held(self, node: Node, matched: int, only_memory: bool) -> tuple[Node, int]:
         """A match that ends in `node`, as far as what its tokens left is still somewhere."""
@@ -374,8 +380,7 @@ class PrefixStore:
     def learn(self, found: Iterable[tuple[str, Entry]]) -> None:
         """Have these entries of the tier found, as far as they hang on something."""
         for key, entry in sorted(found, key=lambda pair: (len(pair[1].tokens), pair[1].kind != "run")):
-            root = self._roots.setdefault(entry.frequency_key, Node(array("q"), 0))
-            node, matched = walk(root, entry.tokens)
+            node, matched = walk(self._root(entry.frequency_key), entry.tokens)
             end = len(entry.tokens)
             if matched < node.end and (matched < end or entry.kind != "run"):
                 node = self._split(node, matched - node.start)
