@@ -64,8 +64,8 @@ def goes_on_elsewhere(blobs: Blobs) -> None:
     with lmstate.Engine(model, store=SharedTier(blobs, "two")) as engine:
         assert ask(engine, [*ids, 4, 5]).usage.reused == 0
     for name in list(blobs.names("")):
-        data = blobs.get(name)
-        assert data is not None
+        data = blobs.get(name, 2**30)
+        assert data is not None and blobs.get(name, 3) == data[:3]
         if "/entries/" in name:
             blobs.put(name, data[:-1] + bytes([data[-1] ^ 1]))
     with lmstate.Engine(model, store=SharedTier(blobs, "one")) as engine:
@@ -102,10 +102,11 @@ class Memory:
         self.hang = threading.Event()
         self.hang.set()
 
-    def get(self, name: str) -> bytes | None:
+    def get(self, name: str, most: int) -> bytes | None:
         self.asked.append(name)
         self.hang.wait(600)
-        return self.blobs.get(name)
+        blob = self.blobs.get(name)
+        return None if blob is None else blob[:most]
 
     def indices(self) -> int:
         return sum("/index/" in name for name in self.asked)
@@ -194,6 +195,28 @@ def test_hostile_pointers_and_indices_change_no_answer() -> None:
             blobs.blobs[name] = blobs.blobs[name][:-4] + b"abcd"
     with lmstate.Engine(model, store=SharedTier(blobs, "one")) as engine:
         check(model, ids, ask(engine, ids))
+
+
+def test_of_what_is_larger_than_anything_that_is_written_only_so_much_is_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    store = pytest.importorskip("obstore.store")
+    model, ids, read = ours("llama"), prompt(100, 1), []
+    blobs = ObjectBlobs(store.LocalStore(tmp_path))
+    with lmstate.Engine(model, store=SharedTier(blobs, "one")) as engine:
+        ask(engine, ids)
+    for path in tmp_path.rglob("*/*"):
+        if path.is_file() and path.parent.name in ("entries", "prefix", "sessions"):
+            with path.open("r+b") as file:
+                file.truncate(2**40)  # without taking a disk
+    get = ObjectBlobs.get
+    monkeypatch.setattr("lmstate.engine.tiers.shared.MOST_TOLD", 2**20)
+    monkeypatch.setattr(ObjectBlobs, "get", lambda *call: read.append(get(*call)) or read[-1])
+    with lmstate.Engine(model, memory="64MiB", store=SharedTier(blobs, "one")) as engine:
+        got = ask(engine, [*ids, 4])
+        check(model, [*ids, 4], got)
+        assert got.usage.reused == 0 and engine.stats()["shared_quarantined"] >= 1
+    assert max(len(blob) for blob in read if blob) == 2**26
 
 
 def test_a_store_that_is_not_there_is_as_good_as_none() -> None:

@@ -98,6 +98,8 @@ class Engine:
         namespace = f"{model.fingerprint} dtype={model.dtype} kv={policies!r}"
         if store is not None and not isinstance(store, Tier):
             store = open_tier(store, namespace, as_bytes(store_bytes))
+        if store is not None:
+            store.most_read = memory
         self._tier: Tier | None = store
         self._queue, self._replay, pace = Queue(queue), Replay(), Pace(stall)
         self._delivery = Delivery()

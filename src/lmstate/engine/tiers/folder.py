@@ -151,8 +151,8 @@ class FolderTier(Tier):
         try:
             if int(row[0]) > MOST_LAYERS:
                 raise SnapshotError(f"{file} has {row[0]} layers, by the index")
-            if size > self.limit:
-                raise SnapshotError(f"{file} is larger than all that the folder holds")
+            if size > self.most_read:
+                raise SnapshotError(f"{file} is larger than the memory that there is for it")
             with open_regular(file) as opened:
                 if opened.seek(0, 2) != size:  # before memory is taken for it
                     raise SnapshotError(f"{file} is damaged: its size is another")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, get_args
@@ -37,12 +38,14 @@ FINE, COARSE = 64, 1024  # tokens between two beginnings that are looked up, in 
 KEYS = 8  # entries that are remembered of a beginning
 DEEPEST = 4  # beginnings of a text, the longest that are known, whose entries are taken
 MOST_FOUND = 64  # entries that one text's lookup reads the index of
+MOST_TOLD = 2**26  # bytes of a blob of the index, or of a conversation
 
 
 class Blobs(Protocol):
     """Bytes under names. Any call may raise anything."""
 
-    def get(self, name: str) -> bytes | None: ...
+    def get(self, name: str, most: int) -> bytes | None:
+        """The first `most` bytes, None where there are none: what is cut short is told as damaged."""
 
     def put(self, name: str, data: bytes) -> None: ...
 
@@ -61,9 +64,9 @@ class RedisBlobs:
             raise ImportError(f"store={url!r} needs the redis package: pip install lmstate[redis]") from None
         self._server: Any = redis.Redis.from_url(url, socket_timeout=SECONDS, socket_connect_timeout=SECONDS)
 
-    def get(self, name: str) -> bytes | None:
-        found: bytes | None = self._server.get(f"lmstate/{name}")
-        return found
+    def get(self, name: str, most: int) -> bytes | None:
+        found: bytes = self._server.getrange(f"lmstate/{name}", 0, most - 1)
+        return found or None
 
     def put(self, name: str, data: bytes) -> None:
         self._server.set(f"lmstate/{name}", data)
@@ -92,9 +95,12 @@ class ObjectBlobs:
             told = str(error).partition("\n")[0]  # what comes after it is for obstore's own makers
             raise ValueError(f"store={store!r} was asked for, and obstore says: {told}") from error
 
-    def get(self, name: str) -> bytes | None:
+    def get(self, name: str, most: int) -> bytes | None:
         try:
-            return bytes(self._obstore.get(self._store, name).bytes())
+            found = self._obstore.get(self._store, name)
+            if found.meta["size"] > most:  # which is known before they are read
+                return bytes(self._obstore.get_range(self._store, name, start=0, length=most))
+            return bytes(found.bytes())
         except (self._absent, FileNotFoundError):
             return None
 
@@ -102,7 +108,7 @@ class ObjectBlobs:
         self._obstore.put(self._store, name, data)
 
     def delete(self, name: str) -> None:
-        if self.get(name) is not None:
+        with suppress(self._absent, FileNotFoundError):
             self._obstore.delete(self._store, name)
 
     def names(self, prefix: str) -> Iterable[str]:
@@ -126,7 +132,7 @@ class SharedTier(Tier):
 
     def entries(self) -> Iterable[tuple[str, Entry]]:
         for place in self._places("index", MOST_ENTRIES):
-            if (blob := self._blobs.get(place)) is not None and (found := self._entry(blob)) is not None:
+            if (blob := self._blobs.get(place, MOST_TOLD)) is not None and (found := self._entry(blob)) is not None:
                 self._keys.add(found[0])
                 yield found[:2]
 
@@ -148,7 +154,7 @@ class SharedTier(Tier):
         low, high = 0, len(names)  # who writes of a beginning writes of all shorter ones
         while low < high:
             middle = (low + high) // 2
-            low, high = (middle + 1, high) if self._blobs.get(names[middle]) is not None else (low, middle)
+            low, high = (middle + 1, high) if self._blobs.get(names[middle], MOST_TOLD) is not None else (low, middle)
         waiting: list[str] = []
         for name in names[max(0, low - DEEPEST) : low]:
             waiting += self._pointed(name)
@@ -158,7 +164,7 @@ class SharedTier(Tier):
             if (key := waiting.pop()) in asked:
                 continue
             asked.add(key)
-            blob = self._blobs.get(f"{self._place}/index/{key}")
+            blob = self._blobs.get(f"{self._place}/index/{key}", MOST_TOLD)
             if blob is not None and (known := self._entry(blob)) is not None and known[0] == key:
                 found[key] = known[1]
                 waiting += known[2]
@@ -178,7 +184,7 @@ class SharedTier(Tier):
     def _pointed(self, name: str) -> list[str]:
         """The keys under a beginning; none if there is something else."""
         try:
-            keys = json.loads(self._blobs.get(name) or b"[]")
+            keys = json.loads(self._blobs.get(name, MOST_TOLD) or b"[]")
         except (ValueError, RecursionError):
             return []
         return [key for key in keys if isinstance(key, str)][:KEYS] if isinstance(keys, list) else []
@@ -200,7 +206,7 @@ class SharedTier(Tier):
         return session if session is not None and session.name == name else None
 
     def _session_at(self, place: str) -> SavedSession | None:
-        if (blob := self._blobs.get(place)) is None:
+        if (blob := self._blobs.get(place, MOST_TOLD)) is None:
             return None
         try:
             told, tokens = _parted(blob)
@@ -213,7 +219,7 @@ class SharedTier(Tier):
 
     def read(self, key: str) -> Layers:
         name = f"{self._place}/entries/{key}"
-        blob = self._blobs.get(name)
+        blob = self._blobs.get(name, self.most_read)
         if blob is None:
             raise SnapshotError("it is there no longer")
         body = memoryview(blob)[32:]
