@@ -87,6 +87,10 @@ HOSTILE = {
     "batches": "{{ [1] | batch(1000000000, 0) | list }}",
     "slices of a filter": "{{ [1] | slice(1000000000, 0) | list }}",
     "indent of json": "{{ [[1]] | tojson(indent=1000000000) }}",
+    "indent of nested json": "{{ ([[[[[[[[1]]]]]]]] * 9999) | tojson(indent=9999) }}",
+    "separators of json": "{{ ([1] * 99999) | tojson(separators=('x' * 99999, ':')) }}",
+    "indent of many lines": "{{ ('\\n' * 99999) | indent(9999, true, true) }}",
+    "digits": "{{ 1.5 | round(9999999, 'ceil') }}",
     "kept slices": "{% set n = namespace(x=[]) %}{% set a = 'a' * 9999999 %}"
     "{% for i in range(999) %}{% set n.x = n.x + [a[i:]] %}{% endfor %}",
     "kept slices of lists": "{% set n = namespace(x=[]) %}{% set a = [1] * 99999 %}"
@@ -104,6 +108,10 @@ HOSTILE = {
     "counts in a long text": "{% set a = 'a' * 9999999 %}{% for i in range(99999) %}{{ a.count('ab') }}{% endfor %}",
     "widths of many fields": "{{ ('{0:99999}' * 40000).format(1) }}",
     "widths of many percents": "{{ ('%99999d' * 100000) % ((1,) * 100000) }}",
+    "widths in arguments": "{{ '%*d' % (99999999, 1) }}",
+    "digits in arguments": "{{ '%.*f' % (99999999, 1.5) }}",
+    "widths in fields": "{{ '{0:{1}}'.format(1, 99999999) }}",
+    "widths in braces": "{{ '{{{0:>{1}}}}'.format(1, 99999999) }}",
     "widths of a map": "{{ ('{a:99999}' * 1000000).format_map({'a': 1}) }}",
     "long fields": "{{ ('%s' * 10000) | format(*((['x' * 100000],) * 10000)) }}",
     "long lists in fields": "{{ ('{0}' * 100000).format(['x' * 100000]) }}",
@@ -129,6 +137,24 @@ def test_hostile_templates_end_in_an_error(what, monkeypatch):
 def test_what_a_message_says_is_no_format(said):
     source = "{% for m in messages %}{{ m.content.split('</think>')[-1].lstrip('\\n').replace('a', 'a') }}{% endfor %}"
     assert ChatTemplate(source).render([{"role": "user", "content": said}]) == said
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% macro written(x) %}{{ x }}{% endmacro %}{{ written(messages[0].at) }}",
+        "{{ '{}'.format(messages[0].at) }}",
+        "{{ ('**{}**'.format(messages[0].at))[2:-2] }}",
+        "{{ ('**%s**' % messages[0].at)[2:-2] }}",
+        """{{ ('{{"at": {{"a": {}}}}}'.format(messages[0].at))[13:-2] }}""",
+        "{{ dict(a=messages[0].at).a }}",
+        "{% set n = namespace(a=messages[0].at) %}{{ n.a }}",
+        "{{ none | default(messages[0].at, true) }}",
+        "{{ (messages | selectattr('at', 'equalto', 1732500000) | list)[0].at }}",
+    ],
+)
+def test_large_numbers_of_a_message_are_no_widths(source):
+    assert ChatTemplate(source).render([{"role": "tool", "content": "", "at": 1732500000}]) == "1732500000"
 
 
 def test_formats_of_templates_are_followed():
