@@ -152,7 +152,7 @@ class Choice:
             self._thinking.take(token)
         if self.answer.finished == "stop":
             self.finished = "stop"
-            self.stopped_by = self._stop_string()
+            self.stopped_by = self.answer.stop
         elif self.grammar is not None and self.grammar.ended:
             self.finished = "stop"
             text += self.answer.finish("stop")
@@ -161,11 +161,6 @@ class Choice:
             text += self.answer.finish("length")
         self.feed.append(token)
         return text
-
-    def _stop_string(self) -> str | None:
-        scanner = self.answer._scanner
-        ended = [stop for stop, matched in zip(scanner.stops, scanner._matched) if matched == len(stop)]
-        return max(ended, key=len, default=None)
 
     def _piece(self, text: str, fresh: list[int]) -> Piece:
         told = self.logprobs[len(self.logprobs) - len(fresh) :] if self.options.logprobs is not None else None

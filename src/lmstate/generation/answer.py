@@ -52,6 +52,11 @@ class Answer:
     def text(self) -> str:
         return "".join(self._pieces)
 
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended it."""
+        return self._scanner.found
+
     def take(self, token: int) -> str:
         """One more token. Returns the text that is certain now: whole characters, none of a possible stop string."""
         self.tokens.append(token)

@@ -25,7 +25,8 @@ class StopScanner:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = tuple(stops)
-        self.start: int | None = None  # where the stop string begins, in characters since the beginning; None: not seen
+        self.found: str | None = None  # the stop string that ended the text
+        self.start: int | None = None  # where it begins, in characters since the beginning; None: not seen
         self._fallbacks = [_fallback(text) for text in self.stops]
         self._matched = [0] * len(self.stops)  # how much of each stop string the end of the text matches
         self._held = ""  # the end of the text, not yet let through
@@ -43,7 +44,7 @@ class StopScanner:
             self._scanned += 1
             found = self._advance(character)
             if found:
-                self.start = self._scanned - found
+                self.found, self.start = found, self._scanned - len(found)
                 self._held = ""
                 return text[: self.start - begin]
         keep = max(self._matched)
@@ -56,9 +57,9 @@ class StopScanner:
         self._matched = [0] * len(self.stops)
         return held
 
-    def _advance(self, character: str) -> int:
-        """One character for every automaton. Returns the length of the longest stop string that it completes, or 0."""
-        found = 0
+    def _advance(self, character: str) -> str:
+        """One character for every automaton. Returns the longest stop string that it completes, or an empty text."""
+        found = ""
         for index, (stop, fallback) in enumerate(zip(self.stops, self._fallbacks)):
             matched = self._matched[index]
             while matched and stop[matched] != character:
@@ -67,7 +68,7 @@ class StopScanner:
                 matched += 1
             self._matched[index] = matched
             if matched == len(stop):
-                found = max(found, matched)
+                found = max(found, stop, key=len)
         return found
 
 
