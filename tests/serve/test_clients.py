@@ -144,6 +144,25 @@ def test_stop_strings_and_seeds(client: openai.OpenAI) -> None:
     assert len(texts) == 1
 
 
+def test_a_stop_string_is_in_no_later_prompt(client: openai.OpenAI, real: Running) -> None:
+    asked = {"messages": CAPITAL, "max_tokens": 40, "stop": ["Paris"], "return_token_ids": True}
+    with real.client() as http:
+
+        def text(tokens: list[int]) -> str:
+            return str(http.post("/detokenize", json={"tokens": tokens}).json()["prompt"])
+
+        (choice,) = http.post("/v1/chat/completions", json=asked).json()["choices"]
+        assert "Paris" in text(choice["token_ids"])  # it was sampled, and is not said
+        answer = {"role": "assistant", "content": choice["message"]["content"]}
+        asked["messages"] = [*CAPITAL, answer, {"role": "user", "content": "Go on."}]
+        later = http.post("/v1/chat/completions", json=asked).json()
+        assert "Paris" not in text(later["prompt_token_ids"])
+    first = client.responses.create(model="smollm2", input=CAPITAL[0]["content"], extra_body={"stop": ["Paris"]})
+    second = client.responses.create(model="smollm2", input="Go on.", previous_response_id=first.id)
+    assert second.usage is not None
+    assert second.usage.input_tokens == later["usage"]["prompt_tokens"]
+
+
 def test_a_schema_is_met_and_parsed(client: openai.OpenAI) -> None:
     class Person(BaseModel):
         name: str = Field(max_length=20)

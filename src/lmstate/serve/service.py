@@ -273,12 +273,12 @@ class Service:
     def remember(self, task: ChatTask, answer: Answer, message: Message) -> Sampled | None:
         """Keep an answer's tokens, for when a client sends `message` back, in whatever words.
 
-        Not those of an answer that was cut: they go on with what nobody was told of.
+        Not those of an answer that was cut, or that a stop string ended: they go on with what nobody was told of.
         """
         assert task.completion is not None
-        if answer.cut:
-            return None
         by = task.completion.stopped_by[answer.index]
+        if answer.cut or isinstance(by, str):
+            return None
         ended = by if task.completion.finished[answer.index] == "eos" and isinstance(by, int) else None
         sampled = Sampled([*task.prompt.tokens, *answer.tokens], ended)
         self.renderer.replay.put(link(task.prompt.chain, message.canonical()), sampled)
