@@ -57,6 +57,16 @@ def test_the_reason_of_a_refused_pattern_is_told(tiny: Running) -> None:
     assert "look-ahead" in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("pattern", ["1/2", r"1\/2", r"[1]\/[2]", r"1[/]2"])
+def test_slashes_of_a_pattern_may_be_escaped(tiny: Running, pattern: str) -> None:
+    with tiny.client() as client:
+        answer = client.post(CHAT, json={"messages": USER, "guided_regex": pattern})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["message"]["content"] == "1/2"
+        backslash = client.post(CHAT, json={"messages": USER, "guided_regex": r"\\/"})
+        assert backslash.json()["choices"][0]["message"]["content"] == "\\/"
+
+
 @pytest.mark.parametrize(
     "more",
     [

@@ -97,7 +97,9 @@ class Grammars:
         return f"start: {json_term(schema, strict)}"
 
     def regex(self, pattern: str) -> str:
-        return f"start: /{pattern.replace('/', chr(92) + '/')}/"
+        # A slash ends the pattern, unless it is escaped, as it is in those that come from JavaScript.
+        escaped = re.sub(r"\\.|/", lambda found: "\\/" if found[0] == "/" else found[0], pattern, flags=re.DOTALL)
+        return f"start: /{escaped}/"
 
     def words(self, words: Sequence[str]) -> str:
         """One of several texts."""
