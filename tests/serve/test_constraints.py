@@ -67,6 +67,30 @@ def test_slashes_of_a_pattern_may_be_escaped(tiny: Running, pattern: str) -> Non
         assert backslash.json()["choices"][0]["message"]["content"] == "\\/"
 
 
+GRAMMARS = {
+    "a rule that ends like start": 'restart: "yes" | "si"\nstart: restart',
+    "a comment": '// start: here\nstart: "yes"',
+    "a space": 'start : "yes"',
+    "an attribute": 'start[capture]: "yes"',
+    "names of ours": 'start: answered | called | call object\nanswered: "yes"\ncalled: "si"\ncall: "j"\nobject: "a"',
+    "recursion": 'start: "y" start | "e" start | "s"',
+    "braces": 'start: /[}]?/ rest // }\nrest: "yes" | "}"',
+    "GBNF": 'root ::= object | call\nobject ::= "yes"\ncall ::= "si"',
+}
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_a_grammar_is_taken_whatever_its_rules_are_called(tiny: Running, name: str) -> None:
+    grammar = {"grammar": GRAMMARS[name], "max_tokens": 8}
+    tools = [function("f", {"type": "object", "properties": {}})]
+    with tiny.client() as client:
+        for more in ({}, {"tools": tools}, {"tools": tools, "tool_choice": "none"}):
+            answer = client.post(CHAT, json={"messages": USER, **grammar, **more})
+            assert answer.status_code == 200, answer.text
+        answer = client.post("/v1/completions", json={"prompt": "a", **grammar})
+        assert answer.status_code == 200, answer.text
+
+
 @pytest.mark.parametrize(
     "more",
     [

@@ -133,15 +133,17 @@ def _schema(given: Fields, key: str) -> Any:
 
 
 def lark_of(text: str, param: str) -> str:
-    """A grammar in Lark, or in GBNF (told by `::=`). Raises `ApiError`."""
-    if "::=" not in text:
-        return text
-    from llguidance.gbnf_to_lark import any_to_lark
+    """A grammar in Lark, or in GBNF (told by `::=`), within one of ours: its rules may have any names. Raises
+    `ApiError`.
+    """
+    if "::=" in text:
+        from llguidance.gbnf_to_lark import any_to_lark
 
-    try:
-        return any_to_lark(text)
-    except Exception as error:  # the converter raises bare Exception
-        raise ApiError(f"{param} is no GBNF grammar: {str(error)[:300]}", param=param) from None
+        try:
+            text = any_to_lark(text)
+        except Exception as error:  # the converter raises bare Exception
+            raise ApiError(f"{param} is no GBNF grammar: {str(error)[:300]}", param=param) from None
+    return f"start: %lark {{\n{text}\n}}"
 
 
 def thinking_of(body: Fields) -> tuple[bool | None, dict[str, Any]]:
