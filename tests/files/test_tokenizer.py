@@ -1,5 +1,7 @@
 import json
+import time
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -48,6 +50,19 @@ def test_ids_and_text_equal_those_of_transformers(smollm2, theirs, text):
     for skip in (True, False):
         assert smollm2.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
     assert smollm2.decode(ids, skip_special_tokens=False) == text
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(smollm2, theirs):
+    text = "".join(HARD_TEXTS) * (2**18 // sum(map(len, HARD_TEXTS)))
+    found = []
+    thread = Thread(target=lambda: found.append(smollm2.encode(text)))
+    thread.start()
+    turns = 0
+    while thread.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 10
+    assert found == [theirs(text)["input_ids"]]
 
 
 @pytest.mark.parametrize("prompt", [True, False])

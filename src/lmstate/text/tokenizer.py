@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 BROKEN = "\ufffd"  # what stands in decoded text for bytes that are not UTF-8, or not yet
 HELD = 4  # tokens that may be held back for the rest of a character; UTF-8 has at most 4 bytes in one
+LONG = 2**14  # characters that take so long to encode that other threads are to run meanwhile
 MOST_IDS = 2**22  # an id past this is of no vocabulary
 MOST_GROWTH, MOST_STEPS = 256, 1000  # of a normalizer or a decoder: how much longer it makes a text; its parts
 
@@ -83,8 +84,7 @@ class Tokenizer:
             raise ValueError(
                 f"the text has half a surrogate pair at character {error.start}; it is no Unicode"
             ) from error
-        with _told("encode"):
-            return list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
+        return _ids(self._inner, text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ids. Those past the vocabulary have none: logits may be padded.
@@ -154,8 +154,7 @@ class Tokenizer:
     def _encode_literal(self, text: str) -> list[int]:
         """The ids of a text in which no special token is one. Another tokenizer: threads share the first."""
         self._literal.encode_special_tokens = True  # each time, since a pickled tokenizer loses it
-        with _told("encode"):
-            return list(self._literal.encode(text, add_special_tokens=False).ids)
+        return _ids(self._literal, text, add_special_tokens=False)
 
     @cached_property
     def _literal(self) -> tokenizers.Tokenizer:
@@ -244,6 +243,15 @@ class TextStream:
         piece = text[len(self._given) :]
         self._given = text if piece else self._given
         return piece
+
+
+def _ids(inner: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    with _told("encode"):
+        if len(text) < LONG:
+            return list(inner.encode(text, add_special_tokens=add_special_tokens).ids)
+        # Other threads run while a batch is encoded, and wait while a text is: more than a second for a megabyte.
+        (encoding,) = inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
 
 def _build(source: Path | str) -> tokenizers.Tokenizer:
