@@ -90,6 +90,19 @@ def test_going_back_past_the_border_costs_what_is_said(case: str, continuous: bo
 
 @every_rope
 @every_case
+def test_going_back_in_a_text_that_was_announced_costs_what_is_said(case: str, continuous: bool) -> None:
+    for to in (40, 39, 30, 0):
+        mirror = Mirror(stretched(case, continuous))
+        mirror.state.expect(0, 150)
+        mirror.extend([ids(40)], logits="none")
+        cost = mirror.state.rewind_cost(0, to)
+        assert cost == (0 if to == 40 else to), "going back ends what was announced, and the keys are of a long text"
+        mirror.rewind(0, to)
+        assert computed(mirror) == cost, f"back to {to}"
+
+
+@every_rope
+@every_case
 @pytest.mark.parametrize("want", ["all", "last"])
 def test_logits_of_a_draft_past_the_border_are_those_of_what_was_accepted(
     case: str, continuous: bool, want: str

@@ -158,11 +158,9 @@ class PrefixReuse:
                 state.expect(0, length)
                 return state, 0
             state.restore(0, snapshot)
-            state.expect(0, length)
-            reused = match.length - state.rewind_cost(0, match.length)
             state.rewind(0, match.length)
-            state.expect(0, length)  # which going back had ended
-            return state, reused
+            state.expect(0, length)
+            return state, match.length - state.rewind_cost(0, match.length)
         except (StateError, RuntimeError, IndexError):
             self.prefixes.discard(match)
             return None

@@ -384,7 +384,8 @@ class State:
         """
         row, to, own = self._rewindable(row, to)
         base, _ = nearest_checkpoint(self.layers, row, own, to)
-        return to - base if own.frequency_key == self._frequency_key(max(to + 1, own.expected)) else to
+        expected = own.expected if to == own.length else 0  # a rewind ends what was expected
+        return to - base if own.frequency_key == self._frequency_key(max(to + 1, expected)) else to
 
     @ordinary_tensors
     def mark(self, row: int) -> None:
