@@ -372,6 +372,34 @@ def test_a_step_of_no_tokens_awaits_no_verdict(case: str) -> None:
         mirror.check()
 
 
+@every_case
+def test_a_tree_of_no_tokens_awaits_no_verdict(case: str) -> None:
+    mirror = held(case)
+    state = mirror.state
+
+    def add() -> None:
+        assert state.add() == 2
+        state.remove(2)
+        state.select([0, 1])
+
+    follow: list[Callable[[], object]] = [
+        lambda: state.commit_path([[], []]),
+        lambda: state.discard(),
+        lambda: mirror.extend([[5], []]),
+        lambda: mirror.draft([[5, 6], []], [1, 0]),
+        lambda: mirror.select([1, 0]),
+        lambda: mirror.rewind(0, 8),
+        lambda: state.mark(0),
+        lambda: mirror.restore(1, state.snapshot(0), mirror.rows[0]),
+        add,
+    ]
+    for use in follow:
+        mirror.model([[], []], state, commit=False, parents=[[], []])
+        assert state.pending == [0, 0]
+        use()
+        mirror.check()
+
+
 def test_a_device_step_may_follow_a_step_of_no_tokens() -> None:
     mirror = Mirror(ours("llama"), capacity=40, static=True)
     mirror.extend([ids(9)])

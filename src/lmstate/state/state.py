@@ -426,7 +426,9 @@ class State:
         which keeps its rows, `PendingError` beside a pending tree, and what `restore` raises.
         """
         if self._tree is not None:
-            raise PendingError("cannot add a row: a tree is pending; call commit_path or discard first")
+            if self._tree.waits:
+                raise PendingError("cannot add a row: a tree is pending; call commit_path or discard first")
+            self.discard()
         row = next((i for i, own in enumerate(self._rows) if own.removed), None)
         if row is None:
             if snapshot is not None:
@@ -567,8 +569,9 @@ class State:
 
     def _refuse_pending(self, what: str, row: int | None = None) -> None:
         pending = self.pending
-        waits = self._tree is not None or (self._pending is not None and self._pending.waits)
-        if waits and (row is None or pending[row] or self._tree is not None):
+        tree = self._tree is not None and self._tree.waits
+        waits = tree or (self._pending is not None and self._pending.waits)
+        if waits and (row is None or pending[row] or tree):
             raise PendingError(f"cannot {what}: the rows have {pending} pending tokens; call commit or discard first")
         if not waits:
             self.discard()

@@ -48,6 +48,11 @@ class PendingTree(Generic[Batch]):
     branches: tuple[Branch, ...]
     state: Batch
 
+    @property
+    def waits(self) -> bool:
+        """Whether nothing else can come before a verdict: one of no tokens needs none, as any other step."""
+        return any(self.counts)
+
     def tokens(self, ids: Sequence[Sequence[int]]) -> list[list[int]]:
         """Of each branch, the tokens of its nodes."""
         return [[ids[branch.row][node] for node in branch.nodes] for branch in self.branches]
