@@ -254,3 +254,10 @@ def test_phi3_calls_its_longrope_yarn(tmp_path: Path) -> None:
 
     case = next(case for case in CASES if case.startswith("phi3") and "longrope" in str(CASES[case]().rope_parameters))
     same(*saved(tmp_path, case, renamed))
+
+
+@pytest.mark.parametrize("case", ["mamba", "falcon_mamba"])
+def test_a_width_that_is_given_goes_before_a_factor_of_the_hidden_size(case: str, tmp_path: Path) -> None:
+    theirs, ours = saved(tmp_path, case, lambda config: None, intermediate_size=32, expand=16)
+    assert theirs.backbone.layers[0].mixer.D.shape == (32,)
+    same(theirs, ours)

@@ -16,7 +16,8 @@ def build(w: WeightLoader) -> Model:
     config, shape = w.config, b.attention_free(w.config)
     b.only_silu(config)
     sizes = b.MambaShape(
-        b.expanded(config, "expand", shape.hidden),
+        # Falcon-Mamba is published with a factor of 16, and a width of twice the hidden size, which goes before it.
+        config.int("intermediate_size", low=1, high=b.MAX_SIZE, default=b.expanded(config, "expand", shape.hidden)),
         config.int("state_size", low=1, high=b.MAX_SIZE, default=16),
         b.dt_rank(config, "time_step_rank", shape.hidden),
         config.int("conv_kernel", low=1, high=b.MAX_SIZE, default=4),

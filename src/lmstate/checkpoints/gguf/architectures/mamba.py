@@ -64,7 +64,7 @@ def _mamba_config(metadata: Config, prefix: str, config: HFConfig, tensors: Tens
         "state_size": metadata.int(f"{prefix}.ssm.state_size", 1, MOST),
         "conv_kernel": metadata.int(f"{prefix}.ssm.conv_kernel", 1, MOST),
         "time_step_rank": metadata.int(f"{prefix}.ssm.time_step_rank", 1, MOST),
-        "expand": _inner(metadata, prefix) / config["hidden_size"],
+        "intermediate_size": _inner(metadata, prefix),
     }
     if metadata.bool(f"{prefix}.ssm.dt_b_c_rms", default=False):
         # The epsilon of these norms is not in the file; the released Falcon-Mamba models have this one.
