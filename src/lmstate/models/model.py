@@ -86,7 +86,10 @@ class Model:
     @property
     def tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
-            raise StateError(f"{self.name or 'this model'} has no tokenizer; give token ids, or add a tokenizer.json")
+            raise StateError(
+                f"{self.name or 'this model'} has no tokenizer; give token ids, or add a tokenizer.json, which "
+                "AutoTokenizer.from_pretrained(folder).save_pretrained(folder) of transformers makes of other files"
+            )
         return self._tokenizer
 
     @property
