@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -11,7 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
@@ -273,6 +274,26 @@ def test_a_reader_that_takes_nothing_is_dropped_and_holds_up_nobody(engine: Engi
             assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
             wait_until(lambda: not server.server.service.running)
         assert "cancelled" in request.result(600).finished
+
+
+def test_texts_of_tokens_are_made_beside_the_loop(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    beside: list[bool] = []
+
+    def told(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **more: Any) -> Any:
+            beside.append(asyncio._get_running_loop() is None)
+            return function(*args, **more)
+
+        return call
+
+    with running(engine, BASE) as server, server.client() as client:
+        service = server.server.service
+        monkeypatch.setattr(service.tokenizer, "decode", told(service.tokenizer.decode))
+        monkeypatch.setattr(service.grammars, "token_bytes", told(service.grammars.token_bytes))
+        answer = client.post("/tokenize", json={"prompt": "abc", "return_token_strs": True}).json()
+        assert answer["token_strs"] == ["a", "b", "c"]
+        assert client.post("/detokenize", json={"tokens": answer["tokens"]}).json()["prompt"] == "abc"
+    assert beside == [True] * 4
 
 
 def test_metrics_count_requests_and_tokens(tiny: Running) -> None:

@@ -31,8 +31,13 @@ async def tokenize(service: Service, request: Request) -> ASGIApp:
         tokens = await asyncio.to_thread(service.tokenizer.encode, text, special)
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": service.context, "tokens": tokens}
     if body.flag("return_token_strs") or body.flag("with_pieces"):
-        answer["token_strs"] = [service.grammars.token_bytes(token).decode("utf-8", "replace") for token in tokens]
+        answer["token_strs"] = await asyncio.to_thread(texts_of, service, tokens)
     return json_response(answer)
+
+
+def texts_of(service: Service, tokens: list[int]) -> list[str]:
+    """Each token's text by itself; half a character is shown as U+FFFD."""
+    return [service.grammars.token_bytes(token).decode("utf-8", "replace") for token in tokens]
 
 
 async def detokenize(service: Service, request: Request) -> ASGIApp:
@@ -41,7 +46,8 @@ async def detokenize(service: Service, request: Request) -> ASGIApp:
     tokens = body.get("tokens")
     if not isinstance(tokens, list):
         raise body.wrong("tokens", "an array of token ids")
-    text = service.tokenizer.decode(check_ids(tokens, "tokens", service.vocab_size), skip_special_tokens=False)
+    check_ids(tokens, "tokens", service.vocab_size)
+    text = await asyncio.to_thread(service.tokenizer.decode, tokens, False)
     return json_response({"prompt": text, "content": text})
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 BROKEN = "\ufffd"  # what stands in decoded text for bytes that are not UTF-8, or not yet
 HELD = 4  # tokens that may be held back for the rest of a character; UTF-8 has at most 4 bytes in one
-LONG = 2**14  # characters that take so long to encode that other threads are to run meanwhile
+LONG = 2**14  # characters or ids that take so long that other threads are to run meanwhile
 MOST_IDS = 2**22  # an id past this is of no vocabulary
 MOST_GROWTH, MOST_STEPS = 256, 1000  # of a normalizer or a decoder: how much longer it makes a text; its parts
 
@@ -97,7 +97,10 @@ class Tokenizer:
                 f"token ids are whole numbers from 0 to {self.vocab_size - 1}; got {min(ids)} to {max(ids)}"
             )
         with _told("decode"):
-            return self._inner.decode(ids, skip_special_tokens=skip_special_tokens)
+            if len(ids) < LONG:
+                return self._inner.decode(ids, skip_special_tokens=skip_special_tokens)
+            (text,) = self._inner.decode_batch([ids], skip_special_tokens=skip_special_tokens)  # see `_ids`
+            return text
 
     def chat_text(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> str:
         """A conversation as the text that the model was trained on: `[{"role": "user", "content": "..."}, ...]`.
