@@ -252,7 +252,8 @@ def test_slow_heads_and_bodies_are_ended_and_hold_up_nobody(engine: Engine) -> N
         address = ("127.0.0.1", server.server.port)
         slow = [socket.create_connection(address) for _ in range(200)]
         for number, connection in enumerate(slow):
-            head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+            what = (b"POST /v1/completions", b"PUT /v1/sessions/a/snapshot", b"POST /page/upload")[number % 3]
+            head = what + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n"
             connection.sendall(head if number % 2 else head + b"Content-Length: 100\r\n\r\n{")
         assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
         for connection in slow:

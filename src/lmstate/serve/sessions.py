@@ -267,14 +267,19 @@ async def done(action: Callable[[], T]) -> T:
 
 
 async def receive_file(service: Service, request: Request, path: Path) -> None:
-    """The body of a request into a file, within limits."""
-    size, most = 0, service.settings.max_snapshot
-    with path.open("wb") as file:
-        async for piece in request.stream():
-            size += len(piece)
-            if size > most:
-                raise ApiError(f"the file has more than {most} bytes", 413, code="body_too_large")
-            await asyncio.to_thread(file.write, piece)
+    """The body of a request into a file, within limits: it may take long, as long as more of it comes."""
+    size, most, patience = 0, service.settings.max_snapshot, service.settings.body_timeout
+    try:
+        async with asyncio.timeout(patience) as waiting:
+            with path.open("wb") as file:
+                async for piece in request.stream():
+                    size += len(piece)
+                    if size > most:
+                        raise ApiError(f"the file has more than {most} bytes", 413, code="body_too_large")
+                    await asyncio.to_thread(file.write, piece)
+                    waiting.reschedule(asyncio.get_running_loop().time() + patience)
+    except TimeoutError:
+        raise ApiError("the file did not come in time", 408) from None
 
 
 def temporary() -> Path:
