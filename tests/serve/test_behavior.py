@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
+from time import sleep
 from typing import Any
 
 import httpx
@@ -275,6 +276,30 @@ def test_a_reader_that_takes_nothing_is_dropped_and_holds_up_nobody(engine: Engi
             assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
             wait_until(lambda: not server.server.service.running)
         assert "cancelled" in request.result(600).finished
+
+
+def test_an_answer_that_is_not_taken_is_dropped(engine: Engine) -> None:
+    settings = replace(BASE, write_timeout=2.0, keep_alive=1)
+    with running(engine, settings) as server, server.client() as client:
+        # More than the system's buffers take.
+        said = {"type": "message", "role": "user", "content": "a" * 600_000}
+        id = client.post("/v1/conversations", json={"items": [said] * 20}).json()["id"]
+        path = f"/v1/conversations/{id}/items"
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(("127.0.0.1", server.server.port))
+            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            held = server.server.server_state.connections
+            wait_until(lambda: any(one.transport.get_write_buffer_size() for one in held))
+            wait_until(lambda: not held)
+        with socket.create_connection(("127.0.0.1", server.server.port)) as slow:  # one that does take it, but slowly
+            slow.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            slow.settimeout(GUARD)
+            taken = 0
+            while taken < 12_000_000 and (part := slow.recv(500_000)):
+                taken += len(part)
+                sleep(0.1)
+        assert taken >= 12_000_000
 
 
 def test_texts_of_tokens_are_made_beside_the_loop(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,8 +71,9 @@ class Server(uvicorn.Server):
         self.service.cancel_all()
 
 
-def protocol(header_timeout: float, most: int) -> type[H11Protocol]:
-    """uvicorn's HTTP protocol, which else waits for ever for the head of a request, and for any number of them.
+def protocol(header_timeout: float, write_timeout: float, most: int) -> type[H11Protocol]:
+    """uvicorn's HTTP protocol, which else waits for ever for the head of a request and for the reader of an answer, and
+    for any number of them.
 
     Of more than `most` connections the one that has waited longest for a head is closed; where all are at work, the
     new one gets 503.
@@ -81,6 +82,7 @@ def protocol(header_timeout: float, most: int) -> type[H11Protocol]:
 
     class TimedProtocol(H11Protocol):
         _waiting: asyncio.TimerHandle | None = None
+        _sending: asyncio.TimerHandle | None = None  # while a client is to take what it was answered
 
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
             super().connection_made(transport)  # type: ignore[arg-type]
@@ -106,11 +108,33 @@ def protocol(header_timeout: float, most: int) -> type[H11Protocol]:
             super().on_response_complete()
             if self._is_idle() and not self.transport.is_closing():
                 idle[self] = None
+            self._watch_reader()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._watch_reader()
 
         def connection_lost(self, exc: Exception | None) -> None:
             idle.pop(self, None)
             self._cancel_timer()
+            if self._sending is not None:
+                self._sending.cancel()
             super().connection_lost(exc)
+
+        def _watch_reader(self) -> None:
+            if self._sending is not None:
+                self._sending.cancel()
+            left = self.transport.get_write_buffer_size()
+            self._sending = self.loop.call_later(write_timeout, self._look, left) if left else None
+
+        def _look(self, before: int) -> None:
+            """Drop a client that took nothing of what was left for it: closing would wait for it."""
+            if not (self.flow.write_paused or self._is_idle()):
+                return  # more is written meanwhile, so that its length tells nothing
+            if self.transport.get_write_buffer_size() >= before:
+                self.transport.abort()
+            else:
+                self._watch_reader()
 
         def _is_idle(self) -> bool:
             return self.cycle is None or self.cycle.response_complete
@@ -151,7 +175,7 @@ def make_server(engine: Engine, settings: Settings, *, close_engine: bool = True
         app,
         host=settings.host,
         port=settings.port,
-        http=protocol(settings.header_timeout, most_connections(settings.max_connections)),
+        http=protocol(settings.header_timeout, settings.write_timeout, most_connections(settings.max_connections)),
         ws="none",
         lifespan="on",
         log_config=None,
