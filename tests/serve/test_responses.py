@@ -274,3 +274,19 @@ def test_an_answer_that_cannot_be_stored_is_given_and_the_log_tells(
     assert "could not be stored: database or disk is full" in caplog.text
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(response.id)
+
+
+def test_log_probabilities_of_a_stream_are_all_told(client: openai.OpenAI) -> None:
+    text = "né 🦊!"  # characters of several tokens each
+    told: list[Any] = []
+    whole: list[Any] = []
+    for event in client.responses.create(
+        model="tiny", input="Hi", stream=True, top_logprobs=1, extra_body={"guided_choice": [text]}
+    ):
+        if event.type == "response.output_text.delta":
+            told += event.logprobs
+        elif event.type == "response.output_text.done":
+            assert event.text == text
+            whole = event.logprobs
+    assert len(whole) == len(text.encode())
+    assert [(one.token, one.logprob) for one in told] == [(one.token, one.logprob) for one in whole]

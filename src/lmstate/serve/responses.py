@@ -29,6 +29,7 @@ from lmstate.serve.response_store import Stored
 from lmstate.serve.sampling import sampling_options, stops
 from lmstate.serve.service import ChatTask, Constraint, Service, ToolUse
 from lmstate.serve.stored_responses_route import followed
+from lmstate.serve.tools import Text
 from lmstate.serve.tools.base import tool_named
 from lmstate.text.replay import Sampled
 
@@ -114,13 +115,15 @@ class ResponseAnswer:
         yield output.event("response.created", response=self.object("in_progress"))
         yield output.event("response.in_progress", response=self.object("in_progress"))
         try:
-            told: list[Any] = []
+            untold: list[Any] = []  # log probabilities of tokens that no text came with yet
             async for _, piece, found in self.task.events():
                 if self.wants_logprobs:
-                    told = fields.token_logprobs(self.service, piece.logprobs or [])
+                    untold += fields.token_logprobs(self.service, piece.logprobs or [])
                 for one in found:
-                    for out in output.take(one, told):
+                    for out in output.take(one, untold):
                         yield out
+                    if isinstance(one, Text) and one.text:
+                        untold = []
             answer = self.task.answers[0]
             status = self.status()
             if not output.items:
