@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sqlite3
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import httpx
@@ -12,6 +14,7 @@ import pytest
 from lmstate.engine.session import Session
 from lmstate.serve.errors import as_api_error
 from tests.serve.running import Running, events
+from tests.waiting import GUARD
 
 
 @pytest.fixture
@@ -97,6 +100,22 @@ def test_what_a_session_cannot_do_is_refused(client: httpx.Client) -> None:
     for name in ("../x", "a/b", "", ".hidden", "x" * 101, "ä"):
         answer = client.post("/v1/sessions", json={"name": name or "/"})
         assert answer.status_code == 400, name
+
+
+def test_of_two_clients_that_make_one_session_one_has_it(
+    tiny: Running, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together, sessions = Barrier(2), tiny.engine.sessions
+
+    def both() -> list[str]:
+        known = sessions()
+        together.wait(GUARD)
+        return known
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor() as pool:
+        patch.setattr(tiny.engine, "sessions", both)
+        made = list(pool.map(lambda _: client.post("/v1/sessions", json={"name": "s"}), range(2)))
+    assert sorted(answer.status_code for answer in made) == [201, 409]
 
 
 def test_an_explanation_tells_the_first_token_that_differs(client: httpx.Client) -> None:

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse
 from starlette.types import ASGIApp
 
-from lmstate.engine.session import SessionBusy
+from lmstate.engine.session import Record, SessionBusy
 from lmstate.errors import StateError
 from lmstate.serve.answers import new_id, usage_details
 from lmstate.serve.errors import ApiError, as_api_error
@@ -42,11 +42,10 @@ async def create(service: Service, request: Request) -> ASGIApp:
     body = await read_body(service, request)
     name = checked_name(body.text("name") or new_id("session_", 16))
     known = await asyncio.to_thread(service.engine.sessions)
-    if name in known:
-        raise ApiError(f"there is a session {name!r} already: delete it, or take another name", 409, param="name")
     if len(known) >= MOST_SESSIONS:
         raise ApiError(f"there are {len(known)} sessions: delete some", 429, retry_after=60)
-    return json_response(shown(service.engine.session(name)), 201)
+    session = await begun(service, name, lambda: service.engine.new_session(name, Record()))
+    return json_response(shown(session), 201)
 
 
 async def list_sessions(service: Service, request: Request) -> ASGIApp:
@@ -92,9 +91,7 @@ async def fork(service: Service, request: Request) -> ASGIApp:
     """Fork a session under a new `name`; both share all that was computed."""
     session, body = found(service, request), await read_body(service, request)
     name = checked_name(body.text("name") or new_id("session_", 16))
-    if service.engine.find_session(name) is not None:
-        raise ApiError(f"there is a session {name!r} already: delete it, or take another name", 409, param="name")
-    return json_response(shown(await done(lambda: session.fork(name))), 201)
+    return json_response(shown(await begun(service, name, lambda: session.fork(name))), 201)
 
 
 async def save(service: Service, request: Request) -> ASGIApp:
@@ -264,6 +261,17 @@ async def done(action: Callable[[], T]) -> T:
         raise ApiError(str(error), 409) from None
     except (StateError, ValueError) as error:
         raise ApiError(str(error)) from None
+
+
+async def begun(service: Service, name: str, make: Callable[[], Session]) -> Session:
+    """A new session of this name. Raises `ApiError` if there is one, be it that another client has just made it."""
+    try:
+        return await done(make)
+    except ApiError:
+        if await asyncio.to_thread(service.engine.find_session, name) is None:
+            raise
+        message = f"there is a session {name!r} already: delete it, or take another name"
+        raise ApiError(message, 409, param="name") from None
 
 
 async def receive_file(service: Service, request: Request, path: Path) -> None:
