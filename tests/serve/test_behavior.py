@@ -247,6 +247,17 @@ def test_more_requests_than_the_queue_holds_are_told_to_come_again(engine: Engin
         assert retry.count("1") == 6
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_may_have_more_prompts_than_the_queue_holds(engine: Engine, stream: bool) -> None:
+    prompts = [[65 + number] for number in range(12)]
+    with running(engine, BASE) as server, server.client() as client:
+        answer = client.post("/v1/completions", json={"prompt": prompts, "max_tokens": 2, "stream": stream})
+        assert answer.status_code == 200, answer.text
+        parts = [part for _, part in events(answer.text) if part != "[DONE]"] if stream else [answer.json()]
+        ended = [choice["index"] for part in parts for choice in part["choices"] if choice["finish_reason"]]
+        assert sorted(ended) == list(range(12))
+
+
 def test_slow_heads_and_bodies_are_ended_and_hold_up_nobody(engine: Engine) -> None:
     settings = replace(BASE, header_timeout=4.0, body_timeout=4.0)  # others may be as slow on a crowded machine
     with running(engine, settings) as server, server.client() as client:

@@ -220,7 +220,15 @@ async def completions(service: Service, request: Request) -> ASGIApp:
             grammar = None
             if constraint is not None:
                 grammar = await asyncio.to_thread(service.grammars.compile, constraint.lark, constraint.param)
-            requests.append(service.submit(prompt, options, max_new_tokens=longest, grammar=grammar))
+            while True:
+                try:
+                    requests.append(service.submit(prompt, options, max_new_tokens=longest, grammar=grammar))
+                    break
+                except ApiError as error:
+                    earlier = next((one for one in requests if not one.done), None)
+                    if error.code != "queue_full" or earlier is None:
+                        raise
+                    await unless_gone(request.receive, earlier.wait())  # more prompts than may wait at a time
         if stream:
             wants_usage = (inner := body.inner("stream_options")) is not None and inner.flag("include_usage")
             settings = service.settings
