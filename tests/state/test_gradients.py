@@ -56,6 +56,35 @@ def test_gradients_of_a_stream_in_chunks_equal_those_of_the_whole(case: str, row
         torch.testing.assert_close(mine, want, atol=1e-5, rtol=1e-3)
 
 
+@pytest.mark.parametrize("how", ["state", "snapshot", "tree"])
+@pytest.mark.parametrize("case", ["llama", "mistral", "deepseek_v3", "qwen3_next", "mamba2"])
+def test_gradients_go_through_a_copy(case: str, how: str) -> None:
+    model, leaves = trainable(case)
+    ids = text(20)
+
+    def followed(logits: Tensor) -> tuple[Tensor, ...]:  # zeros of experts that only the other row chose
+        return torch.autograd.grad(logits.square().mean(), leaves, allow_unused=True, materialize_grads=True)
+
+    state = model.new_state(2)
+    pieces = [model([ids[0, :11].tolist(), [3]], state, logits="all")[:1]]
+    if how == "state":
+        with torch.no_grad():
+            twin = copy.deepcopy(state)
+        model([[4], [5]], state)  # which is no part of the copy
+        state = twin
+    elif how == "snapshot":
+        state.restore(1, copy.deepcopy(state.snapshot(0)))
+        state.select([1, 0])
+    else:
+        out = model([[5, *ids[0, 11:14].tolist()], []], state, parents=[[-1, -1, 1, 2], []], commit=False)
+        pieces.append(out[:1, 1:])
+        state.commit_path([[1, 2, 3], []])
+    at = state.lengths[0]
+    pieces.append(model([ids[0, at:].tolist(), []], state, logits="all")[:1])
+    for mine, want in zip(followed(torch.cat(pieces, dim=1)), followed(model(ids))):
+        torch.testing.assert_close(mine, want, atol=1e-5, rtol=1e-3)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("case", ["llama", "deepseek_v3"])
 def test_gradients_that_a_policy_loses_are_refused(case: str, policy: str) -> None:

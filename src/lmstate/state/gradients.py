@@ -1,11 +1,13 @@
-"""Gradients that a state cannot give: refused in the backward pass, where somebody asks for them."""
+"""Gradients through a state: those that it cannot give are refused in the backward pass; copies pass them on."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from lmstate.errors import UnsupportedError
 
@@ -32,3 +34,21 @@ def wanted(*tensors: Tensor) -> bool:
 def refused(x: Tensor, why: str) -> Tensor:
     """`x`, whose backward pass raises `UnsupportedError`; `why`: through what a gradient is lost."""
     return _Refusal.apply(x, torch.zeros((), requires_grad=True), why)
+
+
+class CopiedGraphs(TorchFunctionMode):
+    """Have `copy.deepcopy` copy results of operations too, of which torch refuses it: a gradient follows the copy."""
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if function is not Tensor.__deepcopy__ or args[0].is_leaf:
+            return function(*args, **(kwargs or {}))
+        tensor, memo = args
+        with torch.enable_grad():
+            copied = memo[id(tensor)] = tensor.clone()
+        return copied

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from torch import Tensor
 from lmstate.errors import SnapshotError, StateError
 from lmstate.ops.types.block_table import Block
 from lmstate.state.blocks import CapturedBlocks, Parts, held_by, nbytes_of
+from lmstate.state.gradients import CopiedGraphs
 from lmstate.state.layer_file import MOST_TOKENS, by_layer, metadata_number, read_layers, write_layers
 from lmstate.state.rows import Row
 from lmstate.state.validate import token_ids, whole_number
@@ -46,6 +49,11 @@ class Snapshot:
         notes = f", notes {self.notes!r:.80}" if self.notes else ""
         size = f"{self.nbytes / 2**20:,.1f} MiB"
         return f"Snapshot({len(self.tokens)} tokens, {len(self.layers)} layers of a {family:.40} model, {size}{notes})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Snapshot:
+        with CopiedGraphs():
+            logits, layers = copy.deepcopy((self.logits, self.layers), memo)
+        return replace(self, logits=logits, layers=layers)
 
     @property
     def length(self) -> int:

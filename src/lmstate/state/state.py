@@ -14,6 +14,7 @@ from lmstate.errors import CapacityError, PendingError, RewindError, SnapshotErr
 from lmstate.ops.types.block_table import Block
 from lmstate.state.changes import Changes
 from lmstate.state.device import DeviceResult, DeviceSteps
+from lmstate.state.gradients import CopiedGraphs
 from lmstate.state.inference_mode import ordinary_tensors
 from lmstate.state.layers.base import LayerState, Layout
 from lmstate.state.memory import Memory, memory_by_kind
@@ -118,7 +119,8 @@ class State:
     @ordinary_tensors
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
         twin = memo[id(self)] = object.__new__(type(self))
-        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        with CopiedGraphs():
+            twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
         return twin
 
     def __reduce__(self) -> NoReturn:
