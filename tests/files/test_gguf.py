@@ -97,6 +97,13 @@ def test_metadata_become_a_config(tmp_path):
     assert config["rope_scaling"] == {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
+@pytest.mark.parametrize("kind", [None, "linear", "none"])
+def test_a_factor_stretches_a_rope_unless_the_file_says_that_nothing_does(kind, tmp_path):
+    metadata = {"llama.rope.scaling.factor": 4.0} | ({} if kind is None else {"llama.rope.scaling.type": kind})
+    config = GgufSource.open(ggufs.write(tmp_path / "a.gguf", metadata=metadata)).config
+    assert config.get("rope_scaling") == (None if kind == "none" else {"rope_type": "linear", "factor": 4.0})
+
+
 def test_rope_divisors_keep_their_values(tmp_path):
     divisors = np.linspace(1, 8, 16, dtype=np.float32)
     tensors = ggufs.llama_tensors() | {"rope_freqs.weight": divisors}

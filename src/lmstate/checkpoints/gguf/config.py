@@ -219,7 +219,9 @@ def _rope_scaling(
             "factor": 1.0,
             "attention_factor": 1.0,
         }
-    kind = metadata.str(f"{key}.type", ("none", "linear", "yarn", "longrope"), default="none")
+    kind = metadata.str(f"{key}.type", ("none", "linear", "yarn", "longrope"), default="linear")
+    if kind == "none":  # whatever the factor
+        return None
     # "scale_linear" is how files of 2023 say it.
     factor = metadata.float(
         f"{key}.factor", 1e-3, 1e6, default=metadata.float(f"{prefix}.rope.scale_linear", 1e-3, 1e6, default=1.0)
