@@ -261,3 +261,8 @@ def test_a_width_that_is_given_goes_before_a_factor_of_the_hidden_size(case: str
     theirs, ours = saved(tmp_path, case, lambda config: None, intermediate_size=32, expand=16)
     assert theirs.backbone.layers[0].mixer.D.shape == (32,)
     same(theirs, ours)
+
+
+@pytest.mark.parametrize("case", ["granite", "granitemoe", "granitemoehybrid"])
+def test_a_residual_multiplier_of_0_adds_nothing(case: str, tmp_path: Path) -> None:
+    same(*saved(tmp_path, case, lambda config: None, residual_multiplier=0.0))

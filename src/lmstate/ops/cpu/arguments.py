@@ -50,8 +50,8 @@ def simple(*norms: Norm | None) -> bool:
 
 
 def factor(scale: float) -> float:
-    """0 where there is none."""
-    return 0.0 if scale == 1.0 else scale
+    """0 where there is none; a factor of 0 is the least that is not 0, by which nothing of an output is seen either."""
+    return 0.0 if scale == 1.0 else scale or torch.finfo(torch.float32).tiny
 
 
 def joining(residual: Residual | None, width: int) -> tuple[int, float, float]:
