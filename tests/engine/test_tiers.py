@@ -46,6 +46,21 @@ def test_a_restart_finds_what_was_computed_before(kind: str, tmp_path: Path) -> 
         assert again.usage.reused == len(system)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_restart_finds_a_branch_that_ends_before_the_one_it_left(kind: str, tmp_path: Path) -> None:
+    model = ours(KINDS[kind])
+    long = prompt(90, 1)
+    with lmstate.Engine(model, store=tmp_path) as engine:
+        ask(engine, long)
+        branch = [*long[:50], *prompt(9, 2)]
+        branch += ask(engine, branch).tokens[0]
+    with lmstate.Engine(model, store=tmp_path) as engine:
+        got = ask(engine, [*branch, 5])
+        check(model, [*branch, 5], got)
+        assert got.usage.reused >= len(branch) - 1, "the last token of an answer was not computed"
+        assert got.usage.reuse.tier == "folder"
+
+
 @pytest.mark.parametrize("kind", ["attention", "hybrid", "latent"])
 def test_rows_share_the_blocks_of_what_was_read_again(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -379,7 +379,8 @@ class PrefixStore:
 
     def learn(self, found: Iterable[tuple[str, Entry]]) -> None:
         """Have these entries of the tier found, as far as they hang on something."""
-        for key, entry in sorted(found, key=lambda pair: (len(pair[1].tokens), pair[1].kind != "run")):
+        # What a run hangs on begins before it, but may end behind it: a run that this one leaves on the way.
+        for key, entry in sorted(found, key=lambda pair: (pair[1].start, pair[1].kind != "run")):
             node, matched = walk(self._root(entry.frequency_key), entry.tokens)
             end = len(entry.tokens)
             if matched < node.end and (matched < end or entry.kind != "run"):
