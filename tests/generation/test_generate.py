@@ -236,3 +236,10 @@ def test_what_cannot_be_generated_is_refused_before_anything_is_fed(
     with pytest.raises(ValueError):
         stream(model, prompt, state, **options)
     assert model.calls == 0 and state.lengths == [0] * rows
+
+
+def test_options_may_be_given_in_the_order_of_the_public_surface() -> None:
+    """max_new_tokens, temperature, top_k, top_p, stop, seed; others come after these."""
+    named = {"max_new_tokens": 40, "temperature": 1.0, "top_k": 50, "top_p": 0.9, "stop": ("e",), "seed": 3}
+    assert generate(FakeModel(), "a", None, *named.values()) == generate(FakeModel(), "a", **named)
+    assert "".join(stream(FakeModel(), "a", None, *named.values())) == generate(FakeModel(), "a", **named)
