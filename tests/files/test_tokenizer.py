@@ -122,6 +122,12 @@ def test_ids_that_cannot_be_are_refused_and_padding_has_no_text(smollm2):
     assert smollm2.decode([60000]) == ""
 
 
+@pytest.mark.parametrize("given", ["a", 5, None, [28.7], ["28"], [[28]]])
+def test_what_are_no_ids_is_refused(smollm2, given):
+    with pytest.raises(ValueError, match="decode takes a list of token ids"):
+        smollm2.decode(given)
+
+
 def test_a_lone_surrogate_is_refused(smollm2):
     with pytest.raises(ValueError, match="surrogate"):
         smollm2.encode("a\ud800b")
@@ -147,7 +153,7 @@ def test_private_characters_alone_are_cut_as_in_plain_text(smollm2):
     assert smollm2.chat(messages) == smollm2.encode(smollm2.chat_text(messages), add_special_tokens=False)
 
 
-@pytest.mark.parametrize("given", ["Hello", ["Hello"], {"role": "user", "content": "Hello"}])
+@pytest.mark.parametrize("given", ["Hello", ["Hello"], {"role": "user", "content": "Hello"}, 5, None])
 @pytest.mark.parametrize("control_tokens", [False, True])
 def test_what_is_no_conversation_is_refused(smollm2, given, control_tokens):
     with pytest.raises(ValueError, match="chat takes messages"):

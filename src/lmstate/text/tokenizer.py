@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -89,9 +90,12 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ids. Those past the vocabulary have none: logits may be padded.
 
-        Raises ValueError for negative ids and those past any vocabulary.
+        Raises ValueError for what are no whole numbers, negative ids and those past any vocabulary.
         """
-        ids = [int(token) for token in ids]
+        try:
+            ids = [operator.index(token) for token in ids]
+        except TypeError:
+            raise ValueError(f"decode takes a list of token ids; {ids!r:.80} was given") from None
         if ids and (min(ids) < 0 or max(ids) >= max(MOST_IDS, 2 * self.vocab_size)):
             raise ValueError(
                 f"token ids are whole numbers from 0 to {self.vocab_size - 1}; got {min(ids)} to {max(ids)}"
@@ -130,7 +134,7 @@ class Tokenizer:
         A control token (`<|im_end|>`, say) that is written in the content of a message is plain text there: it neither
         ends a turn nor begins one. With `control_tokens=True` it becomes that token.
         """
-        if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages):
+        if not isinstance(messages, Iterable) or not all(isinstance(message, Mapping) for message in messages):
             raise ValueError(f'chat takes messages, [{{"role": "user", "content": "..."}}]; {messages!r:.80} was given')
         if control_tokens:
             return self.encode(self.chat_text(messages, add_generation_prompt, **variables), add_special_tokens=False)
