@@ -182,6 +182,8 @@ def test_a_grammar_that_cannot_go_back_ends_its_request_and_no_other() -> None:
 def test_a_name_in_the_place_of_the_model_is_refused_with_what_to_do() -> None:
     with pytest.raises(ValueError, match=r"lmstate.load\('smollm2'\)"):
         lmstate.Engine("smollm2")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"which lmstate.load gives; 5 was given"):
+        lmstate.Engine(5)  # type: ignore[arg-type]
 
 
 def test_what_is_no_drafter_is_refused_when_the_engine_is_made() -> None:

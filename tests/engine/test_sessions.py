@@ -6,6 +6,7 @@ from pathlib import Path
 from threading import Event
 
 import pytest
+import torch
 
 import lmstate
 from lmstate.engine import EngineClosed, SessionBusy
@@ -310,3 +311,16 @@ def test_marks_that_were_stored_as_positions_alone_are_read() -> None:
     assert record.marks == [Moment(2, 0), Moment(3, 0)]
     with pytest.raises(ValueError, match="marks lie in"):
         Record.from_json([5, 6, 7], '{"messages": [], "turns": [], "marks": [4]}')
+
+
+@pytest.mark.parametrize("given", [5, None, torch.tensor([[1], [2]])], ids=str)
+def test_what_cannot_be_said_is_refused_and_changes_nothing(given: object) -> None:
+    with lmstate.Engine(ours("llama")) as engine:
+        session = engine.session("a")
+        session.send([1, 2], max_new_tokens=2).result(600)
+        held = session.tokens
+        with pytest.raises(ValueError, match="prompt"):
+            session.send(given)  # type: ignore[arg-type]
+        assert session.tokens == held
+        session.send(torch.tensor([3, 4]), max_new_tokens=1).result(600)  # type: ignore[arg-type]
+        assert session.tokens[: len(held) + 2] == [*held, 3, 4]

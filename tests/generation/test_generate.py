@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lmstate.errors import StateError
 from lmstate.generation.generate import Generation, generate, stream
 from lmstate.generation.sampling import Sampler
 from tests.generation.fake_model import EOS, PIECES, FakeModel, FakeState, FakeTokenizer, ids, saying
@@ -236,6 +237,13 @@ def test_what_cannot_be_generated_is_refused_before_anything_is_fed(
     with pytest.raises(ValueError):
         stream(model, prompt, state, **options)
     assert model.calls == 0 and state.lengths == [0] * rows
+
+
+def test_what_is_no_state_is_refused() -> None:
+    with pytest.raises(StateError, match="state is 5; give what"):
+        generate(FakeModel(), "a", 5)  # type: ignore[arg-type]
+    with pytest.raises(StateError, match="state is 5; give what"):
+        stream(FakeModel(), "a", 5)  # type: ignore[arg-type]
 
 
 def test_options_may_be_given_in_the_order_of_the_public_surface() -> None:

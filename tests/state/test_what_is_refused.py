@@ -206,6 +206,15 @@ def test_rows_that_can_be_read_once_are_read_once() -> None:
     mirror.check()
 
 
+@every_case
+def test_a_selection_that_is_no_list_is_refused(case: str) -> None:
+    mirror = held(case)
+    for wrong in [1, None, 0.5]:
+        with pytest.raises(lmstate.StateError, match="it takes a list"):
+            mirror.state.select(wrong)  # type: ignore[arg-type]
+    mirror.check()
+
+
 @pytest.mark.parametrize("name", ["rows", "capacity", "rewind"])
 def test_a_state_of_no_whole_size_is_not_made(name: str) -> None:
     for wrong in [1.5, 2.0, True, "1", *([None] if name != "capacity" else [])]:

@@ -84,6 +84,8 @@ class Engine:
     ) -> None:
         if isinstance(model, str | os.PathLike):
             raise ValueError(f"an Engine takes a model; lmstate.load({os.fspath(model)!r}) gives it")
+        if not hasattr(model, "new_state"):
+            raise ValueError(f"an Engine takes a model, which lmstate.load gives; {model!r:.80} was given")
         rows, queue, stall = whole_number(rows, "rows"), whole_number(queue, "queue"), real_number(stall, "stall")
         if rows < 1 or queue < 1 or not stall > 1.0:
             raise ValueError(f"rows={rows}, queue={queue}, stall={stall} were asked for; the least are 1, 1, above 1.0")

@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol, Unpack
 
-from lmstate.engine.options import SubmitOptions
+from lmstate.engine.options import SubmitOptions, are_messages
 from lmstate.engine.request import Request
 from lmstate.errors import RewindError, StateError
 from lmstate.state.validate import whole_number
@@ -209,7 +209,7 @@ class Session:
                 return [*record.tokens, *encode((prompt,) if record.tokens else prompt)], []
             whole = [*record.messages, {"role": "user", "content": prompt}]
             return encode(whole), whole
-        if prompt and all(isinstance(message, Mapping) for message in prompt):
+        if are_messages(prompt):
             said, told = record.messages, [dict(message) for message in prompt]
             if record.tokens and not said:
                 raise StateError("messages were sent, and the session holds plain text: send text or token ids")

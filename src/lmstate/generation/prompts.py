@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 
+from lmstate.errors import StateError
 from lmstate.state.validate import token_ids
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ def as_token_lists(tokenizer: Tokenizer | None, prompt: Prompt, state: State | N
     A text or a list of ids is a single prompt; a list of texts or of lists is a batch. Text that continues a row of
     `state` gets no begin token.
     """
+    if state is not None and not hasattr(state, "rows"):
+        raise StateError(f"state is {state!r:.80}; give what model.new_state made, or None for a fresh one")
     given: Any = prompt.tolist() if isinstance(prompt, Tensor) else prompt
     if not isinstance(given, Sequence):
         raise ValueError(

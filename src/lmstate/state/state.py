@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -407,6 +407,10 @@ class State:
     def select(self, rows: Sequence[int | None]) -> None:
         """Make a new batch: row i is a copy of the old row `rows[i]`, or empty for None. Rows not named are dropped."""
         self._refuse_pending("select")
+        if not isinstance(rows, Iterable):
+            raise StateError(
+                f"select was given {rows!r:.80}; it takes a list: for each row of the new batch one of this, or None"
+            )
         sources = [None if row is None else self._row(row)[0] for row in rows]
         if not sources:
             raise StateError("select was given no rows; a state has at least one")
