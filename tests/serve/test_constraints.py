@@ -207,3 +207,27 @@ def test_parts_of_a_text_are_lines_of_their_own(tiny: Running) -> None:
         chats = [{"messages": [{"role": "user", "content": said}], "max_tokens": 1} for said in (parts, "1000\n2000")]
         first, second = (client.post(CHAT, json=chat).json()["usage"]["prompt_tokens"] for chat in chats)
         assert first == second
+
+
+def test_a_stream_tells_no_tokens_after_the_call_that_it_ends_with(tiny: Running) -> None:
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n'
+    body = {
+        "messages": USER,
+        "max_tokens": 300,
+        "n": 2,
+        "grammar": f"start: {json.dumps(call * 4)}",
+        "tools": [function("f", {"type": "object", "properties": {}})],
+        "parallel_tool_calls": False,
+        "logprobs": True,
+        "return_token_ids": True,
+    }
+    with tiny.client() as client:
+        whole = client.post(CHAT, json=body).json()["choices"]
+        parts = [part for _, part in events(client.post(CHAT, json={**body, "stream": True}).text) if part != "[DONE]"]
+    for choice in whole:
+        assert choice["finish_reason"] == "tool_calls"
+        told = [one for part in parts for one in part["choices"] if one["index"] == choice["index"]]
+        assert [one["finish_reason"] for one in told][-1] == "tool_calls"
+        assert [id for one in told for id in one["token_ids"]] == choice["token_ids"]
+        logprobs = [entry for one in told if one["logprobs"] for entry in one["logprobs"]["content"]]
+        assert logprobs == choice["logprobs"]["content"]

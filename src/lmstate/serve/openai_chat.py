@@ -83,16 +83,20 @@ class ChatAnswer:
             yield self._chunk(answer.index, {"role": "assistant", "content": ""}, first=True)
         deltas = [Deltas(self.custom) for _ in self.task.answers]
         untold: dict[int, list[Piece]] = {}  # pieces whose tokens no chunk told of yet
+        ended: set[int] = set()
         try:
             async for answer, piece, events in self.task.events():
                 index = answer.index
+                if index in ended:
+                    continue  # of an answer that was cut, while others go on
                 untold.setdefault(index, []).append(piece)
                 found = [delta for event in events for delta in deltas[index].take(event)]
-                if piece.finished is not None:
+                if answer.finished is not None:
                     found += deltas[index].end_call()
                 for delta in found:
                     yield self._chunk(index, delta, told=untold.pop(index, ()))
-                if piece.finished is not None:
+                if answer.finished is not None:
+                    ended.add(index)
                     reason = fields.finish_reason(answer, bool(answer.calls))
                     yield self._chunk(index, {}, reason, untold.pop(index, ()))
             self.service.remember_answers(self.task)
