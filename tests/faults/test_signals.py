@@ -8,14 +8,21 @@ import signal
 import sys
 import threading
 import time
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
 
 import lmstate
+from lmstate.state.layers import block_store
+from lmstate.state.layers.block_store import BlockStore
+from lmstate.state.layers.slots import SlotState
 from tests.faults.harness import KINDS, OPERATIONS, Record, applies, draft, prepared
+from tests.zoo import ours, text
 
 SIGNALED = ("decode", "commit all", "commit some", "commit none", "rewind", "rewind far", "select", "restore", "drop")
+STRIDE = 11  # lines between two that are interrupted
 THOROUGH = 10  # every so many interrupts the whole record is compared
 CASES = [(kind, operation) for kind in KINDS for operation in SIGNALED if applies(kind, operation)]
 
@@ -100,3 +107,76 @@ def test_ten_thousand_interrupted_operations_have_happened_or_have_not(operation
         hit += interrupted(kinds[turn % len(kinds)], operation, times=400)
         turn += 1
         assert hit > 100 * turn, "most come too late"
+
+
+class AtLine:
+    """Interrupts the n-th line that runs in the module of block stores."""
+
+    def __init__(self, n: int):
+        self.left = n
+
+    def __enter__(self) -> AtLine:
+        self.before = sys.gettrace()
+        sys.settrace(self.trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self.before)
+
+    def trace(self, frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code.co_filename != block_store.__file__:
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self.trace
+
+
+def points_right(state: lmstate.State) -> bool:
+    """Whether all blocks are where the tables say, and nothing is kept that was made of others."""
+    leaves = [part for layer in state.layers for part in layer.leaves() if isinstance(part, SlotState)]
+    stores = [part.content for part in leaves if isinstance(part.content, BlockStore)]
+    return bool(stores) and all(
+        tuple(store.tables[name].pointers[r, b] for name in store.buffers) == block.pointers
+        if store.tables
+        else not store.views
+        for store in stores
+        for r, row in enumerate(store.rows)
+        for b, block in enumerate(row.blocks)
+        if block is not None
+    )
+
+
+@pytest.mark.parametrize("length, warm", [(70, False), (62, True), (510, True)])
+@pytest.mark.parametrize("case", ["llama", "mistral"])
+def test_an_interrupt_leaves_no_table_of_blocks_that_points_elsewhere(case: str, length: int, warm: bool) -> None:
+    """Of tables that are made anew, that get blocks, and that get more than they have places for."""
+    model = ours(case)
+    state = model.new_state(2)
+    model([text(length)[0].tolist(), [3, 4]], state)
+
+    def act(twin: lmstate.State) -> torch.Tensor:
+        logits = model([[5, 6, 7, 8, 9], [6]], twin, logits="all", commit=False)
+        twin.discard()
+        assert logits is not None
+        return logits
+
+    want = act(copy.deepcopy(state))
+    for n in range(1, 10_000, STRIDE):
+        twin = copy.deepcopy(state)
+        if warm:
+            model([[1], [1]], twin, commit=False)
+            twin.discard()
+        at = AtLine(n)
+        try:
+            with at:
+                act(twin)
+        except KeyboardInterrupt:
+            pass
+        twin.discard()
+        assert points_right(twin), f"line {n}"
+        assert torch.equal(act(twin), want)
+        if at.left > 0:  # it was over before
+            break
+    assert n > STRIDE

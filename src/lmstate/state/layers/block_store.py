@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lmstate.ops.types.block_table import BLOCK_TOKENS, Block, BlockTable, RowBlocks
@@ -76,8 +77,8 @@ class BlockStore:
         """Give back the blocks that the step was given. What it wrote lies behind what is committed."""
         for r, (before, after) in self._undo.items():
             if self.rows[r] is after:  # else somebody has come to share them since
+                self._point(r, before, 0)  # first: whatever interrupts it, the next discard does it again
                 self.rows[r] = before
-                self._point(r, 0)
         self._undo = {}
 
     def table(self, name: str) -> BlockTable:
@@ -179,7 +180,7 @@ class BlockStore:
                 own += [self._block() for _ in range(last - len(own))]
                 after = RowBlocks(tuple(own), min(row.shared, first), row.low)
                 self._undo[r], self.rows[r] = (self._undo.get(r, (row,))[0], after), after
-                self._point(r, known)
+                self._point(r, after, known)
 
     def _block(self, like: Block | None = None) -> Block:
         if like is not None:
@@ -206,32 +207,38 @@ class BlockStore:
         entries = FIRST_ENTRIES
         while entries < most:
             entries *= 2
-        self._pointers = pointers = np.zeros((len(self.buffers), len(self.rows), entries), dtype=np.int64)
+        pointers = np.zeros((len(self.buffers), len(self.rows), entries), dtype=np.int64)
+        for r, row in enumerate(self.rows):
+            _write_pointers(pointers, r, row, 0)
+        self.views.clear()
+        self._pointers = pointers
+        # At last, so that an interrupt leaves no tables of which a part points nowhere.
         self.tables = {
             name: BlockTable(
                 self.rows, i, pointers[i], buffer.heads[0] if buffer.heads else 1, buffer.width, buffer.zeros(0)
             )
             for i, (name, buffer) in enumerate(self.buffers.items())
         }
-        self.views.clear()
-        for r in range(len(self.rows)):
-            self._point(r, 0)
         return self.tables
 
-    def _point(self, row: int, first: int) -> None:
+    def _point(self, row: int, own: RowBlocks, first: int) -> None:
         """Write where a row's blocks lie into the tables, from one on; where they do not suffice, give them up."""
-        blocks = self.rows[row].blocks
-        if not self.tables or len(blocks) > self._pointers.shape[2]:
+        if not self.tables or len(own.blocks) > self._pointers.shape[2]:
+            self.views.clear()  # before the tables that they were made of
             self.tables = {}
-            self.views.clear()
             return
-        for i in range(first, len(blocks)):
-            if (block := blocks[i]) is not None:
-                self._pointers[:, row, i] = block.pointers
+        _write_pointers(self._pointers, row, own, first)
 
     def _outdate(self, changes: Changes) -> None:
         changes.assign(self, "tables", {})
         changes.clear(self.views)
+
+
+def _write_pointers(pointers: NDArray[np.int64], row: int, own: RowBlocks, first: int) -> None:
+    """Where the blocks of a row lie, from one on, into pointers int64 `[buffers, R, blocks]`."""
+    for i in range(first, len(own.blocks)):
+        if (block := own.blocks[i]) is not None:
+            pointers[:, row, i] = block.pointers
 
 
 def _from(row: RowBlocks, low: int) -> RowBlocks:
