@@ -266,3 +266,15 @@ def test_a_width_that_is_given_goes_before_a_factor_of_the_hidden_size(case: str
 @pytest.mark.parametrize("case", ["granite", "granitemoe", "granitemoehybrid"])
 def test_a_residual_multiplier_of_0_adds_nothing(case: str, tmp_path: Path) -> None:
     same(*saved(tmp_path, case, lambda config: None, residual_multiplier=0.0))
+
+
+WINDOWED = ["sliding_attention", "full_attention", "full_attention", "sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize("kinds", [WINDOWED, None])
+@pytest.mark.parametrize("switch", [True, False])
+def test_windows_of_smollm3_are_those_of_its_layer_types_else_where_nothing_rotates(
+    kinds: list[str] | None, switch: bool, tmp_path: Path
+) -> None:
+    more = {"use_sliding_window": switch, "sliding_window": 12, "layer_types": kinds}
+    same(*saved(tmp_path, "smollm3", lambda config: config.update(more)))

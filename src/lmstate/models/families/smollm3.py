@@ -16,7 +16,12 @@ def build(w: WeightLoader) -> Model:
     every = config.int("no_rope_layer_interval", low=1, default=4)
     rotates = config.ints("no_rope_layers", length=shape.layers, default=None)
     rotates = rotates or tuple(int((index + 1) % every != 0) for index in range(shape.layers))
-    rope, window = make_rope(config, shape.head_dim).to(w.device), b.layer_windows(config, shape.layers)
+    rope = make_rope(config, shape.head_dim).to(w.device)
+    if config.given("layer_types"):  # which count whatever the switch says
+        window = b.layer_windows(config, shape.layers, switch=False)
+    else:
+        size = b.config_window(config, switch=True)
+        window = [None if rotates[index] else size for index in range(shape.layers)]
 
     def block(index: int) -> Block:
         layer = f"model.layers.{index}"
