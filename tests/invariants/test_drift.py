@@ -13,7 +13,10 @@ LENGTH = 10_000
 DRAFT = 8
 
 
-@pytest.mark.parametrize("case", ["qwen3_next", "bailing_hybrid", "mamba2", "xlstm", "rwkv", "mistral"])
+LONGEST = [pytest.param(case, marks=pytest.mark.soak) for case in ("bailing_hybrid", "xlstm", "rwkv")]
+
+
+@pytest.mark.parametrize("case", ["qwen3_next", "mamba2", "mistral", *LONGEST])
 def test_drafting_drifts_no_farther_than_another_chunking(case: str, record_property: pytest.RecordProperty) -> None:
     model, ids = ours(case), text(LENGTH)[0].tolist()
     whole, chunks, drafted = (model.new_state() for _ in range(3))

@@ -1,6 +1,6 @@
 """Random interleavings of all that can be done to a state, on every layer kind, against recomputation from scratch.
 
-`pytest --interleavings N` runs N of them a kind instead of the 200 that belong to the suite.
+`pytest --interleavings N` runs a quarter of N a kind, and N with `-m soak`; N is 200 by itself.
 """
 
 from __future__ import annotations
@@ -178,14 +178,25 @@ class Run:
                 mirror.state.restore(row, snapshot)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *STRETCHED])
+every_kind = pytest.mark.parametrize("kind", [*KINDS, *STRETCHED])
+
+
+@every_kind
 def test_any_interleaving_equals_recomputation(kind: str, request: pytest.FixtureRequest) -> None:
+    check_interleavings(kind, request.config.getoption("--interleavings") // 4)
+
+
+@pytest.mark.soak
+@every_kind
+def test_many_interleavings_equal_recomputation(kind: str, request: pytest.FixtureRequest) -> None:
+    check_interleavings(kind, request.config.getoption("--interleavings"))
+
+
+def check_interleavings(kind: str, count: int) -> None:
     model = ours(KINDS[kind]) if kind in KINDS else stretched(STRETCHED[kind])
 
     @settings(
-        max_examples=request.config.getoption("--interleavings"),
-        deadline=None,
-        derandomize=True,
+        max_examples=count,
         phases=[Phase.generate],  # shrinking thirty operations on real models takes longer than reading them
         suppress_health_check=list(HealthCheck),
     )
