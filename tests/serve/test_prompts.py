@@ -7,21 +7,28 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
+from tokenizers import decoders, models, pre_tokenizers
 
+from lmstate import Engine
 from lmstate.generation.grammar import admitted
 from lmstate.serve.answers import AnswerMaker
 from lmstate.serve.errors import ApiError
 from lmstate.serve.grammar import Grammars
 from lmstate.serve.messages import Call, Chat, Message, Renderer
 from lmstate.serve.reasoning import KNOWN, reasoning_of
+from lmstate.serve.service import Service, ToolUse
+from lmstate.serve.settings import Settings
 from lmstate.serve.tools import HERMES, Reasoning, Text, Tool
 from lmstate.serve.tools.base import plain_text
 from lmstate.serve.tools.reader import Parser
 from lmstate.speculation import Draft
 from lmstate.text.control_tokens import control_pattern
 from lmstate.text.replay import Replay, Sampled, chain
+from lmstate.text.tokenizer import Tokenizer, TokenizerFiles
 from tests.serve.byte_tokenizer import TEMPLATE, byte_tokenizer
+from tests.zoo import ours
 
 ONE_SYSTEM = (
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('one') }}{% endif %}"
@@ -209,6 +216,25 @@ def test_an_answer_stops_where_its_stop_string_begins(tmp_path: Path) -> None:
     assert answer.text == "Well later EN "
     assert [(call.name, call.arguments) for call in answer.calls] == [("f", '{"a": 1}')]
     assert answer.tokens == tokens
+
+
+def test_an_answer_that_goes_on_keeps_the_space_before_its_first_word() -> None:
+    """SentencePiece's decoders drop a space at the beginning of a text."""
+    from lmstate.engine import Piece
+
+    inner = tokenizers.Tokenizer(models.WordLevel({"<unk>": 0, "▁a": 1, "▁b": 2, "▁user": 3}, "<unk>"))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    template = "user{% for m in messages %} {{ m.content }}{% endfor %}{% if add_generation_prompt %} user {% endif %}"
+    tokenizer = Tokenizer(TokenizerFiles(inner.to_str(), {"chat_template": template}))
+    with Engine(replace(ours("llama"), _tokenizer=tokenizer)) as engine:
+        service = Service(engine, Settings("small"))
+        for continued, text in ((False, "b"), (True, " b")):
+            chat = Chat((Message("user", "b"), Message("assistant", "a")), continued=continued)
+            prompt = service.renderer.prompt(chat)
+            assert prompt.text.endswith(" user a" if continued else " user ")
+            (answer,) = service.maker(prompt, ToolUse()).answers(1)
+            answer.push(Piece("", 0, [2], None, "length"))
+            assert answer.text == text
 
 
 TOKEN_TEMPLATE = (

@@ -44,12 +44,17 @@ class AnsweredCall:
 
 
 class MarkedText:
-    """Text of tokens, special ones left out but for the markers that a parser needs."""
+    """Text of tokens, special ones left out but for the markers that a parser needs.
 
-    def __init__(self, tokenizer: Tokenizer, markers: Iterable[str]) -> None:
+    `before` are the tokens of a text that they go on with: some tokenizers drop a space at the beginning of one.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, markers: Iterable[str], before: Iterable[int] = ()) -> None:
         ids = {tokenizer.id_of(marker): marker for marker in markers}
         self._markers = {id: marker for id, marker in ids.items() if id is not None and id in tokenizer.special_ids}
         self._stream: TextStream = tokenizer.stream()
+        for token in before:
+            self._stream.push(token)
 
     def push(self, token: int) -> str:
         if token in self._markers:
@@ -136,12 +141,13 @@ class AnswerMaker:
     call_prefix: str = "call_"
     single: bool = False
     only_calls: bool = False
+    before: tuple[int, ...] = ()
 
     def answers(self, count: int) -> list[Answer]:
         return [
             Answer(
                 index,
-                MarkedText(self.tokenizer, self.markers),
+                MarkedText(self.tokenizer, self.markers, self.before),
                 Parser(self.parse),
                 StopScanner(self.stops),
                 lambda: new_id(self.call_prefix),

@@ -81,11 +81,12 @@ class Chat:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A rendered conversation. `chain` identifies the conversation, for `Replay`."""
+    """A rendered conversation, whose last answer goes on if `continued`. `chain` identifies it, for `Replay`."""
 
     tokens: list[int]
     text: str
     chain: bytes
+    continued: bool = False
 
 
 class Renderer:
@@ -107,7 +108,7 @@ class Renderer:
         tokens = None if chat.continued else self._replayed(chat, text, links, control)
         if tokens is None:
             tokens = self._encode(text, control)
-        return Prompt(tokens, control.show(text), links[-1])
+        return Prompt(tokens, control.show(text), links[-1], chat.continued)
 
     def _hidden(self, chat: Chat) -> tuple[Chat, ControlTokens]:
         """The conversation with control tokens in its texts hidden from the template and the tokenizer."""

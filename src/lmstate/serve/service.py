@@ -14,6 +14,7 @@ from starlette.types import Receive
 
 from lmstate.engine.results import EngineClosed, QueueFull
 from lmstate.errors import StateError
+from lmstate.generation.answer import CONTEXT
 from lmstate.serve.answers import Answer, AnswerMaker
 from lmstate.serve.background import BackgroundResponses
 from lmstate.serve.conversation_store import ConversationStore
@@ -242,11 +243,12 @@ class Service:
             # Without tools, text that looks like a call is text; harmony's channels are no calls.
             return format.parse(reader, use.offered) if use.offered or format.name == "harmony" else plain_text(reader)
 
-        if reasoning is None:
-            return AnswerMaker(self.tokenizer, parse, markers, stops, call_prefix, not use.parallel, use.required)
-        whole = reasoning.parse(parse, reasoning.opened_by(prompt.text))
-        markers = (*markers, reasoning.start, reasoning.end)
-        return AnswerMaker(self.tokenizer, whole, markers, stops, call_prefix, not use.parallel, use.required)
+        whole: Any = parse
+        if reasoning is not None:
+            whole = reasoning.parse(parse, reasoning.opened_by(prompt.text))
+            markers = (*markers, reasoning.start, reasoning.end)
+        before = tuple(prompt.tokens[-CONTEXT:]) if prompt.continued else ()
+        return AnswerMaker(self.tokenizer, whole, markers, stops, call_prefix, not use.parallel, use.required, before)
 
     def _grammar(self, prompt: Prompt, use: ToolUse, constraint: Constraint | None) -> TokenGrammar | None:
         """The grammar of the whole answer, reasoning included; None if anything goes."""
