@@ -51,6 +51,26 @@ def test_a_tree_gives_each_path_its_own_logits_and_a_verdict_keeps_one(case: str
     torch.testing.assert_close(model([[7], [], []], state)[0], alone, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("removed", [0, 1])
+@pytest.mark.parametrize("case", ["llama", "mistral", "qwen3_5"])
+def test_a_row_that_was_removed_has_no_part_in_a_tree(case: str, removed: int) -> None:
+    model, texts = ours(case), prompts_of(7, 9)
+    state = model.new_state(rows=2)
+    model(texts, state)
+    state.remove(removed)
+    kept = 1 - removed
+    tree = [[[], [8, 9, 10]][row == kept] for row in range(2)]
+    parents = [[-1, 0, 0] if row == kept else [] for row in range(2)]
+    with pytest.raises(lmstate.StateError, match="was removed"):
+        model([[8], [9]], state, parents=[[-1], [-1]], commit=False)
+    model(tree, state, parents=parents, commit=False)
+    state.commit_path([[0, 2] if row == kept else [] for row in range(2)])
+    assert state.removed == {removed} and state.tokens(kept) == [*texts[kept], 8, 10]
+    fresh = model([[*texts[kept], 8, 10]])[0, -1]
+    torch.testing.assert_close(model([[], []], state)[kept], fresh, atol=1e-4, rtol=1e-4)
+    assert state.add() == removed
+
+
 def test_what_is_no_tree_or_no_path_is_refused_and_changes_nothing() -> None:
     model = ours("qwen3_5")
     state = model.new_state(capacity=12)

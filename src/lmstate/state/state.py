@@ -98,6 +98,11 @@ class State:
         return [row.length for row in self._rows]
 
     @property
+    def removed(self) -> frozenset[int]:
+        """The rows that were removed, and not added again."""
+        return frozenset(row for row, own in enumerate(self._rows) if own.removed)
+
+    @property
     def pending(self) -> list[int]:
         """Tokens of each row that await a verdict."""
         self._read_device_step()
@@ -323,7 +328,7 @@ class State:
         changes = Changes()
         changes.assign(self, "layers", forked.layers)
         changes.assign(self, "_tree", None)
-        self._apply(changes, forked._rows)
+        self._apply(changes, [own if own.removed else new for own, new in zip(self._rows, forked._rows)])
 
     def record_tree(self, tree: PendingTree[State]) -> None:
         """A tree's forward is done: it is pending until `commit_path` or `discard`."""

@@ -25,6 +25,9 @@ class Forkable(Protocol):
     @property
     def rows(self) -> int: ...
 
+    @property
+    def removed(self) -> frozenset[int]: ...
+
     def select(self, rows: Sequence[int | None]) -> None: ...
 
 
@@ -107,7 +110,8 @@ def grow(state: Batch, ids: Sequence[Sequence[int]], parents: Sequence[Sequence[
         leaves = [node for node in range(len(tokens)) if node not in above]
         branches += [Branch(row, _path(above, leaf)) for leaf in leaves] or [Branch(row, ())]
     forked = copy.deepcopy(state)
-    forked.select([branch.row for branch in branches])
+    idle = {row for row in state.removed if not ids[row]}  # others are refused, as in any step
+    forked.select([None if branch.row in idle else branch.row for branch in branches])
     return PendingTree(tuple(map(len, ids)), checked, tuple(branches), forked)
 
 
