@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 from typing import Any
@@ -162,6 +163,17 @@ def test_a_whole_body_is_answered(tiny: Running, path: str) -> None:
     with tiny.client() as client:
         answer = client.post(path, json=BODIES[path])
         assert answer.status_code == 200, answer.text
+
+
+def test_a_body_in_another_encoding_is_refused_as_such(tiny: Running) -> None:
+    with tiny.client() as client:
+        body = gzip.compress(json.dumps(BODIES["/v1/chat/completions"]).encode())
+        for path in BODIES:
+            answer = client.post(path, content=body, headers={"content-encoding": "gzip"})
+            assert answer.status_code == 415, answer.text
+            assert "gzip" in answer.json()["error"]["message"]
+        plain = {"content-encoding": "identity"}
+        assert client.post("/tokenize", json={"prompt": "a"}, headers=plain).status_code == 200
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -218,6 +218,8 @@ def test_a_waiting_stream_tells_its_progress_in_comments(engine: Engine) -> None
     with running(engine, BASE) as server, server.client() as client:
         go, text = held(engine), ""
         with client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as answer:
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            assert answer.headers["x-accel-buffering"] == "no", "a proxy is to pass each event on as it comes"
             for piece in answer.iter_text():
                 text += piece
                 if re.search(r"^: prompt 0/\d+$", text, re.MULTILINE):

@@ -57,6 +57,9 @@ async def read_body(service: Service, request: Request) -> Fields:
 
 async def read_bytes(service: Service, request: Request, most: int | None = None) -> bytes:
     most = service.settings.max_body if most is None else most
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise ApiError(f"the body is encoded as {encoding[:40]!r}: send it as it is", 415, code="unsupported_encoding")
     too_long = ApiError(f"the body has more than {most} bytes", 413, code="body_too_large")
     length = request.headers.get("content-length", "")
     if length.isdigit() and len(length) < 20 and int(length) > most:

@@ -95,6 +95,7 @@ class EventStream:
     async def _send(self, send: Send) -> None:
         output = _Output(send)
         headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **self.headers}
+        headers["x-accel-buffering"] = "no"  # nginx else collects events before it passes them on
         raw = [(key.encode(), value.encode()) for key, value in headers.items()]
         await output.put({"type": "http.response.start", "status": 200, "headers": raw})
         writing, watching = asyncio.create_task(self._write(output)), asyncio.create_task(self._watch(output))
