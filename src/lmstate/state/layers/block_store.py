@@ -235,7 +235,7 @@ class BlockStore:
 
 
 def _write_pointers(pointers: NDArray[np.int64], row: int, own: RowBlocks, first: int) -> None:
-    """Where the blocks of a row lie, from one on, into pointers int64 `[buffers, R, blocks]`."""
+    """Write where the blocks of a row lie, from one on, into pointers int64 `[buffers, R, blocks]`."""
     for i in range(first, len(own.blocks)):
         if (block := own.blocks[i]) is not None:
             pointers[:, row, i] = block.pointers
