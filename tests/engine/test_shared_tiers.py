@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 import lmstate
+from lmstate.engine.tiers import Tier
+from lmstate.engine.tiers.folder import FolderTier
 from lmstate.engine.tiers.shared import Blobs, ObjectBlobs, RedisBlobs, SharedTier
 from tests.engine.test_batching import KINDS, prompt
 from tests.engine.test_prefixes import ask, check
@@ -215,8 +217,28 @@ def test_of_what_is_larger_than_anything_that_is_written_only_so_much_is_read(
     with lmstate.Engine(model, memory="64MiB", store=SharedTier(blobs, "one")) as engine:
         got = ask(engine, [*ids, 4])
         check(model, [*ids, 4], got)
-        assert got.usage.reused == 0 and engine.stats()["shared_quarantined"] >= 1
-    assert max(len(blob) for blob in read if blob) == 2**26
+        assert got.usage.reused == 0 and engine.stats()["shared_failed"] >= 1
+    assert max(len(blob) for blob in read if blob) == 2**26 + 1
+
+
+@pytest.mark.parametrize("kind", ["folder", "shared"])
+def test_what_has_no_room_here_stays_for_others(kind: str, tmp_path: Path) -> None:
+    model, ids, blobs = ours("llama"), prompt(100, 1), Memory()
+
+    def tier() -> Tier:
+        return FolderTier(tmp_path, "one", 10**9) if kind == "folder" else SharedTier(blobs, "one")
+
+    with lmstate.Engine(model, store=tier()) as engine:
+        ask(engine, ids, 1)
+    small = tier()
+    with lmstate.Engine(model, store=small) as engine:
+        small.most_read = 1000
+        small.put = lambda *_: None  # type: ignore[method-assign]
+        got = ask(engine, [*ids, 4])
+        check(model, [*ids, 4], got)
+        assert got.usage.reused == 0 and small.counts["failed"] >= 1 and not small.counts["quarantined"]
+    with lmstate.Engine(model, store=tier()) as engine:
+        assert ask(engine, [*ids, 4]).usage.reused == len(ids)
 
 
 def test_a_store_that_is_not_there_is_as_good_as_none() -> None:

@@ -148,11 +148,10 @@ class FolderTier(Tier):
         if row is None:
             raise SnapshotError("it is in the index no longer")
         file, size = self._file(key), row[2]
+        self.check_size(size)
         try:
             if int(row[0]) > MOST_LAYERS:
                 raise SnapshotError(f"{file} has {row[0]} layers, by the index")
-            if size > self.most_read:
-                raise SnapshotError(f"{file} is larger than the memory that there is for it")
             with open_regular(file) as opened:
                 if opened.seek(0, 2) != size:  # before memory is taken for it
                     raise SnapshotError(f"{file} is damaged: its size is another")

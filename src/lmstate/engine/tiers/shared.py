@@ -45,7 +45,7 @@ class Blobs(Protocol):
     """Bytes under names. Any call may raise anything."""
 
     def get(self, name: str, most: int) -> bytes | None:
-        """The first `most` bytes, None where there are none: what is cut short is told as damaged."""
+        """The first `most` bytes; None where there are none."""
 
     def put(self, name: str, data: bytes) -> None: ...
 
@@ -219,9 +219,10 @@ class SharedTier(Tier):
 
     def read(self, key: str) -> Layers:
         name = f"{self._place}/entries/{key}"
-        blob = self._blobs.get(name, self.most_read)
+        blob = self._blobs.get(name, self.most_read + 1)
         if blob is None:
             raise SnapshotError("it is there no longer")
+        self.check_size(len(blob))
         body = memoryview(blob)[32:]
         layers = int.from_bytes(body[:4], "little")
         if hashlib.sha256(body).digest() != blob[:32] or layers > MOST_LAYERS:

@@ -215,6 +215,11 @@ class Tier(ABC):
             self.counts["read"] += 1
         return layers
 
+    def check_size(self, size: int) -> None:
+        """Raise SnapshotError for an entry of so many bytes if it is not to be read. Others may have room for it."""
+        if size > self.most_read:
+            raise SnapshotError(f"it is larger than the {self.most_read} bytes that there are for it")
+
     def refuse(self, key: str) -> None:
         """Have an entry that is no good count as gone, so that `put` writes it anew."""
         with self._changed:
