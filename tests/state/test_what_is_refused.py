@@ -358,31 +358,9 @@ def test_a_copy_of_a_model_goes_on_with_its_states() -> None:
 # ---- a step of no tokens
 
 
+@pytest.mark.parametrize("tree", [False, True])
 @every_case
-def test_a_step_of_no_tokens_awaits_no_verdict(case: str) -> None:
-    mirror = held(case)
-    state = mirror.state
-    follow: list[Callable[[], object]] = [
-        lambda: state.commit(),
-        lambda: state.commit(0),
-        lambda: state.commit([0, 0]),
-        lambda: state.discard(),
-        lambda: mirror.extend([[5], []]),
-        lambda: mirror.draft([[5, 6], []], [1, 0]),
-        lambda: mirror.select([1, 0]),
-        lambda: mirror.rewind(0, 8),
-        lambda: state.mark(0),
-        lambda: mirror.restore(1, state.snapshot(0), mirror.rows[0]),
-    ]
-    for use in follow:
-        mirror.model([[], []], state, commit=False)
-        assert state.pending == [0, 0]
-        use()
-        mirror.check()
-
-
-@every_case
-def test_a_tree_of_no_tokens_awaits_no_verdict(case: str) -> None:
+def test_a_step_of_no_tokens_awaits_no_verdict(case: str, tree: bool) -> None:
     mirror = held(case)
     state = mirror.state
 
@@ -391,8 +369,9 @@ def test_a_tree_of_no_tokens_awaits_no_verdict(case: str) -> None:
         state.remove(2)
         state.select([0, 1])
 
+    verdicts: list[Callable[[], object]] = [state.commit, lambda: state.commit(0), lambda: state.commit([0, 0])]
     follow: list[Callable[[], object]] = [
-        lambda: state.commit_path([[], []]),
+        *([lambda: state.commit_path([[], []])] if tree else verdicts),
         lambda: state.discard(),
         lambda: mirror.extend([[5], []]),
         lambda: mirror.draft([[5, 6], []], [1, 0]),
@@ -403,7 +382,7 @@ def test_a_tree_of_no_tokens_awaits_no_verdict(case: str) -> None:
         add,
     ]
     for use in follow:
-        mirror.model([[], []], state, commit=False, parents=[[], []])
+        mirror.model([[], []], state, commit=False, parents=[[], []] if tree else None)
         assert state.pending == [0, 0]
         use()
         mirror.check()

@@ -47,7 +47,7 @@ istitle isupper join lower lstrip partition removeprefix removesuffix replace rf
 split splitlines startswith strip swapcase title upper
 """
 FILTERS = frozenset(_FILTERS.split())
-_WRITERS = "e escape forceescape groupby join max min sort string tojson unique"
+_WRITERS = "e escape forceescape groupby join max min sort string unique"  # and tojson, which counts by itself
 WRITERS = frozenset(_WRITERS.split())
 """Filters that write, or compare, all the text inside of a value."""
 METHODS: dict[type, frozenset[str]] = {
