@@ -69,8 +69,10 @@ def summary(clients: int, seconds: float, answers: Sequence[tuple[float, list[fl
     return Served(clients, tokens / seconds, median(firsts), firsts[int(0.99 * (len(firsts) - 1))], median(gaps), high)
 
 
-def serve(model: lmstate.Model, clients: int, requests: int, number: int, draft: Literal["auto"] | None) -> Served:
-    with lmstate.Engine(model, rows=16, draft=draft) as engine:
+def serve(
+    model: lmstate.Model, clients: int, requests: int, number: int, draft: Literal["auto"] | None, stall: float
+) -> Served:
+    with lmstate.Engine(model, rows=16, draft=draft, stall=stall) as engine:
         return sent(
             lambda ids: engine.submit(ids, max_new_tokens=ANSWER, ignore_eos=True),
             model.config.vocab_size, clients, requests, number,
@@ -103,13 +105,13 @@ def overhead(model: lmstate.Model, rounds: int, draft: Literal["auto"] | None) -
     return median(ratios)
 
 
-def traces(model: lmstate.Model, server: LlamaServer | None, rounds: int) -> Iterator[dict[str, object]]:
+def traces(model: lmstate.Model, server: LlamaServer | None, rounds: int, stall: float) -> Iterator[dict[str, object]]:
     """Seconds of each trace."""
     end = min(model.eos_ids, default=1)
     for name in TRACES:
         seconds: dict[str, list[float]] = {"lmstate": [], "llama-server": []}
         for number in range(rounds):
-            seconds["lmstate"].append(run_trace(model, name, "16GiB", number).seconds)
+            seconds["lmstate"].append(run_trace(model, name, "16GiB", number, stall).seconds)
             if server is not None:
                 seconds["llama-server"].append(play(name, model.config.vocab_size, end, server.ask, number)[1])
         row: dict[str, object] = {"trace": name} | {who: min(took) for who, took in seconds.items() if took}
@@ -131,6 +133,7 @@ def main() -> None:
     parser.add_argument("--clients", default="1,4,8,16")
     parser.add_argument("--requests", type=int, default=32, help="of each number of clients")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--stall", type=float, default=3.0, help="the bound on gaps, of ours")
     parser.add_argument("--no-drafts", action="store_true", help="of our clients")
     parser.add_argument("--llama-server", help="its binary, or the URL of one with the same model")
     parser.add_argument("--only", default=",".join(PARTS), help="some of " + ",".join(PARTS))
@@ -158,7 +161,9 @@ def main() -> None:
             rows: dict[str, list[Served]] = {}
             for number in range(options.rounds):
                 draft: Literal["auto"] | None = None if options.no_drafts else "auto"
-                rows.setdefault("lmstate", []).append(serve(model, clients, options.requests, number, draft))
+                rows.setdefault("lmstate", []).append(
+                    serve(model, clients, options.requests, number, draft, options.stall)
+                )
                 if (peer := server) is not None:
                     rows.setdefault("llama-server", []).append(
                         sent(
@@ -171,7 +176,7 @@ def main() -> None:
                 print(f"{name:12} {best}", flush=True)
                 result[name].append(asdict(best))
         if "traces" in parts:
-            result["traces"] += traces(model, server, options.rounds)
+            result["traces"] += traces(model, server, options.rounds, options.stall)
         if "budgets" in parts:
             result["budgets"] += budgets(model)
         (options.out / "engine.json").write_text(json.dumps(result, indent=2))

@@ -100,9 +100,9 @@ def play(name: str, vocab: int, end: int, ask: Ask, number: int = 0) -> tuple[in
     return new, perf_counter() - begin
 
 
-def run_trace(model: lmstate.Model, name: str, memory: int | str, number: int = 0) -> Traced:
+def run_trace(model: lmstate.Model, name: str, memory: int | str, number: int = 0, stall: float = 3.0) -> Traced:
     longest = 0
-    with lmstate.Engine(model, rows=8, memory=memory) as engine:
+    with lmstate.Engine(model, rows=8, memory=memory, stall=stall) as engine:
 
         def ask(ids: list[int], count: int) -> Callable[[], list[int]]:
             nonlocal longest

@@ -71,6 +71,16 @@ def test_a_state_is_not_written_over_unless_asked(model: lmstate.Model, tmp_path
     assert lmstate.Snapshot.load(saved).length == 5
 
 
+def test_keys_and_values_in_few_bits_are_those_of_such_a_state(model: lmstate.Model, tmp_path: Path) -> None:
+    saved, text = tmp_path / "text.lmstate", "Once upon a time"
+    state = model.new_state(kv=lmstate.kv.Quantized(4))
+    expected = model.generate(Letters().encode(text), state=state, max_new_tokens=8)
+    assert generate("--raw", "--kv-bits", 4, text, "-n", 5, "--save-state", saved)[:-1] == expected[:5]
+    assert generate("--kv-bits", 4, "--state", saved, "-n", 3, input="")[:-1] == expected[5:]
+    assert "same kv=" in generate("--state", saved, "-n", 3, input="", code=1)
+    assert "there are 8, 4 and 2" in generate("x", "--kv-bits", 3, code=2)
+
+
 def test_states_that_do_not_fit_are_refused(model: lmstate.Model, tmp_path: Path) -> None:
     other, text, damaged = tmp_path / "other", tmp_path / "text", tmp_path / "damaged"
     foreign = talking("gemma2")

@@ -123,7 +123,7 @@ class FakeModel:
         self.fed = 0
         self.fail_at: int | None = None
 
-    def new_state(self, rows: int = 1) -> FakeState:
+    def new_state(self, rows: int = 1, kv: None = None) -> FakeState:
         return FakeState(rows)
 
     def __call__(

@@ -10,8 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
+import lmstate
 from tests.serve.running import save_tiny
 from tests.serve.test_behavior import command
+from tests.training.test_adapters import adapted
 from tests.waiting import wait_until
 
 
@@ -56,3 +58,27 @@ def test_responses_sessions_and_prefixes_survive_a_kill(directory: Path, tmp_pat
         assert client.get("/v1/sessions/s").json()["length"] == length
         assert again["usage"]["input_tokens"] == kept["usage"]["input_tokens"]
         assert again["usage"]["input_tokens_details"]["cached_tokens"] > 300
+
+
+def test_an_adapter_small_keys_and_a_store_behind_a_url_are_options_of_the_program(
+    directory: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("obstore")
+    (tmp_path / "store").mkdir()
+    adapter = tmp_path / "adapter"
+    adapted(directory, adapter)
+    model = lmstate.load(directory, weights="float32", adapter=adapter)
+    prompt = {"prompt": "Once upon a time" * 20, "max_tokens": 6, "model": str(directory)}
+    options = ("--weights", "float32", "--adapter", str(adapter), "--kv-bits", "8", "--stall", "20")
+    options = (*options, "--store", (tmp_path / "store").as_uri())
+    with command(directory, *options) as (process, url), httpx.Client(base_url=url, timeout=300) as client:
+        first = ask(client, "/v1/completions", **prompt)
+        process.terminate()
+        process.wait(300)  # what is to be stored is written by then
+    with lmstate.Engine(model, kv=lmstate.kv.Quantized(8)) as engine:
+        alone = engine.submit(prompt["prompt"], max_new_tokens=6, ignore_eos=True).result()
+    assert first["choices"][0]["text"] == alone.texts[0]
+    with command(directory, *options) as (_, url), httpx.Client(base_url=url, timeout=300) as client:
+        again = ask(client, "/v1/completions", **prompt)
+    assert again["choices"] == first["choices"]
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 300

@@ -65,6 +65,7 @@ def generate(
     threads: options.Threads = None,
     draft: options.Draft = "auto",
     adapter: options.Adapter = None,
+    kv_bits: options.KVBits = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object at the end: text, ids, finished, usage.")
     ] = False,
@@ -110,8 +111,10 @@ def generate(
     with options.usage():
         stops = as_stops(stop or ())
     sampling = options.Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    kv = options.kv_storage(kv_bits)
     loaded = options.load_model(model, weights, threads, adapter, draft)
-    request = _begin(loaded, text, chat, system) if state is None else _go_on(loaded, state, text, chat)
+    empty = loaded.new_state(rows=1, kv=kv)
+    request = _begin(loaded, empty, text, chat, system) if state is None else _go_on(loaded, empty, state, text, chat)
     held = request.state.lengths[0]
     warn_of_length(loaded, held, held + len(request.ids))
     generation = Generation(
@@ -157,14 +160,13 @@ def _prompt(given: str | None, file: Path | None, optional: bool) -> str:
     return text
 
 
-def _begin(model: Model, text: str, chat: bool | None, system: str | None) -> Request:
+def _begin(model: Model, state: State, text: str, chat: bool | None, system: str | None) -> Request:
     """A request on an empty state."""
     tokenizer = model.tokenizer
     if chat is None:
         chat = tokenizer.has_chat_template
         if not chat and system is not None:
             raise ValueError("--system was given, but the model has no chat template to put it in")
-    state = model.new_state(rows=1)
     if not chat:
         return Request(state, tokenizer.encode(text), None)
     messages = [{"role": "system", "content": system}] if system is not None else []
@@ -172,8 +174,8 @@ def _begin(model: Model, text: str, chat: bool | None, system: str | None) -> Re
     return Request(state, tokenizer.chat(messages, add_generation_prompt=True), messages)
 
 
-def _go_on(model: Model, path: Path, text: str, chat: bool | None) -> Request:
-    """A request on a saved state: the next question of a conversation, or more of a text."""
+def _go_on(model: Model, state: State, path: Path, text: str, chat: bool | None) -> Request:
+    """A request on a saved state, restored to an empty one: the next question of a conversation, or more of a text."""
     from lmstate.cli.chat.branches import messages_of
     from lmstate.cli.chat.conversation import align
     from lmstate.state import Snapshot
@@ -182,7 +184,6 @@ def _go_on(model: Model, path: Path, text: str, chat: bool | None) -> Request:
     messages = messages_of(snapshot)
     if chat and messages is None:
         raise ValueError(f"{path} holds a text, no conversation; leave out --chat to go on with the text")
-    state = model.new_state(rows=1)
     state.restore(0, snapshot)
     if messages is None or chat is False or not text:
         return Request(state, model.tokenizer.encode(text, add_special_tokens=False) if text else [], None)

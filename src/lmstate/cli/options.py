@@ -16,6 +16,7 @@ from lmstate.cli.output import raise_interrupts
 
 if TYPE_CHECKING:
     from lmstate.generation import Sampler
+    from lmstate.kv import Quantized
     from lmstate.models.model import Model
 
 DEFAULT_MODEL = "smollm2"
@@ -37,6 +38,9 @@ ModelName = Annotated[
 Weights = Annotated[WeightKind, typer.Option("--weights", help="How the weights are stored in memory.")]
 Adapter = Annotated[
     Path | None, typer.Option("--adapter", metavar="FOLDER", help="A LoRA adapter to run beside the weights.")
+]
+KVBits = Annotated[
+    int | None, typer.Option("--kv-bits", metavar="8|4|2", help="Store keys and values in so many bits.")
 ]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", min=0, help="End after this many tokens.")]
 Temperature = Annotated[
@@ -122,6 +126,14 @@ def load_drafter(name: str) -> str | Model:
         return lmstate.load(name, weights=WeightKind.auto.value)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"--draft is auto, text, heads, none or a model: {error}") from None
+
+
+def kv_storage(bits: int | None) -> Quantized | None:
+    """Storage of keys and values that `--kv-bits` names. Raises `typer.BadParameter` for other numbers of bits."""
+    from lmstate.kv import Quantized
+
+    with usage():
+        return None if bits is None else Quantized(bits)
 
 
 @contextmanager

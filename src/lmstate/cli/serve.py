@@ -29,8 +29,21 @@ def serve(
         "4GiB"
     ),
     store: Annotated[
-        Path | None, typer.Option("--store", metavar="FOLDER", help="Prefixes, sessions and responses survive here.")
+        str | None,
+        typer.Option(
+            "--store",
+            metavar="FOLDER|URL",
+            help="Prefixes, sessions and responses survive in this folder; or prefixes and sessions in this Redis or "
+            "object store.",
+        ),
     ] = None,
+    stall: Annotated[
+        float,
+        typer.Option(
+            "--stall",
+            help="Tokens of others may come so many times later while a prompt is read. Larger reads it faster.",
+        ),
+    ] = 3.0,
     alias: Annotated[
         list[str] | None, typer.Option("--alias", metavar="NAME", help="Another name to ask by; `*` for any.")
     ] = None,
@@ -48,6 +61,8 @@ def serve(
         float | None, typer.Option("--timeout", min=0.001, metavar="SECONDS", help="End answers after so long.")
     ] = None,
     weights: options.Weights = options.WeightKind.auto,
+    adapter: options.Adapter = None,
+    kv_bits: options.KVBits = None,
     threads: options.Threads = None,
     draft: Annotated[
         str,
@@ -74,6 +89,9 @@ def serve(
 
     with options.usage():
         memory_bytes = as_bytes(memory)  # before a model is loaded for nothing
+        if not stall > 1.0:
+            raise ValueError(f"--stall {stall} was asked for; it is above 1: times the usual gap between two tokens")
+    kv = options.kv_storage(kv_bits)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=logging.INFO)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     settings = Settings(
@@ -83,17 +101,19 @@ def serve(
         read_keys(api_key_file),
         tuple(alias or ()),
         tuple(cors_origin or ()),
-        store,
+        None if store is None or "://" in store else Path(store),
         log_prompts,
         max_new_tokens=max_tokens,
         request_timeout=timeout,
     )
     settings.check(allow_anonymous)
     check_address(host, port)
-    loaded = options.load_model(model, weights, threads, draft=draft)
+    loaded = options.load_model(model, weights, threads, adapter, draft)
     loaded.on_part = None  # of many requests at a time nobody follows one
     drafter = options.load_drafter(draft)
-    with Engine(loaded, rows=rows, memory=memory_bytes, store=store, queue=queue, draft=drafter) as engine:
+    with Engine(
+        loaded, rows=rows, memory=memory_bytes, store=store, kv=kv, draft=drafter, queue=queue, stall=stall
+    ) as engine:
         server = make_server(engine, settings)
         server.ready = lambda port: note(banner(settings, port, rows, loaded.config.max_positions))
         # What was loaded stays: a full collection that looks at it all holds up every stream for a fifth of a second.

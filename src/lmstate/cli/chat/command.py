@@ -32,6 +32,8 @@ def chat(
         bool, typer.Option("--transcript", help="Write piped questions and commands to stdout too, each after `> `.")
     ] = False,
     draft: options.Draft = "auto",
+    adapter: options.Adapter = None,
+    kv_bits: options.KVBits = None,
     stats: Annotated[
         bool, typer.Option("--stats/--no-stats", help="After each answer: tokens fed and reused, and the speed.")
     ] = True,
@@ -52,14 +54,17 @@ def chat(
 
     system = None if system is None else as_text(system, "--system")
     sampling = options.Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    loaded = options.load_model(model, weights, threads, draft=draft)
+    kv = options.kv_storage(kv_bits)
+    loaded = options.load_model(model, weights, threads, adapter, draft)
     if not loaded.tokenizer.has_chat_template:
         raise ValueError(f"{model} has no chat template; use `lmstate generate {model} --raw` to go on with a text")
     typed_in = sys.stdin.isatty()
     if typed_in:
         note(f"{model}: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves")
     drafter = options.load_drafter(draft)
-    conversation = Conversation(loaded, system, sampler=sampling.of(loaded), max_new_tokens=max_tokens, draft=drafter)
+    conversation = Conversation(
+        loaded, system, sampler=sampling.of(loaded), max_new_tokens=max_tokens, draft=drafter, kv=kv
+    )
     failed = talk(conversation, stats, transcript and not typed_in)
     if failed and not typed_in:
         note(f"lmstate: {failed} of the questions and commands failed")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from lmstate.cli.chat.branches import Branches, load
 from lmstate.cli.chat.messages import Message, common_prefix
@@ -49,8 +49,10 @@ class Conversation:
         sampler: Sampler | None = None,
         max_new_tokens: int = 512,
         draft: DraftChoice = "auto",
+        kv: Any = None,
     ) -> None:
         self.model = model
+        self._kv = kv
         self.system = system
         self.sampler = sampler or Sampler()
         self.max_new_tokens = max_new_tokens
@@ -71,7 +73,7 @@ class Conversation:
 
     def load(self, path: Path) -> Snapshot:
         """Go on from a saved conversation in the place of this one, which `undo_replacement` brings back."""
-        state = self.model.new_state(rows=1)
+        state = self._empty_state()
         snapshot, messages = load(state, path)
         self._remember(f"the load of {path}")
         self.messages, self.state = messages, state
@@ -79,8 +81,11 @@ class Conversation:
 
     def _begin(self) -> None:
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
-        self.state = self.model.new_state(rows=1)
+        self.state = self._empty_state()
         self.branches = Branches()
+
+    def _empty_state(self) -> State:
+        return self.model.new_state(rows=1, kv=self._kv)
 
     def _remember(self, what: str) -> None:
         self._replaced = Replaced(what, self.messages, self.state, self.branches.copy())

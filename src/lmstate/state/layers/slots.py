@@ -171,7 +171,8 @@ class SlotState(LayerState):
     def _check_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         if set(tensors) != set(self.buffers):
             raise SnapshotError(
-                f"this layer needs the tensors {' and '.join(self.buffers)}; the snapshot has {sorted(tensors)}"
+                f"this layer needs the tensors {' and '.join(self.buffers)}; the snapshot has {sorted(tensors)}: "
+                "where keys and values are stored in another form, a state with the same kv= takes it"
             )
         for name, buffer in self.buffers.items():
             tensor, heads, width = tensors[name], list(buffer.heads), buffer.width
