@@ -10,14 +10,17 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 import lmstate
+from lmstate.cli.app import app
 from lmstate.engine import Engine
 from lmstate.serve import Settings
 from lmstate.serve.app import PATHS
 from tests.real_model import smollm2
 from tests.serve.running import running
 
+SERVED = {name for given in get_command(app).commands["serve"].params for name in given.opts}  # type: ignore[attr-defined]
 PAGE = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
 
 
@@ -62,5 +65,4 @@ def test_the_page_names_every_route() -> None:
 
 @pytest.mark.parametrize("option", sorted(set(re.findall(r"(--[a-z][a-z-]+)", PAGE.split("## OpenAI")[0]))))
 def test_options_on_the_page_exist(option: str) -> None:
-    source = (Path(lmstate.__file__).parent / "cli" / "serve.py").read_text(encoding="utf-8")
-    assert f'"{option}"' in source
+    assert option in SERVED
