@@ -185,6 +185,19 @@ def test_rewind_to_a_mark_brings_back_what_was_kept_there(policy: str) -> None:
 
 
 @every_policy
+@pytest.mark.parametrize("case", ["llama", "deepseek_v3"])
+def test_rewind_to_a_mark_at_the_start(policy: str, case: str) -> None:
+    """Where no query was seen yet."""
+    model = ours(case)
+    state, fresh = (model.new_state(kv=BUDGETS[policy]) for _ in range(2))
+    state.mark(0)
+    model([ids(40)], state)
+    state.rewind(0, 0)
+    close(model([ids(20, 1)], state), model([ids(20, 1)], fresh))
+    close(model([[3]], state), model([[3]], fresh))
+
+
+@every_policy
 def test_a_long_step_evicts_between_its_parts(policy: str) -> None:
     model = ours("llama")
     states = [model.new_state(2, kv=BUDGETS[policy]) for _ in range(2)]

@@ -78,7 +78,7 @@ class LastQueries:
         None where all that is held is later: an idle row may have been restored since its step began.
         """
         if self.ring is None:
-            return torch.zeros(0, 0, 0, dtype=torch.float32, device=self.device)
+            return torch.zeros(0, self.heads, self.dim, dtype=torch.float32, device=self.device)
         return self.held_from(row, max(self.low[row], length - self.count, 0), length)
 
     def before(self, rows: Sequence[int], lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
