@@ -66,6 +66,21 @@ def test_layers_that_never_saw_the_span_close_the_gap_exactly() -> None:
     )
 
 
+@pytest.mark.parametrize("how", [{}, {"rewind": 0}, {"static": True, "capacity": 80}])
+@pytest.mark.parametrize("span", [(0, 16), (8, 13), (5, 44), (30, 45), (40, 50)])
+def test_a_window_that_has_lost_nothing_closes_the_gap(span: tuple[int, int], how: dict[str, int]) -> None:
+    """Also of a row longer than the window, whose first positions come in sight again."""
+    (start, stop), (model, ids) = span, (ours("mistral"), text(50)[0].tolist())
+    state, short = model.new_state(**how), model.new_state(**how)
+    model([ids], state)
+    model([ids[:start] + ids[stop:]], short)
+    state.drop(0, start, stop)
+    length = 50 - (stop - start)
+    for name in ("k", "v"):  # of the first layer, whose keys and values depend on their own token alone
+        closed, straight = (each.layers[0].capture(0, length)[name] for each in (state, short))
+        torch.testing.assert_close(closed, straight, atol=BOUND, rtol=BOUND)
+
+
 @pytest.mark.parametrize("case", [case for case in FULL if case.endswith(STRETCHED)])
 def test_a_row_that_has_outgrown_its_rope_refuses(case: str) -> None:
     """Its keys are not of the frequencies that would move them."""

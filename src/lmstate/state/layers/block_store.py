@@ -131,6 +131,10 @@ class BlockStore:
         stop = start + next(iter(stored.values())).shape[-2]
         return CapturedBlocks(self.buffers, RowBlocks(tuple(blocks), len(blocks), start), start, stop)
 
+    def later(self, row: int, length: int, start: int) -> Mapping[str, Tensor]:
+        """The positions from `start` on of a row that has lost none, those that its window has passed too."""
+        return CapturedBlocks(self.buffers, self.rows[row], start, length)
+
     def drop(self, row: int, length: int, start: int, stop: int, moved: Mapping[str, Tensor], changes: Changes) -> None:
         """Have `moved`, of the positions from `stop` on, follow those before `start`."""
         own, first = self.rows[row], start // BLOCK_TOKENS

@@ -111,6 +111,10 @@ class FixedSlots:
             changes.assign(self, "_saved", (kept, before))
         self._hold(current, written_to, changes)
 
+    def later(self, row: int, length: int, start: int) -> Buffers:
+        """The positions from `start` on of a row that has lost none, those that its window has passed too."""
+        return {name: buffer[row][..., start:length, :] for name, buffer in self.buffers.items()}
+
     def drop(self, row: int, length: int, start: int, stop: int, moved: Mapping[str, Tensor], changes: Changes) -> None:
         """Have `moved`, of the positions from `stop` on, follow those before `start`: nothing has wrapped."""
         closed = {name: buffer.clone() for name, buffer in self.buffers.items()}

@@ -119,8 +119,7 @@ class SlotState(LayerState):
         return "its window has forgotten earlier tokens" if self.content.has_lost(row) else None
 
     def drop(self, row: int, length: int, start: int, stop: int, changes: Changes) -> None:
-        captured = self.content.capture(row, length)  # nothing was lost: from position 0 on
-        later = {name: captured[name][..., stop:, :] for name in self.buffers}
+        later = self.content.later(row, length, stop)
         moved = {name: self.moved(name, stored, start - stop) for name, stored in later.items()}
         self.content.drop(row, length, start, stop, moved, changes)
 
