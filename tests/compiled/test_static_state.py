@@ -134,6 +134,9 @@ def test_what_a_static_state_refuses() -> None:
     with pytest.raises(UnsupportedError, match="frequencies change at"):
         ours("phi3-longrope").new_state(capacity=100, static=True)
     assert ours("phi3-longrope").new_state(capacity=64, static=True).rows == 1
+    for capacity in (10**15, 10**25):
+        with pytest.raises(CapacityError, match="give a smaller capacity"):
+            ours("llama").new_state(capacity=capacity, static=True)
     state = model.new_state(1, capacity=CAPACITY * 2, static=True)
     with pytest.raises(UnsupportedError, match="keeps the 1 that it was made with"):
         state.select([0, 0])

@@ -33,7 +33,13 @@ class FixedSlots:
             slots = min(slots, window_span + layout.chunk)
         self.slots = slots
         """S."""
-        self.buffers: Buffers = {name: buffer.zeros(slots, (layout.rows,)) for name, buffer in buffers.items()}
+        try:
+            self.buffers: Buffers = {name: buffer.zeros(slots, (layout.rows,)) for name, buffer in buffers.items()}
+        except (RuntimeError, TypeError) as error:  # no memory, or more than torch can count
+            raise CapacityError(
+                f"a static state of {layout.rows} rows and capacity={layout.capacity} was asked for, which has more "
+                "slots than there is memory for: give a smaller capacity, or make a state that is not static"
+            ) from error
         self.written_to = [0] * layout.rows
         self.views: list[Any] = []
         """Made of the buffers by layers; these never move."""
