@@ -269,6 +269,9 @@ def changed(snapshot: Snapshot) -> list[Snapshot]:
         {"layers": (*layers[:-1], {name: tensor.tolist() for name, tensor in layers[-1].items()})},
         {"layers": (*layers[:-1], {**layers[-1], "more": torch.zeros(1)})},
         {"layers": layers[:-1]},
+        {"layers": None},
+        {"layers": dict(enumerate(layers))},
+        {"layers": (*layers[:-1], None)},
         {"fingerprint": None},
         {"fingerprint": ""},
     ]

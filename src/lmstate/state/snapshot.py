@@ -117,10 +117,7 @@ class Snapshot:
             raise SnapshotError(
                 f"the snapshot is damaged: it says that {cached} of its {len(tokens)} tokens are in its layers"
             )
-        if not all(
-            isinstance(layer, CapturedBlocks | Parts) or all(isinstance(part, Tensor) for part in dict(layer).values())
-            for layer in self.layers
-        ):
+        if not isinstance(self.layers, tuple | list) or not all(map(_is_captured, self.layers)):
             raise SnapshotError("the snapshot is damaged: what it has of its layers is not tensors")
         logits = self.logits
         if logits is None:
@@ -160,6 +157,12 @@ def _tokens(path: Path, tensors: dict[str, Tensor]) -> tuple[int, ...]:
     if len(tokens) and int(tokens.min()) < 0:
         raise SnapshotError(f"{path} has negative token ids")
     return tuple(tokens.tolist())
+
+
+def _is_captured(layer: object) -> bool:
+    if isinstance(layer, CapturedBlocks | Parts):
+        return True
+    return isinstance(layer, Mapping) and all(isinstance(part, Tensor) for part in layer.values())
 
 
 def _shown(thing: object) -> str:
