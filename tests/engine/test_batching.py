@@ -319,6 +319,7 @@ def test_a_closed_engine_ends_what_runs_and_takes_nothing_more() -> None:
         ({"prompt": [1], "grammar": "json"}, "grammar is 'json'"),
         ({"prompt": [1], "priority": 10**309}, "priority is 1000"),
         ({"prompt": [1], "temperature": 10**400}, "temperature must be a number"),
+        ({"prompt": [1], "ignore_eos": "no"}, "ignore_eos is 'no'; it must be True or False"),
         ({"prompt": b"ab"}, "is bytes: decode them first"),
     ],
 )

@@ -124,7 +124,7 @@ def options(
         stops,
         frozenset(token_ids(stop_token_ids, "stop_token_ids", vocab)),
         _count("min_tokens", min_tokens),
-        bool(ignore_eos),
+        _flag("ignore_eos", ignore_eos),
         None if max_thinking_tokens is None else _count("max_thinking_tokens", max_thinking_tokens),
         None if max_thinking_tokens is None else ThinkingFormat.of(model.tokenizer),
     )
@@ -182,6 +182,12 @@ def _count(name: str, value: int, least: int = 0, most: int | None = None) -> in
     if number < least or (most is not None and number > most):
         raise ValueError(f"{name} is {number}; it must be {least} or more" + (f", at most {most}" if most else ""))
     return number
+
+
+def _flag(name: str, value: bool) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r:.80}; it must be True or False")
+    return value
 
 
 def _token(token: int, where: str, vocab: int) -> int:
