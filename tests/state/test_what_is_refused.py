@@ -124,7 +124,7 @@ def test_a_verdict_that_is_no_number_leaves_the_step_pending(case: str) -> None:
         with pytest.raises(lmstate.StateError, match="whole number"):
             mirror.state.commit(verdict)  # type: ignore[arg-type]
         assert mirror.state.pending == [4, 2]
-    for verdict in ([1], [5, 0], [-1, 0], 5, -1, numpy.int64(5), torch.tensor([1])):
+    for verdict in ([1], [5, 0], [-1, 0], 5, 3, -1, numpy.int64(5), torch.tensor([1])):
         with pytest.raises(lmstate.PendingError, match="does not fit"):
             mirror.state.commit(verdict)  # type: ignore[arg-type]
         assert mirror.state.pending == [4, 2]

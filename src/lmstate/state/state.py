@@ -274,7 +274,7 @@ class State:
 
     @ordinary_tensors
     def commit(self, counts: int | Sequence[int] | None = None) -> None:
-        """Make the first `counts[r]` pending tokens of each row real: all by default, a number for every row alike.
+        """Make the first `counts[r]` pending tokens of each row real: all by default, a number for each row with any.
 
         The rest never happened. Raises `PendingError` if nothing is pending or a count is more than is pending.
         """

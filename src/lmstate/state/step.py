@@ -159,7 +159,7 @@ def integers(values: Sequence[int] | Sequence[Sequence[int]], device: torch.devi
 
 
 def as_counts(value: int | Sequence[int] | None, limits: Sequence[int]) -> tuple[int, ...] | None:
-    """A verdict as one number per row: None is all, a number holds for every row. None if it does not fit `limits`.
+    """A verdict as one number per row: None is all, a number that of each row with tokens. None if it does not fit.
 
     Raises `StateError` for anything else.
     """
