@@ -14,6 +14,7 @@ from lmstate.engine import Completion
 from lmstate.generation.sampling import Sampler
 from lmstate.ops import dispatch
 from lmstate.speculation import ModelDrafter, Speculator, TextDrafter
+from lmstate.state import State
 from tests.engine.alone import alone
 from tests.engine.test_batching import KINDS, OneOf, OneOrMore, paused, prompt
 from tests.speculation.drafters import always
@@ -100,6 +101,27 @@ def test_a_batch_with_drafts_gets_what_it_gets_without(kind: str) -> None:
         accepted = sum(one.usage.accepted for one in drafted)
         assert accepted > 20 if right else sum(one.usage.drafted for one in drafted) > accepted
     assert plain[0].tokens == [alone(model, prompt(30, 1), 25, ends=frozenset())[0]]
+
+
+@pytest.mark.parametrize("kind", ["attention", "hybrid"])
+def test_a_verdict_that_fails_takes_no_token_back(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = replace(ours(KINDS[kind]), eos_ids=frozenset({2}))
+    requests = mixed(3)
+    plain = asked(model, requests, None)
+    wholes = [[*request["prompt"], *tokens] for request, one in zip(requests, plain) for tokens in one.tokens]
+    commit, verdicts = State.commit, []
+
+    def fail(state: State, counts: Any = None) -> None:
+        if counts is not None:  # a draft's
+            verdicts.append(counts)
+            if len(verdicts) % 3 == 1:
+                raise MemoryError("of a verdict")
+        commit(state, counts)
+
+    monkeypatch.setattr(State, "commit", fail)
+    for one, other in zip(plain, asked(model, requests, always(Knowing(wholes, 0.8), VOCAB, depth=7))):
+        same(one, other)
+    assert len(verdicts) > 3
 
 
 @pytest.mark.parametrize("draft", ["auto", "text", "none", "model", "two methods"])

@@ -425,11 +425,19 @@ class Scheduler:
         read = {choice: len(choice.feed) for choice in choices}
         accepted, failed = self._take(choices, logits, drafts)
         if drafts:
-            self.pool.accept({choice: read[choice] + accepted[choice] for choice in choices})
+            self._accept({choice: feed[choice][: read[choice] + accepted[choice]] for choice in choices})
         tokens = sum(map(len, feed.values()))
         self._drafting.measured(drafts, accepted, tokens, perf_counter() - ran, len(choices))
         self._end_choices(choices, failed)
         self._pace.decoded(perf_counter() - begin)
+
+    def _accept(self, texts: Mapping[Choice, list[int]]) -> None:
+        """Commit what holds of a step that was verified; if that fails, the next step reads it again."""
+        try:
+            self.pool.accept({choice: len(text) for choice, text in texts.items()})
+        except BaseException:  # nothing of it was committed, and its tokens are given out
+            for choice, text in texts.items():
+                choice.feed[:0] = text
 
     def _decode_apart(self, choices: list[Choice]) -> None:
         """A step of all failed, and changed nothing: have each row take it by itself, so that one stops no other."""
