@@ -51,6 +51,23 @@ def test_a_tree_gives_each_path_its_own_logits_and_a_verdict_keeps_one(case: str
     torch.testing.assert_close(model([[7], [], []], state)[0], alone, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("case", ["llama", "qwen3_next"])
+def test_memory_counts_what_the_branches_of_a_tree_hold(case: str) -> None:
+    model = ours(case)
+    state, forked = model.new_state(), model.new_state()
+    for each in (state, forked):
+        model(prompts_of(7), each)
+        each.mark(0)
+    held = state.memory()
+    model([[3, 4, 5]], state, parents=[[-1, -1, 1]], commit=False)
+    forked.select([0, 0])
+    model([[3], [4, 5]], forked, logits="all", commit=False)
+    assert {**state.memory(), "tree": 0} == {**held, "tree": 0}
+    assert state.memory()["tree"] == sum(forked.memory().values())  # all blocks are copied: all were written into
+    state.discard()
+    assert state.memory() == held
+
+
 @pytest.mark.parametrize("removed", [0, 1])
 @pytest.mark.parametrize("case", ["llama", "mistral", "qwen3_5"])
 def test_a_row_that_was_removed_has_no_part_in_a_tree(case: str, removed: int) -> None:

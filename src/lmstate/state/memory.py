@@ -42,3 +42,20 @@ def memory_by_kind(
         if sizes:
             held[name] = sum(sizes.values())
     return held
+
+
+def nbytes_beside(
+    layers: Sequence[LayerState], rows: Sequence[Row], own_layers: Sequence[LayerState], own_rows: Sequence[Row]
+) -> int:
+    """Bytes of a state's layers, last logits and marks, but for what one's own layers and rows hold as well."""
+    own = _by_place(own_layers, own_rows)
+    return sum(nbytes for place, nbytes in _by_place(layers, rows).items() if place not in own)
+
+
+def _by_place(layers: Sequence[LayerState], rows: Sequence[Row]) -> dict[int, int]:
+    """Bytes of each tensor, by where it lies."""
+    tensors = [tensor for layer in layers for tensor in layer.tensors()]
+    tensors += [row.logits for row in rows if row.logits is not None]
+    for kept in (kept for row in rows for mark in row.marks for kept in mark.held()):
+        tensors += kept.tensors if isinstance(kept, Block) else [kept]
+    return {tensor.data_ptr(): tensor.nbytes for tensor in tensors}

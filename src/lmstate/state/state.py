@@ -17,7 +17,7 @@ from lmstate.state.device import DeviceResult, DeviceSteps
 from lmstate.state.gradients import CopiedGraphs
 from lmstate.state.inference_mode import ordinary_tensors
 from lmstate.state.layers.base import LayerState, Layout
-from lmstate.state.memory import Memory, memory_by_kind
+from lmstate.state.memory import Memory, memory_by_kind, nbytes_beside
 from lmstate.state.rewind import nearest_checkpoint, rewind_layers
 from lmstate.state.rows import Mark, Row
 from lmstate.state.snapshot import Snapshot, differences
@@ -152,14 +152,19 @@ class State:
         return self.layers[layer].kept(row, own.cached)
 
     def memory(self) -> Memory:
-        """Bytes held now, by layer kind; `logits`, `marks` and `positions` beside them where there are any.
+        """Bytes held now, by layer kind; `logits`, `marks`, `positions` and `tree` beside them where there are any.
 
         A block counts once, however many rows hold it; `shared` of the result says how many bytes lie in blocks that
         others may hold as well.
         """
         self._read_device_step()
         positions = self._device.positions.nbytes if self.layout.static else 0
-        return memory_by_kind(self.layers, self._rows, self._logits_held(), positions)
+        held = memory_by_kind(self.layers, self._rows, self._logits_held(), positions)
+        if (tree := self._tree) is not None:
+            held["tree"] = nbytes_beside(tree.state.layers, tree.state._rows, self.layers, self._rows)
+            if (pending := tree.state._pending) is not None and pending.logits is not None:
+                held["tree"] += pending.logits.nbytes
+        return held
 
     def blocks(self) -> Iterator[Block]:
         """Blocks of all rows and layers, see `LayerState.blocks`. Marks aside."""
