@@ -70,6 +70,30 @@ def test_parts_of_a_text_that_was_announced_are_rotated_as_the_whole(case: str, 
     assert torch.equal(model([[7]], state), model([[7]], grown_at_once(model, whole[:40]))), "going back ends it"
 
 
+@every_rope
+@every_case
+@pytest.mark.parametrize("late", [False, True])
+def test_an_idle_row_of_an_announced_text_has_the_logits_of_the_whole(case: str, continuous: bool, late: bool) -> None:
+    model, whole = stretched(case, continuous), ids(150)
+    expected, short = (model([text], model.new_state(), logits="all")[0] for text in (whole, whole[:50]))
+    state = model.new_state()
+    if late:
+        model([whole[:50]], state)
+        state.expect(0, len(whole))
+    else:
+        state.expect(0, len(whole))
+        model([whole[:50]], state, logits="none")
+    assert torch.equal(model([[]], state)[0], expected[49])
+    state.mark(0)
+    other = model.new_state()
+    other.restore(0, state.snapshot(0))
+    assert torch.equal(model([[]], other)[0], short[49]), "a snapshot announces nothing"
+    model([whole[50:60]], state)
+    assert torch.equal(model([[]], state)[0], expected[59])
+    state.rewind(0, 50)
+    assert torch.equal(model([[]], state)[0], short[49]), "nor does a mark"
+
+
 def grown_at_once(model: lmstate.Model, tokens: list[int]) -> lmstate.State:
     state = model.new_state(1)
     model([tokens], state)

@@ -37,7 +37,7 @@ class Row(NamedTuple):
     cached: int = 0  # how many of the tokens the layers have seen; the rest is computed by the next call
     frequency_key: int = 0  # of the ropes that rotated the cached keys, see State
     expected: int = 0  # tokens that the text will have at least: keys are rotated as in one of so many
-    logits: Tensor | None = None  # [V] after the last token, as a text of this length has them
+    logits: Tensor | None = None  # [V] after the last token, as a text of this length, or the expected one, has them
     marks: tuple[Mark, ...] = ()
     removed: bool = False  # its number is free for the next one that is added
 

@@ -370,7 +370,9 @@ class State:
         row, own = self._row(row)
         length = whole_number(length, "length")
         self._refuse_pending("expect tokens", row)
-        self._apply(Changes(), self._with(row, own._replace(expected=length)))
+        other = self._logits_key(own._replace(expected=length)) != self._logits_key(own)
+        logits = None if other else own.logits
+        self._apply(Changes(), self._with(row, own._replace(expected=length, logits=logits)))
 
     @ordinary_tensors
     def rewind(self, row: int, to: int) -> None:
@@ -408,7 +410,7 @@ class State:
         row, own = self._row(row)
         self._refuse_pending("mark", row)
         layers = {i: layer.capture(row, own.cached) for i, layer in enumerate(self.layers) if layer.lossy}
-        logits = own.logits if own.cached == own.length else None
+        logits = self._logits_of_its_length(own) if own.cached == own.length else None
         others = [mark for mark in own.marks if mark.at != own.cached]
         marks = (*others, Mark(own.cached, own.frequency_key, layers, logits))[-MARKS:]
         self._apply(Changes(), self._with(row, own._replace(marks=marks)))
@@ -475,7 +477,8 @@ class State:
         row, own = self._row(row)
         self._refuse_pending("snapshot", row)
         layers = tuple(layer.capture(row, own.cached) if own.cached else {} for layer in self.layers)
-        logits = None if own.logits is None else own.logits.clone()
+        logits = self._logits_of_its_length(own)
+        logits = None if logits is None else logits.clone()
         return Snapshot(tuple(own.tokens), own.cached, own.frequency_key, logits, layers, self.fingerprint)
 
     @ordinary_tensors
@@ -671,11 +674,19 @@ class State:
         changes.apply()
 
     def _logits_if_valid(self, row: Row, logits: Tensor | None) -> Tensor | None:
-        """A copy of the logits after a row's last token, where its keys are rotated as in a text of its length.
+        """A copy of the logits after a row's last token, where its keys are rotated as its text is to have them.
 
         A draft may pass a border that what is accepted of it does not: they are unknown until a call asks for them.
         """
-        return logits.clone() if logits is not None and row.frequency_key == self._frequency_key(row.length) else None
+        return logits.clone() if logits is not None and row.frequency_key == self._logits_key(row) else None
+
+    def _logits_key(self, row: Row) -> int:
+        """The frequency key of a row's last logits."""
+        return self._frequency_key(max(row.length, row.expected))
+
+    def _logits_of_its_length(self, row: Row) -> Tensor | None:
+        """The last logits, where those of a longer text that is expected are no others."""
+        return row.logits if self._logits_key(row) == self._frequency_key(row.length) else None
 
 
 def _logits_at(logits: Tensor | None, row: int, accepted: int, count: int) -> Tensor | None:
