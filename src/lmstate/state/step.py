@@ -169,7 +169,7 @@ def as_counts(value: int | Sequence[int] | None, limits: Sequence[int]) -> tuple
         counts = tuple(whole_number(count, "a count of tokens") for count in value)  # type: ignore[union-attr]
     except TypeError:  # one number
         every = whole_number(value, "a count of tokens")  # type: ignore[arg-type]
-        return tuple(min(every, limit) for limit in limits) if 0 <= every <= max(limits, default=0) else None
+        counts = tuple(every if limit else 0 for limit in limits) if any(limits) else (every,) * len(limits)
     if len(counts) != len(limits) or any(not 0 <= count <= limit for count, limit in zip(counts, limits)):
         return None
     return counts
