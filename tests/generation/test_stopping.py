@@ -64,3 +64,12 @@ def test_a_bare_string_is_one_stop_string() -> None:
 def test_empty_and_foreign_stop_strings_are_refused(stop: object) -> None:
     with pytest.raises(ValueError, match="stop"):
         as_stops(stop)  # type: ignore[arg-type]
+
+
+@given(text=TEXTS, stops=STOPS, least=st.integers(0, 30))
+def test_stop_strings_that_are_complete_too_early_are_text(text: str, stops: list[str], least: int) -> None:
+    scanner = StopScanner(stops)
+    out = "".join(scanner.push(letter, may_end=at >= least) for at, letter in enumerate(text)) + scanner.flush()
+    ends = [(end, stop) for end in range(least + 1, len(text) + 1) for stop in stops if text[:end].endswith(stop)]
+    first = min(ends, key=lambda found: (found[0], -len(found[1])), default=(len(text), ""))
+    assert out == text[: first[0] - len(first[1])]

@@ -36,7 +36,8 @@ class Choice:
         self._lost: Exception | None = None  # of a grammar that is no longer where the answer is
         self.drafted = self.accepted = 0  # tokens of drafts that were verified, and those that held
         self.grammar: Grammar | None = None if options.grammar is None else options.grammar.copy()
-        self.answer = Answer(model.tokenizer.stream() if model.has_tokenizer else NoText(), options.stop, prompt)
+        stream = model.tokenizer.stream() if model.has_tokenizer else NoText()
+        self.answer = Answer(stream, options.stop, prompt, options.min_tokens)
         sampler = replace(options.sampler, seed=seed)
         self._picker = TokenPicker(sampler, rows=1, first=index)
         self._picker.see(0, prompt)

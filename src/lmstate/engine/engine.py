@@ -179,7 +179,7 @@ class Engine:
         session           a conversation, or its name, that the prompt goes on with: see `Session.send`
         deadline          seconds from now, after which it ends as it is
         stop_token_ids    end the answer like an end-of-sequence token; ignore_eos: those do not
-        min_tokens        no end-of-sequence or stop token before so many
+        min_tokens        no end-of-sequence or stop token before so many, and no stop string that ends within them
         max_thinking_tokens  tokens of the thinking section; after them comes what the chat template ends it with, and
                           the answer. `Request.end_thinking` does so at any moment
 

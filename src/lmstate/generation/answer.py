@@ -34,16 +34,20 @@ class Answer:
     """Tokens in, text out. `text` is all that `take` and `finish` have returned so far.
 
     `before` are the tokens that the answer follows: a token's text can depend on its left neighbors (some tokenizers
-    drop a space at the beginning of a text, and a character can span tokens).
+    drop a space at the beginning of a text, and a character can span tokens). A stop string that is complete within
+    the first `min_tokens` ends nothing.
     """
 
-    def __init__(self, stream: TextLike, stops: Sequence[str], before: Sequence[int] = ()) -> None:
+    def __init__(
+        self, stream: TextLike, stops: Sequence[str], before: Sequence[int] = (), min_tokens: int = 0
+    ) -> None:
         for token in before[-CONTEXT:]:
             stream.push(token)
         self.tokens: list[int] = []
         self.finished: Finish | None = None
         self._stream = stream
         self._scanner = StopScanner(stops)
+        self._min_tokens = min_tokens
         self._ends: list[int] = []  # characters of text after each token
         self._characters = 0
         self._pieces: list[str] = []
@@ -97,7 +101,7 @@ class Answer:
         return count
 
     def _scan(self, piece: str) -> str:
-        certain = self._scanner.push(piece) if piece else ""
+        certain = self._scanner.push(piece, len(self.tokens) > self._min_tokens) if piece else ""
         if self._scanner.start is not None:
             self.finished = "stop"
         if certain:

@@ -32,8 +32,11 @@ class StopScanner:
         self._held = ""  # the end of the text, not yet let through
         self._scanned = 0  # characters since the beginning
 
-    def push(self, piece: str) -> str:
-        """Add text; returns what is now certain to come before any stop string."""
+    def push(self, piece: str, may_end: bool = True) -> str:
+        """Add text; returns what is now certain to come before any stop string.
+
+        Unless it `may_end` in this piece, stop strings that are complete in it are text like any other.
+        """
         if not self.stops:
             return piece
         if self.start is not None:
@@ -43,7 +46,7 @@ class StopScanner:
         for character in piece:
             self._scanned += 1
             found = self._advance(character)
-            if found:
+            if found and may_end:
                 self.found, self.start = found, self._scanned - len(found)
                 self._held = ""
                 return text[: self.start - begin]
@@ -69,6 +72,7 @@ class StopScanner:
             self._matched[index] = matched
             if matched == len(stop):
                 found = max(found, stop, key=len)
+                self._matched[index] = fallback[matched]  # where it ends nothing
         return found
 
 

@@ -70,7 +70,7 @@ class Answer:
     """One of the answers to a request.
 
     `single`: it may have one call at most, and ends (`cut`) where the model begins another. `only_calls`: it has no
-    text.
+    text. Of its first `min_tokens` no stop string ends it.
     """
 
     index: int
@@ -80,6 +80,7 @@ class Answer:
     call_id: Callable[[], str]
     single: bool = False
     only_calls: bool = False
+    min_tokens: int = 0
     cut: bool = False
     text: str = ""
     reasoning: str = ""
@@ -94,15 +95,15 @@ class Answer:
         if self.cut:
             return []
         events: list[Event] = []
-        for token in piece.tokens:
-            found = self.parser.push(self.stops.push(self.source.push(token)))
+        for count, token in enumerate(piece.tokens, len(self.tokens) + 1):
+            found = self.parser.push(self.stops.push(self.source.push(token), count > self.min_tokens))
             self.reasoning_tokens += any(isinstance(event, Reasoning) for event in found)
             events += found
         self.tokens += piece.tokens
         self.logprobs += piece.logprobs or []
         if piece.finished is not None:
             self.finished = piece.finished
-            rest = self.stops.push(self.source.flush())
+            rest = self.stops.push(self.source.flush(), len(self.tokens) > self.min_tokens)
             events += self.parser.push(rest + ("" if self.stops.start is not None else self.stops.flush()))
             held = self.parser.finish()
             calls = self.only_calls or self.calls or any(isinstance(event, CallStart) for event in events)
@@ -141,6 +142,7 @@ class AnswerMaker:
     call_prefix: str = "call_"
     single: bool = False
     only_calls: bool = False
+    min_tokens: int = 0
     before: tuple[int, ...] = ()
 
     def answers(self, count: int) -> list[Answer]:
@@ -153,6 +155,7 @@ class AnswerMaker:
                 lambda: new_id(self.call_prefix),
                 self.single,
                 self.only_calls,
+                self.min_tokens,
             )
             for index in range(count)
         ]

@@ -216,7 +216,7 @@ class Service:
             if tokens is not None:
                 prompt = Prompt(tokens, prompt.text, prompt.chain)
             grammar = self._grammar(prompt, use, constraint)
-            return prompt, grammar, self.maker(prompt, use, stops, call_prefix)
+            return prompt, grammar, self.maker(prompt, use, stops, call_prefix, options.get("min_tokens", 0))
 
         # Rendering, tokenizing and compiling take milliseconds for long texts: not on the loop that feeds all streams.
         prompt, grammar, maker = await asyncio.to_thread(prepare)
@@ -231,7 +231,12 @@ class Service:
         return ChatTask(prompt, request, maker.answers(count), receive)
 
     def maker(
-        self, prompt: Prompt, use: ToolUse, stops: tuple[str, ...] = (), call_prefix: str = "call_"
+        self,
+        prompt: Prompt,
+        use: ToolUse,
+        stops: tuple[str, ...] = (),
+        call_prefix: str = "call_",
+        min_tokens: int = 0,
     ) -> AnswerMaker:
         """A parser that makes text, reasoning and tool calls of the tokens that follow a prompt."""
         format, reasoning = self.renderer.format, self.renderer.reasoning
@@ -248,7 +253,10 @@ class Service:
             whole = reasoning.parse(parse, reasoning.opened_by(prompt.text))
             markers = (*markers, reasoning.start, reasoning.end)
         before = tuple(prompt.tokens[-CONTEXT:]) if prompt.continued else ()
-        return AnswerMaker(self.tokenizer, whole, markers, stops, call_prefix, not use.parallel, use.required, before)
+        single = not use.parallel
+        return AnswerMaker(
+            self.tokenizer, whole, markers, stops, call_prefix, single, use.required, min_tokens, before
+        )
 
     def _grammar(self, prompt: Prompt, use: ToolUse, constraint: Constraint | None) -> TokenGrammar | None:
         """The grammar of the whole answer, reasoning included; None if anything goes."""

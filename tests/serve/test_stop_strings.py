@@ -1,0 +1,37 @@
+"""Stop strings in every protocol: where they end an answer, and what is told of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serve.running import Running, events
+
+USER = [{"role": "user", "content": "Say it."}]
+SAID = "ab ab ab ab"  # a token a letter
+
+
+def said(client: httpx.Client, path: str, **more: Any) -> tuple[str, str]:
+    """(the text of an answer that would be SAID, why it ended), whole and streamed alike."""
+    chat = path.endswith("chat/completions")
+    body = {"messages": USER} if chat else {"prompt": "Say it."}
+    body |= {"guided_regex": SAID, "max_tokens": 16, **more}
+    answer = client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    choice = answer.json()["choices"][0]
+    text = choice["message"]["content"] if chat else choice["text"]
+    streamed = events(client.post(path, json={**body, "stream": True}).text)[:-1]
+    parts = [part["choices"][0] for _, part in streamed]
+    assert "".join(part["delta"].get("content", "") if chat else part["text"] for part in parts) == text
+    assert parts[-1]["finish_reason"] == choice["finish_reason"]
+    return text, choice["finish_reason"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_no_stop_string_within_the_first_tokens_ends_an_answer(tiny: Running, path: str) -> None:
+    with tiny.client() as client:
+        for least, text in ((0, ""), (1, ""), (2, "ab "), (4, "ab "), (5, "ab ab "), (10, "ab ab ab "), (11, SAID)):
+            assert said(client, path, stop="ab", min_tokens=least) == (text, "stop")
+        assert said(client, path, stop=["ab", "b a"], min_tokens=2) == ("a", "stop")  # it may begin within them
