@@ -450,5 +450,13 @@ def test_the_tokenizer_over_http_is_the_models(real: Running) -> None:
         assert chat == tokenizer.chat(CAPITAL)
         text = client.post("/apply-template", json={"messages": CAPITAL}).json()["prompt"]
         assert text == tokenizer.chat_text(CAPITAL)
+        unanswered = {"messages": CAPITAL, "add_generation_prompt": False}
+        assert client.post("/tokenize", json=unanswered).json()["tokens"] == tokenizer.chat(CAPITAL, False)
+        text = client.post("/apply-template", json=unanswered).json()["prompt"]
+        assert text == tokenizer.chat_text(CAPITAL, False)
+        continued = [*CAPITAL, {"role": "assistant", "content": "It is"}]
+        unanswered |= {"messages": continued, "continue_final_message": True}  # as vLLM's clients pair the two
+        text = client.post("/apply-template", json=unanswered).json()["prompt"]
+        assert text == tokenizer.chat_text(CAPITAL) + "It is"
         info = client.get("/tokenizer_info").json()
         assert info["eos_token"] in ("<|endoftext|>", "<|im_end|>")

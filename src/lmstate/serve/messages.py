@@ -72,6 +72,7 @@ class Chat:
     variables: dict[str, Any] = field(default_factory=dict)
     continued: bool = False
     control_tokens: bool = False  # whether `<|im_end|>` in a message ends a turn, instead of being text
+    generation: bool = True  # whether the template begins an answer after the messages
 
     def key(self) -> bytes:
         """Digest of everything besides the messages that the prompt depends on."""
@@ -160,6 +161,7 @@ class Renderer:
         """Templates disagree on arguments as text or as an object, and some refuse a second system message, or two
         messages of the user in a row."""
         last = messages[-1] if generation and chat.continued else None
+        begun = generation and (chat.generation or chat.continued)
         shown = messages[:-1] if last is not None else messages
         tools: list[Any] | None = [tool.described() for tool in chat.tools] or None
         if not self._knows_tools:
@@ -173,7 +175,7 @@ class Renderer:
             for as_text in (False, True):
                 given = [self._template_message(message, as_text) for message in merged]
                 try:
-                    text = self._tokenizer.chat_text(given, generation, **{**variables, "tools": tools})
+                    text = self._tokenizer.chat_text(given, begun, **{**variables, "tools": tools})
                     return text if last is None else text + last.content
                 except ModelError as error:
                     refused = refused or error

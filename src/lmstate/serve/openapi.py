@@ -185,9 +185,16 @@ BODIES: dict[str, dict[str, Any]] = {
         },
         "input",
     ),
-    "/tokenize": body({"prompt": TEXT, "messages": CHAT["messages"], "add_special_tokens": FLAG}),
+    "/tokenize": body(
+        {
+            "prompt": TEXT,
+            "messages": CHAT["messages"],
+            "add_special_tokens": FLAG,
+            "add_generation_prompt": FLAG,
+        }
+    ),
     "/detokenize": body({"tokens": IDS}, "tokens"),
-    "/apply-template": body(CHAT, "messages"),
+    "/apply-template": body({**CHAT, "add_generation_prompt": FLAG}, "messages"),
     "/v1/cache/explain": body({"prompt": PROMPT, "messages": CHAT["messages"]}),
     "/v1/sessions": body({"name": TEXT}),
     "/v1/sessions/{name}/send": body(

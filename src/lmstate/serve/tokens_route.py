@@ -4,12 +4,15 @@ llama-server."""
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
+from lmstate.serve.fields import Fields
 from lmstate.serve.http import json_response, read_body
+from lmstate.serve.messages import Prompt
 from lmstate.serve.openai_chat import read_chat
 from lmstate.serve.sampling import check_ids
 from lmstate.serve.service import Service
@@ -19,8 +22,7 @@ async def tokenize(service: Service, request: Request) -> ASGIApp:
     """`prompt` (or `content`), or `messages` -> `tokens`."""
     body = await read_body(service, request)
     if body.has("messages"):
-        chat, _ = read_chat(body)
-        tokens = (await asyncio.to_thread(service.renderer.prompt, chat)).tokens
+        tokens = (await rendered(service, body)).tokens
     else:
         text = body.text("prompt")
         if text is None:
@@ -33,6 +35,13 @@ async def tokenize(service: Service, request: Request) -> ASGIApp:
     if body.flag("return_token_strs") or body.flag("with_pieces"):
         answer["token_strs"] = await asyncio.to_thread(texts_of, service, tokens)
     return json_response(answer)
+
+
+async def rendered(service: Service, body: Fields) -> Prompt:
+    """The prompt of `messages`; unless `add_generation_prompt`, without the beginning of an answer."""
+    chat, _ = read_chat(body)
+    chat = replace(chat, generation=body.flag("add_generation_prompt", True))
+    return await asyncio.to_thread(service.renderer.prompt, chat)
 
 
 def texts_of(service: Service, tokens: list[int]) -> list[str]:
@@ -72,8 +81,7 @@ async def tokenizer_info(service: Service, request: Request) -> ASGIApp:
 
 async def apply_template(service: Service, request: Request) -> ASGIApp:
     """`messages` -> `prompt`, the text that the model reads."""
-    chat, _ = read_chat(await read_body(service, request))
-    prompt = await asyncio.to_thread(service.renderer.prompt, chat)
+    prompt = await rendered(service, await read_body(service, request))
     return json_response({"prompt": prompt.text})
 
 
