@@ -11,9 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
+from lmstate.engine import Engine
 from lmstate.engine.session import Session
+from lmstate.serve import Settings
 from lmstate.serve.errors import as_api_error
-from tests.serve.running import Running, events
+from tests.serve.byte_tokenizer import TEMPLATE
+from tests.serve.running import Running, events, load_tiny, running
 from tests.waiting import GUARD
 
 
@@ -73,6 +76,41 @@ def test_a_downloaded_session_goes_on_elsewhere(client: httpx.Client) -> None:
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["message"].startswith("the file is damaged"), answer.text
     assert client.put("/v1/sessions/here/snapshot", content=file.content).status_code in (400, 409)
+
+
+CALLED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "<call>{{ c.function.name }}{{ ARGUMENTS }}</call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if tools %}{{ tools | length }}{% endif %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "call", "result"),
+    [
+        (TEMPLATE, '<tool_call>\n{"name": "now", "arguments": {"a": 1}}\n</tool_call>', "user\n<tool_response>\nnoon"),
+        (CALLED.replace("ARGUMENTS", "c.function.arguments | tojson"), '<call>now{"a": 1}</call>', "tool\nnoon"),
+        (CALLED.replace("ARGUMENTS", "'' + c.function.arguments"), '<call>now{"a": 1}</call>', "tool\nnoon"),
+    ],
+    ids=["no tools", "objects", "texts"],
+)
+def test_calls_and_their_results_are_sent_with_the_messages(
+    tmp_path: Path, template: str, call: str, result: str
+) -> None:
+    function = {"name": "now", "arguments": '{"a": 1}'}
+    messages = [
+        {"role": "user", "content": "When?"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": "c", "content": "noon"},
+    ]
+    model = load_tiny(tmp_path, template=template)
+    with Engine(model, rows=1) as engine, running(engine, Settings("tiny", port=0)) as server, server.client() as client:
+        client.post("/v1/sessions", json={"name": "s"})
+        send(client, "s", messages=messages)
+        held = client.get("/v1/sessions/s").json()["text"]
+        assert f"{call}<|im_end|>\n<|im_start|>{result}" in held
+        send(client, "s", text="More")
+        assert client.get("/v1/sessions/s").json()["text"].startswith(held)  # and goes on from the very tokens
 
 
 def test_streamed_pieces_are_the_answer(client: httpx.Client) -> None:

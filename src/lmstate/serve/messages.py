@@ -151,6 +151,18 @@ class Renderer:
         before = self._text(chat, chat.messages[:answered], generation=False)
         return self._resume(tokens, end, before, self._text(chat, chat.messages), control)
 
+    def template_messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Messages in the form that the template takes by itself, with nothing tried and nothing merged."""
+        shown = messages if self._knows_tools else self._told(messages, ())
+        forms = [[self._template_message(message, as_text) for message in shown] for as_text in (False, True)]
+        for given in forms:
+            try:
+                self._tokenizer.chat_text(given)
+            except ModelError:
+                continue
+            return given
+        return forms[0]
+
     def _encode(self, text: str, control: ControlTokens) -> list[int]:
         try:
             return self._tokenizer.encode_rendered(text, control)

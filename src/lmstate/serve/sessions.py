@@ -23,7 +23,7 @@ from lmstate.serve.errors import ApiError, as_api_error
 from lmstate.serve.fields import Fields
 from lmstate.serve.http import json_response, log, read_body
 from lmstate.serve.openai_completions import prompt_ids
-from lmstate.serve.openai_fields import read_content, read_messages
+from lmstate.serve.openai_fields import read_messages
 from lmstate.serve.sampling import check_ids, sampling_options, stops
 from lmstate.serve.service import Service
 from lmstate.serve.sse import DONE, EventStream, comment, data, unless_gone
@@ -228,12 +228,9 @@ def read_prompt(service: Service, body: Fields) -> tuple[Any, int]:
     if given == ["text"]:
         text = body.need_text("text")
         return text, len(service.tokenizer.encode(text, add_special_tokens=False))
-    read_messages(body)  # checks them
-    messages = [
-        {"role": (role := item.get("role")), "content": read_content(item, "content", role)}
-        for item in body.items("messages")
-    ]
-    return messages, sum(len(service.tokenizer.encode(message["content"], False)) for message in messages)
+    said = read_messages(body)
+    texts = [text for one in said for text in (one.content, *(call.arguments for call in one.calls))]
+    return service.renderer.template_messages(said), sum(len(service.tokenizer.encode(text, False)) for text in texts)
 
 
 def shown(session: Session) -> dict[str, Any]:
