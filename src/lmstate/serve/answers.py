@@ -43,6 +43,14 @@ class AnsweredCall:
         return True
 
 
+@dataclass
+class Passage:
+    """Text or reasoning of an answer, up to where something else comes."""
+
+    kind: type[Text] | type[Reasoning]
+    text: str
+
+
 class MarkedText:
     """Text of tokens, special ones left out but for the markers that a parser needs.
 
@@ -85,6 +93,7 @@ class Answer:
     text: str = ""
     reasoning: str = ""
     calls: list[AnsweredCall] = field(default_factory=list)
+    parts: list[Passage | AnsweredCall] = field(default_factory=list)  # all of it in turn
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     reasoning_tokens: int = 0
@@ -121,14 +130,22 @@ class Answer:
         return kept
 
     def _keep(self, event: Event) -> None:
+        if isinstance(event, CallStart):
+            self.calls.append(AnsweredCall(event.id or "", event.name))
+            self.parts.append(self.calls[-1])
+            return
+        if isinstance(event, CallArguments):
+            self.calls[-1].arguments += event.text
+            return
         if isinstance(event, Text):
             self.text += event.text
-        elif isinstance(event, Reasoning):
+        else:
             self.reasoning += event.text
-        elif isinstance(event, CallStart):
-            self.calls.append(AnsweredCall(event.id or "", event.name))
-        elif isinstance(event, CallArguments):
-            self.calls[-1].arguments += event.text
+        last = self.parts[-1] if self.parts else None
+        if isinstance(last, Passage) and isinstance(event, last.kind):
+            last.text += event.text
+        elif event.text:
+            self.parts.append(Passage(type(event), event.text))
 
 
 @dataclass(frozen=True)

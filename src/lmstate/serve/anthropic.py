@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from lmstate.serve.answers import Answer, new_id, usage_details
+from lmstate.serve.answers import Answer, AnsweredCall, Passage, new_id, usage_details
 from lmstate.serve.errors import ApiError, as_api_error
 from lmstate.serve.fields import Fields
 from lmstate.serve.http import json_response, log, read_body
@@ -85,16 +85,7 @@ class MessageAnswer:
 
     def whole(self) -> dict[str, Any]:
         answer = self.task.answers[0]
-        content: list[dict[str, Any]] = []
-        if answer.reasoning:
-            content.append({"type": "thinking", "thinking": answer.reasoning, "signature": SIGNATURE})
-        if answer.text:
-            content.append({"type": "text", "text": answer.text})
-        content += [
-            {"type": "tool_use", "id": call.id, "name": call.name, "input": as_object(call.arguments)}
-            for call in answer.calls
-        ]
-        return {**self._head(), "content": content, **self._stop(answer), "usage": self._usage()}
+        return {**self._head(), "content": list(map(block_of, answer.parts)), **self._stop(answer), "usage": self._usage()}
 
     def _head(self) -> dict[str, Any]:
         return {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
@@ -310,6 +301,15 @@ def read_format(service: Service, body: Fields) -> Constraint | None:
         raise given.wrong("schema", "a JSON schema, with type json_schema")
     name = given.name("schema")
     return Constraint(service.grammars.json_schema(given.get("schema"), name), name)
+
+
+def block_of(part: Passage | AnsweredCall) -> dict[str, Any]:
+    """The content block of a part of an answer."""
+    if isinstance(part, AnsweredCall):
+        return {"type": "tool_use", "id": part.id, "name": part.name, "input": as_object(part.arguments)}
+    if part.kind is Text:
+        return {"type": "text", "text": part.text}
+    return {"type": "thinking", "thinking": part.text, "signature": SIGNATURE}
 
 
 def as_object(text: str) -> dict[str, Any]:

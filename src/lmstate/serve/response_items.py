@@ -138,8 +138,8 @@ def _read_item(item: Fields, kind: str, messages: list[Message]) -> None:
         if role is None or not isinstance(item.get("content"), str | list):
             raise item.wrong("role" if role is None else "content", "a role and content")
         content = read_content(item, "content", role)
-        if role == "assistant" and last is not None and not last.content and not last.calls:
-            messages[-1] = replace(last, content=content)
+        if role == "assistant" and last is not None and (last.calls or not last.content):
+            messages[-1] = replace(last, content=last.content + content)
         else:
             messages.append(Message(ROLES[role], content))
     elif kind == "reasoning":

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 
 from lmstate.serve import openai_fields as fields
 from lmstate.serve import response_items as items
-from lmstate.serve.answers import new_id, usage_details
+from lmstate.serve.answers import AnsweredCall, Passage, new_id, usage_details
 from lmstate.serve.background import BackgroundResponse
 from lmstate.serve.conversation_store import StoredConversation
 from lmstate.serve.conversations_route import conversation_named, metadata_of
@@ -234,16 +234,18 @@ async def whole(answer: ResponseAnswer) -> dict[str, Any]:
     """The response of a task that ended."""
     made, output = answer.task.answers[0], answer.output
     status = answer.status()
-    if made.reasoning:
-        output.items.append(items.reasoning_item(new_id("rs_"), made.reasoning, "completed"))
-    if made.text or not made.calls:
-        logprobs = fields.token_logprobs(answer.service, made.logprobs) if answer.wants_logprobs else []
-        part = items.text_part(made.text, logprobs)
-        output.items.append(items.message_item(new_id("msg_"), [part], status))
-    for call in made.calls:
-        ended = "completed" if status == "completed" or call is not made.calls[-1] else "incomplete"
-        tool = tool_named(output.tools, call.name)
-        output.items.append(items.call_item(call.id, call.name, call.arguments, ended, tool))
+    parts = made.parts or [Passage(Text, "")]
+    for part in parts:
+        ended = "completed" if status == "completed" or part is not parts[-1] else "incomplete"
+        if isinstance(part, AnsweredCall):
+            tool = tool_named(output.tools, part.name)
+            output.items.append(items.call_item(part.id, part.name, part.arguments, ended, tool))
+        elif part.kind is Text:
+            logprobs = fields.token_logprobs(answer.service, made.logprobs) if answer.wants_logprobs else []
+            content = [items.text_part(part.text, logprobs)]
+            output.items.append(items.message_item(new_id("msg_"), content, ended))
+        else:
+            output.items.append(items.reasoning_item(new_id("rs_"), part.text, ended))
     await answer.keep(status)
     return answer.object(status)
 

@@ -1,0 +1,96 @@
+"""Text, reasoning and calls of an answer, in the order and the form in which each protocol tells of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from lmstate.engine import Engine
+from lmstate.serve import Settings
+from lmstate.serve.grammar import Grammars
+from tests.serve.byte_tokenizer import TEMPLATE
+from tests.serve.running import Running, events, load_tiny, running
+
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+USER = [{"role": "user", "content": "Go."}]
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+BODIES: dict[str, Any] = {
+    RESPONSES: {"input": USER, "max_output_tokens": 300, "tools": [{"type": "function", "name": "f"}]},
+    MESSAGES: {
+        "model": "tiny",
+        "messages": USER,
+        "max_tokens": 300,
+        "tools": [{"name": "f", "input_schema": SCHEMA}],
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A model that thinks aloud."""
+    model = load_tiny(tmp_path_factory.mktemp("thinking"), template="{# <think> </think> #}" + TEMPLATE)
+    with Engine(model, rows=2) as engine, running(engine, Settings("tiny", port=0)) as server:
+        yield server
+
+
+@pytest.fixture
+def says(thinking: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Ask for an answer that is this text: what a model would say by itself."""
+    submit, model = thinking.engine.submit, thinking.engine.model
+    grammars = Grammars(model.tokenizer, model.config.vocab_size)
+    said = ""
+
+    def forced(prompt: Any, **options: Any) -> Any:
+        return submit(prompt, **{**options, "grammar": grammars.compile(f"start: {json.dumps(said)}", "said")})
+
+    def ask(path: str, text: str, **more: Any) -> httpx.Response:
+        nonlocal said
+        said = text
+        answer = client.post(path, json={**BODIES[path], **more})
+        assert answer.status_code == 200, answer.text
+        return answer
+
+    monkeypatch.setattr(thinking.engine, "submit", forced)
+    with thinking.client() as client:
+        yield ask
+
+
+ANSWERS = {
+    "text first": (f"Well.\n{CALL}", ["text", "call"]),
+    "call first": (f"{CALL}\nThen.", ["call", "text"]),
+    "between": (f"<think>Hm.</think>\n\nOne.{CALL}\nTwo.{CALL}\nThree.", ["think", *["text", "call"] * 2, "text"]),
+    "thought alone": ("<think>Hm.</think>", ["think"]),
+    "nothing but calls": (f"{CALL}\n{CALL}", ["call", "call"]),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_the_parts_of_an_answer_come_in_its_order_streamed_or_not(says: Callable[..., Any], name: str) -> None:
+    text, order = ANSWERS[name]
+    kinds = {"message": "text", "function_call": "call", "reasoning": "think", "tool_use": "call", "thinking": "think"}
+
+    def shown(parts: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+        keys = ("text", "thinking", "content", "arguments", "input", "status")
+        return [(kinds.get(part["type"], part["type"]), *map(part.get, keys)) for part in parts]
+
+    first = says(RESPONSES, text).json()
+    whole = first["output"]
+    streamed = events(says(RESPONSES, text, stream=True).text)[-1][1]["response"]["output"]
+    assert shown(whole) == shown(streamed)
+    assert [kind for kind, *_ in shown(whole)] == order
+    # Sent back, they are the one answer that they were.
+    result = {"type": "function_call_output", "output": "1"}
+    new = [{**result, "call_id": item["call_id"]} for item in whole if item["type"] == "function_call"] + USER
+    after = says(RESPONSES, "So.", previous_response_id=first["id"], input=new).json()["usage"]["input_tokens"]
+    assert says(RESPONSES, "So.", input=[*USER, *whole, *new]).json()["usage"]["input_tokens"] == after
+    blocks = says(MESSAGES, text).json()["content"]
+    assert [kind for kind, *_ in shown(blocks)] == order
+    started = [data["content_block"] for kind, data in events(says(MESSAGES, text, stream=True).text)
+               if kind == "content_block_start"]  # fmt: skip
+    assert [kinds.get(block["type"], block["type"]) for block in started] == order
