@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from lmstate.engine import Engine
+from lmstate.engine import Engine, TokenLogprob
 from lmstate.serve import Settings
+from lmstate.serve.answers import UntoldTokens
 from lmstate.serve.grammar import Grammars
+from lmstate.serve.tools import CallArguments, Reasoning, Text
 from tests.serve.byte_tokenizer import TEMPLATE
 from tests.serve.running import Running, events, load_tiny, running
 
@@ -94,3 +95,42 @@ def test_the_parts_of_an_answer_come_in_its_order_streamed_or_not(says: Callable
     started = [data["content_block"] for kind, data in events(says(MESSAGES, text, stream=True).text)
                if kind == "content_block_start"]  # fmt: skip
     assert [kinds.get(block["type"], block["type"]) for block in started] == order
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_the_logprobs_of_a_response_are_those_of_the_tokens_of_its_texts(says: Callable[..., Any], name: str) -> None:
+    text, _ = ANSWERS[name]
+    text = text.replace("Well", "Wéll<t")
+    asked = {"include": ["message.output_text.logprobs"]}
+    whole = says(RESPONSES, text, **asked).json()["output"]
+    told = [data for _, data in events(says(RESPONSES, text, **asked, stream=True).text)]
+    done = [data for data in told if data["type"] == "response.output_text.done"]
+    parts = [part for item in whole if item["type"] == "message" for part in item["content"]]
+    assert [part["logprobs"] for part in parts] == [data["logprobs"] for data in done]
+    assert [part["text"] for part in parts] == [data["text"] for data in done]
+    for part, data in zip(parts, done):
+        assert b"".join(bytes(one["bytes"]) for one in part["logprobs"]).decode() == part["text"]
+        deltas = [one for one in told if one["type"].endswith("text.delta") and one["item_id"] == data["item_id"]]
+        assert [one for delta in deltas for one in delta["logprobs"]] == part["logprobs"]
+        for delta in deltas:  # what a delta tells of is its own text
+            assert b"".join(bytes(one["bytes"]) for one in delta["logprobs"]).decode() == delta["delta"]
+
+
+def test_tokens_that_several_parts_share_are_told_of_with_each_text_once() -> None:
+    untold, tokens = UntoldTokens(), [TokenLogprob(number, -1.0) for number in range(4)]
+    untold.push("Hm.</think>One", tokens[0])
+    assert untold.take(Reasoning("Hm.")) == tokens[:1]
+    assert untold.take(Text("One")) == tokens[:1]
+    untold.push(" two<", tokens[1])
+    assert untold.take(Text(" two")) == tokens[1:2]
+    untold.push("tool", tokens[2])
+    assert untold.take(Text("<tool")) == tokens[2:3]
+    untold.push("{'a': 1}.", tokens[3])
+    assert untold.take(CallArguments('{"a": 1}')) == tokens[3:]
+
+
+def test_a_stop_string_has_no_logprobs_in_a_response(says: Callable[..., Any]) -> None:
+    asked = {"include": ["message.output_text.logprobs"], "stop": ["END"]}
+    (item,) = says(RESPONSES, "<think>Hm.</think>It is EN END now", **asked).json()["output"][1:]
+    (part,) = item["content"]
+    assert part["text"] == "".join(one["token"] for one in part["logprobs"]) == "It is EN "

@@ -104,7 +104,11 @@ def test_calls_and_their_results_are_sent_with_the_messages(
         {"role": "tool", "tool_call_id": "c", "content": "noon"},
     ]
     model = load_tiny(tmp_path, template=template)
-    with Engine(model, rows=1) as engine, running(engine, Settings("tiny", port=0)) as server, server.client() as client:
+    with (
+        Engine(model, rows=1) as engine,
+        running(engine, Settings("tiny", port=0)) as server,
+        server.client() as client,
+    ):
         client.post("/v1/sessions", json={"name": "s"})
         send(client, "s", messages=messages)
         held = client.get("/v1/sessions/s").json()["text"]

@@ -38,9 +38,7 @@ class Answer:
     the first `min_tokens` ends nothing.
     """
 
-    def __init__(
-        self, stream: TextLike, stops: Sequence[str], before: Sequence[int] = (), min_tokens: int = 0
-    ) -> None:
+    def __init__(self, stream: TextLike, stops: Sequence[str], before: Sequence[int] = (), min_tokens: int = 0) -> None:
         for token in before[-CONTEXT:]:
             stream.push(token)
         self.tokens: list[int] = []

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import secrets
 import string
+from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from lmstate.generation.stopping import StopScanner
@@ -48,7 +50,49 @@ class Passage:
     """Text or reasoning of an answer, up to where something else comes."""
 
     kind: type[Text] | type[Reasoning]
-    text: str
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of the tokens of a text, where they were asked for
+
+
+class UntoldTokens:
+    """Tokens in turn, each with its text, until the events come that have that text.
+
+    Parsers leave out what marks the parts of an answer: which tokens an event is of is found by its text.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: deque[tuple[str, TokenLogprob]] = deque()
+        self._told: TokenLogprob | None = None  # the last one that was
+
+    def push(self, text: str, logprob: TokenLogprob) -> None:
+        self._tokens.append((text, logprob))
+
+    def take(self, event: Event) -> list[TokenLogprob]:
+        """The tokens that the text of an event is of, but for one whose beginning was told of before."""
+        if isinstance(event, CallStart):
+            return []
+        whole = "".join(text for text, _ in self._tokens)
+        start = whole.rfind(event.text)
+        if start < 0:  # it was written anew
+            start, end = 0, len(whole)
+        else:
+            end = start + len(event.text)
+        self._pass(start)
+        found = [one for one in self._pass(end - start) if one is not self._told]
+        if found and isinstance(event, Text):
+            self._told = found[-1]  # what is left of its text is no other token
+        return found
+
+    def _pass(self, count: int) -> list[TokenLogprob]:
+        """Pass over so many characters. Tokens without any wait for those that follow: a character may span tokens."""
+        passed = []
+        while count > 0 and self._tokens:
+            text, logprob = self._tokens.popleft()
+            passed.append(logprob)
+            if len(text) > count:
+                self._tokens.appendleft((text[count:], logprob))
+            count -= len(text)
+        return passed
 
 
 class MarkedText:
@@ -98,14 +142,18 @@ class Answer:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     reasoning_tokens: int = 0
     finished: str | None = None
+    _untold: UntoldTokens = field(default_factory=UntoldTokens, init=False)
 
     def push(self, piece: Piece) -> list[Event]:
         """The events of one more piece; after the last one, of all that was held back too."""
         if self.cut:
             return []
         events: list[Event] = []
-        for count, token in enumerate(piece.tokens, len(self.tokens) + 1):
-            found = self.parser.push(self.stops.push(self.source.push(token), count > self.min_tokens))
+        for count, (token, logprob) in enumerate(zip_longest(piece.tokens, piece.logprobs or ()), len(self.tokens) + 1):
+            text = self.source.push(token)
+            if logprob is not None:
+                self._untold.push(text, logprob)
+            found = self.parser.push(self.stops.push(text, count > self.min_tokens))
             self.reasoning_tokens += any(isinstance(event, Reasoning) for event in found)
             events += found
         self.tokens += piece.tokens
@@ -125,6 +173,8 @@ class Answer:
                     self.cut, self.finished = True, "stop"
                     break
                 event = CallStart(event.name, self.call_id())
+            elif piece.logprobs is not None and (told := self._untold.take(event)) and isinstance(event, Text):
+                event = replace(event, logprobs=tuple(told))
             self._keep(event)
             kept.append(event)
         return kept
@@ -141,11 +191,15 @@ class Answer:
             self.text += event.text
         else:
             self.reasoning += event.text
+        if not event.text:
+            return
         last = self.parts[-1] if self.parts else None
-        if isinstance(last, Passage) and isinstance(event, last.kind):
-            last.text += event.text
-        elif event.text:
-            self.parts.append(Passage(type(event), event.text))
+        if not isinstance(last, Passage) or not isinstance(event, last.kind):
+            last = Passage(type(event))
+            self.parts.append(last)
+        last.text += event.text
+        if isinstance(event, Text):
+            last.logprobs += event.logprobs
 
 
 @dataclass(frozen=True)

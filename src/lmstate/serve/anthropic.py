@@ -85,7 +85,12 @@ class MessageAnswer:
 
     def whole(self) -> dict[str, Any]:
         answer = self.task.answers[0]
-        return {**self._head(), "content": list(map(block_of, answer.parts)), **self._stop(answer), "usage": self._usage()}
+        return {
+            **self._head(),
+            "content": list(map(block_of, answer.parts)),
+            **self._stop(answer),
+            "usage": self._usage(),
+        }
 
     def _head(self) -> dict[str, Any]:
         return {"id": self.id, "type": "message", "role": "assistant", "model": self.model}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lmstate.serve.answers import Answer, usage_details
@@ -207,7 +208,7 @@ def finish_reason(answer: Answer, called: bool) -> str:
     return "length"
 
 
-def token_logprobs(service: Service, logprobs: list[TokenLogprob]) -> list[dict[str, Any]]:
+def token_logprobs(service: Service, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
     """Chat's form of log probabilities."""
 
     def one(token: int, logprob: float) -> dict[str, Any]:

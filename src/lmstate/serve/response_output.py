@@ -23,6 +23,7 @@ class Output:
     sequence: int = 0
     open: str = ""
     text: str = ""
+    logprobs: list[Any] = field(default_factory=list)  # of the open message
 
     def event(self, kind: str, **values: Any) -> bytes:
         number, self.sequence = self.sequence, self.sequence + 1
@@ -37,10 +38,11 @@ class Output:
         return {**self._where, "content_index": 0}
 
     def take(self, found: Event, logprobs: list[Any]) -> list[bytes]:
-        """The protocol's events for one of ours."""
+        """The protocol's events for one of ours. `logprobs`: of its tokens, in the form of the protocol."""
         if isinstance(found, Text) and found.text:
             events = [] if self.open == "message" else self.begin_message()
             self.text += found.text
+            self.logprobs += logprobs
             return [
                 *events,
                 self.event("response.output_text.delta", **self._part, delta=found.text, logprobs=logprobs),
@@ -61,8 +63,8 @@ class Output:
         return []
 
     def _begin(self, kind: str, item: dict[str, Any]) -> list[bytes]:
-        events = self.close("completed", [])
-        self.open, self.text = kind, ""
+        events = self.close("completed")
+        self.open, self.text, self.logprobs = kind, "", []
         self.items.append(item)
         added = self.event("response.output_item.added", output_index=len(self.items) - 1, item=item)
         return [*events, added]
@@ -76,16 +78,16 @@ class Output:
         part = {"type": "reasoning_text", "text": ""}
         return [*events, self.event("response.content_part.added", **self._part, part=part)]
 
-    def close(self, status: str, logprobs: list[Any]) -> list[bytes]:
+    def close(self, status: str) -> list[bytes]:
         """End the open item."""
         kind, self.open = self.open, ""
         if not kind:
             return []
         item = self.items[-1]
         if kind == "message":
-            part = items.text_part(self.text, logprobs)
+            part = items.text_part(self.text, self.logprobs)
             events = [
-                self.event("response.output_text.done", **self._part, text=self.text, logprobs=logprobs),
+                self.event("response.output_text.done", **self._part, text=self.text, logprobs=self.logprobs),
                 self.event("response.content_part.done", **self._part, part=part),
             ]
             item["content"] = [part]

@@ -67,7 +67,6 @@ class ResponseAnswer:
     service: Service
     task: ChatTask
     asked: Asked
-    wants_logprobs: bool
     id: str = field(default_factory=lambda: new_id("resp_"))
     output: Output = field(default_factory=Output)
 
@@ -115,22 +114,16 @@ class ResponseAnswer:
         yield output.event("response.created", response=self.object("in_progress"))
         yield output.event("response.in_progress", response=self.object("in_progress"))
         try:
-            untold: list[Any] = []  # log probabilities of tokens that no text came with yet
-            async for _, piece, found in self.task.events():
-                if self.wants_logprobs:
-                    untold += fields.token_logprobs(self.service, piece.logprobs or [])
+            async for _, _, found in self.task.events():
                 for one in found:
-                    for out in output.take(one, untold):
+                    told = fields.token_logprobs(self.service, one.logprobs) if isinstance(one, Text) else []
+                    for out in output.take(one, told):
                         yield out
-                    if isinstance(one, Text) and one.text:
-                        untold = []
-            answer = self.task.answers[0]
             status = self.status()
             if not output.items:
                 for out in output.begin_message():
                     yield out
-            logprobs = fields.token_logprobs(self.service, answer.logprobs) if self.wants_logprobs else []
-            for out in output.close("completed" if status == "completed" else "incomplete", logprobs):
+            for out in output.close("completed" if status == "completed" else "incomplete"):
                 yield out
             await self.keep(status)
             ending = "completed" if status == "completed" else "incomplete"  # the protocol has no event of a cancel
@@ -214,7 +207,7 @@ async def create_response(service: Service, request: Request) -> ASGIApp:
         logprobs=top if wants_logprobs else None,
         tokens=await asyncio.to_thread(exact_tokens, service, asked),
     )
-    answer = ResponseAnswer(service, task, asked, wants_logprobs, output=Output(asked.use.tools))
+    answer = ResponseAnswer(service, task, asked, output=Output(asked.use.tools))
     if asked.background:
         try:
             await answer.store(answer.object("queued"))  # so that one which a kill ends is known to have been
@@ -241,8 +234,7 @@ async def whole(answer: ResponseAnswer) -> dict[str, Any]:
             tool = tool_named(output.tools, part.name)
             output.items.append(items.call_item(part.id, part.name, part.arguments, ended, tool))
         elif part.kind is Text:
-            logprobs = fields.token_logprobs(answer.service, made.logprobs) if answer.wants_logprobs else []
-            content = [items.text_part(part.text, logprobs)]
+            content = [items.text_part(part.text, fields.token_logprobs(answer.service, part.logprobs))]
             output.items.append(items.message_item(new_id("msg_"), content, ended))
         else:
             output.items.append(items.reasoning_item(new_id("rs_"), part.text, ended))

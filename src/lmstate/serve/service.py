@@ -254,9 +254,7 @@ class Service:
             markers = (*markers, reasoning.start, reasoning.end)
         before = tuple(prompt.tokens[-CONTEXT:]) if prompt.continued else ()
         single = not use.parallel
-        return AnswerMaker(
-            self.tokenizer, whole, markers, stops, call_prefix, single, use.required, min_tokens, before
-        )
+        return AnswerMaker(self.tokenizer, whole, markers, stops, call_prefix, single, use.required, min_tokens, before)
 
     def _grammar(self, prompt: Prompt, use: ToolUse, constraint: Constraint | None) -> TokenGrammar | None:
         """The grammar of the whole answer, reasoning included; None if anything goes."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lmstate.engine import TokenLogprob
 
 
 @dataclass(frozen=True)
@@ -34,9 +37,10 @@ class Tool:
 
 @dataclass(frozen=True)
 class Text:
-    """More of the answer's text."""
+    """More of the answer's text, with the log probabilities of its tokens where they were asked for."""
 
     text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)
