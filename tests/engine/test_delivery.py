@@ -14,7 +14,7 @@ from lmstate.engine.request import Request
 from lmstate.engine.results import Completion, Piece, Usage
 from tests.zoo import ours
 
-DONE = Completion([""], [[1]], None, None, ["eos"], [1], Usage(1, 0, 1))
+DONE = Completion([""], [[1]], [1], None, None, ["eos"], [1], Usage(1, 0, 1))
 
 
 def made(delivery: Delivery, count: int) -> list[Request]:

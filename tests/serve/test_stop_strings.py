@@ -35,3 +35,35 @@ def test_no_stop_string_within_the_first_tokens_ends_an_answer(tiny: Running, pa
         for least, text in ((0, ""), (1, ""), (2, "ab "), (4, "ab "), (5, "ab ab "), (10, "ab ab ab "), (11, SAID)):
             assert said(client, path, stop="ab", min_tokens=least) == (text, "stop")
         assert said(client, path, stop=["ab", "b a"], min_tokens=2) == ("a", "stop")  # it may begin within them
+
+
+@pytest.mark.parametrize("stop", ["b€c", "€", "ab€", "zz", "aaab€ccc"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_log_probabilities_are_those_of_the_text_before_the_stop_string(tiny: Running, path: str, stop: str) -> None:
+    said, chat = "aaab€cd", path.endswith("chat/completions")
+    body: dict[str, Any] = {"messages": USER, "logprobs": True} if chat else {"prompt": "Say it.", "logprobs": 0}
+    body |= {"guided_regex": said, "max_tokens": 16, "stop": stop, "return_token_ids": True}
+    with tiny.client() as client:
+        choice = client.post(path, json=body).json()["choices"][0]
+        parts = [part["choices"][0] for _, part in events(client.post(path, json={**body, "stream": True}).text)[:-1]]
+    text = said.partition(stop)[0]
+
+    def listed(logprobs: Any) -> list[Any]:
+        if logprobs is None:
+            return []
+        return logprobs["content"] if chat else list(zip(*(logprobs[key] for key in sorted(logprobs))))
+
+    told = listed(choice["logprobs"])
+    assert (choice["message"]["content"] if chat else choice["text"]) == text
+    assert len(told) == len(text.encode())
+    assert [one for part in parts for one in listed(part["logprobs"])] == told
+    sampled = said[: len(text) + len(stop)].encode()
+    for ids in (choice["token_ids"], [id for part in parts for id in part["token_ids"]]):
+        assert len(ids) == len(sampled)  # as they were sampled, as vLLM gives them
+    at = 0
+    for part in parts:  # no chunk lists a token before its text
+        at += len(listed(part["logprobs"]))
+        shown = "".join(
+            (one["delta"].get("content", "") if chat else one["text"]) for one in parts[: parts.index(part) + 1]
+        )
+        assert at <= len(shown.encode())

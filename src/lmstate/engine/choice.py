@@ -165,7 +165,7 @@ class Choice:
 
     def _piece(self, text: str, fresh: list[int]) -> Piece:
         told = self.logprobs[len(self.logprobs) - len(fresh) :] if self.options.logprobs is not None else None
-        return Piece(text, self.index, fresh, told, self.finished)
+        return Piece(text, self.index, fresh, told, self.finished, self.answer.certain())
 
 
 def logprob(logits: Tensor, token: int, top: int) -> TokenLogprob:

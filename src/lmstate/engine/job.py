@@ -106,6 +106,7 @@ class Job:
         return Completion(
             texts=[choice.answer.text for choice in choices],
             tokens=[list(choice.answer.tokens) for choice in choices],
+            certain=[choice.answer.certain() for choice in choices],
             logprobs=None if self.options.logprobs is None else [choice.logprobs for choice in choices],
             prompt_logprobs=None if self.options.prompt_logprobs is None else self.prompt_logprobs,
             finished=[choice.finished or "cancelled" for choice in choices],

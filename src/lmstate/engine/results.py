@@ -27,12 +27,13 @@ class TokenLogprob(NamedTuple):
 class Piece(str):
     """Text that one answer grew by; empty while a character or a possible stop string is unfinished."""
 
-    __slots__ = ("finished", "index", "logprobs", "tokens")
+    __slots__ = ("certain", "finished", "index", "logprobs", "tokens")
 
     index: int  # type: ignore[assignment]  # which of the n answers
     tokens: list[int]
     logprobs: list[TokenLogprob] | None
     finished: Finished | None  # why the answer ends with this piece
+    certain: int | None  # as many of the answer's tokens so far begin before any stop string; None: all
 
     def __new__(
         cls,
@@ -41,9 +42,11 @@ class Piece(str):
         tokens: list[int] | None = None,
         logprobs: list[TokenLogprob] | None = None,
         finished: Finished | None = None,
+        certain: int | None = None,
     ) -> Piece:
         piece = super().__new__(cls, text)
         piece.index, piece.tokens, piece.logprobs, piece.finished = index, tokens or [], logprobs, finished
+        piece.certain = certain
         return piece
 
     @property
@@ -84,7 +87,8 @@ class Completion:
     """Outcome of a request; lists have one entry an answer."""
 
     texts: list[str]
-    tokens: list[list[int]]
+    tokens: list[list[int]]  # as they were sampled, those of a stop string too
+    certain: list[int]  # as many of them begin before the stop string
     logprobs: list[list[TokenLogprob]] | None
     prompt_logprobs: list[TokenLogprob | None] | None  # None at the first token: nothing comes before it
     finished: list[Finished]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
@@ -97,6 +97,17 @@ class Answer:
         while count and self._ends[count - 1] == (self._ends[count - 2] if count > 1 else 0):
             count -= 1
         return count
+
+    def certain(self) -> int:
+        """Number of `tokens` that begin before any stop string for certain: all of them, once it ended without one.
+
+        Tokens without text of their own wait for the next one: they may be the first bytes of the stop string.
+        """
+        scanner, count = self._scanner, len(self.tokens)
+        if not scanner.stops or (self.finished is not None and scanner.start is None):
+            return count
+        # Each token begins where the one before it ends.
+        return min(bisect_left(self._ends, scanner.certain) + 1, count) if scanner.certain else 0
 
     def _scan(self, piece: str) -> str:
         certain = self._scanner.push(piece, len(self.tokens) > self._min_tokens) if piece else ""

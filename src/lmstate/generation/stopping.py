@@ -32,6 +32,11 @@ class StopScanner:
         self._held = ""  # the end of the text, not yet let through
         self._scanned = 0  # characters since the beginning
 
+    @property
+    def certain(self) -> int:
+        """Number of characters that were let through, where there are stop strings."""
+        return self._scanned - len(self._held) if self.start is None else self.start
+
     def push(self, piece: str, may_end: bool = True) -> str:
         """Add text; returns what is now certain to come before any stop string.
 

@@ -140,6 +140,7 @@ class Answer:
     parts: list[Passage | AnsweredCall] = field(default_factory=list)  # all of it in turn
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    certain: int = 0  # as many of the tokens begin before any stop string
     reasoning_tokens: int = 0
     finished: str | None = None
     _untold: UntoldTokens = field(default_factory=UntoldTokens, init=False)
@@ -158,6 +159,7 @@ class Answer:
             events += found
         self.tokens += piece.tokens
         self.logprobs += piece.logprobs or []
+        self.certain = len(self.tokens) if piece.certain is None else piece.certain
         if piece.finished is not None:
             self.finished = piece.finished
             rest = self.stops.push(self.source.flush(), len(self.tokens) > self.min_tokens)

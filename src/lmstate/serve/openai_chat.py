@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from lmstate.serve.sse import DONE, EventStream, comment, data
 from lmstate.serve.tools import CallArguments, Event, Reasoning, Text
 
 if TYPE_CHECKING:
-    from lmstate.engine import Piece
+    from lmstate.engine import TokenLogprob
 
 MOST_ANSWERS, MOST_TOP = 128, 20
 
@@ -66,7 +66,8 @@ class ChatAnswer:
             message["tool_calls"] = [self._call(call) for call in answer.calls]
         logprobs = None
         if self.wants_logprobs:
-            logprobs = {"content": fields.token_logprobs(self.service, answer.logprobs), "refusal": None}
+            told = fields.token_logprobs(self.service, answer.logprobs[: answer.certain])
+            logprobs = {"content": told, "refusal": None}
         reason = fields.finish_reason(answer, bool(answer.calls))
         choice = {"index": answer.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
         return {**choice, "token_ids": answer.tokens} if self.wants_ids else choice
@@ -80,25 +81,23 @@ class ChatAnswer:
     async def chunks(self) -> AsyncIterator[bytes]:
         """The stream. The first chunk of an answer has its role, the last its finish_reason; then the usage."""
         for answer in self.task.answers:
-            yield self._chunk(answer.index, {"role": "assistant", "content": ""}, first=True)
+            yield self._chunk(answer, {"role": "assistant", "content": ""}, first=True)
         deltas = [Deltas(self.custom) for _ in self.task.answers]
-        untold: dict[int, list[Piece]] = {}  # pieces whose tokens no chunk told of yet
         ended: set[int] = set()
         try:
-            async for answer, piece, events in self.task.events():
+            async for answer, _, events in self.task.events():
                 index = answer.index
                 if index in ended:
                     continue  # of an answer that was cut, while others go on
-                untold.setdefault(index, []).append(piece)
                 found = [delta for event in events for delta in deltas[index].take(event)]
                 if answer.finished is not None:
                     found += deltas[index].end_call()
                 for delta in found:
-                    yield self._chunk(index, delta, told=untold.pop(index, ()))
+                    yield self._chunk(answer, delta, told=deltas[index].fresh(answer))
                 if answer.finished is not None:
                     ended.add(index)
                     reason = fields.finish_reason(answer, bool(answer.calls))
-                    yield self._chunk(index, {}, reason, untold.pop(index, ()))
+                    yield self._chunk(answer, {}, reason, deltas[index].fresh(answer))
             self.service.remember_answers(self.task)
             if self.wants_usage:
                 usage = fields.usage_of(self.task.completion, self.task.answers)
@@ -111,18 +110,19 @@ class ChatAnswer:
 
     def _chunk(
         self,
-        index: int,
+        answer: Answer,
         delta: dict[str, Any],
         reason: str | None = None,
-        told: Sequence[Piece] = (),
+        told: tuple[list[int], list[TokenLogprob]] = ([], []),
         first: bool = False,
     ) -> bytes:
-        """`told` are the pieces whose log probabilities and tokens the chunk tells of."""
-        choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
-        if self.wants_logprobs and (logprobs := [one for piece in told for one in piece.logprobs or ()]):
+        """`told` are the tokens and the log probabilities that the chunk tells of."""
+        choice: dict[str, Any] = {"index": answer.index, "delta": delta, "logprobs": None, "finish_reason": reason}
+        ids, logprobs = told
+        if self.wants_logprobs and logprobs:
             choice["logprobs"] = {"content": fields.token_logprobs(self.service, logprobs), "refusal": None}
         if self.wants_ids:
-            choice["token_ids"] = [token for piece in told for token in piece.tokens]
+            choice["token_ids"] = ids
         chunk = {**self.head("chat.completion.chunk"), "choices": [choice]}
         if first and self.wants_ids:
             chunk["prompt_token_ids"] = self.task.prompt.tokens
@@ -136,6 +136,13 @@ class Deltas:
     custom: frozenset[str]
     calls: int = 0
     _arguments: str | None = field(default=None, init=False)  # of the custom call that is open
+    _told: tuple[int, int] = field(default=(0, 0), init=False)  # tokens and log probabilities
+
+    def fresh(self, answer: Answer) -> tuple[list[int], list[TokenLogprob]]:
+        """The tokens and the log probabilities that no chunk told of yet; those of a stop string are never told."""
+        ids, logprobs = self._told
+        self._told = len(answer.tokens), answer.certain
+        return answer.tokens[ids:], answer.logprobs[logprobs : answer.certain]
 
     def take(self, event: Event) -> list[dict[str, Any]]:
         if isinstance(event, CallArguments):

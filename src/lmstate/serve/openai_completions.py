@@ -21,7 +21,7 @@ from lmstate.serve.service import Service
 from lmstate.serve.sse import DONE, EventStream, comment, data, unless_gone
 
 if TYPE_CHECKING:
-    from lmstate.engine import Completion, TokenLogprob
+    from lmstate.engine import Completion, Piece, TokenLogprob
     from lmstate.engine import Request as EngineRequest
 
 MOST_ANSWERS, MOST_TOP = 128, 20
@@ -34,6 +34,23 @@ FILL_IN = (
     ("▁<PRE>", "▁<SUF>", "▁<MID>"),
     ("<|fim_begin|>", "<|fim_hole|>", "<|fim_end|>"),
 )
+
+
+@dataclass
+class Listed:
+    """The log probabilities of one choice in a stream. `offset`: where the text of the next token begins."""
+
+    offset: int = 0
+    _count: int = 0
+    _waiting: list[TokenLogprob] = field(default_factory=list)
+
+    def fresh(self, piece: Piece) -> list[TokenLogprob]:
+        """Those that a piece makes certain: the tokens of a stop string are never listed."""
+        self._waiting += piece.logprobs or []
+        count = len(self._waiting) if piece.certain is None else piece.certain - self._count
+        fresh, self._waiting = self._waiting[:count], self._waiting[count:]
+        self._count += len(fresh)
+        return fresh
 
 
 @dataclass
@@ -76,7 +93,9 @@ class Texts:
         prompt = self.prompts[number]
         text, tokens, told = completion.texts[index], completion.tokens[index], None
         if self.logprobs is not None:
-            entries: list[TokenLogprob | None] = list((completion.logprobs or [[]] * (index + 1))[index])
+            certain = completion.certain[index]
+            entries: list[TokenLogprob | None] = list((completion.logprobs or [[]] * (index + 1))[index][:certain])
+            tokens = tokens[:certain]
             if self.echo:
                 tokens, entries = [*prompt, *tokens], [*(completion.prompt_logprobs or []), *entries]
             told = self.legacy(tokens, entries)
@@ -133,7 +152,7 @@ class Texts:
         try:
             running = len(tasks)
             echoed: set[int] = set()
-            offsets: dict[int, int] = {}  # of each choice: where the text of its next token begins
+            made: dict[int, Listed] = {}
             while running:
                 number, piece = await queue.get()
                 if isinstance(piece, Exception):
@@ -146,9 +165,11 @@ class Texts:
                     echoed.add(index)
                     yield self._chunk(index, self.service.tokenizer.decode(self.prompts[number]), None, None)
                 told = None
-                if self.logprobs is not None and piece.logprobs:
-                    told = self.legacy(piece.tokens, list(piece.logprobs), offsets.get(index, 0))
-                    offsets[index] = told["text_offset"][-1] + len(told["tokens"][-1])
+                if self.logprobs is not None:
+                    listed = made.setdefault(index, Listed())
+                    if entries := listed.fresh(piece):
+                        told = self.legacy([entry.token for entry in entries], list(entries), listed.offset)
+                        listed.offset = told["text_offset"][-1] + len(told["tokens"][-1])
                 reason = None
                 if piece.finished is not None:
                     reason = "stop" if piece.finished in ("eos", "stop") else "length"
