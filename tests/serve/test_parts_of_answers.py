@@ -6,12 +6,14 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import anthropic
 import httpx
 import pytest
 
 from lmstate.engine import Engine, TokenLogprob
 from lmstate.serve import Settings
 from lmstate.serve.answers import UntoldTokens
+from lmstate.serve.anthropic import whole_values
 from lmstate.serve.grammar import Grammars
 from lmstate.serve.tools import CallArguments, Reasoning, Text
 from tests.serve.byte_tokenizer import TEMPLATE
@@ -134,3 +136,25 @@ def test_a_stop_string_has_no_logprobs_in_a_response(says: Callable[..., Any]) -
     (item,) = says(RESPONSES, "<think>Hm.</think>It is EN END now", **asked).json()["output"][1:]
     (part,) = item["content"]
     assert part["text"] == "".join(one["token"] for one in part["logprobs"]) == "It is EN "
+
+
+def test_the_input_of_a_call_that_was_cut_off_is_what_the_library_reads_from_the_stream(
+    thinking: Running, says: Callable[..., Any]
+) -> None:
+    arguments = {"a,[{": 'x\\"}', "b": {"c": ["y", [None, []]], "d": True, "é": "\n"}}
+    call = json.dumps({"name": "f", "arguments": arguments}, ensure_ascii=False)
+    seen = []
+    with anthropic.Anthropic(base_url=thinking.url, api_key="none", max_retries=0) as claude:
+        for most in range(40, len(call) + 20, 3):
+            message = says(MESSAGES, f"<tool_call>\n{call}\n</tool_call>", max_tokens=most).json()
+            with claude.messages.stream(**{**BODIES[MESSAGES], "max_tokens": most}) as stream:
+                streamed = stream.get_final_message()
+            assert [block["type"] for block in message["content"]] == ["tool_use"]
+            seen.append(message["content"][0]["input"])
+            assert seen[-1] == streamed.content[0].input  # type: ignore[union-attr]
+            assert message["stop_reason"] == streamed.stop_reason
+    assert seen[0] == {}
+    assert {"a,[{": 'x\\"}', "b": {"c": ["y"]}} in seen
+    assert seen[-1] == arguments
+    assert whole_values('{"a": 1, "n": 12') == {"a": 1}  # which the library takes for 12, and may be 120
+    assert whole_values("no JSON") == {}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import deque
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -318,9 +320,38 @@ def block_of(part: Passage | AnsweredCall) -> dict[str, Any]:
 
 
 def as_object(text: str) -> dict[str, Any]:
-    """A call's arguments; what was cut off, and so is no JSON, is given as text."""
+    """A call's arguments; of those that were cut off, the values that are whole, as clients read the streamed ones."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        return {"_unfinished": text}
+        return whole_values(text)
     return value if isinstance(value, dict) else {"_value": value}
+
+
+def whole_values(text: str) -> dict[str, Any]:
+    """The object that the beginning of a JSON text holds, without the value, or the name of one, that was cut off."""
+    # The last places where it may be closed, and with what: after the name of a value it cannot, but before that.
+    ends: deque[tuple[int, str]] = deque(maxlen=4)
+    closing, quoted, escaped = "", False, False
+    for at, letter in enumerate(text):
+        if quoted:
+            escaped, quoted = letter == "\\" and not escaped, letter != '"' or escaped
+            if not quoted:
+                ends.append((at + 1, closing))
+        elif letter == '"':
+            quoted = True
+        elif letter == ",":
+            ends.append((at, closing))
+        elif letter in "{[":
+            closing = ("}" if letter == "{" else "]") + closing
+            ends.append((at + 1, closing))
+        elif letter in "}]":
+            closing = closing[1:]
+            ends.append((at + 1, closing))
+    if not quoted and text.endswith(("true", "false", "null")):
+        ends.append((len(text), closing))
+    for end, close in reversed(ends):
+        with suppress(ValueError, RecursionError):
+            value = json.loads(text[:end] + close)
+            return value if isinstance(value, dict) else {}
+    return {}
