@@ -67,6 +67,19 @@ def test_slashes_of_a_pattern_may_be_escaped(tiny: Running, pattern: str) -> Non
         assert backslash.json()["choices"][0]["message"]["content"] == "\\/"
 
 
+@pytest.mark.parametrize("text", ["<|im_start|>", "<|im_end|>", "a<|im_end|>b"])
+def test_a_choice_may_be_written_like_a_control_token(tiny: Running, real: Running, text: str) -> None:
+    for server in (tiny, real):
+        with server.client() as client:
+            for more in ({"guided_choice": [text]}, {"guided_choice": [text, f"{text}b"], "logprobs": True}):
+                body = {"messages": USER, "max_tokens": 16, **more}
+                choice = client.post(CHAT, json=body).json()["choices"][0]
+                assert choice["message"]["content"].startswith(text)
+                assert choice["finish_reason"] == "stop"
+                again = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 16, **more, "logprobs": None})
+                assert again.json()["choices"][0]["text"].startswith(text)
+
+
 GRAMMARS = {
     "a rule that ends like start": 'restart: "yes" | "si"\nstart: restart',
     "a comment": '// start: here\nstart: "yes"',

@@ -33,8 +33,8 @@ ANYTHING = r"/(.|\n)*/"
 class TokenGrammar:
     """One answer's place in a grammar, as the engine asks for it."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: llguidance.LLMatcher, tokenizer: llguidance.LLTokenizer, vocab_size: int) -> None:
+        self._matcher, self._tokenizer = matcher, tokenizer
         self._vocab = vocab_size
 
     def allowed(self) -> Tensor | None:
@@ -42,7 +42,22 @@ class TokenGrammar:
         packed = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)  # [ceil(V / 8)]
         self._check()
         bits = (packed[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
-        return bits.flatten()[: self._vocab].bool()
+        return self._as_text(bits.flatten()[: self._vocab].bool())
+
+    def _as_text(self, allowed: Tensor) -> Tensor:
+        """`allowed`, or where the only token in it is wrong, the one that begins the text that must come.
+
+        llguidance encodes such a text by itself: one that is written like a control token becomes that token, which its
+        grammar has no place for.
+        """
+        tokens = allowed.nonzero().flatten().tolist()
+        if len(tokens) != 1 or self._matcher.validate_tokens(tokens):
+            return allowed
+        begin = self._tokenizer.tokenize_bytes(self._matcher.compute_ff_bytes()[:1])
+        if self._matcher.validate_tokens(begin):
+            allowed = torch.zeros_like(allowed)
+            allowed[begin[0]] = True
+        return allowed
 
     def accept(self, token: int) -> None:
         if not self._matcher.consume_token(token):
@@ -53,7 +68,7 @@ class TokenGrammar:
             self._check()
 
     def copy(self) -> TokenGrammar:
-        return TokenGrammar(self._matcher.deep_copy(), self._vocab)
+        return TokenGrammar(self._matcher.deep_copy(), self._tokenizer, self._vocab)
 
     @property
     def complete(self) -> bool:
@@ -67,7 +82,8 @@ class TokenGrammar:
 
     def forced(self) -> list[int]:
         """Tokens that must come now, for there is no choice."""
-        return list(self._matcher.compute_ff_tokens())
+        tokens = self._matcher.compute_ff_tokens()
+        return list(tokens[: self._matcher.validate_tokens(tokens)])  # see `_as_text`
 
     def _check(self) -> None:
         if self._matcher.is_error():
@@ -162,7 +178,7 @@ class Grammars:
         with self._lock:
             if (known := self._compiled.get(lark)) is not None:
                 self._compiled.move_to_end(lark)
-                return TokenGrammar(known.deep_copy(), self._vocab)
+                return TokenGrammar(known.deep_copy(), self._inner, self._vocab)
         matcher = self._matcher(lark)
         if matcher.is_error():
             for tool in tools:
@@ -177,7 +193,7 @@ class Grammars:
             self._compiled[lark] = matcher.deep_copy()
             while len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
-        return TokenGrammar(matcher, self._vocab)
+        return TokenGrammar(matcher, self._inner, self._vocab)
 
     def _matcher(self, lark: str) -> llguidance.LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
