@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, Event
 from typing import Any
 
 import httpx
@@ -158,6 +158,29 @@ def test_of_two_clients_that_make_one_session_one_has_it(
         patch.setattr(tiny.engine, "sessions", both)
         made = list(pool.map(lambda _: client.post("/v1/sessions", json={"name": "s"}), range(2)))
     assert sorted(answer.status_code for answer in made) == [201, 409]
+
+
+def test_a_session_is_looked_for_beside_the_loop(
+    tiny: Running, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.post("/v1/sessions", json={"name": "s"})
+    find, asked, answered = tiny.engine.find_session, Event(), Event()
+
+    def slow(name: str) -> Session | None:
+        asked.set()
+        assert answered.wait(GUARD)
+        return find(name)
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor() as pool:
+        patch.setattr(tiny.engine, "find_session", slow)
+        waiting = pool.submit(client.get, "/v1/sessions/s")
+        try:
+            assert asked.wait(GUARD)
+            with tiny.client(timeout=5) as other:
+                assert other.get("/health").status_code == 200
+        finally:
+            answered.set()
+        assert waiting.result(GUARD).status_code == 200
 
 
 def test_an_explanation_tells_the_first_token_that_differs(client: httpx.Client) -> None:

@@ -54,20 +54,20 @@ async def list_sessions(service: Service, request: Request) -> ASGIApp:
 
 
 async def get(service: Service, request: Request) -> ASGIApp:
-    session = found(service, request)
+    session = await found(service, request)
     text = await asyncio.to_thread(service.tokenizer.decode, session.tokens, False)
     return json_response({**shown(session), "messages": session.messages, "tokens": session.tokens, "text": text})
 
 
 async def delete(service: Service, request: Request) -> ASGIApp:
-    session = found(service, request)
+    session = await found(service, request)
     await done(session.close)
     return json_response({"object": "session", "name": session.name, "deleted": True})
 
 
 async def rewind(service: Service, request: Request) -> ASGIApp:
     """Rewind a session to position `to`, in tokens."""
-    session, body = found(service, request), await read_body(service, request)
+    session, body = await found(service, request), await read_body(service, request)
     to = body.integer("to", 0, 2**31)
     if to is None:
         raise body.wrong("to", "a position in tokens")
@@ -76,27 +76,27 @@ async def rewind(service: Service, request: Request) -> ASGIApp:
 
 
 async def mark(service: Service, request: Request) -> ASGIApp:
-    session = found(service, request)
+    session = await found(service, request)
     position = await done(session.mark)
     return json_response({**shown(session), "position": position})
 
 
 async def undo(service: Service, request: Request) -> ASGIApp:
-    session = found(service, request)
+    session = await found(service, request)
     await done(session.undo)
     return json_response(shown(session))
 
 
 async def fork(service: Service, request: Request) -> ASGIApp:
     """Fork a session under a new `name`; both share all that was computed."""
-    session, body = found(service, request), await read_body(service, request)
+    session, body = await found(service, request), await read_body(service, request)
     name = checked_name(body.text("name") or new_id("session_", 16))
     return json_response(shown(await begun(service, name, lambda: session.fork(name))), 201)
 
 
 async def save(service: Service, request: Request) -> ASGIApp:
     """Write the session into the server's own folder, under its name."""
-    session = found(service, request)
+    session = await found(service, request)
     if service.settings.folder is None:
         raise ApiError("the server was started without --store: there is no folder to save in", 409)
     folder = service.settings.folder / "saved"
@@ -108,7 +108,7 @@ async def save(service: Service, request: Request) -> ASGIApp:
 
 async def download(service: Service, request: Request) -> ASGIApp:
     """The session with its state, as a file for any server of the same model."""
-    session = found(service, request)
+    session = await found(service, request)
     path = temporary()
     try:
         await done(lambda: session.save(path))
@@ -157,7 +157,7 @@ async def explain(service: Service, request: Request) -> ASGIApp:
 
 async def send(service: Service, request: Request) -> ASGIApp:
     """Go on with `text`, `messages` or `tokens`; streamed if asked."""
-    session, body = found(service, request), await read_body(service, request)
+    session, body = await found(service, request), await read_body(service, request)
     prompt, count = await asyncio.to_thread(read_prompt, service, body)
     options = sampling_options(body, service.vocab_size, service.model.defaults)
     longest = body.integer("max_tokens", 0, 2**31)
@@ -237,9 +237,10 @@ def shown(session: Session) -> dict[str, Any]:
     return {"object": "session", "name": session.name, "length": len(session.tokens)}
 
 
-def found(service: Service, request: Request) -> Session:
+async def found(service: Service, request: Request) -> Session:
     name = request.path_params["name"]
-    if (session := service.engine.find_session(name)) is None:
+    # Off the loop: a store, which may be slow to answer, is asked for a session that is not here.
+    if (session := await asyncio.to_thread(service.engine.find_session, name)) is None:
         raise ApiError(f"there is no session {name[:100]!r}", 404)
     return session
 
