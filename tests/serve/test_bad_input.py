@@ -399,3 +399,12 @@ def test_broken_http_is_answered_or_closed(tiny: Running, raw: bytes) -> None:
             assert not isinstance(error, TimeoutError)
     assert not answer or answer.startswith(b"HTTP/1.1 4"), answer[:200]
     wait_until(lambda: not tiny.server.service.running)
+
+
+def test_a_body_may_begin_with_a_byte_order_mark(tiny: Running) -> None:
+    body = json.dumps({"prompt": "a", "max_tokens": 1})
+    with tiny.client() as client:
+        assert client.post("/v1/completions", content=body.encode("utf-8-sig")).status_code == 200
+        twice = client.post("/v1/completions", content=("\ufeff" + body).encode("utf-8-sig"))
+    assert twice.status_code == 400
+    assert twice.json()["error"]["code"] == "invalid_json"

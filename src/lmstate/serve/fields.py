@@ -23,7 +23,7 @@ def parse_body(body: bytes, depth: int = DEPTH) -> Fields:
 def parse_json(text: bytes, depth: int = DEPTH) -> Any:
     """Any JSON value in UTF-8: no NaN, no half surrogates, nested at most `depth` deep."""
     try:
-        decoded = text.decode("utf-8")
+        decoded = text.decode("utf-8-sig")  # which some libraries begin a body with
     except UnicodeDecodeError as error:
         raise ApiError(f"the body is not UTF-8: {error.reason} at byte {error.start}", code="invalid_json") from None
     try:
