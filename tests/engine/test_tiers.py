@@ -448,3 +448,9 @@ def test_a_tier_that_hangs_holds_up_nobody_for_long(tmp_path: Path, monkeypatch:
             tier.goes_on.set()
     finally:
         tier.goes_on.set()
+
+
+def test_what_is_no_size_of_a_store_is_refused_with_and_without_one(tmp_path: Path) -> None:
+    for store in (None, tmp_path):
+        with pytest.raises(ValueError, match="'x' is no size"):
+            lmstate.Engine(ours("llama"), store=store, store_bytes="x")

@@ -89,7 +89,7 @@ class Engine:
         rows, queue, stall = whole_number(rows, "rows"), whole_number(queue, "queue"), real_number(stall, "stall")
         if rows < 1 or queue < 1 or not stall > 1.0:
             raise ValueError(f"rows={rows}, queue={queue}, stall={stall} were asked for; the least are 1, 1, above 1.0")
-        memory = as_bytes(memory)
+        memory, store_bytes = as_bytes(memory), as_bytes(store_bytes)
         self._cost = RowCost.of(model, lambda rows, capacity: model.new_state(rows=rows, capacity=capacity, kv=kv))
         self._cost.refuse_too_little(memory)
         drafting = Drafting(draft, model, rows, memory, model.new_state(kv=kv))
@@ -99,7 +99,7 @@ class Engine:
         policies = policies_of(kv, len(model.blocks)) if callable(kv) and not isinstance(kv, Policy) else kv
         namespace = f"{model.fingerprint} dtype={model.dtype} kv={policies!r}"
         if store is not None and not isinstance(store, Tier):
-            store = open_tier(store, namespace, as_bytes(store_bytes))
+            store = open_tier(store, namespace, store_bytes)
         if store is not None:
             store.most_read = memory
         self._tier: Tier | None = store
