@@ -5,13 +5,17 @@ from __future__ import annotations
 import gzip
 import json
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.serve.running import Running
+from lmstate.engine import Engine
+from lmstate.serve import Settings
+from tests.serve.byte_tokenizer import TEMPLATE
+from tests.serve.running import Running, load_tiny, running
 from tests.waiting import GUARD, wait_until
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -408,3 +412,17 @@ def test_a_body_may_begin_with_a_byte_order_mark(tiny: Running) -> None:
         twice = client.post("/v1/completions", content=("\ufeff" + body).encode("utf-8-sig"))
     assert twice.status_code == 400
     assert twice.json()["error"]["code"] == "invalid_json"
+
+
+def test_half_a_surrogate_pair_that_a_template_writes_is_the_fault_of_the_template(tmp_path: Path) -> None:
+    model = load_tiny(tmp_path, template="{{ '\\ud800' }}" + TEMPLATE)
+    with (
+        Engine(model, rows=1) as engine,
+        running(engine, Settings("tiny", port=0)) as server,
+        server.client() as client,
+    ):
+        answer = client.post("/v1/chat/completions", json={"messages": USER, "max_tokens": 1})
+    assert answer.status_code == 400
+    assert "chat template writes half a surrogate pair" in answer.json()["error"]["message"]
+    with pytest.raises(ValueError, match="the text has half a surrogate pair"):  # this one is of the messages
+        model.tokenizer.chat([{"role": "user", "content": "\ud800"}])

@@ -111,7 +111,10 @@ class ChatTemplate:
             raise ModelError("the model's chat template asks for more memory than a conversation can need") from error
         finally:
             _budget.reset(token)
-        return "".join(pieces)
+        text = "".join(pieces)
+        if not _is_unicode(text) and _is_unicode(json.dumps([messages, variables], ensure_ascii=False, default=str)):
+            raise ModelError("the model's chat template writes half a surrogate pair, which is no Unicode")
+        return text
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -259,6 +262,15 @@ def _strftime_now(format: str) -> str:
     if len(format) > 256:
         raise TooMuch("its date format is too long")
     return datetime.now().strftime(format)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether UTF-8 can write a text: it has no half of a surrogate pair."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _counted(items: Iterable[Any]) -> Iterator[Any]:
