@@ -24,7 +24,7 @@ import pytest
 
 import lmstate
 from lmstate.engine import Engine
-from lmstate.serve import Settings, read_keys
+from lmstate.serve import Settings, http, read_keys
 from tests.serve.running import Running, events, running, save_tiny, standing_still
 from tests.serve.test_many_connections import room
 from tests.waiting import GUARD, wait_until
@@ -333,6 +333,21 @@ def test_texts_of_tokens_are_made_beside_the_loop(engine: Engine, monkeypatch: p
         assert answer["token_strs"] == ["a", "b", "c"]
         assert client.post("/detokenize", json={"tokens": answer["tokens"]}).json()["prompt"] == "abc"
     assert beside == [True] * 4
+
+
+def test_a_large_body_is_read_beside_the_loop(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    beside: list[bool] = []
+    read = http.parse_body
+
+    def told(body: bytes) -> Any:
+        beside.append(asyncio._get_running_loop() is None)
+        return read(body)
+
+    monkeypatch.setattr(http, "parse_body", told)
+    with running(engine, BASE) as server, server.client() as client:
+        for length in (1, 2**18):
+            assert client.post("/tokenize", json={"prompt": "a" * length}).json()["count"] == length
+    assert beside == [False, True]
 
 
 def test_metrics_count_requests_and_tokens(tiny: Running) -> None:

@@ -18,6 +18,8 @@ from lmstate.serve.sse import Disconnected, dumps
 
 log = logging.getLogger("lmstate.serve")
 
+LARGE = 2**18  # bytes of a body that is read beside the event loop: its JSON may take longer than a token
+
 Handler = Callable[[Service, Request], Awaitable[ASGIApp]]
 Endpoint = Callable[[Request], Awaitable[Any]]
 
@@ -52,7 +54,10 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 
 async def read_body(service: Service, request: Request) -> Fields:
     """The JSON object of a request. Raises `ApiError` for what is too long, too slow or no object."""
-    return parse_body(await read_bytes(service, request))
+    body = await read_bytes(service, request)
+    if len(body) < LARGE:
+        return parse_body(body)
+    return await asyncio.to_thread(parse_body, body)
 
 
 async def read_bytes(service: Service, request: Request, most: int | None = None) -> bytes:
