@@ -186,7 +186,12 @@ def test_lm_eval(server: Running) -> None:
             assert len(told["token_logprobs"]) == len(prompt) + 1
             for logprob, top in zip(told["token_logprobs"][1:-1], told["top_logprobs"][1:-1], strict=True):
                 assert logprob <= max(top.values()) + 1e-6
-        assert client.get("/tokenizer_info").json()["eos_token"] == "<|im_end|>"
+        info = client.get("/tokenizer_info").json()
+        assert info["eos_token"] == "<|im_end|>"
+        props = client.get("/props").json()
+        assert [props[key] for key in ("eos_token", "chat_template")] == [info["eos_token"], info["chat_template"]]
+        assert props["default_generation_settings"]["n_ctx"] == info["model_max_length"]
+        assert props["total_slots"] == server.engine.rows == 2
         tokens = client.post("/tokenize", json={"prompt": "Hi", "add_special_tokens": False}).json()["tokens"]
         assert tokens == server.engine.model.tokenizer.encode("Hi", add_special_tokens=False)
 

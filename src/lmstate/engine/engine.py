@@ -94,6 +94,7 @@ class Engine:
         self._cost.refuse_too_little(memory)
         drafting = Drafting(draft, model, rows, memory, model.new_state(kv=kv))
         self.model = model
+        self.rows = rows
         self._kv = kv
         # A function has no name that holds in another process; what it gives for each layer has.
         policies = policies_of(kv, len(model.blocks)) if callable(kv) and not isinstance(kv, Policy) else kv

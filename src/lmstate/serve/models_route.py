@@ -1,4 +1,4 @@
-"""`GET /v1/models`: the one model, by each of its names; and what there is to know of it."""
+"""`GET /v1/models`: the one model, by each of its names; and what there is to know of it, and of the server."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+import lmstate
+from lmstate.generation.sampling import Sampler
 from lmstate.serve.http import json_response
 from lmstate.serve.service import Service
 
@@ -52,6 +54,35 @@ async def get_model(service: Service, request: Request) -> ASGIApp:
     name = request.path_params["model"]
     service.settings.check_model(name)
     return json_response(model_card(service, name))
+
+
+async def props(service: Service, request: Request) -> ASGIApp:
+    """Properties of the server, in the shape of llama-server, whose clients ask for them first."""
+    tokenizer, suggested = service.tokenizer, Sampler.suggested(service.model.defaults)
+
+    def text(id: int | None) -> str:
+        return "" if id is None else tokenizer.decode([id], skip_special_tokens=False)
+
+    sampling = {
+        "temperature": suggested.temperature,
+        "top_k": suggested.top_k or 0,
+        "top_p": suggested.top_p or 1.0,
+        "min_p": suggested.min_p or 0.0,
+        "repeat_penalty": suggested.repetition_penalty,
+    }
+    return json_response(
+        {
+            "default_generation_settings": {"n_ctx": service.context, "params": sampling},
+            "total_slots": service.engine.rows,
+            "model_alias": service.settings.model_name,
+            "model_path": service.settings.model_name,
+            "modalities": {"vision": False, "audio": False},
+            "chat_template": tokenizer.template_source or "",
+            "bos_token": text(tokenizer.bos_id),
+            "eos_token": text(min(tokenizer.eos_ids, default=None)),
+            "build_info": f"lmstate {lmstate.__version__}",
+        }
+    )
 
 
 async def health(service: Service, request: Request) -> ASGIApp:
