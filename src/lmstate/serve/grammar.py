@@ -50,8 +50,7 @@ class TokenGrammar:
         llguidance encodes such a text by itself: one that is written like a control token becomes that token, which its
         grammar has no place for.
         """
-        tokens = allowed.nonzero().flatten().tolist()
-        if len(tokens) != 1 or self._matcher.validate_tokens(tokens):
+        if allowed.count_nonzero() != 1 or self._matcher.validate_tokens([int(allowed.int().argmax())]):
             return allowed
         begin = self._tokenizer.tokenize_bytes(self._matcher.compute_ff_bytes()[:1])
         if self._matcher.validate_tokens(begin):
