@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -93,7 +95,7 @@ def test_windows_shorter_than_the_budget_are_left_alone() -> None:
     assert any(tensor.dtype == torch.int8 for tensor in state.layers[0].tensors())
 
 
-@pytest.mark.parametrize("given", [8, "int8", lambda layer: None, kv.PerLayer({0: "h2o"})])
+@pytest.mark.parametrize("given", [8, "int8", lambda layer: None, kv.PerLayer({0: "h2o"}), kv.Dense, kv.H2O])
 def test_what_is_no_policy_is_refused(given: object) -> None:
     with pytest.raises(lmstate.StateError, match=r"policy of lmstate\.kv"):
         ours("llama").new_state(kv=given)
@@ -114,6 +116,23 @@ def test_a_policy_for_a_layer_that_there_is_not_is_refused(layer: object) -> Non
 ])  # fmt: skip
 def test_budgets_that_hold_nothing_are_refused(make: object) -> None:
     with pytest.raises(lmstate.StateError, match="budget"):
+        make()
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: kv.Recent(budget=32, storage="int8"), r"storage='int8'.*kv\.Quantized"),
+    (lambda: kv.Recent(budget=32, storage=kv.Quantized), "storage=<class"),
+    (lambda: kv.H2O(budget=64, recent=8, storage=kv.Recent()), r"storage=Recent\("),
+    (lambda: kv.H2O(budget="64"), "budget of H2O must be a whole number"),
+    (lambda: kv.Recent(budget=32.5), "budget of Recent must be a whole number"),
+    (lambda: kv.Quantized("8"), "bits of Quantized must be a whole number; '8'"),
+    (lambda: kv.Dense("bfloat16"), r"dtype='bfloat16'.*torch\.bfloat16"),
+    (lambda: kv.Dense(torch.int8), r"dtype=torch\.int8.*Quantized"),
+    (lambda: kv.Dense(torch.float8_e4m3fn), "float8"),
+    (lambda: kv.pyramid(kv.Dense(), 4), "policy with a budget"),
+])  # fmt: skip
+def test_a_policy_of_wrong_values_is_refused_where_it_is_made(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(lmstate.StateError, match=message):
         make()
 
 

@@ -15,6 +15,7 @@ from lmstate.ops.attention.slots import behind_all, lowest
 from lmstate.ops.types.slot_table import EvictLowest
 from lmstate.state.kv.policies.storage import Dense, Storage
 from lmstate.state.layers.base import Policy
+from lmstate.state.validate import whole_number
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,14 @@ class Evicting(Policy):
 
     storage: Storage = field(default=Dense(), kw_only=True)
 
+    def __post_init__(self) -> None:
+        storage: object = self.storage
+        if not isinstance(storage, Storage):
+            raise StateError(
+                f"{type(self).__name__}(storage={storage!r:.80}) was asked for; "
+                "slots are stored as kv.Dense() or kv.Quantized(8), say"
+            )
+
     observes = False
     """Whether `Slots.scores` is wanted. Costs a float32 a slot for each of the last `rewind` tokens."""
 
@@ -96,6 +105,9 @@ class Budget(Evicting):
     sinks: int = 4
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("budget", "recent", "sinks"):
+            whole_number(getattr(self, name), f"{name} of {type(self).__name__}")
         guarded = self.sinks + self.newest + max(self.batch, 0)
         if min(self.sinks, self.recent, self.batch) < 0 or self.budget < max(1, guarded):
             raise StateError(

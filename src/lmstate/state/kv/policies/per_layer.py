@@ -31,6 +31,8 @@ def pyramid(policy: Budget, layers: int, ratio: float = 4.0) -> PerLayer:
 
     They add up to about `layers * policy.budget`; deeper layers need fewer tokens (PyramidKV, 2406.02069).
     """
+    if not isinstance(policy, Budget):
+        raise StateError(f"pyramid was given {policy!r:.80}; it takes a policy with a budget, kv.Recent(2048), say")
     if layers < 1 or ratio < 1:
         raise StateError(f"pyramid(layers={layers}, ratio={ratio}) was asked for; both are at least 1")
     least = max(1, policy.sinks + policy.recent)
@@ -50,7 +52,8 @@ def policies_of(kv: Policies, layers: int) -> list[Policy]:
 
 
 def _policy_of(kv: Policies, layer: int) -> Policy:
-    policy = kv if isinstance(kv, Policy) else kv(layer) if callable(kv) else kv
+    # A class is no function of a layer: it would take the layer's number for its first field.
+    policy = kv if isinstance(kv, Policy | type) or not callable(kv) else kv(layer)
     if not isinstance(policy, Policy):
         raise StateError(
             f"kv={policy!r} was given for layer {layer}; it is a policy of lmstate.kv (kv.Quantized(8), say), "

@@ -8,6 +8,7 @@ import torch
 
 from lmstate.errors import StateError
 from lmstate.state.layers.base import Policy
+from lmstate.state.validate import whole_number
 
 
 class Storage(Policy):
@@ -19,6 +20,13 @@ class Dense(Storage):
     """As floats of `dtype`; by default those of the state."""
 
     dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (None, torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            raise StateError(
+                f"Dense(dtype={self.dtype!r}) was asked for; there are torch.bfloat16, float16, float32 and float64, "
+                "and Quantized(8) for fewer bits"
+            )
 
 
 @dataclass(frozen=True)
@@ -35,5 +43,5 @@ class Quantized(Storage):
     bits: int = 8
 
     def __post_init__(self) -> None:
-        if self.bits not in (8, 4, 2):
+        if whole_number(self.bits, "bits of Quantized") not in (8, 4, 2):
             raise StateError(f"Quantized(bits={self.bits}) was asked for; there are 8, 4 and 2")
