@@ -243,6 +243,13 @@ def test_a_store_that_is_no_index_is_named(tmp_path: Path) -> None:
         lmstate.Engine(ours("llama"), store=tmp_path)
 
 
+def test_an_index_that_cannot_be_opened_is_not_called_one_to_remove(tmp_path: Path) -> None:
+    (tmp_path / "index.sqlite3").mkdir()  # SQLite says of it what it says where a disk is full, or nobody may write
+    with pytest.raises(OSError, match=r"index\.sqlite3 cannot be opened") as raised:
+        lmstate.Engine(ours("llama"), store=tmp_path)
+    assert "remove" not in str(raised.value)
+
+
 def test_an_index_that_would_compute_is_refused(tmp_path: Path) -> None:
     forever = "with recursive n(x) as (select 1 union all select x + 1 from n) select max(x) as namespace from n"
     with sqlite3.connect(tmp_path / "index.sqlite3") as index:

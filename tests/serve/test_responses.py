@@ -18,6 +18,7 @@ import pytest
 import lmstate
 from lmstate.engine import Engine
 from lmstate.serve import Settings
+from lmstate.serve.response_store import ResponseStore
 from tests.serve.running import Running, running, standing_still
 from tests.serve.test_behavior import held
 from tests.waiting import GUARD, wait_until
@@ -290,3 +291,9 @@ def test_log_probabilities_of_a_stream_are_all_told(client: openai.OpenAI) -> No
             whole = event.logprobs
     assert len(whole) == len(text.encode())
     assert [(one.token, one.logprob) for one in told] == [(one.token, one.logprob) for one in whole]
+
+
+def test_a_damaged_database_is_named(tmp_path: Path) -> None:
+    (tmp_path / "responses.sqlite").write_bytes(b"no database at all" * 100)
+    with pytest.raises(OSError, match=r"responses\.sqlite is no database"):
+        ResponseStore(tmp_path, 1000)

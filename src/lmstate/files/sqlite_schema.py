@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable
+from pathlib import Path
 
 
 def check_schema(connection: sqlite3.Connection, tables: Iterable[str]) -> None:
@@ -16,3 +17,13 @@ def check_schema(connection: sqlite3.Connection, tables: Iterable[str]) -> None:
     for sql in found:
         if sql not in known:
             raise sqlite3.DatabaseError("it has other tables, or views or triggers, which could compute anything")
+
+
+def unusable(file: Path, error: sqlite3.Error, what: str) -> OSError:
+    """The error for a file that cannot be opened as `what`; only one that is something else is to be removed.
+
+    SQLite's operational errors are of what lies around a file: no space, no permission, a lock that others hold.
+    """
+    if isinstance(error, sqlite3.OperationalError):
+        return OSError(f"{file} cannot be opened to read and write: {error}")
+    return OSError(f"{file} is no {what} ({error}); remove it, or name another folder")

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lmstate.errors import SnapshotError
-from lmstate.files.sqlite_schema import check_schema
+from lmstate.files.sqlite_schema import check_schema, unusable
 from lmstate.state.blocks import CapturedBlocks, Parts
 from lmstate.state.layer_file import by_layer, read_layers, write_layers
 from lmstate.state.snapshot import VERSION as SNAPSHOT_VERSION
@@ -232,13 +232,13 @@ class _Closing:
         try:
             self._connection = sqlite3.connect(self._path, timeout=30.0)
         except sqlite3.Error as error:
-            raise OSError(f"{self._path} cannot be opened: {error}") from error
+            raise unusable(self._path, error, "index of snapshots") from error
         try:
             check_schema(self._connection, [TABLE])
             self._connection.execute("pragma journal_mode=wal")
         except sqlite3.Error as error:
             self._connection.close()
-            raise OSError(f"{self._path} is no index of snapshots: {error}") from error
+            raise unusable(self._path, error, "index of snapshots") from error
         return self._connection
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

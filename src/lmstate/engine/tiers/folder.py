@@ -32,7 +32,7 @@ from lmstate.engine.tiers.tier import (
 from lmstate.errors import ModelError, SnapshotError
 from lmstate.files.atomic import atomic_write
 from lmstate.files.mmap_file import open_regular
-from lmstate.files.sqlite_schema import check_schema
+from lmstate.files.sqlite_schema import check_schema, unusable
 from lmstate.ops.memory import pages
 
 MOST_NEW = 256  # entries of other processes that are taken at a time
@@ -73,7 +73,7 @@ class FolderTier(Tier):
             made = "".join(f"create table if not exists {table};" for table in TABLES)
             self._index.executescript("pragma journal_mode=wal; pragma synchronous=normal;" + made)
         except sqlite3.Error as error:
-            raise OSError(f"{file} is no index of prefixes ({error}); remove it, or name another folder") from error
+            raise unusable(file, error, "index of prefixes") from error
         self._thread.start()
 
     def entries(self) -> Iterable[tuple[str, Entry]]:
