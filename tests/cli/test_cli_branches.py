@@ -126,6 +126,8 @@ def test_a_file_that_cannot_be_written_is_named(conversation: Conversation, tmp_
     with pytest.raises(FileNotFoundError) as error:
         command(conversation, f"/save {path}")
     assert error.value.filename == str(path) and ".part" not in str(error.value)
+    with pytest.raises(IsADirectoryError, match="name a file in it"):  # and not that --force would replace it
+        command(conversation, f"/save {tmp_path}")
 
 
 @pytest.fixture

@@ -88,6 +88,8 @@ def save(messages: list[Message], state: State, path: Path, force: bool = False)
     Raises OSError where the file cannot be written, FileExistsError where there is one and `force` does not ask to
     replace it.
     """
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a directory; name a file in it")
     if path.exists() and not force:
         raise FileExistsError(f"{path} exists; /save --force {path} replaces it")
     snapshot = with_messages(state.snapshot(0), messages)
