@@ -138,6 +138,15 @@ def test_the_network_is_not_served_without_a_key() -> None:
         Settings("m", host=host).check()
 
 
+@pytest.mark.parametrize("origin", ["localhost:3000", "http://localhost:3000/", "https://a.example/page", "a.example"])
+def test_what_is_no_origin_is_refused_since_it_would_never_match(origin: str) -> None:
+    with pytest.raises(ValueError, match="no origin"):
+        Settings("m", cors_origins=(origin,)).check()
+    Settings(
+        "m", cors_origins=("*", "null", "http://localhost:3000", "chrome-extension://abc", "http://[::1]:80")
+    ).check()
+
+
 def test_keys_come_from_a_file_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "keys"
     file.write_text("# of people\n one \n\ntwo\n")

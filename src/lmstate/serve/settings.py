@@ -39,7 +39,14 @@ class Settings:
     stored_responses: int = 2**28  # bytes of responses kept for previous_response_id
 
     def check(self, allow_anonymous: bool = False) -> None:
-        """Refuse to serve the network without a key. Raises `ValueError`."""
+        """Refuse to serve the network without a key, and origins that no page has. Raises `ValueError`."""
+        for origin in self.cors_origins:
+            scheme, _, host = origin.partition("://")
+            if origin not in ("*", "null") and (not scheme or not host or "/" in host):
+                raise ValueError(
+                    f"{origin!r} is no origin of a page, so none would ever match; "
+                    "give its scheme, host and port alone: http://localhost:3000"
+                )
         if not self.api_keys and not allow_anonymous and not self.on_loopback:
             raise ValueError(
                 f"serving on {self.host} lets the network in, and no API key is set: give --api-key-file, "
