@@ -39,6 +39,15 @@ def test_text_equals_that_of_transformers(source):
     assert render(source, tools=None, add_generation_prompt=True, **known) == expected
 
 
+@pytest.mark.parametrize(("content", "told"), [
+    ([{"type": "text", "text": "Hello"}], r"message 1 has \[\{'type': 'text'"), (None, "message 1 has None"),
+])  # fmt: skip
+def test_the_message_that_has_no_text_is_named_where_a_template_fails(content, told):
+    template = ChatTemplate("{% for message in messages %}{{ '> ' + message['content'] }}{% endfor %}")
+    with pytest.raises(ModelError, match=told):
+        template.render([{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}])
+
+
 def test_a_refusal_of_the_template_reaches_the_user():
     with pytest.raises(ModelError, match="roles must alternate"):
         render("{{ raise_exception('roles must alternate') }}")

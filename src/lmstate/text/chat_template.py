@@ -106,7 +106,9 @@ class ChatTemplate:
                     raise TooMuch(f"it writes more than {MOST_TEXT} characters")
                 pieces.append(piece)
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
-            raise ModelError(f"the model's chat template does not accept this conversation: {error}") from error
+            raise ModelError(
+                f"the model's chat template does not accept this conversation: {error}{_without_text(messages)}"
+            ) from error
         except (RecursionError, MemoryError) as error:
             raise ModelError("the model's chat template asks for more memory than a conversation can need") from error
         finally:
@@ -115,6 +117,14 @@ class ChatTemplate:
         if not _is_unicode(text) and _is_unicode(json.dumps([messages, variables], ensure_ascii=False, default=str)):
             raise ModelError("the model's chat template writes half a surrogate pair, which is no Unicode")
         return text
+
+
+def _without_text(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The first message whose content is no text, which many templates take nothing but; "" if all are texts."""
+    for index, message in enumerate(messages):
+        if not isinstance(content := message.get("content"), str):
+            return f' (message {index} has {content!r:.80} for its "content", and no text)'
+    return ""
 
 
 class _Environment(ImmutableSandboxedEnvironment):
