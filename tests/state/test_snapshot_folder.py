@@ -80,6 +80,16 @@ def test_what_is_damaged_or_missing_is_said_and_not_believed(tmp_path: Path) -> 
             folder.load("one")
 
 
+def test_what_is_no_snapshot_is_refused(tmp_path: Path) -> None:
+    model, folder = ours("llama"), SnapshotFolder(tmp_path)
+    state = model.new_state()
+    model([ids(3)], state)
+    for name, given in (("one", "path"), (state.snapshot(), "one"), (None, state.snapshot())):
+        with pytest.raises(SnapshotError, match="a name and a snapshot"):
+            folder.save(name, given)  # type: ignore[arg-type]
+    assert folder.names() == []
+
+
 def test_a_file_in_its_place_is_refused(tmp_path: Path) -> None:
     (tmp_path / "index.sqlite3").write_bytes(b"no index at all" * 100)
     with pytest.raises(OSError, match="index"):

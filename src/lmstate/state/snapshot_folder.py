@@ -67,6 +67,8 @@ class SnapshotFolder:
 
     def save(self, name: str, snapshot: Snapshot) -> None:
         """Store a snapshot under a name, instead of what had it. Raises `OSError` where it cannot be written."""
+        if not isinstance(name, str) or not isinstance(snapshot, Snapshot):
+            raise SnapshotError(f"save was given {name!r:.80}, {snapshot!r:.80}; it takes a name and a snapshot")
         spans = _per_position(snapshot)
         rest = {
             f"layers.{index}.{key}": layer[key]
