@@ -105,3 +105,8 @@ def test_a_product_is_the_same_where_it_is_put(kind: str, rows: int) -> None:
 def test_a_text_in_place_of_tokens_is_told_how_to_become_them(given: Any) -> None:
     with pytest.raises(StateError, match="encode"):
         ours("llama")(given)
+
+
+def test_what_a_tokenizer_of_transformers_gives_is_told_apart_from_a_text() -> None:
+    with pytest.raises(StateError, match="input_ids"):
+        ours("llama")({"input_ids": [[1, 2]], "attention_mask": [[1, 1]]})  # type: ignore[arg-type]

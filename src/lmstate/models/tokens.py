@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -19,6 +19,8 @@ def token_rows(tokens: Tokens, vocab_size: int) -> list[list[int]]:
         if tokens.ndim != 2 or tokens.is_floating_point():
             raise StateError(f"tokens are {tokens.dtype} {list(tokens.shape)}; they must be int64 [rows, T]")
         tokens = tokens.tolist()
+    if isinstance(tokens, Mapping):
+        raise StateError('a dict was given for tokens; give the lists of its "input_ids", each without padding')
     if not isinstance(tokens, Iterable):
         raise StateError(f"tokens are {tokens!r:.80}; they must be int64 [rows, T], or a list of ids for each row")
     rows = list(tokens)
