@@ -9,6 +9,7 @@ import gc
 import random
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, BrokenBarrierError
+from typing import Any
 
 import pytest
 import torch
@@ -136,6 +137,12 @@ def test_blocks_in_use_are_those_that_somebody_holds(case: str) -> None:
     del state, kept
     gc.collect()
     assert pool.nbytes == 0
+
+
+@pytest.mark.parametrize("limit", ["4GiB", 1e9, -1])
+def test_a_limit_that_is_no_number_of_bytes_is_refused(limit: Any) -> None:
+    with pytest.raises(StateError, match="pool"):
+        BlockPool(limit)
 
 
 @pytest.mark.parametrize("case", ["llama", "deepseek_v3", "falcon_h1"])

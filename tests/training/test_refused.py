@@ -63,6 +63,7 @@ def test_options_that_do_not_go_together_are_refused() -> None:
             {"trainable": True, "adapter": folder},
             {"merge": True},
             {"lora": lmstate.training.LoraConfig()},
+            {"trainable": "lora", "lora": {"rank": 4}},
             {"trainable": "lora", "lora": lmstate.training.LoraConfig(targets=["nothing"])},
             {"trainable": "lora", "lora": lmstate.training.LoraConfig(targets=["q_proj", "k_prj"])},
         ):

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from numbers import Integral
 from threading import RLock
 from typing import Any
 from weakref import ref
@@ -24,9 +25,11 @@ class BlockPool:
     """
 
     def __init__(self, limit: int | None = None) -> None:
-        """`limit`: bytes. Raises `StateError` if it is negative."""
-        if limit is not None and limit < 0:
-            raise StateError(f"a pool of {limit} bytes was asked for; a limit is at least 0, None is no limit")
+        """`limit`: bytes. Raises `StateError` for a number below 0, and for what is none."""
+        if limit is not None and not (isinstance(limit, Integral) and limit >= 0):
+            raise StateError(
+                f"a pool of {limit!r:.80} bytes was asked for; a limit is a whole number from 0 on, None is no limit"
+            )
         self.limit = limit
         self._nbytes = 0
         self._sizes: dict[ref[Block], int] = {}

@@ -43,6 +43,9 @@ def open_model(
         raise ModelError(f'trainable={trainable!r:.80} was asked for; there are True, False and "lora"')
     if merge and adapter is None:
         raise ModelError("merge=True was asked for without an adapter to merge")
+    described: object = lora
+    if described is not None and not isinstance(described, LoraConfig):
+        raise ModelError(f"lora={described!r:.80} was given; it takes a lmstate.training.LoraConfig")
     if lora is not None and (trainable != "lora" or adapter is not None):
         raise ModelError('lora=... describes a new adapter that is trained: it goes with trainable="lora" alone')
     if trainable and (merge or isinstance(adapter, Mapping) or (trainable is True and adapter is not None)):
