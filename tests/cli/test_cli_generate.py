@@ -313,6 +313,20 @@ def test_a_draft_that_is_none_is_told_with_those_that_are(
     assert result.exit_code == 1 and "--draft is auto, text, heads, none or a model: no model" in result.stderr
 
 
+def test_generate_and_chat_load_an_adapter(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def load(name: str, weights: str = "auto", adapter: object = None) -> object:
+        asked.append(adapter)
+        raise lmstate.ModelError("enough")
+
+    monkeypatch.setattr(lmstate, "load", load, raising=False)
+    for arguments in (["generate", "m", "Hello"], ["chat", "m"]):
+        result = runner.invoke(app, [*arguments, "--adapter", "notes"])
+        assert result.exit_code == 1 and "enough" in result.stderr, result.stderr
+    assert asked == [Path("notes")] * 2
+
+
 def test_heads_are_loaded_where_they_draft(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
 
