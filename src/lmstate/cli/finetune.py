@@ -55,7 +55,9 @@ def finetune(
         float, typer.Option("--eval-split", min=0.0, max=0.9, help="Share of the documents to evaluate on.")
     ] = 0.0,
     evaluate_every: Annotated[int, typer.Option("--eval-every", min=0, help="Steps; 0: at the end.")] = 0,
-    save_every: Annotated[int, typer.Option("--save-every", min=0, help="Steps between checkpoints; 0: none.")] = 100,
+    save_every: Annotated[
+        int, typer.Option("--save-every", min=0, help="Steps between checkpoints; 0: at the end.")
+    ] = 100,
     seed: Annotated[int, typer.Option("--seed", help="Of the order of the documents and of a new adapter.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in FOLDER, to the bit.")] = False,
     weights: options.Weights = options.WeightKind.auto,
