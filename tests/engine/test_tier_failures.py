@@ -93,6 +93,22 @@ def test_what_a_tier_lacks_is_written_again_with_the_next_turn(how: str, kind: s
         check(model, text, ask(engine, text))
 
 
+def test_a_store_that_cannot_be_written_is_told_once_until_it_can_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Held(tmp_path, failing=3)
+    for number in range(5):
+        store.put(entry(number), layers())
+        assert store.flush(600)
+    store.failing = 1
+    store.put(entry(9), layers())
+    assert store.flush(600)
+    store.close()
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2 and all("folder" in line and "No space left" in line for line in told), told
+    assert (store.counts["failed"], store.counts["written"]) == (4, 2)
+
+
 def test_a_carry_that_was_not_written_is_written_again_with_what_is_kept_at_its_place(tmp_path: Path) -> None:
     model = ours(KINDS["hybrid"])
     state = model.new_state(rows=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from abc import ABC, abstractmethod
 from array import array
 from collections import deque
@@ -23,6 +24,7 @@ from lmstate.files.mmap_file import FileBuffer
 from lmstate.files.safetensors import TensorFile
 from lmstate.state.layer_file import by_layer
 
+LOG = logging.getLogger(__name__)
 WAITING_BYTES = 2**28  # of tensors that may wait to be written; what comes beyond waits alone, or is not kept here
 MOST_LAYERS = 100_000  # of an entry: what a store says is not to fill the memory
 Kind = Literal["run", "carry", "end"]
@@ -87,6 +89,7 @@ class Tier(ABC):
         self._now: _Write | SavedSession | str | None = None  # what is being written
         self._undropped: set[str] = set()  # sessions that could not be removed: for this process they are gone
         self._closed = False
+        self._told = False  # that it cannot be written
         self._thread = Thread(target=self._run, name=f"lmstate-{self.name}", daemon=True)
 
     # ---- for the engine
@@ -297,8 +300,12 @@ class Tier(ABC):
             try:
                 self._write(job)
                 self.counts["written"] += 1
-            except Exception:  # whatever a store's client raises: the entry is not kept, and the thread goes on
+                self._told = False
+            except Exception as error:  # whatever a client raises: the entry is not kept, and the thread goes on
                 self.counts["failed"] += 1
+                if not self._told:  # once, until something is written again
+                    LOG.warning("the store (%s) keeps nothing for now, and is tried again: %s", self.name, error)
+                    self._told = True
                 if isinstance(job, str):
                     self._undropped.add(job)
             del job  # and the blocks that it holds
