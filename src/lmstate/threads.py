@@ -14,6 +14,7 @@ from lmstate.ops import dispatch
 from lmstate.ops.fork import forked
 from lmstate.state.validate import whole_number
 
+MOST_THREADS = 16  # on few processors; on many, four times their number
 SIZE = 1024  # of the measured product: [1, SIZE] x [SIZE, SIZE], a small model's projection in one step of decoding
 PRODUCTS, ROUNDS = 24, 9
 GAIN = 0.95  # another thread must save a twentieth of the time: on a busy machine it can cost many times that
@@ -26,7 +27,8 @@ def set_threads(count: int | Literal["auto"]) -> int:
     use processors, and takes the fewest that are about as fast as the best. It measures this moment: what else runs on
     the machine decides with. The numbers that a model computes do not depend on it.
 
-    Raises ValueError for a count below 1, RuntimeError for more than one in a forked process, where OpenMP would hang.
+    Raises ValueError for a count below 1 or far above that of the processors, RuntimeError for more than one in a
+    forked process, where OpenMP would hang.
     """
     if isinstance(count, str):
         if count != "auto":
@@ -35,6 +37,8 @@ def set_threads(count: int | Literal["auto"]) -> int:
     count = whole_number(count, "the number of threads")
     if count < 1:
         raise ValueError(f"set_threads({count}) was asked for; there is at least 1 thread")
+    if count > (most := max(MOST_THREADS, 4 * available())):  # OpenMP would begin them all, or end the process
+        raise ValueError(f"set_threads({count}) was asked for; on {available()} processors there are at most {most}")
     if count > 1 and forked():
         raise RuntimeError(
             f"set_threads({count}) was asked for in a forked process, where OpenMP's threads do not run; start it with "
