@@ -106,6 +106,7 @@ def test_a_store_that_cannot_be_written_is_told_once_until_it_can_again(
     store.close()
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 2 and all("folder" in line and "No space left" in line for line in told), told
+    assert all(isinstance(part, str) for record in caplog.records for part in record.args or ()), "no error, no blocks"
     assert (store.counts["failed"], store.counts["written"]) == (4, 2)
 
 

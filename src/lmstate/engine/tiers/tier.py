@@ -303,8 +303,8 @@ class Tier(ABC):
                 self._told = False
             except Exception as error:  # whatever a client raises: the entry is not kept, and the thread goes on
                 self.counts["failed"] += 1
-                if not self._told:  # once, until something is written again
-                    LOG.warning("the store (%s) keeps nothing for now, and is tried again: %s", self.name, error)
+                if not self._told:  # once, until something is written again; a record with the error would hold the job
+                    LOG.warning("the store (%s) keeps nothing for now, and is tried again: %s", self.name, str(error))
                     self._told = True
                 if isinstance(job, str):
                     self._undropped.add(job)
