@@ -256,3 +256,14 @@ def test_inspect_describes_a_snapshot(conversation: Conversation, name: str, tmp
     assert result.exit_code == 0
     assert f"{conversation.state.lengths[0]} (1 to recompute)" in result.stdout
     assert conversation.model.config.family in result.stdout
+
+
+def test_a_chat_keeps_keys_and_values_in_few_bits_after_a_reset_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = talking("llama")
+    monkeypatch.setattr(lmstate, "load", lambda name, weights: model, raising=False)
+    options = ["chat", "m", "--kv-bits", "2", "-n", "6", "--no-stats", "--threads", "1"]
+    result = CliRunner().invoke(app, options, input="Hello there\n/reset\nHello there\n")
+    ids = Letters().chat([{"role": "user", "content": "Hello there"}], True)
+    few = model.generate(ids, state=model.new_state(kv=lmstate.kv.Quantized(2)), max_new_tokens=6)
+    assert few != model.generate(ids, max_new_tokens=6), "the bits show"
+    assert result.exit_code == 0 and result.stdout.count(few) == 2

@@ -1,0 +1,37 @@
+"""`lmstate serve`: what its options ask of the engine, and what is refused before a model is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import lmstate
+from lmstate.cli.app import app
+from tests.cli.test_cli_branches import talking
+
+
+def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def engine(model: lmstate.Model, **given: Any) -> None:
+        seen.update(given)
+        raise OSError("far enough")
+
+    monkeypatch.setattr(lmstate, "load", lambda name, weights: talking("llama"), raising=False)
+    monkeypatch.setattr("lmstate.engine.Engine", engine)
+    options = "--rows 3 --queue 9 --memory 1MiB --stall 7 --kv-bits 4 --store redis://localhost/5 --draft none"
+    result = CliRunner().invoke(app, ["serve", "m", "--port", "0", "--threads", "1", *options.split()])
+    assert result.exit_code == 1 and "far enough" in result.stderr
+    assert seen == {
+        "rows": 3, "queue": 9, "memory": 2**20, "stall": 7.0, "kv": lmstate.kv.Quantized(4),
+        "store": "redis://localhost/5", "draft": "none",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("option", ["--stall 1", "--stall nan", "--kv-bits 3", "--memory many"])
+def test_wrong_usage_loads_nothing(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lmstate, "load", lambda name, weights: pytest.fail("loaded for nothing"), raising=False)
+    result = CliRunner().invoke(app, ["serve", "m", "--port", "0", *option.split()])
+    assert result.exit_code == 2 and option.split()[1] in result.stderr
