@@ -218,6 +218,24 @@ def test_a_file_is_checked_before_memory_is_taken_for_it(
     store.close()
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_full_folder_keeps_what_was_read_last(restarts: bool, tmp_path: Path) -> None:
+    tier = FolderTier(tmp_path, "one", 2**20)
+    keys = [tier.put(entry(number), layers()) for number in range(3)]
+    assert tier.flush(30.0)
+    assert keys[0] is not None
+    tier.get(keys[0])
+    if restarts:
+        tier.close()
+        tier = FolderTier(tmp_path, "one", 2**20)
+        assert len(tier.all_entries()) == 3
+    tier.limit = tier.nbytes()
+    new = tier.put(entry(3), layers())
+    assert tier.flush(30.0)
+    assert [key is not None and tier.has(key) for key in (*keys, new)] == [True, False, True, True]
+    tier.close()
+
+
 def test_an_entry_is_found_that_came_after_another_one_went(tmp_path: Path) -> None:
     here, there = FolderTier(tmp_path, "one", 10**9), FolderTier(tmp_path, "one", 10**9)
     first = there.put(entry(1), layers())

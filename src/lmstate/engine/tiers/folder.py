@@ -12,6 +12,7 @@ import os
 import sqlite3
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from time import time, time_ns
@@ -65,6 +66,7 @@ class FolderTier(Tier):
         self.limit = limit
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = Lock()
+        self._used: dict[str, float] = {}  # keys of entries, and when they were last read, as far as no index has it
         self._seen: tuple[int | None, int] = None, 0  # version of the index, and its newest entry, that are known here
         file = self.path / "index.sqlite3"
         try:
@@ -164,10 +166,7 @@ class FolderTier(Tier):
         except (ModelError, SnapshotError, FileNotFoundError):
             self._quarantine(key)  # not for other errors: with too many open files, say, nothing is wrong with this one
             raise
-        with self._lock, self._index:
-            self._index.execute(
-                "update entries set used = ? where namespace = ? and key = ?", (time(), self.namespace, key)
-            )
+        self._used[key] = time()
         return layers
 
     def write(self, entry: Entry, key: str, layers: Layers, above: Sequence[str]) -> None:
@@ -193,8 +192,8 @@ class FolderTier(Tier):
                 (time_ns(), *told),
             )
             # What it hangs on is used with it: so that ends of texts go before their beginnings.
-            touched = [(told[-1], self.namespace, other) for other in above]
-            self._index.executemany("update entries set used = ? where namespace = ? and key = ?", touched)
+            self._used.update(dict.fromkeys(above, told[-1]))
+            self._note_uses()
 
     def write_session(self, session: SavedSession) -> None:
         told = (self.namespace, session.name, zlib.compress(packed(session.tokens), 1), session.record)
@@ -213,6 +212,8 @@ class FolderTier(Tier):
     def end(self) -> None:
         if self._lock.acquire(timeout=ENDING):  # else a statement hangs, as on a network's disk: nobody waits for it
             try:
+                with suppress(sqlite3.Error), self._index:  # of a full disk, say: others will think it older
+                    self._note_uses()
                 self._index.close()
             finally:
                 self._lock.release()
@@ -227,7 +228,8 @@ class FolderTier(Tier):
         held = self.nbytes()
         if held + size <= self.limit:
             return
-        with self._lock:
+        with self._lock, self._index:
+            self._note_uses()
             rows = self._index.execute(
                 "select namespace, key, size from entries order by used, length(tokens) desc"
             ).fetchall()
@@ -236,6 +238,13 @@ class FolderTier(Tier):
                 return
             self._forget(key, namespace)
             held -= freed
+
+    def _note_uses(self) -> None:
+        """Have the index know what was read: when something is written to it in any case, for nobody waits then."""
+        used = [(when, self.namespace, key) for key, when in self._used.copy().items()]
+        self._index.executemany("update entries set used = ? where namespace = ? and key = ?", used)
+        for _, _, key in used:
+            del self._used[key]
 
     def _forget(self, key: str, namespace: str | None = None) -> None:
         namespace = namespace or self.namespace
