@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from time import perf_counter
@@ -39,6 +40,7 @@ class Job:
     ) -> None:
         self.request = request
         self.prompt = request.prompt
+        self.text = array("q", self.prompt)  # the same, to be compared
         self.options = options
         self.order = order
         self.messages = messages  # that the prompt was made of, if it was

@@ -61,14 +61,14 @@ class PrefixReuse:
             return False
         if self._looking_up(job):
             return True
-        match = self.match(job.prompt)
+        match = self.match(job.text)
         if job.fetch is None:
-            if not (keys := self.prefixes.missing(match)):
+            if not (wanted := self.prefixes.missing(match)):
                 return False
             if len(others := self._fetching()) >= MOST_FETCHES:
                 return any(fetch.ended or not fetch.over for fetch in others)  # else the tier hangs: it does without
             patience = max(LEAST_PATIENCE, 2 * (self._pace.seconds(match.length) or 0.0))
-            job.fetch = Fetch(self.tier, keys, patience, self._wake)
+            job.fetch = Fetch(self.tier, wanted, patience, self._wake)
             self._fetches[job.fetch] = job.request
         if not job.fetch.over:
             return True
@@ -76,8 +76,8 @@ class PrefixReuse:
             job.fetch.taken = True
             job.fetch.stop()
             self.prefixes.forget_stored(job.fetch.failed)
-            self.prefixes.fill(match, dict(job.fetch.read))
-            job.fetch.read = {}
+            self.prefixes.fill(match, dict(job.fetch.made))
+            job.fetch.made = {}
         return False
 
     def _fetching(self) -> list[Fetch]:
@@ -106,7 +106,7 @@ class PrefixReuse:
             quiet = now < self._silent_until or len(self._lookups) >= MOST_LOOKUPS
             if not self.tier.looks_up or quiet:
                 return False
-            unknown = len(job.prompt) - self.match(job.prompt).length
+            unknown = len(job.prompt) - self.match(job.text).length
             if unknown < WORTH_ASKING:
                 return False
             patience = min(max(2 * (self._pace.seconds(unknown) or 0.0), ASKING[0]), ASKING[1])
@@ -122,9 +122,9 @@ class PrefixReuse:
         if job.options.prompt_logprobs is not None:
             (state := self._new_state(1)).expect(0, len(job.prompt))
             return state  # all of it is computed
-        match = self.match(job.prompt)
+        match = self.match(job.text)
         if self.prefixes.missing(match):
-            match = self.match(job.prompt, only_memory=True)
+            match = self.match(job.text, only_memory=True)
         if (restored := self._restored(match, len(job.prompt))) is None:
             return self.begin(job)  # with less
         state, reused = restored

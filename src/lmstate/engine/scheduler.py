@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import chain
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -38,6 +38,7 @@ COUNTERS = (
 )  # fmt: skip
 WORTH_WAITING = 16  # tokens that another request is about to compute, for which one waits
 TOGETHER = 0.5  # seconds that an answer may wait for the prompts of others, so that they begin together
+YIELD = 1e-4  # seconds for whoever was given a token to take the interpreter, which all else is done in
 ECHO_CHUNK = 64  # tokens of a prompt read at once where the logits of all of them are wanted
 
 
@@ -173,8 +174,8 @@ class Scheduler:
         for leader in self.reading:
             if self.model.frequency_key(len(leader.prompt)) != self.model.frequency_key(len(job.prompt)):
                 continue
-            until = min(shared(leader.prompt, job.prompt), len(job.prompt) - 1)
-            if until - max(leader.at, self._reuse.match(job.prompt).length) >= WORTH_WAITING:
+            until = min(shared(leader.text, job.text), len(job.prompt) - 1)
+            if until - max(leader.at, self._reuse.match(job.text).length) >= WORTH_WAITING:
                 leader.cuts.add(until)
                 job.follows = (leader, until)
                 return True
@@ -279,6 +280,7 @@ class Scheduler:
             else:
                 self._give(job, choice, choice.pick(logits), logits)
         self._delivery.deliver()  # nobody waits for what else is to be done
+        sleep(YIELD)
         job.unseated = [choice for choice in job.choices if choice.finished is None]
         assert isinstance(job.source, State)
         if fresh:

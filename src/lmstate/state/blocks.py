@@ -109,12 +109,14 @@ def written(pool: BlockPool, buffers: Mapping[str, Buffer], start: int, tensors:
     stop = start + next(iter(tensors.values())).shape[-2]
     begins = [start, *range((start // BLOCK_TOKENS + 1) * BLOCK_TOKENS, stop, BLOCK_TOKENS)] if start < stop else []
     sizes = [end - begin for begin, end in zip(begins, [*begins[1:], stop])]
+    need = len(begins) * sum(buffer.nbytes for buffer in buffers.values())
+    pool.require(need)  # before memory is taken for what has no room
+    parts = [
+        [buffer.filled(part, begin % BLOCK_TOKENS) for begin, part in zip(begins, tensors[name].split(sizes, -2))]
+        for name, buffer in buffers.items()
+    ]
     with pool.lock:
-        pool.require(len(begins) * sum(buffer.nbytes for buffer in buffers.values()))
-        parts = [
-            [buffer.filled(part, begin % BLOCK_TOKENS) for begin, part in zip(begins, tensors[name].split(sizes, -2))]
-            for name, buffer in buffers.items()
-        ]
+        pool.require(need)  # others may have taken it since
         return list(map(pool.allocate, zip(*parts)))
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 from torch import Tensor
@@ -13,7 +14,6 @@ from torch import Tensor
 from lmstate.engine.prefix.parts import Layers, Split, cut, held, nbytes, pieces
 from lmstate.engine.prefix.tree import NODE_BYTES, Carry, Node, Stored, walk
 from lmstate.engine.tiers import Entry, Tier
-from lmstate.errors import SnapshotError
 from lmstate.ops.types.block_table import Block
 from lmstate.state import Snapshot
 
@@ -77,38 +77,37 @@ class PrefixStore:
                 best = Match(length, matched, found and found[1], frequency_key, found and self._where(*found))
         return best
 
-    def missing(self, match: Match) -> list[str]:
-        """The keys of what has to be read from the tier before a snapshot of the match can be made."""
-        if match.node is None:
-            return []
-        end = match.node.end if self.split.needs_carry else match.length
-        runs = [part.stored_run for part in match.node.path() if part.run is None and part.start < end]
-        carry = match.node.stored_carry if match.node.carry is None and self.split.needs_carry else None
-        return list({stored.key: None for stored in (*runs, carry) if stored is not None})
+    def missing(self, match: Match) -> dict[str, Callable[[Layers], Layers]]:
+        """The keys of what has to be read from the tier before a snapshot of the match can be made.
 
-    def fill(self, match: Match, read: Mapping[str, Layers]) -> bool:
+        With each, what makes of what was read what `fill` takes, for any thread to call; it raises SnapshotError for
+        what no store of such states has written, and RuntimeError where there is no memory for it.
+        """
+        if match.node is None:
+            return {}
+        end = match.node.end if self.split.needs_carry else match.length
+        runs = [(part, part.stored_run) for part in match.node.path() if part.run is None and part.start < end]
+        wanted: dict[str, Callable[[Layers], Layers]] = {
+            run.key: partial(self.split.run_of, start=part.start - run.offset) for part, run in runs if run is not None
+        }
+        if match.node.carry is None and self.split.needs_carry and (stored := match.node.stored_carry) is not None:
+            wanted[stored.key] = self.split.carry_of
+        return wanted
+
+    def fill(self, match: Match, made: Mapping[str, Layers]) -> bool:
         """Put what was read for a match in its place. False if there is no room, or if some of it is no good.
 
-        What was not written by a store of such states is forgotten; all else stays.
+        `made`: of keys that were `missing`. A run that is too short is forgotten; all else stays.
         """
         if match.node is None or match.node.parent is None:
             return False
-        made: dict[str, Layers] = {}  # parts of one run share the blocks at their borders
+        made = {key: made[key] for key in self.missing(match) if key in made}
         carried = match.node.stored_carry if match.node.carry is None else None
-        key = ""
-        try:
-            for part in match.node.path():
-                if part.run is None and (run := part.stored_run) is not None and run.key in read:
-                    if (key := run.key) not in made:
-                        made[key] = self.split.run_of(read[key], part.start - run.offset)
-                    if any(piece.stop < part.end for piece in pieces(made[key])):
-                        raise SnapshotError(f"{key} has less than {part.end} positions")
-            if carried is not None and carried.key in read:
-                key = carried.key
-                made[key] = self.split.carry_of(read[key])
-        except (SnapshotError, RuntimeError):  # of another kind of state, or more than there is memory for
-            self._refuse(key)
-            return False
+        for part in match.node.path():
+            stored = part.stored_run if part.run is None else None
+            if stored is not None and any(piece.stop < part.end for piece in pieces(made.get(stored.key, ()))):
+                self._refuse(stored.key)
+                return False
         if not self._make_room(sum(map(nbytes, made.values())), needed=match.node):
             return False
         before: Layers = ()
@@ -354,7 +353,7 @@ class PrefixStore:
 
     def _write(self, tier: Tier, frequency_key: int, path: list[Node]) -> None:
         """Have what is new of a path written."""
-        tokens = array("q", path[-1].all_tokens())
+        tokens = path[-1].all_tokens()
         above: list[str] = []
 
         def kept(where: Stored | None) -> bool:  # not so if its write failed, or the tier has let it go

@@ -88,8 +88,11 @@ class Node:
             yield node
             waiting += node.children.values()
 
-    def all_tokens(self) -> list[int]:
-        return [token for node in self.path() for token in node.tokens]
+    def all_tokens(self) -> array[int]:
+        tokens = array("q")
+        for node in self.path():
+            tokens += node.tokens
+        return tokens
 
     def split(self, count: int) -> Node:
         """Make its first `count` tokens a node of their own, above it, and return that one. Nothing is lost."""
@@ -113,6 +116,8 @@ class Node:
 
 def walk(root: Node, tokens: Sequence[int]) -> tuple[Node, int]:
     """(the node in which the longest common prefix ends, its length). The root and 0 where nothing agrees."""
+    if not isinstance(tokens, array):  # two of them are compared in no time
+        tokens = array("q", tokens)
     node, at = root, 0
     while at < len(tokens) and (child := node.children.get(tokens[at])) is not None:
         same = shared(child.tokens, tokens, at)
@@ -125,6 +130,6 @@ def walk(root: Node, tokens: Sequence[int]) -> tuple[Node, int]:
 def shared(run: Sequence[int], tokens: Sequence[int], at: int = 0) -> int:
     """Number of leading tokens of `run` that agree with `tokens` from `at` on."""
     most = min(len(run), len(tokens) - at)
-    if most == len(run) and list(run) == list(tokens[at : at + most]):
+    if most == len(run) and run == tokens[at : at + most]:
         return most
     return next((i for i in range(most) if run[i] != tokens[at + i]), most)

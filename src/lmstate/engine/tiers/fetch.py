@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
@@ -12,11 +12,12 @@ from typing import TypeVar
 
 from lmstate.engine.prefix.parts import Layers
 from lmstate.engine.tiers.tier import Entry, Tier, TierError
+from lmstate.errors import SnapshotError
 
 Result = TypeVar("Result")
 
 SECONDS = 1.0  # that a caller waits for a tier
-AT_ONCE = 2  # keys that are read beside each other: to read a file is to wait for it, and then to check its bytes
+AT_ONCE = 2  # keys that are read beside each other: to wait for a file, to check its bytes, to fill blocks
 SILENCE = 30.0  # seconds in which one that did not answer in time is not asked again
 
 
@@ -63,13 +64,16 @@ class Lookup:
 class Fetch:
     """Reads some keys on threads of its own; `wake` is called at the end. A tier that hangs holds up nothing else."""
 
-    def __init__(self, tier: Tier, keys: Sequence[str], patience: float, wake: Callable[[], None]) -> None:
-        """`patience`: seconds after which it counts as failed."""
-        self.read: dict[str, Layers] = {}
+    def __init__(
+        self, tier: Tier, wanted: Mapping[str, Callable[[Layers], Layers]], patience: float, wake: Callable[[], None]
+    ) -> None:
+        """`wanted`: keys, and what is made of what was read under each. `patience`: seconds after which it counts as
+        failed."""
+        self.made: dict[str, Layers] = {}
         self.failed: list[str] = []
         self.taken = False  # whether somebody has used what was read
-        self._left = deque(keys)
-        self._running = min(AT_ONCE, len(keys))
+        self._left = deque(wanted.items())
+        self._running = min(AT_ONCE, len(wanted))
         self.ended = False  # whether its threads have
         self._until = perf_counter() + patience
         self._tier, self._wake, self._lock = tier, wake, Lock()
@@ -87,11 +91,14 @@ class Fetch:
     def _run(self) -> None:
         with suppress(IndexError):  # none is left
             while True:
-                key = self._left.popleft()
+                key, make = self._left.popleft()
                 try:
-                    self.read[key] = self._tier.get(key)
+                    self.made[key] = make(self._tier.get(key))
                 except TierError:
                     self.failed.append(key)  # the others are still tried: what is damaged is to be written again
+                except (SnapshotError, RuntimeError):  # of another kind of state, or more than there is memory for
+                    self._tier.refuse(key)
+                    self.failed.append(key)
         with self._lock:
             self._running -= 1
             self.ended = not self._running
