@@ -319,7 +319,7 @@ def test_a_closed_engine_ends_what_runs_and_takes_nothing_more() -> None:
         ({"prompt": [1], "grammar": "json"}, "grammar is 'json'"),
         ({"prompt": [1], "priority": 10**309}, "priority is 1000"),
         ({"prompt": [1], "temperature": 10**400}, "temperature must be a number"),
-        ({"prompt": [1], "ignore_eos": "no"}, "ignore_eos is 'no'; it must be True or False"),
+        ({"prompt": [1], "ignore_eos": "no"}, "ignore_eos must be True or False; 'no'"),
         ({"prompt": b"ab"}, "is bytes: decode them first"),
     ],
 )
@@ -328,6 +328,18 @@ def test_bad_requests_are_refused_when_they_are_made(given: dict, said: str) -> 
         with pytest.raises(ValueError, match=said):
             engine.submit(**given)
         assert engine.stats()["requests"] == 0
+
+
+def test_what_are_no_messages_is_refused() -> None:
+    with lmstate.Engine(ours("llama")) as engine:
+        for wrong in ["x", [1, 2], [], None]:
+            with pytest.raises(ValueError, match="chat messages are a list of dicts"):
+                engine.encode(wrong)  # type: ignore[arg-type]
+            with pytest.raises(ValueError, match="chat messages are a list of dicts"):
+                engine.remember(wrong, [1])  # type: ignore[arg-type]
+        for answer in ["y", [VOCAB], [0.5]]:
+            with pytest.raises(ValueError, match=r"the answer|token id"):
+                engine.remember([{"role": "user", "content": "x"}], answer)  # type: ignore[arg-type]
 
 
 class OneOf:

@@ -222,6 +222,31 @@ def test_a_state_of_no_whole_size_is_not_made(name: str) -> None:
             ours("llama").new_state(**{name: wrong})
 
 
+def test_a_state_of_more_rows_than_any_memory_has_is_not_made() -> None:
+    with pytest.raises(lmstate.StateError, match="at most 1048576 rows"):
+        ours("llama").new_state(rows=10**9)
+
+
+def test_a_word_is_no_yes_or_no() -> None:
+    model = ours("llama")
+    state = model.new_state(capacity=64)
+    for call in [
+        lambda: model.new_state(capacity=64, static="yes"),
+        lambda: model([[1]], state, commit="no"),
+        lambda: model([[1]], state, rewindable=None),
+        lambda: model.hidden([[1]], state, commit="no"),
+        lambda: model.trace([[1]], state, on=lambda *_: None, commit=1),
+    ]:
+        with pytest.raises(lmstate.StateError, match="must be True or False"):
+            call()
+    assert (state.lengths, state.pending) == ([0], [0])
+
+
+def test_a_text_of_fewer_than_no_tokens_is_not_expected() -> None:
+    with pytest.raises(lmstate.StateError, match="no fewer than 0"):
+        ours("llama").new_state().expect(0, -1)
+
+
 def test_keys_are_stored_in_no_integers() -> None:
     with pytest.raises(lmstate.StateError, match=r"kv=torch.int8\) was asked for; keys and values are stored in"):
         ours("llama").new_state(kv=torch.int8)

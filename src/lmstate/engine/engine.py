@@ -22,7 +22,15 @@ from lmstate.engine.delivery import Delivery
 from lmstate.engine.drafting import Drafting
 from lmstate.engine.job import Job
 from lmstate.engine.memory import RowCost
-from lmstate.engine.options import Options, are_messages, as_bytes, check_length, options, prompt_ids
+from lmstate.engine.options import (
+    Options,
+    are_messages,
+    as_bytes,
+    check_length,
+    options,
+    prompt_ids,
+    refuse_no_messages,
+)
 from lmstate.engine.pace import Pace
 from lmstate.engine.prefix.picture import Prefix, picture, prefixes
 from lmstate.engine.queue import Queue
@@ -39,7 +47,7 @@ from lmstate.speculation import DraftChoice, DraftReport
 from lmstate.state import BlockPool, Snapshot, State
 from lmstate.state.kv.policies.base import Policy
 from lmstate.state.kv.policies.per_layer import policies_of
-from lmstate.state.validate import real_number, whole_number
+from lmstate.state.validate import real_number, token_ids, whole_number
 from lmstate.text.replay import Replay
 from lmstate.threads import release_threads
 
@@ -264,11 +272,20 @@ class Engine:
         return self._conversations.names()
 
     def encode(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
-        """The ids of chat messages, this engine's answers as they were sampled; `variables` as in `Tokenizer.chat`."""
+        """The ids of chat messages, this engine's answers as they were sampled; `variables` as in `Tokenizer.chat`.
+
+        Raises ValueError for what are no messages.
+        """
+        refuse_no_messages(messages)
         return self._replay.encode(self.model.tokenizer, messages, **variables)
 
     def remember(self, messages: Sequence[Mapping[str, Any]], tokens: Sequence[int], **variables: Any) -> None:
-        """Have `encode` find these tokens for a conversation that ends with an answer in another form, see `Replay`."""
+        """Have `encode` find these tokens for a conversation that ends with an answer in another form, see `Replay`.
+
+        Raises ValueError for what are no messages, or no token ids.
+        """
+        refuse_no_messages(messages)
+        tokens = token_ids(tokens, "the answer", self.model.config.vocab_size)
         self._replay.remember(messages, tokens, **variables)
 
     def new_session(self, name: str, record: Record) -> Session:

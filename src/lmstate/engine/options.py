@@ -13,7 +13,7 @@ from lmstate.generation.grammar import Grammar, check_grammar
 from lmstate.generation.prompts import as_token_lists
 from lmstate.generation.sampling import Sampler
 from lmstate.generation.stopping import as_stops
-from lmstate.state.validate import real_number, token_ids, whole_number
+from lmstate.state.validate import flag, real_number, token_ids, whole_number
 
 if TYPE_CHECKING:
     from lmstate.models.model import Model
@@ -124,7 +124,7 @@ def options(
         stops,
         frozenset(token_ids(stop_token_ids, "stop_token_ids", vocab)),
         _count("min_tokens", min_tokens),
-        _flag("ignore_eos", ignore_eos),
+        flag(ignore_eos, "ignore_eos"),
         None if max_thinking_tokens is None else _count("max_thinking_tokens", max_thinking_tokens),
         None if max_thinking_tokens is None else ThinkingFormat.of(model.tokenizer),
     )
@@ -132,6 +132,12 @@ def options(
 
 def are_messages(prompt: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     return isinstance(prompt, Sequence) and bool(prompt) and all(isinstance(part, Mapping) for part in prompt)
+
+
+def refuse_no_messages(messages: Any) -> None:
+    """Raises ValueError for what is no list of chat messages."""
+    if not are_messages(messages):
+        raise ValueError(f"{messages!r:.80} was given; chat messages are a list of dicts with a role and a content")
 
 
 def prompt_ids(model: Model, prompt: Any, replay: Replay) -> list[int]:
@@ -182,12 +188,6 @@ def _count(name: str, value: int, least: int = 0, most: int | None = None) -> in
     if number < least or (most is not None and number > most):
         raise ValueError(f"{name} is {number}; it must be {least} or more" + (f", at most {most}" if most else ""))
     return number
-
-
-def _flag(name: str, value: bool) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r:.80}; it must be True or False")
-    return value
 
 
 def _token(token: int, where: str, vocab: int) -> int:

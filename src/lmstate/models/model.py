@@ -37,12 +37,13 @@ from lmstate.state.inference_mode import ordinary_tensors
 from lmstate.state.kv.policies.per_layer import Policies, policies_of
 from lmstate.state.snapshot import differences
 from lmstate.state.tree import grow
-from lmstate.state.validate import whole_number
+from lmstate.state.validate import flag, whole_number
 
 if TYPE_CHECKING:
     from lmstate.text.tokenizer import Tokenizer
 
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOST_ROWS = 2**20  # of a state: more are a slip, and would fill the memory before anything is said
 HEAD_ROWS = 128  # rows of logits at a time: the references need as much memory again for them
 GRAPH_ROWS = 32  # of a compiled graph, and where a gradient follows
 
@@ -128,12 +129,14 @@ class Model:
         for name, value, least in (("rows", rows, 1), ("capacity", capacity, 1), ("rewind", rewind, 0)):
             if value is not None and value < least:
                 raise StateError(f"new_state({name}={value}) was asked for; {name} is at least {least}")
+        if rows > MOST_ROWS:
+            raise StateError(f"new_state(rows={rows}) was asked for; a state has at most {MOST_ROWS} rows")
         if isinstance(kv, torch.dtype) and kv not in KV_DTYPES:
             known = ", ".join(map(str, KV_DTYPES))
             raise StateError(f"new_state(kv={kv}) was asked for; keys and values are stored in {known}")
         if not isinstance(pool, BlockPool | None):
             raise StateError(f"new_state(pool={pool!r:.80}) was asked for; give a lmstate.BlockPool")
-        if static:
+        if flag(static, "static"):
             check_static(capacity, kv, max_positions=self.max_positions, dynamic_ropes=self.dynamic_ropes)
         dtype = kv if isinstance(kv, torch.dtype) else self.dtype
         chunk = STATIC_CHUNK if static else Layout.chunk
@@ -227,7 +230,9 @@ class Model:
             raise StateError(f'logits={logits!r} was asked for; there are "last", "all" and "none"')
         if parents is not None:
             return self._tree(token_rows(tokens, self.config.vocab_size), state, logits or "all", commit, parents)
-        return self._extend(tokens, state, logits, commit, self._run, self.logits, rewindable or not commit)
+        return self._extend(
+            tokens, state, logits, commit, self._run, self.logits, flag(rewindable, "rewindable") or not commit
+        )
 
     def hidden(
         self,
@@ -323,7 +328,7 @@ class Model:
         rewindable: bool = True,
     ) -> Tensor | None:
         """The transaction of a call; without a head, what it gives is not logits but hidden states."""
-        ids = token_rows(tokens, self.config.vocab_size)
+        ids, commit = token_rows(tokens, self.config.vocab_size), flag(commit, "commit")
         if state is None:
             # Whole sequences are one step of a state that nobody keeps; in one part, so that gradients can follow.
             width = max(map(len, ids), default=0)

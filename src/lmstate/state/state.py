@@ -369,6 +369,8 @@ class State:
         """
         row, own = self._row(row)
         length = whole_number(length, "length")
+        if length < 0:
+            raise StateError(f"expect({row}, {length}) was asked for; a text has no fewer than 0 tokens")
         self._refuse_pending("expect tokens", row)
         other = self._logits_key(own._replace(expected=length)) != self._logits_key(own)
         logits = None if other else own.logits

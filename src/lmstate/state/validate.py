@@ -34,6 +34,13 @@ def real_number(value: SupportsFloat, what: str) -> float:
     raise StateError(f"{what} must be a number; {value!r:.80} was given")
 
 
+def flag(value: bool, what: str) -> bool:
+    """`value`, which is True or False; else raises `StateError`: "no" would count as yes."""
+    if not isinstance(value, bool):
+        raise StateError(f"{what} must be True or False; {value!r:.80} was given")
+    return value
+
+
 def token_ids(values: Iterable[SupportsIndex], whose: str, vocab_size: int | None = None) -> list[int]:
     """The ids of one row, in a list that shares nothing with `values`. Raises `StateError` for what is none.
 
