@@ -67,7 +67,7 @@ class Rope:
         """The tables of the first positions, at least so many."""
         tables = self._kept.get("tables")
         if tables is None or count > tables.cos.shape[0]:
-            positions = torch.arange(min(max(FIRST_TABLED, 2 * count), TABLED), device=self.frequencies.device)
+            positions = torch.arange(min(max(FIRST_TABLED, count + count // 4), TABLED), device=self.frequencies.device)
             tables = self._kept["tables"] = self._turned(positions, self.frequencies, self.scale)
         return tables
 
