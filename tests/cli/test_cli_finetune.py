@@ -59,7 +59,21 @@ def test_every_weight_may_be_trained_and_a_share_kept_to_evaluate(folder: Path, 
     data, out = tmp_path / "data.jsonl", tmp_path / "out"
     data.write_text("".join(json.dumps({"text": " ".join(WORDS[n:])}) + "\n" for n in range(8)))
     ran = CliRunner().invoke(
-        app, ["finetune", str(folder), str(data), "-o", str(out), "--full", "--eval-split", "0.25", "--steps", "3"]
+        app,
+        [
+            "finetune",
+            str(folder),
+            str(data),
+            "-o",
+            str(out),
+            "--full",
+            "--eval-split",
+            "0.25",
+            "--steps",
+            "3",
+            "--threads",
+            "1",
+        ],
     )
     assert ran.exit_code == 0, ran.output
     last = json.loads((out / "log.jsonl").read_text().splitlines()[-1])
@@ -81,6 +95,8 @@ def test_bad_data_is_one_line(folder: Path, tmp_path: Path) -> None:
         (["--epochs", "nan"], "--epochs nan"),
         (["--epochs", "inf"], "--epochs inf"),
         (["-o", "data.jsonl"], "data.jsonl"),
+        (["--threads", "many"], "--threads many"),
+        (["--threads", "0"], "at least 1 thread"),
     ],
 )
 def test_usage_is_refused_before_a_model_is_loaded(

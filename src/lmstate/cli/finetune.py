@@ -61,6 +61,9 @@ def finetune(
     seed: Annotated[int, typer.Option("--seed", help="Of the order of the documents and of a new adapter.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in FOLDER, to the bit.")] = False,
     weights: options.Weights = options.WeightKind.auto,
+    threads: Annotated[
+        str | None, typer.Option("--threads", metavar="N|auto", help="Threads to compute on; by default torch's.")
+    ] = None,
 ) -> None:
     """Train a model on documents, by default a LoRA adapter beside its weights.
 
@@ -85,6 +88,8 @@ def finetune(
     if steps is None and not 0 < epochs < math.inf:
         raise typer.BadParameter(f"--epochs {epochs:g} was asked for; give a number above 0, or --steps")
     refuse_begun(out, resume)
+    if threads is not None:  # not measured else: to go on from a checkpoint to the bit takes as many as before
+        options.set_threads(threads)
     entries = read_entries(data)
     torch.manual_seed(seed)
     if full:

@@ -88,7 +88,7 @@ def load_model(
     from lmstate.cli.progress import PromptProgress
 
     raise_interrupts()
-    _set_threads(threads)
+    set_threads(threads)
     if draft == "heads":
         model = lmstate.load(name, weights=weights.value, adapter=adapter, heads=True)
     elif adapter is None:
@@ -99,21 +99,21 @@ def load_model(
     return model
 
 
-def _set_threads(asked: str | None) -> None:
+def set_threads(asked: str | None) -> None:
     """Set torch's threads. Raises `typer.BadParameter` for what is neither a number nor "auto"."""
-    from lmstate import set_threads
+    import lmstate
 
     if asked is None and os.environ.get("OMP_NUM_THREADS"):
         return
     with usage():
         if asked in (None, "auto"):
-            set_threads("auto")
+            lmstate.set_threads("auto")
         else:
             try:
                 count = int(asked)
             except ValueError:
                 raise ValueError(f'--threads {asked} was asked for; give a number, or "auto"') from None
-            set_threads(count)
+            lmstate.set_threads(count)
 
 
 def load_drafter(name: str) -> str | Model:
