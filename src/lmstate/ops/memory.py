@@ -1,4 +1,4 @@
-"""Memory in large pages, for weights and files read whole: a core that reads weights waits for page tables.
+"""Memory in large pages, for weights: a core that reads them waits for page tables.
 
 `python -m bench.layouts` compares them with a mapped file's pages of 4 KiB. They are filled faster too, with a fault
 for each 2 MiB.

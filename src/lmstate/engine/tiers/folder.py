@@ -34,7 +34,6 @@ from lmstate.errors import ModelError, SnapshotError
 from lmstate.files.atomic import atomic_write
 from lmstate.files.mmap_file import open_regular
 from lmstate.files.sqlite_schema import check_schema, unusable
-from lmstate.ops.memory import pages
 
 MOST_NEW = 256  # entries of other processes that are taken at a time
 ENDING = 1.0  # seconds that a statement on the index may go on at the end
@@ -157,7 +156,7 @@ class FolderTier(Tier):
             with open_regular(file) as opened:
                 if opened.seek(0, 2) != size:  # before memory is taken for it
                     raise SnapshotError(f"{file} is damaged: its size is another")
-                data = pages(max(size, 1))
+                data = bytearray(size)  # no large pages: the next file gets the same memory, which is warm
                 opened.seek(0)
                 opened.readinto(data)  # type: ignore[attr-defined]
             if hashlib.sha256(data).hexdigest() != row[1]:

@@ -9,7 +9,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from mmap import mmap
 from pathlib import Path
 from threading import Condition, Thread
 from typing import Literal, TypeVar
@@ -355,7 +354,7 @@ def to_bytes(layers: Layers) -> bytes:
     return save(tensors, {"format": "lmstate-prefix", "version": "1", "layers": str(len(layers))})
 
 
-def from_bytes(data: mmap | bytearray, where: Path, layers: int) -> Layers:
+def from_bytes(data: bytearray, where: Path, layers: int) -> Layers:
     """Inverse of `to_bytes` for a model of so many layers: views of `data`. Raises SnapshotError for a damaged or
     foreign file."""
     try:
