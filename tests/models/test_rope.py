@@ -35,7 +35,14 @@ def step_of(starts: tuple[int, ...], counts: tuple[int, ...]) -> Step:
 @pytest.mark.parametrize("scale", [1.0, 0.7])
 def test_tables_of_all_positions_have_the_bits_of_those_of_a_step(scale: float) -> None:
     rope = Rope(1.0 / 1e4 ** (torch.arange(24) / 24), scale)
-    steps = [((0,), (1,)), ((5,), (1,)), ((1000,), (100,)), ((7, 3000), (3, 3)), ((TABLED - 5,), (5,))]
+    steps = [
+        ((0,), (1,)),
+        ((5,), (1,)),
+        ((1000,), (100,)),
+        ((7, 3000), (3, 3)),
+        ((9000,), (2500,)),
+        ((TABLED - 5,), (5,)),
+    ]
     for starts, counts in steps:
         step = step_of(starts, counts)
         whole, own = rope.fused_rotation(step), rope.rotation(step)

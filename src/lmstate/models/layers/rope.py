@@ -16,8 +16,8 @@ from lmstate.errors import ModelError
 from lmstate.state import Step
 from lmstate.state.step import DeviceStep
 
-FIRST_TABLED, TABLED = 1024, 2**16
-"""Positions whose tables are kept: as many at first, and twice what is needed later, up to so many."""
+PIECE, TABLED = 1024, 2**16
+"""Positions whose tables are made together, and of how many they are kept."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,24 +56,32 @@ class Rope:
     def fused_rotation(self, step: Step) -> ops.RopeTables:
         """The same for a fused sublayer: of all positions from 0 on, where the length of the text makes no difference.
 
-        They are computed once, not in each step.
+        They are computed once, not in each step, and for the positions that some step has come to.
         """
         if self.original_max_positions is not None or isinstance(step, DeviceStep) or step.longest > TABLED:
             return self.rotation(step)
-        # The same ones in all of a step: another thread's step may have others made meanwhile.
-        return step.cached((self, "all positions"), lambda: self._first(step.longest))
+        # The same ones in all of a step: another thread may have dropped them meanwhile.
+        return step.cached((self, "all positions"), lambda: self._tabled(step))
 
-    def _first(self, count: int) -> ops.RopeTables:
-        """The tables of the first positions, at least so many."""
-        tables = self._kept.get("tables")
-        if tables is None or count > tables.cos.shape[0]:
-            positions = torch.arange(min(max(FIRST_TABLED, count + count // 4), TABLED), device=self.frequencies.device)
-            tables = self._kept["tables"] = self._turned(positions, self.frequencies, self.scale)
+    def _tabled(self, step: Step) -> ops.RopeTables:
+        """Tables of all positions, filled where the step's tokens stand; zeros elsewhere, which take no memory."""
+        if not self._kept:
+            cos, sin = self.frequencies.new_zeros(2, TABLED, self.frequencies.shape[-1])
+            self._kept["tables"] = ops.RopeTables(cos, sin, self.interleaved), set()
+        tables, filled = self._kept["tables"]
+        for start, end in zip(step.starts, step.ends):
+            for piece in range(start // PIECE, -(-end // PIECE)):
+                if piece not in filled:
+                    first = piece * PIECE
+                    positions = torch.arange(first, first + PIECE, device=tables.cos.device)
+                    turned = self._turned(positions, self.frequencies, self.scale)
+                    tables.cos[first : first + PIECE], tables.sin[first : first + PIECE] = turned.cos, turned.sin
+                    filled.add(piece)
         return tables
 
     @cached_property  # not a field: torch.compile takes the hash of a frozen dataclass from all of its fields
-    def _kept(self) -> dict[str, ops.RopeTables]:
-        """The tables of the first positions, as far as they were asked for."""
+    def _kept(self) -> dict[str, tuple[ops.RopeTables, set[int]]]:
+        """The tables, and which of their pieces are filled."""
         return {}
 
     def _rotation(self, step: Step) -> ops.RopeTables:
