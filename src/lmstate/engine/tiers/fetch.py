@@ -12,7 +12,6 @@ from typing import TypeVar
 
 from lmstate.engine.prefix.parts import Layers
 from lmstate.engine.tiers.tier import Entry, Tier, TierError
-from lmstate.errors import SnapshotError
 
 Result = TypeVar("Result")
 
@@ -96,7 +95,7 @@ class Fetch:
                     self.made[key] = make(self._tier.get(key))
                 except TierError:
                     self.failed.append(key)  # the others are still tried: what is damaged is to be written again
-                except (SnapshotError, RuntimeError):  # of another kind of state, or more than there is memory for
+                except Exception:  # of another kind of state, or more than there is memory for: nobody waits for ever
                     self._tier.refuse(key)
                     self.failed.append(key)
         with self._lock:
