@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 from typer.testing import CliRunner
 
+import lmstate
 from lmstate.cli.app import app
 from tests.training.small import saved, theirs
 
@@ -59,26 +60,25 @@ def test_every_weight_may_be_trained_and_a_share_kept_to_evaluate(folder: Path, 
     data, out = tmp_path / "data.jsonl", tmp_path / "out"
     data.write_text("".join(json.dumps({"text": " ".join(WORDS[n:])}) + "\n" for n in range(8)))
     ran = CliRunner().invoke(
-        app,
-        [
-            "finetune",
-            str(folder),
-            str(data),
-            "-o",
-            str(out),
-            "--full",
-            "--eval-split",
-            "0.25",
-            "--steps",
-            "3",
-            "--threads",
-            "1",
-        ],
+        app, ["finetune", str(folder), str(data), "-o", str(out), "--full", "--eval-split", "0.25", "--steps", "3"]
     )
     assert ran.exit_code == 0, ran.output
     last = json.loads((out / "log.jsonl").read_text().splitlines()[-1])
     assert last["evaluated"] > 0
     assert CliRunner().invoke(app, ["generate", str(out), "--raw", "the", "-n", "1"]).exit_code == 0
+
+
+def test_as_many_threads_are_set_as_were_asked_for(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, asked = tmp_path / "data.jsonl", []
+    data.write_text(json.dumps({"text": " ".join(WORDS)}) + "\n")
+    monkeypatch.setattr(lmstate, "set_threads", asked.append)
+    for given in ([], ["--threads", "2"], ["--threads", "auto"]):
+        out = str(tmp_path / f"out{len(asked)}{len(given)}")
+        ran = CliRunner().invoke(app, ["finetune", str(folder), str(data), "-o", out, "--steps", "1", *given])
+        assert ran.exit_code == 0, ran.output
+    assert asked == [2, "auto"]
 
 
 def test_bad_data_is_one_line(folder: Path, tmp_path: Path) -> None:
