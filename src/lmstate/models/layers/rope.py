@@ -115,6 +115,9 @@ class Rope:
         """Tables that rotate in the other direction."""
         return self._with(torch.neg)
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Rope:
+        return self  # a value: copies of a model share the tables, which would be written whole
+
     def _with(self, change: Callable[[Tensor], Tensor]) -> Rope:
         given = self.long_frequencies
         changed = None if given is None else lambda length: change(given(length))
