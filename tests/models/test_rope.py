@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -54,3 +55,16 @@ def test_tables_of_all_positions_have_the_bits_of_those_of_a_step(scale: float) 
 def test_positions_too_far_for_a_table_have_their_own() -> None:
     rope, step = Rope(torch.rand(8)), step_of((TABLED,), (1,))
     assert rope.fused_rotation(step) is rope.rotation(step)
+
+
+def test_a_copy_has_frequencies_of_its_own_and_tables_of_its_own() -> None:
+    rope, step = Rope(torch.rand(8)), step_of((0,), (5,))
+    want = rope.fused_rotation(step)
+    one, another = copy.deepcopy((rope, rope))
+    assert one is another, "layers that share one still do"
+    one.frequencies.requires_grad_()
+    assert not rope.frequencies.requires_grad
+    with torch.no_grad():
+        one.frequencies.zero_()
+        assert one.fused_rotation(step_of((0,), (5,))).sin.any().item() is False
+    assert rope.fused_rotation(step_of((1,), (5,))).sin is want.sin and want.sin.any()

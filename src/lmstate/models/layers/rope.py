@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -116,7 +117,8 @@ class Rope:
         return self._with(torch.neg)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Rope:
-        return self  # a value: copies of a model share the tables, which would be written whole
+        # Without the tables: they have room for all positions, which a copy would write.
+        return replace(self, frequencies=copy.deepcopy(self.frequencies, memo))
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> Rope:
         given = self.long_frequencies
