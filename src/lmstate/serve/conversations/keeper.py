@@ -238,18 +238,32 @@ class Keeper:
         answer.text, answer.reasoning = reader.text, reader.reasoning
         growing.push(answer.text, end=True)
         live.grew(answer, growing.blocks)
-        due = monotonic() + SAVED_EVERY
-        async for piece in request:
-            before = len(answer.text)
-            reader.push(piece)
-            answer.text, answer.reasoning = reader.text, reader.reasoning
-            answer.added += piece.tokens
-            answer.logprobs += [(entry.logprob, list(entry.top)) for entry in piece.logprobs or []]
-            if (first := growing.push(answer.text[before:])) is not None:
+        later: asyncio.TimerHandle | None = None
+
+        def show(text: str = "") -> None:
+            nonlocal later
+            if later is not None:
+                later.cancel()
+            if (first := growing.push(text)) is not None:
                 live.grew(answer, growing.blocks, first)
-            if (now := monotonic()) > due:
-                self.store.put(live.conversation, answer)
-                due = now + max(SAVED_EVERY, SHARE * (monotonic() - now))
+            elif wait := growing.wait:  # shown then, also where no piece comes meanwhile
+                later = asyncio.get_running_loop().call_later(wait, show)
+
+        due = monotonic() + SAVED_EVERY
+        try:
+            async for piece in request:
+                before = len(answer.text)
+                reader.push(piece)
+                answer.text, answer.reasoning = reader.text, reader.reasoning
+                answer.added += piece.tokens
+                answer.logprobs += [(entry.logprob, list(entry.top)) for entry in piece.logprobs or []]
+                show(answer.text[before:])
+                if (now := monotonic()) > due:
+                    self.store.put(live.conversation, answer)
+                    due = now + max(SAVED_EVERY, SHARE * (monotonic() - now))
+        finally:
+            if later is not None:
+                later.cancel()
         completion = await request.wait()
         by = completion.stopped_by[0]
         # The engine counts the tokens that belong to the answer; one that ended it is kept apart.

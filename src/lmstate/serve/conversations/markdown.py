@@ -78,6 +78,11 @@ class GrowingMarkdown:
         self._tail = ""  # the source of the last block
         self._next = 0.0
 
+    @property
+    def wait(self) -> float:
+        """Seconds until it may be rendered again."""
+        return max(self._next - perf_counter(), 0.0)
+
     def push(self, text: str, *, end: bool = False) -> int | None:
         """Add text. Returns the first block that changed; None if nothing was rendered now."""
         self._tail += text
