@@ -213,7 +213,7 @@ def test_a_stopped_answer_keeps_its_text_and_changes_reach_who_watches(client: h
                 seen |= dict(one["blocks"])
             if found and found[0]["status"] != "running":
                 break
-            if found and seen and found[0]["tokens"] > 5:
+            if found and seen and found[0]["tokens"] > 90:  # though it stands still since then: no piece shows them
                 assert client.post(f"{ROOT}/{id}/{name}/stop").status_code == 200
     stopped = node(client, id, name)
     assert stopped["status"] == "stopped" and stopped["text"]

@@ -246,7 +246,7 @@ class Keeper:
                 later.cancel()
             if (first := growing.push(text)) is not None:
                 live.grew(answer, growing.blocks, first)
-            elif wait := growing.wait:  # shown then, also where no piece comes meanwhile
+            elif (wait := growing.wait) is not None:  # shown then, also where no piece comes meanwhile
                 later = asyncio.get_running_loop().call_later(wait, show)
 
         due = monotonic() + SAVED_EVERY

@@ -79,9 +79,9 @@ class GrowingMarkdown:
         self._next = 0.0
 
     @property
-    def wait(self) -> float:
-        """Seconds until it may be rendered again."""
-        return max(self._next - perf_counter(), 0.0)
+    def wait(self) -> float | None:
+        """Seconds until its last block may be rendered again; None if there is none."""
+        return max(self._next - perf_counter(), 0.0) if self._tail else None
 
     def push(self, text: str, *, end: bool = False) -> int | None:
         """Add text. Returns the first block that changed; None if nothing was rendered now."""
