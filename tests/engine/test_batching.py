@@ -302,6 +302,7 @@ def test_a_closed_engine_ends_what_runs_and_takes_nothing_more() -> None:
         ({"prompt": [VOCAB]}, f"has token {VOCAB}"),
         ({"prompt": [[1], [2]]}, "one prompt"),
         ({"prompt": [1], "n": 0}, "n is 0"),
+        ({"prompt": [1], "max_new_tokens": 3, "min_tokens": 4}, "min_tokens is 4, more than max_new_tokens"),
         ({"prompt": [1], "top_p": 0.0}, "top_p is 0.0"),
         ({"prompt": [1], "presence_penalty": float("nan")}, "presence_penalty"),
         ({"prompt": [1], "logit_bias": {VOCAB: 1.0}}, "logit_bias has token"),

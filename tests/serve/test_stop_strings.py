@@ -37,6 +37,19 @@ def test_no_stop_string_within_the_first_tokens_ends_an_answer(tiny: Running, pa
         assert said(client, path, stop=["ab", "b a"], min_tokens=2) == ("a", "stop")  # it may begin within them
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_more_tokens_than_an_answer_may_have_are_no_least_number(tiny: Running, path: str) -> None:
+    prompt: dict[str, Any] = {"messages": USER} if path.endswith("chat/completions") else {"prompt": "Say it."}
+    with tiny.client() as client:
+        refused = client.post(path, json={**prompt, "max_tokens": 3, "min_tokens": 4})
+        taken = client.post(path, json={**prompt, "max_tokens": 4, "min_tokens": 4})
+        filled = client.post("/v1/chat/completions", json={"messages": USER, "min_tokens": 10**6})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "min_tokens", refused.text
+    assert taken.status_code == 200 and taken.json()["usage"]["completion_tokens"] == 4, taken.text
+    assert filled.status_code == 200, filled.text
+    assert filled.json()["choices"][0]["finish_reason"] == "length"
+
+
 @pytest.mark.parametrize("stop", ["b€c", "€", "ab€", "zz", "aaab€ccc"])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_log_probabilities_are_those_of_the_text_before_the_stop_string(tiny: Running, path: str, stop: str) -> None:

@@ -110,11 +110,14 @@ def options(
         raise ValueError("stop strings were given, and this model has no tokenizer: give stop_token_ids")
     if grammar is not None:
         check_grammar(grammar)
+    longest, least = _count("max_new_tokens", max_new_tokens), _count("min_tokens", min_tokens)
+    if least > longest:
+        raise ValueError(f"min_tokens is {least}, more than max_new_tokens, which is {longest}")
     if deadline is not None and not 0 < real_number(deadline, "deadline") < math.inf:
         raise ValueError(f"deadline is {deadline!r}; it must be a number of seconds above 0, or None")
     return Options(
         sampler,
-        _count("max_new_tokens", max_new_tokens),
+        longest,
         _count("n", n, least=1),
         None if logprobs is None else _count("logprobs", logprobs, most=MOST_TOP_LOGPROBS),
         None if prompt_logprobs is None else _count("prompt_logprobs", prompt_logprobs, most=MOST_TOP_LOGPROBS),
@@ -123,7 +126,7 @@ def options(
         deadline,
         stops,
         frozenset(token_ids(stop_token_ids, "stop_token_ids", vocab)),
-        _count("min_tokens", min_tokens),
+        least,
         flag(ignore_eos, "ignore_eos"),
         None if max_thinking_tokens is None else _count("max_thinking_tokens", max_thinking_tokens),
         None if max_thinking_tokens is None else ThinkingFormat.of(model.tokenizer),

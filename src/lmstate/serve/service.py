@@ -152,13 +152,18 @@ class Service:
         if not prompt:
             raise ApiError("the prompt has no tokens: there is nothing to continue", param="prompt")
         room = self.room(len(prompt) if length is None else length)
-        wanted = min(self.settings.max_new_tokens if max_new_tokens is None else max_new_tokens, room)
+        least = options.get("min_tokens", 0)
+        if max_new_tokens is None:
+            max_new_tokens = max(self.settings.max_new_tokens, least)
+        elif max_new_tokens < least:
+            raise ApiError(f"min_tokens is {least}, the answer has at most {max_new_tokens}", param="min_tokens")
+        wanted = min(max_new_tokens, room)
         try:
             request = self.engine.submit(
                 prompt,
                 max_new_tokens=wanted,
                 grammar=grammar,
-                **{"deadline": self.settings.request_timeout, **options},
+                **{"deadline": self.settings.request_timeout, **options, "min_tokens": min(least, wanted)},
             )
         except (StateError, ValueError) as error:
             raise ApiError(str(error)) from None
