@@ -71,7 +71,6 @@ def test_a_copied_model_reads_its_own_weights(case: str) -> None:
 @pytest.mark.parametrize("case", ["llama", "mistral", "deepseek_v3", "qwen3_next"])
 def test_a_dropped_state_is_gone_at_once(case: str, policy: str) -> None:
     model, ids = ours(case), text(24)[0].tolist()
-    gc.collect()
     gc.disable()  # what is part of a cycle would wait for it
     try:
         state = model.new_state(rows=2, kv=POLICIES[policy])

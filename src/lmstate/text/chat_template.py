@@ -339,12 +339,15 @@ def _written(value: Any, indent: int = 0) -> int:
 
     `indent`: those that stand before an item for each container around it.
     """
-    total, waiting = 0, [(value, 0)]
+    budget, total, waiting = _budget.get(None), 0, [(value, 0)]
     while waiting and total <= MOST_TEXT:
         one, depth = waiting.pop()
         total += indent * depth
         if isinstance(one, CONTAINERS):
-            waiting += [(item, depth + 1) for item in _items(one)]
+            items = _items(one)
+            if budget is not None:  # else it is a constant that is folded while the template compiles
+                budget.charge(len(items) + 1)
+            waiting += [(item, depth + 1) for item in items]
             if isinstance(one, dict):
                 waiting += [(key, 0) for key in one]
             total += 2 + indent * depth
