@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -145,6 +146,17 @@ def test_however_keys_and_values_are_stored(case: str, policy: str) -> None:
     whole, _ = fed(model, ids, [LONG], kv=POLICIES[policy])
     for cut in (7, 33, 64):
         assert torch.equal(fed(model, ids, [cut], kv=POLICIES[policy])[0], whole), cut
+
+
+@pytest.mark.parametrize("storage", [torch.float32, kv.Quantized(8)])
+@pytest.mark.parametrize("policy", [kv.Recent, kv.H2O, kv.SnapKV, kv.ExpectedAttention])
+@pytest.mark.parametrize("case", ["llama", "deepseek_v3"])
+def test_under_a_policy_that_has_nothing_to_forget_yet(case: str, policy: type[kv.H2O], storage: Any) -> None:
+    kept = policy(budget=2 * LONG, storage=kv.Dense(storage) if isinstance(storage, torch.dtype) else storage)
+    model, ids = model_of(case, "int4"), text(LONG)
+    whole, _ = fed(model, ids, [LONG], kv=kept)
+    for cut in (7, 33, 64):
+        assert torch.equal(fed(model, ids, [cut], kv=kept)[0], whole), cut
 
 
 @pytest.mark.parametrize("kind", (*KINDS, "float16", "squeezed"))

@@ -11,6 +11,7 @@ from torch import Tensor
 from lmstate.ops import cpu, dispatch
 from lmstate.ops.attention.attend_latent import attend_latent, attend_latent_reference
 from lmstate.ops.dense.per_head import per_head_matmul
+from lmstate.ops.types.params import AttentionSums
 
 HEADS, LATENT, ROPE = 3, 8, 4
 SCALE = 0.3
@@ -71,6 +72,31 @@ def test_any_cut_over_a_ring_equals_scores_written_out(window: int | None, piece
         places = torch.tensor([start] * 2), torch.tensor([end - start] * 2)
         outputs.append(attend_latent(*queries, *stored, *places, scale=SCALE, window=window))
     torch.testing.assert_close(torch.cat(outputs, 1), naive(stream, window), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("planes", [1, 4, 60])
+def test_columns_tell_what_each_slot_received(planes: int) -> None:
+    """Of two rows and two calls, the second of which takes several native ones."""
+    stream, lengths = draw(2, 50), [50, 45]
+    q_latent, q_rope, latent, rope_key = stream
+    scores = torch.einsum("rthc,rsc->rths", q_latent, latent) + torch.einsum("rthd,rsd->rths", q_rope, rope_key)
+    unseen = torch.ones(50, 50, dtype=torch.bool).triu(1)[:, None]
+    given = (scores * SCALE).masked_fill(unseen, float("-inf")).softmax(-1).mean(2)  # [R, T, S]
+    ends, wanted = torch.tensor(lengths), torch.zeros(2, 1, planes, 64)
+    for r, length in enumerate(lengths):
+        for token in range(length):
+            wanted[r, 0, max(0, token + planes - length), :50] += given[r, token]
+    columns, outputs = AttentionSums(torch.zeros(2, 1, planes, 64), ends), []
+    for start, width in ((0, 10), (10, 40)):
+        queries, counts = (x[:, start : start + width] for x in stream[:2]), (ends - start).clamp(max=width)
+        stored = (ring(x, start + width, 64).nan_to_num() for x in stream[2:])
+        outputs.append(
+            attend_latent(*queries, *stored, torch.tensor([start] * 2), counts, scale=SCALE, columns=columns)
+        )
+    torch.testing.assert_close(columns.sums, wanted, rtol=1e-5, atol=1e-5)
+    read, whole = torch.cat(outputs, 1), naive(stream)
+    for r, length in enumerate(lengths):
+        torch.testing.assert_close(read[r, :length], whole[r, :length], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("blocks")

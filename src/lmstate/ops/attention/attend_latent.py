@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from lmstate.ops import dispatch
+from lmstate.ops.attention.attend_slots import attend_slots
 from lmstate.ops.types.block_table import BlockTable, Stored
+from lmstate.ops.types.params import AttentionParams, AttentionSums, CausalMask
 
 STORED_BLOCK = 1024
 """Stored tokens that are scored at a time."""
@@ -36,6 +38,7 @@ def attend_latent(
     *,
     scale: float,
     window: int | None = None,
+    columns: AttentionSums | None = None,
 ) -> Tensor:
     """Attend from new tokens to stored latents, whose sum weighted by softmax(scores * scale) comes back.
 
@@ -47,6 +50,8 @@ def attend_latent(
     starts, counts [R] int64        query i < counts[r] of row r stands at position starts[r] + i and sees the positions
                                     up to its own, the last `window` of them where that is given. S is at least what
                                     the queries of a row see together.
+    columns        of a ring `[R, 1, n, S]` that has not wrapped: what each slot receives, averaged over the heads, is
+                   added to it
 
     Returns float32 [R, T, H, Lat] (float64 for float64 queries), zero at padded queries. Of a ring only what is seen is
     read; where starts and counts are not on the host (another device, a traced graph), all of it.
@@ -59,9 +64,17 @@ def attend_latent(
             block, block_rope = q_latent[:, first : first + MOST], q_rope[:, first : first + MOST]
             count = (counts - first).clamp(0, MOST)
             blocks.append(
-                body.attend_latent(block, block_rope, headed, headed_rope, starts + first, count, scale, window)
+                body.attend_latent(
+                    block, block_rope, headed, headed_rope, starts + first, count, scale, window, columns
+                )
             )
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
+    if columns is not None:
+        assert isinstance(latent, Tensor) and isinstance(rope_key, Tensor)
+        q, k = torch.cat([q_latent, q_rope], dim=-1), torch.cat([latent, rope_key], dim=-1)[:, None]
+        slots = torch.arange(k.shape[2], device=k.device).expand(k.shape[:3])
+        mask, params = CausalMask(window), AttentionParams(scale)
+        return attend_slots(q, k, latent[:, None], slots, starts, counts, params, mask, columns)
     return attend_latent_reference(q_latent, q_rope, latent, rope_key, starts, counts, scale=scale, window=window)
 
 

@@ -215,6 +215,7 @@ class Attention:
         counts: Tensor,
         scale: float,
         window: int | None,
+        columns: AttentionSums | None = None,
     ) -> Tensor:
         """`ops.attention.attend_latent`."""
         rows, tokens, heads, dim = q_latent.shape
@@ -233,7 +234,8 @@ class Attention:
         arguments = abi.ATTEND_LATENT.pack(
             q_latent.data_ptr(), q_rope.data_ptr(), latent.data_ptr(), rope_key.data_ptr(), starts.data_ptr(),
             counts.data_ptr(), out.data_ptr(), *table_pointers(latent, rope_key),
-            rows, tokens, heads, slots, dim, rope_dim, *q_latent.stride()[:3], *q_rope.stride()[:3],
+            *column_pointers(columns, (rows, 1, slots)), rows, tokens, heads, slots, dim, rope_dim,
+            0 if columns is None else columns.sums.shape[2], *q_latent.stride()[:3], *q_rope.stride()[:3],
             latent.stride(0), latent.stride(2), rope_key.stride(0), rope_key.stride(2), *table_shape(latent),
             KINDS[latent.dtype], window or 0, torch.get_num_threads(),
             scale,

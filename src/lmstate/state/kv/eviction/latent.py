@@ -7,9 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lmstate import ops
 from lmstate.ops.attention.attend_latent import attend_latent
-from lmstate.ops.attention.attend_slots import attend_slots
 from lmstate.ops.types.params import AttentionSums
 from lmstate.state.gradients import refused
 from lmstate.state.kv.eviction.attention import LOSS, EvictingState
@@ -69,20 +67,17 @@ class EvictingLatentState(EvictingState):
         """`LatentState.attend_latents`."""
         chunk = self._enter(step)
         latent, rope_key = self.latents(step)
-        if not self.observed:
-            seen = attend_latent(q_latent, q_rope, latent, rope_key, chunk.starts, step.counts_t, scale=scale)
-            return refused(seen, LOSS) if self._cut else seen
-        q = torch.cat([q_latent, q_rope], dim=-1).float()
         if self.queries is not None:
-            chunk.queries = q.detach().contiguous()
-        keys = torch.cat([latent, rope_key], dim=-1)[:, None]  # [R, 1, S', Lat + Dr]
-        columns = None
+            chunk.queries = torch.cat([q_latent, q_rope], dim=-1).detach().float().contiguous()
+        sums = columns = None
         if chunk.columns is not None:
-            chunk.columns.zero_()
-            columns = AttentionSums(chunk.columns[..., : keys.shape[2]], chunk.starts + step.counts_t)
-        where = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
-        values, params = latent[:, None], ops.AttentionParams(scale)
-        seen = attend_slots(q, keys, values, where, chunk.starts, step.counts_t, params, columns=columns)
+            sums = chunk.columns.zero_()[..., : latent.shape[1]]
+            columns = AttentionSums(sums.new_zeros(sums.shape), chunk.starts + step.counts_t)
+        seen = attend_latent(
+            q_latent, q_rope, latent, rope_key, chunk.starts, step.counts_t, scale=scale, columns=columns
+        )
+        if sums is not None and columns is not None:
+            sums.copy_(columns.sums)
         return refused(seen, LOSS) if self._cut else seen
 
     def read(self, arrays: Arrays) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,9 @@ typedef struct {
   const int64_t *starts, *counts; /* [R] */
   float *out;                     /* [R, T, H, L], contiguous */
   char *const *latent_table, *const *rope_table; /* [R, table_row]: see attend_args */
-  int64_t rows, tokens, heads, slots, dim, rope_dim;
+  float *columns;                 /* [R, 1, planes, S] with `ends`, as in attend_args, or null */
+  const int64_t *ends;
+  int64_t rows, tokens, heads, slots, dim, rope_dim, planes;
   int64_t q_row, q_token, q_head, qr_row, qr_token, qr_head;
   int64_t latent_row, latent_slot, rope_row, rope_slot;
   int64_t table_row, block;
@@ -32,12 +34,13 @@ static int64_t heads_together(int64_t heads) {
 int64_t lmstate_attend_latent(const attend_latent_args *a) {
   if (a->rows == 0 || a->tokens == 0) return 0;
   const int64_t width = a->dim + a->rope_dim, n = a->rows * a->tokens * a->heads;
-  /* A group of heads is a kv head whose latents lie where those of the others do. */
+  /* A group of heads is a kv head whose latents lie where those of the others do; columns are averaged over a group. */
+  const int64_t together = a->columns ? a->heads : heads_together(a->heads);
   attend_args attend = {.k = a->latent, .v = a->latent, .k_table = a->latent_table, .v_table = a->latent_table,
                         .table_row = a->table_row, .block = a->block, .starts = a->starts, .counts = a->counts,
-                        .out = a->out,
+                        .out = a->out, .columns = a->columns, .ends = a->ends, .planes = a->planes,
                         .rows = a->rows, .tokens = a->tokens, .heads = a->heads,
-                        .kv_heads = a->heads / heads_together(a->heads), .slots = a->slots, .dim = a->dim,
+                        .kv_heads = a->heads / together, .slots = a->slots, .dim = a->dim,
                         .dim_v = a->dim, .q_row = a->tokens * a->heads * width, .q_token = a->heads * width,
                         .q_head = width, .k_row = a->latent_row, .k_slot = a->latent_slot, .v_row = a->latent_row,
                         .v_slot = a->latent_slot, .kind = a->kind, .window = a->window, .scale = a->scale};
