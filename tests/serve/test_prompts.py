@@ -179,6 +179,24 @@ def test_a_grammar_rolled_back_is_as_it_was(tmp_path: Path) -> None:
     assert not grammar.complete
 
 
+@pytest.mark.parametrize("pattern", [r"\d\w\D\W", r"[\d][\w.-][\D][\W]", r"[^\D][^\W][^\d][^\w]"])
+@pytest.mark.parametrize(("text", "fits"), [("1_aé", True), ("٣_a-", False), ("1éa-", False), ("1_aa", False)])
+def test_digits_and_letters_of_a_pattern_are_those_of_ascii(
+    tmp_path: Path, pattern: str, text: str, fits: bool
+) -> None:
+    tokenizer = byte_tokenizer(tmp_path)
+    grammars = Grammars(tokenizer, tokenizer.vocab_size)
+    grammar = grammars.compile(grammars.regex(pattern), "x")
+    fitting = True
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        allowed = grammar.allowed()
+        assert allowed is not None
+        fitting = fitting and bool(allowed[token])
+        if fitting:
+            grammar.accept(token)
+    assert fitting == fits
+
+
 def test_a_schema_cuts_drafts_and_completes_them(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(tmp_path)
     grammars = Grammars(tokenizer, tokenizer.vocab_size)

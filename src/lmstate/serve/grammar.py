@@ -28,6 +28,15 @@ SOURCE = 2**18  # characters of a schema or grammar
 SCHEMA_DEPTH = 60
 KEPT = 64  # compiled grammars
 ANYTHING = r"/(.|\n)*/"
+# Classes of a pattern that are ASCII's in JSON schemas and in other servers, and Unicode's in llguidance; and the slash
+# that would end the pattern.
+ESCAPES = {
+    "/": r"\/",
+    r"\d": "[0-9]",
+    r"\D": "[^0-9]",
+    r"\w": "[0-9A-Za-z_]",
+    r"\W": "[^0-9A-Za-z_]",
+}
 
 
 class TokenGrammar:
@@ -112,8 +121,8 @@ class Grammars:
         return f"start: {json_term(schema, strict)}"
 
     def regex(self, pattern: str) -> str:
-        # A slash ends the pattern, unless it is escaped, as it is in those that come from JavaScript.
-        escaped = re.sub(r"\\.|/", lambda found: "\\/" if found[0] == "/" else found[0], pattern, flags=re.DOTALL)
+        # A slash may come escaped already, as in patterns of JavaScript.
+        escaped = re.sub(r"\\.|/", lambda found: ESCAPES.get(found[0], found[0]), pattern, flags=re.DOTALL)
         return f"start: /{escaped}/"
 
     def words(self, words: Sequence[str]) -> str:
