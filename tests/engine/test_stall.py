@@ -189,3 +189,21 @@ def test_an_answer_waits_for_a_prompt_that_came_with_it_where_that_is_short(
         got = [request.result(600).tokens[0] for request in requests]
     assert seen[: len(expected)] == expected
     assert got == [alone(model, ids, answer, ends=frozenset())[0] for ids in prompts]
+
+
+def test_calls_that_follow_one_another_leave_others_their_steps() -> None:
+    with lmstate.Engine(ours("llama"), rows=1) as engine:
+        go = paused(engine)
+        request = engine.submit(prompt(20, 1), max_new_tokens=8, ignore_eos=True)
+        left = 1000
+
+        def again(_: lmstate.Model) -> None:
+            nonlocal left
+            left -= 1
+            if left and not request.done:
+                engine.call(again)
+
+        engine.call(again)
+        go.set()
+        request.result(600)
+    assert left

@@ -459,9 +459,9 @@ class Engine:
         return bool(self._commands or self._scheduler.reading or self._scheduler.answering or len(self._queue))
 
     def _turn(self) -> bool:
-        """Do what others asked for, and a step. Whether anything could be done."""
+        """Do what others asked for until now, and a step. Whether anything could be done."""
         asked = len(self._commands)
-        while self._commands:
+        for _ in range(asked):
             function, future = self._commands.popleft()
             if future.set_running_or_notify_cancel():
                 try:
