@@ -23,6 +23,7 @@ import httpx
 import pytest
 
 import lmstate
+from lmstate import ops
 from lmstate.engine import Engine
 from lmstate.serve import Settings, http, read_keys
 from tests.serve.running import Running, events, running, save_tiny, standing_still
@@ -221,6 +222,55 @@ def test_a_client_that_leaves_during_its_prompt_ends_its_request(engine: Engine)
         go.set()
         assert request.result(600).finished == ["cancelled"]
         assert request.progress[0] == 0
+
+
+def test_a_text_is_embedded_in_parts_between_which_streams_go_on(
+    tiny_model: lmstate.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, hidden = [], tiny_model.hidden
+    body = {"input": "y" * 400, "encoding_format": "float"}
+    with Engine(tiny_model, rows=2, draft=None) as engine, running(engine, BASE) as server, server.client() as client:
+        counts, decode = engine._scheduler.counts, engine._scheduler._decode
+
+        def paced() -> None:  # else the stream may be over before the text comes
+            if counts["generated_tokens"] < 100 + 100 * len(parts):
+                decode()
+
+        def told(tokens: list[list[int]], *given: Any) -> Any:
+            parts.append((len(tokens[0]), counts["generated_tokens"]))
+            return hidden(tokens, *given)
+
+        engine._scheduler._decode = paced  # type: ignore[method-assign]
+        with client.stream("POST", "/v1/chat/completions", json=LONG) as stream:
+            lines = stream.iter_lines()  # which close the stream when they are forgotten
+            next(lines)
+            monkeypatch.setattr(tiny_model, "hidden", told)
+            beside = client.post("/v1/embeddings", json=body).json()["data"]
+        wait_until(lambda: not server.server.service.running)
+        alone = client.post("/v1/embeddings", json=body).json()["data"]
+    assert [width for width, _ in parts] == [64] * 6 + [16, 400]
+    made = [count for _, count in parts[:7]]
+    assert made == sorted(set(made)), "no token of the stream came between two parts"
+    whole = ops.norm(hidden([tiny_model.tokenizer.encode("y" * 400)])[0], tiny_model.norm).mean(0)
+    assert beside == alone == [{"object": "embedding", "index": 0, "embedding": (whole / whole.norm()).tolist()}]
+
+
+def test_a_client_that_leaves_ends_the_embedding_of_its_text(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, go, hidden = [], Event(), engine.model.hidden
+
+    def held_up(tokens: list[list[int]], *given: Any) -> Any:
+        parts.append(len(tokens[0]))
+        go.wait(GUARD)
+        return hidden(tokens, *given)
+
+    monkeypatch.setattr(engine.model, "hidden", held_up)
+    with running(engine, BASE) as server:
+        with asking(server, "/v1/embeddings", {"input": "y" * 2000}):
+            wait_until(lambda: parts)
+        wait_until(lambda: not server.server.server_state.tasks)
+        go.set()
+        engine.call(lambda _: None).result(GUARD)
+    assert parts == [512]
 
 
 def test_a_waiting_stream_tells_its_progress_in_comments(engine: Engine) -> None:

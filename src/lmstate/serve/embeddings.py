@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import struct
-from functools import partial
 from typing import Any
 
+import torch
 from starlette.requests import Request
 from starlette.types import ASGIApp
 from torch import Tensor
@@ -20,11 +20,26 @@ from lmstate.serve.service import Service
 from lmstate.serve.sse import unless_gone
 
 POOLINGS = ("mean", "last", "cls")
+BESIDE_STREAMS, ALONE = 64, 512  # tokens of a text that are read in one go
 
 
-def hidden_states(model: Model, tokens: list[int]) -> Tensor:
-    """The hidden states of a sequence, which the head would read: float32 `[T, E]`."""
-    return ops.norm(model.hidden([tokens])[0], model.norm)
+async def hidden_states(service: Service, tokens: list[int]) -> Tensor:
+    """The hidden states of a sequence, which the head would read: float32 `[T, E]`.
+
+    Each part is a call of its own, between which the engine goes on with its streams.
+    """
+    state = service.model.new_state(rewind=0)
+    state.expect(0, len(tokens))
+
+    def read(model: Model) -> Tensor:
+        start = state.lengths[0]
+        count = BESIDE_STREAMS if service.running else ALONE
+        return ops.norm(model.hidden([tokens[start : start + count]], state)[0], model.norm)
+
+    parts: list[Tensor] = []
+    while state.lengths[0] < len(tokens):
+        parts.append(await asyncio.wrap_future(service.engine.call(read)))
+    return torch.cat(parts)
 
 
 def pooled(hidden: Tensor, pooling: str, dimensions: int | None) -> Tensor:
@@ -35,10 +50,6 @@ def pooled(hidden: Tensor, pooling: str, dimensions: int | None) -> Tensor:
         vector = hidden[-1 if pooling == "last" else 0]
     vector = vector[:dimensions].float()
     return vector / vector.norm().clamp_min(1e-12)
-
-
-def embedded(model: Model, tokens: list[int], pooling: str, dimensions: int | None) -> Tensor:
-    return pooled(hidden_states(model, tokens), pooling, dimensions)
 
 
 async def embeddings(service: Service, request: Request) -> ASGIApp:
@@ -62,11 +73,10 @@ async def embeddings(service: Service, request: Request) -> ASGIApp:
         return found
 
     prompts = await asyncio.to_thread(encode)
-    # Each is a call of its own, between which the engine goes on with its streams.
     vectors = []
     for tokens in prompts:
-        call = service.engine.call(partial(embedded, tokens=tokens, pooling=pooling, dimensions=dimensions))
-        vectors.append(await unless_gone(request.receive, asyncio.wrap_future(call)))
+        hidden = await unless_gone(request.receive, hidden_states(service, tokens))
+        vectors.append(pooled(hidden, pooling, dimensions))
     used = sum(map(len, prompts))
     return json_response(
         {
