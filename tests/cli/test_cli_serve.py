@@ -9,6 +9,8 @@ from typer.testing import CliRunner
 
 import lmstate
 from lmstate.cli.app import app
+from lmstate.cli.serve import banner
+from lmstate.serve import Settings
 from tests.cli.test_cli_branches import talking
 
 
@@ -35,3 +37,9 @@ def test_wrong_usage_loads_nothing(option: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(lmstate, "load", lambda name, weights: pytest.fail("loaded for nothing"), raising=False)
     result = CliRunner().invoke(app, ["serve", "m", "--port", "0", *option.split()])
     assert result.exit_code == 2 and option.split()[1] in result.stderr
+
+
+def test_the_command_that_is_shown_has_the_key_that_is_needed() -> None:
+    with_keys, without = (banner(Settings("m", api_keys=keys), 8080, 8, 64) for keys in (("secret",), ()))
+    assert "curl http://127.0.0.1:8080/v1/chat/completions -H 'Authorization: Bearer YOUR_KEY' -d '{" in with_keys
+    assert "curl http://127.0.0.1:8080/v1/chat/completions -d '{" in without

@@ -150,6 +150,7 @@ def banner(settings: object, port: int, rows: int, context: int | None) -> str:
     host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
     base = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     key = "YOUR_KEY" if settings.api_keys else "none"
+    auth = f" -H 'Authorization: Bearer {key}'" if settings.api_keys else ""
     return "\n".join(
         (
             f"{settings.model_name} at {base} ({rows} rows, context {context or 'any'}, "
@@ -157,6 +158,6 @@ def banner(settings: object, port: int, rows: int, context: int | None) -> str:
             f"  In a browser       {base}/",
             f"  OpenAI clients     OPENAI_BASE_URL={base}/v1 OPENAI_API_KEY={key}",
             f"  Anthropic clients  ANTHROPIC_BASE_URL={base} ANTHROPIC_API_KEY={key}",
-            f'  curl {base}/v1/chat/completions -d \'{{"messages": [{{"role": "user", "content": "Hello"}}]}}\'',
+            f'  curl {base}/v1/chat/completions{auth} -d \'{{"messages": [{{"role": "user", "content": "Hello"}}]}}\'',
         )
     )
