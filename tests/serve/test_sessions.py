@@ -75,7 +75,9 @@ def test_a_downloaded_session_goes_on_elsewhere(client: httpx.Client) -> None:
         answer = client.put("/v1/sessions/broken/snapshot", content=content)
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["message"].startswith("the file is damaged"), answer.text
-    assert client.put("/v1/sessions/here/snapshot", content=file.content).status_code in (400, 409)
+    taken = client.put("/v1/sessions/here/snapshot", content=file.content)
+    assert taken.status_code == 409
+    assert taken.json()["error"]["message"] == "there is a session 'here' already: delete it, or take another name"
 
 
 CALLED = (

@@ -126,7 +126,7 @@ async def upload(service: Service, request: Request) -> ASGIApp:
     path = temporary()
     try:
         await receive_file(service, request, path)
-        session = await done(lambda: service.engine.load_session(name, path))
+        session = await begun(service, name, lambda: service.engine.load_session(name, path))
     except ApiError as error:  # our name for the file says nothing to a client
         error.message = error.message.replace(str(path), "the file")
         raise
