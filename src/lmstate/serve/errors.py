@@ -68,7 +68,8 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFull):
-        return ApiError(f"{error}; try again in a moment", 429, code="queue_full", retry_after=1)
+        message = "as many requests wait as this server holds (--queue): try again in a moment"
+        return ApiError(message, 429, code="queue_full", retry_after=1)
     if isinstance(error, EngineClosed):
         return ApiError("the server is shutting down", 503, code="shutting_down", retry_after=5)
     if isinstance(error, CapacityError):
