@@ -308,6 +308,15 @@ def test_more_requests_than_the_queue_holds_are_told_to_come_again(engine: Engin
         assert retry.count("1") == 6
 
 
+def test_a_prompt_that_memory_has_no_room_for_is_too_long(tiny_model: lmstate.Model) -> None:
+    with Engine(tiny_model, rows=1, memory="256KiB") as engine, running(engine, BASE) as server:
+        answer = server.client().post("/v1/completions", json={"prompt": [5] * 2000, "max_tokens": 1})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert "shorten the prompt" in error["message"]
+    assert error["code"] == "context_length_exceeded"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_may_have_more_prompts_than_the_queue_holds(engine: Engine, stream: bool) -> None:
     prompts = [[65 + number] for number in range(12)]

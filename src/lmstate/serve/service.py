@@ -165,10 +165,10 @@ class Service:
                 grammar=grammar,
                 **{"deadline": self.settings.request_timeout, **options, "min_tokens": min(least, wanted)},
             )
-        except (StateError, ValueError) as error:
-            raise ApiError(str(error)) from None
-        except (QueueFull, EngineClosed) as error:
+        except (StateError, QueueFull, EngineClosed) as error:
             raise as_api_error(error) from None
+        except ValueError as error:
+            raise ApiError(str(error)) from None
         self.running.add(request)
         context = copy_context()  # what is logged at the end is told of this HTTP request
         request.when_done(lambda request: context.run(self._done, request))
