@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import Barrier, Event
 from typing import Any
@@ -196,6 +197,19 @@ def test_an_explanation_tells_the_first_token_that_differs(client: httpx.Client)
     usage = client.post("/v1/completions", json={"prompt": other, "max_tokens": 1}).json()["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == 30
     assert usage["lmstate"]["differs_at"] == 30
+
+
+def test_a_server_without_a_folder_tells_what_to_do_instead_of_saving(
+    client: httpx.Client, tiny: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = tiny.server.service
+    monkeypatch.setattr(service, "settings", replace(service.settings, folder=None))  # as with the URL of a store
+    client.post("/v1/sessions", json={"name": "s"})
+    refused = client.post("/v1/sessions/s/save")
+    assert refused.status_code == 409
+    message = refused.json()["error"]["message"]
+    assert message == "there is no folder to save in: start the server with --store FOLDER, or GET /snapshot"
+    assert client.get("/v1/sessions/s/snapshot").status_code == 200
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")

@@ -98,7 +98,7 @@ async def save(service: Service, request: Request) -> ASGIApp:
     """Write the session into the server's own folder, under its name."""
     session = await found(service, request)
     if service.settings.folder is None:
-        raise ApiError("the server was started without --store: there is no folder to save in", 409)
+        raise ApiError("there is no folder to save in: start the server with --store FOLDER, or GET /snapshot", 409)
     folder = service.settings.folder / "saved"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{session.name}.safetensors"
