@@ -185,6 +185,23 @@ def test_a_schema_is_met_and_parsed(client: openai.OpenAI) -> None:
     assert digits.choices[0].text[1:].isdigit()
 
 
+def test_tokens_begin_in_the_text_where_they_are_said_to(real: Running) -> None:
+    body = {"prompt": "日本の首都 😀😀 is", "max_tokens": 6, "logprobs": 0, "echo": True}
+    forced = {"prompt": "Two cities:", "max_tokens": 20, "logprobs": 0, "guided_choice": ["日本 and 京都"]}
+    with real.client() as client:
+        choices = [client.post("/v1/completions", json=one).json()["choices"][0] for one in (body, forced)]
+        events = client.post("/v1/completions", json={**forced, "stream": True}).text.split("\n\n")
+    pieces = [json.loads(line[6:])["choices"][0] for line in events if line.startswith("data: {")]
+    told = [at for piece in pieces if piece["logprobs"] for at in piece["logprobs"]["text_offset"]]
+    assert told == choices[1]["logprobs"]["text_offset"]
+    for choice in choices:
+        text, names, offsets = choice["text"], choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+        assert any(name.startswith("bytes:") for name in names)
+        assert offsets[0] == 0 and offsets == sorted(offsets)
+        assert all(text[at:].startswith(name) for at, name in zip(offsets, names) if not name.startswith("bytes:"))
+        assert offsets[-1] < len(text)
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_a_required_call_is_well_formed_whole_and_streamed(client: openai.OpenAI, choice: Any) -> None:
     asked: Any = {"model": "smollm2", "messages": ASK, "tools": [TOOL], "tool_choice": choice, "max_tokens": 120}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from time import time
@@ -36,11 +37,23 @@ FILL_IN = (
 )
 
 
+class Offsets:
+    """Offsets of tokens in their text, in characters; of a part of one, that of the character."""
+
+    def __init__(self) -> None:
+        self._end = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def of(self, token: bytes) -> int:
+        begin, self._end = self._end, self._end + len(self._decoder.decode(token))
+        return begin
+
+
 @dataclass
 class Listed:
-    """The log probabilities of one choice in a stream. `offset`: where the text of the next token begins."""
+    """The log probabilities of one choice in a stream."""
 
-    offset: int = 0
+    offsets: Offsets = field(default_factory=Offsets)
     _count: int = 0
     _waiting: list[TokenLogprob] = field(default_factory=list)
 
@@ -98,7 +111,7 @@ class Texts:
             tokens = tokens[:certain]
             if self.echo:
                 tokens, entries = [*prompt, *tokens], [*(completion.prompt_logprobs or []), *entries]
-            told = self.legacy(tokens, entries)
+            told = self.legacy(tokens, entries, Offsets())
         if self.echo:
             text = self.service.tokenizer.decode(prompt) + text
         reason = "stop" if completion.finished[index] in ("eos", "stop") else "length"
@@ -106,18 +119,13 @@ class Texts:
         ids = {"prompt_token_ids": prompt, "token_ids": completion.tokens[index]}
         return {**choice, **ids} if self.wants_ids else choice
 
-    def legacy(self, tokens: list[int], entries: list[TokenLogprob | None], offset: int = 0) -> dict[str, Any]:
+    def legacy(self, tokens: list[int], entries: list[TokenLogprob | None], offsets: Offsets) -> dict[str, Any]:
         """The log probabilities of completions: parallel lists, the first of a prompt null."""
-        names = [self._name(token) for token in tokens]
-        offsets = []
-        for name in names:
-            offsets.append(offset)
-            offset += len(name)
         return {
-            "tokens": names,
+            "tokens": [self._name(token) for token in tokens],
             "token_logprobs": [None if entry is None else max(entry.logprob, -9999.0) for entry in entries],
             "top_logprobs": [None if entry is None else self._top(entry) for entry in entries],
-            "text_offset": offsets,
+            "text_offset": [offsets.of(self.service.grammars.token_bytes(token)) for token in tokens],
         }
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
@@ -168,8 +176,7 @@ class Texts:
                 if self.logprobs is not None:
                     listed = made.setdefault(index, Listed())
                     if entries := listed.fresh(piece):
-                        told = self.legacy([entry.token for entry in entries], list(entries), listed.offset)
-                        listed.offset = told["text_offset"][-1] + len(told["tokens"][-1])
+                        told = self.legacy([entry.token for entry in entries], list(entries), listed.offsets)
                 reason = None
                 if piece.finished is not None:
                     reason = "stop" if piece.finished in ("eos", "stop") else "length"
