@@ -147,9 +147,9 @@ BODIES: dict[str, dict[str, Any]] = {
     "/apply-template": {"messages": USER},
 }
 WRONG: list[Any] = [
-    None, True, -1, 0, 3, 10**30, -(10**30), 1.5, 1e308, "", "x", "\u0000", "y" * 3000, [], [[]], [None], [1, "a"],
-    ["", ""], {}, {"a": {"b": []}}, {"type": "nonsense"}, [{}], [{"role": "user"}], [{"type": "function"}], [-1],
-    [10**9],
+    None, True, -1, 0, 3, 10**30, -(10**30), 10**400, 1.5, 1e308, "", "x", "\u0000", "y" * 3000, [], [[]], [None],
+    [1, "a"], ["", ""], {}, {"a": {"b": []}}, {"type": "nonsense"}, [{}], [{"role": "user"}], [{"type": "function"}],
+    [-1], [10**9],
 ]  # fmt: skip
 
 
@@ -325,6 +325,20 @@ def test_errors_about_tools_name_the_field_with_all_that_is_around_it(
     error = answer.json()["error"]
     assert error["message"].startswith(f"{field} ")
     assert error.get("param") == (None if path == MESSAGES else field)
+
+
+@pytest.mark.parametrize("depth", [101, 900, 5000])
+def test_arguments_of_a_call_that_are_nested_too_deep_are_a_text(tiny: Running, depth: int) -> None:
+    call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "[" * depth + "]" * depth}
+    said = [call, {"type": "function_call_output", "call_id": "a", "output": "x"}]
+    function = {"name": "f", "arguments": call["arguments"]}
+    told = {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "type": "function", "function": function}]}
+    chat = {"messages": [*USER, told, {"role": "tool", "tool_call_id": "a", "content": "x"}], "max_tokens": 2}
+    with tiny.client() as client:
+        for path, body in (("/v1/chat/completions", chat), ("/v1/responses", {"input": said, "max_output_tokens": 2})):
+            answer = client.post(path, json=body)
+            check(path, answer.status_code, answer.text)
+            assert answer.status_code == 200 or answer.json()["error"]["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize(("path", "field"), [("/v1/completions", "prompt"), ("/v1/embeddings", "input")])

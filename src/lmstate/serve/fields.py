@@ -6,7 +6,6 @@ Fields that nobody asks for are ignored, as the clients of these protocols expec
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,8 +31,8 @@ def parse_json(text: bytes, depth: int = DEPTH) -> Any:
         raise ApiError(f"the body is nested more than {depth} deep", code="invalid_json") from None
     except ValueError as error:  # bad JSON, or a number of thousands of digits
         raise ApiError(f"the body is not valid JSON: {error}", code="invalid_json") from None
-    if isinstance(value, dict | list):
-        _check_depth(value, depth)
+    if is_deeper(value, depth):
+        raise ApiError(f"the body is nested more than {depth} deep", code="invalid_json")
     if "\\ud" in decoded or "\\uD" in decoded:  # only escapes can make half a surrogate pair out of valid UTF-8
         try:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
@@ -42,9 +41,9 @@ def parse_json(text: bytes, depth: int = DEPTH) -> Any:
     return value
 
 
-def _check_depth(value: Any, most: int) -> None:
-    """Refuse deep nesting, level by level: what reads the value later may recurse."""
-    level = [value]
+def is_deeper(value: Any, most: int) -> bool:
+    """Whether a JSON value is nested more than `most` deep, looked at level by level: what reads it may recurse."""
+    level = [value] if isinstance(value, dict | list) else []
     for _ in range(most):
         level = [
             child
@@ -53,8 +52,8 @@ def _check_depth(value: Any, most: int) -> None:
             if isinstance(child, dict | list)
         ]
         if not level:
-            return
-    raise ApiError(f"the body is nested more than {most} deep", code="invalid_json")
+            return False
+    return True
 
 
 def _refuse_constant(name: str) -> Any:
@@ -136,7 +135,7 @@ class Fields:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.wrong(key, f"a number from {low:g} to {high:g}")
-        if not math.isfinite(value) or not low <= value <= high:
+        if not low <= value <= high:  # nor is NaN
             raise self.wrong(key, f"a number from {low:g} to {high:g}")
         return float(value)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from lmstate.errors import ModelError
 from lmstate.serve.errors import ApiError
+from lmstate.serve.fields import DEPTH, is_deeper
 from lmstate.serve.reasoning import reasoning_of
 from lmstate.serve.tools import HERMES, Tool, ToolFormat, format_of
 from lmstate.text.control_tokens import ControlTokens
@@ -285,8 +286,9 @@ def without_volatile(text: str) -> str:
 
 
 def loads(text: str) -> Any:
-    """The value of a JSON text, or the text itself."""
+    """The value of a JSON text; the text itself where it is none, or nested deeper than a body may be."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return text
+    return text if is_deeper(value, DEPTH) else value
