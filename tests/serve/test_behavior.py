@@ -156,6 +156,9 @@ def test_keys_come_from_a_file_and_the_environment(tmp_path: Path, monkeypatch: 
     file.write_text("# nobody\n")
     with pytest.raises(ValueError, match="no API key"):
         read_keys(file)
+    file.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="keys is no text in UTF-8"):
+        read_keys(file)
 
 
 def test_pages_of_other_origins_may_not_ask_unless_allowed(engine: Engine) -> None:

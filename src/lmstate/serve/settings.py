@@ -79,7 +79,10 @@ def is_loopback(host: str) -> bool:
 
 def read_keys(file: Path | None) -> tuple[str, ...]:
     """API keys: one a line of `file` (`#` begins a comment), and what the environment has."""
-    lines = [] if file is None else file.read_text(encoding="utf-8").splitlines()
+    try:
+        lines = [] if file is None else file.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise ValueError(f"{file} is no text in UTF-8; it should have one API key a line") from None
     keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if file is not None and not keys:
         raise ValueError(f"{file} has no API key; it should have one a line")
