@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: demo test soak bench lint docs asan tsan wheel clean
+.PHONY: demo test soak bench lint docs asan tsan amx wheel clean
 
 demo: $(READY)
 	$(BIN)/lmstate demo
@@ -54,6 +54,15 @@ tsan: $(READY)
 	  TSAN_OPTIONS=ignore_noninstrumented_modules=1:exitcode=66 setarch -R $(PYTEST) $(TSAN_TESTS)
 
 TSAN_TESTS ?= tests/threads/test_races.py tests/ops -k "races or threads"
+
+# The tiles of AMX on a processor that has AVX-512 alone: their instructions are computed by others, to the bit.
+AMX = build/amx
+amx: $(READY)
+	$(call apart,$(AMX))
+	cd $(AMX) && LMSTATE_CFLAGS="-w -include $(abspath tests/ops/amx.h)" $(BUILD)
+	cd $(AMX) && PYTHONPATH=src $(PYTEST) $(AMX_TESTS)
+
+AMX_TESTS ?= tests/ops tests/kv tests/state/test_blocks.py tests/invariants/test_to_the_bit.py -k "not perplexity"
 
 LIGHT = -O1 -g1 -fno-var-tracking
 NATIVE = src/lmstate/ops/cpu/native_*.so
