@@ -317,9 +317,10 @@ static void stored_panel(const linear_args *a, const bfloat12 *w, const void *x,
   for (int64_t row = of.first, rows; row < of.last; row += rows) {
     float sums[HIGH][PANEL];
     rows = of.last - row < high ? of.last - row : high;
-    for (int64_t n = 0; n < count; n += OUTPUTS) {
+    for (int64_t n = 0, made; n < count; n += made) {
       float(*own)[PANEL] = (float(*)[PANEL])(sums[0] + n);
-      if (pairs) bf16_tile(a, w, (const uint16_t *)x + row * k, first + n, rows, own);
+      made = OUTPUTS;
+      if (pairs) made = bf16_tile(a, w, (const uint16_t *)x + row * k, first + n, count - n, rows, own);
       else if (a->kind == BFLOAT12) bfloat12_tiles(w, (const float *)x + row * k, k, first + n, rows, own);
       else tiles[a->kind]((const float *)x + row * k, a->weight, at + n, k, rows, own);
     }

@@ -7,6 +7,8 @@
 
 #ifdef LMSTATE_PAIRS
 enum { STEP = 32 }; /* inputs of a vector */
+/* Of a row alone: as many sums have to be on their way as an instruction takes long. */
+enum { MOST_OUTPUTS = 2 * OUTPUTS };
 
 int bf16_applies(const linear_args *a) {
   return (a->kind == BF16 || a->kind == BFLOAT12) && a->inputs % STEP == 0 && rounds_to_bf16();
@@ -35,34 +37,39 @@ INLINE void unpack_words(const uint8_t *lows, const uint8_t *codes, const uint8_
 
 #pragma GCC push_options
 #pragma GCC target("avx512bf16")
-/* Four outputs, whose weights are the rows w[..], for `rows` rows of x, a constant where this is called. */
-INLINE void stored_tile(const uint16_t *x, const uint16_t *const *w, int64_t k, int rows, float (*sums)[PANEL]) {
-  __m512 acc[ROWS][OUTPUTS];
+/* `outputs` outputs, whose weights are the rows w[..], for `rows` rows of x; both are constants where this is called. */
+INLINE void stored_tile(const uint16_t *x, const uint16_t *const *w, int64_t k, int rows, int outputs,
+                        float (*sums)[PANEL]) {
+  __m512 acc[ROWS][MOST_OUTPUTS];
   UNROLL for (int m = 0; m < rows; m++)
-    UNROLL for (int n = 0; n < OUTPUTS; n++) acc[m][n] = vf_zero();
+    UNROLL for (int n = 0; n < outputs; n++) acc[m][n] = vf_zero();
   for (int64_t i = 0; i < k; i += STEP) {
-    __m512i v[OUTPUTS];
-    UNROLL for (int n = 0; n < OUTPUTS; n++) v[n] = _mm512_loadu_si512(w[n] + i);
-    UNROLL for (int n = 0; n < OUTPUTS; n++) __builtin_prefetch(w[n] + OUTPUTS * k + i, 0, 1);
+    __m512i v[MOST_OUTPUTS];
+    UNROLL for (int n = 0; n < outputs; n++) v[n] = _mm512_loadu_si512(w[n] + i);
+    UNROLL for (int n = 0; n < outputs; n++) __builtin_prefetch(w[n] + outputs * k + i, 0, 1);
     UNROLL for (int m = 0; m < rows; m++) {
       const __m512i u = _mm512_loadu_si512(x + m * k + i);
-      UNROLL for (int n = 0; n < OUTPUTS; n++) acc[m][n] = _mm512_dpbf16_ps(acc[m][n], (__m512bh)u, (__m512bh)v[n]);
+      UNROLL for (int n = 0; n < outputs; n++) acc[m][n] = _mm512_dpbf16_ps(acc[m][n], (__m512bh)u, (__m512bh)v[n]);
     }
   }
-  UNROLL for (int m = 0; m < rows; m++) vf_sum4(acc[m][0], acc[m][1], acc[m][2], acc[m][3], sums[m]);
+  UNROLL for (int m = 0; m < rows; m++)
+    UNROLL for (int n = 0; n < outputs; n += OUTPUTS)
+      vf_sum4(acc[m][n], acc[m][n + 1], acc[m][n + 2], acc[m][n + 3], sums[m] + n);
 }
 
-/* The same for the four outputs of a 12-bit weight that lie together from p on. */
-INLINE void bfloat12_tile(const uint16_t *x, const uint8_t *p, const uint8_t *table, int64_t k, int rows,
-                          float (*sums)[PANEL]) {
-  __m512 acc[ROWS][OUTPUTS];
+/* The same for outputs of a 12-bit weight, of which fours lie together: from p on, and `quad` bytes behind. */
+INLINE void bfloat12_tile(const uint16_t *x, const uint8_t *p, int64_t quad, const uint8_t *table, int64_t k, int rows,
+                          int outputs, float (*sums)[PANEL]) {
+  __m512 acc[ROWS][MOST_OUTPUTS];
   UNROLL for (int m = 0; m < rows; m++)
-    UNROLL for (int n = 0; n < OUTPUTS; n++) acc[m][n] = vf_zero();
+    UNROLL for (int n = 0; n < outputs; n++) acc[m][n] = vf_zero();
   for (int64_t i = 0; i < k; i += SPAN, p += SPAN_BYTES) {
-    UNROLL for (int l = 0; l < SPAN_BYTES; l += 64) __builtin_prefetch(p + AHEAD + l, 0, 1);
-    UNROLL for (int n = 0; n < OUTPUTS; n++) {
+    UNROLL for (int n = 0; n < outputs; n += OUTPUTS)
+      UNROLL for (int l = 0; l < SPAN_BYTES; l += 64) __builtin_prefetch(p + n / OUTPUTS * quad + AHEAD + l, 0, 1);
+    UNROLL for (int n = 0; n < outputs; n++) {
+      const uint8_t *own = p + n / OUTPUTS * quad;
       __m512i v[2];
-      unpack_words(p + lows_at(n), p + codes_at(n), table, v);
+      unpack_words(own + lows_at(n % OUTPUTS), own + codes_at(n % OUTPUTS), table, v);
       UNROLL for (int m = 0; m < rows; m++)
         UNROLL for (int h = 0; h < 2; h++) {
           const __m512i u = _mm512_loadu_si512(x + m * k + i + h * STEP);
@@ -70,7 +77,9 @@ INLINE void bfloat12_tile(const uint16_t *x, const uint8_t *p, const uint8_t *ta
         }
     }
   }
-  UNROLL for (int m = 0; m < rows; m++) vf_sum4(acc[m][0], acc[m][1], acc[m][2], acc[m][3], sums[m]);
+  UNROLL for (int m = 0; m < rows; m++)
+    UNROLL for (int n = 0; n < outputs; n += OUTPUTS)
+      vf_sum4(acc[m][n], acc[m][n + 1], acc[m][n + 2], acc[m][n + 3], sums[m] + n);
 }
 
 /* The same of packed weights. */
@@ -96,28 +105,31 @@ INLINE void packed_tile(const float *x, const float *w, int64_t k, int64_t begin
 }
 
 #define EACH_HEIGHT CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-void bf16_tile(const linear_args *a, const bfloat12 *w, const uint16_t *x, int64_t first, int64_t rows,
-               float (*sums)[PANEL]) {
+int64_t bf16_tile(const linear_args *a, const bfloat12 *w, const uint16_t *x, int64_t first, int64_t count,
+                  int64_t rows, float (*sums)[PANEL]) {
   const int64_t k = a->inputs, last = a->outputs - 1;
+  const int64_t outputs = rows == 1 && count > OUTPUTS ? MOST_OUTPUTS : OUTPUTS;
   if (a->kind == BFLOAT12) {
     const uint8_t *p = span_of(w, first, k, 0);
-    switch (rows) {
-#define CASE(high) case high: bfloat12_tile(x, p, w->table, k, high, sums); break;
+    const int64_t quad = k / SPAN * SPAN_BYTES;
+    switch (outputs == OUTPUTS ? rows : 0) {
+#define CASE(high) case high: bfloat12_tile(x, p, quad, w->table, k, high, OUTPUTS, sums); break;
       EACH_HEIGHT
 #undef CASE
-      default: break;
+      default: bfloat12_tile(x, p, quad, w->table, k, 1, MOST_OUTPUTS, sums); break;
     }
-    return;
+    return outputs;
   }
-  const uint16_t *at[OUTPUTS];
-  for (int64_t n = 0; n < OUTPUTS; n++) /* the last one again where there are fewer */
+  const uint16_t *at[MOST_OUTPUTS];
+  for (int64_t n = 0; n < outputs; n++) /* the last one again where there are fewer */
     at[n] = (const uint16_t *)a->weight + (first + n < last ? first + n : last) * k;
-  switch (rows) {
-#define CASE(high) case high: stored_tile(x, at, k, high, sums); break;
+  switch (outputs == OUTPUTS ? rows : 0) {
+#define CASE(high) case high: stored_tile(x, at, k, high, OUTPUTS, sums); break;
     EACH_HEIGHT
 #undef CASE
-    default: break;
+    default: stored_tile(x, at, k, 1, MOST_OUTPUTS, sums); break;
   }
+  return outputs;
 }
 
 void bf16_packed_tile(const float *x, const float *w, int64_t k, int64_t begin, int64_t end, int64_t rows,
@@ -166,9 +178,10 @@ int bf16_applies(const linear_args *a) {
 
 void bf16_round(const linear_args *a, const float *x, uint16_t *to) { (void)a, (void)x, (void)to; }
 
-void bf16_tile(const linear_args *a, const bfloat12 *w, const uint16_t *x, int64_t first, int64_t rows,
-               float (*sums)[PANEL]) {
-  (void)a, (void)w, (void)x, (void)first, (void)rows, (void)sums;
+int64_t bf16_tile(const linear_args *a, const bfloat12 *w, const uint16_t *x, int64_t first, int64_t count,
+                  int64_t rows, float (*sums)[PANEL]) {
+  (void)a, (void)w, (void)x, (void)first, (void)count, (void)rows, (void)sums;
+  return OUTPUTS;
 }
 
 void bf16_pack(const linear_args *a, const bfloat12 *w, int64_t first, int64_t count, uint16_t *to) {

@@ -27,9 +27,10 @@ typedef struct {
 int bf16_applies(const linear_args *a);
 /* A row of floats, rounded as those products take it: [inputs] bfloat16. */
 void bf16_round(const linear_args *a, const float *x, uint16_t *to);
-/* The sums of OUTPUTS outputs from `first` on for up to HIGH rows, without the rare numbers of a 12-bit weight. */
-void bf16_tile(const linear_args *a, const bfloat12 *w, const uint16_t *x, int64_t first, int64_t rows,
-               float (*sums)[PANEL]);
+/* The sums of some of `count` outputs from `first` on for up to HIGH rows, without the rare numbers of a 12-bit weight;
+ * returns of how many outputs. */
+int64_t bf16_tile(const linear_args *a, const bfloat12 *w, const uint16_t *x, int64_t first, int64_t count,
+                  int64_t rows, float (*sums)[PANEL]);
 /* The same of weights that bf16_pack has put to OUTPUTS outputs beside each other by 32 inputs: the inputs begin..end
  * of k, all counted in pairs, where `before` has the sums of those before them. */
 void bf16_pack(const linear_args *a, const bfloat12 *w, int64_t first, int64_t count, uint16_t *to);
