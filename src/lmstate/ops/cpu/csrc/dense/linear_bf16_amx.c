@@ -1,5 +1,7 @@
 /* Products with bfloat16 weights in tiles: 16 outputs by 16 rows, one row at decode and thousands at a prompt alike. The
  * weights are multiplied as they are stored, and the activations lie in pairs of inputs. */
+#include <omp.h>
+
 #include "dense/bfloat12.h"
 #include "dense/linear_tile.h"
 #include "simd/amx.h"
@@ -13,6 +15,8 @@ enum { SIDE = 16, STEP = 32, TILES = 4, WIDTH = TILES * SIDE };
 enum { DEEP = 128, DEEPER = 256, FEW = 2 * SIDE };
 /* Of more inputs, fewer outputs are multiplied together: the second cache holds these and the next ones. */
 enum { LONG = 4096 };
+/* Of a row alone: inputs that are unpacked together, and products whose halves each thread tries both ways. */
+enum { ROW_PART = 64, TRIED = 32 };
 
 int bf16_in_tiles(const linear_args *a) { return bf16_applies(a) && uses_amx(); }
 
@@ -170,9 +174,50 @@ static void finish_tiles(const linear_args *a, const bfloat12 *in_bits, const ui
   linear_finish(a, tile[0], WIDTH, row, rows, first, count);
 }
 
-/* Blocks begin..end of 16 outputs. */
-void bf16_blocks(const linear_args *a, const uint16_t *memory, int64_t begin, int64_t end, span_of_rows of,
-                 float *scratch) {
+/* The sums of 16 outputs for a row alone, in vectors: these take weights as they come, where tiles wait for the memory. */
+INLINE vf row_sums(const linear_args *a, const bfloat12 *in_bits, const float *x, int64_t first) {
+  const int64_t k = a->inputs, last = a->outputs - 1;
+  _Alignas(64) __m512i words[ROW_PART / STEP][SIDE];
+  vf sum = vf_zero();
+  for (int64_t i = 0, part; i < k; i += part) {
+    part = a->kind == BF16 ? STEP : k - i < ROW_PART ? k - i : ROW_PART;
+    if (a->kind == BF16)
+      UNROLL16 for (int n = 0; n < SIDE; n++) {
+        const uint16_t *own = (const uint16_t *)a->weight + (first + n < last ? first + n : last) * k + i;
+        words[0][n] = _mm512_loadu_si512(own);
+        __builtin_prefetch(own + SIDE * k, 0, 1);
+      }
+    else
+      for (int n = 0; n < SIDE && first + n <= last; n += BESIDE) {
+        const uint8_t *p = span_of(in_bits, first + n, k, i);
+        const uint8_t *next = p + SIDE / BESIDE * (k / SPAN) * SPAN_BYTES;
+        bf16_unpack(p, next, in_bits->table, part, (uint16_t *)&words[0][n], STEP, SIDE * STEP);
+      }
+    for (int64_t s = 0; s < part / STEP; s++) {
+      transpose16(words[s]);
+      sum = add_as_tile(x + i + s * STEP, words[s], sum);
+    }
+  }
+  return sum;
+}
+
+static void blocks_in_vectors(const linear_args *a, const uint16_t *row, int64_t begin, int64_t end, float *x) {
+  const bfloat12 in_bits = bfloat12_at(a->weight, a->outputs, a->inputs); /* where it is one */
+  for (int64_t i = 0; i < a->inputs; i++) x[i] = bf16_to_float(row[i]);
+  for (int64_t b = begin; b < end; b++) {
+    const int64_t first = b * SIDE, count = a->outputs - first < SIDE ? a->outputs - first : SIDE;
+    _Alignas(64) float sums[SIDE];
+    const unsigned before = begin_flushing();
+    vf_store(sums, end_flushing(before, row_sums(a, &in_bits, x, first)));
+    for (int64_t n = 0; n < count && a->kind == BFLOAT12; n++)
+      for (int32_t r = in_bits.first[first + n]; r < in_bits.first[first + n + 1]; r++)
+        sums[n] += in_bits.rares[r].value * x[bf16_place_in_row(in_bits.rares[r].column)];
+    linear_finish(a, sums, SIDE, 0, 1, first, count);
+  }
+}
+
+static void blocks_in_tiles(const linear_args *a, const uint16_t *memory, int64_t begin, int64_t end, span_of_rows of,
+                            float *scratch) {
   const int64_t k = a->inputs, most_deep = of.last - of.first > SIDE ? DEEPER : DEEP;
   const int64_t parts = (k + most_deep - 1) / most_deep, deep = (k / parts + SPAN - 1) / SPAN * SPAN;
   const int64_t most = k > LONG ? TILES / 2 : TILES, last = end * SIDE < a->outputs ? end * SIDE : a->outputs;
@@ -203,6 +248,28 @@ void bf16_blocks(const linear_args *a, const uint16_t *memory, int64_t begin, in
         if (from + part == k) finish_tiles(a, &in_bits, x, between + t, row, rows, first, count);
       }
     }
+  }
+}
+
+/* Blocks begin..end of 16 outputs. Where vectors give a row alone the same bits, a thread tries its first products both
+ * ways, and goes on with the one that was faster in most of them. */
+void bf16_blocks(const linear_args *a, const uint16_t *memory, int64_t begin, int64_t end, span_of_rows of,
+                 float *scratch) {
+  static _Thread_local struct { int products, wins; } trials[2];
+  const int kind = a->kind == BFLOAT12, either = a->rows == 1 && adds_as_tiles();
+  if (!either || (trials[kind].products == TRIED && 2 * trials[kind].wins <= TRIED)) {
+    blocks_in_tiles(a, memory, begin, end, of, scratch);
+  } else if (trials[kind].products == TRIED || end - begin < 2) {
+    blocks_in_vectors(a, memory, begin, end, scratch);
+  } else {
+    const int64_t middle = (begin + end) / 2;
+    const double start = omp_get_wtime();
+    blocks_in_vectors(a, memory, begin, middle, scratch);
+    const double between = omp_get_wtime();
+    blocks_in_tiles(a, memory, middle, end, of, scratch);
+    const double each = (between - start) / (double)(middle - begin);
+    trials[kind].wins += each < (omp_get_wtime() - between) / (double)(end - middle);
+    trials[kind].products++;
   }
 }
 #else

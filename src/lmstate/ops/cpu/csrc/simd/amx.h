@@ -13,6 +13,9 @@
  * products of a process. */
 int uses_amx(void);
 
+/* Whether `add_as_tile` gives the bits of a tile, tried once a process. */
+int adds_as_tiles(void);
+
 /* What a thread's tiles look like, as `_tile_loadconfig` reads it. */
 typedef struct {
   uint8_t palette, start_row, reserved[14];
@@ -39,6 +42,32 @@ __attribute__((target("amx-tile"))) static inline void end_tiles(void) { _tile_r
     __asm__ volatile("" ::: "memory"); \
     _tile_loadd(tile, from, stride); \
   } while (0)
+
+/* Tiles take denormals for zeros: between these two a thread does too. The compiler does not know that sums depend on
+ * it. */
+INLINE unsigned begin_flushing(void) {
+  const unsigned before = _mm_getcsr();
+  _mm_setcsr(before | _MM_FLUSH_ZERO_ON | 0x40);
+  __asm__ volatile("" ::: "memory");
+  return before;
+}
+INLINE vf end_flushing(unsigned before, vf sum) {
+  __asm__ volatile("" : "+v"(sum) : : "memory");
+  _mm_setcsr(before);
+  return sum;
+}
+
+/* What a tile adds to 16 sums, to the bit where `adds_as_tiles`: products of 32 numbers, which are floats, with those of
+ * 16 others, which lie in pairs; even ones and odd ones apart (Intel SDM, volume 2, TDPBF16PS). */
+INLINE vf add_as_tile(const float *x, const __m512i *pairs, vf sum) {
+  const __m512i upper = _mm512_set1_epi32((int)0xffff0000u);
+  vf even = vf_zero(), odd = vf_zero();
+  UNROLL16 for (int p = 0; p < 16; p++) {
+    even = vf_fma(vf_set1(x[2 * p]), _mm512_castsi512_ps(_mm512_slli_epi32(pairs[p], 16)), even);
+    odd = vf_fma(vf_set1(x[2 * p + 1]), _mm512_castsi512_ps(_mm512_and_si512(pairs[p], upper)), odd);
+  }
+  return vf_add(sum, vf_add(even, odd));
+}
 
 #else
 static inline int uses_amx(void) { return 0; }
