@@ -24,9 +24,7 @@ KINDS = (
     "llama", "mistral", "llama4-interleaved", "deepseek_v2", "lfm2", "qwen3_5", "mamba", "mamba2", "minimax",
     "recurrent_gemma", "falcon_h1", "bailing_hybrid", "zaya", "xlstm", "rwkv",
 )  # fmt: skip
-every_kind = pytest.mark.parametrize(
-    "case", sampled(KINDS, ("llama", "mistral", "deepseek_v2", "qwen3_5", "falcon_h1"))
-)
+every_kind = pytest.mark.parametrize("case", sampled(KINDS, ("mistral", "deepseek_v2", "falcon_h1")))
 
 
 @pytest.fixture(autouse=True)

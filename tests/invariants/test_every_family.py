@@ -8,19 +8,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.invariants.mirror import BOUND, Fault, Mirror, close, failing_layer, failing_method
-from tests.zoo import CASES, VOCAB, ours, text
+from tests.sweeps import sampled
+from tests.zoo import CASES, SAMPLE, VOCAB, ours, text
 
 # Steps of one token, of a convolution's and of small windows' size and one more, of a chunk and one more.
 STEPS = st.sampled_from([1, 1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 32, 33, 64, 65])
 few = settings(max_examples=4, deadline=None, derandomize=True)
 every_family = pytest.mark.parametrize("case", CASES)
+many_families = pytest.mark.parametrize("case", sampled(list(CASES), SAMPLE))
 
 
 def ids(length: int, seed: int = 0) -> list[int]:
     return text(length, seed=seed)[0].tolist()
 
 
-@every_family
+@many_families
 @few
 @given(steps=st.lists(STEPS, min_size=2, max_size=6))
 def test_any_chunking_equals_whole(case: str, steps: list[int]) -> None:
@@ -30,7 +32,7 @@ def test_any_chunking_equals_whole(case: str, steps: list[int]) -> None:
     mirror.check()
 
 
-@every_family
+@many_families
 @few
 @given(steps=st.lists(st.tuples(*[st.one_of(st.just(0), STEPS)] * 3), min_size=2, max_size=5))
 def test_ragged_batch_equals_each_row_alone(case: str, steps: list[tuple[int, ...]]) -> None:
@@ -52,7 +54,7 @@ def test_chunks_inside_one_call_equal_whole(case: str) -> None:
     close(model([[5], [5]], state), torch.stack([model([[*tokens, 5]])[0, -1] for tokens in rows]))
 
 
-@every_family
+@many_families
 @few
 @given(data=st.data())
 def test_partly_accepted_draft_equals_never_drafted(case: str, data: st.DataObject) -> None:
@@ -65,7 +67,7 @@ def test_partly_accepted_draft_equals_never_drafted(case: str, data: st.DataObje
         mirror.check()
 
 
-@every_family
+@many_families
 @few
 @given(data=st.data())
 def test_rewound_equals_never_happened(case: str, data: st.DataObject) -> None:

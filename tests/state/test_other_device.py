@@ -22,7 +22,8 @@ from lmstate.models.families import build
 from tests.generation.fake_model import FakeTokenizer
 from tests.kv.policies import BUDGETS
 from tests.other_device import DEVICE, OtherDevice, elsewhere
-from tests.zoo import CASES, pair, text
+from tests.sweeps import sampled
+from tests.zoo import CASES, SAMPLE, pair, text
 
 IDS = text(60)[0].tolist()
 ATTENTION = ("llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3")
@@ -72,7 +73,7 @@ def same(model: lmstate.Model, other: lmstate.Model, folder: Path, **settings: A
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4, equal_nan=True)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sampled(list(CASES), SAMPLE))
 def test_a_state_of_every_family_lies_wholly_on_its_device(case: str, tmp_path: Path) -> None:
     with OtherDevice():
         here, there = both(case)

@@ -28,6 +28,13 @@ CASES: dict[str, Make] = {}
 for kind in KINDS:
     CASES.update(import_module(f"tests.zoo.{kind}").CASES)
 
+# What the suite runs where only the soak runs all: a case of each family, and its variants that keep another state.
+OWN_STATE = (
+    "", "dynamic", "longrope", "window", "windows", "pattern", "full", "interleaved", "deep", "shared", "streams",
+    "short", "adapters", "latent", "attention", "gate-last",
+)  # fmt: skip
+SAMPLE = tuple(case for case in CASES if case.partition("-")[2] in OWN_STATE)
+
 
 def randomize(model: torch.nn.Module, seed: int = 0) -> None:
     """Weights large enough that every part of the model shows in its logits, and none the same as another."""
