@@ -210,9 +210,14 @@ static void run_chunk(const attend_args *a, const attend_plan *all, int64_t numb
     memset(p.values, 0, (size_t)a->dim_v * sizeof(float));
   }
   if (attends_bf16(a, all, r)) {
-    float *parts = part_at(a, all->parts, first_part).largest;
-    attend_bf16(&(bf16_task){a, all->codes, &floats, &coded, queries_of_row, parts, r, kv, first_token * group, n, from,
-                             until});
+    bf16_task of = {.args = a, .codes = all->codes, .floats = &floats, .coded = &coded, .q = queries_of_row,
+                    .parts = part_at(a, all->parts, first_part).largest, .row = r, .kv = kv,
+                    .first = first_token * group, .n = n, .from = from, .until = until};
+    if (!all->whole && !all->codes && number + 1 < all->tasks) {
+      const task_of next = numbered_task(a, all, number + 1);
+      of.next = floats_of(a, all, next.r, next.kv).k, of.next_from = next.from / SUB * SUB, of.next_until = next.until;
+    }
+    attend_bf16(&of);
     return;
   }
   const int wide = widens(a, all, n - first_token * group);
