@@ -222,6 +222,21 @@ def test_parts_of_a_text_are_lines_of_their_own(tiny: Running) -> None:
         assert first == second
 
 
+@pytest.mark.parametrize("path", [CHAT, "/apply-template"])
+def test_an_answer_of_null_is_an_empty_text(tiny: Running, path: str) -> None:
+    def said(**answer: Any) -> Any:
+        body = {"messages": [*USER, {"role": "assistant", **answer}, *USER], "max_tokens": 3}
+        answered = client.post(path, json=body)
+        assert answered.status_code == 200, answered.text
+        return answered.json()["choices"] if path == CHAT else answered.json()
+
+    with tiny.client() as client:
+        assert said(content=None) == said(content="") == said(content=[]) == said()
+        for role in ("system", "user"):
+            refused = client.post(path, json={"messages": [*USER, {"role": role, "content": None}]})
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == "messages[1].content"
+
+
 def test_a_stream_tells_no_tokens_after_the_call_that_it_ends_with(tiny: Running) -> None:
     call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n'
     body = {
