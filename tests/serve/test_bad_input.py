@@ -341,6 +341,14 @@ def test_arguments_of_a_call_that_are_nested_too_deep_are_a_text(tiny: Running, 
             assert answer.status_code == 200 or answer.json()["error"]["code"] == "context_length_exceeded"
 
 
+@pytest.mark.parametrize("flag", [True, False])
+def test_a_flag_is_no_number_of_log_probabilities(tiny: Running, flag: bool) -> None:
+    with tiny.client() as client:
+        answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "logprobs": flag})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "logprobs"
+
+
 @pytest.mark.parametrize(("path", "field"), [("/v1/completions", "prompt"), ("/v1/embeddings", "input")])
 @pytest.mark.parametrize("given", ["", [""], [{}]])
 def test_errors_about_a_text_name_its_field(tiny: Running, path: str, field: str, given: Any) -> None:

@@ -13,7 +13,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from tests.serve.running import Running
+from tests.serve.running import Running, events
 
 CAPITAL: list[Any] = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
 WEATHER: dict[str, Any] = {
@@ -280,6 +280,18 @@ def test_log_probabilities_of_completions_are_told_alike_whole_and_streamed(tiny
         told = [part.logprobs for part in parts if part.index == choice.index and part.logprobs is not None]
         for name, values in dict(choice.logprobs or {}).items():
             assert [value for some in told for value in getattr(some, name)] == values
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_the_usage_of_a_stream_is_null_until_the_end(tiny: Running, path: str) -> None:
+    body = {"messages": CAPITAL, "prompt": ["ab", "c"], "max_tokens": 3, "ignore_eos": True, "stream": True}
+    with tiny.client() as client:
+        asked = client.post(path, json={**body, "stream_options": {"include_usage": True}}).text
+        plain = client.post(path, json=body).text
+    *parts, last = [part for _, part in events(asked) if part != "[DONE]"]
+    assert parts and all(part["usage"] is None and part["choices"] for part in parts)
+    assert last["usage"]["completion_tokens"] and last["choices"] == []
+    assert not any("usage" in part for _, part in events(plain) if part != "[DONE]")
 
 
 def test_responses_go_on_from_the_very_tokens(client: openai.OpenAI) -> None:

@@ -79,6 +79,7 @@ class Texts:
     logprobs: int | None
     keep: int  # best_of keeps n of more
     wants_ids: bool = False  # of tokens
+    wants_usage: bool = False  # at the end of a stream
     id: str = field(default_factory=lambda: new_id("cmpl-"))
     created: int = field(default_factory=lambda: int(time()))
 
@@ -144,8 +145,8 @@ class Texts:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
-    async def chunks(self, wants_usage: bool) -> AsyncIterator[bytes]:
-        """The stream: pieces of all prompts as they come."""
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The stream: pieces of all prompts as they come, then the usage."""
         queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
 
         async def feed(number: int, request: EngineRequest) -> None:
@@ -182,7 +183,7 @@ class Texts:
                     reason = "stop" if piece.finished in ("eos", "stop") else "length"
                 if piece.text or told or reason or self.wants_ids:
                     yield self._chunk(index, piece.text, told, reason, piece.tokens)
-            if wants_usage:
+            if self.wants_usage:
                 completions = [await request.wait() for request in self.requests]
                 yield data({**self.head(), "choices": [], "usage": usage_of(completions)})
             yield DONE
@@ -200,7 +201,8 @@ class Texts:
         choice = {"index": index, "text": text, "logprobs": told, "finish_reason": reason}
         if self.wants_ids:
             choice["token_ids"] = list(tokens)
-        return data({**self.head(), "choices": [choice]})
+        chunk = {**self.head(), "choices": [choice]}
+        return data({**chunk, "usage": None} if self.wants_usage else chunk)
 
     def cancel(self) -> None:
         for request in self.requests:
@@ -219,7 +221,7 @@ async def completions(service: Service, request: Request) -> ASGIApp:
     n = body.count("n", 1, MOST_ANSWERS, 1)
     best_of = body.count("best_of", 1, MOST_ANSWERS, n)
     echo, stream = body.flag("echo"), body.flag("stream")
-    logprobs = body.integer("logprobs", 0, MOST_TOP) if not isinstance(body.get("logprobs"), bool) else None
+    logprobs = body.integer("logprobs", 0, MOST_TOP)
     if best_of < n:
         raise body.wrong("best_of", f"at least n, {n}")
     if stream and best_of > n:
@@ -231,6 +233,7 @@ async def completions(service: Service, request: Request) -> ASGIApp:
     options["prompt_logprobs"] = logprobs if echo else None
     constraint = fields.read_constraint(body, service.grammars)
     longest = body.integer("max_tokens", 0, 2**31, 16)
+    stream_options = body.inner("stream_options")
     requests: list[EngineRequest] = []
     texts = Texts(
         service,
@@ -242,6 +245,7 @@ async def completions(service: Service, request: Request) -> ASGIApp:
         logprobs,
         n,
         body.flag("return_token_ids"),
+        stream_options is not None and stream_options.flag("include_usage"),
     )
     try:
         for prompt in prompts:
@@ -258,10 +262,9 @@ async def completions(service: Service, request: Request) -> ASGIApp:
                         raise
                     await unless_gone(request.receive, earlier.wait())  # more prompts than may wait at a time
         if stream:
-            wants_usage = (inner := body.inner("stream_options")) is not None and inner.flag("include_usage")
             settings = service.settings
             return EventStream(
-                texts.chunks(wants_usage),
+                texts.chunks(),
                 texts.progress,
                 settings.ping_interval,
                 settings.write_timeout,
