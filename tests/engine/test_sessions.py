@@ -192,6 +192,12 @@ def test_a_stop_string_ends_what_a_session_holds_before_it() -> None:
         assert cut.stopped_by == [stop]
         assert cut.texts[0] == got.texts[0][: got.texts[0].index(stop)]
         assert model.tokenizer.decode(session.tokens).endswith(cut.texts[0])
+        session.undo()
+        with_it = {**HOT, "stop": [stop], "include_stop_str_in_output": True}
+        cut = session.send([said("user", "x")], seed=3, **with_it).result(600)
+        assert cut.texts[0] == session.messages[-1]["content"]
+        assert cut.texts[0] == got.texts[0][: got.texts[0].index(stop) + len(stop)]
+        assert model.tokenizer.decode(session.tokens).endswith(cut.texts[0])
 
 
 def test_messages_that_are_added_to_while_they_are_answered_are_not_what_was_answered() -> None:

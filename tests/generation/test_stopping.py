@@ -12,33 +12,33 @@ TEXTS = st.text(alphabet="abc", max_size=30)
 STOPS = st.lists(st.text(alphabet="abc", min_size=1, max_size=6), max_size=4)
 
 
-def oracle(text: str, stops: list[str]) -> str:
-    """Up to the stop string that is complete first; of those that end together, the longest."""
+def oracle(text: str, stops: list[str], include: bool) -> str:
+    """Up to the stop string that is complete first; of those that end together, the longest. With it if `include`."""
     for end in range(len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
-            return text[: end - max(map(len, complete))]
+            return text[: end if include else end - max(map(len, complete))]
     return text
 
 
-@given(text=TEXTS, stops=STOPS, cuts=st.lists(st.integers(0, 30)))
-def test_any_cut_into_pieces_gives_the_text_before_the_stop_string(
-    text: str, stops: list[str], cuts: list[int]
+@given(text=TEXTS, stops=STOPS, cuts=st.lists(st.integers(0, 30)), include=st.booleans())
+def test_any_cut_into_pieces_gives_the_text_up_to_the_stop_string(
+    text: str, stops: list[str], cuts: list[int], include: bool
 ) -> None:
     bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    scanner = StopScanner(stops)
+    scanner = StopScanner(stops, include)
     out = ""
     for begin, end in pairwise(bounds):
         out += scanner.push(text[begin:end])
-        expected = oracle(text, stops)
+        expected = oracle(text, stops, include)
         assert expected.startswith(out)
         # Never holds back more than what may still become a stop string.
         held = text[len(out) : end]
-        assert scanner.start is not None or not held or any(stop.startswith(held) for stop in stops)
+        assert scanner.cut is not None or not held or any(stop.startswith(held) for stop in stops)
     out += scanner.flush()
     assert out == expected
-    assert (scanner.start is None) == (expected == text and not any(stop in text for stop in stops))
-    assert scanner.start is None or scanner.start == len(expected)
+    assert (scanner.cut is None) == (not any(stop in text for stop in stops))
+    assert scanner.cut is None or scanner.cut == len(expected)
 
 
 def test_text_that_turns_out_not_to_be_a_stop_string_is_not_lost() -> None:

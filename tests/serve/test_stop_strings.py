@@ -38,6 +38,15 @@ def test_no_stop_string_within_the_first_tokens_ends_an_answer(tiny: Running, pa
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_stop_string_ends_the_text_where_it_is_to_be_in_it(tiny: Running, path: str) -> None:
+    with tiny.client() as client:
+        for stop, text in (("b a", "ab a"), (["ab ab", "b"], "ab"), ("x", SAID), ("ab ab ab ab", SAID)):
+            assert said(client, path, stop=stop, include_stop_str_in_output=True) == (text, "stop")
+        assert said(client, path, stop="b", min_tokens=4, include_stop_str_in_output=True) == ("ab ab", "stop")
+        assert said(client, path, stop="b", include_stop_str_in_output=False) == ("a", "stop")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_more_tokens_than_an_answer_may_have_are_no_least_number(tiny: Running, path: str) -> None:
     prompt: dict[str, Any] = {"messages": USER} if path.endswith("chat/completions") else {"prompt": "Say it."}
     with tiny.client() as client:
@@ -51,15 +60,18 @@ def test_more_tokens_than_an_answer_may_have_are_no_least_number(tiny: Running, 
 
 
 @pytest.mark.parametrize("stop", ["b€c", "€", "ab€", "zz", "aaab€ccc"])
+@pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_log_probabilities_are_those_of_the_text_before_the_stop_string(tiny: Running, path: str, stop: str) -> None:
+def test_log_probabilities_are_those_of_the_text(tiny: Running, path: str, stop: str, include: bool) -> None:
     said, chat = "aaab€cd", path.endswith("chat/completions")
     body: dict[str, Any] = {"messages": USER, "logprobs": True} if chat else {"prompt": "Say it.", "logprobs": 0}
     body |= {"guided_regex": said, "max_tokens": 16, "stop": stop, "return_token_ids": True}
+    body["include_stop_str_in_output"] = include
     with tiny.client() as client:
         choice = client.post(path, json=body).json()["choices"][0]
         parts = [part["choices"][0] for _, part in events(client.post(path, json={**body, "stream": True}).text)[:-1]]
-    text = said.partition(stop)[0]
+    before, found, _ = said.partition(stop)
+    text = before + found if include else before
 
     def listed(logprobs: Any) -> list[Any]:
         if logprobs is None:
@@ -70,7 +82,7 @@ def test_log_probabilities_are_those_of_the_text_before_the_stop_string(tiny: Ru
     assert (choice["message"]["content"] if chat else choice["text"]) == text
     assert len(told) == len(text.encode())
     assert [one for part in parts for one in listed(part["logprobs"])] == told
-    sampled = said[: len(text) + len(stop)].encode()
+    sampled = (before + found).encode()
     for ids in (choice["token_ids"], [id for part in parts for id in part["token_ids"]]):
         assert len(ids) == len(sampled)  # as they were sampled, as vLLM gives them
     at = 0

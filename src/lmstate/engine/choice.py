@@ -37,7 +37,7 @@ class Choice:
         self.drafted = self.accepted = 0  # tokens of drafts that were verified, and those that held
         self.grammar: Grammar | None = None if options.grammar is None else options.grammar.copy()
         stream = model.tokenizer.stream() if model.has_tokenizer else NoText()
-        self.answer = Answer(stream, options.stop, prompt, options.min_tokens)
+        self.answer = Answer(stream, options.stop, prompt, options.min_tokens, options.include_stop_str_in_output)
         sampler = replace(options.sampler, seed=seed)
         self._picker = TokenPicker(sampler, rows=1, first=index)
         self._picker.see(0, prompt)

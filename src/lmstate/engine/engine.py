@@ -172,6 +172,7 @@ class Engine:
         logit_bias: Mapping[int, float] | None = None,
         seed: int | None = None,
         stop: str | Sequence[str] = (),
+        include_stop_str_in_output: bool = False,
         stop_token_ids: Sequence[int] = (),
         min_tokens: int = 0,
         ignore_eos: bool = False,
@@ -187,6 +188,7 @@ class Engine:
         priority          larger ones first; one step is worth ten seconds of waiting
         session           a conversation, or its name, that the prompt goes on with: see `Session.send`
         deadline          seconds from now, after which it ends as it is
+        include_stop_str_in_output  the text ends with the stop string that ended it, instead of before it
         stop_token_ids    end the answer like an end-of-sequence token; ignore_eos: those do not
         min_tokens        no end-of-sequence or stop token before so many, and no stop string that ends within them
         max_thinking_tokens  tokens of the thinking section; after them comes what the chat template ends it with, and
@@ -215,6 +217,7 @@ class Engine:
             logit_bias=logit_bias,
             seed=seed,
             stop=stop,
+            include_stop_str_in_output=include_stop_str_in_output,
             stop_token_ids=stop_token_ids,
             min_tokens=min_tokens,
             ignore_eos=ignore_eos,

@@ -43,6 +43,7 @@ class SubmitOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
     seed: int | None
     stop: str | Sequence[str]
+    include_stop_str_in_output: bool
     stop_token_ids: Sequence[int]
     min_tokens: int
     ignore_eos: bool
@@ -62,6 +63,7 @@ class Options:
     priority: int
     deadline: float | None
     stop: tuple[str, ...]
+    include_stop_str_in_output: bool
     stop_token_ids: frozenset[int]
     min_tokens: int
     ignore_eos: bool
@@ -89,6 +91,7 @@ def options(
     logit_bias: Mapping[int, float] | None,
     seed: int | None,
     stop: str | Sequence[str],
+    include_stop_str_in_output: bool,
     stop_token_ids: Sequence[int],
     min_tokens: int,
     ignore_eos: bool,
@@ -125,6 +128,7 @@ def options(
         _count("priority", priority, least=-MOST_PRIORITY, most=MOST_PRIORITY),
         deadline,
         stops,
+        flag(include_stop_str_in_output, "include_stop_str_in_output"),
         frozenset(token_ids(stop_token_ids, "stop_token_ids", vocab)),
         least,
         flag(ignore_eos, "ignore_eos"),

@@ -33,7 +33,7 @@ class Piece(str):
     tokens: list[int]
     logprobs: list[TokenLogprob] | None
     finished: Finished | None  # why the answer ends with this piece
-    certain: int | None  # as many of the answer's tokens so far begin before any stop string; None: all
+    certain: int | None  # as many of the answer's tokens so far begin in its text, before a stop string; None: all
 
     def __new__(
         cls,
@@ -88,7 +88,7 @@ class Completion:
 
     texts: list[str]
     tokens: list[list[int]]  # as they were sampled, those of a stop string too
-    certain: list[int]  # as many of them begin before the stop string
+    certain: list[int]  # as many of them begin in the text: before a stop string that is not in it
     logprobs: list[list[TokenLogprob]] | None
     prompt_logprobs: list[TokenLogprob | None] | None  # None at the first token: nothing comes before it
     finished: list[Finished]

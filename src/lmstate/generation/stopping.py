@@ -19,14 +19,17 @@ def as_stops(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 class StopScanner:
     """Lets text through up to the first stop string, holding back only what may still turn into one.
 
+    `include` lets that stop string through too.
+
     It works character by character (Knuth-Morris-Pratt, one automaton a stop string), so how the text is cut into
     pieces cannot matter. The first stop string to be complete wins; of several that end together, the longest.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self.stops = tuple(stops)
+        self._include = include
         self.found: str | None = None  # the stop string that ended the text
-        self.start: int | None = None  # where it begins, in characters since the beginning; None: not seen
+        self.cut: int | None = None  # where it cuts the text, in characters since the beginning; None: not seen
         self._fallbacks = [_fallback(text) for text in self.stops]
         self._matched = [0] * len(self.stops)  # how much of each stop string the end of the text matches
         self._held = ""  # the end of the text, not yet let through
@@ -35,16 +38,16 @@ class StopScanner:
     @property
     def certain(self) -> int:
         """Number of characters that were let through, where there are stop strings."""
-        return self._scanned - len(self._held) if self.start is None else self.start
+        return self._scanned - len(self._held) if self.cut is None else self.cut
 
     def push(self, piece: str, may_end: bool = True) -> str:
-        """Add text; returns what is now certain to come before any stop string.
+        """Add text; returns what is now certain to be let through.
 
         Unless it `may_end` in this piece, stop strings that are complete in it are text like any other.
         """
         if not self.stops:
             return piece
-        if self.start is not None:
+        if self.cut is not None:
             return ""
         text = self._held + piece
         begin = self._scanned - len(self._held)  # the position of text[0]
@@ -52,9 +55,9 @@ class StopScanner:
             self._scanned += 1
             found = self._advance(character)
             if found and may_end:
-                self.found, self.start = found, self._scanned - len(found)
+                self.found, self.cut = found, self._scanned - (0 if self._include else len(found))
                 self._held = ""
-                return text[: self.start - begin]
+                return text[: self.cut - begin]
         keep = max(self._matched)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -140,7 +140,7 @@ class Answer:
     parts: list[Passage | AnsweredCall] = field(default_factory=list)  # all of it in turn
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    certain: int = 0  # as many of the tokens begin before any stop string
+    certain: int = 0  # as many of the tokens begin in the text, before any stop string that is cut off
     reasoning_tokens: int = 0
     finished: str | None = None
     _untold: UntoldTokens = field(default_factory=UntoldTokens, init=False)
@@ -163,7 +163,7 @@ class Answer:
         if piece.finished is not None:
             self.finished = piece.finished
             rest = self.stops.push(self.source.flush(), len(self.tokens) > self.min_tokens)
-            events += self.parser.push(rest + ("" if self.stops.start is not None else self.stops.flush()))
+            events += self.parser.push(rest + ("" if self.stops.cut is not None else self.stops.flush()))
             held = self.parser.finish()
             calls = self.only_calls or self.calls or any(isinstance(event, CallStart) for event in events)
             # What was held back is the beginning of a call, where the answer was cut off in it.
@@ -217,6 +217,7 @@ class AnswerMaker:
     only_calls: bool = False
     min_tokens: int = 0
     before: tuple[int, ...] = ()
+    include_stop: bool = False
 
     def answers(self, count: int) -> list[Answer]:
         return [
@@ -224,7 +225,7 @@ class AnswerMaker:
                 index,
                 MarkedText(self.tokenizer, self.markers, self.before),
                 Parser(self.parse),
-                StopScanner(self.stops),
+                StopScanner(self.stops, self.include_stop),
                 lambda: new_id(self.call_prefix),
                 self.single,
                 self.only_calls,

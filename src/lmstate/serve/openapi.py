@@ -30,6 +30,7 @@ SAMPLING = {
     "n": {"type": "integer", "minimum": 1, "maximum": 128},
     "model": TEXT,
     "ignore_eos": FLAG,
+    "include_stop_str_in_output": FLAG,
     "min_tokens": WHOLE,
     "stop_token_ids": IDS,
     "return_token_ids": FLAG,

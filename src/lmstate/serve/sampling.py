@@ -31,6 +31,7 @@ def sampling_options(body: Fields, vocab_size: int, defaults: dict[str, Any]) ->
         "logit_bias": _logit_bias(body, vocab_size),
         "seed": body.integer("seed", -(2**63), 2**64 - 1),
         "ignore_eos": body.flag("ignore_eos"),
+        "include_stop_str_in_output": body.flag("include_stop_str_in_output"),
         "min_tokens": body.count("min_tokens", 0, 2**31, 0),
         "stop_token_ids": tuple(_ids(body, "stop_token_ids", vocab_size)),
         "max_thinking_tokens": body.integer("thinking_token_budget", 0, 2**31),

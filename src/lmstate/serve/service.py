@@ -221,7 +221,8 @@ class Service:
             if tokens is not None:
                 prompt = Prompt(tokens, prompt.text, prompt.chain)
             grammar = self._grammar(prompt, use, constraint)
-            return prompt, grammar, self.maker(prompt, use, stops, call_prefix, options.get("min_tokens", 0))
+            least, include = options.get("min_tokens", 0), options.get("include_stop_str_in_output", False)
+            return prompt, grammar, self.maker(prompt, use, stops, call_prefix, least, include)
 
         # Rendering, tokenizing and compiling take milliseconds for long texts: not on the loop that feeds all streams.
         prompt, grammar, maker = await asyncio.to_thread(prepare)
@@ -242,6 +243,7 @@ class Service:
         stops: tuple[str, ...] = (),
         call_prefix: str = "call_",
         min_tokens: int = 0,
+        include_stop: bool = False,
     ) -> AnswerMaker:
         """A parser that makes text, reasoning and tool calls of the tokens that follow a prompt."""
         format, reasoning = self.renderer.format, self.renderer.reasoning
@@ -259,7 +261,18 @@ class Service:
             markers = (*markers, reasoning.start, reasoning.end)
         before = tuple(prompt.tokens[-CONTEXT:]) if prompt.continued else ()
         single = not use.parallel
-        return AnswerMaker(self.tokenizer, whole, markers, stops, call_prefix, single, use.required, min_tokens, before)
+        return AnswerMaker(
+            self.tokenizer,
+            whole,
+            markers,
+            stops,
+            call_prefix,
+            single,
+            use.required,
+            min_tokens,
+            before,
+            include_stop,
+        )
 
     def _grammar(self, prompt: Prompt, use: ToolUse, constraint: Constraint | None) -> TokenGrammar | None:
         """The grammar of the whole answer, reasoning included; None if anything goes."""
