@@ -349,6 +349,30 @@ def test_a_flag_is_no_number_of_log_probabilities(tiny: Running, flag: bool) -> 
     assert answer.json()["error"]["param"] == "logprobs"
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [
+        ("/v1/chat/completions", "prompt_logprobs", 0),
+        ("/v1/completions", "prompt_logprobs", 1),
+        ("/v1/chat/completions", "chat_template", "{{ messages }}"),
+        ("/tokenize", "chat_template", "{{ messages }}"),
+        ("/v1/chat/completions", "guided_choice", []),
+        ("/v1/completions", "guided_choice", []),
+        ("/v1/chat/completions", "structured_outputs.choice", []),
+        ("/v1/completions", "structured_outputs.choice", []),
+    ],
+)
+def test_what_would_change_the_answer_is_not_ignored(tiny: Running, path: str, field: str, value: Any) -> None:
+    prompt = {"prompt": "a"} if path == "/v1/completions" else {"messages": USER}
+    with tiny.client() as client:
+        for given, status in ((value, 400), (None, 200)):
+            outer, _, inner = field.partition(".")
+            body = {**prompt, "max_tokens": 1, outer: {inner: given} if inner else given}
+            answer = client.post(path, json=body)
+            assert answer.status_code == status, answer.text
+            assert status == 200 or answer.json()["error"]["param"] == field
+
+
 @pytest.mark.parametrize(("path", "field"), [("/v1/completions", "prompt"), ("/v1/embeddings", "input")])
 @pytest.mark.parametrize("given", ["", [""], [{}]])
 def test_errors_about_a_text_name_its_field(tiny: Running, path: str, field: str, given: Any) -> None:

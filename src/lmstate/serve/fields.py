@@ -93,6 +93,11 @@ class Fields:
         shown = "missing" if value is None else f"{kind(value)}: {json.dumps(value)[:80]}"
         return ApiError(f"{self.name(key)} must be {what}; it is {shown}", param=self.name(key))
 
+    def refuse(self, key: str, instead: str) -> None:
+        """Raise `ApiError` if a field is given that nobody reads, and that would change the answer."""
+        if self.has(key):
+            raise ApiError(f"{self.name(key)} is not supported here: {instead}", param=self.name(key))
+
     def text(self, key: str, default: str | None = None, most: int = 2**24) -> str | None:
         value = self.values.get(key)
         if value is None:
@@ -161,6 +166,13 @@ class Fields:
         """An object inside, or None."""
         value = self.values.get(key)
         return None if value is None else Fields(_object(value, self.name(key)), self.name(key))
+
+    def choices(self, key: str, most: int) -> list[str]:
+        """`texts` to choose from: if the field is there, at least one."""
+        found = self.texts(key, most)
+        if self.has(key) and not found:
+            raise self.wrong(key, "an array of at least one string")
+        return found
 
     def items(self, key: str, most: int = 100_000) -> list[Fields]:
         """An array of objects; absent is empty."""

@@ -83,7 +83,7 @@ def read_constraint(body: Fields, grammars: Grammars, key: str = "response_forma
         return Constraint(grammars.regex(pattern), "guided_regex")
     if body.has("guided_json"):
         return Constraint(grammars.json_schema(_schema(body, "guided_json"), "guided_json"), "guided_json")
-    if choices := body.texts("guided_choice", 1000):
+    if choices := body.choices("guided_choice", 1000):
         return Constraint(grammars.words(choices), "guided_choice")
     if (structured := body.inner("structured_outputs")) is not None:
         return _structured(structured, grammars)
@@ -115,7 +115,7 @@ def _structured(given: Fields, grammars: Grammars) -> Constraint | None:
         return Constraint(grammars.json_object(), given.name("json_object"))
     if (pattern := given.text("regex")) is not None:
         return Constraint(grammars.regex(pattern), given.name("regex"))
-    if choices := given.texts("choice", 1000):
+    if choices := given.choices("choice", 1000):
         return Constraint(grammars.words(choices), given.name("choice"))
     if (text := given.text("grammar")) is not None:
         return Constraint(lark_of(text, given.name("grammar")), given.name("grammar"))
@@ -149,6 +149,7 @@ def lark_of(text: str, param: str) -> str:
 
 def thinking_of(body: Fields) -> tuple[bool | None, dict[str, Any]]:
     """(whether to think, other variables of the template), from `reasoning_effort` and `chat_template_kwargs`."""
+    body.refuse("chat_template", "conversations are rendered by the model's own, see chat_template_kwargs")
     effort = body.text("reasoning_effort")
     kwargs = body.inner("chat_template_kwargs")
     variables = dict(kwargs.values) if kwargs is not None else {}

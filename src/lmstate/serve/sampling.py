@@ -14,10 +14,11 @@ def sampling_options(body: Fields, vocab_size: int, defaults: dict[str, Any]) ->
     """Options of `Engine.submit` from the sampling fields of a body.
 
     `defaults` is what the checkpoint's makers suggest, used for fields that the client leaves out; without such, the
-    answer is greedy. Raises `ApiError` for a field out of range.
+    answer is greedy. Raises `ApiError` for a field out of range, or one that is not supported.
     """
     from lmstate.generation import Sampler
 
+    body.refuse("prompt_logprobs", "completions score a prompt with echo and logprobs")
     suggested = Sampler.suggested(defaults)
     top_k = body.integer("top_k", -1, 2**31)
     options: dict[str, Any] = {
