@@ -110,6 +110,7 @@ def test_a_key_is_needed_in_every_protocol(engine: Engine) -> None:
             answer = client.get(path)
             assert answer.status_code == 401
             assert answer.json()["error"]["type"] == "authentication_error"
+            assert answer.json()["error"]["code"] == "invalid_api_key"
         body = {**CHAT, "model": "tiny"}
         for headers in (
             {},

@@ -69,7 +69,8 @@ class Guard:
         scheme, _, token = headers.get("authorization", "").partition(" ")
         given = [headers.get("x-api-key", ""), token.strip() if scheme.lower() == "bearer" else ""]
         if True not in [self._known(key.encode("utf-8", "surrogateescape")) for key in given]:
-            raise ApiError("a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY", 401)
+            message = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
+            raise ApiError(message, 401, code="invalid_api_key")
 
     def _known(self, given: bytes) -> bool:
         """Compare with every key, each in constant time."""
