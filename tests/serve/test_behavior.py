@@ -26,6 +26,7 @@ import lmstate
 from lmstate import ops
 from lmstate.engine import Engine
 from lmstate.serve import Settings, http, read_keys
+from lmstate.serve.metrics import RENAMED, Metrics
 from tests.serve.running import Running, events, running, save_tiny, standing_still
 from tests.serve.test_many_connections import room
 from tests.waiting import GUARD, wait_until
@@ -441,6 +442,23 @@ def test_metrics_count_requests_and_tokens(tiny: Running) -> None:
     assert value(after, "time_to_first_token_seconds_count") - value(before, "time_to_first_token_seconds_count") == 1
     assert 'path="/v1/chat/completions",status="200"' in after
     assert "lmstate:spec_decode_num_drafts_total{" in after
+
+
+def test_what_counts_from_the_start_is_a_counter(tiny_model: lmstate.Model, tmp_path: Path) -> None:
+    with Engine(tiny_model, rows=2, store=tmp_path) as engine:
+        tier = engine._tier
+        assert tier is not None
+        counts = {**engine._scheduler.counts, **engine._drafting.counts}
+        counts |= {f"prefixes_{name}": 0 for name in engine._reuse.prefixes.counts}
+        counts |= {f"{tier.name}_{name}": 0 for name in tier.counts}
+        del counts["draft_seconds_saved"]  # which drafts that do not hold take back
+        text, stats = Metrics(engine, "m").text().decode(), engine.stats()
+    kinds = dict(re.findall(r"^# TYPE lmstate:(\S+) (\S+)$", text, re.MULTILINE))
+    for key in stats:
+        name = RENAMED.get(key, f"engine_{key}")
+        assert (kinds.get(f"{name}_total") == "counter") == (key in counts), key
+        assert (kinds.get(name) == "gauge") == (key not in counts), key
+    assert "lmstate:engine_folder_written_total{" in text and "lmstate:num_requests_waiting{" in text
 
 
 def test_the_openapi_document_names_every_route(tiny: Running) -> None:

@@ -17,9 +17,15 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120,
 STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2.5)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
-# What the engine counts by its own words -> the field's; the second only grow.
-RENAMED = {"waiting": "num_requests_waiting", "decoding": "num_requests_running"}
-COUNTED = {"preempted": "num_preemptions"}
+# Numbers of the engine by its own words -> the field's.
+RENAMED = {"waiting": "num_requests_waiting", "decoding": "num_requests_running", "preempted": "num_preemptions"}
+# Those that are no count since the start.
+GAUGES = frozenset(
+    {
+        "waiting", "reading", "decoding", "set_aside", "row_bytes", "row_bytes_peak", "prefix_bytes",
+        "draft_seconds_saved",
+    }
+)  # fmt: skip
 
 
 class Metrics:
@@ -102,15 +108,11 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         for key, value in sorted(self._engine.stats().items()):
-            if (counted := COUNTED.get(key)) is not None:
-                counter = CounterMetricFamily(f"lmstate:{counted}", f"The engine's {key}.", labels=["model_name"])
-                counter.add_metric([self._model], float(value))
-                yield counter
-                continue
+            family = GaugeMetricFamily if key in GAUGES else CounterMetricFamily
             name = RENAMED.get(key, "engine_" + re.sub(r"\W", "_", key))
-            gauge = GaugeMetricFamily(f"lmstate:{name}", f"The engine's {key}.", labels=["model_name"])
-            gauge.add_metric([self._model], float(value))
-            yield gauge
+            metric = family(f"lmstate:{name}", f"The engine's {key}.", labels=["model_name"])
+            metric.add_metric([self._model], float(value))
+            yield metric
         report = self._engine.draft_report()
         drafts = CounterMetricFamily("lmstate:spec_decode_num_drafts", "Drafts verified.", labels=["model_name"])
         drafts.add_metric([self._model], report.drafts)
