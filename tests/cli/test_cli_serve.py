@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +39,31 @@ def test_wrong_usage_loads_nothing(option: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(lmstate, "load", lambda name, weights: pytest.fail("loaded for nothing"), raising=False)
     result = CliRunner().invoke(app, ["serve", "m", "--port", "0", *option.split()])
     assert result.exit_code == 2 and option.split()[1] in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("store", "said"),
+    [
+        ("file/x", "cannot be made: "),
+        ("file", "is a file; name a folder"),
+        ("", "name a folder or a URL"),
+        ("locked/x", "may not read and write"),
+        ("nonsense://x", "obstore says"),
+        ("file:///proc/nowhere", "obstore says: No such file or directory"),
+    ],
+)
+def test_a_store_that_cannot_be_opened_loads_nothing(
+    store: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "locked").mkdir()
+    locked = str(tmp_path / "locked")
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != locked)  # who runs this may be root
+    monkeypatch.setattr(lmstate, "load", lambda name, weights: pytest.fail("loaded for nothing"), raising=False)
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["serve", "m", "--port", "0", "--store", store])
+    assert result.exit_code == 1 and said in result.stderr, result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "locked"]
 
 
 def test_the_command_that_is_shown_has_the_key_that_is_needed() -> None:

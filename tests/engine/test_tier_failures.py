@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sqlite3
 from array import array
 from collections.abc import Sequence
@@ -19,8 +20,10 @@ from lmstate.engine.prefix import PrefixStore
 from lmstate.engine.prefix.parts import Layers, Split
 from lmstate.engine.tiers import Entry, SavedSession, TierError, folder, tier
 from lmstate.engine.tiers.folder import FolderTier
+from lmstate.engine.tiers.shared import SharedTier
 from tests.engine.test_batching import KINDS, prompt
 from tests.engine.test_prefixes import ask, check
+from tests.engine.test_shared_tiers import Memory
 from tests.waiting import impatient, wait_until
 from tests.zoo import ours
 
@@ -108,6 +111,28 @@ def test_a_store_that_cannot_be_written_is_told_once_until_it_can_again(
     assert len(told) == 2 and all("folder" in line and "No space left" in line for line in told), told
     assert all(isinstance(part, str) for record in caplog.records for part in record.args or ()), "no error, no blocks"
     assert (store.counts["failed"], store.counts["written"]) == (4, 2)
+
+
+@pytest.mark.parametrize("call", ["get", "put", "delete", "names"])
+def test_a_shared_store_that_cannot_be_used_is_told_at_the_start(call: str, caplog: pytest.LogCaptureFixture) -> None:
+    def refused(*_: object) -> None:
+        raise OSError("no such door\nand what its makers say")
+
+    blobs = Memory()
+    setattr(blobs, call, refused)
+    with lmstate.Engine(ours("llama"), store=SharedTier(blobs, "one")):
+        wait_until(lambda: caplog.records)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert re.fullmatch(r"the store \(shared\) cannot be (used|read) for now, .*: no such door", record.getMessage())
+
+
+def test_the_folder_of_a_url_is_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with lmstate.Engine(ours("llama"), store=f"file://{tmp_path}/a/b") as engine:
+        ask(engine, prompt(20, 1))
+        assert engine._tier is not None and engine._tier.flush(600)
+    assert any(path.is_file() for path in (tmp_path / "a" / "b").rglob("*")) and not caplog.records
+    assert not list((tmp_path / "a" / "b").rglob("access"))
 
 
 def test_a_carry_that_was_not_written_is_written_again_with_what_is_kept_at_its_place(tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ def serve(
         raise ImportError(f"the server needs {error.name}: pip install 'lmstate[serve]'") from None
     from lmstate.engine import Engine
     from lmstate.engine.options import as_bytes
+    from lmstate.engine.tiers import check_store
 
     with options.usage():
         memory_bytes = as_bytes(memory)  # before a model is loaded for nothing
@@ -108,6 +109,8 @@ def serve(
     )
     settings.check(allow_anonymous)
     check_address(host, port)
+    if store is not None:
+        check_store(store)
     loaded = options.load_model(model, weights, threads, adapter, draft)
     loaded.on_part = None  # of many requests at a time nobody follows one
     drafter = options.load_drafter(draft)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from lmstate.engine.tiers.folder import FolderTier
-from lmstate.engine.tiers.shared import ObjectBlobs, RedisBlobs, SharedTier
+from lmstate.engine.tiers.shared import Blobs, ObjectBlobs, RedisBlobs, SharedTier
 from lmstate.engine.tiers.tier import Tier
 
 
@@ -15,15 +16,34 @@ def open_tier(store: str | os.PathLike[str], namespace: str, limit: int) -> Tier
     Raises ValueError for what names none, and for an empty name, which would be the folder that the process happens to
     be in.
     """
+    where, blobs = _opened(store)
+    return FolderTier(where, namespace, limit) if blobs is None else SharedTier(blobs, namespace)
+
+
+def check_store(store: str | os.PathLike[str]) -> None:
+    """Refuse a store that cannot be opened, before a model is loaded for nothing. Raises ValueError and OSError."""
+    where, blobs = _opened(store)
+    if blobs is not None:
+        return
+    folder = Path(where).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        raise OSError(f"{folder} cannot be made: {there} is a file")
+    if not os.access(there, os.R_OK | os.W_OK | os.X_OK):
+        raise OSError(f"{folder} cannot be used: this process may not read and write {there}")
+
+
+def _opened(store: str | os.PathLike[str]) -> tuple[str, Blobs | None]:
+    """(the store's name, its blobs if it is no folder). Nothing is asked of it yet."""
     if not isinstance(store, str | os.PathLike) or not isinstance(where := os.fspath(store), str):
         raise ValueError(f"store={store!r:.80} was asked for; name a folder or a URL")
     if not where:
         raise ValueError("store='' was asked for; name a folder or a URL, or give None to keep nothing")
     scheme = where.partition("://")[0] if "://" in where else ""
     if scheme in ("redis", "rediss", "unix"):
-        return SharedTier(RedisBlobs(where), namespace)
+        return where, RedisBlobs(where)
     if scheme:
-        return SharedTier(ObjectBlobs(where), namespace)
+        return where, ObjectBlobs(where)
     if os.path.exists(where) and not os.path.isdir(where):
         raise ValueError(f"store={where!r} was asked for, and is a file; name a folder, or a URL")
-    return FolderTier(where, namespace, limit)
+    return where, None

@@ -90,8 +90,11 @@ class ObjectBlobs:
             raise ImportError(f"store={store!r} needs the obstore package: pip install lmstate[obstore]") from None
         self._obstore, self._absent = obstore, NotFoundError
         try:
-            self._store: Any = obstore.store.from_url(store) if isinstance(store, str) else store
-        except BaseError as error:
+            self._store: Any = store
+            if isinstance(store, str):
+                local = store.startswith("file:")  # a folder, which may have to be made
+                self._store = obstore.store.from_url(store, mkdir=True) if local else obstore.store.from_url(store)
+        except (BaseError, OSError) as error:
             told = str(error).partition("\n")[0]  # what comes after it is for obstore's own makers
             raise ValueError(f"store={store!r} was asked for, and obstore says: {told}") from error
 
@@ -129,6 +132,12 @@ class SharedTier(Tier):
         self._place = hashlib.sha256(namespace.encode()).hexdigest()[:16]
         self._names: dict[str, str] = {}  # of sessions, by their places
         self._thread.start()
+
+    def check_access(self) -> None:
+        name = f"{self._place}/access"
+        self._blobs.put(name, b"lmstate")
+        self._blobs.get(name, MOST_TOLD)
+        self._blobs.delete(name)
 
     def entries(self) -> Iterable[tuple[str, Entry]]:
         for place in self._places("index", MOST_ENTRIES):

@@ -88,7 +88,7 @@ class Tier(ABC):
         self._now: _Write | SavedSession | str | None = None  # what is being written
         self._undropped: set[str] = set()  # sessions that could not be removed: for this process they are gone
         self._closed = False
-        self._told = False  # that it cannot be written
+        self._told = False  # that it cannot be read or written
         self._thread = Thread(target=self._run, name=f"lmstate-{self.name}", daemon=True)
 
     # ---- for the engine
@@ -144,8 +144,9 @@ class Tier(ABC):
         try:
             for item in items():
                 found.append(item)  # noqa: PERF402 - what was read before it fails counts
-        except Exception:
+        except Exception as error:
             self.counts["failed"] += 1
+            self._tell("cannot be read", error)
         return found
 
     def put(self, entry: Entry, layers: Layers, above: Sequence[str] = ()) -> str | None:
@@ -282,12 +283,19 @@ class Tier(ABC):
         """(key, entry) of what others may have written of a text's beginning. May raise anything."""
         return []
 
+    def check_access(self) -> None:  # noqa: B027
+        """Raise anything if it can be seen to be out of reach, or not to be written."""
+
     def end(self) -> None:  # noqa: B027
         """Let go of files and connections."""
 
     # ---- the thread
 
     def _run(self) -> None:
+        try:
+            self.check_access()
+        except Exception as error:
+            self._tell("cannot be used", error)
         while True:
             with self._changed:
                 self._now = None
@@ -302,12 +310,17 @@ class Tier(ABC):
                 self._told = False
             except Exception as error:  # whatever a client raises: the entry is not kept, and the thread goes on
                 self.counts["failed"] += 1
-                if not self._told:  # once, until something is written again; a record with the error would hold the job
-                    LOG.warning("the store (%s) keeps nothing for now, and is tried again: %s", self.name, str(error))
-                    self._told = True
+                self._tell("keeps nothing", error)
                 if isinstance(job, str):
                     self._undropped.add(job)
             del job  # and the blocks that it holds
+
+    def _tell(self, what: str, error: Exception) -> None:
+        """Log a failure: once, until something is written again."""
+        if not self._told:
+            why = str(error).partition("\n")[0]  # a text: a record with the error would hold the job
+            LOG.warning("the store (%s) %s for now, and is tried again: %s", self.name, what, why)
+            self._told = True
 
     def _write(self, job: _Write | SavedSession | str) -> None:
         if isinstance(job, str):
