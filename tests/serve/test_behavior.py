@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import json
 import os
 import re
@@ -25,7 +26,8 @@ import pytest
 import lmstate
 from lmstate import ops
 from lmstate.engine import Engine
-from lmstate.serve import Settings, http, read_keys
+from lmstate.serve import Settings, linger, read_keys
+from lmstate.serve import http as serve_http
 from lmstate.serve.metrics import RENAMED, Metrics
 from tests.serve.running import Running, events, running, save_tiny, standing_still
 from tests.serve.test_many_connections import room
@@ -351,6 +353,67 @@ def test_slow_heads_and_bodies_are_ended_and_hold_up_nobody(engine: Engine) -> N
         wait_until(lambda: len(server.server.server_state.connections) <= 1)
 
 
+@pytest.mark.parametrize(
+    ("status", "path", "headers"),
+    [
+        (413, "/v1/completions", {}),
+        (415, "/v1/completions", {"content-encoding": "gzip"}),
+        (401, "/v1/completions", {"x-api-key": "wrong"}),
+        (403, "/v1/completions", {"origin": "http://elsewhere.example"}),
+        (404, "/nowhere", {}),
+        (405, "/v1/models", {}),
+        (413, "/v1/sessions/a/snapshot", {}),
+    ],
+)
+@pytest.mark.parametrize("chunked", [False, True])
+def test_who_sends_all_of_a_large_body_gets_to_the_answer(
+    engine: Engine, status: int, path: str, headers: dict[str, str], chunked: bool
+) -> None:
+    settings = replace(BASE, api_keys=("secret",), max_body=2**20, max_snapshot=2**20)
+    body = b"a" * (32 * 2**20)  # more than the system's buffers take
+    asked = {"x-api-key": "secret", "connection": "close", **headers}
+    with running(engine, settings) as server:
+        for _ in range(3):
+            connection = http.client.HTTPConnection("127.0.0.1", server.server.port, timeout=GUARD)
+            with contextlib.closing(connection):
+                sent = iter([body]) if chunked else body
+                method = "PUT" if path.endswith("snapshot") else "POST"
+                connection.request(method, path, sent, asked, encode_chunked=chunked)
+                answer = connection.getresponse()
+                assert answer.status == status and json.loads(answer.read())["error"]["message"]
+        wait_until(lambda: not server.server.server_state.connections)
+
+
+def test_a_body_that_is_refused_is_read_up_to_a_bound(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linger, "MOST", 2**22)
+    head = "POST /nowhere HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9999999999999\r\n"
+    with running(engine, BASE) as server:
+        for more, sends in (("", True), ("Expect: 100-continue\r\n", False)):
+            with socket.create_connection(("127.0.0.1", server.server.port), timeout=GUARD) as connection:
+                connection.sendall(f"{head}{more}\r\n".encode())
+                assert connection.recv(1000).startswith(b"HTTP/1.1 404")
+                if sends:
+                    with pytest.raises(ConnectionError):
+                        for _ in range(1000):
+                            connection.sendall(b"a" * 2**20)
+                else:  # it was not asked to send, and is not waited for
+                    while connection.recv(1000):
+                        pass
+
+
+def test_a_connection_whose_small_body_nobody_read_is_kept(engine: Engine) -> None:
+    with running(engine, BASE) as server:
+        connection = http.client.HTTPConnection("127.0.0.1", server.server.port, timeout=GUARD)
+        with contextlib.closing(connection):
+            for _ in range(3):
+                connection.request("POST", "/nowhere", b"{}")
+                assert (answer := connection.getresponse()).status == 404 and answer.read()
+                made = connection.sock
+                assert made is not None
+            connection.request("GET", "/health")
+            assert connection.getresponse().status == 200 and connection.sock is made
+
+
 def test_a_reader_that_takes_nothing_is_dropped_and_holds_up_nobody(engine: Engine) -> None:
     settings = replace(BASE, write_timeout=0.5)
     with running(engine, settings) as server, server.client() as client:
@@ -410,13 +473,13 @@ def test_texts_of_tokens_are_made_beside_the_loop(engine: Engine, monkeypatch: p
 
 def test_a_large_body_is_read_beside_the_loop(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     beside: list[bool] = []
-    read = http.parse_body
+    read = serve_http.parse_body
 
     def told(body: bytes) -> Any:
         beside.append(asyncio._get_running_loop() is None)
         return read(body)
 
-    monkeypatch.setattr(http, "parse_body", told)
+    monkeypatch.setattr(serve_http, "parse_body", told)
     with running(engine, BASE) as server, server.client() as client:
         for length in (1, 2**18):
             assert client.post("/tokenize", json={"prompt": "a" * length}).json()["count"] == length

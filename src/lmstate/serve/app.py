@@ -34,6 +34,7 @@ from lmstate.serve.conversations.keeper import Keeper
 from lmstate.serve.errors import ApiError
 from lmstate.serve.guard import Guard
 from lmstate.serve.http import endpoint, error_response, json_response
+from lmstate.serve.linger import Linger
 from lmstate.serve.openapi import document
 from lmstate.serve.paths import Path
 from lmstate.serve.request_id import RequestIds
@@ -129,6 +130,7 @@ def create_app(engine: Engine, settings: Settings, *, close_engine: bool = True)
     app = Starlette(
         routes=routes,
         middleware=[
+            Middleware(Linger, seconds=settings.body_timeout),
             Middleware(RequestIds),
             Middleware(Guard, settings=settings, open_paths=page_route.OPEN_PATHS),
         ],
