@@ -414,6 +414,16 @@ def test_a_connection_whose_small_body_nobody_read_is_kept(engine: Engine) -> No
             assert connection.getresponse().status == 200 and connection.sock is made
 
 
+@pytest.mark.parametrize("protocol", ["websocket", "h2c"])
+def test_an_upgrade_is_ignored_and_nothing_is_logged(
+    engine: Engine, protocol: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    headers = {"connection": "Upgrade", "upgrade": protocol, "sec-websocket-version": "13", "sec-websocket-key": "eA=="}
+    with running(engine, BASE) as server, server.client() as client:
+        assert client.get("/health", headers=headers).json() == {"status": "ok"}
+    assert not [record for record in caplog.records if record.name.startswith("uvicorn")]
+
+
 def test_a_reader_that_takes_nothing_is_dropped_and_holds_up_nobody(engine: Engine) -> None:
     settings = replace(BASE, write_timeout=0.5)
     with running(engine, settings) as server, server.client() as client:

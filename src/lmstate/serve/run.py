@@ -121,6 +121,9 @@ def protocol(header_timeout: float, write_timeout: float, most: int) -> type[H11
                 self._sending.cancel()
             super().connection_lost(exc)
 
+        def _unsupported_upgrade_warning(self) -> None:
+            """Nothing: HTTP lets an upgrade be ignored, and no library for websockets would change that here."""
+
         def _watch_reader(self) -> None:
             if self._sending is not None:
                 self._sending.cancel()
