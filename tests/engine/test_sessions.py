@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import pytest
 import torch
@@ -198,6 +199,40 @@ def test_a_stop_string_ends_what_a_session_holds_before_it() -> None:
         assert cut.texts[0] == session.messages[-1]["content"]
         assert cut.texts[0] == got.texts[0][: got.texts[0].index(stop) + len(stop)]
         assert model.tokenizer.decode(session.tokens).endswith(cut.texts[0])
+
+
+def nested(depth: int) -> list[Any]:
+    """Lists in each other, so many, around what is a control token."""
+    value: Any = "<end>"
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("place", ["content", "meta"])
+def test_messages_that_are_nested_too_deep_are_refused(place: str) -> None:
+    model, itself = chatting(), nested(1)
+    itself += [itself, itself]
+    with lmstate.Engine(model) as engine:
+        session = engine.session("s")
+        calls: dict[str, Any] = {
+            "chat": model.tokenizer.chat,
+            "encode": engine.encode,
+            "explain": engine.explain,
+            "remember": lambda said: engine.remember([*said, {"role": "assistant", "content": "y"}], [1, 2]),
+            "submit": lambda said: engine.submit(said, max_new_tokens=1).result(600),
+            "send": lambda said: session.send(said, max_new_tokens=1).result(600),
+        }
+        for call in calls.values():
+            call([{"role": "user", "content": "x", place: nested(254)}])  # and the two around it
+        held = session.tokens
+        for value in (nested(255), nested(5000), itself):
+            for call in calls.values():
+                with pytest.raises(ValueError, match="nested more than 256 deep"):
+                    call([{"role": "user", "content": "x", place: value}])
+            with pytest.raises(ValueError, match="variables of the template are nested more than 256 deep"):
+                engine.encode([said("user", "x")], tools=[value])
+        assert session.tokens == held and session.send("on", max_new_tokens=1).result(600).tokens
 
 
 def test_messages_that_are_added_to_while_they_are_answered_are_not_what_was_answered() -> None:

@@ -215,6 +215,7 @@ def test_a_hostile_index_changes_no_answer(tmp_path: Path) -> None:
         '{"messages": [], "turns": [], "marks": [true]}',
         '{"messages": [{"role": "assistant", "content": {}}], "turns": [[2, 1]], "marks": []}',
         "[" * 100_000,
+        '{"messages": [{"role": "user", "content": %s}], "turns": [], "marks": []}' % ("[" * 255 + "]" * 255),
     ],
 )
 def test_hostile_sessions_keep_no_engine_from_starting(record: str, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from lmstate.engine.options import SubmitOptions, are_messages
 from lmstate.engine.request import Request
 from lmstate.errors import RewindError, StateError
 from lmstate.state.validate import whole_number
+from lmstate.text.nesting import refuse_deep
 
 MARKS = 64
 UNDOS = 64
@@ -67,7 +68,7 @@ class Record:
             raise ValueError("a session's record is nested too deeply") from None
         if not isinstance(told, dict) or not all(isinstance(told.get(k), list) for k in ("messages", "turns", "marks")):
             raise ValueError("a session's record has no messages, turns and marks")
-        messages = told["messages"]
+        refuse_deep(messages := told["messages"], "a session's messages")
         if not all(isinstance(message, dict) for message in messages):
             raise ValueError("a session's messages are objects")
         told["marks"] = [[at, 0] if type(at) is int else at for at in told["marks"]]  # as they were once written

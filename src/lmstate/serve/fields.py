@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lmstate.serve.errors import ApiError
+from lmstate.text.nesting import is_deeper
 
 DEPTH = 100  # of nested arrays and objects; a JSON schema of a deep tool goes to about 30
 
@@ -39,21 +40,6 @@ def parse_json(text: bytes, depth: int = DEPTH) -> Any:
         except UnicodeEncodeError:
             raise ApiError("the body has half a surrogate pair in a string", code="invalid_json") from None
     return value
-
-
-def is_deeper(value: Any, most: int) -> bool:
-    """Whether a JSON value is nested more than `most` deep, looked at level by level: what reads it may recurse."""
-    level = [value] if isinstance(value, dict | list) else []
-    for _ in range(most):
-        level = [
-            child
-            for parent in level
-            for child in (parent.values() if isinstance(parent, dict) else parent)
-            if isinstance(child, dict | list)
-        ]
-        if not level:
-            return False
-    return True
 
 
 def _refuse_constant(name: str) -> Any:

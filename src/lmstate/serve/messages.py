@@ -10,10 +10,11 @@ from typing import Any
 
 from lmstate.errors import ModelError
 from lmstate.serve.errors import ApiError
-from lmstate.serve.fields import DEPTH, is_deeper
+from lmstate.serve.fields import DEPTH
 from lmstate.serve.reasoning import reasoning_of
 from lmstate.serve.tools import HERMES, Tool, ToolFormat, format_of
 from lmstate.text.control_tokens import ControlTokens
+from lmstate.text.nesting import is_deeper
 from lmstate.text.replay import Replay, chain
 from lmstate.text.tokenizer import Tokenizer
 

@@ -17,6 +17,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from lmstate.errors import ModelError
+from lmstate.text.nesting import refuse_deep
 
 if TYPE_CHECKING:
     from lmstate.text.tokenizer import Tokenizer
@@ -65,7 +66,8 @@ class Replay:
     def remember(self, messages: Sequence[Message], tokens: Sequence[int], **variables: Any) -> None:
         """Keep the tokens of a conversation whose last message is an answer, up to the end of that answer's text.
 
-        Also found with the answer's thinking left out, as templates and clients do.
+        Also found with the answer's thinking left out, as templates and clients do. Raises ValueError for messages that
+        are nested too deep.
         """
         answer = dict(messages[-1])
         forms = [answer]
@@ -75,7 +77,10 @@ class Replay:
             self.put(_links([*messages[:-1], form], variables)[-1], Sampled(tokens))
 
     def encode(self, tokenizer: Tokenizer, messages: Sequence[Message], **variables: Any) -> list[int]:
-        """The ids of chat messages up to where the next answer begins, the last known answer's as they were sampled."""
+        """The ids of chat messages up to where the next answer begins, the last known answer's as they were sampled.
+
+        Raises ValueError for messages that are nested too deep.
+        """
         links = _links(messages, variables)
         for count in range(len(messages), 0, -1):
             if messages[count - 1].get("role") == "assistant" and (known := self.get(links[count - 1])) is not None:
@@ -104,7 +109,9 @@ def _serialized(value: Any) -> bytes:
 
 
 def _links(messages: Sequence[Message], variables: Mapping[str, Any]) -> list[bytes]:
-    """Digests of messages in which blank ends of a text, which templates strip, do not count."""
+    """Digests of messages in which blank ends of a text, which templates strip, do not count. Raises ValueError."""
+    refuse_deep(messages)
+    refuse_deep(variables, "variables of the template")
     stripped = (
         {name: value.strip() if isinstance(value, str) else value for name, value in message.items()}
         for message in messages

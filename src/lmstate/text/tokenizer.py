@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lmstate.errors import ModelError
 from lmstate.files.json_object import MOST_BYTES
 from lmstate.text.control_tokens import ControlTokens, control_pattern
+from lmstate.text.nesting import refuse_deep
 
 if TYPE_CHECKING:
     import tokenizers
@@ -132,10 +133,12 @@ class Tokenizer:
         """The ids of `chat_text`: a template writes its own begin tokens.
 
         A control token (`<|im_end|>`, say) that is written in the content of a message is plain text there: it neither
-        ends a turn nor begins one. With `control_tokens=True` it becomes that token.
+        ends a turn nor begins one. With `control_tokens=True` it becomes that token. Raises ValueError for what are no
+        messages, and for messages that are nested too deep.
         """
         if not isinstance(messages, Iterable) or not all(isinstance(message, Mapping) for message in messages):
             raise ValueError(f'chat takes messages, [{{"role": "user", "content": "..."}}]; {messages!r:.80} was given')
+        refuse_deep(messages)
         if control_tokens:
             return self.encode(self.chat_text(messages, add_generation_prompt, **variables), add_special_tokens=False)
         control = self.control_tokens()

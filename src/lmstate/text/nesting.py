@@ -1,0 +1,27 @@
+"""A bound on how deep values from outside are nested: whatever reads them recurses, and the stack has an end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+MOST_NESTED = 256
+"""Arrays and objects inside of each other in the messages of a conversation."""
+
+
+def is_deeper(value: Any, most: int) -> bool:
+    """Whether a value is nested more than `most` deep, looked at level by level: it may be deeper than the stack."""
+    level = [value] if isinstance(value, Mapping | list | tuple) else []
+    for _ in range(most):
+        inside = [child for parent in level for child in (parent.values() if isinstance(parent, Mapping) else parent)]
+        # Each once: a list that holds itself twice would be twice as many with each level.
+        level = list({id(child): child for child in inside if isinstance(child, Mapping | list | tuple)}.values())
+        if not level:
+            return False
+    return True
+
+
+def refuse_deep(messages: Any, what: str = "the messages") -> None:
+    """Raises ValueError for messages that are nested too deep."""
+    if is_deeper(messages, MOST_NESTED):
+        raise ValueError(f"{what} are nested more than {MOST_NESTED} deep, which no conversation needs")
