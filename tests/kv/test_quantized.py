@@ -369,3 +369,23 @@ def test_drop_is_refused() -> None:
 def test_bits_that_there_are_not_are_refused() -> None:
     with pytest.raises(lmstate.StateError, match="8, 4 and 2"):
         kv.Quantized(3)
+
+
+@pytest.mark.parametrize("dim", [1, 3, 10, 66, 127])
+def test_a_width_that_fills_no_bytes_is_refused_with_those_that_do(dim: int) -> None:
+    def attended(bits: int | None, x: Sequence[Tensor]) -> Tensor:
+        stored = None if bits is None else kv.Quantized(bits)
+        layout = Layout(1, torch.device("cpu"), torch.float32, capacity=32, kv=stored)
+        state = attention_state(layout, 2, x[0].shape[-1], heads=2, scale=dim**-0.5)
+        step = Step((0,), (20,), layout.device, (20,))
+        state.reserve(step)
+        return state.attend(x[0], (x[1], x[2]), step, AttentionParams(scale=dim**-0.5))
+
+    x = torch.randn(3, 1, 20, 2, dim, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(attended(8, [*x]), attended(None, [*x]), atol=0.05, rtol=0)
+    for bits in (4, 2):
+        fitting = 8 // bits
+        if dim % fitting:
+            with pytest.raises(ValueError, match=rf"multiple of {fitting} do; Quantized\(bits=8\) .* any width"):
+                attended(bits, [*x])
+        attended(bits, [*x[..., :1].expand(*x.shape[:-1], fitting * dim)])

@@ -25,11 +25,17 @@ LARGEST = 65504.0  # of float16
 
 
 def group_of(dim: int, bits: int, most: int = GROUP) -> int:
-    """Elements of a vector of `dim` that share a scale: the largest part of it up to `most` that fills bytes."""
+    """Elements of a vector of `dim` that share a scale: the largest part of it up to `most` that fills bytes.
+
+    Raises ValueError for a width that no bytes are filled with.
+    """
     for parts in range(1, dim + 1):
         if dim % parts == 0 and dim // parts <= most and dim // parts * bits % 8 == 0:
             return dim // parts
-    raise ValueError(f"vectors of {dim} numbers cannot be stored in {bits} bits each, only those that fill bytes")
+    raise ValueError(
+        f"Quantized(bits={bits}) was asked for, and the model has vectors of {dim} numbers, which fill no bytes in "
+        f"{bits} bits each: those of a multiple of {8 // bits} do; Quantized(bits=8) stores vectors of any width"
+    )
 
 
 def widths(dim: int, bits: int, most: int = GROUP) -> tuple[int, int]:
