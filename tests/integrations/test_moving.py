@@ -331,6 +331,36 @@ def test_files_of_other_models_and_damaged_ones_are_refused(tmp_path: Path) -> N
                 StateCache.load(tmp_path / "changed", model)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next", "falcon_h1", "lfm2"])
+def test_a_state_of_another_shape_is_told_with_both_shapes(name: str, tmp_path: Path) -> None:
+    """Where the cache has tokens to compare with at once, else at the first call: half the heads gave other logits."""
+
+    def shape(x: torch.Tensor) -> str:
+        """A pattern, of any number of tokens."""
+        sizes = ["[0-9]+" if keys and axis == 2 else str(size) for axis, size in enumerate(x.shape)]
+        return rf"\[{', '.join(sizes)}\]"
+
+    model, cache = fed(name)
+    path = tmp_path / "cache.safetensors"
+    cache.save(path)
+    tensors, metadata = load_file(path), _metadata(path)
+    for changed in [name for name in tensors if name.startswith("layers.") and not name.endswith(".v")]:
+        keys = changed.endswith(".k")
+        for axis in (1, 3) if keys else (1,):
+            names = [changed, changed[:-1] + "v"] if keys else [changed]
+            halves = {one: tensors[one].narrow(axis, 0, tensors[one].shape[axis] // 2).contiguous() for one in names}
+            write_layers(path, metadata, {**tensors, **halves})
+            loaded = StateCache.load(path, model)
+            both = f"{shape(halves[changed])}.*{shape(tensors[changed])}"
+            with pytest.raises(SnapshotError, match=both):
+                cache.restore(loaded.snapshot())
+            if keys:
+                with pytest.raises(StateError, match=both):
+                    call(model, text(1, 2, seed=3), loaded)
+                assert loaded.get_seq_length() == 40
+    goes_on_as(model, cache, text(40, 2))
+
+
 def _metadata(path: Path) -> dict[str, str]:
     from safetensors import safe_open
 

@@ -296,7 +296,11 @@ class StateCache(DynamicCache, hooks.ObservedCache):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: nn.Module) -> StateCache:
-        """A cache from a file that `save` wrote for the same weights. Raises `SnapshotError` otherwise."""
+        """A cache from a file that `save` wrote for the same weights. Raises `SnapshotError` otherwise.
+
+        Keys and values of other heads or another width, in a file that was changed, end the first call in a
+        `StateError`: before it, the cache cannot know those of the model.
+        """
         cache = cls(model)
         cache.restore(load(path))
         return cache

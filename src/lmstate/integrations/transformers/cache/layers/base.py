@@ -100,6 +100,32 @@ def check_pair(kind: str, tensors: Tensors, least: int, most: int) -> None:
         )
 
 
+def check_fit(kind: str, tensors: Tensors, held: tuple[Tensor, Tensor]) -> None:
+    """Raise `SnapshotError` unless these keys and values have the heads and the width of those that are held."""
+    for name, x, old in zip(("keys", "values"), (tensors["k"], tensors["v"]), held):
+        if heads_and_width(x) != heads_and_width(old):
+            raise SnapshotError(
+                f"the snapshot has {name} {list(x.shape)} for a {kind} layer, and the model's are {list(old.shape)}, "
+                "of other heads or another width: the file was changed, or is of another model"
+            )
+
+
+def check_new(held: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> None:
+    """Raise `StateError` unless new keys and values go on from those that are held: torch would take the one head of
+    the ones for all heads of the others."""
+    for name, old, x in zip(("keys", "values"), held, new):
+        if heads_and_width(x) != heads_and_width(old):
+            raise StateError(
+                f"a layer of the cache holds {name} {list(old.shape)}, and the model gives {list(x.shape)}, of other "
+                "heads or another width: the cache was loaded from a file that was changed, or is of another model"
+            )
+
+
+def heads_and_width(x: Tensor) -> tuple[int, int]:
+    """Of keys or values `[R, K, n, D]`: (K, D)."""
+    return x.shape[1], x.shape[-1]
+
+
 def storage_bytes(tensors: list[Tensor | None]) -> int:
     """Bytes of the memory behind these tensors, each counted once."""
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}

@@ -16,6 +16,8 @@ from lmstate.errors import SnapshotError
 from lmstate.integrations.transformers.cache.layers.base import (
     RewindableLayer,
     Tensors,
+    check_fit,
+    check_new,
     check_pair,
     chosen,
     repeated,
@@ -47,6 +49,7 @@ class FullAttentionLayer(DynamicLayer, RewindableLayer):
         """Store new keys and values; all that are stored. The views are valid until tokens go or rows are reordered."""
         if not self.is_initialized:
             FullAttentionLayer.lazy_initialization(self, key_states, value_states)
+        check_new((self.keys, self.values), (key_states, value_states))
         self.keys = self._k.extend(self.keys, key_states)
         self.values = self._v.extend(self.values, value_states)
         return self.keys, self.values
@@ -100,6 +103,8 @@ class FullAttentionLayer(DynamicLayer, RewindableLayer):
 
     def check(self, length: int, tensors: Tensors) -> None:
         check_pair(self.kind, tensors, length, length)
+        if tensors and self.is_initialized:
+            check_fit(self.kind, tensors, (self.keys, self.values))
 
     def put(self, length: int, tensors: Tensors) -> None:
         FullAttentionLayer.reset(self)

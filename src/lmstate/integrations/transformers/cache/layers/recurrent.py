@@ -97,6 +97,13 @@ class RecurrentLayer(LinearAttentionLayer, RewindableLayer):
         known = {f"{part}.{i}" for part in ("conv", "carry") for i in range(self.number_of_states)}
         if not set(tensors) <= known:
             raise SnapshotError(f"a recurrent layer holds {sorted(known)}; the snapshot has {sorted(tensors)}")
+        for name, held in self._states().items():
+            axes = slice(1, 2 if name.startswith("conv") else None)  # a convolution may hold more inputs than it needs
+            if name in tensors and tensors[name].shape[axes] != held.shape[axes]:
+                raise SnapshotError(
+                    f"the snapshot has a state {list(tensors[name].shape)} for a recurrent layer, and the model's is "
+                    f"{list(held.shape)}: the file was changed, or is of another model"
+                )
 
     def put(self, length: int, tensors: Tensors) -> None:
         self.put_carry(tensors)

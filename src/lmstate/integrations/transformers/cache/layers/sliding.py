@@ -11,6 +11,8 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from lmstate.integrations.transformers.cache.layers.base import (
     RewindableLayer,
     Tensors,
+    check_fit,
+    check_new,
     check_pair,
     chosen,
     joined,
@@ -65,6 +67,7 @@ class WindowLayer(DynamicSlidingWindowLayer, RewindableLayer):
             WindowLayer.lazy_initialization(self, key_states, value_states)
         new = key_states.shape[-2]
         k, v = self._stored()
+        check_new((k, v), (key_states, value_states))
         seen = min(self.cumulative_length, self.past)  # of the past, by the first new query
         keep = self.past + max(self.rewind, self.cumulative_length - self._cropped_to if self.record_past else 0)
         full = keep + self.slack
@@ -145,6 +148,8 @@ class WindowLayer(DynamicSlidingWindowLayer, RewindableLayer):
 
     def check(self, length: int, tensors: Tensors) -> None:
         check_pair(self.kind, tensors, min(length, self.past), length)
+        if tensors and self.is_initialized:
+            check_fit(self.kind, tensors, self._stored())
 
     def put(self, length: int, tensors: Tensors) -> None:
         WindowLayer.reset(self)
