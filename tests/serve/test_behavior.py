@@ -315,6 +315,24 @@ def test_more_requests_than_the_queue_holds_are_told_to_come_again(engine: Engin
         assert retry.count("1") == 6
 
 
+def test_slots_tell_which_rows_are_at_work(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine._scheduler, "_decode", lambda: sleep(0.001))  # no answer ends by itself
+    settings = replace(BASE, api_keys=("secret",))
+    with running(engine, settings) as server, server.client(headers={"x-api-key": "secret"}) as client:
+        free = [{"id": id, "n_ctx": 2048, "is_processing": False} for id in (0, 1)]
+        assert client.get("/slots").json() == free
+        assert client.get("/slots", headers={"x-api-key": "wrong"}).status_code == 401
+        with contextlib.ExitStack() as stack:
+            for number in range(3):
+                body = {**LONG, "prompt": f"{number}"}
+                stack.enter_context(client.stream("POST", "/v1/completions", json=body))
+                taken = [{**free[id], "is_processing": True, "id_task": id} for id in range(min(number + 1, 2))]
+                wait_until(lambda taken=taken: client.get("/slots").json() == [*taken, *free[len(taken) :]])
+                full = client.get("/slots", params={"fail_on_no_slot": 1})
+                assert full.status_code == (200 if number == 0 else 503)
+        wait_until(lambda: client.get("/v1/slots").json() == free)
+
+
 def test_a_prompt_that_memory_has_no_room_for_is_too_long(tiny_model: lmstate.Model) -> None:
     with Engine(tiny_model, rows=1, memory="256KiB") as engine, running(engine, BASE) as server:
         answer = server.client().post("/v1/completions", json={"prompt": [5] * 2000, "max_tokens": 1})

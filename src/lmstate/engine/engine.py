@@ -379,6 +379,10 @@ class Engine:
             now |= {f"{self._tier.name}_{name}": number for name, number in self._tier.counts.items()}
         return now
 
+    def at_work(self) -> list[int]:
+        """Requests that have the rows now, at most `rows`, each by how many were submitted before it."""
+        return self._called(lambda _: [job.order for job in self._scheduler.at_work()][: self.rows])
+
     def draft_report(self) -> DraftReport:
         """Tokens drafted and accepted since the start, by place in a draft, and the seconds saved."""
         return self._drafting.report()

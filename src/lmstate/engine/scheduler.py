@@ -106,6 +106,11 @@ class Scheduler:
     def all(self) -> list[Job]:
         return [*self.waiting.jobs(), *self.reading, *self.answering]
 
+    def at_work(self) -> list[Job]:
+        """The request of each row in use: whose prompt is read, or an answer of which is made."""
+        resuming = [work.job for work in self.preempted if work.state is not None]
+        return [*(self._jobs[choice] for choice in self.pool.owners), *resuming, *self.reading]
+
     def row_bytes(self) -> int:
         """Bytes of all states, and of what answers without a row begin from, but for what the prefix store has too."""
         works: list[Job | Preempted] = [*self.reading, *self.preempted]

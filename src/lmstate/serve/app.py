@@ -103,6 +103,7 @@ PATHS = (
     Path("POST", "/detokenize", tokens_route.detokenize, summary="Token ids to text"),
     Path("GET", "/tokenizer_info", tokens_route.tokenizer_info, summary="The tokenizer's special tokens and template"),
     Path("GET", "/props", models_route.props, summary="The server's properties, as llama-server gives them"),
+    Path("GET", "/slots", models_route.slots, summary="The engine's rows, as llama-server gives its slots"),
     Path("GET", "/openapi.json", _openapi, both=False, summary="This document"),
     Path("POST", "/apply-template", tokens_route.apply_template, summary="Messages to the text of the prompt"),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import UTC, datetime
 from typing import Any
 
@@ -11,6 +12,7 @@ from starlette.types import ASGIApp
 
 import lmstate
 from lmstate.generation.sampling import Sampler
+from lmstate.serve.errors import ApiError
 from lmstate.serve.http import json_response
 from lmstate.serve.service import Service
 
@@ -83,6 +85,19 @@ async def props(service: Service, request: Request) -> ASGIApp:
             "build_info": f"lmstate {lmstate.__version__}",
         }
     )
+
+
+async def slots(service: Service, request: Request) -> ASGIApp:
+    """The rows of the engine as llama-server's slots; those in use come first, whatever their place in the batch."""
+    at_work = await asyncio.to_thread(service.engine.at_work)
+    if request.query_params.get("fail_on_no_slot") and len(at_work) == service.engine.rows:
+        raise ApiError("no slot is free", 503, code="unavailable")
+    shown: list[dict[str, Any]] = [
+        {"id": id, "n_ctx": service.context, "is_processing": id < len(at_work)} for id in range(service.engine.rows)
+    ]
+    for slot, task in zip(shown, at_work):
+        slot["id_task"] = task
+    return json_response(shown)
 
 
 async def health(service: Service, request: Request) -> ASGIApp:

@@ -214,6 +214,7 @@ QUERIES: dict[str, dict[str, Any]] = {  # of GET
     "/v1/responses/{id}": {"stream": FLAG, "starting_after": WHOLE},
     "/v1/responses/{id}/input_items": PAGE,
     "/v1/conversations/{id}/items": PAGE,
+    "/slots": {"fail_on_no_slot": FLAG},
 }
 
 
@@ -230,7 +231,7 @@ def document(paths: Sequence[Path]) -> dict[str, Any]:
             "responses": {
                 "200": {"description": "The answer; events if a stream was asked for."},
                 "4XX": {"description": "What was wrong with the request, in the protocol's own error object."},
-                "503": {"description": "The server is shutting down."},
+                "503": {"description": "The server is shutting down, or has no row for who asked to be told."},
             },
         }
         if parameters := re.findall(r"{(\w+)}", path):
