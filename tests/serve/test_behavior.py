@@ -499,6 +499,17 @@ def test_texts_of_tokens_are_made_beside_the_loop(engine: Engine, monkeypatch: p
     assert beside == [True] * 4
 
 
+def test_pieces_of_tokens_have_the_shape_of_llama_server(tiny: Running) -> None:
+    with tiny.client() as client:
+        plain, pieces = (
+            client.post("/tokenize", json={"content": "a€", **more}) for more in ({}, {"with_pieces": True})
+        )
+        assert [type(token) for token in plain.json()["tokens"]] == [int] * 4
+        told = dict(zip(plain.json()["tokens"], ["a", [226], [130], [172]]))
+        assert pieces.json()["tokens"] == [{"id": token, "piece": piece} for token, piece in told.items()]
+        assert "token_strs" not in pieces.json()
+
+
 def test_a_large_body_is_read_beside_the_loop(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     beside: list[bool] = []
     read = serve_http.parse_body

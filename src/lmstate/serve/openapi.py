@@ -192,6 +192,8 @@ BODIES: dict[str, dict[str, Any]] = {
             "messages": CHAT["messages"],
             "add_special_tokens": FLAG,
             "add_generation_prompt": FLAG,
+            "return_token_strs": FLAG,
+            "with_pieces": FLAG,
         }
     ),
     "/detokenize": body({"tokens": IDS}, "tokens"),

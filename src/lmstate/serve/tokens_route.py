@@ -19,7 +19,7 @@ from lmstate.serve.service import Service
 
 
 async def tokenize(service: Service, request: Request) -> ASGIApp:
-    """`prompt` (or `content`), or `messages` -> `tokens`."""
+    """`prompt` (or `content`), or `messages` -> `tokens`: ids, with `with_pieces` objects of an id and its piece."""
     body = await read_body(service, request)
     if body.has("messages"):
         tokens = (await rendered(service, body)).tokens
@@ -32,8 +32,10 @@ async def tokenize(service: Service, request: Request) -> ASGIApp:
         special = body.flag("add_special_tokens", True) if not body.has("add_special") else body.flag("add_special")
         tokens = await asyncio.to_thread(service.tokenizer.encode, text, special)
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": service.context, "tokens": tokens}
-    if body.flag("return_token_strs") or body.flag("with_pieces"):
+    if body.flag("return_token_strs"):
         answer["token_strs"] = await asyncio.to_thread(texts_of, service, tokens)
+    if body.flag("with_pieces"):
+        answer["tokens"] = await asyncio.to_thread(pieces_of, service, tokens)
     return json_response(answer)
 
 
@@ -47,6 +49,18 @@ async def rendered(service: Service, body: Fields) -> Prompt:
 def texts_of(service: Service, tokens: list[int]) -> list[str]:
     """Each token's text by itself; half a character is shown as U+FFFD."""
     return [service.grammars.token_bytes(token).decode("utf-8", "replace") for token in tokens]
+
+
+def pieces_of(service: Service, tokens: list[int]) -> list[dict[str, Any]]:
+    """Each token with its text, as llama-server has them: what is no UTF-8 by itself is an array of bytes."""
+
+    def piece(raw: bytes) -> str | list[int]:
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError:
+            return list(raw)
+
+    return [{"id": token, "piece": piece(service.grammars.token_bytes(token))} for token in tokens]
 
 
 async def detokenize(service: Service, request: Request) -> ASGIApp:
