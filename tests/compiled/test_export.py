@@ -36,7 +36,7 @@ def feed(program: torch.nn.Module, tokens: Tensor, width: int) -> Tensor:
 EXPORTED = ["llama", "mistral", "gemma3-pattern", "lfm2", "qwen3_5", "recurrent_gemma"]
 
 
-@pytest.mark.parametrize("case", sampled(EXPORTED, ("gemma3-pattern", "lfm2", "qwen3_5")))
+@pytest.mark.parametrize("case", sampled(EXPORTED, ("gemma3-pattern", "qwen3_5")))
 def test_exported_steps_equal_the_model_token_by_token(case: str, tmp_path: Path) -> None:
     model, tokens = ours(case), text(150, rows=2)
     whole = model(tokens)

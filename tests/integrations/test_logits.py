@@ -149,7 +149,7 @@ def test_inference_mode_and_no_grad_may_alternate(name: str) -> None:
         torch.testing.assert_close(logits[:, -1].clone(), model(ids).logits[:, -1], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", sampled(("llama", "gemma3", "qwen3_next", "mamba2"), ("gemma3", "mamba2")))
+@pytest.mark.parametrize("name", sampled(("llama", "gemma3", "qwen3_next", "mamba2"), ("gemma3",)))
 def test_a_compiled_model_goes_on_from_its_cache(name: str) -> None:
     """Storing stays outside of the graphs, whose shapes change while they are used."""
     import copy

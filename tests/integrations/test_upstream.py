@@ -93,6 +93,7 @@ def test_generate_static():
 """
 
 
+@pytest.mark.soak  # of two processes that import transformers, for who names its folder
 def test_the_harness_tells_which_tests_fail_because_of_the_cache(tmp_path: Path) -> None:
     (tmp_path / "test_suite.py").write_text(SUITE)
     worse, written = worse_with_ours(tmp_path, "test_suite.py")

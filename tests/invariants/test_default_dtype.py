@@ -13,7 +13,8 @@ import lmstate
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.open import open_source
 from lmstate.models.families import build
-from tests.zoo import CASES, pair, text
+from tests.sweeps import sampled
+from tests.zoo import CASES, SAMPLE, pair, text
 
 
 @contextmanager
@@ -35,7 +36,7 @@ def walk(model: lmstate.Model) -> torch.Tensor:
     return torch.stack(out)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sampled(list(CASES), SAMPLE))
 def test_logits_do_not_depend_on_the_default_dtype(case: str, tmp_path: Path) -> None:
     theirs, ours = pair(case)
     theirs.save_pretrained(tmp_path)

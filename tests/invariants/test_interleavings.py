@@ -1,6 +1,6 @@
 """Random interleavings of all that can be done to a state, on every layer kind, against recomputation from scratch.
 
-`pytest --interleavings N` runs an eighth of N a kind, and N with `-m soak`; N is 200 by itself.
+`pytest --interleavings N` runs a twelfth of N a kind, and N with `-m soak`; N is 200 by itself.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ every_kind = pytest.mark.parametrize("kind", [*KINDS, *STRETCHED])
 
 @every_kind
 def test_any_interleaving_equals_recomputation(kind: str, request: pytest.FixtureRequest) -> None:
-    check_interleavings(kind, request.config.getoption("--interleavings") // 8)
+    check_interleavings(kind, request.config.getoption("--interleavings") // 12)
 
 
 @pytest.mark.soak

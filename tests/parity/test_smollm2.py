@@ -11,6 +11,7 @@ import torch
 
 import lmstate
 from tests import real_model
+from tests.sweeps import sampled
 
 TEXT = (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")
 
@@ -57,17 +58,17 @@ def theirs() -> Any:
 
 
 def test_logits_over_a_text_equal_transformers() -> None:
-    ids = ours().tokenizer.encode(TEXT)[:600]
-    assert len(ids) == 600
+    ids = ours().tokenizer.encode(TEXT)[:320]
+    assert len(ids) == 320
     with torch.no_grad():
         expected = theirs()(torch.tensor([ids])).logits
     torch.testing.assert_close(ours()([ids]), expected, atol=1e-3, rtol=0)
     state = ours().new_state()
-    cut = [ours()([ids[a : a + 100]], state, logits="all") for a in range(0, 600, 100)]
+    cut = [ours()([ids[a : a + 80]], state, logits="all") for a in range(0, 320, 80)]
     torch.testing.assert_close(torch.cat(cut, 1), expected, atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("prompt", ["Once upon a time", "def fibonacci(n):"])
+@pytest.mark.parametrize("prompt", sampled(["Once upon a time", "def fibonacci(n):"], ["Once upon a time"]))
 def test_a_hundred_greedy_tokens_equal_transformers(prompt: str) -> None:
     ids = ours().tokenizer.encode(prompt)
     with torch.no_grad():
