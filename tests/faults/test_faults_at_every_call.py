@@ -108,7 +108,7 @@ def test_a_fault_at_any_native_call_of_generate_leaves_what_came_before_it(kind:
     with FailingNativeCall() as counting:
         generate(whole)
     tokens = whole.tokens(0)
-    for at in range(1, counting.calls + 1, max(1, counting.calls // 3)):
+    for at in range(1, counting.calls + 1, max(1, counting.calls // 5)):
         twin, plain = copy.deepcopy(state), copy.deepcopy(state)
         with FailingNativeCall(at), pytest.raises(Fault):
             generate(twin)

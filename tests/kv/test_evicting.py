@@ -42,7 +42,7 @@ def test_every_query_sees_what_was_kept_and_its_own_step(case: str, policy: str)
 
 
 @every_policy
-@settings(max_examples=5, deadline=None, derandomize=True, phases=[Phase.generate],
+@settings(max_examples=10, deadline=None, derandomize=True, phases=[Phase.generate],
           suppress_health_check=list(HealthCheck))  # fmt: skip
 @given(data=st.data())
 def test_any_interleaving_sees_what_was_kept(policy: str, data: st.DataObject) -> None:

@@ -21,7 +21,7 @@ def ids(length: int, seed: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("policy", "length"), [(kv.Recent(budget=1024), 24_000), (kv.H2O(budget=1024, recent=64), 12_000)]
+    ("policy", "length"), [(kv.Recent(budget=1024), 50_000), (kv.H2O(budget=1024, recent=64), 12_000)]
 )
 def test_a_long_stream_through_a_budget(policy: kv.Budget, length: int) -> None:
     """Memory stays what it was after the first thousand; positions go on, no slot is lost."""

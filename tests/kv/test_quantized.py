@@ -258,7 +258,7 @@ def test_attention_reads_what_the_codes_stand_for(bits: int, window: int | None,
         for r, count in enumerate(counts):
             k_row, v_row = (torch.cat([old, x[r, :count].transpose(0, 1)], 1) for old, x in zip(whole[r], (k, v)))
             whole[r] = k_row, v_row
-            for i in range(0, count, 13):
+            for i in range(0, count, 5):
                 at = stored.lengths[r] + i
                 keys, values = (x[None, :, : at + 1] for x in stored.visible(k_row, v_row, at))
                 alone = ops.attend(
