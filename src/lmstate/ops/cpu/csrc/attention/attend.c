@@ -213,9 +213,10 @@ static void run_chunk(const attend_args *a, const attend_plan *all, int64_t numb
     bf16_task of = {.args = a, .codes = all->codes, .floats = &floats, .coded = &coded, .q = queries_of_row,
                     .parts = part_at(a, all->parts, first_part).largest, .row = r, .kv = kv,
                     .first = first_token * group, .n = n, .from = from, .until = until};
+    source leaving = floats, unused = {0};
     if (!all->whole && !all->codes && number + 1 < all->tasks) {
-      const task_of next = numbered_task(a, all, number + 1);
-      of.next = floats_of(a, all, next.r, next.kv).k, of.next_from = next.from / SUB * SUB, of.next_until = next.until;
+      look_ahead(a, all, number + 1, (until - 1) / SUB * SUB, &leaving, &unused);
+      of.leaving = &leaving;
     }
     attend_bf16(&of);
     return;

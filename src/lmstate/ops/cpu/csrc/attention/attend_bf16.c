@@ -114,21 +114,15 @@ static tile_rows rows_in_tile(const uint16_t *const *rows, int64_t slot, int64_t
   return (tile_rows){to, padded};
 }
 
-/* Values of the positions from b on, to be asked for while their keys are laid out; and the keys that come after these
- * values: those of the next span, or of the task that follows from its place i on. Codes are read too slowly to wait. */
-static asked_slots values_to_ask(const bf16_task *t, int64_t b) {
-  return slots_to_ask(&t->floats->v, t->args->dim_v, b, t->codes ? 0 : t->until);
-}
-static asked_slots keys_to_ask(const bf16_task *t, int64_t b, int64_t i) {
-  if (b < t->until) return slots_to_ask(&t->floats->k, t->args->dim, b, t->codes ? 0 : t->until);
-  return slots_to_ask(&t->next, t->args->dim, t->next_from + i, t->next_until);
+/* What is stored as floats at the tile at b. */
+static const source *floats_at(const bf16_task *t, int64_t b) {
+  return t->leaving && b + SUB >= t->until ? t->leaving : t->floats;
 }
 
 /* Of the SUB positions from b on, the keys that some query of the task sees, as floats or as codes. */
 static void lay_keys(const bf16_task *t, int64_t b, int coded, kv_span *to) {
   const attend_args *a = t->args;
-  const asked_slots values = values_to_ask(t, b);
-  const stored k = at_tile(coded ? &t->coded->k : &t->floats->k, b);
+  const stored k = at_tile(coded ? &t->coded->k : &floats_at(t, b)->k, b);
   const int64_t at = b % to->positions;
   uint32_t *keys = to->keys + at * (to->dim / 2);
   const uint16_t *rows[SUB];
@@ -138,7 +132,9 @@ static void lay_keys(const bf16_task *t, int64_t b, int coded, kv_span *to) {
     rows_of(&k, t->from > b ? t->from : b, t->until < b + SUB ? t->until : b + SUB, b, a->dim,
             coded ? t->codes->bits : 0, to->expanded, rows);
     for (int i = 0; i < SUB; i += 16) {
-      ask_slots(&values, i, 16);
+      if (!t->codes)
+        for (int j = i; j < i + 16; j++)
+          for (int64_t d = 0; d < a->dim; d += 32) ask_ahead(BF16, rows[j], d, k.ahead);
       if (to->few) to->rows[(at + i) / 16] = rows_in_tile(rows + i, k.slot, a->dim, to->dim, keys + i * to->dim / 2);
       else transpose_all_pairs(rows + i, a->dim, keys + i);
     }
@@ -147,10 +143,10 @@ static void lay_keys(const bf16_task *t, int64_t b, int coded, kv_span *to) {
 }
 
 /* The same of the values. */
-static void lay_values(const bf16_task *t, int64_t b, int coded, const asked_slots *ask, kv_span *to) {
+static void lay_values(const bf16_task *t, int64_t b, int coded, kv_span *to) {
   const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7); /* halves are taken of each quarter */
   const int64_t dim = t->args->dim_v;
-  const stored v = at_tile(coded ? &t->coded->v : &t->floats->v, b);
+  const stored v = at_tile(coded ? &t->coded->v : &floats_at(t, b)->v, b);
   const uint16_t *rows[SUB];
   rows_of(&v, t->from > b ? t->from : b, t->until < b + SUB ? t->until : b + SUB, b, dim, t->codes ? t->codes->bits : 0,
           to->expanded, rows);
@@ -158,7 +154,8 @@ static void lay_values(const bf16_task *t, int64_t b, int coded, const asked_slo
     uint32_t *pairs = to->values + (d / WIDE * to->positions + b % to->positions) / 2 * WIDE + d % WIDE;
     const __mmask32 mask = dim - d < 32 ? (1u << (dim - d)) - 1 : ~0u;
     for (int i = 0; i < SUB; i += 2, pairs += WIDE) {
-      if (!d) ask_slots(ask, i, 2);
+      if (!t->codes)
+        for (int j = 0; j < 2; j++) ask_ahead(BF16, rows[i + j], d, v.ahead);
       const __m512i x = _mm512_permutexvar_epi64(order, _mm512_maskz_loadu_epi16(mask, rows[i] + d));
       const __m512i y = _mm512_permutexvar_epi64(order, _mm512_maskz_loadu_epi16(mask, rows[i + 1] + d));
       _mm512_store_si512(pairs, _mm512_unpacklo_epi16(x, y));
@@ -310,10 +307,7 @@ void attend_bf16(const bf16_task *t) {
         const int64_t tiles = (low - b) / 16;
         for (int64_t i = low; i < end; i += SUB) lay_keys(t, i, coded, &on);
         if (on.few) scores_in_tiles(on.rows + tiles, end - low, on.pairs, on.dim, on.columns + tiles);
-        for (int64_t i = low; i < end; i += SUB) { /* while tiles are multiplied */
-          const asked_slots keys = keys_to_ask(t, i + on.positions, i - low);
-          lay_values(t, i, coded, &keys, &on);
-        }
+        for (int64_t i = low; i < end; i += SUB) lay_values(t, i, coded, &on); /* while tiles are multiplied */
         for (int64_t rows; j < ends[coded]; j += rows) {
           rows = ends[coded] - j < most ? ends[coded] - j : most;
           if (on.low[j] < b + on.positions) tile(t, &on, j, rows, b, t->parts + (first + j) * (a->dim_v + 2));

@@ -67,23 +67,6 @@ INLINE stored at_tile(const stored *of, int64_t b) {
   return x;
 }
 
-/* Slots that are asked for while others are read, into the second cache: `width` bytes of each. */
-typedef struct {
-  const char *at;
-  int64_t bytes, width, count; /* `bytes`: from slot to slot */
-} asked_slots;
-
-/* Those of the tile at a position, as far as they are read: numbers of 16 bits. */
-INLINE asked_slots slots_to_ask(const stored *x, int64_t dim, int64_t position, int64_t until) {
-  if (position >= until) return (asked_slots){0};
-  return (asked_slots){slot_of(x, position), x->bytes, dim * 2, until - position < SUB ? until - position : SUB};
-}
-
-INLINE void ask_slots(const asked_slots *x, int64_t first, int64_t n) {
-  for (int64_t i = first; i < first + n && i < x->count; i++)
-    for (int64_t at = 0; at < x->width; at += 64) __builtin_prefetch(x->at + i * x->bytes + at, 0, 1);
-}
-
 struct source {
   stored k, v;
   score_kind *score; /* of the kind that keys are */
@@ -113,8 +96,7 @@ typedef struct {
   const float *q;          /* of the row's first token */
   float *parts;            /* of query 0, dim_v + 2 floats each: see `part` */
   int64_t row, kv, first, n, from, until;
-  stored next;                   /* keys of the task after this one, */
-  int64_t next_from, next_until; /* and which positions of them it reads: none where nothing is to be asked for */
+  const source *leaving;   /* floats at the last tile, which ask for another task's; or null */
 } bf16_task;
 
 /* Whether a row's queries may be rounded to bfloat16: many, over keys and values that are no more precise. Then what
