@@ -1,6 +1,6 @@
-"""A second device, without one: tensors keep their numbers in ordinary memory and are only marked as lying elsewhere.
+"""A second device: the GPU where there is one, else a pretended one.
 
-Inside `OtherDevice`, whatever is made on or sent to `DEVICE` is marked, and so is what is computed from it. A function
+On the pretended one tensors keep their numbers in ordinary memory and are only marked as lying elsewhere. Inside it, whatever is made on or sent to `DEVICE` is marked, and so is what is computed from it. A function
 that is given marked and unmarked tensors together fails as on a real machine, and so does a body for the processor that
 asks for the address of a marked one.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 DEVICE = torch.device("cuda", 0)
+REAL = torch.cuda.is_available()
 MARK = "lies_elsewhere"
 # May take tensors of both: copies between devices, an index of integers on the host.
 BOTH = {Tensor.copy_, Tensor.__getitem__}
@@ -28,6 +30,8 @@ PROPERTIES: dict[Any, Callable[[], Any]] = {
 
 
 def elsewhere(x: Tensor) -> bool:
+    if REAL:
+        return x.is_cuda
     with torch._C.DisableTorchFunction():
         return getattr(x, MARK, False)
 
@@ -47,7 +51,7 @@ def _mark(value: Any, there: bool) -> Any:
     return value
 
 
-class OtherDevice(TorchFunctionMode):
+class PretendedDevice(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -91,3 +95,6 @@ class OtherDevice(TorchFunctionMode):
             there = torch.device(wanted).type == DEVICE.type
         out = Tensor.to(x, *rest, **kwargs) if rest or kwargs else x
         return _mark(out.clone() if there != marked[0] and out is x else out, there)
+
+
+OtherDevice = nullcontext if REAL else PretendedDevice

@@ -25,7 +25,7 @@ class StaticMirror(Mirror):
 
     def feed(self, ids: Sequence[Sequence[int]], accept: Sequence[int] | None = None) -> None:
         """A step of as many tokens in every row; `accept` of them become real, all by default."""
-        got = self.step(torch.tensor(ids), self.state, logits="all")
+        got = self.step(self.tensor(ids), self.state, logits="all")
         accept = [len(new) for new in ids] if accept is None else accept
         assert self.state.pending == [len(new) for new in ids]
         for row, new, logits, n in zip(self.rows, ids, got, accept):
@@ -35,8 +35,8 @@ class StaticMirror(Mirror):
 
     def ragged(self, ids: Sequence[Sequence[int]], width: int) -> None:
         """A step of at most `width` tokens a row, padded."""
-        padded = torch.tensor([[*row, *[0] * (width - len(row))] for row in ids])
-        got = self.step(padded, self.state, torch.tensor([len(row) for row in ids]))
+        padded = [[*row, *[0] * (width - len(row))] for row in ids]
+        got = self.step(self.tensor(padded), self.state, self.tensor([len(row) for row in ids]))
         self.state.commit()
         for index, (row, new) in enumerate(zip(self.rows, ids)):
             row += new
@@ -44,6 +44,9 @@ class StaticMirror(Mirror):
                 close(got[index], self.expected(row)[-1])
             else:
                 assert got[index].isnan().all()
+
+    def tensor(self, numbers: Any) -> Tensor:
+        return torch.tensor(numbers, device=self.model.device)
 
     def check(self, probe: bool = True) -> None:
         super().check(probe)

@@ -120,7 +120,7 @@ def call(model: Any, ids: torch.Tensor, cache: Any, start: int | None = None) ->
     given = {cache_name(model): cache}
     if "position_ids" in parameters(type(model)):
         start = cache.get_seq_length() if start is None else start
-        given["position_ids"] = torch.arange(start, start + ids.shape[1]).expand(ids.shape[0], -1)
+        given["position_ids"] = torch.arange(start, start + ids.shape[1], device=ids.device).expand(ids.shape[0], -1)
     with torch.no_grad():
         return model(ids, **given, use_cache=True).logits
 

@@ -1,6 +1,6 @@
 """Everything that a state does, on a device that is not the processor: nothing mixes the two, and the logits are those.
 
-No accelerator is needed: see `tests.other_device`.
+On the GPU where there is one, else on a pretended device: see `tests.other_device`.
 """
 
 from __future__ import annotations

@@ -127,10 +127,8 @@ class IndexedLayer(FullAttentionLayer, DynamicIndexedLayer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.indexer_keys = None
-        self.indexer_position_ids = None
-        self.is_indexer_initialized = False
         self._i = GrowableTensor()
+        self._forget_indexer()
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         if not self.is_indexer_initialized:
@@ -151,6 +149,9 @@ class IndexedLayer(FullAttentionLayer, DynamicIndexedLayer):
 
     def reset(self) -> None:
         super().reset()
+        self._forget_indexer()
+
+    def _forget_indexer(self) -> None:
         self.indexer_keys = self.indexer_position_ids = None
         self.is_indexer_initialized = False
         self._i.drop()
@@ -189,6 +190,7 @@ class IndexedLayer(FullAttentionLayer, DynamicIndexedLayer):
         rest = dict(tensors)
         keys, positions = rest.pop("indexer_keys", None), rest.pop("indexer_position_ids", None)
         super().put(length, rest)
+        self._forget_indexer()
         if keys is not None:
             self.update_indexer(keys)
         self.indexer_position_ids = positions
