@@ -1,8 +1,9 @@
 """A second device: the GPU where there is one, else a pretended one.
 
-On the pretended one tensors keep their numbers in ordinary memory and are only marked as lying elsewhere. Inside it, whatever is made on or sent to `DEVICE` is marked, and so is what is computed from it. A function
-that is given marked and unmarked tensors together fails as on a real machine, and so does a body for the processor that
-asks for the address of a marked one.
+On the pretended one tensors keep their numbers in ordinary memory and are only marked as lying elsewhere. Inside it,
+whatever is made on or sent to `DEVICE` is marked, and so is what is computed from it. A function that is given marked
+and unmarked tensors together fails as on a real machine, and so does a body for the processor that asks for the address
+of a marked one.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class ExportedStep(nn.Module):
             layer.rebind({name: self.get_buffer(own) for name, own in names.items()})
         room = self.positions + counts <= self.capacity
         counts = torch.where(room, counts, 0)
-        step = DeviceStep(self.positions, counts, self.tokens)
+        step = DeviceStep.at(self.positions, counts, self.tokens)
         hidden = self.model.run_layers(tokens, step, self.layers)
         logits = device_logits(hidden, self.model.logits, step, room, "last")
         for layer in self.layers:

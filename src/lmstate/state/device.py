@@ -51,7 +51,7 @@ class DeviceSteps:
         if counts is None:
             counts = torch.full_like(self.positions, width)
         room = (counts >= 0) & (counts <= width) & (self.positions + counts <= capacity)
-        return DeviceStep(self.positions, torch.where(room, counts, 0), width), room
+        return DeviceStep.at(self.positions, torch.where(room, counts, 0), width), room
 
     def sync(self, rows: Sequence[Row], changes: Changes) -> None:
         """Write where the rows stand. A row that misses tokens stands where no step has room."""

@@ -128,6 +128,7 @@ class Step:
             yield offset, Step(starts, counts, self.device, lengths, self.speculative, self.chunk, self.rewindable)
 
 
+@dataclass(frozen=True, kw_only=True)
 class DeviceStep(Step):
     """A step whose starts and counts are on the device alone, so that a traced graph serves all of them.
 
@@ -135,18 +136,27 @@ class DeviceStep(Step):
     is not there. Its rope tables are those of short texts: who makes one sees to it that no row grows out of them.
     """
 
-    def __init__(self, starts: Tensor, counts: Tensor, width: int):
-        super().__init__((), (), starts.device, (0,) * starts.shape[0])
-        # Where the base would find them once computed; a tracer cannot follow the lock of a cached property.
-        object.__setattr__(self, "width", width)
-        object.__setattr__(self, "new_tokens", starts.shape[0] * width)
-        object.__setattr__(self, "starts_t", starts)
-        object.__setattr__(self, "counts_t", counts)
-        object.__setattr__(self, "positions", starts[:, None] + torch.arange(width, device=starts.device))
+    # Given, where a `Step` computes them once: a tracer cannot follow the lock of a cached property.
+    width: int = field()
+    starts_t: Tensor = field()
+    counts_t: Tensor = field()
+    positions: Tensor = field()
+
+    @staticmethod
+    def at(starts: Tensor, counts: Tensor, width: int) -> DeviceStep:
+        rows, device = starts.shape[0], starts.device
+        positions = starts[:, None] + torch.arange(width, device=device)
+        return DeviceStep(
+            (), (), device, (0,) * rows, width=width, starts_t=starts, counts_t=counts, positions=positions
+        )  # fmt: skip
 
     @property
     def rows(self) -> int:
         return self.starts_t.shape[0]
+
+    @property
+    def new_tokens(self) -> int:
+        return self.rows * self.width
 
     def packed(self, x: Tensor) -> Tensor:
         """All of them: what is padding is on the device."""
