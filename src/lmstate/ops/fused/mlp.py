@@ -27,7 +27,8 @@ def feed_forward(
     x: float32 `[..., K]`; up: `[2F, K]`; down: `[N, F]`. Bit for bit the same as two `linear`.
     """
     stream, after, scale = residual or (None, None, 1.0)
-    sublayer = MLPSublayer(  # all by name: torch's compiler, before 2.13, takes the order of fields for that of arguments
+    # All by name: torch's compiler, before 2.13, takes the order of a dataclass's fields for that of its arguments.
+    sublayer = MLPSublayer(
         up=up, down=down, act=act, up_bias=up_bias, down_bias=down_bias, norm=norm, post_norm=after, scale=scale
     )  # fmt: skip
     if is_short(x) and (y := fused_feed_forward(x, sublayer, stream)) is not None:

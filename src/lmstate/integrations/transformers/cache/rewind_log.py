@@ -15,6 +15,7 @@ from lmstate.integrations.transformers.cache.layers.base import RewindableLayer,
 from lmstate.integrations.transformers.cache.layers.hybrid import HybridWindowLayer
 from lmstate.integrations.transformers.cache.layers.recurrent import RecurrentLayer, is_fold
 from lmstate.integrations.transformers.cache.layers.sliding import WindowLayer
+from lmstate.integrations.transformers.cache.transfers import Transfers
 
 EVERY = 256
 """Tokens between two places to go back to, while single tokens come."""
@@ -31,7 +32,8 @@ class Checkpoint:
 class RewindLog:
     """The layers of a cache, with what takes them back. `anchors`: carries to keep, of earlier places."""
 
-    def __init__(self, layers: list[Any], anchors: int, *, encoder: bool) -> None:
+    def __init__(self, layers: list[Any], transfers: Transfers, anchors: int, *, encoder: bool) -> None:
+        self._transfers = transfers
         self._layers = layers  # RewindableLayer, DummyLayer, or a layer of transformers' own
         self._encoder = encoder
         self._recurrent = [i for i, layer in enumerate(layers) if isinstance(layer, RecurrentLayer)]
@@ -91,6 +93,8 @@ class RewindLog:
 
     def thaw(self, index: int | None = None) -> None:
         """Let a recurrent layer (None: every one) write its carries: into memory of its own."""
+        if index is None:
+            self._transfers.settle()
         for i in self._recurrent if index is None else [index]:
             if isinstance(layer := self._layers[i], RecurrentLayer):
                 layer.thaw()
@@ -102,7 +106,10 @@ class RewindLog:
             self.history.add(call)
 
     def checkpoint(self, position: int) -> Checkpoint:
-        """The present carries."""
+        """The present carries, on their device."""
+        self._transfers.settle()
+        for i in self._recurrent:
+            RecurrentLayer.prefetch(self._layers[i])  # not the keys and values beside them
         return Checkpoint(position, {i: self._layers[i].carry() for i in self._recurrent})
 
     # ---- going back
@@ -147,6 +154,7 @@ class RewindLog:
 
     def undo(self, start: Checkpoint) -> None:
         """Take back a call that began at `start` and broke off: some layers have its tokens and some have not."""
+        self._transfers.settle()
         to = start.position
         self.lost = bool(to and self._recurrent and not start.carries)
         for layer in self._layers:

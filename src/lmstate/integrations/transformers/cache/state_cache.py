@@ -29,6 +29,7 @@ from lmstate.integrations.transformers.cache.layers.recurrent import ConvLayer
 from lmstate.integrations.transformers.cache.layers.sliding import WindowLayer
 from lmstate.integrations.transformers.cache.rewind_log import RewindLog
 from lmstate.integrations.transformers.cache.snapshot import CacheSnapshot, fingerprint_of, load, save
+from lmstate.integrations.transformers.cache.transfers import Transfers
 from lmstate.state.validate import whole_number
 
 ELSEWHERE = frozenset({"minimax", "recurrent_gemma", "reformer", "rwkv", "xlnet", "xlstm"})
@@ -80,7 +81,8 @@ class StateCache(DynamicCache, hooks.ObservedCache):
             offloading=offloading,
             offload_only_non_sliding=offload_only_non_sliding,
         )
-        self._log = RewindLog(self.layers, anchors, encoder=bool(model.config.is_encoder_decoder))
+        self._transfers = Transfers(self.layers, self.prefetch_stream if offloading else None)
+        self._log = RewindLog(self.layers, self._transfers, anchors, encoder=bool(model.config.is_encoder_decoder))
         self._calls = Calls(model, self._log)
         self.recomputed = 0
         """Tokens that going back had to feed again, since the cache was made."""
@@ -138,17 +140,32 @@ class StateCache(DynamicCache, hooks.ObservedCache):
 
     # A graph breaks where something is stored: memory that grows, and is written while views of it are read, is not for
     # torch's compiler.
-    update = torch.compiler.disable(DynamicCache.update)
+
+    @torch.compiler.disable
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store new keys and values; all that attention is to read."""
+        self._transfers.fetch(layer_idx)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    @torch.compiler.disable
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Store new keys of an indexer; all that are stored."""
+        self._transfers.fetch(layer_idx)
+        return super().update_indexer(indexer_key_states, layer_idx)
 
     @torch.compiler.disable
     def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
         """A convolution's last inputs, which some models write into."""
+        self._transfers.fetch(layer_idx)
         self._log.thaw(layer_idx)
         return super().get_conv_state(layer_idx, *args, **kwargs)
 
     @torch.compiler.disable
     def get_recurrent_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
         """A carry, which some models write into."""
+        self._transfers.fetch(layer_idx)
         self._log.thaw(layer_idx)
         return super().get_recurrent_state(layer_idx, *args, **kwargs)
 
@@ -156,6 +173,7 @@ class StateCache(DynamicCache, hooks.ObservedCache):
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
         """Store a convolution's inputs; the other arguments are the layer's business."""
         self._calls.check_known()
+        self._transfers.fetch(layer_idx)
         self._log.thaw(layer_idx)
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
@@ -163,6 +181,7 @@ class StateCache(DynamicCache, hooks.ObservedCache):
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
         """Store a carry; the other arguments are the layer's business."""
         self._calls.check_known()
+        self._transfers.fetch(layer_idx)
         self._log.thaw(layer_idx)
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
@@ -262,6 +281,7 @@ class StateCache(DynamicCache, hooks.ObservedCache):
 
     def snapshot(self) -> CacheSnapshot:
         """All of it as an immutable value."""
+        self._transfers.settle()
         kept = self._log.kept("a snapshot")
         if self._log.lost:
             raise StateError("a call failed in the middle of this recurrent model: rewind or reset before a snapshot")
@@ -314,6 +334,7 @@ class StateCache(DynamicCache, hooks.ObservedCache):
     def _select(self, rows: Tensor) -> None:
         if rows.tolist() == list(range(self.rows)):
             return
+        self._transfers.settle()
         try:
             for layer in self.layers:
                 if isinstance(layer, RewindableLayer):
@@ -328,6 +349,9 @@ class StateCache(DynamicCache, hooks.ObservedCache):
     def __deepcopy__(self, memo: dict[int, Any]) -> StateCache:
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
+        if self.offloading:
+            self._transfers.settle()
+            memo[id(self.prefetch_stream)] = self.prefetch_stream
         memo.update({id(held): held.clone() for held in computed(self.layers)})
         memo.update({id(held): held for held in shared([self.layers, self._log])})
         for name, value in self.__dict__.items():
