@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 
 DEVICE = torch.device("cuda", 0)
@@ -38,6 +39,8 @@ def elsewhere(x: Tensor) -> bool:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, CausalBias):  # of no device
+        return
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):

@@ -65,7 +65,7 @@ class Forward:
             whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1) if pieces else none
         if step.uniform:
             return whole
-        padding = (torch.arange(step.width, device=self.device) >= step.counts_t[:, None])[..., None]
+        padding = (torch.arange(step.width) >= step.counts_t[:, None])[..., None].to(self.device)
         # The stream may be what a caller gave; logits are our own.
         kept = self.head is None or whole.requires_grad
         return whole.masked_fill(padding, 0.0) if kept else whole.masked_fill_(padding, 0.0)
@@ -118,7 +118,7 @@ class Forward:
                 self.on_part(offset, step.width)
             width = part.width
             rows = [row[offset : offset + width] for row in ids]
-            padded = integers([row + [0] * (width - len(row)) for row in rows], self.device)
+            padded = integers([row + [0] * (width - len(row)) for row in rows]).to(self.device)
             yield offset, part, self.run(padded, part, state)
         if self.on_part is not None:
             self.on_part(step.width, step.width)

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_ROWS = 2**20  # of a state: more are a slip, and would fill the memory before anything is said
 HEAD_ROWS = 128  # rows of logits at a time: the references need as much memory again for them
+DEVICE_CHUNK = 2048  # tokens of a row that one forward takes where each operation is a launch; `Layout.chunk` elsewhere
 GRAPH_ROWS = 32  # of a compiled graph, and where a gradient follows
 
 
@@ -139,7 +140,7 @@ class Model:
         if flag(static, "static"):
             check_static(capacity, kv, max_positions=self.max_positions, dynamic_ropes=self.dynamic_ropes)
         dtype = kv if isinstance(kv, torch.dtype) else self.dtype
-        chunk = STATIC_CHUNK if static else Layout.chunk
+        chunk = STATIC_CHUNK if static else Layout.chunk if self.device.type == "cpu" else DEVICE_CHUNK
         layout = Layout(
             rows, self.device, dtype, capacity, rewind, chunk, max_positions=self.max_positions, static=static,
             pool=pool or BlockPool(),

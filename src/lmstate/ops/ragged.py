@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 
-def padding(counts: Tensor, width: int) -> Tensor | None:
-    """Padding mask of a step, bool `[R, T]`; None where it is cheap to see that there is no padding.
+def padding(counts: Tensor, x: Tensor) -> Tensor | None:
+    """Padding mask of inputs `x` `[R, T, ...]`, bool `[R, T]`; None where it is cheap to see that there is no padding.
 
-    On the CPU the question is answered on the host, so that the usual step (every row full) costs no pass over its
-    inputs; elsewhere an answer would stall the device or break a traced graph, and a mask is always built.
+    Counts on the host tell, so that the usual step (every row full) costs no pass over its inputs; of others an answer
+    would stall the device or break a traced graph, and a mask is always built.
     """
+    width = x.shape[1]
     if counts.is_cpu and not torch.compiler.is_compiling() and int(counts.min()) >= width:
         return None
-    return torch.arange(width, device=counts.device) >= counts[:, None]
+    return torch.arange(width, device=x.device) >= counts.to(x.device)[:, None]
 
 
 def blank(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -28,10 +28,11 @@ class Extras(TypedDict, total=False):
 class Step:
     """The plan of a forward as its layers see it, built once and handed to every layer.
 
-    `starts` and `counts` are host integers, for eager code; `starts_t` and `counts_t` are the same on the device, for
-    kernels. Row r's new tokens have the positions `starts[r] .. starts[r] + counts[r] - 1`; what lies to the right of
-    them in a `[R, T]` tensor is padding. `rope_lengths[r]` is the length that row r's rotary frequencies are made for
-    (it matters only to the ropes whose frequencies depend on the length of the text).
+    `starts` and `counts` are integers, `starts_t` and `counts_t` the same as tensors of the host, for operations: a
+    device that had them would have to be waited for. Row r's new tokens have the positions `starts[r] .. starts[r] +
+    counts[r] - 1`; what lies to the right of them in a `[R, T]` tensor is padding. `rope_lengths[r]` is the length that
+    row r's rotary frequencies are made for (it matters only to the ropes whose frequencies depend on the length of the
+    text).
     """
 
     starts: tuple[int, ...]
@@ -80,18 +81,18 @@ class Step:
 
     @cached_property
     def starts_t(self) -> Tensor:
-        """int64 [R]"""
-        return integers(self.starts, self.device)
+        """int64 [R], on the host"""
+        return integers(self.starts)
 
     @cached_property
     def counts_t(self) -> Tensor:
-        """int64 [R]"""
-        return integers(self.counts, self.device)
+        """int64 [R], on the host"""
+        return integers(self.counts)
 
     @cached_property
     def positions(self) -> Tensor:
         """int64 [R, T]; a padding token has the position that it would have."""
-        return self.starts_t[:, None] + torch.arange(self.width, device=self.device)
+        return self.starts_t.to(self.device)[:, None] + torch.arange(self.width, device=self.device)
 
     def packed(self, x: Tensor) -> Tensor:
         """`[R, T, ..]` without its padding, `[N, ..]`; a view where there is none."""
@@ -163,9 +164,9 @@ class DeviceStep(Step):
         return x.flatten(0, 1)
 
 
-def integers(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """A tensor of int64; of a few numbers `torch.tensor` takes longer to make one."""
-    return torch.from_numpy(np.array(values, dtype=np.int64)).to(device)
+def integers(values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+    """A tensor of int64 on the host; of a few numbers `torch.tensor` takes longer to make one."""
+    return torch.from_numpy(np.array(values, dtype=np.int64))
 
 
 def as_counts(value: int | Sequence[int] | None, limits: Sequence[int]) -> tuple[int, ...] | None:

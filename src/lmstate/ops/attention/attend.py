@@ -74,7 +74,7 @@ def attend_reference(
         y = attend_span(
             q[:, :count], k[:, :, low : start + count], v[:, :, low : start + count], start, low, params, mask
         )
-        return F.pad(y, (0, 0, 0, 0, 0, q.shape[1] - count))
+        return y if count == q.shape[1] else F.pad(y, (0, 0, 0, 0, 0, q.shape[1] - count))
     out = []
     for r, (start, count) in enumerate(spans):
         low = mask.first_visible(start)
@@ -93,13 +93,12 @@ def attend_span(
         return q.new_zeros(*q.shape[:3], v.shape[3])
     q = q.transpose(1, 2).to(k.dtype)  # [R, H, T, D]
     plain = params.softcap is None and params.sinks is None
-    if start == low and mask.first_visible(end - 1) == low and plain:
+    if plain and mask.first_visible(end - 1) == low:
         return params.softmax(q, k, v, None).transpose(1, 2).float()
     blocks = []
     # In blocks of queries: a window's cost then grows with the window and not with the length, and so do the scores.
-    step = count if plain and mask.first_visible(end - 1) == low else BLOCK
-    for first in range(0, count, step):
-        last = min(first + step, count)
+    for first in range(0, count, BLOCK):
+        last = min(first + BLOCK, count)
         a, b = mask.first_visible(start + first), start + last  # the positions that this block sees
         own = torch.arange(start + first, start + last, device=q.device)[:, None]
         visible = mask.visible(own, torch.arange(a, b, device=q.device))
@@ -161,6 +160,6 @@ def rotate_attend(
         return library.attention.rotate_attend(
             q, k_new, v_new, cos, sin, interleaved, k, v, starts, counts, params, mask
         )
-    append(rope(k_new, cos, sin, interleaved), v_new, k, v, starts, counts)
-    rotated = rope(q, cos, sin, interleaved)
+    rotated, keys = rope(torch.cat([q, k_new], dim=2), cos, sin, interleaved).split([q.shape[2], k_new.shape[2]], dim=2)
+    append(keys, v_new, k, v, starts, counts)
     return attend(rotated, k, v, starts, counts, params, mask)

@@ -21,6 +21,8 @@ def norm_reference(x: Tensor, norm: Norm) -> Tensor:
     x = x.float()
     if norm.kind == "layer":
         y = torch.nn.functional.layer_norm(x, x.shape[-1:], eps=norm.eps) * norm.weight
+    elif not x.is_cpu and norm.weight.ndim == 1:
+        y = torch.nn.functional.rms_norm(x, x.shape[-1:], norm.weight, norm.eps)  # one kernel
     else:
         y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
     return y if norm.bias is None else y + norm.bias

@@ -51,7 +51,7 @@ def causal_conv(
     library = dispatch.native(x, tail, weight, bias)
     if library is not None and all_float32(x, tail, weight, bias):
         return library.recurrent.causal_conv(x, tail, weight, bias, counts, activation == "silu")
-    mask = padding(counts, width)
+    mask = padding(counts, x)
     joined = torch.cat([tail.to(x.dtype), blank(x, mask)], 1)  # [R, C-1+T, F]
     body = convolve_windows if width <= WINDOW_UP_TO else convolve_shifts
     y = body(joined, weight, bias)
@@ -72,7 +72,7 @@ def last_inputs(joined: Tensor, counts: Tensor, length: int, full: bool) -> Tens
     """
     if full:
         return joined[:, joined.shape[1] - length :].clone()  # a view would keep the whole step's inputs alive
-    index = counts[:, None] + torch.arange(length, device=joined.device)  # [R, length]
+    index = counts.to(joined.device)[:, None] + torch.arange(length, device=joined.device)  # [R, length]
     return joined.gather(1, index[:, :, None].expand(-1, -1, joined.shape[2]))
 
 

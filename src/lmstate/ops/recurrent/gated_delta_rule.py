@@ -69,7 +69,7 @@ def gated_delta_rule(
     library = dispatch.native(q, k, v, g, beta, carry)
     if library is not None and all_float32(q, k, v, g, beta, carry):
         return library.recurrent.gated_delta_rule(q, k, v, g, beta, carry, counts, scale, normalize)
-    mask = padding(counts, width)
+    mask = padding(counts, v)
     q, k, v, g, beta = (blank(x.to(dtype), mask) for x in (q, k, v, g, beta))
     body = recurrent if width <= RECURRENT_UP_TO else chunked
     return body(q, k, v, g, beta, carry, scale=scale, normalize=normalize)

@@ -27,7 +27,7 @@ def head_conv(x: Tensor, tail: Tensor, matrices: Tensor, counts: Tensor) -> tupl
             f"a tail of {kernel - 1} inputs of {heads} heads of {dim} needs matrices {[heads, kernel * dim, dim]}, "
             f"and they are {list(matrices.shape)}"
         )
-    mask = padding(counts, width)
+    mask = padding(counts, x)
     joined = torch.cat([tail.to(x.dtype), blank(x, mask)], 1)  # [R, C-1+T, H, D]
     windows = joined.unfold(1, kernel, 1).mT.reshape(rows, width, heads, kernel * dim)  # unfolded [R, T, H, D, C]
     last = last_inputs(joined.flatten(2), counts, kernel - 1, full=mask is None)

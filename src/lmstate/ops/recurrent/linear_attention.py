@@ -35,7 +35,7 @@ def linear_attention(
     library = dispatch.native(q, k, v, g, carry)
     if library is not None and all_float32(q, k, v, g, carry):
         return library.recurrent.gated_delta_rule(q, k, v, g, None, carry, counts, scale=1.0, normalize=False)
-    mask = padding(counts, q.shape[1])
+    mask = padding(counts, q)
     q, k, v, g = (blank(x.to(dtype), mask) for x in (q, k, v, g))
     weight = blank(torch.ones(v.shape[:3], dtype=dtype, device=v.device), mask)  # [R, T, H]
     body = recurrent if q.shape[1] <= RECURRENT_UP_TO else chunked

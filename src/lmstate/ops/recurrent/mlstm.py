@@ -45,7 +45,7 @@ def mlstm(
     Returns the answers [R, T, H, Dv] and the new carry, in the carry's dtype.
     """
     state, peak = carry
-    dtype, mask = state.dtype, padding(counts, q.shape[1])
+    dtype, mask = state.dtype, padding(counts, q)
     # Gates are float64: they are few, and in float32 torch rounds the last numbers of a vector otherwise.
     keep, added = F.logsigmoid(forget_gate.double()), input_gate.double()
     columns = torch.cat([v.to(dtype), torch.ones_like(v[..., :1], dtype=dtype)], -1) * added.exp().to(dtype)[..., None]

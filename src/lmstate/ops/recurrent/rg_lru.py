@@ -49,7 +49,7 @@ def rg_lru(
     if library is not None and all_float32(x, input_gate, recurrence_gate, recurrent_param, h, seen):
         return library.recurrent.rg_lru(x, input_gate, recurrence_gate, recurrent_param, carry, counts)
     dtype, width = carry_dtype(h), x.shape[1]
-    mask = padding(counts, width)
+    mask = padding(counts, x)
     x, input_gate, recurrence_gate = (blank(each.to(dtype), mask) for each in (x, input_gate, recurrence_gate))
     log_decay = -8 * F.softplus(recurrent_param.to(dtype)) * torch.sigmoid(recurrence_gate)
     fresh = (seen == 0)[:, None] & (torch.arange(width, device=x.device) == 0)  # [R, T]
@@ -58,7 +58,7 @@ def rg_lru(
     decay = torch.exp(blank(log_decay, mask))
     body = recurrent if width <= RECURRENT_UP_TO else chunked
     y, h = body(decay, size * torch.sigmoid(input_gate) * x, h)
-    return y, (h, torch.maximum(seen, (counts > 0).to(seen.dtype)))
+    return y, (h, torch.maximum(seen, (counts > 0).to(seen)))
 
 
 def recurrent(decay: Tensor, update: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:

@@ -56,7 +56,7 @@ def selective_scan(
     if library is not None and all_float32(x, dt, A, B, C, D, carry, gate):
         return library.recurrent.selective_scan(x, dt, A, B, C, D, carry, counts, softplus, gate)
     dt = F.softplus(dt) if softplus else dt
-    mask = padding(counts, width)
+    mask = padding(counts, x)
     x, dt, B, C = (blank(each.to(dtype), mask) for each in (x, dt, B, C))  # dt = 0 makes padding the identity
     body = recurrent if width <= RECURRENT_UP_TO else chunked
     y, carry = body(x, dt, A.to(dtype), B, C, None if D is None else D.to(dtype), carry)

@@ -65,7 +65,7 @@ def ssd(
     library = dispatch.native(x, dt, A, B, C, D, carry, dt_bias)
     if library is not None and all_float32(x, dt, A, B, C, D, carry, dt_bias):
         return library.recurrent.ssd(x, dt, A, B, C, D, carry, counts, dt_bias, dt_limits)
-    mask = padding(counts, width)
+    mask = padding(counts, x)
     dt = dt.to(dtype) if dt_bias is None else dt.to(dtype) + dt_bias.to(dtype)
     dt = blank(F.softplus(dt).clamp(*dt_limits), mask)  # a weight of 0 and a decay of 1 make padding the identity
     x, B, C = (blank(each.to(dtype), mask) for each in (x, B, C))

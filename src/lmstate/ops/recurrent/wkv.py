@@ -35,7 +35,7 @@ def wkv(k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor, carry: Carry, counts
     Returns y [R, T, F] and the new carry, in the carry's dtype.
     """
     num, den, peak = carry
-    dtype, mask = carry_dtype(num), padding(counts, k.shape[1])
+    dtype, mask = carry_dtype(num), padding(counts, k)
     v, keys = blank(v.to(dtype), mask), blank(k, mask).double()
     kept = blank(decay.double().expand(keys.shape), mask)  # padding keeps all
     added = keys if mask is None else keys.masked_fill(mask[..., None], float("-inf"))  # and adds nothing
@@ -52,5 +52,5 @@ def wkv(k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor, carry: Carry, counts
     top = torch.maximum(before, own)
     past, now = ((exponent - top).exp().to(dtype) for exponent in (before, own))
     num, den = last.chunk(2, dim=-1)
-    peak = torch.where((counts > 0)[:, None], peaks[:, -1].to(peak.dtype), peak)
+    peak = torch.where((counts > 0).to(peak.device)[:, None], peaks[:, -1].to(peak.dtype), peak)
     return (past * before_num + now * v) / (past * before_den + now), (num.contiguous(), den.contiguous(), peak)

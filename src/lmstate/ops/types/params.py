@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from lmstate.ops.types.block_table import Stored
 
@@ -24,16 +25,27 @@ class AttentionParams(NamedTuple):
     sinks: Tensor | None = None
 
     def softmax(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
-        """q `[R, H, T, D]`, k `[R, K, S, D]`, v `[R, K, S, Dv]`, visible bool or None: causal -> `[R, H, T, Dv]`."""
+        """q `[R, H, T, D]`, k `[R, K, S, D]`, v `[R, K, S, Dv]` -> `[R, H, T, Dv]`.
+
+        visible: bool; None: causal, the last query sees all.
+        """
+        tokens, stored = q.shape[2], k.shape[2]
         gqa = bool(q.shape[1] != k.shape[1])  # torch.compile may hold sizes as symbols, and SDPA takes no SymBool
-        if self.softcap is None and self.sinks is None:
+        plain = self.softcap is None and self.sinks is None
+        # On a GPU, torch's fast attention shares keys among heads in half precision alone, and under no other mask.
+        shares = plain and (q.is_cpu or (visible is None and q.dtype != torch.float32))
+        if gqa and not shares:
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+            gqa = False
+        if plain:
+            causal = visible is None and tokens == stored
+            if visible is None and 1 < tokens < stored:
+                visible = causal_lower_right(tokens, stored)
             return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=visible, is_causal=visible is None, scale=self.scale, enable_gqa=gqa
+                q, k, v, attn_mask=visible, is_causal=causal, scale=self.scale, enable_gqa=gqa
             )
         if visible is None:
-            visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-        if gqa:
-            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+            visible = torch.ones(tokens, stored, dtype=torch.bool, device=q.device).tril(stored - tokens)
         return self.weights(q @ k.transpose(2, 3), visible).to(v.dtype) @ v
 
     def weights(self, products: Tensor, visible: Tensor) -> Tensor:

@@ -132,7 +132,7 @@ class EvictingState(KeyValueState):
     ) -> Tensor:
         chunk = self._enter(step)
         uniform = self.slot_store.occupancy.uniform and self._as_ring(step)
-        ends = chunk.starts + step.counts_t
+        ends = chunk.starts + chunk.counts
         columns = None if new is None or chunk.columns is None else AttentionSums(chunk.columns, ends)
         if columns is not None:
             columns.sums.zero_()
@@ -150,14 +150,14 @@ class EvictingState(KeyValueState):
         transformed, (k, v) = self.codec.transform(q), self.codec.decode(self.arrays)
         if uniform:
             if columns is None:
-                seen = ops.attend(transformed, k, v, chunk.starts, step.counts_t, params)
+                seen = ops.attend(transformed, k, v, chunk.starts, chunk.counts, params)
             else:
-                seen = attend_observed(transformed, k, v, chunk.starts, step.counts_t, params, columns)
+                seen = attend_observed(transformed, k, v, chunk.starts, chunk.counts, params, columns)
         else:
             where, filled = self.slot_store.with_new(step.starts, step.counts)
-            columns = None if columns is None else columns._replace(ends=step.starts_t + step.counts_t)
+            columns = None if columns is None else columns._replace(ends=chunk.positions + chunk.counts)
             positions = torch.where(filled, where, -1)
-            seen = attend_slots(transformed, k, v, positions, step.starts_t, step.counts_t, params, self.mask, columns)
+            seen = attend_slots(transformed, k, v, positions, chunk.positions, chunk.counts, params, self.mask, columns)
         return self.codec.transform(seen)
 
     def commit(self, step: Step, accepted: tuple[int, ...], changes: Changes) -> None:
@@ -351,7 +351,7 @@ class EvictingState(KeyValueState):
         coded = self.codec.encode(*new)
         if self.slot_store.occupancy.uniform and self.codec.bits is None:
             assert self._chunk is not None
-            ops.append(coded["k"], coded["v"], arrays["k"], arrays["v"], self._chunk.starts, step.counts_t)
+            ops.append(coded["k"], coded["v"], arrays["k"], arrays["v"], self._chunk.starts, self._chunk.counts)
             return
         for r, count in enumerate(step.counts):
             for h, first in enumerate(filled[r].tolist()):
@@ -370,7 +370,7 @@ class EvictingState(KeyValueState):
         bits, arrays = self.codec.bits, self.arrays
         assert bits is not None
         return attend_quantized(
-            q, new, rotation, quantized_kv(arrays, bits), chunk.starts, chunk.step.counts_t, params, columns=columns
+            q, new, rotation, quantized_kv(arrays, bits), chunk.starts, chunk.counts, params, columns=columns
         )
 
     def _commit_chunk(self, accepted: tuple[int, ...], changes: Changes) -> None:
@@ -381,7 +381,7 @@ class EvictingState(KeyValueState):
         evicted, wanted, after = self.planner.plan(self, chunk, accepted)
         if wanted > store.undo_slots or store.undo_slots > 2 * wanted + 4 * ROOM:
             store = store.with_undo_slots(wanted + ROOM if wanted else 0)
-        spans = step.starts_t, step.counts_t, counts_tensor(step, accepted)
+        spans = chunk.positions, chunk.counts, counts_tensor(step, accepted)
         native = prepare_commit(*spans)
         if native is None or any(x.requires_grad for x in store.table.stored.values()):
             store, queries = store.clone(), None if queries is None else queries.clone()

@@ -72,9 +72,9 @@ class EvictingLatentState(EvictingState):
         sums = columns = None
         if chunk.columns is not None:
             sums = chunk.columns.zero_()[..., : latent.shape[1]]
-            columns = AttentionSums(sums.new_zeros(sums.shape), chunk.starts + step.counts_t)
+            columns = AttentionSums(sums.new_zeros(sums.shape), chunk.starts + chunk.counts)
         seen = attend_latent(
-            q_latent, q_rope, latent, rope_key, chunk.starts, step.counts_t, scale=scale, columns=columns
+            q_latent, q_rope, latent, rope_key, chunk.starts, chunk.counts, scale=scale, columns=columns
         )
         if sums is not None and columns is not None:
             sums.copy_(columns.sums)

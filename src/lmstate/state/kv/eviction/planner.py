@@ -29,6 +29,16 @@ class StepChunk:
     columns: Tensor | None = None  # float32 [R, K, n, S]: see `ops.attend_slots.AttentionSums`
     queries: Tensor | None = None  # float32 [R, T, H, D]
 
+    @property
+    def counts(self) -> Tensor:
+        """int64 [R]: its tokens, on the device as `starts` is."""
+        return counts_tensor(self.step, self.step.counts)
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [R]: those of its first tokens, on the device."""
+        return counts_tensor(self.step, self.step.starts)
+
 
 class EvictionPlan(NamedTuple):
     """The slots that a commit evicts, the undo slots that it takes, and the counts after it."""
