@@ -327,6 +327,27 @@ def test_generate_and_chat_load_an_adapter(runner: CliRunner, monkeypatch: pytes
     assert asked == [Path("notes")] * 2
 
 
+@pytest.mark.parametrize("command", [["generate", "m", "Hello"], ["chat", "m"], ["serve", "m"], ["bench", "m"]])
+def test_a_device_that_torch_cannot_use_is_told(command: list[str], runner: CliRunner) -> None:
+    result = runner.invoke(app, [*command, "--device", "nowhere"])
+    assert result.exit_code == 1 and "load(device='nowhere') was asked for" in result.stderr
+
+
+def test_a_model_and_its_drafter_are_loaded_on_the_device(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def load(name: str, weights: str = "auto", device: str = "cpu") -> object:
+        asked.append((name, device))
+        if name == "small":
+            raise lmstate.ModelError("enough")
+        return FakeModel(lambda held: 66)
+
+    monkeypatch.setattr(lmstate, "load", load, raising=False)
+    result = runner.invoke(app, ["generate", "m", "Hello", "--raw", "--draft", "small", "--device", "cuda:1"])
+    assert result.exit_code == 1 and "enough" in result.stderr, result.stderr
+    assert asked == [("m", "cuda:1"), ("small", "cuda:1")]
+
+
 def test_heads_are_loaded_where_they_draft(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
 

@@ -12,6 +12,8 @@ from lmstate.cli import options
 from lmstate.cli.output import table
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from lmstate.models.model import Model
 
 PROMPTS = (16, 48, 96, 200, 512)
@@ -24,6 +26,7 @@ def bench(
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="The median of this many is shown.")] = 3,
     weights: options.Weights = options.WeightKind.auto,
     threads: options.Threads = None,
+    device: options.Device = None,
 ) -> None:
     """Time a model on this machine: prompts of several lengths, and tokens one by one.
 
@@ -36,7 +39,7 @@ def bench(
     """
     import torch
 
-    loaded = options.load_model(model, weights, threads)
+    loaded = options.load_model(model, weights, threads, device=device)
     loaded.on_part = None
     most = loaded.config.max_positions
     prompts = [count for count in PROMPTS if most is None or count <= most]
@@ -68,7 +71,7 @@ def _prefill(model: Model, count: int) -> float:
     """Seconds to read a prompt into an empty state."""
     state, ids = model.new_state(rows=1), _ids(model, count)
     begin = perf_counter()
-    model([ids], state)
+    _seen(model([ids], state))
     return perf_counter() - begin
 
 
@@ -80,8 +83,14 @@ def _decode(model: Model, held: int, tokens: int) -> float:
     model([ids[:1]], state)  # the first step plans
     begin = perf_counter()
     for token in ids:
-        model([[token]], state)
+        _seen(model([[token]], state))
     return perf_counter() - begin
+
+
+def _seen(logits: Tensor | None) -> None:
+    """Wait for the logits, where they lie on another device, as who picks a token from them does."""
+    if logits is not None and not logits.is_cpu:
+        logits.argmax().item()
 
 
 def _ids(model: Model, count: int) -> list[int]:

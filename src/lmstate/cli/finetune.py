@@ -64,6 +64,7 @@ def finetune(
     threads: Annotated[
         str | None, typer.Option("--threads", metavar="N|auto", help="Threads to compute on; by default torch's.")
     ] = None,
+    device: options.Device = None,
 ) -> None:
     """Train a model on documents, by default a LoRA adapter beside its weights.
 
@@ -93,11 +94,11 @@ def finetune(
     entries = read_entries(data)
     torch.manual_seed(seed)
     if full:
-        loaded = lmstate.load(model, weights=weights.value, trainable=True)
+        loaded = lmstate.load(model, weights=weights.value, device=device, trainable=True)
     else:
         names = targets if targets == "all-linear" else [name.strip() for name in targets.split(",") if name.strip()]
         lora = LoraConfig(rank, alpha, names, rslora, dora)
-        loaded = lmstate.load(model, weights=weights.value, trainable="lora", lora=lora)
+        loaded = lmstate.load(model, weights=weights.value, device=device, trainable="lora", lora=lora)
     assert isinstance(loaded, ParameterModel)
     empty: list[str] = []
     documents = tokenize(entries, loaded.tokenizer, min(loaded.eos_ids, default=None), empty.append)

@@ -63,6 +63,7 @@ def generate(
     force: Annotated[bool, typer.Option("--force", help="--save-state may replace a file.")] = False,
     weights: options.Weights = options.WeightKind.auto,
     threads: options.Threads = None,
+    device: options.Device = None,
     draft: options.Draft = "auto",
     adapter: options.Adapter = None,
     kv_bits: options.KVBits = None,
@@ -112,7 +113,7 @@ def generate(
         stops = as_stops(stop or ())
     sampling = options.Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     kv = options.kv_storage(kv_bits)
-    loaded = options.load_model(model, weights, threads, adapter, draft)
+    loaded = options.load_model(model, weights, threads, adapter, draft, device)
     empty = loaded.new_state(rows=1, kv=kv)
     request = _begin(loaded, empty, text, chat, system) if state is None else _go_on(loaded, empty, state, text, chat)
     held = request.state.lengths[0]
@@ -124,7 +125,7 @@ def generate(
         sampler=sampling.of(loaded),
         max_new_tokens=max_tokens,
         stop=stops,
-        draft=options.load_drafter(draft),
+        draft=options.load_drafter(draft, device),
     )
     with closing(cast("Generator[Piece]", iter(generation))) as pieces:
         texts = (piece.text for piece in pieces)

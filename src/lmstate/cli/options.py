@@ -65,6 +65,10 @@ Threads = Annotated[
         help="Threads to compute on; auto: what measures best now. By default OMP_NUM_THREADS if it is set, else auto.",
     ),
 ]  # fmt: skip
+Device = Annotated[
+    str | None,
+    typer.Option("--device", metavar="cpu|cuda", help="Where the model runs, as torch names it; by default the CPU."),
+]
 Draft = Annotated[
     str,
     typer.Option(
@@ -82,6 +86,7 @@ def load_model(
     threads: str | None = None,
     adapter: Path | None = None,
     draft: str = "auto",
+    device: str | None = None,
 ) -> Model:
     """The model by its name; what takes long (download, conversion, a long prompt) reports its own progress."""
     import lmstate
@@ -89,12 +94,8 @@ def load_model(
 
     raise_interrupts()
     set_threads(threads)
-    if draft == "heads":
-        model = lmstate.load(name, weights=weights.value, adapter=adapter, heads=True)
-    elif adapter is None:
-        model = lmstate.load(name, weights=weights.value)
-    else:
-        model = lmstate.load(name, weights=weights.value, adapter=adapter)
+    asked: dict[str, Any] = {"adapter": adapter, "device": device, "heads": draft == "heads" or None}
+    model = lmstate.load(name, weights=weights.value, **{name: value for name, value in asked.items() if value})
     model.on_part = PromptProgress()
     return model
 
@@ -116,14 +117,15 @@ def set_threads(asked: str | None) -> None:
             lmstate.set_threads(count)
 
 
-def load_drafter(name: str) -> str | Model:
+def load_drafter(name: str, device: str | None = None) -> str | Model:
     """Drafter that `--draft` names: "auto", "text", "heads" or "none" as they are, else the model of that name."""
     import lmstate
 
     if name in ("auto", "text", "heads", "none"):
         return name
     try:
-        return lmstate.load(name, weights=WeightKind.auto.value)
+        asked: dict[str, Any] = {} if device is None else {"device": device}
+        return lmstate.load(name, weights=WeightKind.auto.value, **asked)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"--draft is auto, text, heads, none or a model: {error}") from None
 

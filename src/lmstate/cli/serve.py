@@ -64,6 +64,7 @@ def serve(
     adapter: options.Adapter = None,
     kv_bits: options.KVBits = None,
     threads: options.Threads = None,
+    device: options.Device = None,
     draft: Annotated[
         str,
         typer.Option(
@@ -111,9 +112,9 @@ def serve(
     check_address(host, port)
     if store is not None:
         check_store(store)
-    loaded = options.load_model(model, weights, threads, adapter, draft)
+    loaded = options.load_model(model, weights, threads, adapter, draft, device)
     loaded.on_part = None  # of many requests at a time nobody follows one
-    drafter = options.load_drafter(draft)
+    drafter = options.load_drafter(draft, device)
     with Engine(
         loaded, rows=rows, memory=memory_bytes, store=store, kv=kv, draft=drafter, queue=queue, stall=stall
     ) as engine:

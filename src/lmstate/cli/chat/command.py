@@ -28,6 +28,7 @@ def chat(
     seed: options.Seed = None,
     weights: options.Weights = options.WeightKind.auto,
     threads: options.Threads = None,
+    device: options.Device = None,
     transcript: Annotated[
         bool, typer.Option("--transcript", help="Write piped questions and commands to stdout too, each after `> `.")
     ] = False,
@@ -55,13 +56,13 @@ def chat(
     system = None if system is None else as_text(system, "--system")
     sampling = options.Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     kv = options.kv_storage(kv_bits)
-    loaded = options.load_model(model, weights, threads, adapter, draft)
+    loaded = options.load_model(model, weights, threads, adapter, draft, device)
     if not loaded.tokenizer.has_chat_template:
         raise ValueError(f"{model} has no chat template; use `lmstate generate {model} --raw` to go on with a text")
     typed_in = sys.stdin.isatty()
     if typed_in:
         note(f"{model}: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves")
-    drafter = options.load_drafter(draft)
+    drafter = options.load_drafter(draft, device)
     conversation = Conversation(
         loaded, system, sampler=sampling.of(loaded), max_new_tokens=max_tokens, draft=drafter, kv=kv
     )
