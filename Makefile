@@ -55,11 +55,19 @@ tsan: $(READY)
 
 TSAN_TESTS ?= tests/threads/test_races.py tests/ops -k "races or threads"
 
-# The tiles of AMX on a processor that has AVX-512 alone: their instructions are computed by others, to the bit.
+# The tiles of AMX on a processor without them, and AVX-512 on one that has AVX2 alone: instructions are computed by
+# others, to the bit.
 AMX = build/amx
+HAS_AVX512 := $(shell grep -qs avx512_vnni /proc/cpuinfo && echo yes)
+ifneq ($(HAS_AVX512),yes)
+OTHERS = $(LIGHT) -mno-avx512f -Wno-psabi -include $(abspath tests/ops/avx512.h)
+endif
 amx: $(READY)
 	$(call apart,$(AMX))
-	cd $(AMX) && LMSTATE_CFLAGS="-w -include $(abspath tests/ops/amx.h)" $(BUILD)
+ifneq ($(HAS_AVX512),yes)
+	find $(AMX)/src -name "*.[ch]" | xargs sed -i '/#pragma GCC target/d; s/"+v"/"+m"/'
+endif
+	cd $(AMX) && LMSTATE_VARIANTS=all LMSTATE_CFLAGS="-w $(OTHERS) -include $(abspath tests/ops/amx.h)" $(BUILD)
 	cd $(AMX) && PYTHONPATH=src $(PYTEST) $(AMX_TESTS)
 
 AMX_TESTS ?= tests/ops tests/kv tests/state/test_blocks.py tests/invariants/test_to_the_bit.py -k "not perplexity"

@@ -42,14 +42,14 @@ def perplexity(weights: str, step: int, length: int) -> float:
     return math.exp(lost / (len(ids) - 1))
 
 
-@pytest.mark.parametrize("length", [1536, pytest.param(LENGTH, marks=pytest.mark.soak)])
-def test_perplexity_is_that_of_float32_arithmetic(length: int) -> None:
-    """One test for both, so that no two processes compute float32's."""
-    exact = perplexity("float32", 512, length)
+def test_perplexity_is_that_of_float32_arithmetic() -> None:
+    """One test for both, so that no two processes compute float32's. Of fewer tokens the mean is off by more than the
+    bound: its standard error is 0.06 % after 1,500 of them, and 0.04 % after all."""
+    exact = perplexity("float32", 512, LENGTH)
     assert 1 < exact < 100
     for weights, bound in {"auto": 0.002, "bfloat16": 0.0005}.items():
-        got = perplexity(weights, 512, length)
-        print(f"\n{length} tokens: float32 {exact:.4f}, {weights} {got:.4f}, {got / exact - 1:+.3%}")
+        got = perplexity(weights, 512, LENGTH)
+        print(f"\n{LENGTH} tokens: float32 {exact:.4f}, {weights} {got:.4f}, {got / exact - 1:+.3%}")
         assert abs(got / exact - 1) < bound
 
 
