@@ -56,7 +56,9 @@ def test_an_offloading_cache_gives_the_logits_of_transformers(
     settings = {"offloading": True, "offload_only_non_sliding": only_non_sliding}
     ours, theirs = StateCache(model, **settings), DynamicCache(config=model.config, **settings)
     if only_non_sliding and all(sliding or linear for sliding, linear in zip(theirs.is_sliding, theirs.is_linear)):
-        pytest.skip("no layer of this model is ever sent away")
+        assert not ours.offloading  # no layer is ever sent away, where transformers fails in the first call
+        torch.testing.assert_close(call(model, ids, ours), call(model, ids, StateCache(model)))
+        return
     counts = []
     for a, b in itertools.pairwise(CUTS):
         pieces = []

@@ -75,9 +75,13 @@ class StateCache(DynamicCache, hooks.ObservedCache):
                 f"StateCache(model) was asked for; {type(model).__name__} keeps its state in its modules or in a cache "
                 "of its own, where no other cache can move it: run it without one"
             )
+        layers: list[Any] = new_layers(config, rewind)
+        attention: list[Any] = [layer for layer in layers if isinstance(layer, CacheLayerMixin)]
+        sent = [layer for layer in attention if not (offload_only_non_sliding and layer.is_sliding)]
+        offloading = offloading and bool(sent)  # transformers looks for one to fetch, and fails where there is none
         Cache.__init__(
             self,
-            layers=new_layers(config, rewind),
+            layers=layers,
             offloading=offloading,
             offload_only_non_sliding=offload_only_non_sliding,
         )
