@@ -22,7 +22,9 @@ from lmstate.state.layer_file import write_layers
 from tests.integrations.models import DECODERS, call, decoder, text
 from tests.zoo import CASES as ZOO
 
-KINDS = ("llama", "gemma3", "llama4", "qwen3_next", "mamba2", "falcon_h1", "lfm2", "deepseek_v32", "gemma3n")
+KINDS = (
+    "llama", "gemma3", "llama4", "qwen3_next", "mamba2", "falcon_h1", "lfm2", "deepseek_v3", "deepseek_v32", "gemma3n",
+)  # fmt: skip
 
 
 def fed(name: str, length: int = 40, rows: int = 2) -> tuple[Any, StateCache]:

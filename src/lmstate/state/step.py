@@ -137,7 +137,8 @@ class DeviceStep(Step):
     is not there. Its rope tables are those of short texts: who makes one sees to it that no row grows out of them.
     """
 
-    # Given, where a `Step` computes them once: a tracer cannot follow the lock of a cached property.
+    # Given, where a `Step` computes them once: a tracer cannot follow the lock of a cached property. `field()` says
+    # that they have no default, which else would be the property itself.
     width: int = field()
     starts_t: Tensor = field()
     counts_t: Tensor = field()

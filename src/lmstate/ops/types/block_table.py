@@ -93,17 +93,17 @@ class BlockTable:
         blocks = self.blocks
         begins = [next((i for i, block in enumerate(row) if block is not None), len(row)) for row in blocks]
         count = max((len(row) - begin for row, begin in zip(blocks, begins)), default=0)
-        empty = torch.empty(self.heads, 0, self.width, dtype=self.dtype, device=self.device)
-        # Only for rows that hold fewer: on another device each operation is a launch.
-        ragged = any(len(row) - begin < count for row, begin in zip(blocks, begins))
-        nothing = empty.new_zeros(self.heads, BLOCK_TOKENS if ragged else 0, self.width)
+        # Of no size where no row holds fewer: on another device, to fill it is a launch.
+        fewer = any(len(row) - begin < count for row, begin in zip(blocks, begins))
+        size = (self.heads, BLOCK_TOKENS if fewer else 0, self.width)
+        nothing = torch.zeros(size, dtype=self.dtype, device=self.device)
         rings = []
         for row, begin in zip(blocks, begins):
             ring = [nothing] * count
             for i, block in enumerate(row[begin:], begin):
                 assert block is not None, "a row's blocks follow each other"
                 ring[i % count] = block
-            rings.append(torch.cat(ring, dim=1) if count else empty)
+            rings.append(torch.cat(ring or [nothing], dim=1))
         return rings[0][None] if len(rings) == 1 else torch.stack(rings)
 
     def write(self, new: Tensor, starts: Tensor, counts: Tensor) -> None:
