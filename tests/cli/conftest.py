@@ -35,7 +35,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
     fake.tokenizer = ChatTokenizer()
     asked: list[tuple[str, str]] = []
 
-    def load(name: str, weights: str = "auto") -> FakeModel:
+    def load(name: str, weights: str = "auto", **_: object) -> FakeModel:
         asked.append((name, weights))
         if name == "missing":
             raise FileNotFoundError("no model is called missing;\n  try smollm2")

@@ -260,7 +260,7 @@ def test_inspect_describes_a_snapshot(conversation: Conversation, name: str, tmp
 
 def test_a_chat_keeps_keys_and_values_in_few_bits_after_a_reset_too(monkeypatch: pytest.MonkeyPatch) -> None:
     model = talking("llama")
-    monkeypatch.setattr(lmstate, "load", lambda name, weights: model, raising=False)
+    monkeypatch.setattr(lmstate, "load", lambda name, weights, **_: model, raising=False)
     options = ["chat", "m", "--kv-bits", "2", "-n", "6", "--no-stats", "--threads", "1"]
     result = CliRunner().invoke(app, options, input="Hello there\n/reset\nHello there\n")
     ids = Letters().chat([{"role": "user", "content": "Hello there"}], True)

@@ -156,7 +156,7 @@ def test_ctrl_c_stops_the_answer_with_130(model: FakeModel, runner: CliRunner, m
 def test_ctrl_c_while_loading_is_130(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     import lmstate
 
-    def load(name: str, weights: str) -> FakeModel:
+    def load(name: str, weights: str, **_: object) -> FakeModel:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(lmstate, "load", load, raising=False)
@@ -183,7 +183,7 @@ SCRIPT = (
     "import lmstate\n"
     "from tests.cli.conftest import ChatTokenizer, FakeModel\n"
     "model = FakeModel(lambda held: 66); model.tokenizer = ChatTokenizer()\n"
-    "lmstate.load = lambda name, weights: model\n"
+    "lmstate.load = lambda name, weights, **_: model\n"
     "from lmstate.cli import main; main()"
 )
 
@@ -308,7 +308,7 @@ def test_a_draft_that_is_none_is_told_with_those_that_are(
     model: FakeModel, runner: CliRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = lmstate.load
-    monkeypatch.setattr(lmstate, "load", lambda name, weights: load("missing" if name == "txt" else name, weights))
+    monkeypatch.setattr(lmstate, "load", lambda name, weights, **_: load("missing" if name == "txt" else name, weights))
     result = runner.invoke(app, ["generate", "m", "Hello", "--draft", "txt"])
     assert result.exit_code == 1 and "--draft is auto, text, heads, none or a model: no model" in result.stderr
 
@@ -316,7 +316,7 @@ def test_a_draft_that_is_none_is_told_with_those_that_are(
 def test_generate_and_chat_load_an_adapter(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
 
-    def load(name: str, weights: str = "auto", adapter: object = None) -> object:
+    def load(name: str, weights: str = "auto", adapter: object = None, **_: object) -> object:
         asked.append(adapter)
         raise lmstate.ModelError("enough")
 
@@ -336,7 +336,7 @@ def test_a_device_that_torch_cannot_use_is_told(command: list[str], runner: CliR
 def test_a_model_and_its_drafter_are_loaded_on_the_device(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str]] = []
 
-    def load(name: str, weights: str = "auto", device: str = "cpu") -> object:
+    def load(name: str, weights: str = "auto", device: str = "cpu", **_: object) -> object:
         asked.append((name, device))
         if name == "small":
             raise lmstate.ModelError("enough")
@@ -351,7 +351,7 @@ def test_a_model_and_its_drafter_are_loaded_on_the_device(runner: CliRunner, mon
 def test_heads_are_loaded_where_they_draft(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
 
-    def load(name: str, weights: str = "auto", adapter: object = None, heads: bool = False) -> object:
+    def load(name: str, weights: str = "auto", adapter: object = None, heads: bool = False, **_: object) -> object:
         asked.append(heads)
         raise lmstate.ModelError(f"{name} has no multi-token prediction heads")
 

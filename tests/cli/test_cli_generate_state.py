@@ -17,7 +17,7 @@ from tests.cli.test_cli_branches import Letters, talking
 @pytest.fixture(params=["llama", "qwen3_next"])
 def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> lmstate.Model:
     made = talking(request.param)
-    monkeypatch.setattr(lmstate, "load", lambda name, weights: made, raising=False)
+    monkeypatch.setattr(lmstate, "load", lambda name, weights, **_: made, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     return made
 
@@ -118,7 +118,7 @@ def test_a_prompt_comes_from_a_file(model: lmstate.Model, tmp_path: Path) -> Non
 def test_an_empty_prompt_is_wrong_usage(
     model: lmstate.Model, arguments: list[str], input: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lmstate, "load", lambda name, weights: pytest.fail("loaded for nothing"))
+    monkeypatch.setattr(lmstate, "load", lambda name, weights, **_: pytest.fail("loaded for nothing"))
     assert "empty" in generate(*arguments, input=input, code=2)
 
 

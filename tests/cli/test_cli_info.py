@@ -20,7 +20,7 @@ from tests.zoo import pair
 
 def test_inspect_counts_what_the_model_holds(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs, ours = pair("llama-tied-mha")
-    monkeypatch.setattr(lmstate, "load", lambda name, weights: ours)
+    monkeypatch.setattr(lmstate, "load", lambda name, weights, **_: ours)
     result = runner.invoke(app, ["inspect", "tiny"])
     assert result.exit_code == 0
     about_model, _, about_state = result.stdout.partition("\n\n")
@@ -87,7 +87,7 @@ def test_every_weight_stands_in_one_row_of_the_table(name: str) -> None:
 
 
 def test_a_warning_is_a_line_on_stderr(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(name: str, weights: str) -> lmstate.Model:
+    def load(name: str, weights: str, **_: object) -> lmstate.Model:
         warnings.warn("4 bits are few", UserWarning, stacklevel=1)
         return pair("llama-tied-mha")[1]
 

@@ -23,7 +23,7 @@ def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.update(given)
         raise OSError("far enough")
 
-    monkeypatch.setattr(lmstate, "load", lambda name, weights: talking("llama"), raising=False)
+    monkeypatch.setattr(lmstate, "load", lambda name, weights, **_: talking("llama"), raising=False)
     monkeypatch.setattr("lmstate.engine.Engine", engine)
     options = "--rows 3 --queue 9 --memory 1MiB --stall 7 --kv-bits 4 --store redis://localhost/5 --draft none"
     result = CliRunner().invoke(app, ["serve", "m", "--port", "0", "--threads", "1", *options.split()])
@@ -36,7 +36,7 @@ def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("option", ["--stall 1", "--stall nan", "--kv-bits 3", "--memory many"])
 def test_wrong_usage_loads_nothing(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lmstate, "load", lambda name, weights: pytest.fail("loaded for nothing"), raising=False)
+    monkeypatch.setattr(lmstate, "load", lambda name, weights, **_: pytest.fail("loaded for nothing"), raising=False)
     result = CliRunner().invoke(app, ["serve", "m", "--port", "0", *option.split()])
     assert result.exit_code == 2 and option.split()[1] in result.stderr
 
@@ -59,7 +59,7 @@ def test_a_store_that_cannot_be_opened_loads_nothing(
     (tmp_path / "locked").mkdir()
     locked = str(tmp_path / "locked")
     monkeypatch.setattr(os, "access", lambda path, mode: str(path) != locked)  # who runs this may be root
-    monkeypatch.setattr(lmstate, "load", lambda name, weights: pytest.fail("loaded for nothing"), raising=False)
+    monkeypatch.setattr(lmstate, "load", lambda name, weights, **_: pytest.fail("loaded for nothing"), raising=False)
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["serve", "m", "--port", "0", "--store", store])
     assert result.exit_code == 1 and said in result.stderr, result.stderr

@@ -23,7 +23,7 @@ def smollm2() -> lmstate.Model:
 
 @pytest.fixture
 def cli(smollm2: lmstate.Model, monkeypatch: pytest.MonkeyPatch) -> CliRunner:
-    monkeypatch.setattr(lmstate, "load", lambda name, weights: smollm2)
+    monkeypatch.setattr(lmstate, "load", lambda name, weights, **_: smollm2)
     return CliRunner()
 
 

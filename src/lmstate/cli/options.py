@@ -94,8 +94,7 @@ def load_model(
 
     raise_interrupts()
     set_threads(threads)
-    asked: dict[str, Any] = {"adapter": adapter, "device": device, "heads": draft == "heads" or None}
-    model = lmstate.load(name, weights=weights.value, **{name: value for name, value in asked.items() if value})
+    model = lmstate.load(name, weights=weights.value, adapter=adapter, device=device, heads=draft == "heads")
     model.on_part = PromptProgress()
     return model
 
@@ -124,8 +123,7 @@ def load_drafter(name: str, device: str | None = None) -> str | Model:
     if name in ("auto", "text", "heads", "none"):
         return name
     try:
-        asked: dict[str, Any] = {} if device is None else {"device": device}
-        return lmstate.load(name, weights=WeightKind.auto.value, **asked)
+        return lmstate.load(name, weights=WeightKind.auto.value, device=device)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"--draft is auto, text, heads, none or a model: {error}") from None
 
