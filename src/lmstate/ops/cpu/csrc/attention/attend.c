@@ -12,7 +12,8 @@
 #include "layout.h"
 #include "team.h"
 
-enum { RUN = 32 }; /* new tokens of a task */
+/* New tokens of a task, which grow where there are tasks enough: up to so many queries read keys and values together. */
+enum { RUN = 32, QUERIES = 256 };
 
 /* Chunks grow with the position, so that their number, and the memory for their parts, stays small. */
 static int64_t chunk_begin(int64_t c) {
@@ -108,8 +109,8 @@ static task_of numbered_task(const attend_args *a, const attend_plan *all, int64
   }
   const row_plan *plan = &all->rows[low];
   const int64_t task = number - plan->first_task, start = a->starts[low];
-  task_of t = {.r = low, .place = task / plan->runs, .first_token = task % plan->runs * RUN};
-  t.last_token = t.first_token + RUN < a->counts[low] ? t.first_token + RUN : a->counts[low];
+  task_of t = {.r = low, .place = task / plan->runs, .first_token = task % plan->runs * all->run};
+  t.last_token = t.first_token + all->run < a->counts[low] ? t.first_token + all->run : a->counts[low];
   t.from = low_of(a, start + t.first_token), t.until = start + t.last_token;
   t.kv = all->whole ? t.place : t.place / plan->chunks;
   if (all->whole) return t;
@@ -357,15 +358,25 @@ static int64_t all_tokens(const attend_args *a, const packed_tokens *packed) {
   return packed ? packed->begins[a->rows] : a->rows * a->tokens;
 }
 
+/* Of the new tokens of all rows. */
+static int64_t runs_of(const attend_args *a, int64_t run) {
+  int64_t runs = 0;
+  for (int64_t r = 0; r < a->rows; r++) runs += (a->counts[r] + run - 1) / run;
+  return runs;
+}
+
 int64_t attend_begin(const attend_args *a, const codes_args *codes, const packed_tokens *packed, attend_plan *plan) {
   plan->tasks = 0;
   plan->parts = plan->weights = NULL;
   plan->packed = packed, plan->codes = codes, plan->extra_key = NULL;
   plan->rows = malloc((size_t)(a->rows + 1) * sizeof(row_plan));
   if (!plan->rows) return -1;
-  int64_t parts = 0, runs = 0;
-  for (int64_t r = 0; r < a->rows; r++) runs += (a->counts[r] + RUN - 1) / RUN;
-  plan->whole = a->tokens > RUN && runs * a->kv_heads >= 4 * a->threads;
+  int64_t parts = 0;
+  plan->run = RUN;
+  plan->whole = a->tokens > RUN && runs_of(a, RUN) * a->kv_heads >= 4 * a->threads;
+  while (2 * plan->run * (a->heads / a->kv_heads) <= QUERIES &&
+         runs_of(a, 2 * plan->run) * a->kv_heads >= 8 * a->threads)
+    plan->run *= 2;
   for (int64_t r = 0; r < a->rows; r++) {
     const int64_t start = a->starts[r], count = a->counts[r];
     /* What the row's queries see must lie in the ring at once; a row without tokens sees nothing. */
@@ -383,7 +394,7 @@ int64_t attend_begin(const attend_args *a, const codes_args *codes, const packed
     row->q = packed ? packed->begins[r] * a->q_token : r * a->q_row;
     row->chunk = chunk_of(low_of(a, start));
     row->chunks = count ? chunk_of(start + count - 1) + 1 - row->chunk : 0;
-    row->runs = (count + RUN - 1) / RUN;
+    row->runs = (count + plan->run - 1) / plan->run;
     const int64_t places = a->kv_heads * (plan->whole ? row->chunks > 0 : row->chunks);
     plan->tasks += places * row->runs;
     parts += places * (a->heads / a->kv_heads) * count;

@@ -104,6 +104,7 @@ typedef struct {
   float *parts;
   float *totals;          /* [N, H, 2]: largest score and sum of exponentials; N as of the queries */
   float *weights, *peaks; /* [N, H, padded] (see `part`), [N, H, padded / SUB], for columns */
+  int64_t run;            /* new tokens of a task */
   int64_t tasks, padded;
   int64_t whole;          /* whether a task has all chunks, and a row's parts are [kv head][token, head of the group] */
   const packed_tokens *packed; /* or null: there is padding, and N = R * T */

@@ -10,7 +10,8 @@ enum {
   BATCH = 256,       /* queries that meet a span together; half of them where heads are wider than SPAN_DIM */
   SPAN = 4 * SUB,    /* positions whose largest score is found at once; half of them where heads are wider */
   SPAN_DIM = 256,
-  MOST_ROWS = 16     /* queries of a product */
+  FEW = 16,          /* queries whose keys are read as they are stored */
+  MOST_ROWS = 32     /* queries of a product */
 };
 
 typedef struct {
@@ -231,7 +232,7 @@ static float softmax_update_bf16(const attend_args *a, float *scores, int64_t st
 
 /* y[m] = the sums over n numbers of x[m] times those of WIDE others. */
 INLINE void products(const uint16_t *x, const uint32_t *w, int64_t n, int64_t rows, float *y) {
-  if (uses_amx()) sums_in_tiles(x, w, n, y, WIDE);
+  if (uses_amx()) sums_in_tiles(x, w, n, rows > 16 ? 32 : 16, y, WIDE);
   else sums_of(x, w, n, rows, y, WIDE, 0);
 }
 
@@ -277,7 +278,7 @@ void attend_bf16(const bf16_task *t) {
   kv_span on;
   on.dim = uses_amx() ? (a->dim + 31) / 32 * 32 : a->dim;
   on.positions = t->codes ? SUB : a->dim > SPAN_DIM || a->dim_v > SPAN_DIM ? SPAN / 2 : SPAN;
-  on.few = uses_amx() && t->n - t->first <= MOST_ROWS;
+  on.few = uses_amx() && t->n - t->first <= FEW;
   const int64_t batch = a->dim > SPAN_DIM ? BATCH / 2 : BATCH;
   for (int64_t first = t->first; first < t->n; first += batch) {
     const int64_t count = t->n - first < batch ? t->n - first : batch;
@@ -289,8 +290,8 @@ void attend_bf16(const bf16_task *t) {
       memset(query + a->dim, 0, (size_t)(on.dim - a->dim) * sizeof *query);
     }
     if (on.few) {
-      const uint16_t *rows[MOST_ROWS];
-      for (int64_t i = 0; i < MOST_ROWS; i++) rows[i] = on.queries + (i < count ? i : 0) * on.dim;
+      const uint16_t *rows[FEW];
+      for (int64_t i = 0; i < FEW; i++) rows[i] = on.queries + (i < count ? i : 0) * on.dim;
       transpose_all_pairs(rows, on.dim, on.pairs);
     }
     const int64_t from = t->from > on.low[0] ? t->from : on.low[0];

@@ -10,27 +10,51 @@ typedef struct { const uint16_t *first; int64_t stride; } tile_rows;
 #pragma GCC push_options
 #pragma GCC target("amx-tile,amx-bf16")
 /* y[m] = the sums over n numbers, a multiple of 32, of x[m] times those of WIDE others, which lie in pairs
- * [n / 2, WIDE]: of 16 rows, which must be there to be read and written. */
-static void sums_in_tiles(const uint16_t *x, const uint32_t *w, int64_t n, float *y, int64_t stride) {
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  for (int64_t i = 0; i < n; i += 32, w += 16 * WIDE) {
-    TILE_LOAD(4, x + i, n * 2);
-    TILE_LOAD(5, w, WIDE * 4);
-    TILE_LOAD(6, w + 16, WIDE * 4);
-    TILE_LOAD(7, w + 32, WIDE * 4);
-    _tile_dpbf16ps(0, 4, 5);
-    TILE_LOAD(5, w + 48, WIDE * 4);
-    _tile_dpbf16ps(1, 4, 6);
-    _tile_dpbf16ps(2, 4, 7);
-    _tile_dpbf16ps(3, 4, 5);
+ * [n / 2, WIDE]: of 16 or 32 rows, which must be there to be read and written. */
+static void sums_in_tiles(const uint16_t *x, const uint32_t *w, int64_t n, int64_t rows, float *y, int64_t stride) {
+  if (rows == 16) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t i = 0; i < n; i += 32, w += 16 * WIDE) {
+      TILE_LOAD(4, x + i, n * 2);
+      TILE_LOAD(5, w, WIDE * 4);
+      TILE_LOAD(6, w + 16, WIDE * 4);
+      TILE_LOAD(7, w + 32, WIDE * 4);
+      _tile_dpbf16ps(0, 4, 5);
+      TILE_LOAD(5, w + 48, WIDE * 4);
+      _tile_dpbf16ps(1, 4, 6);
+      _tile_dpbf16ps(2, 4, 7);
+      _tile_dpbf16ps(3, 4, 5);
+    }
+    _tile_stored(0, y, stride * 4);
+    _tile_stored(1, y + 16, stride * 4);
+    _tile_stored(2, y + 32, stride * 4);
+    _tile_stored(3, y + 48, stride * 4);
+    return;
   }
-  _tile_stored(0, y, stride * 4);
-  _tile_stored(1, y + 16, stride * 4);
-  _tile_stored(2, y + 32, stride * 4);
-  _tile_stored(3, y + 48, stride * 4);
+  for (int half = 0; half < 2; half++, w += 32, y += 32) {
+    const uint32_t *p = w;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t i = 0; i < n; i += 32, p += 16 * WIDE) {
+      TILE_LOAD(4, x + i, n * 2);
+      TILE_LOAD(6, p, WIDE * 4);
+      _tile_dpbf16ps(0, 4, 6);
+      TILE_LOAD(7, p + 16, WIDE * 4);
+      _tile_dpbf16ps(1, 4, 7);
+      TILE_LOAD(5, x + 16 * n + i, n * 2);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, y, stride * 4);
+    _tile_stored(1, y + 16, stride * 4);
+    _tile_stored(2, y + 16 * stride, stride * 4);
+    _tile_stored(3, y + 16 * stride + 16, stride * 4);
+  }
 }
 
 #define LOAD_ROWS(tile, x) TILE_LOAD(tile, (x).first + i, (x).stride * 2)
@@ -72,8 +96,9 @@ static void scores_of_columns(const float (*columns)[16][16], int64_t rows, floa
 }
 #pragma GCC pop_options
 #else
-static inline void sums_in_tiles(const uint16_t *x, const uint32_t *w, int64_t n, float *y, int64_t stride) {
-  (void)x, (void)w, (void)n, (void)y, (void)stride;
+static inline void sums_in_tiles(const uint16_t *x, const uint32_t *w, int64_t n, int64_t rows, float *y,
+                                 int64_t stride) {
+  (void)x, (void)w, (void)n, (void)rows, (void)y, (void)stride;
 }
 static inline void scores_in_tiles(const tile_rows *others, int64_t count, const uint32_t *pairs, int64_t n,
                                    float (*columns)[16][16]) {
