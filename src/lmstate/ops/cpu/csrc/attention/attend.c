@@ -13,7 +13,7 @@
 #include "team.h"
 
 /* New tokens of a task, which grow where there are tasks enough: up to so many queries read keys and values together. */
-enum { RUN = 32, QUERIES = 256 };
+enum { RUN = 32, QUERIES = 384 };
 
 /* Chunks grow with the position, so that their number, and the memory for their parts, stays small. */
 static int64_t chunk_begin(int64_t c) {
@@ -205,12 +205,13 @@ static void run_chunk(const attend_args *a, const attend_plan *all, int64_t numb
   const int64_t first_part = first_part_of(a, all, task);
   const float *queries_of_row = a->q + all->rows[r].q;
   source coded = {0}, floats = stored_of(a, all, r, kv, &coded);
+  const int rounds = attends_bf16(a, all, r); /* then values are written before they are read */
   for (int64_t j = first_token * group; j < n; j++) {
     partial_softmax p = part_at(a, all->parts, first_part + j);
     *p.largest = -INFINITY, *p.sum = 0;
-    memset(p.values, 0, (size_t)a->dim_v * sizeof(float));
+    if (!rounds) memset(p.values, 0, (size_t)a->dim_v * sizeof(float));
   }
-  if (attends_bf16(a, all, r)) {
+  if (rounds) {
     bf16_task of = {.args = a, .codes = all->codes, .floats = &floats, .coded = &coded, .q = queries_of_row,
                     .parts = part_at(a, all->parts, first_part).largest, .row = r, .kv = kv,
                     .first = first_token * group, .n = n, .from = from, .until = until};
@@ -358,11 +359,11 @@ static int64_t all_tokens(const attend_args *a, const packed_tokens *packed) {
   return packed ? packed->begins[a->rows] : a->rows * a->tokens;
 }
 
-/* Of the new tokens of all rows. */
-static int64_t runs_of(const attend_args *a, int64_t run) {
+/* Whether every thread has tasks enough where one has so many new tokens and all chunks. */
+static int enough_runs(const attend_args *a, int64_t run) {
   int64_t runs = 0;
   for (int64_t r = 0; r < a->rows; r++) runs += (a->counts[r] + run - 1) / run;
-  return runs;
+  return runs * a->kv_heads >= 4 * a->threads;
 }
 
 int64_t attend_begin(const attend_args *a, const codes_args *codes, const packed_tokens *packed, attend_plan *plan) {
@@ -373,10 +374,8 @@ int64_t attend_begin(const attend_args *a, const codes_args *codes, const packed
   if (!plan->rows) return -1;
   int64_t parts = 0;
   plan->run = RUN;
-  plan->whole = a->tokens > RUN && runs_of(a, RUN) * a->kv_heads >= 4 * a->threads;
-  while (2 * plan->run * (a->heads / a->kv_heads) <= QUERIES &&
-         runs_of(a, 2 * plan->run) * a->kv_heads >= 8 * a->threads)
-    plan->run *= 2;
+  plan->whole = a->tokens > RUN && enough_runs(a, RUN);
+  while (2 * plan->run * (a->heads / a->kv_heads) <= QUERIES && enough_runs(a, 2 * plan->run)) plan->run *= 2;
   for (int64_t r = 0; r < a->rows; r++) {
     const int64_t start = a->starts[r], count = a->counts[r];
     /* What the row's queries see must lie in the ring at once; a row without tokens sees nothing. */

@@ -7,7 +7,7 @@
 #include "simd/bf16_tiles.h"
 
 enum {
-  BATCH = 256,       /* queries that meet a span together; half of them where heads are wider than SPAN_DIM */
+  BATCH = 384,       /* queries that meet a span together; half of them where heads are wider than SPAN_DIM */
   SPAN = 4 * SUB,    /* positions whose largest score is found at once; half of them where heads are wider */
   SPAN_DIM = 256,
   FEW = 16,          /* queries whose keys are read as they are stored */
@@ -186,47 +186,74 @@ INLINE void hide(float *scores, int64_t low, int64_t end) {
   }
 }
 
-#pragma GCC push_options
-#pragma GCC target("avx512bf16")
-/* The weights of `count` positions, a multiple of SUB, of which low..end are seen; their scores lie `stride` apart from
- * SUB to SUB. What was summed before is to be multiplied by the result. */
-static float softmax_update_bf16(const attend_args *a, float *scores, int64_t stride, int64_t count, float *part,
-                                 int64_t low, int64_t end, uint16_t *weights) {
-  const int64_t first = low > 0 ? low / SUB * SUB : 0, last = end < count ? (end + SUB - 1) / SUB * SUB : count;
-  if (first >= last) {
-    memset(weights, 0, (size_t)count * sizeof *weights);
-    return 1;
-  }
-  float scale = (float)a->scale;
-  vf largest = vf_set1(-INFINITY), sum = vf_zero();
-  for (int64_t b = first; b < last; b += SUB) {
-    float *s = scores + b / SUB * stride;
+/* What some queries see of the positions whose scores they have: low[m]..end[m], cut to whole blocks of SUB. */
+typedef struct { int64_t low, end, first, last; } seen;
+
+/* The largest score of what a query sees, and -inf in the place of those that it does not see. */
+INLINE float largest_score(const attend_args *a, float *scores, const seen *of) {
+  vf largest = vf_set1(-INFINITY);
+  for (int64_t b = of->first; b < of->last; b += SUB) {
+    float *s = scores + b / SUB * MOST_ROWS * SUB;
     if (a->softcap != 0) {
       const vf cap = vf_set1((float)a->softcap);
       for (int i = 0; i < SUB; i += VL)
-        vf_store(s + i, vf_mul(cap, vf_tanh(vf_div(vf_mul(vf_load(s + i), vf_set1(scale)), cap))));
+        vf_store(s + i, vf_mul(cap, vf_tanh(vf_div(vf_mul(vf_load(s + i), vf_set1((float)a->scale)), cap))));
     }
-    if (low > b || end < b + SUB) hide(s, low - b, end - b);
+    if (of->low > b || of->end < b + SUB) hide(s, of->low - b, of->end - b);
     UNROLL for (int i = 0; i < SUB; i += VL) largest = vf_max(largest, vf_load(s + i));
   }
-  if (a->softcap != 0) scale = 1;
-  const float before = part[0], here = vf_largest(largest) * scale, now = here > before ? here : before;
-  const vf times = vf_set1(scale * 1.44269504f), base = vf_set1(now == -INFINITY ? 0 : -now * 1.44269504f);
-  memset(weights, 0, (size_t)first * sizeof *weights);
-  for (int64_t b = first; b < last; b += SUB)
+  return vf_largest(largest);
+}
+
+#pragma GCC push_options
+#pragma GCC target("avx512bf16")
+/* The weights of what a query sees, zeros beside them, and their sum. */
+INLINE float weigh(const float *scores, const seen *of, int64_t count, vf times, vf base, uint16_t *weights) {
+  vf sum = vf_zero();
+  memset(weights, 0, (size_t)of->first * sizeof *weights);
+  for (int64_t b = of->first; b < of->last; b += SUB)
     UNROLL for (int i = 0; i < SUB; i += 2 * VL) {
-      const float *s = scores + b / SUB * stride + i;
+      const float *s = scores + b / SUB * MOST_ROWS * SUB + i;
       const vf w[2] = {power_of_two(vf_fma(vf_load(s), times, base)),
                        power_of_two(vf_fma(vf_load(s + VL), times, base))};
       sum = vf_add(sum, vf_add(w[0], w[1]));
       _mm512_storeu_si512(weights + b + i, (__m512i)_mm512_cvtne2ps_pbh(w[1], w[0]));
     }
-  memset(weights + last, 0, (size_t)(count - last) * sizeof *weights);
-  float keep = 1;
-  if (now > before) keep = _mm512_cvtss_f32(power_of_two(vf_set1((before - now) * 1.44269504f)));
-  part[0] = now;
-  part[1] = part[1] * keep + vf_sum(sum);
-  return keep;
+  memset(weights + of->last, 0, (size_t)(count - of->last) * sizeof *weights);
+  return vf_sum(sum);
+}
+
+/* The weights [rows, count] of positions whose scores lie in blocks [MOST_ROWS, SUB]; `count` is a multiple of SUB, and
+ * query m sees low[m]..end[m]. What was summed before is to be multiplied by keep[m]. Each step is made for all queries
+ * before the next one: one query's would wait for each other. */
+static void softmax_update_bf16(const attend_args *a, float *scores, int64_t rows, int64_t count, const int64_t *low,
+                                const int64_t *end, int64_t from, float *parts, float *keep, uint16_t *weights) {
+  const int64_t stride = a->dim_v + 2;
+  const float scale = a->softcap != 0 ? 1 : (float)a->scale;
+  seen of[MOST_ROWS];
+  _Alignas(64) float before[MOST_ROWS], largest[MOST_ROWS], base[MOST_ROWS];
+  for (int64_t m = 0; m < rows; m++) {
+    const int64_t l = low[m] - from, e = end[m] - from;
+    of[m] = (seen){l, e, l > 0 ? l / SUB * SUB : 0, e < count ? (e + SUB - 1) / SUB * SUB : count};
+    if (of[m].first >= of[m].last) of[m].first = of[m].last = 0;
+    largest[m] = largest_score(a, scores + m * SUB, of + m);
+    before[m] = parts[m * stride];
+  }
+  for (int64_t m = 0; m < rows; m += VL) {
+    const vf log2e = vf_set1(1.44269504f), was = vf_load(before + m);
+    const vf now = vf_max(vf_mul(vf_load(largest + m), vf_set1(scale)), was);
+    const __mmask16 grows = _mm512_cmp_ps_mask(now, was, _CMP_GT_OQ);
+    const __mmask16 sees = _mm512_cmp_ps_mask(now, vf_set1(-INFINITY), _CMP_NEQ_UQ);
+    vf_store(keep + m, _mm512_mask_mov_ps(vf_set1(1), grows, power_of_two(vf_mul(vf_sub(was, now), log2e))));
+    vf_store(base + m, _mm512_maskz_mul_ps(sees, vf_sub(vf_zero(), now), log2e));
+    vf_store(largest + m, now);
+  }
+  for (int64_t m = 0; m < rows; m++) {
+    const float sum = weigh(scores + m * SUB, of + m, count, vf_set1(scale * 1.44269504f), vf_set1(base[m]),
+                            weights + m * count);
+    parts[m * stride] = largest[m];
+    parts[m * stride + 1] = parts[m * stride + 1] * keep[m] + sum;
+  }
 }
 #pragma GCC pop_options
 
@@ -242,7 +269,7 @@ static void tile(const bf16_task *t, const kv_span *on, int64_t j, int64_t rows,
   const int64_t stride = a->dim_v + 2;
   _Alignas(64) float scores[SPAN / SUB][MOST_ROWS][SUB];
   _Alignas(64) uint16_t weights[MOST_ROWS * SPAN];
-  float keep[MOST_ROWS];
+  _Alignas(64) float keep[MOST_ROWS];
   int64_t first = b + on->positions, last = b;
   for (int64_t m = j; m < j + rows; m++) {
     if (on->low[m] < first) first = on->low[m];
@@ -255,9 +282,7 @@ static void tile(const bf16_task *t, const kv_span *on, int64_t j, int64_t rows,
     if (on->few) scores_of_columns(on->columns + i / 16, rows, scores[i / SUB][0]);
     else products(on->queries + j * on->dim, on->keys + i * (on->dim / 2), on->dim, rows, scores[i / SUB][0]);
   const int64_t count = last - first;
-  for (int64_t m = 0; m < rows; m++)
-    keep[m] = softmax_update_bf16(a, scores[first / SUB][m], MOST_ROWS * SUB, count, parts + m * stride,
-                                  on->low[j + m] - b - first, on->end[j + m] - b - first, weights + m * count);
+  softmax_update_bf16(a, scores[first / SUB][0], rows, count, on->low + j, on->end + j, b + first, parts, keep, weights);
   for (int64_t d = 0; d < a->dim_v; d += WIDE) {
     products(weights, on->values + (d / WIDE * on->positions + first) / 2 * WIDE, count, rows, scores[0][0]);
     const int64_t n = a->dim_v - d < WIDE ? a->dim_v - d : WIDE;
@@ -266,7 +291,8 @@ static void tile(const bf16_task *t, const kv_span *on, int64_t j, int64_t rows,
       const vf times = vf_set1(keep[m]);
       for (int64_t i = 0; i < n; i += VL) {
         const __mmask16 mask = n - i < VL ? (__mmask16)((1 << (n - i)) - 1) : 0xffff;
-        _mm512_mask_storeu_ps(to + i, mask, vf_fma(_mm512_maskz_loadu_ps(mask, to + i), times, vf_load(x + i)));
+        const vf before = _mm512_maskz_loadu_ps(keep[m] != 0 ? mask : 0, to + i); /* or nothing is there yet */
+        _mm512_mask_storeu_ps(to + i, mask, vf_fma(before, times, vf_load(x + i)));
       }
     }
   }
