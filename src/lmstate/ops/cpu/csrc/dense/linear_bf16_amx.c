@@ -194,6 +194,9 @@ INLINE vf row_sums(const linear_args *a, const bfloat12 *in_bits, const float *x
         bf16_unpack(p, next, in_bits->table, part, (uint16_t *)&words[0][n], STEP, SIDE * STEP);
       }
     for (int64_t s = 0; s < part / STEP; s++) {
+      /* The lines that bf16_unpack does not ask for: few at a time, so that they are on their way while it computes. */
+      for (int n = 0; n < SIDE && a->kind == BFLOAT12; n += BESIDE)
+        __builtin_prefetch(span_of(in_bits, first + SIDE + n, k, i) + BF16_ASKED + s * 64, 0, 1);
       transpose16(words[s]);
       sum = add_as_tile(x + i + s * STEP, words[s], sum);
     }
