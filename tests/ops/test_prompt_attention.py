@@ -78,13 +78,16 @@ def test_a_query_has_the_same_bits_beside_other_tokens_rows_and_threads(variant:
 def test_one_query_has_the_bits_that_it_has_among_many(
     variant: str, heads: int, kv: int, dim: int, dim_v: int, rule: dict[str, int]
 ) -> None:
-    """Few queries read keys as they are stored, many of them laid out in pairs: the sums are the same."""
+    """Few queries read keys as they are stored, many of them laid out in pairs: the sums are the same.
+
+    Also where a cut of few tokens lies across a multiple of 256, at which sums are cut.
+    """
     torch.manual_seed(0)
     tokens, start = 130, 470
     k, v = rings([(start, tokens)], 613, kv, dim, dim_v)
     q, told = torch.randn(1, tokens, heads, dim), (AttentionParams(dim**-0.5), CausalMask(**rule))
     together = ops.attend(q, k, v, torch.tensor([start]), torch.tensor([tokens]), *told)
-    for cuts in ([1] * 10 + [120], [3, 7, 40, 80], [33, 97]):
+    for cuts in ([1] * 10 + [120], [3, 7, 40, 80], [33, 97], [40, 3, 3, 84], [39, 4, 87], [37, 8, 85]):
         at = 0
         for n in cuts:
             part = ops.attend(q[:, at : at + n], k, v, torch.tensor([start + at]), torch.tensor([n]), *told)

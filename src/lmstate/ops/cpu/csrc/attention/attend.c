@@ -12,7 +12,7 @@
 #include "layout.h"
 #include "team.h"
 
-/* New tokens of a task, which grow where there are tasks enough: up to so many queries read keys and values together. */
+/* New tokens of a task, more where there are tasks enough: up to so many queries read keys and values together. */
 enum { RUN = 32, QUERIES = 384 };
 
 /* Chunks grow with the position, so that their number, and the memory for their parts, stays small. */

@@ -16,16 +16,22 @@ enum {
 
 typedef struct {
   _Alignas(64) uint32_t keys[SPAN_DIM / 2 * SPAN]; /* [positions / SUB, D / 2, SUB]: pairs of numbers of a key */
-  tile_rows rows[SPAN / 16]; /* or where keys lie as they are stored, a task's few queries being in pairs */
-  _Alignas(64) uint32_t pairs[MAX_DIM / 2 * WIDE]; /* [D / 2, WIDE], 16 of them used */
-  _Alignas(64) float columns[SPAN / 16][16][16];   /* [positions, queries] */
   _Alignas(64) uint32_t values[SPAN_DIM / 2 * SPAN]; /* [DV / WIDE, positions / 2, WIDE]: pairs of positions */
-  _Alignas(64) uint16_t queries[(BATCH + 2 * MOST_ROWS) * SPAN_DIM];
+  _Alignas(64) uint16_t queries[(BATCH + MOST_ROWS) * SPAN_DIM];
   uint16_t expanded[SUB * MAX_DIM];
   int64_t low[BATCH], end[BATCH]; /* the positions that a query sees */
   int64_t dim, positions;         /* of keys and queries, with zeros behind them; of the span */
-  int few;                        /* whether keys are read as they are stored */
 } kv_span;
+
+/* The same for a task of few queries, which multiply keys as they are stored. */
+typedef struct {
+  _Alignas(64) uint32_t queries[MAX_DIM / 2 * WIDE]; /* [D / 2, WIDE]: pairs of numbers, 16 of them used */
+  _Alignas(64) uint16_t copies[SUB * MAX_DIM];       /* of keys that are no tile as they are stored */
+  _Alignas(64) float columns[SUB / 16][16][16];      /* [positions, queries] */
+  _Alignas(64) float scores[SPAN / SUB][MOST_ROWS][SUB], sums[FEW][WIDE];
+  _Alignas(64) uint16_t weights[FEW * SPAN];
+  _Alignas(64) uint32_t values[SUB / 2 * WIDE];      /* [SUB / 2, WIDE]: pairs of positions */
+} few_span;
 
 int attends_bf16(const attend_args *a, const attend_plan *plan, int64_t r) {
   (void)r;
@@ -65,16 +71,16 @@ static void expand_codes(const uint8_t *codes, uint16_t scale, int64_t dim, int6
   else expand_kind(codes, scale, dim, CODES2, to);
 }
 
-/* The vectors of the positions first..last, of those from b on; zeros where nobody looks: weights of 0 must not meet
- * what was never stored. `bits`: of codes, or 0. */
-static void rows_of(const stored *x, int64_t first, int64_t last, int64_t b, int64_t dim, int64_t bits,
-                    uint16_t *expanded, const uint16_t **rows) {
+/* The vectors of the SUB positions from b on; zeros where no query of the task looks: weights of 0 must not meet what
+ * was never stored. `bits`: of codes, or 0. */
+static void rows_of(const bf16_task *t, const stored *x, int64_t b, int64_t dim, int64_t bits, uint16_t *expanded,
+                    const uint16_t **rows) {
   static const uint16_t nothing[MAX_DIM];
-  const ring_ranges r = ring_ranges_of(x, first, last, b);
-  for (int t = 0; t < SUB; t++) rows[t] = nothing;
+  const ring_ranges r = ring_ranges_of(x, t->from > b ? t->from : b, t->until < b + SUB ? t->until : b + SUB, b);
+  for (int i = 0; i < SUB; i++) rows[i] = nothing;
   for (int run = 0; run < 2; run++)
-    for (int64_t t = 0; t < r.count[run]; t++) {
-      const int64_t slot = r.from[run] + t, at = r.at[run] + t;
+    for (int64_t i = 0; i < r.count[run]; i++) {
+      const int64_t slot = r.from[run] + i, at = r.at[run] + i;
       if (bits) expand_codes((const uint8_t *)x->data + slot * x->slot, x->scale[slot], dim, bits, expanded + at * dim);
       rows[at] = bits ? expanded + at * dim : (const uint16_t *)x->data + slot * x->slot;
     }
@@ -104,17 +110,6 @@ static void lay_channels(const stored *x, int64_t slot, int64_t dim, int64_t bit
   }
 }
 
-/* Sixteen rows as they are, or where they do not follow each other or fill no tile, copied with zeros behind them. */
-static tile_rows rows_in_tile(const uint16_t *const *rows, int64_t slot, int64_t dim, int64_t padded, void *copy) {
-  int follow = dim == padded;
-  for (int i = 1; i < 16; i++) follow &= rows[i] == rows[0] + i * slot;
-  if (follow) return (tile_rows){rows[0], slot};
-  uint16_t *to = copy;
-  memset(to, 0, (size_t)(16 * padded) * sizeof *to);
-  for (int i = 0; i < 16; i++) memcpy(to + i * padded, rows[i], (size_t)dim * sizeof *to);
-  return (tile_rows){to, padded};
-}
-
 /* What is stored as floats at the tile at b. */
 static const source *floats_at(const bf16_task *t, int64_t b) {
   return t->leaving && b + SUB >= t->until ? t->leaving : t->floats;
@@ -130,39 +125,43 @@ static void lay_keys(const bf16_task *t, int64_t b, int coded, kv_span *to) {
   if (coded && t->codes->tail) {
     lay_channels(&k, b % k.slots, a->dim, t->codes->bits, keys);
   } else {
-    rows_of(&k, t->from > b ? t->from : b, t->until < b + SUB ? t->until : b + SUB, b, a->dim,
-            coded ? t->codes->bits : 0, to->expanded, rows);
+    rows_of(t, &k, b, a->dim, coded ? t->codes->bits : 0, to->expanded, rows);
     for (int i = 0; i < SUB; i += 16) {
       if (!t->codes)
         for (int j = i; j < i + 16; j++)
           for (int64_t d = 0; d < a->dim; d += 32) ask_ahead(BF16, rows[j], d, k.ahead);
-      if (to->few) to->rows[(at + i) / 16] = rows_in_tile(rows + i, k.slot, a->dim, to->dim, keys + i * to->dim / 2);
-      else transpose_all_pairs(rows + i, a->dim, keys + i);
+      transpose_all_pairs(rows + i, a->dim, keys + i);
     }
   }
-  if (!to->few) memset(keys + a->dim / 2 * SUB, 0, (size_t)((to->dim - a->dim) / 2 * SUB) * sizeof *keys);
+  memset(keys + a->dim / 2 * SUB, 0, (size_t)((to->dim - a->dim) / 2 * SUB) * sizeof *keys);
 }
 
-/* The same of the values. */
-static void lay_values(const bf16_task *t, int64_t b, int coded, kv_span *to) {
+/* WIDE numbers from d on of the values of SUB positions, two positions beside each other: pairs [SUB / 2, WIDE]. */
+INLINE void pair_values(const uint16_t *const *rows, int64_t d, int64_t dim, int64_t ahead, uint32_t *pairs) {
   const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7); /* halves are taken of each quarter */
+  const int64_t n = dim - d;
+  const __mmask32 masks[2] = {n < 32 ? (1u << n) - 1 : ~0u, n >= 64 ? ~0u : n > 32 ? (1u << (n - 32)) - 1 : 0};
+  for (int i = 0; i < SUB; i += 2, pairs += WIDE)
+    UNROLL for (int h = 0; h < 2; h++) {
+      const uint16_t *at[2] = {rows[i] + d + 32 * h, rows[i + 1] + d + 32 * h};
+      if (ahead)
+        for (int j = 0; j < 2; j++) ask_ahead(BF16, at[j], 0, ahead);
+      const __m512i x = _mm512_permutexvar_epi64(order, _mm512_maskz_loadu_epi16(masks[h], at[0]));
+      const __m512i y = _mm512_permutexvar_epi64(order, _mm512_maskz_loadu_epi16(masks[h], at[1]));
+      _mm512_store_si512(pairs + 32 * h, _mm512_unpacklo_epi16(x, y));
+      _mm512_store_si512(pairs + 32 * h + 16, _mm512_unpackhi_epi16(x, y));
+    }
+}
+
+/* The values of the same positions. */
+static void lay_values(const bf16_task *t, int64_t b, int coded, kv_span *to) {
   const int64_t dim = t->args->dim_v;
   const stored v = at_tile(coded ? &t->coded->v : &floats_at(t, b)->v, b);
   const uint16_t *rows[SUB];
-  rows_of(&v, t->from > b ? t->from : b, t->until < b + SUB ? t->until : b + SUB, b, dim, t->codes ? t->codes->bits : 0,
-          to->expanded, rows);
-  for (int64_t d = 0; d < dim; d += 32) {
-    uint32_t *pairs = to->values + (d / WIDE * to->positions + b % to->positions) / 2 * WIDE + d % WIDE;
-    const __mmask32 mask = dim - d < 32 ? (1u << (dim - d)) - 1 : ~0u;
-    for (int i = 0; i < SUB; i += 2, pairs += WIDE) {
-      if (!t->codes)
-        for (int j = 0; j < 2; j++) ask_ahead(BF16, rows[i + j], d, v.ahead);
-      const __m512i x = _mm512_permutexvar_epi64(order, _mm512_maskz_loadu_epi16(mask, rows[i] + d));
-      const __m512i y = _mm512_permutexvar_epi64(order, _mm512_maskz_loadu_epi16(mask, rows[i + 1] + d));
-      _mm512_store_si512(pairs, _mm512_unpacklo_epi16(x, y));
-      _mm512_store_si512(pairs + 16, _mm512_unpackhi_epi16(x, y));
-    }
-  }
+  rows_of(t, &v, b, dim, t->codes ? t->codes->bits : 0, to->expanded, rows);
+  for (int64_t d = 0; d < dim; d += WIDE)
+    pair_values(rows, d, dim, t->codes ? 0 : v.ahead,
+                to->values + (d / WIDE * to->positions + b % to->positions) / 2 * WIDE);
 }
 
 /* 0 where it would be no normal number; a NaN stays one. */
@@ -263,10 +262,37 @@ INLINE void products(const uint16_t *x, const uint32_t *w, int64_t n, int64_t ro
   else sums_of(x, w, n, rows, y, WIDE, 0);
 }
 
+/* What the values of a span add to WIDE of their sums, from number d on; sums of before are kept by keep[m], and where
+ * that is 0 nothing may be there yet. */
+INLINE void add_sums(const attend_args *a, const float *sums, int64_t rows, int64_t d, const float *keep,
+                       float *parts) {
+  const int64_t n = a->dim_v - d < WIDE ? a->dim_v - d : WIDE;
+  for (int64_t m = 0; m < rows; m++) {
+    float *to = parts + m * (a->dim_v + 2) + 2 + d;
+    for (int64_t i = 0; i < n; i += VL) {
+      const __mmask16 mask = n - i < VL ? (__mmask16)((1 << (n - i)) - 1) : 0xffff;
+      const vf before = _mm512_maskz_loadu_ps(keep[m] != 0 ? mask : 0, to + i);
+      _mm512_mask_storeu_ps(to + i, mask, vf_fma(before, vf_set1(keep[m]), vf_load(sums + m * WIDE + i)));
+    }
+  }
+}
+
+/* Query j of a task, rounded, with zeros behind it, and which positions it sees. */
+static void lay_query(const bf16_task *t, int64_t j, int64_t dim, int64_t *low, int64_t *end, uint16_t *to) {
+  const attend_args *a = t->args;
+  const int64_t group = a->heads / a->kv_heads, token = j / group, head = t->kv * group + j % group;
+  const int64_t own = a->starts[t->row] + token;
+  *low = low_of(a, own), *end = own + 1;
+  round_pairs(t->q + token * a->q_token + head * a->q_head, a->dim, to);
+  memset(to + a->dim, 0, (size_t)(dim - a->dim) * sizeof *to);
+}
+
+/* Positions whose largest score is found at once. */
+static int64_t span_of(const attend_args *a) { return a->dim > SPAN_DIM || a->dim_v > SPAN_DIM ? SPAN / 2 : SPAN; }
+
 /* Some queries, from number j of the batch on, over the span from b on. */
 static void tile(const bf16_task *t, const kv_span *on, int64_t j, int64_t rows, int64_t b, float *parts) {
   const attend_args *a = t->args;
-  const int64_t stride = a->dim_v + 2;
   _Alignas(64) float scores[SPAN / SUB][MOST_ROWS][SUB];
   _Alignas(64) uint16_t weights[MOST_ROWS * SPAN];
   _Alignas(64) float keep[MOST_ROWS];
@@ -279,47 +305,89 @@ static void tile(const bf16_task *t, const kv_span *on, int64_t j, int64_t rows,
   last = last < b + on->positions ? (last - b + SUB - 1) / SUB * SUB : on->positions;
   if (first >= last) return;
   for (int64_t i = first; i < last; i += SUB)
-    if (on->few) scores_of_columns(on->columns + i / 16, rows, scores[i / SUB][0]);
-    else products(on->queries + j * on->dim, on->keys + i * (on->dim / 2), on->dim, rows, scores[i / SUB][0]);
+    products(on->queries + j * on->dim, on->keys + i * (on->dim / 2), on->dim, rows, scores[i / SUB][0]);
   const int64_t count = last - first;
-  softmax_update_bf16(a, scores[first / SUB][0], rows, count, on->low + j, on->end + j, b + first, parts, keep, weights);
+  softmax_update_bf16(a, scores[first / SUB][0], rows, count, on->low + j, on->end + j, b + first, parts, keep,
+                      weights);
   for (int64_t d = 0; d < a->dim_v; d += WIDE) {
     products(weights, on->values + (d / WIDE * on->positions + first) / 2 * WIDE, count, rows, scores[0][0]);
-    const int64_t n = a->dim_v - d < WIDE ? a->dim_v - d : WIDE;
-    for (int64_t m = 0; m < rows; m++) {
-      float *to = parts + m * stride + 2 + d, *x = scores[0][m];
-      const vf times = vf_set1(keep[m]);
-      for (int64_t i = 0; i < n; i += VL) {
-        const __mmask16 mask = n - i < VL ? (__mmask16)((1 << (n - i)) - 1) : 0xffff;
-        const vf before = _mm512_maskz_loadu_ps(keep[m] != 0 ? mask : 0, to + i); /* or nothing is there yet */
-        _mm512_mask_storeu_ps(to + i, mask, vf_fma(before, times, vf_load(x + i)));
+    add_sums(a, scores[0][0], rows, d, keep, parts);
+  }
+}
+
+/* Sixteen rows as they are, or where they do not follow each other or fill no tile, copied with zeros behind them. */
+static tile_rows rows_in_tile(const uint16_t *const *rows, int64_t slot, int64_t ahead, int64_t dim, int64_t padded,
+                              void *copy) {
+  int follow = dim == padded;
+  for (int i = 1; i < 16; i++) follow &= rows[i] == rows[0] + i * slot;
+  if (follow) return (tile_rows){rows[0], slot, ahead};
+  uint16_t *to = copy;
+  memset(to, 0, (size_t)(16 * padded) * sizeof *to);
+  for (int i = 0; i < 16; i++) memcpy(to + i * padded, rows[i], (size_t)dim * sizeof *to);
+  return (tile_rows){to, padded, 0};
+}
+
+/* Up to FEW queries: they multiply keys as they are stored, each of which is read once, and in the order of memory. */
+static void attend_few(const bf16_task *t) {
+  const attend_args *a = t->args;
+  const int64_t count = t->n - t->first, dim = (a->dim + 31) / 32 * 32, positions = span_of(a);
+  float *parts = t->parts + t->first * (a->dim_v + 2);
+  int64_t low[FEW], end[FEW], ahead[SPAN / SUB];
+  _Alignas(64) float keep[MOST_ROWS];
+  const uint16_t *rows[SPAN];
+  few_span on;
+  for (int64_t j = 0; j < FEW; j++) {
+    rows[j] = on.copies + j * dim;
+    if (j < count) lay_query(t, t->first + j, dim, low + j, end + j, on.copies + j * dim);
+  }
+  transpose_all_pairs(rows, dim, on.queries);
+  const int64_t from = t->from > low[0] ? t->from : low[0];
+  const int64_t until = t->until < end[count - 1] ? t->until : end[count - 1];
+  for (int64_t b = from / SUB * SUB, last; b < until; b = last) {
+    last = b / positions * positions + positions;
+    if (last > until) last = (until + SUB - 1) / SUB * SUB;
+    for (int64_t i = b; i < last; i += SUB) {
+      tile_rows tiles[SUB / 16];
+      const stored k = at_tile(&floats_at(t, i)->k, i);
+      rows_of(t, &k, i, a->dim, 0, NULL, rows);
+      for (int j = 0; j < SUB; j += 16)
+        tiles[j / 16] = rows_in_tile(rows + j, k.slot, k.ahead, a->dim, dim, on.copies + j * dim);
+      scores_in_tiles(tiles, on.queries, dim, on.columns);
+      scores_of_columns(on.columns, count, on.scores[(i - b) / SUB][0]);
+    }
+    softmax_update_bf16(a, on.scores[0][0], count, last - b, low, end, b, parts, keep, on.weights);
+    for (int64_t i = b; i < last; i += SUB) {
+      const stored v = at_tile(&floats_at(t, i)->v, i);
+      rows_of(t, &v, i, a->dim_v, 0, NULL, rows + i - b);
+      ahead[(i - b) / SUB] = v.ahead;
+    }
+    for (int64_t d = 0; d < a->dim_v; d += WIDE) {
+      begin_tile_sums();
+      for (int64_t i = 0; i < last - b; i += SUB) {
+        pair_values(rows + i, d, a->dim_v, ahead[i / SUB], on.values);
+        add_tile_sums(on.weights + i, last - b, on.values, SUB);
       }
+      end_tile_sums(on.sums[0], WIDE);
+      add_sums(a, on.sums[0], count, d, keep, parts);
     }
   }
 }
 
 void attend_bf16(const bf16_task *t) {
   const attend_args *a = t->args;
+  if (uses_amx() && t->n - t->first <= FEW) {
+    attend_few(t);
+    return;
+  }
   const int64_t group = a->heads / a->kv_heads, start = a->starts[t->row], most = uses_amx() ? MOST_ROWS : ROWS;
   kv_span on;
   on.dim = uses_amx() ? (a->dim + 31) / 32 * 32 : a->dim;
-  on.positions = t->codes ? SUB : a->dim > SPAN_DIM || a->dim_v > SPAN_DIM ? SPAN / 2 : SPAN;
-  on.few = uses_amx() && t->n - t->first <= FEW;
+  on.positions = t->codes ? SUB : span_of(a);
   const int64_t batch = a->dim > SPAN_DIM ? BATCH / 2 : BATCH;
   for (int64_t first = t->first; first < t->n; first += batch) {
     const int64_t count = t->n - first < batch ? t->n - first : batch;
-    for (int64_t j = 0; j < count; j++) {
-      const int64_t token = (first + j) / group, head = t->kv * group + (first + j) % group;
-      uint16_t *query = on.queries + j * on.dim;
-      on.low[j] = low_of(a, start + token), on.end[j] = start + token + 1;
-      round_pairs(t->q + token * a->q_token + head * a->q_head, a->dim, query);
-      memset(query + a->dim, 0, (size_t)(on.dim - a->dim) * sizeof *query);
-    }
-    if (on.few) {
-      const uint16_t *rows[FEW];
-      for (int64_t i = 0; i < FEW; i++) rows[i] = on.queries + (i < count ? i : 0) * on.dim;
-      transpose_all_pairs(rows, on.dim, on.pairs);
-    }
+    for (int64_t j = 0; j < count; j++)
+      lay_query(t, first + j, on.dim, on.low + j, on.end + j, on.queries + j * on.dim);
     const int64_t from = t->from > on.low[0] ? t->from : on.low[0];
     const int64_t until = t->until < on.end[count - 1] ? t->until : on.end[count - 1];
     for (int64_t b = from / on.positions * on.positions; b < until; b += on.positions) {
@@ -331,10 +399,10 @@ void attend_bf16(const bf16_task *t) {
         while (j < ends[coded] && on.end[j] <= b) j++;
         if (j == ends[coded]) continue;
         const int64_t low = from > b ? from / SUB * SUB : b, end = until < b + on.positions ? until : b + on.positions;
-        const int64_t tiles = (low - b) / 16;
-        for (int64_t i = low; i < end; i += SUB) lay_keys(t, i, coded, &on);
-        if (on.few) scores_in_tiles(on.rows + tiles, end - low, on.pairs, on.dim, on.columns + tiles);
-        for (int64_t i = low; i < end; i += SUB) lay_values(t, i, coded, &on); /* while tiles are multiplied */
+        for (int64_t i = low; i < end; i += SUB) {
+          lay_keys(t, i, coded, &on);
+          lay_values(t, i, coded, &on);
+        }
         for (int64_t rows; j < ends[coded]; j += rows) {
           rows = ends[coded] - j < most ? ends[coded] - j : most;
           if (on.low[j] < b + on.positions) tile(t, &on, j, rows, b, t->parts + (first + j) * (a->dim_v + 2));
