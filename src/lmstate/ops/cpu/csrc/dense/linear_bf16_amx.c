@@ -13,8 +13,6 @@ enum { SIDE = 16, STEP = 32, TILES = 4, WIDTH = TILES * SIDE };
 /* Inputs whose weights stay in the first cache, for one tile of rows and for many; rows that share weights where they
  * lie. */
 enum { DEEP = 128, DEEPER = 256, FEW = 2 * SIDE };
-/* Of more inputs, fewer outputs are multiplied together: the second cache holds these and the next ones. */
-enum { LONG = 4096 };
 /* Of a row alone: inputs that are unpacked together, and products whose halves each thread tries both ways. */
 enum { ROW_PART = 64, TRIED = 32 };
 
@@ -223,15 +221,15 @@ static void blocks_in_tiles(const linear_args *a, const uint16_t *memory, int64_
                             float *scratch) {
   const int64_t k = a->inputs, most_deep = of.last - of.first > SIDE ? DEEPER : DEEP;
   const int64_t parts = (k + most_deep - 1) / most_deep, deep = (k / parts + SPAN - 1) / SPAN * SPAN;
-  const int64_t most = k > LONG ? TILES / 2 : TILES, last = end * SIDE < a->outputs ? end * SIDE : a->outputs;
+  const int64_t last = end * SIDE < a->outputs ? end * SIDE : a->outputs;
   const bfloat12 in_bits = bfloat12_at(a->weight, a->outputs, k); /* where it is one */
   tile_sums *const between = (tile_sums *)scratch;
   uint16_t *const panel = (uint16_t *)(between + BF16_TILES);
   const char *own = (const char *)a->weight + bytes_of(a, begin * SIDE);
   ahead next = {own, own + bytes_of(a, last - begin * SIDE)};
-  ask(&next, bytes_of(a, most * SIDE));
+  ask(&next, bytes_of(a, WIDTH));
   for (int64_t b = begin, tiles; b < end; b += tiles) {
-    tiles = end - b < most ? end - b : most;
+    tiles = end - b < TILES ? end - b : TILES;
     const int64_t first = b * SIDE, count = last - first < tiles * SIDE ? last - first : tiles * SIDE;
     const int packed = a->kind == BFLOAT12 || of.last - of.first > FEW || count < tiles * SIDE;
     const int kept = of.last - of.first <= SIDE; /* sums of one tile of rows stay where they are */
