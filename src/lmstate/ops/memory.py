@@ -10,7 +10,10 @@ import contextlib
 import mmap
 import sys
 import threading
+from collections import deque
+from math import prod
 from pathlib import Path
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -49,6 +52,68 @@ def pages(size: int) -> mmap.mmap:
     with contextlib.suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
+
+
+class Pieces:
+    """Memory in large pages for what comes and goes, such as blocks of keys and values: pieces of one size share
+    buffers of `SLAB` bytes, and each goes back to its buffer once nothing refers to it; an empty one to the system."""
+
+    SLAB = 8 << 20
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._slabs: dict[int, list[_Slab]] = {}  # by the size of a piece: those that have room, the last one first
+        self._taken: dict[int, _Taken] = {}  # by their ids: nothing else keeps them
+        # A piece may end in any thread, in the middle of anything: what is called then is no line of Python.
+        self._ended: deque[_Taken] = deque()
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Zeros `shape`, contiguous, that begin on a cache line; no view of another tensor."""
+        tensor = torch.empty(0, dtype=dtype)
+        size = prod(shape) * tensor.element_size()
+        each = -(-size // LINE) * LINE
+        if not 0 < each <= self.SLAB // 8:
+            return torch.zeros(shape, dtype=dtype)
+        with self._lock:
+            while self._ended:
+                self._give_back(self._ended.popleft())
+            slabs = self._slabs.setdefault(each, [])
+            if not slabs:
+                slabs.append(_Slab(pages(self.SLAB), each))
+            slab, at = slabs[-1], slabs[-1].free.pop()
+            if not slab.free:
+                slabs.pop()
+            piece = memoryview(slab.memory)[at : at + size]
+            taken = _Taken(piece, self._ended.append)
+            taken.slab, taken.at = slab, at
+            self._taken[id(taken)] = taken
+        storage = torch.frombuffer(piece, dtype=torch.uint8).untyped_storage()
+        strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        return tensor.set_(storage, 0, shape, strides).zero_()
+
+    def _give_back(self, ended: _Taken) -> None:
+        del self._taken[id(ended)]
+        slab, slabs = ended.slab, self._slabs[ended.slab.each]
+        if not slab.free:
+            slabs.append(slab)
+        slab.free.append(ended.at)
+        if len(slab.free) == slab.pieces and len(slabs) > 1:
+            slabs.remove(slab)
+
+
+class _Taken(ref):
+    __slots__ = ("at", "slab")
+    slab: _Slab
+    at: int
+
+
+class _Slab:
+    def __init__(self, memory: mmap.mmap, each: int) -> None:
+        self.memory, self.each, self.pieces = memory, each, len(memory) // each
+        self.free = [n * each for n in reversed(range(self.pieces))]
+
+
+pieces = Pieces()
 
 
 def spare() -> int:

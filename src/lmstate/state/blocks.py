@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lmstate.errors import CapacityError, StateError
+from lmstate.ops import memory
 from lmstate.ops.types.block_table import BLOCK_TOKENS, Block, RowBlocks
 
 
@@ -85,12 +86,13 @@ class Buffer:
 
     def zeros(self, slots: int = BLOCK_TOKENS, rows: tuple[int, ...] = ()) -> Tensor:
         """`[*rows, *heads, slots, width]`"""
-        return torch.zeros(*rows, *self.heads, slots, self.width, dtype=self.dtype, device=self.device)
+        shape = (*rows, *self.heads, slots, self.width)
+        if self.device.type != "cpu" or slots != BLOCK_TOKENS:
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        return memory.pieces.zeros(shape, self.dtype)
 
     def filled(self, part: Tensor, at: int) -> Tensor:
         """A block `[*heads, BLOCK_TOKENS, width]` of its own: `part` from slot `at` on, and zeros elsewhere."""
-        if part.shape[-2] == BLOCK_TOKENS:
-            return part.to(self.device, self.dtype, copy=True, memory_format=torch.contiguous_format)
         block = self.zeros()
         block[..., at : at + part.shape[-2], :] = part.to(block)
         return block
