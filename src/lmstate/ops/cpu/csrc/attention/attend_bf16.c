@@ -185,7 +185,7 @@ INLINE void hide(float *scores, int64_t low, int64_t end) {
   }
 }
 
-/* What some queries see of the positions whose scores they have: low[m]..end[m], cut to whole blocks of SUB. */
+/* Which of the positions whose scores it has a query sees: low..end, in the blocks of SUB first..last. */
 typedef struct { int64_t low, end, first, last; } seen;
 
 /* The largest score of what a query sees, and -inf in the place of those that it does not see. */
@@ -230,26 +230,20 @@ static void softmax_update_bf16(const attend_args *a, float *scores, int64_t row
   const int64_t stride = a->dim_v + 2;
   const float scale = a->softcap != 0 ? 1 : (float)a->scale;
   seen of[MOST_ROWS];
-  _Alignas(64) float before[MOST_ROWS], largest[MOST_ROWS], base[MOST_ROWS];
+  float largest[MOST_ROWS];
+  _Alignas(64) float grown[MOST_ROWS] = {0};
   for (int64_t m = 0; m < rows; m++) {
     const int64_t l = low[m] - from, e = end[m] - from;
     of[m] = (seen){l, e, l > 0 ? l / SUB * SUB : 0, e < count ? (e + SUB - 1) / SUB * SUB : count};
     if (of[m].first >= of[m].last) of[m].first = of[m].last = 0;
-    largest[m] = largest_score(a, scores + m * SUB, of + m);
-    before[m] = parts[m * stride];
+    const float here = largest_score(a, scores + m * SUB, of + m) * scale, before = parts[m * stride];
+    largest[m] = here > before ? here : before;
+    if (here > before) grown[m] = (before - here) * 1.44269504f;
   }
-  for (int64_t m = 0; m < rows; m += VL) {
-    const vf log2e = vf_set1(1.44269504f), was = vf_load(before + m);
-    const vf now = vf_max(vf_mul(vf_load(largest + m), vf_set1(scale)), was);
-    const __mmask16 grows = _mm512_cmp_ps_mask(now, was, _CMP_GT_OQ);
-    const __mmask16 sees = _mm512_cmp_ps_mask(now, vf_set1(-INFINITY), _CMP_NEQ_UQ);
-    vf_store(keep + m, _mm512_mask_mov_ps(vf_set1(1), grows, power_of_two(vf_mul(vf_sub(was, now), log2e))));
-    vf_store(base + m, _mm512_maskz_mul_ps(sees, vf_sub(vf_zero(), now), log2e));
-    vf_store(largest + m, now);
-  }
+  for (int64_t m = 0; m < rows; m += VL) vf_store(keep + m, power_of_two(vf_load(grown + m)));
   for (int64_t m = 0; m < rows; m++) {
-    const float sum = weigh(scores + m * SUB, of + m, count, vf_set1(scale * 1.44269504f), vf_set1(base[m]),
-                            weights + m * count);
+    const vf base = vf_set1(largest[m] == -INFINITY ? 0 : -largest[m] * 1.44269504f);
+    const float sum = weigh(scores + m * SUB, of + m, count, vf_set1(scale * 1.44269504f), base, weights + m * count);
     parts[m * stride] = largest[m];
     parts[m * stride + 1] = parts[m * stride + 1] * keep[m] + sum;
   }
@@ -265,7 +259,7 @@ INLINE void products(const uint16_t *x, const uint32_t *w, int64_t n, int64_t ro
 /* What the values of a span add to WIDE of their sums, from number d on; sums of before are kept by keep[m], and where
  * that is 0 nothing may be there yet. */
 INLINE void add_sums(const attend_args *a, const float *sums, int64_t rows, int64_t d, const float *keep,
-                       float *parts) {
+                     float *parts) {
   const int64_t n = a->dim_v - d < WIDE ? a->dim_v - d : WIDE;
   for (int64_t m = 0; m < rows; m++) {
     float *to = parts + m * (a->dim_v + 2) + 2 + d;
