@@ -1,4 +1,4 @@
-"""Memory for weights: zeroed, apart, on cache lines; and weights are the same there."""
+"""Memory for weights and blocks: apart, on cache lines; and weights are the same there."""
 
 from __future__ import annotations
 
@@ -41,36 +41,35 @@ def test_there_is_memory_to_spare() -> None:
 
 def test_pieces_that_end_are_used_again_and_no_other_ones() -> None:
     pieces, size = memory.Pieces(), 24_000
-    held = [
-        pieces.zeros((size,), torch.uint8).fill_(number % 200 + 1) for number in range(1000)
-    ]  # three buffers of 8 MiB
+    held = [pieces.empty((size,), torch.uint8).fill_(number % 200 + 1) for number in range(1000)]  # in three slabs
     views = {number: held[number].view(torch.int16)[5:9] for number in range(0, 1000, 77)}
     kept = {view.data_ptr() - 10 for view in views.values()}
     del held
-    again = [pieces.zeros((size,), torch.uint8) for _ in range(1000)]
-    assert all(tensor.data_ptr() % 64 == 0 and not tensor.any() for tensor in again)
+    again = [pieces.empty((size,), torch.uint8) for _ in range(1000)]
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in again)
     places = sorted(kept | {tensor.data_ptr() for tensor in again})
     assert len(places) == 1000 + len(views) and all(b - a >= size for a, b in pairwise(places))
     assert all((view.view(torch.uint8) == number % 200 + 1).all() for number, view in views.items())
 
 
-def test_empty_buffers_of_pieces_go_back_but_for_one() -> None:
+def test_empty_slabs_go_back_but_for_one() -> None:
     pieces = memory.Pieces()
-    held = [pieces.zeros((12, 1000), torch.bfloat16) for _ in range(2000)]
-    buffers = [ref(slab.memory) for slab in {id(taken.slab): taken.slab for taken in pieces._taken.values()}.values()]
-    assert len(buffers) == 6
+    held = [pieces.empty((12, 1000), torch.bfloat16) for _ in range(2000)]
+    slabs = [ref(slab.memory) for slab in {id(taken.slab): taken.slab for taken in pieces._taken.values()}.values()]
+    assert len(slabs) == 6
     del held
-    assert pieces.zeros((12, 1000), torch.bfloat16).data_ptr() and sum(buffer() is not None for buffer in buffers) == 1
+    assert pieces.empty((12, 1000), torch.bfloat16).data_ptr() and sum(slab() is not None for slab in slabs) == 1
 
 
 def test_large_pieces_and_empty_ones_have_memory_of_their_own() -> None:
     pieces = memory.Pieces()
-    assert not pieces.zeros((0, 3), torch.float32).numel()
-    assert not pieces.zeros((pieces.SLAB,), torch.uint8).any()
+    assert not pieces.empty((0, 3), torch.float32).numel()
+    assert pieces.empty((pieces.SLAB,), torch.uint8).fill_(1).all()
     assert not pieces._taken
 
 
-def test_blocks_of_a_row_lie_in_large_pages() -> None:
+def test_blocks_of_a_row_lie_in_large_pages_and_begin_as_zeros() -> None:
+    Buffer((2,), 64, torch.bfloat16, torch.device("cpu")).zeros().fill_(1)
     block = Buffer((2,), 64, torch.bfloat16, torch.device("cpu")).zeros()
     assert block.shape == (2, 64, 64) and block.is_contiguous() and not block.any()
     assert block.data_ptr() in {

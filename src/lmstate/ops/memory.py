@@ -1,4 +1,4 @@
-"""Memory in large pages, for weights: a core that reads them waits for page tables.
+"""Memory in large pages, for weights and for blocks of keys and values: a core that reads them waits for page tables.
 
 `python -m bench.layouts` compares them with a mapped file's pages of 4 KiB. They are filled faster too, with a fault
 for each 2 MiB.
@@ -55,10 +55,10 @@ def pages(size: int) -> mmap.mmap:
 
 
 class Pieces:
-    """Memory in large pages for what comes and goes, such as blocks of keys and values: pieces of one size share
-    buffers of `SLAB` bytes, and each goes back to its buffer once nothing refers to it; an empty one to the system."""
+    """Memory in large pages for what comes and goes, such as blocks of keys and values: pieces of one size share slabs,
+    each goes back to its slab once nothing refers to it, and of empty slabs one is kept for each size."""
 
-    SLAB = 8 << 20
+    SLAB = 8 << 20  # bytes
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -67,13 +67,13 @@ class Pieces:
         # A piece may end in any thread, in the middle of anything: what is called then is no line of Python.
         self._ended: deque[_Taken] = deque()
 
-    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Zeros `shape`, contiguous, that begin on a cache line; no view of another tensor."""
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A contiguous tensor `shape` of any numbers, on a cache line; no view of another one. Raises MemoryError."""
         tensor = torch.empty(0, dtype=dtype)
         size = prod(shape) * tensor.element_size()
         each = -(-size // LINE) * LINE
         if not 0 < each <= self.SLAB // 8:
-            return torch.zeros(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype)
         with self._lock:
             while self._ended:
                 self._give_back(self._ended.popleft())
@@ -89,7 +89,7 @@ class Pieces:
             self._taken[id(taken)] = taken
         storage = torch.frombuffer(piece, dtype=torch.uint8).untyped_storage()
         strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
-        return tensor.set_(storage, 0, shape, strides).zero_()
+        return tensor.set_(storage, 0, shape, strides)
 
     def _give_back(self, ended: _Taken) -> None:
         del self._taken[id(ended)]

@@ -86,14 +86,20 @@ class Buffer:
 
     def zeros(self, slots: int = BLOCK_TOKENS, rows: tuple[int, ...] = ()) -> Tensor:
         """`[*rows, *heads, slots, width]`"""
-        shape = (*rows, *self.heads, slots, self.width)
-        if self.device.type != "cpu" or slots != BLOCK_TOKENS:
-            return torch.zeros(shape, dtype=self.dtype, device=self.device)
-        return memory.pieces.zeros(shape, self.dtype)
+        if slots == BLOCK_TOKENS and not rows:
+            return self.block().zero_()
+        return torch.zeros(*rows, *self.heads, slots, self.width, dtype=self.dtype, device=self.device)
+
+    def block(self) -> Tensor:
+        """`[*heads, BLOCK_TOKENS, width]` of any numbers, where decoding reads fast."""
+        shape = (*self.heads, BLOCK_TOKENS, self.width)
+        if self.device.type != "cpu":
+            return torch.empty(shape, dtype=self.dtype, device=self.device)
+        return memory.pieces.empty(shape, self.dtype)
 
     def filled(self, part: Tensor, at: int) -> Tensor:
         """A block `[*heads, BLOCK_TOKENS, width]` of its own: `part` from slot `at` on, and zeros elsewhere."""
-        block = self.zeros()
+        block = self.block() if part.shape[-2] == BLOCK_TOKENS else self.zeros()
         block[..., at : at + part.shape[-2], :] = part.to(block)
         return block
 

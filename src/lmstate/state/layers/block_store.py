@@ -188,7 +188,7 @@ class BlockStore:
 
     def _block(self, like: Block | None = None) -> Block:
         if like is not None:
-            return self.pool.allocate([tensor.clone() for tensor in like.tensors])
+            return self.pool.allocate([b.block().copy_(t) for b, t in zip(self.buffers.values(), like.tensors)])
         return self.pool.allocate([buffer.zeros() for buffer in self.buffers.values()])
 
     def _written(self, before: RowBlocks, length: int, stored: Mapping[str, Tensor]) -> RowBlocks:
