@@ -109,10 +109,10 @@ EMULATED_512 __m512 emu_permutexvar_ps(__m512i at, __m512 a) {
   for (int i = 0; i < 16; i++) r.s[i] = x.s[k.u[i] & 15];
   return r.f;
 }
-EMULATED_512 __m512i emu_permutexvar_epi64(__m512i at, __m512i a) {
-  lanes x = {.i = a}, k = {.i = at}, r;
-  for (int i = 0; i < 8; i++) r.q[i] = x.q[k.q[i] & 7];
-  return r.i;
+EMULATED_512 __m512 emu_permutex2var_ps(__m512 a, __m512i at, __m512 b) {
+  lanes x = {.f = a}, y = {.f = b}, k = {.i = at}, r;
+  for (int i = 0; i < 16; i++) r.s[i] = (k.u[i] & 16 ? y : x).s[k.u[i] & 15];
+  return r.f;
 }
 EMULATED_512 __m512i emu_shuffle_i32x4(__m512i a, __m512i b, int m) {
   lanes x = {.i = a}, y = {.i = b}, r;
@@ -249,7 +249,7 @@ EMULATED_512 __m512i emu_dpbusd(__m512i sum, __m512i a, __m512i b) {
 #define _mm512_cvtph_ps emu_cvtph_ps
 #define _mm512_cvtsepi32_epi8 emu_cvtsepi32_epi8
 #define _mm512_permutexvar_ps emu_permutexvar_ps
-#define _mm512_permutexvar_epi64 emu_permutexvar_epi64
+#define _mm512_permutex2var_ps emu_permutex2var_ps
 #undef _mm512_shuffle_i32x4
 #define _mm512_shuffle_i32x4 emu_shuffle_i32x4
 #define _mm512_broadcast_i32x4 emu_broadcast_i32x4

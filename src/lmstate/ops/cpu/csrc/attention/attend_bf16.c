@@ -10,7 +10,8 @@ enum {
   BATCH = 384,       /* queries that meet a span together; half of them where heads are wider than SPAN_DIM */
   SPAN = 4 * SUB,    /* positions whose largest score is found at once; half of them where heads are wider */
   SPAN_DIM = 256,
-  FEW = 16,          /* queries whose keys are read as they are stored */
+  FEW = 2 * ROWS,    /* queries that read keys and values as they are stored; in tiles as many as one has */
+  FEW_IN_TILE = 16,
   MOST_ROWS = 32     /* queries of a product */
 };
 
@@ -18,18 +19,19 @@ typedef struct {
   _Alignas(64) uint32_t keys[SPAN_DIM / 2 * SPAN]; /* [positions / SUB, D / 2, SUB]: pairs of numbers of a key */
   _Alignas(64) uint32_t values[SPAN_DIM / 2 * SPAN]; /* [DV / WIDE, positions / 2, WIDE]: pairs of positions */
   _Alignas(64) uint16_t queries[(BATCH + MOST_ROWS) * SPAN_DIM];
-  uint16_t expanded[SUB * MAX_DIM];
+  _Alignas(64) uint16_t copies[16 * MAX_DIM]; /* see rows_at */
   int64_t low[BATCH], end[BATCH]; /* the positions that a query sees */
   int64_t dim, positions;         /* of keys and queries, with zeros behind them; of the span */
 } kv_span;
 
-/* The same for a task of few queries, which multiply keys as they are stored. */
+/* The same for a task of few queries. */
 typedef struct {
-  _Alignas(64) uint32_t queries[MAX_DIM / 2 * WIDE]; /* [D / 2, WIDE]: pairs of numbers, 16 of them used */
-  _Alignas(64) uint16_t copies[SUB * MAX_DIM];       /* of keys that are no tile as they are stored */
+  _Alignas(64) uint16_t queries[FEW_IN_TILE * MAX_DIM];
+  _Alignas(64) uint32_t pairs[MAX_DIM / 2 * WIDE];   /* [D / 2, WIDE]: pairs of numbers of them, 16 of these used */
+  _Alignas(64) uint16_t copies[SPAN * SPAN_DIM];     /* see rows_at */
   _Alignas(64) float columns[SUB / 16][16][16];      /* [positions, queries] */
-  _Alignas(64) float scores[SPAN / SUB][MOST_ROWS][SUB], sums[FEW][WIDE];
-  _Alignas(64) uint16_t weights[FEW * SPAN];
+  _Alignas(64) float scores[SPAN / SUB][MOST_ROWS][SUB], sums[FEW_IN_TILE][WIDE];
+  _Alignas(64) uint16_t weights[FEW_IN_TILE * SPAN];
   _Alignas(64) uint32_t values[SUB / 2 * WIDE];      /* [SUB / 2, WIDE]: pairs of positions */
 } few_span;
 
@@ -71,19 +73,30 @@ static void expand_codes(const uint8_t *codes, uint16_t scale, int64_t dim, int6
   else expand_kind(codes, scale, dim, CODES2, to);
 }
 
-/* The vectors of the SUB positions from b on; zeros where no query of the task looks: weights of 0 must not meet what
- * was never stored. `bits`: of codes, or 0. */
-static void rows_of(const bf16_task *t, const stored *x, int64_t b, int64_t dim, int64_t bits, uint16_t *expanded,
-                    const uint16_t **rows) {
-  static const uint16_t nothing[MAX_DIM];
-  const ring_ranges r = ring_ranges_of(x, t->from > b ? t->from : b, t->until < b + SUB ? t->until : b + SUB, b);
-  for (int i = 0; i < SUB; i++) rows[i] = nothing;
-  for (int run = 0; run < 2; run++)
-    for (int64_t i = 0; i < r.count[run]; i++) {
-      const int64_t slot = r.from[run] + i, at = r.at[run] + i;
-      if (bits) expand_codes((const uint8_t *)x->data + slot * x->slot, x->scale[slot], dim, bits, expanded + at * dim);
-      rows[at] = bits ? expanded + at * dim : (const uint16_t *)x->data + slot * x->slot;
-    }
+/* What lies ahead of n numbers of each row. */
+INLINE void ask_rows(tile_rows rows, int64_t n) {
+  if (!rows.ahead) return;
+  for (int i = 0; i < 16; i++)
+    for (int64_t d = 0; d < n; d += 32) ask_ahead(BF16, rows.first, i * rows.stride + d, rows.ahead);
+}
+
+/* The vectors of the 16 positions from p on in the tile that x is at: as they are stored, or copied where they are
+ * codes of `bits`, are to be padded, or are not all seen or not side by side. What no query of the task sees is zeros:
+ * weights of 0 must not meet what was never stored. */
+static tile_rows rows_at(const bf16_task *t, const stored *x, int64_t p, int64_t dim, int64_t padded, int64_t bits,
+                         uint16_t *copies) {
+  const int64_t slot = p % x->slots;
+  const tile_rows stored = {(const uint16_t *)(x->data + slot * x->bytes), x->slot, x->ahead};
+  if (!bits && dim == padded && t->from <= p && p + 16 <= t->until && slot + 16 <= x->slots) return stored;
+  ask_rows(stored, dim);
+  memset(copies, 0, (size_t)(16 * padded) * sizeof *copies);
+  for (int64_t q = t->from > p ? t->from : p; q < p + 16 && q < t->until; q++) {
+    const char *const from = x->data + q % x->slots * x->bytes;
+    uint16_t *const to = copies + (q - p) * padded;
+    if (bits) expand_codes((const uint8_t *)from, x->scale[q % x->slots], dim, bits, to);
+    else memcpy(to, from, (size_t)dim * sizeof *to);
+  }
+  return (tile_rows){copies, padded, 0};
 }
 
 /* Keys that are a block of codes, channel by channel. */
@@ -115,53 +128,69 @@ static const source *floats_at(const bf16_task *t, int64_t b) {
   return t->leaving && b + SUB >= t->until ? t->leaving : t->floats;
 }
 
+/* Keys, or values, of the tile at b, and what to ask for meanwhile: nothing where there are codes. */
+static stored tile_at(const bf16_task *t, const stored *of, int64_t b) {
+  stored x = at_tile(of, b);
+  if (t->codes) x.ahead = 0;
+  return x;
+}
+
 /* Of the SUB positions from b on, the keys that some query of the task sees, as floats or as codes. */
 static void lay_keys(const bf16_task *t, int64_t b, int coded, kv_span *to) {
-  const attend_args *a = t->args;
-  const stored k = at_tile(coded ? &t->coded->k : &floats_at(t, b)->k, b);
-  const int64_t at = b % to->positions;
-  uint32_t *keys = to->keys + at * (to->dim / 2);
-  const uint16_t *rows[SUB];
-  if (coded && t->codes->tail) {
-    lay_channels(&k, b % k.slots, a->dim, t->codes->bits, keys);
-  } else {
-    rows_of(t, &k, b, a->dim, coded ? t->codes->bits : 0, to->expanded, rows);
+  const int64_t dim = t->args->dim, bits = coded ? t->codes->bits : 0;
+  const stored k = tile_at(t, coded ? &t->coded->k : &floats_at(t, b)->k, b);
+  uint32_t *keys = to->keys + b % to->positions * (to->dim / 2);
+  if (coded && t->codes->tail)
+    lay_channels(&k, b % k.slots, dim, bits, keys);
+  else
     for (int i = 0; i < SUB; i += 16) {
-      if (!t->codes)
-        for (int j = i; j < i + 16; j++)
-          for (int64_t d = 0; d < a->dim; d += 32) ask_ahead(BF16, rows[j], d, k.ahead);
-      transpose_all_pairs(rows + i, a->dim, keys + i);
+      const tile_rows rows = rows_at(t, &k, b + i, dim, dim, bits, to->copies);
+      ask_rows(rows, dim);
+      transpose_all_pairs(rows, dim, keys + i);
     }
-  }
-  memset(keys + a->dim / 2 * SUB, 0, (size_t)((to->dim - a->dim) / 2 * SUB) * sizeof *keys);
+  memset(keys + dim / 2 * SUB, 0, (size_t)((to->dim - dim) / 2 * SUB) * sizeof *keys);
 }
 
-/* WIDE numbers from d on of the values of SUB positions, two positions beside each other: pairs [SUB / 2, WIDE]. */
-INLINE void pair_values(const uint16_t *const *rows, int64_t d, int64_t dim, int64_t ahead, uint32_t *pairs) {
-  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7); /* halves are taken of each quarter */
+/* Masks of the WIDE numbers from d on of `dim`, 32 each. */
+typedef struct { __mmask32 of[2]; } number_masks;
+INLINE number_masks masks_of(int64_t d, int64_t dim) {
   const int64_t n = dim - d;
-  const __mmask32 masks[2] = {n < 32 ? (1u << n) - 1 : ~0u, n >= 64 ? ~0u : n > 32 ? (1u << (n - 32)) - 1 : 0};
-  for (int i = 0; i < SUB; i += 2, pairs += WIDE)
-    UNROLL for (int h = 0; h < 2; h++) {
-      const uint16_t *at[2] = {rows[i] + d + 32 * h, rows[i + 1] + d + 32 * h};
-      if (ahead)
-        for (int j = 0; j < 2; j++) ask_ahead(BF16, at[j], 0, ahead);
-      const __m512i x = _mm512_permutexvar_epi64(order, _mm512_maskz_loadu_epi16(masks[h], at[0]));
-      const __m512i y = _mm512_permutexvar_epi64(order, _mm512_maskz_loadu_epi16(masks[h], at[1]));
-      _mm512_store_si512(pairs + 32 * h, _mm512_unpacklo_epi16(x, y));
-      _mm512_store_si512(pairs + 32 * h + 16, _mm512_unpackhi_epi16(x, y));
-    }
+  return (number_masks){{n < 32 ? (1u << n) - 1 : ~0u, n >= 64 ? ~0u : n > 32 ? (1u << (n - 32)) - 1 : 0}};
 }
 
-/* The values of the same positions. */
+/* Of two positions that begin at x and are `stride` numbers apart, WIDE values beside each other: quarters of a vector
+ * are put together, so that columns come in the order that `add_sums` knows. */
+INLINE void load_pair(const uint16_t *x, int64_t stride, const number_masks *masks, int64_t ahead, __m512i *pairs) {
+  UNROLL for (int h = 0; h < 2; h++) {
+    const uint16_t *const one = x + 32 * h, *const other = one + stride;
+    if (ahead) ask_ahead(BF16, one, 0, ahead), ask_ahead(BF16, other, 0, ahead);
+    const __m512i first = _mm512_maskz_loadu_epi16(masks->of[h], one);
+    const __m512i second = _mm512_maskz_loadu_epi16(masks->of[h], other);
+    pairs[2 * h] = _mm512_unpacklo_epi16(first, second);
+    pairs[2 * h + 1] = _mm512_unpackhi_epi16(first, second);
+  }
+}
+
+/* WIDE numbers from d on of the values of 16 positions as pairs [8, WIDE]. */
+INLINE void pair_values(tile_rows rows, int64_t d, int64_t dim, uint32_t *pairs) {
+  const number_masks masks = masks_of(d, dim);
+  const uint16_t *at = rows.first + d;
+  for (int i = 0; i < 16; i += 2, at += 2 * rows.stride, pairs += WIDE) {
+    __m512i two[WIDE / VL];
+    load_pair(at, rows.stride, &masks, rows.ahead, two);
+    UNROLL for (int v = 0; v < WIDE / VL; v++) _mm512_store_si512(pairs + v * VL, two[v]);
+  }
+}
+
+/* The values of the same positions, which are codes where there are any. */
 static void lay_values(const bf16_task *t, int64_t b, int coded, kv_span *to) {
-  const int64_t dim = t->args->dim_v;
-  const stored v = at_tile(coded ? &t->coded->v : &floats_at(t, b)->v, b);
-  const uint16_t *rows[SUB];
-  rows_of(t, &v, b, dim, t->codes ? t->codes->bits : 0, to->expanded, rows);
-  for (int64_t d = 0; d < dim; d += WIDE)
-    pair_values(rows, d, dim, t->codes ? 0 : v.ahead,
-                to->values + (d / WIDE * to->positions + b % to->positions) / 2 * WIDE);
+  const int64_t dim = t->args->dim_v, bits = t->codes ? t->codes->bits : 0;
+  const stored v = tile_at(t, coded ? &t->coded->v : &floats_at(t, b)->v, b);
+  for (int i = 0; i < SUB; i += 16) {
+    const tile_rows rows = rows_at(t, &v, b + i, dim, dim, bits, to->copies);
+    for (int64_t d = 0; d < dim; d += WIDE)
+      pair_values(rows, d, dim, to->values + (d / WIDE * to->positions + b % to->positions + i) / 2 * WIDE);
+  }
 }
 
 /* 0 where it would be no normal number; a NaN stays one. */
@@ -253,20 +282,24 @@ static void softmax_update_bf16(const attend_args *a, float *scores, int64_t row
 /* y[m] = the sums over n numbers of x[m] times those of WIDE others. */
 INLINE void products(const uint16_t *x, const uint32_t *w, int64_t n, int64_t rows, float *y) {
   if (uses_amx()) sums_in_tiles(x, w, n, rows > 16 ? 32 : 16, y, WIDE);
-  else sums_of(x, w, n, rows, y, WIDE, 0);
+  else sums_of(x, w, n, rows, y);
 }
 
 /* What the values of a span add to WIDE of their sums, from number d on; sums of before are kept by keep[m], and where
- * that is 0 nothing may be there yet. */
+ * that is 0 nothing may be there yet. Of the 32 columns of a half the first vector has those that are below 4 of 8. */
 INLINE void add_sums(const attend_args *a, const float *sums, int64_t rows, int64_t d, const float *keep,
                      float *parts) {
+  const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
   const int64_t n = a->dim_v - d < WIDE ? a->dim_v - d : WIDE;
   for (int64_t m = 0; m < rows; m++) {
     float *to = parts + m * (a->dim_v + 2) + 2 + d;
     for (int64_t i = 0; i < n; i += VL) {
       const __mmask16 mask = n - i < VL ? (__mmask16)((1 << (n - i)) - 1) : 0xffff;
       const vf before = _mm512_maskz_loadu_ps(keep[m] != 0 ? mask : 0, to + i);
-      _mm512_mask_storeu_ps(to + i, mask, vf_fma(before, vf_set1(keep[m]), vf_load(sums + m * WIDE + i)));
+      const float *half = sums + m * WIDE + i / (2 * VL) * 2 * VL;
+      const vf here = _mm512_permutex2var_ps(vf_load(half), i & VL ? second : first, vf_load(half + VL));
+      _mm512_mask_storeu_ps(to + i, mask, vf_fma(before, vf_set1(keep[m]), here));
     }
   }
 }
@@ -309,59 +342,130 @@ static void tile(const bf16_task *t, const kv_span *on, int64_t j, int64_t rows,
   }
 }
 
-/* Sixteen rows as they are, or where they do not follow each other or fill no tile, copied with zeros behind them. */
-static tile_rows rows_in_tile(const uint16_t *const *rows, int64_t slot, int64_t ahead, int64_t dim, int64_t padded,
-                              void *copy) {
-  int follow = dim == padded;
-  for (int i = 1; i < 16; i++) follow &= rows[i] == rows[0] + i * slot;
-  if (follow) return (tile_rows){rows[0], slot, ahead};
-  uint16_t *to = copy;
-  memset(to, 0, (size_t)(16 * padded) * sizeof *to);
-  for (int i = 0; i < 16; i++) memcpy(to + i * padded, rows[i], (size_t)dim * sizeof *to);
-  return (tile_rows){to, padded, 0};
+#pragma GCC push_options
+#pragma GCC target("avx512bf16")
+/* To the scores of queries [queries, dim] with 16 keys, what `pairs` of numbers from d on add. */
+INLINE void add_key_pairs(tile_rows keys, const uint16_t *q, int64_t dim, int64_t d, int pairs, int queries,
+                          __m512 *scores) {
+  __m512i all[16];
+  load_transposed(keys, d, pairs, all);
+  UNROLL16 for (int i = 0; i < pairs; i++)
+    UNROLL for (int m = 0; m < queries; m++) {
+      int32_t pair;
+      memcpy(&pair, q + m * dim + d + 2 * i, 4);
+      scores[m] = _mm512_dpbf16_ps(scores[m], (__m512bh)_mm512_set1_epi32(pair), (__m512bh)all[i]);
+    }
 }
 
-/* Up to FEW queries: they multiply keys as they are stored, each of which is read once, and in the order of memory. */
+/* Scores [queries, SUB] with 16 keys. `queries` is a constant where this is called. */
+INLINE void score_keys(tile_rows keys, const uint16_t *q, int64_t dim, int queries, float *scores) {
+  __m512 acc[ROWS];
+  UNROLL for (int m = 0; m < queries; m++) acc[m] = vf_zero();
+  int64_t d = 0;
+  for (; d + 32 <= dim; d += 32) add_key_pairs(keys, q, dim, d, 16, queries, acc);
+  if (d < dim) add_key_pairs(keys, q, dim, d, (int)(dim - d) / 2, queries, acc);
+  UNROLL for (int m = 0; m < queries; m++) vf_store(scores + m * SUB, acc[m]);
+}
+
+/* Sums [queries, WIDE] of the numbers from d on of the values of `tiles` times 16 positions, times weights
+ * [queries, count]. `queries` is a constant where this is called. */
+INLINE void sum_values(const tile_rows *values, int64_t tiles, int64_t d, int64_t dim, const uint16_t *weights,
+                       int64_t count, int queries, float *sums) {
+  enum { VECTORS = WIDE / VL };
+  const number_masks masks = masks_of(d, dim);
+  __m512 acc[ROWS][VECTORS];
+  UNROLL for (int m = 0; m < queries; m++)
+    UNROLL for (int v = 0; v < VECTORS; v++) acc[m][v] = vf_zero();
+  for (int64_t t = 0; t < tiles; t++) {
+    const uint16_t *at = values[t].first + d;
+    for (int i = 0; i < 16; i += 2, at += 2 * values[t].stride) {
+      __m512i pairs[VECTORS];
+      load_pair(at, values[t].stride, &masks, values[t].ahead, pairs);
+      UNROLL for (int m = 0; m < queries; m++) {
+        int32_t pair;
+        memcpy(&pair, weights + m * count + t * 16 + i, 4);
+        const __m512i both = _mm512_set1_epi32(pair);
+        UNROLL for (int v = 0; v < VECTORS; v++)
+          acc[m][v] = _mm512_dpbf16_ps(acc[m][v], (__m512bh)both, (__m512bh)pairs[v]);
+      }
+    }
+  }
+  UNROLL for (int m = 0; m < queries; m++)
+    UNROLL for (int v = 0; v < VECTORS; v++) vf_store(sums + m * WIDE + v * VL, acc[m][v]);
+}
+
+static void score_few(tile_rows keys, const uint16_t *q, int64_t dim, int64_t queries, float *scores) {
+  ask_rows(keys, dim);
+  for (; queries > 0; queries -= ROWS, q += ROWS * dim, scores += ROWS * SUB, keys.ahead = 0)
+    switch (queries) {
+#define CASE(n) case n: score_keys(keys, q, dim, n, scores); break;
+      CASE(1) CASE(2) CASE(3) CASE(4) CASE(5)
+      default: score_keys(keys, q, dim, ROWS, scores);
+#undef CASE
+    }
+}
+
+static void sum_few(const tile_rows *values, int64_t tiles, int64_t d, int64_t dim, const uint16_t *weights,
+                    int64_t count, int64_t queries, float *sums) {
+  for (; queries > 0; queries -= ROWS, weights += ROWS * count, sums += ROWS * WIDE)
+    switch (queries) {
+#define CASE(n) case n: sum_values(values, tiles, d, dim, weights, count, n, sums); break;
+      CASE(1) CASE(2) CASE(3) CASE(4) CASE(5)
+      default: sum_values(values, tiles, d, dim, weights, count, ROWS, sums);
+#undef CASE
+    }
+}
+#pragma GCC pop_options
+
+/* The SUB positions from b on, 16 each. */
+static void tiles_of(const bf16_task *t, const stored *of, int64_t b, int64_t dim, int64_t padded, uint16_t *copies,
+                     tile_rows *tiles) {
+  const stored x = at_tile(of, b);
+  for (int i = 0; i < SUB; i += 16) tiles[i / 16] = rows_at(t, &x, b + i, dim, padded, 0, copies + i * padded);
+}
+
+/* Few queries: they multiply keys and values as they are stored, each of which is read once, in the order of memory. */
 static void attend_few(const bf16_task *t) {
   const attend_args *a = t->args;
-  const int64_t count = t->n - t->first, dim = (a->dim + 31) / 32 * 32, positions = span_of(a);
+  const int64_t count = t->n - t->first, dim = uses_amx() ? (a->dim + 31) / 32 * 32 : a->dim, positions = span_of(a);
   float *parts = t->parts + t->first * (a->dim_v + 2);
-  int64_t low[FEW], end[FEW], ahead[SPAN / SUB];
+  int64_t low[FEW_IN_TILE], end[FEW_IN_TILE];
   _Alignas(64) float keep[MOST_ROWS];
-  const uint16_t *rows[SPAN];
+  tile_rows tiles[SPAN / 16];
   few_span on;
-  for (int64_t j = 0; j < FEW; j++) {
-    rows[j] = on.copies + j * dim;
-    if (j < count) lay_query(t, t->first + j, dim, low + j, end + j, on.copies + j * dim);
-  }
-  transpose_all_pairs(rows, dim, on.queries);
+  for (int64_t j = 0; j < count; j++) lay_query(t, t->first + j, dim, low + j, end + j, on.queries + j * dim);
+  if (uses_amx()) transpose_all_pairs((tile_rows){on.queries, dim, 0}, dim, on.pairs);
   const int64_t from = t->from > low[0] ? t->from : low[0];
   const int64_t until = t->until < end[count - 1] ? t->until : end[count - 1];
   for (int64_t b = from / SUB * SUB, last; b < until; b = last) {
     last = b / positions * positions + positions;
     if (last > until) last = (until + SUB - 1) / SUB * SUB;
-    for (int64_t i = b; i < last; i += SUB) {
-      tile_rows tiles[SUB / 16];
-      const stored k = at_tile(&floats_at(t, i)->k, i);
-      rows_of(t, &k, i, a->dim, 0, NULL, rows);
-      for (int j = 0; j < SUB; j += 16)
-        tiles[j / 16] = rows_in_tile(rows + j, k.slot, k.ahead, a->dim, dim, on.copies + j * dim);
-      scores_in_tiles(tiles, on.queries, dim, on.columns);
-      scores_of_columns(on.columns, count, on.scores[(i - b) / SUB][0]);
-    }
-    softmax_update_bf16(a, on.scores[0][0], count, last - b, low, end, b, parts, keep, on.weights);
-    for (int64_t i = b; i < last; i += SUB) {
-      const stored v = at_tile(&floats_at(t, i)->v, i);
-      rows_of(t, &v, i, a->dim_v, 0, NULL, rows + i - b);
-      ahead[(i - b) / SUB] = v.ahead;
-    }
-    for (int64_t d = 0; d < a->dim_v; d += WIDE) {
-      begin_tile_sums();
-      for (int64_t i = 0; i < last - b; i += SUB) {
-        pair_values(rows + i, d, a->dim_v, ahead[i / SUB], on.values);
-        add_tile_sums(on.weights + i, last - b, on.values, SUB);
+    const int64_t n = last - b;
+    for (int64_t i = 0; i < n; i += SUB) {
+      float *scores = on.scores[i / SUB][0];
+      tiles_of(t, &floats_at(t, b + i)->k, b + i, a->dim, dim, on.copies, tiles);
+      if (uses_amx()) {
+        scores_in_tiles(tiles, on.pairs, dim, on.columns);
+        scores_of_columns(on.columns, count, scores);
+      } else {
+        for (int64_t j = 0, p = b + i; j < SUB / 16; j++, p += 16)
+          if (p < until && p + 16 > from) score_few(tiles[j], on.queries, dim, count, scores + 16 * j);
       }
-      end_tile_sums(on.sums[0], WIDE);
+    }
+    softmax_update_bf16(a, on.scores[0][0], count, n, low, end, b, parts, keep, on.weights);
+    for (int64_t i = 0; i < n; i += SUB)
+      tiles_of(t, &floats_at(t, b + i)->v, b + i, a->dim_v, a->dim_v, on.copies + i * a->dim_v, tiles + i / 16);
+    for (int64_t d = 0; d < a->dim_v; d += WIDE) {
+      if (uses_amx()) {
+        begin_tile_sums();
+        for (int64_t i = 0; i < n; i += SUB) {
+          for (int j = 0; j < SUB; j += 16) pair_values(tiles[(i + j) / 16], d, a->dim_v, on.values + j / 2 * WIDE);
+          add_tile_sums(on.weights + i, n, on.values, SUB);
+        }
+        end_tile_sums(on.sums[0], WIDE);
+      } else {
+        sum_few(tiles, ((until < last ? until : last) - b + 15) / 16, d, a->dim_v, on.weights, n, count, on.sums[0]);
+      }
       add_sums(a, on.sums[0], count, d, keep, parts);
     }
   }
@@ -369,7 +473,7 @@ static void attend_few(const bf16_task *t) {
 
 void attend_bf16(const bf16_task *t) {
   const attend_args *a = t->args;
-  if (uses_amx() && t->n - t->first <= FEW) {
+  if (!t->codes && t->n - t->first <= (uses_amx() ? FEW_IN_TILE : FEW)) {
     attend_few(t);
     return;
   }

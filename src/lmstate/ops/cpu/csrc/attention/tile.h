@@ -7,9 +7,9 @@
 enum { SUB = 64 }; /* positions that are scored together */
 
 /* The processor's own prefetch stops at every page, and keys and values take turns: ask for the same place of the tile
- * that comes next, `ahead` bytes from here, into the second cache. */
+ * that comes next, `ahead` bytes from here, into the first cache, which has room for it. */
 INLINE void ask_ahead(int kind, const void *base, int64_t at, int64_t ahead) {
-  __builtin_prefetch((const char *)base + at * size_of(kind) + ahead, 0, 1);
+  __builtin_prefetch((const char *)base + at * size_of(kind) + ahead);
 }
 enum { TILE = VL == 16 ? 4 : 3 }; /* queries that share a key in registers, with sums for four keys */
 

@@ -38,17 +38,23 @@ INLINE void transpose16(__m512i *r) {
   UNROLL16 for (int i = 0; i < 16; i++) r[i] = t[i];
 }
 
-/* From number `at` on, up to 16 pairs of each of 16 rows -> of each pair, that of all rows. */
-INLINE void transpose_pairs(const uint16_t *const *rows, int64_t at, int pairs, uint32_t *to) {
+/* Sixteen rows of numbers, `stride` numbers apart; `ahead` bytes behind each lies what to ask for, if not 0. */
+typedef struct { const uint16_t *first; int64_t stride, ahead; } tile_rows;
+
+/* From number `at` on, up to 16 pairs of each row -> of each pair, that of all rows. */
+INLINE void load_transposed(tile_rows rows, int64_t at, int pairs, __m512i *to) {
   const __mmask16 mask = (__mmask16)((1 << pairs) - 1);
+  UNROLL16 for (int i = 0; i < 16; i++) to[i] = _mm512_maskz_loadu_epi32(mask, rows.first + i * rows.stride + at);
+  transpose16(to);
+}
+INLINE void transpose_pairs(tile_rows rows, int64_t at, int pairs, uint32_t *to) {
   __m512i r[16];
-  UNROLL16 for (int i = 0; i < 16; i++) r[i] = _mm512_maskz_loadu_epi32(mask, rows[i] + at);
-  transpose16(r);
+  load_transposed(rows, at, pairs, r);
   for (int i = 0; i < pairs; i++) _mm512_store_si512(to + i * WIDE, r[i]);
 }
 
-/* All pairs of 16 rows of n numbers. */
-INLINE void transpose_all_pairs(const uint16_t *const *rows, int64_t n, uint32_t *to) {
+/* All pairs of rows of n numbers. */
+INLINE void transpose_all_pairs(tile_rows rows, int64_t n, uint32_t *to) {
   int64_t at = 0;
   for (; at + 32 <= n; at += 32) transpose_pairs(rows, at, 16, to + at / 2 * WIDE);
   if (at < n) transpose_pairs(rows, at, (int)(n - at) / 2, to + at / 2 * WIDE);
@@ -63,13 +69,13 @@ static __attribute__((unused)) void round_pairs(const float *x, int64_t n, uint1
   for (int64_t i = whole; i < n; i++) y[i] = float_to_bf16(x[i]);
 }
 
-/* y[m] = the sums over n numbers of x[m] times those of WIDE others, which lie in pairs [n / 2, WIDE]; or y[m] += them.
- * Rows of y are `stride` apart. `rows` and `add` are constants where this is called. */
-INLINE void sums(const uint16_t *x, const uint32_t *w, int64_t n, int rows, float *y, int64_t stride, int add) {
+/* y[m] = the sums over n numbers of x[m] times those of WIDE others, which lie in pairs [n / 2, WIDE]. `rows` is a
+ * constant where this is called. */
+INLINE void sums(const uint16_t *x, const uint32_t *w, int64_t n, int rows, float *y) {
   enum { VECTORS = WIDE / VL };
   __m512 acc[ROWS][VECTORS];
   UNROLL for (int m = 0; m < rows; m++)
-    UNROLL for (int v = 0; v < VECTORS; v++) acc[m][v] = add ? vf_load(y + m * stride + v * VL) : vf_zero();
+    UNROLL for (int v = 0; v < VECTORS; v++) acc[m][v] = vf_zero();
   for (int64_t i = 0; i < n; i += 2, w += WIDE) {
     __m512i pairs[VECTORS];
     UNROLL for (int v = 0; v < VECTORS; v++) pairs[v] = _mm512_load_si512(w + v * VL);
@@ -82,15 +88,12 @@ INLINE void sums(const uint16_t *x, const uint32_t *w, int64_t n, int rows, floa
     }
   }
   UNROLL for (int m = 0; m < rows; m++)
-    UNROLL for (int v = 0; v < VECTORS; v++) vf_store(y + m * stride + v * VL, acc[m][v]);
+    UNROLL for (int v = 0; v < VECTORS; v++) vf_store(y + m * WIDE + v * VL, acc[m][v]);
 }
 
-static __attribute__((unused)) void sums_of(const uint16_t *x, const uint32_t *w, int64_t n, int64_t rows, float *y,
-                                            int64_t stride, int add) {
-  switch (2 * rows + add) {
-#define CASE(rows) \
-    case 2 * rows: sums(x, w, n, rows, y, stride, 0); break; \
-    case 2 * rows + 1: sums(x, w, n, rows, y, stride, 1); break;
+static __attribute__((unused)) void sums_of(const uint16_t *x, const uint32_t *w, int64_t n, int64_t rows, float *y) {
+  switch (rows) {
+#define CASE(rows) case rows: sums(x, w, n, rows, y); break;
     CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #undef CASE
     default: break;

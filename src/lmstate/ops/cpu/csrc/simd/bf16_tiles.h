@@ -3,9 +3,6 @@
 #define LMSTATE_BF16_TILES_H
 #include "simd/bf16_dot.h"
 
-/* Sixteen rows of bfloat16 numbers, `stride` numbers apart; `ahead` bytes behind each lies what to ask for. */
-typedef struct { const uint16_t *first; int64_t stride, ahead; } tile_rows;
-
 #ifdef LMSTATE_AMX
 #pragma GCC push_options
 #pragma GCC target("amx-tile,amx-bf16")
