@@ -71,6 +71,31 @@ def test_a_query_has_the_same_bits_beside_other_tokens_rows_and_threads(variant:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("kv", [1, 3])
+@pytest.mark.parametrize(
+    "rows", [[(100, 1), (700, 0)], [(600, 1), (0, 1), (255, 2), (256, 1), (513, 2), (9, 1), (0, 0)]]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_step_of_ragged_rows_has_the_same_bits_however_many_threads_share_it(
+    variant: str, threads: int, kv: int, rows: list[tuple[int, int]], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    starts, counts = torch.tensor(rows).T
+    k, v = (torch.randn(len(rows), kv, 702, 64).to(dtype) for _ in range(2))
+    q, told = torch.randn(len(rows), 2, 3 * kv, 64), (AttentionParams(0.2), CausalMask())
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        together = ops.attend(q, k, v, starts, counts, *told)
+        for r, count in enumerate(counts.tolist()):
+            own = [x[r : r + 1] for x in (q[:, :count], k, v, starts, counts)]
+            assert torch.equal(together[r, :count], ops.attend(*own, *told)[0])
+            assert not together[r, count:].any()
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize(
     ("heads", "kv", "dim", "dim_v"), [(3, 1, 64, 64), (8, 2, 128, 64), (20, 1, 40, 24), (2, 2, 320, 320)]
 )

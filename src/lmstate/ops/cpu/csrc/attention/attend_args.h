@@ -97,6 +97,7 @@ typedef struct {
   int64_t first_token, q;         /* its number among the tokens of all rows; where its queries begin */
   int64_t chunk, chunks;          /* the first chunk that a query of the row sees, and how many */
   int64_t runs;                   /* of new tokens */
+  int64_t work;                   /* of the tasks of one kv head, see `work_of` */
 } row_plan;
 
 typedef struct {
