@@ -68,6 +68,7 @@ ifneq ($(HAS_AVX512),yes)
 	find $(AMX)/src -name "*.[ch]" | xargs sed -i '/#pragma GCC target/d; s/"+v"/"+m"/'
 endif
 	cd $(AMX) && LMSTATE_VARIANTS=all LMSTATE_CFLAGS="-w $(OTHERS) -include $(abspath tests/ops/amx.h)" $(BUILD)
+	ls $(AMX)/$(subst *,avx512,$(NATIVE))
 	cd $(AMX) && PYTHONPATH=src $(PYTEST) $(AMX_TESTS)
 
 AMX_TESTS ?= tests/ops tests/kv tests/state/test_blocks.py tests/invariants/test_to_the_bit.py -k "not perplexity"
