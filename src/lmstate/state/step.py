@@ -70,6 +70,11 @@ class Step:
         return tuple(start + count for start, count in zip(self.starts, self.counts))
 
     @cached_property
+    def spans(self) -> tuple[tuple[int, int, int], ...]:
+        """Row, first new position and the one behind the last, of each row that has new tokens."""
+        return tuple((r, start, start + n) for r, (start, n) in enumerate(zip(self.starts, self.counts)) if n)
+
+    @cached_property
     def longest(self) -> int:
         """The largest of them."""
         return max(self.ends, default=0)

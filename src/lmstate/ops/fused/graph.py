@@ -14,6 +14,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import compress
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import ref
 
@@ -134,7 +135,10 @@ class CapturedGraph:
         """For each view, which of `start_places` its starts have."""
         self._weights = [weight for sublayer in pending.sublayers for weight in sublayer.weights]
         self._parameters = [tensor for sublayer in pending.sublayers for tensor in sublayer.parameters]
-        self._pointers = pointers(self._tensors())
+        tensors = self._tensors()
+        self._pointers = pointers(tensors)
+        self._trainable = [tensor.is_floating_point() for tensor in tensors]
+        """Which of them may require a gradient: integers never do."""
 
     def _places(self, packed: bytes) -> list[int]:
         return [place for place, each in enumerate(self.arguments) if each is packed]
@@ -147,7 +151,7 @@ class CapturedGraph:
         tensors = self._tensors()
         if pointers(tensors) != self._pointers:
             return False
-        return not (torch.is_grad_enabled() and any(map(requires_grad, tensors)))
+        return not (torch.is_grad_enabled() and any(map(requires_grad, compress(tensors, self._trainable))))
 
 
 class FusedGraph:

@@ -51,17 +51,17 @@ class BlockStore:
     # ---- the step
 
     def reserve(self, step: Step) -> None:
-        spans = tuple(zip(step.starts, step.counts))
         if step.speculative and torch.is_grad_enabled():
             # Autograd would take what is committed in a block for a part of a draft that was written behind it.
-            self._share([r for r, count in enumerate(step.counts) if count])
+            self._share([r for r, _, _ in step.spans])
+        rows = self.rows
         short = [
-            r
-            for r, (row, (start, count)) in enumerate(zip(self.rows, spans))
-            if count and (start < row.shared * BLOCK_TOKENS or start + count > len(row.blocks) * BLOCK_TOKENS)
+            (r, start, end)
+            for r, start, end in step.spans
+            if end > len(rows[r].blocks) * BLOCK_TOKENS or start < rows[r].shared * BLOCK_TOKENS
         ]
         if short:
-            self._make_room([(r, *spans[r]) for r in short])
+            self._make_room(short)
 
     def commit(self, step: Step, accepted: Sequence[int], changes: Changes) -> None:
         if self._undo:
@@ -165,10 +165,10 @@ class BlockStore:
     # ---- blocks
 
     def _make_room(self, spans: Sequence[tuple[int, int, int]]) -> None:
-        """Blocks of their own for the rows that write `count` positions from `start` on: all, or none of them."""
+        """Blocks of their own for the rows that write the positions `start..end`: all, or none of them."""
         wanted = []  # row, its first block that is written, and where the blocks end
-        for r, start, count in spans:
-            wanted.append((r, start // BLOCK_TOKENS, -(-(start + count) // BLOCK_TOKENS)))
+        for r, start, end in spans:
+            wanted.append((r, start // BLOCK_TOKENS, -(-end // BLOCK_TOKENS)))
         need = sum(
             last - (first if self.rows[r].shared > first else min(len(self.rows[r].blocks), last))
             for r, first, last in wanted
