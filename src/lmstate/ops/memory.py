@@ -69,8 +69,7 @@ class Pieces:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A contiguous tensor `shape` of any numbers, on a cache line; no view of another one. Raises MemoryError."""
-        tensor = torch.empty(0, dtype=dtype)
-        size = prod(shape) * tensor.element_size()
+        size = prod(shape) * dtype.itemsize
         each = -(-size // LINE) * LINE
         if not 0 < each <= self.SLAB // 8:
             return torch.empty(shape, dtype=dtype)
@@ -87,9 +86,7 @@ class Pieces:
             taken = _Taken(piece, self._ended.append)
             taken.slab, taken.at = slab, at
             self._taken[id(taken)] = taken
-        storage = torch.frombuffer(piece, dtype=torch.uint8).untyped_storage()
-        strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
-        return tensor.set_(storage, 0, shape, strides)
+        return torch.frombuffer(piece, dtype=dtype).resize_(shape)  # a view would be one of another tensor
 
     def _give_back(self, ended: _Taken) -> None:
         del self._taken[id(ended)]
