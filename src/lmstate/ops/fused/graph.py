@@ -138,7 +138,7 @@ class CapturedGraph:
         tensors = self._tensors()
         self._pointers = pointers(tensors)
         self._trainable = [tensor.is_floating_point() for tensor in tensors]
-        """Which of them may require a gradient: integers never do."""
+        """Whether each of them may require a gradient: integers never do."""
 
     def _places(self, packed: bytes) -> list[int]:
         return [place for place, each in enumerate(self.arguments) if each is packed]
