@@ -5,6 +5,15 @@
 
 enum { WIDE = 64, ROWS = 6 }; /* sums that are made together: as many as there are registers for */
 
+/* `call` with a constant N for a number of rows: up to ROWS of them. */
+#define FOR_ROWS(rows, call) switch (rows) { \
+    case 1: { enum { N = 1 }; call; break; } \
+    case 2: { enum { N = 2 }; call; break; } \
+    case 3: { enum { N = 3 }; call; break; } \
+    case 4: { enum { N = 4 }; call; break; } \
+    case 5: { enum { N = 5 }; call; break; } \
+    default: { enum { N = ROWS }; call; } }
+
 #if defined(LMSTATE_AVX512) && __GNUC__ >= 11 && !defined(__clang__)
 #define LMSTATE_PAIRS
 
@@ -92,12 +101,7 @@ INLINE void sums(const uint16_t *x, const uint32_t *w, int64_t n, int rows, floa
 }
 
 static __attribute__((unused)) void sums_of(const uint16_t *x, const uint32_t *w, int64_t n, int64_t rows, float *y) {
-  switch (rows) {
-#define CASE(rows) case rows: sums(x, w, n, rows, y); break;
-    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-#undef CASE
-    default: break;
-  }
+  FOR_ROWS(rows, sums(x, w, n, N, y))
 }
 #pragma GCC pop_options
 

@@ -6,7 +6,7 @@
 #ifdef LMSTATE_AMX
 #pragma GCC push_options
 #pragma GCC target("amx-tile,amx-bf16")
-static void begin_tile_sums(void) {
+static inline void begin_tile_sums(void) {
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
@@ -15,7 +15,7 @@ static void begin_tile_sums(void) {
 
 /* Add to the sums of 16 rows those over n numbers, a multiple of 32, of rows of x, `stride` numbers apart, times those
  * of WIDE others, which lie in pairs [n / 2, WIDE]. */
-static void add_tile_sums(const uint16_t *x, int64_t stride, const uint32_t *w, int64_t n) {
+static inline void add_tile_sums(const uint16_t *x, int64_t stride, const uint32_t *w, int64_t n) {
   for (int64_t i = 0; i < n; i += 32, w += 16 * WIDE) {
     TILE_LOAD(4, x + i, stride * 2);
     TILE_LOAD(5, w, WIDE * 4);
@@ -29,7 +29,7 @@ static void add_tile_sums(const uint16_t *x, int64_t stride, const uint32_t *w, 
   }
 }
 
-static void end_tile_sums(float *y, int64_t stride) {
+static inline void end_tile_sums(float *y, int64_t stride) {
   _tile_stored(0, y, stride * 4);
   _tile_stored(1, y + 16, stride * 4);
   _tile_stored(2, y + 32, stride * 4);
@@ -38,7 +38,8 @@ static void end_tile_sums(float *y, int64_t stride) {
 
 /* y[m] = the sums over n numbers, a multiple of 32, of x[m] times those of WIDE others, which lie in pairs
  * [n / 2, WIDE]: of 16 or 32 rows, which must be there to be read and written. */
-static void sums_in_tiles(const uint16_t *x, const uint32_t *w, int64_t n, int64_t rows, float *y, int64_t stride) {
+static inline void sums_in_tiles(const uint16_t *x, const uint32_t *w, int64_t n, int64_t rows, float *y,
+                                 int64_t stride) {
   if (rows == 16) {
     begin_tile_sums();
     add_tile_sums(x, n, w, n);
@@ -74,7 +75,7 @@ static void sums_in_tiles(const uint16_t *x, const uint32_t *w, int64_t n, int64
   } while (0)
 /* The same bits from the other side: columns[m] = the sums of row m of WIDE others, as they are stored, times 16 x,
  * which lie in pairs [n / 2, WIDE]. Row after row: the processor's own prefetch goes on with what is read in order. */
-static void scores_in_tiles(const tile_rows *others, const uint32_t *x, int64_t n, float (*columns)[16][16]) {
+static inline void scores_in_tiles(const tile_rows *others, const uint32_t *x, int64_t n, float (*columns)[16][16]) {
   begin_tile_sums();
 #define ADD_ROWS(t, tile) \
   for (int64_t i = 0; i < n; i += 32) { \
@@ -95,7 +96,7 @@ static void scores_in_tiles(const tile_rows *others, const uint32_t *x, int64_t 
 #undef LOAD_ROWS
 
 /* y[m][WIDE] of some of the 16. */
-static void scores_of_columns(const float (*columns)[16][16], int64_t rows, float *y) {
+static inline void scores_of_columns(const float (*columns)[16][16], int64_t rows, float *y) {
   const __m512i each = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
   for (int64_t m = 0; m < rows; m++)
     UNROLL for (int i = 0; i < WIDE / 16; i++)
