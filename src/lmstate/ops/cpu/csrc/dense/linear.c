@@ -290,19 +290,30 @@ static void pack_outputs(const linear_args *a, const bfloat12 *w, int64_t first,
   }
 }
 
-/* What the rare numbers of a 12-bit weight add to the sums, and then the end of the product. */
-static void finish_panel(const linear_args *a, const bfloat12 *w, const void *x, float (*sums)[PANEL], int64_t row,
-                         int64_t rows, int64_t first, int64_t count) {
+/* What the rare numbers of a 12-bit weight add to the sums. */
+static void add_rares(const linear_args *a, const bfloat12 *w, const void *x, float (*sums)[PANEL], int64_t row,
+                      int64_t rows, int64_t first, int64_t count) {
+  const int64_t k = a->inputs;
   const int pairs = bf16_applies(a);
-  for (int64_t n = 0; n < count && a->kind == BFLOAT12; n++)
+  for (int64_t n = 0; n < count; n++)
     for (int32_t r = w->first[first + n]; r < w->first[first + n + 1]; r++) {
-      const int64_t at = row * a->inputs + w->rares[r].column;
-      for (int64_t m = 0; m < rows; m++) {
-        const int64_t i = at + m * a->inputs;
-        sums[m][n] += w->rares[r].value * (pairs ? bf16_to_float(((const uint16_t *)x)[bf16_place_in_row(i)])
-                                                 : ((const float *)x)[i]);
+      const float value = w->rares[r].value;
+      const int64_t column = w->rares[r].column;
+      if (pairs) {
+        const uint16_t *own = (const uint16_t *)x + row * k + bf16_place_in_row(column);
+        for (int64_t m = 0; m < rows; m++) sums[m][n] += value * bf16_to_float(own[m * k]);
+      } else {
+        const float *own = (const float *)x + row * k + column;
+        for (int64_t m = 0; m < rows; m++) sums[m][n] += value * own[m * k];
       }
     }
+}
+
+/* The end of a product, from sums without those of rare numbers. */
+static void finish_panel(const linear_args *a, const bfloat12 *w, const void *x, float (*sums)[PANEL], int64_t row,
+                         int64_t rows, int64_t first, int64_t count) {
+  if (a->kind == BFLOAT12 && w->first[first] != w->first[first + count])
+    add_rares(a, w, x, sums, row, rows, first, count);
   linear_finish(a, sums[0], PANEL, row, rows, first, count);
 }
 
@@ -428,12 +439,12 @@ static void prepare_rows(const linear_args *a, int64_t begin, int64_t end, char 
   }
 }
 
-/* Rows that are multiplied with one block after another: they stay in the second cache meanwhile, but where floats are
- * packed for them they are at least enough to pay for it, and more where the cache would not hold those. A multiple of
- * every tile. */
+/* Rows that are multiplied with one block after another, a multiple of every tile. Those of quantized weights stay in
+ * the second cache meanwhile; others may come from the third, since a tile of them reads them for more outputs. They
+ * are at least enough to pay for packing weights. */
 static int64_t rows_together(const linear_args *a) {
   if (bf16_in_tiles(a)) return BF16_TILES * BLOCK;
-  const int64_t fit = (int64_t)((512 << 10) / row_bytes(a)) / 48 * 48;
+  const int64_t fit = (int64_t)((grouped(a) ? 512 << 10 : 2 << 20) / row_bytes(a)) / 48 * 48;
   const int64_t least = grouped(a) || bf16_applies(a) ? 48 : a->inputs <= 4096 ? 192 : 384;
   return fit < least ? least : fit;
 }
