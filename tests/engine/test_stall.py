@@ -10,6 +10,7 @@ import lmstate
 from lmstate.engine.pace import LATE, SURE, Pace
 from lmstate.engine.rows import RowPool
 from lmstate.engine.scheduler import Scheduler
+from lmstate.state.step import CHUNK
 from tests.engine.alone import alone
 from tests.engine.test_batching import paused, prompt
 from tests.zoo import ours
@@ -140,7 +141,7 @@ def test_what_gaps_take_longer_than_planned_is_planned_with_and_slowly_forgotten
 
 def test_where_no_one_waits_for_a_token_chunks_are_large() -> None:
     pace = Pace(3.0)
-    assert pace.chunk(False, 0, 5000) == 512 and pace.chunk(False, 0, 100) == 100
+    assert pace.chunk(False, 0, 5000) == CHUNK and pace.chunk(False, 0, 100) == 100
     pace.decoded(10.0)
     assert pace.chunk(True, 0, 5000) <= 16, "nothing was measured: nobody is to wait for a guess"
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from math import sqrt
 
-LEAST, MOST, MULTIPLE = 8, 512, 4  # tokens of a chunk
+from lmstate.state.step import CHUNK
+
+LEAST, MOST, MULTIPLE = 8, CHUNK, 4  # tokens of a chunk
 NEW = 0.3  # weight of the newest measurement of a decode step
 NOISE, DRIFT = 0.05, 0.02  # of a chunk's seconds, and of the costs between two chunks: parts of them
 FAR = 1000  # positions after which, as far as nothing is measured, what came before may cost as much as the token

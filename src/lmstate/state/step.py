@@ -14,6 +14,9 @@ from torch import Tensor
 
 from lmstate.state.validate import whole_number
 
+CHUNK = 384
+"""Tokens of a row that one forward takes: what lies between two products of a wide layer stays in the third cache."""
+
 Built = TypeVar("Built")
 
 
@@ -40,7 +43,7 @@ class Step:
     device: torch.device
     rope_lengths: tuple[int, ...]
     speculative: bool = False  # a verdict may accept a prefix of it
-    chunk: int = 512  # tokens of a row that one forward takes; a longer step runs as several
+    chunk: int = CHUNK  # tokens of a row that one forward takes; a longer step runs as several
     rewindable: bool = True  # whether a rewind to a place in it, or a bit before, is to compute nothing again
     extras: Extras = field(default_factory=dict, repr=False, compare=False)  # type: ignore[assignment]
     _cached: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)

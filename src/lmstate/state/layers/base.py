@@ -13,7 +13,7 @@ from lmstate.errors import UnsupportedError
 from lmstate.ops.types.block_table import Block
 from lmstate.state.blocks import BlockPool
 from lmstate.state.changes import Changes
-from lmstate.state.step import Step
+from lmstate.state.step import CHUNK, Step
 
 
 class Policy:
@@ -29,7 +29,7 @@ class Layout:
     dtype: torch.dtype  # of stored keys and values
     capacity: int | None = None  # tokens a row may hold; None: grows
     rewind: int = 16  # how many tokens back a rewind recomputes nothing
-    chunk: int = 512  # tokens of a row that one forward takes
+    chunk: int = CHUNK  # tokens of a row that one forward takes
     kv: Policy | None = None  # how an attention layer stores and forgets; None: all of it, in `dtype`
     max_positions: int | None = None  # how many positions the model has learned, each by itself; None: it knows any
     static: bool = False  # tensors that a step uses are made once, and changed only in place
