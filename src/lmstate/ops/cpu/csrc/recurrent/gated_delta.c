@@ -58,6 +58,10 @@ static void prepare(const gated_delta_rule_args *a, const scratch *s, int64_t r,
 /* The flags of a sweep are constants where it is called. */
 enum { LOAD = 1, WRITE = 2, READ = 4, SAVE = 8, CHANNELS = 16, CORRECT = 32, WHOLE = 64, ANSWER = 128 };
 
+/* A number of a token for all columns: loaded once where registers suffice, for loads would take longer than the
+ * arithmetic. */
+INLINE vf for_columns(float x) { return VL == 16 ? vf_in_register(vf_set1(x)) : vf_set1(x); }
+
 /* Over the block's rows d: take the state from `outer` (LOAD), add k u (WRITE), decay it and read it with the next k
  * and q (READ; q where there is to be an ANSWER), or bring it to `outer` (SAVE). */
 INLINE void sweep(float *block, const float *from, float *to, int64_t stride, int64_t columns, int64_t dim,
@@ -65,19 +69,23 @@ INLINE void sweep(float *block, const float *from, float *to, int64_t stride, in
                   vf *answer, vf *out, int flags) {
   vf by_k[VECTORS], by_q[VECTORS];
   UNROLL for (int j = 0; j < VECTORS; j++) by_k[j] = by_q[j] = vf_zero();
+  vf a = vf_set1(flags & READ ? decay[0] : 0.0f);
   for (int64_t d = 0; d < dim; d++) {
-    const vf a = vf_set1(flags & READ ? decay[flags & CHANNELS ? d : 0] : 0.0f);
+    const vf own_k = for_columns(flags & WRITE ? k[d] : 0.0f);
+    const vf reads_k = for_columns(flags & READ && flags & CORRECT ? next_k[d] : 0.0f);
+    const vf reads_q = for_columns(flags & READ && flags & ANSWER ? next_q[d] : 0.0f);
+    if (flags & READ && flags & CHANNELS) a = vf_set1(decay[d]);
     if (flags & LOAD && flags & WHOLE) ahead(from + (d + 32) * stride, to + (d + 32) * stride, COLUMNS);
     UNROLL for (int j = 0; j < VECTORS; j++) {
       vf x;
       if (!(flags & LOAD)) x = vf_load(block + d * COLUMNS + j * VL);
       else if (flags & WHOLE) x = vf_load(from + d * stride + j * VL);
       else x = load_some(from + d * stride + j * VL, columns - j * VL);
-      if (flags & WRITE) x = vf_fma(vf_set1(k[d]), u[j], x);
+      if (flags & WRITE) x = vf_fma(own_k, u[j], x);
       if (flags & READ) {
         x = vf_mul(a, x);
-        if (flags & CORRECT) by_k[j] = vf_fma(vf_set1(next_k[d]), x, by_k[j]);
-        if (flags & ANSWER) by_q[j] = vf_fma(vf_set1(next_q[d]), x, by_q[j]);
+        if (flags & CORRECT) by_k[j] = vf_fma(reads_k, x, by_k[j]);
+        if (flags & ANSWER) by_q[j] = vf_fma(reads_q, x, by_q[j]);
       }
       if (!(flags & SAVE)) vf_store(block + d * COLUMNS + j * VL, x);
       else if (flags & WHOLE) vf_store(to + d * stride + j * VL, x);
