@@ -21,6 +21,7 @@ from lmstate.cli.app import app
 from lmstate.cli.output import Interrupt
 from lmstate.cli.progress import PromptProgress
 from lmstate.generation.sampling import Sampler, TokenPicker
+from lmstate.state.step import CHUNK
 from tests.generation.fake_model import FakeModel
 from tests.zoo import ours
 
@@ -266,12 +267,12 @@ def test_a_long_prompt_is_shown_on_a_terminal_and_computed_as_without(
     model.on_part = PromptProgress()
     assert torch.equal(model(text, states[1]), expected)
     told = capsys.readouterr().err
-    assert read(told) == [512, 1024] and told.endswith("\r\033[K")
+    assert read(told) == [*range(CHUNK, 1200, CHUNK)] and told.endswith("\r\033[K")
     model([[5]], states[1])
     assert capsys.readouterr().err == ""
     states[1].rewind(0, 600)
     model([[5]], states[1])
-    assert read(capsys.readouterr().err) in ([], [512])  # a token more is none to show, all again is
+    assert read(capsys.readouterr().err) in ([], [CHUNK])  # a token more is none to show, all again is
 
 
 def test_ctrl_c_stops_a_long_prompt_between_two_parts_and_it_never_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,14 +281,14 @@ def test_ctrl_c_stops_a_long_prompt_between_two_parts_and_it_never_was(monkeypat
 
     def on_part(done: int, total: int) -> None:
         seen.append(done)
-        if done == 512:
+        if done == CHUNK:
             os.kill(os.getpid(), signal.SIGINT)
         progress(done, total)
 
     model.on_part = on_part
     with Interrupt(), pytest.raises(KeyboardInterrupt):
         model(text, state)
-    assert seen == [0, 512] and state.lengths == [0]
+    assert seen == [0, CHUNK] and state.lengths == [0]
     model.on_part = progress  # nobody asks any more
     assert torch.equal(model(text, state), model(text, model.new_state()))
 
