@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -41,6 +41,14 @@ class Block:
         if self.mlp is not None:
             mixed = self.feed(x if self.parallel else mixed, mixed)
         return mixed if self.output_hook is None else self.output_hook(mixed, step)
+
+    def last(self, x: Tensor, step: Step, cache: LayerState, keep: Sequence[int]) -> Tensor:
+        """The block as the last one, where nobody reads the stream behind it but at the last `keep[r]` tokens of each
+        row: what it does with tokens alone is done for those. -> as `ops.last_tokens` gives them."""
+        if not self.fusable or self.mlp is None or self.output_hook is not None:
+            return ops.last_tokens(self(x, step, cache), step.counts, keep)
+        mixed = ops.last_tokens(self.mix(x, step, cache), step.counts, keep)
+        return self.feed(ops.last_tokens(x, step.counts, keep) if self.parallel else mixed, mixed)
 
     def mix(self, x: Tensor, step: Step, cache: LayerState) -> Tensor:
         """The stream x after the mixer."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +15,12 @@ from lmstate.state.step import integers
 
 PACKED = 64  # tokens whose logits may be held twice, with and without padding: those of drafts in a few rows
 
-Run = Callable[[Tensor, Step, State], Tensor]
-"""Tokens int64 `[R, t]` of one part of a step -> the stream behind the blocks, float32 `[R, t, E]`."""
+Keep = Sequence[int] | None
+"""How many of each row's last tokens a part's stream is needed of; None: of all, padding included."""
+
+Run = Callable[[Tensor, Step, State, Keep], Tensor]
+"""Tokens int64 `[R, t]` of one part of a step -> the stream behind the blocks, float32 `[R, t, E]`; where some are kept
+only those, as `ops.last_tokens` gives them."""
 
 Head = Callable[[Tensor, Tensor | None], Tensor]
 """Hidden states `[..., E]`, and where to put what they give (None: anywhere) -> float32 `[..., features]`."""
@@ -39,7 +43,7 @@ class Forward:
             return self._all(ids, step, state)
         if logits == "last":
             return self._last(ids, step, state)
-        for _ in self._parts(ids, step, state):
+        for _ in self._parts(ids, step, state, last=[0] * step.rows):
             pass
         return None
 
@@ -92,11 +96,10 @@ class Forward:
     def _last(self, ids: list[list[int]], step: Step, state: State) -> Tensor:
         rows: list[int] = []
         last: list[Tensor] = []  # [n, E] hidden at the last tokens of the next n of `rows`
-        for offset, part, hidden in self._parts(ids, step, state):
-            ends = {row: n - 1 - offset for row, n in enumerate(step.counts) if 0 <= n - 1 - offset < part.width}
+        for offset, part, hidden in self._parts(ids, step, state, last=step.counts):
+            ends = [row for row, n in enumerate(step.counts) if offset < n <= offset + part.width]
             if ends:
-                together = len(ends) == step.rows and len(set(ends.values())) == 1
-                last.append(hidden.select(1, ends[0]) if together else hidden[list(ends), list(ends.values())])
+                last.append(hidden[:, 0] if len(ends) == step.rows else hidden[ends, 0])
                 rows += ends
         if rows == list(range(step.rows)):
             return self._features(last[0] if len(last) == 1 else torch.cat(last))
@@ -108,8 +111,13 @@ class Forward:
             out[rows] = self._features(torch.cat(last))
         return out
 
-    def _parts(self, ids: list[list[int]], step: Step, state: State) -> Iterator[tuple[int, Step, Tensor]]:
-        """Run the blocks over a step, part by part: (offset, part, hidden float32 `[R, t, E]`)."""
+    def _parts(
+        self, ids: list[list[int]], step: Step, state: State, last: Sequence[int] | None = None
+    ) -> Iterator[tuple[int, Step, Tensor]]:
+        """Run the blocks over a step, part by part: (offset, part, hidden float32 `[R, t, E]`).
+
+        last: hidden is of the `last[r]`-th token of each row alone, in the part that has it; 0: of none.
+        """
         if not step.width:
             return
         for offset, part in step.chunks():
@@ -119,6 +127,7 @@ class Forward:
             width = part.width
             rows = [row[offset : offset + width] for row in ids]
             padded = integers([row + [0] * (width - len(row)) for row in rows]).to(self.device)
-            yield offset, part, self.run(padded, part, state)
+            keep = None if last is None or width == 1 else [int(offset < n <= offset + width) for n in last]
+            yield offset, part, self.run(padded, part, state, keep)
         if self.on_part is not None:
             self.on_part(step.width, step.width)

@@ -20,7 +20,7 @@ from lmstate.models.compiled import STATIC_CHUNK, check_static, device_logits, m
 from lmstate.models.config import ModelConfig
 from lmstate.models.describe import describe
 from lmstate.models.fingerprint import fingerprint
-from lmstate.models.forward import Forward, Head, Run
+from lmstate.models.forward import Forward, Head, Keep, Run
 from lmstate.models.heads.ahead import draft_ahead, read
 from lmstate.models.heads.head import PredictionHead
 from lmstate.models.layers.embedding import EmbeddingHook, LearnedPositions, OutputHook
@@ -269,7 +269,7 @@ class Model:
                 )
         length, offset = max(map(len, ids)), 0
 
-        def run(part: Tensor, step: Step, state: State) -> Tensor:
+        def run(part: Tensor, step: Step, state: State, keep: Keep) -> Tensor:
             nonlocal offset
             x = self.embedded(part, step)  # also what blocks read beside the stream
             expected = [x.shape[0], length, x.shape[2]]
@@ -297,7 +297,7 @@ class Model:
         """
         blocks = traced_blocks(self.blocks, on)
 
-        def run(ids: Tensor, step: Step, state: State) -> Tensor:
+        def run(ids: Tensor, step: Step, state: State, keep: Keep) -> Tensor:
             x = self.embedded(ids, step)
             on("embed", ids, x)
             x = run_eager(blocks, x, step, state.layers)
@@ -314,8 +314,8 @@ class Model:
         assert out is not None
         return out
 
-    def _run(self, tokens: Tensor, step: Step, state: State) -> Tensor:
-        return self.run_layers(tokens, step, state.layers, state)
+    def _run(self, tokens: Tensor, step: Step, state: State, keep: Keep) -> Tensor:
+        return self.run_layers(tokens, step, state.layers, state, keep)
 
     @ordinary_tensors
     def _extend(
@@ -391,16 +391,24 @@ class Model:
         return Forward(run, head, features, self.device, self.on_part, give_way)
 
     def run_layers(
-        self, tokens: Tensor, step: Step, layers: Sequence[LayerState], state: State | None = None
+        self,
+        tokens: Tensor,
+        step: Step,
+        layers: Sequence[LayerState],
+        state: State | None = None,
+        keep: Keep = None,
     ) -> Tensor:
         """Run the blocks over a step: tokens int64 `[R, T]` -> the stream behind them, float32 `[R, T, E]`.
 
-        Eagerly, unless `state`, whose layers these are, keeps the plan.
+        Eagerly, unless `state`, whose layers these are, keeps the plan. keep: see `Run`.
         """
-        x = run_stack(self.blocks, self.embedded(tokens, step), step, layers, state)
+        reads = len(layers) > len(self.blocks)  # heads read the whole stream
+        x = run_stack(self.blocks, self.embedded(tokens, step), step, layers, state, None if reads else keep)
         x = x if self.exit is None else self.exit(x)
+        if not reads:
+            return x
         self._run_heads(x, tokens, step, layers)
-        return x
+        return x if keep is None else ops.last_tokens(x, step.counts, keep)
 
     def _run_heads(self, stream: Tensor, tokens: Tensor, step: Step, layers: Sequence[LayerState]) -> None:
         """Have the heads read a step, where the state has layers of theirs: `stream` `[R, T, E]` behind the blocks."""

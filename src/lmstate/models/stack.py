@@ -22,11 +22,18 @@ from lmstate.models.layers.base import FusableLayer, add_sublayers, simple_cache
 from lmstate.state import KeyValueState, LayerState, RecurrentState, Step
 
 
-def run_eager(blocks: Sequence[Block], x: Tensor, step: Step, layers: Sequence[LayerState]) -> Tensor:
-    """The blocks one after the other: x float32 `[R, T, E]` -> `[R, T, E]`."""
-    for block, cache in zip(blocks, layers):
+def run_eager(
+    blocks: Sequence[Block], x: Tensor, step: Step, layers: Sequence[LayerState], keep: Sequence[int] | None = None
+) -> Tensor:
+    """The blocks one after the other: x float32 `[R, T, E]` -> `[R, T, E]`.
+
+    keep: how many of each row's last tokens anybody reads the stream of; the result is that of those, as
+    `ops.last_tokens` gives them. None: of all.
+    """
+    whole = blocks if keep is None else blocks[:-1]
+    for block, cache in zip(whole, layers):
         x = block(x, step, cache)
-    return x
+    return x if keep is None else blocks[-1].last(x, step, layers[len(whole)], keep)
 
 
 class PlanOwner(Protocol):
@@ -36,15 +43,23 @@ class PlanOwner(Protocol):
 
 
 def run_stack(
-    blocks: Sequence[Block], x: Tensor, step: Step, layers: Sequence[LayerState], owner: PlanOwner | None
+    blocks: Sequence[Block],
+    x: Tensor,
+    step: Step,
+    layers: Sequence[LayerState],
+    owner: PlanOwner | None,
+    keep: Sequence[int] | None = None,
 ) -> Tensor:
-    """Run the blocks by the owner's plan if it still holds, else by a new one; eagerly without an owner."""
+    """Run the blocks by the owner's plan if it still holds, else by a new one; eagerly without an owner.
+
+    keep: as of `run_eager`.
+    """
     if owner is None or torch.compiler.is_compiling():
-        return run_eager(blocks, x, step, layers)
+        return run_eager(blocks, x, step, layers, keep)
     plan = owner.decode_plan
     if not isinstance(plan, Plan) or not plan.holds(blocks):
         plan = owner.decode_plan = Plan(blocks)
-    return plan.run(x, step, layers)
+    return plan.run(x, step, layers, keep)
 
 
 class Plan:
@@ -58,16 +73,17 @@ class Plan:
         """Whether it is of these very blocks."""
         return len(blocks) == len(self.blocks) and all(map(is_, blocks, self.blocks))
 
-    def run(self, x: Tensor, step: Step, layers: Sequence[LayerState]) -> Tensor:
+    def run(self, x: Tensor, step: Step, layers: Sequence[LayerState], keep: Sequence[int] | None = None) -> Tensor:
         """Run the segments in order. Shapes as in `run_eager`."""
         graph = ops.FusedGraph(x, step.starts_t, step.counts_t, step.new_tokens)
         if not graph.enabled:
-            return run_eager(self.blocks, x, step, layers)
+            return run_eager(self.blocks, x, step, layers, keep)
         if self.segments is None:
             self.segments = compile_blocks(self.blocks)
-        for segment in self.segments:
+        *before, last = self.segments
+        for segment in before:
             segment.run(graph, step, layers)
-        return graph.flush()
+        return last.finish(graph, step, layers, keep)
 
     def __deepcopy__(self, memo: object) -> None:
         """None: a copy of a state makes its own, of its own caches."""
@@ -84,6 +100,7 @@ class Part:
     sublayers: tuple[ops.Sublayer, ...]  # empty: never fused
     eager: Callable[[Tensor, Step, LayerState], Tensor]
     mixer: FusableLayer | None = None  # which the first of the sublayers are, if it is in the part
+    mixes: bool = True  # whether a token's output depends on other tokens, or on its place in the step
 
     def run(self, graph: ops.FusedGraph, step: Step, layers: Sequence[LayerState]) -> None:
         """Run eagerly, after all that is pending."""
@@ -116,7 +133,7 @@ def _parts(index: int, block: Block) -> Iterator[Part]:
     else:
         yield Part(index, mixing, block.mix, mixer)
         if block.mlp is not None:
-            yield Part(index, feeding, lambda x, step, cache: block.feed(x, x))
+            yield Part(index, feeding, lambda x, step, cache: block.feed(x, x), mixes=False)
     if (hook := block.output_hook) is not None:
         yield Part(index, (), lambda x, step, cache: hook(x, step))
 
@@ -130,6 +147,17 @@ class EagerSegment:
     def run(self, graph: ops.FusedGraph, step: Step, layers: Sequence[LayerState]) -> None:
         for part in self.parts:
             part.run(graph, step, layers)
+
+    def finish(
+        self, graph: ops.FusedGraph, step: Step, layers: Sequence[LayerState], keep: Sequence[int] | None
+    ) -> Tensor:
+        """Run as the last of a stack: its stream, as `run_eager` gives it."""
+        if keep is None or self.parts[-1].mixes:
+            self.run(graph, step, layers)
+            return graph.flush(keep)
+        EagerSegment(self.parts[:-1]).run(graph, step, layers)
+        last = self.parts[-1]
+        return last.eager(graph.flush(keep), step, layers[last.index])
 
 
 class Captured(NamedTuple):
@@ -168,6 +196,13 @@ class FusedSegment:
         if whole and (captured := graph.capture()) is not None:
             ropes = {id(mixer.rope_tables(step)): mixer for _, mixer in self._mixers}
             self._captured = Captured(captured, [ropes[id(tables)] for tables in captured.tables])
+
+    def finish(
+        self, graph: ops.FusedGraph, step: Step, layers: Sequence[LayerState], keep: Sequence[int] | None
+    ) -> Tensor:
+        """Run as the last of a stack: its stream, as `run_eager` gives it."""
+        self.run(graph, step, layers)
+        return graph.flush(keep)
 
     def _replay(self, captured: Captured, graph: ops.FusedGraph, step: Step, layers: Sequence[LayerState]) -> bool:
         """Add all parts as in the captured step; False where that does not hold any more."""

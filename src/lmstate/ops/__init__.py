@@ -18,7 +18,7 @@ from lmstate.ops.dense.norm import add_residual, norm
 from lmstate.ops.dense.sample import candidates, sample
 from lmstate.ops.dispatch import info
 from lmstate.ops.fused.choose_experts import choose_experts
-from lmstate.ops.fused.graph import CapturedGraph, Fusable, FusedGraph, packable
+from lmstate.ops.fused.graph import CapturedGraph, Fusable, FusedGraph, last_tokens, packable
 from lmstate.ops.fused.mlp import feed_forward
 from lmstate.ops.recurrent.gated_norm import gated
 from lmstate.ops.types.params import (
@@ -91,6 +91,7 @@ __all__ = [
     "glu",
     "in_double",
     "info",
+    "last_tokens",
     "linear",
     "linear_split_concat",
     "norm",

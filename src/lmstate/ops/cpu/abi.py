@@ -121,7 +121,7 @@ COMMIT_SLOTS = Layout("commit_slots_args", "P starts counts accepted", "q layers
 
 LINEAR = Layout(
     "linear_args", "P x weight bias norm residual after y", "q rows outputs inputs kind gate threads",
-    "d eps after_eps scale", "P factors",
+    "d eps after_eps scale", "P factors", "q begin end",
 )  # fmt: skip
 ROWS = Layout("rows_args", "P x weight y", "q rows width gate x_kind y_kind threads", "d eps")
 ARGMAX = Layout("argmax_args", "P x largest where", "q rows width threads")
@@ -172,7 +172,7 @@ MAMBA2_PARTS = Layout(
 )  # fmt: skip
 GATED_CONV_PARTS = Layout("gated_conv_parts", "P taps bias", "q kernel")
 
-FUSED = Layout("fused_args", "P x residual y starts counts", "q rows tokens count threads")
+FUSED = Layout("fused_args", "P x residual y starts counts keep", "q rows tokens count threads kept")
 # The arguments of attention: what stays from step to step, and three parts that may be others in each.
 ATTENTION_WEIGHTS = Layout(
     "", "P norm qkv qkv_bias q_norm k_norm v_norm sinks out out_bias after",

@@ -148,18 +148,30 @@ class Fused:
         sublayers: Sequence[Sublayer],
         arguments: Sequence[bytes],
         views: Mapping[int, KVView],
+        keep: Sequence[int] | None = None,
     ) -> Tensor:
-        """x `[R, T, E]` through the sublayers, in one parallel region; `views` by their places among them."""
+        """x `[R, T, E]` through the sublayers, in one parallel region; `views` by their places among them.
+
+        keep: as of `FusedGraph.flush`.
+        """
         rows, tokens, _ = x.shape
         stream = x.contiguous()
-        y = torch.empty(rows, tokens, sublayers[-1].out_features, dtype=torch.float32)
+        kept, keep_t = tokens, None
+        if keep is not None:
+            assert starts is not None and counts is not None
+            kept, keep_t = max(keep), torch.tensor(keep, dtype=torch.int64)
+            integers(keep_t, "the numbers of tokens to keep", rows)
+            if not bool((keep_t >= 0).all() and (keep_t <= counts).all()):
+                raise ValueError(f"{keep} last tokens of rows of {counts.tolist()} were to be kept")
+        y = torch.empty(rows, kept, sublayers[-1].out_features, dtype=torch.float32)
         beside = stream if residual is x else residual
         added = optional_pointer(beside, "the residual", (rows, tokens, sublayers[0].out_features))
         if starts is not None and counts is not None:
             starts, counts = integers(starts, "starts", rows), integers(counts, "counts", rows)
         head = abi.FUSED.pack(
             stream.data_ptr(), added, y.data_ptr(), 0 if starts is None else starts.data_ptr(),
-            0 if counts is None else counts.data_ptr(), rows, tokens, len(sublayers), torch.get_num_threads(),
+            0 if counts is None else counts.data_ptr(), 0 if keep_t is None else keep_t.data_ptr(),
+            rows, tokens, len(sublayers), torch.get_num_threads(), kept,
         )  # fmt: skip
         status = self._run(b"".join([head, *arguments]))
         if status:

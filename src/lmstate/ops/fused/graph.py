@@ -241,13 +241,20 @@ class FusedGraph:
         pending.sublayers.append(sublayer)
         return result
 
-    def flush(self) -> Tensor:
-        """Apply the pending sublayers: the stream after them, float32 `[R, T, E]`."""
-        if self._pending.sublayers:
-            assert self._library is not None
-            pending, stream = self._pending, (self._x, self._residual, self._starts, self._counts)
-            self.restart(self._library.fused.run(*stream, pending.sublayers, pending.arguments, pending.views))
-        return self._x
+    def flush(self, keep: Sequence[int] | None = None) -> Tensor:
+        """Apply the pending sublayers: the stream after them, float32 `[R, T, E]`.
+
+        keep: that of as many last tokens of each row alone, as `last_tokens` gives them; what nobody else reads is not
+        computed. Nothing can be added then.
+        """
+        if not self._pending.sublayers:
+            whole = [self._shape[1]] * self._shape[0] if self._counts is None else self._counts.tolist()
+            return self._x if keep is None else last_tokens(self._x, whole, keep)
+        assert self._library is not None
+        pending, stream = self._pending, (self._x, self._residual, self._starts, self._counts)
+        x = self._library.fused.run(*stream, pending.sublayers, pending.arguments, pending.views, keep)
+        self.restart(x)
+        return x
 
     def capture(self) -> CapturedGraph | None:
         """Capture what is pending for later steps; None where more than `CapturedGraph` says will differ in them."""
@@ -312,6 +319,17 @@ class FusedGraph:
         if (placed := self._begins.get(id(view.starts))) is None:
             placed = self._begins[id(view.starts)] = view.starts, fused.starts(view.starts, rows)
         return packed, placed[1], view.packed, rotated[1]
+
+
+def last_tokens(x: Tensor, counts: Sequence[int], keep: Sequence[int]) -> Tensor:
+    """The last `keep[r]` of the `counts[r]` tokens of each row r, of a stream `[R, T, E]` -> `[R, K, E]`.
+
+    K is the largest of `keep`; what lies behind a row's tokens is padding, any numbers.
+    """
+    rows, tokens, _ = x.shape
+    places = [[min(end - n + at, tokens - 1) for at in range(max(keep))] for end, n in zip(counts, keep)]
+    at = torch.tensor(places, dtype=torch.int64, device=x.device).view(rows, max(keep))
+    return x[torch.arange(rows, device=x.device)[:, None], at]
 
 
 def fused_feed_forward(x: Tensor, sublayer: MLPSublayer, stream: Tensor | None) -> Tensor | None:

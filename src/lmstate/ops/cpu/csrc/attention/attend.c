@@ -388,7 +388,23 @@ static int enough_runs(const attend_args *a, int64_t run) {
   return runs * a->kv_heads >= 4 * a->threads;
 }
 
+int64_t attend_check(const attend_args *a, const codes_args *codes) {
+  for (int64_t r = 0; r < a->rows; r++) {
+    const int64_t start = a->starts[r], count = a->counts[r];
+    /* What the row's queries see must lie in the ring at once; a row without tokens sees nothing. */
+    const int64_t first = a->columns ? 0 : low_of(a, start); /* a ring that wraps has no columns */
+    const int beyond = (a->ends && a->ends[r] < start + count) /* their sums would lie behind the last plane */
+                       /* or they, behind the table */
+                       || ((codes ? codes->k_table : a->k_table) && start + count > a->slots);
+    if (start < 0 || count < 0 || count > a->tokens || (count && (beyond || start + count - first > a->slots)))
+      return 1 + r;
+  }
+  return 0;
+}
+
 int64_t attend_begin(const attend_args *a, const codes_args *codes, const packed_tokens *packed, attend_plan *plan) {
+  const int64_t refused = attend_check(a, codes);
+  if (refused) return refused;
   plan->tasks = 0;
   plan->parts = plan->weights = NULL;
   plan->packed = packed, plan->codes = codes, plan->extra_key = NULL;
@@ -400,15 +416,6 @@ int64_t attend_begin(const attend_args *a, const codes_args *codes, const packed
   while (2 * plan->run * (a->heads / a->kv_heads) <= QUERIES && enough_runs(a, 2 * plan->run)) plan->run *= 2;
   for (int64_t r = 0; r < a->rows; r++) {
     const int64_t start = a->starts[r], count = a->counts[r];
-    /* What the row's queries see must lie in the ring at once; a row without tokens sees nothing. */
-    const int64_t first = a->columns ? 0 : low_of(a, start); /* a ring that wraps has no columns */
-    const int beyond = (a->ends && a->ends[r] < start + count) /* their sums would lie behind the last plane */
-                       /* or they, behind the table */
-                       || ((codes ? codes->k_table : a->k_table) && start + count > a->slots);
-    if (start < 0 || count < 0 || count > a->tokens || (count && (beyond || start + count - first > a->slots))) {
-      attend_end(plan);
-      return 1 + r;
-    }
     row_plan *row = &plan->rows[r];
     row->first_task = plan->tasks, row->first_part = parts;
     row->first_token = packed ? packed->begins[r] : r * a->tokens;

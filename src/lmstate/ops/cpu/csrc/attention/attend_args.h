@@ -113,8 +113,10 @@ typedef struct {
   const extra_key_args *extra_key; /* or null */
 } attend_plan;
 
+/* 0, or 1 + r where row r's starts or counts make no sense. */
+int64_t attend_check(const attend_args *a, const codes_args *codes);
 /* `codes`: or null. `packed`: or null; else q is [N, H, D] by the strides of tokens and heads, and `out` [N, H, DV]. 0;
- * -1 where there was no memory; 1 + r where row r's starts or counts make no sense: nothing is to be ended then. */
+ * -1 where there was no memory, or what `attend_check` gives: nothing is to be ended then. */
 int64_t attend_begin(const attend_args *a, const codes_args *codes, const packed_tokens *packed, attend_plan *plan);
 void attend_end(attend_plan *plan);
 /* Run by every thread of a parallel region that is open. When it returns, `out` is whole. */

@@ -394,7 +394,10 @@ static size_t rows_bytes(const linear_args *a) {
 /* Whether the rows that it multiplies are made first, and by blocks of how many outputs it goes. */
 static int prepares(const linear_args *a) { return grouped(a) || bf16_applies(a) || a->gate != NO_GATE || a->norm; }
 static int64_t block_of(const linear_args *a) { return grouped(a) || bf16_in_tiles(a) ? BLOCK : OUTPUTS; }
-static int64_t blocks_of(const linear_args *a) { return (a->outputs + block_of(a) - 1) / block_of(a); }
+static int64_t first_block(const linear_args *a) { return a->begin / block_of(a); }
+static int64_t blocks_of(const linear_args *a) {
+  return ((a->end ? a->end : a->outputs) + block_of(a) - 1) / block_of(a) - first_block(a);
+}
 
 /* Floats that a thread has for itself: a row before it is rounded, or a panel of weights. */
 static int64_t scratch_of(const linear_args *a) {
@@ -514,9 +517,9 @@ void linear_run_all(const linear_args *each, int64_t count, void *memory) {
   }
   at = first, before = 0;
   for (int64_t i = 0; i < count; at += rows_bytes(each + i++)) {
-    const int64_t blocks_own = blocks_of(each + i);
+    const int64_t blocks_own = blocks_of(each + i), from = first_block(each + i);
     const part p = part_of(blocks, before, blocks_own);
-    if (p.begin < p.end) multiply(each + i, p.begin, p.end, at, scratch);
+    if (p.begin < p.end) multiply(each + i, from + p.begin, from + p.end, at, scratch);
     before += blocks_own;
   }
   team_barrier();

@@ -22,6 +22,7 @@ typedef struct {
   int64_t kind, gate, threads;
   double eps, after_eps, scale;  /* scale: of what is added to the residual; 0 where there is none */
   const float *factors; /* [outputs], of what the product and its bias give; or null */
+  int64_t begin, end;   /* outputs that are wanted, others beside them may be made too; end: 0 where all are */
 } linear_args;
 
 /* Run by every thread of a parallel region that is open, of at most `threads`, with memory of `linear_memory` bytes

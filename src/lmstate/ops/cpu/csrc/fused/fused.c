@@ -40,10 +40,10 @@ static sublayer_products products_of(const fused_args *run, const sublayer_args 
 
 /* One sublayer, run by every thread; the status of its attention, the same for all of them. */
 static int64_t run_sublayer(const fused_args *run, const sublayer_args *sublayer, workspace *common, const float *x,
-                            const float *residual, float *y) {
+                            const float *residual, float *y, int stored) {
   sublayer_products p = products_of(run, sublayer, common);
   p.into.x = p.beside.x = x, p.out.residual = residual, p.out.y = y;
-  if (sublayer->kind == ATTENTION) return attention_sublayer(run, &sublayer->attention, &p, common);
+  if (sublayer->kind == ATTENTION) return attention_sublayer(run, &sublayer->attention, &p, common, stored);
   if (sublayer->kind == MOE) moe_sublayer(&sublayer->experts, &p, common);
   else if (sublayer->kind != MLP) recurrent_sublayer(run, sublayer, &p, common);
   else {
@@ -52,6 +52,14 @@ static int64_t run_sublayer(const fused_args *run, const sublayer_args *sublayer
     linear_run(&p.out, common->products);
   }
   return 0;
+}
+
+/* Keys and values alone of an attention, run by every thread; its status. */
+static int64_t store_attention(const fused_args *run, const sublayer_args *sublayer, workspace *common,
+                               const float *x) {
+  sublayer_products p = products_of(run, sublayer, common);
+  p.into.x = x;
+  return attention_store(run, &sublayer->attention, &p, common);
 }
 
 /* Number the tokens that are no padding. Whether there was memory. */
@@ -82,7 +90,19 @@ static const float *gathered(const fused_args *run, const packed_tokens *packed,
   return to;
 }
 
-/* The inverse: y has zeros at padding. */
+/* [N, width] without the tokens of `run` that the step `kept`, of its last ones, has not. */
+static const float *narrowed(const fused_args *kept, const packed_tokens *all, const packed_tokens *packed,
+                             const float *from, int64_t width, float *to) {
+#pragma omp for schedule(static) nowait
+  for (int64_t i = 0; i < packed->begins[kept->rows]; i++) {
+    const int64_t r = packed->rows[i], place = all->begins[r + 1] - packed->begins[r + 1] + i;
+    memcpy(to + i * width, from + place * width, (size_t)width * sizeof(float));
+  }
+  team_barrier();
+  return to;
+}
+
+/* The inverse of `gathered`: y has zeros at padding. */
 static void scatter(const fused_args *run, const packed_tokens *packed, const float *from, int64_t width) {
 #pragma omp for schedule(static) nowait
   for (int64_t i = 0; i < run->rows * run->tokens; i++) {
@@ -94,16 +114,29 @@ static void scatter(const fused_args *run, const packed_tokens *packed, const fl
   team_barrier();
 }
 
-/* As lmstate_fused, with the tokens numbered. */
-static int64_t run_sublayers(const fused_args *run, workspace *common) {
-  const packed_tokens *packed = &common->packed;
-  const int64_t n = packed->begins[run->rows], last = run->count - 1;
-  const sublayer_products first = products_of(run, run->sublayers, common);
+/* The first sublayer that only the tokens which are kept go through: what follows the last mixer, or that itself where
+ * keys and values of all may come first. Their count where a stream beside the first one would have to follow. */
+static int64_t first_of_kept(const fused_args *run) {
+  const sublayer_args *each = run->sublayers;
+  int64_t i = run->count;
+  while (i && (each[i - 1].kind == MLP || each[i - 1].kind == MOE)) i--;
+  if (i && each[i - 1].kind == ATTENTION && attention_stores_first(&each[i - 1].attention)) i--;
+  else if (i < run->count && parallel(each + i)) return run->count;
+  return i || run->residual == run->x ? i : run->count;
+}
+
+/* As lmstate_fused, with the tokens numbered, and those of the step `kept` of the tokens that are kept; else null. */
+static int64_t run_sublayers(const fused_args *run, workspace *all, const fused_args *kept, workspace *few) {
+  const packed_tokens *packed = &all->packed;
+  const int64_t n = packed->begins[run->rows], last = run->count - 1, cut = kept ? first_of_kept(run) : run->count + 1;
+  const int64_t n_kept = kept ? few->packed.begins[run->rows] : 0;
+  const sublayer_products first = products_of(run, run->sublayers, all);
   const int ragged = n < run->rows * run->tokens, added = ragged && run->residual && run->residual != run->x;
+  const int padded = kept ? cut > last || n_kept < run->rows * run->kept : ragged;
   size_t products = 0;
-  int64_t between = 0, width = 0, outputs = 0;
+  int64_t between = 0, outputs = 0, width = kept ? first.into.inputs : 0;
   for (int64_t i = 0; i <= last; i++) {
-    const sublayer_products p = products_of(run, &run->sublayers[i], common);
+    const sublayer_products p = products_of(run, &run->sublayers[i], all);
     products = larger(products, p.products);
     if (p.between > between) between = p.between;
     outputs = p.out.outputs;
@@ -112,44 +145,70 @@ static int64_t run_sublayers(const fused_args *run, workspace *common) {
   products = (products + 63) / 64 * 64; /* what lies between may be more than floats */
   /* A sublayer reads one stream or two, and writes a third; beside them is what was gathered. */
   const int64_t inputs = ragged ? n * first.into.inputs : 0, residuals = added ? n * first.out.outputs : 0;
-  const size_t bytes = products + (size_t)(between + 3 * n * width + inputs + residuals) * sizeof(float);
-  char *memory = aligned_alloc(64, (bytes + 63) / 64 * 64);
+  const int64_t floats = between + (3 * n + n_kept) * width + inputs + residuals;
+  char *memory = aligned_alloc(64, (products + (size_t)floats * sizeof(float) + 63) / 64 * 64);
   if (!memory) return -1;
-  common->products = memory, common->between = (float *)(memory + products);
-  float *streams = common->between + between, *gather = streams + 3 * n * width;
+  all->products = few->products = memory, all->between = few->between = (float *)(memory + products);
+  float *streams = all->between + between, *narrow = streams + 3 * n * width, *gather = narrow + n_kept * width;
   int64_t failed = 0;
   team together = {0};
 #pragma omp parallel num_threads((int)run->threads) if (run->threads > 1)
   {
     team_begin(&together);
+    const fused_args *step = run;
+    workspace *common = all;
     const float *before = NULL, *x = run->x, *residual = run->residual;
     if (ragged) x = gathered(run, packed, run->x, first.into.inputs, gather);
     if (added) residual = gathered(run, packed, run->residual, first.out.outputs, gather + inputs);
     else if (ragged && residual) residual = x;
+    int64_t status = 0, wide = first.into.inputs;
     for (int64_t i = 0; i <= last; i++) {
       const sublayer_args *sublayer = &run->sublayers[i];
-      float *y = i == last && !ragged ? run->y : streams + i % 3 * n * width;
-      if (run_sublayer(run, sublayer, common, parallel(sublayer) ? before : x, residual, y)) {
+      const int stored = i == cut && sublayer->kind == ATTENTION;
+      if (stored && !sublayer->attention.reads) status = store_attention(run, sublayer, all, x);
+      if (i == cut && !status) {
+        x = residual = narrowed(kept, packed, &few->packed, x, wide, narrow);
+        step = kept, common = few;
+        if (!n_kept) break;
+      }
+      float *y = i == last && !padded ? run->y : streams + i % 3 * n * width;
+      if (!status) status = run_sublayer(step, sublayer, common, parallel(sublayer) ? before : x, residual, y, stored);
+      if (status) {
 #pragma omp single nowait
         failed = i;
         break;
       }
+      wide = products_of(run, sublayer, all).out.outputs;
       before = x, x = residual = y;
     }
-    if (ragged) scatter(run, packed, x, outputs);
+    if (cut == run->count && !status) {
+      x = narrowed(kept, packed, &few->packed, x, wide, narrow);
+      step = kept, common = few;
+    }
+    if (padded && !status) scatter(step, &common->packed, x, outputs);
     team_end();
   }
   free(memory);
-  return common->status < 0 ? -1 : common->status ? common->status * run->count + failed : 0;
+  const int64_t status = all->status ? all->status : few->status;
+  return status < 0 ? -1 : status ? status * run->count + failed : 0;
 }
 
 /* 0, or the status of lmstate_attend of the sublayer that failed, times the count of sublayers, plus its index. */
 int64_t lmstate_fused(const fused_args *run) {
   if (run->rows * run->tokens == 0) return 0;
-  workspace common = {.status = 0};
-  if (!number_tokens(run, &common.packed)) return -1;
-  const int64_t status = run_sublayers(run, &common);
-  free(common.packed.begins);
+  workspace all = {.status = 0}, few = {.status = 0};
+  int64_t *starts = NULL, status = -1;
+  if (!run->keep) {
+    if (number_tokens(run, &all.packed)) status = run_sublayers(run, &all, NULL, &few);
+  } else if ((starts = malloc((size_t)run->rows * sizeof *starts)) && number_tokens(run, &all.packed)) {
+    fused_args kept = *run;
+    kept.starts = starts, kept.counts = run->keep, kept.tokens = run->kept;
+    for (int64_t r = 0; r < run->rows; r++) starts[r] = run->starts[r] + run->counts[r] - run->keep[r];
+    if (number_tokens(&kept, &few.packed)) status = run_sublayers(run, &all, &kept, &few);
+  }
+  free(few.packed.begins);
+  free(all.packed.begins);
+  free(starts);
   return status;
 }
 

@@ -115,7 +115,8 @@ typedef struct {
   const float *residual; /* what the first sublayer is added to, or null; the others are added to what they read */
   float *y;              /* [R, T, outputs of the last sublayer], zeros at padding */
   const int64_t *starts, *counts; /* [R]; counts: or null, all are real */
-  int64_t rows, tokens, count, threads;
+  const int64_t *keep; /* [R], or null: y is of so many last tokens of each row, [R, kept, ..] */
+  int64_t rows, tokens, count, threads, kept;
   sublayer_args sublayers[];
 } fused_args;
 
@@ -140,7 +141,12 @@ typedef struct {
 /* Each `_sublayer` is for every thread of an open parallel region: y = residual + scale * after(out(...(into(norm
  * x)))), all of them [N, ..]. */
 void attention_products(const attention_args *a, sublayer_products *p);
-int64_t attention_sublayer(const fused_args *run, const attention_args *a, sublayer_products *p, workspace *common);
+int64_t attention_sublayer(const fused_args *run, const attention_args *a, sublayer_products *p, workspace *common,
+                           int stored);
+/* The keys and values of a step alone, where another step, of some of its last tokens, is to attend to them: that one
+ * finds them `stored`. Whether attention can be done so. */
+int64_t attention_store(const fused_args *run, const attention_args *a, sublayer_products *p, workspace *common);
+int attention_stores_first(const attention_args *a);
 void recurrent_products(const fused_args *run, const sublayer_args *sublayer, sublayer_products *p,
                         const workspace *common);
 void recurrent_sublayer(const fused_args *run, const sublayer_args *sublayer, sublayer_products *p, workspace *common);

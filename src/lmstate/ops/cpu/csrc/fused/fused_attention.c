@@ -16,13 +16,19 @@ static int64_t first_beyond(const fused_args *run, const attention_args *a) {
   return 0;
 }
 
-/* Norm and rotate the heads of the projections in place, and store those of keys and values. */
+/* Heads of the projections, those of the queries first. */
+typedef struct {
+  int64_t first, last;
+} span_of_heads;
+
+/* Norm and rotate heads of the projections in place, and store those of keys and values. */
 static void norm_rope_store(const fused_args *run, const attention_args *a, const attend_args *attend,
-                            const packed_tokens *packed, float *qkv) {
+                            const packed_tokens *packed, float *qkv, span_of_heads of) {
   const int64_t each = a->gated ? 2 * a->dim : a->dim; /* from one query head to the next */
   const int64_t keys = a->heads * each, values = keys + a->kv_heads * a->dim, width = qkv_width(a);
-  const int64_t n = packed->begins[run->rows], all = a->heads + stored_heads(a), size = a->kind == F32 ? 4 : 2;
-  const int whole_q = a->q_norm && a->q_norm_width != a->dim, whole_k = a->k_norm && a->k_norm_width != a->dim;
+  const int64_t n = packed->begins[run->rows], all = of.last - of.first, size = a->kind == F32 ? 4 : 2;
+  const int whole_q = !of.first && a->q_norm && a->q_norm_width != a->dim;
+  const int stores = of.last > a->heads, whole_k = stores && a->k_norm && a->k_norm_width != a->dim;
   if (whole_q || whole_k) {
 #pragma omp for schedule(static) nowait
     for (int64_t i = 0; i < n; i++) {
@@ -35,7 +41,7 @@ static void norm_rope_store(const fused_args *run, const attention_args *a, cons
 #pragma omp for schedule(static) nowait
   for (int64_t i = 0; i < n * all; i++) {
     const int64_t token = i / all, r = packed->rows[token], t = token - packed->begins[r], place = r * run->tokens + t;
-    const int64_t h = i % all, kv = h - a->heads;
+    const int64_t h = of.first + i % all, kv = h - a->heads;
     float *x = qkv + token * width + (kv < 0 ? h * each : keys + kv * a->dim);
     if (kv < 0 ? a->q_norm && !whole_q : a->k_norm && !whole_k)
       rms_norm_row(x, kv < 0 ? a->q_norm : a->k_norm, x, a->dim, kv < 0 ? a->q_eps : a->k_eps);
@@ -64,7 +70,7 @@ static void norm_rope_store(const fused_args *run, const attention_args *a, cons
     store_head(value, v, a->dim, a->kind);
   }
   team_barrier();
-  if (!a->codes.tail || a->reads) return;
+  if (!a->codes.tail || !stores) return;
 #pragma omp for schedule(static) nowait
   for (int64_t i = 0; i < run->rows * a->kv_heads; i++)
     close_blocks(attend, &a->codes, i / a->kv_heads, i % a->kv_heads);
@@ -116,19 +122,46 @@ void attention_products(const attention_args *a, sublayer_products *p) {
   p->out.scale = a->residual_scale, p->between = p->into.rows * (p->into.outputs + p->out.inputs);
 }
 
-int64_t attention_sublayer(const fused_args *run, const attention_args *a, sublayer_products *p, workspace *common) {
-  const int64_t *starts = a->starts ? a->starts : run->starts;
-  const int64_t n = p->into.rows, width = p->into.outputs;
-  float *qkv = common->between, *seen = qkv + n * width;
+static attend_args attend_of(const fused_args *run, const attention_args *a, const float *qkv, float *seen) {
   const attend_args attend = {
-    .q = qkv, .k = a->k, .v = a->v, .starts = starts, .counts = run->counts, .sinks = a->sinks, .out = seen,
-    .columns = a->reads ? NULL : a->columns, .k_table = a->k_table, .v_table = a->v_table,
-    .table_row = a->table_row, .block = a->block, .rows = run->rows, .tokens = run->tokens, .heads = a->heads,
-    .kv_heads = a->kv_heads, .slots = a->slots, .dim = a->dim, .dim_v = a->dim, .q_token = width,
-    .q_head = a->gated ? 2 * a->dim : a->dim, .k_row = a->k_row, .k_head = a->k_head, .k_slot = a->k_slot,
-    .v_row = a->v_row, .v_head = a->v_head, .v_slot = a->v_slot, .planes = a->planes, .kind = a->kind,
-    .window = a->window, .chunk = a->chunk, .threads = run->threads, .scale = a->scale, .softcap = a->softcap,
+    .q = qkv, .k = a->k, .v = a->v, .starts = a->starts ? a->starts : run->starts, .counts = run->counts,
+    .sinks = a->sinks, .out = seen, .columns = a->reads ? NULL : a->columns, .k_table = a->k_table,
+    .v_table = a->v_table, .table_row = a->table_row, .block = a->block, .rows = run->rows, .tokens = run->tokens,
+    .heads = a->heads, .kv_heads = a->kv_heads, .slots = a->slots, .dim = a->dim, .dim_v = a->dim,
+    .q_token = qkv_width(a), .q_head = a->gated ? 2 * a->dim : a->dim, .k_row = a->k_row, .k_head = a->k_head,
+    .k_slot = a->k_slot, .v_row = a->v_row, .v_head = a->v_head, .v_slot = a->v_slot, .planes = a->planes,
+    .kind = a->kind, .window = a->window, .chunk = a->chunk, .threads = run->threads, .scale = a->scale,
+    .softcap = a->softcap,
   };
+  return attend;
+}
+
+int attention_stores_first(const attention_args *a) {
+  return !a->columns && !a->queries && !a->starts && (!a->half || a->positions);
+}
+
+int64_t attention_store(const fused_args *run, const attention_args *a, sublayer_products *p, workspace *common) {
+  const attend_args attend = attend_of(run, a, common->between, NULL);
+  const int64_t keys = a->heads * (a->gated ? 2 : 1) * a->dim;
+#pragma omp single nowait
+  {
+    const int64_t late = first_beyond(run, a);
+    common->status = late ? late : attend_check(&attend, a->codes.bits ? &a->codes : NULL);
+  }
+  p->into.y = common->between, p->into.begin = keys, p->into.end = keys + 2 * a->kv_heads * a->dim;
+  linear_run(&p->into, common->products);
+  const span_of_heads stored = {a->heads, a->heads + a->kv_heads};
+  const int64_t status = common->status; /* as in attention_sublayer */
+  if (!status) norm_rope_store(run, a, &attend, &common->packed, common->between, stored);
+  return status;
+}
+
+int64_t attention_sublayer(const fused_args *run, const attention_args *a, sublayer_products *p, workspace *common,
+                           int stored) {
+  const int64_t n = p->into.rows;
+  const span_of_heads made = {0, a->heads + (stored ? 0 : stored_heads(a))};
+  float *qkv = common->between, *seen = qkv + n * qkv_width(a);
+  const attend_args attend = attend_of(run, a, qkv, seen);
 #pragma omp single nowait
   {
     const int64_t late = first_beyond(run, a);
@@ -141,7 +174,7 @@ int64_t attention_sublayer(const fused_args *run, const attention_args *a, subla
    * come to the next such end; later, one that is ahead may be at another layer. */
   const int64_t status = common->status;
   if (status) return status;
-  norm_rope_store(run, a, &attend, &common->packed, qkv);
+  norm_rope_store(run, a, &attend, &common->packed, qkv, made);
   attend_run(&attend, &common->plan);
 #pragma omp single nowait
   attend_end(&common->plan);

@@ -1,0 +1,100 @@
+"""Where only last logits are asked for, what a last block does with tokens alone is done for those: nothing changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import lmstate
+from lmstate import kv
+from lmstate.ops import Norm, Residual, dispatch
+from lmstate.state.kv.policies.per_layer import Policies
+from tests.heads.zoo import pair
+from tests.invariants.test_to_the_bit import EACH, model_of, text
+from tests.zoo import CASES, ours
+
+native = pytest.mark.skipif(dispatch.choice().library is None, reason="there are no native bodies")
+POLICIES = [
+    None, kv.Quantized(8), kv.Quantized(4), kv.Recent(budget=24), kv.H2O(budget=24, recent=8),
+    kv.SnapKV(budget=24, window=8),
+]  # fmt: skip
+ROWS = [text(length, seed=length) for length in (50, 3, 33, 1)]
+MORE = [text(length, seed=length) for length in (5, 9, 1, 2)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def check(model: lmstate.Model, policy: Policies | None = None, bound: float = 0.0) -> None:
+    """Logits of all, of the last and of no tokens, in parts of 16, and then those of more tokens."""
+    states = [model.new_state(len(ROWS), kv=policy) for _ in range(3)]
+    for state in states:
+        state.layout = type(state.layout)(**{**vars(state.layout), "chunk": 16})
+    every = model(ROWS, states[0], logits="all")
+    last = model(ROWS, states[1], logits="last")
+    assert every is not None and last is not None
+    assert model(ROWS, states[2], logits="none") is None
+    assert every.isfinite().all()
+    expected = torch.stack([every[row, len(ids) - 1] for row, ids in enumerate(ROWS)])
+    torch.testing.assert_close(last, expected, rtol=0, atol=bound)
+    expected = model(MORE, states[0], logits="all")
+    for state in states[1:]:
+        torch.testing.assert_close(model(MORE, state, logits="all"), expected, rtol=0, atol=bound)
+
+
+@native
+@pytest.mark.parametrize("kind", ["bfloat16", "int4"])
+@pytest.mark.parametrize("case", EACH)
+def test_to_the_bit(case: str, kind: str) -> None:
+    check(model_of(case, kind))
+
+
+@native
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("case", ["llama", "gemma2"])
+def test_under_every_policy(case: str, policy: Policies | None) -> None:
+    check(model_of(case, "bfloat16"), policy)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_family(case: str) -> None:
+    """Torch's products, of which plain layers are made, round by the number of rows."""
+    check(ours(case), bound=1e-4)
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt2", "qwen3_5", "deepseek_v3"])
+def test_feed_forward_parts_see_no_other_token(case: str) -> None:
+    """As plain code, which tells what it sees; with native bodies behind all before it."""
+    seen: list[list[int]] = []
+    model = deepcopy(ours(case))
+    feed = model.blocks[-1].mlp
+    assert feed is not None
+
+    def recording(x: Tensor, norm: Norm | None = None, residual: Residual | None = None) -> Tensor:
+        seen.append(list(x.shape[:-1]))
+        return feed(x, norm, residual)
+
+    model.blocks[-1] = replace(model.blocks[-1], mlp=recording)
+    model([text(40), text(20)], model.new_state(2), logits="last")
+    assert seen == [[2, 1]]
+
+
+@native
+def test_heads_read_every_token() -> None:
+    model = pair("qwen3_5").ours
+    whole, last = model.new_state(1), model.new_state(1)
+    ids = text(40)
+    model([ids], whole, logits="all")
+    model([ids], last, logits="last")
+    drafts = [model.draft_ahead(state, {0: 7}, 3) for state in (whole, last)]
+    assert drafts[0][0].tokens and drafts[0] == drafts[1]
