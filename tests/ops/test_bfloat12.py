@@ -97,7 +97,12 @@ def test_a_damaged_packing_is_refused(variant: str, tolerant: None) -> None:
         Bfloat12Weight(weight.storage[:-1], n, k)
     with pytest.raises(ValueError, match="12 bits is uint8"):
         Bfloat12Weight(weight.storage[:50], n, k)
-    for damage in (lambda w: w._rare[0, 0].fill_(64), lambda w: w._first[1].fill_(-1), lambda w: w._first[-1].add_(1)):
+    for damage in (
+        lambda w: w._rare[0, 0].add_(1),
+        lambda w: w._rare[0, 1].fill_(64),
+        lambda w: w._first[1].fill_(-1),
+        lambda w: w._first[-1].add_(1),
+    ):
         damaged = Bfloat12Weight(weight.storage.clone(), n, k)
         damage(damaged)
         with pytest.raises(ValueError, match="damaged"):

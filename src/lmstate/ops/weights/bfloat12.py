@@ -2,14 +2,14 @@
 
 The upper byte of a weight, its sign and most of its exponent, takes few values: the weights of a layer lie within some
 powers of two. Fifteen of them, and 0, are a table that four bits point into; the lower byte is stored as it is. What is
-left, a number in some thousands, stands behind with its column. (DFloat11, 2504.11651, saves a little more by a code
+left, a number in some thousands, stands behind with its place. (DFloat11, 2504.11651, saves a little more by a code
 of variable length, which would take a processor longer than its memory.)
 
     spans   four outputs by 64 inputs each: twice 2 x 32 bytes of codes, byte i with that of place i in the low nibble
             and that of place i + 32 in the high one, and then 2 x 64 lower bytes                           384 bytes
     table   16 upper bytes, the first of them 0
     first   int32 `[N + 1]`: where each output's rare numbers begin
-    rare    int32 column, float32 value
+    rare    int32 output, int32 column, float32 value; in the order of outputs
 
 Input i of a span has the place that `_places` says: so native bodies need no permutation. The outputs are padded to a
 multiple of four.
@@ -29,7 +29,7 @@ SPAN = 64
 BESIDE = 4
 SPAN_BYTES = BESIDE * SPAN * 3 // 2
 TABLE = 16
-RARE_BYTES = 8
+RARE_BYTES = 12
 MOST_RARE = 1 / 64
 """The part of a matrix that may be rare numbers; more would cost what is saved."""
 
@@ -47,16 +47,21 @@ class Bfloat12Weight(Weight):
         rare = (packed.numel() - least) // RARE_BYTES
         if packed.dtype != torch.uint8 or packed.dim() != 1 or packed.numel() != least + max(rare, 0) * RARE_BYTES:
             raise ValueError(
-                f"a [{out_features}, {in_features}] matrix in 12 bits is uint8 [{least}] and 8 for each rare number; "
+                f"a [{out_features}, {in_features}] matrix in 12 bits is uint8 [{least}] and {RARE_BYTES} for each rare number; "
                 f"this is {packed.dtype} {list(packed.shape)}"
             )
         self._spans = self.storage[:spans].view(-1, in_features // SPAN, SPAN_BYTES)
         self._table = self.storage[spans : spans + TABLE]
         self._first = self.storage[spans + TABLE : least].view(torch.int32)
-        self._rare = self.storage[least:].view(torch.int32).view(rare, 2)
-        counts, columns = self._first.diff(), self._rare[:, 0]
+        self._rare = self.storage[least:].view(torch.int32).view(rare, RARE_BYTES // 4)
+        counts, columns = self._first.diff(), self._rare[:, 1]
         ends = int(self._first[0]), int(self._first[-1])
-        if ends != (0, rare) or bool((counts < 0).any()) or bool(((columns < 0) | (columns >= in_features)).any()):
+        whole = ends == (0, rare) and not bool((counts < 0).any())
+        if (
+            not whole
+            or not torch.equal(self._rare[:, 0].long(), self._outputs())
+            or not bool(((columns >= 0) & (columns < in_features)).all())
+        ):
             raise ValueError(f"the rare numbers of a [{out_features}, {in_features}] matrix in 12 bits are damaged")
 
     def dequantize(self, dtype: torch.dtype = torch.float32, first: int = 0, count: int | None = None) -> Tensor:
@@ -71,9 +76,12 @@ class Bfloat12Weight(Weight):
         high = self._table[torch.cat([code & 15, code >> 4], dim=-1).int()]
         numbers = torch.stack([low, high], dim=-1)[..., _places(), :].view(torch.bfloat16)[..., 0]
         matrix = numbers.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features].to(dtype)
-        rows = torch.repeat_interleave(torch.arange(self.out_features), self._first.diff())
-        matrix[rows, self._rare[:, 0].long()] = self._rare[:, 1].view(torch.float32).to(dtype)
+        matrix[self._outputs(), self._rare[:, 1].long()] = self._rare[:, 2].view(torch.float32).to(dtype)
         return matrix[first:last]
+
+    def _outputs(self) -> Tensor:
+        """int64: of which output each rare number is."""
+        return torch.repeat_interleave(torch.arange(self.out_features), self._first.diff())
 
     def rows(self, ids: Tensor) -> Tensor:
         library = dispatch.native(self.storage, ids)

@@ -67,7 +67,7 @@ void lmstate_to_bfloat12(const to_bfloat12_args *a) {
       rare *to = w.rares + w.first[n];
       for (int64_t i = 0; to < w.rares + w.first[n + 1]; i++) {
         const uint16_t number = a->matrix[n * inputs + i];
-        if (code[number >> 8] == TABLE) *to++ = (rare){(int32_t)i, bf16_to_float(number)};
+        if (code[number >> 8] == TABLE) *to++ = (rare){(int32_t)n, (int32_t)i, bf16_to_float(number)};
       }
     }
   }

@@ -8,7 +8,7 @@
 enum { SPAN = 64, BESIDE = 4, CODES = SPAN / 2, PAIR = 2 * (CODES + SPAN), SPAN_BYTES = BESIDE / 2 * PAIR, TABLE = 16 };
 
 typedef struct {
-  int32_t column;
+  int32_t output, column;
   float value;
 } rare;
 

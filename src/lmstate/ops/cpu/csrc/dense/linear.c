@@ -136,6 +136,18 @@ enum { DEEP = 1024, SHARE = 2, NARROW = 640 };
 /* More rows than these share packed weights. */
 static int64_t few_rows(const linear_args *a) { return bf16_applies(a) ? HIGH : VL == 16 ? 40 : 20; }
 
+/* How many rows of pairs lie together, 32 inputs of each beside each other, as a tile of packed weights reads them; and
+ * of such rows from `row` on, how far it is to the next inputs of a row. */
+static int64_t rows_beside(const linear_args *a) {
+  return bf16_applies(a) && !bf16_in_tiles(a) && a->rows > few_rows(a) ? HIGH : 1;
+}
+static int64_t step_of(const linear_args *a, int64_t row, int64_t beside) {
+  return 32 * (a->rows - row < beside ? a->rows - row : beside);
+}
+
+/* Outputs that share the rows of a tile: as many as the second cache holds packed weights of, beside the rows. */
+static int64_t panel_of(const linear_args *a) { return bf16_applies(a) && a->inputs <= 4096 ? PANEL : PANEL / 2; }
+
 static int64_t padded_inputs(int64_t k) { return (k + 15) / 16 * 16; }
 
 /* The products of VL inputs of rows of x with the weights of output n, which `weights` loads, to the sums `acc`. Beside
@@ -295,18 +307,21 @@ static void add_rares(const linear_args *a, const bfloat12 *w, const void *x, fl
                       int64_t rows, int64_t first, int64_t count) {
   const int64_t k = a->inputs;
   const int pairs = bf16_applies(a);
-  for (int64_t n = 0; n < count; n++)
-    for (int32_t r = w->first[first + n]; r < w->first[first + n + 1]; r++) {
-      const float value = w->rares[r].value;
-      const int64_t column = w->rares[r].column;
-      if (pairs) {
-        const uint16_t *own = (const uint16_t *)x + row * k + bf16_place_in_row(column);
-        for (int64_t m = 0; m < rows; m++) sums[m][n] += value * bf16_to_float(own[m * k]);
-      } else {
-        const float *own = (const float *)x + row * k + column;
-        for (int64_t m = 0; m < rows; m++) sums[m][n] += value * own[m * k];
-      }
+  const int64_t high = rows_beside(a);
+  for (int32_t r = w->first[first]; r < w->first[first + count]; r++) {
+    const int64_t n = w->rares[r].output - first, column = w->rares[r].column;
+    const float value = w->rares[r].value;
+    if (!pairs) {
+      const float *own = (const float *)x + row * k + column;
+      for (int64_t m = 0; m < rows; m++) sums[m][n] += value * own[m * k];
+      continue;
     }
+    const int64_t place = bf16_place_in_row(column);
+    for (int64_t m = 0; m < rows; m += high) {
+      const uint16_t *own = (const uint16_t *)x + (row + m) * k + place / 32 * step_of(a, row + m, high) + place % 32;
+      for (int64_t j = m; j < rows && j < m + high; j++, own += 32) sums[j][n] += value * bf16_to_float(*own);
+    }
+  }
 }
 
 /* The end of a product, from sums without those of rare numbers. */
@@ -358,8 +373,8 @@ static void packed_panel(const linear_args *a, const bfloat12 *w, const void *x,
                                                 : a->inputs * size_of((int)a->kind);
   const char *ahead = a->kind == BFLOAT12 ? (const char *)span_of(w, next, a->inputs, 0)
                                           : (const char *)a->weight + next * row_bytes;
-  const int64_t tiles = (of.last - of.first + HIGH - 1) / HIGH * parts * (PANEL / OUTPUTS);
-  const int64_t lines = (PANEL * row_bytes / 64 + tiles - 1) / tiles;
+  const int64_t tiles = (of.last - of.first + HIGH - 1) / HIGH * parts * ((count + OUTPUTS - 1) / OUTPUTS);
+  const int64_t lines = (count * row_bytes / 64 + tiles - 1) / tiles;
   if (pairs) bf16_pack(a, w, first, count, (uint16_t *)scratch);
   else pack_outputs(a, w, first, count, scratch);
   for (int64_t row = of.first, rows; row < of.last; row += rows) {
@@ -402,7 +417,8 @@ static int64_t blocks_of(const linear_args *a) {
 /* Floats that a thread has for itself: a row before it is rounded, or a panel of weights. */
 static int64_t scratch_of(const linear_args *a) {
   if (bf16_in_tiles(a)) return padded_inputs(a->inputs) * LINEAR_SCRATCH + LINEAR_ROOM;
-  const int64_t each = grouped(a) || a->rows <= few_rows(a) ? 1 : bf16_applies(a) ? LINEAR_SCRATCH / 2 : LINEAR_SCRATCH;
+  const int64_t panel = bf16_applies(a) ? panel_of(a) / 2 : panel_of(a); /* of packed weights */
+  const int64_t each = grouped(a) || a->rows <= few_rows(a) ? 1 : panel;
   return padded_inputs(a->inputs) * (amx_applies(a) ? AMX_SCRATCH : each);
 }
 
@@ -422,7 +438,9 @@ static void prepare(const linear_args *a, int64_t row, char *memory, float *scra
       round_row(x, (rounded *)memory + first_group(a, row), tile_rows(a, row), k / GROUP);
     }
   } else if (bf16_applies(a)) {
-    bf16_round(a, prologue(a, row, scratch), (uint16_t *)memory + row * k);
+    const int64_t beside = rows_beside(a), first = row / beside * beside;
+    uint16_t *own = (uint16_t *)memory + first * k + (row - first) * 32;
+    bf16_round(a, prologue(a, row, scratch), own, step_of(a, first, beside));
   } else {
     prologue(a, row, (float *)memory + row * k);
   }
@@ -437,7 +455,7 @@ static void prepare_rows(const linear_args *a, int64_t begin, int64_t end, char 
   uint16_t *const made = (uint16_t *)(scratch + k);
   for (int64_t row = begin, next; row < end; row = next) { /* as many as go into one tile */
     next = row / BLOCK * BLOCK + BLOCK < end ? row / BLOCK * BLOCK + BLOCK : end;
-    for (int64_t m = row; m < next; m++) bf16_round(a, prologue(a, m, scratch), made + (m - row) * k);
+    for (int64_t m = row; m < next; m++) bf16_round(a, prologue(a, m, scratch), made + (m - row) * k, 32);
     bf16_lay_rows(a, made, row, next - row, (uint16_t *)memory);
   }
 }
@@ -456,15 +474,15 @@ static void multiply(const linear_args *a, int64_t begin, int64_t end, const cha
   const bfloat12 w = bfloat12_at(a->weight, a->outputs, a->inputs); /* where it is one */
   const void *x = prepares(a) ? (const void *)memory : a->x;
   const int bytes = amx_applies(a), pairs_in_tiles = bf16_in_tiles(a);
-  const int64_t step = rows_together(a);
+  const int64_t step = rows_together(a), beside = rows_beside(a), panel = panel_of(a);
   if (bytes || pairs_in_tiles) begin_tiles(bytes ? GROUP : 2 * GROUP);
   for (int64_t row = 0; row < a->rows; row += step) {
     const span_of_rows of = {row, row + step < a->rows ? row + step : a->rows};
     if (!grouped(a) && !pairs_in_tiles) {
       const int64_t last = OUTPUTS * end < a->outputs ? OUTPUTS * end : a->outputs;
-      for (int64_t n = OUTPUTS * begin; n < last; n += PANEL) {
-        const int64_t count = last - n < PANEL ? last - n : PANEL;
-        if (of.last - of.first > few_rows(a)) packed_panel(a, &w, x, n, count, of, scratch);
+      for (int64_t n = OUTPUTS * begin; n < last; n += panel) {
+        const int64_t count = last - n < panel ? last - n : panel;
+        if (beside > 1 || of.last - of.first > few_rows(a)) packed_panel(a, &w, x, n, count, of, scratch);
         else stored_panel(a, &w, x, n, count, of);
       }
       continue;

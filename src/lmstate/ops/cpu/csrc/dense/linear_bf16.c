@@ -14,18 +14,6 @@ int bf16_applies(const linear_args *a) {
   return (a->kind == BF16 || a->kind == BFLOAT12) && a->inputs % STEP == 0 && rounds_to_bf16();
 }
 
-void bf16_round(const linear_args *a, const float *x, uint16_t *to) {
-  if (a->kind == BF16) {
-    round_pairs(x, a->inputs, to);
-    return;
-  }
-  for (int64_t i = 0; i < a->inputs; i += STEP) {
-    uint16_t half[STEP];
-    round_pairs(x + i, STEP, half);
-    for (int j = 0; j < STEP / 2; j++) to[i + 2 * j] = half[j], to[i + 2 * j + 1] = half[j + STEP / 2];
-  }
-}
-
 /* 64 inputs of an output of a 12-bit weight, as two vectors. */
 INLINE void unpack_words(const uint8_t *lows, const uint8_t *codes, const uint8_t *table, __m512i *words) {
   const __m512i highs = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table));
@@ -37,6 +25,20 @@ INLINE void unpack_words(const uint8_t *lows, const uint8_t *codes, const uint8_
 
 #pragma GCC push_options
 #pragma GCC target("avx512bf16")
+void bf16_round(const linear_args *a, const float *x, uint16_t *to, int64_t step) {
+  for (int64_t i = 0; i < a->inputs; i += STEP, to += step) {
+    const __m256i low = (__m256i)_mm512_cvtneps_pbh(vf_load(x + i));
+    const __m256i high = (__m256i)_mm512_cvtneps_pbh(vf_load(x + i + VL));
+    if (a->kind == BFLOAT12) {
+      const __m512i second = _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16);
+      _mm512_storeu_si512(to, _mm512_or_si512(_mm512_cvtepu16_epi32(low), second));
+    } else {
+      _mm256_storeu_si256((__m256i *)to, low);
+      _mm256_storeu_si256((__m256i *)(to + VL), high);
+    }
+  }
+}
+
 /* `outputs` outputs, whose weights are the rows w[..], for `rows` rows of x; both are constants where this is called. */
 INLINE void stored_tile(const uint16_t *x, const uint16_t *const *w, int64_t k, int rows, int outputs,
                         float (*sums)[PANEL]) {
@@ -82,7 +84,7 @@ INLINE void bfloat12_tile(const uint16_t *x, const uint8_t *p, int64_t quad, con
       vf_sum4(acc[m][n], acc[m][n + 1], acc[m][n + 2], acc[m][n + 3], sums[m] + n);
 }
 
-/* The same of packed weights. */
+/* The same of packed weights and rows. */
 INLINE void packed_tile(const float *x, const float *w, int64_t k, int64_t begin, int64_t end, int rows,
                         open_sums before, float (*sums)[PANEL]) {
   open_sums acc;
@@ -93,7 +95,7 @@ INLINE void packed_tile(const float *x, const float *w, int64_t k, int64_t begin
     __m512i v[OUTPUTS];
     UNROLL for (int n = 0; n < OUTPUTS; n++) v[n] = _mm512_load_si512(w + n * VL);
     UNROLL for (int m = 0; m < rows; m++) {
-      const __m512i u = _mm512_loadu_si512(x + m * k + i);
+      const __m512i u = _mm512_loadu_si512(x + i * rows + m * VL);
       UNROLL for (int n = 0; n < OUTPUTS; n++) acc[m][n] = _mm512_dpbf16_ps(acc[m][n], (__m512bh)u, (__m512bh)v[n]);
     }
   }
@@ -176,7 +178,9 @@ int bf16_applies(const linear_args *a) {
   return 0;
 }
 
-void bf16_round(const linear_args *a, const float *x, uint16_t *to) { (void)a, (void)x, (void)to; }
+void bf16_round(const linear_args *a, const float *x, uint16_t *to, int64_t step) {
+  (void)a, (void)x, (void)to, (void)step;
+}
 
 int64_t bf16_tile(const linear_args *a, const bfloat12 *w, const uint16_t *x, int64_t first, int64_t count,
                   int64_t rows, float (*sums)[PANEL]) {

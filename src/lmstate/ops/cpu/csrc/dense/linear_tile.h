@@ -6,8 +6,8 @@
 #include "simd/simd.h"
 
 /* Rows and outputs of a tile of sums: as many as there are registers for. Outputs that share the rows of a tile while
- * these are in the first cache. */
-enum { HIGH = VL == 16 ? 6 : 3, OUTPUTS = 4, PANEL = 8 * OUTPUTS };
+ * these are in the first cache, at most. */
+enum { HIGH = VL == 16 ? 6 : 3, OUTPUTS = 4, PANEL = 16 * OUTPUTS };
 
 /* What a tile has summed before it goes on along the inputs. */
 typedef vf open_sums[HIGH][OUTPUTS];
@@ -25,14 +25,14 @@ typedef struct {
 
 /* Products of pairs of bfloat16, of bfloat16 weights on processors that have them: see linear_bf16.c. */
 int bf16_applies(const linear_args *a);
-/* A row of floats, rounded as those products take it: [inputs] bfloat16. */
-void bf16_round(const linear_args *a, const float *x, uint16_t *to);
+/* A row of floats, rounded as those products take it: [inputs] bfloat16, from 32 of them to the next ones `step`. */
+void bf16_round(const linear_args *a, const float *x, uint16_t *to, int64_t step);
 /* The sums of some of `count` outputs from `first` on for up to HIGH rows, without the rare numbers of a 12-bit weight;
  * returns of how many outputs. */
 int64_t bf16_tile(const linear_args *a, const bfloat12 *w, const uint16_t *x, int64_t first, int64_t count,
                   int64_t rows, float (*sums)[PANEL]);
-/* The same of weights that bf16_pack has put to OUTPUTS outputs beside each other by 32 inputs: the inputs begin..end
- * of k, all counted in pairs, where `before` has the sums of those before them. */
+/* The same of weights that bf16_pack has put to OUTPUTS outputs beside each other by 32 inputs, and of rows that lie so
+ * too: the inputs begin..end of k, all counted in pairs, where `before` has the sums of those before them. */
 void bf16_pack(const linear_args *a, const bfloat12 *w, int64_t first, int64_t count, uint16_t *to);
 void bf16_packed_tile(const float *x, const float *w, int64_t k, int64_t begin, int64_t end, int64_t rows,
                       open_sums before, float (*sums)[PANEL]);
