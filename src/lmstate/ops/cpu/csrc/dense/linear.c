@@ -465,7 +465,7 @@ static void prepare_rows(const linear_args *a, int64_t begin, int64_t end, char 
  * are at least enough to pay for packing weights. */
 static int64_t rows_together(const linear_args *a) {
   if (bf16_in_tiles(a)) return BF16_TILES * BLOCK;
-  const int64_t fit = (int64_t)((grouped(a) ? 512 << 10 : 2 << 20) / row_bytes(a)) / 48 * 48;
+  const int64_t fit = (int64_t)((grouped(a) ? 512 << 10 : 8 << 20) / row_bytes(a)) / 48 * 48;
   const int64_t least = grouped(a) || bf16_applies(a) ? 48 : a->inputs <= 4096 ? 192 : 384;
   return fit < least ? least : fit;
 }
