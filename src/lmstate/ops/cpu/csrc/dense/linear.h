@@ -23,6 +23,9 @@ typedef struct {
   double eps, after_eps, scale;  /* scale: of what is added to the residual; 0 where there is none */
   const float *factors; /* [outputs], of what the product and its bias give; or null */
   int64_t begin, end;   /* outputs that are wanted, others beside them may be made too; end: 0 where all are */
+  int64_t y_row;        /* from a row of y to the next one; 0: outputs */
+  float *rest;          /* or null: where the outputs from `rest_begin` on go instead, by `rest_row` */
+  int64_t rest_begin, rest_row;
 } linear_args;
 
 /* Run by every thread of a parallel region that is open, of at most `threads`, with memory of `linear_memory` bytes

@@ -45,7 +45,7 @@ void recurrent_products(const fused_args *run, const sublayer_args *sublayer, su
   p->beside.weight = a->gates, p->beside.kind = a->gates_kind;
   p->beside.outputs = a->delta.heads * (a->delta.by_channel ? 1 + a->delta.key_dim : 2);
   p->out.inputs = a->delta.heads * a->delta.value_dim;
-  p->between = p->out.rows * (p->into.outputs + p->beside.outputs + p->out.inputs);
+  p->between = 2 * p->out.rows * p->out.inputs;
   p->between += (int64_t)gated_delta_mixer_memory(&a->delta, &fold);
   if (unscanned) p->between = larger_of(p->between, (int64_t)gated_delta_mixer_memory(&a->delta, &before));
 }
@@ -72,23 +72,19 @@ static void gated_delta_sublayer(const fused_args *run, const recurrent_args *a,
     workspace *common) {
   const int64_t n = p->out.rows, values = p->out.inputs, gates = p->beside.outputs;
   const int64_t width = a->projected - values, taken = width + gates;
-  float *projected = common->between, *gated = projected + n * a->projected, *seen = gated + n * gates;
+  float *z = common->between, *seen = z + n * values;
   fold_args fold = fold_of(run, a, common);
-  fold.x = a->kept, fold.z = projected + width, fold.y = seen;
-  fold.x_token = taken, fold.z_token = a->projected;
-  p->into.y = projected, p->beside.y = gated, p->out.x = seen;
+  fold.x = a->kept, fold.z = z, fold.y = seen;
+  fold.x_token = taken, fold.z_token = values;
+  p->into.y = a->kept, p->into.rest = z, p->into.rest_begin = width, p->into.rest_row = values;
+  p->beside.y = a->kept + width, p->out.x = seen;
+  p->into.y_row = p->beside.y_row = taken;
   if (a->unscanned) {
     const fold_args before = unscanned_fold(run, a, taken, 0);
     gated_delta_mixer_run(&a->delta, &before, common->between);
   }
   const linear_args projections[] = {p->beside, p->into};
   linear_run_all(projections, 2, common->products);
-#pragma omp for schedule(static) nowait
-  for (int64_t i = 0; i < n; i++) {
-    memcpy(a->kept + i * taken, projected + i * a->projected, (size_t)width * sizeof(float));
-    memcpy(a->kept + i * taken + width, gated + i * gates, (size_t)gates * sizeof(float));
-  }
-  team_barrier();
   gated_delta_mixer_run(&a->delta, &fold, seen + n * values);
   linear_run(&p->out, common->products);
 }
