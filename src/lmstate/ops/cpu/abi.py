@@ -142,7 +142,7 @@ GATED_DELTA_RULE = Layout(
     "gated_delta_rule_args", "P q k v g beta carry counts begins y next",
     "q rows tokens key_heads heads key_dim value_dim by_channel normalize threads q_row q_token q_head",
     "q k_row k_token k_head v_row v_token v_head g_row g_token g_head beta_row beta_token beta_head carry_row",
-    "d scale", "P A bias", "d beta_scale", "P norm marks marked",
+    "d scale", "P A bias", "d beta_scale", "P norm marks marked conv",
 )  # fmt: skip
 SSD = Layout(
     "ssd_args", "P x dt A B C D bias carry counts begins y next", "q rows tokens heads head_dim groups states threads",

@@ -83,7 +83,7 @@ class Recurrent:
             rows, tokens, key_heads, heads, key_dim, value_dim, by_channel, normalize,
             threads_for(tokens * new.numel()),
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3],
-            *((0, 0, 0) if beta is None else beta.stride()), carry.stride(0), scale, 0, 0, 1.0, 0, 0, 0,
+            *((0, 0, 0) if beta is None else beta.stride()), carry.stride(0), scale, 0, 0, 1.0, 0, 0, 0, 0,
         )  # fmt: skip
         if self._gated_delta_rule(arguments):
             raise MemoryError(f"no memory for the delta rule's runs of heads of {key_dim}")

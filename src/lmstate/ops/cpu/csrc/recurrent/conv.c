@@ -15,42 +15,43 @@ static float *output(const causal_conv_args *a, int64_t row, int64_t t) {
   return a->y + token_at(a->begins, row, t, a->tokens * a->width, a->width);
 }
 
-/* Token t, features first..last. `kernel` is a constant where this is called, up to 4. */
-INLINE void convolve_few(const causal_conv_args *a, int64_t row, int64_t t, int64_t first, int64_t last, int kernel) {
+/* Token t, features first..last, to y. `kernel` is a constant where this is called, up to 4. */
+INLINE void convolve_few(const causal_conv_args *a, int64_t row, int64_t t, int64_t first, int64_t last, float *y,
+                         int kernel) {
   const float *in[4];
   UNROLL for (int c = 0; c < kernel; c++) in[c] = input(a, row, t + c);
-  float *y = output(a, row, t);
-  for (int64_t f = first; f < last; f += VL) {
+  for (int64_t f = first; f < last; f += VL, y += VL) {
     const int64_t n = last - f;
     vf sum = a->bias ? load_some(a->bias + f, n) : vf_zero();
     UNROLL for (int c = 0; c < kernel; c++)
       sum = vf_fma(load_some(in[c] + f, n), load_some(a->taps + c * a->width + f, n), sum);
-    store_some(y + f, a->silu ? activate(SILU, sum) : sum, n);
+    store_some(y, a->silu ? activate(SILU, sum) : sum, n);
   }
 }
 
-static void convolve_many(const causal_conv_args *a, int64_t row, int64_t t, int64_t first, int64_t last) {
-  float *y = output(a, row, t);
-  for (int64_t f = first; f < last; f += VL) {
+static void convolve_many(const causal_conv_args *a, int64_t row, int64_t t, int64_t first, int64_t last, float *y) {
+  for (int64_t f = first; f < last; f += VL, y += VL) {
     const int64_t n = last - f;
     vf sum = a->bias ? load_some(a->bias + f, n) : vf_zero();
     for (int64_t c = 0; c < a->kernel; c++)
       sum = vf_fma(load_some(input(a, row, t + c) + f, n), load_some(a->taps + c * a->width + f, n), sum);
-    store_some(y + f, a->silu ? activate(SILU, sum) : sum, n);
+    store_some(y, a->silu ? activate(SILU, sum) : sum, n);
   }
 }
 
-static void convolve(const causal_conv_args *a, int64_t row, int64_t first, int64_t last) {
+void conv_token(const causal_conv_args *a, int64_t row, int64_t t, int64_t first, int64_t last, float *y) {
+  switch (a->kernel) {
+    case 2: convolve_few(a, row, t, first, last, y, 2); break;
+    case 3: convolve_few(a, row, t, first, last, y, 3); break;
+    case 4: convolve_few(a, row, t, first, last, y, 4); break;
+    default: convolve_many(a, row, t, first, last, y); break;
+  }
+}
+
+/* The new tail, and that at a mark; where they lie in place of the old one, nobody reads that any more. */
+static void keep_tail(const causal_conv_args *a, int64_t row, int64_t first, int64_t last) {
   const int64_t count = real_tokens(a->counts, row, a->tokens), before = a->kernel - 1;
   const size_t bytes = (size_t)(last - first) * sizeof(float);
-  for (int64_t t = 0; t < count; t++) switch (a->kernel) {
-      case 2: convolve_few(a, row, t, first, last, 2); break;
-      case 3: convolve_few(a, row, t, first, last, 3); break;
-      case 4: convolve_few(a, row, t, first, last, 4); break;
-      default: convolve_many(a, row, t, first, last); break;
-    }
-  const int64_t placed = placed_tokens(a->begins, count, a->tokens);
-  for (int64_t t = count; t < placed; t++) memset(output(a, row, t) + first, 0, bytes);
   const int64_t mark = a->marks ? a->marks[row] : 0;
   for (int64_t i = 0; mark && i < before; i++)
     memcpy(a->marked + (row * before + i) * a->width + first, input(a, row, mark + i) + first, bytes);
@@ -59,6 +60,25 @@ static void convolve(const causal_conv_args *a, int64_t row, int64_t first, int6
     const float *from = input(a, row, count + i) + first;
     if (to != from) memcpy(to, from, bytes);
   }
+}
+
+static void convolve(const causal_conv_args *a, int64_t row, int64_t first, int64_t last) {
+  const int64_t count = real_tokens(a->counts, row, a->tokens);
+  for (int64_t t = 0; t < count; t++) conv_token(a, row, t, first, last, output(a, row, t) + first);
+  const int64_t placed = placed_tokens(a->begins, count, a->tokens);
+  for (int64_t t = count; t < placed; t++)
+    memset(output(a, row, t) + first, 0, (size_t)(last - first) * sizeof(float));
+  keep_tail(a, row, first, last);
+}
+
+void conv_tails_run(const causal_conv_args *a) {
+  const int64_t blocks = (a->width + FEATURES - 1) / FEATURES;
+#pragma omp for schedule(static) nowait
+  for (int64_t i = 0; i < a->rows * blocks; i++) {
+    const int64_t first = i % blocks * FEATURES;
+    keep_tail(a, i / blocks, first, at_most(first + FEATURES, a->width));
+  }
+  team_barrier();
 }
 
 void conv_run(const causal_conv_args *a) {

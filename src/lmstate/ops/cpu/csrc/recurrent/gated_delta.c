@@ -10,18 +10,20 @@
 
 enum { VECTORS = VL == 16 ? 2 : 4, COLUMNS = VECTORS * VL };
 
-/* One thread's memory: of RUN tokens k, q (scaled), decays, k^T q and beta; and a block of columns. */
+/* One thread's memory: of RUN tokens k, q (scaled), decays, k^T q and beta, and v where it is convolved; and a block of
+ * columns. */
 typedef struct {
-  float *k, *q, *decay, *hits, *beta, *block;
+  float *k, *q, *decay, *hits, *beta, *block, *v;
 } scratch;
 
 static size_t scratch_size(const gated_delta_rule_args *a) { /* in floats */
-  return (size_t)((3 * RUN + COLUMNS) * a->key_dim + 2 * RUN);
+  return (size_t)((3 * RUN + COLUMNS) * a->key_dim + 2 * RUN + RUN * a->value_dim);
 }
 
 static scratch scratch_of(const gated_delta_rule_args *a, float *p) {
   const int64_t d = a->key_dim;
-  scratch s = {p, p + RUN * d, p + 2 * RUN * d, p + 3 * RUN * d, p + 3 * RUN * d + RUN, p + 3 * RUN * d + 2 * RUN};
+  scratch s = {.k = p, .q = p + RUN * d, .decay = p + 2 * RUN * d, .hits = p + 3 * RUN * d};
+  s.beta = s.hits + RUN, s.block = s.beta + RUN, s.v = s.block + COLUMNS * d;
   return s;
 }
 
@@ -36,8 +38,16 @@ static void prepare(const gated_delta_rule_args *a, const scratch *s, int64_t r,
   for (int64_t i = 0; i < n; i++) {
     const int64_t t = first + i;
     float *k = s->k + i * dim, *q = s->q + i * dim;
-    const float *from_k = a->k + token_at(a->begins, r, t, a->k_row, a->k_token) + key_head * a->k_head;
-    const float *from_q = a->q + token_at(a->begins, r, t, a->q_row, a->q_token) + key_head * a->q_head;
+    const float *from_k = k, *from_q = q;
+    if (a->conv) {
+      const int64_t keys = a->key_heads * dim, values = 2 * keys + h * a->value_dim;
+      conv_token(a->conv, r, t, key_head * dim, (key_head + 1) * dim, q);
+      conv_token(a->conv, r, t, keys + key_head * dim, keys + (key_head + 1) * dim, k);
+      conv_token(a->conv, r, t, values, values + a->value_dim, s->v + i * a->value_dim);
+    } else {
+      from_k = a->k + token_at(a->begins, r, t, a->k_row, a->k_token) + key_head * a->k_head;
+      from_q = a->q + token_at(a->begins, r, t, a->q_row, a->q_token) + key_head * a->q_head;
+    }
     scaled(from_k, k, dim, 1.0f, a->normalize);
     scaled(from_q, q, dim, (float)a->scale, a->normalize);
     s->hits[i] = dot(q, k, dim);
@@ -53,6 +63,13 @@ static void prepare(const gated_delta_rule_args *a, const scratch *s, int64_t r,
         store_some(s->decay + i * dim + d, vf_exp(x), dim - d);
       }
   }
+}
+
+/* The values of token `first + i`, of which the scratch has those from `first` on. */
+INLINE const float *values_of(const gated_delta_rule_args *a, const scratch *s, int64_t r, int64_t h, int64_t first,
+                              int64_t i) {
+  if (a->conv) return s->v + i * a->value_dim;
+  return a->v + token_at(a->begins, r, first + i, a->v_row, a->v_token) + h * a->v_head;
 }
 
 /* The flags of a sweep are constants where it is called. */
@@ -102,7 +119,7 @@ INLINE void run_block(const gated_delta_rule_args *a, const scratch *s, int64_t 
   vf answer[VECTORS], out[VECTORS], u[VECTORS];
   sweep(s->block, from + c, to + c, stride, columns, dim, 0, 0, s->decay, s->k, s->q, answer, out, flags | LOAD | READ);
   for (int64_t i = 0; i < n; i++) {
-    const float *v = a->v + token_at(a->begins, r, first + i, a->v_row, a->v_token) + h * a->v_head + c;
+    const float *v = values_of(a, s, r, h, first, i) + c;
     float *y = 0;
     if (flags & ANSWER) y = a->y + (token_at(a->begins, r, first + i, a->tokens, 1) * a->heads + h) * stride + c;
     UNROLL for (int j = 0; j < VECTORS; j++) {
@@ -144,7 +161,7 @@ INLINE void one_token(const gated_delta_rule_args *a, const scratch *s, int64_t 
                       const float *from, float *to, int flags) {
   const int64_t dim = a->key_dim, stride = a->value_dim;
   const int past = bypasses(to, stride, a->heads * dim * stride);
-  const float *v = a->v + token_at(a->begins, r, 0, a->v_row, a->v_token) + h * a->v_head;
+  const float *v = values_of(a, s, r, h, 0, 0);
   float *y = a->y + (token_at(a->begins, r, 0, a->tokens, 1) * a->heads + h) * a->value_dim;
   for (int64_t c = 0; c < stride; c += wide * VL) {
     vf by_k[8], by_q[8], u[8];

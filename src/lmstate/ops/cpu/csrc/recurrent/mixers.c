@@ -20,18 +20,15 @@ static int64_t delta_width(const gated_delta_parts *m) {
   return 2 * m->key_heads * m->key_dim + m->heads * m->value_dim;
 }
 
-/* The delta rule of a mixer, its q, k and v in `mixed`. */
-static gated_delta_rule_args delta_of(const gated_delta_parts *m, const fold_args *f, const float *mixed,
+/* The delta rule of a mixer, its q, k and v those of `conv`. */
+static gated_delta_rule_args delta_of(const gated_delta_parts *m, const fold_args *f, const causal_conv_args *conv,
     const gated_norm_args *norm) {
-  const int64_t keys = m->key_heads * m->key_dim, width = delta_width(m), row = f->tokens * width;
+  const int64_t width = delta_width(m);
   const gated_delta_rule_args delta = {
-      .q = mixed, .k = mixed + keys, .v = mixed + 2 * keys, .carry = f->carry, .counts = f->counts,
-      .begins = f->begins, .y = f->y,
+      .conv = conv, .carry = f->carry, .counts = f->counts, .begins = f->begins, .y = f->y,
       .next = f->next, .rows = f->rows, .tokens = f->tokens, .key_heads = m->key_heads, .heads = m->heads,
       .key_dim = m->key_dim, .value_dim = m->value_dim, .by_channel = m->by_channel, .normalize = 1,
-      .threads = f->threads, .q_row = row, .q_token = width, .q_head = m->key_dim, .k_row = row, .k_token = width,
-      .k_head = m->key_dim, .v_row = row, .v_token = width, .v_head = m->value_dim,
-      .beta = f->x + width, .beta_row = f->x_row, .beta_token = f->x_token, .beta_head = 1,
+      .threads = f->threads, .beta = f->x + width, .beta_row = f->x_row, .beta_token = f->x_token, .beta_head = 1,
       .g = f->x + width + m->heads, .g_row = f->x_row, .g_token = f->x_token,
       .g_head = m->by_channel ? m->key_dim : 1, .carry_row = m->heads * m->key_dim * m->value_dim,
       .scale = 1.0 / sqrt((double)m->key_dim), .A = m->A, .bias = m->bias, .beta_scale = m->beta_scale,
@@ -40,19 +37,19 @@ static gated_delta_rule_args delta_of(const gated_delta_parts *m, const fold_arg
 }
 
 size_t gated_delta_mixer_memory(const gated_delta_parts *m, const fold_args *f) {
-  const gated_delta_rule_args delta = {.key_dim = m->key_dim, .threads = f->threads};
-  return delta_memory(&delta) + (size_t)(all_tokens(f) * delta_width(m));
+  const gated_delta_rule_args delta = {.key_dim = m->key_dim, .value_dim = m->value_dim, .threads = f->threads};
+  return delta_memory(&delta);
 }
 
 void gated_delta_mixer_run(const gated_delta_parts *m, const fold_args *f, float *memory) {
   const gated_norm_args norm = norm_of(f, m->norm, m->heads, m->value_dim, m->value_dim, m->silu, 1, m->eps);
-  gated_delta_rule_args delta = delta_of(m, f, memory, &norm);
-  const int64_t width = delta.q_token;
+  const int64_t width = delta_width(m);
   const causal_conv_args conv = {
-      f->x, f->tail, m->taps, 0, f->counts, f->begins, memory, f->next_tail, f->rows, f->tokens, width, m->kernel, 1,
+      f->x, f->tail, m->taps, 0, f->counts, f->begins, 0, f->next_tail, f->rows, f->tokens, width, m->kernel, 1,
       f->threads, f->x_row, f->x_token, (m->kernel - 1) * width, f->marks, f->marked_tail};
-  conv_run(&conv);
-  delta_run(&delta, memory + all_tokens(f) * width);
+  const gated_delta_rule_args delta = delta_of(m, f, &conv, &norm);
+  delta_run(&delta, memory);
+  conv_tails_run(&conv);
 }
 
 typedef struct {

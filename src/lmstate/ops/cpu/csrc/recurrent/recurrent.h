@@ -122,6 +122,7 @@ typedef struct {
   const gated_norm_args *norm; /* of each head's outputs, in place; or null */
   const int64_t *marks;   /* as in causal_conv_args, of the carry */
   float *marked;
+  const causal_conv_args *conv; /* or null: q, k and v are nothing, and its features are those of q | k | v */
 } gated_delta_rule_args;
 
 typedef struct {
@@ -143,6 +144,9 @@ typedef struct {
 } ssd_args;
 
 void conv_run(const causal_conv_args *a);
+/* Its parts: features first..last of a token to y, and the tails behind all tokens. */
+void conv_token(const causal_conv_args *a, int64_t row, int64_t t, int64_t first, int64_t last, float *y);
+void conv_tails_run(const causal_conv_args *a);
 /* y = c * conv(b * x) with b | c | x, `projected` [R, T, 3 F]; a->x is `taken`, contiguous, and b * x is put there. */
 void gated_conv_run(const causal_conv_args *a, const float *projected, float *taken);
 void gated_norm_run(const gated_norm_args *a);
