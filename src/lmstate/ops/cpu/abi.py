@@ -121,7 +121,7 @@ COMMIT_SLOTS = Layout("commit_slots_args", "P starts counts accepted", "q layers
 
 LINEAR = Layout(
     "linear_args", "P x weight bias norm residual after y", "q rows outputs inputs kind gate threads",
-    "d eps after_eps scale", "P factors", "q begin end y_row", "P rest", "q rest_begin rest_row",
+    "d eps after_eps scale", "P factors", "q begin end glu y_row", "P rest", "q rest_begin rest_row",
 )  # fmt: skip
 ROWS = Layout("rows_args", "P x weight y", "q rows width gate x_kind y_kind threads", "d eps")
 ARGMAX = Layout("argmax_args", "P x largest where", "q rows width threads")

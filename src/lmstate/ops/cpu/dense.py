@@ -66,7 +66,7 @@ class Dense:
         threads = threads_for(n * k)
         arguments = abi.LINEAR.pack(
             x.data_ptr(), weight.storage.data_ptr(), b, w, r, after, y.data_ptr(),
-            rows, n, k, WEIGHT_KINDS[weight.kind], gate, threads, eps, after_eps, scale, *[0] * 7,
+            rows, n, k, WEIGHT_KINDS[weight.kind], gate, threads, eps, after_eps, scale, *[0] * 8,
         )  # fmt: skip
         if self._linear(arguments):
             raise MemoryError(f"no memory for the activations of {rows} rows of {k}")

@@ -305,6 +305,7 @@ static void pack_outputs(const linear_args *a, const bfloat12 *w, int64_t first,
 /* What the rare numbers of a 12-bit weight add to the sums. */
 static void add_rares(const linear_args *a, const bfloat12 *w, const void *x, float (*sums)[PANEL], int64_t row,
                       int64_t rows, int64_t first, int64_t count) {
+  if (w->first[first] == w->first[first + count]) return;
   const int64_t k = a->inputs;
   const int pairs = bf16_applies(a);
   const int64_t high = rows_beside(a);
@@ -327,9 +328,15 @@ static void add_rares(const linear_args *a, const bfloat12 *w, const void *x, fl
 /* The end of a product, from sums without those of rare numbers. */
 static void finish_panel(const linear_args *a, const bfloat12 *w, const void *x, float (*sums)[PANEL], int64_t row,
                          int64_t rows, int64_t first, int64_t count) {
-  if (a->kind == BFLOAT12 && w->first[first] != w->first[first + count])
-    add_rares(a, w, x, sums, row, rows, first, count);
-  linear_finish(a, sums[0], PANEL, row, rows, first, count);
+  const int64_t half = a->outputs / 2;
+  if (a->kind == BFLOAT12) add_rares(a, w, x, sums, row, rows, first, count);
+  if (!a->glu) {
+    linear_finish(a, sums[0], PANEL, row, rows, first, count);
+    return;
+  }
+  if (a->kind == BFLOAT12) add_rares(a, w, x, (float(*)[PANEL])(sums[0] + count), row, rows, half + first, count);
+  for (int64_t m = 0; m < rows; m++)
+    gate_run((int)a->glu, sums[m], sums[m] + count, a->y + (row + m) * half + first, count);
 }
 
 /* Up to PANEL outputs from `first` on, of weights as they are stored. */
@@ -360,31 +367,38 @@ INLINE const char *ask_lines(const char *at, int64_t lines) {
   return at;
 }
 
-/* The same for many rows, packed into `scratch` first. Some tiles of rows share a part of four outputs while it is in
- * the first cache, and each finds its own rows there for all outputs of the panel. Meanwhile it asks for the weights of
- * the next panel, a few lines at each tile: packing them would wait for the memory. */
+/* The same for many rows, packed into `scratch` first; of halves that are multiplied with each other, up to half as
+ * many outputs of each. Some tiles of rows share a part of four outputs while it is in the first cache, and each finds
+ * its own rows there for all outputs of the panel. Meanwhile it asks for the weights of the next panel, a few lines at
+ * each tile: packing them would wait for the memory. */
 static void packed_panel(const linear_args *a, const bfloat12 *w, const void *x, int64_t first, int64_t count,
                          span_of_rows of, float *scratch) {
   const int pairs = bf16_applies(a);
   const int64_t k = pairs ? a->inputs / 2 : a->inputs, padded = padded_inputs(k), parts = (k + DEEP - 1) / DEEP;
   const int64_t deep = padded_inputs((k + parts - 1) / parts), next = first + count;
+  const int64_t halves = a->glu ? 2 : 1, half = a->outputs / 2, all = halves * count;
   const int64_t high = k > NARROW ? HIGH : SHARE * HIGH;
   const int64_t row_bytes = a->kind == BFLOAT12 ? SPAN_BYTES / BESIDE * (a->inputs / SPAN)
                                                 : a->inputs * size_of((int)a->kind);
-  const char *ahead = a->kind == BFLOAT12 ? (const char *)span_of(w, next, a->inputs, 0)
-                                          : (const char *)a->weight + next * row_bytes;
+  const char *ahead[2];
+  for (int64_t h = 0; h < halves; h++) {
+    const int64_t own = h * half + next;
+    ahead[h] = (const char *)a->weight + own * row_bytes;
+    if (a->kind == BFLOAT12) ahead[h] = (const char *)span_of(w, own, a->inputs, 0);
+    if (pairs) bf16_pack(a, w, h * half + first, count, (uint16_t *)scratch + h * count * a->inputs);
+    else pack_outputs(a, w, first, count, scratch);
+  }
   const int64_t tiles = (of.last - of.first + HIGH - 1) / HIGH * parts * ((count + OUTPUTS - 1) / OUTPUTS);
   const int64_t lines = (count * row_bytes / 64 + tiles - 1) / tiles;
-  if (pairs) bf16_pack(a, w, first, count, (uint16_t *)scratch);
-  else pack_outputs(a, w, first, count, scratch);
   for (int64_t row = of.first, rows; row < of.last; row += rows) {
     float sums[SHARE * HIGH][PANEL];
     open_sums before[SHARE][PANEL / OUTPUTS];
     rows = of.last - row < high ? of.last - row : high;
     for (int64_t begin = 0; begin < k; begin += deep)
-      for (int64_t n = 0; n < count; n += OUTPUTS)
+      for (int64_t n = 0; n < all; n += OUTPUTS)
         for (int64_t m = 0; m < rows; m += HIGH) {
-          ahead = ask_lines(ahead, lines);
+          const int later = n >= count;
+          ahead[later] = ask_lines(ahead[later], lines);
           (pairs ? bf16_packed_tile : packed_tiles)(
             (const float *)x + (row + m) * k, scratch + n * padded, k, begin, begin + deep < k ? begin + deep : k,
             rows - m < HIGH ? rows - m : HIGH, before[m / HIGH][n / OUTPUTS], (float(*)[PANEL])(sums[m] + n));
@@ -411,7 +425,12 @@ static int prepares(const linear_args *a) { return grouped(a) || bf16_applies(a)
 static int64_t block_of(const linear_args *a) { return grouped(a) || bf16_in_tiles(a) ? BLOCK : OUTPUTS; }
 static int64_t first_block(const linear_args *a) { return a->begin / block_of(a); }
 static int64_t blocks_of(const linear_args *a) {
-  return ((a->end ? a->end : a->outputs) + block_of(a) - 1) / block_of(a) - first_block(a);
+  const int64_t end = a->end ? a->end : a->glu ? a->outputs / 2 : a->outputs;
+  return (end + block_of(a) - 1) / block_of(a) - first_block(a);
+}
+
+int linear_gates(const linear_args *a) {
+  return rows_beside(a) > 1 && a->outputs % (2 * OUTPUTS) == 0 && !a->bias && !a->factors;
 }
 
 /* Floats that a thread has for itself: a row before it is rounded, or a panel of weights. */
@@ -474,7 +493,7 @@ static void multiply(const linear_args *a, int64_t begin, int64_t end, const cha
   const bfloat12 w = bfloat12_at(a->weight, a->outputs, a->inputs); /* where it is one */
   const void *x = prepares(a) ? (const void *)memory : a->x;
   const int bytes = amx_applies(a), pairs_in_tiles = bf16_in_tiles(a);
-  const int64_t step = rows_together(a), beside = rows_beside(a), panel = panel_of(a);
+  const int64_t step = rows_together(a), beside = rows_beside(a), panel = panel_of(a) / (a->glu ? 2 : 1);
   if (bytes || pairs_in_tiles) begin_tiles(bytes ? GROUP : 2 * GROUP);
   for (int64_t row = 0; row < a->rows; row += step) {
     const span_of_rows of = {row, row + step < a->rows ? row + step : a->rows};

@@ -12,7 +12,10 @@ static void mlp_products(const mlp_args *a, sublayer_products *p) {
   p->into.factors = a->factors, p->into.kind = a->up_kind, p->into.inputs = a->inputs, p->into.outputs = 2 * a->hidden;
   p->out.weight = a->down, p->out.bias = a->down_bias, p->out.after = a->after, p->out.after_eps = a->after_eps;
   p->out.kind = a->down_kind, p->out.inputs = a->hidden, p->out.outputs = a->outputs;
-  p->out.scale = a->residual_scale, p->out.gate = a->gate, p->between = p->into.rows * p->into.outputs;
+  p->out.scale = a->residual_scale;
+  if (linear_gates(&p->into)) p->into.glu = a->gate;
+  else p->out.gate = a->gate;
+  p->between = p->into.rows * (p->into.glu ? a->hidden : 2 * a->hidden);
 }
 
 static int parallel(const sublayer_args *sublayer) {

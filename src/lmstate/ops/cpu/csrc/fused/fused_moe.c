@@ -169,7 +169,9 @@ static void pair_up(const moe_args *a, const sublayer_products *p, const expert 
                     float *hidden, float *y, linear_args *up, linear_args *down) {
   *up = product(p, e->up, e->up_bias, e->up_kind, rows, a->inputs, 2 * e->hidden);
   *down = product(p, e->down, e->down_bias, e->down_kind, rows, e->hidden, a->outputs);
-  up->x = x, up->y = hidden, down->x = hidden, down->y = y, down->gate = a->gate;
+  up->x = x, up->y = hidden, down->x = hidden, down->y = y;
+  if (linear_gates(up)) up->glu = a->gate;
+  else down->gate = a->gate;
 }
 
 /* Put the visits in order, and make the products of those that are visited. */
