@@ -24,6 +24,7 @@ POLICIES = [
     kv.SnapKV(budget=24, window=8),
 ]  # fmt: skip
 ROWS = [text(length, seed=length) for length in (50, 3, 33, 1)]
+LONG = [text(length, seed=length) for length in (400, 390, 385, 386)]  # more than sublayers are fused for
 MORE = [text(length, seed=length) for length in (5, 9, 1, 2)]
 
 
@@ -35,17 +36,19 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def check(model: lmstate.Model, policy: Policies | None = None, bound: float = 0.0) -> None:
-    """Logits of all, of the last and of no tokens, in parts of 16, and then those of more tokens."""
-    states = [model.new_state(len(ROWS), kv=policy) for _ in range(3)]
+def check(
+    model: lmstate.Model, policy: Policies | None = None, bound: float = 0.0, rows: list[list[int]] = ROWS
+) -> None:
+    """Logits of all, of the last and of no tokens, in several parts, and then those of more tokens."""
+    states = [model.new_state(len(rows), kv=policy) for _ in range(3)]
     for state in states:
-        state.layout = type(state.layout)(**{**vars(state.layout), "chunk": 16})
-    every = model(ROWS, states[0], logits="all")
-    last = model(ROWS, states[1], logits="last")
+        state.layout = type(state.layout)(**{**vars(state.layout), "chunk": 384 if rows is LONG else 16})
+    every = model(rows, states[0], logits="all")
+    last = model(rows, states[1], logits="last")
     assert every is not None and last is not None
-    assert model(ROWS, states[2], logits="none") is None
+    assert model(rows, states[2], logits="none") is None
     assert every.isfinite().all()
-    expected = torch.stack([every[row, len(ids) - 1] for row, ids in enumerate(ROWS)])
+    expected = torch.stack([every[row, len(ids) - 1] for row, ids in enumerate(rows)])
     torch.testing.assert_close(last, expected, rtol=0, atol=bound)
     expected = model(MORE, states[0], logits="all")
     for state in states[1:]:
@@ -57,6 +60,11 @@ def check(model: lmstate.Model, policy: Policies | None = None, bound: float = 0
 @pytest.mark.parametrize("case", EACH)
 def test_to_the_bit(case: str, kind: str) -> None:
     check(model_of(case, kind))
+
+
+@pytest.mark.parametrize("case", ["llama", "cohere", "gpt2", "qwen3_5", "deepseek_v3", "mamba2"])
+def test_plain_code(case: str) -> None:
+    check(ours(case), bound=1e-4, rows=LONG)
 
 
 @native

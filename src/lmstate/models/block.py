@@ -48,6 +48,8 @@ class Block:
         if not self.fusable or self.mlp is None or self.output_hook is not None:
             return ops.last_tokens(self(x, step, cache), step.counts, keep)
         mixed = ops.last_tokens(self.mix(x, step, cache), step.counts, keep)
+        if not any(keep):
+            return mixed
         return self.feed(ops.last_tokens(x, step.counts, keep) if self.parallel else mixed, mixed)
 
     def mix(self, x: Tensor, step: Step, cache: LayerState) -> Tensor:

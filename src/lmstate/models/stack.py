@@ -156,8 +156,8 @@ class EagerSegment:
             self.run(graph, step, layers)
             return graph.flush(keep)
         EagerSegment(self.parts[:-1]).run(graph, step, layers)
-        last = self.parts[-1]
-        return last.eager(graph.flush(keep), step, layers[last.index])
+        last, x = self.parts[-1], graph.flush(keep)
+        return last.eager(x, step, layers[last.index]) if any(keep) else x
 
 
 class Captured(NamedTuple):

@@ -47,8 +47,8 @@ class Bfloat12Weight(Weight):
         rare = (packed.numel() - least) // RARE_BYTES
         if packed.dtype != torch.uint8 or packed.dim() != 1 or packed.numel() != least + max(rare, 0) * RARE_BYTES:
             raise ValueError(
-                f"a [{out_features}, {in_features}] matrix in 12 bits is uint8 [{least}] and {RARE_BYTES} for each rare number; "
-                f"this is {packed.dtype} {list(packed.shape)}"
+                f"a [{out_features}, {in_features}] matrix in 12 bits is uint8 [{least}] and {RARE_BYTES} for each "
+                f"rare number; this is {packed.dtype} {list(packed.shape)}"
             )
         self._spans = self.storage[:spans].view(-1, in_features // SPAN, SPAN_BYTES)
         self._table = self.storage[spans : spans + TABLE]

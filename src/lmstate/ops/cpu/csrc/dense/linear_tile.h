@@ -23,6 +23,24 @@ typedef struct {
   int64_t first, last;
 } span_of_rows;
 
+/* Products by panels of outputs, of weights of floats: see linear_panel.c. More rows than `few_rows` share packed
+ * weights. */
+int64_t few_rows(const linear_args *a);
+/* How many rows of pairs lie together, 32 inputs of each beside each other, as a tile of packed weights reads them; and
+ * of such rows from `row` on, how far it is to the next inputs of a row. */
+int64_t rows_interleaved(const linear_args *a);
+int64_t step_of(const linear_args *a, int64_t row, int64_t beside);
+/* Outputs that share the rows of a tile: as many as the second cache holds packed weights of, beside the rows. */
+int64_t panel_of(const linear_args *a);
+/* Up to that many outputs from `first` on, of weights as they are stored. */
+void stored_panel(const linear_args *a, const bfloat12 *w, const void *x, int64_t first, int64_t count,
+                  span_of_rows of);
+/* The same for many rows, packed into `scratch` first; of halves that are multiplied with each other, up to half as many
+ * outputs of each. */
+void packed_panel(const linear_args *a, const bfloat12 *w, const void *x, int64_t first, int64_t count,
+                  span_of_rows of, float *scratch);
+INLINE int64_t padded_inputs(int64_t k) { return (k + 15) / 16 * 16; }
+
 /* Products of pairs of bfloat16, of bfloat16 weights on processors that have them: see linear_bf16.c. */
 int bf16_applies(const linear_args *a);
 /* A row of floats, rounded as those products take it: [inputs] bfloat16, from 32 of them to the next ones `step`. */
