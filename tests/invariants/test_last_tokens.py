@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +15,10 @@ from lmstate import kv
 from lmstate.ops import Norm, Residual, dispatch
 from lmstate.state.kv.policies.per_layer import Policies
 from tests.heads.zoo import pair
-from tests.invariants.test_to_the_bit import EACH, model_of, text
-from tests.zoo import CASES, ours
+from tests.invariants.test_to_the_bit import EACH, SIZES, model_of, text
+from tests.zoo import CASES, auto, ours
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 native = pytest.mark.skipif(dispatch.choice().library is None, reason="there are no native bodies")
 POLICIES = [
     None, kv.Quantized(8), kv.Quantized(4), kv.Recent(budget=24), kv.H2O(budget=24, recent=8),
@@ -26,14 +27,6 @@ POLICIES = [
 ROWS = [text(length, seed=length) for length in (50, 3, 33, 1)]
 LONG = [text(length, seed=length) for length in (400, 390, 385, 386)]  # more than sublayers are fused for
 MORE = [text(length, seed=length) for length in (5, 9, 1, 2)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def check(
@@ -50,9 +43,10 @@ def check(
     assert every.isfinite().all()
     expected = torch.stack([every[row, len(ids) - 1] for row, ids in enumerate(rows)])
     torch.testing.assert_close(last, expected, rtol=0, atol=bound)
-    expected = model(MORE, states[0], logits="all")
+    more = [*MORE, *MORE][: len(rows)]
+    expected = model(more, states[0], logits="all")
     for state in states[1:]:
-        torch.testing.assert_close(model(MORE, state, logits="all"), expected, rtol=0, atol=bound)
+        torch.testing.assert_close(model(more, state, logits="all"), expected, rtol=0, atol=bound)
 
 
 @native
@@ -65,6 +59,16 @@ def test_to_the_bit(case: str, kind: str) -> None:
 @pytest.mark.parametrize("case", ["llama", "cohere", "gpt2", "qwen3_5", "deepseek_v3", "mamba2"])
 def test_plain_code(case: str) -> None:
     check(ours(case), bound=1e-4, rows=LONG)
+
+
+@native
+def test_most_tokens_are_kept(tmp_path: Path) -> None:
+    """Those that are kept are too few to share packed weights, all together are not: more lies between their
+    products."""
+    config = CASES["llama"](**{**SIZES, "intermediate_size": 1024})
+    auto(config).from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    model = lmstate.load(tmp_path, weights="bfloat16")
+    check(model, rows=[text(length, seed=row) for row, length in enumerate((2, 1, 1, 1, 1, 1))])
 
 
 @native

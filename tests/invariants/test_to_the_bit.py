@@ -51,7 +51,10 @@ POLICIES = {
 }
 LONG = 140
 
-pytestmark = pytest.mark.skipif(dispatch.choice().library is None, reason="there are no native bodies")
+pytestmark = [
+    pytest.mark.skipif(dispatch.choice().library is None, reason="there are no native bodies"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 
 @lru_cache(maxsize=2)
@@ -85,14 +88,6 @@ def pieces(ids: list[int], sizes: list[int]) -> Iterator[list[int]]:
 def fed(model: lmstate.Model, ids: list[int], sizes: list[int], **how: object) -> tuple[Tensor, lmstate.State]:
     state = model.new_state(1, **how)
     return torch.cat([model([piece], state, logits="all")[0] for piece in pieces(ids, sizes) if piece]), state
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=[f"{case}-{kind}" for case in EACH for kind in QUICK])

@@ -144,6 +144,10 @@ static int64_t run_sublayers(const fused_args *run, workspace *all, const fused_
     if (p.between > between) between = p.between;
     outputs = p.out.outputs;
     if (outputs > width) width = outputs;
+    if (i < cut || !kept) continue;
+    const sublayer_products fewer = products_of(kept, &run->sublayers[i], few); /* may go another way, and need more */
+    products = larger(products, fewer.products);
+    if (fewer.between > between) between = fewer.between;
   }
   products = (products + 63) / 64 * 64; /* what lies between may be more than floats */
   /* A sublayer reads one stream or two, and writes a third; beside them is what was gathered. */
@@ -181,7 +185,7 @@ static int64_t run_sublayers(const fused_args *run, workspace *all, const fused_
         failed = i;
         break;
       }
-      wide = products_of(run, sublayer, all).out.outputs;
+      if (i + 1 == cut) wide = products_of(run, sublayer, all).out.outputs;
       before = x, x = residual = y;
     }
     if (cut == run->count && !status) {

@@ -71,25 +71,20 @@ static void convolve(const causal_conv_args *a, int64_t row, int64_t first, int6
   keep_tail(a, row, first, last);
 }
 
-void conv_tails_run(const causal_conv_args *a) {
+/* Some features of every row after the other. */
+static void each_block(const causal_conv_args *a, void (*run)(const causal_conv_args *, int64_t, int64_t, int64_t)) {
   const int64_t blocks = (a->width + FEATURES - 1) / FEATURES;
 #pragma omp for schedule(static) nowait
   for (int64_t i = 0; i < a->rows * blocks; i++) {
     const int64_t first = i % blocks * FEATURES;
-    keep_tail(a, i / blocks, first, at_most(first + FEATURES, a->width));
+    run(a, i / blocks, first, at_most(first + FEATURES, a->width));
   }
   team_barrier();
 }
 
-void conv_run(const causal_conv_args *a) {
-  const int64_t blocks = (a->width + FEATURES - 1) / FEATURES;
-#pragma omp for schedule(static) nowait
-  for (int64_t i = 0; i < a->rows * blocks; i++) {
-    const int64_t first = i % blocks * FEATURES;
-    convolve(a, i / blocks, first, at_most(first + FEATURES, a->width));
-  }
-  team_barrier();
-}
+void conv_tails_run(const causal_conv_args *a) { each_block(a, keep_tail); }
+
+void conv_run(const causal_conv_args *a) { each_block(a, convolve); }
 
 void gated_conv_run(const causal_conv_args *a, const float *projected, float *taken) {
   const int64_t width = a->width, blocks = (width + FEATURES - 1) / FEATURES;
