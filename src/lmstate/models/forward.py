@@ -16,7 +16,7 @@ from lmstate.state.step import integers
 PACKED = 64  # tokens whose logits may be held twice, with and without padding: those of drafts in a few rows
 
 Keep = Sequence[int] | None
-"""How many of each row's last tokens a part's stream is needed of; None: of all, padding included."""
+"""Numbers of the last tokens of each row that a part's stream is needed of; None: of all, padding included."""
 
 Run = Callable[[Tensor, Step, State, Keep], Tensor]
 """Tokens int64 `[R, t]` of one part of a step -> the stream behind the blocks, float32 `[R, t, E]`; where some are kept
