@@ -23,7 +23,7 @@ typedef struct {
   double eps, after_eps, scale;  /* scale: of what is added to the residual; 0 where there is none */
   const float *factors; /* [outputs], of what the product and its bias give; or null */
   int64_t begin, end;   /* outputs that are wanted, others beside them may be made too; end: 0 where all are */
-  int64_t glu;          /* where linear_gates: y is act(the first half of the outputs) * the other, [rows, outputs / 2] */
+  int64_t glu;          /* where linear_gates: the gate of y = act(first half of the outputs) * the other, or 0 */
   int64_t y_row;        /* from a row of y to the next one; 0: outputs */
   float *rest;          /* or null: where the outputs from `rest_begin` on go instead, by `rest_row` */
   int64_t rest_begin, rest_row;
@@ -35,7 +35,7 @@ void linear_run(const linear_args *a, void *memory);
 /* Several products beside each other, none of which reads what another gives; the memory is that of all. */
 void linear_run_all(const linear_args *each, int64_t count, void *memory);
 size_t linear_memory(const linear_args *a);
-/* Whether it can multiply the halves of its outputs with each other before it writes them. */
+/* Whether it can multiply the halves of its outputs with each other before it writes them, [rows, outputs / 2]. */
 int linear_gates(const linear_args *a);
 int64_t lmstate_linear(const linear_args *a);
 

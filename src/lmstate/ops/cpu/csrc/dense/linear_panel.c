@@ -7,6 +7,7 @@
  * that is in the first cache, where rows are of no more than NARROW inputs: of longer ones the cache holds those of one
  * tile. */
 enum { DEEP = 1024, SHARE = 2, NARROW = 640 };
+
 int64_t few_rows(const linear_args *a) { return bf16_applies(a) ? HIGH : VL == 16 ? 40 : 20; }
 
 int64_t rows_interleaved(const linear_args *a) {
@@ -209,7 +210,7 @@ static void finish_panel(const linear_args *a, const bfloat12 *w, const void *x,
 }
 
 void stored_panel(const linear_args *a, const bfloat12 *w, const void *x, int64_t first, int64_t count,
-                         span_of_rows of) {
+                  span_of_rows of) {
   static float_tile_of *const tiles[] = {float_tile_f32, float_tile_bf16, float_tile_f16};
   const int64_t k = a->inputs, last = a->outputs - 1, pairs = bf16_applies(a);
   const int64_t high = a->kind == BFLOAT12 && !pairs ? HIGH12 : HIGH;
@@ -239,7 +240,7 @@ INLINE const char *ask_lines(const char *at, int64_t lines) {
  * all outputs of the panel. Meanwhile it asks for the weights of the next panel, a few lines at each tile: packing them
  * would wait for the memory. */
 void packed_panel(const linear_args *a, const bfloat12 *w, const void *x, int64_t first, int64_t count,
-                         span_of_rows of, float *scratch) {
+                  span_of_rows of, float *scratch) {
   const int pairs = bf16_applies(a);
   const int64_t k = pairs ? a->inputs / 2 : a->inputs, padded = padded_inputs(k), parts = (k + DEEP - 1) / DEEP;
   const int64_t deep = padded_inputs((k + parts - 1) / parts), next = first + count;
