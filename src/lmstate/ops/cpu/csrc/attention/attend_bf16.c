@@ -73,7 +73,7 @@ static void lay_keys(const bf16_task *t, int64_t b, int coded, kv_span *to) {
   else
     for (int i = 0; i < SUB; i += 16) {
       const tile_rows rows = rows_at(t, &k, b + i, dim, dim, bits, to->copies);
-      ask_rows(rows, dim);
+      if (rows.ahead) ask_rows(rows, rows.ahead, dim);
       transpose_all_pairs(rows, dim, keys + i);
     }
   memset(keys + dim / 2 * SUB, 0, (size_t)((to->dim - dim) / 2 * SUB) * sizeof *keys);

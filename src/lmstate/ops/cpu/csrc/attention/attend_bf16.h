@@ -41,11 +41,10 @@ static void expand_codes(const uint8_t *codes, uint16_t scale, int64_t dim, int6
   else expand_kind(codes, scale, dim, CODES2, to);
 }
 
-/* What lies ahead of n numbers of each row. */
-INLINE void ask_rows(tile_rows rows, int64_t n) {
-  if (!rows.ahead) return;
+/* What lies `ahead` bytes behind n numbers of each row. */
+INLINE void ask_rows(tile_rows rows, int64_t ahead, int64_t n) {
   for (int i = 0; i < 16; i++)
-    for (int64_t d = 0; d < n; d += 32) ask_ahead(BF16, rows.first, i * rows.stride + d, rows.ahead);
+    for (int64_t d = 0; d < n; d += 32) ask_ahead(BF16, rows.first, i * rows.stride + d, ahead);
 }
 
 /* The vectors of the 16 positions from p on in the tile that x is at: as they are stored, or copied where they are
@@ -56,7 +55,7 @@ static tile_rows rows_at(const bf16_task *t, const stored *x, int64_t p, int64_t
   const int64_t slot = p % x->slots;
   const tile_rows stored = {(const uint16_t *)(x->data + slot * x->bytes), x->slot, x->ahead};
   if (!bits && dim == padded && t->from <= p && p + 16 <= t->until && slot + 16 <= x->slots) return stored;
-  ask_rows(stored, dim);
+  if (stored.ahead) ask_rows(stored, stored.ahead, dim);
   memset(copies, 0, (size_t)(16 * padded) * sizeof *copies);
   for (int64_t q = t->from > p ? t->from : p; q < p + 16 && q < t->until; q++) {
     const char *const from = x->data + q % x->slots * x->bytes;

@@ -1,5 +1,8 @@
 /* Attention of few queries over keys and values in bfloat16, as a step of decode has them: they are multiplied as they
- * are stored, each of which is read once, in the order of memory. */
+ * are stored, each of which is read once, in the order of memory.
+ *
+ * Each line is asked for twice: SUB positions before it is read, evenly between products, since a core that waits for as
+ * many lines as it can forgets what else it is asked for; and once more shortly before, where it was forgotten. */
 #include "simd/bf16_dot.h"
 
 #ifdef LMSTATE_PAIRS
@@ -23,12 +26,15 @@ INLINE void add_key_pairs(tile_rows keys, const uint16_t *q, int64_t dim, int64_
                           __m512 *scores) {
   __m512i all[16];
   load_transposed(keys, d, pairs, all);
-  UNROLL16 for (int i = 0; i < pairs; i++)
+  const char *const ahead = (const char *)(keys.first + 16 * d) + keys.ahead; /* line after line */
+  UNROLL16 for (int i = 0; i < pairs; i++) {
+    __builtin_prefetch(ahead + 64 * i);
     UNROLL for (int m = 0; m < queries; m++) {
       int32_t pair;
       memcpy(&pair, q + m * dim + d + 2 * i, 4);
       scores[m] = _mm512_dpbf16_ps(scores[m], (__m512bh)_mm512_set1_epi32(pair), (__m512bh)all[i]);
     }
+  }
 }
 
 /* Scores [queries, SUB] with 16 keys. `queries` is a constant where this is called. */
@@ -52,6 +58,7 @@ INLINE void sum_values(const tile_rows *values, int64_t tiles, int64_t d, int64_
     UNROLL for (int v = 0; v < VECTORS; v++) acc[m][v] = vf_zero();
   for (int64_t t = 0; t < tiles; t++) {
     const uint16_t *at = values[t].first + d;
+    if (t + 1 < tiles && values[t + 1].ahead) ask_rows(values[t + 1], 0, dim);
     for (int i = 0; i < 16; i += 2, at += 2 * values[t].stride) {
       __m512i pairs[VECTORS];
       load_pair(at, values[t].stride, &masks, values[t].ahead, pairs);
@@ -69,8 +76,7 @@ INLINE void sum_values(const tile_rows *values, int64_t tiles, int64_t d, int64_
 }
 
 static void score_few(tile_rows keys, const uint16_t *q, int64_t dim, int64_t queries, float *scores) {
-  ask_rows(keys, dim);
-  for (; queries > 0; queries -= ROWS, q += ROWS * dim, scores += ROWS * SUB)
+  for (; queries > 0; queries -= ROWS, q += ROWS * dim, scores += ROWS * SUB, keys.ahead = 0)
     FOR_ROWS(queries, score_keys(keys, q, dim, N, scores))
 }
 
@@ -112,7 +118,11 @@ void attend_few(const bf16_task *t) {
         scores_of_columns(on.columns, count, scores);
       } else {
         for (int64_t j = 0, p = b + i; j < SUB / 16; j++, p += 16)
-          if (p < until && p + 16 > from) score_few(tiles[j], on.queries, dim, count, scores + 16 * j);
+          if (p < until && p + 16 > from) {
+            const tile_rows next = tiles[(j + 1) % (SUB / 16)];
+            if (next.ahead) ask_rows(next, j + 1 < SUB / 16 ? 0 : next.ahead, dim);
+            score_few(tiles[j], on.queries, dim, count, scores + 16 * j);
+          }
       }
     }
     softmax_update_bf16(a, on.scores[0][0], count, n, low, end, b, parts, keep, on.weights);
