@@ -15,6 +15,7 @@ from torch import Tensor
 
 import lmstate
 from lmstate.models.block import Block
+from lmstate.ops.types import block_table
 from lmstate.state import LayerState, Step
 
 BOUND = 1e-4
@@ -112,6 +113,8 @@ def bytes_held(state: lmstate.State) -> int:
         elif isinstance(thing, dict):
             for part in thing.values():
                 walk(part)
+        elif isinstance(thing, block_table.Block):
+            walk(thing.tensors)
         elif isinstance(thing, list | tuple):
             for part in thing:
                 walk(part)

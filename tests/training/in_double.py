@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from lmstate.ops import memory
 from lmstate.ops.weights import grouped
+from lmstate.state.blocks import Buffer
+from lmstate.state.layers import slots
 from lmstate.training.chunked import Tape
 
 WIDER = {torch.float32: torch.float64}
@@ -32,8 +33,7 @@ class InDouble(TorchFunctionMode):
         torch.set_default_dtype(torch.float64)
         grouped._NAMES[torch.float64] = "float32"  # a matrix of float64 passes for one of float32
         # No mode sees tensors that are made of memory.
-        plain = memory.pieces.empty
-        memory.pieces.empty = lambda shape, dtype: plain(shape, self._wider(dtype))  # type: ignore[method-assign]
+        slots.Buffer = lambda heads, width, dtype, device: Buffer(heads, width, self._wider(dtype), device)  # type: ignore
         # Autograd calls functions back without the mode.
         whole = self._backward = Tape.backward
 
@@ -50,6 +50,6 @@ class InDouble(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         Tape.backward = self._backward  # type: ignore[method-assign]
-        del memory.pieces.empty  # of the instance
+        slots.Buffer = Buffer  # type: ignore[misc]
         torch.set_default_dtype(torch.float32)
         del grouped._NAMES[torch.float64]

@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 from weakref import ref
 
 import torch
@@ -67,12 +68,12 @@ class Pieces:
         # A piece may end in any thread, in the middle of anything: what is called then is no line of Python.
         self._ended: deque[_Taken] = deque()
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A contiguous tensor `shape` of any numbers, on a cache line; no view of another one. Raises MemoryError."""
-        size = prod(shape) * dtype.itemsize
+    def take(self, size: int) -> Piece:
+        """`size` bytes of any content, on a cache line. Raises MemoryError."""
         each = -(-size // LINE) * LINE
-        if not 0 < each <= self.SLAB // 8:
-            return torch.empty(shape, dtype=dtype)
+        if each > self.SLAB // 8:
+            slab = _Slab(pages(size), each)
+            return Piece(memoryview(slab.memory), slab.address)
         with self._lock:
             while self._ended:
                 self._give_back(self._ended.popleft())
@@ -82,11 +83,11 @@ class Pieces:
             slab, at = slabs[-1], slabs[-1].free.pop()
             if not slab.free:
                 slabs.pop()
-            piece = memoryview(slab.memory)[at : at + size]
-            taken = _Taken(piece, self._ended.append)
+            memory = memoryview(slab.memory)[at : at + size]
+            taken = _Taken(memory, self._ended.append)
             taken.slab, taken.at = slab, at
             self._taken[id(taken)] = taken
-        return torch.frombuffer(piece, dtype=dtype).resize_(shape)  # a view would be one of another tensor
+        return Piece(memory, slab.address + at)
 
     def _give_back(self, ended: _Taken) -> None:
         del self._taken[id(ended)]
@@ -98,6 +99,21 @@ class Pieces:
             slabs.remove(slab)
 
 
+class Piece(NamedTuple):
+    """Bytes that last as long as somebody refers to `memory`, and where they lie."""
+
+    memory: memoryview
+    address: int
+
+    def tensor(self, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The numbers from byte `at` on, contiguous; no view of another tensor."""
+        count = prod(shape)
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        # A view would be one of another tensor.
+        return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=at).resize_(shape)
+
+
 class _Taken(ref):
     __slots__ = ("at", "slab")
     slab: _Slab
@@ -107,6 +123,7 @@ class _Taken(ref):
 class _Slab:
     def __init__(self, memory: mmap.mmap, each: int) -> None:
         self.memory, self.each, self.pieces = memory, each, len(memory) // each
+        self.address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         self.free = [n * each for n in reversed(range(self.pieces))]
 
 

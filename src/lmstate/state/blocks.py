@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
+from itertools import accumulate
 from math import prod
 from numbers import Integral
 from threading import RLock
@@ -53,9 +55,9 @@ class BlockPool:
             self._forget_ended()
             return self._nbytes
 
-    def allocate(self, tensors: Sequence[Tensor]) -> Block:
-        """A block of these tensors, which nobody else has."""
-        block = Block(tensors)
+    def allocate(self, kind: BlockKind, zeroed: bool = True) -> Block:
+        """A block, of zeros or of any numbers."""
+        block = kind.new(zeroed)
         with self.lock:
             self._forget_ended()
             self._sizes[ref(block, self._ended.append)] = block.nbytes
@@ -84,24 +86,14 @@ class Buffer:
     dtype: torch.dtype
     device: torch.device
 
-    def zeros(self, slots: int = BLOCK_TOKENS, rows: tuple[int, ...] = ()) -> Tensor:
+    def zeros(self, slots: int, rows: tuple[int, ...] = ()) -> Tensor:
         """`[*rows, *heads, slots, width]`"""
-        if slots == BLOCK_TOKENS and not rows:
-            return self.block().zero_()
         return torch.zeros(*rows, *self.heads, slots, self.width, dtype=self.dtype, device=self.device)
 
-    def block(self) -> Tensor:
-        """`[*heads, BLOCK_TOKENS, width]` of any numbers, where decoding reads fast."""
-        shape = (*self.heads, BLOCK_TOKENS, self.width)
-        if self.device.type != "cpu":
-            return torch.empty(shape, dtype=self.dtype, device=self.device)
-        return memory.pieces.empty(shape, self.dtype)
-
-    def filled(self, part: Tensor, at: int) -> Tensor:
-        """A block `[*heads, BLOCK_TOKENS, width]` of its own: `part` from slot `at` on, and zeros elsewhere."""
-        block = self.block() if part.shape[-2] == BLOCK_TOKENS else self.zeros()
-        block[..., at : at + part.shape[-2], :] = part.to(block)
-        return block
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of a block."""
+        return (*self.heads, BLOCK_TOKENS, self.width)
 
     @property
     def nbytes(self) -> int:
@@ -109,23 +101,52 @@ class Buffer:
         return prod(self.heads) * BLOCK_TOKENS * self.width * self.dtype.itemsize
 
 
-def written(pool: BlockPool, buffers: Mapping[str, Buffer], start: int, tensors: Mapping[str, Tensor]) -> list[Block]:
-    """New blocks of tensors `[*heads, n, D]`, one for each buffer, of the positions from `start` on.
+class BlockKind:
+    """Blocks of the same buffers. On a CPU those of a block lie in one piece of memory, where decoding reads fast, and
+    become tensors once somebody asks for them."""
 
-    Zeros stand before them in the first block, and behind them in the last. Raises `CapacityError` of the pool.
-    """
-    stop = start + next(iter(tensors.values())).shape[-2]
-    begins = [start, *range((start // BLOCK_TOKENS + 1) * BLOCK_TOKENS, stop, BLOCK_TOKENS)] if start < stop else []
-    sizes = [end - begin for begin, end in zip(begins, [*begins[1:], stop])]
-    need = len(begins) * sum(buffer.nbytes for buffer in buffers.values())
-    pool.require(need)  # before memory is taken for what has no room
-    parts = [
-        [buffer.filled(part, begin % BLOCK_TOKENS) for begin, part in zip(begins, tensors[name].split(sizes, -2))]
-        for name, buffer in buffers.items()
-    ]
-    with pool.lock:
-        pool.require(need)  # others may have taken it since
-        return list(map(pool.allocate, zip(*parts)))
+    def __init__(self, buffers: Mapping[str, Buffer]) -> None:
+        self.buffers = dict(buffers)
+        self.nbytes = sum(buffer.nbytes for buffer in buffers.values())
+        self._in_pieces = all(buffer.device.type == "cpu" for buffer in buffers.values())
+        sizes = [-(-buffer.nbytes // memory.LINE) * memory.LINE for buffer in buffers.values()]
+        *self._places, self._size = accumulate(sizes, initial=0)
+
+    def new(self, zeroed: bool) -> Block:
+        """A block that nobody counts, of zeros or of any numbers. Raises MemoryError."""
+        if not self._in_pieces:
+            make = torch.zeros if zeroed else torch.empty
+            tensors = tuple(make(b.shape, dtype=b.dtype, device=b.device) for b in self.buffers.values())
+            return Block(tuple(tensor.data_ptr() for tensor in tensors), self.nbytes, lambda: tensors)
+        piece = memory.pieces.take(self._size)
+        if zeroed:
+            piece.memory[:] = _zeros(self._size)
+        return Block(tuple(piece.address + at for at in self._places), self.nbytes, partial(self._tensors, piece))
+
+    def _tensors(self, piece: memory.Piece) -> tuple[Tensor, ...]:
+        return tuple(piece.tensor(at, b.shape, b.dtype) for at, b in zip(self._places, self.buffers.values()))
+
+    def written(self, pool: BlockPool, start: int, tensors: Mapping[str, Tensor]) -> list[Block]:
+        """New blocks of tensors `[*heads, n, D]`, one for each buffer, of the positions from `start` on.
+
+        Zeros stand before them in the first block, and behind them in the last. Raises `CapacityError` of the pool.
+        """
+        whole = [tensors[name] for name in self.buffers]
+        stop = start + whole[0].shape[-2]
+        begins = range(start // BLOCK_TOKENS * BLOCK_TOKENS, stop, BLOCK_TOKENS) if start < stop else ()
+        spans = [(max(begin, start), min(begin + BLOCK_TOKENS, stop)) for begin in begins]
+        with pool.lock:
+            pool.require(len(spans) * self.nbytes)
+            blocks = [pool.allocate(self, zeroed=end - first < BLOCK_TOKENS) for first, end in spans]
+        for block, begin, (first, end) in zip(blocks, begins, spans):
+            for own, of in zip(block.tensors, whole):
+                own[..., first - begin : end - begin, :] = of[..., first - start : end - start, :].to(own)
+        return blocks
+
+
+@cache
+def _zeros(size: int) -> bytes:
+    return bytes(size)
 
 
 class CapturedBlocks(Mapping[str, Tensor]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias, overload
 
 import numpy as np
@@ -20,10 +20,22 @@ class Block:
     It lives as long as somebody holds it.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors = tuple(tensors)
-        self.pointers = tuple(tensor.data_ptr() for tensor in tensors)
-        self.nbytes = sum(tensor.nbytes for tensor in tensors)
+    def __init__(self, pointers: tuple[int, ...], nbytes: int, make: Callable[[], tuple[Tensor, ...]]) -> None:
+        """`make`: its tensors, which native bodies need none of, only their `pointers`."""
+        self.pointers, self.nbytes, self._make = pointers, nbytes, make
+        self._tensors: tuple[Tensor, ...] | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Of each buffer, `[*heads, B, D]`."""
+        if self._tensors is None:
+            with torch.inference_mode(False):  # whoever asks first, others may follow gradients
+                self._tensors = self._make()
+        return self._tensors
+
+    def requires_grad(self, buffer: int) -> bool:
+        """Whether one of them does."""
+        return self._tensors is not None and self._tensors[buffer].requires_grad
 
 
 class RowBlocks(NamedTuple):
@@ -54,7 +66,7 @@ class BlockTable:
         self.heads, self.width = heads, width
         self.dtype, self.device, self.is_cpu = like.dtype, like.device, like.is_cpu
         self.requires_grad = any(
-            block.tensors[buffer].requires_grad for row in rows for block in row.blocks if block is not None
+            block.requires_grad(buffer) for row in rows for block in row.blocks if block is not None
         )
 
     @property
