@@ -1,8 +1,8 @@
 /* Attention of few queries over keys and values in bfloat16, as a step of decode has them: they are multiplied as they
  * are stored, each of which is read once, in the order of memory.
  *
- * Each line is asked for twice: SUB positions before it is read, evenly between products, since a core that waits for as
- * many lines as it can forgets what else it is asked for; and once more shortly before, where it was forgotten. */
+ * Each line is asked for twice: SUB positions before it is read, evenly between products, since a core that waits for
+ * as many lines as it can forgets what else it is asked for; and once more shortly before, where it was forgotten. */
 #include "simd/bf16_dot.h"
 
 #ifdef LMSTATE_PAIRS
