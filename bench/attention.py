@@ -16,11 +16,15 @@ from collections.abc import Callable
 from time import perf_counter
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from lmstate import ops
 from lmstate.ops import AttentionParams
+from lmstate.ops.types.block_table import BlockTable
+from lmstate.state.blocks import BlockPool, Buffer
+from lmstate.state.layers.base import Layout
+from lmstate.state.layers.block_store import BlockStore
+from lmstate.state.step import Step
 
 SHAPES = ((9, 3, 64), (16, 2, 128), (16, 2, 256), (8, 2, 64), (16, 2, 64))  # query heads, heads of keys, their dim
 PROMPTS, DECODES = (512, 4096, 16000), (500, 4000, 16000)
@@ -42,15 +46,26 @@ def layers_of(case: Case) -> int:
     return 1 if tokens > 1 else -(-DECODED // (4 * rows * kv * dim * (stored + 1)))
 
 
-def held_of(case: Case, size: int) -> list[list[Tensor]]:
-    """Keys and values of each layer."""
-    _, kv, dim, rows, _, _ = case
-    return [[torch.randn(rows, kv, size, dim).bfloat16() for _ in range(2)] for _ in range(layers_of(case))]
+def in_blocks(case: Case) -> list[tuple[BlockTable, BlockTable]]:
+    """Keys and values of each layer, in blocks, as a state holds them."""
+    _, kv, dim, rows, tokens, stored = case
+    cpu = torch.device("cpu")
+    layout = Layout(rows, cpu, torch.bfloat16, None, rewind=0)
+    buffers, pool = {name: Buffer((kv,), dim, torch.bfloat16, cpu) for name in "kv"}, BlockPool()
+    counts = (stored + tokens,) * rows
+    tables = []
+    for _ in range(layers_of(case)):
+        store = BlockStore(layout, buffers, None, pool)
+        store.reserve(Step((0,) * rows, counts, cpu, counts, False, None, True))
+        for tensor in store.tensors():
+            tensor.copy_(torch.randn(tensor.shape))
+        tables.append((store.table("k"), store.table("v")))
+    return tables
 
 
 def ours(case: Case) -> Callable[[], object]:
     heads, _, dim, rows, tokens, stored = case
-    held = held_of(case, (stored + tokens + 63) // 64 * 64)
+    held = in_blocks(case)
     q, params = torch.randn(rows, tokens, heads, dim), AttentionParams(dim**-0.5)
     first = torch.tensor([stored - 37 * r for r in range(rows)])
 
@@ -64,8 +79,10 @@ def ours(case: Case) -> Callable[[], object]:
 
 
 def torchs(case: Case) -> Callable[[], object]:
-    heads, _, dim, rows, tokens, stored = case
-    q, held = torch.randn(rows, heads, tokens, dim).bfloat16(), held_of(case, stored + tokens)
+    heads, kv, dim, rows, tokens, stored = case
+    q = torch.randn(rows, heads, tokens, dim).bfloat16()
+    shape = (2, rows, kv, stored + tokens, dim)
+    held = [torch.randn(shape).bfloat16().unbind() for _ in range(layers_of(case))]
 
     def run() -> None:
         for k, v in held:

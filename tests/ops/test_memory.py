@@ -10,7 +10,7 @@ import torch
 
 import lmstate.ops as ops
 from lmstate.ops import memory
-from lmstate.state.blocks import BlockKind, Buffer
+from lmstate.state.blocks import BlockSpec, Buffer
 
 CPU = torch.device("cpu")
 
@@ -88,12 +88,12 @@ def test_parts_of_a_piece_are_tensors_of_their_own() -> None:
 
 def test_blocks_of_a_row_lie_in_large_pages_and_begin_as_zeros() -> None:
     buffers = {"k": Buffer((2,), 63, torch.bfloat16, CPU), "v": Buffer((), 5, torch.float32, CPU)}
-    kind = BlockKind(buffers)
-    used = kind.new(zeroed=True)
+    spec = BlockSpec(buffers)
+    used = spec.new(zeroed=True)
     for tensor in used.tensors:
         tensor.fill_(1)
     del used, tensor
-    block = kind.new(zeroed=True)
+    block = spec.new(zeroed=True)
     assert [tensor.shape for tensor in block.tensors] == [(2, 64, 63), (64, 5)]
     assert all(tensor.is_contiguous() and not tensor.any() for tensor in block.tensors)
     assert block.pointers == tuple(tensor.data_ptr() for tensor in block.tensors)
@@ -104,3 +104,13 @@ def test_blocks_of_a_row_lie_in_large_pages_and_begin_as_zeros() -> None:
         for taken in memory.pieces._taken.values()
         for address in [torch.frombuffer(taken.slab.memory, dtype=torch.uint8).data_ptr()]
     }
+
+
+def test_who_asks_first_for_the_tensors_of_a_block_decides_nothing() -> None:
+    block = BlockSpec({"k": Buffer((2,), 8, torch.float32, CPU)}).new(zeroed=True)
+    assert not block.requires_grad(0)
+    with torch.inference_mode():
+        (made,) = block.tensors
+    assert not made.is_inference() and block.tensors[0] is made
+    made.requires_grad_()
+    assert block.requires_grad(0)

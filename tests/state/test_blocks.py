@@ -63,7 +63,7 @@ def test_forks_and_snapshots_hold_the_same_blocks(case: str) -> None:
     assert pool.nbytes == before
     # A row that goes on copies the block that it has in part, and nothing else.
     model([[], [5], [], []], state)
-    assert pool.nbytes - before == sum(store.kind.nbytes for store in stores(state))
+    assert pool.nbytes - before == sum(store.spec.nbytes for store in stores(state))
     assert twin.lengths == [LONG] * 4
 
 

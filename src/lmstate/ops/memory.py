@@ -71,9 +71,9 @@ class Pieces:
     def take(self, size: int) -> Piece:
         """`size` bytes of any content, on a cache line. Raises MemoryError."""
         each = -(-size // LINE) * LINE
-        if each > self.SLAB // 8:
-            slab = _Slab(pages(size), each)
-            return Piece(memoryview(slab.memory), slab.address)
+        if each > self.SLAB // 4:
+            own = pages(size)
+            return Piece(memoryview(own), _address(own))
         with self._lock:
             while self._ended:
                 self._give_back(self._ended.popleft())
@@ -123,8 +123,12 @@ class _Taken(ref):
 class _Slab:
     def __init__(self, memory: mmap.mmap, each: int) -> None:
         self.memory, self.each, self.pieces = memory, each, len(memory) // each
-        self.address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        self.address = _address(memory)
         self.free = [n * each for n in reversed(range(self.pieces))]
+
+
+def _address(memory: mmap.mmap) -> int:
+    return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
 
 
 pieces = Pieces()

@@ -55,9 +55,9 @@ class BlockPool:
             self._forget_ended()
             return self._nbytes
 
-    def allocate(self, kind: BlockKind, zeroed: bool = True) -> Block:
+    def allocate(self, spec: BlockSpec, zeroed: bool = True) -> Block:
         """A block, of zeros or of any numbers."""
-        block = kind.new(zeroed)
+        block = spec.new(zeroed)
         with self.lock:
             self._forget_ended()
             self._sizes[ref(block, self._ended.append)] = block.nbytes
@@ -101,9 +101,9 @@ class Buffer:
         return prod(self.heads) * BLOCK_TOKENS * self.width * self.dtype.itemsize
 
 
-class BlockKind:
-    """Blocks of the same buffers. On a CPU those of a block lie in one piece of memory, where decoding reads fast, and
-    become tensors once somebody asks for them."""
+class BlockSpec:
+    """Sizes of the blocks of some buffers. On a CPU the buffers of a block lie in one piece of memory, where decoding
+    reads fast, and become tensors once somebody asks for them."""
 
     def __init__(self, buffers: Mapping[str, Buffer]) -> None:
         self.buffers = dict(buffers)

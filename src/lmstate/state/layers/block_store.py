@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lmstate.ops.types.block_table import BLOCK_TOKENS, Block, BlockTable, RowBlocks
-from lmstate.state.blocks import BlockKind, BlockPool, Buffer, CapturedBlocks
+from lmstate.state.blocks import BlockPool, BlockSpec, Buffer, CapturedBlocks
 from lmstate.state.changes import Changes
 from lmstate.state.layers.base import Layout
 from lmstate.state.step import Step
@@ -31,7 +31,7 @@ class BlockStore:
     def __init__(self, layout: Layout, buffers: Mapping[str, Buffer], window_span: int | None, pool: BlockPool) -> None:
         self.layout, self.buffers, self.window_span, self.pool = layout, dict(buffers), window_span, pool
         self.rows = [RowBlocks()] * layout.rows
-        self.kind = BlockKind(buffers)
+        self.spec = BlockSpec(buffers)
         self.tables: dict[str, BlockTable] = {}
         """Empty where they are to be made anew, by the next step."""
         self._undo: dict[int, tuple[RowBlocks, RowBlocks]] = {}
@@ -127,7 +127,7 @@ class BlockStore:
 
     def in_blocks(self, start: int, stored: Mapping[str, Tensor]) -> CapturedBlocks:
         """Tensors `[*heads, n, D]` of the positions from `start` on in blocks of their own, as a row's are captured."""
-        blocks = [None] * (start // BLOCK_TOKENS) + self.kind.written(self.pool, start, stored)
+        blocks = [None] * (start // BLOCK_TOKENS) + self.spec.written(self.pool, start, stored)
         stop = start + next(iter(stored.values())).shape[-2]
         return CapturedBlocks(self.buffers, RowBlocks(tuple(blocks), len(blocks), start), start, stop)
 
@@ -155,12 +155,12 @@ class BlockStore:
 
     def nbytes(self) -> int:
         blocks = {id(block) for row in self.rows for block in row.blocks}
-        return self.kind.nbytes * len(blocks - {id(None)})
+        return self.spec.nbytes * len(blocks - {id(None)})
 
     def nbytes_shared(self) -> int:
         """Bytes of the blocks that other rows, marks or snapshots may hold too."""
         blocks = {id(block) for row in self.rows for block in row.blocks[: row.shared]}
-        return self.kind.nbytes * len(blocks - {id(None)})
+        return self.spec.nbytes * len(blocks - {id(None)})
 
     # ---- blocks
 
@@ -174,7 +174,7 @@ class BlockStore:
             for r, first, last in wanted
         )
         with self.pool.lock:
-            self.pool.require(need * self.kind.nbytes)
+            self.pool.require(need * self.spec.nbytes)
             for (r, first, last), (_, start, _) in zip(wanted, spans):
                 row = self.rows[r]
                 own, known = list(row.blocks), len(row.blocks)
@@ -187,7 +187,7 @@ class BlockStore:
                 self._point(r, after, known)
 
     def _block(self, like: Block | None = None) -> Block:
-        block = self.pool.allocate(self.kind, zeroed=like is None)
+        block = self.pool.allocate(self.spec, zeroed=like is None)
         if like is not None:
             for own, other in zip(block.tensors, like.tensors):
                 own.copy_(other)
@@ -198,7 +198,7 @@ class BlockStore:
         tensors = {name: stored[name] for name in self.buffers}  # what is captured in blocks is put together once
         start = length - next(iter(tensors.values())).shape[-2]
         blocks = [*before.blocks, *[None] * (start // BLOCK_TOKENS - len(before.blocks))]
-        blocks += self.kind.written(self.pool, start, tensors)
+        blocks += self.spec.written(self.pool, start, tensors)
         return RowBlocks(tuple(blocks), before.shared, before.low if before.blocks else start)
 
     def _share(self, rows: Sequence[int]) -> None:

@@ -58,7 +58,7 @@ INLINE void sum_values(const tile_rows *values, int64_t tiles, int64_t d, int64_
     UNROLL for (int v = 0; v < VECTORS; v++) acc[m][v] = vf_zero();
   for (int64_t t = 0; t < tiles; t++) {
     const uint16_t *at = values[t].first + d;
-    if (t + 1 < tiles && values[t + 1].ahead) ask_rows(values[t + 1], 0, dim);
+    if (t + 1 < tiles && values[t + 1].ahead) ask_rows(values[t + 1], 2 * d, dim - d < WIDE ? dim - d : WIDE);
     for (int i = 0; i < 16; i += 2, at += 2 * values[t].stride) {
       __m512i pairs[VECTORS];
       load_pair(at, values[t].stride, &masks, values[t].ahead, pairs);
