@@ -79,6 +79,8 @@ class PretendedDevice(TorchFunctionMode):
             here = [x.shape for x, there in zip(given, marked) if not there and x.ndim]
             if here:
                 raise RuntimeError(f"{getattr(func, '__name__', func)}: tensors {here} on cpu beside some on {DEVICE}")
+        if func is torch.mm and "out_dtype" in kwargs:  # which torch has on GPUs alone
+            return _mark(torch.mm(*(x.to(kwargs["out_dtype"]) for x in args)), True)
         inplace = func is Tensor.copy_ or func is Tensor.__getitem__
         return self._after(func(*args, **kwargs), marked[0] if inplace else any(marked))
 

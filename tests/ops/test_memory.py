@@ -89,11 +89,11 @@ def test_parts_of_a_piece_are_tensors_of_their_own() -> None:
 def test_blocks_of_a_row_lie_in_large_pages_and_begin_as_zeros() -> None:
     buffers = {"k": Buffer((2,), 63, torch.bfloat16, CPU), "v": Buffer((), 5, torch.float32, CPU)}
     spec = BlockSpec(buffers)
-    used = spec.new(zeroed=True)
+    used = spec.new(1, zeroed=True)[0]
     for tensor in used.tensors:
         tensor.fill_(1)
     del used, tensor
-    block = spec.new(zeroed=True)
+    block = spec.new(1, zeroed=True)[0]
     assert [tensor.shape for tensor in block.tensors] == [(2, 64, 63), (64, 5)]
     assert all(tensor.is_contiguous() and not tensor.any() for tensor in block.tensors)
     assert block.pointers == tuple(tensor.data_ptr() for tensor in block.tensors)
@@ -107,7 +107,7 @@ def test_blocks_of_a_row_lie_in_large_pages_and_begin_as_zeros() -> None:
 
 
 def test_who_asks_first_for_the_tensors_of_a_block_decides_nothing() -> None:
-    block = BlockSpec({"k": Buffer((2,), 8, torch.float32, CPU)}).new(zeroed=True)
+    block = BlockSpec({"k": Buffer((2,), 8, torch.float32, CPU)}).new(1, zeroed=True)[0]
     assert not block.requires_grad(0)
     with torch.inference_mode():
         (made,) = block.tensors

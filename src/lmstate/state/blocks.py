@@ -19,6 +19,7 @@ from torch import Tensor
 from lmstate.errors import CapacityError, StateError
 from lmstate.ops import memory
 from lmstate.ops.types.block_table import BLOCK_TOKENS, Block, RowBlocks
+from lmstate.ops.types.slabs import BufferShape, Slabs
 
 
 class BlockPool:
@@ -55,14 +56,15 @@ class BlockPool:
             self._forget_ended()
             return self._nbytes
 
-    def allocate(self, spec: BlockSpec, zeroed: bool = True) -> Block:
-        """A block, of zeros or of any numbers."""
-        block = spec.new(zeroed)
+    def allocate(self, spec: BlockSpec, count: int = 1, zeroed: bool = True) -> list[Block]:
+        """Blocks of zeros, or of any numbers."""
+        blocks = spec.new(count, zeroed)
         with self.lock:
             self._forget_ended()
-            self._sizes[ref(block, self._ended.append)] = block.nbytes
-            self._nbytes += block.nbytes
-        return block
+            for block in blocks:
+                self._sizes[ref(block, self._ended.append)] = block.nbytes
+                self._nbytes += block.nbytes
+        return blocks
 
     def _forget_ended(self) -> None:
         while self._ended:
@@ -102,22 +104,26 @@ class Buffer:
 
 
 class BlockSpec:
-    """Sizes of the blocks of some buffers. On a CPU the buffers of a block lie in one piece of memory, where decoding
-    reads fast, and become tensors once somebody asks for them."""
+    """Sizes of the blocks of some buffers, and where they lie: on a CPU those of a block in one piece of memory, where
+    decoding reads fast, on other devices many blocks in one tensor. Either become tensors of their own once somebody
+    asks for them."""
 
     def __init__(self, buffers: Mapping[str, Buffer]) -> None:
         self.buffers = dict(buffers)
         self.nbytes = sum(buffer.nbytes for buffer in buffers.values())
-        self._in_pieces = all(buffer.device.type == "cpu" for buffer in buffers.values())
+        device = next((buffer.device for buffer in buffers.values()), torch.device("cpu"))
+        shapes = [BufferShape(buffer.heads, buffer.width, buffer.dtype) for buffer in buffers.values()]
+        self._slabs = None if device.type == "cpu" else Slabs(shapes, device)
         sizes = [-(-buffer.nbytes // memory.LINE) * memory.LINE for buffer in buffers.values()]
         *self._places, self._size = accumulate(sizes, initial=0)
 
-    def new(self, zeroed: bool) -> Block:
-        """A block that nobody counts, of zeros or of any numbers. Raises MemoryError."""
-        if not self._in_pieces:
-            make = torch.zeros if zeroed else torch.empty
-            tensors = tuple(make(b.shape, dtype=b.dtype, device=b.device) for b in self.buffers.values())
-            return Block(tuple(tensor.data_ptr() for tensor in tensors), self.nbytes, lambda: tensors)
+    def new(self, count: int, zeroed: bool) -> list[Block]:
+        """Blocks that nobody counts, of zeros or of any numbers. Raises MemoryError."""
+        if self._slabs is not None:
+            return self._slabs.take(count, zeroed)
+        return [self._piece(zeroed) for _ in range(count)]
+
+    def _piece(self, zeroed: bool) -> Block:
         piece = memory.pieces.take(self._size)
         if zeroed:
             piece.memory[:] = _zeros(self._size)
@@ -137,7 +143,7 @@ class BlockSpec:
         spans = [(max(begin, start), min(begin + BLOCK_TOKENS, stop)) for begin in begins]
         with pool.lock:
             pool.require(len(spans) * self.nbytes)
-            blocks = [pool.allocate(self, zeroed=end - first < BLOCK_TOKENS) for first, end in spans]
+            blocks = [block for a, b in spans for block in pool.allocate(self, zeroed=b - a < BLOCK_TOKENS)]
         for block, begin, (first, end) in zip(blocks, begins, spans):
             for own, of in zip(block.tensors, whole):
                 own[..., first - begin : end - begin, :] = of[..., first - start : end - start, :].to(own)

@@ -7,6 +7,9 @@ wrap.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -14,13 +17,18 @@ from torch.nn import functional as F
 from lmstate.ops import dispatch
 from lmstate.ops.attention.kv_store import append
 from lmstate.ops.attention.rope import rope
-from lmstate.ops.types.block_table import Stored, dense
+from lmstate.ops.types.block_table import BLOCK_TOKENS, BlockTable, Stored, dense
 from lmstate.ops.types.params import FULL_CAUSAL, AttentionParams, CausalMask, RopeTables
+from lmstate.ops.types.slab_table import SlabTable
 
 MOST = 512
 """New tokens a row that one native call takes: its memory grows with them, their results do not depend on it."""
 BLOCK = 512
 """Queries that the reference handles at a time where each sees only a part of the row."""
+FEW = 16
+"""New tokens of rows that are attended to at once under a mask, as many keys for each row as the longest one has."""
+SPARE = 1024
+"""Positions that a row may hold less than another for nothing."""
 
 
 def attend(
@@ -63,25 +71,91 @@ def attend_reference(
     mask: CausalMask = FULL_CAUSAL,
 ) -> Tensor:
     """Plain torch in the dtype of k and v."""
-    k, v = dense(k), dense(v)
     if torch.compiler.is_compiling() or not starts.is_cpu:
-        return _attend_on_device(q, k, v, starts, counts, params, mask)
-    rows, size = q.shape[0], k.shape[2]
-    spans = list(zip(starts.tolist(), counts.tolist()))
-    if len(set(spans)) == 1 and sum(spans[0]) <= size:  # all rows alike and none wrapped: one batch
-        start, count = spans[0]
+        return _attend_on_device(q, dense(k), dense(v), starts, counts, params, mask)
+    spans, tracked = tuple(zip(starts.tolist(), counts.tolist())), torch.is_grad_enabled() and q.requires_grad
+    pieces = []
+    for rows in _together(spans, isinstance(k, SlabTable) and not (tracked or k.requires_grad or v.requires_grad)):
+        if len({spans[r] for r in rows}) > 1:
+            assert isinstance(k, SlabTable) and isinstance(v, SlabTable)
+            pieces.append(_attend_padded(q, k, v, rows, [spans[r] for r in rows], params, mask))
+            continue
+        start, count = spans[rows[0]]
         low = mask.first_visible(start)
-        y = attend_span(
-            q[:, :count], k[:, :, low : start + count], v[:, :, low : start + count], start, low, params, mask
-        )
-        return y if count == q.shape[1] else F.pad(y, (0, 0, 0, 0, 0, q.shape[1] - count))
-    out = []
+        keys, values = (_span(x, rows, low, start + count, tracked) for x in (k, v))
+        y = attend_span(q[rows.start : rows.stop, :count], keys, values, start, low, params, mask)
+        pieces.append(y if count == q.shape[1] else F.pad(y, (0, 0, 0, 0, 0, q.shape[1] - count)))
+    if len(pieces) == 1:
+        return pieces[0]
+    return torch.cat(pieces) if pieces else q.new_zeros(0, q.shape[1], q.shape[2], v.shape[3])
+
+
+@lru_cache(maxsize=8)
+def _together(spans: tuple[tuple[int, int], ...], padded: bool) -> list[range]:
+    """Rows that follow each other and are attended to at once: those that are alike, and where each operation is a
+    launch (`padded`) those of few new tokens, unless what is read for nothing would be three quarters of it."""
+    found, first, longest, total, widest = [], 0, 0, 0, 0
     for r, (start, count) in enumerate(spans):
-        low = mask.first_visible(start)
-        keys, values = (unroll(ring[r : r + 1], low, start + count) for ring in (k, v))
-        y = attend_span(q[r : r + 1, :count], keys, values, start, low, params, mask)
-        out.append(F.pad(y, (0, 0, 0, 0, 0, q.shape[1] - count)))
-    return torch.cat(out) if rows else q.new_zeros(0, q.shape[1], q.shape[2], v.shape[3])
+        length = start + count + SPARE
+        longest, total, widest = max(longest, length), total + length, max(widest, count)
+        near = padded and widest <= FEW and longest * (r + 1 - first) <= 4 * total
+        if spans[r] != spans[first] and not near:
+            found.append(range(first, r))
+            first, longest, total, widest = r, length, length, count
+    return [*found, range(first, len(spans))] if spans else []
+
+
+def _attend_padded(
+    q: Tensor,
+    k: SlabTable,
+    v: SlabTable,
+    rows: range,
+    spans: Sequence[tuple[int, int]],
+    params: AttentionParams,
+    mask: CausalMask,
+) -> Tensor:
+    """Rows that follow each other at once, whatever they hold: `attend` of these."""
+    firsts = [mask.first_visible(start) // BLOCK_TOKENS for start, _ in spans]
+    blocks = max(-(-(start + count) // BLOCK_TOKENS) - first for (start, count), first in zip(spans, firsts))
+    width, plain = max(count for _, count in spans), params.softcap is None and params.sinks is None
+    visible, padding = _visible(tuple(spans), tuple(firsts), blocks, mask, k.dtype if plain else torch.bool, q.device)
+    own = q[rows.start : rows.stop, :width].transpose(1, 2).to(k.dtype)
+    y = params.softmax(own, k.read(rows, firsts, blocks), v.read(rows, firsts, blocks), visible)
+    y = y.transpose(1, 2).float()
+    y = y if padding is None else y.masked_fill(padding, 0)
+    return y if width == q.shape[1] else F.pad(y, (0, 0, 0, 0, 0, q.shape[1] - width))
+
+
+@lru_cache(maxsize=8)
+def _visible(
+    spans: tuple[tuple[int, int], ...],
+    firsts: tuple[int, ...],
+    blocks: int,
+    mask: CausalMask,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Tensor, Tensor | None]:
+    """What queries see of blocks, `[n, 1, T, S]` (bool, or what is added to the scores), and which are padding.
+
+    Made once for the layers of a step that are alike.
+    """
+    starts, counts, begins = (torch.tensor(each)[:, None] for each in (*zip(*spans), firsts))
+    offsets = torch.arange(int(counts.max()))
+    stored = begins * BLOCK_TOKENS + torch.arange(blocks * BLOCK_TOKENS)
+    padding = (offsets >= counts)[:, None, :, None]
+    # Padding sees everything, so that its softmax is not of nothing.
+    visible = mask.visible((starts + offsets)[:, None, :, None], stored[:, None, None]) | padding
+    if dtype != torch.bool:
+        visible = torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, -torch.inf)
+    with torch.inference_mode(False):
+        return visible.to(device), padding.transpose(1, 2).to(device) if padding.any() else None
+
+
+def _span(x: Stored, rows: range, low: int, end: int, tracked: bool) -> Tensor:
+    """The positions low..end of some rows, `[n, K, end - low, D]`."""
+    if isinstance(x, BlockTable):
+        return x.span(rows, low, end, tracked)
+    return unroll(x[rows.start : rows.stop], low, end)
 
 
 def attend_span(

@@ -30,5 +30,17 @@ def rope_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fals
         rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
     else:
         a, b = head.chunk(2, dim=-1)
+        tracked = torch.is_grad_enabled() and x.requires_grad
+        if not (x.is_cpu or rest.shape[-1] or tracked or torch.compiler.is_compiling()):
+            return _rotated(a, b, cos, sin)
         rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
     return torch.cat([rotated, rest], dim=-1) if rest.shape[-1] else rotated
+
+
+def _rotated(a: Tensor, b: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The same where each operation is a launch: four of them."""
+    out = a.new_empty(*a.shape[:-1], 2 * a.shape[-1])
+    first, second = out.chunk(2, dim=-1)
+    torch.mul(a, cos, out=first).addcmul_(b, sin, value=-1)
+    torch.mul(b, cos, out=second).addcmul_(a, sin)
+    return out

@@ -28,6 +28,11 @@ def gemm(
     dtype = torch.bfloat16 if fast and weight.kind != "float32" else torch.float32
     x = x if norm is None else apply_norm(x, norm)
     x = (x if gate is None else glu(x, gate)).to(dtype)
-    y = F.linear(x, weight.dequantize(dtype)).float()
+    w = weight.dequantize(dtype)
+    tracked = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
+    if x.is_cuda and dtype != torch.float32 and not (tracked or torch.compiler.is_compiling()):
+        y = torch.mm(x.flatten(0, -2), w.T, out_dtype=torch.float32).view(*x.shape[:-1], -1)  # the sums as they are
+    else:
+        y = F.linear(x, w).float()
     y = y if bias is None else y + bias
     return y if residual is None else add_residual(residual, y)

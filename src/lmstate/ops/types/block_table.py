@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias, overload
+from typing import NamedTuple, TypeAlias, cast, overload
 
 import numpy as np
 import torch
@@ -72,11 +72,12 @@ class BlockTable:
     @property
     def blocks(self) -> list[list[Tensor | None]]:
         """Of each row, `[K, B, D]`."""
+        return [self._row(r) for r in range(len(self.rows))]
+
+    def _row(self, r: int, first: int = 0, last: int | None = None) -> list[Tensor | None]:
         shape = (self.heads, BLOCK_TOKENS, self.width)
-        return [
-            [None if block is None else block.tensors[self.buffer].view(shape) for block in row.blocks]
-            for row in self.rows
-        ]
+        blocks = self.rows[r].blocks[first:last]
+        return [None if block is None else block.tensors[self.buffer].view(shape) for block in blocks]
 
     @property
     def shape(self) -> torch.Size:
@@ -100,6 +101,9 @@ class BlockTable:
         """0: the pointers are in the table."""
         return 0
 
+    def forget(self) -> None:
+        """Keep nothing of what rows held before."""
+
     def dense(self) -> Tensor:
         """The same as rings `[R, K, S', D]` of the S' positions of the row that holds most: p in slot p % S'."""
         blocks = self.blocks
@@ -117,6 +121,22 @@ class BlockTable:
                 ring[i % count] = block
             rings.append(torch.cat(ring or [nothing], dim=1))
         return rings[0][None] if len(rings) == 1 else torch.stack(rings)
+
+    def span(self, rows: range, low: int, end: int, tracked: bool = False) -> Tensor:
+        """The positions low..end of some rows, `[n, K, end - low, D]`.
+
+        tracked: gradients follow what is read, which must not change then when more is written.
+        """
+        first, last = low // BLOCK_TOKENS, -(-end // BLOCK_TOKENS)
+        if low == end:
+            return torch.zeros(len(rows), self.heads, 0, self.width, dtype=self.dtype, device=self.device)
+        found = []
+        for r in rows:
+            blocks = self._row(r, first, last)
+            assert None not in blocks, "a row's blocks follow each other"
+            found.append(torch.cat(cast(list[Tensor], blocks), dim=1))
+        whole = found[0][None] if len(found) == 1 else torch.stack(found)
+        return whole[:, :, low - first * BLOCK_TOKENS : end - first * BLOCK_TOKENS]
 
     def write(self, new: Tensor, starts: Tensor, counts: Tensor) -> None:
         """Store each row's first `counts[r]` new tokens `[R, T, K, D]` from position `starts[r]` on, rounded."""

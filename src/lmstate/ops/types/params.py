@@ -27,13 +27,23 @@ class AttentionParams(NamedTuple):
     def softmax(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
         """q `[R, H, T, D]`, k `[R, K, S, D]`, v `[R, K, S, Dv]` -> `[R, H, T, Dv]`.
 
-        visible: bool; None: causal, the last query sees all.
+        visible: bool `[R, 1, T, S]` or `[T, S]`, or, without a softcap and sinks, what is added to the scores; None:
+        causal, the last query sees all.
         """
         tokens, stored = q.shape[2], k.shape[2]
         gqa = bool(q.shape[1] != k.shape[1])  # torch.compile may hold sizes as symbols, and SDPA takes no SymBool
         plain = self.softcap is None and self.sinks is None
         # On a GPU, torch's fast attention shares keys among heads in half precision alone, and under no other mask.
         shares = plain and (q.is_cpu or (visible is None and q.dtype != torch.float32))
+        if gqa and not shares and plain and (visible is not None or tokens == 1):
+            # The queries that share a head of keys as if they were more tokens of one head.
+            group = q.shape[1] // k.shape[1]
+            if visible is not None and tokens > 1:
+                visible = visible.expand(q.shape[0], 1, tokens, stored).repeat(1, 1, group, 1)
+            folded = F.scaled_dot_product_attention(
+                q.reshape(q.shape[0], -1, group * tokens, q.shape[3]), k, v, attn_mask=visible, scale=self.scale
+            )
+            return folded.reshape(*q.shape[:3], v.shape[3])
         if gqa and not shares:
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
             gqa = False

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lmstate.ops.types.block_table import BLOCK_TOKENS, Block, BlockTable, RowBlocks
+from lmstate.ops.types.slab_table import SlabRows, SlabTable
 from lmstate.state.blocks import BlockPool, BlockSpec, Buffer, CapturedBlocks
 from lmstate.state.changes import Changes
 from lmstate.state.layers.base import Layout
@@ -72,9 +74,11 @@ class BlockStore:
             low = start + n - self.window_span
             if n and low // BLOCK_TOKENS > row.low // BLOCK_TOKENS:
                 changes.put(self.rows, r, _from(row, low))
+                self._forget()
 
     def discard(self) -> None:
         """Give back the blocks that the step was given. What it wrote lies behind what is committed."""
+        self._forget()
         for r, (before, after) in self._undo.items():
             if self.rows[r] is after:  # else somebody has come to share them since
                 self._point(r, before, 0)  # first: whatever interrupts it, the next discard does it again
@@ -95,6 +99,7 @@ class BlockStore:
         own, count = self.rows[row], -(-to // BLOCK_TOKENS)
         if count < len(own.blocks):
             changes.put(self.rows, row, own._replace(blocks=own.blocks[:count], shared=min(own.shared, count)))
+            self._forget()
 
     def select(self, sources: Sequence[int | None], changes: Changes) -> None:
         self._share([source for source in set(sources) if source is not None and sources.count(source) > 1])
@@ -179,19 +184,20 @@ class BlockStore:
                 row = self.rows[r]
                 own, known = list(row.blocks), len(row.blocks)
                 if row.shared > first:  # what others hold stays theirs; of what they and this row have in part, a copy
-                    own[first:] = [self._block(row.blocks[first] if start % BLOCK_TOKENS else None)]
+                    own[first:] = [self._copy(row.blocks[first])] if start % BLOCK_TOKENS else []
                     known = first
-                own += [self._block() for _ in range(last - len(own))]
+                if len(own) < last:
+                    own += self.pool.allocate(self.spec, last - len(own))
                 after = RowBlocks(tuple(own), min(row.shared, first), row.low)
                 self._undo[r], self.rows[r] = (self._undo.get(r, (row,))[0], after), after
                 self._point(r, after, known)
 
-    def _block(self, like: Block | None = None) -> Block:
-        block = self.pool.allocate(self.spec, zeroed=like is None)
-        if like is not None:
-            for own, other in zip(block.tensors, like.tensors):
-                own.copy_(other)
-        return block
+    def _copy(self, block: Block | None) -> Block:
+        assert block is not None, "a row writes behind what its window has left behind"
+        (copy,) = self.pool.allocate(self.spec, zeroed=False)
+        for own, other in zip(copy.tensors, block.tensors):
+            own.copy_(other)
+        return copy
 
     def _written(self, before: RowBlocks, length: int, stored: Mapping[str, Tensor]) -> RowBlocks:
         """Blocks of a row of `length` that hold the last positions, after those that it has."""
@@ -219,10 +225,11 @@ class BlockStore:
         self.views.clear()
         self._pointers = pointers
         # At last, so that an interrupt leaves no tables of which a part points nowhere.
+        table: Callable[..., BlockTable] = partial(BlockTable, self.rows)
+        if self.layout.device.type != "cpu":
+            table = partial(SlabTable, SlabRows(self.rows))
         self.tables = {
-            name: BlockTable(
-                self.rows, i, pointers[i], buffer.heads[0] if buffer.heads else 1, buffer.width, buffer.zeros(0)
-            )
+            name: table(i, pointers[i], buffer.heads[0] if buffer.heads else 1, buffer.width, buffer.zeros(0))
             for i, (name, buffer) in enumerate(self.buffers.items())
         }
         return self.tables
@@ -234,6 +241,11 @@ class BlockStore:
             self.tables = {}
             return
         _write_pointers(self._pointers, row, own, first)
+
+    def _forget(self) -> None:
+        """Have no table hold blocks that rows gave up."""
+        for table in self.tables.values():
+            table.forget()
 
     def _outdate(self, changes: Changes) -> None:
         changes.assign(self, "tables", {})
