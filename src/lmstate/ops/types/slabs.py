@@ -43,6 +43,7 @@ class Slab:
                 torch.zeros((blocks + 1) * BLOCK_TOKENS, prod(s.heads), s.width, dtype=s.dtype, device=device)
                 for s in shapes
             )
+            self.whole = [buffer.unflatten(0, (-1, BLOCK_TOKENS)) for buffer in self.buffers]  # [blocks, B, K, D]
         self.addresses = [buffer.data_ptr() for buffer in self.buffers]
         self.sizes = [buffer.nbytes // (blocks + 1) for buffer in self.buffers]  # of a block
         self.given = 0  # so many of the first ones were handed out, and may hold numbers
@@ -60,10 +61,9 @@ class Slab:
     def clear(self, indices: Sequence[int]) -> None:
         """Fill blocks with zeros."""
         for _, _, _, where in runs((self, range(index, index + 1)) for index in indices):
-            for buffer in self.buffers:
-                blocks = buffer.unflatten(0, (-1, BLOCK_TOKENS))
+            for blocks in self.whole:
                 if isinstance(where, slice):
-                    blocks[where].zero_()
+                    blocks[where] = 0
                 else:
                     blocks.index_fill_(0, where, 0)
 
@@ -174,9 +174,9 @@ def gather(buffer: int, blocks: Sequence[Run]) -> Tensor:
     """Blocks of a buffer one after the other, `[n * B, K, D]`: a view where they lie so."""
     parts = []
     for slab, _, _, where in blocks:
-        whole = slab.buffers[buffer].unflatten(0, (-1, BLOCK_TOKENS))
-        parts.append((whole[where] if isinstance(where, slice) else whole.index_select(0, where)).flatten(0, 1))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+        whole = slab.whole[buffer]
+        parts.append(whole[where] if isinstance(where, slice) else whole.index_select(0, where))
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(0, 1)
 
 
 def scatter(buffer: int, positions: Sequence[Run], values: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -180,24 +181,16 @@ class BlockStore:
         )
         with self.pool.lock:
             self.pool.require(need * self.spec.nbytes)
+            fresh = iter(self.pool.allocate(self.spec, need))
             for (r, first, last), (_, start, _) in zip(wanted, spans):
                 row = self.rows[r]
-                own, known = list(row.blocks), len(row.blocks)
-                if row.shared > first:  # what others hold stays theirs; of what they and this row have in part, a copy
-                    own[first:] = [self._copy(row.blocks[first])] if start % BLOCK_TOKENS else []
-                    known = first
-                if len(own) < last:
-                    own += self.pool.allocate(self.spec, last - len(own))
+                known = first if row.shared > first else len(row.blocks)  # what others hold stays theirs
+                own = [*row.blocks[:known], *islice(fresh, max(last - known, 0))]
+                if known < len(row.blocks) and start % BLOCK_TOKENS:  # of what they and this row have in part, a copy
+                    _copy(row.blocks[first], own[first])
                 after = RowBlocks(tuple(own), min(row.shared, first), row.low)
                 self._undo[r], self.rows[r] = (self._undo.get(r, (row,))[0], after), after
                 self._point(r, after, known)
-
-    def _copy(self, block: Block | None) -> Block:
-        assert block is not None, "a row writes behind what its window has left behind"
-        (copy,) = self.pool.allocate(self.spec, zeroed=False)
-        for own, other in zip(copy.tensors, block.tensors):
-            own.copy_(other)
-        return copy
 
     def _written(self, before: RowBlocks, length: int, stored: Mapping[str, Tensor]) -> RowBlocks:
         """Blocks of a row of `length` that hold the last positions, after those that it has."""
@@ -250,6 +243,12 @@ class BlockStore:
     def _outdate(self, changes: Changes) -> None:
         changes.assign(self, "tables", {})
         changes.clear(self.views)
+
+
+def _copy(block: Block | None, into: Block | None) -> None:
+    assert block is not None and into is not None, "a row writes behind what its window has left behind"
+    for own, other in zip(into.tensors, block.tensors):
+        own.copy_(other)
 
 
 def _write_pointers(pointers: NDArray[np.int64], row: int, own: RowBlocks, first: int) -> None:
