@@ -1,4 +1,4 @@
-"""Capabilities of the processor that torch does not report."""
+"""Capabilities of a device that torch does not report."""
 
 from __future__ import annotations
 
@@ -22,3 +22,15 @@ def multiplies_bfloat16(device: torch.device) -> bool:
         return False
     line = next((line for line in text.splitlines() if line.lower().startswith(("flags", "features"))), "")
     return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(line.split()))
+
+
+@lru_cache
+def gives_float32(device: torch.device) -> bool:
+    """Whether torch's matrix product of bfloat16 can leave its sums in float32 there."""
+    if device.type == "cpu":
+        return False
+    try:
+        few = torch.zeros(8, 8, dtype=torch.bfloat16, device=device)
+        return torch.mm(few, few, out_dtype=torch.float32).dtype == torch.float32
+    except (RuntimeError, TypeError):  # of this backend, or of this version
+        return False

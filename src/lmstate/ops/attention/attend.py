@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,7 +76,7 @@ def attend_reference(
         return _attend_on_device(q, dense(k), dense(v), starts, counts, params, mask)
     spans, tracked = tuple(zip(starts.tolist(), counts.tolist())), torch.is_grad_enabled() and q.requires_grad
     pieces = []
-    for rows in _together(spans, isinstance(k, SlabTable) and not (tracked or k.requires_grad or v.requires_grad)):
+    for rows in rows_together(spans, isinstance(k, SlabTable) and not (tracked or k.requires_grad or v.requires_grad)):
         if len({spans[r] for r in rows}) > 1:
             assert isinstance(k, SlabTable) and isinstance(v, SlabTable)
             pieces.append(_attend_padded(q, k, v, rows, [spans[r] for r in rows], params, mask))
@@ -91,7 +92,7 @@ def attend_reference(
 
 
 @lru_cache(maxsize=8)
-def _together(spans: tuple[tuple[int, int], ...], padded: bool) -> list[range]:
+def rows_together(spans: tuple[tuple[int, int], ...], padded: bool) -> list[range]:
     """Rows that follow each other and are attended to at once: those that are alike, and where each operation is a
     launch (`padded`) those of few new tokens, unless what is read for nothing would be three quarters of it."""
     found, first, longest, total, widest = [], 0, 0, 0, 0
@@ -115,32 +116,38 @@ def _attend_padded(
     mask: CausalMask,
 ) -> Tensor:
     """Rows that follow each other at once, whatever they hold: `attend` of these."""
-    firsts = [mask.first_visible(start) // BLOCK_TOKENS for start, _ in spans]
-    blocks = max(-(-(start + count) // BLOCK_TOKENS) - first for (start, count), first in zip(spans, firsts))
-    width, plain = max(count for _, count in spans), params.softcap is None and params.sinks is None
-    visible, padding = _visible(tuple(spans), tuple(firsts), blocks, mask, k.dtype if plain else torch.bool, q.device)
-    own = q[rows.start : rows.stop, :width].transpose(1, 2).to(k.dtype)
-    y = params.softmax(own, k.read(rows, firsts, blocks), v.read(rows, firsts, blocks), visible)
-    y = y.transpose(1, 2).float()
-    y = y if padding is None else y.masked_fill(padding, 0)
-    return y if width == q.shape[1] else F.pad(y, (0, 0, 0, 0, 0, q.shape[1] - width))
+    plain = params.softcap is None and params.sinks is None
+    seen = padded_view(tuple(spans), mask, k.dtype if plain else torch.bool, q.device)
+    own = q[rows.start : rows.stop, : seen.width].transpose(1, 2).to(k.dtype)
+    keys, values = (x.read(rows, seen.firsts, seen.blocks) for x in (k, v))
+    return seen.finished(params.softmax(own, keys, values, seen.visible).transpose(1, 2).float(), q.shape[1])
+
+
+class PaddedView(NamedTuple):
+    """What the new tokens of some rows see, of as many blocks for each as the row has that holds most."""
+
+    firsts: tuple[int, ...]  # of each row, the first block
+    blocks: int
+    width: int  # T: the most new tokens
+    visible: Tensor  # [n, 1, T, S], S positions from each row's own first block on: bool, or added to the scores
+    padding: Tensor | None  # [n, T, 1, 1], which queries are none
+
+    def finished(self, y: Tensor, width: int) -> Tensor:
+        """Results `[n, T, H, D]`, zero where a query is padding, as `[n, width, H, D]`."""
+        y = y if self.padding is None else y.masked_fill(self.padding, 0)
+        return y if self.width == width else F.pad(y, (0, 0, 0, 0, 0, width - self.width))
 
 
 @lru_cache(maxsize=8)
-def _visible(
-    spans: tuple[tuple[int, int], ...],
-    firsts: tuple[int, ...],
-    blocks: int,
-    mask: CausalMask,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> tuple[Tensor, Tensor | None]:
-    """What queries see of blocks, `[n, 1, T, S]` (bool, or what is added to the scores), and which are padding.
-
-    Made once for the layers of a step that are alike.
-    """
+def padded_view(
+    spans: tuple[tuple[int, int], ...], mask: CausalMask, dtype: torch.dtype, device: torch.device
+) -> PaddedView:
+    """Of rows by start and count, made once for the layers of a step that are alike."""
+    firsts = tuple(mask.first_visible(start) // BLOCK_TOKENS for start, _ in spans)
+    blocks = max(-(-(start + count) // BLOCK_TOKENS) - first for (start, count), first in zip(spans, firsts))
     starts, counts, begins = (torch.tensor(each)[:, None] for each in (*zip(*spans), firsts))
-    offsets = torch.arange(int(counts.max()))
+    width = int(counts.max())
+    offsets = torch.arange(width)
     stored = begins * BLOCK_TOKENS + torch.arange(blocks * BLOCK_TOKENS)
     padding = (offsets >= counts)[:, None, :, None]
     # Padding sees everything, so that its softmax is not of nothing.
@@ -148,7 +155,8 @@ def _visible(
     if dtype != torch.bool:
         visible = torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, -torch.inf)
     with torch.inference_mode(False):
-        return visible.to(device), padding.transpose(1, 2).to(device) if padding.any() else None
+        none = padding.transpose(1, 2).to(device) if padding.any() else None
+        return PaddedView(firsts, blocks, width, visible.to(device), none)
 
 
 def _span(x: Stored, rows: range, low: int, end: int, tracked: bool) -> Tensor:

@@ -8,15 +8,17 @@ W_h into the query and U_h into the output, and every head attends to the same [
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from lmstate.ops import dispatch
+from lmstate.ops.attention.attend import FEW, padded_view, rows_together
 from lmstate.ops.attention.attend_slots import attend_slots
 from lmstate.ops.types.block_table import BlockTable, Stored
 from lmstate.ops.types.params import AttentionParams, AttentionSums, CausalMask
+from lmstate.ops.types.slab_table import SlabTable
 
 STORED_BLOCK = 1024
 """Stored tokens that are scored at a time."""
@@ -89,23 +91,56 @@ def attend_latent_reference(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    latent, rope_key = (x.dense()[:, 0] if isinstance(x, BlockTable) else x for x in (latent, rope_key))
+    tracked = torch.is_grad_enabled() and q_latent.requires_grad
     dtype = torch.promote_types(q_latent.dtype, torch.float32)
+    q_latent, q_rope = q_latent.to(dtype) * scale, q_rope.to(dtype) * scale
     if torch.compiler.is_compiling() or not starts.is_cpu:
-        q_latent, q_rope = q_latent.to(dtype) * scale, q_rope.to(dtype) * scale
-        return _attend_on_device(q_latent, q_rope, latent, rope_key, starts, counts, window)
-    rows = []
-    for r, (start, count) in enumerate(zip(starts.tolist(), counts.tolist())):
-        queries = (q_latent[r].to(dtype) * scale, q_rope[r].to(dtype) * scale)
+        return _attend_on_device(q_latent, q_rope, _headless(latent), _headless(rope_key), starts, counts, window)
+    spans = tuple(zip(starts.tolist(), counts.tolist()))
+    few = q_latent.shape[1] <= FEW and not (tracked or latent.requires_grad)
+    if few and isinstance(latent, SlabTable) and isinstance(rope_key, SlabTable):
+        found = [
+            _attend_padded(q_latent, q_rope, latent, rope_key, rows, spans, window)
+            for rows in rows_together(spans, padded=True)
+        ]
+        return torch.cat(found)
+    latent, rope_key = _headless(latent), _headless(rope_key)
+    whole = []
+    for r, (start, count) in enumerate(spans):
         blocks = []
         size = max(1, SCORES // (STORED_BLOCK * q_latent.shape[2]))
         for first in range(0, count, size):
             some = slice(first, min(first + size, count))
-            block = (queries[0][some], queries[1][some])
+            block = (q_latent[r][some], q_rope[r][some])
             blocks.append(_attend_block(*block, latent[r], rope_key[r], start + first, window))
-        blocks.append(queries[0].new_zeros(q_latent.shape[1] - count, *q_latent.shape[2:]))
-        rows.append(torch.cat(blocks))
-    return torch.stack(rows)
+        blocks.append(q_latent.new_zeros(q_latent.shape[1] - count, *q_latent.shape[2:]))
+        whole.append(torch.cat(blocks))
+    return torch.stack(whole)
+
+
+def _headless(x: Stored) -> Tensor:
+    """Rings `[R, S, D]`."""
+    return x.dense()[:, 0] if isinstance(x, BlockTable) else x
+
+
+def _attend_padded(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent: SlabTable,
+    rope_key: SlabTable,
+    rows: range,
+    spans: Sequence[tuple[int, int]],
+    window: int | None,
+) -> Tensor:
+    """Rows that follow each other at once, whatever they hold. Queries come scaled."""
+    here = slice(rows.start, rows.stop)
+    seen = padded_view(tuple(spans[here]), CausalMask(window), q_latent.dtype, q_latent.device)
+    stored, turned = (x.read(rows, seen.firsts, seen.blocks)[:, 0].to(q_latent.dtype) for x in (latent, rope_key))
+    queries, turning = (q[here, : seen.width].flatten(1, 2) for q in (q_latent, q_rope))  # [n, T * H, ...]
+    scores = torch.baddbmm(turning @ turned.mT, queries, stored.mT).unflatten(1, (seen.width, -1))
+    weights = (scores + seen.visible.transpose(1, 2)).softmax(-1)  # [n, T, H, S]
+    read = (weights.flatten(1, 2) @ stored).unflatten(1, (seen.width, -1))
+    return seen.finished(read, q_latent.shape[1])
 
 
 def _attend_block(

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from lmstate.ops.dense.activations import glu
 from lmstate.ops.dense.norm import add_residual
 from lmstate.ops.dense.norm import norm as apply_norm
-from lmstate.ops.processor import multiplies_bfloat16
+from lmstate.ops.processor import gives_float32, multiplies_bfloat16
 from lmstate.ops.types.params import Norm, Residual
 from lmstate.ops.types.weight import Weight
 
@@ -30,8 +30,8 @@ def gemm(
     x = (x if gate is None else glu(x, gate)).to(dtype)
     w = weight.dequantize(dtype)
     tracked = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
-    if x.is_cuda and dtype != torch.float32 and not (tracked or torch.compiler.is_compiling()):
-        y = torch.mm(x.flatten(0, -2), w.T, out_dtype=torch.float32).view(*x.shape[:-1], -1)  # the sums as they are
+    if dtype == torch.bfloat16 and gives_float32(x.device) and not (tracked or torch.compiler.is_compiling()):
+        y = torch.mm(x.flatten(0, -2), w.T, out_dtype=torch.float32).view(*x.shape[:-1], len(w))  # no rounding, no copy
     else:
         y = F.linear(x, w).float()
     y = y if bias is None else y + bias

@@ -41,7 +41,7 @@ class AttentionParams(NamedTuple):
             if visible is not None and tokens > 1:
                 visible = visible.expand(q.shape[0], 1, tokens, stored).repeat(1, 1, group, 1)
             folded = F.scaled_dot_product_attention(
-                q.reshape(q.shape[0], -1, group * tokens, q.shape[3]), k, v, attn_mask=visible, scale=self.scale
+                q.reshape(q.shape[0], k.shape[1], group * tokens, q.shape[3]), k, v, attn_mask=visible, scale=self.scale
             )
             return folded.reshape(*q.shape[:3], v.shape[3])
         if gqa and not shares:
