@@ -124,7 +124,7 @@ def _attend_padded(
 
 
 class PaddedView(NamedTuple):
-    """What the new tokens of some rows see, of as many blocks for each as the row has that holds most."""
+    """Positions that the new tokens of some rows see, of as many blocks for each as the row has that holds most."""
 
     firsts: tuple[int, ...]  # of each row, the first block
     blocks: int

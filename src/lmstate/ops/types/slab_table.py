@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from itertools import islice
 from operator import is_
 from typing import cast
 
@@ -48,7 +47,7 @@ class SlabRows:
         return last[2]
 
     def _read(self, rows: Sequence[int], firsts: Sequence[int], count: int) -> Iterator[tuple[Slab, range]]:
-        held = [[_in_slab(block) for block in islice(self.rows[r].blocks, f, f + count)] for r, f in zip(rows, firsts)]
+        held = [[_in_slab(block) for block in self.rows[r].blocks[f : f + count]] for r, f in zip(rows, firsts)]
         slab = next((blocks[0].slab for blocks in held if blocks), None)
         for blocks in held:
             for block in blocks:

@@ -19,11 +19,11 @@ from torch import Tensor
 from lmstate.ops.types.block_table import BLOCK_TOKENS, Block
 
 FEWEST = 16  # blocks of a slab
-MOST = 64 << 20  # bytes of a slab, unless more are asked for at once
+MOST = 32 << 20  # bytes of a slab, unless more are asked for at once
 
 
 class BufferShape(NamedTuple):
-    """What a block keeps of a position under one name: a vector for each of the heads."""
+    """Shape of what a block keeps of a position under one name: a vector for each of the heads."""
 
     heads: tuple[int, ...]  # (K,), or () where all heads share it
     width: int
@@ -79,7 +79,7 @@ class SlabBlock(Block):
 
 
 class _Lease(ref[SlabBlock]):
-    """What outlives a block: where it lay, and its tensors."""
+    """The remains of a block that ended: where it lay, and its tensors."""
 
     __slots__ = ("index", "made", "slab")
     slab: Slab
