@@ -111,6 +111,8 @@ def giving_way() -> Iterator[Callable[[], None]]:
 
 def native(*tensors: Stored | None) -> Library | None:
     """The native library where these tensors may go there: on the processor, with no gradient to follow, not traced."""
+    if tensors[0] is not None and not tensors[0].is_cpu:  # at once: there, what is asked before a launch is its time
+        return None
     if torch.compiler.is_compiling() or _referring.get():
         return None
     follow = torch.is_grad_enabled()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate
 from math import prod
 from numbers import Integral
@@ -113,23 +113,29 @@ class BlockSpec:
         self.nbytes = sum(buffer.nbytes for buffer in buffers.values())
         device = next((buffer.device for buffer in buffers.values()), torch.device("cpu"))
         shapes = [BufferShape(buffer.heads, buffer.width, buffer.dtype) for buffer in buffers.values()]
-        self._slabs = None if device.type == "cpu" else Slabs(shapes, device)
+        self.slabs = None if device.type == "cpu" else Slabs(shapes, device)
+        """Where they lie on a device other than the processor."""
         sizes = [-(-buffer.nbytes // memory.LINE) * memory.LINE for buffer in buffers.values()]
         *self._places, self._size = accumulate(sizes, initial=0)
 
     def new(self, count: int, zeroed: bool) -> list[Block]:
         """Blocks that nobody counts, of zeros or of any numbers. Raises MemoryError."""
-        if self._slabs is not None:
-            return self._slabs.take(count, zeroed)
-        return [self._piece(zeroed) for _ in range(count)]
+        if self.slabs is not None:
+            return self.slabs.take(count, zeroed)
+        blocks: list[Block] = []
+        for _ in range(count):
+            piece = memory.pieces.take(self._size)
+            if zeroed:
+                piece.memory[:] = _zeros(self._size)
+            blocks.append(_PieceBlock(self, piece))
+        return blocks
 
-    def _piece(self, zeroed: bool) -> Block:
-        piece = memory.pieces.take(self._size)
-        if zeroed:
-            piece.memory[:] = _zeros(self._size)
-        return Block(tuple(piece.address + at for at in self._places), self.nbytes, partial(self._tensors, piece))
+    def pointers(self, piece: memory.Piece) -> tuple[int, ...]:
+        """Where each buffer of a block begins."""
+        return tuple(piece.address + at for at in self._places)
 
-    def _tensors(self, piece: memory.Piece) -> tuple[Tensor, ...]:
+    def tensors(self, piece: memory.Piece) -> tuple[Tensor, ...]:
+        """The buffers of a block."""
         return tuple(piece.tensor(at, b.shape, b.dtype) for at, b in zip(self._places, self.buffers.values()))
 
     def written(self, pool: BlockPool, start: int, tensors: Mapping[str, Tensor]) -> list[Block]:
@@ -148,6 +154,23 @@ class BlockSpec:
             for own, of in zip(block.tensors, whole):
                 own[..., first - begin : end - begin, :] = of[..., first - start : end - start, :].to(own)
         return blocks
+
+
+class _PieceBlock(Block):
+    """A block in one piece of the processor's memory."""
+
+    __slots__ = ("_piece", "_pointers", "_spec")
+
+    def __init__(self, spec: BlockSpec, piece: memory.Piece) -> None:
+        super().__init__(spec.nbytes)
+        self._spec, self._piece, self._pointers = spec, piece, spec.pointers(piece)
+
+    @property
+    def pointers(self) -> tuple[int, ...]:
+        return self._pointers
+
+    def make(self) -> tuple[Tensor, ...]:
+        return self._spec.tensors(self._piece)
 
 
 @cache

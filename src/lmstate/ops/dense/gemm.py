@@ -24,13 +24,13 @@ def gemm(
     residual: Residual | None = None,
 ) -> Tensor:
     """`ops.linear` by torch's product, in bfloat16 unless the weight is more than that or it would be slower."""
-    fast = torch.compiler.is_compiling() or multiplies_bfloat16(weight.device)
+    compiling = torch.compiler.is_compiling()
+    fast = compiling or multiplies_bfloat16(x.device)
     dtype = torch.bfloat16 if fast and weight.kind != "float32" else torch.float32
     x = x if norm is None else apply_norm(x, norm)
-    x = (x if gate is None else glu(x, gate)).to(dtype)
-    w = weight.dequantize(dtype)
+    x, w = (x if gate is None else glu(x, gate)).to(dtype), weight.dequantize(dtype)
     tracked = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
-    if dtype == torch.bfloat16 and gives_float32(x.device) and not (tracked or torch.compiler.is_compiling()):
+    if dtype == torch.bfloat16 and not (compiling or tracked) and gives_float32(x.device):
         y = torch.mm(x.flatten(0, -2), w.T, out_dtype=torch.float32).view(*x.shape[:-1], len(w))  # no rounding, no copy
     else:
         y = F.linear(x, w).float()

@@ -26,12 +26,13 @@ def feed_forward(
 
     x: float32 `[..., K]`; up: `[2F, K]`; down: `[N, F]`. Bit for bit the same as two `linear`.
     """
-    stream, after, scale = residual or (None, None, 1.0)
-    # All by name: torch's compiler, before 2.13, takes the order of a dataclass's fields for that of its arguments.
-    sublayer = MLPSublayer(
-        up=up, down=down, act=act, up_bias=up_bias, down_bias=down_bias, norm=norm, post_norm=after, scale=scale
-    )  # fmt: skip
-    if is_short(x) and (y := fused_feed_forward(x, sublayer, stream)) is not None:
-        return y
+    if x.is_cpu and is_short(x):
+        stream, after, scale = residual or (None, None, 1.0)
+        # All by name: torch's compiler, before 2.13, takes the order of a dataclass's fields for that of its arguments.
+        sublayer = MLPSublayer(
+            up=up, down=down, act=act, up_bias=up_bias, down_bias=down_bias, norm=norm, post_norm=after, scale=scale
+        )  # fmt: skip
+        if (y := fused_feed_forward(x, sublayer, stream)) is not None:
+            return y
     hidden = linear(x, up, up_bias, norm=norm)
     return linear(hidden, down, down_bias, gate=act, residual=residual)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias, cast, overload
 
 import numpy as np
@@ -14,23 +15,33 @@ BLOCK_TOKENS = 64
 """Positions of a block: as many as attention scores together, and as keys share the scales of a channel."""
 
 
-class Block:
+class Block(ABC):
     """`BLOCK_TOKENS` positions of one row in one layer: a tensor `[*heads, B, D]` for each of its buffers.
 
     It lives as long as somebody holds it.
     """
 
-    def __init__(self, pointers: tuple[int, ...], nbytes: int, make: Callable[[], tuple[Tensor, ...]]) -> None:
-        """`make`: its tensors, which native bodies need none of, only their `pointers`."""
-        self.pointers, self.nbytes, self._make = pointers, nbytes, make
+    __slots__ = ("__weakref__", "_tensors", "nbytes")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
         self._tensors: tuple[Tensor, ...] | None = None
+
+    @property
+    @abstractmethod
+    def pointers(self) -> tuple[int, ...]:
+        """Where each buffer begins: all that native bodies need."""
+
+    @abstractmethod
+    def make(self) -> tuple[Tensor, ...]:
+        """Its tensors, the first time that somebody asks for them."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Of each buffer, `[*heads, B, D]`."""
         if self._tensors is None:
             with torch.inference_mode(False):  # whoever asks first, others may follow gradients
-                self._tensors = self._make()
+                self._tensors = self.make()
         return self._tensors
 
     def requires_grad(self, buffer: int) -> bool:

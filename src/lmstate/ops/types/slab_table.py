@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain, repeat
 from operator import is_
 from typing import cast
 
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lmstate.ops.types.block_table import BLOCK_TOKENS, Block, BlockTable, RowBlocks
-from lmstate.ops.types.slabs import Run, Slab, SlabBlock, gather, on_device, runs, scatter
+from lmstate.ops.types.slabs import Run, SlabBlock, block_runs, gather, on_device, position_runs, scatter
 
 
 class SlabRows:
@@ -21,55 +22,50 @@ class SlabRows:
     def __init__(self, rows: Sequence[RowBlocks]) -> None:
         """`rows`: followed as they change."""
         self.rows = rows
-        self._last: dict[str, tuple[Hashable, list[object], list[Run]]] = {}
+        self._last: dict[str, tuple[object, list[object], list[Run]]] = {}
 
     def blocks(self, rows: Sequence[int], firsts: Sequence[int], count: int) -> list[Run]:
         """`count` blocks of each of these rows from its own first on; of zeros where it has none. Empty if no row has
         any."""
-        return self._found("read", (tuple(rows), tuple(firsts), count), rows, lambda: self._read(rows, firsts, count))
+        return self._found("read", (rows, firsts, count), rows, lambda: self._read(rows, firsts, count))
 
     def positions(self, starts: Sequence[int], counts: Sequence[int]) -> list[Run]:
         """`counts[r]` positions of row r from `starts[r]` on."""
-        rows = [r for r, count in enumerate(counts) if count]
-        return self._found("write", (tuple(starts), tuple(counts)), rows, lambda: self._written(starts, counts))
+        rows = range(len(counts))
+        return self._found("write", (starts, counts), rows, lambda: self._written(starts, counts))
 
     def forget(self) -> None:
         """Hold no blocks that rows gave up."""
         self._last.clear()
 
-    def _found(
-        self, what: str, key: Hashable, rows: Sequence[int], find: Callable[[], Iterator[tuple[Slab, range]]]
-    ) -> list[Run]:
+    def _found(self, what: str, key: object, rows: Sequence[int], find: Callable[[], list[Run]]) -> list[Run]:
         held: list[object] = [self.rows[r].blocks for r in rows]
         last = self._last.get(what)
         if last is None or last[0] != key or not all(map(is_, last[1], held)):
-            last = self._last[what] = key, held, runs(find())
+            last = self._last[what] = key, held, find()
         return last[2]
 
-    def _read(self, rows: Sequence[int], firsts: Sequence[int], count: int) -> Iterator[tuple[Slab, range]]:
-        held = [[_in_slab(block) for block in self.rows[r].blocks[f : f + count]] for r, f in zip(rows, firsts)]
-        slab = next((blocks[0].slab for blocks in held if blocks), None)
-        for blocks in held:
-            for block in blocks:
-                yield block.slab, range(block.index, block.index + 1)
-            if slab is not None:
-                for _ in range(count - len(blocks)):
-                    yield slab, range(1)
+    def _read(self, rows: Sequence[int], firsts: Sequence[int], count: int) -> list[Run]:
+        held = [_in_slabs(self.rows[r].blocks[first : first + count]) for r, first in zip(rows, firsts)]
+        some = next((blocks[0] for blocks in held if blocks), None)
+        if some is None:
+            return []
+        nothing = SlabBlock(some.slab, 0)
+        return block_runs([block for own in held for block in (*own, *repeat(nothing, count - len(own)))])
 
-    def _written(self, starts: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[Slab, range]]:
+    def _written(self, starts: Sequence[int], counts: Sequence[int]) -> list[Run]:
+        spans = []
         for row, start, count in zip(self.rows, starts, counts):
-            end = start + count
-            while start < end:
-                index, place = divmod(start, BLOCK_TOKENS)
-                block, some = _in_slab(row.blocks[index]), min(BLOCK_TOKENS - place, end - start)
-                first = block.index * BLOCK_TOKENS + place
-                yield block.slab, range(first, first + some)
-                start += some
+            if count:
+                first, place = divmod(start, BLOCK_TOKENS)
+                blocks = _in_slabs(row.blocks[first : -(-(start + count) // BLOCK_TOKENS)])
+                spans.append((blocks, place, place + count))
+        return position_runs(spans)
 
 
-def _in_slab(block: Block | None) -> SlabBlock:
-    assert block is not None, "no room was reserved for the step, or a row's blocks do not follow each other"
-    return cast(SlabBlock, block)
+def _in_slabs(blocks: Sequence[Block | None]) -> Sequence[SlabBlock]:
+    assert None not in blocks, "no room was reserved for the step, or a row's blocks do not follow each other"
+    return cast(Sequence[SlabBlock], blocks)
 
 
 class SlabTable(BlockTable):
@@ -90,7 +86,7 @@ class SlabTable(BlockTable):
 
         Where they follow each other in memory it is a view.
         """
-        found = self.places.blocks(rows, firsts, count) if count else []
+        found = self.places.blocks(tuple(rows), tuple(firsts), count) if count else []
         if not found:
             shape = (len(rows), self.heads, count * BLOCK_TOKENS, self.width)
             return torch.zeros(shape, dtype=self.dtype, device=self.device)
@@ -120,7 +116,7 @@ class SlabTable(BlockTable):
         spans, width = counts.tolist(), new.shape[1]
         values = new.flatten(0, 1)
         if any(count != width for count in spans):
-            real = np.concatenate([np.arange(r * width, r * width + count) for r, count in enumerate(spans)])
-            values = values.index_select(0, on_device(real.tobytes(), new.device))
+            real = chain.from_iterable(range(r * width, r * width + count) for r, count in enumerate(spans))
+            values = values.index_select(0, on_device(tuple(real), new.device))
         if values.shape[0]:
             scatter(self.buffer, self.places.positions(starts.tolist(), spans), values)

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
-from functools import lru_cache, partial
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from heapq import heappop, heappush
+from itertools import chain, groupby
 from math import prod
-from typing import NamedTuple
+from operator import attrgetter, itemgetter
+from typing import NamedTuple, TypeAlias
 from weakref import ref
 
 import numpy as np
@@ -37,20 +39,20 @@ class Slab:
     """
 
     def __init__(self, shapes: Sequence[BufferShape], blocks: int, device: torch.device) -> None:
-        self.shapes, self.blocks = shapes, blocks
+        self.shapes, self.blocks, self.device = shapes, blocks, device
         with torch.inference_mode(False):
             self.buffers = tuple(
                 torch.zeros((blocks + 1) * BLOCK_TOKENS, prod(s.heads), s.width, dtype=s.dtype, device=device)
                 for s in shapes
             )
             self.whole = [buffer.unflatten(0, (-1, BLOCK_TOKENS)) for buffer in self.buffers]  # [blocks, B, K, D]
-        self.addresses = [buffer.data_ptr() for buffer in self.buffers]
-        self.sizes = [buffer.nbytes // (blocks + 1) for buffer in self.buffers]  # of a block
+        self.block_nbytes = sum(buffer.nbytes for buffer in self.buffers) // (blocks + 1)
         self.given = 0  # so many of the first ones were handed out, and may hold numbers
         self.free: list[int] = []  # of those, that came back
 
-    def tensors(self, index: int, made: list[Tensor]) -> tuple[Tensor, ...]:
+    def tensors(self, index: int) -> tuple[Tensor, ...]:
         """Of each buffer of a block, `[*heads, B, D]`: no views, so that gradients follow one block at a time."""
+        made = []
         for buffer, (heads, width, _) in zip(self.buffers, self.shapes):
             steps = (width, prod(heads) * width, 1) if heads else (width, 1)
             at = index * BLOCK_TOKENS * prod(heads) * width
@@ -60,22 +62,28 @@ class Slab:
 
     def clear(self, indices: Sequence[int]) -> None:
         """Fill blocks with zeros."""
-        for _, _, _, where in runs((self, range(index, index + 1)) for index in indices):
-            for blocks in self.whole:
-                if isinstance(where, slice):
-                    blocks[where] = 0
-                else:
-                    blocks.index_fill_(0, where, 0)
+        where = on_device(tuple(indices), self.device)
+        for blocks in self.whole:
+            blocks.index_fill_(0, where, 0)
 
 
 class SlabBlock(Block):
-    """A block of a slab, and the tensors that were made of it."""
+    """A block of a slab."""
+
+    __slots__ = ("index", "lease", "slab")
+    lease: _Lease
 
     def __init__(self, slab: Slab, index: int) -> None:
+        super().__init__(slab.block_nbytes)
         self.slab, self.index = slab, index
-        self.made: list[Tensor] = []
-        pointers = tuple(address + index * size for address, size in zip(slab.addresses, slab.sizes))
-        super().__init__(pointers, sum(slab.sizes), partial(slab.tensors, index, self.made))
+
+    @property
+    def pointers(self) -> tuple[int, ...]:
+        return tuple(tensor.data_ptr() for tensor in self.tensors)
+
+    def make(self) -> tuple[Tensor, ...]:
+        self.lease.made = self.slab.tensors(self.index)
+        return self.lease.made
 
 
 class _Lease(ref[SlabBlock]):
@@ -84,7 +92,7 @@ class _Lease(ref[SlabBlock]):
     __slots__ = ("index", "made", "slab")
     slab: Slab
     index: int
-    made: list[Tensor]
+    made: tuple[Tensor, ...]
 
 
 class Slabs:
@@ -129,8 +137,8 @@ class Slabs:
     def _block(self, slab: Slab, index: int) -> Block:
         block = SlabBlock(slab, index)
         lease = _Lease(block, self._ended.append)
-        lease.slab, lease.index, lease.made = slab, index, block.made
-        self._leases[id(lease)] = lease
+        lease.slab, lease.index, lease.made = slab, index, ()
+        self._leases[id(lease)] = block.lease = lease
         return block
 
     def _give_back(self, lease: _Lease) -> None:
@@ -152,22 +160,50 @@ class Run(NamedTuple):
     where: slice | Tensor  # in the slab
 
 
-def runs(parts: Iterable[tuple[Slab, range]]) -> list[Run]:
-    """Blocks or positions in this order, as few runs as they are in slabs one after the other."""
-    merged: list[tuple[Slab, list[range]]] = []
-    for slab, each in parts:
-        if not merged or merged[-1][0] is not slab:
-            merged.append((slab, [each]))
-        elif merged[-1][1][-1].stop == each.start:
-            merged[-1][1][-1] = range(merged[-1][1][-1].start, each.stop)
+Span: TypeAlias = tuple[Sequence[SlabBlock], int, int]
+"""Positions `first .. last` of blocks that follow each other in a row."""
+
+
+def block_runs(blocks: Sequence[SlabBlock]) -> list[Run]:
+    """Blocks in this order, in as few runs as they are in slabs one after the other."""
+    return _runs([(slab, [block.index for block in same]) for slab, same in groupby(blocks, attrgetter("slab"))])
+
+
+def position_runs(spans: Sequence[Span]) -> list[Run]:
+    """Positions of rows in this order, likewise."""
+    return _runs([part for span in spans for part in _positions(*span)])
+
+
+def _positions(blocks: Sequence[SlabBlock], first: int, last: int) -> Iterator[tuple[Slab, Sequence[int]]]:
+    if len(blocks) == 1:
+        begin = blocks[0].index * BLOCK_TOKENS
+        yield blocks[0].slab, range(begin + first, begin + last)
+        return
+    done = 0
+    for slab, same in groupby(blocks, attrgetter("slab")):
+        indices = [block.index for block in same]
+        a, b = max(first - done, 0), min(last - done, len(indices) * BLOCK_TOKENS)
+        done += len(indices) * BLOCK_TOKENS
+        if _adjacent(indices):
+            yield slab, range(indices[0] * BLOCK_TOKENS + a, indices[0] * BLOCK_TOKENS + b)
         else:
-            merged[-1][1].append(each)
+            every = np.array(indices)[:, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)
+            yield slab, every.ravel()[a:b].tolist()
+
+
+def _runs(parts: Sequence[tuple[Slab, Sequence[int]]]) -> list[Run]:
     found, done = [], 0
-    for slab, ranges in merged:
-        count = sum(map(len, ranges))
-        found.append(Run(slab, done, done + count, _where(ranges, slab.buffers[0].device)))
-        done += count
+    for slab, same in groupby(parts, itemgetter(0)):
+        ranges = [each for _, each in same]
+        indices = ranges[0] if len(ranges) == 1 else [*chain.from_iterable(ranges)]
+        where = slice(indices[0], indices[-1] + 1) if _adjacent(indices) else on_device(tuple(indices), slab.device)
+        found.append(Run(slab, done, done + len(indices), where))
+        done += len(indices)
     return found
+
+
+def _adjacent(indices: Sequence[int]) -> bool:
+    return isinstance(indices, range) or indices == [*range(indices[0], indices[0] + len(indices))]
 
 
 def gather(buffer: int, blocks: Sequence[Run]) -> Tensor:
@@ -189,15 +225,8 @@ def scatter(buffer: int, positions: Sequence[Run], values: Tensor) -> None:
             own.index_copy_(0, where, part.to(own.dtype))
 
 
-def _where(ranges: Sequence[range], device: torch.device) -> slice | Tensor:
-    """Indices: a slice if they follow each other, else on the device."""
-    if len(ranges) == 1:
-        return slice(ranges[0].start, ranges[0].stop)
-    return on_device(np.concatenate([np.arange(each.start, each.stop) for each in ranges]).tobytes(), device)
-
-
 @lru_cache(maxsize=256)
-def on_device(indices: bytes, device: torch.device) -> Tensor:
+def on_device(indices: tuple[int, ...], device: torch.device) -> Tensor:
     """int64 `[n]`: sent once, for layers whose blocks lie alike."""
     with torch.inference_mode(False):
-        return torch.from_numpy(np.frombuffer(indices, dtype=np.int64).copy()).to(device)
+        return torch.tensor(indices, dtype=torch.int64).to(device)

@@ -213,13 +213,14 @@ class BlockStore:
         while entries < most:
             entries *= 2
         pointers = np.zeros((len(self.buffers), len(self.rows), entries), dtype=np.int64)
-        for r, row in enumerate(self.rows):
-            _write_pointers(pointers, r, row, 0)
+        if self.spec.slabs is None:
+            for r, row in enumerate(self.rows):
+                _write_pointers(pointers, r, row, 0)
         self.views.clear()
         self._pointers = pointers
         # At last, so that an interrupt leaves no tables of which a part points nowhere.
         table: Callable[..., BlockTable] = partial(BlockTable, self.rows)
-        if self.layout.device.type != "cpu":
+        if self.spec.slabs is not None:
             table = partial(SlabTable, SlabRows(self.rows))
         self.tables = {
             name: table(i, pointers[i], buffer.heads[0] if buffer.heads else 1, buffer.width, buffer.zeros(0))
@@ -233,7 +234,8 @@ class BlockStore:
             self.views.clear()  # before the tables that they were made of
             self.tables = {}
             return
-        _write_pointers(self._pointers, row, own, first)
+        if self.spec.slabs is None:
+            _write_pointers(self._pointers, row, own, first)
 
     def _forget(self) -> None:
         """Have no table hold blocks that rows gave up."""
