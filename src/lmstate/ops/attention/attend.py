@@ -138,7 +138,7 @@ class PaddedView(NamedTuple):
         return y if self.width == width else F.pad(y, (0, 0, 0, 0, 0, width - self.width))
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=4)  # of a window and of none, for two lots of rows: each may take as much memory as a layer's keys
 def padded_view(
     spans: tuple[tuple[int, int], ...], mask: CausalMask, dtype: torch.dtype, device: torch.device
 ) -> PaddedView:
