@@ -114,7 +114,7 @@ class BlockSpec:
         device = next((buffer.device for buffer in buffers.values()), torch.device("cpu"))
         shapes = [BufferShape(buffer.heads, buffer.width, buffer.dtype) for buffer in buffers.values()]
         self.slabs = None if device.type == "cpu" else Slabs(shapes, device)
-        """Where they lie on a device other than the processor."""
+        """Their memory on a device other than the processor."""
         sizes = [-(-buffer.nbytes // memory.LINE) * memory.LINE for buffer in buffers.values()]
         *self._places, self._size = accumulate(sizes, initial=0)
 
@@ -131,7 +131,7 @@ class BlockSpec:
         return blocks
 
     def pointers(self, piece: memory.Piece) -> tuple[int, ...]:
-        """Where each buffer of a block begins."""
+        """Addresses of the buffers of a block."""
         return tuple(piece.address + at for at in self._places)
 
     def tensors(self, piece: memory.Piece) -> tuple[Tensor, ...]:

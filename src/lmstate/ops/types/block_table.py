@@ -30,7 +30,7 @@ class Block(ABC):
     @property
     @abstractmethod
     def pointers(self) -> tuple[int, ...]:
-        """Where each buffer begins: all that native bodies need."""
+        """Addresses of the buffers: all that native bodies need."""
 
     @abstractmethod
     def make(self) -> tuple[Tensor, ...]:
