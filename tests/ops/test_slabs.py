@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import lmstate.ops as ops
+from lmstate.ops import dispatch
 from lmstate.ops.types.block_table import BLOCK_TOKENS, BlockTable, RowBlocks
 from lmstate.ops.types.slab_table import SlabRows, SlabTable
 from lmstate.ops.types.slabs import FEWEST, BufferShape, Slab, Slabs
@@ -82,21 +83,69 @@ def test_a_row_whose_blocks_follow_each_other_is_read_where_it_lies() -> None:
     assert tracked.untyped_storage().data_ptr() != read.untyped_storage().data_ptr()
 
 
-def test_blocks_come_back_unless_a_graph_may_read_them_and_empty_slabs_end() -> None:
+def test_blocks_come_back_once_no_graph_reads_them_and_empty_slabs_end() -> None:
     slabs = Slabs(SHAPES, CPU)
     first = slabs.take(FEWEST, zeroed=True)
-    tracked = first[3].index
-    loss = (first[3].tensors[0].add_(torch.ones(1, requires_grad=True)) ** 2).sum()
+    tracked, weight = first[3].index, torch.ones(1, requires_grad=True)
+    loss = (first[3].tensors[0].add_(weight)[0, 1:] * weight).sum()  # a view of a block is what is saved
     del first
     again = slabs.take(FEWEST - 1, zeroed=True)
     assert tracked not in {block.index for block in again} and len(slabs._slabs) == 1
     assert not any(tensor.any() for block in again for tensor in block.tensors)
     loss.backward()
+    del loss
     more = slabs.take(200, zeroed=False)
+    assert more[0].index == tracked and more[0].slab is again[0].slab
     slab = ref(slabs._slabs[1])
     del more
     again += slabs.take(1, zeroed=True)
     assert slab() is None
+
+
+def test_a_fault_loses_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    slabs = Slabs(SHAPES, CPU)
+    del slabs.take(FEWEST, zeroed=True)[:]
+    with monkeypatch.context() as patched:
+        patched.setattr(Slab, "clear", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            slabs.take(5, zeroed=True)
+    assert {block.index for block in slabs.take(FEWEST, zeroed=True)} == {*range(1, FEWEST + 1)}
+
+
+def test_what_was_discarded_is_not_read_with_its_block() -> None:
+    rows = [RowBlocks(tuple(Slabs(SHAPES, CPU).take(2, zeroed=True))) for _ in range(2)]
+    for table, shape in zip(tables(rows, CPU, SHAPES), SHAPES):
+        new = torch.randn(2, 70, *(shape.heads or (1,)), shape.width)
+        new[:, 41:] = torch.nan
+        starts = torch.tensor([60, 3])
+        table.write(new, starts, torch.tensor([60, 70]))
+        table.write(new, starts, torch.tensor([4, 41]))  # the rest was discarded, of the second row a block too
+        assert table.read((0, 1), (0, 0), 1).isfinite().all()
+        table.write(new, torch.tensor([64, 44]), torch.tensor([5, 41]))
+        assert table.read((0, 1), (0, 0), 2).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "sinks"])
+def test_gradients_follow_what_is_read_while_more_is_written(name: str) -> None:
+    shapes = [BufferShape((2,), 8, torch.float32)] * 2
+    leaves = {"q": torch.randn(1, 1, 2, 8), "k": torch.randn(1, 1, 2, 8), "v": torch.randn(1, 1, 2, 8)}
+    leaves["sinks"] = torch.randn(2)
+    leaves[name].requires_grad_()
+
+    def gradient(kind: type[BlockTable]) -> Tensor:
+        rows = [RowBlocks(tuple(Slabs(shapes, CPU).take(2, zeroed=True)))]
+        pointers, like = np.zeros((1, 1), dtype=np.int64), torch.zeros(0)
+        first = SlabRows(rows) if kind is SlabTable else rows
+        k, v = (kind(first, i, pointers, 2, 8, like) for i in range(2))
+        loss, params = torch.zeros(()), ops.AttentionParams(0.3, None, leaves["sinks"])
+        with dispatch.references():
+            for start in range(3):
+                at = torch.tensor([start]), torch.tensor([1])
+                ops.append(leaves["k"], leaves["v"], k, v, *at)
+                loss = loss + ops.attend(leaves["q"], k, v, *at, params).square().sum()
+        return torch.autograd.grad(loss, leaves[name])[0]
+
+    torch.testing.assert_close(gradient(SlabTable), gradient(BlockTable))
 
 
 def test_pointers_are_those_of_the_tensors() -> None:

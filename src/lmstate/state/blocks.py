@@ -153,6 +153,7 @@ class BlockSpec:
         for block, begin, (first, end) in zip(blocks, begins, spans):
             for own, of in zip(block.tensors, whole):
                 own[..., first - begin : end - begin, :] = of[..., first - start : end - start, :].to(own)
+            block.filled = end - begin
         return blocks
 
 

@@ -30,6 +30,8 @@ FEW = 16
 """New tokens of rows that are attended to at once under a mask, as many keys for each row as the longest one has."""
 SPARE = 1024
 """Positions that a row may hold less than another for nothing."""
+AT_ONCE = 1 << 26
+"""Scores of rows that are attended to at once: 256 MiB, where they exist."""
 
 
 def attend(
@@ -74,9 +76,10 @@ def attend_reference(
     """Plain torch in the dtype of k and v."""
     if torch.compiler.is_compiling() or not starts.is_cpu:
         return _attend_on_device(q, dense(k), dense(v), starts, counts, params, mask)
-    spans, tracked = tuple(zip(starts.tolist(), counts.tolist())), torch.is_grad_enabled() and q.requires_grad
-    pieces = []
-    for rows in rows_together(spans, isinstance(k, SlabTable) and not (tracked or k.requires_grad or v.requires_grad)):
+    spans, pieces = tuple(zip(starts.tolist(), counts.tolist())), []
+    tracked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, params.sinks))
+    few = isinstance(k, SlabTable) and not (tracked or k.requires_grad or v.requires_grad)
+    for rows in rows_together(spans, q.shape[2] if few else 0):
         if len({spans[r] for r in rows}) > 1:
             assert isinstance(k, SlabTable) and isinstance(v, SlabTable)
             pieces.append(_attend_padded(q, k, v, rows, [spans[r] for r in rows], params, mask))
@@ -92,14 +95,16 @@ def attend_reference(
 
 
 @lru_cache(maxsize=8)
-def rows_together(spans: tuple[tuple[int, int], ...], padded: bool) -> list[range]:
+def rows_together(spans: tuple[tuple[int, int], ...], heads: int) -> list[range]:
     """Rows that follow each other and are attended to at once: those that are alike, and where each operation is a
-    launch (`padded`) those of few new tokens, unless what is read for nothing would be three quarters of it."""
+    launch those of few new tokens, unless three quarters would be read for nothing or scores of so many heads, if all
+    were there at once, be more than `AT_ONCE`. heads: 0 where only rows that are alike go together."""
     found, first, longest, total, widest = [], 0, 0, 0, 0
     for r, (start, count) in enumerate(spans):
         length = start + count + SPARE
         longest, total, widest = max(longest, length), total + length, max(widest, count)
-        near = padded and widest <= FEW and longest * (r + 1 - first) <= 4 * total
+        read = longest * (r + 1 - first)
+        near = 0 < heads * widest * read <= AT_ONCE and widest <= FEW and read <= 4 * total
         if spans[r] != spans[first] and not near:
             found.append(range(first, r))
             first, longest, total, widest = r, length, length, count

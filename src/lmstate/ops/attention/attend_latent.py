@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from lmstate.ops import dispatch
-from lmstate.ops.attention.attend import FEW, padded_view, rows_together
+from lmstate.ops.attention.attend import AT_ONCE, FEW, padded_view, rows_together
 from lmstate.ops.attention.attend_slots import attend_slots
-from lmstate.ops.types.block_table import BlockTable, Stored
+from lmstate.ops.types.block_table import BLOCK_TOKENS, BlockTable, Stored
 from lmstate.ops.types.params import AttentionParams, AttentionSums, CausalMask
 from lmstate.ops.types.slab_table import SlabTable
 
@@ -27,7 +27,8 @@ MOST = 32
 """New tokens a row that one native call takes: it leaves a sum of latents for every head and piece of the row."""
 
 SCORES = 1 << 21
-"""Scores that exist at a time: a block of queries is as long as this allows."""
+"""Scores that exist at a time: a block of queries is as long as this allows. Of few queries on a device where each
+operation is a launch, `attend.AT_ONCE`."""
 
 
 def attend_latent(
@@ -91,18 +92,20 @@ def attend_latent_reference(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    tracked = torch.is_grad_enabled() and q_latent.requires_grad
+    tracked = torch.is_grad_enabled() and (q_latent.requires_grad or q_rope.requires_grad)
     dtype = torch.promote_types(q_latent.dtype, torch.float32)
     q_latent, q_rope = q_latent.to(dtype) * scale, q_rope.to(dtype) * scale
     if torch.compiler.is_compiling() or not starts.is_cpu:
         return _attend_on_device(q_latent, q_rope, _headless(latent), _headless(rope_key), starts, counts, window)
     spans = tuple(zip(starts.tolist(), counts.tolist()))
-    few = q_latent.shape[1] <= FEW and not (tracked or latent.requires_grad)
-    if few and isinstance(latent, SlabTable) and isinstance(rope_key, SlabTable):
-        found = [
-            _attend_padded(q_latent, q_rope, latent, rope_key, rows, spans, window)
-            for rows in rows_together(spans, padded=True)
-        ]
+    scores = q_latent.shape[1] * q_latent.shape[2] * (max(map(sum, spans), default=0) + BLOCK_TOKENS)  # of a row
+    few = q_latent.shape[1] <= FEW and scores <= AT_ONCE and not (tracked or latent.requires_grad)
+    if few and isinstance(latent, SlabTable) and isinstance(rope_key, SlabTable) and not rope_key.requires_grad:
+        most, found = max(1, AT_ONCE // max(scores, 1)), []
+        for rows in rows_together(spans, q_latent.shape[2]):
+            for first in range(rows.start, rows.stop, most):
+                some = range(first, min(first + most, rows.stop))
+                found.append(_attend_padded(q_latent, q_rope, latent, rope_key, some, spans, window))
         return torch.cat(found)
     latent, rope_key = _headless(latent), _headless(rope_key)
     whole = []
@@ -110,8 +113,8 @@ def attend_latent_reference(
         blocks = []
         size = max(1, SCORES // (STORED_BLOCK * q_latent.shape[2]))
         for first in range(0, count, size):
-            some = slice(first, min(first + size, count))
-            block = (q_latent[r][some], q_rope[r][some])
+            last = min(first + size, count)
+            block = (q_latent[r][first:last], q_rope[r][first:last])
             blocks.append(_attend_block(*block, latent[r], rope_key[r], start + first, window))
         blocks.append(q_latent.new_zeros(q_latent.shape[1] - count, *q_latent.shape[2:]))
         whole.append(torch.cat(blocks))

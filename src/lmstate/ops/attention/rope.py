@@ -30,8 +30,8 @@ def rope_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fals
         rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
     else:
         a, b = head.chunk(2, dim=-1)
-        tracked = torch.is_grad_enabled() and x.requires_grad
-        if not (x.is_cpu or rest.shape[-1] or tracked or torch.compiler.is_compiling()):
+        tracked = (torch.is_grad_enabled() and x.requires_grad) or torch.compiler.is_compiling()
+        if not (x.is_cpu or rest.shape[-1] or tracked or dispatch.is_intercepted()):
             return _rotated(a, b, cos, sin)
         rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
     return torch.cat([rotated, rest], dim=-1) if rest.shape[-1] else rotated

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lmstate.ops import dispatch
 from lmstate.ops.dense.activations import glu
 from lmstate.ops.dense.norm import add_residual
 from lmstate.ops.dense.norm import norm as apply_norm
@@ -30,7 +31,8 @@ def gemm(
     x = x if norm is None else apply_norm(x, norm)
     x, w = (x if gate is None else glu(x, gate)).to(dtype), weight.dequantize(dtype)
     tracked = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
-    if dtype == torch.bfloat16 and not (compiling or tracked) and gives_float32(x.device):
+    plain = not (compiling or tracked or dispatch.is_intercepted())
+    if plain and dtype == torch.bfloat16 and gives_float32(x.device):
         y = torch.mm(x.flatten(0, -2), w.T, out_dtype=torch.float32).view(*x.shape[:-1], len(w))  # no rounding, no copy
     else:
         y = F.linear(x, w).float()

@@ -21,10 +21,12 @@ class Block(ABC):
     It lives as long as somebody holds it.
     """
 
-    __slots__ = ("__weakref__", "_tensors", "nbytes")
+    __slots__ = ("__weakref__", "_tensors", "filled", "nbytes")
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
+        self.filled = 0
+        """So many of its first positions may hold numbers, of tokens that were discarded too; in slabs alone."""
         self._tensors: tuple[Tensor, ...] | None = None
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import chain, repeat
 from operator import is_
-from typing import cast
+from typing import Generic, TypeVar, cast
 
 import numpy as np
 import torch
@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lmstate.ops.types.block_table import BLOCK_TOKENS, Block, BlockTable, RowBlocks
-from lmstate.ops.types.slabs import Run, SlabBlock, block_runs, gather, on_device, position_runs, scatter
+from lmstate.ops.types.slabs import Run, SlabBlock, Span, block_runs, clear, gather, on_device, position_runs, scatter
+
+Value = TypeVar("Value")
 
 
 class SlabRows:
@@ -22,30 +24,28 @@ class SlabRows:
     def __init__(self, rows: Sequence[RowBlocks]) -> None:
         """`rows`: followed as they change."""
         self.rows = rows
-        self._last: dict[str, tuple[object, list[object], list[Run]]] = {}
+        self._read: Found[list[Run]] = Found()
+        self._written: Found[tuple[list[Run], list[Run]]] = Found()
 
     def blocks(self, rows: Sequence[int], firsts: Sequence[int], count: int) -> list[Run]:
         """`count` blocks of each of these rows from its own first on; of zeros where it has none. Empty if no row has
         any."""
-        return self._found("read", (rows, firsts, count), rows, lambda: self._read(rows, firsts, count))
+        return self._read.get((rows, firsts, count), self._held(rows), lambda: self._blocks(rows, firsts, count))
 
-    def positions(self, starts: Sequence[int], counts: Sequence[int]) -> list[Run]:
-        """`counts[r]` positions of row r from `starts[r]` on."""
-        rows = range(len(counts))
-        return self._found("write", (starts, counts), rows, lambda: self._written(starts, counts))
+    def positions(self, starts: Sequence[int], counts: Sequence[int]) -> tuple[list[Run], list[Run]]:
+        """`counts[r]` positions of row r from `starts[r]` on, which are to be written; and those behind them that hold
+        what was discarded."""
+        held = self._held(range(len(counts)))
+        return self._written.get((starts, counts), held, lambda: self._positions(starts, counts))
 
     def forget(self) -> None:
         """Hold no blocks that rows gave up."""
-        self._last.clear()
+        self._read, self._written = Found(), Found()
 
-    def _found(self, what: str, key: object, rows: Sequence[int], find: Callable[[], list[Run]]) -> list[Run]:
-        held: list[object] = [self.rows[r].blocks for r in rows]
-        last = self._last.get(what)
-        if last is None or last[0] != key or not all(map(is_, last[1], held)):
-            last = self._last[what] = key, held, find()
-        return last[2]
+    def _held(self, rows: Sequence[int]) -> list[object]:
+        return [self.rows[r].blocks for r in rows]
 
-    def _read(self, rows: Sequence[int], firsts: Sequence[int], count: int) -> list[Run]:
+    def _blocks(self, rows: Sequence[int], firsts: Sequence[int], count: int) -> list[Run]:
         held = [_in_slabs(self.rows[r].blocks[first : first + count]) for r, first in zip(rows, firsts)]
         some = next((blocks[0] for blocks in held if blocks), None)
         if some is None:
@@ -53,14 +53,35 @@ class SlabRows:
         nothing = SlabBlock(some.slab, 0)
         return block_runs([block for own in held for block in (*own, *repeat(nothing, count - len(own)))])
 
-    def _written(self, starts: Sequence[int], counts: Sequence[int]) -> list[Run]:
-        spans = []
+    def _positions(self, starts: Sequence[int], counts: Sequence[int]) -> tuple[list[Run], list[Run]]:
+        spans: list[Span] = []
+        stale: list[Span] = []
         for row, start, count in zip(self.rows, starts, counts):
-            if count:
-                first, place = divmod(start, BLOCK_TOKENS)
-                blocks = _in_slabs(row.blocks[first : -(-(start + count) // BLOCK_TOKENS)])
-                spans.append((blocks, place, place + count))
-        return position_runs(spans)
+            if not count:
+                continue
+            first, place = divmod(start, BLOCK_TOKENS)
+            *whole, last = blocks = _in_slabs(row.blocks[first : -(-(start + count) // BLOCK_TOKENS)])
+            spans.append((blocks, place, place + count))
+            end = (place + count - 1) % BLOCK_TOKENS + 1
+            if last.filled > end:
+                stale.append(([last], end, last.filled))
+            last.filled = max(last.filled, end)
+            for block in whole:
+                block.filled = BLOCK_TOKENS
+        return position_runs(spans), position_runs(stale)
+
+
+class Found(Generic[Value]):
+    """What was found last, for whom the same is asked of the same blocks."""
+
+    def __init__(self) -> None:
+        self._last: tuple[object, list[object], Value] | None = None
+
+    def get(self, key: object, held: list[object], find: Callable[[], Value]) -> Value:
+        last = self._last
+        if last is None or last[0] != key or not all(map(is_, last[1], held)):
+            last = self._last = key, held, find()
+        return last[2]
 
 
 def _in_slabs(blocks: Sequence[Block | None]) -> Sequence[SlabBlock]:
@@ -110,13 +131,15 @@ class SlabTable(BlockTable):
         return rings.clone() if torch.is_grad_enabled() else rings
 
     def write(self, new: Tensor, starts: Tensor, counts: Tensor) -> None:
+        spans, width = counts.tolist(), new.shape[1]
+        found, stale = self.places.positions(starts.tolist(), spans)
         if self.requires_grad or new.requires_grad:
             super().write(new, starts, counts)
             return
-        spans, width = counts.tolist(), new.shape[1]
         values = new.flatten(0, 1)
         if any(count != width for count in spans):
             real = chain.from_iterable(range(r * width, r * width + count) for r, count in enumerate(spans))
             values = values.index_select(0, on_device(tuple(real), new.device))
-        if values.shape[0]:
-            scatter(self.buffer, self.places.positions(starts.tolist(), spans), values)
+        scatter(self.buffer, found, values)
+        # Rows of several lengths are read by whole blocks: a number that is none would be one of the row's again.
+        clear(self.buffer, stale)

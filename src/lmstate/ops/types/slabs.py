@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from heapq import heappop, heappush
+from heapq import heappop, heappush, nsmallest
 from itertools import chain, groupby
 from math import prod
 from operator import attrgetter, itemgetter
@@ -46,7 +46,8 @@ class Slab:
                 for s in shapes
             )
             self.whole = [buffer.unflatten(0, (-1, BLOCK_TOKENS)) for buffer in self.buffers]  # [blocks, B, K, D]
-        self.block_nbytes = sum(buffer.nbytes for buffer in self.buffers) // (blocks + 1)
+        self.nbytes = sum(buffer.nbytes for buffer in self.buffers)
+        self.block_nbytes = self.nbytes // (blocks + 1)
         self.given = 0  # so many of the first ones were handed out, and may hold numbers
         self.free: list[int] = []  # of those, that came back
 
@@ -98,7 +99,8 @@ class _Lease(ref[SlabBlock]):
 class Slabs:
     """The slabs of one layer's blocks: each has room for as much again, up to `MOST` bytes.
 
-    A block goes back to its slab once nobody holds it, and a slab that is empty to the device.
+    A block goes back to its slab once nobody holds it, and an empty slab to the device when blocks are taken next, but
+    for one of no more than `MOST` bytes.
     """
 
     def __init__(self, shapes: Sequence[BufferShape], device: torch.device) -> None:
@@ -107,13 +109,17 @@ class Slabs:
         self._leases: dict[int, _Lease] = {}  # by their ids: nothing else keeps them
         # A block may end in any thread, in the middle of anything: what is called then is no line of Python.
         self._ended: deque[_Lease] = deque()
+        self._awaited: list[tuple[_Lease, list[ref[Tensor]]]] = []  # those that ended, but a graph may read them
         self._lock = threading.Lock()
 
     def take(self, count: int, zeroed: bool) -> list[Block]:
         """Blocks that follow each other as far as that can be; of zeros, or of any numbers."""
         with self._lock:
             while self._ended:
-                self._give_back(self._ended.popleft())
+                self._end(self._ended.popleft())
+            awaited, self._awaited = self._awaited, []
+            for lease, tensors in awaited:
+                self._give_back(lease, tensors)
             blocks: list[Block] = []
             for slab in self._slabs:
                 blocks += self._of(slab, count - len(blocks), zeroed)
@@ -127,11 +133,13 @@ class Slabs:
         return blocks
 
     def _of(self, slab: Slab, most: int, zeroed: bool) -> list[Block]:
-        again = [heappop(slab.free) for _ in range(min(most, len(slab.free)))]
+        again = nsmallest(most, slab.free)
+        if zeroed and again:
+            slab.clear(again)  # while they are free: it may fail
+        for _ in again:
+            heappop(slab.free)
         fresh = range(slab.given + 1, min(slab.given + most - len(again), slab.blocks) + 1)
         slab.given += len(fresh)
-        if zeroed and again:
-            slab.clear(again)
         return [self._block(slab, index) for index in (*again, *fresh)]
 
     def _block(self, slab: Slab, index: int) -> Block:
@@ -141,13 +149,19 @@ class Slabs:
         self._leases[id(lease)] = block.lease = lease
         return block
 
-    def _give_back(self, lease: _Lease) -> None:
+    def _end(self, lease: _Lease) -> None:
         del self._leases[id(lease)]
+        tensors, lease.made = [ref(tensor) for tensor in lease.made if tensor.requires_grad], ()
+        self._give_back(lease, tensors)
+
+    def _give_back(self, lease: _Lease, tensors: list[ref[Tensor]]) -> None:
+        """A place to its slab, unless one of the tensors is still there: a graph that keeps one keeps its object."""
+        if any(tensor() is not None for tensor in tensors):
+            self._awaited.append((lease, tensors))
+            return
         slab = lease.slab
-        if any(tensor.requires_grad for tensor in lease.made):
-            return  # a graph may read it: it stays out of use until the slab ends
         heappush(slab.free, lease.index)
-        if len(slab.free) == slab.given and len(self._slabs) > 1:
+        if len(slab.free) == slab.given and (len(self._slabs) > 1 or slab.nbytes > MOST):
             self._slabs.remove(slab)
 
 
@@ -225,7 +239,17 @@ def scatter(buffer: int, positions: Sequence[Run], values: Tensor) -> None:
             own.index_copy_(0, where, part.to(own.dtype))
 
 
-@lru_cache(maxsize=256)
+def clear(buffer: int, positions: Sequence[Run]) -> None:
+    """Write zeros."""
+    for slab, _, _, where in positions:
+        own = slab.buffers[buffer]
+        if isinstance(where, slice):
+            own[where] = 0
+        else:
+            own.index_fill_(0, where, 0)
+
+
+@lru_cache(maxsize=16)
 def on_device(indices: tuple[int, ...], device: torch.device) -> Tensor:
     """int64 `[n]`: sent once, for layers whose blocks lie alike."""
     with torch.inference_mode(False):

@@ -251,6 +251,7 @@ def _copy(block: Block | None, into: Block | None) -> None:
     assert block is not None and into is not None, "a row writes behind what its window has left behind"
     for own, other in zip(into.tensors, block.tensors):
         own.copy_(other)
+    into.filled = block.filled
 
 
 def _write_pointers(pointers: NDArray[np.int64], row: int, own: RowBlocks, first: int) -> None:

@@ -28,9 +28,13 @@ void team_barrier(void) {
     return;
   }
   const int threads = omp_get_num_threads(), round = atomic_load_explicit(&t->round, memory_order_relaxed);
-  if (threads == 1) return;
+  if (threads == 1) {
+    atomic_store_explicit(&t->taken, 0, memory_order_relaxed);
+    return;
+  }
   if (atomic_fetch_add_explicit(&t->arrived, 1, memory_order_acq_rel) + 1 == threads) {
     atomic_store_explicit(&t->arrived, 0, memory_order_relaxed);
+    atomic_store_explicit(&t->taken, 0, memory_order_relaxed);
     atomic_store_explicit(&t->round, round + 1, memory_order_release);
     return;
   }
@@ -38,3 +42,5 @@ void team_barrier(void) {
     if (looks < LOOKS) look_away();
     else sched_yield(); /* the thread that is waited for may stand behind this one */
 }
+
+int64_t team_take(void) { return atomic_fetch_add_explicit(&own->taken, 1, memory_order_relaxed); }

@@ -241,17 +241,49 @@ static void multiply(const linear_args *a, int64_t begin, int64_t end, const cha
   if (bytes || pairs_in_tiles) end_tiles();
 }
 
-/* What of `total` units, of which `before` come before these `count`, this thread takes of these: as in a static loop,
- * so that a row alone is the first thread's, which has most of what it is made of. */
+/* What thread `id` takes of `total` units: as in a static loop, so that a row alone is the first thread's, which has
+ * most of what it is made of. */
 typedef struct {
   int64_t begin, end;
 } part;
-static part part_of(int64_t total, int64_t before, int64_t count) {
-  const int64_t id = omp_get_thread_num(), threads = omp_get_num_threads();
-  const int64_t each = total / threads, more = total % threads;
-  const int64_t begin = id * each + (id < more ? id : more) - before, end = begin + each + (id < more);
-  const part p = {begin > 0 ? begin : 0, end < count ? end : count};
-  return p;
+static part part_of(int64_t total, int64_t id) {
+  const int64_t threads = omp_get_num_threads(), each = total / threads, more = total % threads;
+  const int64_t begin = id * each + (id < more ? id : more);
+  return (part){begin, begin + each + (id < more)};
+}
+
+/* Of units of which some came `before`, those of a part, at least 0 and at most `count`. */
+static part within(part p, int64_t before, int64_t count) {
+  const int64_t begin = p.begin - before, end = p.end - before;
+  return (part){begin > 0 ? begin : 0, end < count ? end : count};
+}
+
+/* The blocks of some products, one after the other, that are in a part. */
+static void multiply_part(const linear_args *each, int64_t count, part all, char *memory, float *scratch) {
+  for (int64_t i = 0, before = 0; i < count; memory += rows_bytes(each + i++)) {
+    const int64_t own = blocks_of(each + i), from = first_block(each + i);
+    const part p = within(all, before, own);
+    if (p.begin < p.end) multiply(each + i, from + p.begin, from + p.end, memory, scratch);
+    before += own;
+  }
+}
+
+/* Of many rows a thread leaves the last eighth of its part, in pieces of a panel, to whoever is first: one that was
+ * interrupted would keep all others waiting. */
+enum { SHARED = 8, MANY = 96 };
+static void multiply_all(const linear_args *each, int64_t count, int64_t blocks, char *memory, float *scratch) {
+  const int64_t id = omp_get_thread_num(), threads = omp_get_num_threads(), piece = PANEL / block_of(each);
+  const part own = part_of(blocks, id);
+  if (threads == 1 || each->rows < MANY) {
+    multiply_part(each, count, own, memory, scratch);
+    return;
+  }
+  const int64_t pieces = blocks / threads / SHARED / piece; /* of each thread */
+  multiply_part(each, count, (part){own.begin, own.end - pieces * piece}, memory, scratch);
+  for (int64_t taken; (taken = team_take()) < threads * pieces;) {
+    const int64_t end = part_of(blocks, taken % threads).end - taken / threads * piece;
+    multiply_part(each, count, (part){end - piece, end}, memory, scratch);
+  }
 }
 
 void linear_run_all(const linear_args *each, int64_t count, void *memory) {
@@ -268,19 +300,13 @@ void linear_run_all(const linear_args *each, int64_t count, void *memory) {
   if (rows) {
     for (int64_t i = 0; i < count; at += rows_bytes(each + i++)) {
       if (!prepares(each + i)) continue;
-      const part p = part_of(rows, before, each[i].rows);
+      const part p = within(part_of(rows, omp_get_thread_num()), before, each[i].rows);
       prepare_rows(each + i, p.begin, p.end, at, scratch);
       before += each[i].rows;
     }
     team_barrier();
   }
-  at = first, before = 0;
-  for (int64_t i = 0; i < count; at += rows_bytes(each + i++)) {
-    const int64_t blocks_own = blocks_of(each + i), from = first_block(each + i);
-    const part p = part_of(blocks, before, blocks_own);
-    if (p.begin < p.end) multiply(each + i, from + p.begin, from + p.end, at, scratch);
-    before += blocks_own;
-  }
+  multiply_all(each, count, blocks, first, scratch);
   team_barrier();
   for (int64_t i = 0; i < count; i++)
     if (each[i].after) finish_rows(each + i);

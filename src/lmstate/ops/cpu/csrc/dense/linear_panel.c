@@ -172,25 +172,31 @@ static void pack_outputs(const linear_args *a, const bfloat12 *w, int64_t first,
   }
 }
 
+/* What a rare number adds to the sums of its output, of `rows` rows from `own` on, `each` numbers apart. */
+INLINE void add_rare(const uint16_t *own, float value, int64_t rows, int64_t each, float *to) {
+  for (int64_t m = 0; m < rows; m++, own += each, to += PANEL) *to += value * bf16_to_float(*own);
+}
+
 /* What the rare numbers of a 12-bit weight add to the sums. */
 static void add_rares(const linear_args *a, const bfloat12 *w, const void *x, float (*sums)[PANEL], int64_t row,
                       int64_t rows, int64_t first, int64_t count) {
-  if (w->first[first] == w->first[first + count]) return;
-  const int64_t k = a->inputs;
+  const rare *r = w->rares + w->first[first], *const last = w->rares + w->first[first + count];
+  if (r == last) return;
+  const int64_t k = a->inputs, beside = rows_interleaved(a);
   const int pairs = bf16_applies(a);
-  const int64_t high = rows_interleaved(a);
-  for (int32_t r = w->first[first]; r < w->first[first + count]; r++) {
-    const int64_t n = w->rares[r].output - first, column = w->rares[r].column;
-    const float value = w->rares[r].value;
+  for (; r < last; r++) {
+    float *const to = sums[0] + r->output - first;
     if (!pairs) {
-      const float *own = (const float *)x + row * k + column;
-      for (int64_t m = 0; m < rows; m++) sums[m][n] += value * own[m * k];
+      const float *own = (const float *)x + row * k + r->column;
+      for (int64_t m = 0; m < rows; m++) to[m * PANEL] += r->value * own[m * k];
       continue;
     }
-    const int64_t place = bf16_place_in_row(column);
-    for (int64_t m = 0; m < rows; m += high) {
-      const uint16_t *own = (const uint16_t *)x + (row + m) * k + place / 32 * step_of(a, row + m, high) + place % 32;
-      for (int64_t j = m; j < rows && j < m + high; j++, own += 32) sums[j][n] += value * bf16_to_float(*own);
+    const int64_t place = bf16_place_in_row(r->column);
+    for (int64_t m = 0; m < rows; m += beside) {
+      const uint16_t *own = (const uint16_t *)x + (row + m) * k + (place & 31);
+      const int64_t some = rows - m < beside ? rows - m : beside;
+      if (some == HIGH) add_rare(own + (place >> 5) * (32 * HIGH), r->value, HIGH, 32, to + m * PANEL);
+      else add_rare(own + (place >> 5) * step_of(a, row + m, beside), r->value, some, 32, to + m * PANEL);
     }
   }
 }

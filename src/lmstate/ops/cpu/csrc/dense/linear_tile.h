@@ -72,7 +72,7 @@ void bf16_unpack(const uint8_t *p, const uint8_t *ahead, const uint8_t *table, i
                  int64_t step);
 /* Where an input lies in a row where weights are of 12 bits: they are unpacked to vectors in which input i of 32 stands
  * beside input i + 16. */
-INLINE int64_t bf16_place_in_row(int64_t i) { return i / 32 * 32 + i % 16 * 2 + i / 16 % 2; }
+INLINE int64_t bf16_place_in_row(int64_t i) { return (i & -32) + (i & 15) * 2 + (i >> 4 & 1); }
 
 /* Products of quantized weights in tiles, of enough rows on processors that have them: see linear_amx.c. */
 int amx_applies(const linear_args *a);
