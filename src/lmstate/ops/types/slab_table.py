@@ -72,7 +72,7 @@ class SlabRows:
 
 
 class Found(Generic[Value]):
-    """What was found last, for whom the same is asked of the same blocks."""
+    """Memory of the last answer, for whom asks the same of the same blocks."""
 
     def __init__(self) -> None:
         self._last: tuple[object, list[object], Value] | None = None
