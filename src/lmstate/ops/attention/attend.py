@@ -124,15 +124,15 @@ def _attend_padded(
     plain = params.softcap is None and params.sinks is None
     seen = padded_view(tuple(spans), mask, k.dtype if plain else torch.bool, q.device)
     own = q[rows.start : rows.stop, : seen.width].transpose(1, 2).to(k.dtype)
-    keys, values = (x.read(rows, seen.firsts, seen.blocks) for x in (k, v))
+    keys, values = (x.read(rows, seen.spans, seen.blocks) for x in (k, v))
     return seen.finished(params.softmax(own, keys, values, seen.visible).transpose(1, 2).float(), q.shape[1])
 
 
 class PaddedView(NamedTuple):
     """Positions that the new tokens of some rows see, of as many blocks for each as the row has that holds most."""
 
-    firsts: tuple[int, ...]  # of each row, the first block
-    blocks: int
+    spans: tuple[range, ...]  # of each row, its blocks
+    blocks: int  # the most of a row
     width: int  # T: the most new tokens
     visible: Tensor  # [n, 1, T, S], S positions from each row's own first block on: bool, or added to the scores
     padding: Tensor | None  # [n, T, 1, 1], which queries are none
@@ -148,9 +148,11 @@ def padded_view(
     spans: tuple[tuple[int, int], ...], mask: CausalMask, dtype: torch.dtype, device: torch.device
 ) -> PaddedView:
     """Of rows by start and count, made once for the layers of a step that are alike."""
-    firsts = tuple(mask.first_visible(start) // BLOCK_TOKENS for start, _ in spans)
-    blocks = max(-(-(start + count) // BLOCK_TOKENS) - first for (start, count), first in zip(spans, firsts))
-    starts, counts, begins = (torch.tensor(each)[:, None] for each in (*zip(*spans), firsts))
+    held = tuple(
+        range(mask.first_visible(start) // BLOCK_TOKENS, -(-(start + count) // BLOCK_TOKENS)) for start, count in spans
+    )
+    blocks = max(map(len, held))
+    starts, counts, begins = (torch.tensor(each)[:, None] for each in (*zip(*spans), [each.start for each in held]))
     width = int(counts.max())
     offsets = torch.arange(width)
     stored = begins * BLOCK_TOKENS + torch.arange(blocks * BLOCK_TOKENS)
@@ -161,7 +163,7 @@ def padded_view(
         visible = torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, -torch.inf)
     with torch.inference_mode(False):
         none = padding.transpose(1, 2).to(device) if padding.any() else None
-        return PaddedView(firsts, blocks, width, visible.to(device), none)
+        return PaddedView(held, blocks, width, visible.to(device), none)
 
 
 def _span(x: Stored, rows: range, low: int, end: int, tracked: bool) -> Tensor:

@@ -27,10 +27,10 @@ class SlabRows:
         self._read: Found[list[Run]] = Found()
         self._written: Found[tuple[list[Run], list[Run]]] = Found()
 
-    def blocks(self, rows: Sequence[int], firsts: Sequence[int], count: int) -> list[Run]:
-        """`count` blocks of each of these rows from its own first on; of zeros where it has none. Empty if no row has
-        any."""
-        return self._read.get((rows, firsts, count), self._held(rows), lambda: self._blocks(rows, firsts, count))
+    def blocks(self, rows: Sequence[int], spans: Sequence[range], count: int) -> list[Run]:
+        """Of each of these rows its own span of blocks, and blocks of zeros behind them, `count` in all. Empty if no
+        row has any."""
+        return self._read.get((rows, spans, count), self._held(rows), lambda: self._blocks(rows, spans, count))
 
     def positions(self, starts: Sequence[int], counts: Sequence[int]) -> tuple[list[Run], list[Run]]:
         """`counts[r]` positions of row r from `starts[r]` on, which are to be written; and those behind them that hold
@@ -45,8 +45,8 @@ class SlabRows:
     def _held(self, rows: Sequence[int]) -> list[object]:
         return [self.rows[r].blocks for r in rows]
 
-    def _blocks(self, rows: Sequence[int], firsts: Sequence[int], count: int) -> list[Run]:
-        held = [_in_slabs(self.rows[r].blocks[first : first + count]) for r, first in zip(rows, firsts)]
+    def _blocks(self, rows: Sequence[int], spans: Sequence[range], count: int) -> list[Run]:
+        held = [_in_slabs(self.rows[r].blocks[span.start : span.stop]) for r, span in zip(rows, spans)]
         some = next((blocks[0] for blocks in held if blocks), None)
         if some is None:
             return []
@@ -102,12 +102,12 @@ class SlabTable(BlockTable):
     def forget(self) -> None:
         self.places.forget()
 
-    def read(self, rows: Sequence[int], firsts: Sequence[int], count: int) -> Tensor:
-        """`count` blocks of each of these rows from its own first on, `[n, K, count * B, D]`; zeros where it has none.
+    def read(self, rows: Sequence[int], spans: Sequence[range], count: int) -> Tensor:
+        """Of each of these rows its own span of blocks, and zeros behind them, `[n, K, count * B, D]`.
 
         Where they follow each other in memory it is a view.
         """
-        found = self.places.blocks(tuple(rows), tuple(firsts), count) if count else []
+        found = self.places.blocks(tuple(rows), tuple(spans), count) if count else []
         if not found:
             shape = (len(rows), self.heads, count * BLOCK_TOKENS, self.width)
             return torch.zeros(shape, dtype=self.dtype, device=self.device)
@@ -117,9 +117,9 @@ class SlabTable(BlockTable):
     def span(self, rows: range, low: int, end: int, tracked: bool = False) -> Tensor:
         if tracked or self.requires_grad:
             return super().span(rows, low, end, tracked)
-        first = low // BLOCK_TOKENS
-        found = self.read(rows, [first] * len(rows), -(-end // BLOCK_TOKENS) - first)
-        return found[:, :, low - first * BLOCK_TOKENS : end - first * BLOCK_TOKENS]
+        blocks = range(low // BLOCK_TOKENS, -(-end // BLOCK_TOKENS))
+        begin = blocks.start * BLOCK_TOKENS
+        return self.read(rows, [blocks] * len(rows), len(blocks))[:, :, low - begin : end - begin]
 
     def dense(self) -> Tensor:
         held = [row.blocks for row in self.rows]
@@ -127,7 +127,7 @@ class SlabTable(BlockTable):
         count = max((len(row) - begin for row, begin in zip(held, begins)), default=0)
         if self.requires_grad or any(begin % count for begin in begins if count):
             return super().dense()
-        rings = self.read(range(len(held)), begins, count)
+        rings = self.read(range(len(held)), [range(begin, len(row)) for row, begin in zip(held, begins)], count)
         return rings.clone() if torch.is_grad_enabled() else rings
 
     def write(self, new: Tensor, starts: Tensor, counts: Tensor) -> None:
