@@ -13,9 +13,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import lmstate
+from lmstate.checkpoints.loader import WeightLoader
+from lmstate.checkpoints.open import open_source
+from lmstate.models.families import build
 from tests.invariants.mirror import Fault, Mirror, failing_layer, failing_method
 from tests.invariants.stretched import stretched
-from tests.zoo import ours, text
+from tests.other_device import DEVICE, OtherDevice
+from tests.zoo import ours, pair, text
 
 # One small model for each way to remember: the zoo's cases that mix kinds as published models do.
 KINDS = {
@@ -183,18 +187,30 @@ every_kind = pytest.mark.parametrize("kind", [*KINDS, *STRETCHED])
 
 @every_kind
 def test_any_interleaving_equals_recomputation(kind: str, request: pytest.FixtureRequest) -> None:
-    check_interleavings(kind, request.config.getoption("--interleavings") // 12)
+    check_interleavings(model_of(kind), request.config.getoption("--interleavings") // 12)
+
+
+@pytest.mark.parametrize("kind", ["attention", "window", "shared", "latent", "parallel"])
+def test_any_interleaving_on_another_device_equals_recomputation(kind: str, request: pytest.FixtureRequest) -> None:
+    """Where blocks lie in slabs: on the GPU where there is one, else on a pretended one."""
+    theirs, _ = pair(KINDS[kind])
+    with tempfile.TemporaryDirectory() as folder, OtherDevice():
+        theirs.save_pretrained(folder)
+        model = build(WeightLoader(open_source(Path(folder)), "float32", device=DEVICE))
+        check_interleavings(model, request.config.getoption("--interleavings") // 33)
 
 
 @pytest.mark.soak
 @every_kind
 def test_many_interleavings_equal_recomputation(kind: str, request: pytest.FixtureRequest) -> None:
-    check_interleavings(kind, request.config.getoption("--interleavings"))
+    check_interleavings(model_of(kind), request.config.getoption("--interleavings"))
 
 
-def check_interleavings(kind: str, count: int) -> None:
-    model = ours(KINDS[kind]) if kind in KINDS else stretched(STRETCHED[kind])
+def model_of(kind: str) -> lmstate.Model:
+    return ours(KINDS[kind]) if kind in KINDS else stretched(STRETCHED[kind])
 
+
+def check_interleavings(model: lmstate.Model, count: int) -> None:
     @settings(
         max_examples=count,
         phases=[Phase.generate],  # shrinking thirty operations on real models takes longer than reading them

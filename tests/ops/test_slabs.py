@@ -12,6 +12,7 @@ from torch import Tensor
 
 import lmstate.ops as ops
 from lmstate.ops import dispatch
+from lmstate.ops.attention.attend_latent import attend_latent, attend_latent_reference
 from lmstate.ops.types.block_table import BLOCK_TOKENS, BlockTable, RowBlocks
 from lmstate.ops.types.slab_table import SlabRows, SlabTable
 from lmstate.ops.types.slabs import FEWEST, BufferShape, Slab, Slabs
@@ -156,17 +157,18 @@ def test_pointers_are_those_of_the_tensors() -> None:
         assert block.nbytes == sum(tensor.nbytes for tensor in block.tensors)
 
 
+SPANS = [
+    [(70, 1), (300, 1), (5, 1), (129, 1)],
+    [(70, 3), (300, 0), (0, 5), (129, 1)],
+    [(128, 1), (128, 1), (64, 40), (3000, 1), (20, 2)],
+    [(0, 90), (0, 90)],
+    [(0, 0), (0, 2)],
+    [(30, 0), (9, 0), (500, 20), (7, 0)],
+]
+
+
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize(
-    "spans",
-    [
-        [(70, 1), (300, 1), (5, 1), (129, 1)],
-        [(70, 3), (300, 0), (0, 5), (129, 1)],
-        [(128, 1), (128, 1), (64, 40), (3000, 1), (20, 2)],
-        [(0, 90), (0, 90)],
-        [(0, 0), (0, 2)],
-    ],
-)
+@pytest.mark.parametrize("spans", SPANS)
 def test_rows_attended_to_together_equal_a_loop_over_positions(name: str, spans: list[tuple[int, int]]) -> None:
     torch.manual_seed(0)
     rule = rule_of(name, 6)
@@ -186,4 +188,25 @@ def test_rows_attended_to_together_equal_a_loop_over_positions(name: str, spans:
         if params.sinks is not None:
             params = params._replace(sinks=params.sinks.to(DEVICE))
         got = ops.attend(q.to(DEVICE), k, v, starts, counts, params, mask)
+        torch.testing.assert_close(got.cpu(), want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("spans", SPANS)
+def test_latents_attended_to_together_are_those_of_each_row(spans: list[tuple[int, int]], window: int | None) -> None:
+    torch.manual_seed(0)
+    rows, starts, counts = len(spans), *torch.tensor(spans).T
+    stored = [torch.randn(rows, int((starts + counts).max()), 1, dim) for dim in (16, 8)]
+    q = [torch.randn(rows, int(counts.max()), 3, dim) for dim in (16, 8)]
+    rings = (x.transpose(1, 2)[:, 0].contiguous() for x in stored)
+    want = attend_latent_reference(*q, *rings, starts, counts, scale=0.3, window=window)
+    shapes = [BufferShape((), 16, torch.float32), BufferShape((), 8, torch.float32)]
+    with OtherDevice():
+        slabs = Slabs(shapes, torch.device(DEVICE))
+        held = [RowBlocks(tuple(slabs.take(-(-sum(span) // BLOCK_TOKENS), zeroed=True))) for span in spans]
+        latents = tables(held, torch.device(DEVICE), shapes)
+        for new, table in zip(stored, latents):
+            table.write(new.to(DEVICE), torch.zeros_like(starts), starts + counts)
+        queries = (each.to(DEVICE) for each in q)
+        got = attend_latent(*queries, *latents, starts, counts, scale=0.3, window=window)
         torch.testing.assert_close(got.cpu(), want, atol=1e-5, rtol=1e-5)

@@ -123,6 +123,8 @@ def _attend_padded(
     """Rows that follow each other at once, whatever they hold: `attend` of these."""
     plain = params.softcap is None and params.sinks is None
     seen = padded_view(tuple(spans), mask, k.dtype if plain else torch.bool, q.device)
+    if not seen.width:
+        return q.new_zeros(len(rows), *q.shape[1:3], v.shape[3])
     own = q[rows.start : rows.stop, : seen.width].transpose(1, 2).to(k.dtype)
     keys, values = (x.read(rows, seen.spans, seen.blocks) for x in (k, v))
     return seen.finished(params.softmax(own, keys, values, seen.visible).transpose(1, 2).float(), q.shape[1])

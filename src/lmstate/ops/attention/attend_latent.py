@@ -138,6 +138,8 @@ def _attend_padded(
     """Rows that follow each other at once, whatever they hold. Queries come scaled."""
     here = slice(rows.start, rows.stop)
     seen = padded_view(tuple(spans[here]), CausalMask(window), q_latent.dtype, q_latent.device)
+    if not seen.width:
+        return torch.zeros_like(q_latent[here])
     stored, turned = (x.read(rows, seen.spans, seen.blocks)[:, 0].to(q_latent.dtype) for x in (latent, rope_key))
     queries, turning = (q[here, : seen.width].flatten(1, 2) for q in (q_latent, q_rope))  # [n, T * H, ...]
     scores = torch.baddbmm(turning @ turned.mT, queries, stored.mT).unflatten(1, (seen.width, -1))
