@@ -133,6 +133,22 @@ def test_threads_do_not_change_a_bit(variant: str) -> None:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("normed", [False, True])
+def test_what_threads_share_of_many_rows_is_done_once(variant: str, kind: str, normed: bool) -> None:
+    """The last eighth of a thread's outputs is made by whoever comes first: all are written, with the same bits."""
+    torch.manual_seed(0)
+    weight, x = stored(torch.randn(3100, 64) * 0.1, kind), torch.randn(100, 64)
+    norm, threads, found = ops.Norm(torch.rand(64), 1e-5) if normed else None, torch.get_num_threads(), []
+    try:
+        for n in (1, 2, 3, 4):
+            torch.set_num_threads(n)
+            found.append(ops.linear(x, weight, norm=norm, out=torch.full((100, 3100), torch.nan)))
+    finally:
+        torch.set_num_threads(threads)
+    assert not found[0].isnan().any() and all(torch.equal(one, found[0]) for one in found)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_does_not_vanish_in_the_rounding(variant: str, bad: float) -> None:
     for kind in KINDS:
