@@ -26,9 +26,10 @@ import pytest
 import lmstate
 from lmstate import ops
 from lmstate.engine import Engine
-from lmstate.serve import Settings, linger, read_keys
-from lmstate.serve import http as serve_http
-from lmstate.serve.metrics import RENAMED, Metrics
+from lmstate.serve import Settings, read_keys
+from lmstate.serve.answer import handlers as serve_http
+from lmstate.serve.wire import linger
+from lmstate.serve.wire.metrics import RENAMED, Metrics
 from tests.serve.running import Running, events, running, save_tiny, standing_still
 from tests.serve.test_many_connections import room
 from tests.waiting import GUARD, wait_until

@@ -13,8 +13,8 @@ import pytest
 import lmstate
 from lmstate.engine import Engine
 from lmstate.serve import Settings, anthropic
-from lmstate.serve.errors import ApiError
-from lmstate.serve.fields import Fields
+from lmstate.serve.wire.errors import ApiError
+from lmstate.serve.wire.fields import Fields
 from tests.serve.running import Running, events, running
 
 PAGE = Path(__file__).parents[2] / "docs" / "server.md"

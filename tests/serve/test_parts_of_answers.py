@@ -12,9 +12,9 @@ import pytest
 
 from lmstate.engine import Engine, TokenLogprob
 from lmstate.serve import Settings
-from lmstate.serve.answers import UntoldTokens
+from lmstate.serve.answer.answers import UntoldTokens
+from lmstate.serve.answer.grammar import Grammars
 from lmstate.serve.anthropic import whole_values
-from lmstate.serve.grammar import Grammars
 from lmstate.serve.tools import CallArguments, Reasoning, Text
 from tests.serve.byte_tokenizer import TEMPLATE
 from tests.serve.running import Running, events, load_tiny, running

@@ -13,16 +13,16 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from lmstate import Engine
 from lmstate.generation.grammar import admitted
-from lmstate.serve.answers import AnswerMaker
-from lmstate.serve.errors import ApiError
-from lmstate.serve.grammar import Grammars
-from lmstate.serve.messages import Call, Chat, Message, Renderer
-from lmstate.serve.reasoning import KNOWN, reasoning_of
-from lmstate.serve.service import Service, ToolUse
+from lmstate.serve.answer.answers import AnswerMaker
+from lmstate.serve.answer.grammar import Grammars
+from lmstate.serve.answer.messages import Call, Chat, Message, Renderer
+from lmstate.serve.answer.reasoning import KNOWN, reasoning_of
+from lmstate.serve.answer.service import Service, ToolUse
 from lmstate.serve.settings import Settings
 from lmstate.serve.tools import HERMES, Reasoning, Text, Tool
 from lmstate.serve.tools.base import plain_text
 from lmstate.serve.tools.reader import Parser
+from lmstate.serve.wire.errors import ApiError
 from lmstate.speculation import Draft
 from lmstate.text.control_tokens import control_pattern
 from lmstate.text.replay import Replay, Sampled, chain

@@ -14,12 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmstate.engine import Piece
-from lmstate.serve import anthropic, openai_chat, response_items
-from lmstate.serve.answers import Answer
-from lmstate.serve.fields import Fields
-from lmstate.serve.messages import Chat, Message, Renderer
-from lmstate.serve.service import ChatTask, Service, ToolUse
+from lmstate.serve import anthropic
+from lmstate.serve.answer.answers import Answer
+from lmstate.serve.answer.messages import Chat, Message, Renderer
+from lmstate.serve.answer.service import ChatTask, Service, ToolUse
+from lmstate.serve.openai import chat as openai_chat
+from lmstate.serve.openai.responses import items as response_items
 from lmstate.serve.tools import CallArguments, CallStart, Event
+from lmstate.serve.wire.fields import Fields
 from lmstate.text.replay import Replay
 from tests.serve.byte_tokenizer import END, TEMPLATE, byte_tokenizer
 from tests.serve.test_tool_formats import BY_NAME, SAMPLES, TOOLS

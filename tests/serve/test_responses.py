@@ -18,7 +18,7 @@ import pytest
 import lmstate
 from lmstate.engine import Engine
 from lmstate.serve import Settings
-from lmstate.serve.response_store import ResponseStore
+from lmstate.serve.openai.responses.store import ResponseStore
 from tests.serve.running import Running, running, standing_still
 from tests.serve.test_behavior import held
 from tests.waiting import GUARD, wait_until

@@ -15,7 +15,7 @@ import pytest
 from lmstate.engine import Engine
 from lmstate.engine.session import Session
 from lmstate.serve import Settings
-from lmstate.serve.errors import as_api_error
+from lmstate.serve.wire.errors import as_api_error
 from tests.serve.byte_tokenizer import TEMPLATE
 from tests.serve.running import Running, events, load_tiny, running
 from tests.waiting import GUARD

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmstate.serve.grammar import Grammars
+from lmstate.serve.answer.grammar import Grammars
 from lmstate.serve.tools import FORMATS, CallArguments, CallStart, Text, Tool, format_of
 from lmstate.serve.tools.events import Reasoning
 from lmstate.serve.tools.reader import Parser

@@ -13,17 +13,18 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from lmstate.serve.answers import Answer, AnsweredCall, Passage, new_id, usage_details
-from lmstate.serve.errors import ApiError, as_api_error
-from lmstate.serve.fields import Fields
-from lmstate.serve.http import json_response, log, read_body
-from lmstate.serve.messages import Call, Chat, Message, without_volatile
-from lmstate.serve.openai_fields import MOST_MESSAGES
-from lmstate.serve.openai_tools import MOST_TOOLS, chosen_name, tool_name
-from lmstate.serve.sampling import sampling_options, stops
-from lmstate.serve.service import ChatTask, Constraint, Service, ToolUse
-from lmstate.serve.sse import EventStream, event
+from lmstate.serve.answer.answers import Answer, AnsweredCall, Passage, usage_details
+from lmstate.serve.answer.handlers import json_response, log, read_body
+from lmstate.serve.answer.messages import Call, Chat, Message, without_volatile
+from lmstate.serve.answer.sampling import sampling_options, stops
+from lmstate.serve.answer.service import ChatTask, Constraint, Service, ToolUse
+from lmstate.serve.openai.fields import MOST_MESSAGES
+from lmstate.serve.openai.tools import MOST_TOOLS, chosen_name, tool_name
 from lmstate.serve.tools import CallArguments, CallStart, Event, Reasoning, Text, Tool
+from lmstate.serve.wire.errors import ApiError, as_api_error
+from lmstate.serve.wire.fields import Fields
+from lmstate.serve.wire.ids import new_id
+from lmstate.serve.wire.sse import EventStream, event
 
 PING = event("ping", {"type": "ping"})
 

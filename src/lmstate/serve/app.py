@@ -15,31 +15,23 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from lmstate.serve import (
-    anthropic,
-    compact_route,
-    conversations_route,
-    embeddings,
-    models_route,
-    openai_chat,
-    openai_completions,
-    page_route,
-    responses,
-    sessions,
-    tokens_route,
-)
-from lmstate.serve import stored_responses_route as stored
+from lmstate.serve import anthropic, sessions
+from lmstate.serve.answer.handlers import endpoint, error_response, json_response
+from lmstate.serve.answer.paths import Path
+from lmstate.serve.answer.service import Service
+from lmstate.serve.conversations import page
 from lmstate.serve.conversations import routes as conversations
 from lmstate.serve.conversations.keeper import Keeper
-from lmstate.serve.errors import ApiError
 from lmstate.serve.guard import Guard
-from lmstate.serve.http import endpoint, error_response, json_response
-from lmstate.serve.linger import Linger
+from lmstate.serve.openai import chat, completions, embeddings, models, tokens
+from lmstate.serve.openai.responses import compact, stored
+from lmstate.serve.openai.responses import conversations as stored_conversations
+from lmstate.serve.openai.responses import routes as responses
 from lmstate.serve.openapi import document
-from lmstate.serve.paths import Path
-from lmstate.serve.request_id import RequestIds
-from lmstate.serve.service import Service
 from lmstate.serve.settings import Settings
+from lmstate.serve.wire.errors import ApiError
+from lmstate.serve.wire.linger import Linger
+from lmstate.serve.wire.request_id import RequestIds
 
 if TYPE_CHECKING:
     from lmstate.engine import Engine
@@ -50,16 +42,16 @@ async def _openapi(service: Service, request: Request) -> ASGIApp:
 
 
 PATHS = (
-    Path("GET", "/health", models_route.health, summary="Whether the server takes requests"),
-    Path("GET", "/metrics", models_route.metrics, both=False, summary="Prometheus metrics"),
-    Path("GET", "/v1/models", models_route.list_models, summary="The models that are served"),
-    Path("GET", "/v1/models/{model:path}", models_route.get_model, summary="One model"),
-    Path("POST", "/v1/chat/completions", openai_chat.chat_completions, summary="OpenAI chat completions"),
-    Path("POST", "/v1/chat/completions/input_tokens", tokens_route.count_input, summary="Tokens of a chat's prompt"),
-    Path("POST", "/v1/completions", openai_completions.completions, summary="OpenAI completions"),
+    Path("GET", "/health", models.health, summary="Whether the server takes requests"),
+    Path("GET", "/metrics", models.metrics, both=False, summary="Prometheus metrics"),
+    Path("GET", "/v1/models", models.list_models, summary="The models that are served"),
+    Path("GET", "/v1/models/{model:path}", models.get_model, summary="One model"),
+    Path("POST", "/v1/chat/completions", chat.chat_completions, summary="OpenAI chat completions"),
+    Path("POST", "/v1/chat/completions/input_tokens", tokens.count_input, summary="Tokens of a chat's prompt"),
+    Path("POST", "/v1/completions", completions.completions, summary="OpenAI completions"),
     Path("POST", "/v1/responses", responses.create_response, summary="OpenAI responses"),
     Path("POST", "/v1/responses/input_tokens", responses.count_input, summary="Tokens of a response's prompt"),
-    Path("POST", "/v1/responses/compact", compact_route.compact, summary="A summary in place of a conversation"),
+    Path("POST", "/v1/responses/compact", compact.compact, summary="A summary in place of a conversation"),
     Path("GET", "/v1/responses/{id}", stored.get_response, summary="A stored response"),
     Path("DELETE", "/v1/responses/{id}", stored.delete_response, summary="Forget a stored response"),
     Path(
@@ -74,14 +66,14 @@ PATHS = (
         stored.cancel_response,
         summary="Cancel a background response",
     ),
-    Path("POST", "/v1/conversations", conversations_route.create_conversation, summary="A new conversation"),
-    Path("GET", "/v1/conversations/{id}", conversations_route.get_conversation, summary="A conversation"),
-    Path("POST", "/v1/conversations/{id}", conversations_route.change_conversation, summary="Change its metadata"),
-    Path("DELETE", "/v1/conversations/{id}", conversations_route.delete_conversation, summary="Forget a conversation"),
-    Path("GET", "/v1/conversations/{id}/items", conversations_route.list_items, summary="A conversation's items"),
-    Path("POST", "/v1/conversations/{id}/items", conversations_route.add_items, summary="Add items to it"),
-    Path("GET", "/v1/conversations/{id}/items/{item}", conversations_route.get_item, summary="One of its items"),
-    Path("DELETE", "/v1/conversations/{id}/items/{item}", conversations_route.delete_item, summary="Forget an item"),
+    Path("POST", "/v1/conversations", stored_conversations.create_conversation, summary="A new conversation"),
+    Path("GET", "/v1/conversations/{id}", stored_conversations.get_conversation, summary="A conversation"),
+    Path("POST", "/v1/conversations/{id}", stored_conversations.change_conversation, summary="Change its metadata"),
+    Path("DELETE", "/v1/conversations/{id}", stored_conversations.delete_conversation, summary="Delete a conversation"),
+    Path("GET", "/v1/conversations/{id}/items", stored_conversations.list_items, summary="A conversation's items"),
+    Path("POST", "/v1/conversations/{id}/items", stored_conversations.add_items, summary="Add items to it"),
+    Path("GET", "/v1/conversations/{id}/items/{item}", stored_conversations.get_item, summary="One of its items"),
+    Path("DELETE", "/v1/conversations/{id}/items/{item}", stored_conversations.delete_item, summary="Forget an item"),
     Path("POST", "/v1/messages", anthropic.messages, summary="Anthropic messages"),
     Path("POST", "/v1/messages/count_tokens", anthropic.count_tokens, summary="Tokens of a message's prompt"),
     Path("POST", "/v1/embeddings", embeddings.embeddings, summary="OpenAI embeddings"),
@@ -99,13 +91,13 @@ PATHS = (
     Path("PUT", "/v1/sessions/{name}/snapshot", sessions.upload, summary="A session from such a file"),
     Path("GET", "/v1/cache/tree", sessions.tree, summary="The prefixes that are kept"),
     Path("POST", "/v1/cache/explain", sessions.explain, summary="What of a prompt would be reused, and why not more"),
-    Path("POST", "/tokenize", tokens_route.tokenize, summary="Text or messages to token ids"),
-    Path("POST", "/detokenize", tokens_route.detokenize, summary="Token ids to text"),
-    Path("GET", "/tokenizer_info", tokens_route.tokenizer_info, summary="The tokenizer's special tokens and template"),
-    Path("GET", "/props", models_route.props, summary="The server's properties, as llama-server gives them"),
-    Path("GET", "/slots", models_route.slots, summary="The engine's rows, as llama-server gives its slots"),
+    Path("POST", "/tokenize", tokens.tokenize, summary="Text or messages to token ids"),
+    Path("POST", "/detokenize", tokens.detokenize, summary="Token ids to text"),
+    Path("GET", "/tokenizer_info", tokens.tokenizer_info, summary="The tokenizer's special tokens and template"),
+    Path("GET", "/props", models.props, summary="The server's properties, as llama-server gives them"),
+    Path("GET", "/slots", models.slots, summary="The engine's rows, as llama-server gives its slots"),
     Path("GET", "/openapi.json", _openapi, both=False, summary="This document"),
-    Path("POST", "/apply-template", tokens_route.apply_template, summary="Messages to the text of the prompt"),
+    Path("POST", "/apply-template", tokens.apply_template, summary="Messages to the text of the prompt"),
 )
 
 
@@ -124,7 +116,7 @@ def create_app(engine: Engine, settings: Settings, *, close_engine: bool = True)
 
     service = Service(engine, settings)
     keeper = Keeper(service)
-    served = (*PATHS, *conversations.PATHS, *page_route.PATHS)
+    served = (*PATHS, *conversations.PATHS, *page.PATHS)
     routes = [
         Route(path, endpoint(one.handler, one.path), methods=[one.method]) for one in served for path in one.paths
     ]
@@ -133,7 +125,7 @@ def create_app(engine: Engine, settings: Settings, *, close_engine: bool = True)
         middleware=[
             Middleware(Linger, seconds=settings.body_timeout),
             Middleware(RequestIds),
-            Middleware(Guard, settings=settings, open_paths=page_route.OPEN_PATHS),
+            Middleware(Guard, settings=settings, open_paths=page.OPEN_PATHS),
         ],
         exception_handlers={HTTPException: _http_error, Exception: _failed},
         lifespan=lifespan,

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lmstate.serve.errors import ApiError
-from lmstate.serve.http import error_response
-from lmstate.serve.request_id import ANTHROPIC, OPENAI
+from lmstate.serve.answer.handlers import error_response
 from lmstate.serve.settings import Settings, is_loopback
+from lmstate.serve.wire.errors import ApiError
+from lmstate.serve.wire.request_id import ANTHROPIC, OPENAI
 
 OPEN = frozenset({"/health", "/v1/health"})  # asked by what watches a server, without a key
 

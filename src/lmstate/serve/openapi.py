@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from lmstate.serve.paths import Path
+from lmstate.serve.answer.paths import Path
 
 TEXT, FLAG, WHOLE, NUMBER = ({"type": kind} for kind in ("string", "boolean", "integer", "number"))
 OBJECT: dict[str, Any] = {"type": "object"}

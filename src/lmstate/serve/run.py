@@ -14,12 +14,12 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lmstate.serve.app import create_app
-from lmstate.serve.errors import ApiError
 from lmstate.serve.settings import Settings
+from lmstate.serve.wire.errors import ApiError
 
 if TYPE_CHECKING:
     from lmstate.engine import Engine
-    from lmstate.serve.service import Service
+    from lmstate.serve.answer.service import Service
 
 MOST_HEADER = 2**16
 # Connections accepted at a time. Those of a few rounds of the loop are open at once before the bound closes others, and

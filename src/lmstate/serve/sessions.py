@@ -18,15 +18,16 @@ from starlette.types import ASGIApp
 
 from lmstate.engine.session import Record, SessionBusy
 from lmstate.errors import StateError
-from lmstate.serve.answers import new_id, usage_details
-from lmstate.serve.errors import ApiError, as_api_error
-from lmstate.serve.fields import Fields
-from lmstate.serve.http import json_response, log, read_body
-from lmstate.serve.openai_completions import prompt_ids
-from lmstate.serve.openai_fields import read_messages
-from lmstate.serve.sampling import check_ids, sampling_options, stops
-from lmstate.serve.service import Service
-from lmstate.serve.sse import DONE, EventStream, comment, data, unless_gone
+from lmstate.serve.answer.answers import usage_details
+from lmstate.serve.answer.handlers import json_response, log, read_body
+from lmstate.serve.answer.sampling import check_ids, sampling_options, stops
+from lmstate.serve.answer.service import Service
+from lmstate.serve.openai.completions import prompt_ids
+from lmstate.serve.openai.fields import read_messages
+from lmstate.serve.wire.errors import ApiError, as_api_error
+from lmstate.serve.wire.fields import Fields
+from lmstate.serve.wire.ids import new_id
+from lmstate.serve.wire.sse import DONE, EventStream, comment, data, unless_gone
 
 if TYPE_CHECKING:
     from lmstate.engine import Completion, Session
@@ -144,7 +145,7 @@ async def explain(service: Service, request: Request) -> ASGIApp:
     """Explain how much of a prompt would be reused, and why not more: `prompt` or `messages`, as elsewhere."""
     body = await read_body(service, request)
     if body.has("messages"):
-        from lmstate.serve.openai_chat import read_chat
+        from lmstate.serve.openai.chat import read_chat
 
         chat, _ = read_chat(body)
         tokens = (await asyncio.to_thread(service.renderer.prompt, chat)).tokens

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
-from lmstate.serve.errors import ApiError
+from lmstate.serve.wire.errors import ApiError
 
 KEY_VARIABLE = "LMSTATE_API_KEY"
 

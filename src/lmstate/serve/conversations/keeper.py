@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from lmstate.engine.results import Piece
 from lmstate.engine.session import Moment, Record
-from lmstate.serve.answers import Answer, new_id, usage_details
+from lmstate.serve.answer.answers import Answer, usage_details
+from lmstate.serve.answer.handlers import log
+from lmstate.serve.answer.messages import Chat, Prompt
+from lmstate.serve.answer.sampling import sampling_options
+from lmstate.serve.answer.service import Service, ToolUse
 from lmstate.serve.conversations.live import Live
 from lmstate.serve.conversations.markdown import GrowingMarkdown, render_blocks
 from lmstate.serve.conversations.store import ConversationStore
 from lmstate.serve.conversations.tree import Conversation, Node
-from lmstate.serve.errors import ApiError, as_api_error
-from lmstate.serve.fields import Fields
-from lmstate.serve.http import log
-from lmstate.serve.messages import Chat, Prompt
-from lmstate.serve.sampling import sampling_options
-from lmstate.serve.service import Service, ToolUse
+from lmstate.serve.wire.errors import ApiError, as_api_error
+from lmstate.serve.wire.fields import Fields
+from lmstate.serve.wire.ids import new_id
 
 if TYPE_CHECKING:
     from lmstate.engine import Request

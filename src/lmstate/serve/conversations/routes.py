@@ -15,17 +15,17 @@ from starlette.responses import FileResponse
 from starlette.types import ASGIApp
 
 from lmstate.engine.session import Session
-from lmstate.serve.answers import new_id
+from lmstate.serve.answer.handlers import json_response, read_body
+from lmstate.serve.answer.paths import Path
+from lmstate.serve.answer.service import Service
 from lmstate.serve.conversations.keeper import MOST_TITLE, Keeper, session_name
 from lmstate.serve.conversations.live import Live
 from lmstate.serve.conversations.tree import Conversation, Node
-from lmstate.serve.errors import ApiError
-from lmstate.serve.fields import Fields
-from lmstate.serve.http import json_response, read_body
-from lmstate.serve.paths import Path
-from lmstate.serve.service import Service
 from lmstate.serve.sessions import done, receive_file, temporary
-from lmstate.serve.sse import EventStream, comment, data
+from lmstate.serve.wire.errors import ApiError
+from lmstate.serve.wire.fields import Fields
+from lmstate.serve.wire.ids import new_id
+from lmstate.serve.wire.sse import EventStream, comment, data
 
 MOST_PREFIXES, MOST_BACK = 200, 20  # of the store, and of earlier answers, that the panel of the state tells of
 WAIT, LOOK = 5.0, 0.5  # seconds after which a page that hears nothing is told so; between looks for the server's end

@@ -8,7 +8,7 @@ from threading import Lock
 from typing import Any
 
 from lmstate.serve.conversations.tree import Conversation, Node
-from lmstate.serve.database import open_database
+from lmstate.serve.wire.database import open_database
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS conversations (

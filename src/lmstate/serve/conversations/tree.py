@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from lmstate.serve.messages import Message
+from lmstate.serve.answer.messages import Message
 
 Alternative = tuple[int, float]
 

@@ -15,8 +15,8 @@ from threading import Lock
 from time import time
 from typing import Any
 
-from lmstate.serve.database import open_database
-from lmstate.serve.messages import Call, Message
+from lmstate.serve.answer.messages import Call, Message
+from lmstate.serve.wire.database import open_database
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (

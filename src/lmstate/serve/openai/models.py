@@ -12,9 +12,9 @@ from starlette.types import ASGIApp
 
 import lmstate
 from lmstate.generation.sampling import Sampler
-from lmstate.serve.errors import ApiError
-from lmstate.serve.http import json_response
-from lmstate.serve.service import Service
+from lmstate.serve.answer.handlers import json_response
+from lmstate.serve.answer.service import Service
+from lmstate.serve.wire.errors import ApiError
 
 
 def model_card(service: Service, name: str) -> dict[str, Any]:

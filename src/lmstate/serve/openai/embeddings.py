@@ -14,10 +14,10 @@ from torch import Tensor
 
 from lmstate import ops
 from lmstate.models.model import Model
-from lmstate.serve.http import json_response, read_body
-from lmstate.serve.openai_completions import prompt_ids
-from lmstate.serve.service import Service
-from lmstate.serve.sse import unless_gone
+from lmstate.serve.answer.handlers import json_response, read_body
+from lmstate.serve.answer.service import Service
+from lmstate.serve.openai.completions import prompt_ids
+from lmstate.serve.wire.sse import unless_gone
 
 POOLINGS = ("mean", "last", "cls")
 BESIDE_STREAMS, ALONE = 64, 512  # tokens of a text that are read in one go

@@ -9,18 +9,19 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from lmstate.serve import openai_fields as fields
-from lmstate.serve.answers import Answer, AnsweredCall, new_id
-from lmstate.serve.custom_tools import input_of
-from lmstate.serve.errors import as_api_error
-from lmstate.serve.fields import Fields
-from lmstate.serve.http import json_response, log, read_body
-from lmstate.serve.messages import Chat
-from lmstate.serve.openai_tools import read_tool_use
-from lmstate.serve.sampling import sampling_options, stops
-from lmstate.serve.service import ChatTask, Service, ToolUse
-from lmstate.serve.sse import DONE, EventStream, comment, data
+from lmstate.serve.answer.answers import Answer, AnsweredCall
+from lmstate.serve.answer.handlers import json_response, log, read_body
+from lmstate.serve.answer.messages import Chat
+from lmstate.serve.answer.sampling import sampling_options, stops
+from lmstate.serve.answer.service import ChatTask, Service, ToolUse
+from lmstate.serve.openai import fields
+from lmstate.serve.openai.tools import read_tool_use
 from lmstate.serve.tools import CallArguments, Event, Reasoning, Text
+from lmstate.serve.tools.custom import input_of
+from lmstate.serve.wire.errors import as_api_error
+from lmstate.serve.wire.fields import Fields
+from lmstate.serve.wire.ids import new_id
+from lmstate.serve.wire.sse import DONE, EventStream, comment, data
 
 if TYPE_CHECKING:
     from lmstate.engine import TokenLogprob

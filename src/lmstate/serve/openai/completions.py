@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from lmstate.serve import openai_fields as fields
-from lmstate.serve.answers import new_id
-from lmstate.serve.errors import ApiError, as_api_error
-from lmstate.serve.fields import Fields
-from lmstate.serve.http import json_response, log, read_body
-from lmstate.serve.sampling import check_ids, sampling_options, stops
-from lmstate.serve.service import Service
-from lmstate.serve.sse import DONE, EventStream, comment, data, unless_gone
+from lmstate.serve.answer.handlers import json_response, log, read_body
+from lmstate.serve.answer.sampling import check_ids, sampling_options, stops
+from lmstate.serve.answer.service import Service
+from lmstate.serve.openai import fields
+from lmstate.serve.wire.errors import ApiError, as_api_error
+from lmstate.serve.wire.fields import Fields
+from lmstate.serve.wire.ids import new_id
+from lmstate.serve.wire.sse import DONE, EventStream, comment, data, unless_gone
 
 if TYPE_CHECKING:
     from lmstate.engine import Completion, Piece, TokenLogprob

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lmstate.serve.errors import ApiError
-from lmstate.serve.fields import Fields
+from lmstate.serve.wire.errors import ApiError
+from lmstate.serve.wire.fields import Fields
 
 STOPS, STOP_LENGTH, BIASES = 64, 1024, 4096
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from lmstate.serve.errors import ApiError
+from lmstate.serve.wire.errors import ApiError
 from lmstate.text.nesting import is_deeper
 
 DEPTH = 100  # of nested arrays and objects; a JSON schema of a deep tool goes to about 30

@@ -8,9 +8,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from lmstate.serve.errors import ApiError
-from lmstate.serve.paths import Path
-from lmstate.serve.service import Service
+from lmstate.serve.answer.paths import Path
+from lmstate.serve.answer.service import Service
+from lmstate.serve.wire.errors import ApiError
 
 TYPES = {
     "html": "text/html; charset=utf-8",

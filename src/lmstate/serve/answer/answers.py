@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
-import string
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -14,17 +12,11 @@ from typing import TYPE_CHECKING, Any
 from lmstate.generation.stopping import StopScanner
 from lmstate.serve.tools import CallArguments, CallStart, Event, Reasoning, Text
 from lmstate.serve.tools.reader import Parse, Parser, Reader
+from lmstate.serve.wire.ids import new_id
 from lmstate.text.tokenizer import TextStream, Tokenizer
 
 if TYPE_CHECKING:
     from lmstate.engine import Piece, TokenLogprob
-
-ALPHABET = string.ascii_letters + string.digits
-
-
-def new_id(prefix: str, length: int = 24) -> str:
-    """An identifier that cannot be guessed."""
-    return prefix + "".join(ALPHABET[byte % len(ALPHABET)] for byte in secrets.token_bytes(length))
 
 
 @dataclass

@@ -15,17 +15,17 @@ from starlette.types import Receive
 from lmstate.engine.results import EngineClosed, QueueFull
 from lmstate.errors import StateError
 from lmstate.generation.answer import CONTEXT
-from lmstate.serve.answers import Answer, AnswerMaker
-from lmstate.serve.background import BackgroundResponses
-from lmstate.serve.conversation_store import ConversationStore
-from lmstate.serve.errors import ApiError, as_api_error
-from lmstate.serve.grammar import Grammars, TokenGrammar
-from lmstate.serve.messages import Call, Chat, Message, Prompt, Renderer
-from lmstate.serve.metrics import Metrics
-from lmstate.serve.response_store import ResponseStore
+from lmstate.serve.answer.answers import Answer, AnswerMaker
+from lmstate.serve.answer.grammar import Grammars, TokenGrammar
+from lmstate.serve.answer.messages import Call, Chat, Message, Prompt, Renderer
+from lmstate.serve.openai.responses.background import BackgroundResponses
+from lmstate.serve.openai.responses.conversation_store import ConversationStore
+from lmstate.serve.openai.responses.store import ResponseStore
 from lmstate.serve.settings import Settings
-from lmstate.serve.sse import Disconnected, unless_gone
 from lmstate.serve.tools import Event, Tool
+from lmstate.serve.wire.errors import ApiError, as_api_error
+from lmstate.serve.wire.metrics import Metrics
+from lmstate.serve.wire.sse import Disconnected, unless_gone
 from lmstate.text.replay import Replay, Sampled, link
 
 if TYPE_CHECKING:

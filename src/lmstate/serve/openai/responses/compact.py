@@ -8,14 +8,14 @@ from dataclasses import replace
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from lmstate.serve import response_items as items
-from lmstate.serve.answers import new_id
-from lmstate.serve.compaction import ASK, BEFORE, compaction_item
-from lmstate.serve.http import json_response, read_body
-from lmstate.serve.messages import Message
-from lmstate.serve.responses import exact_tokens, read, truncated, usage_of
-from lmstate.serve.sampling import sampling_options
-from lmstate.serve.service import Service, ToolUse
+from lmstate.serve.answer.handlers import json_response, read_body
+from lmstate.serve.answer.messages import Message
+from lmstate.serve.answer.sampling import sampling_options
+from lmstate.serve.answer.service import Service, ToolUse
+from lmstate.serve.openai.responses import items
+from lmstate.serve.openai.responses.compaction import ASK, BEFORE, compaction_item
+from lmstate.serve.openai.responses.routes import exact_tokens, read, truncated, usage_of
+from lmstate.serve.wire.ids import new_id
 
 SUMMARY = 1024  # tokens of a summary at most
 

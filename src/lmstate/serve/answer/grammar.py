@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lmstate.serve.errors import ApiError
 from lmstate.serve.tools import Tool, ToolFormat
 from lmstate.serve.tools.base import json_term, quoted
+from lmstate.serve.wire.errors import ApiError
 
 if TYPE_CHECKING:
     import llguidance

@@ -6,11 +6,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from lmstate.serve.custom_tools import custom_tool
-from lmstate.serve.errors import ApiError
-from lmstate.serve.fields import Fields
-from lmstate.serve.service import ToolUse
+from lmstate.serve.answer.service import ToolUse
 from lmstate.serve.tools import Tool
+from lmstate.serve.tools.custom import custom_tool
+from lmstate.serve.wire.errors import ApiError
+from lmstate.serve.wire.fields import Fields
 
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 MOST_TOOLS = 512

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lmstate.serve import response_items as items
-from lmstate.serve.answers import new_id
-from lmstate.serve.custom_tools import input_of
-from lmstate.serve.sse import event
+from lmstate.serve.openai.responses import items
 from lmstate.serve.tools import CallArguments, CallStart, Event, Reasoning, Text, Tool
 from lmstate.serve.tools.base import tool_named
+from lmstate.serve.tools.custom import input_of
+from lmstate.serve.wire.ids import new_id
+from lmstate.serve.wire.sse import event
 
 
 @dataclass

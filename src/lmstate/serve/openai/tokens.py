@@ -10,12 +10,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from lmstate.serve.fields import Fields
-from lmstate.serve.http import json_response, read_body
-from lmstate.serve.messages import Prompt
-from lmstate.serve.openai_chat import read_chat
-from lmstate.serve.sampling import check_ids
-from lmstate.serve.service import Service
+from lmstate.serve.answer.handlers import json_response, read_body
+from lmstate.serve.answer.messages import Prompt
+from lmstate.serve.answer.sampling import check_ids
+from lmstate.serve.answer.service import Service
+from lmstate.serve.openai.chat import read_chat
+from lmstate.serve.wire.fields import Fields
 
 
 async def tokenize(service: Service, request: Request) -> ASGIApp:

@@ -11,10 +11,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from lmstate.serve.errors import ApiError, as_api_error
-from lmstate.serve.fields import Fields, parse_body
-from lmstate.serve.service import Service
-from lmstate.serve.sse import Disconnected, dumps
+from lmstate.serve.answer.service import Service
+from lmstate.serve.wire.errors import ApiError, as_api_error
+from lmstate.serve.wire.fields import Fields, parse_body
+from lmstate.serve.wire.sse import Disconnected, dumps
 
 log = logging.getLogger("lmstate.serve")
 

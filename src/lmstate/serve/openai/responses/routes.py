@@ -12,25 +12,26 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from lmstate.serve import openai_fields as fields
-from lmstate.serve import response_items as items
-from lmstate.serve.answers import AnsweredCall, Passage, new_id, usage_details
-from lmstate.serve.background import BackgroundResponse
-from lmstate.serve.conversation_store import StoredConversation
-from lmstate.serve.conversations_route import conversation_named, metadata_of
-from lmstate.serve.errors import ApiError, as_api_error
-from lmstate.serve.fields import Fields
-from lmstate.serve.http import json_response, log, read_body
-from lmstate.serve.messages import Chat, Message
-from lmstate.serve.openai_chat import MOST_TOP, event_stream
-from lmstate.serve.openai_tools import KINDS, NAMESPACE, read_tool_use
-from lmstate.serve.response_output import Output
-from lmstate.serve.response_store import Stored
-from lmstate.serve.sampling import sampling_options, stops
-from lmstate.serve.service import ChatTask, Constraint, Service, ToolUse
-from lmstate.serve.stored_responses_route import followed
+from lmstate.serve.answer.answers import AnsweredCall, Passage, usage_details
+from lmstate.serve.answer.handlers import json_response, log, read_body
+from lmstate.serve.answer.messages import Chat, Message
+from lmstate.serve.answer.sampling import sampling_options, stops
+from lmstate.serve.answer.service import ChatTask, Constraint, Service, ToolUse
+from lmstate.serve.openai import fields
+from lmstate.serve.openai.chat import MOST_TOP, event_stream
+from lmstate.serve.openai.responses import items
+from lmstate.serve.openai.responses.background import BackgroundResponse
+from lmstate.serve.openai.responses.conversation_store import StoredConversation
+from lmstate.serve.openai.responses.conversations import conversation_named, metadata_of
+from lmstate.serve.openai.responses.output import Output
+from lmstate.serve.openai.responses.store import Stored
+from lmstate.serve.openai.responses.stored import followed
+from lmstate.serve.openai.tools import KINDS, NAMESPACE, read_tool_use
 from lmstate.serve.tools import Text
 from lmstate.serve.tools.base import tool_named
+from lmstate.serve.wire.errors import ApiError, as_api_error
+from lmstate.serve.wire.fields import Fields
+from lmstate.serve.wire.ids import new_id
 from lmstate.text.replay import Sampled
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from lmstate.serve.fields import Fields
 from lmstate.serve.tools import Tool
 from lmstate.serve.tools.base import as_json
+from lmstate.serve.wire.fields import Fields
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

@@ -8,12 +8,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from lmstate.serve import response_items as items
-from lmstate.serve.conversation_store import StoredConversation
-from lmstate.serve.errors import ApiError
-from lmstate.serve.fields import Fields
-from lmstate.serve.http import json_response, read_body
-from lmstate.serve.service import Service
+from lmstate.serve.answer.handlers import json_response, read_body
+from lmstate.serve.answer.service import Service
+from lmstate.serve.openai.responses import items
+from lmstate.serve.openai.responses.conversation_store import StoredConversation
+from lmstate.serve.wire.errors import ApiError
+from lmstate.serve.wire.fields import Fields
 
 MOST_ITEMS, MOST_METADATA = 20, 16
 

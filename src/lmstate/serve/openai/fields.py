@@ -6,13 +6,13 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lmstate.serve.answers import Answer, usage_details
-from lmstate.serve.custom_tools import arguments_of
-from lmstate.serve.errors import ApiError
-from lmstate.serve.fields import Fields
-from lmstate.serve.grammar import Grammars
-from lmstate.serve.messages import Call, Message
-from lmstate.serve.service import Constraint, Service
+from lmstate.serve.answer.answers import Answer, usage_details
+from lmstate.serve.answer.grammar import Grammars
+from lmstate.serve.answer.messages import Call, Message
+from lmstate.serve.answer.service import Constraint, Service
+from lmstate.serve.tools.custom import arguments_of
+from lmstate.serve.wire.errors import ApiError
+from lmstate.serve.wire.fields import Fields
 
 if TYPE_CHECKING:
     from lmstate.engine import TokenLogprob

@@ -7,15 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lmstate.serve.answers import Answer, new_id
-from lmstate.serve.compaction import summary_of
-from lmstate.serve.custom_tools import arguments_of, input_of
-from lmstate.serve.errors import ApiError
-from lmstate.serve.fields import Fields
-from lmstate.serve.messages import Call, Message
-from lmstate.serve.openai_fields import MOST_MESSAGES, ROLES, read_content
-from lmstate.serve.openai_tools import full_name
+from lmstate.serve.answer.answers import Answer
+from lmstate.serve.answer.messages import Call, Message
+from lmstate.serve.openai.fields import MOST_MESSAGES, ROLES, read_content
+from lmstate.serve.openai.responses.compaction import summary_of
+from lmstate.serve.openai.tools import full_name
 from lmstate.serve.tools import Tool
+from lmstate.serve.tools.custom import arguments_of, input_of
+from lmstate.serve.wire.errors import ApiError
+from lmstate.serve.wire.fields import Fields
+from lmstate.serve.wire.ids import new_id
 
 Find = Callable[[str], dict[str, Any] | None]
 

@@ -8,8 +8,8 @@ import re
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lmstate.serve.answers import new_id
-from lmstate.serve.errors import current_id, is_anthropic
+from lmstate.serve.wire.errors import current_id, is_anthropic
+from lmstate.serve.wire.ids import new_id
 
 OPENAI, ANTHROPIC = "x-request-id", "request-id"  # the headers that the protocols' clients read
 PLAIN = re.compile(r"[A-Za-z0-9._~:/+=@-]{1,128}")  # of a client's own ids, which go to the log as they are

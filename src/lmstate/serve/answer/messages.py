@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lmstate.errors import ModelError
-from lmstate.serve.errors import ApiError
-from lmstate.serve.fields import DEPTH
-from lmstate.serve.reasoning import reasoning_of
+from lmstate.serve.answer.reasoning import reasoning_of
 from lmstate.serve.tools import HERMES, Tool, ToolFormat, format_of
+from lmstate.serve.wire.errors import ApiError
+from lmstate.serve.wire.fields import DEPTH
 from lmstate.text.control_tokens import ControlTokens
 from lmstate.text.nesting import is_deeper
 from lmstate.text.replay import Replay, chain

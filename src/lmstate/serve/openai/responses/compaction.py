@@ -5,9 +5,9 @@ from __future__ import annotations
 import base64
 from typing import Any
 
-from lmstate.serve.answers import new_id
-from lmstate.serve.errors import ApiError
-from lmstate.serve.fields import Fields
+from lmstate.serve.wire.errors import ApiError
+from lmstate.serve.wire.fields import Fields
+from lmstate.serve.wire.ids import new_id
 
 TAG = "lmstate1."  # clients hand the content back as they got it: it is not theirs to read, nor secret
 BEFORE = "Summary of the conversation so far:\n"

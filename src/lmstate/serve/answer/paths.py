@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lmstate.serve.http import Handler
+from lmstate.serve.answer.handlers import Handler
 
 
 @dataclass(frozen=True)

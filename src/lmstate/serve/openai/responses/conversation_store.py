@@ -10,8 +10,8 @@ from threading import Lock
 from time import time
 from typing import Any
 
-from lmstate.serve.answers import new_id
-from lmstate.serve.database import open_database
+from lmstate.serve.wire.database import open_database
+from lmstate.serve.wire.ids import new_id
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS conversations (

@@ -10,13 +10,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from lmstate.serve import response_items as items
-from lmstate.serve.background import BackgroundResponse
-from lmstate.serve.errors import ApiError
-from lmstate.serve.http import json_response
-from lmstate.serve.response_store import Stored
-from lmstate.serve.service import Service
-from lmstate.serve.sse import EventStream, comment
+from lmstate.serve.answer.handlers import json_response
+from lmstate.serve.answer.service import Service
+from lmstate.serve.openai.responses import items
+from lmstate.serve.openai.responses.background import BackgroundResponse
+from lmstate.serve.openai.responses.store import Stored
+from lmstate.serve.wire.errors import ApiError
+from lmstate.serve.wire.sse import EventStream, comment
 
 
 async def _stored(service: Service, request: Request) -> Stored:

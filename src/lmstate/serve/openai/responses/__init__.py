@@ -1,0 +1,1 @@
+"""OpenAI's Responses API: items, stored responses, conversations and background work."""

@@ -1,0 +1,1 @@
+"""The wire format: errors, fields, streams, ids, metrics and database files."""
