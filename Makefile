@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
+LIBRARY = $(VENV)/.library
 
-.PHONY: demo test soak bench lint docs asan tsan amx wheel clean
+.PHONY: demo test soak bench lint lint-workflows docs asan tsan amx wheel wheels sdist clean
 
-demo: $(READY)
+demo: $(LIBRARY)
 	$(BIN)/lmstate demo
 
 test: $(READY)
@@ -23,11 +24,15 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The API reference, from the docstrings: the public modules and what their names come from.
+# The site: the pages of docs/ and the API reference, from the docstrings.
 docs: $(READY)
-	$(BIN)/pdoc $(API) --no-show-source --output-directory build/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
-API ?= lmstate lmstate.kv lmstate.generation lmstate.speculation lmstate.engine lmstate.integrations.transformers
+# The workflows of the forge, against their schema.
+lint-workflows: $(READY)
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 
 # The native operations under AddressSanitizer and UndefinedBehaviorSanitizer, built apart from the checkout: any report
 # ends the run. Leaks are not looked for (Python and torch keep memory to their end), nor the fast variants left out.
@@ -82,13 +87,29 @@ apart = rm -rf $(1) && mkdir -p $(1) && cp -r src tests docs examples bench setu
 
 # A wheel with the libraries of all variants, which installs without a compiler.
 wheel: $(READY)
-	$(BIN)/python -m pip install --quiet build
 	LMSTATE_VARIANTS=all $(BIN)/python -m build
 
-# The editable install compiles the native operations; without a compiler everything runs on the references.
-$(READY): pyproject.toml setup.py $(wildcard src/lmstate/ops/cpu/csrc/*/*.[ch] src/lmstate/ops/cpu/csrc/*.c)
+sdist: $(READY)
+	$(BIN)/python -m build --sdist
+
+# Wheels of every Linux and macOS platform: needs Docker on Linux.
+wheels: $(READY)
+	$(BIN)/python -m pip install --quiet "cibuildwheel>=3,<4"
+	$(BIN)/python -m cibuildwheel --output-dir dist
+
+# The library alone, for `make demo`. The editable install compiles the native operations; without a compiler everything
+# runs on the references.
+$(LIBRARY): pyproject.toml setup.py $(wildcard src/lmstate/ops/cpu/csrc/*/*.[ch] src/lmstate/ops/cpu/csrc/*.c)
 	$(PYTHON) -m venv $(VENV)
+	@echo "Installing torch ..."
 	$(BIN)/python -m pip install --quiet "torch>=2.10,<2.14"
+	@echo "Installing lmstate and compiling its native operations ..."
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $(LIBRARY)
+
+# What tests, linters and documents need besides.
+$(READY): $(LIBRARY)
+	@echo "Installing the development tools ..."
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	touch $(READY)
 

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import BaseError, CompileError, LinkError
 from setuptools.modified import newer_group
@@ -113,7 +114,14 @@ class BuildNative(build_ext):
         self.compiler.link_shared_object(objects, self.get_ext_fullpath(ext.name), extra_postargs=ext.extra_link_args)
 
 
+class PlatformWheel(bdist_wheel):
+    """A wheel for every Python of its platform: the libraries are loaded with ctypes and need no Python headers."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
 setup(
     ext_modules=[] if sys.platform == "win32" else [native(name) for name in VARIANTS],
-    cmdclass={"build_ext": BuildNative},
+    cmdclass={"build_ext": BuildNative, "bdist_wheel": PlatformWheel},
 )
