@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench import hybrids
+from bench import hybrids, record
 from bench.compare import CASES, QUICK, compare, markdown, plot, start
 
 KINDS = ("int4", "int8", "bfloat16", "float32")
@@ -33,6 +33,9 @@ def main() -> None:
         "--llama-python", default=sys.executable, help="a python that has llama-cpp-python (its own environment, say)"
     )
     parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder for the JSON and the chart")
+    parser.add_argument(
+        "--record", action="store_true", help="store the result in bench/results, for docs/performance.md"
+    )
     options = parser.parse_args()
 
     from lmstate.checkpoints.hub import resolve
@@ -70,6 +73,8 @@ def main() -> None:
         result["hybrids"] = hybrids.run(shapes)
         print("\n" + hybrids.markdown(result["hybrids"]))
     (options.out / f"{options.what}.json").write_text(json.dumps(result, indent=1))
+    if options.record:
+        print(f"stored in {record.write(result)}; `python -m bench.record` writes the tables of docs/performance.md")
 
 
 if __name__ == "__main__":
