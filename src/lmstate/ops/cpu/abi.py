@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Mapping
 from enum import IntEnum
 from struct import Struct
 
@@ -59,34 +60,51 @@ SLOT_ARRAYS = 8
 class Layout:
     """A C structure, or a part of one: groups of a letter (P: pointer, q: int64, d: double) and its fields.
 
-    `name[n]` stands for n fields; a group may be another layout. `pack` takes the fields in this order.
+    `name[n]` is an array, which `pack` takes as a tuple; a pair is a structure within, which it takes as its bytes:
+    zeros follow where they are fewer.
     """
 
-    def __init__(self, name: str, *groups: str | Layout) -> None:
+    def __init__(self, name: str, *groups: str | tuple[str, Layout]) -> None:
         self.name = name
-        self.letters, self.fields = _expanded(groups)
-        struct = Struct(self.letters)
-        self.size, self.pack = struct.size, struct.pack
+        self.letters, self.fields = "", list[str]()
+        self._zeros = dict[str, float | bytes | tuple[int, ...]]()
+        format = ""
+        for group in groups:
+            letter, *names = group.split() if isinstance(group, str) else ("s", group[0])
+            for declared in names:
+                field, _, length = declared.rstrip("]").partition("[")
+                count = int(length or 1)
+                if isinstance(group, tuple):
+                    self.letters += group[1].letters * count
+                    self.fields += group[1].fields * count
+                    format += f"{count * group[1].size}s"
+                    self._zeros[field] = b""
+                else:
+                    self.letters += letter * count
+                    self.fields += [field] * count
+                    format += letter * count
+                    self._zeros[field] = (0,) * count if length else 0
+        self.size: int = Struct(format).size
+        self.pack = _packer(Struct(format), self._zeros)
+        """The structure's bytes, from all of its fields by name."""
+
+    def pack_some(self, **fields: float | bytes | tuple[int, ...]) -> bytes:
+        """The same, with zeros for the fields that are left out."""
+        return self.pack(**{**self._zeros, **fields})
 
 
-def _expanded(groups: tuple[str | Layout, ...]) -> tuple[str, tuple[str, ...]]:
-    letters, fields = "", list[str]()
-    for group in groups:
-        if isinstance(group, Layout):
-            letters, fields = letters + group.letters, [*fields, *group.fields]
-            continue
-        letter, *names = group.split()
-        for name in names:
-            base, _, count = name.rstrip("]").partition("[")
-            letters, fields = letters + letter * int(count or 1), [*fields, *[base] * int(count or 1)]
-    return letters, tuple(fields)
+def _packer(struct: Struct, fields: Mapping[str, object]) -> Callable[..., bytes]:
+    """A function of the fields by name, as fast as one by position: Python binds the names."""
+    ordered = ", ".join(f"*{name}" if isinstance(value, tuple) else name for name, value in fields.items())
+    packer: Callable[..., bytes] = eval(f"lambda *, {', '.join(fields)}: pack({ordered})", {"pack": struct.pack})
+    return packer
 
 
 ROPE = Layout("rope_args", "P x cos sin y", "q rows tokens heads dim half interleaved x_row x_token x_head threads")
 APPEND = Layout(
-    "append_args", "P from[2] to[2] starts counts tables[2]", "q rows tokens kv_heads slots kind threads",
+    "append_args", "P source[2] to[2] starts counts tables[2]", "q rows tokens kv_heads slots kind threads",
     "q table_row block dim[2]",
-    "q from_row[2] from_token[2] from_head[2] to_row[2] to_head[2] to_slot[2]",
+    "q source_row[2] source_token[2] source_head[2] to_row[2] to_head[2] to_slot[2]",
 )  # fmt: skip
 ATTEND = Layout(
     "attend_args", "P q k v starts counts sinks out columns ends k_table v_table",
@@ -94,13 +112,14 @@ ATTEND = Layout(
     "q table_row block planes kind window chunk threads",
     "d scale softcap",
 )  # fmt: skip
-ROTATE_ATTEND = Layout("rotate_attend_args", ROPE, ROPE, APPEND, ATTEND)
+ROTATE_ATTEND = Layout("rotate_attend_args", ("q", ROPE), ("k", ROPE), ("append", APPEND), ("attend", ATTEND))
 CODES = Layout(
     "codes_args", "P k v k_scale v_scale k_table v_table k_scale_table v_scale_table", "q bits tail table_row block"
 )
 ATTEND_QUANTIZED = Layout(
-    "attend_quantized_args", ROPE, ROPE, "P from[2]", "q from_row[2] from_token[2] from_head[2] rotates store_threads",
-    CODES, ATTEND,
+    "attend_quantized_args", ("q", ROPE), ("k", ROPE),
+    "P source[2]", "q source_row[2] source_token[2] source_head[2] rotates store_threads",
+    ("codes", CODES), ("attend", ATTEND),
 )  # fmt: skip
 ATTEND_LATENT = Layout(
     "attend_latent_args", "P q q_rope latent rope starts counts out latent_table rope_table columns ends",
@@ -112,7 +131,7 @@ ATTEND_LATENT = Layout(
 PER_HEAD_MATMUL = Layout("per_head_matmul_args", "P x w y", "q rows heads inputs outputs kind threads x_row x_head")
 SLOT_ARRAY = Layout("slot_array", "P stored undo_log", "q bytes")
 SLOT_COMMIT = Layout(
-    "slot_commit", *[SLOT_ARRAY] * SLOT_ARRAYS,
+    "slot_commit", (f"arrays[{SLOT_ARRAYS}]", SLOT_ARRAY),
     "P positions scores evicted_at slot filled undo_head columns evicted queries ring",
     "q kv_heads slots undo_slots count history planes wide lowest budget batch sinks newest by_scores",
     "q tokens query_width ring_size",
@@ -154,7 +173,7 @@ SELECTIVE_SCAN = Layout(
     "q x_row x_token gate_row gate_token dt_row dt_token B_row B_token C_row C_token carry_row",
 )  # fmt: skip
 RG_LRU = Layout(
-    "rg_lru_args", "P x input_gate recurrence_gate lambda h seen counts y next next_seen",
+    "rg_lru_args", "P x input_gate recurrence_gate parameter h seen counts y next next_seen",
     "q rows tokens width threads x_row x_token input_row input_token recurrence_row recurrence_token",
 )  # fmt: skip
 
@@ -185,10 +204,12 @@ KV_VIEW = Layout(
     "P k v columns queries k_table v_table",
     "q slots k_row k_head k_slot v_row v_head v_slot table_row block",
     "q planes kind window chunk",
-    CODES,
+    ("codes", CODES),
 )
 ROTATION = Layout("", "P cos sin", "q half interleaved positions")
-ATTENTION = Layout("attention_args", ATTENTION_WEIGHTS, STARTS, KV_VIEW, ROTATION)
+ATTENTION = Layout(
+    "attention_args", ("weights", ATTENTION_WEIGHTS), ("starts", STARTS), ("view", KV_VIEW), ("rotation", ROTATION)
+)
 MLP = Layout(
     "mlp_args", "P norm up up_bias down down_bias after factors",
     "q inputs hidden outputs up_kind down_kind gate parallel", "d eps after_eps residual_scale",

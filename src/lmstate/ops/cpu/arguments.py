@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lmstate.ops.cpu import abi
 from lmstate.ops.cpu.abi import KINDS
 from lmstate.ops.types import kv_format
 from lmstate.ops.types.block_table import BLOCK_TOKENS, BlockTable, Stored
@@ -67,7 +68,7 @@ def integers(x: Tensor, name: str, rows: int) -> Tensor:
     return x.contiguous()
 
 
-def rope_fields(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, y: Tensor, threads: int) -> tuple[int, ...]:
+def pack_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, y: Tensor, threads: int) -> bytes:
     """x `[R, T, H, D]` of any strides but the last; y the same shape, contiguous."""
     rows, tokens, heads, dim = x.shape
     half = cos.shape[-1]
@@ -76,12 +77,15 @@ def rope_fields(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, y: Tenso
     shape = (rows, tokens, half)
     c, s = float_pointer(cos, "cos", shape), float_pointer(sin, "sin", shape)
     row, token, head, _ = x.stride()
-    return x.data_ptr(), c, s, y.data_ptr(), rows, tokens, heads, dim, half, interleaved, row, token, head, threads
+    return abi.ROPE.pack(
+        x=x.data_ptr(), cos=c, sin=s, y=y.data_ptr(), rows=rows, tokens=tokens, heads=heads, dim=dim, half=half,
+        interleaved=interleaved, x_row=row, x_token=token, x_head=head, threads=threads,
+    )  # fmt: skip
 
 
-def append_fields(
+def pack_append(
     k_new: Tensor, v_new: Tensor, k: Stored, v: Stored, starts: Tensor, counts: Tensor, threads: int
-) -> tuple[int, ...]:
+) -> bytes:
     rows, tokens, kv_heads, dim = k_new.shape
     slots, dim_v = k.shape[2], v.shape[3]
     if k.shape != (rows, kv_heads, slots, dim) or v.shape != (rows, kv_heads, slots, dim_v):
@@ -91,14 +95,17 @@ def append_fields(
             f"new values {list(v_new.shape)} do not fit new keys {list(k_new.shape)} and v {list(v.shape)}"
         )
     fk, fv, tk, tv = k_new.stride(), v_new.stride(), k.stride(), v.stride()
-    return (
-        k_new.data_ptr(), v_new.data_ptr(), k.data_ptr(), v.data_ptr(), starts.data_ptr(), counts.data_ptr(),
-        *table_pointers(k, v), rows, tokens, kv_heads, slots, KINDS[k.dtype], threads, *table_shape(k), dim, dim_v,
-        fk[0], fv[0], fk[1], fv[1], fk[2], fv[2], tk[0], tv[0], tk[1], tv[1], tk[2], tv[2],
+    table_row, block = table_shape(k)
+    return abi.APPEND.pack(
+        source=(k_new.data_ptr(), v_new.data_ptr()), to=(k.data_ptr(), v.data_ptr()), starts=starts.data_ptr(),
+        counts=counts.data_ptr(), tables=table_pointers(k, v), rows=rows, tokens=tokens, kv_heads=kv_heads,
+        slots=slots, kind=KINDS[k.dtype], threads=threads, table_row=table_row, block=block, dim=(dim, dim_v),
+        source_row=(fk[0], fv[0]), source_token=(fk[1], fv[1]), source_head=(fk[2], fv[2]),
+        to_row=(tk[0], tv[0]), to_head=(tk[1], tv[1]), to_slot=(tk[2], tv[2]),
     )  # fmt: skip
 
 
-def attend_fields(
+def pack_attend(
     q: Tensor,
     k: Stored,
     v: Stored,
@@ -108,19 +115,26 @@ def attend_fields(
     mask: CausalMask,
     out: Tensor,
     columns: AttentionSums | None = None,
-) -> tuple[float, ...]:
+) -> bytes:
     rows, tokens, heads, dim = q.shape
     _, kv_heads, slots, dim_v = v.shape
     if k.shape != (rows, kv_heads, slots, dim) or v.shape[0] != rows or heads % kv_heads:
         raise ValueError(f"queries {list(q.shape)} do not fit rings k {list(k.shape)}, v {list(v.shape)}")
-    sinks = sinks_pointer(params, heads)
-    sq, sk, sv = q.stride(), k.stride(), v.stride()
-    return (
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), starts.data_ptr(), counts.data_ptr(), sinks, out.data_ptr(),
-        *column_pointers(columns, k.shape[:3]), *table_pointers(k, v),
-        rows, tokens, heads, kv_heads, slots, dim, dim_v,
-        sq[0], sq[1], sq[2], sk[0], sk[1], sk[2], sv[0], sv[1], sv[2], *table_shape(k),
-        0 if columns is None else columns.sums.shape[2], KINDS[k.dtype], *rule_fields(params, mask),
+    q_row, q_token, q_head, _ = q.stride()
+    k_row, k_head, k_slot, _ = k.stride()
+    v_row, v_head, v_slot, _ = v.stride()
+    sums, ends = column_pointers(columns, k.shape[:3])
+    k_table, v_table = table_pointers(k, v)
+    table_row, block = table_shape(k)
+    return abi.ATTEND.pack(
+        q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), starts=starts.data_ptr(), counts=counts.data_ptr(),
+        sinks=sinks_pointer(params, heads), out=out.data_ptr(), columns=sums, ends=ends, k_table=k_table,
+        v_table=v_table, rows=rows, tokens=tokens, heads=heads, kv_heads=kv_heads, slots=slots, dim=dim, dim_v=dim_v,
+        q_row=q_row, q_token=q_token, q_head=q_head, k_row=k_row, k_head=k_head, k_slot=k_slot, v_row=v_row,
+        v_head=v_head, v_slot=v_slot, table_row=table_row, block=block,
+        planes=0 if columns is None else columns.sums.shape[2], kind=KINDS[k.dtype],
+        window=mask.window or 0, chunk=mask.chunk or 0, threads=torch.get_num_threads(), scale=params.scale,
+        softcap=params.softcap or 0.0,
     )  # fmt: skip
 
 
@@ -153,12 +167,6 @@ def sinks_pointer(params: AttentionParams, heads: int) -> int:
     return 0 if params.sinks is None else float_pointer(params.sinks, "sinks", (heads,))
 
 
-def rule_fields(params: AttentionParams, mask: CausalMask) -> tuple[int, int, int, float, float]:
-    """The end of the arguments of every attention; it runs on torch's threads."""
-    threads = torch.get_num_threads()
-    return mask.window or 0, mask.chunk or 0, threads, params.scale, params.softcap or 0.0
-
-
 def check_appended(status: int, k_new: Tensor, k: Stored, starts: Tensor, counts: Tensor) -> None:
     """ValueError where the C side says that a row's start and count do not fit."""
     if status:
@@ -186,11 +194,16 @@ def contiguous(x: Stored) -> bool:
     return isinstance(x, BlockTable) or x.is_contiguous()
 
 
-def codes_fields(kv: QuantizedKV) -> tuple[int, ...]:
+def pack_codes(kv: QuantizedKV) -> bytes:
     """Codes and scales, which `check_quantized_kv` accepts."""
-    tail = 0 if kv.tail is None else kv.tail.shape[2]
-    pointers = (x.data_ptr() for x in kv.tensors)
-    return *pointers, *table_pointers(*kv.tensors), kv.bits, tail, *table_shape(kv.k)
+    k, v, k_scale, v_scale = (x.data_ptr() for x in kv.tensors)
+    k_table, v_table, k_scale_table, v_scale_table = table_pointers(*kv.tensors)
+    table_row, block = table_shape(kv.k)
+    return abi.CODES.pack(
+        k=k, v=v, k_scale=k_scale, v_scale=v_scale, k_table=k_table, v_table=v_table, k_scale_table=k_scale_table,
+        v_scale_table=v_scale_table, bits=kv.bits, tail=0 if kv.tail is None else kv.tail.shape[2],
+        table_row=table_row, block=block,
+    )  # fmt: skip
 
 
 def check_quantized_kv(kv: QuantizedKV, rows: tuple[int, int], dim: int, dim_v: int) -> None:

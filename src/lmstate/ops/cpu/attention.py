@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,17 +11,16 @@ from torch import Tensor
 from lmstate.ops.cpu import abi
 from lmstate.ops.cpu.abi import KINDS, MAX_HEAD_DIM
 from lmstate.ops.cpu.arguments import (
-    append_fields,
-    attend_fields,
     check_appended,
     check_attended,
     check_quantized_kv,
-    codes_fields,
     column_pointers,
     function,
     integers,
-    rope_fields,
-    rule_fields,
+    pack_append,
+    pack_attend,
+    pack_codes,
+    pack_rope,
     sinks_pointer,
     table_pointers,
     table_shape,
@@ -28,9 +28,6 @@ from lmstate.ops.cpu.arguments import (
 )
 from lmstate.ops.types.block_table import Stored
 from lmstate.ops.types.params import AttentionParams, AttentionSums, CausalMask, QuantizedKV, RopeTables
-
-_NO_ROTATION = (0,) * (2 * len(abi.ROPE.fields))
-_NOTHING_NEW = (0,) * 8
 
 
 class Attention:
@@ -50,7 +47,7 @@ class Attention:
             x = x.contiguous()
         y = torch.empty(x.shape, dtype=torch.float32)
         cos, sin = cos.contiguous(), sin.contiguous()
-        self._rope(abi.ROPE.pack(*rope_fields(x, cos, sin, interleaved, y, threads_for(y.numel()))))
+        self._rope(pack_rope(x, cos, sin, interleaved, y, threads_for(y.numel())))
         return y
 
     def can_append(self, k_new: Tensor, v_new: Tensor, k: Stored, v: Stored) -> bool:
@@ -65,8 +62,8 @@ class Attention:
     def append(self, k_new: Tensor, v_new: Tensor, k: Stored, v: Stored, starts: Tensor, counts: Tensor) -> None:
         """`ops.append`."""
         starts, counts = integers(starts, "starts", len(k)), integers(counts, "counts", len(k))
-        fields = append_fields(k_new, v_new, k, v, starts, counts, threads_for(k_new.numel()))
-        check_appended(self._append(abi.APPEND.pack(*fields)), k_new, k, starts, counts)
+        arguments = pack_append(k_new, v_new, k, v, starts, counts, threads_for(k_new.numel()))
+        check_appended(self._append(arguments), k_new, k, starts, counts)
 
     def can_attend(self, q: Tensor, k: Stored, v: Stored) -> bool:
         """Whether these dtypes, head dims and strides are among those of the body."""
@@ -94,8 +91,8 @@ class Attention:
         """`ops.attend`, or `ops.attend_observed`."""
         out = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float32)
         starts, counts = integers(starts, "starts", len(q)), integers(counts, "counts", len(q))
-        fields = attend_fields(q, k, v, starts, counts, params, mask, out, columns)
-        check_attended(self._attend(abi.ATTEND.pack(*fields)), q, k, starts, counts)
+        arguments = pack_attend(q, k, v, starts, counts, params, mask, out, columns)
+        check_attended(self._attend(arguments), q, k, starts, counts)
         return out
 
     def rotate_attend(
@@ -119,10 +116,10 @@ class Attention:
         starts, counts = integers(starts, "starts", len(q)), integers(counts, "counts", len(q))
         cos, sin = cos.contiguous(), sin.contiguous()
         arguments = abi.ROTATE_ATTEND.pack(
-            *rope_fields(q, cos, sin, interleaved, turned_q, threads_for(q.numel())),
-            *rope_fields(k_new, cos, sin, interleaved, turned_k, threads_for(k_new.numel())),
-            *append_fields(turned_k, v_new, k, v, starts, counts, threads_for(k_new.numel())),
-            *attend_fields(turned_q, k, v, starts, counts, params, mask, out),
+            q=pack_rope(q, cos, sin, interleaved, turned_q, threads_for(q.numel())),
+            k=pack_rope(k_new, cos, sin, interleaved, turned_k, threads_for(k_new.numel())),
+            append=pack_append(turned_k, v_new, k, v, starts, counts, threads_for(k_new.numel())),
+            attend=pack_attend(turned_q, k, v, starts, counts, params, mask, out),
         )
         check_attended(self._rotate_attend(arguments), q, k, starts, counts)
         return out
@@ -162,8 +159,10 @@ class Attention:
         check_quantized_kv(kv, (rows, kv_heads), dim, dim_v)
         starts, counts = integers(starts, "starts", rows), integers(counts, "counts", rows)
         threads = threads_for(q.numel())
-        rotates: tuple[int, ...] = _NO_ROTATION
-        source: tuple[int, ...] = _NOTHING_NEW
+        rotates = b"", b""
+        source = 0, 0
+        strides_k: Sequence[int] = (0, 0, 0)
+        strides_v: Sequence[int] = (0, 0, 0)
         if new is not None:
             k, v = (x if x.stride(3) == 1 else x.contiguous() for x in new)
             if k.shape != (rows, tokens, kv_heads, dim) or v.shape != (rows, tokens, kv_heads, dim_v):
@@ -172,26 +171,32 @@ class Attention:
                 cos, sin = rotation.cos.contiguous(), rotation.sin.contiguous()
                 turned_q, turned_k = (torch.empty(x.shape, dtype=torch.float32) for x in (q, k))
                 rotates = (
-                    *rope_fields(q, cos, sin, rotation.interleaved, turned_q, threads),
-                    *rope_fields(k, cos, sin, rotation.interleaved, turned_k, threads),
+                    pack_rope(q, cos, sin, rotation.interleaved, turned_q, threads),
+                    pack_rope(k, cos, sin, rotation.interleaved, turned_k, threads),
                 )
                 q, k = turned_q, turned_k
-            source = (k.data_ptr(), v.data_ptr(), *(n for pair in zip(k.stride()[:3], v.stride()[:3]) for n in pair))
-        if q.stride(3) != 1 or (tail is None and rotates is _NO_ROTATION):
+            source, strides_k, strides_v = (k.data_ptr(), v.data_ptr()), k.stride()[:3], v.stride()[:3]
+        if q.stride(3) != 1 or (tail is None and not rotates[0]):
             q = q.clone(memory_format=torch.contiguous_format)  # where there is no tail, it is transformed in place
         out = None if stores_only else torch.empty(rows, tokens, heads, dim_v, dtype=torch.float32)
-        sinks = sinks_pointer(params, heads)
-        ring, strides = (0, (0, 0, 0)) if tail is None else (tail.data_ptr(), tail.stride()[:3])
-        kind = KINDS[dtype if tail is None else tail.dtype]
+        ring, (k_row, k_head, k_slot) = (0, (0, 0, 0)) if tail is None else (tail.data_ptr(), tail.stride()[:3])
+        (q_row, q_token, q_head), (sums, ends) = q.stride()[:3], column_pointers(columns, kv.k.shape[:3])
+        (k_table, v_table), (table_row, block) = table_pointers(tail, None), table_shape(tail)
+        attend = abi.ATTEND.pack(
+            q=0 if out is None else q.data_ptr(), k=ring, v=0, starts=starts.data_ptr(), counts=counts.data_ptr(),
+            sinks=sinks_pointer(params, heads), out=0 if out is None else out.data_ptr(), columns=sums, ends=ends,
+            k_table=k_table, v_table=v_table, rows=rows, tokens=tokens, heads=heads, kv_heads=kv_heads, slots=slots,
+            dim=dim, dim_v=dim_v, q_row=q_row, q_token=q_token, q_head=q_head, k_row=k_row, k_head=k_head,
+            k_slot=k_slot, v_row=0, v_head=0, v_slot=0, table_row=table_row, block=block,
+            planes=0 if columns is None else columns.sums.shape[2],
+            kind=KINDS[dtype if tail is None else tail.dtype], window=mask.window or 0, chunk=mask.chunk or 0,
+            threads=torch.get_num_threads(), scale=params.scale, softcap=params.softcap or 0.0,
+        )  # fmt: skip
+        source_row, source_token, source_head = zip(strides_k, strides_v)
         arguments = abi.ATTEND_QUANTIZED.pack(
-            *rotates, *source, rotates is not _NO_ROTATION, threads,
-            *codes_fields(kv),
-            0 if out is None else q.data_ptr(), ring, 0, starts.data_ptr(), counts.data_ptr(), sinks,
-            0 if out is None else out.data_ptr(), *column_pointers(columns, kv.k.shape[:3]),
-            *table_pointers(tail, None),
-            rows, tokens, heads, kv_heads, slots, dim, dim_v, *q.stride()[:3], *strides, 0, 0, 0, *table_shape(tail),
-            0 if columns is None else columns.sums.shape[2], kind,
-            *rule_fields(params, mask),
+            q=rotates[0], k=rotates[1], source=source, source_row=source_row, source_token=source_token,
+            source_head=source_head, rotates=bool(rotates[0]), store_threads=threads, codes=pack_codes(kv),
+            attend=attend,
         )  # fmt: skip
         check_attended(self._attend_quantized(arguments), q, kv.k, starts, counts)
         return out
@@ -231,14 +236,18 @@ class Attention:
             )
         starts, counts = integers(starts, "starts", rows), integers(counts, "counts", rows)
         out = torch.empty(rows, tokens, heads, dim, dtype=torch.float32)
+        (q_row, q_token, q_head, _), (qr_row, qr_token, qr_head, _) = q_latent.stride(), q_rope.stride()
+        (latent_table, rope_table), (table_row, block) = table_pointers(latent, rope_key), table_shape(latent)
+        sums, ends = column_pointers(columns, (rows, 1, slots))
         arguments = abi.ATTEND_LATENT.pack(
-            q_latent.data_ptr(), q_rope.data_ptr(), latent.data_ptr(), rope_key.data_ptr(), starts.data_ptr(),
-            counts.data_ptr(), out.data_ptr(), *table_pointers(latent, rope_key),
-            *column_pointers(columns, (rows, 1, slots)), rows, tokens, heads, slots, dim, rope_dim,
-            0 if columns is None else columns.sums.shape[2], *q_latent.stride()[:3], *q_rope.stride()[:3],
-            latent.stride(0), latent.stride(2), rope_key.stride(0), rope_key.stride(2), *table_shape(latent),
-            KINDS[latent.dtype], window or 0, torch.get_num_threads(),
-            scale,
+            q=q_latent.data_ptr(), q_rope=q_rope.data_ptr(), latent=latent.data_ptr(), rope=rope_key.data_ptr(),
+            starts=starts.data_ptr(), counts=counts.data_ptr(), out=out.data_ptr(), latent_table=latent_table,
+            rope_table=rope_table, columns=sums, ends=ends, rows=rows, tokens=tokens, heads=heads, slots=slots,
+            dim=dim, rope_dim=rope_dim, planes=0 if columns is None else columns.sums.shape[2],
+            q_row=q_row, q_token=q_token, q_head=q_head, qr_row=qr_row, qr_token=qr_token, qr_head=qr_head,
+            latent_row=latent.stride(0), latent_slot=latent.stride(2), rope_row=rope_key.stride(0),
+            rope_slot=rope_key.stride(2), table_row=table_row, block=block, kind=KINDS[latent.dtype],
+            window=window or 0, threads=torch.get_num_threads(), scale=scale,
         )  # fmt: skip
         check_attended(self._attend_latent(arguments), q_latent, latent, starts, counts)
         return out

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lmstate.ops.cpu import abi
-from lmstate.ops.cpu.abi import GATES, KINDS, WEIGHT_KINDS
+from lmstate.ops.cpu.abi import GATES, KINDS, WEIGHT_KINDS, Kind
 from lmstate.ops.cpu.arguments import float_pointer, function, joining, threads_for
 from lmstate.ops.types.params import Norm, Residual
 from lmstate.ops.types.weight import Weight
@@ -65,8 +65,10 @@ class Dense:
         rows = x.numel() // width
         threads = threads_for(n * k)
         arguments = abi.LINEAR.pack(
-            x.data_ptr(), weight.storage.data_ptr(), b, w, r, after, y.data_ptr(),
-            rows, n, k, WEIGHT_KINDS[weight.kind], gate, threads, eps, after_eps, scale, *[0] * 8,
+            x=x.data_ptr(), weight=weight.storage.data_ptr(), bias=b, norm=w, residual=r, after=after, y=y.data_ptr(),
+            rows=rows, outputs=n, inputs=k, kind=WEIGHT_KINDS[weight.kind], gate=gate, threads=threads,
+            eps=eps, after_eps=after_eps, scale=scale, factors=0, begin=0, end=0, glu=0, y_row=0, rest=0, rest_begin=0,
+            rest_row=0,
         )  # fmt: skip
         if self._linear(arguments):
             raise MemoryError(f"no memory for the activations of {rows} rows of {k}")
@@ -82,7 +84,11 @@ class Dense:
         w = float_pointer(weight, "the norm's weight", (width,))
         rows = x.numel() // width if width else 0
         threads = threads_for(x.numel())
-        self._rms_norm(abi.ROWS.pack(x.data_ptr(), w, y.data_ptr(), rows, width, 0, 0, KINDS[dtype], threads, eps))
+        arguments = abi.ROWS.pack(
+            x=x.data_ptr(), weight=w, y=y.data_ptr(), rows=rows, width=width, gate=0, x_kind=Kind.F32,
+            y_kind=KINDS[dtype], threads=threads, eps=eps,
+        )  # fmt: skip
+        self._rms_norm(arguments)
         return y
 
     def glu(self, x: Tensor, act: str, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -95,8 +101,11 @@ class Dense:
             raise ValueError(f"a gate and what it gates are two halves of an even last axis; this is {list(x.shape)}")
         y = torch.empty(*x.shape[:-1], width, dtype=dtype)
         rows = y.numel() // width if width else 0
-        kinds, threads = (KINDS[x.dtype], KINDS[dtype]), threads_for(x.numel())
-        self._glu(abi.ROWS.pack(x.data_ptr(), 0, y.data_ptr(), rows, width, GATES[act], *kinds, threads, 0.0))
+        arguments = abi.ROWS.pack(
+            x=x.data_ptr(), weight=0, y=y.data_ptr(), rows=rows, width=width, gate=GATES[act],
+            x_kind=KINDS[x.dtype], y_kind=KINDS[dtype], threads=threads_for(x.numel()), eps=0.0,
+        )  # fmt: skip
+        self._glu(arguments)
         return y
 
     def argmax(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,8 +115,11 @@ class Dense:
         if width == 0:
             raise ValueError("a row without elements has no largest one")
         largest, where = torch.empty(rows, dtype=torch.float32), torch.empty(rows, dtype=torch.int64)
-        pointers = float_pointer(x, "x", x.shape), largest.data_ptr(), where.data_ptr()
-        self._argmax(abi.ARGMAX.pack(*pointers, rows, width, threads_for(x.numel())))
+        arguments = abi.ARGMAX.pack(
+            x=float_pointer(x, "x", x.shape), largest=largest.data_ptr(), where=where.data_ptr(), rows=rows,
+            width=width, threads=threads_for(x.numel()),
+        )  # fmt: skip
+        self._argmax(arguments)
         return largest, where
 
     def sample(
@@ -127,11 +139,13 @@ class Dense:
         if width == 0:
             raise ValueError("a row without elements has nothing to draw")
         uniform, picked = uniform.contiguous(), torch.empty(rows, dtype=torch.int64)
-        pointers = float_pointer(x, "logits", x.shape), uniform.data_ptr(), picked.data_ptr()
-        most = top_k if top_k is not None and top_k < width else 0
-        threads = min(threads_for(x.numel()), max(rows, 1))
-        filters = temperature, 1.0 if top_p is None else top_p, min_p or 0.0
-        if self._sample(abi.SAMPLE.pack(*pointers, rows, width, most, threads, *filters)):
+        arguments = abi.SAMPLE.pack(
+            x=float_pointer(x, "logits", x.shape), uniform=uniform.data_ptr(), picked=picked.data_ptr(), rows=rows,
+            width=width, top_k=top_k if top_k is not None and top_k < width else 0,
+            threads=min(threads_for(x.numel()), max(rows, 1)), temperature=temperature,
+            top_p=1.0 if top_p is None else top_p, min_p=min_p or 0.0,
+        )  # fmt: skip
+        if self._sample(arguments):
             raise MemoryError(f"no memory to draw from {width} logits")
         return picked
 
@@ -157,16 +171,20 @@ class Dense:
     def high_bytes(self, matrix: Tensor) -> Tensor:
         """Histogram of the upper bytes of a contiguous bfloat16 matrix, int64 `[256]`."""
         seen = torch.zeros(256, dtype=torch.int64)
+        count = matrix.numel()
         self._count_high_bytes(
-            abi.COUNT.pack(_half_pointer(matrix), seen.data_ptr(), matrix.numel(), threads_for(matrix.numel()))
+            abi.COUNT.pack(matrix=_half_pointer(matrix), seen=seen.data_ptr(), count=count, threads=threads_for(count))
         )
         return seen
 
     def to_bfloat12(self, matrix: Tensor, packed: Tensor) -> None:
         """Fill in what `ops.weights.bfloat12` lays out, whose table is there, for a bfloat16 matrix `[N, K]`."""
-        self._to_bfloat12(
-            abi.TO_BFLOAT12.pack(_half_pointer(matrix), packed.data_ptr(), *matrix.shape, threads_for(matrix.numel()))
-        )
+        outputs, inputs = matrix.shape
+        arguments = abi.TO_BFLOAT12.pack(
+            matrix=_half_pointer(matrix), packed=packed.data_ptr(), outputs=outputs, inputs=inputs,
+            threads=threads_for(matrix.numel()),
+        )  # fmt: skip
+        self._to_bfloat12(arguments)
 
     def per_head_matmul(self, x: Tensor, matrices: Tensor) -> Tensor:
         """`per_head_matmul` of contiguous matrices."""
@@ -178,8 +196,9 @@ class Dense:
         x = x if x.stride(2) == 1 else x.contiguous()
         y = torch.empty(*outer, heads, outputs, dtype=torch.float32)
         arguments = abi.PER_HEAD_MATMUL.pack(
-            x.data_ptr(), matrices.data_ptr(), y.data_ptr(), len(x), heads, inputs, outputs, KINDS[matrices.dtype],
-            torch.get_num_threads(), *x.stride()[:2],
+            x=x.data_ptr(), w=matrices.data_ptr(), y=y.data_ptr(), rows=len(x), heads=heads, inputs=inputs,
+            outputs=outputs, kind=KINDS[matrices.dtype], threads=torch.get_num_threads(), x_row=x.stride(0),
+            x_head=x.stride(1),
         )  # fmt: skip
         self._per_head_matmul(arguments)
         return y
@@ -187,17 +206,17 @@ class Dense:
     def _expand(self, weight: Weight, ids: Tensor | None, y: Tensor, first: int) -> None:
         k = weight.in_features
         arguments = abi.DEQUANTIZE.pack(
-            weight.storage.data_ptr(),
-            0 if ids is None else ids.data_ptr(),
-            y.data_ptr(),
-            first,
-            y.numel() // k if k else 0,
-            weight.out_features,
-            k,
-            WEIGHT_KINDS[weight.kind],
-            KINDS[y.dtype],
-            threads_for(y.numel()),
-        )  # fmt: skip
+            packed=weight.storage.data_ptr(),
+            ids=0 if ids is None else ids.data_ptr(),
+            out=y.data_ptr(),
+            first=first,
+            count=y.numel() // k if k else 0,
+            outputs=weight.out_features,
+            inputs=k,
+            stored=WEIGHT_KINDS[weight.kind],
+            kind=KINDS[y.dtype],
+            threads=threads_for(y.numel()),
+        )
         self._dequantize(arguments)
 
 

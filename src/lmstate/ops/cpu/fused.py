@@ -15,13 +15,13 @@ from lmstate.ops.cpu.abi import GATES, KINDS, MAX_HEAD_DIM, SUBLAYER_BYTES, WEIG
 from lmstate.ops.cpu.arguments import (
     check_attended,
     check_quantized_kv,
-    codes_fields,
     factor,
     float_pointer,
     function,
     integers,
     norm_fields,
     optional_pointer,
+    pack_codes,
     simple,
     table_pointers,
     table_shape,
@@ -84,7 +84,7 @@ class Fused:
 
     def starts(self, starts: Tensor | None, rows: int) -> bytes:
         """The arguments of attention that say where a layer's tokens start, if not where the step's do."""
-        return abi.STARTS.pack(0 if starts is None else integers(starts, "starts", rows).data_ptr())
+        return abi.STARTS.pack(starts=0 if starts is None else integers(starts, "starts", rows).data_ptr())
 
     def knows(self, view: KVView) -> bool:
         """Whether a layer with this view may run here."""
@@ -101,30 +101,36 @@ class Fused:
         (rows, kv_heads, dim), slots = view.heads, view.k.shape[2]
         if view.k.shape != view.v.shape:
             raise ValueError(f"keys {list(view.k.shape)} and values {list(view.v.shape)} do not fit each other")
-        floats: tuple[Stored | None, Stored | None] = (view.k, view.v)
-        codes: tuple[int, ...] = (0,) * len(abi.CODES.fields)
+        k: Stored | None = view.k
+        v: Stored | None = view.v
+        codes = b""
         if quantized is not None:
             check_quantized_kv(quantized, (rows, kv_heads), dim, dim)
-            floats, codes = (quantized.tail, None), codes_fields(quantized)
-        kind = 0 if floats[0] is None else KINDS[floats[0].dtype]
+            k, v, codes = quantized.tail, None, pack_codes(quantized)
         planes = 0 if columns is None else columns.shape[2]
         queries = 0 if view.queries is None else float_pointer(view.queries, "queries", tuple(view.queries.shape))
+        k_row, k_head, k_slot = (0, 0, 0) if k is None else k.stride()[:3]
+        v_row, v_head, v_slot = (0, 0, 0) if v is None else v.stride()[:3]
+        (k_table, v_table), (table_row, block) = table_pointers(k, v), table_shape(k)
         return abi.KV_VIEW.pack(
-            *(0 if x is None else x.data_ptr() for x in floats),
-            optional_pointer(columns, "columns", (rows, kv_heads, planes, slots)), queries, *table_pointers(*floats),
-            slots, *(n for x in floats for n in ((0, 0, 0) if x is None else x.stride()[:3])),
-            *table_shape(floats[0]), planes, kind, window or 0, chunk or 0, *codes,
+            k=0 if k is None else k.data_ptr(), v=0 if v is None else v.data_ptr(),
+            columns=optional_pointer(columns, "columns", (rows, kv_heads, planes, slots)), queries=queries,
+            k_table=k_table, v_table=v_table, slots=slots, k_row=k_row, k_head=k_head, k_slot=k_slot, v_row=v_row,
+            v_head=v_head, v_slot=v_slot, table_row=table_row, block=block, planes=planes,
+            kind=0 if k is None else KINDS[k.dtype], window=window or 0, chunk=chunk or 0, codes=codes,
         )  # fmt: skip
 
     def rotation(self, rotation: RopeTables | None, rows: int, tokens: int) -> bytes:
         """The end of the arguments of attention."""
         if rotation is None:
-            return abi.ROTATION.pack(0, 0, 0, 0, 0)
+            return bytes(abi.ROTATION.size)
         *outer, half = rotation.cos.shape
         by_position = len(outer) == 1
         shape = (*outer, half) if by_position else (rows, tokens, half)
         cos, sin = (float_pointer(table, "cos and sin", shape) for table in rotation[:2])
-        return abi.ROTATION.pack(cos, sin, half, rotation.interleaved, outer[0] if by_position else 0)
+        return abi.ROTATION.pack(
+            cos=cos, sin=sin, half=half, interleaved=rotation.interleaved, positions=outer[0] if by_position else 0
+        )
 
     def check(self, half: AttentionSublayer, view: KVView, rotation: RopeTables | None, rows: int, tokens: int) -> None:
         """ValueError where these do not go together."""
@@ -169,9 +175,9 @@ class Fused:
         if starts is not None and counts is not None:
             starts, counts = integers(starts, "starts", rows), integers(counts, "counts", rows)
         head = abi.FUSED.pack(
-            stream.data_ptr(), added, y.data_ptr(), 0 if starts is None else starts.data_ptr(),
-            0 if counts is None else counts.data_ptr(), 0 if keep_t is None else keep_t.data_ptr(),
-            rows, tokens, len(sublayers), torch.get_num_threads(), kept,
+            x=stream.data_ptr(), residual=added, y=y.data_ptr(), starts=0 if starts is None else starts.data_ptr(),
+            counts=0 if counts is None else counts.data_ptr(), keep=0 if keep_t is None else keep_t.data_ptr(),
+            rows=rows, tokens=tokens, count=len(sublayers), threads=torch.get_num_threads(), kept=kept,
         )  # fmt: skip
         status = self._run(b"".join([head, *arguments]))
         if status:
@@ -213,15 +219,15 @@ def _pack_attention(of: AttentionSublayer) -> bytes | None:
     q_norm, q_width, q_eps = _head_norm(of.q_norm, dim, heads)
     k_norm, k_width, k_eps = _head_norm(of.k_norm, dim, kv_heads)
     v_norm, _, v_eps = _head_norm(of.v_norm, dim, 1)
+    (norm, norm_eps), (after, after_eps) = norm_fields(of.norm, inputs), norm_fields(of.post_norm, outputs)
     arguments = abi.ATTENTION_WEIGHTS.pack(
-        *norm_fields(of.norm, inputs)[:1], qkv.storage.data_ptr(),
-        optional_pointer(of.qkv_bias, "the bias of qkv", (width,)), q_norm, k_norm, v_norm,
-        optional_pointer(of.params.sinks, "sinks", (heads,)), out.storage.data_ptr(),
-        optional_pointer(of.out_bias, "the bias of out", (outputs,)), norm_fields(of.post_norm, outputs)[0],
-        inputs, outputs, heads, kv_heads, dim, of.gate, q_width, k_width, WEIGHT_KINDS[qkv.kind],
-        WEIGHT_KINDS[out.kind], of.shared_kv, of.gates, norm_fields(of.norm, inputs)[1], q_eps,
-        k_eps, v_eps, of.params.scale, of.params.softcap or 0.0, norm_fields(of.post_norm, outputs)[1],
-        factor(of.scale),
+        norm=norm, qkv=qkv.storage.data_ptr(), qkv_bias=optional_pointer(of.qkv_bias, "the bias of qkv", (width,)),
+        q_norm=q_norm, k_norm=k_norm, v_norm=v_norm, sinks=optional_pointer(of.params.sinks, "sinks", (heads,)),
+        out=out.storage.data_ptr(), out_bias=optional_pointer(of.out_bias, "the bias of out", (outputs,)),
+        after=after, inputs=inputs, outputs=outputs, heads=heads, kv_heads=kv_heads, dim=dim, gated=of.gate,
+        q_norm_width=q_width, k_norm_width=k_width, qkv_kind=WEIGHT_KINDS[qkv.kind], out_kind=WEIGHT_KINDS[out.kind],
+        reads=of.shared_kv, gates=of.gates, norm_eps=norm_eps, q_eps=q_eps, k_eps=k_eps, v_eps=v_eps,
+        scale=of.params.scale, softcap=of.params.softcap or 0.0, after_eps=after_eps, residual_scale=factor(of.scale),
     )  # fmt: skip
     return abi.sublayer(SublayerKind.ATTENTION, arguments)
 
@@ -237,11 +243,12 @@ def _pack_mlp(of: MLPSublayer) -> bytes | None:
     norm, eps = norm_fields(of.norm, inputs)
     after, after_eps = norm_fields(of.post_norm, outputs)
     arguments = abi.MLP.pack(
-        norm, up.storage.data_ptr(), optional_pointer(of.up_bias, "the bias of up", (2 * hidden,)),
-        down.storage.data_ptr(), optional_pointer(of.down_bias, "the bias of down", (outputs,)), after,
-        optional_pointer(of.factors, "the factors of up", (2 * hidden,)),
-        inputs, hidden, outputs, WEIGHT_KINDS[up.kind], WEIGHT_KINDS[down.kind], GATES[of.act], of.parallel,
-        eps, after_eps, factor(of.scale),
+        norm=norm, up=up.storage.data_ptr(), up_bias=optional_pointer(of.up_bias, "the bias of up", (2 * hidden,)),
+        down=down.storage.data_ptr(), down_bias=optional_pointer(of.down_bias, "the bias of down", (outputs,)),
+        after=after, factors=optional_pointer(of.factors, "the factors of up", (2 * hidden,)),
+        inputs=inputs, hidden=hidden, outputs=outputs, up_kind=WEIGHT_KINDS[up.kind],
+        down_kind=WEIGHT_KINDS[down.kind], gate=GATES[of.act], parallel=of.parallel, eps=eps, after_eps=after_eps,
+        residual_scale=factor(of.scale),
     )  # fmt: skip
     return abi.sublayer(SublayerKind.MLP, arguments).ljust(SUBLAYER_BYTES, b"\0")
 

@@ -50,13 +50,13 @@ def pack(of: MoESublayer) -> MoEArguments | None:
     norm, eps = norm_fields(of.norm, inputs)
     after, after_eps = norm_fields(of.post_norm, outputs)
     arguments = abi.MOE.pack(
-        norm, router.weight.storage.data_ptr(), optional_pointer(router.bias, "the router's bias", (count,)),
-        optional_pointer(router.e_score_correction_bias, "the correction", (count,)), table.data_ptr(),
-        0 if shared_gate is None else shared_gate.storage.data_ptr(), after, inputs, outputs,
-        WEIGHT_KINDS[router.weight.kind], 0 if shared_gate is None else WEIGHT_KINDS[shared_gate.kind], count,
-        router.top_k, shared is not None, GATES[acts.pop()], router.scoring == "sigmoid", router.normalize,
-        router.groups, router.topk_groups, router.group_score == "top2", of.scale_input,
-        eps, after_eps, factor(of.scale), router.scale, router.floor,
+        norm=norm, router=router.weight.storage.data_ptr(),
+        bias=optional_pointer(router.bias, "the router's bias", (count,)),
+        experts=table.data_ptr(), shared_gate=0 if shared_gate is None else shared_gate.storage.data_ptr(),
+        after=after, inputs=inputs, outputs=outputs, router_kind=WEIGHT_KINDS[router.weight.kind],
+        shared_gate_kind=0 if shared_gate is None else WEIGHT_KINDS[shared_gate.kind], shared=shared is not None,
+        gate=GATES[acts.pop()], scale_input=of.scale_input, norm_eps=eps, after_eps=after_eps,
+        residual_scale=factor(of.scale), **_choice_fields(router, count),
     )  # fmt: skip
     return MoEArguments(abi.sublayer(SublayerKind.MOE, arguments).ljust(SUBLAYER_BYTES, b"\0"), table)
 
@@ -67,18 +67,33 @@ def choose_experts(body: Callable[[bytes], int], logits: Tensor, router: RouterP
     top_k = router.top_k
     if count != router.weight.out_features or not 0 < top_k <= router.topk_groups * (count // router.groups):
         raise ValueError(f"logits {list(logits.shape)} do not fit a choice of {top_k} of {router.weight.out_features}")
-    correction = optional_pointer(router.e_score_correction_bias, "the correction", (count,))
-    fields = abi.MOE.pack(
-        0, 0, 0, correction, 0, 0, 0, 0, 0, 0, 0, count, top_k, 0, 0, router.scoring == "sigmoid", router.normalize,
-        router.groups, router.topk_groups, router.group_score == "top2", 0, 0.0, 0.0, 0.0, router.scale, router.floor,
-    )  # fmt: skip
+    fields = abi.MOE.pack_some(**_choice_fields(router, count))
     of = ctypes.create_string_buffer(fields, len(fields))
     scores = logits.clone(memory_format=torch.contiguous_format)  # they become the scores
     weights, chosen = (torch.empty(tokens, top_k, dtype=dtype) for dtype in (torch.float32, torch.int32))
     room = torch.empty(2 * count, dtype=torch.float32)
-    pointers = ctypes.addressof(of), scores.data_ptr(), weights.data_ptr(), chosen.data_ptr(), room.data_ptr()
-    body(abi.CHOOSE_EXPERTS.pack(*pointers, tokens))
+    arguments = abi.CHOOSE_EXPERTS.pack(
+        of=ctypes.addressof(of), scores=scores.data_ptr(), weights=weights.data_ptr(), chosen=chosen.data_ptr(),
+        room=room.data_ptr(), tokens=tokens,
+    )  # fmt: skip
+    body(arguments)
     return weights, chosen.long()
+
+
+def _choice_fields(router: RouterParams, count: int) -> dict[str, float]:
+    """The fields of `abi.MOE` that say which of `count` experts a token chooses."""
+    return {
+        "correction": optional_pointer(router.e_score_correction_bias, "the correction", (count,)),
+        "count": count,
+        "top_k": router.top_k,
+        "sigmoid": router.scoring == "sigmoid",
+        "normalize": router.normalize,
+        "groups": router.groups,
+        "topk_groups": router.topk_groups,
+        "top2": router.group_score == "top2",
+        "scale": router.scale,
+        "floor": router.floor,
+    }
 
 
 def _all(of: MoESublayer) -> list[Expert]:
@@ -91,8 +106,8 @@ def _expert(expert: Expert, inputs: int, outputs: int) -> bytes:
     if up.shape != (2 * hidden, inputs) or down.out_features != outputs:
         raise ValueError(f"{up} and {down} do not fit {inputs} features and {outputs}")
     return abi.EXPERT.pack(
-        up.storage.data_ptr(), down.storage.data_ptr(),
-        optional_pointer(expert.up_bias, "the bias of up", (2 * hidden,)),
-        optional_pointer(expert.down_bias, "the bias of down", (outputs,)),
-        hidden, WEIGHT_KINDS[up.kind], WEIGHT_KINDS[down.kind],
+        up=up.storage.data_ptr(), down=down.storage.data_ptr(),
+        up_bias=optional_pointer(expert.up_bias, "the bias of up", (2 * hidden,)),
+        down_bias=optional_pointer(expert.down_bias, "the bias of down", (outputs,)),
+        hidden=hidden, up_kind=WEIGHT_KINDS[up.kind], down_kind=WEIGHT_KINDS[down.kind],
     )  # fmt: skip

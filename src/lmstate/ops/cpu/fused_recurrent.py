@@ -81,7 +81,7 @@ def _conv(of: ShortConvSublayer) -> Recurrence:
     if of.project.out_features != 3 * width:
         raise ValueError(f"{of.project} does not give three times the {width} features of a convolution")
     arguments = abi.GATED_CONV_PARTS.pack(
-        taps.data_ptr(), optional_pointer(of.conv_bias, "the convolution's bias", (width,)), kernel
+        taps=taps.data_ptr(), bias=optional_pointer(of.conv_bias, "the convolution's bias", (width,)), kernel=kernel
     )
     parts = MixerParts(arguments, width, width, ((kernel - 1, width),))
     layer = _layer(SublayerKind.SHORT_CONV, of, parts)
@@ -93,7 +93,8 @@ def carried(layer: Recurrence, start: ScanStart, new: Carry, kept: Tensor, marke
     shapes, rows = layer.parts.carry, new[0].shape[0]
     before = [float_pointer(part, "the carry", (rows, *shape)) for part, shape in zip(start.carry, shapes, strict=True)]
     after = [part.data_ptr() for part in new]
-    none = [0] * (2 - len(shapes))
+    if len(shapes) == 1:  # a tail alone
+        before, after = [*before, 0], [*after, 0]
     first, most, marks = (0, 0, 0), 0, (0, 0, 0)
     if start.unscanned is not None:
         inputs, counts, counts_t, begins_t = start.unscanned
@@ -106,7 +107,11 @@ def carried(layer: Recurrence, start: ScanStart, new: Carry, kept: Tensor, marke
     if start.marks is not None and marked is not None:
         tail, *matrix = (part.data_ptr() for part in marked)
         marks = (integers(start.marks, "marks", rows).data_ptr(), tail, matrix[0] if matrix else 0)
-    carried = abi.CARRY.pack(*before, *none, *after, *none, kept.data_ptr(), *first, *marks, most)
+    carried = abi.CARRY.pack(
+        tail=before[0], carry=before[1], next_tail=after[0], next=after[1], kept=kept.data_ptr(),
+        unscanned=first[0], unscanned_counts=first[1], unscanned_begins=first[2],
+        marks=marks[0], marked_tail=marks[1], marked=marks[2], unscanned_tokens=most,
+    )  # fmt: skip
     return b"".join([layer.arguments, carried, _REST])
 
 
@@ -134,11 +139,12 @@ def _layer(
     before, eps = norm_fields(of.norm, inputs)
     behind, after_eps = norm_fields(of.post_norm, outputs)
     arguments = abi.PROJECTIONS.pack(
-        before, project.storage.data_ptr(), optional_pointer(of.bias, "the bias", (projected,)),
-        0 if gates is None else gates.storage.data_ptr(), out.storage.data_ptr(),
-        optional_pointer(of.out_bias, "the bias of out", (outputs,)), behind,
-        optional_pointer(factors, "the factors", (projected,)), inputs, projected, outputs,
-        WEIGHT_KINDS[project.kind], 0 if gates is None else WEIGHT_KINDS[gates.kind], WEIGHT_KINDS[out.kind], parallel,
-        eps, after_eps, factor(of.scale),
+        norm=before, project=project.storage.data_ptr(), bias=optional_pointer(of.bias, "the bias", (projected,)),
+        gates=0 if gates is None else gates.storage.data_ptr(), out=out.storage.data_ptr(),
+        out_bias=optional_pointer(of.out_bias, "the bias of out", (outputs,)), after=behind,
+        factors=optional_pointer(factors, "the factors", (projected,)), inputs=inputs, projected=projected,
+        outputs=outputs, project_kind=WEIGHT_KINDS[project.kind],
+        gates_kind=0 if gates is None else WEIGHT_KINDS[gates.kind], out_kind=WEIGHT_KINDS[out.kind],
+        parallel=parallel, norm_eps=eps, after_eps=after_eps, residual_scale=factor(of.scale),
     )  # fmt: skip
     return abi.sublayer(kind, arguments, parts.arguments.ljust(abi.MIXER_BYTES, b"\0"))

@@ -76,10 +76,10 @@ def gated_delta_parts(taps: Tensor, params: GatedDeltaParams) -> MixerParts:
     if heads % key_heads or values % heads or decays not in (heads, heads * key_dim):
         raise ValueError(f"{heads} heads over {key_heads} of {key_dim} do not fit a convolution of {width} features")
     arguments = abi.GATED_DELTA_PARTS.pack(
-        taps.data_ptr(), optional(A, "A", heads), optional(dt_bias, "the bias of dt", decays),
-        optional(norm.weight, "the norm's weight", value_dim),
-        key_heads, heads, key_dim, value_dim, kernel, decays > heads, gate_act == "silu", beta_scale,
-        norm.eps,
+        taps=taps.data_ptr(), A=optional(A, "A", heads), bias=optional(dt_bias, "the bias of dt", decays),
+        norm=optional(norm.weight, "the norm's weight", value_dim), key_heads=key_heads, heads=heads,
+        key_dim=key_dim, value_dim=value_dim, kernel=kernel, by_channel=decays > heads, silu=gate_act == "silu",
+        beta_scale=beta_scale, eps=norm.eps,
     )  # fmt: skip
     return MixerParts(arguments, width + heads + decays, values, ((kernel - 1, width), (heads, key_dim, value_dim)))
 
@@ -97,11 +97,12 @@ def mamba2_parts(taps: Tensor, params: Mamba2Params) -> MixerParts:
     if norm is not None and (inner % norm_groups or weights not in (inner, inner // norm_groups)):
         raise ValueError(f"{norm_groups} groups of {inner} features cannot have {weights} weights")
     arguments = abi.MAMBA2_PARTS.pack(
-        taps.data_ptr(), optional(conv_bias, "the convolution's bias", width), optional(A, "A", heads),
-        optional(D, "D", heads), optional(dt_bias, "the bias of dt", heads),
-        0 if norm is None else optional(norm.weight, "the norm's weight", weights),
-        heads, head_dim, groups, states, kernel, norm_groups, weights, gate_last,
-        *dt_limits, 0.0 if norm is None else norm.eps,
+        taps=taps.data_ptr(), conv_bias=optional(conv_bias, "the convolution's bias", width),
+        A=optional(A, "A", heads), D=optional(D, "D", heads), dt_bias=optional(dt_bias, "the bias of dt", heads),
+        norm=0 if norm is None else optional(norm.weight, "the norm's weight", weights),
+        heads=heads, head_dim=head_dim, groups=groups, states=states, kernel=kernel, norm_groups=norm_groups,
+        norm_weights=weights, gate_last=gate_last, low=dt_limits[0], high=dt_limits[1],
+        eps=0.0 if norm is None else norm.eps,
     )  # fmt: skip
     return MixerParts(arguments, width + heads, inner, ((kernel - 1, width), (heads, head_dim, states)))
 
@@ -126,10 +127,11 @@ def _folded(
     y = torch.empty(rows, tokens, outputs, dtype=torch.float32)
     new = torch.empty(tail.shape, dtype=torch.float32), torch.empty(state.shape, dtype=torch.float32)
     fold = abi.FOLD.pack(
-        inputs.data_ptr(), 0 if gate is None else gate.data_ptr(), tail.data_ptr(), state.data_ptr(),
-        counted(counts, rows).data_ptr(), 0, y.data_ptr() if outputs else 0, new[0].data_ptr(), new[1].data_ptr(),
-        0, 0, 0, rows, tokens, threads_for(tokens * state.numel()), *inputs.stride()[:2],
-        *((0, 0) if gate is None else gate.stride()[:2]),
+        x=inputs.data_ptr(), z=0 if gate is None else gate.data_ptr(), tail=tail.data_ptr(), carry=state.data_ptr(),
+        counts=counted(counts, rows).data_ptr(), begins=0, y=y.data_ptr() if outputs else 0,
+        next_tail=new[0].data_ptr(), next=new[1].data_ptr(), marks=0, marked_tail=0, marked=0, rows=rows,
+        tokens=tokens, threads=threads_for(tokens * state.numel()), x_row=inputs.stride(0), x_token=inputs.stride(1),
+        z_row=0 if gate is None else gate.stride(0), z_token=0 if gate is None else gate.stride(1),
     )  # fmt: skip
     if call(fold + parts.arguments):
         raise MemoryError(f"no memory for {tokens} tokens of {parts.inputs} features in {rows} rows")

@@ -45,9 +45,10 @@ class Recurrent:
         expect(taps, "the taps", (kernel, width))
         y, new = _empty(rows, tokens, width), _empty(*tail.shape)
         arguments = abi.CAUSAL_CONV.pack(
-            x.data_ptr(), tail.data_ptr(), taps.data_ptr(), optional(bias, "the bias", width),
-            counted(counts, rows).data_ptr(), 0, y.data_ptr(), new.data_ptr(),
-            rows, tokens, width, kernel, silu, threads_for(kernel * y.numel()), *x.stride()[:2], tail.stride(0), 0, 0,
+            x=x.data_ptr(), tail=tail.data_ptr(), taps=taps.data_ptr(), bias=optional(bias, "the bias", width),
+            counts=counted(counts, rows).data_ptr(), begins=0, y=y.data_ptr(), next=new.data_ptr(),
+            rows=rows, tokens=tokens, width=width, kernel=kernel, silu=silu, threads=threads_for(kernel * y.numel()),
+            x_row=x.stride(0), x_token=x.stride(1), tail_row=tail.stride(0), marks=0, marked=0,
         )  # fmt: skip
         self._causal_conv(arguments)
         return y, new
@@ -77,13 +78,17 @@ class Recurrent:
         if beta is not None:
             expect(beta, "beta", (rows, tokens, heads))
         y, new = _empty(rows, tokens, heads, value_dim), _empty(*carry.shape)
+        beta_row, beta_token, beta_head = (0, 0, 0) if beta is None else beta.stride()
         arguments = abi.GATED_DELTA_RULE.pack(
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), 0 if beta is None else beta.data_ptr(),
-            carry.data_ptr(), counted(counts, rows).data_ptr(), 0, y.data_ptr(), new.data_ptr(),
-            rows, tokens, key_heads, heads, key_dim, value_dim, by_channel, normalize,
-            threads_for(tokens * new.numel()),
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3],
-            *((0, 0, 0) if beta is None else beta.stride()), carry.stride(0), scale, 0, 0, 1.0, 0, 0, 0, 0,
+            q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), g=g.data_ptr(), beta=0 if beta is None else beta.data_ptr(),
+            carry=carry.data_ptr(), counts=counted(counts, rows).data_ptr(), begins=0, y=y.data_ptr(),
+            next=new.data_ptr(), rows=rows, tokens=tokens, key_heads=key_heads, heads=heads, key_dim=key_dim,
+            value_dim=value_dim, by_channel=by_channel, normalize=normalize,
+            threads=threads_for(tokens * new.numel()), q_row=q.stride(0), q_token=q.stride(1), q_head=q.stride(2),
+            k_row=k.stride(0), k_token=k.stride(1), k_head=k.stride(2), v_row=v.stride(0), v_token=v.stride(1),
+            v_head=v.stride(2), g_row=g.stride(0), g_token=g.stride(1), g_head=g.stride(2), beta_row=beta_row,
+            beta_token=beta_token, beta_head=beta_head, carry_row=carry.stride(0), scale=scale, A=0, bias=0,
+            beta_scale=1.0, norm=0, marks=0, marked=0, conv=0,
         )  # fmt: skip
         if self._gated_delta_rule(arguments):
             raise MemoryError(f"no memory for the delta rule's runs of heads of {key_dim}")
@@ -113,11 +118,14 @@ class Recurrent:
         expect(carry, "the carry", (rows, heads, head_dim, states))
         y, new = _empty(rows, tokens, heads, head_dim), _empty(*carry.shape)
         arguments = abi.SSD.pack(
-            x.data_ptr(), dt.data_ptr(), A.data_ptr(), B.data_ptr(), C.data_ptr(), optional(D, "D", heads),
-            optional(dt_bias, "dt's bias", heads), carry.data_ptr(), counted(counts, rows).data_ptr(),
-            0, y.data_ptr(), new.data_ptr(),
-            rows, tokens, heads, head_dim, groups, states, threads_for(tokens * new.numel()),
-            *x.stride()[:3], *dt.stride(), *B.stride()[:3], *C.stride()[:3], carry.stride(0), *dt_limits, 0, 0,
+            x=x.data_ptr(), dt=dt.data_ptr(), A=A.data_ptr(), B=B.data_ptr(), C=C.data_ptr(), D=optional(D, "D", heads),
+            bias=optional(dt_bias, "dt's bias", heads), carry=carry.data_ptr(),
+            counts=counted(counts, rows).data_ptr(), begins=0, y=y.data_ptr(), next=new.data_ptr(), rows=rows,
+            tokens=tokens, heads=heads, head_dim=head_dim, groups=groups, states=states,
+            threads=threads_for(tokens * new.numel()), x_row=x.stride(0), x_token=x.stride(1), x_head=x.stride(2),
+            dt_row=dt.stride(0), dt_token=dt.stride(1), dt_head=dt.stride(2), B_row=B.stride(0), B_token=B.stride(1),
+            B_group=B.stride(2), C_row=C.stride(0), C_token=C.stride(1), C_group=C.stride(2),
+            carry_row=carry.stride(0), low=dt_limits[0], high=dt_limits[1], marks=0, marked=0,
         )  # fmt: skip
         self._ssd(arguments)
         return y, new
@@ -149,12 +157,13 @@ class Recurrent:
         expect(carry, "the carry", (rows, channels, states))
         y, new = _empty(rows, tokens, channels), _empty(*carry.shape)
         arguments = abi.SELECTIVE_SCAN.pack(
-            x.data_ptr(), dt.data_ptr(), 0 if gate is None else gate.data_ptr(), A.data_ptr(), B.data_ptr(),
-            C.data_ptr(), optional(D, "D", channels),
-            carry.data_ptr(), counted(counts, rows).data_ptr(), y.data_ptr(), new.data_ptr(),
-            rows, tokens, channels, states, softplus, threads_for(8 * tokens * new.numel()),
-            *x.stride()[:2], *((0, 0) if gate is None else gate.stride()[:2]),
-            *dt.stride()[:2], *B.stride()[:2], *C.stride()[:2], carry.stride(0),
+            x=x.data_ptr(), dt=dt.data_ptr(), gate=0 if gate is None else gate.data_ptr(), A=A.data_ptr(),
+            B=B.data_ptr(), C=C.data_ptr(), D=optional(D, "D", channels), carry=carry.data_ptr(),
+            counts=counted(counts, rows).data_ptr(), y=y.data_ptr(), next=new.data_ptr(), rows=rows, tokens=tokens,
+            channels=channels, states=states, softplus=softplus, threads=threads_for(8 * tokens * new.numel()),
+            x_row=x.stride(0), x_token=x.stride(1), gate_row=0 if gate is None else gate.stride(0),
+            gate_token=0 if gate is None else gate.stride(1), dt_row=dt.stride(0), dt_token=dt.stride(1),
+            B_row=B.stride(0), B_token=B.stride(1), C_row=C.stride(0), C_token=C.stride(1), carry_row=carry.stride(0),
         )  # fmt: skip
         self._selective_scan(arguments)
         return y, new
@@ -171,16 +180,19 @@ class Recurrent:
         """`rg_lru`."""
         rows, tokens, width = x.shape
         h, seen = (part.contiguous() for part in carry)
-        inputs = [_dense(part) for part in (x, input_gate, recurrence_gate)]
-        for part, name in zip(inputs[1:], ("the input gate", "the recurrence gate")):
-            expect(part, name, (rows, tokens, width))
+        x, input_gate, recurrence_gate = _dense(x), _dense(input_gate), _dense(recurrence_gate)
+        expect(input_gate, "the input gate", (rows, tokens, width))
+        expect(recurrence_gate, "the recurrence gate", (rows, tokens, width))
         expect(h, "h", (rows, width))
         expect(seen, "seen", (rows,))
         y, new, new_seen = _empty(rows, tokens, width), _empty(rows, width), _empty(rows)
         arguments = abi.RG_LRU.pack(
-            *(part.data_ptr() for part in inputs), optional(recurrent_param, "the parameter", width), h.data_ptr(),
-            seen.data_ptr(), counted(counts, rows).data_ptr(), y.data_ptr(), new.data_ptr(), new_seen.data_ptr(),
-            rows, tokens, width, threads_for(16 * y.numel()), *(step for part in inputs for step in part.stride()[:2]),
+            x=x.data_ptr(), input_gate=input_gate.data_ptr(), recurrence_gate=recurrence_gate.data_ptr(),
+            parameter=optional(recurrent_param, "the parameter", width), h=h.data_ptr(), seen=seen.data_ptr(),
+            counts=counted(counts, rows).data_ptr(), y=y.data_ptr(), next=new.data_ptr(),
+            next_seen=new_seen.data_ptr(), rows=rows, tokens=tokens, width=width, threads=threads_for(16 * y.numel()),
+            x_row=x.stride(0), x_token=x.stride(1), input_row=input_gate.stride(0), input_token=input_gate.stride(1),
+            recurrence_row=recurrence_gate.stride(0), recurrence_token=recurrence_gate.stride(1),
         )  # fmt: skip
         self._rg_lru(arguments)
         return y, (new, new_seen)
@@ -197,9 +209,10 @@ class Recurrent:
         weight = 0 if norm is None else optional(norm.weight, "the norm's weight", weights)
         out = _empty(rows, tokens, width)
         arguments = abi.GATED_NORM.pack(
-            y.data_ptr(), gate.data_ptr(), weight, out.data_ptr(), 0,
-            rows, tokens, groups, width // groups, weights, silu, gate_last, threads_for(4 * out.numel()),
-            *gate.stride()[:2], norm.eps if norm else 0.0,
+            y=y.data_ptr(), gate=gate.data_ptr(), weight=weight, out=out.data_ptr(), counts=0, rows=rows,
+            tokens=tokens, groups=groups, width=width // groups, weights=weights, silu=silu, gate_last=gate_last,
+            threads=threads_for(4 * out.numel()), gate_row=gate.stride(0), gate_token=gate.stride(1),
+            eps=norm.eps if norm else 0.0,
         )  # fmt: skip
         self._gated_norm(arguments)
         return out

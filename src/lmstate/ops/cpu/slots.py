@@ -39,11 +39,16 @@ class Slots:
     ) -> tuple[Callable[[bytes], int], bytes]:
         """The function of C and its argument, which points to the tensors."""
         rows = len(starts)
-        spans = tuple(integers(x, "starts, counts and accepted", rows) for x in (starts, counts, accepted))
+        starts, counts, accepted = (
+            integers(x, "starts, counts and accepted", rows) for x in (starts, counts, accepted)
+        )
         packed = [self._pack(change) for change in changes]
         if any(each.rows != rows for each in packed):
             raise ValueError(f"lists of other numbers of rows were given with the starts of {rows}")
-        header = abi.COMMIT_SLOTS.pack(*(x.data_ptr() for x in spans), len(changes), rows, torch.get_num_threads())
+        header = abi.COMMIT_SLOTS.pack(
+            starts=starts.data_ptr(), counts=counts.data_ptr(), accepted=accepted.data_ptr(), layers=len(changes),
+            rows=rows, threads=torch.get_num_threads(),
+        )  # fmt: skip
         return self._commit, b"".join([header, *(each.fields for each in packed)])
 
     def _pack(self, change: SlotCommit) -> PackedSlotCommit:
@@ -60,7 +65,7 @@ def pack(change: SlotCommit) -> PackedSlotCommit:
     stored, undo_log, filled, undo_head = table.stored, table.undo_log, table.filled, table.undo_head
     rows, heads, slots = stored["position"].shape
     undo_slots = undo_log["position"].shape[2]
-    fields: list[int] = []
+    arrays = list[bytes]()
     for name, array in stored.items():
         if name == "scores":
             continue
@@ -68,10 +73,13 @@ def pack(change: SlotCommit) -> PackedSlotCommit:
         for x, count in ((array, slots), (undo_log[name], undo_slots)):
             if x.numel() != rows * heads * count * width or not x.is_contiguous():
                 raise ValueError(f"{name} {list(x.shape)} does not fit {rows} rows, {heads} heads and {count} slots")
-        fields += [array.data_ptr(), undo_log[name].data_ptr(), width * array.element_size()]
-    count, scores = len(fields) // 3, stored.get("scores")
-    if count > abi.SLOT_ARRAYS:
-        raise ValueError(f"slots of {count} tensors were given; there is room for {abi.SLOT_ARRAYS}")
+        packed = abi.SLOT_ARRAY.pack(
+            stored=array.data_ptr(), undo_log=undo_log[name].data_ptr(), bytes=width * array.element_size()
+        )
+        arrays.append(packed)
+    scores = stored.get("scores")
+    if len(arrays) > abi.SLOT_ARRAYS:
+        raise ValueError(f"slots of {len(arrays)} tensors were given; there is room for {abi.SLOT_ARRAYS}")
     seen = gone = queries = ring = planes = wide = tokens = width = size = 0
     lowest: tuple[int, ...] = (0, 0, 0, 0, 0)
     if change.columns is not None:
@@ -88,11 +96,14 @@ def pack(change: SlotCommit) -> PackedSlotCommit:
         (_, tokens, *each), size = change.queries.shape, change.ring.shape[1]
         queries = float_pointer(change.queries, "queries", (rows, tokens, *each))
         ring, width = float_pointer(change.ring, "ring", (rows, size, *each)), each[0] * each[1]
-    packed = abi.SLOT_COMMIT.pack(
-        *fields, *(0,) * (3 * (abi.SLOT_ARRAYS - count)), stored["position"].data_ptr(),
-        0 if scores is None else scores.data_ptr(), undo_log["evicted_at"].data_ptr(), undo_log["slot"].data_ptr(),
-        filled.data_ptr(), undo_head.data_ptr(), seen, gone, queries, ring,
-        heads, slots, undo_slots, count, 0 if scores is None else scores.shape[2],
-        planes, wide, change.evicted is lowest, *lowest, tokens, width, size,
+    budget, batch, sinks, newest, by_scores = lowest
+    fields = abi.SLOT_COMMIT.pack(
+        arrays=b"".join(arrays), positions=stored["position"].data_ptr(),
+        scores=0 if scores is None else scores.data_ptr(), evicted_at=undo_log["evicted_at"].data_ptr(),
+        slot=undo_log["slot"].data_ptr(), filled=filled.data_ptr(), undo_head=undo_head.data_ptr(), columns=seen,
+        evicted=gone, queries=queries, ring=ring, kv_heads=heads, slots=slots, undo_slots=undo_slots,
+        count=len(arrays), history=0 if scores is None else scores.shape[2], planes=planes, wide=wide,
+        lowest=change.evicted is lowest, budget=budget, batch=batch, sinks=sinks, newest=newest, by_scores=by_scores,
+        tokens=tokens, query_width=width, ring_size=size,
     )  # fmt: skip
-    return PackedSlotCommit(packed, rows)
+    return PackedSlotCommit(fields, rows)

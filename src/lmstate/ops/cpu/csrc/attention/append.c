@@ -26,10 +26,10 @@ int64_t lmstate_append(const append_args *a) {
   for (int64_t i = 0; i < a->rows * a->kv_heads; i++) {
     const int64_t r = i / a->kv_heads, h = i % a->kv_heads;
     for (int which = 0; which < 2; which++) {
-      const float *x = a->from[which] + r * a->from_row[which] + h * a->from_head[which];
+      const float *x = a->source[which] + r * a->source_row[which] + h * a->source_head[which];
       char *const *table = a->tables[which] ? a->tables[which] + r * a->table_row : NULL;
       for (int64_t t = 0; t < a->counts[r]; t++)
-        store_head(x + t * a->from_token[which],
+        store_head(x + t * a->source_token[which],
                    position_at(a->to[which], r * a->to_row[which] * size, table, a->block, a->slots,
                             h * a->to_head[which] * size, a->to_slot[which] * size, a->starts[r] + t),
                    a->dim[which], a->kind);

@@ -13,13 +13,13 @@ typedef struct {
 } rope_args;
 
 typedef struct {
-  const float *from[2];           /* k, v: [R, T, K, D] by their strides */
+  const float *source[2];         /* k, v: [R, T, K, D] by their strides */
   void *to[2];                    /* [R, K, S, D] by their strides; nothing where there are tables */
   const int64_t *starts, *counts; /* [R] */
   char *const *tables[2];         /* [R, table_row]: see attend_args */
   int64_t rows, tokens, kv_heads, slots, kind, threads;
   int64_t table_row, block, dim[2];
-  int64_t from_row[2], from_token[2], from_head[2];
+  int64_t source_row[2], source_token[2], source_head[2];
   int64_t to_row[2], to_head[2], to_slot[2];
 } append_args;
 

@@ -5,8 +5,8 @@
 
 typedef struct {
   rope_args q, k;      /* where `rotates`; the others' sources then are what these write */
-  const float *from[2]; /* k, v: [R, T, K, D] by their strides */
-  int64_t from_row[2], from_token[2], from_head[2];
+  const float *source[2]; /* k, v: [R, T, K, D] by their strides */
+  int64_t source_row[2], source_token[2], source_head[2];
   int64_t rotates, store_threads;
   codes_args codes;
   attend_args attend; /* q: written to where there is a Hadamard transform, unless it is null: then nothing attends */
@@ -121,12 +121,12 @@ void close_blocks(const attend_args *a, const codes_args *c, int64_t r, int64_t 
 /* The new tokens of one kv head. */
 static void store(const attend_quantized_args *c, int64_t r, int64_t h) {
   const attend_args *a = &c->attend;
-  const float *from[2] = {c->from[0] + r * c->from_row[0] + h * c->from_head[0],
-                          c->from[1] + r * c->from_row[1] + h * c->from_head[1]};
+  const float *from[2] = {c->source[0] + r * c->source_row[0] + h * c->source_head[0],
+                          c->source[1] + r * c->source_row[1] + h * c->source_head[1]};
   for (int64_t t = 0; t < a->counts[r]; t++) {
     float k[MAX_DIM], v[MAX_DIM];
-    memcpy(k, from[0] + t * c->from_token[0], (size_t)a->dim * 4);
-    memcpy(v, from[1] + t * c->from_token[1], (size_t)a->dim_v * 4);
+    memcpy(k, from[0] + t * c->source_token[0], (size_t)a->dim * 4);
+    memcpy(v, from[1] + t * c->source_token[1], (size_t)a->dim_v * 4);
     store_codes(a, &c->codes, r, h, t, k, v);
   }
   if (c->codes.tail) close_blocks(a, &c->codes, r, h);
@@ -143,7 +143,7 @@ int64_t lmstate_attend_quantized(const attend_quantized_args *c) {
     lmstate_rope(&c->q);
     lmstate_rope(&c->k);
   }
-  if (c->from[0]) {
+  if (c->source[0]) {
 #pragma omp parallel for schedule(static) num_threads((int)c->store_threads) if (c->store_threads > 1)
     for (int64_t i = 0; i < a->rows * a->kv_heads; i++) store(c, i / a->kv_heads, i % a->kv_heads);
   }

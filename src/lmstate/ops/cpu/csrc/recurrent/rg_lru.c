@@ -5,7 +5,7 @@
 
 typedef struct {
   const float *x, *input_gate, *recurrence_gate; /* [R, T, F] by their strides, their last axis dense */
-  const float *lambda;                           /* [F] */
+  const float *parameter;                        /* [F], Lambda of the paper */
   const float *h, *seen;                         /* [R, F] and [R], contiguous */
   const int64_t *counts;                         /* [R] */
   float *y, *next, *next_seen;                   /* [R, T, F], [R, F] and [R], contiguous */
@@ -30,7 +30,7 @@ static void run_features(const rg_lru_args *a, int64_t r, int64_t begin, int64_t
   float *y = a->y + r * a->tokens * a->width;
   for (int64_t f = begin; f < end; f += VL) {
     const int64_t n = end - f;
-    const vf rate = vf_mul(vf_set1(-8), vf_softplus(load_some(a->lambda + f, n)));
+    const vf rate = vf_mul(vf_set1(-8), vf_softplus(load_some(a->parameter + f, n)));
     vf h = load_some(a->h + r * a->width + f, n);
     for (int64_t t = 0; t < real; t++) {
       const vf forget = load_some(a->recurrence_gate + r * a->recurrence_row + t * a->recurrence_token + f, n);
