@@ -177,8 +177,8 @@ RG_LRU = Layout(
     "q rows tokens width threads x_row x_token input_row input_token recurrence_row recurrence_token",
 )  # fmt: skip
 
-FOLD = Layout(
-    "fold_args", "P x z tail carry counts begins y next_tail next marks marked_tail marked",
+SCAN = Layout(
+    "scan_args", "P x z tail carry counts begins y next_tail next marks marked_tail marked",
     "q rows tokens threads x_row x_token z_row z_token",
 )  # fmt: skip
 GATED_DELTA_PARTS = Layout(
@@ -235,8 +235,8 @@ _KIND = Struct("q")
 SUBLAYER_BYTES = _KIND.size + ATTENTION.size  # the longest of them
 LAYOUTS = [each for each in list(globals().values()) if isinstance(each, Layout) and each.name]
 SIZES = {each.name: each.size for each in LAYOUTS} | {
-    "gated_delta_mixer_args": FOLD.size + GATED_DELTA_PARTS.size,
-    "mamba2_mixer_args": FOLD.size + MAMBA2_PARTS.size,
+    "gated_delta_mixer_args": SCAN.size + GATED_DELTA_PARTS.size,
+    "mamba2_mixer_args": SCAN.size + MAMBA2_PARTS.size,
     "recurrent_args": PROJECTIONS.size + MIXER_BYTES + CARRY.size,
     "sublayer_args": SUBLAYER_BYTES,
 }

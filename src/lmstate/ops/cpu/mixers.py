@@ -48,7 +48,7 @@ class Mixers:
         """`gated_delta_mixer`."""
         taps = params.conv.t().contiguous()
         parts = gated_delta_parts(taps, params)
-        return _folded(self._gated_delta, parts, inputs, z, carry, counts, 0 if z is None else parts.outputs)
+        return _scanned(self._gated_delta, parts, inputs, z, carry, counts, 0 if z is None else parts.outputs)
 
     def mamba2(
         self,
@@ -61,7 +61,7 @@ class Mixers:
         """`mamba2_mixer`."""
         taps = params.conv.t().contiguous()
         parts = mamba2_parts(taps, params)
-        return _folded(self._mamba2, parts, inputs, gate, carry, counts, parts.outputs)
+        return _scanned(self._mamba2, parts, inputs, gate, carry, counts, parts.outputs)
 
 
 def gated_delta_parts(taps: Tensor, params: GatedDeltaParams) -> MixerParts:
@@ -107,7 +107,7 @@ def mamba2_parts(taps: Tensor, params: Mamba2Params) -> MixerParts:
     return MixerParts(arguments, width + heads, inner, ((kernel - 1, width), (heads, head_dim, states)))
 
 
-def _folded(
+def _scanned(
     call: Callable[[bytes], int],
     parts: MixerParts,
     inputs: Tensor,
@@ -126,14 +126,14 @@ def _folded(
         expect(gate, "the gate", (rows, tokens, parts.outputs))
     y = torch.empty(rows, tokens, outputs, dtype=torch.float32)
     new = torch.empty(tail.shape, dtype=torch.float32), torch.empty(state.shape, dtype=torch.float32)
-    fold = abi.FOLD.pack(
+    scan = abi.SCAN.pack(
         x=inputs.data_ptr(), z=0 if gate is None else gate.data_ptr(), tail=tail.data_ptr(), carry=state.data_ptr(),
         counts=counted(counts, rows).data_ptr(), begins=0, y=y.data_ptr() if outputs else 0,
         next_tail=new[0].data_ptr(), next=new[1].data_ptr(), marks=0, marked_tail=0, marked=0, rows=rows,
         tokens=tokens, threads=threads_for(tokens * state.numel()), x_row=inputs.stride(0), x_token=inputs.stride(1),
         z_row=0 if gate is None else gate.stride(0), z_token=0 if gate is None else gate.stride(1),
     )  # fmt: skip
-    if call(fold + parts.arguments):
+    if call(scan + parts.arguments):
         raise MemoryError(f"no memory for {tokens} tokens of {parts.inputs} features in {rows} rows")
     return y, new
 

@@ -184,7 +184,7 @@ INLINE void widen_kind(const stored *x, const ring_ranges *r, int64_t dim, int k
     for (int64_t t = 0; t < r->count[run]; t++) {
       const int64_t from = (r->from[run] + t) * x->slot, at = (r->at[run] + t) * width;
       for (int64_t d = 0; d < dim; d += VL) {
-        if (d * size_of(kind) % 64 == 0) ask_ahead(kind, x->data, from + d, x->ahead);
+        if (d * size_of(kind) % 64 == 0) prefetch_ahead(kind, x->data, from + d, x->ahead);
         const vf numbers = dim - d < VL ? load_part(kind, x->data, from + d, (int)(dim - d)) : load(kind, x->data, from + d);
         vf_store(to + at + d, numbers);
       }
@@ -237,10 +237,10 @@ static void run_chunk(const attend_args *a, const attend_plan *all, int64_t numb
     bf16_task of = {.args = a, .codes = all->codes, .floats = &floats, .coded = &coded, .q = queries_of_row,
                     .parts = part_at(a, all->parts, first_part).largest, .row = r, .kv = kv,
                     .first = first_token * group, .n = n, .from = from, .until = until};
-    source leaving = floats, unused = {0};
+    source next_task = floats, unused = {0};
     if (!all->whole && !all->codes && number + 1 < all->tasks) {
-      look_ahead(a, all, number + 1, (until - 1) / SUB * SUB, &leaving, &unused);
-      of.leaving = &leaving;
+      look_ahead(a, all, number + 1, (until - 1) / SUB * SUB, &next_task, &unused);
+      of.next_task = &next_task;
     }
     attend_bf16(&of);
     return;

@@ -1,6 +1,6 @@
 /* The arguments of what happens between a layer's projections and its output: rotation, storing, attention. */
-#ifndef LMSTATE_ATTEND_H
-#define LMSTATE_ATTEND_H
+#ifndef LMSTATE_ATTEND_ARGS_H
+#define LMSTATE_ATTEND_ARGS_H
 #include <stdint.h>
 
 enum { MAX_DIM = 512 }; /* of a head; lmstate.ops.cpu has the same number */

@@ -4,8 +4,8 @@
 #include "simd/bf16_dot.h"
 #include "attention/kv_layout.h"
 
-#ifdef LMSTATE_PAIRS
-#include "attention/attend_bf16.h"
+#ifdef LMSTATE_BF16_DOT
+#include "attention/bf16_rows.h"
 
 enum { BATCH = 384 }; /* queries that meet a span together; half of them where heads are wider than SPAN_DIM */
 
@@ -73,7 +73,7 @@ static void lay_keys(const bf16_task *t, int64_t b, int coded, kv_span *to) {
   else
     for (int i = 0; i < SUB; i += 16) {
       const tile_rows rows = rows_at(t, &k, b + i, dim, dim, bits, to->copies);
-      if (rows.ahead) ask_rows(rows, rows.ahead, dim);
+      if (rows.ahead) prefetch_rows(rows, rows.ahead, dim);
       transpose_all_pairs(rows, dim, keys + i);
     }
   memset(keys + dim / 2 * SUB, 0, (size_t)((to->dim - dim) / 2 * SUB) * sizeof *keys);

@@ -5,8 +5,8 @@
  * as many lines as it can forgets what else it is asked for; and once more shortly before, where it was forgotten. */
 #include "simd/bf16_dot.h"
 
-#ifdef LMSTATE_PAIRS
-#include "attention/attend_bf16.h"
+#ifdef LMSTATE_BF16_DOT
+#include "attention/bf16_rows.h"
 
 /* What a task has for itself. */
 typedef struct {
@@ -58,7 +58,7 @@ INLINE void sum_values(const tile_rows *values, int64_t tiles, int64_t d, int64_
     UNROLL for (int v = 0; v < VECTORS; v++) acc[m][v] = vf_zero();
   for (int64_t t = 0; t < tiles; t++) {
     const uint16_t *at = values[t].first + d;
-    if (t + 1 < tiles && values[t + 1].ahead) ask_rows(values[t + 1], 2 * d, dim - d < WIDE ? dim - d : WIDE);
+    if (t + 1 < tiles && values[t + 1].ahead) prefetch_rows(values[t + 1], 2 * d, dim - d < WIDE ? dim - d : WIDE);
     for (int i = 0; i < 16; i += 2, at += 2 * values[t].stride) {
       __m512i pairs[VECTORS];
       load_pair(at, values[t].stride, &masks, values[t].ahead, pairs);
@@ -120,7 +120,7 @@ void attend_few(const bf16_task *t) {
         for (int64_t j = 0, p = b + i; j < SUB / 16; j++, p += 16)
           if (p < until && p + 16 > from) {
             const tile_rows next = tiles[(j + 1) % (SUB / 16)];
-            if (next.ahead) ask_rows(next, j + 1 < SUB / 16 ? 0 : next.ahead, dim);
+            if (next.ahead) prefetch_rows(next, j + 1 < SUB / 16 ? 0 : next.ahead, dim);
             score_few(tiles[j], on.queries, dim, count, scores + 16 * j);
           }
       }

@@ -1,6 +1,6 @@
 /* Where the keys and values that one kv head has stored lie, and which of them a query sees. */
-#ifndef LMSTATE_STORED_H
-#define LMSTATE_STORED_H
+#ifndef LMSTATE_KV_LAYOUT_H
+#define LMSTATE_KV_LAYOUT_H
 
 #include "attention/attend_args.h"
 #include "attention/tile.h"
@@ -96,7 +96,7 @@ typedef struct {
   const float *q;          /* of the row's first token */
   float *parts;            /* of query 0, dim_v + 2 floats each: see `part` */
   int64_t row, kv, first, n, from, until;
-  const source *leaving;   /* floats at the last tile, which ask for another task's; or null */
+  const source *next_task;   /* floats at the last tile, which ask for another task's; or null */
 } bf16_task;
 
 /* Whether a row's queries may be rounded to bfloat16: many, over keys and values that are no more precise. Then what

@@ -1,6 +1,6 @@
 /* What a kv head has stored, as floats or as codes: where it lies, and the products of queries and weights with it. */
-#ifndef LMSTATE_ATTEND_STORED_H
-#define LMSTATE_ATTEND_STORED_H
+#ifndef LMSTATE_KV_READ_H
+#define LMSTATE_KV_READ_H
 
 #include "attention/kv_layout.h"
 
@@ -69,7 +69,7 @@ INLINE void score_block(const attend_args *a, const source *s, const float *cons
     for (int64_t d = 0; d < dim; d++) {
       vf k[4];
       UNROLL for (int n = 0; n < 4; n += fields) load_fields(kind, codes, d * bytes + part + n / fields * VL, k + n);
-      if (d * bytes % 64 == 0 && !part) ask_ahead(kind, codes, d * bytes, s->k.ahead);
+      if (d * bytes % 64 == 0 && !part) prefetch_ahead(kind, codes, d * bytes, s->k.ahead);
       UNROLL for (int j = 0; j < queries; j++) {
         const vf x = vf_set1(scaled[j][d]);
         UNROLL for (int n = 0; n < 4; n++) acc[j][n] = vf_fma(x, k[n], acc[j][n]);

@@ -1,6 +1,6 @@
 /* Products of a few queries with a tile of keys, and of its weights with values: what all attention is made of. */
-#ifndef LMSTATE_ATTEND_TILE_H
-#define LMSTATE_ATTEND_TILE_H
+#ifndef LMSTATE_TILE_H
+#define LMSTATE_TILE_H
 
 #include "simd/simd.h"
 
@@ -8,7 +8,7 @@ enum { SUB = 64 }; /* positions that are scored together */
 
 /* The processor's own prefetch stops at every page, and keys and values take turns: ask for the same place of the tile
  * that comes next, `ahead` bytes from here, into the first cache, which has room for it. */
-INLINE void ask_ahead(int kind, const void *base, int64_t at, int64_t ahead) {
+INLINE void prefetch_ahead(int kind, const void *base, int64_t at, int64_t ahead) {
   __builtin_prefetch((const char *)base + at * size_of(kind) + ahead);
 }
 enum { TILE = VL == 16 ? 4 : 3 }; /* queries that share a key in registers, with sums for four keys */
@@ -32,7 +32,7 @@ INLINE void score(const float *const *q, int queries, const void *key, int64_t s
     int64_t d = 0;
     for (; d + VL <= part; d += VL) {
       if (d * size_of(kind) % 64 == 0)
-        UNROLL for (int n = 0; n < 4; n++) ask_ahead(kind, key, rows[n] + d, ahead);
+        UNROLL for (int n = 0; n < 4; n++) prefetch_ahead(kind, key, rows[n] + d, ahead);
       vf x[TILE][4];
       UNROLL for (int j = 0; j < queries; j++)
         UNROLL for (int f = 0; f < fields; f++) x[j][f] = vf_load(q[j] + f * part + d);
@@ -76,7 +76,7 @@ INLINE void add_vectors(const partial_softmax *to, int queries, const void *valu
     UNROLL for (int j = 0; j < queries; j++) w[j] = vf_set1(weights[j][at + t]);
     UNROLL for (int i = 0; i < vectors; i++) {
       load_fields(kind, value, t * stride + d + i * VL, v);
-      if (i * VL * size_of(kind) % 64 == 0) ask_ahead(kind, value, t * stride + d + i * VL, ahead);
+      if (i * VL * size_of(kind) % 64 == 0) prefetch_ahead(kind, value, t * stride + d + i * VL, ahead);
       UNROLL for (int f = 0; f < fields; f++)
         UNROLL for (int j = 0; j < queries; j++) acc[j][i][f] = vf_fma(w[j], v[f], acc[j][i][f]);
     }

@@ -1,6 +1,6 @@
 /* bfloat16 weights [outputs, inputs] in 12 bits each, exactly; see lmstate.ops.weights.bfloat12 for the packing. */
-#ifndef LMSTATE_SQUEEZED_H
-#define LMSTATE_SQUEEZED_H
+#ifndef LMSTATE_BFLOAT12_H
+#define LMSTATE_BFLOAT12_H
 #include "simd/simd.h"
 
 /* Four outputs lie together, two and two: of 64 inputs at a time the codes of both, and then their low bytes. In the

@@ -1,6 +1,6 @@
 /* Stored weights as rows of floats. */
-#ifndef LMSTATE_EXPAND_H
-#define LMSTATE_EXPAND_H
+#ifndef LMSTATE_DEQUANTIZE_H
+#define LMSTATE_DEQUANTIZE_H
 #include <stdint.h>
 
 enum { BLOCK = 16 }; /* outputs of a quantized weight that lie together */

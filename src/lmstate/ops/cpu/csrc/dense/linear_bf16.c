@@ -5,7 +5,7 @@
 #include "dense/linear_tile.h"
 #include "simd/bf16_dot.h"
 
-#ifdef LMSTATE_PAIRS
+#ifdef LMSTATE_BF16_DOT
 enum { STEP = 32 }; /* inputs of a vector */
 /* Of a row alone: as many sums have to be on their way as an instruction takes long. */
 enum { MOST_OUTPUTS = 2 * OUTPUTS };
@@ -147,8 +147,8 @@ void bf16_packed_tile(const float *x, const float *w, int64_t k, int64_t begin, 
 
 void bf16_unpack(const uint8_t *p, const uint8_t *ahead, const uint8_t *table, int64_t k, uint16_t *to, int64_t row,
                  int64_t step) {
-  for (int64_t i = 0; i < k; i += SPAN, p += SPAN_BYTES, ahead += BF16_ASKED, to += 2 * step) {
-    UNROLL for (int l = 0; l < BF16_ASKED; l += 64) __builtin_prefetch(ahead + l, 0, 1);
+  for (int64_t i = 0; i < k; i += SPAN, p += SPAN_BYTES, ahead += BF16_PREFETCHED, to += 2 * step) {
+    UNROLL for (int l = 0; l < BF16_PREFETCHED; l += 64) __builtin_prefetch(ahead + l, 0, 1);
     UNROLL for (int n = 0; n < OUTPUTS; n++) {
       __m512i v[2];
       unpack_words(p + lows_at(n), p + codes_at(n), table, v);

@@ -43,7 +43,7 @@ void bf16_lay_rows(const linear_args *a, const uint16_t *from, int64_t row, int6
 typedef struct {
   const uint16_t *at;
   int64_t row, tile, step; /* from an output to the next one, from 16 to the next 16, from 32 inputs to the next */
-  int64_t asked;           /* bytes to ask for with each tile: those that were not while these were packed */
+  int64_t prefetched;           /* bytes to ask for with each tile: those that were not while these were packed */
 } weights;
 
 /* Bytes of some outputs that lie together. */
@@ -57,7 +57,7 @@ typedef struct {
   const char *at, *end;
 } ahead;
 
-INLINE void ask(ahead *next, int64_t bytes) {
+INLINE void prefetch(ahead *next, int64_t bytes) {
   const char *end = next->end - next->at < bytes ? next->end : next->at + bytes;
   for (; next->at < end; next->at += 64) __builtin_prefetch(next->at, 0, 1);
 }
@@ -70,17 +70,17 @@ static weights pack_tiles(const linear_args *a, const bfloat12 *in_bits, int64_t
     uint16_t *there = to + n / SIDE * tile + n % SIDE * STEP;
     if (a->kind == BFLOAT12) {
       const uint8_t *p = span_of(in_bits, first + n, k, from), *after = (const uint8_t *)next->at;
-      const int64_t bytes = part / SPAN * BF16_ASKED;
+      const int64_t bytes = part / SPAN * BF16_PREFETCHED;
       const int more = next->end - next->at >= bytes;
       if (more) next->at += bytes;
       bf16_unpack(p, more ? after : p, in_bits->table, part, there, STEP, step);
       continue;
     }
-    ask(next, part * 2);
+    prefetch(next, part * 2);
     const uint16_t *own = (const uint16_t *)a->weight + (first + n) * k + from;
     for (int64_t i = 0; i < part; i += STEP, there += step) _mm512_store_si512(there, _mm512_loadu_si512(own + i));
   }
-  const int64_t left = SIDE * STEP * (SPAN_BYTES - BF16_ASKED) / (SPAN * BESIDE);
+  const int64_t left = SIDE * STEP * (SPAN_BYTES - BF16_PREFETCHED) / (SPAN * BESIDE);
   return (weights){to, STEP, tile, step, a->kind == BFLOAT12 ? left : 0};
 }
 
@@ -91,7 +91,7 @@ static weights pack_tiles(const linear_args *a, const bfloat12 *in_bits, int64_t
 INLINE void add_products(weights w, const uint16_t *x, int64_t width, int64_t steps, int tiles, ahead *next) {
   const size_t row = (size_t)w.row * sizeof(*w.at), pair = (size_t)width * 2 * sizeof(*x);
   for (int64_t s = 0; s < steps; s++, w.at += w.step, x += STEP * width) {
-    if (next) ask(next, tiles * w.asked);
+    if (next) prefetch(next, tiles * w.prefetched);
     TILE_LOAD(4, x, pair);
     TILE_LOAD(5, w.at, row);
     _tile_dpbf16ps(0, 5, 4);
@@ -194,7 +194,7 @@ INLINE vf row_sums(const linear_args *a, const bfloat12 *in_bits, const float *x
     for (int64_t s = 0; s < part / STEP; s++) {
       /* The lines that bf16_unpack does not ask for: few at a time, so that they are on their way while it computes. */
       for (int n = 0; n < SIDE && a->kind == BFLOAT12; n += BESIDE)
-        __builtin_prefetch(span_of(in_bits, first + SIDE + n, k, i) + BF16_ASKED + s * 64, 0, 1);
+        __builtin_prefetch(span_of(in_bits, first + SIDE + n, k, i) + BF16_PREFETCHED + s * 64, 0, 1);
       transpose16(words[s]);
       sum = add_as_tile(x + i + s * STEP, words[s], sum);
     }
@@ -227,7 +227,7 @@ static void blocks_in_tiles(const linear_args *a, const uint16_t *memory, int64_
   uint16_t *const panel = (uint16_t *)(between + BF16_TILES);
   const char *own = (const char *)a->weight + bytes_of(a, begin * SIDE);
   ahead next = {own, own + bytes_of(a, last - begin * SIDE)};
-  ask(&next, bytes_of(a, WIDTH));
+  prefetch(&next, bytes_of(a, WIDTH));
   for (int64_t b = begin, tiles; b < end; b += tiles) {
     tiles = end - b < TILES ? end - b : TILES;
     const int64_t first = b * SIDE, count = last - first < tiles * SIDE ? last - first : tiles * SIDE;

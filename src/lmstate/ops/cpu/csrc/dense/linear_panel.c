@@ -237,7 +237,7 @@ void stored_panel(const linear_args *a, const bfloat12 *w, const void *x, int64_
 }
 
 /* Ask for `lines` lines of memory from `at` on, into the second cache; returns what follows them. */
-INLINE const char *ask_lines(const char *at, int64_t lines) {
+INLINE const char *prefetch_lines(const char *at, int64_t lines) {
   for (; lines > 0; lines--, at += 64) __builtin_prefetch(at, 0, 1);
   return at;
 }
@@ -272,7 +272,7 @@ void packed_panel(const linear_args *a, const bfloat12 *w, const void *x, int64_
       for (int64_t n = 0; n < all; n += OUTPUTS)
         for (int64_t m = 0; m < rows; m += HIGH) {
           const int later = n >= count;
-          ahead[later] = ask_lines(ahead[later], lines);
+          ahead[later] = prefetch_lines(ahead[later], lines);
           (pairs ? bf16_packed_tile : packed_tiles)(
             (const float *)x + (row + m) * k, scratch + n * padded, k, begin, begin + deep < k ? begin + deep : k,
             rows - m < HIGH ? rows - m : HIGH, before[m / HIGH][n / OUTPUTS], (float(*)[PANEL])(sums[m] + n));

@@ -65,9 +65,9 @@ enum { BF16_TILES = 24, BF16_BEHIND = 64 };
 void bf16_blocks(const linear_args *a, const uint16_t *rows, int64_t begin, int64_t end, span_of_rows of,
                  float *scratch);
 /* Four outputs of a 12-bit weight that lie together from p on, k inputs of each: from an output to the next one `row`
- * numbers, from 32 inputs to the next `step`. Asks for memory from `ahead` on, BF16_ASKED bytes
+ * numbers, from 32 inputs to the next `step`. Asks for memory from `ahead` on, BF16_PREFETCHED bytes
  * for each SPAN of inputs: less than it reads, since the products that follow ask too. */
-enum { BF16_ASKED = 256 };
+enum { BF16_PREFETCHED = 256 };
 void bf16_unpack(const uint8_t *p, const uint8_t *ahead, const uint8_t *table, int64_t k, uint16_t *to, int64_t row,
                  int64_t step);
 /* Where an input lies in a row where weights are of 12 bits: they are unpacked to vectors in which input i of 32 stands

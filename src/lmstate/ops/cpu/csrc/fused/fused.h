@@ -75,7 +75,7 @@ typedef struct {
   /* Inputs of the scan that come before those of this step and are not in the carry yet, without padding; or null. */
   const float *unscanned;                              /* [.., F] */
   const int64_t *unscanned_counts, *unscanned_begins; /* [R], [R + 1] */
-  const int64_t *marks;                               /* as in fold_args, and so is what follows */
+  const int64_t *marks;                               /* as in scan_args, and so is what follows */
   float *marked_tail, *marked;
   int64_t unscanned_tokens;                            /* of the row that has most */
 } recurrent_args;

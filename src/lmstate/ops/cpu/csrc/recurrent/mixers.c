@@ -3,10 +3,10 @@
 #include "layout.h"
 
 /* Tokens that have a place, over all rows. */
-static int64_t all_tokens(const fold_args *f) { return f->begins ? f->begins[f->rows] : f->rows * f->tokens; }
+static int64_t all_tokens(const scan_args *f) { return f->begins ? f->begins[f->rows] : f->rows * f->tokens; }
 
 /* The norm and the gate of a mixer's outputs, in place. Without padding they are those of one long row. */
-static gated_norm_args norm_of(const fold_args *f, const float *weight, int64_t groups, int64_t width, int64_t weights,
+static gated_norm_args norm_of(const scan_args *f, const float *weight, int64_t groups, int64_t width, int64_t weights,
                                int64_t silu, int64_t gate_last, double eps) {
   const gated_norm_args norm = {
       .y = f->y, .gate = f->z, .weight = weight, .out = f->y, .counts = f->begins ? 0 : f->counts,
@@ -21,7 +21,7 @@ static int64_t delta_width(const gated_delta_parts *m) {
 }
 
 /* The delta rule of a mixer, its q, k and v those of `conv`. */
-static gated_delta_rule_args delta_of(const gated_delta_parts *m, const fold_args *f, const causal_conv_args *conv,
+static gated_delta_rule_args delta_of(const gated_delta_parts *m, const scan_args *f, const causal_conv_args *conv,
     const gated_norm_args *norm) {
   const int64_t width = delta_width(m);
   const gated_delta_rule_args delta = {
@@ -36,12 +36,12 @@ static gated_delta_rule_args delta_of(const gated_delta_parts *m, const fold_arg
   return delta;
 }
 
-size_t gated_delta_mixer_memory(const gated_delta_parts *m, const fold_args *f) {
+size_t gated_delta_mixer_memory(const gated_delta_parts *m, const scan_args *f) {
   const gated_delta_rule_args delta = {.key_dim = m->key_dim, .value_dim = m->value_dim, .threads = f->threads};
   return delta_memory(&delta);
 }
 
-void gated_delta_mixer_run(const gated_delta_parts *m, const fold_args *f, float *memory) {
+void gated_delta_mixer_run(const gated_delta_parts *m, const scan_args *f, float *memory) {
   const gated_norm_args norm = norm_of(f, m->norm, m->heads, m->value_dim, m->value_dim, m->silu, 1, m->eps);
   const int64_t width = delta_width(m);
   const causal_conv_args conv = {
@@ -53,13 +53,13 @@ void gated_delta_mixer_run(const gated_delta_parts *m, const fold_args *f, float
 }
 
 typedef struct {
-  fold_args fold;
+  scan_args scan;
   gated_delta_parts parts;
 } gated_delta_mixer_args;
 
 /* 0, or -1 where there was no memory. */
 int64_t lmstate_gated_delta_mixer(const gated_delta_mixer_args *a) {
-  const fold_args *f = &a->fold;
+  const scan_args *f = &a->scan;
   float *memory = malloc(gated_delta_mixer_memory(&a->parts, f) * sizeof(float));
   if (!memory) return -1;
 #pragma omp parallel num_threads((int)f->threads) if (f->threads > 1)
@@ -70,11 +70,11 @@ int64_t lmstate_gated_delta_mixer(const gated_delta_mixer_args *a) {
 
 static int64_t ssd_width(const mamba2_parts *m) { return m->heads * m->head_dim + 2 * m->groups * m->states; }
 
-size_t mamba2_mixer_memory(const mamba2_parts *m, const fold_args *f) {
+size_t mamba2_mixer_memory(const mamba2_parts *m, const scan_args *f) {
   return (size_t)(all_tokens(f) * ssd_width(m));
 }
 
-void mamba2_mixer_run(const mamba2_parts *m, const fold_args *f, float *memory) {
+void mamba2_mixer_run(const mamba2_parts *m, const scan_args *f, float *memory) {
   const int64_t inner = m->heads * m->head_dim, each = m->groups * m->states, width = ssd_width(m);
   const int64_t row = f->tokens * width;
   const causal_conv_args conv = {
@@ -97,13 +97,13 @@ void mamba2_mixer_run(const mamba2_parts *m, const fold_args *f, float *memory) 
 }
 
 typedef struct {
-  fold_args fold;
+  scan_args scan;
   mamba2_parts parts;
 } mamba2_mixer_args;
 
 /* 0, or -1 where there was no memory. */
 int64_t lmstate_mamba2_mixer(const mamba2_mixer_args *a) {
-  const fold_args *f = &a->fold;
+  const scan_args *f = &a->scan;
   float *memory = malloc(mamba2_mixer_memory(&a->parts, f) * sizeof(float));
   if (!memory) return -1;
 #pragma omp parallel num_threads((int)f->threads) if (f->threads > 1)
@@ -112,7 +112,7 @@ int64_t lmstate_mamba2_mixer(const mamba2_mixer_args *a) {
   return 0;
 }
 
-EXPORT_SIZE(fold_args);
+EXPORT_SIZE(scan_args);
 EXPORT_SIZE(gated_delta_parts);
 EXPORT_SIZE(mamba2_parts);
 EXPORT_SIZE(gated_delta_mixer_args);

@@ -1,8 +1,8 @@
 /* What lies between a recurrent mixer's projections. Each `_run` is for every thread of a parallel region that is open,
  * of at most `threads`, with memory of that many floats that they share; when it returns, all of the result is
  * there. */
-#ifndef LMSTATE_RECURRENT_MIXERS_H
-#define LMSTATE_RECURRENT_MIXERS_H
+#ifndef LMSTATE_MIXERS_H
+#define LMSTATE_MIXERS_H
 #include "recurrent/recurrent.h"
 
 /* What goes through a mixer and what it leaves. W: features of its convolution; I: features of its outputs. */
@@ -19,7 +19,7 @@ typedef struct {
   float *marked_tail, *marked;
   int64_t rows, tokens, threads;
   int64_t x_row, x_token, z_row, z_token;
-} fold_args;
+} scan_args;
 
 /* A mixer of q, k, v | beta | decay, its outputs H * Dv. */
 typedef struct {
@@ -39,9 +39,9 @@ typedef struct {
   double low, high, eps;
 } mamba2_parts;
 
-void gated_delta_mixer_run(const gated_delta_parts *m, const fold_args *f, float *memory);
-size_t gated_delta_mixer_memory(const gated_delta_parts *m, const fold_args *f);
-void mamba2_mixer_run(const mamba2_parts *m, const fold_args *f, float *memory);
-size_t mamba2_mixer_memory(const mamba2_parts *m, const fold_args *f);
+void gated_delta_mixer_run(const gated_delta_parts *m, const scan_args *f, float *memory);
+size_t gated_delta_mixer_memory(const gated_delta_parts *m, const scan_args *f);
+void mamba2_mixer_run(const mamba2_parts *m, const scan_args *f, float *memory);
+size_t mamba2_mixer_memory(const mamba2_parts *m, const scan_args *f);
 
 #endif

@@ -75,7 +75,7 @@ INLINE int bypasses(const float *to, int64_t line, int64_t size) {
   return size >= 1 << 16 && line % VL == 0 && (uintptr_t)to % (VL * sizeof(float)) == 0;
 }
 
-/* ---- the bodies, which `recurrent_mixers.c` also runs one after the other. Each `_run` is for every thread of a
+/* ---- the bodies, which `mixers.c` also runs one after the other. Each `_run` is for every thread of a
  * parallel region that is open; when it returns, all of the result is there. */
 
 typedef struct {

@@ -3,12 +3,12 @@
 
 #include <stdlib.h>
 
-#ifdef LMSTATE_PAIRS
+#ifdef LMSTATE_BF16_DOT
 static int known = -1;
 
 int uses_bf16_dot(void) {
   if (known >= 0) return known;
-  const char *asked = getenv("LMSTATE_PAIRS");
+  const char *asked = getenv("LMSTATE_BF16_DOT");
   __builtin_cpu_init();
   const int has = __builtin_cpu_supports("avx512bf16") != 0;
   return known = has && (asked && *asked ? *asked == '1' : !__builtin_cpu_is("intel"));

@@ -1,6 +1,6 @@
 /* Products of bfloat16 numbers in pairs, on processors with an instruction that adds the products of two. */
-#ifndef LMSTATE_PAIRS_H
-#define LMSTATE_PAIRS_H
+#ifndef LMSTATE_BF16_DOT_H
+#define LMSTATE_BF16_DOT_H
 #include "simd/amx.h"
 
 enum { WIDE = 64, ROWS = 6 }; /* sums that are made together: as many as there are registers for */
@@ -15,10 +15,10 @@ enum { WIDE = 64, ROWS = 6 }; /* sums that are made together: as many as there a
     default: { enum { N = ROWS }; call; } }
 
 #if defined(LMSTATE_AVX512) && __GNUC__ >= 11 && !defined(__clang__)
-#define LMSTATE_PAIRS
+#define LMSTATE_BF16_DOT
 
 /* Whether they are faster than twice as many products of floats: those of Intel's vector units are not, and
- * LMSTATE_PAIRS=1 or 0 says otherwise. The same for all products of a process, and for all processes of a machine. */
+ * LMSTATE_BF16_DOT=1 or 0 says otherwise. The same for all products of a process, and for all processes of a machine. */
 int uses_bf16_dot(void);
 
 /* Sixteen vectors of sixteen lanes: lane j of vector i becomes lane i of vector j. */

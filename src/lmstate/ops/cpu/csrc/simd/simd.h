@@ -2,8 +2,8 @@
  *
  * Every function here does the same operations in the same order whatever surrounds it, so that a row's result does not
  * depend on what else is in the call. (The build therefore forbids -ffast-math and contraction.) */
-#ifndef LMSTATE_LANES_H
-#define LMSTATE_LANES_H
+#ifndef LMSTATE_SIMD_H
+#define LMSTATE_SIMD_H
 
 #include <math.h>
 #include <stdint.h>
@@ -77,7 +77,7 @@ INLINE int place_of(int i) { return 16 * (i / 4 % 4) + 8 * (i / 32) + 2 * (i % 4
 #include "simd/portable.h"
 #endif
 
-/* Loaded once where it is multiplied several times: a compiler would fold the load into each product. */
+/* Loaded once where it is multiplied several times: a compiler would scan the load into each product. */
 INLINE vf vf_in_register(vf x) {
 #if defined(LMSTATE_AVX512)
   __asm__("" : "+v"(x));

@@ -1,7 +1,7 @@
 /* What attention over keys and values in bfloat16 does for many queries and for few: the vectors of some positions,
  * queries and weights that are rounded to bfloat16, and the softmax of a span. */
-#ifndef LMSTATE_ATTEND_BF16_H
-#define LMSTATE_ATTEND_BF16_H
+#ifndef LMSTATE_BF16_ROWS_H
+#define LMSTATE_BF16_ROWS_H
 #include "simd/bf16_tiles.h"
 #include "attention/kv_layout.h"
 
@@ -42,9 +42,9 @@ static void expand_codes(const uint8_t *codes, uint16_t scale, int64_t dim, int6
 }
 
 /* What lies `ahead` bytes behind n numbers of each row. */
-INLINE void ask_rows(tile_rows rows, int64_t ahead, int64_t n) {
+INLINE void prefetch_rows(tile_rows rows, int64_t ahead, int64_t n) {
   for (int i = 0; i < 16; i++)
-    for (int64_t d = 0; d < n; d += 32) ask_ahead(BF16, rows.first, i * rows.stride + d, ahead);
+    for (int64_t d = 0; d < n; d += 32) prefetch_ahead(BF16, rows.first, i * rows.stride + d, ahead);
 }
 
 /* The vectors of the 16 positions from p on in the tile that x is at: as they are stored, or copied where they are
@@ -55,7 +55,7 @@ static tile_rows rows_at(const bf16_task *t, const stored *x, int64_t p, int64_t
   const int64_t slot = p % x->slots;
   const tile_rows stored = {(const uint16_t *)(x->data + slot * x->bytes), x->slot, x->ahead};
   if (!bits && dim == padded && t->from <= p && p + 16 <= t->until && slot + 16 <= x->slots) return stored;
-  if (stored.ahead) ask_rows(stored, stored.ahead, dim);
+  if (stored.ahead) prefetch_rows(stored, stored.ahead, dim);
   memset(copies, 0, (size_t)(16 * padded) * sizeof *copies);
   for (int64_t q = t->from > p ? t->from : p; q < p + 16 && q < t->until; q++) {
     const char *const from = x->data + q % x->slots * x->bytes;
@@ -68,7 +68,7 @@ static tile_rows rows_at(const bf16_task *t, const stored *x, int64_t p, int64_t
 
 /* What is stored as floats at the tile at b. */
 static const source *floats_at(const bf16_task *t, int64_t b) {
-  return t->leaving && b + SUB >= t->until ? t->leaving : t->floats;
+  return t->next_task && b + SUB >= t->until ? t->next_task : t->floats;
 }
 
 /* Masks of the WIDE numbers from d on of `dim`, 32 each. */
@@ -83,7 +83,7 @@ INLINE number_masks masks_of(int64_t d, int64_t dim) {
 INLINE void load_pair(const uint16_t *x, int64_t stride, const number_masks *masks, int64_t ahead, __m512i *pairs) {
   UNROLL for (int h = 0; h < 2; h++) {
     const uint16_t *const one = x + 32 * h, *const other = one + stride;
-    if (ahead) ask_ahead(BF16, one, 0, ahead), ask_ahead(BF16, other, 0, ahead);
+    if (ahead) prefetch_ahead(BF16, one, 0, ahead), prefetch_ahead(BF16, other, 0, ahead);
     const __m512i first = _mm512_maskz_loadu_epi16(masks->of[h], one);
     const __m512i second = _mm512_maskz_loadu_epi16(masks->of[h], other);
     pairs[2 * h] = _mm512_unpacklo_epi16(first, second);
