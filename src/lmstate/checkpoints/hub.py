@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import warnings
 import zipfile
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -134,8 +135,10 @@ def open_checkpoint(
     defaults = generation_defaults(source.generation, source.config)
     files = source.tokenizer_files()
     tokenizer = Tokenizer(files, defaults["eos_token_id"]) if files is not None else None
-    if tokenizer is not None and not defaults["eos_token_id"]:
+    if tokenizer is not None:
         defaults["eos_token_id"] = sorted(tokenizer.eos_ids)
+    for note in source.notes:
+        warnings.warn(f"{source.path}: {note}", UserWarning, stacklevel=2)
     return held, tokenizer, defaults
 
 

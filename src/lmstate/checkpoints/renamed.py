@@ -35,6 +35,7 @@ class Renamed:
         self.whole = whole
         self.path = whole.path
         self.generation = whole.generation
+        self.notes = whole.notes
         self.config = config
         self._names: dict[str, str] = {}
         for name, there in pairs:

@@ -58,6 +58,7 @@ class Source(Protocol):
     path: Path
     config: dict[str, Any]  # as in config.json
     generation: dict[str, Any]  # as in generation_config.json
+    notes: tuple[str, ...]  # what the files leave out or have wrong, and what was guessed; a warning each
 
     def names(self) -> frozenset[str]: ...
 

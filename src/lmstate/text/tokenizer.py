@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import operator
 import re
@@ -16,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from lmstate.errors import ModelError
 from lmstate.files.json_object import MOST_BYTES
 from lmstate.text.control_tokens import ControlTokens, control_pattern
+from lmstate.text.endings import end_ids
+from lmstate.text.literal import LiteralTokenizer
 from lmstate.text.nesting import refuse_deep
 
 if TYPE_CHECKING:
@@ -35,8 +36,9 @@ Message = Mapping[str, Any]
 class Tokenizer:
     """The tokenizer of one checkpoint.
 
-    `eos_ids` are the ids that end a text, as generation_config.json or the GGUF file gives them; without them, the
-    tokenizer's own end token. Raises `ModelError` for files that make no tokenizer.
+    `eos_ids` are the ids that end a text, as generation_config.json or the GGUF file gives them. The tokenizer's own
+    end token ends one too, and so do tokens with the name of an end (`ENDINGS`). Raises `ModelError` for files that
+    make no tokenizer.
     """
 
     def __init__(self, files: TokenizerFiles, eos_ids: Iterable[int] = ()) -> None:
@@ -46,8 +48,17 @@ class Tokenizer:
             name: text for name in files.settings if name.endswith("_token") and (text := self._token_text(name))
         }
         own = self.id_of(self._special["eos_token"]) if "eos_token" in self._special else None
-        self.eos_ids = frozenset(eos_ids) or frozenset(() if own is None else (own,))
+        self.eos_ids = end_ids({*eos_ids, *(() if own is None else (own,))}, self.id_of)
+        self._mark_special()
         self.bos_id = self.id_of(self._special["bos_token"]) if "bos_token" in self._special else None
+
+    def _mark_special(self) -> None:
+        """Make what ends a text a control token, also where the files call it text that was added."""
+        added = self._inner.get_added_tokens_decoder()
+        plain = [token for id, token in added.items() if id in self.eos_ids and not token.special]
+        for token in plain:
+            token.special = True
+        self._inner.add_special_tokens(plain)
 
     @property
     def vocab_size(self) -> int:
@@ -66,7 +77,8 @@ class Tokenizer:
     @property
     def special_ids(self) -> frozenset[int]:
         """The ids of tokens that have no text of their own, which `decode` leaves out."""
-        return frozenset(id for id, token in self._inner.get_added_tokens_decoder().items() if token.special)
+        added = self._inner.get_added_tokens_decoder()
+        return frozenset(id for id, token in added.items() if token.special or id in self.eos_ids)
 
     def id_of(self, token: str) -> int | None:
         """The id of a token given by its text in the vocabulary (`<|im_end|>`), None if there is none."""
@@ -80,12 +92,6 @@ class Tokenizer:
         """
         if not isinstance(text, str):
             raise ValueError(f"encode takes a text; it was given {text!r:.80} ({type(text).__name__})")
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"the text has half a surrogate pair at character {error.start}; it is no Unicode"
-            ) from error
         return _ids(self._inner, text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -151,24 +157,19 @@ class Tokenizer:
 
     def encode_rendered(self, text: str, control: ControlTokens) -> list[int]:
         """The ids of a template's text; what `control` hid in the messages is plain text. Raises ValueError."""
-        ids: list[int] = []
-        for piece, literal in control.pieces(control.rendered(text)):
-            ids += self._encode_literal(piece) if literal else self.encode(piece, add_special_tokens=False)
-        return ids
+        pieces = list(control.pieces(control.rendered(text)))
+        if not any(literal for _, literal in pieces):
+            return self.encode("".join(piece for piece, _ in pieces), add_special_tokens=False)
+        return self._literal.ids(_ids(self._literal.inner, self._literal.text(pieces), add_special_tokens=False))
 
     @cached_property
     def _control_pattern(self) -> re.Pattern[str]:
-        added = self._inner.get_added_tokens_decoder().values()
-        return control_pattern(token.content for token in added if token.special)
-
-    def _encode_literal(self, text: str) -> list[int]:
-        """The ids of a text in which no special token is one. Another tokenizer: threads share the first."""
-        self._literal.encode_special_tokens = True  # each time, since a pickled tokenizer loses it
-        return _ids(self._literal, text, add_special_tokens=False)
+        return control_pattern(token for id in self.special_ids if (token := self._inner.id_to_token(id)) is not None)
 
     @cached_property
-    def _literal(self) -> tokenizers.Tokenizer:
-        return copy.deepcopy(self._inner)
+    def _literal(self) -> LiteralTokenizer:
+        """Another tokenizer: threads share the first."""
+        return LiteralTokenizer(self._inner, self._control_pattern)
 
     @property
     def has_chat_template(self) -> bool:
@@ -256,6 +257,10 @@ class TextStream:
 
 
 def _ids(inner: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the text has half a surrogate pair at character {error.start}; it is no Unicode") from error
     with _told("encode"):
         if len(text) < LONG:
             return list(inner.encode(text, add_special_tokens=add_special_tokens).ids)

@@ -34,6 +34,7 @@ from lmstate.checkpoints.gguf.architectures.moe import MIXTURES
 from lmstate.checkpoints.gguf.architectures.shared_kv import SHARED
 from lmstate.checkpoints.gguf.architectures.windowed import WINDOWS_AND_LATENTS
 from lmstate.checkpoints.gguf.reader import GgufContents, TensorPlace
+from lmstate.checkpoints.gguf.special_ids import special_id
 from lmstate.errors import ModelError
 
 MOST_STACKED = 64  # matrices in a tensor outside of blocks
@@ -168,7 +169,7 @@ def config_of(contents: GgufContents, rope_factors: dict[str, list[float]], wher
         if "original_max_position_embeddings" in scaling:
             config["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
     for key in ("bos", "eos"):
-        config[f"{key}_token_id"] = metadata.int(f"tokenizer.ggml.{key}_token_id", default=None)
+        config[f"{key}_token_id"] = special_id(metadata, key, embedding[0])
     if arch.extra is not None:
         arch.extra(metadata, prefix, config, tensors)
     return config

@@ -33,8 +33,10 @@ class GgufSource:
         generation: dict[str, Any],
         tensors: dict[str, TensorLocation],
         tokenizer: TokenizerFiles | None,
+        notes: tuple[str, ...] = (),
     ) -> None:
         self.path = path
+        self.notes = notes
         self.config = config
         self.generation = generation
         self._tensors = tensors
@@ -47,7 +49,10 @@ class GgufSource:
         config = config_of(contents, factors, str(path))
         metadata = Config(contents.metadata, str(path))
         tensors = locate(contents, config, str(path))
-        return cls(path, config, generation_of(metadata, config["vocab_size"]), tensors, tokenizer_of(metadata))
+        notes: list[str] = []
+        tokenizer = tokenizer_of(metadata, notes)
+        generation = generation_of(metadata, config["vocab_size"])
+        return cls(path, config, generation, tensors, tokenizer, tuple(notes))
 
     def names(self) -> frozenset[str]:
         return frozenset(self._tensors)
@@ -109,7 +114,12 @@ class GgufSource:
             ]
             for name, at in self._tensors.items()
         }
-        return {"config": self.config, "generation": self.generation, "tensors": tensors}
+        return {
+            "config": self.config,
+            "generation": self.generation,
+            "tensors": tensors,
+            "notes": list(self.notes),
+        }
 
     @classmethod
     def from_json(cls, path: Path, memory: dict[str, Any], tokenizer: TokenizerFiles | None) -> GgufSource:
@@ -119,7 +129,7 @@ class GgufSource:
             )
             for name, (start, shape, format_, expert, heads, change, tiled) in memory["tensors"].items()
         }
-        return cls(path, memory["config"], memory["generation"], tensors, tokenizer)
+        return cls(path, memory["config"], memory["generation"], tensors, tokenizer, tuple(memory["notes"]))
 
     @cached_property
     def _file(self) -> MappedFile:

@@ -1,24 +1,24 @@
 """The tokenizer inside a GGUF file, as a tokenizer.json: vocabulary, merges, and the splitting rules named by `pre`.
 
-GGUF keeps no normalizer and no pre-tokenizer, only a name for them; the table says what each name means.
+Where files in the wild are wrong or say too little, it is read as llama.cpp reads it, and a note says so.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from lmstate.checkpoints.config import Config
+from lmstate.checkpoints.gguf.special_ids import special_id
+from lmstate.checkpoints.gguf.splitting import WITHOUT_BYTES, byte_level, splitting_of
 from lmstate.errors import ModelError
+from lmstate.text.endings import CONTROL_NAME, ENDINGS, end_ids
 from lmstate.text.tokenizer import TokenizerFiles
 
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # values of tokenizer.ggml.token_type
+T = TypeVar("T")
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # values of tokenizer.ggml.token_type
 MOST_TOKENS = 2**22
 LONGEST_PIECE = 256  # characters; a longer SentencePiece piece is never the result of a merge
-# Control tokens that end a turn or a text whatever the file calls its end-of-sequence token.
-ENDINGS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endofturn|>", "<|return|>"}
-ENDINGS |= {"<|endoftext|>", "<|end_of_text|>", "<EOT>", "<turn|>"}
 # Settings of generation_config.json, and what llama.cpp calls them in a file's metadata.
 SAMPLING = {
     "temperature": "temp",
@@ -28,74 +28,30 @@ SAMPLING = {
     "repetition_penalty": "penalty_repeat",
 }
 
-CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-TAIL = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+NONE = ("none", "no_vocab")  # kinds of tokenizer of files that have none
 
 
-@dataclass(frozen=True)
-class Splitting:
-    """Pre-tokenizer of byte-pair merging: patterns in turn, then bytes (with GPT-2's own pattern or without)."""
+def tokenizer_of(metadata: Config, notes: list[str] | None = None) -> TokenizerFiles | None:
+    """The tokenizer that a GGUF file carries, None if it carries none. `ModelError` for kinds that are not known.
 
-    patterns: tuple[str, ...] = ()
-    single_digits: bool = False
-    gpt2_pattern: bool = False
-    compose: bool = False  # Unicode NFC first
-    whole_words: bool = False  # a piece that is a token as it stands is not merged
-    begins: bool = False  # a text begins with the bos token unless the file says otherwise
-
-
-GPT2 = Splitting(gpt2_pattern=True)
-DIGITS = Splitting(single_digits=True, gpt2_pattern=True)
-_LLAMA3 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + TAIL
-_QWEN2 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + TAIL
-_SEED = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+" + TAIL
-_QWEN35 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + TAIL
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{{0}}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{{0}}"
-_SYMBOLS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*" + TAIL
-_GPT4O = _CASED.replace("{0}", CONTRACTIONS + "?") + r"|\p{N}{1,3}" + _SYMBOLS
-_TEKKEN = _CASED.replace("{0}", "") + r"|\p{N}" + _SYMBOLS
-_CJK = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
-_DEEPSEEK3 = (
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-    r"| ?[\p{P}\p{S}]+[\r\n]*" + TAIL
-)
-_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+")
-
-SPLITTINGS = {
-    **dict.fromkeys(
-        ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "roberta-bpe", "exaone4"), GPT2
-    ),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), DIGITS),
-    **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
-        Splitting((_LLAMA3,), whole_words=True, begins=True),
-    ),
-    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), Splitting((_LLAMA3,))),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), Splitting((_QWEN2,), compose=True)),
-    **dict.fromkeys(("stablelm2", "hunyuan"), Splitting((_QWEN2,))),
-    "qwen35": Splitting((_QWEN35,), compose=True),
-    "seed-coder": Splitting((_SEED,)),
-    "gpt-4o": Splitting((_GPT4O,)),
-    "tekken": Splitting((_TEKKEN,), whole_words=True, begins=True),
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), Splitting((r"\p{N}{1,3}", _CJK, _DEEPSEEK3))),
-    "deepseek-coder": Splitting(_DEEPSEEK_CODER, single_digits=True),
-}
-
-
-def tokenizer_of(metadata: Config) -> TokenizerFiles | None:
-    """The tokenizer that a GGUF file carries, None if it carries none. `ModelError` for kinds that are not known."""
-    if not metadata.given("tokenizer.ggml.model"):
+    `notes`: gets a line for each thing that the file leaves out or has wrong, and that was guessed.
+    """
+    notes = [] if notes is None else notes
+    model = metadata.str("tokenizer.ggml.model", default=NONE[0])
+    if model in NONE:
         return None
-    model = metadata.str("tokenizer.ggml.model")
     tokens = metadata.strs("tokenizer.ggml.tokens")
     if not 1 <= len(tokens) <= MOST_TOKENS:
         raise ModelError(f"{metadata.where} has a vocabulary of {len(tokens)} tokens")
-    types = metadata.ints("tokenizer.ggml.token_type", len(tokens), default=None) or (1,) * len(tokens)
-    if model == "gpt2":
-        document = _byte_level(metadata, tokens)
-    elif model in ("llama", "gemma4"):
-        document = _sentencepiece(metadata, tokens)
+    vocabulary = _vocabulary(tokens)
+    types = _types(metadata, tokens, vocabulary)
+    pre = "gemma4" if model == "gemma4" else metadata.str("tokenizer.ggml.pre", default="")
+    if model == "gpt2" and pre not in WITHOUT_BYTES:
+        document = _byte_level(metadata, vocabulary, notes)
+    elif model in ("gpt2", "gemma4"):
+        document = _sentencepiece(metadata, tokens, vocabulary, _listed_merges(metadata, vocabulary, notes), False)
+    elif model == "llama":
+        document = _sentencepiece(metadata, tokens, vocabulary, _scored_merges(metadata, vocabulary, notes), True)
     else:
         raise ModelError(
             f"{metadata.where} has a tokenizer of kind {model[:80]!r}; lmstate reads gpt2 (byte-level BPE), llama "
@@ -114,8 +70,11 @@ def tokenizer_of(metadata: Config) -> TokenizerFiles | None:
         for index, kind in enumerate(types)
         if kind in (UNKNOWN, CONTROL, USER_DEFINED) and tokens[index]
     ]
-    settings = _settings(metadata, tokens)
+    settings = _settings(metadata, tokens, notes)
     begins = metadata.bool("tokenizer.ggml.add_bos_token", default=document.pop("begins"))
+    if pre == "gemma4" and not begins:
+        notes.append("the file says that texts begin without a begin token; Gemma 4 needs one, and gets it")
+        begins = True
     ends = metadata.bool("tokenizer.ggml.add_eos_token", default=False)
     document["post_processor"] = _surround(
         settings.get("bos_token") if begins else None, settings.get("eos_token") if ends else None, tokens, model
@@ -125,15 +84,11 @@ def tokenizer_of(metadata: Config) -> TokenizerFiles | None:
 
 def generation_of(metadata: Config, vocab_size: int) -> dict[str, Any]:
     """The generation config of the file: the ids that begin and end a text, and the sampling that is suggested."""
-    tokens = metadata.strs("tokenizer.ggml.tokens", default=())
-    types = metadata.ints("tokenizer.ggml.token_type", default=())
-    ends = {
-        metadata.int(f"tokenizer.ggml.{name}_token_id", 0, vocab_size - 1, default=None)
-        for name in ("eos", "eot", "eom")
-    }
-    ends |= {index for index, (token, kind) in enumerate(zip(tokens, types)) if kind == CONTROL and token in ENDINGS}
-    defaults: dict[str, Any] = {"eos_token_id": sorted(end for end in ends if end is not None)}
-    bos = metadata.int("tokenizer.ggml.bos_token_id", 0, vocab_size - 1, default=None)
+    tokens = _vocabulary(metadata.strs("tokenizer.ggml.tokens", default=()))
+    ids = {name: special_id(metadata, name, vocab_size) for name in ("bos", "eos", "eot", "eom")}
+    bos = ids.pop("bos")
+    ends = end_ids({id for id in ids.values() if id is not None}, tokens.get)
+    defaults: dict[str, Any] = {"eos_token_id": sorted(ends)}
     if bos is not None:
         defaults["bos_token_id"] = bos
     said = {ours: metadata.get(f"general.sampling.{theirs}") for ours, theirs in SAMPLING.items()}
@@ -142,16 +97,45 @@ def generation_of(metadata: Config, vocab_size: int) -> dict[str, Any]:
     return defaults | given | ({"do_sample": True} if draws else {})
 
 
-def _settings(metadata: Config, tokens: tuple[str, ...]) -> dict[str, Any]:
+def _settings(metadata: Config, tokens: tuple[str, ...], notes: list[str]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        index = metadata.int(f"tokenizer.ggml.{theirs}_token_id", 0, len(tokens) - 1, default=None)
+        index = special_id(metadata, theirs, len(tokens), notes)
         if index is not None:
             settings[f"{ours}_token"] = tokens[index]
     template = metadata.str("tokenizer.chat_template", default=None)
     if template is not None:
         settings["chat_template"] = template
     return settings
+
+
+def _types(metadata: Config, tokens: tuple[str, ...], vocabulary: dict[str, int]) -> list[int]:
+    """The type of each token. What ends a turn is a control token whatever its type, and so is what is written as one.
+
+    In a file without types, so are the special tokens that it names.
+    """
+    given = metadata.ints("tokenizer.ggml.token_type", low=-(2**31), default=None)
+    types = [NORMAL] * len(tokens) if given is None else list(_for_each(given, tokens, "token_type", metadata))
+    if given is None:
+        for name in ("bos", "eos", "eot", "eom", "unknown", "padding"):
+            index = special_id(metadata, name, len(tokens))
+            if index is not None:
+                types[index] = CONTROL
+    ends = end_ids(set(), vocabulary.get)
+    for token, index in vocabulary.items():
+        ending = token in ENDINGS and (token != "</s>" or index in ends)
+        if (ending and types[index] != UNKNOWN) or (types[index] == NORMAL and CONTROL_NAME.fullmatch(token)):
+            types[index] = CONTROL
+    return types
+
+
+def _for_each(values: tuple[T, ...], tokens: tuple[str, ...], name: str, metadata: Config) -> tuple[T, ...]:
+    """A value for each token, of a list that may be longer. Raises `ModelError` for one that is shorter."""
+    if len(values) < len(tokens):
+        raise ModelError(
+            f"{metadata.where} has {len(values)} values in 'tokenizer.ggml.{name}' for {len(tokens)} tokens"
+        )
+    return values[: len(tokens)]
 
 
 def _document(model: dict[str, Any]) -> dict[str, Any]:
@@ -166,14 +150,12 @@ def _vocabulary(tokens: tuple[str, ...]) -> dict[str, int]:
     return vocabulary
 
 
-def _byte_level(metadata: Config, tokens: tuple[str, ...]) -> dict[str, Any]:
-    pre = metadata.str("tokenizer.ggml.pre", default="gpt-2")
-    if pre not in SPLITTINGS:
-        raise ModelError(
-            f"{metadata.where} names the pre-tokenizer {pre[:80]!r}, whose splitting rules lmstate does not know; it "
-            f"knows {', '.join(sorted(SPLITTINGS))}. Use the model's Hugging Face directory, which has a tokenizer.json"
-        )
-    rules = SPLITTINGS[pre]
+def _byte_level(metadata: Config, vocabulary: dict[str, int], notes: list[str]) -> dict[str, Any]:
+    rules = splitting_of(metadata, notes)
+    if metadata.get("tokenizer.ggml.pre") == "kimi-k2" and not metadata.given("tokenizer.ggml.merges"):
+        merges = _best_first(vocabulary, {})
+    else:
+        merges = _listed_merges(metadata, vocabulary, notes)
     document = _document(
         {
             "type": "BPE",
@@ -184,46 +166,37 @@ def _byte_level(metadata: Config, tokens: tuple[str, ...]) -> dict[str, Any]:
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": rules.whole_words,
-            "vocab": _vocabulary(tokens),
-            "merges": _listed_merges(metadata),
+            "vocab": vocabulary,
+            "merges": merges,
         }
     )
-    if rules.compose:
-        document["normalizer"] = {"type": "NFC"}
-    steps: list[dict[str, Any]] = [
-        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-        for pattern in rules.patterns
-    ]
-    if rules.single_digits:
-        steps.append({"type": "Digits", "individual_digits": True})
-    steps.append(_bytes(rules.gpt2_pattern))
-    document["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
-    document["decoder"] = _bytes(True)
+    document["normalizer"] = rules.normalizer()
+    document["pre_tokenizer"] = rules.pre_tokenizer()
+    document["decoder"] = byte_level(True)
     document["begins"] = rules.begins
     return document
 
 
-def _listed_merges(metadata: Config) -> list[tuple[str, str]]:
-    merges = []
+def _listed_merges(metadata: Config, vocabulary: dict[str, int], notes: list[str]) -> list[tuple[str, str]]:
+    """The merges of the file, without those of pieces that the vocabulary does not have."""
+    merges, unknown = [], 0
     for merge in metadata.strs("tokenizer.ggml.merges"):
-        left, space, right = merge.partition(" ")
-        if not (left and space and right):
-            raise ModelError(f"{metadata.where} has {merge[:80]!r} among its merges, which is no pair of pieces")
-        merges.append((left, right))
+        cut = merge.find(" ", 1)
+        left, right = merge[:cut], merge[cut + 1 :]
+        if cut > 0 and left in vocabulary and right in vocabulary and left + right in vocabulary:
+            merges.append((left, right))
+        else:
+            unknown += 1
+    if unknown:
+        notes.append(f"{unknown} merges of the vocabulary join what are no tokens; they are left out")
     return merges
 
 
-def _bytes(gpt2_pattern: bool) -> dict[str, Any]:
-    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": gpt2_pattern}
-
-
-def _sentencepiece(metadata: Config, tokens: tuple[str, ...]) -> dict[str, Any]:
-    vocabulary = _vocabulary(tokens)
-    if metadata.str("tokenizer.ggml.model") == "gemma4":
-        merges = _listed_merges(metadata)
-    else:  # there may be a list, which nobody follows
-        merges = _merges(vocabulary, metadata.floats("tokenizer.ggml.scores", len(tokens)))
-    unknown = metadata.int("tokenizer.ggml.unknown_token_id", 0, len(tokens) - 1, default=None)
+def _sentencepiece(
+    metadata: Config, tokens: tuple[str, ...], vocabulary: dict[str, int], merges: list[tuple[str, str]], prefix: bool
+) -> dict[str, Any]:
+    """`prefix`: whether a text begins with a space unless the file says otherwise."""
+    unknown = special_id(metadata, "unknown", len(tokens))
     document = _document(
         {
             "type": "BPE",
@@ -238,7 +211,7 @@ def _sentencepiece(metadata: Config, tokens: tuple[str, ...]) -> dict[str, Any]:
             "merges": merges,
         }
     )
-    prefix = metadata.bool("tokenizer.ggml.add_space_prefix", default=True)
+    prefix = metadata.bool("tokenizer.ggml.add_space_prefix", default=prefix)
     blank: dict[str, Any] = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     begin: list[dict[str, Any]] = [{"type": "Prepend", "prepend": "▁"}] if prefix else []
     document["normalizer"] = {"type": "Sequence", "normalizers": [*begin, blank]}
@@ -255,9 +228,23 @@ def _sentencepiece(metadata: Config, tokens: tuple[str, ...]) -> dict[str, Any]:
     return document
 
 
-def _merges(vocabulary: dict[str, int], scores: tuple[float, ...]) -> list[tuple[str, str]]:
+def _scored_merges(metadata: Config, vocabulary: dict[str, int], notes: list[str]) -> list[tuple[str, str]]:
+    """The merges that the scores of the pieces stand for. A file without scores may list merges, which are followed."""
+    scores = metadata.floats("tokenizer.ggml.scores", default=None)
+    if scores is not None:
+        scores = _for_each(scores, metadata.strs("tokenizer.ggml.tokens"), "scores", metadata)
+        return _best_first(vocabulary, dict(enumerate(scores)))
+    listed = metadata.given("tokenizer.ggml.merges")
+    notes.append(
+        "the file gives no scores of its pieces; they are joined "
+        + ("as its merges say" if listed else "in the order of the vocabulary, and answers may be worse")
+    )
+    return _listed_merges(metadata, vocabulary, notes) if listed else _best_first(vocabulary, {})
+
+
+def _best_first(vocabulary: dict[str, int], scores: dict[int, float]) -> list[tuple[str, str]]:
     """SentencePiece joins the neighbors whose joint piece scores best: every split of every piece, best first."""
-    ranked = sorted(vocabulary.items(), key=lambda item: (-scores[item[1]], item[1]))
+    ranked = sorted(vocabulary.items(), key=lambda item: (-scores.get(item[1], 0.0), item[1]))
     return [
         (piece[:cut], piece[cut:])
         for piece, _ in ranked
