@@ -51,6 +51,10 @@ def draft(model: lmstate.Model, state: lmstate.State) -> None:
     model([[5, 6, 7, 8], [9, 10]], state, commit=False)
 
 
+def draft_tree(model: lmstate.Model, state: lmstate.State) -> None:
+    model([[5, 6, 7], [8]], state, commit=False, parents=[[-1, 0, 0], [-1]])
+
+
 def restore(model: lmstate.Model, state: lmstate.State) -> None:
     state.restore(1, state.snapshot(0))
 
@@ -70,7 +74,17 @@ OPERATIONS: dict[str, Operation] = {
     "fork": lambda model, state: state.select([1, None]),
     "restore": restore,
     "drop": lambda model, state: state.drop(0, 4, 9),
+    "add": lambda model, state: state.add(),
+    "add a snapshot": lambda model, state: state.add(state.snapshot(0)),
+    "remove": lambda model, state: state.remove(1),
+    "fill a removed row": lambda model, state: state.add(state.snapshot(0)),
     "mark": lambda model, state: state.mark(1),
+    "expect": lambda model, state: state.expect(0, 200),
+    "snapshot": lambda model, state: state.snapshot(1),
+    "discard": lambda model, state: state.discard(),
+    "copy": lambda model, state: copy.deepcopy(state),
+    "tree": draft_tree,
+    "commit path": lambda model, state: state.commit_path([[0, 2], []]),
     "queue": lambda model, state: state.queue(0, [3, 4]),
     "backlog": lambda model, state: (state.queue(0, [3, 4]), model([[5], []], state)),
 }
@@ -78,7 +92,21 @@ OPERATIONS: dict[str, Operation] = {
 
 def applies(kind: str, operation: str) -> bool:
     """Whether the layers of a kind can do it."""
+    if operation in ("add", "add a snapshot") or "tree" in operation or "path" in operation:
+        return not kind.startswith("static")
     return operation != "drop" or kind in ("llama", "latents", "h2o", "snapkv")
+
+
+def standing(kind: str, operation: str) -> tuple[lmstate.Model, lmstate.State]:
+    """A state that an operation can be done to."""
+    model, state = prepared(kind)
+    if operation == "commit path":
+        draft_tree(model, state)
+    elif operation.startswith("commit") or operation == "discard":
+        draft(model, state)
+    elif operation == "fill a removed row":
+        state.remove(1)
+    return model, state
 
 
 class Record:
@@ -89,13 +117,14 @@ class Record:
 
     def __init__(self, model: lmstate.Model, state: lmstate.State):
         self.lengths, self.pending = state.lengths, state.pending
-        self.tokens = [state.tokens(row) for row in range(state.rows)]
+        self.removed = state.removed
+        self.tokens = [[] if row in state.removed else state.tokens(row) for row in range(state.rows)]
         self.probes = probes(model, state)
 
     def __eq__(self, other: object) -> bool:
         assert isinstance(other, Record)
-        same = (self.lengths, self.pending, self.tokens) == (other.lengths, other.pending, other.tokens)
-        return same and all(map(torch.equal, self.probes, other.probes))
+        plain = [(each.lengths, each.pending, each.removed, each.tokens) for each in (self, other)]
+        return plain[0] == plain[1] and all(map(torch.equal, self.probes, other.probes))
 
 
 def probes(model: lmstate.Model, state: lmstate.State) -> list[Tensor]:
@@ -103,11 +132,14 @@ def probes(model: lmstate.Model, state: lmstate.State) -> list[Tensor]:
     seen = []
     for back in (0, 5):
         twin = copy.deepcopy(state)
-        if any(twin.pending):
+        if state._tree is not None:
+            twin.commit_path([[0]] * twin.rows)
+        elif any(twin.pending):
             twin.commit([min(1, n) for n in twin.pending])
-        for row in range(twin.rows):
+        rows = [row for row in range(twin.rows) if row not in twin.removed]
+        for row in rows:
             twin.rewind(row, max(0, twin.lengths[row] - back))
-        seen.append(model([[11, 12]] * twin.rows, twin, logits="all"))
+        seen.append(model([[11, 12] if row in rows else [] for row in range(twin.rows)], twin, logits="all")[rows])
     return seen
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import random
+from typing import Any
 
 import pytest
 import torch
 
 import lmstate
+from lmstate import kv
 from lmstate.state import AttentionState
 from tests.invariants.mirror import BOUND
-from tests.zoo import CASES, ours, text
+from tests.zoo import CASES, SAMPLE, ours, text
 
 
 def attention_only(case: str) -> bool:
@@ -114,6 +117,40 @@ def test_recurrent_models_refuse_before_anything_changes(case: str) -> None:
     torch.testing.assert_close(model([[5]], state), model([[5]], other), atol=0, rtol=0)
 
 
+STORED: dict[str, dict[str, Any]] = {
+    "": {},
+    "static": {"static": True, "capacity": 96},
+    "8 bits": {"kv": kv.Quantized(8)},
+    "4 bits": {"kv": kv.Quantized(4)},
+    "h2o": {"kv": kv.H2O(budget=24, recent=5, sinks=1)},
+    "snapkv": {"kv": kv.SnapKV(budget=24, window=5, sinks=1)},
+}
+
+
+@pytest.mark.parametrize("case", SAMPLE)
+def test_can_drop_says_what_drop_does(case: str) -> None:
+    """For every kind of layer and storage, at lengths where windows and ropes have lost something, and where not."""
+    model, rng = ours(case), random.Random(case)
+    for options in STORED.values() if case in ("llama", "mistral", "qwen3_next", "deepseek_v3", "gemma3") else [{}]:
+        try:
+            state = model.new_state(2, **options)
+        except lmstate.UnsupportedError:
+            continue
+        for count in (0, 9, 40, 40):
+            model([text(count, seed=1)[0].tolist(), [7]], state)
+            length = state.lengths[0]
+            start, stop = sorted(rng.randint(0, length) for _ in range(2))
+            can, before = state.can_drop(0, start, stop), state.tokens(0)
+            assert state.tokens(0) == before and state.lengths[0] == length
+            if can:
+                state.drop(0, start, stop)
+                assert state.tokens(0) == before[:start] + before[stop:]
+            else:
+                with pytest.raises(lmstate.UnsupportedError, match="cannot be dropped"):
+                    state.drop(0, start, stop)
+                assert state.tokens(0) == before
+
+
 def test_bad_spans_are_refused() -> None:
     model = ours("llama")
     state = model.new_state()
@@ -121,7 +158,11 @@ def test_bad_spans_are_refused() -> None:
     for start, stop in ((-1, 2), (2, 1), (0, 4)):
         with pytest.raises(lmstate.RewindError):
             state.drop(0, start, stop)
+        with pytest.raises(lmstate.RewindError):
+            state.can_drop(0, start, stop)
     model([[4, 5]], state, commit=False)
+    with pytest.raises(lmstate.PendingError):
+        state.can_drop(0, 0, 1)
     with pytest.raises(lmstate.PendingError):
         state.drop(0, 0, 1)
     state.discard()

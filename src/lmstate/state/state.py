@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -449,16 +449,28 @@ class State:
             if self._tree.waits:
                 raise PendingError("cannot add a row: a tree is pending; call commit_path or discard first")
             self.discard()
-        row = next((i for i, own in enumerate(self._rows) if own.removed), None)
-        if row is None:
-            if snapshot is not None:
-                self._restoring(0, snapshot)  # whatever there is to refuse, before a row more is there
-            row = self._add_row()
-        changes, restored = Changes(), Row.of()
+        free = next((i for i, own in enumerate(self._rows) if own.removed), None)
+        if free is None and self.layout.static:
+            raise UnsupportedError(
+                f"a row was to be added; a static state keeps the {self.rows} that it was made with: make another state"
+            )
+        changes, new = Changes(), Row.of()
+        captured: Sequence[Mapping[str, Tensor]] = [{}] * len(self.layers)
         if snapshot is not None:
-            changes, restored = self._restoring(row, snapshot)
-        self._apply(changes, self._with(row, restored))
-        return row
+            new, captured = self._checked(snapshot)
+        for layer, tensors in zip(self.layers, captured):
+            if free is None:
+                layer.add_row(new.cached, tensors, changes)
+            elif snapshot is not None:
+                layer.restore(free, new.cached, tensors, changes)
+        if free is not None:
+            self._apply(changes, self._with(free, new))
+            return free
+        if (pending := self._pending) is not None:
+            wider = replace(pending, step=pending.step.with_idle_row(), ids=[*pending.ids, []])
+            changes.assign(self, "_pending", wider)
+        self._apply(changes, [*self._rows, new])
+        return self.rows - 1
 
     @ordinary_tensors
     def remove(self, row: int) -> None:
@@ -490,29 +502,9 @@ class State:
         What later tokens read from the forgotten ones stays in their values, as everywhere where spans are dropped; the
         last logits stay too. Raises `UnsupportedError` if a layer cannot do it exactly, `RewindError` for a bad span.
         """
-        row, own = self._row(row)
-        start, stop = whole_number(start, "the start of a span"), whole_number(stop, "the end of a span")
-        self._refuse_pending("drop a span")
-        if not 0 <= start <= stop <= own.length:
-            raise RewindError(f"drop of {start} to {stop} was asked for; row {row} has positions 0 to {own.length}")
-        if self.layout.max_positions is not None:
-            raise UnsupportedError(
-                f"a span of row {row} cannot be dropped: the model has learned each position by itself, and what it "
-                "made of the later tokens is of the positions where they were. Rewind, or feed the shorter text"
-            )
-        if own.cached and own.frequency_key != self._frequency_key(0):
-            raise UnsupportedError(
-                f"a span of row {row} cannot be dropped: its keys are rotated for a text that has outgrown the model's "
-                "rope, and layers move them as in a short one. Rewind, or feed the shorter text"
-            )
-        refusals = [
-            f"layer {index} ({layer.kind}): {why}"
-            for index, layer in enumerate(self.layers)
-            if (why := layer.refuses_drop(row)) is not None
-        ]
-        if refusals:
-            shown = "; ".join(refusals[:3]) + ("; ..." if len(refusals) > 3 else "")
-            raise UnsupportedError(f"a span of row {row} cannot be dropped: {shown}. Rewind, or feed the shorter text")
+        row, start, stop, own = self._droppable(row, start, stop)
+        if (why := self._refuses_drop(row)) is not None:
+            raise UnsupportedError(f"a span of row {row} cannot be dropped: {why}. Rewind, or feed the shorter text")
         first, last = min(start, own.cached), min(stop, own.cached)
         changes, tokens = Changes(), own.tokens
         if first < last:
@@ -525,16 +517,27 @@ class State:
         )
         self._apply(changes, self._with(row, closed))
 
+    def can_drop(self, row: int, start: int, stop: int) -> bool:
+        """Whether `drop(row, start, stop)` is possible: in all layers, or in none of them.
+
+        Raises `RewindError` for a bad span, as `drop` does.
+        """
+        row, *_ = self._droppable(row, start, stop)
+        return self._refuses_drop(row) is None
+
     @ordinary_tensors
     def restore(self, row: int, snapshot: Snapshot) -> None:
         """Put a snapshot in a row, whose own content is lost. The snapshot is checked whole before anything moves."""
         row, _ = self._row(row)
         self._refuse_pending("restore", row)
-        changes, restored = self._restoring(row, snapshot)
-        self._apply(changes, self._with(row, restored))
+        new, captured = self._checked(snapshot)
+        changes = Changes()
+        for layer, tensors in zip(self.layers, captured):
+            layer.restore(row, new.cached, tensors, changes)
+        self._apply(changes, self._with(row, new))
 
-    def _restoring(self, row: int, snapshot: Snapshot) -> tuple[Changes, Row]:
-        """The changes that put a snapshot in a row, and the row."""
+    def _checked(self, snapshot: Snapshot) -> tuple[Row, Sequence[Mapping[str, Tensor]]]:
+        """The row that a snapshot makes, and the content of each layer, which the layer checks."""
         if not isinstance(snapshot, Snapshot):
             raise SnapshotError(
                 f"restore was given {snapshot!r:.80}; it takes what state.snapshot or Snapshot.load gave"
@@ -548,25 +551,7 @@ class State:
             raise CapacityError(
                 f"the snapshot has {snapshot.length} tokens; this state was made with capacity={self.layout.capacity}"
             )
-        changes = Changes()
-        for layer, captured in zip(self.layers, snapshot.layers):
-            layer.restore(row, restored.cached, captured, changes)
-        return changes, restored
-
-    def _add_row(self) -> int:
-        """One row more, removed as yet."""
-        if self.layout.static:
-            raise UnsupportedError(
-                f"a row was to be added; a static state keeps the {self.rows} that it was made with: make another state"
-            )
-        changes, row = Changes(), self.rows
-        for layer in self.layers:
-            layer.add_row(changes)
-        if (pending := self._pending) is not None:
-            more = replace(pending, step=pending.step.with_idle_row(), ids=[*pending.ids, []])
-            changes.assign(self, "_pending", more)
-        self._apply(changes, [*self._rows, Row.of()._replace(removed=True)])
-        return row
+        return restored, snapshot.layers
 
     # ---- the parts of it
 
@@ -587,6 +572,35 @@ class State:
         if not 0 <= to <= own.length:
             raise RewindError(f"rewind of row {row} to {to} was asked for; it has the positions 0 to {own.length}")
         return row, to, own
+
+    def _droppable(self, row: int, start: int, stop: int) -> tuple[int, int, int, Row]:
+        """Row and span as plain ints, and the record of the row."""
+        row, own = self._row(row)
+        start, stop = whole_number(start, "the start of a span"), whole_number(stop, "the end of a span")
+        self._refuse_pending("drop a span")
+        if not 0 <= start <= stop <= own.length:
+            raise RewindError(f"drop of {start} to {stop} was asked for; row {row} has positions 0 to {own.length}")
+        return row, start, stop, own
+
+    def _refuses_drop(self, row: int) -> str | None:
+        """Reason that no span of the row can be dropped exactly; None if one can."""
+        if self.layout.max_positions is not None:
+            return (
+                "the model has learned each position by itself, and what it made of the later tokens is of the "
+                "positions where they were"
+            )
+        own = self._rows[row]
+        if own.cached and own.frequency_key != self._frequency_key(0):
+            return (
+                "its keys are rotated for a text that has outgrown the model's rope, and layers move them as in a "
+                "short one"
+            )
+        refusals = [
+            f"layer {index} ({layer.kind}): {why}"
+            for index, layer in enumerate(self.layers)
+            if (why := layer.refuses_drop(row)) is not None
+        ]
+        return "; ".join([*refusals[:3], *(["..."] if len(refusals) > 3 else [])]) or None
 
     def _refuse_pending(self, what: str, row: int | None = None) -> None:
         pending = self.pending

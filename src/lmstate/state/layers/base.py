@@ -74,8 +74,8 @@ class LayerState(ABC):
         """Make row i of the new batch a copy of row `rows[i]` of the old one; empty where that is None."""
 
     @abstractmethod
-    def add_row(self, changes: Changes) -> None:
-        """Add an empty row behind the others, which may be pending."""
+    def add_row(self, length: int, tensors: Mapping[str, Tensor], changes: Changes) -> None:
+        """Add a row behind the others, which may be pending, and put in it what `restore` would put there."""
 
     @abstractmethod
     def capture(self, row: int, length: int) -> Mapping[str, Tensor]:

@@ -108,8 +108,8 @@ class BlockStore:
         changes.assign(self, "rows", rows)
         self._outdate(changes)
 
-    def add_row(self, changes: Changes) -> None:
-        changes.assign(self, "rows", [*self.rows, RowBlocks()])
+    def add_row(self, length: int, stored: Mapping[str, Tensor], changes: Changes) -> None:
+        changes.assign(self, "rows", [*self.rows, self._restored(length, stored)])
         self._outdate(changes)
 
     def capture(self, row: int, length: int, unfinished: Mapping[str, int] | None = None) -> CapturedBlocks:
@@ -121,15 +121,14 @@ class BlockStore:
     def restore(self, row: int, length: int, stored: Mapping[str, Tensor], changes: Changes) -> None:
         """`stored`: what `capture` gave, here or in a state of the same buffers, or tensors `[*heads, n, D]` of the
         last n positions."""
+        changes.put(self.rows, row, self._restored(length, stored))
+        self._outdate(changes)
+
+    def _restored(self, length: int, stored: Mapping[str, Tensor]) -> RowBlocks:
         if isinstance(stored, CapturedBlocks) and stored.buffers == self.buffers:
             low = max(stored.row.low, 0 if self.window_span is None else length - self.window_span)
-            new = _from(RowBlocks(stored.row.blocks, len(stored.row.blocks), stored.row.low), low)
-        elif stored and length:
-            new = self._written(RowBlocks(), length, stored)
-        else:
-            new = RowBlocks()
-        changes.put(self.rows, row, new)
-        self._outdate(changes)
+            return _from(RowBlocks(stored.row.blocks, len(stored.row.blocks), stored.row.low), low)
+        return self._written(RowBlocks(), length, stored) if stored and length else RowBlocks()
 
     def in_blocks(self, start: int, stored: Mapping[str, Tensor]) -> CapturedBlocks:
         """Tensors `[*heads, n, D]` of the positions from `start` on in blocks of their own, as a row's are captured."""

@@ -47,9 +47,9 @@ class CompositeState(LayerState):
         for member in self.members:
             member.select(rows, changes)
 
-    def add_row(self, changes: Changes) -> None:
-        for member in self.members:
-            member.add_row(changes)
+    def add_row(self, length: int, tensors: Mapping[str, Tensor], changes: Changes) -> None:
+        for member, own in zip(self.members, self._split(tensors)):
+            member.add_row(length, own, changes)
 
     def capture(self, row: int, length: int) -> Mapping[str, Tensor]:
         return Parts([member.capture(row, length) for member in self.members])

@@ -59,6 +59,9 @@ class DelayedState(CompositeState):
     def rewind(self, row: int, length: int, to: int, changes: Changes) -> None:
         super().rewind(row, self._length(length), self._length(to), changes)
 
+    def add_row(self, length: int, tensors: Mapping[str, Tensor], changes: Changes) -> None:
+        super().add_row(self._length(length), tensors, changes)
+
     def capture(self, row: int, length: int) -> Mapping[str, Tensor]:
         return super().capture(row, self._length(length))
 

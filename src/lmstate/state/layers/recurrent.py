@@ -280,20 +280,24 @@ class RecurrentState(LayerState):
         checkpoints = [self._start() if row is None else self.checkpoints[row] for row in rows]
         changes.assign(self, "checkpoints", checkpoints)
 
-    def add_row(self, changes: Changes) -> None:
+    def add_row(self, length: int, tensors: Mapping[str, Tensor], changes: Changes) -> None:
         def longer(part: Tensor) -> Tensor:
             return torch.cat([part, torch.zeros_like(part[:1])])
 
-        changes.assign(self, "carry", tuple(map(longer, self._scanned())))
+        def with_own(parts: Carry) -> Carry:
+            return tuple(torch.cat([part, row]) for part, row in zip(parts, own))
+
+        own, checkpoints = self._restored(length, tensors)
+        changes.assign(self, "carry", with_own(self._scanned()))
         changes.assign(self, "unscanned", None)
         changes.assign(self, "log", longer(self.log))
         changes.assign(self, "step_inputs", longer(self.step_inputs))
-        changes.assign(self, "checkpoints", [*self.checkpoints, self._start()])
+        changes.assign(self, "checkpoints", [*self.checkpoints, checkpoints if self.period else self._start()])
         if (pending := self._pending) is not None:
             wider = replace(
                 pending,
                 step=pending.step.with_idle_row(),
-                carry=None if pending.carry is None else tuple(map(longer, pending.carry)),
+                carry=None if pending.carry is None else with_own(pending.carry),
                 inputs=[(step.with_idle_row(), x) for step, x in pending.inputs],
                 passed=[Passage([*each.positions, None], tuple(map(longer, each.carry))) for each in pending.passed],
             )
@@ -309,6 +313,12 @@ class RecurrentState(LayerState):
         return {name: part[0] if shared else part[0].clone() for name, part in zip(self.names, carry)}
 
     def restore(self, row: int, length: int, tensors: Mapping[str, Tensor], changes: Changes) -> None:
+        self._put(row, *self._restored(length, tensors), changes)
+
+    def _restored(
+        self, length: int, tensors: Mapping[str, Tensor]
+    ) -> tuple[Carry, tuple[Checkpoint | None, Checkpoint | None]]:
+        """The carry `[1, ...]` and the checkpoints of a row that was captured at `length`."""
         if length == 0 and not tensors:
             tensors = {name: torch.zeros_like(part[0]) for name, part in zip(self.names, self.carry)}
         if set(tensors) != set(self.names):
@@ -323,7 +333,7 @@ class RecurrentState(LayerState):
         carry: Carry = tuple(tensors[name][None].to(own, copy=True) for name, own in zip(self.names, self.carry))
         here = Checkpoint(length, carry)
         even = not self.period or length // self.period % 2 == 0
-        self._put(row, carry, (here, None) if even else (None, here), changes)
+        return carry, (here, None) if even else (None, here)
 
     def tensors(self) -> list[Tensor]:
         held = [*self.carry, *self._zero, self.log]

@@ -58,13 +58,17 @@ class SharedState(KeyValueState):
     def select(self, rows: Sequence[int | None], changes: Changes) -> None:
         pass
 
-    def add_row(self, changes: Changes) -> None:
-        pass
+    def add_row(self, length: int, tensors: Mapping[str, Tensor], changes: Changes) -> None:
+        self._check(tensors)
 
     def capture(self, row: int, length: int) -> Mapping[str, Tensor]:
         return {}
 
     def restore(self, row: int, length: int, tensors: Mapping[str, Tensor], changes: Changes) -> None:
+        self._check(tensors)
+
+    @staticmethod
+    def _check(tensors: Mapping[str, Tensor]) -> None:
         if tensors:
             raise SnapshotError(f"the snapshot has {sorted(tensors)} for a layer that shares another one's memory")
 

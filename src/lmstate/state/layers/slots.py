@@ -87,9 +87,10 @@ class SlotState(LayerState):
     def select(self, rows: Sequence[int | None], changes: Changes) -> None:
         self.content.select(rows, changes)
 
-    def add_row(self, changes: Changes) -> None:
+    def add_row(self, length: int, tensors: Mapping[str, Tensor], changes: Changes) -> None:
         assert isinstance(self.content, BlockStore), "a static state keeps its rows"
-        self.content.add_row(changes)
+        self._check(length, tensors)
+        self.content.add_row(length, tensors, changes)
 
     def capture(self, row: int, length: int) -> Mapping[str, Tensor]:
         return self.content.capture(row, length)

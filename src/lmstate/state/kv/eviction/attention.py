@@ -208,36 +208,47 @@ class EvictingState(KeyValueState):
         if self.queries is not None:
             changes.assign(self, "queries", self.queries.select(rows))
 
-    def add_row(self, changes: Changes) -> None:
+    def add_row(self, length: int, tensors: Mapping[str, Tensor], changes: Changes) -> None:
         if self._chunk is not None:
             raise PendingError(
                 "a row was to be added beside pending tokens of a layer that evicts; call commit or discard first"
             )
         rows = [*range(len(self.slot_store.most)), None]
-        changes.assign(self, "slot_store", self.slot_store.selected(rows))
-        if self.queries is not None:
-            changes.assign(self, "queries", self.queries.select(rows))
+        queries = None if self.queries is None else self.queries.select(rows)
+        self._put(self.slot_store.selected(rows), queries, len(rows) - 1, length, tensors, changes)
 
     def capture(self, row: int, length: int) -> Mapping[str, Tensor]:
         captured = self.slot_store.captured(row, length)
         return captured if self.queries is None else {**captured, "queries": self.queries.held(row, length)}
 
     def restore(self, row: int, length: int, tensors: Mapping[str, Tensor], changes: Changes) -> None:
+        ring = None if self.queries is None else self.queries.clone()
+        self._put(self.slot_store, ring, row, length, tensors, changes)
+
+    def _put(
+        self,
+        store: SlotStore,
+        ring: LastQueries | None,
+        row: int,
+        length: int,
+        tensors: Mapping[str, Tensor],
+        changes: Changes,
+    ) -> None:
+        """Have a copy of `store`, and `ring` itself, hold in a row what was captured at `length`."""
         stored, queries = {}, None
         if tensors or length:
-            queries = None if self.queries is None else self.queries.check(length, tensors)
+            queries = None if ring is None else ring.check(length, tensors)
             own = tensors if queries is None else {name: x for name, x in tensors.items() if name != "queries"}
-            stored = self.slot_store.restorable(length, own)
+            stored = store.restorable(length, own)
         most = stored["position"].shape[-1] if stored else 0
-        store = (self.slot_store if most <= self.slot_store.slots else self.slot_store.resized(most)).clone()
+        store = (store if most <= store.slots else store.resized(most)).clone()
         store.empty_row(row)
         if most:
             store.put(row, stored, stored["position"] >= 0)
         store.reaches(row, length)
         store.count()
         self._hold(store, changes)
-        if self.queries is not None:
-            ring = self.queries.clone()
+        if ring is not None:
             ring.clear(row, length, queries)
             changes.assign(self, "queries", ring)
 
