@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,10 @@ SMALL: dict[str, Any] = {
     "image_size": 28, "patch_size": 14, "out_hidden_size": 48, "projection_dim": 16, "vocab_size": 20,
     "base_channels": 32, "latent_channels": 8, "num_filters": 2, "n_filters": 2, "embed_dim": 16,
     "mlp_dim": 16, "num_embeddings": 20,
+}  # fmt: skip
+SPEECH = {
+    "d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16, "output_dim": 48,
+    "downsample_hidden_size": 16, "n_window": 4,
 }  # fmt: skip
 TEXT: dict[str, Any] = {
     "vocab_size": 99, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6,
@@ -104,6 +109,42 @@ def rewritten(folder: Path, theirs: Any, rename: Any = lambda name: name, **more
     tensors = {rename(name): tensor for name, tensor in load_file(folder / "model.safetensors").items()}
     save_file(tensors | more, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def omni(name: str) -> Any:
+    """What thinks in a model that also speaks."""
+    module = "qwen3_omni_moe" if name == "Qwen3OmniMoe" else "qwen2_5_omni"
+    configs = import_module(f"transformers.models.{module}.configuration_{module}")
+    own = getattr(configs, f"{name}ThinkerConfig")
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+    experts = {"head_dim": 8, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    text = getattr(configs, f"{name}TextConfig")(**TEXT, **rope, **(experts if name == "Qwen3OmniMoe" else {}))
+    default = own()
+    towers = {
+        part: small(value).to_dict()
+        for part, value in vars(default).items()
+        if part != "text_config" and isinstance(value, transformers.PretrainedConfig)
+    }
+    for tower in towers.values():
+        tower |= {name: size for name, size in SPEECH.items() if name in tower}
+    marks = {part: 98 for part in default.to_dict() if part.endswith(("token_id", "token_index"))}
+    made = import_module(f"transformers.models.{module}.modeling_{module}")
+    torch.manual_seed(0)
+    model = getattr(made, f"{name}ThinkerForConditionalGeneration")
+    theirs = model(own(text_config=text.to_dict(), **towers, **marks)).float().eval()
+    randomize(theirs)
+    return theirs
+
+
+@pytest.mark.parametrize("name", ["Qwen3OmniMoe", "Qwen2_5Omni"])
+def test_a_model_that_speaks_loads_as_the_text_model_that_thinks(name: str, tmp_path: Path) -> None:
+    theirs = omni(name)
+    rewritten(tmp_path, theirs, lambda each: f"thinker.{each}", **{"talker.model.embed.weight": torch.ones(2, 2)})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": name.lower(), "thinker_config": config}))
+    tokens = ids(40) % 90
+    ours = lmstate.load(tmp_path, weights="float32")
+    assert (ours(tokens.tolist())[0] - logits(theirs, tokens)[0]).abs().max() < 1e-4
 
 
 def llava(tied: bool = False) -> Any:

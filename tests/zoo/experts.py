@@ -79,6 +79,9 @@ CASES = {
         first_k_dense_replace=2, n_shared_experts=2, norm_topk_prob=False, num_key_value_heads=6,
         rope_parameters=_rope("default", partial_rotary_factor=1.0), tie_word_embeddings=True,
     ),
+    "sarvam_moe": partial(
+        _config, "SarvamMoEConfig", head_dim=16, n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=24
+    ),
     "solar_open": partial(_config, "SolarOpenConfig", head_dim=16, n_routed_experts=6, num_experts_per_tok=2),
     "solar_open-yarn": partial(
         _config, "SolarOpenConfig", head_dim=8, n_routed_experts=4, num_experts_per_tok=1, attention_bias=True,

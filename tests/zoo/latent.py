@@ -35,6 +35,7 @@ CASES = {
         attention_bias=True, tie_word_embeddings=True,
         rope_parameters={**_YARN, "mscale": 0.7, "mscale_all_dim": 0.9},
     ),
+    "sarvam_mla": partial(_config, "SarvamMLAConfig", q_lora_rank=None),
     "deepseek_v3": partial(_config, "DeepseekV3Config", n_routed_experts=16),
     "deepseek_v3-yarn": partial(
         _config, "DeepseekV3Config", q_lora_rank=None, kv_lora_rank=10, qk_nope_head_dim=8, v_head_dim=16,

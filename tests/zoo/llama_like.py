@@ -21,6 +21,9 @@ CASES = {
     "llama-tied-mha": partial(
         _config, "LlamaConfig", num_key_value_heads=6, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
     ),
+    "internlm3": partial(_config, "InternLM3Config", head_dim=8),
+    "internlm3-biases": partial(_config, "InternLM3Config", head_dim=16, attention_bias=True, mlp_bias=True),
+    "iquestcoder": partial(_config, "IQuestCoderConfig", head_dim=8),
     "llama-linear": partial(_config, "LlamaConfig", head_dim=16, **_scaled("linear", factor=3.0)),
     "llama-dynamic": partial(_config, "LlamaConfig", max_position_embeddings=64, **_scaled("dynamic", factor=2.0)),
     "llama-llama3": partial(_config, "LlamaConfig", **_scaled("llama3", **_LLAMA3)),

@@ -13,6 +13,11 @@ CASES = {
         layer_types=[S, F, S, F, S, F], num_kv_shared_layers=2, hidden_size_per_layer_input=12,
         vocab_size_per_layer_input=99, use_double_wide_mlp=True, pad_token_id=0, final_logit_softcapping=5.0,
     ),
+    "gemma4_unified": partial(
+        _config, "Gemma4UnifiedTextConfig", num_hidden_layers=6, head_dim=8, global_head_dim=16, sliding_window=13,
+        layer_types=[S, F, S, F, S, F], num_key_value_heads=3, num_global_key_value_heads=1, attention_k_eq_v=True,
+        num_kv_shared_layers=2, pad_token_id=0,
+    ),
     "gemma4-experts": partial(
         _config, "Gemma4TextConfig", num_hidden_layers=4, head_dim=16, global_head_dim=32, sliding_window=30,
         layer_types=[S, S, S, F], hidden_size_per_layer_input=0, num_key_value_heads=3, num_global_key_value_heads=1,

@@ -24,6 +24,11 @@ CASES = {
     "mistral-full-tied": partial(
         _config, "MistralConfig", num_key_value_heads=6, sliding_window=None, tie_word_embeddings=True
     ),
+    "cwm": partial(
+        _config, "CwmConfig", head_dim=16, sliding_window=17, num_hidden_layers=6, eos_token_id=2,
+        rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
+                         "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    ),
     "mixtral": partial(_config, "MixtralConfig", num_local_experts=5, num_experts_per_tok=2, sliding_window=40),
     "gemma2": partial(
         _config, "Gemma2Config", head_dim=16, sliding_window=11, query_pre_attn_scalar=24,

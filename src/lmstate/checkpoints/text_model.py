@@ -15,6 +15,8 @@ TEXT = re.compile(r"(model\.)?(language|text)_model\.")
 TEXT_HEAD = re.compile(r"(model\.)?((language|text)_model\.)?lm_head\.")
 # Where some have the text model's multi-token prediction heads: beside it.
 HEADS = "mtp."
+# Where models that also speak have what thinks: text model, head, and towers.
+THINKER = "thinker."
 # The text model's own names, for a wrapper that leaves it as it is.
 OWN = (*BASES.values(), HEAD, HEADS)
 
@@ -46,6 +48,9 @@ class TextModelSource(Renamed):
 
 def _plain(name: str) -> str | None:
     """The text model's own name of a tensor; None if the tensor is not of the text model."""
+    if name.startswith(THINKER):
+        name = name.removeprefix(THINKER)
+        return name if name.startswith((*BASES.values(), HEAD)) else None
     if head := TEXT_HEAD.match(name):
         return HEAD + name[head.end() :]
     if text := TEXT.match(name):

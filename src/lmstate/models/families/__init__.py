@@ -25,6 +25,7 @@ FAMILIES = {
     "bamba": "bamba",
     "cohere": "cohere",
     "cohere2": "cohere",
+    "cwm": "mistral",
     "dbrx": "dbrx",
     "deepseek_v2": "deepseek",
     "deepseek_v3": "deepseek",
@@ -42,6 +43,7 @@ FAMILIES = {
     "gemma3_text": "gemma2",
     "gemma3n_text": "gemma3n",
     "gemma4_text": "gemma4",
+    "gemma4_unified_text": "gemma4",
     "glm": "glm",
     "glm4": "glm",
     "glm4_moe": "glm4_moe",
@@ -58,6 +60,8 @@ FAMILIES = {
     "helium": "llama",
     "hunyuan_v1_dense": "hunyuan",
     "hunyuan_v1_moe": "hunyuan",
+    "internlm3": "llama",
+    "iquestcoder": "llama",
     "jamba": "jamba",
     "kimi_k2": "deepseek",
     "kimi_linear": "kimi_linear",
@@ -92,6 +96,7 @@ FAMILIES = {
     "phi3": "phi3",
     "phimoe": "phimoe",
     "qwen2": "qwen2",
+    "qwen2_5_omni_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen2_moe": "qwen2",
     "qwen2_vl_text": "qwen2",
@@ -100,10 +105,13 @@ FAMILIES = {
     "qwen3_5_text": "qwen3_next",
     "qwen3_moe": "qwen3",
     "qwen3_next": "qwen3_next",
+    "qwen3_omni_moe_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3",
     "qwen3_vl_text": "qwen3",
     "recurrent_gemma": "recurrent_gemma",
     "rwkv": "rwkv",
+    "sarvam_mla": "deepseek",
+    "sarvam_moe": "glm4_moe",
     "seed_oss": "llama",
     "smollm3": "smollm3",
     "solar_open": "glm4_moe",
@@ -125,7 +133,8 @@ def build(w: WeightLoader) -> Model:
     Raises `ModelError` for a family that is not in the table, for a checkpoint without a head, and where prediction
     heads are wanted and there are none.
     """
-    text, family = w.config.fields("text_config"), w.config.str("model_type", default="")
+    whole = w.config.fields("thinker_config", default=w.config) or w.config  # of a model that also speaks
+    text, family = whole.fields("text_config"), w.config.str("model_type", default="")
     if text is None and family in FLAT:
         text = Config({**w.config, "model_type": FLAT[family]}, w.config.where)
     if family == "paligemma" and text is not None and not text.given("use_bidirectional_attention"):

@@ -34,6 +34,7 @@ DEFAULTS: b.Defaults = {
     "deepseek_v3": DEEPSEEK_V3,
     "glm4_moe_lite": {**b.EPS, "routed_scaling_factor": 1.8, "first_k_dense_replace": 1, "n_shared_experts": 1},
     "kimi_k2": DEEPSEEK_V3,
+    "sarvam_mla": {"routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "n_shared_experts": 1},
     "mistral4": {
         "vocab_size": 131_072,
         "hidden_size": 4096,

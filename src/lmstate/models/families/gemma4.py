@@ -22,21 +22,23 @@ from lmstate.models.model import Block, Model
 from lmstate.ops import Norm, Residual
 from lmstate.state import Step
 
+GEMMA4 = {
+    "vocab_size": 262_144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "sliding_window": 512,
+    "rope_scaling": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_theta": 10_000.0},
+    },
+}
 DEFAULTS: b.Defaults = {
-    "gemma4_text": {
-        "vocab_size": 262_144,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "sliding_window": 512,
-        "rope_scaling": {
-            "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
-            "sliding_attention": {"rope_theta": 10_000.0},
-        },
-    }
+    "gemma4_text": GEMMA4,
+    "gemma4_unified_text": {**GEMMA4, "sliding_window": 1024, "hidden_size_per_layer_input": 0},
 }
 
 LOCAL, FULL = "sliding_attention", "full_attention"

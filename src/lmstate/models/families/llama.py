@@ -22,6 +22,8 @@ DEFAULTS: b.Defaults = {
         "tie_word_embeddings": True,
     },
     "helium": {"rms_norm_eps": 1e-8, "head_dim": 128, "rope_theta": 100_000.0},
+    "internlm3": {**b.EPS, "num_key_value_heads": 2, "head_dim": 128},
+    "iquestcoder": {**b.EPS, "num_key_value_heads": 8, "head_dim": 128},
     "llama": b.LLAMA,
     "seed_oss": {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
 }
@@ -31,6 +33,7 @@ NEIGHBOURS = ("ernie4_5", "helium")
 BIASES = {
     "ernie4_5": ("use_bias", "use_bias", "use_bias"),
     "helium": ("attention_bias", None, "mlp_bias"),
+    "internlm3": ("qkv_bias", "bias", "bias"),
     "seed_oss": ("attention_bias", "attention_out_bias", "mlp_bias"),
 }
 

@@ -16,6 +16,20 @@ from lmstate.models.layers.rope import make_rope, rope_fields
 from lmstate.models.model import Model
 
 DEFAULTS: b.Defaults = {
+    "cwm": {
+        **b.EPS,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "sliding_window": 8192,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
     "ministral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "ministral3": {
         **b.EPS,
@@ -48,9 +62,12 @@ def build(w: WeightLoader) -> Model:
         make_rope(config, shape.head_dim).to(w.device),
         [b.config_window(config, switch=False)] * shape.layers,
     )
-    if config.str("model_type") in ("mistral", "ministral") and config.given("layer_types"):
+    family = config.str("model_type")
+    if family in ("mistral", "ministral", "cwm") and config.given("layer_types"):
         window = b.layer_windows(config, shape.layers)  # Ministral, under the older name too
-    temperature = temperature_of(rope_fields(config)) if config.str("model_type") == "ministral3" else None
+    elif family == "cwm":  # the first of every four layers sees everything
+        window = [size if index % 4 else None for index, size in enumerate(window)]
+    temperature = temperature_of(rope_fields(config)) if family == "ministral3" else None
 
     def mixer(index: int, prefix: str) -> Attention:
         return replace(b.attention(w, prefix, shape, rope, window=window[index]), temperature=temperature)

@@ -29,6 +29,16 @@ QWEN2_VL = {
 DEFAULTS: b.Defaults = {
     "mimo": QWEN2,
     "qwen2": QWEN2,
+    "qwen2_5_omni_text": {
+        **QWEN2,
+        "vocab_size": 152_064,
+        "hidden_size": 3584,
+        "intermediate_size": 18_944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+    },
     "qwen2_5_vl_text": QWEN2_VL,
     "qwen2_moe": b.UNWINDOWED,
     "qwen2_vl_text": QWEN2_VL,

@@ -12,6 +12,18 @@ from lmstate.models.model import Model
 DEFAULTS: b.Defaults = {
     "qwen3": {**b.UNWINDOWED, "max_window_layers": 28},
     "qwen3_moe": b.UNWINDOWED,
+    "qwen3_omni_moe_text": {
+        "vocab_size": 3584,
+        "hidden_size": 2048,
+        "intermediate_size": 18_944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+    },
     "qwen3_vl_moe_text": {
         "vocab_size": 151_936,
         "hidden_size": 2048,
