@@ -13,8 +13,9 @@ import pytest
 import lmstate
 from lmstate.engine import Engine
 from lmstate.serve import Settings, anthropic
+from lmstate.serve.wire.body import read
 from lmstate.serve.wire.errors import ApiError
-from lmstate.serve.wire.fields import Fields
+from lmstate.serve.wire.schema.messages import CountBody
 from tests.serve.running import Running, events, running
 
 PAGE = Path(__file__).parents[2] / "docs" / "server.md"
@@ -151,12 +152,12 @@ def test_what_a_provider_ran_itself_is_left_out_and_its_texts_are_read() -> None
         {"role": "assistant", "content": searched},
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": found}]},
     ]
-    read = anthropic.read_chat(Fields({"messages": given}))[0].messages
-    assert [message.content for message in read] == ["D\ny\n?", "It is 5.", "Read\nT\ns\nx"]
-    assert [call.name for call in read[1].calls] == ["find"]
+    told = anthropic.read_chat(read({"messages": given}, CountBody))[0].messages
+    assert [message.content for message in told] == ["D\ny\n?", "It is 5.", "Read\nT\ns\nx"]
+    assert [call.name for call in told[1].calls] == ["find"]
     for bad in ({**document, "source": {"type": "url", "url": "u"}}, {"type": "image"}, searched[0]):
         with pytest.raises(ApiError, match=r"messages\[0\].content\[0\] is of type"):
-            anthropic.read_chat(Fields({"messages": [{"role": "user", "content": [bad]}]}))
+            anthropic.read_chat(read({"messages": [{"role": "user", "content": [bad]}]}, CountBody))
 
 
 def test_open_webui_and_aider(server: Running) -> None:

@@ -21,7 +21,9 @@ from lmstate.serve.answer.service import ChatTask, Service, ToolUse
 from lmstate.serve.openai import chat as openai_chat
 from lmstate.serve.openai.responses import items as response_items
 from lmstate.serve.tools import CallArguments, CallStart, Event
-from lmstate.serve.wire.fields import Fields
+from lmstate.serve.wire.body import read
+from lmstate.serve.wire.schema.chat import ChatBody
+from lmstate.serve.wire.schema.messages import CountBody
 from lmstate.text.replay import Replay
 from tests.serve.byte_tokenizer import END, TEMPLATE, byte_tokenizer
 from tests.serve.test_tool_formats import BY_NAME, SAMPLES, TOOLS
@@ -105,7 +107,12 @@ def as_chat(answer: Answer, draw: st.DrawFn) -> list[Message]:
     if draw(st.booleans()):
         back["reasoning_content"] = answer.reasoning
     results = [{"role": "tool", "tool_call_id": call.id, "content": "21"} for call in answer.calls]
-    return [QUESTION, *openai_chat.read_chat(Fields({"messages": [back, *results]}))[0].messages]
+    return [QUESTION, *chat_messages([back, *results])]
+
+
+def chat_messages(given: list[Any]) -> tuple[Message, ...]:
+    body = read({"messages": given}, ChatBody)
+    return openai_chat.read_chat(body, body.messages)[0].messages
 
 
 def as_messages(answer: Answer, draw: st.DrawFn) -> list[Message]:
@@ -116,7 +123,7 @@ def as_messages(answer: Answer, draw: st.DrawFn) -> list[Message]:
         blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": values})
     results = [{"type": "tool_result", "tool_use_id": call.id, "content": "21"} for call in answer.calls]
     given = [{"role": "assistant", "content": blocks}, {"role": "user", "content": results}]
-    return [QUESTION, *anthropic.read_chat(Fields({"messages": given}))[0].messages]
+    return [QUESTION, *anthropic.read_chat(read({"messages": given}, CountBody))[0].messages]
 
 
 def as_items(answer: Answer, draw: st.DrawFn) -> list[Message]:
@@ -130,7 +137,7 @@ def as_items(answer: Answer, draw: st.DrawFn) -> list[Message]:
         arguments = draw(serialized(call.arguments))
         items.append({"type": "function_call", "call_id": call.id, "name": call.name, "arguments": arguments})
     items += [{"type": "function_call_output", "call_id": call.id, "output": "21"} for call in answer.calls]
-    return [QUESTION, *response_items.read_input(Fields({"input": items}), lambda _: None)[0]]
+    return [QUESTION, *response_items.read_input(items, False, lambda _: None)[0]]
 
 
 @pytest.mark.parametrize("name", SAMPLES)
@@ -207,6 +214,6 @@ def test_a_call_that_was_changed_is_not_the_one_that_was_sampled(tmp_path: Path)
     sampled, answer = answered(service, SAMPLES["hermes"], Chat((QUESTION,), tuple(TOOLS)))
     answer.calls[0].arguments = '{"city": "Bern", "days": 3}'
     calls = [{"id": c.id, "function": {"name": c.name, "arguments": c.arguments}} for c in answer.calls]
-    back = openai_chat.read_chat(Fields({"messages": [{"role": "assistant", "content": None, "tool_calls": calls}]}))[0]
-    tokens = service.renderer.prompt(Chat((QUESTION, *back.messages, Message("user", "?")), tuple(TOOLS))).tokens
+    back = chat_messages([{"role": "assistant", "content": None, "tool_calls": calls}])
+    tokens = service.renderer.prompt(Chat((QUESTION, *back, Message("user", "?")), tuple(TOOLS))).tokens
     assert tokens[: len(sampled)] != sampled

@@ -14,16 +14,29 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from lmstate.serve.answer.answers import Answer, AnsweredCall, Passage, usage_details
-from lmstate.serve.answer.handlers import json_response, log, read_body
+from lmstate.serve.answer.handlers import json_response, log
 from lmstate.serve.answer.messages import Call, Chat, Message, without_volatile
 from lmstate.serve.answer.sampling import sampling_options, stops
 from lmstate.serve.answer.service import ChatTask, Constraint, Service, ToolUse
-from lmstate.serve.openai.fields import MOST_MESSAGES
-from lmstate.serve.openai.tools import MOST_TOOLS, chosen_name, tool_name
+from lmstate.serve.openai.tools import chosen_name, kind_of, tool_name
 from lmstate.serve.tools import CallArguments, CallStart, Event, Reasoning, Text, Tool
+from lmstate.serve.wire.body import read, wrong
 from lmstate.serve.wire.errors import ApiError, as_api_error
-from lmstate.serve.wire.fields import Fields
 from lmstate.serve.wire.ids import new_id
+from lmstate.serve.wire.schema.messages import (
+    AnthropicMessage,
+    AnthropicTool,
+    BlockContent,
+    CountBody,
+    DocumentBlock,
+    MessagesBody,
+    SearchResultBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolReferenceBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
 from lmstate.serve.wire.sse import EventStream, event
 
 PING = event("ping", {"type": "ping"})
@@ -147,31 +160,24 @@ class MessageAnswer:
             yield event("error", as_api_error(error).anthropic())
 
 
-async def messages(service: Service, request: Request) -> ASGIApp:
-    body = await read_body(service, request)
-    model = body.need_text("model")
-    service.settings.check_model(model)
-    longest = body.integer("max_tokens", 0, 2**31)
-    if longest is None:
-        raise body.wrong("max_tokens", "a whole number of 0 or more")
+async def messages(service: Service, request: Request, body: MessagesBody) -> ASGIApp:
+    service.settings.check_model(body.model)
     chat, use = read_chat(body)
-    stream = body.flag("stream")
     options = sampling_options(body, service.vocab_size, service.model.defaults)
-    thinking = body.inner("thinking")
-    if thinking is not None and service.renderer.reasoning is not None:  # clients send it to any model
-        options["max_thinking_tokens"] = thinking.integer("budget_tokens", 0, 2**31)
+    if body.thinking is not None and service.renderer.reasoning is not None:  # clients send it to any model
+        options["max_thinking_tokens"] = body.thinking.budget_tokens
     task = await service.chat(
         request.receive,
         chat,
         options,
         use=use,
-        max_new_tokens=longest,
+        max_new_tokens=body.max_tokens,
         constraint=read_format(service, body),
-        stops=stops(body, "stop_sequences"),
+        stops=stops(body.stop_sequences),
         call_prefix="toolu_",
     )
-    answer = MessageAnswer(task, model)
-    if stream:
+    answer = MessageAnswer(task, body.model)
+    if body.stream:
         settings = service.settings
         return EventStream(
             answer.events(service),
@@ -186,129 +192,114 @@ async def messages(service: Service, request: Request) -> ASGIApp:
     return json_response(answer.whole())
 
 
-async def count_tokens(service: Service, request: Request) -> ASGIApp:
-    body = await read_body(service, request)
-    service.settings.check_model(body.text("model"))
+async def count_tokens(service: Service, request: Request, body: CountBody) -> ASGIApp:
+    service.settings.check_model(body.model)
     chat, _ = read_chat(body)
     prompt = await asyncio.to_thread(service.renderer.prompt, chat)
     return json_response({"input_tokens": len(prompt.tokens)})
 
 
-def read_chat(body: Fields) -> tuple[Chat, ToolUse]:
+def read_chat(body: CountBody) -> tuple[Chat, ToolUse]:
     """The conversation of a body, and how its tools may be used."""
-    found = [Message("system", without_volatile(text))] if (text := _system(body)) else []
-    given = body.items("messages", MOST_MESSAGES)
-    if not given:
-        raise body.wrong("messages", "an array of at least one message")
-    for one in given:
-        found += _read_message(one)
+    text = _texts(body.system, "system")
+    found = [Message("system", without_volatile(text))] if text else []
+    for index, one in enumerate(body.messages):
+        found += _read_message(one, f"messages[{index}]")
     use = _tool_use(body)
-    thinking = body.inner("thinking")
-    kind = None if thinking is None else thinking.choice("type", ("enabled", "disabled", "adaptive"))
+    kind = None if body.thinking is None else body.thinking.type
     wanted = None if kind in (None, "adaptive") else kind == "enabled"
     continued = found[-1].role == "assistant" and not found[-1].calls
-    config = body.inner("output_config")
-    effort = None if config is None else config.text("effort", most=40)
+    effort = None if body.output_config is None else body.output_config.effort
     variables = {} if effort is None else {"reasoning_effort": effort}
-    return Chat(tuple(found), use.offered, wanted, variables, continued, body.flag("control_tokens")), use
+    return Chat(tuple(found), use.offered, wanted, variables, continued, bool(body.control_tokens)), use
 
 
-def _system(body: Fields) -> str:
-    value = body.get("system")
-    if value is None or isinstance(value, str):
-        return value or ""
-    return "\n".join(_text_block(block) for block in body.items("system"))
+def _texts(content: BlockContent | None, path: str) -> str:
+    """Text, or the text of blocks, each a line of its own."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(_text_block(block, f"{path}[{index}]") for index, block in enumerate(content))
 
 
-def _text_block(block: Fields) -> str:
-    kind = block.text("type", "text")
+def _text_block(block: dict[str, Any], path: str) -> str:
+    kind = kind_of(block, path, "text")
     if kind == "text":
-        return block.need_text("text")
+        return read(block, TextBlock, path).text
     if kind == "tool_reference":
-        return block.need_text("tool_name")
+        return read(block, ToolReferenceBlock, path).tool_name
     if kind == "search_result":
-        parts = [_text_block(part) for part in block.items("content")]
-        return "\n".join([block.need_text("title"), block.need_text("source"), *parts])
-    if kind == "document" and (source := block.inner("source")) is not None and source.text("type") == "text":
-        return "\n".join(filter(None, (block.text("title"), block.text("context"), source.need_text("data"))))
-    raise ApiError(f"{block.path} is of type {kind!r}; this model reads text only", param=block.path)
+        found = read(block, SearchResultBlock, path)
+        parts = [_text_block(part, f"{path}.content[{index}]") for index, part in enumerate(found.content or ())]
+        return "\n".join([found.title, found.source, *parts])
+    if kind == "document":
+        document = read(block, DocumentBlock, path)
+        if document.source is not None and document.source.type == "text":
+            if document.source.data is None:
+                raise wrong(f"{path}.source.data", "a string", None)
+            return "\n".join(filter(None, (document.title, document.context, document.source.data)))
+    raise ApiError(f"{path} is of type {kind!r}; this model reads text only", param=path)
 
 
-def _read_message(given: Fields) -> list[Message]:
+def _read_message(given: AnthropicMessage, path: str) -> list[Message]:
     """One message becomes several where it answers several calls."""
-    role = given.choice("role", ("user", "assistant", "system"))
-    if role is None:
-        raise given.wrong("role", "user or assistant")
-    content = given.get("content")
+    role, content = given.role, given.content
     if isinstance(content, str):
         return [Message(role, content)]
-    if not isinstance(content, list):
-        raise given.wrong("content", "a string or an array of blocks")
     texts: list[str] = []
     reasoning = ""
     calls: list[Call] = []
     results: list[Message] = []
-    for block in given.items("content"):
-        kind = block.text("type")
+    for index, block in enumerate(content):
+        where = f"{path}.content[{index}]"
+        kind = kind_of(block, where, "text")
         if kind == "thinking":
-            reasoning += block.text("thinking") or ""
+            reasoning += read(block, ThinkingBlock, where).thinking or ""
         elif kind == "tool_use" and role == "assistant":
-            arguments = block.inner("input")
-            values = {} if arguments is None else arguments.values
-            calls.append(Call(block.need_text("id"), block.need_text("name"), json.dumps(values, ensure_ascii=False)))
+            call = read(block, ToolUseBlock, where)
+            calls.append(Call(call.id, call.name, json.dumps(call.input or {}, ensure_ascii=False)))
         elif kind == "tool_result" and role == "user":
-            results.append(Message("tool", _result(block), call_id=block.need_text("tool_use_id")))
-        elif kind == "redacted_thinking" or (role == "assistant" and kind is not None and kind.endswith(ELSEWHERE)):
+            result = read(block, ToolResultBlock, where)
+            text = _texts(result.content, f"{where}.content")
+            results.append(Message("tool", text, call_id=result.tool_use_id))
+        elif kind == "redacted_thinking" or (role == "assistant" and kind.endswith(ELSEWHERE)):
             continue
         else:
-            texts.append(_text_block(block))
+            texts.append(_text_block(block, where))
     if results and not texts:
         return results
     text = ("" if role == "assistant" else "\n").join(texts)
     return [*results, Message(role, text, reasoning, tuple(calls))]
 
 
-def _result(block: Fields) -> str:
-    value = block.get("content")
-    if value is None or isinstance(value, str):
-        return value or ""
-    return "\n".join(_text_block(part) for part in block.items("content"))
-
-
-def _tool_use(body: Fields) -> ToolUse:
+def _tool_use(body: CountBody) -> ToolUse:
     named: dict[str, Tool] = {}
-    for given in body.items("tools", MOST_TOOLS):
-        if given.text("type", "custom") != "custom":
+    for index, one in enumerate(body.tools or ()):
+        path = f"tools[{index}]"
+        if kind_of(one, path, "custom") != "custom":
             continue  # run by the provider, and sent to every server
-        name = tool_name(given, named)
-        schema = given.inner("input_schema")
-        if schema is None:
-            raise given.wrong("input_schema", "a JSON schema")
-        description, strict = given.text("description") or "", given.flag("strict")
-        named[name] = Tool(name, description, schema.values, strict, param=given.name("input_schema"))
+        given = read(one, AnthropicTool, path)
+        name = tool_name(given.name, path, named)
+        named[name] = Tool(
+            name, given.description or "", given.input_schema, bool(given.strict), param=f"{path}.input_schema"
+        )
     tools = tuple(named.values())
-    choice = body.inner("tool_choice")
+    choice = body.tool_choice
     if choice is None:
         return ToolUse(tools)
-    kind = choice.choice("type", ("auto", "any", "tool", "none"))
-    parallel = not choice.flag("disable_parallel_tool_use")
+    kind, parallel = choice.type or "auto", not choice.disable_parallel_tool_use
     if kind == "tool":
-        return ToolUse(tools, chosen_name(choice, tools), named=True, parallel=False)
+        return ToolUse(tools, chosen_name(choice.name, "tool_choice.name", tools), named=True, parallel=False)
     if kind == "any" and not tools:
         raise ApiError("tool_choice is any, and no tools are given", param="tool_choice")
-    return ToolUse(tools, {"any": "required"}.get(kind or "auto", kind or "auto"), parallel=parallel)
+    return ToolUse(tools, "required" if kind == "any" else kind, parallel=parallel)
 
 
-def read_format(service: Service, body: Fields) -> Constraint | None:
+def read_format(service: Service, body: CountBody) -> Constraint | None:
     """`output_config.format` (or `output_format`): a JSON schema."""
-    config = body.inner("output_config")
-    given = (config.inner("format") if config is not None else None) or body.inner("output_format")
+    given, name = None if body.output_config is None else body.output_config.format, "output_config.format.schema"
     if given is None:
-        return None
-    if given.choice("type", ("json_schema",)) is None or not given.has("schema"):
-        raise given.wrong("schema", "a JSON schema, with type json_schema")
-    name = given.name("schema")
-    return Constraint(service.grammars.json_schema(given.get("schema"), name), name)
+        given, name = body.output_format, "output_format.schema"
+    return None if given is None else Constraint(service.grammars.json_schema(given.schema, name), name)
 
 
 def block_of(part: Passage | AnsweredCall) -> dict[str, Any]:

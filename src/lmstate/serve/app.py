@@ -32,6 +32,11 @@ from lmstate.serve.settings import Settings
 from lmstate.serve.wire.errors import ApiError
 from lmstate.serve.wire.linger import Linger
 from lmstate.serve.wire.request_id import RequestIds
+from lmstate.serve.wire.schema.chat import ChatBody, DetokenizeBody, PromptBody, TokenizeBody
+from lmstate.serve.wire.schema.completions import CompletionBody, EmbeddingBody
+from lmstate.serve.wire.schema.messages import CountBody, MessagesBody
+from lmstate.serve.wire.schema.responses import ConversationBody, ItemsBody, MetadataBody, ResponseBody
+from lmstate.serve.wire.schema.sessions import RewindBody, SendBody, SessionBody
 
 if TYPE_CHECKING:
     from lmstate.engine import Engine
@@ -46,12 +51,30 @@ PATHS = (
     Path("GET", "/metrics", models.metrics, both=False, summary="Prometheus metrics"),
     Path("GET", "/v1/models", models.list_models, summary="The models that are served"),
     Path("GET", "/v1/models/{model:path}", models.get_model, summary="One model"),
-    Path("POST", "/v1/chat/completions", chat.chat_completions, summary="OpenAI chat completions"),
-    Path("POST", "/v1/chat/completions/input_tokens", tokens.count_input, summary="Tokens of a chat's prompt"),
-    Path("POST", "/v1/completions", completions.completions, summary="OpenAI completions"),
-    Path("POST", "/v1/responses", responses.create_response, summary="OpenAI responses"),
-    Path("POST", "/v1/responses/input_tokens", responses.count_input, summary="Tokens of a response's prompt"),
-    Path("POST", "/v1/responses/compact", compact.compact, summary="A summary in place of a conversation"),
+    Path("POST", "/v1/chat/completions", chat.chat_completions, summary="OpenAI chat completions", body=ChatBody),
+    Path(
+        "POST",
+        "/v1/chat/completions/input_tokens",
+        tokens.count_input,
+        summary="Tokens of a chat's prompt",
+        body=ChatBody,
+    ),
+    Path("POST", "/v1/completions", completions.completions, summary="OpenAI completions", body=CompletionBody),
+    Path("POST", "/v1/responses", responses.create_response, summary="OpenAI responses", body=ResponseBody),
+    Path(
+        "POST",
+        "/v1/responses/input_tokens",
+        responses.count_input,
+        summary="Tokens of a response's prompt",
+        body=ResponseBody,
+    ),
+    Path(
+        "POST",
+        "/v1/responses/compact",
+        compact.compact,
+        summary="A summary in place of a conversation",
+        body=ResponseBody,
+    ),
     Path("GET", "/v1/responses/{id}", stored.get_response, summary="A stored response"),
     Path("DELETE", "/v1/responses/{id}", stored.delete_response, summary="Forget a stored response"),
     Path(
@@ -66,38 +89,68 @@ PATHS = (
         stored.cancel_response,
         summary="Cancel a background response",
     ),
-    Path("POST", "/v1/conversations", stored_conversations.create_conversation, summary="A new conversation"),
+    Path(
+        "POST",
+        "/v1/conversations",
+        stored_conversations.create_conversation,
+        summary="A new conversation",
+        body=ConversationBody,
+    ),
     Path("GET", "/v1/conversations/{id}", stored_conversations.get_conversation, summary="A conversation"),
-    Path("POST", "/v1/conversations/{id}", stored_conversations.change_conversation, summary="Change its metadata"),
+    Path(
+        "POST",
+        "/v1/conversations/{id}",
+        stored_conversations.change_conversation,
+        summary="Change its metadata",
+        body=MetadataBody,
+    ),
     Path("DELETE", "/v1/conversations/{id}", stored_conversations.delete_conversation, summary="Delete a conversation"),
     Path("GET", "/v1/conversations/{id}/items", stored_conversations.list_items, summary="A conversation's items"),
-    Path("POST", "/v1/conversations/{id}/items", stored_conversations.add_items, summary="Add items to it"),
+    Path(
+        "POST",
+        "/v1/conversations/{id}/items",
+        stored_conversations.add_items,
+        summary="Add items to it",
+        body=ItemsBody,
+    ),
     Path("GET", "/v1/conversations/{id}/items/{item}", stored_conversations.get_item, summary="One of its items"),
     Path("DELETE", "/v1/conversations/{id}/items/{item}", stored_conversations.delete_item, summary="Forget an item"),
-    Path("POST", "/v1/messages", anthropic.messages, summary="Anthropic messages"),
-    Path("POST", "/v1/messages/count_tokens", anthropic.count_tokens, summary="Tokens of a message's prompt"),
-    Path("POST", "/v1/embeddings", embeddings.embeddings, summary="OpenAI embeddings"),
+    Path("POST", "/v1/messages", anthropic.messages, summary="Anthropic messages", body=MessagesBody),
+    Path(
+        "POST",
+        "/v1/messages/count_tokens",
+        anthropic.count_tokens,
+        summary="Tokens of a message's prompt",
+        body=CountBody,
+    ),
+    Path("POST", "/v1/embeddings", embeddings.embeddings, summary="OpenAI embeddings", body=EmbeddingBody),
     Path("GET", "/v1/sessions", sessions.list_sessions, summary="The sessions"),
-    Path("POST", "/v1/sessions", sessions.create, summary="A new session"),
+    Path("POST", "/v1/sessions", sessions.create, summary="A new session", body=SessionBody),
     Path("GET", "/v1/sessions/{name}", sessions.get, summary="A session's text and tokens"),
     Path("DELETE", "/v1/sessions/{name}", sessions.delete, summary="Forget a session"),
-    Path("POST", "/v1/sessions/{name}/send", sessions.send, summary="Go on with a session"),
-    Path("POST", "/v1/sessions/{name}/rewind", sessions.rewind, summary="Go back to a position"),
+    Path("POST", "/v1/sessions/{name}/send", sessions.send, summary="Go on with a session", body=SendBody),
+    Path("POST", "/v1/sessions/{name}/rewind", sessions.rewind, summary="Go back to a position", body=RewindBody),
     Path("POST", "/v1/sessions/{name}/mark", sessions.mark, summary="Keep what going back to here needs"),
     Path("POST", "/v1/sessions/{name}/undo", sessions.undo, summary="Forget the last turn"),
-    Path("POST", "/v1/sessions/{name}/fork", sessions.fork, summary="Another session from here"),
+    Path("POST", "/v1/sessions/{name}/fork", sessions.fork, summary="Another session from here", body=SessionBody),
     Path("POST", "/v1/sessions/{name}/save", sessions.save, summary="Save into the server's folder"),
     Path("GET", "/v1/sessions/{name}/snapshot", sessions.download, summary="A session and its state as a file"),
     Path("PUT", "/v1/sessions/{name}/snapshot", sessions.upload, summary="A session from such a file"),
     Path("GET", "/v1/cache/tree", sessions.tree, summary="The prefixes that are kept"),
-    Path("POST", "/v1/cache/explain", sessions.explain, summary="What of a prompt would be reused, and why not more"),
-    Path("POST", "/tokenize", tokens.tokenize, summary="Text or messages to token ids"),
-    Path("POST", "/detokenize", tokens.detokenize, summary="Token ids to text"),
+    Path(
+        "POST",
+        "/v1/cache/explain",
+        sessions.explain,
+        summary="What of a prompt would be reused, and why not more",
+        body=PromptBody,
+    ),
+    Path("POST", "/tokenize", tokens.tokenize, summary="Text or messages to token ids", body=TokenizeBody),
+    Path("POST", "/detokenize", tokens.detokenize, summary="Token ids to text", body=DetokenizeBody),
     Path("GET", "/tokenizer_info", tokens.tokenizer_info, summary="The tokenizer's special tokens and template"),
     Path("GET", "/props", models.props, summary="The server's properties, as llama-server gives them"),
     Path("GET", "/slots", models.slots, summary="The engine's rows, as llama-server gives its slots"),
     Path("GET", "/openapi.json", _openapi, both=False, summary="This document"),
-    Path("POST", "/apply-template", tokens.apply_template, summary="Messages to the text of the prompt"),
+    Path("POST", "/apply-template", tokens.apply_template, summary="Messages to the text of the prompt", body=ChatBody),
 )
 
 
@@ -118,7 +171,9 @@ def create_app(engine: Engine, settings: Settings, *, close_engine: bool = True)
     keeper = Keeper(service)
     served = (*PATHS, *conversations.PATHS, *page.PATHS)
     routes = [
-        Route(path, endpoint(one.handler, one.path), methods=[one.method]) for one in served for path in one.paths
+        Route(path, endpoint(one.handler, one.path, one.body), methods=[one.method])
+        for one in served
+        for path in one.paths
     ]
     app = Starlette(
         routes=routes,

@@ -19,14 +19,16 @@ from starlette.types import ASGIApp
 from lmstate.engine.session import Record, SessionBusy
 from lmstate.errors import StateError
 from lmstate.serve.answer.answers import usage_details
-from lmstate.serve.answer.handlers import json_response, log, read_body
+from lmstate.serve.answer.handlers import json_response, log
 from lmstate.serve.answer.sampling import check_ids, sampling_options, stops
 from lmstate.serve.answer.service import Service
+from lmstate.serve.openai.chat import read_chat
 from lmstate.serve.openai.completions import prompt_ids
-from lmstate.serve.openai.fields import read_messages
+from lmstate.serve.openai.fields import read_constraint, read_messages
 from lmstate.serve.wire.errors import ApiError, as_api_error
-from lmstate.serve.wire.fields import Fields
 from lmstate.serve.wire.ids import new_id
+from lmstate.serve.wire.schema.chat import PromptBody
+from lmstate.serve.wire.schema.sessions import RewindBody, SendBody, SessionBody
 from lmstate.serve.wire.sse import DONE, EventStream, comment, data, unless_gone
 
 if TYPE_CHECKING:
@@ -38,10 +40,9 @@ NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}")
 MOST_SESSIONS = 100_000
 
 
-async def create(service: Service, request: Request) -> ASGIApp:
+async def create(service: Service, request: Request, body: SessionBody) -> ASGIApp:
     """Create a session; without a `name` it gets a random one."""
-    body = await read_body(service, request)
-    name = checked_name(body.text("name") or new_id("session_", 16))
+    name = checked_name(body.name or new_id("session_", 16))
     known = await asyncio.to_thread(service.engine.sessions)
     if len(known) >= MOST_SESSIONS:
         raise ApiError(f"there are {len(known)} sessions: delete some", 429, retry_after=60)
@@ -66,13 +67,10 @@ async def delete(service: Service, request: Request) -> ASGIApp:
     return json_response({"object": "session", "name": session.name, "deleted": True})
 
 
-async def rewind(service: Service, request: Request) -> ASGIApp:
+async def rewind(service: Service, request: Request, body: RewindBody) -> ASGIApp:
     """Rewind a session to position `to`, in tokens."""
-    session, body = await found(service, request), await read_body(service, request)
-    to = body.integer("to", 0, 2**31)
-    if to is None:
-        raise body.wrong("to", "a position in tokens")
-    await done(lambda: session.rewind(to))
+    session = await found(service, request)
+    await done(lambda: session.rewind(body.to))
     return json_response(shown(session))
 
 
@@ -88,10 +86,10 @@ async def undo(service: Service, request: Request) -> ASGIApp:
     return json_response(shown(session))
 
 
-async def fork(service: Service, request: Request) -> ASGIApp:
+async def fork(service: Service, request: Request, body: SessionBody) -> ASGIApp:
     """Fork a session under a new `name`; both share all that was computed."""
-    session, body = await found(service, request), await read_body(service, request)
-    name = checked_name(body.text("name") or new_id("session_", 16))
+    session = await found(service, request)
+    name = checked_name(body.name or new_id("session_", 16))
     return json_response(shown(await begun(service, name, lambda: session.fork(name))), 201)
 
 
@@ -141,37 +139,37 @@ async def tree(service: Service, request: Request) -> ASGIApp:
     return json_response({"object": "cache.tree", "tree": await asyncio.to_thread(service.engine.tree)})
 
 
-async def explain(service: Service, request: Request) -> ASGIApp:
+async def explain(service: Service, request: Request, body: PromptBody) -> ASGIApp:
     """Explain how much of a prompt would be reused, and why not more: `prompt` or `messages`, as elsewhere."""
-    body = await read_body(service, request)
-    if body.has("messages"):
-        from lmstate.serve.openai.chat import read_chat
-
-        chat, _ = read_chat(body)
+    if body.messages is not None:
+        chat, _ = read_chat(body, body.messages)
         tokens = (await asyncio.to_thread(service.renderer.prompt, chat)).tokens
     else:
-        tokens = await asyncio.to_thread(prompt_ids, service, body.get("prompt"), "prompt")
+        tokens = await asyncio.to_thread(prompt_ids, service, body.prompt, "prompt")
     service.room(len(tokens))
     reuse = await asyncio.to_thread(service.engine.explain, tokens)
     return json_response({"object": "cache.explanation", "prompt_tokens": len(tokens), **asdict(reuse)})
 
 
-async def send(service: Service, request: Request) -> ASGIApp:
+async def send(service: Service, request: Request, body: SendBody) -> ASGIApp:
     """Go on with `text`, `messages` or `tokens`; streamed if asked."""
-    session, body = await found(service, request), await read_body(service, request)
+    session = await found(service, request)
     prompt, count = await asyncio.to_thread(read_prompt, service, body)
     options = sampling_options(body, service.vocab_size, service.model.defaults)
-    longest = body.integer("max_tokens", 0, 2**31)
+    constraint, grammar = read_constraint(body, body.response_format, service.grammars), None
+    if constraint is not None:
+        grammar = await asyncio.to_thread(service.grammars.compile, constraint.lark, constraint.param)
     try:
         started = service.submit(
             prompt,
-            {**options, "stop": stops(body), "session": session},
-            max_new_tokens=longest,
+            {**options, "stop": stops(body.stop), "session": session},
+            max_new_tokens=body.max_tokens,
+            grammar=grammar,
             length=len(session.tokens) + count,
         )
     except SessionBusy as error:
         raise ApiError(f"{error}", 409) from None
-    if body.flag("stream"):
+    if body.stream:
         settings = service.settings
         return EventStream(
             pieces(session, started),
@@ -216,20 +214,15 @@ def answered(session: Session, completion: Completion) -> dict[str, Any]:
     }
 
 
-def read_prompt(service: Service, body: Fields) -> tuple[Any, int]:
+def read_prompt(service: Service, body: SendBody) -> tuple[Any, int]:
     """(what `Session.send` takes, about how many tokens it is)."""
-    given = [key for key in ("text", "messages", "tokens") if body.has(key)]
-    if len(given) != 1:
+    if sum(one is not None for one in (body.text, body.messages, body.tokens)) != 1:
         raise ApiError("one of text, messages and tokens must be given", param="text")
-    if given == ["tokens"]:
-        tokens = body.get("tokens")
-        if not isinstance(tokens, list) or not tokens:
-            raise body.wrong("tokens", "an array of token ids")
-        return check_ids(tokens, "tokens", service.vocab_size), len(tokens)
-    if given == ["text"]:
-        text = body.need_text("text")
-        return text, len(service.tokenizer.encode(text, add_special_tokens=False))
-    said = read_messages(body)
+    if body.tokens is not None:
+        return check_ids(body.tokens, "tokens", service.vocab_size), len(body.tokens)
+    if body.text is not None:
+        return body.text, len(service.tokenizer.encode(body.text, add_special_tokens=False))
+    said = read_messages(body.messages or ())
     texts = [text for one in said for text in (one.content, *(call.arguments for call in one.calls))]
     return service.renderer.template_messages(said), sum(len(service.tokenizer.encode(text, False)) for text in texts)
 

@@ -5,32 +5,38 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from lmstate.serve.answer.service import Service
+from lmstate.serve.wire.body import parse_body
 from lmstate.serve.wire.errors import ApiError, as_api_error
-from lmstate.serve.wire.fields import Fields, parse_body
 from lmstate.serve.wire.sse import Disconnected, dumps
 
 log = logging.getLogger("lmstate.serve")
 
 LARGE = 2**18  # bytes of a body that is read beside the event loop: its JSON may take longer than a token
 
-Handler = Callable[[Service, Request], Awaitable[ASGIApp]]
+T = TypeVar("T")
+Handler = Callable[..., Awaitable[ASGIApp]]  # of the service, the request and, where its path has one, the body
 Endpoint = Callable[[Request], Awaitable[Any]]
 
 
-def endpoint(handler: Handler, path: str) -> Endpoint:
-    """A handler as starlette calls it. Whatever it raises becomes an error of the protocol of `path`."""
+def endpoint(handler: Handler, path: str, form: type[Any] | None = None) -> Endpoint:
+    """A handler as starlette calls it, with the body read as `form`. What it raises becomes an error of the protocol of
+    `path`.
+    """
 
     async def run(request: Request) -> ASGIApp:
         service: Service = request.app.state.service
         try:
-            answer = await handler(service, request)
+            if form is None:
+                answer = await handler(service, request)
+            else:
+                answer = await handler(service, request, await read_body(service, request, form))
         except (Disconnected, ClientDisconnect):
             answer = Response(status_code=499)  # nobody reads it
         except Exception as error:
@@ -52,12 +58,12 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
     return Response(dumps(value), status, headers, media_type="application/json")
 
 
-async def read_body(service: Service, request: Request) -> Fields:
-    """The JSON object of a request. Raises `ApiError` for what is too long, too slow or no object."""
+async def read_body(service: Service, request: Request, form: type[T]) -> T:
+    """The JSON object of a request as a struct. Raises `ApiError` for what is too long, too slow or no such object."""
     body = await read_bytes(service, request)
     if len(body) < LARGE:
-        return parse_body(body)
-    return await asyncio.to_thread(parse_body, body)
+        return parse_body(body, form)
+    return await asyncio.to_thread(parse_body, body, form)
 
 
 async def read_bytes(service: Service, request: Request, most: int | None = None) -> bytes:

@@ -11,8 +11,8 @@ from typing import Any
 from lmstate.errors import ModelError
 from lmstate.serve.answer.reasoning import reasoning_of
 from lmstate.serve.tools import HERMES, Tool, ToolFormat, format_of
+from lmstate.serve.wire.body import MAX_DEPTH
 from lmstate.serve.wire.errors import ApiError
-from lmstate.serve.wire.fields import DEPTH
 from lmstate.text.control_tokens import ControlTokens
 from lmstate.text.nesting import is_deeper
 from lmstate.text.replay import Replay, chain
@@ -292,4 +292,4 @@ def loads(text: str) -> Any:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return text
-    return text if is_deeper(value, DEPTH) else value
+    return text if is_deeper(value, MAX_DEPTH) else value

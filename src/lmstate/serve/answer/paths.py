@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from lmstate.serve.answer.handlers import Handler
 
 
 @dataclass(frozen=True)
 class Path:
-    """A route: also under `/v1`, or without it, where clients look for it there (`both`)."""
+    """A route: also under `/v1`, or without it, where clients look for it there (`both`). `body` is the struct that the
+    handler gets its body as.
+    """
 
     method: str
     path: str
     handler: Handler
     both: bool = True
     summary: str = ""
+    body: type[Any] | None = None
 
     @property
     def paths(self) -> tuple[str, ...]:

@@ -19,9 +19,10 @@ from lmstate.serve.conversations.live import Live
 from lmstate.serve.conversations.markdown import GrowingMarkdown, render_blocks
 from lmstate.serve.conversations.store import ConversationStore
 from lmstate.serve.conversations.tree import Conversation, Node
+from lmstate.serve.wire.body import read
 from lmstate.serve.wire.errors import ApiError, as_api_error
-from lmstate.serve.wire.fields import Fields
 from lmstate.serve.wire.ids import new_id
+from lmstate.serve.wire.schema.sessions import PageSettings
 
 if TYPE_CHECKING:
     from lmstate.engine import Request
@@ -30,8 +31,6 @@ ALTERNATIVES = 8  # of each token, with their probabilities
 SAVED_EVERY, SHARE = 1.0, 50  # seconds between two savings of an answer that is being written, or times their cost
 MOST_OPEN = 64
 OTHER = 0.8  # temperature of another answer to a message, where neither settings nor the model's makers have one
-MOST_TITLE = 200
-SYSTEM_LENGTH = 100_000
 UNTITLED = "New conversation"
 FINISHED = {"eos": "done", "stop": "done", "length": "length", "capacity": "length"}
 
@@ -94,10 +93,8 @@ class Keeper:
         live.touch()
 
     def options(self, settings: dict[str, Any]) -> dict[str, Any]:
-        fields = Fields(settings, "settings")
-        fields.text("system", most=SYSTEM_LENGTH)
-        fields.integer("max_tokens", 1, 2**31)
-        return sampling_options(fields, self.service.vocab_size, self.service.model.defaults)
+        given = read(settings, PageSettings, "settings")
+        return sampling_options(given, self.service.vocab_size, self.service.model.defaults)
 
     # ---- answers
 

@@ -15,16 +15,18 @@ from starlette.responses import FileResponse
 from starlette.types import ASGIApp
 
 from lmstate.engine.session import Session
-from lmstate.serve.answer.handlers import json_response, read_body
+from lmstate.serve.answer.handlers import json_response
 from lmstate.serve.answer.paths import Path
+from lmstate.serve.answer.sampling import check_ids
 from lmstate.serve.answer.service import Service
-from lmstate.serve.conversations.keeper import MOST_TITLE, Keeper, session_name
+from lmstate.serve.conversations.keeper import Keeper, session_name
 from lmstate.serve.conversations.live import Live
 from lmstate.serve.conversations.tree import Conversation, Node
 from lmstate.serve.sessions import done, receive_file, temporary
+from lmstate.serve.wire.body import wrong
 from lmstate.serve.wire.errors import ApiError
-from lmstate.serve.wire.fields import Fields
 from lmstate.serve.wire.ids import new_id
+from lmstate.serve.wire.schema.sessions import PageConversation, PageFork, PageMessage
 from lmstate.serve.wire.sse import EventStream, comment, data
 
 MOST_PREFIXES, MOST_BACK = 200, 20  # of the store, and of earlier answers, that the panel of the state tells of
@@ -61,16 +63,16 @@ async def list_conversations(service: Service, request: Request) -> ASGIApp:
     return json_response({"data": await asyncio.to_thread(keeper(request).store.list, search)})
 
 
-async def create(service: Service, request: Request) -> ASGIApp:
-    body, kept = await read_body(service, request), keeper(request)
+async def create(service: Service, request: Request, body: PageConversation) -> ASGIApp:
+    kept = keeper(request)
     settings = settings_of(body) or {}
     kept.options(settings)
     return json_response({"id": kept.create(title_of(body) or "", settings).conversation.id}, 201)
 
 
-async def change(service: Service, request: Request) -> ASGIApp:
+async def change(service: Service, request: Request, body: PageConversation) -> ASGIApp:
     """Another `title`, other `settings`."""
-    live, body = await opened(request), await read_body(service, request)
+    live = await opened(request)
     keeper(request).change(live, title_of(body), settings_of(body))
     return json_response({"id": live.conversation.id})
 
@@ -114,18 +116,17 @@ async def changes(service: Service, live: Live, epoch: str, seen: int) -> AsyncI
         live.watchers -= 1
 
 
-async def say(service: Service, request: Request) -> ASGIApp:
+async def say(service: Service, request: Request, body: PageMessage) -> ASGIApp:
     """`text` below the answer `parent` (null: it begins the conversation). Without a text: another answer."""
-    live, body = await opened(request), await read_body(service, request)
-    parent = node_of(live, body.text("parent"))
-    if body.has("text"):
-        text = body.need_text("text")
-        if not text.strip():
-            raise body.wrong("text", "a message that is not empty")
-        user, answer = await keeper(request).say(live, parent, text)
+    live = await opened(request)
+    parent = node_of(live, body.parent)
+    if body.text is not None:
+        if not body.text.strip():
+            raise wrong("text", "a message that is not empty", body.text)
+        user, answer = await keeper(request).say(live, parent, body.text)
         return json_response({"user": user.id, "answer": answer.id}, 201)
     if parent is None:
-        raise body.wrong("parent", "a message to be answered")
+        raise wrong("parent", "a message to be answered", None)
     return json_response({"answer": (await keeper(request).answer(live, parent)).id}, 201)
 
 
@@ -140,14 +141,11 @@ async def stop(service: Service, request: Request) -> ASGIApp:
     return json_response({"answer": answer.id})
 
 
-async def fork(service: Service, request: Request) -> ASGIApp:
+async def fork(service: Service, request: Request, body: PageFork) -> ASGIApp:
     """An answer that has `token` in the place of its own token number `at`."""
     live, answer = await found(request)
-    body = await read_body(service, request)
-    at, token = body.integer("at", 0, 2**31), body.integer("token", 0, service.vocab_size - 1)
-    if at is None or token is None:
-        raise body.wrong("at" if at is None else "token", "given")
-    return json_response({"answer": (await keeper(request).fork(live, answer, at, token)).id}, 201)
+    (token,) = check_ids([body.token], "token", service.vocab_size)
+    return json_response({"answer": (await keeper(request).fork(live, answer, body.at, token)).id}, 201)
 
 
 async def tokens(service: Service, request: Request) -> ASGIApp:
@@ -320,37 +318,35 @@ def node_of(live: Live, id: str | None) -> Node | None:
     return None if id is None else live.conversation.nodes[id]
 
 
-def title_of(body: Fields) -> str | None:
-    title = body.text("title", most=MOST_TITLE)
-    return None if title is None else " ".join(title.split())
+def title_of(body: PageConversation) -> str | None:
+    return None if body.title is None else " ".join(body.title.split())
 
 
-def settings_of(body: Fields) -> dict[str, Any] | None:
+def settings_of(body: PageConversation) -> dict[str, Any] | None:
     """The settings that the page knows; others are left out."""
-    given = body.inner("settings")
-    if given is None:
+    if body.settings is None:
         return None
     names = ("system", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")
-    return {name: given.get(name) for name in names if given.has(name)}
+    return {name: body.settings[name] for name in names if body.settings.get(name) is not None}
 
 
 ROOT = "/page/conversations"
 PATHS = tuple(
-    Path(method, path, handler, both=False)
-    for method, path, handler in (
-        ("GET", "/page/about", about),
-        ("GET", ROOT, list_conversations),
-        ("POST", ROOT, create),
-        ("POST", "/page/upload", upload),
-        ("POST", f"{ROOT}/{{id}}", change),
-        ("DELETE", f"{ROOT}/{{id}}", delete),
-        ("GET", f"{ROOT}/{{id}}/events", events),
-        ("POST", f"{ROOT}/{{id}}/say", say),
-        ("POST", f"{ROOT}/{{id}}/{{node}}/continue", go_on),
-        ("POST", f"{ROOT}/{{id}}/{{node}}/stop", stop),
-        ("POST", f"{ROOT}/{{id}}/{{node}}/fork", fork),
-        ("GET", f"{ROOT}/{{id}}/{{node}}/tokens", tokens),
-        ("GET", f"{ROOT}/{{id}}/{{node}}/state", state),
-        ("GET", f"{ROOT}/{{id}}/{{node}}/session", download),
+    Path(method, path, handler, both=False, body=body)
+    for method, path, handler, body in (
+        ("GET", "/page/about", about, None),
+        ("GET", ROOT, list_conversations, None),
+        ("POST", ROOT, create, PageConversation),
+        ("POST", "/page/upload", upload, None),
+        ("POST", f"{ROOT}/{{id}}", change, PageConversation),
+        ("DELETE", f"{ROOT}/{{id}}", delete, None),
+        ("GET", f"{ROOT}/{{id}}/events", events, None),
+        ("POST", f"{ROOT}/{{id}}/say", say, PageMessage),
+        ("POST", f"{ROOT}/{{id}}/{{node}}/continue", go_on, None),
+        ("POST", f"{ROOT}/{{id}}/{{node}}/stop", stop, None),
+        ("POST", f"{ROOT}/{{id}}/{{node}}/fork", fork, PageFork),
+        ("GET", f"{ROOT}/{{id}}/{{node}}/tokens", tokens, None),
+        ("GET", f"{ROOT}/{{id}}/{{node}}/state", state, None),
+        ("GET", f"{ROOT}/{{id}}/{{node}}/session", download, None),
     )
 )

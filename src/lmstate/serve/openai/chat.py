@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from lmstate.serve.answer.answers import Answer, AnsweredCall
-from lmstate.serve.answer.handlers import json_response, log, read_body
+from lmstate.serve.answer.handlers import json_response, log
 from lmstate.serve.answer.messages import Chat
 from lmstate.serve.answer.sampling import sampling_options, stops
 from lmstate.serve.answer.service import ChatTask, Service, ToolUse
@@ -18,15 +18,14 @@ from lmstate.serve.openai import fields
 from lmstate.serve.openai.tools import read_tool_use
 from lmstate.serve.tools import CallArguments, Event, Reasoning, Text
 from lmstate.serve.tools.custom import input_of
+from lmstate.serve.wire.body import wrong
 from lmstate.serve.wire.errors import as_api_error
-from lmstate.serve.wire.fields import Fields
 from lmstate.serve.wire.ids import new_id
+from lmstate.serve.wire.schema.chat import ChatBody, ChatFields, ChatMessage
 from lmstate.serve.wire.sse import DONE, EventStream, comment, data
 
 if TYPE_CHECKING:
     from lmstate.engine import TokenLogprob
-
-MOST_ANSWERS, MOST_TOP = 128, 20
 
 
 @dataclass(frozen=True)
@@ -173,47 +172,48 @@ class Deltas:
         return {"tool_calls": [{"index": self.calls - 1, **values}]}
 
 
-async def chat_completions(service: Service, request: Request) -> ASGIApp:
-    body = await read_body(service, request)
-    model = body.text("model")
-    service.settings.check_model(model)
-    chat, use = read_chat(body)
-    wants_logprobs = body.flag("logprobs")
-    top = body.count("top_logprobs", 0, MOST_TOP, 0)
-    count = body.count("n", 1, MOST_ANSWERS, 1)
-    stream = body.flag("stream")
-    stream_options = body.inner("stream_options")
+async def chat_completions(service: Service, request: Request, body: ChatBody) -> ASGIApp:
+    service.settings.check_model(body.model)
+    chat, use = read_chat(body, body.messages)
     task = await service.chat(
         request.receive,
         chat,
         sampling_options(body, service.vocab_size, service.model.defaults),
         use=use,
-        max_new_tokens=body.integer("max_completion_tokens", 0, 2**31, body.integer("max_tokens", 0, 2**31)),
-        constraint=fields.read_constraint(body, service.grammars),
-        stops=stops(body),
-        count=count,
-        logprobs=top if wants_logprobs else None,
+        max_new_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        constraint=fields.read_constraint(body, body.response_format, service.grammars),
+        stops=stops(body.stop),
+        count=body.n or 1,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    wants_usage = stream_options is not None and stream_options.flag("include_usage")
-    name = model or service.settings.model_name
-    wants_ids = body.flag("return_token_ids")
-    answer = ChatAnswer(service, task, new_id("chatcmpl-"), name, wants_logprobs, wants_usage, wants_ids, use.custom)
-    if stream:
+    wants_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+    name = body.model or service.settings.model_name
+    answer = ChatAnswer(
+        service,
+        task,
+        new_id("chatcmpl-"),
+        name,
+        bool(body.logprobs),
+        wants_usage,
+        bool(body.return_token_ids),
+        use.custom,
+    )
+    if body.stream:
         return event_stream(service, task, answer.chunks())
     await task.finished()
     service.remember_answers(task)
     return json_response(answer.whole())
 
 
-def read_chat(body: Fields) -> tuple[Chat, ToolUse]:
+def read_chat(body: ChatFields, given: Sequence[ChatMessage]) -> tuple[Chat, ToolUse]:
     """The conversation of a chat body, and how its tools may be used."""
-    messages = fields.read_messages(body)
+    messages = fields.read_messages(given)
     use = read_tool_use(body, wrapped=True)
     thinking, variables = fields.thinking_of(body)
-    continued = body.flag("continue_final_message")
+    continued = bool(body.continue_final_message)
     if continued and messages[-1].role != "assistant":
-        raise body.wrong("continue_final_message", "false where the last message is not the assistant's")
-    return Chat(messages, use.offered, thinking, variables, continued, body.flag("control_tokens")), use
+        raise wrong("continue_final_message", "false where the last message is not the assistant's", True)
+    return Chat(messages, use.offered, thinking, variables, continued, bool(body.control_tokens)), use
 
 
 def event_stream(service: Service, task: ChatTask, events: AsyncIterator[bytes]) -> EventStream:

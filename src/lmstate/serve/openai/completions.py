@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from lmstate.serve.answer.handlers import json_response, log, read_body
+from lmstate.serve.answer.handlers import json_response, log
 from lmstate.serve.answer.sampling import check_ids, sampling_options, stops
 from lmstate.serve.answer.service import Service
 from lmstate.serve.openai import fields
+from lmstate.serve.wire.body import wrong
 from lmstate.serve.wire.errors import ApiError, as_api_error
-from lmstate.serve.wire.fields import Fields
 from lmstate.serve.wire.ids import new_id
+from lmstate.serve.wire.schema.common import Prompts
+from lmstate.serve.wire.schema.completions import CompletionBody
 from lmstate.serve.wire.sse import DONE, EventStream, comment, data, unless_gone
 
 if TYPE_CHECKING:
     from lmstate.engine import Completion, Piece, TokenLogprob
     from lmstate.engine import Request as EngineRequest
-
-MOST_ANSWERS, MOST_TOP = 128, 20
 
 # Fill-in-the-middle tokens: (before the prefix, before the suffix, before the middle).
 FILL_IN = (
@@ -213,39 +213,38 @@ class Texts:
         return comment(f"prompt {computed}/{total}" if computed < total else "ping")
 
 
-async def completions(service: Service, request: Request) -> ASGIApp:
-    body = await read_body(service, request)
-    model = body.text("model")
-    service.settings.check_model(model)
+async def completions(service: Service, request: Request, body: CompletionBody) -> ASGIApp:
+    service.settings.check_model(body.model)
     prompts = await asyncio.to_thread(read_prompts, service, body)
-    n = body.count("n", 1, MOST_ANSWERS, 1)
-    best_of = body.count("best_of", 1, MOST_ANSWERS, n)
-    echo, stream = body.flag("echo"), body.flag("stream")
-    logprobs = body.integer("logprobs", 0, MOST_TOP)
+    n, echo, logprobs = body.n or 1, bool(body.echo), body.logprobs
+    best_of = body.best_of or n
     if best_of < n:
-        raise body.wrong("best_of", f"at least n, {n}")
-    if stream and best_of > n:
+        raise wrong("best_of", f"at least n, {n}", best_of)
+    if body.stream and best_of > n:
         raise ApiError("best_of cannot be streamed: it is known at the end only", param="best_of")
-    if stream and echo and logprobs is not None:
+    if body.stream and echo and logprobs is not None:
         raise ApiError("echo with logprobs cannot be streamed: ask without stream", param="stream")
     options = sampling_options(body, service.vocab_size, service.model.defaults)
-    options |= {"stop": stops(body), "n": best_of, "logprobs": 0 if best_of > n and logprobs is None else logprobs}
-    options["prompt_logprobs"] = logprobs if echo else None
-    constraint = fields.read_constraint(body, service.grammars)
-    longest = body.integer("max_tokens", 0, 2**31, 16)
-    stream_options = body.inner("stream_options")
+    options |= {
+        "stop": stops(body.stop),
+        "n": best_of,
+        "logprobs": 0 if best_of > n and logprobs is None else logprobs,
+        "prompt_logprobs": logprobs if echo else None,
+    }
+    constraint = fields.read_constraint(body, body.response_format, service.grammars)
+    longest = 16 if body.max_tokens is None else body.max_tokens
     requests: list[EngineRequest] = []
     texts = Texts(
         service,
-        model or service.settings.model_name,
+        body.model or service.settings.model_name,
         prompts,
         requests,
         n,
         echo,
         logprobs,
         n,
-        body.flag("return_token_ids"),
-        stream_options is not None and stream_options.flag("include_usage"),
+        bool(body.return_token_ids),
+        body.stream_options is not None and bool(body.stream_options.include_usage),
     )
     try:
         for prompt in prompts:
@@ -261,7 +260,7 @@ async def completions(service: Service, request: Request) -> ASGIApp:
                     if error.code != "queue_full" or earlier is None:
                         raise
                     await unless_gone(request.receive, earlier.wait())  # more prompts than may wait at a time
-        if stream:
+        if body.stream:
             settings = service.settings
             return EventStream(
                 texts.chunks(),
@@ -277,17 +276,19 @@ async def completions(service: Service, request: Request) -> ASGIApp:
         raise
 
 
-def read_prompts(service: Service, body: Fields) -> list[list[int]]:
+def read_prompts(service: Service, body: CompletionBody) -> list[list[int]]:
     """`prompt`: a text, a list of texts, token ids, or a list of lists of ids. With `suffix`, to be filled in."""
-    given = body.get("prompt")
-    if given is None:
-        raise body.wrong("prompt", "a string, token ids, or a list of these")
-    suffix = body.text("suffix")
-    single = isinstance(given, str) or (isinstance(given, list) and bool(given) and type(given[0]) is int)
-    prompts = [given] if single else given
-    if not isinstance(prompts, list) or not 0 < len(prompts) <= service.settings.max_inputs:
-        raise body.wrong("prompt", f"a string, token ids, or a list of 1 to {service.settings.max_inputs} of these")
-    return [prompt_ids(service, prompt, f"prompt[{i}]", suffix) for i, prompt in enumerate(prompts)]
+    prompts = as_list(service, body.prompt, "prompt")
+    return [prompt_ids(service, prompt, f"prompt[{i}]", body.suffix) for i, prompt in enumerate(prompts)]
+
+
+def as_list(service: Service, given: Prompts, name: str) -> list[Any]:
+    """The prompts of a field: one is a list of one."""
+    prompts: list[Any] = [given] if isinstance(given, str) or (given and type(given[0]) is int) else given
+    if not 0 < len(prompts) <= service.settings.max_inputs:
+        most = service.settings.max_inputs
+        raise wrong(name, f"a string, token ids, or a list of 1 to {most} of these", given)
+    return prompts
 
 
 def prompt_ids(service: Service, prompt: Any, name: str, suffix: str | None = None) -> list[int]:

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from lmstate import ops
 from lmstate.models.model import Model
-from lmstate.serve.answer.handlers import json_response, read_body
+from lmstate.serve.answer.handlers import json_response
 from lmstate.serve.answer.service import Service
-from lmstate.serve.openai.completions import prompt_ids
+from lmstate.serve.openai.completions import as_list, prompt_ids
+from lmstate.serve.wire.body import wrong
+from lmstate.serve.wire.schema.completions import EmbeddingBody
 from lmstate.serve.wire.sse import unless_gone
 
-POOLINGS = ("mean", "last", "cls")
 BESIDE_STREAMS, ALONE = 64, 512  # tokens of a text that are read in one go
 
 
@@ -52,19 +53,13 @@ def pooled(hidden: Tensor, pooling: str, dimensions: int | None) -> Tensor:
     return vector / vector.norm().clamp_min(1e-12)
 
 
-async def embeddings(service: Service, request: Request) -> ASGIApp:
+async def embeddings(service: Service, request: Request, body: EmbeddingBody) -> ASGIApp:
     """`input`: a text, a list of texts, token ids, or a list of these. `pooling`: mean (default), last or cls."""
-    body = await read_body(service, request)
-    model_name = body.text("model")
-    service.settings.check_model(model_name)
-    given = body.get("input")
-    single = isinstance(given, str) or (isinstance(given, list) and bool(given) and type(given[0]) is int)
-    inputs = [given] if single else given
-    if not isinstance(inputs, list) or not 0 < len(inputs) <= service.settings.max_inputs:
-        raise body.wrong("input", f"a string, token ids, or a list of 1 to {service.settings.max_inputs} of these")
-    pooling = body.choice("pooling", POOLINGS, "mean") or "mean"
-    dimensions = body.integer("dimensions", 1, service.model.config.hidden_size)
-    packed = body.choice("encoding_format", ("float", "base64"), "float") == "base64"
+    service.settings.check_model(body.model)
+    inputs = as_list(service, body.input, "input")
+    widest = service.model.config.hidden_size
+    if body.dimensions is not None and body.dimensions > widest:
+        raise wrong("dimensions", f"a whole number from 1 to {widest}", body.dimensions)
 
     def encode() -> list[list[int]]:
         found = [prompt_ids(service, one, f"input[{index}]") for index, one in enumerate(inputs)]
@@ -76,16 +71,16 @@ async def embeddings(service: Service, request: Request) -> ASGIApp:
     vectors = []
     for tokens in prompts:
         hidden = await unless_gone(request.receive, hidden_states(service, tokens))
-        vectors.append(pooled(hidden, pooling, dimensions))
+        vectors.append(pooled(hidden, body.pooling or "mean", body.dimensions))
     used = sum(map(len, prompts))
     return json_response(
         {
             "object": "list",
             "data": [
-                {"object": "embedding", "index": index, "embedding": written(vector, packed)}
+                {"object": "embedding", "index": index, "embedding": written(vector, body.encoding_format == "base64")}
                 for index, vector in enumerate(vectors)
             ],
-            "model": model_name or service.settings.model_name,
+            "model": body.model or service.settings.model_name,
             "usage": {"prompt_tokens": used, "total_tokens": used},
         }
     )

@@ -11,126 +11,131 @@ from lmstate.serve.answer.grammar import Grammars
 from lmstate.serve.answer.messages import Call, Message
 from lmstate.serve.answer.service import Constraint, Service
 from lmstate.serve.tools.custom import arguments_of
+from lmstate.serve.wire.body import wrong
 from lmstate.serve.wire.errors import ApiError
-from lmstate.serve.wire.fields import Fields
+from lmstate.serve.wire.schema.chat import ChatCall, ChatMessage, Content, ContentPart, Thinking
+from lmstate.serve.wire.schema.common import Generating, JsonSchema, ResponseFormat, StructuredOutputs
 
 if TYPE_CHECKING:
     from lmstate.engine import TokenLogprob
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-MOST_MESSAGES = 20_000
+TEXT_PARTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
+UNTHINKING = ("none", "minimal")  # efforts
 
 
-def read_messages(body: Fields) -> tuple[Message, ...]:
-    """The `messages` of a chat. Raises `ApiError` for roles and parts that no text model has a use for."""
-    given = body.items("messages", MOST_MESSAGES)
-    if not given:
-        raise body.wrong("messages", "an array of at least one message")
-    return tuple(map(read_message, given))
+def read_messages(given: Sequence[ChatMessage], path: str = "messages") -> tuple[Message, ...]:
+    """The `messages` of a chat. Raises `ApiError` for parts that no text model has a use for."""
+    return tuple(_read_message(one, f"{path}[{index}]") for index, one in enumerate(given))
 
 
-def read_message(given: Fields) -> Message:
-    role = given.choice("role", tuple(ROLES))
-    if role is None:
-        raise given.wrong("role", f"one of {', '.join(ROLES)}")
-    content = read_content(given, "content", role)
-    calls = tuple(map(_call, given.items("tool_calls", 1000)))
-    if role == "tool":
-        return Message("tool", content, call_id=given.need_text("tool_call_id"), name=given.text("name"))
-    reasoning = given.text("reasoning_content") or given.text("reasoning") or ""
-    if not given.has("content") and role != "assistant":  # whose answer may have been empty
-        raise given.wrong("content", "a string or an array of parts")
-    return Message(ROLES[role], content, reasoning, calls, name=given.text("name"))
+def _read_message(given: ChatMessage, path: str) -> Message:
+    content = read_content(given.content, f"{path}.content", given.role)
+    calls = tuple(_call(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(given.tool_calls or ()))
+    if given.role == "tool":
+        if given.tool_call_id is None:
+            raise wrong(f"{path}.tool_call_id", "a string", None)
+        return Message("tool", content, call_id=given.tool_call_id, name=given.name)
+    reasoning = given.reasoning_content or given.reasoning or ""
+    if given.content is None and given.role != "assistant":  # whose answer may have been empty
+        raise wrong(f"{path}.content", "a string or an array of parts", None)
+    return Message(ROLES[given.role], content, reasoning, calls, name=given.name)
 
 
-def read_content(given: Fields, key: str, role: str = "assistant") -> str:
+def read_content(content: Content | None, path: str, role: str = "assistant") -> str:
     """Text, or the text of parts: those of an answer go on from each other, others are lines of their own."""
-    value = given.get(key)
-    if value is None or isinstance(value, str):
-        return value or ""
-    if not isinstance(value, list):
-        raise given.wrong(key, "a string or an array of parts")
-    return ("" if role == "assistant" else "\n").join(map(_part, given.items(key)))
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = [_part(part, f"{path}[{index}]") for index, part in enumerate(content)]
+    return ("" if role == "assistant" else "\n").join(parts)
 
 
-def _part(part: Fields) -> str:
-    kind = part.text("type", "text")
-    if kind in ("text", "input_text", "output_text", "summary_text", "reasoning_text"):
-        return part.need_text("text")
-    if kind == "refusal":
-        return part.need_text("refusal")
-    raise ApiError(f"{part.path} is of type {kind!r}; this model reads text only", param=part.path)
+def _part(part: ContentPart, path: str) -> str:
+    kind = part.type or "text"
+    if kind not in (*TEXT_PARTS, "refusal"):
+        raise ApiError(f"{path} is of type {kind!r}; this model reads text only", param=path)
+    text, name = (part.refusal, "refusal") if kind == "refusal" else (part.text, "text")
+    if text is None:
+        raise wrong(f"{path}.{name}", "a string", None)
+    return text
 
 
-def _call(given: Fields) -> Call:
-    if (custom := given.inner("custom")) is not None:
-        return Call(given.text("id") or "", custom.need_text("name"), arguments_of(custom.text("input") or ""))
-    function = given.inner("function")
-    if function is None:
-        raise given.wrong("function", "an object")
-    arguments = function.get("arguments")
-    if isinstance(arguments, dict):  # some clients keep the object
-        return Call(given.text("id") or "", function.need_text("name"), json.dumps(arguments, ensure_ascii=False))
-    return Call(given.text("id") or "", function.need_text("name"), function.text("arguments") or "{}")
+def _call(given: ChatCall, path: str) -> Call:
+    id = given.id or ""
+    if given.custom is not None:
+        return Call(id, given.custom.name, arguments_of(given.custom.input or ""))
+    if given.function is None:
+        raise wrong(f"{path}.function", "an object", None)
+    arguments = given.function.arguments
+    if isinstance(arguments, dict):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return Call(id, given.function.name, arguments or "{}")
 
 
-def read_constraint(body: Fields, grammars: Grammars, key: str = "response_format") -> Constraint | None:
-    """`response_format` (or responses' `text.format`), and the grammars that local servers share."""
-    for name in ("grammar", "guided_grammar"):
-        if (text := body.text(name)) is not None:
-            return Constraint(lark_of(text, name), name)
-    if (pattern := body.text("guided_regex")) is not None:
-        return Constraint(grammars.regex(pattern), "guided_regex")
-    if body.has("guided_json"):
-        return Constraint(grammars.json_schema(_schema(body, "guided_json"), "guided_json"), "guided_json")
-    if choices := body.choices("guided_choice", 1000):
-        return Constraint(grammars.words(choices), "guided_choice")
-    if (structured := body.inner("structured_outputs")) is not None:
-        return _structured(structured, grammars)
-    given = body.inner(key)
-    if given is None:
+def read_constraint(
+    body: Generating, format: ResponseFormat | None, grammars: Grammars, path: str = "response_format"
+) -> Constraint | None:
+    """The grammar that an answer must fit: of the fields that local servers share, or of `format`, which stands at
+    `path` of the body."""
+    shared = StructuredOutputs(
+        json=body.guided_json,
+        regex=body.guided_regex,
+        choice=body.guided_choice,
+        grammar=body.grammar if body.grammar is not None else body.guided_grammar,
+    )
+    grammar = "grammar" if body.grammar is not None else "guided_grammar"
+    names = {"json": "guided_json", "regex": "guided_regex", "choice": "guided_choice", "grammar": grammar}
+    if (found := _structured(shared, names, grammars)) is not None:
+        return found
+    if body.structured_outputs is not None:
+        names = {key: f"structured_outputs.{key}" for key in StructuredOutputs.__struct_fields__}
+        return _structured(body.structured_outputs, names, grammars)
+    return None if format is None else _formatted(format, grammars, path)
+
+
+def _formatted(given: ResponseFormat, grammars: Grammars, path: str) -> Constraint | None:
+    if given.type == "text":
         return None
-    kind = given.choice("type", ("text", "json_object", "json_schema", "grammar", "regex"))
-    if kind is None:
-        raise given.wrong("type", "text, json_object or json_schema")
-    if kind == "text":
-        return None
-    if kind == "json_object" and not given.has("schema"):
-        return Constraint(grammars.json_object(), given.path)
-    if kind == "grammar":
-        return Constraint(lark_of(given.need_text("grammar"), given.path), given.path)
-    if kind == "regex":
-        return Constraint(grammars.regex(given.need_text("pattern")), given.path)
-    holder = given.inner("json_schema") or given
-    if not holder.has("schema"):
-        raise holder.wrong("schema", "a JSON schema")
-    name = holder.name("schema")
-    return Constraint(grammars.json_schema(holder.get("schema"), name, holder.flag("strict")), name)
+    if given.type == "json_object" and given.schema is None:
+        return Constraint(grammars.json_object(), path)
+    if given.type == "grammar":
+        if given.grammar is None:
+            raise wrong(f"{path}.grammar", "a string", None)
+        return Constraint(lark_of(given.grammar, path), path)
+    if given.type == "regex":
+        if given.pattern is None:
+            raise wrong(f"{path}.pattern", "a string", None)
+        return Constraint(grammars.regex(given.pattern), path)
+    holder, name = (given.json_schema, f"{path}.json_schema.schema") if given.json_schema else (given, f"{path}.schema")
+    if holder.schema is None:
+        raise wrong(name, "a JSON schema", None)
+    return Constraint(grammars.json_schema(holder.schema, name, bool(holder.strict)), name)
 
 
-def _structured(given: Fields, grammars: Grammars) -> Constraint | None:
-    if given.has("json"):
-        return Constraint(grammars.json_schema(_schema(given, "json"), given.name("json")), given.name("json"))
-    if given.flag("json_object"):
-        return Constraint(grammars.json_object(), given.name("json_object"))
-    if (pattern := given.text("regex")) is not None:
-        return Constraint(grammars.regex(pattern), given.name("regex"))
-    if choices := given.choices("choice", 1000):
-        return Constraint(grammars.words(choices), given.name("choice"))
-    if (text := given.text("grammar")) is not None:
-        return Constraint(lark_of(text, given.name("grammar")), given.name("grammar"))
+def _structured(given: StructuredOutputs, names: dict[str, str], grammars: Grammars) -> Constraint | None:
+    """The constraint of whichever field is given; `names` are what errors call them."""
+    if given.grammar is not None:
+        return Constraint(lark_of(given.grammar, names["grammar"]), names["grammar"])
+    if given.regex is not None:
+        return Constraint(grammars.regex(given.regex), names["regex"])
+    if given.json is not None:
+        return Constraint(grammars.json_schema(_schema(given.json, names["json"]), names["json"]), names["json"])
+    if given.json_object:
+        return Constraint(grammars.json_object(), names["json_object"])
+    if given.choice is not None:
+        choices = [given.choice] if isinstance(given.choice, str) else given.choice
+        return Constraint(grammars.words(choices), names["choice"])
     return None
 
 
-def _schema(given: Fields, key: str) -> Any:
+def _schema(given: JsonSchema | str, path: str) -> Any:
     """A JSON schema, or the text of one."""
-    schema = given.get(key)
-    if not isinstance(schema, str):
-        return schema
+    if not isinstance(given, str):
+        return given
     try:
-        return json.loads(schema)
+        return json.loads(given)
     except (ValueError, RecursionError):
-        raise given.wrong(key, "a JSON schema") from None
+        raise wrong(path, "a JSON schema", given) from None
 
 
 def lark_of(text: str, param: str) -> str:
@@ -147,20 +152,17 @@ def lark_of(text: str, param: str) -> str:
     return f"start: %lark {{\n{text}\n}}"
 
 
-def thinking_of(body: Fields) -> tuple[bool | None, dict[str, Any]]:
+def thinking_of(body: Thinking) -> tuple[bool | None, dict[str, Any]]:
     """(whether to think, other variables of the template), from `reasoning_effort` and `chat_template_kwargs`."""
-    body.refuse("chat_template", "conversations are rendered by the model's own, see chat_template_kwargs")
-    effort = body.text("reasoning_effort")
-    kwargs = body.inner("chat_template_kwargs")
-    variables = dict(kwargs.values) if kwargs is not None else {}
-    variables = {key: value for key, value in variables.items() if key not in ("self", "messages", "tools")}
-    variables.pop("add_generation_prompt", None)
+    effort = body.reasoning_effort
+    reserved = ("self", "messages", "tools", "add_generation_prompt")
+    variables = {key: value for key, value in (body.chat_template_kwargs or {}).items() if key not in reserved}
     if effort is not None:
         variables.setdefault("reasoning_effort", effort)
     chosen = variables.pop("enable_thinking", None)
     if chosen is not None and not isinstance(chosen, bool):
-        raise ApiError("chat_template_kwargs.enable_thinking must be true or false", param="chat_template_kwargs")
-    return (False if effort in ("none", "minimal") and chosen is None else chosen), variables
+        raise wrong("chat_template_kwargs.enable_thinking", "true or false", chosen)
+    return (False if effort in UNTHINKING and chosen is None else chosen), variables
 
 
 def usage_of(completion: Any, answers: list[Answer]) -> dict[str, Any]:

@@ -4,45 +4,44 @@ llama-server."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from lmstate.serve.answer.handlers import json_response, read_body
+from lmstate.serve.answer.handlers import json_response
 from lmstate.serve.answer.messages import Prompt
 from lmstate.serve.answer.sampling import check_ids
 from lmstate.serve.answer.service import Service
 from lmstate.serve.openai.chat import read_chat
-from lmstate.serve.wire.fields import Fields
+from lmstate.serve.wire.body import wrong
+from lmstate.serve.wire.schema.chat import ChatBody, ChatFields, ChatMessage, DetokenizeBody, TokenizeBody
 
 
-async def tokenize(service: Service, request: Request) -> ASGIApp:
+async def tokenize(service: Service, request: Request, body: TokenizeBody) -> ASGIApp:
     """`prompt` (or `content`), or `messages` -> `tokens`: ids, with `with_pieces` objects of an id and its piece."""
-    body = await read_body(service, request)
-    if body.has("messages"):
-        tokens = (await rendered(service, body)).tokens
+    if body.messages is not None:
+        tokens = (await rendered(service, body, body.messages)).tokens
     else:
-        text = body.text("prompt")
+        text = body.content if body.prompt is None else body.prompt
         if text is None:
-            text = body.text("content")
-        if text is None:
-            raise body.wrong("prompt", "a string, or messages must be given")
-        special = body.flag("add_special_tokens", True) if not body.has("add_special") else body.flag("add_special")
-        tokens = await asyncio.to_thread(service.tokenizer.encode, text, special)
+            raise wrong("prompt", "a string, or messages must be given", None)
+        special = body.add_special_tokens if body.add_special is None else body.add_special
+        tokens = await asyncio.to_thread(service.tokenizer.encode, text, special is not False)
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": service.context, "tokens": tokens}
-    if body.flag("return_token_strs"):
+    if body.return_token_strs:
         answer["token_strs"] = await asyncio.to_thread(texts_of, service, tokens)
-    if body.flag("with_pieces"):
+    if body.with_pieces:
         answer["tokens"] = await asyncio.to_thread(pieces_of, service, tokens)
     return json_response(answer)
 
 
-async def rendered(service: Service, body: Fields) -> Prompt:
+async def rendered(service: Service, body: ChatFields, messages: Sequence[ChatMessage]) -> Prompt:
     """The prompt of `messages`; unless `add_generation_prompt`, without the beginning of an answer."""
-    chat, _ = read_chat(body)
-    chat = replace(chat, generation=body.flag("add_generation_prompt", True))
+    chat, _ = read_chat(body, messages)
+    chat = replace(chat, generation=body.add_generation_prompt is not False)
     return await asyncio.to_thread(service.renderer.prompt, chat)
 
 
@@ -63,13 +62,9 @@ def pieces_of(service: Service, tokens: list[int]) -> list[dict[str, Any]]:
     return [{"id": token, "piece": piece(service.grammars.token_bytes(token))} for token in tokens]
 
 
-async def detokenize(service: Service, request: Request) -> ASGIApp:
+async def detokenize(service: Service, request: Request, body: DetokenizeBody) -> ASGIApp:
     """`tokens` -> `prompt` (and `content`)."""
-    body = await read_body(service, request)
-    tokens = body.get("tokens")
-    if not isinstance(tokens, list):
-        raise body.wrong("tokens", "an array of token ids")
-    check_ids(tokens, "tokens", service.vocab_size)
+    tokens = check_ids(body.tokens, "tokens", service.vocab_size)
     text = await asyncio.to_thread(service.tokenizer.decode, tokens, False)
     return json_response({"prompt": text, "content": text})
 
@@ -93,14 +88,14 @@ async def tokenizer_info(service: Service, request: Request) -> ASGIApp:
     )
 
 
-async def apply_template(service: Service, request: Request) -> ASGIApp:
+async def apply_template(service: Service, request: Request, body: ChatBody) -> ASGIApp:
     """`messages` -> `prompt`, the text that the model reads."""
-    prompt = await rendered(service, await read_body(service, request))
+    prompt = await rendered(service, body, body.messages)
     return json_response({"prompt": prompt.text})
 
 
-async def count_input(service: Service, request: Request) -> ASGIApp:
+async def count_input(service: Service, request: Request, body: ChatBody) -> ASGIApp:
     """Count the tokens of a chat's prompt."""
-    chat, _ = read_chat(await read_body(service, request))
+    chat, _ = read_chat(body, body.messages)
     prompt = await asyncio.to_thread(service.renderer.prompt, chat)
     return json_response({"object": "chat.completion.input_tokens", "input_tokens": len(prompt.tokens)})

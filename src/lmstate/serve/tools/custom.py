@@ -7,7 +7,7 @@ from typing import Any
 
 from lmstate.serve.tools import Tool
 from lmstate.serve.tools.base import as_json
-from lmstate.serve.wire.fields import Fields
+from lmstate.serve.wire.schema.tools import CustomFields
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -17,15 +17,14 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-def custom_tool(given: Fields, name: str) -> Tool:
+def custom_tool(given: CustomFields, name: str, path: str) -> Tool:
     """The tool as a function. A grammar that its input is to fit is told to the model, which is not held to it."""
-    description = given.text("description") or ""
-    format = given.inner("format")
-    grammar = None if format is None else format.inner("grammar") or format  # chat has one more object around it
-    if grammar is not None and (definition := grammar.text("definition")):
-        syntax = grammar.text("syntax", most=40) or "this"
-        description = f"{description}\n\nThe input has to fit this {syntax} grammar:\n{definition}".strip()
-    return Tool(name, description, SCHEMA, custom=True, param=given.path)
+    description = given.description or ""
+    grammar = None if given.format is None else given.format.grammar or given.format
+    if grammar is not None and grammar.definition:
+        syntax = grammar.syntax or "this"
+        description = f"{description}\n\nThe input has to fit this {syntax} grammar:\n{grammar.definition}".strip()
+    return Tool(name, description, SCHEMA, custom=True, param=path)
 
 
 def input_of(arguments: str) -> str:

@@ -6,7 +6,6 @@ import base64
 from typing import Any
 
 from lmstate.serve.wire.errors import ApiError
-from lmstate.serve.wire.fields import Fields
 from lmstate.serve.wire.ids import new_id
 
 TAG = "lmstate1."  # clients hand the content back as they got it: it is not theirs to read, nor secret
@@ -23,13 +22,11 @@ def compaction_item(summary: str) -> dict[str, Any]:
     return {"id": new_id("cmp_"), "type": "compaction", "encrypted_content": content}
 
 
-def summary_of(item: Fields) -> str:
+def summary_of(content: str, path: str) -> str:
     """The text of a compaction item, as a message of the user. Raises `ApiError` for one of another server."""
-    content = item.need_text("encrypted_content")
     try:
         if not content.startswith(TAG):
             raise ValueError
         return BEFORE + base64.b64decode(content.removeprefix(TAG), altchars=b"-_", validate=True).decode()
     except ValueError:
-        name = item.name("encrypted_content")
-        raise ApiError(f"{name} was not made by this server: send the messages instead", param=name) from None
+        raise ApiError(f"{path} was not made by this server: send the messages instead", param=path) from None

@@ -8,20 +8,19 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from lmstate.serve.answer.handlers import json_response, read_body
+from lmstate.serve.answer.handlers import json_response
 from lmstate.serve.answer.service import Service
 from lmstate.serve.openai.responses import items
 from lmstate.serve.openai.responses.conversation_store import StoredConversation
 from lmstate.serve.wire.errors import ApiError
-from lmstate.serve.wire.fields import Fields
+from lmstate.serve.wire.schema.responses import ConversationBody, ItemsBody, MetadataBody
 
-MOST_ITEMS, MOST_METADATA = 20, 16
+MAX_ADDED_ITEMS = 20
 
 
-async def create_conversation(service: Service, request: Request) -> ASGIApp:
-    body = await read_body(service, request)
-    given = await asyncio.to_thread(_read, service, body) if body.has("items") else []
-    made = await asyncio.to_thread(service.conversations.create, metadata_of(body), given)
+async def create_conversation(service: Service, request: Request, body: ConversationBody) -> ASGIApp:
+    given = await asyncio.to_thread(_read, service, body.items or [])
+    made = await asyncio.to_thread(service.conversations.create, body.metadata or {}, given)
     return json_response(made.shown())
 
 
@@ -29,9 +28,8 @@ async def get_conversation(service: Service, request: Request) -> ASGIApp:
     return json_response((await found(service, request)).shown())
 
 
-async def change_conversation(service: Service, request: Request) -> ASGIApp:
-    conversation, body = await found(service, request), await read_body(service, request)
-    metadata = metadata_of(body)
+async def change_conversation(service: Service, request: Request, body: MetadataBody) -> ASGIApp:
+    conversation, metadata = await found(service, request), body.metadata or {}
     await asyncio.to_thread(service.conversations.change, conversation.id, metadata)
     return json_response({**conversation.shown(), "metadata": metadata})
 
@@ -47,9 +45,9 @@ async def list_items(service: Service, request: Request) -> ASGIApp:
     return json_response(items.paged(conversation.items, request.query_params))
 
 
-async def add_items(service: Service, request: Request) -> ASGIApp:
-    conversation, body = await found(service, request), await read_body(service, request)
-    added = await asyncio.to_thread(_read, service, body)
+async def add_items(service: Service, request: Request, body: ItemsBody) -> ASGIApp:
+    conversation = await found(service, request)
+    added = await asyncio.to_thread(_read, service, body.items)
     await asyncio.to_thread(service.conversations.append, conversation.id, added)
     return json_response(items.listing(added))
 
@@ -74,24 +72,14 @@ def _item(conversation: StoredConversation, request: Request) -> dict[str, Any]:
     return item
 
 
-def _read(service: Service, body: Fields) -> list[dict[str, Any]]:
+def _read(service: Service, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The `items` of a body as they are kept."""
-    if len(body.items("items")) > MOST_ITEMS:
-        raise body.wrong("items", f"an array of at most {MOST_ITEMS} items: add the others with further requests")
-    return items.read_items(body, "items", service.find_item)[1]
-
-
-def metadata_of(body: Fields) -> dict[str, Any]:
-    """`metadata`: up to 16 texts by name."""
-    given = body.inner("metadata")
-    values = {} if given is None else given.values
-    if len(values) > MOST_METADATA or any(
-        not isinstance(value, str) or len(value) > 512 or len(key) > 64 for key, value in values.items()
-    ):
-        raise body.wrong(
-            "metadata", f"an object of at most {MOST_METADATA} strings (names of 64 characters, values 512)"
+    if len(given) > MAX_ADDED_ITEMS:
+        raise ApiError(
+            f"items has {len(given)} items; at most {MAX_ADDED_ITEMS} are added at a time: send further requests",
+            param="items",
         )
-    return values
+    return items.read_items(given, "items", service.find_item)[1]
 
 
 async def found(service: Service, request: Request) -> StoredConversation:

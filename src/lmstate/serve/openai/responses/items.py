@@ -9,14 +9,26 @@ from typing import Any
 
 from lmstate.serve.answer.answers import Answer
 from lmstate.serve.answer.messages import Call, Message
-from lmstate.serve.openai.fields import MOST_MESSAGES, ROLES, read_content
+from lmstate.serve.openai.fields import ROLES, read_content
 from lmstate.serve.openai.responses.compaction import summary_of
-from lmstate.serve.openai.tools import full_name
+from lmstate.serve.openai.tools import full_name, kind_of
 from lmstate.serve.tools import Tool
 from lmstate.serve.tools.custom import arguments_of, input_of
+from lmstate.serve.wire.body import read, wrong
 from lmstate.serve.wire.errors import ApiError
-from lmstate.serve.wire.fields import Fields
 from lmstate.serve.wire.ids import new_id
+from lmstate.serve.wire.schema.responses import (
+    ITEM_FORMS,
+    CallOutputItem,
+    CompactionItem,
+    CustomCallItem,
+    FunctionCallItem,
+    ItemHead,
+    ItemReference,
+    MessageItem,
+    ReasoningItem,
+    ShellCallItem,
+)
 
 Find = Callable[[str], dict[str, Any] | None]
 
@@ -29,7 +41,6 @@ PREFIXES = {
     "custom_tool_call_output": "ctco_",
     "compaction": "cmp_",
 }
-OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
 # Calls that a provider ran itself: clients that changed servers in between send them on, and no model here made them.
 ELSEWHERE = (
     "web_search_call",
@@ -43,71 +54,53 @@ ELSEWHERE = (
 )
 
 
-def _function_call(item: Fields) -> Call:
-    name = full_name(item.text("namespace"), item.need_text("name"))
-    return Call(item.need_text("call_id"), name, item.text("arguments") or "{}")
-
-
-def _custom_call(item: Fields) -> Call:
-    return Call(item.need_text("call_id"), item.need_text("name"), arguments_of(item.text("input") or ""))
-
-
-def _shell_call(item: Fields) -> Call:
-    action = item.inner("action")
-    arguments = json.dumps({} if action is None else action.values, ensure_ascii=False)
-    return Call(item.text("call_id") or item.need_text("id"), "local_shell", arguments)
-
-
-CALLS: dict[str, Callable[[Fields], Call]] = {
-    "function_call": _function_call,
-    "custom_tool_call": _custom_call,
-    "local_shell_call": _shell_call,
-}
-
-
-def read_input(body: Fields, find: Find) -> tuple[list[Message], list[dict[str, Any]]]:
-    """(the messages of `input`, its items as the client may list them later)."""
-    given = body.get("input")
+def read_input(
+    given: str | list[dict[str, Any]] | None, goes_on: bool, find: Find
+) -> tuple[list[Message], list[dict[str, Any]]]:
+    """(the messages of `input`, its items as the client may list them later). `goes_on`: something came before."""
     if isinstance(given, str):
-        body = Fields({"input": [{"type": "message", "role": "user", "content": given}]})
-    elif given is None and (body.has("previous_response_id") or body.has("conversation")):
-        return [], []  # what came before is gone on with
-    elif not isinstance(given, list) or not given:
-        raise body.wrong("input", "a string or an array of items")
-    return read_items(body, "input", find)
+        given = [{"type": "message", "role": "user", "content": given}]
+    elif not given and not (given is None and goes_on):
+        raise wrong("input", "a string or an array of items", given)
+    return read_items(given or [], "input", find)
 
 
-def read_items(body: Fields, key: str, find: Find) -> tuple[list[Message], list[dict[str, Any]]]:
+def read_items(given: Sequence[dict[str, Any]], path: str, find: Find) -> tuple[list[Message], list[dict[str, Any]]]:
     """(the messages of an array of items, the items in full). `find` gives the item that one refers to by its id."""
     messages: list[Message] = []
     items = []
-    for one in body.items(key, MOST_MESSAGES):
-        kind = one.text("type") or ("message" if one.has("role") else "item_reference")
+    for index, one in enumerate(given):
+        where = f"{path}[{index}]"
+        kind = kind_of(one, where, "item_reference" if one.get("role") is None else "message")
         if kind == "item_reference":
-            id = one.need_text("id")
+            id = read(one, ItemReference, where).id
             if (known := find(id)) is None:
-                raise ApiError(f"{one.path} refers to {id[:100]!r}, which is not stored here (any more)", 404, one.path)
-            one = Fields(known, one.path)
-            kind = known["type"]
-        _read_item(one, kind, messages)
-        given = one.text("id", most=200)
-        ours = given is not None and find(given) is not None  # else another client may name its own item alike
-        items.append(_in_full(one, kind, given if ours else None))
+                raise ApiError(f"{where} refers to {id[:100]!r}, which is not stored here (any more)", 404, where)
+            one, kind = known, known["type"]
+        if kind in ELSEWHERE:
+            head = read({key: one[key] for key in ("id", "status") if key in one}, ItemHead, where)
+        elif (form := ITEM_FORMS.get(kind)) is None:
+            raise ApiError(f"{where} is of type {kind[:60]!r}, which is not served here", param=where)
+        else:
+            head = read(one, form, where)
+            _add_item(head, where, messages)
+        ours = head.id is not None and find(head.id) is not None  # else another client may name its own item alike
+        items.append(_in_full(one, kind, head.id if ours else None))
     return messages, items
 
 
-def _in_full(item: Fields, kind: str, id: str | None) -> dict[str, Any]:
+def _in_full(item: dict[str, Any], kind: str, id: str | None) -> dict[str, Any]:
     """An item with all that the protocol's types have, as it is listed; without an `id` it gets one."""
-    shown = {**item.values, "type": kind, "id": id or new_id(PREFIXES.get(kind, "item_"))}
+    shown = {**item, "type": kind, "id": id or new_id(PREFIXES.get(kind, "item_"))}
     if kind == "message":
         output = item.get("role") == "assistant"
         content = item.get("content")
         if isinstance(content, str):
             content = [{"type": "output_text" if output else "input_text", "text": content}]
-        shown["content"] = [{"annotations": [], **part} if output else part for part in content]
+        shown["content"] = [{"annotations": [], **part} if output else part for part in content or ()]
     if kind == "reasoning":
         return {"summary": [], **shown}
-    return {**shown, "status": item.text("status", most=20) or "completed"}
+    return {**shown, "status": item.get("status") or "completed"}
 
 
 def listing(items: Sequence[dict[str, Any]], more: bool = False) -> dict[str, Any]:
@@ -131,36 +124,43 @@ def paged(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[str
     return listing(ordered[: int(limit)], len(ordered) > int(limit))
 
 
-def _read_item(item: Fields, kind: str, messages: list[Message]) -> None:
+def _add_item(item: ItemHead, path: str, messages: list[Message]) -> None:
     """Add an item. Reasoning, text and calls that follow each other are one message of the assistant."""
     last = messages[-1] if messages and messages[-1].role == "assistant" else None
-    if kind == "message":
-        role = item.choice("role", tuple(ROLES))
-        if role is None or not isinstance(item.get("content"), str | list):
-            raise item.wrong("role" if role is None else "content", "a role and content")
-        content = read_content(item, "content", role)
-        if role == "assistant" and last is not None and (last.calls or not last.content):
-            messages[-1] = replace(last, content=last.content + content)
-        else:
-            messages.append(Message(ROLES[role], content))
-    elif kind == "reasoning":
-        text = read_content(item, "content") or read_content(item, "summary")
-        messages.append(Message("assistant", reasoning=text))
-    elif kind in CALLS:
-        call = CALLS[kind](item)
-        if last is None:
-            messages.append(Message("assistant", calls=(call,)))
-        else:
-            messages[-1] = replace(last, calls=(*last.calls, call))
-    elif kind in OUTPUTS:
-        if not item.has("output"):
-            raise item.wrong("output", "a string or an array of parts")
-        id = item.text("call_id") if kind != "local_shell_call_output" else item.text("call_id") or item.text("id")
-        messages.append(Message("tool", read_content(item, "output", "tool"), call_id=id or item.need_text("call_id")))
-    elif kind == "compaction":
-        messages.append(Message("user", summary_of(item)))
-    elif kind not in ELSEWHERE:
-        raise ApiError(f"{item.path} is of type {kind[:60]!r}, which is not served here", param=item.path)
+    match item:
+        case MessageItem():
+            content = read_content(item.content, f"{path}.content", item.role)
+            if item.role == "assistant" and last is not None and (last.calls or not last.content):
+                messages[-1] = replace(last, content=last.content + content)
+            else:
+                messages.append(Message(ROLES[item.role], content))
+        case ReasoningItem():
+            text = read_content(item.content, f"{path}.content") or read_content(item.summary, f"{path}.summary")
+            messages.append(Message("assistant", reasoning=text))
+        case FunctionCallItem() | CustomCallItem() | ShellCallItem():
+            call = _call(item, path)
+            if last is None:
+                messages.append(Message("assistant", calls=(call,)))
+            else:
+                messages[-1] = replace(last, calls=(*last.calls, call))
+        case CallOutputItem():
+            id = item.call_id or (item.id if item.type == "local_shell_call_output" else None)
+            if id is None:
+                raise wrong(f"{path}.call_id", "a string", None)
+            messages.append(Message("tool", read_content(item.output, f"{path}.output", "tool"), call_id=id))
+        case CompactionItem():
+            messages.append(Message("user", summary_of(item.encrypted_content, f"{path}.encrypted_content")))
+
+
+def _call(item: FunctionCallItem | CustomCallItem | ShellCallItem, path: str) -> Call:
+    if isinstance(item, FunctionCallItem):
+        return Call(item.call_id, full_name(item.namespace, item.name), item.arguments or "{}")
+    if isinstance(item, CustomCallItem):
+        return Call(item.call_id, item.name, arguments_of(item.input or ""))
+    id = item.call_id or item.id
+    if id is None:
+        raise wrong(f"{path}.id", "a string", None)
+    return Call(id, "local_shell", json.dumps(item.action or {}, ensure_ascii=False))
 
 
 def reasoning_item(id: str, text: str, status: str) -> dict[str, Any]:

@@ -9,29 +9,31 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from msgspec import to_builtins
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from lmstate.serve.answer.answers import AnsweredCall, Passage, usage_details
-from lmstate.serve.answer.handlers import json_response, log, read_body
+from lmstate.serve.answer.handlers import json_response, log
 from lmstate.serve.answer.messages import Chat, Message
 from lmstate.serve.answer.sampling import sampling_options, stops
 from lmstate.serve.answer.service import ChatTask, Constraint, Service, ToolUse
 from lmstate.serve.openai import fields
-from lmstate.serve.openai.chat import MOST_TOP, event_stream
+from lmstate.serve.openai.chat import event_stream
 from lmstate.serve.openai.responses import items
 from lmstate.serve.openai.responses.background import BackgroundResponse
 from lmstate.serve.openai.responses.conversation_store import StoredConversation
-from lmstate.serve.openai.responses.conversations import conversation_named, metadata_of
+from lmstate.serve.openai.responses.conversations import conversation_named
 from lmstate.serve.openai.responses.output import Output
 from lmstate.serve.openai.responses.store import Stored
 from lmstate.serve.openai.responses.stored import followed
 from lmstate.serve.openai.tools import KINDS, NAMESPACE, read_tool_use
 from lmstate.serve.tools import Text
 from lmstate.serve.tools.base import tool_named
+from lmstate.serve.wire.body import wrong
 from lmstate.serve.wire.errors import ApiError, as_api_error
-from lmstate.serve.wire.fields import Fields
 from lmstate.serve.wire.ids import new_id
+from lmstate.serve.wire.schema.responses import ResponseBody, TextOptions
 from lmstate.text.replay import Sampled
 
 
@@ -39,7 +41,7 @@ from lmstate.text.replay import Sampled
 class Asked:
     """A responses request, read."""
 
-    body: Fields
+    body: ResponseBody
     chat: Chat
     use: ToolUse
     constraint: Constraint | None
@@ -50,15 +52,15 @@ class Asked:
 
     @property
     def background(self) -> bool:
-        return self.body.flag("background")
+        return bool(self.body.background)
 
     @property
     def store(self) -> bool:
-        return self.body.flag("store", True)
+        return self.body.store is not False
 
     @property
     def key(self) -> bytes:
-        return (self.body.text("instructions") or "").encode() + b"\0" + self.chat.key()
+        return (self.body.instructions or "").encode() + b"\0" + self.chat.key()
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,6 @@ class ResponseAnswer:
 
     def object(self, status: str) -> dict[str, Any]:
         body = self.asked.body
-        options = body.values
         reason = None
         if status == "incomplete":
             reason = {"reason": "max_output_tokens"}
@@ -85,23 +86,23 @@ class ResponseAnswer:
             "background": self.asked.background,
             "error": None,
             "incomplete_details": reason,
-            "instructions": body.text("instructions"),
-            "max_output_tokens": options.get("max_output_tokens"),
-            "model": body.text("model") or self.service.settings.model_name,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "model": body.model or self.service.settings.model_name,
             "output": self.output.items,
             "parallel_tool_calls": self.asked.use.parallel,
-            "previous_response_id": body.text("previous_response_id"),
-            "reasoning": options.get("reasoning") or {"effort": None, "summary": None},
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
             "store": self.asked.store,
             "conversation": None if self.asked.conversation is None else {"id": self.asked.conversation.id},
-            "temperature": options.get("temperature"),
-            "text": options.get("text") or {"format": {"type": "text"}},
-            "tool_choice": options.get("tool_choice") or "auto",
-            "tools": [tool for tool in options.get("tools") or [] if tool.get("type") in (*KINDS, NAMESPACE)],
-            "top_p": options.get("top_p"),
-            "truncation": options.get("truncation") or "disabled",
+            "temperature": body.temperature,
+            "text": shown_text(body.text),
+            "tool_choice": to_builtins(body.tool_choice) or "auto",
+            "tools": [tool for tool in body.tools or [] if tool.get("type") in (*KINDS, NAMESPACE)],
+            "top_p": body.top_p,
+            "truncation": body.truncation or "disabled",
             "usage": None if self.task.completion is None else usage_of(self.task),
-            "metadata": metadata_of(body),
+            "metadata": body.metadata or {},
         }
 
     def shown(self) -> dict[str, Any]:
@@ -150,7 +151,7 @@ class ResponseAnswer:
         sampled = self.service.remember(self.task, self.task.answers[0], message)
         response = self.object(status)
         if self.asked.store:
-            instructed = self.asked.body.has("instructions")
+            instructed = self.asked.body.instructions is not None
             try:
                 await self.store(response, (*self.asked.chat.messages[1 if instructed else 0 :], message), sampled)
             except sqlite3.Error as error:  # a full disk, say: what was computed is answered all the same
@@ -189,23 +190,27 @@ def usage_of(task: ChatTask) -> dict[str, Any]:
     }
 
 
-async def create_response(service: Service, request: Request) -> ASGIApp:
-    body = await read_body(service, request)
-    service.settings.check_model(body.text("model"))
-    asked = await read(service, body)
-    include = body.texts("include", 32)
-    top = body.count("top_logprobs", 0, MOST_TOP, 0)
-    wants_logprobs = bool(top) or "message.output_text.logprobs" in include
-    stream = body.flag("stream")
+def shown_text(given: TextOptions | None) -> dict[str, Any]:
+    """`text` of a response: the form that its text has."""
+    format = None if given is None else given.format
+    shown = {"type": "text"} if format is None else {k: v for k, v in to_builtins(format).items() if v is not None}
+    return {"format": shown}
+
+
+async def create_response(service: Service, request: Request, body: ResponseBody) -> ASGIApp:
+    service.settings.check_model(body.model)
+    asked = await prepare(service, body)
+    include = [body.include] if isinstance(body.include, str) else body.include or []
+    wants_logprobs = bool(body.top_logprobs) or "message.output_text.logprobs" in include
     task = await service.chat(
         request.receive,
         asked.chat,
         sampling_options(body, service.vocab_size, service.model.defaults),
         use=asked.use,
-        max_new_tokens=body.integer("max_output_tokens", 1, 2**31),
+        max_new_tokens=body.max_output_tokens,
         constraint=asked.constraint,
-        stops=stops(body),
-        logprobs=top if wants_logprobs else None,
+        stops=stops(body.stop),
+        logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
         tokens=await asyncio.to_thread(exact_tokens, service, asked),
     )
     answer = ResponseAnswer(service, task, asked, output=Output(asked.use.tools))
@@ -217,8 +222,8 @@ async def create_response(service: Service, request: Request) -> ASGIApp:
             raise
         live = BackgroundResponse(answer.id, answer.shown, task.request.cancel)
         service.background.start(live, answer.events())
-        return followed(service, live, task.progress) if stream else json_response(answer.shown())
-    if stream:
+        return followed(service, live, task.progress) if body.stream else json_response(answer.shown())
+    if body.stream:
         return event_stream(service, task, answer.events())
     await task.finished()
     return json_response(await whole(answer))
@@ -243,16 +248,13 @@ async def whole(answer: ResponseAnswer) -> dict[str, Any]:
     return answer.object(status)
 
 
-async def read(service: Service, body: Fields) -> Asked:
-    if body.flag("background") and not body.flag("store", True):
+async def prepare(service: Service, body: ResponseBody) -> Asked:
+    """What a body asks for: what came before, what is new, and how it may be answered. Raises `ApiError`."""
+    if body.background and body.store is False:
         raise ApiError("a response in the background is asked for by its id: it needs store", param="store")
-    if body.has("prompt"):
-        raise ApiError("no prompt templates are stored here: give instructions and input", param="prompt")
-    metadata_of(body)
-    truncation = body.choice("truncation", ("auto", "disabled"), "disabled")
     conversation = await asyncio.to_thread(conversation_of, service, body)
     previous = None
-    if (id := body.text("previous_response_id", most=200)) is not None:
+    if (id := body.previous_response_id) is not None:
         previous = await asyncio.to_thread(service.responses.get, id)
         if previous is None or not previous.messages:
             running = service.background.running(id) is not None
@@ -266,27 +268,26 @@ async def read(service: Service, body: Fields) -> Asked:
     if conversation is not None and conversation.last is not None:
         last = await asyncio.to_thread(service.responses.get, conversation.last)
         previous = last if last is not None and last.messages else None
-    new, listed = await asyncio.to_thread(items.read_input, body, service.find_item)
+    goes_on = id is not None or conversation is not None
+    new, listed = await asyncio.to_thread(items.read_input, body.input, goes_on, service.find_item)
     use = read_tool_use(body, wrapped=False)
-    reasoning = body.inner("reasoning")
-    effort = None if reasoning is None else reasoning.text("effort")
+    effort = None if body.reasoning is None else body.reasoning.effort
     thinking, variables = fields.thinking_of(body)
     if effort is not None:
         variables.setdefault("reasoning_effort", effort)
-        thinking = False if effort in ("none", "minimal") and thinking is None else thinking
-    text = body.inner("text")
-    constraint = fields.read_constraint(body if text is None else text, service.grammars, "format")
-    instructions = body.text("instructions")
-    system = [Message("system", instructions)] if instructions is not None else []
+        thinking = False if effort in fields.UNTHINKING and thinking is None else thinking
+    format = body.response_format if body.text is None else body.text.format
+    constraint = fields.read_constraint(body, format, service.grammars, "text.format")
+    system = [Message("system", body.instructions)] if body.instructions is not None else []
     before = [] if previous is None else list(previous.messages)
     if conversation is not None and previous is None:
-        before = items.read_items(Fields({"items": list(conversation.items)}), "items", service.find_item)[0]
+        before = items.read_items(conversation.items, "items", service.find_item)[0]
     if not (*before, *new):
-        raise body.wrong("input", "a string or an array of items")
-    control = body.flag("control_tokens")
+        raise wrong("input", "a string or an array of items", body.input)
+    control = bool(body.control_tokens)
     chat = Chat((*system, *before, *new), use.offered, thinking, variables, control_tokens=control)
     asked = Asked(body, chat, use, constraint, listed, previous, len(system) + len(before), conversation)
-    return await asyncio.to_thread(truncated, service, asked) if truncation == "auto" else asked
+    return await asyncio.to_thread(truncated, service, asked) if body.truncation == "auto" else asked
 
 
 def truncated(service: Service, asked: Asked) -> Asked:
@@ -294,7 +295,7 @@ def truncated(service: Service, asked: Asked) -> Asked:
     if service.context is None:
         return asked
     messages, quarter = asked.chat.messages, service.context // 4
-    most = service.context - min(asked.body.integer("max_output_tokens", 1, 2**31) or quarter, quarter)
+    most = service.context - min(asked.body.max_output_tokens or quarter, quarter)
     lead = next((at for at, message in enumerate(messages) if message.role != "system"), 0)
 
     def from_turn(start: int) -> Chat:
@@ -310,17 +311,15 @@ def truncated(service: Service, asked: Asked) -> Asked:
     return replace(asked, chat=from_turn(starts[min(first, len(starts) - 1)]), previous=None)
 
 
-def conversation_of(service: Service, body: Fields) -> StoredConversation | None:
+def conversation_of(service: Service, body: ResponseBody) -> StoredConversation | None:
     """The `conversation` that a body names, by its id or in an object."""
-    if not body.has("conversation"):
+    if (given := body.conversation) is None:
         return None
-    given = body.get("conversation")
-    id = given if isinstance(given, str) else (body.inner("conversation") or body).need_text("id", most=200)
-    if body.has("previous_response_id"):
+    if body.previous_response_id is not None:
         raise ApiError(
             "conversation and previous_response_id both say what came before: give one", param="conversation"
         )
-    return conversation_named(service, id)
+    return conversation_named(service, given if isinstance(given, str) else given.id)
 
 
 def exact_tokens(service: Service, asked: Asked) -> list[int] | None:
@@ -336,8 +335,8 @@ def exact_tokens(service: Service, asked: Asked) -> list[int] | None:
     return service.renderer.after(asked.chat, asked.answered, list(previous.tokens), previous.end)
 
 
-async def count_input(service: Service, request: Request) -> ASGIApp:
-    asked = await read(service, await read_body(service, request))
+async def count_input(service: Service, request: Request, body: ResponseBody) -> ASGIApp:
+    asked = await prepare(service, body)
     exact = await asyncio.to_thread(exact_tokens, service, asked)
     tokens = exact or (await asyncio.to_thread(service.renderer.prompt, asked.chat)).tokens
     return json_response({"object": "response.input_tokens", "input_tokens": len(tokens)})
