@@ -33,6 +33,21 @@ FLOORS: dict[str, list[set[str]]] = {
         {"dense"},
         {"attention", "recurrent", "fused"},
     ],
+    "lmstate.serve": [
+        {"wire"},
+        {"settings", "tools"},
+        {"answer"},
+        {"openai", "openapi", "guard"},
+        {"anthropic", "sessions"},
+        {"conversations"},
+        {"app"},
+        {"run"},
+    ],
+    "lmstate.serve.openai": [
+        {"fields", "tools", "models"},
+        {"chat", "completions"},
+        {"responses", "embeddings", "tokens"},
+    ],
     "lmstate.state": [
         {"blocks", "changes", "gradients", "inference_mode", "validate"},
         {"step", "rows", "tree"},

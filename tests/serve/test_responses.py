@@ -266,7 +266,7 @@ def test_an_answer_that_cannot_be_stored_is_given_and_the_log_tells(
         raise sqlite3.OperationalError("database or disk is full")
 
     with monkeypatch.context() as patched:
-        patched.setattr(tiny.server.service.responses, "put", full)
+        patched.setattr(tiny.server.config.app.state.responses.responses, "put", full)
         if stream:
             response = list(client.responses.create(input="Hello", stream=True, **ASKED))[-1].response
         else:

@@ -27,6 +27,7 @@ from lmstate.serve.openai import chat, completions, embeddings, models, tokens
 from lmstate.serve.openai.responses import compact, stored
 from lmstate.serve.openai.responses import conversations as stored_conversations
 from lmstate.serve.openai.responses import routes as responses
+from lmstate.serve.openai.responses.kept import KeptResponses
 from lmstate.serve.openapi import document
 from lmstate.serve.settings import Settings
 from lmstate.serve.wire.errors import ApiError
@@ -163,12 +164,12 @@ def create_app(engine: Engine, settings: Settings, *, close_engine: bool = True)
         service.drain()
         service.cancel_all()
         await keeper.close()
-        await service.close()
+        await kept.close()
         if close_engine:
             await asyncio.to_thread(engine.close)
 
     service = Service(engine, settings)
-    keeper = Keeper(service)
+    keeper, kept = Keeper(service), KeptResponses(settings)
     served = (*PATHS, *conversations.PATHS, *page.PATHS)
     routes = [
         Route(path, endpoint(one.handler, one.path, one.body), methods=[one.method])
@@ -185,7 +186,7 @@ def create_app(engine: Engine, settings: Settings, *, close_engine: bool = True)
         exception_handlers={HTTPException: _http_error, Exception: _failed},
         lifespan=lifespan,
     )
-    app.state.service, app.state.keeper = service, keeper
+    app.state.service, app.state.keeper, app.state.responses = service, keeper, kept
     return app
 
 

@@ -18,9 +18,6 @@ from lmstate.generation.answer import CONTEXT
 from lmstate.serve.answer.answers import Answer, AnswerMaker
 from lmstate.serve.answer.grammar import Grammars, TokenGrammar
 from lmstate.serve.answer.messages import Call, Chat, Message, Prompt, Renderer
-from lmstate.serve.openai.responses.background import BackgroundResponses
-from lmstate.serve.openai.responses.conversation_store import ConversationStore
-from lmstate.serve.openai.responses.store import ResponseStore
 from lmstate.serve.settings import Settings
 from lmstate.serve.tools import Event, Tool
 from lmstate.serve.wire.errors import ApiError, as_api_error
@@ -122,9 +119,6 @@ class Service:
         self.grammars = Grammars(self.tokenizer, self.vocab_size)
         self.renderer = Renderer(self.tokenizer, Replay())
         self.metrics = Metrics(engine, settings.model_name)
-        self.responses = ResponseStore(settings.folder, settings.stored_responses)
-        self.conversations = ConversationStore(settings.folder, settings.stored_responses)
-        self.background = BackgroundResponses()
         self.created = int(time())
         self.running: set[Request] = set()
         self.draining = False
@@ -318,10 +312,6 @@ class Service:
             calls = tuple(Call(call.id, call.name, call.arguments) for call in answer.calls)
             self.remember(task, answer, Message("assistant", answer.text, answer.reasoning, calls))
 
-    def find_item(self, id: str) -> dict[str, Any] | None:
-        """An item of a stored response or conversation."""
-        return self.responses.find_item(id) or self.conversations.find_item(id)
-
     def drain(self) -> None:
         """Refuse new requests."""
         self.draining = True
@@ -329,14 +319,6 @@ class Service:
     def cancel_all(self) -> None:
         for request in list(self.running):
             request.cancel()
-
-    async def close(self) -> None:
-        """End what runs in the background, and close the stores."""
-        self.drain()
-        self.cancel_all()
-        await self.background.close()
-        self.responses.close()
-        self.conversations.close()
 
 
 __all__ = ["ChatTask", "Constraint", "Disconnected", "Service", "ToolUse"]

@@ -14,6 +14,7 @@ from lmstate.serve.answer.sampling import sampling_options
 from lmstate.serve.answer.service import Service, ToolUse
 from lmstate.serve.openai.responses import items
 from lmstate.serve.openai.responses.compaction import ASK, BEFORE, compaction_item
+from lmstate.serve.openai.responses.kept import kept_responses
 from lmstate.serve.openai.responses.routes import exact_tokens, prepare, truncated, usage_of
 from lmstate.serve.wire.ids import new_id
 from lmstate.serve.wire.schema.responses import ResponseBody
@@ -24,7 +25,7 @@ SUMMARY = 1024  # tokens of a summary at most
 async def compact(service: Service, request: Request, body: ResponseBody) -> ASGIApp:
     """Nothing is stored. Where the conversation is too long to be read, its oldest turns are not in the summary."""
     service.settings.check_model(body.model)
-    asked = await prepare(service, body)
+    asked = await prepare(service, kept_responses(request), body)
     said = [message.content for message in asked.chat.messages if message.role == "user"]
     asked = replace(asked, chat=replace(asked.chat, messages=(*asked.chat.messages, Message("user", ASK))))
     asked = await asyncio.to_thread(truncated, service, asked)

@@ -12,6 +12,7 @@ from lmstate.serve.answer.handlers import json_response
 from lmstate.serve.answer.service import Service
 from lmstate.serve.openai.responses import items
 from lmstate.serve.openai.responses.conversation_store import StoredConversation
+from lmstate.serve.openai.responses.kept import KeptResponses, kept_responses
 from lmstate.serve.wire.errors import ApiError
 from lmstate.serve.wire.schema.responses import ConversationBody, ItemsBody, MetadataBody
 
@@ -19,48 +20,48 @@ MAX_ADDED_ITEMS = 20
 
 
 async def create_conversation(service: Service, request: Request, body: ConversationBody) -> ASGIApp:
-    given = await asyncio.to_thread(_read, service, body.items or [])
-    made = await asyncio.to_thread(service.conversations.create, body.metadata or {}, given)
+    given = await asyncio.to_thread(_read, kept_responses(request), body.items or [])
+    made = await asyncio.to_thread(kept_responses(request).conversations.create, body.metadata or {}, given)
     return json_response(made.shown())
 
 
 async def get_conversation(service: Service, request: Request) -> ASGIApp:
-    return json_response((await found(service, request)).shown())
+    return json_response((await found(request)).shown())
 
 
 async def change_conversation(service: Service, request: Request, body: MetadataBody) -> ASGIApp:
-    conversation, metadata = await found(service, request), body.metadata or {}
-    await asyncio.to_thread(service.conversations.change, conversation.id, metadata)
+    conversation, metadata = await found(request), body.metadata or {}
+    await asyncio.to_thread(kept_responses(request).conversations.change, conversation.id, metadata)
     return json_response({**conversation.shown(), "metadata": metadata})
 
 
 async def delete_conversation(service: Service, request: Request) -> ASGIApp:
-    conversation = await found(service, request)
-    await asyncio.to_thread(service.conversations.delete, conversation.id)
+    conversation = await found(request)
+    await asyncio.to_thread(kept_responses(request).conversations.delete, conversation.id)
     return json_response({"id": conversation.id, "object": "conversation.deleted", "deleted": True})
 
 
 async def list_items(service: Service, request: Request) -> ASGIApp:
-    conversation = await found(service, request)
+    conversation = await found(request)
     return json_response(items.paged(conversation.items, request.query_params))
 
 
 async def add_items(service: Service, request: Request, body: ItemsBody) -> ASGIApp:
-    conversation = await found(service, request)
-    added = await asyncio.to_thread(_read, service, body.items)
-    await asyncio.to_thread(service.conversations.append, conversation.id, added)
+    conversation = await found(request)
+    added = await asyncio.to_thread(_read, kept_responses(request), body.items)
+    await asyncio.to_thread(kept_responses(request).conversations.append, conversation.id, added)
     return json_response(items.listing(added))
 
 
 async def get_item(service: Service, request: Request) -> ASGIApp:
-    conversation = await found(service, request)
+    conversation = await found(request)
     return json_response(_item(conversation, request))
 
 
 async def delete_item(service: Service, request: Request) -> ASGIApp:
-    conversation = await found(service, request)
+    conversation = await found(request)
     item = _item(conversation, request)
-    await asyncio.to_thread(service.conversations.remove_item, conversation.id, item["id"])
+    await asyncio.to_thread(kept_responses(request).conversations.remove_item, conversation.id, item["id"])
     return json_response(conversation.shown())
 
 
@@ -72,23 +73,23 @@ def _item(conversation: StoredConversation, request: Request) -> dict[str, Any]:
     return item
 
 
-def _read(service: Service, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _read(kept: KeptResponses, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The `items` of a body as they are kept."""
     if len(given) > MAX_ADDED_ITEMS:
         raise ApiError(
             f"items has {len(given)} items; at most {MAX_ADDED_ITEMS} are added at a time: send further requests",
             param="items",
         )
-    return items.read_items(given, "items", service.find_item)[1]
+    return items.read_items(given, "items", kept.find_item)[1]
 
 
-async def found(service: Service, request: Request) -> StoredConversation:
-    return await asyncio.to_thread(conversation_named, service, request.path_params["id"])
+async def found(request: Request) -> StoredConversation:
+    return await asyncio.to_thread(conversation_named, kept_responses(request), request.path_params["id"])
 
 
-def conversation_named(service: Service, id: str) -> StoredConversation:
+def conversation_named(kept: KeptResponses, id: str) -> StoredConversation:
     """The conversation of this id. Raises `ApiError`."""
-    conversation = service.conversations.get(id)
+    conversation = kept.conversations.get(id)
     if conversation is None:
         raise ApiError(f"the conversation {id[:100]!r} is not stored here (any more)", 404, param="conversation")
     return conversation

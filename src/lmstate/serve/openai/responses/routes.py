@@ -24,6 +24,7 @@ from lmstate.serve.openai.responses import items
 from lmstate.serve.openai.responses.background import BackgroundResponse
 from lmstate.serve.openai.responses.conversation_store import StoredConversation
 from lmstate.serve.openai.responses.conversations import conversation_named
+from lmstate.serve.openai.responses.kept import KeptResponses, kept_responses
 from lmstate.serve.openai.responses.output import Output
 from lmstate.serve.openai.responses.store import Stored
 from lmstate.serve.openai.responses.stored import followed
@@ -68,6 +69,7 @@ class ResponseAnswer:
     """An answer in the form of the Responses API, and its record in the store."""
 
     service: Service
+    kept: KeptResponses
     task: ChatTask
     asked: Asked
     id: str = field(default_factory=lambda: new_id("resp_"))
@@ -159,7 +161,7 @@ class ResponseAnswer:
         if (conversation := self.asked.conversation) is not None:
             added = [*self.asked.input, *response["output"]]
             await asyncio.to_thread(
-                self.service.conversations.append,
+                self.kept.conversations.append,
                 conversation.id,
                 added,
                 response=self.id if self.asked.store else None,
@@ -173,7 +175,7 @@ class ResponseAnswer:
         tokens, end = ((), None) if sampled is None else (sampled.tokens, sampled.end)
         fingerprint = self.service.model.fingerprint
         stored = Stored(self.id, fingerprint, response, self.asked.input, messages, tokens, end, self.asked.key)
-        await asyncio.to_thread(self.service.responses.put, stored)
+        await asyncio.to_thread(self.kept.responses.put, stored)
 
 
 def usage_of(task: ChatTask) -> dict[str, Any]:
@@ -199,7 +201,8 @@ def shown_text(given: TextOptions | None) -> dict[str, Any]:
 
 async def create_response(service: Service, request: Request, body: ResponseBody) -> ASGIApp:
     service.settings.check_model(body.model)
-    asked = await prepare(service, body)
+    kept = kept_responses(request)
+    asked = await prepare(service, kept, body)
     include = [body.include] if isinstance(body.include, str) else body.include or []
     wants_logprobs = bool(body.top_logprobs) or "message.output_text.logprobs" in include
     task = await service.chat(
@@ -213,7 +216,7 @@ async def create_response(service: Service, request: Request, body: ResponseBody
         logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
         tokens=await asyncio.to_thread(exact_tokens, service, asked),
     )
-    answer = ResponseAnswer(service, task, asked, output=Output(asked.use.tools))
+    answer = ResponseAnswer(service, kept, task, asked, output=Output(asked.use.tools))
     if asked.background:
         try:
             await answer.store(answer.object("queued"))  # so that one which a kill ends is known to have been
@@ -221,7 +224,7 @@ async def create_response(service: Service, request: Request, body: ResponseBody
             task.request.cancel()
             raise
         live = BackgroundResponse(answer.id, answer.shown, task.request.cancel)
-        service.background.start(live, answer.events())
+        kept.background.start(live, answer.events())
         return followed(service, live, task.progress) if body.stream else json_response(answer.shown())
     if body.stream:
         return event_stream(service, task, answer.events())
@@ -248,16 +251,16 @@ async def whole(answer: ResponseAnswer) -> dict[str, Any]:
     return answer.object(status)
 
 
-async def prepare(service: Service, body: ResponseBody) -> Asked:
+async def prepare(service: Service, kept: KeptResponses, body: ResponseBody) -> Asked:
     """What a body asks for: what came before, what is new, and how it may be answered. Raises `ApiError`."""
     if body.background and body.store is False:
         raise ApiError("a response in the background is asked for by its id: it needs store", param="store")
-    conversation = await asyncio.to_thread(conversation_of, service, body)
+    conversation = await asyncio.to_thread(conversation_of, kept, body)
     previous = None
     if (id := body.previous_response_id) is not None:
-        previous = await asyncio.to_thread(service.responses.get, id)
+        previous = await asyncio.to_thread(kept.responses.get, id)
         if previous is None or not previous.messages:
-            running = service.background.running(id) is not None
+            running = kept.background.running(id) is not None
             message = "has not ended: wait for it" if running else "is not stored here (any more), or has no answer"
             raise ApiError(
                 f"the response {id!r} {message}",
@@ -266,10 +269,10 @@ async def prepare(service: Service, body: ResponseBody) -> Asked:
                 code="previous_response_not_found",
             )
     if conversation is not None and conversation.last is not None:
-        last = await asyncio.to_thread(service.responses.get, conversation.last)
+        last = await asyncio.to_thread(kept.responses.get, conversation.last)
         previous = last if last is not None and last.messages else None
     goes_on = id is not None or conversation is not None
-    new, listed = await asyncio.to_thread(items.read_input, body.input, goes_on, service.find_item)
+    new, listed = await asyncio.to_thread(items.read_input, body.input, goes_on, kept.find_item)
     use = read_tool_use(body, wrapped=False)
     effort = None if body.reasoning is None else body.reasoning.effort
     thinking, variables = fields.thinking_of(body)
@@ -281,7 +284,7 @@ async def prepare(service: Service, body: ResponseBody) -> Asked:
     system = [Message("system", body.instructions)] if body.instructions is not None else []
     before = [] if previous is None else list(previous.messages)
     if conversation is not None and previous is None:
-        before = items.read_items(conversation.items, "items", service.find_item)[0]
+        before = items.read_items(conversation.items, "items", kept.find_item)[0]
     if not (*before, *new):
         raise wrong("input", "a string or an array of items", body.input)
     control = bool(body.control_tokens)
@@ -311,7 +314,7 @@ def truncated(service: Service, asked: Asked) -> Asked:
     return replace(asked, chat=from_turn(starts[min(first, len(starts) - 1)]), previous=None)
 
 
-def conversation_of(service: Service, body: ResponseBody) -> StoredConversation | None:
+def conversation_of(kept: KeptResponses, body: ResponseBody) -> StoredConversation | None:
     """The `conversation` that a body names, by its id or in an object."""
     if (given := body.conversation) is None:
         return None
@@ -319,7 +322,7 @@ def conversation_of(service: Service, body: ResponseBody) -> StoredConversation 
         raise ApiError(
             "conversation and previous_response_id both say what came before: give one", param="conversation"
         )
-    return conversation_named(service, given if isinstance(given, str) else given.id)
+    return conversation_named(kept, given if isinstance(given, str) else given.id)
 
 
 def exact_tokens(service: Service, asked: Asked) -> list[int] | None:
@@ -336,7 +339,7 @@ def exact_tokens(service: Service, asked: Asked) -> list[int] | None:
 
 
 async def count_input(service: Service, request: Request, body: ResponseBody) -> ASGIApp:
-    asked = await prepare(service, body)
+    asked = await prepare(service, kept_responses(request), body)
     exact = await asyncio.to_thread(exact_tokens, service, asked)
     tokens = exact or (await asyncio.to_thread(service.renderer.prompt, asked.chat)).tokens
     return json_response({"object": "response.input_tokens", "input_tokens": len(tokens)})
