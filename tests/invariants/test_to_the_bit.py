@@ -22,6 +22,7 @@ from lmstate.checkpoints.open import open_source
 from lmstate.models.families import build
 from lmstate.ops import dispatch
 from tests import real_model
+from tests.ops.helpers import stored
 from tests.zoo import CASES, VOCAB, auto, ours, randomize
 
 # Quantized weights have inputs in groups of 32.
@@ -40,9 +41,10 @@ EACH: dict[str, dict[str, object]] = {  # one of every layer kind that has nativ
     "lfm2": SIZES,
     "recurrent_gemma": SIZES,
 }
-KINDS = ("int4", "int8", "bfloat16", "float32")
+# Behind the line: bits of the activations that it multiplies.
+KINDS = ("int4/8", "int4/16", "int8/8", "int8/16", "bfloat16", "float32")
 # Here int4 and bfloat16 alone: the products of the others are tested apart, and the rest is the same.
-QUICK = ("int4", "bfloat16")
+QUICK = ("int4/8", "int4/16", "bfloat16")
 POLICIES = {
     "bfloat16": torch.bfloat16,
     "float32": torch.float32,
@@ -70,7 +72,8 @@ def saved(case: str) -> tempfile.TemporaryDirectory[str]:
 
 @lru_cache(maxsize=2)
 def model_of(case: str, kind: str) -> lmstate.Model:
-    return build(WeightLoader(open_source(Path(saved(case).name)), kind))
+    weights, _, bits = kind.partition("/")
+    return build(WeightLoader(open_source(Path(saved(case).name)), weights, activations=int(bits) if bits else "auto"))
 
 
 def text(length: int, seed: int = 0) -> list[int]:
@@ -154,12 +157,12 @@ def test_under_a_policy_that_has_nothing_to_forget_yet(case: str, policy: type[k
         assert torch.equal(fed(model, ids, [cut], kv=kept)[0], whole), cut
 
 
-@pytest.mark.parametrize("kind", (*KINDS, "float16", "squeezed"))
+@pytest.mark.parametrize("kind", (*KINDS, "float16", "bfloat12"))
 @pytest.mark.parametrize("shape", [(70, 64), (35, 96), (50, 2080)])
 def test_a_product_is_the_same_for_a_row_and_for_many(kind: str, shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     matrix = torch.randn(shape) * 0.1
-    weight = ops.to_bfloat12(ops.quantize(matrix, "bfloat16")) if kind == "squeezed" else ops.quantize(matrix, kind)
+    weight = stored(matrix, kind)
     x, norm = torch.randn(300, shape[1]), ops.Norm(torch.rand(shape[1]), 1e-5)
     whole = ops.linear(x, weight, norm=norm)
     for size in (1, 2, 3, 5, 6, 7, 8, 9, 33, 41, 100):

@@ -12,6 +12,7 @@ from torch import Tensor
 import lmstate.ops as ops
 from lmstate.ops.cpu import variants
 from lmstate.ops.cpu.dense import Dense
+from tests.ops.helpers import stored
 
 
 @pytest.fixture(scope="module")
@@ -32,19 +33,18 @@ def bodies(tmp_path_factory: pytest.TempPathFactory) -> tuple[Dense, Dense]:
     return both[0], both[1]
 
 
-def stored(matrix: Tensor, kind: str) -> ops.Weight:
-    return ops.to_bfloat12(ops.quantize(matrix, "bfloat16")) if kind == "bfloat12" else ops.quantize(matrix, kind)
-
-
 def product(body: Dense, x: Tensor, weight: ops.Weight) -> Tensor:
     return body.linear(x, weight, None, None, 0, None)
 
 
-@pytest.mark.parametrize("kind", ["int4", "int8"])
+GROUPED = ("int4", "int8", "int4/8", "int8/8")
+
+
+@pytest.mark.parametrize("kind", GROUPED)
 @pytest.mark.parametrize("shape", [(1, 32), (16, 64), (35, 96), (70, 608), (200, 2048)])
 def test_tiles_give_the_bits_of_vectors(bodies: tuple[Dense, Dense], kind: str, shape: tuple[int, int]) -> None:
     tiles, vectors = bodies
-    weight = ops.quantize(torch.randn(shape) * 0.1, kind)
+    weight = stored(torch.randn(shape) * 0.1, kind)
     x = torch.randn(250, shape[1]) * torch.logspace(-6, 6, 250)[:, None]
     x[3, 5], x[17, 0], x[40, -1], x[41] = torch.nan, torch.inf, -torch.inf, 0
     for rows in (*range(1, 71), 250):
@@ -53,19 +53,19 @@ def test_tiles_give_the_bits_of_vectors(bodies: tuple[Dense, Dense], kind: str, 
     assert not got[3].isfinite().any() and got[4].isfinite().all()
 
 
-@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("kind", GROUPED)
 def test_extreme_integers_do_not_overflow(bodies: tuple[Dense, Dense], kind: str) -> None:
     """The largest sums that there are: all activations and all weights of a group at their limits."""
     matrix = torch.ones(16, 64)
     matrix[:, ::32], matrix[8:] = -1, -matrix[8:]
-    weight, x = ops.quantize(matrix, kind), torch.full((33, 64), 3.0)
+    weight, x = stored(matrix, kind), torch.full((33, 64), 3.0)
     x[1::2] = -x[1::2]
     got, want = (product(body, x, weight) for body in bodies)
     assert torch.equal(got, want)
     torch.testing.assert_close(got, x @ weight.dequantize().T, atol=1e-2, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["int4", "int8", "bfloat16", "bfloat12"])
+@pytest.mark.parametrize("kind", [*GROUPED, "bfloat16", "bfloat12"])
 def test_norm_gate_residual_and_threads_leave_the_bits(bodies: tuple[Dense, Dense], kind: str) -> None:
     weight, x, gated = stored(torch.randn(300, 128), kind), torch.randn(40, 128), torch.randn(40, 256)
     norm, residual = ops.Norm(torch.rand(128), 1e-5), ops.Residual(torch.randn(40, 300), scale=0.3)

@@ -22,6 +22,7 @@ from lmstate.ops import Norm
 from lmstate.ops.cpu.fused import Fused
 from lmstate.state import KeyValueState, Layout, Step
 from lmstate.state.changes import Changes
+from tests.ops.helpers import stored
 from tests.ops.small_mixers import MIXERS
 
 EMBED = 96
@@ -32,10 +33,10 @@ def norm_of(width: int) -> Norm:
 
 
 def attention(kind: str, heads: int, kv_heads: int, dim: int, **options: Any) -> Attention:
-    stored = 0 if "reads" in options else 2 * kv_heads
-    width = (heads * (2 if options.get("gate") else 1) + stored) * dim + options.get("gates", 0)
+    kept = 0 if "reads" in options else 2 * kv_heads
+    width = (heads * (2 if options.get("gate") else 1) + kept) * dim + options.get("gates", 0)
     qkv, out = torch.randn(width, EMBED) / 8, torch.randn(EMBED, heads * dim) / 8
-    return Attention(ops.quantize(qkv, kind), ops.quantize(out, kind), heads, kv_heads, dim, dim**-0.5, **options)
+    return Attention(stored(qkv, kind), stored(out, kind), heads, kv_heads, dim, dim**-0.5, **options)
 
 
 def rope(half: int, interleaved: bool = False) -> Rope:
@@ -44,6 +45,7 @@ def rope(half: int, interleaved: bool = False) -> Rope:
 
 CASES = {
     "plain": lambda: attention("int4", 4, 2, 32, rope=rope(16)),
+    "activations of 8 bits": lambda: attention("int4/8", 4, 2, 32, rope=rope(16)),
     "no positions": lambda: attention("float32", 4, 4, 24),
     "interleaved, partly rotated": lambda: attention("int8", 4, 1, 32, rope=rope(8, interleaved=True)),
     "norm of each head, window": lambda: attention(
@@ -216,11 +218,11 @@ def test_a_row_is_the_same_whatever_is_beside_it(variant: str) -> None:
         assert torch.equal(together[row], alone) and torch.equal(torch.cat(pieces), alone)
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4", "int8/8", "int4/8"])
 @pytest.mark.parametrize("act", ["silu", "gelu_tanh", "relu2"])
 def test_feed_forward_equals_its_operations(variant: str, kind: str, act: str) -> None:
     torch.manual_seed(4)
-    up, down = ops.quantize(torch.randn(2 * 160, EMBED), kind), ops.quantize(torch.randn(80, 160), kind)
+    up, down = stored(torch.randn(2 * 160, EMBED), kind), stored(torch.randn(80, 160), kind)
     x, norm, residual = torch.randn(2, 3, EMBED), norm_fixed(), onto(torch.randn(2, 3, 80))
     biases = torch.randn(320), torch.randn(80)
     got = ops.feed_forward(x, up, down, act, norm=norm, up_bias=biases[0], down_bias=biases[1], residual=residual)

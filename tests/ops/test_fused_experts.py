@@ -15,6 +15,7 @@ import lmstate.ops as ops
 from lmstate.models.layers.mlp import MLP
 from lmstate.models.layers.moe import MixtureOfExperts, Router
 from lmstate.ops import Norm, Residual
+from tests.ops.helpers import stored
 
 EMBED, HIDDEN, EXPERTS = 96, 64, 12
 
@@ -22,7 +23,7 @@ EMBED, HIDDEN, EXPERTS = 96, 64, 12
 def expert(kind: str, hidden: int = HIDDEN, act: str = "silu", biased: bool = False) -> MLP:
     biases = (torch.randn(2 * hidden), torch.randn(EMBED)) if biased else (None, None)
     up, down = torch.randn(2 * hidden, EMBED) / 8, torch.randn(EMBED, hidden) / 8
-    return MLP(ops.quantize(up, kind), ops.quantize(down, kind), act, up_bias=biases[0], down_bias=biases[1])
+    return MLP(stored(up, kind), stored(down, kind), act, up_bias=biases[0], down_bias=biases[1])
 
 
 def mixture(kinds: str | list[str], top_k: int, shared: MLP | None = None, **options: Any) -> MixtureOfExperts:
@@ -47,7 +48,8 @@ CASES = {
     "inputs weighed": lambda: mixture("int8", 1, expert("int4"), scoring="sigmoid", scale_input=True),
     "biases, another gate": lambda: mixture("int4", 2, act="relu2", biased=True, bias=torch.randn(EXPERTS)),
     "the gate of gpt-oss": lambda: mixture("bfloat16", 2, act="swigluoai", biased=True, normalize=True),
-    "several kinds": lambda: mixture(["int4", "int8", "bfloat16"] * 4, EXPERTS),
+    "activations of 8 bits": lambda: mixture("int4/8", 3, expert("int8/8"), normalize=True),
+    "several kinds": lambda: mixture(["int4", "int8/8", "bfloat16"] * 4, EXPERTS),
 }  # fmt: skip
 COUNTS = {"a token": [1], "rows": [1, 1, 1], "ragged": [5, 0, 9], "most": [32]}
 

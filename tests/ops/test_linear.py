@@ -11,17 +11,14 @@ from lmstate.ops import dispatch
 from lmstate.ops.dense.gemm import gemm
 from lmstate.ops.dense.linear import linear_reference
 from lmstate.ops.dense.norm import norm_reference
+from tests.ops.helpers import stored
 
-KINDS = ("float32", "bfloat16", "bfloat12", "float16", "int8", "int4")
+KINDS = ("float32", "bfloat16", "bfloat12", "float16", "int8", "int4", "int8/8", "int4/8")
 SHAPES = ((48, 64), (50, 96), (7, 32), (33, 50), (1, 160), (21, 192))
 
 
-def stored(matrix: Tensor, kind: str) -> ops.Weight:
-    return ops.to_bfloat12(ops.quantize(matrix, "bfloat16")) if kind == "bfloat12" else ops.quantize(matrix, kind)
-
-
 def rounded_activations(x: Tensor, weight: ops.Weight) -> Tensor:
-    """What a product multiplies: x in two bytes in groups of 32, where the weight is quantized."""
+    """What a product multiplies: x in one byte or in two in groups of 32, where the weight is quantized."""
     if weight.kind not in ("int8", "int4"):
         library, pairs = dispatch.choice().library, weight.kind.startswith("bfloat16") and x.shape[-1] % 32 == 0
         return x.bfloat16().float() if pairs and library is not None and library.dense.rounds_to_bf16 else x
@@ -29,6 +26,8 @@ def rounded_activations(x: Tensor, weight: ops.Weight) -> Tensor:
     largest = groups.abs().amax(-1, keepdim=True).clamp_min(1e-30)
     scaled = groups * torch.div(torch.tensor(127.0), largest)
     first = scaled.round()
+    if weight.activations == 8:
+        return (first * (largest / 127)).flatten(-2)
     rounded = first + ((scaled - first) * 256).round().clamp(-127, 127) / 256
     return (rounded * (largest / 127)).flatten(-2)
 
@@ -53,7 +52,7 @@ def test_bias_norm_gate_and_residual_equal_the_reference(variant: str, kind: str
     weight = stored(torch.randn(n, k) * 0.1, kind)
     library = dispatch.choice().library
     pairs = kind in ("bfloat16", "bfloat12") and library is not None and library.dense.rounds_to_bf16
-    tolerance = 1e-3 if kind in ("int4", "int8") else 0.03 if pairs else 2e-5
+    tolerance = 1e-3 if kind.startswith("int") else 0.03 if pairs else 2e-5
     x, gated = torch.randn(2, 3, k), torch.randn(2, 3, 2 * k)
     bias, residual = torch.randn(n), ops.Residual(torch.randn(2, 3, n), scale=0.3)
     norms = [
@@ -107,7 +106,7 @@ def test_a_row_has_the_same_bits_beside_hundreds_and_over_many_inputs(
 ) -> None:
     """Where weights are packed, inputs are summed in several parts, and rows taken in several runs."""
     torch.manual_seed(0)
-    if kind in ("int4", "int8", "bfloat12") and k % 64:
+    if kind.startswith(("int", "bfloat12")) and k % 64:
         k -= k % 64
     weight, x = stored(torch.randn(37, k) * 0.1, kind), torch.randn(rows, k)
     together = ops.linear(x, weight)
@@ -200,3 +199,25 @@ def test_errors_say_what_does_not_fit(variant: str) -> None:
         ops.linear(torch.randn(2, 64), weight, residual=ops.Residual(torch.randn(1, 16)))
     with pytest.raises(ValueError, match="no activation is called 'swish'"):
         ops.linear(torch.randn(2, 128), weight, gate="swish")
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_integers_at_their_limits_are_summed_exactly(variant: str, kind: str, sign: int) -> None:
+    """Weights and activations of a group at the ends of their ranges, where sums of 16 bits would saturate."""
+    n, k = 16, 64
+    if kind == "int4":
+        q = torch.tensor([15, 0]).repeat_interleave(8).to(torch.uint8)[:, None].repeat(1, k)
+        weight: ops.Weight = ops.Int4Weight.pack(q, torch.ones(n, 2), torch.zeros(n, 2)).with_activations(8)
+    else:
+        signed = torch.tensor([-128, 127]).repeat_interleave(8).to(torch.int8)[:, None].repeat(1, k)
+        weight = ops.Int8Weight.pack(signed, torch.ones(n, 2)).with_activations(8)
+    x = torch.full((9, k), 127.0 * sign)
+    x[1::2, ::2] *= -1
+    assert torch.equal(ops.linear(x, weight), x @ weight.dequantize().T)
+
+
+def test_activations_of_other_widths_are_refused() -> None:
+    with pytest.raises(ValueError, match="activations of 4 bits"):
+        ops.quantize(torch.randn(16, 64), "int4").with_activations(4)
+    assert ops.quantize(torch.randn(16, 64), "bfloat16").with_activations(8).activations is None

@@ -17,6 +17,7 @@ from torch import Tensor
 import lmstate
 from lmstate import kv, ops
 from tests.invariants.test_to_the_bit import model_of
+from tests.ops.helpers import stored
 from tests.ops.test_fused import EMBED, attention
 from tests.zoo import ours, text
 
@@ -94,9 +95,9 @@ def test_states_that_share_a_snapshot_go_on_apart() -> None:
         assert all(map(torch.equal, got, go_on(seed)))
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4", "int8/8", "int4/8"])
 def test_products_of_many_rows_are_the_same_on_several_threads(kind: str) -> None:
-    weight, x = ops.quantize(torch.randn(640, 320), kind), torch.randn(70, 320)
+    weight, x = stored(torch.randn(640, 320), kind), torch.randn(70, 320)
     torch.set_num_threads(1)
     alone = ops.linear(x, weight)
     torch.set_num_threads(INSIDE)

@@ -123,6 +123,7 @@ def open_checkpoint(
     device: torch.device | str | None = None,
     progress: bool = True,
     heads: bool = False,
+    activations: int | str = "auto",
 ) -> tuple[WeightLoader, Tokenizer | None, dict[str, Any]]:
     """Open a model by name: its weights (not read yet), its tokenizer (None without one), its generation defaults.
 
@@ -131,7 +132,7 @@ def open_checkpoint(
     `repetition_penalty`.
     """
     source = open_cached(resolve(name), cache_dir())
-    held = WeightLoader(source, weights, dtype, device or "cpu", cache_dir(), progress, heads)
+    held = WeightLoader(source, weights, dtype, device or "cpu", cache_dir(), progress, heads, activations)
     defaults = generation_defaults(source.generation, source.config)
     files = source.tokenizer_files()
     tokenizer = Tokenizer(files, defaults["eos_token_id"]) if files is not None else None

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 KINDS = ("auto", "int4", "int8", "bfloat16", "float32")
+ACTIVATIONS = ("auto", 8, 16)
 # From fewest bits to most: matrices that are stacked into one take the widest storage among them.
 WIDTHS = ("int4", "int8", "bfloat16", "float16", "float32")
 MOST_LOST = {"int4": 0.15, "int8": 0.05}
@@ -45,7 +46,8 @@ class WeightLoader:
     checkpoints become bfloat16 where the processor multiplies it natively, float32 elsewhere. `dtype`: that of K/V
     storage and of the big products, float32 for float32 weights and bfloat16 for all others unless given. `cache`: the
     folder where conversions are kept, None for nowhere. `progress`: whether a long conversion may draw a bar on a
-    terminal. `heads`: whether multi-token prediction heads are wanted.
+    terminal. `heads`: whether multi-token prediction heads are wanted. `activations`: the bits of the activations that
+    int4 and int8 matrices multiply; "auto" is 16, and of 8 heads keep 16, where 8 would cost most.
 
     Matrices that need no conversion lie in the mapped checkpoint itself. Those that are stacked from several (q, k, v)
     are copied together at each start, and bfloat16 ones are packed in 12 bits where a native body reads them so: both
@@ -62,13 +64,17 @@ class WeightLoader:
         cache: Path | None = None,
         progress: bool = True,
         heads: bool = False,
+        activations: int | str = "auto",
     ) -> None:
         if kind not in KINDS:
             raise ModelError(f"weights={kind!r} is no storage; choose one of {', '.join(KINDS)}")
+        if activations not in ACTIVATIONS:
+            raise ModelError(f"unknown activations={activations!r}; expected one of 8, 16 and 'auto'")
         if dtype not in (None, torch.float32, torch.bfloat16):
             raise ModelError(f"dtype={dtype} is not supported; choose torch.float32 or torch.bfloat16")
         self.source = source
         self.heads = heads
+        self.activations = activations
         self.device = torch.device(device)
         self.config = Config(source.config, f"config of {source.path}")
         self.float_kind = "bfloat16" if multiplies_bfloat16(self.device) else "float32"
@@ -236,10 +242,11 @@ class WeightLoader:
 
     def _matrix(self, label: str, parts: list[_Part], order: Tensor | None = None) -> Weight:
         self._asked.update(name for part in parts for name in part.names)
+        activations = 8 if self.activations == 8 and not _outside(parts) else 16
         kept = self._packed.get(label) if self._packed else None
         if self._packed is not None and kept is not None:
             self._note_error(label, self._packed.error(label))
-            return self._for_decoding(kept)
+            return self._for_decoding(kept.with_activations(activations))
         kind = self._storage(parts)
         weight, error = self._convert(parts, kind, order)
         self._note_error(label, error)
@@ -249,7 +256,7 @@ class WeightLoader:
             self._packed.put(label, weight, error)
         if costly:
             self._bar.advance(len(parts))
-        return self._for_decoding(weight)
+        return self._for_decoding(weight.with_activations(activations))
 
     def _note_error(self, label: str, error: float | None) -> None:
         if error is not None:
@@ -274,9 +281,7 @@ class WeightLoader:
         if self.kind == "auto":
             return max((one if one in ("int4", "int8") else self.float_kind for one in stored), key=WIDTHS.index)
         if self.kind == "int4" and set(stored) != {"int4"}:
-            names = [name for part in parts for name in part.names]
-            outside = not any(word.isdecimal() for name in names for word in name.split("."))  # of every layer
-            return "int8" if outside or "int8" in stored else "int4"
+            return "int8" if _outside(parts) or "int8" in stored else "int4"
         return self.kind
 
     def _convert(self, parts: list[_Part], kind: str, order: Tensor | None) -> tuple[Weight, float | None]:
@@ -315,6 +320,11 @@ class _Part:
 
     def __init__(self, names: tuple[str, ...], stored: str, make: Make = lambda numbers: numbers) -> None:
         self.names, self.stored, self.make = names, stored, make
+
+
+def _outside(parts: Sequence[_Part]) -> bool:
+    """Whether they are of no layer: an embedding, a head."""
+    return not any(word.isdecimal() for part in parts for name in part.names for word in name.split("."))
 
 
 def _pack(parts: list[GroupedQuant], order: Tensor | None) -> Weight:

@@ -25,6 +25,7 @@ def bench(
     tokens: Annotated[int, typer.Option("--tokens", "-n", min=1, help="Tokens of each decode.")] = 32,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="The median of this many is shown.")] = 3,
     weights: options.Weights = options.WeightKind.auto,
+    activations: options.Activations = options.ActivationBits.auto,
     threads: options.Threads = None,
     device: options.Device = None,
 ) -> None:
@@ -39,7 +40,7 @@ def bench(
     """
     import torch
 
-    loaded = options.load_model(model, weights, threads, device=device)
+    loaded = options.load_model(model, weights, threads, device=device, activations=activations)
     loaded.on_part = None
     most = loaded.config.max_positions
     prompts = [count for count in PROMPTS if most is None or count <= most]

@@ -62,6 +62,7 @@ def generate(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="--save-state may replace a file.")] = False,
     weights: options.Weights = options.WeightKind.auto,
+    activations: options.Activations = options.ActivationBits.auto,
     threads: options.Threads = None,
     device: options.Device = None,
     draft: options.Draft = "auto",
@@ -113,7 +114,7 @@ def generate(
         stops = as_stops(stop or ())
     sampling = options.Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     kv = options.kv_storage(kv_bits)
-    loaded = options.load_model(model, weights, threads, adapter, draft, device)
+    loaded = options.load_model(model, weights, threads, adapter, draft, device, activations)
     empty = loaded.new_state(rows=1, kv=kv)
     request = _begin(loaded, empty, text, chat, system) if state is None else _go_on(loaded, empty, state, text, chat)
     held = request.state.lengths[0]

@@ -8,7 +8,11 @@ from lmstate.cli import options
 from lmstate.cli.output import table
 
 
-def inspect(model: options.ModelName, weights: options.Weights = options.WeightKind.auto) -> None:
+def inspect(
+    model: options.ModelName,
+    weights: options.Weights = options.WeightKind.auto,
+    activations: options.Activations = options.ActivationBits.auto,
+) -> None:
     """Show what a model is made of, and what its state costs; or what a saved conversation holds.
 
     \b
@@ -28,9 +32,13 @@ def inspect(model: options.ModelName, weights: options.Weights = options.WeightK
         return
     from lmstate.cli.inspect_model import model_rows, state_rows, weight_rows
 
-    loaded = options.load_model(model, weights)
+    loaded = options.load_model(model, weights, activations=activations)
     table(model, ("", ""), model_rows(loaded))
     print()
-    table("weights", ("matrix", "stored as", "bits a number", "shape", "how many", "bytes"), weight_rows(loaded))
+    table(
+        "weights",
+        ("matrix", "stored as", "bits a number", "activations", "shape", "how many", "bytes"),
+        weight_rows(loaded),
+    )
     print()
     table("state of one row", ("layers", "kind", "bytes per token", "bytes whatever the length"), state_rows(loaded))

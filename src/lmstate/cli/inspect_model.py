@@ -85,29 +85,34 @@ NUMBERS = re.compile(r"\.\d+(?=\.|$)")
 
 
 def weight_rows(model: Model) -> list[tuple[str, ...]]:
-    """Of matrices of one name, storage and shape: their name, storage, bits a number, shape, how many, bytes.
+    """Of matrices of one name, storage and shape: their name, storage, bits a number and of what they multiply, shape,
+    how many, bytes.
 
     Matrices of many blocks stand in one row, "blocks 0-3, 7: mixer.qkv"; of many experts, too. Last, in one row, what
     is no matrix: norms, biases.
     """
-    groups: dict[tuple[str, str, str], tuple[list[int], list[Weight]]] = {}
+    groups: dict[tuple[str, str, int | None, str], tuple[list[int], list[Weight]]] = {}
     small: list[Tensor] = []
     for name, block, weight in _named(model):
         if isinstance(weight, Tensor):
             small.append(weight)
             continue
-        blocks, weights = groups.setdefault((name, weight.kind, " x ".join(map(str, weight.shape))), ([], []))
+        key = name, weight.kind, weight.activations, " x ".join(map(str, weight.shape))
+        blocks, weights = groups.setdefault(key, ([], []))
         weights.append(weight)
         if block is not None and block not in blocks:
             blocks.append(block)
     rows: list[tuple[str, ...]] = []
-    for (name, kind, shape), (blocks, weights) in groups.items():
+    for (name, kind, activations, shape), (blocks, weights) in groups.items():
         nbytes = sum(weight.nbytes for weight in weights)
         bits = 8 * nbytes / max(1, sum(map(parameter_count, weights)))
         where = f"blocks {_ranges(blocks)}: {name}" if blocks else name
-        rows.append((where, kind, f"{bits:.1f}", shape, str(len(weights)), size(nbytes)))
+        multiplied = "floats" if activations is None else f"{activations} bits"
+        rows.append((where, kind, f"{bits:.1f}", multiplied, shape, str(len(weights)), size(nbytes)))
     if small:
-        rows.append(("no matrices", "float32", "32.0", "", str(len(small)), size(sum(each.nbytes for each in small))))
+        rows.append(
+            ("no matrices", "float32", "32.0", "", "", str(len(small)), size(sum(each.nbytes for each in small)))
+        )
     return rows
 
 

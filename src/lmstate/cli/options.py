@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -32,10 +32,27 @@ class WeightKind(StrEnum):
     float32 = "float32"
 
 
+class ActivationBits(StrEnum):
+    """Bits of the activations that quantized weights multiply."""
+
+    auto = "auto"
+    eight = "8"
+    sixteen = "16"
+
+    @property
+    def bits(self) -> Literal["auto", 8, 16]:
+        """As `lmstate.load` takes it."""
+        return "auto" if self is ActivationBits.auto else 8 if self is ActivationBits.eight else 16
+
+
 ModelName = Annotated[
     str, typer.Argument(metavar="MODEL", help="Alias, directory, .gguf file or Hub id; `lmstate models` lists some.")
 ]
 Weights = Annotated[WeightKind, typer.Option("--weights", help="How the weights are stored in memory.")]
+Activations = Annotated[
+    ActivationBits,
+    typer.Option("--activations", help="Bits of the activations that int4 and int8 weights multiply on the CPU."),
+]
 Adapter = Annotated[
     Path | None, typer.Option("--adapter", metavar="FOLDER", help="A LoRA adapter to run beside the weights.")
 ]
@@ -87,6 +104,7 @@ def load_model(
     adapter: Path | None = None,
     draft: str = "auto",
     device: str | None = None,
+    activations: ActivationBits = ActivationBits.auto,
 ) -> Model:
     """The model by its name; what takes long (download, conversion, a long prompt) reports its own progress."""
     import lmstate
@@ -94,7 +112,10 @@ def load_model(
 
     raise_interrupts()
     set_threads(threads)
-    model = lmstate.load(name, weights=weights.value, adapter=adapter, device=device, heads=draft == "heads")
+    model = lmstate.load(
+        name, weights=weights.value, adapter=adapter, device=device, heads=draft == "heads",
+        activations=activations.bits,
+    )  # fmt: skip
     model.on_part = PromptProgress()
     return model
 

@@ -61,6 +61,7 @@ def serve(
         float | None, typer.Option("--timeout", min=0.001, metavar="SECONDS", help="End answers after so long.")
     ] = None,
     weights: options.Weights = options.WeightKind.auto,
+    activations: options.Activations = options.ActivationBits.auto,
     adapter: options.Adapter = None,
     kv_bits: options.KVBits = None,
     threads: options.Threads = None,
@@ -112,7 +113,7 @@ def serve(
     check_address(host, port)
     if store is not None:
         check_store(store)
-    loaded = options.load_model(model, weights, threads, adapter, draft, device)
+    loaded = options.load_model(model, weights, threads, adapter, draft, device, activations)
     loaded.on_part = None  # of many requests at a time nobody follows one
     drafter = options.load_drafter(draft, device)
     with Engine(

@@ -39,6 +39,10 @@ def fingerprint(config: Any, parts: Any) -> str:
         for name, shape, sample in _samples(weight):
             digest.update(f"{path}.{name} {tuple(shape)} {sample.dtype};".encode())
             digest.update(sample.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+    bits = {path: weight.activations for path, weight in weights_in(parts) if isinstance(weight, Weight)}
+    if few := [path for path, count in bits.items() if count == 8]:
+        digest.update(",".join(few).encode())
+        words.append("activations=" + ",".join(map(str, sorted({count for count in bits.values() if count}))))
     return " ".join([f"fingerprint={VERSION}", *words, f"weights={digest.hexdigest()}"])
 
 

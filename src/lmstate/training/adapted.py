@@ -88,7 +88,7 @@ class AdaptedWeights(WeightLoader):
         if not self._merge:
             return weight
         kind = "bfloat16" if isinstance(base, Bfloat12Weight) else base.kind
-        return self._for_decoding(quantize(weight.merged(), kind))
+        return self._for_decoding(quantize(weight.merged(), kind).with_activations(base.activations or 16))
 
 
 def module_name(source: Source, name: str) -> str:

@@ -27,6 +27,7 @@ def chat(
     repetition_penalty: options.Penalty = None,
     seed: options.Seed = None,
     weights: options.Weights = options.WeightKind.auto,
+    activations: options.Activations = options.ActivationBits.auto,
     threads: options.Threads = None,
     device: options.Device = None,
     transcript: Annotated[
@@ -56,7 +57,7 @@ def chat(
     system = None if system is None else as_text(system, "--system")
     sampling = options.Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     kv = options.kv_storage(kv_bits)
-    loaded = options.load_model(model, weights, threads, adapter, draft, device)
+    loaded = options.load_model(model, weights, threads, adapter, draft, device, activations)
     if not loaded.tokenizer.has_chat_template:
         raise ValueError(f"{model} has no chat template; use `lmstate generate {model} --raw` to go on with a text")
     typed_in = sys.stdin.isatty()

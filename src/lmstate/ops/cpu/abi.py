@@ -9,6 +9,8 @@ from struct import Struct
 
 import torch
 
+from lmstate.ops.types.weight import Weight
+
 
 class Kind(IntEnum):
     """Storage kinds of floats and weights: `simd.h` and `linear.h`."""
@@ -19,6 +21,8 @@ class Kind(IntEnum):
     INT8 = 3
     INT4 = 4
     BFLOAT12 = 5
+    INT8_BY_BYTES = 6
+    INT4_BY_BYTES = 7
 
 
 class GateKind(IntEnum):
@@ -48,6 +52,14 @@ WEIGHT_KINDS = {
     "float32": Kind.F32, "bfloat16": Kind.BF16, "float16": Kind.F16, "int8": Kind.INT8, "int4": Kind.INT4,
     "bfloat16 in 12 bits": Kind.BFLOAT12,
 }  # fmt: skip
+_BY_BYTES = {"int8": Kind.INT8_BY_BYTES, "int4": Kind.INT4_BY_BYTES}
+
+
+def product_kind(weight: Weight) -> Kind:
+    """Storage of a weight, and of the activations that it multiplies."""
+    return (_BY_BYTES if weight.activations == 8 else WEIGHT_KINDS)[weight.kind]
+
+
 GATES = {
     "silu": GateKind.SILU, "gelu_tanh": GateKind.GELU_TANH, "relu": GateKind.RELU, "relu2": GateKind.RELU2,
     "swigluoai": GateKind.SWIGLUOAI,

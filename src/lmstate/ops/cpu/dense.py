@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lmstate.ops.cpu import abi
-from lmstate.ops.cpu.abi import GATES, KINDS, WEIGHT_KINDS, Kind
+from lmstate.ops.cpu.abi import GATES, KINDS, WEIGHT_KINDS, Kind, product_kind
 from lmstate.ops.cpu.arguments import float_pointer, function, joining, threads_for
 from lmstate.ops.types.params import Norm, Residual
 from lmstate.ops.types.weight import Weight
@@ -66,7 +66,7 @@ class Dense:
         threads = threads_for(n * k)
         arguments = abi.LINEAR.pack(
             x=x.data_ptr(), weight=weight.storage.data_ptr(), bias=b, norm=w, residual=r, after=after, y=y.data_ptr(),
-            rows=rows, outputs=n, inputs=k, kind=WEIGHT_KINDS[weight.kind], gate=gate, threads=threads,
+            rows=rows, outputs=n, inputs=k, kind=product_kind(weight), gate=gate, threads=threads,
             eps=eps, after_eps=after_eps, scale=scale, factors=0, begin=0, end=0, glu=0, y_row=0, rest=0, rest_begin=0,
             rest_row=0,
         )  # fmt: skip

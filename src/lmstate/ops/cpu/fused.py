@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lmstate.ops.cpu import abi, fused_moe, fused_recurrent
-from lmstate.ops.cpu.abi import GATES, KINDS, MAX_HEAD_DIM, SUBLAYER_BYTES, WEIGHT_KINDS, SublayerKind
+from lmstate.ops.cpu.abi import GATES, KINDS, MAX_HEAD_DIM, SUBLAYER_BYTES, SublayerKind, product_kind
 from lmstate.ops.cpu.arguments import (
     check_attended,
     check_quantized_kv,
@@ -225,7 +225,7 @@ def _pack_attention(of: AttentionSublayer) -> bytes | None:
         q_norm=q_norm, k_norm=k_norm, v_norm=v_norm, sinks=optional_pointer(of.params.sinks, "sinks", (heads,)),
         out=out.storage.data_ptr(), out_bias=optional_pointer(of.out_bias, "the bias of out", (outputs,)),
         after=after, inputs=inputs, outputs=outputs, heads=heads, kv_heads=kv_heads, dim=dim, gated=of.gate,
-        q_norm_width=q_width, k_norm_width=k_width, qkv_kind=WEIGHT_KINDS[qkv.kind], out_kind=WEIGHT_KINDS[out.kind],
+        q_norm_width=q_width, k_norm_width=k_width, qkv_kind=product_kind(qkv), out_kind=product_kind(out),
         reads=of.shared_kv, gates=of.gates, norm_eps=norm_eps, q_eps=q_eps, k_eps=k_eps, v_eps=v_eps,
         scale=of.params.scale, softcap=of.params.softcap or 0.0, after_eps=after_eps, residual_scale=factor(of.scale),
     )  # fmt: skip
@@ -246,8 +246,8 @@ def _pack_mlp(of: MLPSublayer) -> bytes | None:
         norm=norm, up=up.storage.data_ptr(), up_bias=optional_pointer(of.up_bias, "the bias of up", (2 * hidden,)),
         down=down.storage.data_ptr(), down_bias=optional_pointer(of.down_bias, "the bias of down", (outputs,)),
         after=after, factors=optional_pointer(of.factors, "the factors of up", (2 * hidden,)),
-        inputs=inputs, hidden=hidden, outputs=outputs, up_kind=WEIGHT_KINDS[up.kind],
-        down_kind=WEIGHT_KINDS[down.kind], gate=GATES[of.act], parallel=of.parallel, eps=eps, after_eps=after_eps,
+        inputs=inputs, hidden=hidden, outputs=outputs, up_kind=product_kind(up),
+        down_kind=product_kind(down), gate=GATES[of.act], parallel=of.parallel, eps=eps, after_eps=after_eps,
         residual_scale=factor(of.scale),
     )  # fmt: skip
     return abi.sublayer(SublayerKind.MLP, arguments).ljust(SUBLAYER_BYTES, b"\0")

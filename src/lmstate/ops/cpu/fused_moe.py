@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lmstate.ops.cpu import abi
-from lmstate.ops.cpu.abi import GATES, SUBLAYER_BYTES, WEIGHT_KINDS, SublayerKind
+from lmstate.ops.cpu.abi import GATES, SUBLAYER_BYTES, SublayerKind, product_kind
 from lmstate.ops.cpu.arguments import factor, norm_fields, optional_pointer, simple
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ def pack(of: MoESublayer) -> MoEArguments | None:
         norm=norm, router=router.weight.storage.data_ptr(),
         bias=optional_pointer(router.bias, "the router's bias", (count,)),
         experts=table.data_ptr(), shared_gate=0 if shared_gate is None else shared_gate.storage.data_ptr(),
-        after=after, inputs=inputs, outputs=outputs, router_kind=WEIGHT_KINDS[router.weight.kind],
-        shared_gate_kind=0 if shared_gate is None else WEIGHT_KINDS[shared_gate.kind], shared=shared is not None,
+        after=after, inputs=inputs, outputs=outputs, router_kind=product_kind(router.weight),
+        shared_gate_kind=0 if shared_gate is None else product_kind(shared_gate), shared=shared is not None,
         gate=GATES[acts.pop()], scale_input=of.scale_input, norm_eps=eps, after_eps=after_eps,
         residual_scale=factor(of.scale), **_choice_fields(router, count),
     )  # fmt: skip
@@ -109,5 +109,5 @@ def _expert(expert: Expert, inputs: int, outputs: int) -> bytes:
         up=up.storage.data_ptr(), down=down.storage.data_ptr(),
         up_bias=optional_pointer(expert.up_bias, "the bias of up", (2 * hidden,)),
         down_bias=optional_pointer(expert.down_bias, "the bias of down", (outputs,)),
-        hidden=hidden, up_kind=WEIGHT_KINDS[up.kind], down_kind=WEIGHT_KINDS[down.kind],
+        hidden=hidden, up_kind=product_kind(up), down_kind=product_kind(down),
     )  # fmt: skip

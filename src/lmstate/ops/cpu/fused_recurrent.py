@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lmstate.ops.cpu import abi
-from lmstate.ops.cpu.abi import WEIGHT_KINDS, SublayerKind
+from lmstate.ops.cpu.abi import SublayerKind, product_kind
 from lmstate.ops.cpu.arguments import factor, float_pointer, integers, norm_fields, optional_pointer, simple
 from lmstate.ops.cpu.mixers import MixerParts, gated_delta_parts, mamba2_parts
 from lmstate.ops.cpu.recurrent import all_float32
@@ -143,8 +143,8 @@ def _layer(
         gates=0 if gates is None else gates.storage.data_ptr(), out=out.storage.data_ptr(),
         out_bias=optional_pointer(of.out_bias, "the bias of out", (outputs,)), after=behind,
         factors=optional_pointer(factors, "the factors", (projected,)), inputs=inputs, projected=projected,
-        outputs=outputs, project_kind=WEIGHT_KINDS[project.kind],
-        gates_kind=0 if gates is None else WEIGHT_KINDS[gates.kind], out_kind=WEIGHT_KINDS[out.kind],
+        outputs=outputs, project_kind=product_kind(project),
+        gates_kind=0 if gates is None else product_kind(gates), out_kind=product_kind(out),
         parallel=parallel, norm_eps=eps, after_eps=after_eps, residual_scale=factor(of.scale),
     )  # fmt: skip
     return abi.sublayer(kind, arguments, parts.arguments.ljust(abi.MIXER_BYTES, b"\0"))

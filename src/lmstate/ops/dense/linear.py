@@ -16,6 +16,7 @@ from lmstate.ops.dense.norm import add_residual, norm_reference
 from lmstate.ops.dense.norm import norm as apply_norm
 from lmstate.ops.types.params import Norm, Residual
 from lmstate.ops.types.weight import Weight
+from lmstate.ops.weights.grouped import GROUP
 from lmstate.ops.weights.lora import LoraWeight
 
 
@@ -35,9 +36,9 @@ def linear(
     act(gate) * up is multiplied. `norm` applies to x first; `residual`: the stream that the product is added to, last.
 
     What is rounded, and in which order it is summed, is the same for one row and for thousands. Quantized weights
-    multiply activations rounded to int8 twice in groups of 32, the second time what the first left; float weights
-    multiply float32 activations. Where the processor is faster with pairs of bfloat16 than with twice as many floats,
-    bfloat16 weights of K a multiple of 32 multiply activations rounded to bfloat16.
+    multiply activations rounded to int8 in groups of 32 (`weight.activations` of 8), or twice, the second time what the
+    first left (16); float weights multiply float32 activations. Where the processor is faster with pairs of bfloat16
+    than with twice as many floats, bfloat16 weights of K a multiple of 32 multiply activations rounded to bfloat16.
     """
     stream = None if residual is None else residual.stream
     if out is not None:
@@ -80,17 +81,33 @@ def linear_reference(
     gate: str | None = None,
     residual: Residual | None = None,
 ) -> Tensor:
-    """The oracle: float32 arithmetic on the numbers that the weight stands for."""
+    """The oracle: float32 arithmetic on the numbers that the weight stands for, and on rounded activations of 8 bits.
+
+    Those of 16 bits are as exact as floats here. Gradients go through the rounding as if there were none.
+    """
     if norm is not None:
         x = norm_reference(x, norm)
     if gate is not None:
         x = glu_reference(x, gate)
+    if weight.activations == 8:
+        x = x + (rounded_to_bytes(x.detach()) - x.detach())
     if x.requires_grad and weight.kind != "float32" and not weight.storage.requires_grad and torch.is_grad_enabled():
         y = _Frozen.apply(x.float(), weight)
         y = y if bias is None else y + bias
     else:
         y = F.linear(x.float(), weight.dequantize(), bias)
     return y if residual is None else add_residual(residual, y)
+
+
+def rounded_to_bytes(x: Tensor) -> Tensor:
+    """Return float32 `[..., K]` as a weight with `activations` of 8 multiplies it: `scale * q`, q in -127..127.
+
+    Each group of 32 has the scale of its largest magnitude; K is a multiple of 32.
+    """
+    groups = x.unflatten(-1, (-1, GROUP))
+    largest = groups.abs().amax(-1, keepdim=True)
+    inverse = torch.where(largest > 0, 127 / largest, 0)
+    return ((groups * inverse).round() * (largest / 127)).flatten(-2)
 
 
 class _Frozen(torch.autograd.Function):

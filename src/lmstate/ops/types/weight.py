@@ -18,6 +18,8 @@ class Weight(ABC):
     in_features: int
     storage: Tensor
     """Tensor with the elements, in the layout of the kind."""
+    activations: int | None = None
+    """Bits of the activations that a quantized weight multiplies, 8 or 16; None where floats are multiplied."""
 
     @abstractmethod
     def dequantize(self, dtype: torch.dtype = torch.float32, first: int = 0, count: int | None = None) -> Tensor:
@@ -34,6 +36,10 @@ class Weight(ABC):
     @abstractmethod
     def to(self, device: torch.device | str) -> Weight:
         """Copy to another device; itself if it is there."""
+
+    def with_activations(self, bits: int) -> Weight:
+        """The same elements, multiplying activations of so many bits (8 or 16); itself if its kind rounds none."""
+        return self
 
     def in_large_pages(self) -> Weight:
         """Copy into large pages, which decoding reads faster; itself if its kind is not one to decode with."""

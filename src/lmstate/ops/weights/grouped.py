@@ -70,10 +70,13 @@ class _GroupedWeight(Weight):
 
     QUANTS: ClassVar[int]
     """Bytes of the numbers of one group of one block."""
+    activations: int
     PARAMETERS: ClassVar[int]
     """Float16 numbers per output and group: a scale, and a minimum where there is one."""
 
-    def __init__(self, packed: Tensor, out_features: int, in_features: int) -> None:
+    def __init__(self, packed: Tensor, out_features: int, in_features: int, activations: int = 16) -> None:
+        if activations not in (8, 16):
+            raise ValueError(f"activations of {activations} bits were asked for; there are 8 and 16")
         width = self.QUANTS + BLOCK * 2 * self.PARAMETERS
         want = (-(-out_features // BLOCK), in_features // GROUP, width)
         if in_features % GROUP or packed.dtype != torch.uint8 or tuple(packed.shape) != want:
@@ -82,7 +85,13 @@ class _GroupedWeight(Weight):
                 f"this is {packed.dtype} {list(packed.shape)}; pack it again"
             )
         self.storage = packed.contiguous()
-        self.out_features, self.in_features = out_features, in_features
+        self.out_features, self.in_features, self.activations = out_features, in_features, activations
+
+    def with_activations(self, bits: int) -> Weight:
+        return self if bits == self.activations else type(self)(self.storage, *self.shape, bits)
+
+    def to(self, device: torch.device | str) -> Weight:
+        return type(self)(self.storage.to(device), *self.shape, self.activations)
 
     @property
     def _parameters(self) -> Tensor:
@@ -132,7 +141,7 @@ class _GroupedWeight(Weight):
         if not LARGE:
             return self
         memory = zeroed(self.nbytes).view(self.storage.shape)
-        return type(self)(memory.copy_(self.storage), *self.shape)
+        return type(self)(memory.copy_(self.storage), *self.shape, self.activations)
 
 
 class Int4Weight(_GroupedWeight):
@@ -155,9 +164,6 @@ class Int4Weight(_GroupedWeight):
     def _numbers(self, quants: Tensor) -> Tensor:
         return torch.stack([quants & 15, quants >> 4], dim=-2).flatten(-3).float()
 
-    def to(self, device: torch.device | str) -> Int4Weight:
-        return Int4Weight(self.storage.to(device), *self.shape)
-
 
 class Int8Weight(_GroupedWeight):
     """w = scale * q, q in -128..127, a scale (float16) for each group of 32 inputs."""
@@ -177,9 +183,6 @@ class Int8Weight(_GroupedWeight):
 
     def _numbers(self, quants: Tensor) -> Tensor:
         return quants.flatten(-2).float() - 128
-
-    def to(self, device: torch.device | str) -> Int8Weight:
-        return Int8Weight(self.storage.to(device), *self.shape)
 
 
 def weight_from_tensors(kind: str, shape: tuple[int, int], tensors: dict[str, Tensor]) -> Weight:

@@ -28,10 +28,11 @@ static int64_t first_group(const linear_args *a, int64_t row) {
   return row / TALL * TALL * (a->inputs / GROUP) + row % TALL;
 }
 
-static int grouped(const linear_args *a) { return a->kind == INT4 || a->kind == INT8; }
+static int grouped(const linear_args *a) { return is_grouped(a->kind); }
 
-static void round_row(const float *x, rounded *to, int64_t rows, int64_t groups) {
-  for (int64_t g = 0; g < groups; g++, to += rows, x += GROUP) {
+/* A row in groups, each `rows` behind the one before it. */
+INLINE void round_row(const float *x, rounded *to, int64_t rows, int64_t groups, int bytes) {
+  for (int64_t g = 0; g < groups; g++, to = (rounded *)rounded_at(to, rows, bytes), x += GROUP) {
     vf largest = vf_zero(), total = vf_zero();
     for (int i = 0; i < GROUP; i += VL) {
       const vf v = vf_load(x + i);
@@ -43,16 +44,25 @@ static void round_row(const float *x, rounded *to, int64_t rows, int64_t groups)
     vf sum = vf_zero(); /* of integers below 2^24: exact */
     for (int i = 0; i < GROUP; i += VL) {
       const vf v = vf_mul(vf_load(x + i), inverse);
-      const vf high = vf_round_to_int8(to->q[0] + i, v), rest = vf_mul(vf_sub(v, high), vf_set1(256));
-      const vf low = vf_round_to_int8(to->q[1] + i, rest);
+      const vf high = vf_round_to_int8(to->q[0] + i, v);
+      if (bytes == 1) {
+        sum = vf_add(high, sum);
+        continue;
+      }
+      const vf low = vf_round_to_int8(to->q[1] + i, vf_mul(vf_sub(v, high), vf_set1(256)));
       sum = vf_add(vf_fma(high, vf_set1(256), low), sum);
     }
-    join_parts(to);
+    if (bytes == 2) join_parts(to);
     to->sum = (int32_t)vf_sum(sum);
     /* a NaN or an infinity must not vanish in the rounding */
-    to->scale = m * (1.0f / (127 * 256)) + 0.0f * vf_sum(total);
+    to->scale = m * (bytes == 1 ? 1.0f / 127 : 1.0f / (127 * 256)) + 0.0f * vf_sum(total);
     to->scaled_sum = to->scale * (float)to->sum;
   }
+}
+
+static void round_to_bytes(const linear_args *a, const float *x, rounded *to, int64_t rows) {
+  if (activation_bytes(a->kind) == 1) round_row(x, to, rows, a->inputs / GROUP, 1);
+  else round_row(x, to, rows, a->inputs / GROUP, 2);
 }
 
 /* The row that the product multiplies: x itself, or what the norm or the gate makes of it in `scratch`. */
@@ -78,25 +88,26 @@ static void finish_rows(const linear_args *a) {
   team_barrier();
 }
 
-/* One block of 16 outputs for `rows` rows from `row` on. `rows` and `bits` are constants where this is called. */
+/* One block of 16 outputs for `rows` rows from `row` on. `rows`, `bits` and `bytes` are constants where this is called. */
 INLINE void grouped_tile(const linear_args *a, const rounded *x, const uint8_t *p, int64_t block, int64_t row, int rows,
-                         int bits) {
+                         int bits, int bytes) {
   f16x acc[TALL];
   UNROLL_ROWS for (int m = 0; m < rows; m++) acc[m] = f16x_zero();
-  x += first_group(a, row);
-  for (int64_t g = 0; g < a->inputs / GROUP; g++, x += rows) {
+  x = rounded_at(x, first_group(a, row), bytes);
+  for (int64_t g = 0; g < a->inputs / GROUP; g++, x = rounded_at(x, rows, bytes)) {
     f16x dots[TALL];
     for (int l = 0; l < (bits == 4 ? BYTES4 : BYTES8); l += 64) __builtin_prefetch(p + AHEAD + l, 0, 1);
-    const group w = bits == 4 ? unpack4(p) : unpack8(p);
+    const group w = bits == 4 ? unpack4(p, bytes) : unpack8(p, bytes);
     const f16x scale = f16x_load_f16(p + (bits == 4 ? 256 : 512));
     /* Where registers are few, the sums of some rows wait in memory: GCC would move them and the products' about. */
     if (VL == 8 && rows > 3 && rows < TALL) UNROLL_ROWS for (int m = 0; m < rows; m++) __asm__("" : "+m"(acc[m]));
-    group_dots(&w, x, rows, bits, dots);
+    group_dots(&w, x, rows, bits, bytes, dots);
     UNROLL_ROWS for (int m = 0; m < rows; m++)
-      acc[m] = f16x_fma(dots[m], f16x_fma1(scale, x[m].scale, f16x_zero()), acc[m]);
+      acc[m] = f16x_fma(dots[m], f16x_fma1(scale, rounded_at(x, m, bytes)->scale, f16x_zero()), acc[m]);
     if (bits == 4) {
       const f16x minimum = f16x_load_f16(p + 288);
-      UNROLL_ROWS for (int m = 0; m < rows; m++) acc[m] = f16x_fma1(minimum, x[m].scaled_sum, acc[m]);
+      UNROLL_ROWS for (int m = 0; m < rows; m++)
+        acc[m] = f16x_fma1(minimum, rounded_at(x, m, bytes)->scaled_sum, acc[m]);
     }
     p += bits == 4 ? BYTES4 : BYTES8;
   }
@@ -106,28 +117,31 @@ INLINE void grouped_tile(const linear_args *a, const rounded *x, const uint8_t *
   linear_finish(a, tile[0], BLOCK, row, rows, first, left < BLOCK ? left : BLOCK);
 }
 
-INLINE void grouped_block(const linear_args *a, const rounded *x, int64_t block, span_of_rows of, int bits) {
+INLINE void grouped_block(const linear_args *a, const rounded *x, int64_t block, span_of_rows of, int bits,
+                          int bytes) {
   const uint8_t *p = (const uint8_t *)a->weight + block * (a->inputs / GROUP) * (bits == 4 ? BYTES4 : BYTES8);
   int64_t row = of.first;
-  for (; row + TALL <= of.last; row += TALL) grouped_tile(a, x, p, block, row, TALL, bits);
+  for (; row + TALL <= of.last; row += TALL) grouped_tile(a, x, p, block, row, TALL, bits, bytes);
   switch (of.last - row) {
-    case 1: grouped_tile(a, x, p, block, row, 1, bits); break;
-    case 2: grouped_tile(a, x, p, block, row, 2, bits); break;
-    case 3: grouped_tile(a, x, p, block, row, 3, bits); break;
-    case 4: grouped_tile(a, x, p, block, row, 4, bits); break;
-    case 5: grouped_tile(a, x, p, block, row, 5, bits); break;
-    case 6: grouped_tile(a, x, p, block, row, 6, bits); break;
-    case 7: grouped_tile(a, x, p, block, row, 7, bits); break;
+    case 1: grouped_tile(a, x, p, block, row, 1, bits, bytes); break;
+    case 2: grouped_tile(a, x, p, block, row, 2, bits, bytes); break;
+    case 3: grouped_tile(a, x, p, block, row, 3, bits, bytes); break;
+    case 4: grouped_tile(a, x, p, block, row, 4, bits, bytes); break;
+    case 5: grouped_tile(a, x, p, block, row, 5, bits, bytes); break;
+    case 6: grouped_tile(a, x, p, block, row, 6, bits, bytes); break;
+    case 7: grouped_tile(a, x, p, block, row, 7, bits, bytes); break;
     default: break;
   }
 }
 
-static void grouped_block4(const linear_args *a, const rounded *x, int64_t block, span_of_rows of) {
-  grouped_block(a, x, block, of, 4);
-}
-static void grouped_block8(const linear_args *a, const rounded *x, int64_t block, span_of_rows of) {
-  grouped_block(a, x, block, of, 8);
-}
+#define GROUPED_BLOCK(name, bits, bytes) \
+  static void name(const linear_args *a, const rounded *x, int64_t block, span_of_rows of) { \
+    grouped_block(a, x, block, of, bits, bytes); \
+  }
+GROUPED_BLOCK(grouped_block4, 4, 2)
+GROUPED_BLOCK(grouped_block8, 8, 2)
+GROUPED_BLOCK(grouped_block4_by_bytes, 4, 1)
+GROUPED_BLOCK(grouped_block8_by_bytes, 8, 1)
 
 /* The most threads that share a parallel region, each of which makes rows in memory of its own. */
 static int64_t most_threads(const linear_args *a) { return a->threads > 1 ? a->threads : 1; }
@@ -135,7 +149,7 @@ static int64_t most_threads(const linear_args *a) { return a->threads > 1 ? a->t
 /* Bytes of a row as it is multiplied, of those that are made first; of all rows. */
 static size_t row_bytes(const linear_args *a) {
   const size_t k = (size_t)a->inputs;
-  return grouped(a) ? k / GROUP * sizeof(rounded) : k * (bf16_applies(a) ? sizeof(uint16_t) : sizeof(float));
+  return grouped(a) ? k / GROUP * (size_t)rounded_size(activation_bytes(a->kind)) : k * (bf16_applies(a) ? sizeof(uint16_t) : sizeof(float));
 }
 static size_t rows_bytes(const linear_args *a) {
   const size_t bytes = (size_t)a->rows * row_bytes(a) + (bf16_in_tiles(a) ? BF16_BEHIND : 0);
@@ -173,10 +187,11 @@ static void prepare(const linear_args *a, int64_t row, char *memory, float *scra
     const float *x = prologue(a, row, scratch);
     if (amx_applies(a)) {
       rounded *own = (rounded *)(scratch + k);
-      round_row(x, own, 1, k / GROUP);
+      round_to_bytes(a, x, own, 1);
       amx_lay_row(a, own, row, memory);
     } else {
-      round_row(x, (rounded *)memory + first_group(a, row), tile_rows(a, row), k / GROUP);
+      const rounded *to = rounded_at((const rounded *)memory, first_group(a, row), activation_bytes(a->kind));
+      round_to_bytes(a, x, (rounded *)to, tile_rows(a, row));
     }
   } else if (bf16_applies(a)) {
     const int64_t beside = rows_interleaved(a), first = row / beside * beside;
@@ -234,8 +249,13 @@ static void multiply(const linear_args *a, int64_t begin, int64_t end, const cha
       continue;
     }
     for (int64_t b = begin; b < end; b++) {
-      if (a->kind == INT4) grouped_block4(a, (const rounded *)memory, b, of);
-      else grouped_block8(a, (const rounded *)memory, b, of);
+      const rounded *own = (const rounded *)memory;
+      switch (a->kind) {
+        case INT4: grouped_block4(a, own, b, of); break;
+        case INT8: grouped_block8(a, own, b, of); break;
+        case INT4_BY_BYTES: grouped_block4_by_bytes(a, own, b, of); break;
+        default: grouped_block8_by_bytes(a, own, b, of); break;
+      }
     }
   }
   if (bytes || pairs_in_tiles) end_tiles();

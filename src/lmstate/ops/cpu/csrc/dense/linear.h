@@ -8,7 +8,12 @@
  * beside these. */
 enum { LINEAR_SCRATCH = 32, LINEAR_ROOM = 24 * 1024 };
 
-enum { INT8 = 3, INT4 = 4, BFLOAT12 = 5 }; /* beside the kinds of floats */
+/* Beside the kinds of floats. The last two are stored as those before, and multiply activations of one byte instead of
+ * two. */
+enum { INT8 = 3, INT4 = 4, BFLOAT12 = 5, INT8_BY_BYTES = 6, INT4_BY_BYTES = 7 };
+static inline int is_grouped(int64_t kind) { return kind == INT8 || kind == INT4 || kind >= INT8_BY_BYTES; }
+static inline int weight_bits(int64_t kind) { return kind == INT4 || kind == INT4_BY_BYTES ? 4 : 8; }
+static inline int activation_bytes(int64_t kind) { return kind >= INT8_BY_BYTES ? 1 : 2; }
 /* Of a group of 16 outputs: their integers and scales, and of INT4 their minimums. */
 enum { BYTES4 = 320, BYTES8 = 544 };
 

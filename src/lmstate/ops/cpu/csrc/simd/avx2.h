@@ -99,7 +99,8 @@ INLINE vf vf_round_to_int8(int8_t *out, vf x) { /* to nearest even, -127..127; a
 
 /* Sixteen outputs of a quantized block: two halves of eight. */
 typedef struct { __m256 lo, hi; } f16x;
-/* Inputs 4q, 4q + 2 (parity 0) and 4q + 1, 4q + 3 (1) of sixteen outputs, two halves of eight, as 16 bits. */
+/* Of activations of two bytes: inputs 4q, 4q + 2 (parity 0) and 4q + 1, 4q + 3 (1) of sixteen outputs, two halves of
+ * eight, as 16 bits. Of one byte: inputs 4q..4q + 3 as bytes (parity 0), without a sign for 4 bits, with one for 8. */
 typedef struct { __m256i w[GROUP / 4][2][2]; } group;
 
 INLINE f16x f16x_zero(void) { f16x r = {_mm256_setzero_ps(), _mm256_setzero_ps()}; return r; }
@@ -118,12 +119,17 @@ INLINE f16x f16x_fma(f16x a, f16x b, f16x c) {
 }
 INLINE void f16x_store(float *p, f16x x) { _mm256_storeu_ps(p, x.lo); _mm256_storeu_ps(p + 8, x.hi); }
 
-INLINE group unpack4(const uint8_t *p) {
+INLINE group unpack4(const uint8_t *p, int bytes) {
   group g;
-  const __m256i low = _mm256_set1_epi16(15);
+  const __m256i low = bytes == 1 ? _mm256_set1_epi8(15) : _mm256_set1_epi16(15);
   UNROLL for (int q = 0; q < GROUP / 4; q += 2)
     UNROLL for (int half = 0; half < 2; half++) {
       const __m256i b = _mm256_loadu_si256((const __m256i *)(p + 32 * q + 32 * half));
+      if (bytes == 1) {
+        g.w[q][0][half] = _mm256_and_si256(b, low);
+        g.w[q + 1][0][half] = _mm256_and_si256(_mm256_srli_epi16(b, 4), low);
+        continue;
+      }
       g.w[q][0][half] = _mm256_and_si256(b, low);
       g.w[q][1][half] = _mm256_and_si256(_mm256_srli_epi16(b, 8), low);
       g.w[q + 1][0][half] = _mm256_and_si256(_mm256_srli_epi16(b, 4), low);
@@ -131,11 +137,15 @@ INLINE group unpack4(const uint8_t *p) {
     }
   return g;
 }
-INLINE group unpack8(const uint8_t *p) {
+INLINE group unpack8(const uint8_t *p, int bytes) {
   group g;
   UNROLL for (int q = 0; q < GROUP / 4; q++)
     UNROLL for (int half = 0; half < 2; half++) {
       const __m256i b = _mm256_loadu_si256((const __m256i *)(p + 64 * q + 32 * half));
+      if (bytes == 1) {
+        g.w[q][0][half] = _mm256_xor_si256(b, _mm256_set1_epi8(-128));
+        continue;
+      }
       g.w[q][0][half] = _mm256_and_si256(b, _mm256_set1_epi16(255));
       g.w[q][1][half] = _mm256_srli_epi16(b, 8);
     }
@@ -166,21 +176,46 @@ INLINE void quad_dots(const group *g, const rounded *x, int q, int rows, __m256i
       }
     }
 }
+/* The same of activations of one byte. Pairs of products are added in 16 bits, with saturation that they never reach:
+ * with weights of 4 bits all 16 of a group make 16 * 15 * 127 at most, and stay in 16 bits; with weights of 8 bits a pair
+ * makes 2 * 128 * 127, after the weight's sign went to the activation, and goes to 32 bits at once. */
+INLINE void quad_byte_dots(const group *g, const rounded *x, int q, int rows, int bits, __m256i (*sums)[2]) {
+  UNROLL for (int m = 0; m < rows; m++) {
+    int32_t four;
+    memcpy(&four, rounded_at(x, m, 1)->q[0] + 4 * q, 4);
+    const __m256i quad = _mm256_set1_epi32(four);
+    UNROLL for (int half = 0; half < 2; half++) {
+      const __m256i w = g->w[q][0][half];
+      if (bits == 4) {
+        sums[m][half] = _mm256_add_epi16(sums[m][half], _mm256_maddubs_epi16(w, quad));
+      } else {
+        const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(quad, w));
+        sums[m][half] = _mm256_add_epi32(sums[m][half], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+      }
+      __asm__("" : "+x"(sums[m][half])); /* as above */
+    }
+  }
+}
 /* For each row, the sums of a group's products with each output's integers, of which 128 is the zero where they have 8
- * bits: exact, then a float. `rows` and `bits` are constants where this is called. */
-INLINE void group_dots(const group *g, const rounded *x, int rows, int bits, f16x *out) {
+ * bits: exact, then a float. `rows`, `bits` and `bytes`, of an activation, are constants where this is called. */
+INLINE void group_dots(const group *g, const rounded *x, int rows, int bits, int bytes, f16x *out) {
   UNROLL for (int first = 0; first < rows; first += TOGETHER) {
     const int count = rows - first < TOGETHER ? rows - first : TOGETHER;
+    const rounded *own = rounded_at(x, first, bytes);
     __m256i sums[TOGETHER][2];
     UNROLL for (int m = 0; m < count; m++) sums[m][0] = sums[m][1] = _mm256_setzero_si256();
-    if (rows < TOGETHER) /* weights need not go through memory */
-      UNROLL for (int q = 0; q < GROUP / 4; q++) quad_dots(g, x + first, q, count, sums);
+    if (bytes == 1)
+      UNROLL for (int q = 0; q < GROUP / 4; q++) quad_byte_dots(g, own, q, count, bits, sums);
+    else if (rows < TOGETHER) /* weights need not go through memory */
+      UNROLL for (int q = 0; q < GROUP / 4; q++) quad_dots(g, own, q, count, sums);
     else
-      _Pragma("GCC unroll 1") for (int q = 0; q < GROUP / 4; q++) quad_dots(g, x + first, q, count, sums);
-    UNROLL for (int m = 0; m < count; m++) {
-      const __m256i zero = _mm256_set1_epi32(bits == 8 ? 128 * x[first + m].sum : 0);
-      out[first + m].lo = _mm256_cvtepi32_ps(_mm256_sub_epi32(sums[m][0], zero));
-      out[first + m].hi = _mm256_cvtepi32_ps(_mm256_sub_epi32(sums[m][1], zero));
-    }
+      _Pragma("GCC unroll 1") for (int q = 0; q < GROUP / 4; q++) quad_dots(g, own, q, count, sums);
+    UNROLL for (int m = 0; m < count; m++)
+      UNROLL for (int half = 0; half < 2; half++) {
+        __m256i sum = sums[m][half];
+        if (bytes == 1 && bits == 4) sum = _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
+        if (bytes == 2 && bits == 8) sum = _mm256_sub_epi32(sum, _mm256_set1_epi32(128 * own[m].sum));
+        *(half ? &out[first + m].hi : &out[first + m].lo) = _mm256_cvtepi32_ps(sum);
+      }
   }
 }

@@ -103,8 +103,9 @@ INLINE f16x f16x_fma1(f16x a, float b, f16x c) { return _mm512_fmadd_ps(a, _mm51
 INLINE f16x f16x_fma(f16x a, f16x b, f16x c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE void f16x_store(float *p, f16x x) { _mm512_storeu_ps(p, x); }
 
-INLINE group unpack4(const uint8_t *p) {
+INLINE group unpack4(const uint8_t *p, int bytes) {
   group g;
+  (void)bytes;
   const __m512i low = _mm512_set1_epi8(15);
   UNROLL for (int j = 0; j < 4; j++) {
     __m512i b = _mm512_loadu_si512(p + 64 * j);
@@ -113,28 +114,32 @@ INLINE group unpack4(const uint8_t *p) {
   }
   return g;
 }
-INLINE group unpack8(const uint8_t *p) {
+INLINE group unpack8(const uint8_t *p, int bytes) {
   group g;
+  (void)bytes;
   UNROLL for (int j = 0; j < 8; j++) g.w[j] = _mm512_loadu_si512(p + 64 * j);
   return g;
 }
 INLINE void join_parts(rounded *x) { (void)x; }
 /* For each row, the sums of a group's products with each output's integers, of which 128 is the zero where they have 8
  * bits: exact, then a float. Rows are the inner loop and each byte has sums of its own: one alone would wait for
- * itself. `rows` and `bits` are constants where this is called. */
-INLINE void group_dots(const group *g, const rounded *x, int rows, int bits, f16x *out) {
+ * itself. `rows`, `bits` and `bytes`, of an activation, are constants where this is called. */
+INLINE void group_dots(const group *g, const rounded *x, int rows, int bits, int bytes, f16x *out) {
   __m512i high[8], low[8];
   UNROLL for (int m = 0; m < rows; m++) high[m] = low[m] = _mm512_setzero_si512();
   UNROLL for (int j = 0; j < GROUP / 4; j++)
     UNROLL for (int m = 0; m < rows; m++) {
+      const rounded *own = rounded_at(x, m, bytes);
       int32_t q[2];
-      memcpy(q, x[m].q[0] + 4 * j, 4), memcpy(q + 1, x[m].q[1] + 4 * j, 4);
+      memcpy(q, own->q[0] + 4 * j, 4);
       high[m] = _mm512_dpbusd_epi32(high[m], g->w[j], _mm512_set1_epi32(q[0]));
+      if (bytes == 1) continue;
+      memcpy(q + 1, own->q[1] + 4 * j, 4);
       low[m] = _mm512_dpbusd_epi32(low[m], g->w[j], _mm512_set1_epi32(q[1]));
     }
   UNROLL for (int m = 0; m < rows; m++) {
-    __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high[m], 8), low[m]);
-    if (bits == 8) sum = _mm512_sub_epi32(sum, _mm512_set1_epi32(128 * x[m].sum));
+    __m512i sum = bytes == 1 ? high[m] : _mm512_add_epi32(_mm512_slli_epi32(high[m], 8), low[m]);
+    if (bits == 8) sum = _mm512_sub_epi32(sum, _mm512_set1_epi32(128 * rounded_at(x, m, bytes)->sum));
     out[m] = _mm512_cvtepi32_ps(sum);
   }
 }

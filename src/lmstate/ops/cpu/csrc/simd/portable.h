@@ -90,8 +90,9 @@ INLINE f16x f16x_fma(f16x a, f16x b, f16x c) {
 }
 INLINE void f16x_store(float *p, f16x x) { memcpy(p, x.v, 64); }
 
-INLINE group unpack4(const uint8_t *p) {
+INLINE group unpack4(const uint8_t *p, int bytes) {
   group g;
+  (void)bytes;
   for (int j = 0; j < 4; j++)
     for (int i = 0; i < 64; i++) {
       g.w[128 * j + i] = p[64 * j + i] & 15;
@@ -99,20 +100,25 @@ INLINE group unpack4(const uint8_t *p) {
     }
   return g;
 }
-INLINE group unpack8(const uint8_t *p) {
+INLINE group unpack8(const uint8_t *p, int bytes) {
   group g;
+  (void)bytes;
   memcpy(g.w, p, 512);
   return g;
 }
 INLINE void join_parts(rounded *x) { (void)x; }
 /* For each row, the sums of a group's products with each output's integers, of which 128 is the zero where they have 8
- * bits: exact, then a float. */
-INLINE void group_dots(const group *g, const rounded *x, int rows, int bits, f16x *out) {
-  for (int m = 0; m < rows; m++)
+ * bits: exact, then a float. `bytes`: of an activation. */
+INLINE void group_dots(const group *g, const rounded *x, int rows, int bits, int bytes, f16x *out) {
+  for (int m = 0; m < rows; m++) {
+    const rounded *own = rounded_at(x, m, bytes);
     for (int n = 0; n < 16; n++) {
-      int32_t sum = bits == 4 ? 0 : -128 * x[m].sum;
-      for (int i = 0; i < GROUP; i++)
-        sum += g->w[64 * (i / 4) + 4 * n + i % 4] * (256 * x[m].q[0][i] + x[m].q[1][i]);
+      int32_t sum = bits == 4 ? 0 : -128 * own->sum;
+      for (int i = 0; i < GROUP; i++) {
+        const int32_t q = bytes == 1 ? own->q[0][i] : 256 * own->q[0][i] + own->q[1][i];
+        sum += g->w[64 * (i / 4) + 4 * n + i % 4] * q;
+      }
       out[m].v[n] = (float)sum;
     }
+  }
 }

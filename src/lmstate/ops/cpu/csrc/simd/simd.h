@@ -56,14 +56,19 @@ INLINE uint16_t float_to_f16_bits(float f) { /* round to nearest even */
   return (uint16_t)(sign | ((u - 0x38000000u + 0xfffu + ((u >> 13) & 1)) >> 13));
 }
 
-/* A group of 32 activations in 16 bits: x = scale * (256 q[0] + q[1]), a product for each byte. */
+/* A group of 32 activations in one byte each, x = scale * q[0], or in two, x = scale * (256 q[0] + q[1]), a product for
+ * each byte. The second is left out of memory where there is one: groups lie `rounded_size` apart. */
 enum { GROUP = 32 };
 typedef struct {
-  int8_t q[2][GROUP]; /* q[1] is never -128, whose negative is no int8 */
-  int32_t sum;        /* of 256 q[0] + q[1] */
+  int32_t sum; /* of the integers */
   float scale;
-  float scaled_sum; /* what the weights' minimum multiplies */
+  float scaled_sum;   /* what the weights' minimum multiplies */
+  int8_t q[2][GROUP]; /* -127..127 */
 } rounded;
+INLINE int64_t rounded_size(int bytes) { return (int64_t)sizeof(rounded) - (2 - bytes) * GROUP; }
+INLINE const rounded *rounded_at(const rounded *x, int64_t group, int bytes) {
+  return (const rounded *)((const char *)x + group * rounded_size(bytes));
+}
 
 /* Where input i of a span of bfloat12.h lies in it: so that bytes which are put side by side, and then taken apart by
  * parity, come in order. */
