@@ -95,6 +95,7 @@ class Architecture:
     `eps`: what the config calls the number that norms add; that of layer norms has a key of its own in the file.
     `hybrid`: not every layer has attention or a feed-forward part; their counts may be 0.
     `varied`: they differ from layer to layer, which `extra` sorts out.
+    `also`: the other model types that `extra` may make of it.
     `extra(metadata, prefix, config, tensors)` adds what only this architecture has to the config.
     """
 
@@ -111,6 +112,7 @@ class Architecture:
     eps: str = "rms_norm_eps"
     hybrid: bool = False
     varied: bool = False
+    also: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

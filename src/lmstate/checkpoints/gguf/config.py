@@ -73,7 +73,12 @@ def _phi3(metadata: Config, prefix: str, config: dict[str, Any], tensors: dict[s
 
 ARCHITECTURES = {
     "llama": Architecture(  # Mixtral too
-        "llama", "LlamaForCausalLM", {**STANDARD, **EXPERTS, "ffn_gate_inp": "mlp.gate"}, paired=True, extra=_llama
+        "llama",
+        "LlamaForCausalLM",
+        {**STANDARD, **EXPERTS, "ffn_gate_inp": "mlp.gate"},
+        paired=True,
+        extra=_llama,
+        also=("mixtral",),
     ),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", {**STANDARD, **HEAD_NORMS}, extra=_attention_bias),

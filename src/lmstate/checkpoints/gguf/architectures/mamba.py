@@ -237,6 +237,7 @@ HYBRIDS = {
         "MambaForCausalLM",
         {"attn_norm": "norm", **_space("mixer")},
         extra=_mamba_config,
+        also=("falcon_mamba",),
         whole=_space_whole("mixer", heads=False),
         outside=BACKBONE,
         layers="backbone.layers",

@@ -149,6 +149,7 @@ WINDOWS_AND_LATENTS = {
             "attn_v_b": "self_attn.v_b_proj",
             "attn_output": "self_attn.o_proj",
         },
+        also=("deepseek_v3",),
         extra=_deepseek2,
         whole={"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
     ),
