@@ -18,6 +18,7 @@ def blocks(format_: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
     numbers, nbytes = gguf.GGML_QUANT_SIZES[form]
     raw = np.random.default_rng(seed).integers(0, 256, (rows * columns // numbers, nbytes), dtype=np.uint8)
     halves = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2)}
+    halves |= {"TQ1_0": (52,), "TQ2_0": (64,), "IQ1_M": (54,)}
     for at in halves.get(format_, (0, 2) if format_ in ("Q4_K", "Q5_K") else (0,)):
         raw[:, at + 1] = raw[:, at + 1] & 0x83 | 0x20  # exponents from 8 to 11 of 31: scales near 0.01
     return raw.reshape(rows, -1)

@@ -1,4 +1,5 @@
 import struct
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -7,6 +8,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import lmstate
+from lmstate.checkpoints.gguf import reader
 from lmstate.checkpoints.gguf.blocks import FORMATS, take_apart
 from lmstate.checkpoints.gguf.source import GgufSource
 from lmstate.checkpoints.loader import WeightLoader
@@ -15,6 +18,7 @@ from lmstate.errors import ModelError
 from lmstate.models.families import build
 from tests.files import ggufs
 
+EXACT = ("Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q8_0", "MXFP4", "Q1_0", "TQ1_0", "TQ2_0")
 QUANTIZED = [name for name, form in FORMATS.items() if form.dtype is None]
 
 
@@ -28,9 +32,70 @@ def test_table_of_formats_is_that_of_the_gguf_package():
 def test_taken_apart_equals_dequantized(format_):
     raw = ggufs.blocks(format_, 5, 512)
     numbers = take_apart(torch.from_numpy(raw), format_, 512)
-    assert isinstance(numbers, GroupedQuant) == (format_ in ("Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q8_0", "MXFP4"))
+    assert isinstance(numbers, GroupedQuant) == (format_ in EXACT)
     floats = numbers.dequantize() if isinstance(numbers, GroupedQuant) else numbers
-    assert torch.equal(floats, torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[format_])))
+    if format_ == "Q1_0":  # gguf has no dequantization of it
+        scale = raw.reshape(-1, 18)[:, :2].copy().view(np.float16).astype(np.float32)
+        bits = np.unpackbits(raw.reshape(-1, 18)[:, 2:], axis=1, bitorder="little")
+        expected = np.where(bits == 1, scale, -scale).reshape(5, 512)
+    else:
+        expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[format_])
+    assert torch.equal(floats, torch.from_numpy(expected))
+
+
+def test_formats_that_are_not_computed_on_are_told(tmp_path, caplog):
+    tensors = ggufs.llama_tensors() | {"blk.0.attn_output.weight": (ggufs.blocks("IQ4_NL", 64, 128), "IQ4_NL")}
+    path = ggufs.write(tmp_path / "a.gguf", tensors=tensors)
+    with caplog.at_level("INFO", logger="lmstate.checkpoints.hub"):
+        model = lmstate.load(path)
+    told = "1 matrices of IQ4_NL are dequantized and held as int8, the nearest storage"
+    assert model.notes == (told,) and told in caplog.text
+    assert model.blocks[0].mixer.out.kind == "int8"
+
+
+# -- a model in several files
+
+
+def split(folder: Path, count: int, no_tensors_first: bool = False) -> list[Path]:
+    """The model of `ggufs.write` in several files, as llama.cpp's tool writes them."""
+    tensors = list(ggufs.llama_tensors().items())
+    names, paths = reader.part_names(f"m-00001-of-{count:05d}.gguf"), []
+    for part, name in enumerate(names):
+        mine = tensors[part - no_tensors_first :: count - no_tensors_first] if part >= no_tensors_first else []
+        said = {"split.no": part, "split.count": count, "split.tensors.count": len(tensors)}
+        paths.append(ggufs.write(folder / name, metadata=said, tensors=dict(mine)))
+    return paths
+
+
+@pytest.mark.parametrize("no_tensors_first", [False, True])
+def test_a_model_in_several_files_is_the_model_in_one(tmp_path, no_tensors_first):
+    whole = lmstate.load(ggufs.write(tmp_path / "whole.gguf"), weights="float32")([[1, 2, 3]])
+    for path in split(tmp_path, 3, no_tensors_first):
+        for _ in range(2):  # the second time through the cache
+            assert torch.equal(lmstate.load(path, weights="float32")([[1, 2, 3]]), whole)
+
+
+def test_parts_that_are_missing_are_named(tmp_path):
+    first, second, third = split(tmp_path, 3)
+    second.unlink()
+    for path in (first, third):
+        with pytest.raises(FileNotFoundError, match=r"one of 3 files.* lacks m-00002-of-00003\.gguf"):
+            lmstate.load(path)
+
+
+def test_files_that_are_no_parts_of_one_model_are_refused(tmp_path):
+    first, second, third = split(tmp_path, 3)
+    second.write_bytes(third.read_bytes())
+    with pytest.raises(ModelError, match=r"says that it is part 2 .*says 1 of 3"):
+        lmstate.load(first)
+    alone = tmp_path / "renamed.gguf"
+    alone.write_bytes(third.read_bytes())
+    with pytest.raises(ModelError, match=r"part 2 .* of 3"):
+        lmstate.load(alone)
+    two = split(tmp_path, 2)
+    ggufs.write(two[1], metadata={"split.no": 1, "split.count": 2})
+    with pytest.raises(ModelError, match="two of its files have a tensor"):
+        lmstate.load(two[0])
 
 
 def undo(weight: np.ndarray, heads: int) -> np.ndarray:

@@ -161,3 +161,21 @@ def test_generation_defaults_are_read(generation, config, expected):
 def test_generation_defaults_that_make_no_sense_are_refused(bad):
     with pytest.raises(ModelError, match=next(iter(bad))):
         hub.generation_defaults(bad, {})
+
+
+@pytest.mark.parametrize("file", ["m.gguf", "m-00002-of-00003.gguf", "Q4/m-00001-of-00002.gguf"])
+def test_all_the_files_of_a_model_on_the_hub_are_fetched(monkeypatch, tmp_path, file):
+    import huggingface_hub
+
+    asked = []
+
+    def download(repository, name):
+        asked.append((repository, name))
+        return str(tmp_path / name)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    assert hub.resolve(f"who/what/{file}") == tmp_path / file
+    wanted = {"m.gguf": ["m.gguf"]}.get(file) or [
+        f"{file[:-19]}{part:05d}-of-{file[-10:]}" for part in range(1, int(file[-6]) + 1)
+    ]
+    assert asked == [("who/what", each) for each in wanted]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from lmstate.checkpoints.config import Config
+from lmstate.checkpoints.gguf.reader import part_names
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.open import open_cached
 from lmstate.errors import ModelError
@@ -24,6 +26,7 @@ from lmstate.text.tokenizer import Tokenizer
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 DOWNLOAD_SECONDS = 1800
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ def resolve(name: str | os.PathLike[str]) -> Path:
     """The directory or .gguf file that a name stands for, downloaded if need be.
 
     An alias (`aliases()`), a path that exists, a Hub id `organization/model`, or one .gguf file of a Hub repository,
-    `organization/model/file.gguf`. Raises `FileNotFoundError` for a name
+    `organization/model/file.gguf` (all the files of a model that is split). Raises `FileNotFoundError` for a name
     that is none of these, `ConnectionError` where a download is needed and impossible, `ModelError` for a damaged one.
     """
     try:
@@ -89,8 +92,9 @@ def resolve(name: str | os.PathLike[str]) -> Path:
     path = Path(text).expanduser()
     if text and path.exists():
         return path
-    repository, _, file = text.rpartition("/")
-    if path.suffix == ".gguf" and _looks_like_hub_id(repository):
+    organization, _, rest = text.partition("/")
+    repository, file = f"{organization}/{rest.partition('/')[0]}", rest.partition("/")[2]
+    if path.suffix == ".gguf" and file and _looks_like_hub_id(repository):
         return _fetch_from_hub(repository, file)
     if path.suffix != ".gguf" and _looks_like_hub_id(text):
         return _fetch_from_hub(text)
@@ -138,6 +142,8 @@ def open_checkpoint(
     tokenizer = Tokenizer(files, defaults["eos_token_id"]) if files is not None else None
     if tokenizer is not None:
         defaults["eos_token_id"] = sorted(tokenizer.eos_ids)
+    for line in source.conversions:
+        LOG.info("%s: %s", source.path, line)
     for note in source.notes:
         warnings.warn(f"{source.path}: {note}", UserWarning, stacklevel=2)
     return held, tokenizer, defaults
@@ -251,7 +257,10 @@ def _fetch_from_hub(name: str, file: str | None = None) -> Path:
 
     try:
         if file is not None:
-            return Path(huggingface_hub.hf_hub_download(name, file))
+            folder, _, last = file.rpartition("/")
+            parts = [f"{folder}/{part}" if folder else part for part in part_names(last)]
+            found = {part: Path(huggingface_hub.hf_hub_download(name, part)) for part in parts}
+            return found[file]
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=HUB_FILES))
     except errors.RemoteEntryNotFoundError as error:
         raise FileNotFoundError(f"the Hub's repository {name!r} has no file {file!r}") from error

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lmstate.checkpoints.conversion_cache import FORMAT
+from lmstate.checkpoints.gguf.reader import parts_of
 from lmstate.checkpoints.gguf.source import GgufSource
 from lmstate.checkpoints.source import Source
 from lmstate.errors import ModelError
@@ -41,7 +42,7 @@ def open_cached(path: Path, cache: Path | None) -> Source:
     """`open_source`, through the cache: a GGUF file that was opened before is not parsed again."""
     if cache is None or path.suffix != ".gguf" or not path.is_file():
         return open_source(path)
-    folder = cache / fingerprint([path])
+    folder = cache / fingerprint(parts_of(path))
     memory, tokenizer = folder / "memory.json", folder / "tokenizer.json"
     recalled = _recall(path, memory, tokenizer)
     if recalled is not None:

@@ -36,6 +36,7 @@ class Renamed:
         self.path = whole.path
         self.generation = whole.generation
         self.notes = whole.notes
+        self.conversions = whole.conversions
         self.config = config
         self._names: dict[str, str] = {}
         for name, there in pairs:

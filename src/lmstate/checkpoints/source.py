@@ -60,6 +60,11 @@ class Source(Protocol):
     generation: dict[str, Any]  # as in generation_config.json
     notes: tuple[str, ...]  # what the files leave out or have wrong, and what was guessed; a warning each
 
+    @property
+    def conversions(self) -> tuple[str, ...]:
+        """What is held in another storage than the files': a line of the log each."""
+        ...
+
     def names(self) -> frozenset[str]: ...
 
     def shape(self, name: str) -> tuple[int, ...]: ...

@@ -33,6 +33,7 @@ def model_rows(model: Model) -> list[tuple[str, str]]:
         ("weights", _weights(weights)),
         ("computes in", str(model.dtype).removeprefix("torch.")),
         ("suggested sampling", _sampling(model)),
+        *(("note", note) for note in model.notes),
     ]
 
 

@@ -66,6 +66,7 @@ class Model:
     name: str = ""
     eos_ids: frozenset[int] = frozenset()
     defaults: dict[str, Any] = field(default_factory=dict)  # sampling that the checkpoint's makers suggest
+    notes: tuple[str, ...] = ()  # what was guessed of the checkpoint, and what is held in another storage than its own
     _tokenizer: Tokenizer | None = None
     _fingerprint: str | None = None
     on_part: Callable[[int, int], None] | None = field(default=None, init=False)

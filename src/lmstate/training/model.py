@@ -25,7 +25,7 @@ from lmstate.state.kv.policies.per_layer import Policies
 from lmstate.training.streams import follow
 from lmstate.training.weights import Leaves, TrainableWeights
 
-OWN = ("name", "eos_ids", "defaults", "_tokenizer")
+OWN = ("name", "eos_ids", "defaults", "notes", "_tokenizer")
 """Fields that a build knows nothing of."""
 
 

@@ -27,6 +27,11 @@ class BlockFormat:
     # groups(blocks uint8 [B, nbytes]) -> q [B, numbers], scale float32 [B, numbers/32], minimum or None
 
     @property
+    def converted(self) -> bool:
+        """Whether its numbers are dequantized, and rounded again to the storage that comes closest."""
+        return self.dtype is None and self.groups is None
+
+    @property
     def dtype(self) -> torch.dtype | None:
         """The torch dtype, for formats that are plain floats."""
         return {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}.get(self.type_id)
@@ -89,6 +94,37 @@ def _mxfp4(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     return mxfp4.whole_numbers(_nibbles(blocks[:, 1:])), mxfp4.scale(blocks[:, :1]), None
 
 
+def _bits(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Q1_0: a sign each."""
+    shifts = torch.arange(8, dtype=torch.uint8)
+    q = ((blocks[:, 2:].unsqueeze(-1) >> shifts) & 1).flatten(1)
+    scale = _half(blocks, 0)
+    return q, _each_group(scale * 2, q), _each_group(-scale, q)
+
+
+def _tq2_0(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Ternary, four in a byte: the bytes' lowest two bits are the first 32 numbers of 128, and so on."""
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(1, 1, 4, 1)
+    q = ((blocks[:, :64].view(-1, 2, 1, 32) >> shifts) & 3).flatten(1)
+    return q, _each_group(_half(blocks, 64), q), _each_group(-_half(blocks, 64), q)
+
+
+def _tq1_0(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Ternary, five in a byte as digits of a fraction: 32 bytes, 16 bytes, and 4 bytes with four digits each."""
+    parts = []
+    for begin, end, digits in ((0, 32, 5), (32, 48, 5), (48, 52, 4)):
+        powers = torch.tensor([3**digit for digit in range(digits)], dtype=torch.int32).view(1, digits, 1)
+        shifted = (blocks[:, begin:end].to(torch.int32).unsqueeze(1) * powers) & 255
+        parts.append(((shifted * 3) >> 8).to(torch.uint8).flatten(1))
+    q = torch.cat(parts, dim=1)
+    return q, _each_group(_half(blocks, 52), q), _each_group(-_half(blocks, 52), q)
+
+
+def _each_group(value: Tensor, q: Tensor) -> Tensor:
+    """A number of a block, float32 [B, 1], for each of its groups."""
+    return value.repeat(1, q.shape[1] // GROUP)
+
+
 FORMATS = {
     "F32": BlockFormat(0, 1, 4, "float32"),
     "F16": BlockFormat(1, 1, 2, "float16"),
@@ -105,6 +141,17 @@ FORMATS = {
     "Q6_K": BlockFormat(14, 256, 210, "int8"),
     "IQ4_NL": BlockFormat(20, 32, 18, "int8"),
     "IQ4_XS": BlockFormat(23, 256, 136, "int8"),
+    "IQ1_S": BlockFormat(19, 256, 50, "int8"),
+    "IQ1_M": BlockFormat(29, 256, 56, "int8"),
+    "IQ2_XXS": BlockFormat(16, 256, 66, "int8"),
+    "IQ2_XS": BlockFormat(17, 256, 74, "int8"),
+    "IQ2_S": BlockFormat(22, 256, 82, "int8"),
+    "IQ3_XXS": BlockFormat(18, 256, 98, "int8"),
+    "IQ3_S": BlockFormat(21, 256, 110, "int8"),
+    "Q1_0": BlockFormat(41, 128, 18, "int4", _bits),
+    "TQ1_0": BlockFormat(34, 256, 54, "int4", _tq1_0),
+    "TQ2_0": BlockFormat(35, 256, 66, "int4", _tq2_0),
+    "NVFP4": BlockFormat(40, 64, 36, "int8"),
     "MXFP4": BlockFormat(39, 32, 17, "int8", _mxfp4),
 }
 

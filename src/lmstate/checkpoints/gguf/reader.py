@@ -6,8 +6,9 @@ whose smallest possible content is larger than the rest of the file, so time and
 
 from __future__ import annotations
 
+import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lmstate.files.mmap_file import MappedFile
 MOST_TENSORS, MOST_KEYS, MOST_ITEMS = 2**17, 2**16, 2**23
 MOST_DIMENSIONS, MOST_EXTENT = 4, 2**40
 STRING, ARRAY = 8, 9
+PART, MOST_PARTS = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf"), 4096
 # type id -> struct code: u8 i8 u16 i16 u32 i32 f32 bool, u64 i64 f64
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
@@ -29,6 +31,7 @@ class TensorPlace:
     shape: tuple[int, ...]
     format: str  # a key of gguf_blocks.FORMATS
     start: int  # byte offset from the beginning of the file
+    part: int = 0  # which of the files of a model that is split
 
     @property
     def nbytes(self) -> int:
@@ -40,7 +43,7 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class GgufContents:
-    """Header of a GGUF file: metadata and the places of its tensors."""
+    """Header of a GGUF file, or of the files of a model that is split: metadata and the places of the tensors."""
 
     metadata: dict[str, Any]
     tensors: dict[str, TensorPlace]
@@ -176,6 +179,49 @@ def check_places(tensors: dict[str, TensorPlace], file: MappedFile) -> None:
             )
 
 
-def open_gguf(path: Path) -> tuple[MappedFile, GgufContents]:
-    file = MappedFile(path)
-    return file, parse(file)
+def parts_of(path: Path) -> list[Path]:
+    """The files of a model, of which `path` is one: all of `NAME-00001-of-0000N.gguf`, or `path` alone.
+
+    Raises `FileNotFoundError` for parts that are missing.
+    """
+    match = PART.fullmatch(path.name)
+    if match is None or not 1 < int(match[3]) <= MOST_PARTS:
+        return [path]
+    parts = [path.with_name(name) for name in part_names(path.name)]
+    missing = [part.name for part in parts if not part.exists()]
+    if missing:
+        shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+        raise FileNotFoundError(f"{path} is one of {len(parts)} files of a model; {path.parent} lacks {shown}")
+    return parts
+
+
+def part_names(name: str) -> list[str]:
+    """The names of all the files of a model, of which `name` is one; itself alone where it is no part."""
+    match = PART.fullmatch(name)
+    if match is None or int(match[3]) > MOST_PARTS:
+        return [name]
+    return [f"{match[1]}-{index + 1:05d}-of-{match[3]}.gguf" for index in range(int(match[3]))]
+
+
+def open_gguf(path: Path) -> tuple[list[MappedFile], GgufContents]:
+    """Open a model: the file, or all the files of a model that is split, and what they hold together."""
+    files = [MappedFile(part) for part in parts_of(path)]
+    contents = [parse(file) for file in files]
+    for index, (file, each) in enumerate(zip(files, contents)):
+        number, count = each.metadata.get("split.no", 0), each.metadata.get("split.count", 0) or 1
+        if (number, count) != (index, len(files)):
+            raise ModelError(
+                f"{file.path} says that it is part {number} (from 0 on) of {count}, and its name says {index} of "
+                f"{len(files)}. Give the files of a split model their names back: NAME-00001-of-0000N.gguf"
+            )
+    tensors: dict[str, TensorPlace] = {}
+    for index, each in enumerate(contents):
+        for name, place in each.tensors.items():
+            if name in tensors:
+                raise ModelError(f"{path} is damaged: two of its files have a tensor named {name[:80]!r}")
+            tensors[name] = replace(place, part=index)
+    metadata = contents[0].metadata
+    told = metadata.get("split.tensors.count", len(tensors))
+    if len(files) > 1 and told != len(tensors):
+        raise ModelError(f"{path} is damaged: its files hold {len(tensors)} tensors, and should hold {told}")
+    return files, GgufContents(metadata, tensors)

@@ -14,7 +14,7 @@ from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.gguf.architecture import HeadTiling, TensorLocation
 from lmstate.checkpoints.gguf.blocks import FORMATS, take_apart
 from lmstate.checkpoints.gguf.config import ROPE_TENSORS, config_of, locate
-from lmstate.checkpoints.gguf.reader import GgufContents, TensorPlace, check_places, open_gguf
+from lmstate.checkpoints.gguf.reader import GgufContents, TensorPlace, check_places, open_gguf, parts_of
 from lmstate.checkpoints.gguf.tokenizer import generation_of, tokenizer_of
 from lmstate.checkpoints.source import GROUP, GroupedQuant, floats
 from lmstate.errors import ModelError
@@ -44,8 +44,8 @@ class GgufSource:
 
     @classmethod
     def open(cls, path: Path) -> GgufSource:
-        file, contents = open_gguf(path)
-        factors = {name: _floats(file, contents, name) for name in ROPE_TENSORS if name in contents.tensors}
+        files, contents = open_gguf(path)
+        factors = {name: _floats(files, contents, name) for name in ROPE_TENSORS if name in contents.tensors}
         config = config_of(contents, factors, str(path))
         metadata = Config(contents.metadata, str(path))
         tensors = locate(contents, config, str(path))
@@ -53,6 +53,16 @@ class GgufSource:
         tokenizer = tokenizer_of(metadata, notes)
         generation = generation_of(metadata, config["vocab_size"])
         return cls(path, config, generation, tensors, tokenizer, tuple(notes))
+
+    @cached_property
+    def conversions(self) -> tuple[str, ...]:
+        """A line for each format that is not computed on as it is."""
+        formats = [at.place.format for at in self._tensors.values() if len(at.place.shape) > 1]
+        converted = {form: FORMATS[form] for form in formats if FORMATS[form].converted}
+        return tuple(
+            f"{formats.count(name)} matrices of {name} are dequantized and held as {form.kind}, the nearest storage"
+            for name, form in converted.items()
+        )
 
     def names(self) -> frozenset[str]:
         return frozenset(self._tensors)
@@ -71,10 +81,10 @@ class GgufSource:
         )
         form = FORMATS[place.format]
         if form.dtype is not None:
-            numbers: Tensor | GroupedQuant = self._file.tensor(offset, shape, form.dtype)
+            numbers: Tensor | GroupedQuant = self._files[place.part].tensor(offset, shape, form.dtype)
         else:
             blocks = shape[-1] // form.numbers
-            raw = self._file.tensor(offset, (*shape[:-1], blocks * form.nbytes), torch.uint8)
+            raw = self._files[place.part].tensor(offset, (*shape[:-1], blocks * form.nbytes), torch.uint8)
             numbers = take_apart(raw, place.format, shape[-1])
             _check_finite(numbers, name, self.path)
             if isinstance(numbers, Tensor) or len(shape) != 2:
@@ -100,7 +110,7 @@ class GgufSource:
         return whole.reshape(located.shape)
 
     def key(self) -> str:
-        return fingerprint([self.path])
+        return fingerprint(parts_of(self.path))
 
     def tokenizer_files(self) -> TokenizerFiles | None:
         return self._tokenizer
@@ -109,7 +119,15 @@ class GgufSource:
         """JSON values that `from_json` reads: everything but the tokenizer."""
         tensors = {
             name: [
-                *(at.place.start, list(at.place.shape), at.place.format, at.expert, at.paired_heads, at.change),
+                *(
+                    at.place.part,
+                    at.place.start,
+                    list(at.place.shape),
+                    at.place.format,
+                    at.expert,
+                    at.paired_heads,
+                    at.change,
+                ),
                 at.tiled and astuple(at.tiled),
             ]
             for name, at in self._tensors.items()
@@ -125,22 +143,25 @@ class GgufSource:
     def from_json(cls, path: Path, memory: dict[str, Any], tokenizer: TokenizerFiles | None) -> GgufSource:
         tensors = {
             name: TensorLocation(
-                TensorPlace(tuple(shape), format_, start), expert, heads, change, tiled and HeadTiling(*tiled)
+                TensorPlace(tuple(shape), format_, start, part), expert, heads, change, tiled and HeadTiling(*tiled)
             )
-            for name, (start, shape, format_, expert, heads, change, tiled) in memory["tensors"].items()
+            for name, (part, start, shape, format_, expert, heads, change, tiled) in memory["tensors"].items()
         }
         return cls(path, memory["config"], memory["generation"], tensors, tokenizer, tuple(memory["notes"]))
 
     @cached_property
-    def _file(self) -> MappedFile:
-        file = MappedFile(self.path)
-        # Again, although parsing checked: the file may have been cut since, and reading past a mapping's end kills.
-        check_places({str(place.start): place for place in {at.place for at in self._tensors.values()}}, file)
-        return file
+    def _files(self) -> list[MappedFile]:
+        files = [MappedFile(part) for part in parts_of(self.path)]
+        # Again, although parsing checked: a file may have been cut since, and reading past a mapping's end kills.
+        places = {at.place for at in self._tensors.values()}
+        for index, file in enumerate(files):
+            check_places({str(place.start): place for place in places if place.part == index}, file)
+        return files
 
 
-def _floats(file: MappedFile, contents: GgufContents, name: str) -> list[float]:
+def _floats(files: list[MappedFile], contents: GgufContents, name: str) -> list[float]:
     place = contents.tensors[name]
+    file = files[place.part]
     dtype = FORMATS[place.format].dtype
     if dtype is None or len(place.shape) != 1 or place.shape[0] > 65536:
         raise ModelError(f"{file.path}: tensor {name!r} is {place.format} of shape {place.shape}, not a list of floats")

@@ -27,6 +27,7 @@ class Checkpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.notes: tuple[str, ...] = ()
+        self.conversions: tuple[str, ...] = ()
         if not (path / "config.json").is_file():
             raise ModelError(f"{path} has no config.json, so it is no checkpoint directory")
         self.config = read_object(path / "config.json")
